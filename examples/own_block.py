@@ -1,4 +1,4 @@
-"""A block of one's own in the decoder: attention and mlp beside each other, on one norm.
+"""Your own decoder block: attention and mlp in parallel, on one norm.
 
     python examples/own_block.py steps=100 ici_tensor_parallelism=2
 
@@ -16,11 +16,11 @@ from maxtext_lite.training import train
 
 
 class ParallelBlock(DecoderLayer):
-    """x + attention(norm x) + mlp(norm x). The parts, their weights' shardings and the KV cache are the library's."""
+    """x + attention(norm x) + mlp(norm x). Parts, shardings and KV cache are the library's."""
 
     def __init__(self, shape: DecoderShape, *, rngs: nnx.Rngs):
         super().__init__(shape, rngs=rngs)
-        self.mlp_norm = None  # a parameter that is not used would still be stored
+        self.mlp_norm = None  # an unused parameter would still be stored
 
     def __call__(self, x_BTD, rotation, attend, real_BT, *, drop=True):
         """See `models.layers.Block`."""

@@ -1,4 +1,4 @@
-"""A callback of one's own: ends the run once the held-out loss has not fallen for a few evaluations.
+"""Your own callback: ends the run when the held-out loss has not improved for a few evaluations.
 
 python examples/own_callback.py steps=1000 eval_interval=20
 """
@@ -10,18 +10,18 @@ from maxtext_lite.training import Callback, train
 
 
 class EarlyStopping(Callback):
-    """Remembers the best held-out loss and how many evaluations ago that was."""
+    """Tracks the best held-out loss and the number of evaluations since."""
 
     def __init__(self, patience: int):
         self.patience, self.best, self.since = patience, float("inf"), 0
 
     def after_step(self, step, record, state):
-        """Numbers on the host: to look at them keeps no device waiting."""
+        """`record` has numbers on the host, so reading them stalls no device."""
         if record["skipped"]:
             print(f"step {step} was skipped")
 
     def after_evaluation(self, step, record, state):
-        """True ends the run, on all hosts, with a checkpoint."""
+        """Returning True ends the run on all hosts, with a checkpoint."""
         self.since = 0 if record["eval_loss"] < self.best else self.since + 1
         self.best = min(self.best, record["eval_loss"])
         return self.since >= self.patience

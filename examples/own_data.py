@@ -1,4 +1,4 @@
-"""Data of one's own: additions written in digits, made when they are read; only the sum is to be predicted.
+"""Your own data: additions in digits, generated when read; only the sum is a target.
 
 python examples/own_data.py steps=100 max_target_length=16
 """
@@ -14,11 +14,11 @@ FIRST, COUNT = {"train": 0, "eval": 900_000}, {"train": 900_000, "eval": 256}
 
 
 class Additions:
-    """Example i is made of the digits of i alone, so that any host can read any example at any time."""
+    """Example i depends on the digits of i only, so any host can read any example at any time."""
 
     def __init__(self, part: str, num_tokens: int):
         self.part, self.num_tokens = part, num_tokens
-        self.fingerprint = f"additions:{part}:{num_tokens}"  # a run goes on only with the same examples
+        self.fingerprint = f"additions:{part}:{num_tokens}"  # a run resumes only with the same examples
 
     def __len__(self) -> int:
         return COUNT[self.part]

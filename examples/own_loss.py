@@ -1,4 +1,4 @@
-"""A loss of one's own: the focal loss, for which tokens count less the better the model knows them already.
+"""Your own loss: the focal loss, in which a token counts less the better the model predicts it.
 
     python examples/own_loss.py steps=100 gradient_accumulation_steps=4
 
@@ -16,7 +16,7 @@ GAMMA = 2.0
 
 
 def focal_loss(predictions: Predictions, rows: dict) -> tuple:
-    """The sum over target tokens, and their weight: never a mean, so that the batch can be split in any way."""
+    """The sum over target tokens and their weight, never a mean, so the batch can be split in any way."""
     nll_BT, weight_BT = predictions.nll(), rows["weights"]
     return jnp.sum(weight_BT * (1 - jnp.exp(-nll_BT)) ** GAMMA * nll_BT), jnp.sum(weight_BT)
 

@@ -144,8 +144,8 @@ FILES = ["dataset_type=prompts", "arithmetic_largest=99", "arithmetic_operations
     (["micro_batch_size=6"], "micro_batch_size=6 is not a multiple of num_generations=4: a group of responses is "
                              "judged together. Nearest that work: 4 or 8."),
     (["eval_fraction=1"], "eval_fraction=1"),
-    (["rollout_slots=3"], "rollout_slots=3 is not a multiple of the 2 parts that the devices that generate cut them "
-                          "into. Nearest that work: 2 or 4."),
+    (["rollout_slots=3"], "rollout_slots=3 is not a multiple of the 2 parts into which the generating devices split "
+                          "them. Nearest that work: 2 or 4."),
 ])  # fmt: skip
 def test_mistakes_end_with_2_and_name_key_and_value(overrides, message, tmp_path, commands):
     (tmp_path / "judge.py").write_text(JUDGE)

@@ -1,1 +1,1 @@
-"""The train step compiled ahead of time, and what can be read from it."""
+"""The train step compiled ahead of time, and its analysis."""

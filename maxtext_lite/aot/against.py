@@ -1,4 +1,4 @@
-"""Ranked plans beside what the compiler makes of them ahead of time."""
+"""Ranked plans compared with their programs, compiled ahead of time."""
 
 import statistics
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from maxtext_lite.config.violation import divisors
 
 
 def topology_of(device: Device, num_devices: int) -> str:
-    """The name of a machine of so many devices, as `compile --topology` takes it: slices as square as they can be."""
+    """The name of a machine with that many devices, as for `compile --topology`: a slice as square as possible."""
     sizes: list[int] = []
     for dims in range(device.torus_dims, 1, -1):
         sizes.append(max(size for size in divisors(num_devices) if size**dims <= num_devices))
@@ -23,13 +23,13 @@ def topology_of(device: Device, num_devices: int) -> str:
 
 
 def compare(ranked: Sequence[RankedPlan], device: Device) -> list[dict[str, Any]]:
-    """Bytes and seconds of each plan, predicted and compiled; None where the compiler does not tell.
+    """Bytes and seconds of each plan, predicted and compiled; None where the compiled figure is unknown.
 
     Where kernels do not state their FLOPs, as splash attention, matmuls are those outside of attention, of both, and
     the compiled step has the predicted attention. Links have the rate of their mesh axes, as in the prediction.
 
     Raises:
-      UserError: the library that compiles for the device is not installed, or a step does not fit by its compiler.
+      UserError: the library that compiles for the device is not installed, or its compiler says a step does not fit.
     """
     rows: list[dict[str, Any]] = []
     for each in ranked:
@@ -56,7 +56,7 @@ def _beside(predicted: float, compiled: float | None) -> dict[str, float | None]
 
 
 def _links_seconds(collectives: Sequence[Traffic], device: Device, mesh: MeshSizes) -> float | None:
-    """What the links need for a step's collectives one after the other, each over those of its mesh axes."""
+    """Time of a step's collectives one after the other, each at the link rate of its mesh axes."""
     total = 0.0
     for each in collectives:
         rate = ring_bytes_per_second(device, mesh, each.axes)
@@ -74,7 +74,7 @@ def _step_seconds(roof: Roofline, attention: float, links: float | None) -> floa
 
 
 def rank_correlation(compared: Sequence[dict[str, Any]]) -> float | None:
-    """Spearman's, of predicted steps with compiled ones; None: fewer than three, all as long, or one is not known."""
+    """Spearman's, of predicted and compiled steps; None for fewer than three, all equal, or any unknown."""
     steps = [each["step_seconds"] for each in compared]
     columns = [[step[side] for step in steps] for side in ("predicted", "compiled")]
     if len(steps) < 3 or any(None in column or len(set(column)) == 1 for column in columns):
@@ -93,7 +93,7 @@ _LINES = {
 
 
 def comparison_text(compared: Sequence[dict[str, Any]]) -> str:
-    """Lines of `compare`, with the signed error of what was predicted."""
+    """The rows of `compare` as text, with signed errors of the predictions."""
     lines: list[str] = []
     for each in compared:
         lines.append(f"compiled: {each['keys']}")

@@ -1,4 +1,4 @@
-"""The train step compiled ahead of time: where parameters lie, what crosses the mesh, memory and FLOPs."""
+"""The train step compiled ahead of time: parameter layout, collectives, memory and FLOPs."""
 
 import contextlib
 import dataclasses
@@ -36,14 +36,14 @@ from maxtext_lite.xla.program_memory import ProgramMemory
 
 @dataclasses.dataclass(frozen=True)
 class ParameterLayout:
-    """Where a parameter lies.
+    """The layout of a parameter.
 
     Attributes:
-      name: its path, as in layers.mlp.up.
-      shape: of the whole array; with local updates its first dim is the replicas'.
+      name: its path, such as layers.mlp.up.
+      shape: of the whole array; with local updates its first dim is the replicas.
       axes: the logical axis of each dim.
-      partition_spec: the mesh axes of more than one device over which each dim is split, an entry for each dim.
-      bytes_per_device: of the part on one device.
+      partition_spec: for each dim, the mesh axes of size > 1 that shard it.
+      bytes_per_device: of one device's shard.
     """
 
     name: str
@@ -56,15 +56,15 @@ class ParameterLayout:
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """What one kind of collective moves over one set of mesh axes.
+    """Total traffic of one kind of collective over one set of mesh axes.
 
     Attributes:
-      operations: places in the program.
-      times: how often they run in all; None where a loop's trips are not known, as are the bytes then.
-      async_times: how many of these may run beside other work.
-      bytes: on one device, of the arrays that come out (of a reduce-scatter: that go in), times included.
-      bytes_by_dtype: the same, by HLO's name of the dtype.
-      sent_bytes: what one device sends over links, on a ring; None also between slices.
+      operations: collectives in the program.
+      times: executions of all of them; None, like the bytes, if a loop's trip count is unknown.
+      async_times: executions that can overlap with other work.
+      bytes: on one device, of the outputs (for a reduce-scatter: the inputs) of all executions.
+      bytes_by_dtype: the same, by HLO dtype.
+      sent_bytes: what one device sends over links, in a ring; None also between slices.
     """
 
     kind: str
@@ -79,19 +79,19 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The compiled train step of a run's last stage, and with local updates the synchronization of the replicas.
+    """The compiled train step of a run's last stage and, with local updates, the synchronization of the replicas.
 
     Attributes:
       plan: of the run.
-      compiled: the executable; it can be called where the devices are there.
+      compiled: the executable; it can run if the devices are attached.
       state_bytes: bytes per device of `params`, frozen ones included, `opt_state` and, with local updates, `outer`.
-      collectives: of one step, those that move most bytes first.
-      synchronization: collectives of one, every `diloco_sync_period` steps; None without local updates.
-      work: of one device and step: matmuls, kernels, traffic with its memory, the compiler's cycles.
-      roofline: the least time that this work takes.
-      xla_flops: of one device, by `cost_analysis()`, which counts the body of a loop once; None where it has none.
-      model_flops: of the whole step on all devices: forward and backward, nothing computed twice.
-      assumed: what is taken for granted of a machine that is not there, in words.
+      collectives: of one step, the most bytes first.
+      synchronization: collectives of one synchronization, every `diloco_sync_period` steps; None without local updates.
+      work: of one device and step: matmuls, kernels, memory traffic, the compiler's cycles.
+      roofline: the least time of this work.
+      xla_flops: of one device, by `cost_analysis()`, which counts loop bodies once; None if it has no figure.
+      model_flops: of the whole step on all devices: forward and backward, without recomputation.
+      assumed: what is assumed about a machine that is not attached, in words.
     """
 
     plan: BatchPlan
@@ -111,22 +111,22 @@ class Program:
 
     @property
     def device_kind(self) -> str:
-        """As jax calls the devices."""
+        """jax's name for the devices."""
         return str(self.mesh.devices.flat[0].device_kind)
 
     @property
     def rows_per_micro_batch(self) -> int:
-        """Of the last stage, with empty slots."""
+        """Rows of a micro-batch of the last stage, empty slots included."""
         return self.plan.rows_per_example * self.plan.micro_batch_slots
 
     @property
     def sent_bytes(self) -> float | None:
-        """What one device sends over links in a step; None where some of it goes between slices or is not known."""
+        """Bytes that one device sends over links in a step; None if any is unknown or goes between slices."""
         return _total(row.sent_bytes for row in self.collectives)
 
     @property
     def compiler_seconds(self) -> float | None:
-        """The compiler's estimated cycles as time; None where it estimates none or the clock is not known."""
+        """The compiler's estimated cycles as time; None if it estimates none or the clock is unknown."""
         device = device_of_kind(self.device_kind)
         if self.work.cycles is None or device is None or device.clock_hz is None:
             return None
@@ -134,7 +134,7 @@ class Program:
 
     @property
     def versions(self) -> dict[str, str]:
-        """Of what compiled it: jax, jaxlib and where it was used libtpu."""
+        """Versions of jax, jaxlib and, if it compiled the program, libtpu."""
         names = ["jax", "jaxlib"] + ["libtpu"] * (self.mesh.devices.flat[0].platform == "tpu")
         return {name: metadata.version(name) for name in names}
 
@@ -147,18 +147,17 @@ def compile_for(
     topology: str | None = None,
     num_slices: int | None = None,
 ) -> Program:
-    """`compile_program` for N simulated CPU devices, a machine by name that need not be there, or the real devices.
+    """`compile_program` for N simulated CPU devices, a machine by name (attached or not), or the attached devices.
 
     Raises:
-      UserError: the config cannot be planned for that machine, it cannot be compiled for, or the step does not fit on
-        it.
+      UserError: the config cannot be planned or compiled for that machine, or the step does not fit on it.
     """
-    # The data's length would only change constants of the schedule.
+    # The length of the data only changes constants of the schedule.
     if config.num_epochs:
         config = config.model_copy(update={"num_epochs": Fraction(0), "steps": 10**6, "last_batch": "drop"})
     plan, assumed = None, ()
     if num_devices is not None:
-        plan = _plan(config, num_devices, num_hosts, "cpu", "cpu")  # what cannot be planned needs no devices
+        plan = _plan(config, num_devices, num_hosts, "cpu", "cpu")  # refuses before any device is started
         devices: Sequence[Any] = simulated_devices(num_devices)
     elif topology is not None:
         devices, assumed = topology_devices(topology, num_slices), assumed_of(topology)
@@ -191,12 +190,12 @@ def _plan(
 
 
 def compile_program(config: Config, plan: BatchPlan, devices: Sequence[Any]) -> Program:
-    """Lowers and compiles the train step for these devices, which need not be attached; nothing is allocated.
+    """Lowers and compiles the train step for these devices, which need not be attached; allocates nothing.
 
-    The schedule's constants are those of a run of `plan.steps`; data are not looked at.
+    The schedule's constants are those of a run of `plan.steps` steps; the data are not read.
 
     Raises:
-      UserError: the config asks for a kernel that does not run on these devices.
+      UserError: the config requires a kernel that does not run on these devices.
     """
     parts = make_parts(config, plan, devices)
     mesh, decoder, local = parts.mesh, parts.decoder, parts.local
@@ -211,8 +210,8 @@ def compile_program(config: Config, plan: BatchPlan, devices: Sequence[Any]) -> 
         with jax.set_mesh(mesh):
             synchronise: Any = make_synchronise(parts).lower(state).compile()
         synchronization = total_traffic(collectives(synchronise.as_text()), mesh)
-    # A ramp of the accumulation leaves one loop's bound open: that over micro-batches.
-    # Experts are taken to be chosen evenly.
+    # With a ramp of the accumulation, the trip count of the loop over micro-batches is unknown to XLA.
+    # Tokens are assumed to be routed evenly over experts.
     text = compiled.as_text()
     assert text is not None
     module = parse(text, trips_where_unknown=_open_trips(plan), not_run=FURTHER_ROUNDS)
@@ -264,7 +263,7 @@ def _open_trips(plan: BatchPlan) -> int | None:
 
 
 def parameter_layouts(params: Params, axes_tree: Any, local: LocalUpdates | None) -> Iterable[ParameterLayout]:
-    """Where each parameter of an abstract state lies; `axes_tree` has the logical axes of each."""
+    """The layout of each parameter of an abstract state; `axes_tree` has the logical axes of each."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     all_axes = jax.tree.leaves(axes_tree, is_leaf=lambda node: isinstance(node, tuple))
     for (path, leaf), axes in zip(leaves, all_axes, strict=True):
@@ -282,18 +281,18 @@ def parameter_layouts(params: Params, axes_tree: Any, local: LocalUpdates | None
 
 
 def bytes_per_device(leaf: jax.ShapeDtypeStruct | jax.Array) -> int:
-    """Bytes of one device's part of an array, which may be abstract."""
+    """Bytes of one device's shard of an array, which may be abstract."""
     return int(np.prod(leaf.sharding.shard_shape(leaf.shape), dtype=np.int64)) * leaf.dtype.itemsize
 
 
 def state_bytes(state: TrainState) -> dict[str, int]:
-    """Bytes per device of each part of a state, which may be abstract."""
+    """Bytes per device of each part of a state, which may be abstract. Frozen parameters count as params."""
     parts = {"params": (state.frozen, state.params), "opt_state": state.opt_state, "outer": state.outer}
     return {name: sum(map(bytes_per_device, jax.tree.leaves(part))) for name, part in parts.items()}
 
 
 def total_traffic(found: Sequence[Collective], mesh: Mesh) -> tuple[Traffic, ...]:
-    """The collectives of a program added up by kind and mesh axes, those that move most bytes first."""
+    """The collectives of a program, added up by kind and mesh axes, the most bytes first."""
     together: dict[tuple[str, tuple[str, ...]], list[Collective]] = {}
     for collective in found:
         together.setdefault((collective.kind, collective.axes(mesh)), []).append(collective)
@@ -322,7 +321,7 @@ def _traffic(kind: str, axes: tuple[str, ...], members: Sequence[Collective]) ->
 
 
 def _total(amounts: Iterable[float | None]) -> float | None:
-    """Their sum; None where one is not known."""
+    """Their sum; None if any is unknown."""
     total: float = 0
     for amount in amounts:
         if amount is None:

@@ -1,4 +1,4 @@
-"""A compiled program as tables for people and as JSON; all bytes are of one device."""
+"""A compiled program as text tables and as JSON; all bytes are per device."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from maxtext_lite.batching.ledger import bytes_text
 
 
 def program_json(program: Program) -> dict[str, object]:
-    """What `compile --json` prints."""
+    """The output of `compile --json`."""
     plan, work, roof = program.plan, program.work, program.roofline
     synchronization = program.synchronization
     return {
@@ -64,7 +64,7 @@ def _fields(rows: Sequence[Any]) -> list[dict[str, object]]:
 
 
 def program_text(program: Program) -> str:
-    """The tables that `compile` prints."""
+    """The output of `compile`."""
     plan = program.plan
     stage = plan.stages[-1]
     axes = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items() if size > 1) or "one device"
@@ -134,7 +134,7 @@ def _traffic_lines(when: str, rows: Sequence[Traffic]) -> list[str]:
 
 
 def _beside_plan(program: Program) -> list[tuple[str, int, int | None]]:
-    """(part of the memory, bytes by XLA, bytes by the plan where it counts that part)."""
+    """(part of the memory, bytes by XLA, bytes by the plan if it counts that part)."""
     memory, planned = program.memory, program.plan.memory
     held = planned.held
     return [
@@ -156,7 +156,7 @@ _PARTS = {
 
 
 def _error(planned: int | None, actual: int) -> float | None:
-    """By how many percent the plan says more (+) or less (-) than XLA."""
+    """Signed error of the plan against XLA, in percent."""
     return None if planned is None or not actual else 100 * (planned / actual - 1)
 
 
@@ -178,7 +178,7 @@ def _memory_lines(program: Program) -> list[str]:
 
 
 def time_lines(program: Program) -> list[str]:
-    """FLOPs, and the least time of a step by each resource; beside it the time by the compiler's own estimate."""
+    """FLOPs, the least time of a step by each resource, and the compiler's own estimate."""
     done, roof = program.work, program.roofline
     by_dtype = ", ".join(f"{dtype} {_known(flops, '.4g')}" for dtype, flops in done.matmul_flops.items()) or "0"
     by_dtype += " FLOPs"
@@ -205,7 +205,7 @@ def time_lines(program: Program) -> list[str]:
     lines.append(f"FLOPs of a step: {program.model_flops:.4g} by the model, {each:.4g} per device")
     if roof.bound is None or roof.most_mfu is None:
         return [*lines, "bound on MFU: not known, as the device's figures are not"]
-    if roof.most_mfu == 1:  # what silent kernels multiply is missing
+    if roof.most_mfu == 1:  # FLOPs of kernels that do not state them are missing
         return [*lines, "bound on MFU: none below 100 %"]
     by_compiler = ""
     if program.compiler_seconds:
@@ -214,7 +214,7 @@ def time_lines(program: Program) -> list[str]:
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Sequence[int] | None = None) -> list[str]:
-    """Aligned lines; the columns of `numbers` (default: all with a digit first everywhere) to the right."""
+    """Aligned lines; columns in `numbers` (default: those whose cells all begin with a digit) are right-aligned."""
     columns = list(zip(header, *rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
     right = {

@@ -1,4 +1,4 @@
-"""Batch sizes in exact arithmetic: plans a run on 4,096 chips on a laptop. Imports no jax.
+"""Batch sizes in exact arithmetic, which plans 4,096 chips on a laptop. Imports no jax.
 
 No other package multiplies or divides batch sizes.
 """

@@ -1,20 +1,20 @@
-"""What the gradient noise scale says about the batch size, in words, and what laws say beside it. Imports no jax."""
+"""What the gradient noise scale implies for the batch size, beside what published laws say. Imports no jax."""
 
 from maxtext_lite.batching.laws import batch_interval
 from maxtext_lite.batching.recommendation import budget_of
 from maxtext_lite.config import Config
 
-_CLEARLY = 2  # batch and noise scale differ when even the ends of the error bar are this factor apart
+_CLEARLY = 2  # batch and noise scale differ if even the near end of the error bar is off by this factor
 _STANDARD_ERRORS = 2
 _TOO_UNCERTAIN = 0.5  # the relative standard error at which zero is within two standard errors
 _LIMITS = (
-    "This is a guide to the order of magnitude, for a learning rate that suits the batch; it knows nothing of memory "
-    "or of speed, and the noise scale usually grows while the loss falls."
+    "This is a guide to the order of magnitude, for a learning rate that suits the batch; it ignores memory and speed, "
+    "and the noise scale usually grows while the loss falls."
 )
 
 
 def example_efficiency(noise_scale: float, batch: float) -> float:
-    """Progress per example, as a fraction of what tiny batches get out of each: 1 / (1 + batch / noise_scale).
+    """Progress per example, as a fraction of what an example gives in tiny batches: 1 / (1 + batch / noise_scale).
 
     Source: McCandlish et al. 2018, arXiv:1812.06162, section 2.3.
     """
@@ -30,20 +30,21 @@ def step_efficiency(noise_scale: float, batch: float) -> float:
 
 
 def batch_size_advice(noise_scale: float | None, relative_error: float | None, global_batch: int) -> str:
-    """A few sentences: what the noise scale suggests for `global_batch`, and what it does not say.
+    """A few sentences: what the noise scale implies for `global_batch`, and what it does not.
 
-    The batch counts as far below (above) the noise scale where even the near end of its error bar, two standard errors
-    wide to each side, is more than twice (less than half) the batch.
+    The batch counts as far below (above) the noise scale if even the near end of the error bar, which extends two
+    standard errors to each side, is more than twice (less than half) the batch.
 
     Args:
-      noise_scale: in examples; None where it was not measured.
-      relative_error: its standard error / noise_scale; None where that is not known.
+      noise_scale: in examples; None if it was not measured.
+      relative_error: its standard error / noise_scale; None if unknown.
       global_batch: examples per step.
     Source: McCandlish et al. 2018, arXiv:1812.06162.
     """
     batch = f"the batch of {global_batch:,} example{'' if global_batch == 1 else 's'}"
     if noise_scale is None:
         return (
+            f"The gradient noise scale is not known, so it says nothing about {batch}. Measuring it takes at least two "
             f"The gradient noise scale is not known, so it says nothing about {batch}. Measuring it takes at least two "
             "gradients per step (data replicas, or gradient_accumulation_steps of 2 or more) and enough steps for the "
             "estimate to settle."
@@ -56,8 +57,8 @@ def batch_size_advice(noise_scale: float | None, relative_error: float | None, g
     measured = f"The gradient noise scale is about {_count(noise_scale)} examples"
     if relative_error is None:
         return (
-            f"{measured}, with an error that is not known. {_progress(noise_scale, global_batch)} "
-            f"Without an error bar that is a hint, no more. {_LIMITS}"
+            f"{measured}, with an unknown error. {_progress(noise_scale, global_batch)} "
+            f"Without an error bar this is only a hint. {_LIMITS}"
         )
     low = max(noise_scale * (1 - _STANDARD_ERRORS * relative_error), 0.0)
     high = noise_scale * (1 + _STANDARD_ERRORS * relative_error)
@@ -68,7 +69,7 @@ def batch_size_advice(noise_scale: float | None, relative_error: float | None, g
 
 
 def laws_beside(config: Config, tokens: int) -> str:
-    """A sentence on what the laws say of a run of so many tokens, to stand beside a measured noise scale."""
+    """A sentence on what the laws say about a run of `tokens` tokens, for comparison with a measured noise scale."""
     budget = budget_of(config, tokens=tokens, loss=None)
     best, critical = (
         " to ".join(_count(end / config.max_target_length) for end in (interval.low, interval.high))
@@ -105,11 +106,11 @@ def _verdict(low: float, high: float, noise_scale: float, batch: int) -> str:
             f"would take about {fewer_examples:.0%} fewer examples and {more_steps:.0%} more steps."
         )
     if low >= batch / _CLEARLY and high <= _CLEARLY * batch:
-        return "The two are of like size, the usual compromise between few steps and few examples."
+        return "The two are of similar size, the usual compromise between few steps and few examples."
     side, factor = ("above", "twice") if noise_scale > batch else ("below", "half")
     return f"Whether the noise scale is {side} {factor} the batch cannot be told within its error."
 
 
 def _count(examples: float) -> str:
-    """A measured number of examples: whole from 100 on, else with three digits."""
+    """A measured number of examples: whole from 100 on, otherwise to three digits."""
     return f"{examples:,.0f}" if examples >= 100 else f"{examples:.3g}"

@@ -1,4 +1,4 @@
-"""One step's batch: stated, or derived from global_batch_size."""
+"""The batch of one optimizer step, stated or derived from global_batch_size."""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -10,7 +10,7 @@ from maxtext_lite.config.violation import Violation, divisors_of, multiples
 
 @dataclass(frozen=True)
 class Batch:
-    """One optimizer step's examples: per device, per micro-batch over all devices, and in all."""
+    """The examples of one optimizer step: per device, per micro-batch and in total."""
 
     per_device_batch_size: Fraction
     gradient_accumulation_steps: int
@@ -24,13 +24,13 @@ class Batch:
 
 @dataclass(frozen=True)
 class SmallerBatch:
-    """What a rule allows that is about a whole step's batch: at most this many examples, in whatever keys."""
+    """A remedy that lowers the whole batch to at most `most` examples, through whichever keys make it up."""
 
     most: int
 
 
 def derive_batch(config: BatchConfig, num_devices: int) -> Batch | Violation:
-    """The batch that the config states or that follows from global_batch_size, or why there is none."""
+    """The batch that the config states or that follows from global_batch_size, or the rule that it breaks."""
     per_device, accumulation = config.per_device_batch_size, config.gradient_accumulation_steps
     stated = config.global_batch_size
     if stated == 0 and (per_device == -1 or accumulation == -1):
@@ -80,7 +80,7 @@ def derive_batch(config: BatchConfig, num_devices: int) -> Batch | Violation:
 
 
 def stated_batch(config: BatchConfig, num_devices: int) -> Batch | None:
-    """The batch as far as the config states it, for finding what else is wrong."""
+    """The batch as far as the config states it, so that the rules about it can still be checked."""
     per_device = config.per_device_batch_size
     if per_device == -1 or (per_device * num_devices).denominator != 1:
         return None
@@ -88,7 +88,7 @@ def stated_batch(config: BatchConfig, num_devices: int) -> Batch | None:
 
 
 def _ratio_text(value: Fraction) -> str:
-    """A value that is not whole, to two decimals where they are many and show it: for reading, not for computing."""
+    """A fraction for a message: two decimals where its digits are many and two show that it is not whole."""
     text = number_text(value)
     if len(text) <= 8 and "/" not in text:
         return text
@@ -110,7 +110,7 @@ def _nothing_to_derive_from(per_device: Fraction, accumulation: int) -> Violatio
 
 
 def not_whole(key: str, per_device: Fraction, num_devices: int) -> Violation:
-    """Refuses a per-device size that gives no whole number of examples over all devices."""
+    """Refuses a per-device size that is not a whole number of examples over all devices."""
     return Violation(
         key,
         f"{key}={number_text(per_device)} x {num_devices} devices = "

@@ -1,4 +1,4 @@
-"""The plan of a run: every batch size and what follows from it, before a machine exists."""
+"""The plan of a run: every batch size and what follows from it, without the machine."""
 
 import math
 from collections.abc import Mapping
@@ -28,27 +28,27 @@ class ScheduleCost:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """What plan.json holds, under the same names, and what the runtime needs beside it. Counts are exact.
+    """The contents of plan.json, under the same names, and what the runtime needs besides. Counts are exact.
 
     Attributes:
       mesh: size of each mesh axis (stage, data, fsdp, expert, context, tensor); ici_mesh x dcn_mesh.
-      empty_slots_per_micro_batch: slots of a micro-batch without an example: rows are laid out in equal shares.
-      examples_per_loading_host: examples that one loading host reads in one load, on average.
-      pipeline_microbatch_size: the most examples in one pipeline microbatch.
-      pipeline_bubble_fraction: the share of its ticks that a stage waits, with the schedule that is set.
-      pipeline_schedules: for each schedule that this pipeline could have, what it costs; empty without stages.
-      steps: optimizer steps in the whole run, stated or derived from num_epochs.
-      num_examples: training examples in the data; None where not known.
-      epochs: passes over the data in the whole run; null without a data index, as is steps_per_epoch.
-      length: the steps of the run and their examples.
+      empty_slots_per_micro_batch: slots of a micro-batch without an example; every shard has equally many slots.
+      examples_per_loading_host: average number of examples that one loading host reads in one load.
+      pipeline_microbatch_size: examples of the largest pipeline microbatch.
+      pipeline_bubble_fraction: share of its ticks that a stage waits under the configured schedule.
+      pipeline_schedules: cost of every schedule that suits this pipeline; empty without a pipeline.
+      steps: optimizer steps of the whole run, stated or derived from num_epochs.
+      num_examples: training examples in the data; None where unknown.
+      epochs: passes over the data in the whole run; None without a data index, as is steps_per_epoch.
+      length: the steps of the run and the examples of each.
       scaling: the optimizer's settings for this batch.
       rampup: the ramp, or None.
       diloco_num_replicas: copies of local updates; None where they are off, as is diloco_sync_period.
-      rows_per_example: rows of max_target_length tokens in an example: in DPO two, otherwise one.
-      attention_kernel: what `attention` means on these devices.
-      warnings: what works but is probably not meant.
-      rl: the batches of reinforcement learning; None in other runs. There an example is a pair of a prompt with a
-        response, the devices are those that train, and num_examples counts prompts.
+      rows_per_example: rows of max_target_length tokens in an example: two in DPO, otherwise one.
+      attention_kernel: the kernel that `attention` selects on these devices.
+      warnings: what works but is probably a mistake.
+      rl: the batches of reinforcement learning; None in other runs. With it an example is a pair of a prompt and a
+        response, num_devices counts the trainer's devices, and num_examples counts prompts.
     """
 
     num_devices: int
@@ -94,7 +94,7 @@ class BatchPlan:
 
     @property
     def pipeline_shape(self) -> PipelineShape:
-        """The pipeline and the work of one step at the target batch."""
+        """The pipeline, and the work of one step at the target batch."""
         return PipelineShape(
             self.num_pipeline_stages,
             self.num_pipeline_microbatches,
@@ -104,31 +104,31 @@ class BatchPlan:
 
     @property
     def batch_shards(self) -> int:
-        """The parts into which the rows of a micro-batch are split over devices: data x fsdp x expert."""
+        """Parts into which the rows of a micro-batch are split over devices: data x fsdp x expert."""
         return self.mesh["data"] * self.mesh["fsdp"] * self.mesh["expert"]
 
     @property
     def layout_shards(self) -> int:
-        """The equal shares of rows: the batch shards, or with local updates replicas x fsdp x expert."""
+        """Equal shares of a micro-batch's rows: batch shards, or with local updates replicas x fsdp x expert."""
         return layout_shards(self.mesh, self.diloco_num_replicas)
 
     def slots_for(self, examples: int) -> int:
-        """Row slots of a pass over `examples` rows: a multiple of the layout shards, hosts and pipeline pieces."""
+        """Row slots for `examples` rows in one pass: a multiple of layout shards, hosts and pipeline microbatches."""
         return row_slots(examples, self.layout_shards, self.num_hosts, self.num_pipeline_microbatches)
 
     @property
     def micro_batch_slots(self) -> int:
-        """Rows of the arrays of one micro-batch: its examples and its empty slots."""
+        """Rows in the arrays of one micro-batch: its examples and its empty slots."""
         return self.micro_batch_to_train + self.empty_slots_per_micro_batch
 
     @property
     def eval_batch_slots(self) -> int:
-        """Rows of the arrays of one evaluation batch, of which `eval_batch_examples` hold an example."""
+        """Rows in the arrays of one evaluation batch, `eval_batch_examples` of them examples."""
         return self.slots_for(self.eval_batch_examples)
 
     @property
     def stages(self) -> tuple[BatchStage, ...]:
-        """All stages of the run, the one at the target last; a single one without a ramp."""
+        """All stages of the run, the target's last; a single one without a ramp."""
         return self.length.stages
 
     @property
@@ -137,7 +137,7 @@ class BatchPlan:
         return any(stage.gradient_accumulation_steps != self.gradient_accumulation_steps for stage in self.stages)
 
     def stage_at(self, examples_seen: int) -> BatchStage:
-        """The batch sizes of the next step, when `examples_seen` examples have been consumed.
+        """The batch sizes of the next step once `examples_seen` examples have been consumed.
 
         Raises:
           ValueError: examples_seen is negative.
@@ -145,7 +145,7 @@ class BatchPlan:
         return stage_at(self.stages, examples_seen)
 
     def samples_before(self, step: int) -> int:
-        """Examples consumed when step number `step` (the first is 1) begins, all batches before it being whole.
+        """Examples consumed before step number `step` (the first is 1), if every batch before it is whole.
 
         Raises:
           ValueError: step is below 1.
@@ -153,7 +153,7 @@ class BatchPlan:
         return samples_before(self.stages, step)
 
     def step_examples(self, examples_seen: int) -> int:
-        """Examples of the next step: its stage's batch, what is left for a short last one, or 0 after the end.
+        """Examples of the next step: the batch of its stage, the rest in a short last step, or 0 after the end.
 
         Raises:
           ValueError: examples_seen is negative.
@@ -169,26 +169,26 @@ class BatchPlan:
         return self.length.steps_left(step, examples_seen)
 
     def examples_after(self, steps: int, examples_seen: int) -> int:
-        """Examples seen after so many further steps; see `RunLength.examples_after`."""
+        """Examples seen after `steps` further steps; see `RunLength.examples_after`."""
         return self.length.examples_after(steps, examples_seen)
 
     def steps_within(self, examples_seen: int, end: int) -> int:
-        """Steps of whole batches that end at no more than `end` examples; see `RunLength.steps_within`."""
+        """Whole batches that fit before `end` examples have been seen; see `RunLength.steps_within`."""
         return self.length.steps_within(examples_seen, end)
 
     @property
     def total_examples(self) -> int:
-        """Examples of the whole run, those of a short last batch included."""
+        """Examples of the whole run, including a short last batch."""
         return self.length.total_examples
 
     @property
     def steps_at_target(self) -> float:
-        """Steps of the target batch that consume as many examples as the whole run."""
+        """Steps of the target batch that would consume the examples of the whole run."""
         return self.total_examples / self.global_batch_to_train
 
     @property
     def last_batch_examples(self) -> int | None:
-        """Examples of the last step where it is a short one (last_batch=train); None where all batches are whole."""
+        """Examples of the last step where it is short (last_batch=train); None where all batches are whole."""
         return (self.length.short_batch_examples or None) if self.length.trains_short_batch else None
 
     @property
@@ -203,7 +203,7 @@ class BatchPlan:
 
     @property
     def learning_rate_multiplier(self) -> float:
-        """What the batch multiplies the learning rate by."""
+        """The factor by which the batch scales the learning rate."""
         return self.scaling.learning_rate_multiplier
 
     @property
@@ -222,7 +222,7 @@ class BatchPlan:
         return self.scaling.scaled["adam_eps"]
 
     def to_json(self) -> dict[str, object]:
-        """The keys of plan.json, fractions as numbers."""
+        """The keys of plan.json, with fractions as numbers."""
         names = (
             "num_devices", "num_hosts", "mesh", "per_device_batch_size", "micro_batch_to_train",
             "empty_slots_per_micro_batch", "gradient_accumulation_steps", "global_batch_to_train",
@@ -248,13 +248,13 @@ class BatchPlan:
 
 
 def layout_shards(mesh: Mapping[str, int], diloco_num_replicas: int | None) -> int:
-    """The equal parts that the rows of a micro-batch are cut into; see `BatchPlan.layout_shards`."""
+    """The equal parts into which the rows of a micro-batch are split; see `BatchPlan.layout_shards`."""
     copies = mesh["data"] if diloco_num_replicas is None else diloco_num_replicas
     return copies * mesh["fsdp"] * mesh["expert"]
 
 
 def row_slots(examples: int, layout_shards: int, num_hosts: int, num_pipeline_microbatches: int) -> int:
-    """Slots in which `examples` rows are laid out so that every shard, host and pipeline piece has as many."""
+    """Slots for `examples` rows, so that all shards, hosts and pipeline microbatches have equally many."""
     pieces = num_pipeline_microbatches
     unit = math.lcm(layout_shards, num_hosts // math.gcd(num_hosts, pieces))
     return pieces * unit * -(-examples // (pieces * unit))

@@ -1,4 +1,4 @@
-"""Batches of other sizes over the same examples, and the size at which a loss begins to suffer."""
+"""Batches of other sizes over the same examples, and the size from which the loss suffers."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,17 +9,17 @@ from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import number_text
 
 WORSE = 0.01
-"""A loss that is worse than the best by this share suffers."""
+"""The relative excess over the best loss from which a loss counts as worse."""
 _LAST_SHARE = Fraction(1, 4)
 
 
 @dataclass(frozen=True)
 class BranchSizes:
-    """How one branch goes over the examples.
+    """How one branch divides the examples into steps.
 
     Attributes:
-      batch: examples of a step, `factor` times those of the run.
-      accumulation: micro-batches of a step, the fewest of which none is larger than the run's.
+      batch: examples per step, `factor` times the run's.
+      accumulation: micro-batches per step, as few as possible without one larger than the run's.
     """
 
     factor: Fraction
@@ -32,7 +32,7 @@ def branch_sizes(factors: Sequence[Fraction], *, batch: int, accumulation: int, 
     """What each factor makes of `steps` batches of a run.
 
     Raises:
-      UserError: factor 1 is missing, or a factor does not cut the examples into whole batches; names the nearest.
+      UserError: factor 1 is missing, or a factor does not divide the examples into whole batches; names the nearest.
     """
     examples, problems = batch * steps, list[str]()
     if 1 not in factors:
@@ -48,8 +48,8 @@ def branch_sizes(factors: Sequence[Fraction], *, batch: int, accumulation: int, 
         }
         named = " or ".join(f"{number_text(Fraction(each, batch))} ({each})" for each in sorted(near))
         problems.append(
-            f"--factors={number_text(factor)}: --steps={steps} x {batch} examples = {examples} are no whole number of "
-            f"batches of {number_text(wanted)}. Nearest that work: {named}."
+            f"--factors={number_text(factor)}: --steps={steps} x {batch} examples = {examples} are not a whole number "
+            f"of batches of {number_text(wanted)}. Nearest that work: {named}."
         )
     if problems:
         raise UserError(problems)
@@ -60,19 +60,20 @@ def branch_sizes(factors: Sequence[Fraction], *, batch: int, accumulation: int, 
 
 
 def compared_examples(sizes: Sequence[BranchSizes]) -> int:
-    """The last examples, over which training losses are averaged: a quarter, and at least the largest batch."""
+    """The number of final examples whose training losses are averaged: a quarter, or the largest batch if larger."""
     largest = max(each.batch for each in sizes)
     return max(int(_LAST_SHARE * sizes[0].batch * sizes[0].steps), largest)
 
 
 def critical_batch(losses: Mapping[int, float]) -> float | None:
-    """The batch at which the loss after equal examples is worse than the best by `WORSE`, between measured ones
-    interpolated over the logarithm of the batch; None: beyond the largest.
+    """The batch at which the loss after equally many examples exceeds the best by `WORSE`; None: beyond the largest.
+
+    Between measured batches it is interpolated over the logarithm of the batch.
 
     Args:
-      losses: by examples of a batch.
+      losses: by batch in examples.
     Source: McCandlish et al. 2018, arXiv:1812.06162, section 2.2, for the idea of a batch beyond which more examples a
-      step stop paying; the threshold is ours.
+      step no longer pay; the threshold is ours.
     """
     before = min(losses, key=lambda batch: losses[batch])
     limit = (1 + WORSE) * losses[before]

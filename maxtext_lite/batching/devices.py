@@ -1,4 +1,4 @@
-"""Accelerators by name and by what jax calls them: peak FLOP/s, memory, links and clock, of one jax device."""
+"""Accelerators by name and jax device kind: peak FLOP/s, memory, links and clock of one jax device."""
 
 import fnmatch
 import math
@@ -12,23 +12,24 @@ from maxtext_lite.config.kernels import Platform
 
 @dataclass(frozen=True)
 class Device:
-    """What one jax device can do at most, by its vendor.
+    """The peak rates of one jax device, by its vendor.
 
     Attributes:
-      name: short, as on the command line: v5e, h100.
+      name: the short name on the command line: v5e, h100.
       kinds: patterns of jax's `device_kind`, with * for any text.
-      peak_flops: FLOP/s of dense matmuls by the dtype of their operands: bfloat16, float8, int8, and float32 where the
-        device multiplies it (on NVIDIA as TF32). A TPU multiplies float32 in several passes of bfloat16: no figure.
-      memory_bytes: in units of 1e9 bytes as the vendor says it; what a program may use is up to 7 % more.
-      memory_bytes_per_second: between that memory and the device.
-      link_bytes_per_second: what it can send to other devices of its slice or host, over all links, while it receives
-        as much: half of a bidirectional figure.
-      most_linked: devices that these links join: a TPU's pod, a host of NVIDIA's, GB200's rack.
-      torus_dims: of the links; 0: a switch, through which each device has all of them to any other.
-      network_bytes_per_second: what each device can send beyond them, likewise.
-      host_bytes_per_second: what it can send to its host's memory, likewise.
-      clock_hz: of the units that a compiler's cycles count; None where it is not known.
-      source: where the figures stand.
+      peak_flops: FLOP/s of dense matmuls by the dtype of their operands: bfloat16, float8, int8, and float32 if the
+        hardware multiplies it (NVIDIA: as TF32). A TPU multiplies float32 in several passes of bfloat16: no figure.
+      memory_bytes: the vendor's figure, in units of 1e9 bytes; a program can use up to 7 % more.
+      memory_bytes_per_second: bandwidth of that memory.
+      link_bytes_per_second: send rate to other devices of its slice or host, over all links, while receiving as much:
+        half of a bidirectional figure.
+      clock_hz: of the cycles that a compiler counts; None if unknown.
+      source: of the figures.
+      most_linked: devices joined by these links: a TPU pod, an NVIDIA host, a GB200 rack.
+      torus_dims: of the links; 0: a switch, which gives each device its full rate to any other.
+      network_bytes_per_second: send rate per device beyond the links, likewise.
+      host_bytes_per_second: send rate to the memory of its host, likewise.
+      on_chip_bytes: on-chip memory in which XLA keeps arrays between operations; 0: none, or unknown.
     """
 
     name: str
@@ -44,16 +45,17 @@ class Device:
     torus_dims: int = 0
     network_bytes_per_second: float | None = None
     host_bytes_per_second: float | None = None
+    on_chip_bytes: int = 0
 
     def axis_bytes_per_second(self, size: int, *, stride: int, in_slice: int, slices: int = 1) -> float | None:
-        """What a device can send in a ring along a mesh axis; None where it is not known.
+        """Send rate of a device in a ring along a mesh axis; None if unknown.
 
-        Where the ring leaves what the links join, all of its devices there send over the network at once. On a torus
-        an axis has its share of the dims, in logarithms, and at least one.
+        A ring that extends beyond the links has all its linked devices send over the network at once. On a torus an
+        axis gets its share of the dims, by logarithm of its size, and at least one.
 
         Args:
           size: devices along the axis, in one slice.
-          stride: from one to the next: the product of the faster axes.
+          stride: distance of neighbours: the product of the faster axes.
           in_slice: devices of one slice.
           slices: along the axis.
         """
@@ -68,14 +70,14 @@ class Device:
         return min(known) if len(known) == len(rates) else None
 
     def peak(self, dtype: str) -> float | None:
-        """FLOP/s of matmuls in a dtype; None where it is not known. NVIDIA's float16 is as fast as bfloat16."""
+        """FLOP/s of matmuls in a dtype; None if unknown. On NVIDIA float16 is as fast as bfloat16."""
         if dtype == "float16" and self.platform == "gpu":
             dtype = "bfloat16"
         return self.peak_flops.get("float8" if dtype.startswith("float8") else dtype)
 
 
 def _peaks(bfloat16: float, *, float8: float = 0, int8: float = 0, float32: float = 0) -> dict[str, float]:
-    """Peaks in FLOP/s from TFLOP/s; 0: the device has none."""
+    """Peaks in FLOP/s from TFLOP/s; 0: no such units."""
     stated = {"bfloat16": bfloat16, "float8": float8, "int8": int8, "float32": float32}
     return {dtype: tflops * 1e12 for dtype, tflops in stated.items() if tflops}
 
@@ -95,7 +97,7 @@ def _tpu(
     host_gbs: float | None,
     source: str,
 ) -> Device:
-    """A TPU; `links_gbs` in both directions."""
+    """A TPU; `links_gbs` is bidirectional."""
     clock, network = clock_ghz and clock_ghz * 1e9, network_gbits and network_gbits * 1e9 / 8
     return Device(
         name, "tpu", kinds, peaks, gigabytes * 10**9, memory_gbs * 1e9, links_gbs * 1e9 / 2, clock, source,
@@ -116,7 +118,7 @@ def _gpu(
     host_gbs: float,
     source: str,
 ) -> Device:
-    """An NVIDIA GPU; `nvlink_gbs`, None where it has PCIe only, and `host_gbs` in both directions."""
+    """An NVIDIA GPU; `nvlink_gbs` (None: PCIe only) and `host_gbs` are bidirectional."""
     links, network = nvlink_gbs and nvlink_gbs * 1e9 / 2, network_gbits and network_gbits * 1e9 / 8
     return Device(
         name, "gpu", kinds, peaks, gigabytes * 10**9, memory_gbs * 1e9, links, None, source, linked, 0, network,
@@ -204,11 +206,11 @@ DEVICES: tuple[Device, ...] = (
         nvlink_gbs=None, linked=1, host_gbs=64, source="NVIDIA's data sheet of the L4, without sparsity",
     ),
 )  # fmt: skip
-"""Every accelerator that is known; of several whose patterns match a kind, the first counts."""
+"""Every known accelerator; the first one whose pattern matches a kind counts."""
 
 
 def device_of_kind(device_kind: str) -> Device | None:
-    """The device that jax calls so; None where it is not known, as of a CPU."""
+    """The device with this jax `device_kind`; None if unknown, such as a CPU."""
     for device in DEVICES:
         if any(fnmatch.fnmatchcase(device_kind, pattern) for pattern in device.kinds):
             return device
@@ -216,12 +218,12 @@ def device_of_kind(device_kind: str) -> Device | None:
 
 
 def device_named(name: str, *, option: str) -> Device:
-    """The device of a short name, such as v5e or h100.
+    """The device with a short name, such as v5e or h100.
 
     Args:
-      option: of the command line that names it, for the message.
+      option: the command-line option that names it, for the message.
     Raises:
-      UserError: there is none of that name.
+      UserError: no device has that name.
     """
     for device in DEVICES:
         if device.name == name.lower():
@@ -233,7 +235,7 @@ def device_named(name: str, *, option: str) -> Device:
 
 
 def peak_tflops(device_kind: str, dtype: str) -> float | None:
-    """Peak TFLOP/s of a device for matmuls in a dtype; None where it is not known."""
+    """Peak TFLOP/s of a device for matmuls in a dtype; None if unknown."""
     device = device_of_kind(device_kind)
     peak = device.peak(dtype) if device else None
     return None if peak is None else peak / 1e12

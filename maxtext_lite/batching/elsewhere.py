@@ -1,4 +1,4 @@
-"""A run's plan beside that of the same config on another machine: what changes, and whether training does."""
+"""A run's plan beside the plan of the same config on another machine: what changes, and whether training does."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ _TRAINING = (
     "global_batch_to_train", "steps", "total_examples", "num_examples", "last_batch_examples", "dropped_examples",
     "rampup", "learning_rate", "adam_b1", "adam_b2", "adam_eps", "diloco_num_replicas", "diloco_sync_period",
 )  # fmt: skip
-"""What the update of a step follows from, with the order of the examples, which no machine changes."""
+"""Plan values that decide the update of a step. The order of the examples, which also does, depends on no machine."""
 _MACHINE = (
     "num_devices", "num_hosts", "mesh", "per_device_batch_size", "micro_batch_to_train", "empty_slots_per_micro_batch",
     "gradient_accumulation_steps", "global_batch_to_load", "loads_per_step", "loading_hosts",
@@ -29,9 +29,9 @@ _SPLIT_AND_SHOWN = frozenset({
     "sampler_devices_fraction", "rollout_slots", "rollout_tensor_parallelism", "rollout_fsdp_parallelism",
     "rollout_engine", "rollout_url", "eval_num_generations", "eval_sampling_temperature",
 }) - {"seed"}  # fmt: skip
-"""Keys of a config that change no update, or by what the plan has of them alone."""
+"""Config keys that change no update, or change it only through what the plan says of them."""
 _PLACES = ("dataset_path", "tokenizer_path", "chat_template")
-"""Keys whose content counts, which may lie elsewhere."""
+"""Keys whose content matters; it may lie at another path."""
 _STAGE = ("first_step", "num_steps", "global_batch_to_train", "samples")
 
 
@@ -41,7 +41,7 @@ class Move:
 
     Attributes:
       changes: by key, the run's value and the other machine's.
-      unchanged: by key, what both have of what training follows from.
+      unchanged: by key, the common value of everything that training depends on.
     """
 
     changes: Mapping[str, tuple[Any, Any]]
@@ -49,12 +49,12 @@ class Move:
 
     @property
     def trains_alike(self) -> bool:
-        """Whether a run that goes on there makes the same updates, but for rounding."""
+        """Whether a run that continues there makes the same updates, up to rounding."""
         return not self._other
 
     @property
     def _other(self) -> list[str]:
-        """What changes of what training follows from."""
+        """The changed keys that training depends on."""
         return [key for key in self.changes if key not in (*_MACHINE, *_PLACES, "memory")]
 
     def to_json(self) -> dict[str, Any]:
@@ -63,16 +63,16 @@ class Move:
         return {"changes": changes, "unchanged": dict(self.unchanged), "trains_alike": self.trains_alike}
 
     def lines(self) -> list[str]:
-        """A table of what changes, what stays, and what follows."""
+        """A table of what changes, then what stays and what follows."""
         width = max((len(key) for key in self.changes), default=0)
         rows = [f"{key:<{width}}  {_text(key, a)} -> {_text(key, b)}" for key, (a, b) in self.changes.items()]
         kept = ", ".join(f"{key}={_text(key, value)}" for key, value in self.unchanged.items() if value is not None)
         if self.trains_alike:
-            end = "The run goes on there with the same examples in the same steps; updates differ by rounding alone."
+            end = "The run continues there with the same examples in the same steps; updates differ only by rounding."
         else:
-            end = f"The run would not be the same one there: {', '.join(self._other)}."
+            end = f"The run would not be the same there: {', '.join(self._other)}."
             if "global_batch_to_train" in self.changes:
-                end += " global_batch_size states what shall stay."
+                end += " Set global_batch_size to keep the batch."
         if places := [key for key in _PLACES if key in self.changes]:
             end += f" The content of {' and '.join(places)} must be the same there, which a resume checks."
         return [*(rows or ["nothing changes"]), "", f"unchanged: {kept}", end]
@@ -82,25 +82,25 @@ def read_plan(run: Path) -> dict[str, Any]:
     """plan.json of a run directory.
 
     Raises:
-      UserError: there is none, or it is damaged.
+      UserError: it is missing or damaged.
     """
     path = run / "plan.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"--from={value_text(run)} is no run directory: {path} {error.strerror}.") from None
+        raise UserError(f"--from={value_text(run)} is not a run directory: {path} {error.strerror}.") from None
     except ValueError:
         found = None
     if not isinstance(found, dict) or any(key not in found for key in (*_TRAINING, *_MACHINE, "memory")):
-        raise UserError(f"--from={value_text(run)}: {path} is damaged, or of another version of maxtext_lite.")
+        raise UserError(f"--from={value_text(run)}: {path} is damaged, or from another version of maxtext_lite.")
     return cast("dict[str, Any]", found)
 
 
 def moved(before: Mapping[str, Any], plan: BatchPlan, settings: Mapping[str, tuple[Any, Any]] = {}) -> Move:
-    """What changes where a run with the plan.json of `before` goes on as planned.
+    """What changes if a run whose plan.json is `before` continues as planned.
 
     Args:
-      settings: the `changed_settings` that it goes on with.
+      settings: the `changed_settings` with which it continues.
     """
     one, other = (_compared(each) for each in (before, json.loads(json.dumps(plan.to_json()))))
     changes = {key: (one[key], other[key]) for key in one if one[key] != other[key]}
@@ -108,9 +108,9 @@ def moved(before: Mapping[str, Any], plan: BatchPlan, settings: Mapping[str, tup
 
 
 def changed_settings(run: Config, config: Config) -> dict[str, tuple[Any, Any]]:
-    """By key the run's value and the other config's, of what differs and does more than split a batch or show a run.
+    """By key, the run's value and the other config's, where they differ and matter beyond splitting or showing a run.
 
-    What a plan has itself is left out.
+    Keys that the plan itself has are left out.
     """
     one, other = (each.model_dump(mode="json") for each in (run, config))
     return {
@@ -121,14 +121,14 @@ def changed_settings(run: Config, config: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def _compared(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a plan.json is compared."""
+    """The compared part of a plan.json."""
     found: dict[str, Any] = {key: plan[key] for key in (*_MACHINE, *_TRAINING)}
     found.update(rampup=_stages(plan["rampup"]), memory=plan["memory"]["total"])
     return found
 
 
 def _stages(rampup: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]] | None:
-    """What of a ramp training follows from: not how a stage's batch is split."""
+    """The part of a ramp that training depends on: not how the batch of a stage is split."""
     if rampup is None:
         return None
     return [{key: stage[key] for key in _STAGE} for stage in (*rampup["stages"], rampup["target"])]

@@ -1,7 +1,7 @@
 """Published laws for the batch size and the settings of AdamW. Imports no jax.
 
-Each says what it found where it was fitted; beyond that it extrapolates, and they differ. So every law keeps its name,
-its source and the range of its fit, and what is made of them is an interval.
+Each law states what was found where it was fitted; beyond that it extrapolates, and laws differ. So every law keeps its
+name, its source and the range of its fit, and several together give an interval.
 """
 
 import dataclasses
@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Literal
 
 Purpose = Literal["best", "critical"]
-"""A best batch reaches the lowest loss on given tokens; beyond a critical one, steps are hardly saved any more."""
+"""A best batch reaches the lowest loss on given tokens; beyond a critical batch, a larger one hardly saves steps."""
 
 WIDENING = 2.0
-"""What the interval of the best batches is widened by to both sides, at a price of about 5 % more compute.
+"""The factor by which the interval of best batches is widened on both sides, at about 5 % more compute.
 
 Source: arXiv:2607.01487.
 """
@@ -27,13 +27,13 @@ _UNVERIFIED = "its coefficient is not verified"
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """What the laws are asked about.
+    """The quantities that the laws depend on.
 
     Attributes:
-      parameters: N, of experts those that a token goes through.
-      non_embedding: the same without the tables of embeddings and the output projection.
+      parameters: N; of experts, only those that a token passes through.
+      non_embedding: N without the embedding tables and the output projection.
       tokens: D, of the whole run.
-      loss: that the run is to reach, in nats per token; None where it is not stated.
+      loss: L, the loss to reach in nats per token; None if not stated.
     """
 
     parameters: float
@@ -43,7 +43,7 @@ class Budget:
 
     @property
     def flops(self) -> float:
-        """C = 6 N D, the compute that the laws are stated for."""
+        """C = 6 N D, the compute in terms of which the laws are stated."""
         return 6 * self.parameters * self.tokens
 
 
@@ -52,10 +52,10 @@ class BatchLaw:
     """A law for the batch.
 
     Attributes:
-      formula: in N, D, C, L and tokens, as a text.
-      fitted: on what; with what is not known of it.
-      tokens: of a batch by this law; None where the budget does not say what it needs.
-      inverse: the tokens of a run for which the law gives a batch of so many tokens; None where it has no D.
+      formula: the law as text, in N, D, C, L and tokens.
+      fitted: what it was fitted on, and what is unknown about that.
+      tokens: the batch in tokens; None if the budget does not contain what the law needs.
+      inverse: the tokens of a run for which the law gives a batch of that many tokens; None if it has no D.
     """
 
     name: str
@@ -132,15 +132,15 @@ RATE_LAWS: tuple[RateLaw, ...] = (
         lambda budget: 0.0047 * (budget.parameters / 108e6) ** (-1 / 3) / 2,
     ),
 )  # fmt: skip
-"""Laws for AdamW's peak learning rate; n are the parameters without embeddings."""
+"""Laws for AdamW's peak learning rate; n counts the parameters without embeddings."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-    """What several laws span.
+    """The range of several laws.
 
     Attributes:
-      low, high: the least and the largest of them.
+      low, high: the smallest and the largest value.
     """
 
     low: float
@@ -148,7 +148,7 @@ class Interval:
 
     @property
     def middle(self) -> float:
-        """The geometric mean of both ends."""
+        """The geometric mean of the ends."""
         return math.sqrt(self.low * self.high)
 
     def widened(self, factor: float) -> "Interval":
@@ -157,19 +157,19 @@ class Interval:
 
 
 def batch_interval(budget: Budget, purpose: Purpose) -> Interval:
-    """What the laws of one purpose span, in tokens a batch."""
+    """The range of the laws for one purpose, in tokens per batch."""
     found = [tokens for law in BATCH_LAWS if law.purpose == purpose and (tokens := law.tokens(budget)) is not None]
     return Interval(min(found), max(found))
 
 
 def rate_interval(budget: Budget) -> Interval:
-    """What the laws for the learning rate span."""
+    """The range of the laws for the learning rate."""
     rates = [law.rate(budget) for law in RATE_LAWS]
     return Interval(min(rates), max(rates))
 
 
 def timescale(budget: Budget) -> float:
-    """The share of a run over which AdamW's decay should average its updates: B / (learning rate x decay x D).
+    """The share of a run over which AdamW's decay should average updates: B / (learning rate x decay x D).
 
     Source: Bergsma et al. 2025, arXiv:2505.13738: 1.084 (D / N)^-0.527; its coefficient is not verified.
     """
@@ -177,12 +177,12 @@ def timescale(budget: Budget) -> float:
 
 
 def weight_decay(budget: Budget, batch: float, rate: float) -> float:
-    """AdamW's weight decay for a batch of so many tokens at a learning rate, by `timescale`."""
+    """AdamW's weight decay for a batch in tokens and a learning rate, by `timescale`."""
     return batch / (rate * timescale(budget) * budget.tokens)
 
 
 def adam_b2(batch: float) -> float:
-    """AdamW's second decay for a batch of so many tokens.
+    """AdamW's second decay for a batch in tokens.
 
     Source: OLMo's model ladder, after Porian et al. 2024, arXiv:2406.19146: 0.95 above 524,288 tokens, else 0.99.
     """
@@ -190,15 +190,16 @@ def adam_b2(batch: float) -> float:
 
 
 def warmup_steps(budget: Budget, batch: float) -> dict[str, float]:
-    """Steps of the warm-up by each law: N tokens (OLMo's model ladder), or 2,000 steps (DeepSeek LLM 2024)."""
+    """Steps of the warm-up by law: N tokens (OLMo's model ladder), or 2,000 steps (DeepSeek LLM 2024)."""
     return {"OLMo ladder": budget.parameters / batch, "DeepSeek": 2000.0}
 
 
 def doubling_tokens(batch: float) -> Interval:
-    """How many tokens a run must have seen before a batch of so many tokens is no larger than the critical one.
+    """Tokens that a run must have seen before a batch of `batch` tokens is within the critical batch.
 
-    The laws for the critical batch, solved for D: it is near 0 at the start and grows with the tokens seen.
-    Source: that it does, and that the batch may be doubled as it does: Merrill et al. 2025, arXiv:2505.23971.
+    These are the laws for the critical batch, solved for D: the critical batch starts near 0 and grows with the tokens
+    seen.
+    Source for that growth, and for doubling the batch with it: Merrill et al. 2025, arXiv:2505.23971.
     """
     found = [law.inverse(batch) for law in BATCH_LAWS if law.inverse]
     return Interval(min(found), max(found))

@@ -1,12 +1,12 @@
-"""What a device holds while a step runs, line by line: a name, bytes, why, and when."""
+"""What a device holds while a step runs, line by line: name, bytes, reason and time."""
 
 import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
 Moment = Literal["loss", "mlp", "attention", "update"]
-"""When most may be held: between the last layer and its way back, while a layer's mlp or experts go back, while its
-attention does, and while the optimizer runs."""
+"""The moments at which most may be held: between the forward and the backward pass, during the backward pass of a
+layer's mlp or experts, during that of its attention, and while the optimizer runs."""
 LAYERS: tuple[Moment, ...] = ("mlp", "attention")
 PASSES: tuple[Moment, ...] = ("loss", *LAYERS)
 MOMENTS: tuple[Moment, ...] = (*PASSES, "update")
@@ -20,7 +20,7 @@ PARTS: dict[Part, str] = {
     "activations": "activations (estimate)",
     "logits": "logits (estimate)",
 }
-"""The parts that lines add up to, and their names in tables."""
+"""The parts into which lines are summed, and their names in tables."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class MemoryLine:
     """One thing that a device holds.
 
     Attributes:
-      bytes: on one device, at each of its moments.
-      why: the shapes that they follow from.
+      bytes: on one device, at each of the moments.
+      why: the shapes from which the bytes follow.
       moments: when it is held.
     """
 
@@ -45,9 +45,9 @@ class MemoryEstimate:
     """Bytes per device while a step runs.
 
     Attributes:
-      lines: what is held, those of nothing left out.
-      limit: what the device has, where that is known.
-      offloaded: in the host's pinned memory, which is not part of the total.
+      lines: what is held; lines of 0 bytes are left out.
+      limit: memory of the device, where known.
+      offloaded: bytes in the host's pinned memory, which are not part of the total.
     """
 
     lines: tuple[MemoryLine, ...]
@@ -55,12 +55,12 @@ class MemoryEstimate:
     offloaded: int = 0
 
     def at(self, moment: Moment) -> tuple[MemoryLine, ...]:
-        """What is held then."""
+        """The lines held at a moment."""
         return tuple(line for line in self.lines if moment in line.moments)
 
     @property
     def peak(self) -> Moment:
-        """When most is held."""
+        """The moment at which most is held."""
         return max(MOMENTS, key=lambda moment: sum(line.bytes for line in self.at(moment)))
 
     @property
@@ -70,21 +70,21 @@ class MemoryEstimate:
 
     @property
     def held(self) -> int:
-        """Bytes that a step is given and leaves on the device: of what lasts, parameters and optimizer state."""
+        """Bytes of parameters and optimizer state that a step receives and leaves on the device."""
         lasting = (line for line in self.lines if line.moments == MOMENTS)
         return sum(line.bytes for line in lasting if line.part in ("params", "optimizer_state"))
 
     def at_peak(self, part: Part) -> int:
-        """Bytes of a part then; those of all parts are the total."""
+        """Bytes of a part at the peak; those of all parts add up to the total."""
         return sum(line.bytes for line in self.at(self.peak) if line.part == part)
 
     def most(self, part: Part) -> int:
-        """Bytes of a part when it is largest, which need not be at the peak."""
+        """Bytes of a part at its own maximum, which need not be at the peak."""
         return max(sum(line.bytes for line in self.at(moment) if line.part == part) for moment in MOMENTS)
 
     @property
     def params(self) -> int:
-        """Bytes of parameters as they are."""
+        """Bytes of the stored parameters."""
         return self.most("params")
 
     @property
@@ -99,12 +99,12 @@ class MemoryEstimate:
 
     @property
     def weights(self) -> int:
-        """Bytes of parameters as matmuls take them: in `dtype`, and whole but for tensor."""
+        """Bytes of parameters as matmuls take them: in `dtype`, split over tensor only."""
         return self.most("weights")
 
     @property
     def activations(self) -> int:
-        """Bytes of layers' tensors."""
+        """Bytes of the layers' tensors."""
         return self.most("activations")
 
     @property
@@ -113,7 +113,7 @@ class MemoryEstimate:
         return self.most("logits")
 
     def to_json(self) -> dict[str, object]:
-        """Parts when they are largest and at the peak, total and lines by name."""
+        """Each part at its maximum and at the peak, the total, and the lines."""
         parts: dict[str, object] = {part: self.most(part) for part in PARTS}
         lines = [dataclasses.asdict(line) | {"moments": list(line.moments)} for line in self.lines]
         rest = {"total": self.total, "limit": self.limit, "offloaded": self.offloaded, "peak": self.peak}
@@ -122,7 +122,7 @@ class MemoryEstimate:
 
 
 def bytes_text(size: int) -> str:
-    """A number of bytes to read: 1.5 GB (1e9 bytes), 3.2 MB or 0.4 kB."""
+    """A number of bytes for reading: 1.5 GB (1e9 bytes), 3.2 MB or 0.4 kB."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6)):
         if size >= scale:
             return f"{size / scale:.1f} {unit}"

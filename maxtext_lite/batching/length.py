@@ -1,4 +1,4 @@
-"""How long a run is: stated steps, or passes over the data that end in a whole or a short batch."""
+"""The length of a run: stated steps, or passes over the data that end with a whole or a short batch."""
 
 import itertools
 import math
@@ -15,13 +15,13 @@ from maxtext_lite.config.violation import Violation, multiples
 
 @dataclass(frozen=True)
 class RunLength:
-    """The steps of a run and the examples that each consumes. Pure, and closed over the stages: it walks no steps.
+    """The steps of a run and the examples of each, computed from the stages without walking the steps.
 
     Attributes:
       stages: all stages of the run, in order; the last one has no end.
       stated_steps: `steps`; None where num_epochs states the length.
       stated_examples: num_epochs x examples in the data; None where `steps` states the length.
-      trains_short_batch: whether the examples at the end that fill no batch are one more step (`last_batch`).
+      trains_short_batch: whether examples at the end that fill no batch make one more step (`last_batch`).
     """
 
     stages: tuple[BatchStage, ...]
@@ -31,25 +31,25 @@ class RunLength:
 
     @property
     def steps(self) -> int:
-        """Steps of the whole run, when it is not interrupted to change the plan."""
+        """Steps of the whole run, unless an interruption changes its plan."""
         return self.steps_left(0, 0)
 
     @property
     def total_examples(self) -> int:
-        """Examples that the whole run consumes, those of a short last batch included."""
+        """Examples of the whole run, including a short last batch."""
         if self.stated_examples is None:
             return samples_before(self.stages, self.steps + 1)
         return self.stated_examples - (0 if self.trains_short_batch else self.short_batch_examples)
 
     @property
     def short_batch_examples(self) -> int:
-        """Examples at the end that fill no batch; 0 where the last batch is whole."""
+        """Examples at the end that fill no batch; 0 if the last batch is whole."""
         if self.stated_examples is None:
             return 0
         return self.stated_examples - self._whole_batches(0)[1]
 
     def step_examples(self, examples_seen: int) -> int:
-        """Examples of the next step, when `examples_seen` have been consumed; 0 where the data of the run has ended.
+        """Examples of the next step once `examples_seen` have been consumed; 0 at the end of the run's data.
 
         Raises:
           ValueError: examples_seen is negative.
@@ -62,7 +62,7 @@ class RunLength:
     def steps_left(self, step: int, examples_seen: int) -> int:
         """Steps that remain after `step` steps that consumed `examples_seen` examples.
 
-        Stated steps are counted; epochs are not over before their examples are, however many steps those took.
+        Stated steps are simply counted. Epochs end with their examples, however many steps those took.
 
         Raises:
           ValueError: step or examples_seen is negative.
@@ -76,7 +76,7 @@ class RunLength:
         return steps + (self.trains_short_batch and seen < self.stated_examples)
 
     def examples_after(self, steps: int, examples_seen: int) -> int:
-        """Examples that the run has seen after so many steps further, of the `steps_left` after `examples_seen`."""
+        """Examples seen after `steps` further steps, which must be among the `steps_left` after `examples_seen`."""
         left, seen = steps, examples_seen
         for stage, following in itertools.pairwise(self.stages):
             batch = stage.global_batch_to_train
@@ -86,11 +86,11 @@ class RunLength:
         return seen if self.stated_examples is None else max(min(seen, self.stated_examples), examples_seen)
 
     def steps_within(self, examples_seen: int, end: int) -> int:
-        """Steps after `examples_seen` examples, of whole batches, after which at most `end` have been seen."""
+        """Whole batches that fit between `examples_seen` and `end` examples."""
         return replace(self, stated_examples=end)._whole_batches(examples_seen)[0]
 
     def _whole_batches(self, examples_seen: int) -> tuple[int, int]:
-        """(whole batches that fit from here to the end of the data, examples seen after them)."""
+        """(whole batches that fit before the end of the data, examples seen after them)."""
         assert self.stated_examples is not None
         steps, seen = 0, examples_seen
         for stage, following in itertools.pairwise(self.stages):
@@ -106,7 +106,7 @@ class RunLength:
 
 
 def epochs_violation(config: Config, num_examples: int | None) -> Violation | None:
-    """Refuses a length that nothing states, and epochs that are no whole number of examples."""
+    """Refuses a length that nothing states, and epochs that are not a whole number of examples."""
     key, epochs = "num_epochs", config.num_epochs
     if epochs == 0:
         if config.steps != -1:
@@ -126,10 +126,10 @@ def epochs_violation(config: Config, num_examples: int | None) -> Violation | No
 def derive_length(
     config: Config, stages: tuple[BatchStage, ...], num_examples: int | None
 ) -> RunLength | Violation | None:
-    """The length of a run; None where num_epochs states it and the number of examples is not known.
+    """The length of a run; None if num_epochs states it and the number of examples is unknown.
 
     Args:
-      config: one without an `epochs_violation`.
+      config: a config without an `epochs_violation`.
     """
     trains_short = config.last_batch == "train"
     if config.num_epochs == 0:

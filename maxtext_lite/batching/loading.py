@@ -1,4 +1,4 @@
-"""Which hosts read, how many rows each, and in how many loads (`expansion_factor_real_data`)."""
+"""The hosts that read, how many rows each reads, and in how many loads (`expansion_factor_real_data`)."""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -16,8 +16,8 @@ class Loading:
 
     Attributes:
       factor: expansion_factor_real_data, with -1 resolved to 1.
-      loading_hosts: the hosts that read; the others contribute empty slots only.
-      loads_per_step: loads that feed one step; 1 unless the factor is below 1.
+      loading_hosts: the hosts that read; the others contribute only empty slots.
+      loads_per_step: loads that make one step; 1 unless the factor is below 1.
     """
 
     factor: Fraction
@@ -25,16 +25,16 @@ class Loading:
     loads_per_step: int
 
     def global_batch_to_load(self, global_batch_to_train: int) -> int:
-        """Row slots of one load over all hosts: the batch x the factor, with a last slot empty where not whole."""
+        """Row slots of one load over all hosts: batch x factor, rounded up to a whole slot, which then stays empty."""
         return -(-global_batch_to_train * self.factor.numerator // self.factor.denominator)
 
     def examples_per_loading_host(self, global_batch_to_train: int) -> Fraction:
-        """Examples that one loading host reads in one load; a fraction means that the hosts' shares differ by one."""
+        """Examples that one loading host reads in one load; a fraction where the shares of hosts differ by one."""
         return Fraction(global_batch_to_train, len(self.loading_hosts) * self.loads_per_step)
 
 
 def loading_hosts(config: BatchConfig, num_hosts: int) -> Loading | Violation:
-    """The loading hosts, or why the factor does not suit this many hosts."""
+    """The loading hosts, or why the factor does not suit this number of hosts."""
     key, stated = "expansion_factor_real_data", config.expansion_factor_real_data
     factor = Fraction(1) if stated == -1 else stated
     if factor < 1:

@@ -1,18 +1,13 @@
-"""Bytes per device: exact for what the optimizer step holds, estimated for what the compiler decides.
+"""Bytes per device: exact for the optimizer step's state, estimated for what the compiler decides.
 
-Exact, but for counters: parameters, optimizer state and gradient accumulators, from the shapes and their shards.
-Estimated: optimizer state of muon, and of adafactor with shard_optimizer_over_data, activations and logits. Every line
-follows from shapes; XLA fuses, reuses and copies, and its own figures (`memory_analysis()`) are the truth.
+Exact, counters aside: parameters, optimizer state and gradient accumulators, from the shapes and their shards.
+Estimated: the optimizer state of muon, and of adafactor with shard_optimizer_over_data, activations and logits. Every
+line follows from shapes; XLA fuses, reuses and copies, so its own figures (`memory_analysis()`) are the truth.
 """
 
 from collections.abc import Iterator, Mapping
 
-from maxtext_lite.batching.activations import (
-    BYTES,
-    activation_lines,
-    offloaded_activations,
-    tokens_of_device,
-)
+from maxtext_lite.batching.activations import BYTES, activation_lines, offloaded_activations, tokens_of_device
 from maxtext_lite.batching.ledger import LAYERS, MOMENTS, PASSES, MemoryEstimate, MemoryLine
 from maxtext_lite.batching.parameters import (
     ParameterCount,
@@ -32,15 +27,15 @@ _TILE_LOGITS_BYTES = 2**29
 
 
 def vocab_tiles(num_vocab_tiling: int, *, rows: int, tokens: int, vocab_size: int) -> int:
-    """Pieces in which a device computes the logits of its tokens: `num_vocab_tiling`, or where that is -1 the fewest
-    whose float32 logits take at most half a GiB, a 32nd of the smallest accelerator's memory.
+    """Pieces in which a device computes its logits.
 
-    It does not ask which device it is, so that a run's arithmetic is the same on another.
+    These are `num_vocab_tiling`, or for -1 the fewest whose float32 logits take at most half a GiB, a 32nd of the
+    memory of the smallest accelerator. The device at hand has no say, so that another one computes the same.
 
     Args:
-      rows: those of a device.
-      tokens: of each of these rows; cut into equal pieces.
-      vocab_size: the device's part.
+      rows: rows of a device.
+      tokens: tokens of each of these rows, split into equal pieces.
+      vocab_size: the device's part of the vocabulary.
     """
     if num_vocab_tiling != -1:
         return num_vocab_tiling
@@ -49,11 +44,13 @@ def vocab_tiles(num_vocab_tiling: int, *, rows: int, tokens: int, vocab_size: in
 
 
 def tiles_kept(num_tiles: int, *, tokens: int, emb_dim: int) -> int:
-    """Tiles, a divisor of all, whose logits' gradients are kept until the head's gradient is taken of them together:
-    the most that have no more tokens than `emb_dim`, and so take no more than the head itself as it is used.
+    """Tiles whose logits' gradients are kept until one matmul turns them into the head's gradient.
+
+    This is the largest divisor of `num_tiles` with at most `emb_dim` tokens, so that the gradients take no more memory
+    than the head in use.
 
     Args:
-      tokens: of a device, in all tiles.
+      tokens: tokens of a device, in all tiles.
     """
     return max((count for count in divisors(num_tiles) if tokens * count // num_tiles <= emb_dim), default=1)
 
@@ -75,9 +72,9 @@ def estimate_memory(
       micro_batch_slots: rows of one micro-batch over all devices.
       device_memory_gb: memory of a device in GB (1e9 bytes), or None.
       diloco_num_replicas: copies of local updates, or None. A device then holds replicas / data copies of parameters,
-        optimizer state and gradients, and beside them the outer parameters and their float32 momentum. Frozen
-        parameters are there once.
-      accelerator: what the devices are, which decides the attention kernel, and whether arrays fill tiles.
+        optimizer state and gradients, besides the outer parameters and their float32 momentum. Frozen parameters are
+        held once.
+      accelerator: what the devices are, which decides the attention kernel and whether arrays fill tiles.
     """
     schedule = config.pipeline_schedule
     pieces = num_pipeline_microbatches if schedule == "1f1b" else 1
@@ -102,13 +99,13 @@ def estimate_activations(
     schedule: Schedule,
     accelerator: Accelerator = _GPU,
 ) -> int:
-    """Bytes per device of layers' tensors with this schedule."""
+    """Bytes per device of the layers' tensors under this schedule."""
     lines = activation_lines(config, mesh, micro_batch_slots, num_pipeline_microbatches, schedule, accelerator)
     return MemoryEstimate(tuple(lines), None).activations
 
 
 def _count(config: Config, mesh: Mapping[str, int], accelerator: Accelerator | None = None) -> ParameterCount:
-    """Parameters of a device; on a TPU, with what fills tiles up."""
+    """Parameters of a device; on a TPU including the padding of tiles."""
     tiled = accelerator is not None and accelerator.platform == "tpu"
     return count_parameters(config, **mesh, tiled=tiled)
 
@@ -130,7 +127,7 @@ def _state_lines(
     trained, weight_bytes = _trained(config, count), BYTES[config.weight_dtype]
     copies, outer = _copies(mesh, diloco_num_replicas), diloco_num_replicas is not None
     if config.lora_rank:  # adapters are float32 whatever the weights are
-        yield MemoryLine("frozen parameters", "params", count.total * weight_bytes, "as weight_dtype says")
+        yield MemoryLine("frozen parameters", "params", count.total * weight_bytes, "in weight_dtype")
         weight_bytes = 4
     yield MemoryLine("parameters", "params", copies * trained.total * weight_bytes, "a device's shards of each")
     if outer:
@@ -139,7 +136,7 @@ def _state_lines(
         cast = copies * trained.matrices + (count.matrices if config.lora_rank else 0)
         why = "matrices of layers in `dtype`, from which they are gathered"
         yield MemoryLine("weights in dtype", "weights", cast * BYTES[config.dtype], why, PASSES)
-    # float32, whatever the weights are
+    # In float32, whatever the weights are.
     state = _optimizer_elements(config, mesh, trained) * 4
     state = copies * (state // mesh["data"] if config.shard_optimizer_over_data else state)
     when = ("update",) if config.optimizer_memory_host_offload else MOMENTS
@@ -153,16 +150,16 @@ def _state_lines(
     if masters:
         yield MemoryLine("masters", "optimizer_state", masters, "float32 beside narrower weights", when)
     if accelerator.platform == "cpu":
-        # Of XLA's loops there each writes one array: the new moment, where that of the parameter still reads the old.
+        # XLA's loops there write one array each: the new moment, while the parameter's loop still reads the old one.
         yield MemoryLine("state, copied", "weights", state + masters, "old moments while new are written", ("update",))
 
 
 def master_bytes(config: Config, mesh: Mapping[str, int], diloco_num_replicas: int | None = None) -> int:
-    """Bytes per device of the float32 masters of narrower weights: what `master_weights=false` saves.
+    """Bytes per device of the float32 masters of narrower weights, which `master_weights=false` saves.
 
-    Each replica of local updates has its own, and so have the outer parameters.
+    Each replica of local updates has its own masters, and so do the outer parameters.
     """
-    if config.weight_dtype == "float32" or config.lora_rank:  # adapters are float32, frozen weights need none
+    if config.weight_dtype == "float32" or config.lora_rank:  # adapters are float32; frozen weights need no masters
         return 0
     copies = 1 if diloco_num_replicas is None else _copies(mesh, diloco_num_replicas) + 1
     return 4 * copies * _count(config, mesh).total // (mesh["data"] if config.shard_optimizer_over_data else 1)
@@ -176,7 +173,7 @@ def _optimizer_elements(config: Config, mesh: Mapping[str, int], count: Paramete
             return count.total if config.sgd_momentum else 0
         case "lion":
             return count.total
-        case "muon":  # one moment for the layers' matrices, Adam's two for the rest
+        case "muon":  # one moment for the layers' matrices, Adam's two for everything else
             return count.matrices + 2 * (count.tables + count.norms)
         case "adafactor":
             return count_factored(config, **mesh)
@@ -189,7 +186,7 @@ def _gradient_lines(
     diloco_num_replicas: int | None,
     accelerator: Accelerator,
 ) -> Iterator[MemoryLine]:
-    """The float32 sum of micro-batches where there are several passes, and the gradient of one."""
+    """The float32 sum over micro-batches, if there is more than one pass, and the gradient of one pass."""
     count = _trained(config, _count(config, mesh, accelerator))
     copies = _copies(mesh, diloco_num_replicas)
     adds_up = gradient_accumulation_steps > 1 or config.pipeline_schedule == "1f1b"
@@ -197,22 +194,22 @@ def _gradient_lines(
         why = "of micro-batches, or of pipeline microbatches, in float32"
         yield MemoryLine("sum of gradients", "gradients", 4 * copies * count.total, why)
     when = LAYERS if adds_up else (*LAYERS, "update")
-    # XLA fills the stacks of layers' gradients with zeros before the loss; not on a TPU, which allocates them unfilled.
+    # XLA fills the stacked gradients of the layers with zeros before the loss, but allocates them unfilled on a TPU.
     filled = when if accelerator.platform == "tpu" else ("loss", *when)
     of_layers, rest = count.matrices * BYTES[config.dtype], count.tables + count.norms
-    why = "one micro-batch's, in `dtype`"
+    why = "of one micro-batch, in `dtype`"
     yield MemoryLine("gradients of matrices", "gradients", copies * of_layers, why, filled)
-    why = "one micro-batch's, as the parameters are"
+    why = "of one micro-batch, in weight_dtype"
     yield MemoryLine("gradients of tables", "gradients", copies * rest * BYTES[config.weight_dtype], why, when)
 
 
 def loss_tiles(
     config: Config, mesh: Mapping[str, int], micro_batch_slots: int, num_pieces: int
 ) -> tuple[int, int, int]:
-    """(tokens whose loss a device finds at a time, tiles of them, tiles whose logits' gradients wait together)."""
-    tokens = tokens_of_device(config, mesh, micro_batch_slots) // num_pieces // mesh["stage"]  # stages share them out
-    cuts = mesh["stage"] if config.pipeline_schedule == "1f1b" else 1  # that schedule cuts rows for the loss
-    in_a_row = config.max_target_length // (mesh["context"] * cuts)
+    """(tokens whose loss a device computes at once, their tiles, tiles whose logits' gradients are kept together)."""
+    tokens = tokens_of_device(config, mesh, micro_batch_slots) // num_pieces // mesh["stage"]  # stages share them
+    parts = mesh["stage"] if config.pipeline_schedule == "1f1b" else 1  # that schedule splits rows for the loss
+    in_a_row = config.max_target_length // (mesh["context"] * parts)
     vocab_size = config.vocab_size // mesh["tensor"]
     tiles = vocab_tiles(
         config.num_vocab_tiling, rows=max(tokens // in_a_row, 1), tokens=in_a_row, vocab_size=vocab_size
@@ -224,7 +221,7 @@ def loss_tiles(
 def _loss_lines(
     config: Config, mesh: Mapping[str, int], micro_batch_slots: int, num_pieces: int, accelerator: Accelerator
 ) -> Iterator[MemoryLine]:
-    """What the loss works with, tile by tile of the sequence; stages share the tokens out."""
+    """What the loss works with, tile by tile of the sequence; stages share the tokens."""
     tokens, tiles, kept = loss_tiles(config, mesh, micro_batch_slots, num_pieces)
     vocab_size, width = config.vocab_size // mesh["tensor"], BYTES[config.dtype]
     head, shard = vocab_size * config.base_emb_dim, vocab_size * config.base_emb_dim // weight_shards(mesh)
@@ -232,21 +229,21 @@ def _loss_lines(
     waiting = width * tokens * kept // tiles * vocab_size
     if weight_shards(mesh) > 1 and accelerator.platform != "tpu":
         waiting = max(waiting, 4 * shard)
-    why = "of a tile, or of those that wait to be the head's gradient together, or what its reduce-scatter brings then"
+    why = "of a tile, or of all that wait to become the head's gradient, or that gradient's reduce-scatter"
     yield _loss_line("gradients of logits", waiting, why)
-    # A TPU sends the head's gradient off shard by shard as it is made; others make all of it first.
+    # A TPU sends off the head's gradient shard by shard while it computes it; others compute all of it first.
     whole = BYTES[config.grad_dtype] * head if weight_shards(mesh) > 1 and accelerator.platform != "tpu" else 0
     if whole > 4 * tile:
-        yield _loss_line("head's gradient, whole", whole, "before it is shared out, in grad_dtype; no logits then")
+        yield _loss_line("head's gradient, whole", whole, "before its reduce-scatter, in grad_dtype; no logits then")
     else:
         copies = 2 if accelerator.platform == "cpu" else 1
         yield _loss_line("logits of a tile", copies * 4 * tile, "in float32, and on a CPU their exponentials")
     if weight_shards(mesh) > 1 or config.dtype != config.weight_dtype:
-        yield MemoryLine("head as used", "weights", width * head, "whole but for tensor, in `dtype`", ("loss",))
+        yield MemoryLine("head as used", "weights", width * head, "split over tensor only, in `dtype`", ("loss",))
     if config.lora_rank == 0:
-        # On a TPU, beside the sum, two on their way round the devices.
+        # On a TPU two more, on their way round the devices.
         parts = 3 if weight_shards(mesh) > 1 and accelerator.platform == "tpu" else 1
-        yield _loss_line("head's gradient", 4 * shard * parts, "added up over tiles in float32")
+        yield _loss_line("head's gradient", 4 * shard * parts, "summed over tiles in float32")
     hidden = 4 * tokens * config.base_emb_dim * width
     yield _loss_line("last hidden states", hidden, "as they come, normed, in tiles, and their gradient")
 

@@ -1,4 +1,4 @@
-"""What to change in a config, one thing after another, so that a step holds less and computes the same."""
+"""Changes to a config, in order, that make a step hold less and compute the same."""
 
 from collections.abc import Callable, Iterator
 
@@ -16,24 +16,25 @@ LADDER_KEYS = (
     "remat_offload",
     "num_vocab_tiling",
 )
-"""The keys that a ladder changes."""
+"""The keys that the ladder changes."""
 
 REMAT_ORDER = ("none", "save_dot_products", "minimal", "save_qkv_proj", "full")
-"""From what keeps most on the device to what keeps least."""
+"""From the policy that keeps most on the device to the one that keeps least."""
 
 Rung = dict[str, object]
 Planner = Callable[[Config], BatchPlan]
 
 
 def next_rung(config: Config, plan: BatchPlan, plan_of: Planner) -> Rung | None:
-    """Keys for the next thing to try: half the rows of a micro-batch and twice as many micro-batches, then a
-    remat_policy that keeps less, then more vocabulary tiles; None: nothing is left.
+    """The next keys to try, or None if nothing is left.
 
-    The global batch of every step, and so the order of the examples and the schedule, stay as they are.
+    First half the rows of a micro-batch and twice as many micro-batches, then a remat_policy that keeps less, then more
+    vocabulary tiles. The global batch of every step stays the same, and with it the order of the examples and the
+    schedule.
 
     Args:
-      plan: of `config`.
-      plan_of: plans another config for the same machine and data; raises UserError where that cannot be.
+      plan: the plan of `config`.
+      plan_of: plans another config for the same machine and data; raises UserError if there is no plan.
     """
     batches = [(stage.samples_before, stage.global_batch_to_train) for stage in plan.stages]
     for rung, found in _planned(config, _halves(config, plan), plan_of):
@@ -73,7 +74,7 @@ def _more_tiles(config: Config) -> Iterator[Rung]:
 
 
 def _planned(config: Config, rungs: Iterator[Rung], plan_of: Planner) -> Iterator[tuple[Rung, BatchPlan]]:
-    """Those rungs that can be planned."""
+    """The rungs that can be planned."""
     for rung in rungs:
         try:
             yield rung, plan_of(config.model_copy(update=rung))

@@ -1,4 +1,4 @@
-"""Parameters and FLOPs of the model that a config describes, counted from the tables that the decoder is made of."""
+"""Parameters and FLOPs of the model that a config describes, counted from the decoder's own tables of weights."""
 
 import math
 from collections import Counter
@@ -20,9 +20,9 @@ class ParameterCount:
 
     Attributes:
       matrices: elements of the layers' matrices.
-      tables: elements of the tables of embeddings and positions, and of the output projection where it is not tied.
-      norms: elements of norms, biases and whatever else is a vector.
-      adapters: elements of LoRA's matrices, which are then all that is trained.
+      tables: elements of the embedding and position tables, and of the output projection if it is not tied.
+      norms: elements of norms, biases and other vectors.
+      adapters: elements of LoRA's matrices, the only ones trained if there are any.
     """
 
     matrices: int
@@ -32,22 +32,24 @@ class ParameterCount:
 
     @property
     def total(self) -> int:
-        """All elements but the adapters'."""
+        """All elements except the adapters'."""
         return self.matrices + self.tables + self.norms
 
 
 def weight_shards(mesh: Mapping[str, int]) -> int:
-    """The parts into which the embedding dim of a weight is split: over every axis that splits tokens but `data`."""
+    """Parts into which the embedding dim of a weight is split, over every axis except `data` that splits tokens."""
     return num_parts("embed", mesh)
 
 
 def count_parameters(config: ModelConfig, *, tiled: bool = False, **mesh: int) -> ParameterCount:
-    """Parameters per device, exactly; `tiled`, with what fills the tiles of a TPU's memory up.
+    """Exact parameters per device.
 
-    Matrices are split over fsdp, context, expert and tensor, of experts each whole over the expert axis, routers not
-    over tensor, layers over stages, biases as what they are added to, norms and routers' biases over nothing else.
+    Matrices are split over fsdp, context, expert and tensor; an expert is whole on its part of the expert axis; routers
+    are not split over tensor. Layers are split over stages. Biases are split like the output they are added to. Norms
+    and router biases are split over stages only.
 
     Args:
+      tiled: whether to count the padding of tiles in a TPU's memory.
       mesh: size of each mesh axis, 1 where it is not named.
     """
     elements = Counter[str]()
@@ -57,16 +59,20 @@ def count_parameters(config: ModelConfig, *, tiled: bool = False, **mesh: int) -
 
 
 def count_factored(config: ModelConfig, **mesh: int) -> int:
-    """Elements per device of Adafactor's second moments, of what is trained; those of its means lie as the parameter
-    does, but for the dim that they are over."""
+    """Elements per device of Adafactor's second moments of the trained parameters.
+
+    The means are split like the parameter, without the dim that they are taken over.
+    """
     weights, lora = _weights(config, mesh), config.lora_rank > 0
     return sum(count * _factored(weight, mesh) for part, count, weight in weights if (part == "adapters") == lora)
 
 
 def count_orthogonalized(config: ModelConfig, **mesh: int) -> int:
-    """Elements per device that Muon's Newton-Schulz steps work with, as a compiler runs those of all stacks side by
-    side: of what is trained each matrix before and after a step, whole but for tensor, expert and stage, and where it
-    is split further its own part in two layouts."""
+    """Elements per device that Muon's Newton-Schulz steps work with, if all stacks run side by side as compiled.
+
+    Each trained matrix counts before and after a step, split over tensor, expert and stage only, and in two layouts of
+    the device's own part where it is split further.
+    """
     whole = {axis: mesh.get(axis, 1) for axis in ("tensor", "expert")}
     elements = 0
     for part, count, weight in _weights(config, mesh):
@@ -79,7 +85,7 @@ def count_orthogonalized(config: ModelConfig, **mesh: int) -> int:
 
 
 def active_parameters(config: ModelConfig) -> int:
-    """Parameters that a token is multiplied by: all but the experts that it does not go to."""
+    """Parameters that a token is multiplied by: all except the experts that it is not sent to."""
     matrices = [(count, weight) for part, count, weight in _weights(config, {}) if part == "matrices"]
     unmet = sum(count * (1 - _met(config, weight)) * math.prod(weight.sizes) for count, weight in matrices)
     return count_parameters(config).total - int(unmet)
@@ -88,9 +94,9 @@ def active_parameters(config: ModelConfig) -> int:
 def flops_per_example(config: ModelConfig, num_tokens: int) -> float:
     """FLOPs of one forward and backward pass over an example of `num_tokens` tokens, without recomputation.
 
-    6 per matmul weight that a token goes through, of the experts those that it goes to, the output projection among
-    them, or 4 where it is frozen and has no gradient of its own; and causal attention's 6 per head, key that is seen,
-    and dim of keys and of values: see `attended_pairs`.
+    A matmul weight that a token passes through, the output projection included, takes 6 FLOPs per token, or 4 where it
+    is frozen and has no gradient of its own; of experts, only the chosen ones count. Causal attention takes 6 per head,
+    visible key, and dim of keys and of values: see `attended_pairs`.
     Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
     """
     met = Counter({"matrices": config.base_emb_dim * config.vocab_size})
@@ -102,12 +108,12 @@ def flops_per_example(config: ModelConfig, num_tokens: int) -> float:
 
 
 def attended_pairs(config: ModelConfig, num_tokens: Any) -> Any:
-    """Pairs of a query and a key that it sees in a document of `num_tokens` tokens, summed over layers.
+    """Pairs of a query and a key visible to it in a document of `num_tokens` tokens, summed over layers.
 
-    Half of the full square in a global layer, less in a local or chunked one.
+    A global layer has half of the full square, a local or chunked one less.
 
     Args:
-      num_tokens: a number, or an array of those of several documents; what is returned has its shape.
+      num_tokens: a number, or an array for several documents, whose shape the result has.
     """
 
     def of_layer(kind: str) -> Any:
@@ -124,7 +130,7 @@ def attended_pairs(config: ModelConfig, num_tokens: Any) -> Any:
 
 
 def _weights(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[tuple[str, int, Weight]]:
-    """Each weight, with what it counts as and how many layers of a device have it."""
+    """Each weight with the name it counts under and the number of a device's layers that have it."""
     assert mesh.keys() <= {*MESH_AXES}, f"{mesh} has axes that no mesh has"
     shape, adapted = model_shape(config), adapted_weights(config)
     for stack, (count, table) in stacks_of(shape).items():
@@ -142,14 +148,14 @@ def _met(config: ModelConfig, weight: Weight) -> Fraction:
 
 
 def _parts(weight: Weight, mesh: Mapping[str, int]) -> list[int]:
-    """Sizes of one device's part."""
+    """Sizes of one device's part of a weight."""
     return [size // num_parts(axis, mesh) for size, axis in zip(weight.sizes, weight.axes, strict=True)]
 
 
 def _elements(weight: Weight, mesh: Mapping[str, int], tiled: bool) -> int:
-    """Those of one device; `tiled`, with what fills a TPU's tiles of 8 x 128 up.
+    """Elements of a weight on one device; if `tiled`, including the padding of a TPU's tiles of 8 x 128.
 
-    The two dims that make the tiles are those with which least is filled up.
+    Of all pairs of dims that could form the tiles, the one with the least padding counts.
     """
     if not tiled or len(weight.sizes) < 2:
         return math.prod(weight.sizes) // math.prod(num_parts(axis, mesh) for axis in weight.axes)
@@ -159,7 +165,7 @@ def _elements(weight: Weight, mesh: Mapping[str, int], tiled: bool) -> int:
 
 
 def _tiled(rows: int, columns: int) -> int:
-    """Elements of a matrix whose columns are filled up to 128s and its rows to 8s, or few rows to a power of two."""
+    """Elements of a matrix padded to tiles: columns to multiples of 128, rows to multiples of 8, or few rows to 2^k."""
     filled = -(-rows // 8) * 8 if rows >= 8 else 1 << (rows - 1).bit_length()
     return filled * -(-columns // 128) * 128
 
@@ -168,8 +174,10 @@ _FACTORED_FROM = 128  # min_dim_size_to_factor of Optax's Adafactor
 
 
 def _factored(weight: Weight, mesh: Mapping[str, int]) -> int:
-    """Elements on one device of Adafactor's second moments: of a layer's tensor, or an expert's, whose two largest
-    dims are both at least `_FACTORED_FROM`, the means over each of them; of any other, all of it.
+    """Elements on one device of Adafactor's second moments.
+
+    A tensor of a layer or an expert has means over each of its two largest dims if both are at least `_FACTORED_FROM`;
+    any other has all of its elements.
     """
     parts, sizes = _parts(weight, mesh), weight.sizes
     first = 1 if weight.axes[0] == "experts" else 0
@@ -179,7 +187,7 @@ def _factored(weight: Weight, mesh: Mapping[str, int]) -> int:
 
     def without(dim: int) -> int:
         while dim + 1 < len(parts) and sizes[dim + 1] == sizes[dim]:
-            dim += 1  # of equal dims next to each other, the shape does not tell which is gone: the last
+            dim += 1  # among adjacent equal dims the shape does not tell which one is missing: the last
         return math.prod(parts[:dim] + parts[dim + 1 :])
 
     return sum(without(dim) for dim in by_size[-2:])

@@ -1,4 +1,4 @@
-"""The pipeline's timetables: what each stage does at each tick, and how long stages wait."""
+"""Timetables of the pipeline: what each stage does in each tick, and how long stages wait."""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -6,7 +6,7 @@ from typing import Literal
 
 Schedule = Literal["gpipe", "1f1b"]
 SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b")
-"""Orders of a train step's work on a pipeline, as `parallel.Pipeline` describes them."""
+"""Orders of the work of a train step on a pipeline, described in `parallel.Pipeline`."""
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class PipelineShape:
 
     Attributes:
       num_stages: S.
-      num_microbatches: M, pieces of one micro-batch.
+      num_microbatches: M, microbatches of one micro-batch.
       num_repeats: R, rounds through the stages.
       gradient_accumulation_steps: A, micro-batches of a step.
     """
@@ -28,21 +28,21 @@ class PipelineShape:
     def bubble_fraction(self, schedule: Schedule) -> Fraction:
         """The share of its ticks in which a stage has no work; `1f1b` needs one round.
 
-        With gpipe (S - 1) / (R M + S - 1) of each micro-batch, forwards as backwards; with 1f1b, whose ticks run a
-        piece forwards and one backwards, 2 (S - 1) / (A M + 2 (S - 1)) of the step.
+        With gpipe it is (S - 1) / (R M + S - 1) of each micro-batch, in the forward and in the backward pass. With
+        1f1b, where a tick runs one microbatch forward and one backward, it is 2 (S - 1) / (A M + 2 (S - 1)) of a step.
         """
         idle = (self.num_stages - 1) * (1 if schedule == "gpipe" else 2)
         return Fraction(idle, self.num_ticks(schedule))
 
     def num_ticks(self, schedule: Schedule) -> int:
-        """Times that all stages run: with gpipe for one micro-batch, forwards as backwards; with 1f1b in a step."""
+        """Times that all stages run: with gpipe for a micro-batch, forward or backward; with 1f1b for a step."""
         idle = self.num_stages - 1
         if schedule == "gpipe":
             return self.num_repeats * self.num_microbatches + idle
         return self.gradient_accumulation_steps * self.num_microbatches + 2 * idle
 
     def timetable(self, schedule: Schedule) -> list[list["Work"]]:
-        """For each stage what it does in each tick of one step."""
+        """For each stage, its work in each tick of one step."""
         return self._gpipe() if schedule == "gpipe" else self._one_forward_one_backward()
 
     def _gpipe(self) -> list[list["Work"]]:
@@ -77,7 +77,7 @@ class PipelineShape:
 
 @dataclass(frozen=True)
 class Piece:
-    """A pipeline microbatch on one of its rounds; both are counted from 0, microbatches over the whole step."""
+    """A pipeline microbatch in one of its rounds; both count from 0, microbatches over the whole step."""
 
     number: int
     round: int
@@ -85,7 +85,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Work:
-    """What a stage does in a tick; None where it has nothing to do."""
+    """The work of a stage in a tick; None where it has none."""
 
     forward: Piece | None
     backward: Piece | None

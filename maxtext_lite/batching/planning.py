@@ -1,4 +1,4 @@
-"""From a config and a machine to a plan: every batch size and what follows from it, and all that is wrong at once."""
+"""From a config and a machine to a plan: every batch size, what follows from it, and everything that is wrong."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
@@ -21,7 +21,7 @@ from maxtext_lite.config.errors import number_text, value_text
 from maxtext_lite.config.kernels import KERNELS, Accelerator, Platform, planned_kernel
 from maxtext_lite.config.load import read_config
 
-_MOST_EXAMPLES = 2**62  # a number of an example is a 64-bit integer
+_MOST_EXAMPLES = 2**62  # example ids are 64-bit integers
 _MOST_GIGABYTES = 1_000_000
 
 
@@ -38,11 +38,11 @@ def make_plan(
 
     Args:
       num_devices: every device of the mesh.
-      num_hosts: hosts (processes), each with as many devices.
-      num_examples: training examples in the data; where not known, `epochs` is None and num_epochs cannot be planned.
-      device_memory_gb: memory of a device in GB (1e9 bytes), to be compared with the estimate.
-      platform: what the devices are, alone or with what more is known of them; it decides the attention kernel, whose
-        memory is counted.
+      num_hosts: hosts (processes), each with equally many devices.
+      num_examples: training examples in the data; if unknown, `epochs` is None and num_epochs cannot be planned.
+      device_memory_gb: memory of a device in GB (1e9 bytes), to compare the estimate with.
+      platform: what the devices are, or an Accelerator where more is known; it decides the attention kernel and thereby
+        the memory.
     Raises:
       UserError: with every broken rule, each naming values that work.
     """
@@ -63,7 +63,7 @@ def batch_sizes(
     num_examples: int | None = None,
     platform: Platform | Accelerator = "gpu",
 ) -> tuple[Sizes, RLBatch | None]:
-    """What `make_plan` works out first, and all that it refuses: also before data are opened, of num_epochs too.
+    """The sizes that `make_plan` starts from, with all that it refuses; num_epochs may precede the opening of the data.
 
     Raises:
       UserError: with every broken rule, each naming values that work.
@@ -153,7 +153,7 @@ def _plan(config: Config, sizes: Sizes, num_examples: int | None, device_memory_
 def _schedule_costs(
     config: Config, mesh: Mapping[str, int], rows: int, shape: PipelineShape, accelerator: Accelerator
 ) -> dict[Schedule, ScheduleCost]:
-    """What each schedule that suits the pipeline costs; nothing without one."""
+    """The cost of each schedule that suits the pipeline; empty without a pipeline."""
     return {
         schedule: ScheduleCost(
             shape.bubble_fraction(schedule),
@@ -165,7 +165,7 @@ def _schedule_costs(
 
 
 def _rl_plan(plan: BatchPlan, rl: RLBatch, num_prompts: int | None) -> BatchPlan:
-    """The plan of what the trainer's devices do, with that of the prompts; examples are pairs, and the data prompts."""
+    """The plan of the trainer's devices with the RL batches; its examples are pairs and its data are prompts."""
     if num_prompts is None:
         return dataclasses.replace(plan, rl=rl)
     return dataclasses.replace(
@@ -187,11 +187,11 @@ def load_plan(
     device_memory_gb: float | None = None,
     platform: Platform | Accelerator = "gpu",
 ) -> tuple[Config, BatchPlan]:
-    """`load_config` and `make_plan` together, so that the problems of both are reported at once.
+    """`load_config` and `make_plan` in one, so that the problems of both are reported together.
 
     Args:
-      num_examples: training examples in the data, or what counts them. It is asked where num_epochs needs it, once
-        everything else can be planned.
+      num_examples: training examples in the data, or a function that counts them. It is called only if num_epochs needs
+        it and nothing else is wrong.
     Raises:
       UserError: with every problem of the config and of its plan.
     """
@@ -216,7 +216,7 @@ def load_plan(
 
 
 def scaled_optimizer(config: Config, plan: BatchPlan) -> Config:
-    """The config with learning rate and Adam's values as the plan of it scaled them, and nothing left to scale."""
+    """The config with learning rate and Adam's settings as its plan scaled them, and scaling turned off."""
     unscaled = {"learning_rate_scaling": "none", "scale_adam_with_batch": False}
     return config.model_copy(update={**plan.scaling.scaled, **unscaled})
 
@@ -236,12 +236,12 @@ def _warnings(config: Config, sizes: Sizes, length: RunLength, slots: int, memor
             f"max_target_length={config.max_target_length} is not a multiple of {context} context x {tensor} tensor "
             "shards: every device of a tensor group holds all activations between blocks."
         )
-    given_up = 0 if config.master_weights else master_bytes(config, sizes.mesh.total, sizes.diloco_num_replicas)
-    if given_up:
+    saved = 0 if config.master_weights else master_bytes(config, sizes.mesh.total, sizes.diloco_num_replicas)
+    if saved:
         warnings.append(
             f"master_weights=false with weight_dtype={config.weight_dtype}: an update smaller than 2^-9 of its weight "
-            "is rounded away, and the sum of many with it; that saves 4 bytes per parameter, "
-            f"{bytes_text(given_up)} per device."
+            "is rounded away, and so is the sum of many such updates; this saves 4 bytes per parameter, "
+            f"{bytes_text(saved)} per device."
         )
     if memory.limit is not None and memory.total > memory.limit:
         warnings.append(
@@ -255,7 +255,7 @@ def _warnings(config: Config, sizes: Sizes, length: RunLength, slots: int, memor
 def _length_warnings(config: Config, sizes: Sizes, length: RunLength) -> list[str]:
     warnings: list[str] = []
     total = sizes.batch.global_batch_to_train
-    # Where the schedule counts examples or tokens, it counts steps of the target batch.
+    # A schedule that counts examples or tokens counts them in steps of the target batch.
     schedule = Fraction(length.steps) if config.schedule_unit == "steps" else Fraction(length.total_examples, total)
     if config.warmup_steps > schedule:
         shown = f"steps={length.steps}"
@@ -274,8 +274,8 @@ def _kernel_warnings(config: Config, kernel: str, shards: int) -> list[str]:
     remat, warnings = remat_of(config), _balance_warnings(config, kernel, shards)
     if kernel.startswith("cudnn") and remat and "context" in (*remat.saved, *remat.offloaded):
         warnings.append(
-            f"attention={kernel} keeps no context, which jax's call of cuDNN does not name: with "
-            f"remat_policy={config.remat_policy} it is computed again on the way back."
+            f"attention={kernel} keeps no context, because jax's call of cuDNN does not name it: with "
+            f"remat_policy={config.remat_policy} the backward pass computes it again."
         )
     return warnings
 
@@ -286,8 +286,8 @@ def _balance_warnings(config: Config, kernel: str, shards: int) -> list[str]:
     if shards == 1:
         return ["balance_attention=true changes nothing: no shard of the batch waits for another."]
     return [
-        f"balance_attention=true makes no step shorter with attention={kernel}, which takes as long for any row, "
-        "whatever documents it holds."
+        f"balance_attention=true makes no step shorter with attention={kernel}, which takes equally long for every "
+        "row, whatever documents it contains."
     ]
 
 

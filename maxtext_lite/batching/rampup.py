@@ -1,10 +1,10 @@
-"""Batch ramp-up in closed form: the batch size as a pure function of the examples seen."""
+"""Batch-size ramp-up in closed form: the batch as a pure function of the examples seen."""
 
 import bisect
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
 
@@ -19,38 +19,32 @@ _START, _INCREMENT = "per_device_batch_size_start", "per_device_batch_size_incre
 
 
 @dataclass(frozen=True)
-class BatchStage:
+class BatchStage(Batch):
     """Consecutive steps of one batch size.
 
     Attributes:
-      first_step: number of its first step; the first step of the run is 1, as in metrics.jsonl.
-      num_steps: its steps; None for the stage that lasts to the end of the run.
-      samples_before: examples seen when it starts.
-      samples: examples that it consumes; None where num_steps is.
+      first_step: number of the first step; the first step of the run is 1, as in metrics.jsonl.
+      num_steps: number of steps; None for the stage that lasts to the end of the run.
+      samples_before: examples seen when the stage starts.
     """
 
-    first_step: int
-    num_steps: int | None
-    per_device_batch_size: Fraction
-    gradient_accumulation_steps: int
-    micro_batch_to_train: int
-    global_batch_to_train: int
-    samples_before: int
-    samples: int | None
+    first_step: int = 1
+    num_steps: int | None = None
+    samples_before: int = 0
+
+    @property
+    def samples(self) -> int | None:
+        """Examples that the stage consumes; None where num_steps is None."""
+        return None if self.num_steps is None else self.num_steps * self.global_batch_to_train
 
 
 def only_stage(batch: Batch) -> BatchStage:
     """The one stage of a run without a ramp."""
-    per_device, accumulation, micro = (
-        batch.per_device_batch_size,
-        batch.gradient_accumulation_steps,
-        batch.micro_batch_to_train,
-    )
-    return BatchStage(1, None, per_device, accumulation, micro, batch.global_batch_to_train, 0, None)
+    return BatchStage(batch.per_device_batch_size, batch.gradient_accumulation_steps, batch.micro_batch_to_train)
 
 
 def stage_at(stages: Sequence[BatchStage], examples_seen: int) -> BatchStage:
-    """The stage of the next step, when `examples_seen` examples have been consumed.
+    """The stage of the next step once `examples_seen` examples have been consumed.
 
     Raises:
       ValueError: examples_seen is negative.
@@ -61,7 +55,7 @@ def stage_at(stages: Sequence[BatchStage], examples_seen: int) -> BatchStage:
 
 
 def samples_before(stages: Sequence[BatchStage], step: int) -> int:
-    """Examples consumed when step number `step` (the first is 1) begins, all batches before it being whole.
+    """Examples consumed before step number `step` (the first is 1), if every batch before it is whole.
 
     Raises:
       ValueError: step is below 1.
@@ -78,22 +72,22 @@ def _stage_of_step(stages: Sequence[BatchStage], step: int) -> BatchStage:
 
 @dataclass(frozen=True)
 class RampupBatchManager:
-    """The ramp: equal shares of `global_rampup_samples` at each batch size from the start up to the target.
+    """A ramp that spends an equal share of `global_rampup_samples` at each batch size from the start to the target.
 
-    Pure: it holds no position. Stage k has b_k = start + k x increment, lasts
-    ceil(samples_per_increment / global_batch_to_train) steps and carries no overshoot over. In the mode
-    `per_device_batch_size` a device's batch is b_k; in `gradient_accumulation_steps` it stays at the target and the
-    accumulation is A x b_k / target, so that both modes have the same global batches.
+    It keeps no position. Stage k has b_k = start + k x increment and lasts
+    ceil(samples_per_increment / global_batch_to_train) steps; its overshoot does not shorten the next stage. In the
+    mode `per_device_batch_size` the batch of a device is b_k. In the mode `gradient_accumulation_steps` the batch of a
+    device is the target's and the accumulation is A x b_k / target. Both modes have the same global batches.
 
     Attributes:
       num_devices: all devices of the mesh.
       per_device_batch_size_start: b_0.
       per_device_batch_size: the target.
-      per_device_batch_size_increment: b_(k+1) - b_k; target - start is a whole number of them.
+      per_device_batch_size_increment: b_(k+1) - b_k; target - start is a multiple of it.
       global_rampup_samples: examples of the whole ramp.
-      gradient_accumulation_steps: A, at the target.
+      gradient_accumulation_steps: A, the target's.
     Raises:
-      ValueError: a stage has no whole number of examples, or the increments do not lead from start to target.
+      ValueError: a stage is not a whole number of examples, or no whole number of increments leads to the target.
     """
 
     num_devices: int
@@ -116,7 +110,7 @@ class RampupBatchManager:
 
     @property
     def _unit(self) -> Fraction:
-        """What b_k is multiplied by to give the number that must be whole: examples, or accumulation steps."""
+        """The factor that turns b_k into the count that must be whole: examples or accumulation steps."""
         if self.mode == "per_device_batch_size":
             return Fraction(self.num_devices)
         return self.gradient_accumulation_steps / self.per_device_batch_size
@@ -130,47 +124,39 @@ class RampupBatchManager:
 
     @property
     def samples_per_increment(self) -> Fraction:
-        """Examples after which a stage ends with the step that reaches them."""
+        """Examples of one increment; a stage ends with the step that reaches them."""
         return Fraction(self.global_rampup_samples, self.num_increments)
+
+    @functools.cached_property
+    def all_stages(self) -> tuple[BatchStage, ...]:
+        """The stages of the ramp, then the one at the target, which lasts to the end of the run."""
+        stages: list[BatchStage] = []
+        first_step, seen = 1, 0
+        for index in range(self.num_increments):
+            batch = self._batch_of(self.per_device_batch_size_start + index * self.per_device_batch_size_increment)
+            num_steps = math.ceil(self.samples_per_increment / batch.global_batch_to_train)
+            stages.append(replace(batch, first_step=first_step, num_steps=num_steps, samples_before=seen))
+            first_step, seen = first_step + num_steps, seen + num_steps * batch.global_batch_to_train
+        target = self._batch_of(self.per_device_batch_size)
+        return (*stages, replace(target, first_step=first_step, samples_before=seen))
 
     @property
     def stages(self) -> tuple[BatchStage, ...]:
         """The stages of the ramp, without the target."""
-        return _stages(self)
+        return self.all_stages[:-1]
 
-    @functools.cached_property
+    @property
     def last_stage(self) -> BatchStage:
-        """The stage at the target, which lasts to the end of the run."""
-        end = self.stages[-1]
-        assert end.num_steps is not None
-        assert end.samples is not None
-        return self.stage(
-            self.per_device_batch_size, end.first_step + end.num_steps, None, end.samples_before + end.samples
-        )
+        """The stage at the target."""
+        return self.all_stages[-1]
 
-    @functools.cached_property
-    def all_stages(self) -> tuple[BatchStage, ...]:
-        """The stages of the ramp and the one at the target."""
-        return (*self.stages, self.last_stage)
-
-    def stage(self, size: Fraction, first_step: int, num_steps: int | None, seen: int) -> BatchStage:
-        """The stage of b_k = `size`, at a place in the run."""
+    def _batch_of(self, size: Fraction) -> BatchStage:
+        """A stage of b_k = `size`, as if the run consisted of it."""
         if self.mode == "per_device_batch_size":
             per_device, accumulation = size, self.gradient_accumulation_steps
         else:
             per_device, accumulation = self.per_device_batch_size, int(size * self._unit)
-        micro = int(per_device * self.num_devices)
-        batch = micro * accumulation
-        return BatchStage(
-            first_step,
-            num_steps,
-            per_device,
-            accumulation,
-            micro,
-            batch,
-            seen,
-            None if num_steps is None else num_steps * batch,
-        )
+        return BatchStage(per_device, accumulation, int(per_device * self.num_devices))
 
     @property
     def total_steps(self) -> int:
@@ -178,7 +164,7 @@ class RampupBatchManager:
         return self.last_stage.first_step - 1
 
     def stage_at(self, examples_seen: int) -> BatchStage:
-        """The stage of the next step, when `examples_seen` examples have been consumed.
+        """The stage of the next step once `examples_seen` examples have been consumed.
 
         Raises:
           ValueError: examples_seen is negative.
@@ -194,7 +180,7 @@ class RampupBatchManager:
         return _stage_of_step(self.all_stages, step).global_batch_to_train
 
     def samples_before(self, step: int) -> int:
-        """Examples consumed when step number `step` (the first is 1) begins.
+        """Examples consumed before step number `step` (the first is 1).
 
         Raises:
           ValueError: step is below 1.
@@ -202,24 +188,10 @@ class RampupBatchManager:
         return samples_before(self.all_stages, step)
 
 
-@functools.lru_cache(maxsize=16)
-def _stages(ramp: RampupBatchManager) -> tuple[BatchStage, ...]:
-    stages: list[BatchStage] = []
-    first_step, seen = 1, 0
-    share = ramp.samples_per_increment
-    for index in range(ramp.num_increments):
-        size = ramp.per_device_batch_size_start + index * ramp.per_device_batch_size_increment
-        batch = int(size * ramp.num_devices * ramp.gradient_accumulation_steps)
-        num_steps = -(-share.numerator // (share.denominator * batch))
-        stages.append(ramp.stage(size, first_step, num_steps, seen))
-        first_step, seen = first_step + num_steps, seen + num_steps * batch
-    return tuple(stages)
-
-
 def make_rampup(
     config: BatchConfig, batch: Batch | None, num_devices: int
 ) -> RampupBatchManager | list[Violation] | None:
-    """The ramp of a config, None where it is off or its target unknown, or every rule that it breaks."""
+    """The ramp of a config; None where it is off or its target unknown; or every rule that it breaks."""
     if batch is None or not config.enable_rampup_batch_size:
         return None
     if broken := _no_way_up(config, batch.per_device_batch_size) or _not_whole_stages(config, batch, num_devices):
@@ -236,7 +208,7 @@ def make_rampup(
 
 
 def _no_way_up(config: BatchConfig, target: Fraction) -> list[Violation]:
-    """Refuses a ramp that does not lead up to the target in whole increments."""
+    """Refuses a ramp that does not rise to the target in whole increments."""
     start, increment = config.per_device_batch_size_start, config.per_device_batch_size_increment
     if start >= target:
         starts = [target - number * increment for number in range(1, 65) if target > number * increment]
@@ -261,15 +233,13 @@ def _no_way_up(config: BatchConfig, target: Fraction) -> list[Violation]:
 
 
 def _not_whole_stages(config: BatchConfig, batch: Batch, num_devices: int) -> list[Violation]:
-    """Refuses stages that have no whole number of examples, or of accumulation steps."""
+    """Refuses stages that are not a whole number of examples, or of accumulation steps."""
     target, accumulation = batch.per_device_batch_size, batch.gradient_accumulation_steps
     by_device = config.rampup_mode == "per_device_batch_size"
     unit = Fraction(1, num_devices) if by_device else target / accumulation
-    times = (
-        f"x {num_devices} devices"
-        if by_device
-        else (f"x gradient_accumulation_steps={accumulation} / per_device_batch_size={number_text(target)}")
-    )
+    times = f"x {num_devices} devices"
+    if not by_device:
+        times = f"x gradient_accumulation_steps={accumulation} / per_device_batch_size={number_text(target)}"
     what = "examples" if by_device else "accumulation steps"
     return [
         Violation(

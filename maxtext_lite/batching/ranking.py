@@ -1,4 +1,4 @@
-"""Legal plans of a global batch on a machine, ranked by the predicted time of a step: what `plan` solves."""
+"""Legal plans of a global batch on a machine, ranked by predicted step time: the solver behind `plan`."""
 
 import dataclasses
 import heapq
@@ -25,9 +25,9 @@ from maxtext_lite.config.violation import divisors
 _REMAT, _OFFLOAD, _PIECES = "remat_policy", "optimizer_memory_host_offload", "num_pipeline_microbatches"
 _PER, _STEPS = "per_device_batch_size", "gradient_accumulation_steps"
 CHOSEN_KEYS = (*MESH_KEYS, _PIECES, _REMAT, _OFFLOAD)
-"""What is chosen with the two keys that split a batch, where it is open."""
+"""Keys chosen along with the two that split a batch, unless the user states them."""
 _MOST_DOUBLINGS = 3
-"""Of pipeline microbatches, from one for each stage: beyond, less than a ninth of the ticks is idle."""
+"""Doublings of the pipeline microbatches, from one per stage; after these under a ninth of the ticks is idle."""
 
 Plan = Callable[[Config], BatchPlan]
 """`make_plan` for a machine; raises UserError."""
@@ -35,10 +35,10 @@ Plan = Callable[[Config], BatchPlan]
 
 @dataclasses.dataclass(frozen=True)
 class RankedPlan:
-    """A legal plan that fits, and what it takes.
+    """A legal plan that fits, and its predicted time.
 
     Attributes:
-      keys: the config's keys that were chosen, those of the batch among them.
+      keys: the chosen config keys, including those of the batch.
     """
 
     keys: Mapping[str, Any]
@@ -48,16 +48,16 @@ class RankedPlan:
 
     @property
     def settings(self) -> list[str]:
-        """`key=value` of what was chosen."""
+        """The chosen keys as `key=value`."""
         return [f"{key}={setting_text(value)}" for key, value in self.keys.items()]
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all devices."""
+        """Tokens per second of all devices."""
         return self.plan.tokens_per_step / self.time.seconds
 
     def to_json(self) -> dict[str, Any]:
-        """Everything as numbers; times in seconds, memory in bytes of one device."""
+        """All figures; times in seconds, memory in bytes per device."""
         plan = self.plan
         return {
             "keys": dict(item.split("=", 1) for item in self.settings),
@@ -74,26 +74,26 @@ class RankedPlan:
 
 
 def is_open(config: Config, key: str) -> bool:
-    """Whether the user did not state a key: not in a file of theirs, nor on the command line."""
+    """Whether the user left a key open: it is stated neither in a file of theirs nor on the command line."""
     origin = config.origins.get(key, "")
     return origin == "base.yml" or origin.startswith("models/")
 
 
 def wants_solving(config: Config) -> bool:
-    """Whether both keys that split a global batch are left to be found."""
+    """Whether both keys that split a global batch are to be solved for."""
     return config.global_batch_size > 0 and config.per_device_batch_size == -1 == config.gradient_accumulation_steps
 
 
 def rank(config: Config, topology: Topology, device: Device, plan_of: Plan, *, most: int = 10) -> list[RankedPlan]:
-    """The plans of shortest predicted steps among those that are legal and fit, the best first, at most `most`.
+    """The `most` plans with the shortest predicted steps among those that are legal and fit, the best first.
 
-    Best first: a split waits with the time that it takes at least, when nothing is computed again, and is looked into
-    only when nothing else that waits can be faster.
+    A best-first search: each split is queued with a lower bound of its time, without recomputation, and is expanded
+    only when no other entry of the queue can be faster.
 
     Args:
-      plan_of: with the memory of a device.
+      plan_of: makes plans that know the memory of a device.
     Raises:
-      UserError: nothing is legal, or nothing fits: then what comes nearest; or the device's figures do not suffice.
+      UserError: nothing is legal; nothing fits (the message names the nearest); or the device's figures do not suffice.
     """
     variants = [(keys, config.model_copy(update=keys)) for keys in _variants(config, device)]
     leanest = {key: choices[-1] for key, choices in _choices(config).items()}
@@ -121,7 +121,7 @@ def rank(config: Config, topology: Topology, device: Device, plan_of: Plan, *, m
         elif keys is not None and fits and not any(rule_violations(chosen, defaults_of(type(chosen)))):
             found.append(RankedPlan(_stated(config, chosen, plan), chosen, plan, time))
     if nearest is None and not found:
-        plan_of(config.model_copy(update={_STEPS: 1}))  # says what is wrong
+        plan_of(config.model_copy(update={_STEPS: 1}))  # raises the specific violation
         raise UserError("no mesh and batch that the config leaves open are legal on these devices.")
     if nearest is not None and not found:
         raise UserError(_nothing_fits(config, nearest))
@@ -129,12 +129,12 @@ def rank(config: Config, topology: Topology, device: Device, plan_of: Plan, *, m
 
 
 def choose(config: Config, topology: Topology, device: Device | None, plan_of: Plan) -> dict[str, Any]:
-    """The keys of the fastest plan that fits; on a device without figures, the fewest micro-batches that do.
+    """The keys of the fastest plan that fits; on a device without figures, of the one with the fewest micro-batches.
 
     Args:
-      plan_of: with the memory of a device, where that is known.
+      plan_of: makes plans that know the memory of a device, if it is known.
     Raises:
-      UserError: as `rank` does.
+      UserError: as in `rank`.
     """
     if device is not None:
         return dict(rank(config, topology, device, plan_of, most=1)[0].keys)
@@ -150,19 +150,19 @@ def choose(config: Config, topology: Topology, device: Device | None, plan_of: P
             nearest = plan.memory.total, chosen, plan
     if nearest is not None:
         raise UserError(_nothing_fits(config, nearest))
-    plan_of(config.model_copy(update={_STEPS: 1}))  # says what is wrong
+    plan_of(config.model_copy(update={_STEPS: 1}))  # raises the specific violation
     raise UserError("no number of micro-batches is legal on these devices.")
 
 
 def _stated(config: Config, chosen: Config, plan: BatchPlan) -> dict[str, Any]:
-    """What a plan's config has that the one that was asked for has not."""
+    """The keys in which a plan's config differs from the one requested."""
     changed = {key: value for key in CHOSEN_KEYS if (value := getattr(chosen, key)) != getattr(config, key)}
     return {_PER: plan.per_device_batch_size, _STEPS: plan.gradient_accumulation_steps, **changed}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Split:
-    """A legal mesh, with an accumulation and a number of pieces that may be legal on it."""
+    """A legal mesh, with an accumulation and a number of pipeline microbatches that may be legal on it."""
 
     keys: Mapping[str, Any]
     model: StepModel
@@ -175,13 +175,13 @@ class _Split:
 
 
 def _choices(config: Config) -> dict[str, tuple[Any, ...]]:
-    """What the keys that change only time and memory may be, where they are open; the last takes least memory."""
+    """Candidate values of the open keys that change only time and memory; the last one needs the least memory."""
     choices = {_REMAT: ("none", *REMAT_POLICIES), _OFFLOAD: (False, True)}
     return {key: values for key, values in choices.items() if is_open(config, key)}
 
 
 def _variants(config: Config, device: Device) -> Iterator[dict[str, Any]]:
-    """All of these, but what is sent to a host of which it is not known how fast it takes it."""
+    """All combinations of `_choices`, without offloading to a host whose rate is unknown."""
     choices = _choices(config)
     for values in itertools.product(*choices.values()):
         if device.host_bytes_per_second or not any(value is True or "offloaded" in str(value) for value in values):
@@ -209,7 +209,7 @@ def _splits(config: Config, topology: Topology, device: Device, plan_of: Plan) -
 
 
 def _first_legal(config: Config, tries: Iterable[Mapping[str, Any]], topology: Topology) -> tuple[Sizes | None, Config]:
-    """The sizes of the first of some changes that is legal; None where there is none, or the mesh is at fault."""
+    """The sizes and config of the first legal change; None if there is none, or if the mesh itself is illegal."""
     for keys in tries:
         changed = config.model_copy(update=keys)
         resolved = resolve(changed, topology)
@@ -228,7 +228,7 @@ def _model(config: Config, mesh: MeshSizes, device: Device, held: MemoryEstimate
 
 
 def _meshes(config: Config, num_devices: int) -> Iterator[dict[str, int]]:
-    """Sizes of the open axes within a slice, whose product is what the others leave."""
+    """Sizes of the open axes within a slice, whose product is the devices left by the stated axes."""
     keys = [key for axis in MESH_AXES if is_open(config, key := mesh_key("ici", axis))]
     stated = [getattr(config, key) for key in MESH_KEYS if key not in keys]
     rest = num_devices // math.prod(size for size in stated if size > 0)
@@ -247,7 +247,7 @@ def _meshes(config: Config, num_devices: int) -> Iterator[dict[str, int]]:
 
 
 def microbatch_choices(config: Config, stages: int) -> list[dict[str, int]]:
-    """Numbers of pipeline microbatches, where there is a pipeline of so many stages and they are open."""
+    """Candidate numbers of pipeline microbatches; no choice without a pipeline, or if the user states them."""
     if stages <= 1 or not is_open(config, _PIECES):
         return [{}]
     return [{_PIECES: stages * 2**power} for power in range(_MOST_DOUBLINGS + 1)]

@@ -31,26 +31,26 @@ from maxtext_lite.config.errors import setting_text
 from maxtext_lite.config.suggest import ConfigRequest
 
 UTILIZATION = Interval(0.3, 0.5)
-"""The MFU between which the wall-clock is stated: what well-tuned runs report, where nothing was measured."""
+"""The range of MFU for which wall-clock time is stated: what well-tuned runs report, where nothing was measured."""
 
 _DOUBLINGS = 3
 _MOST_TRIED = 64
-_NEAR = math.log(1.2)  # little beside what the laws span
+_NEAR = math.log(1.2)  # little compared with the range of the laws
 _TOKENS_SAY: dict[str, object] = {
     "global_batch_size": 0,
     "enable_rampup_batch_size": False,
     "num_epochs": Fraction(0),
     "last_batch": "drop",
 }
-"""What of a config would contradict a batch and a number of tokens."""
+"""Values for the keys that would otherwise contradict a batch and a number of tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What is to be trained on.
+    """The machine to train on.
 
     Attributes:
-      device: what its devices are; None where that is not known.
+      device: what its devices are; None if unknown.
     """
 
     num_devices: int
@@ -58,7 +58,7 @@ class Machine:
     device: Device | None
 
     def plan(self, config: Config) -> BatchPlan:
-        """The plan of a config on it. Raises UserError where there is none."""
+        """The plan of a config on this machine. Raises UserError if there is none."""
         return make_plan(
             config,
             num_devices=self.num_devices,
@@ -70,15 +70,15 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True)
 class LegalBatch:
-    """A batch that the config can train with on the machine, near one that was asked for.
+    """A batch near a desired one with which the config can train on the machine.
 
     Attributes:
-      tokens, examples: of the batch.
-      per_device_batch_size, gradient_accumulation_steps: which make it.
-      steps: for the tokens of the run.
-      overrides: what to add to the command line for these; also what of the config would contradict them.
-      fits: whether the plan's memory is within the device's; None where that or the model's shapes are not known.
-      days: of the run at the ends of `UTILIZATION`; None where the device's peak is not known.
+      tokens, examples: size of the batch.
+      per_device_batch_size, gradient_accumulation_steps: the keys that make it.
+      steps: steps for the tokens of the run.
+      overrides: command-line settings for it, including those that undo contradicting keys of the config.
+      fits: whether the planned memory is within the device's; None if that or the model's shapes are unknown.
+      days: duration of the run at the ends of `UTILIZATION`; None if the device's peak is unknown.
     """
 
     tokens: int
@@ -93,14 +93,14 @@ class LegalBatch:
 
 @dataclasses.dataclass(frozen=True)
 class Ramp:
-    """A batch that doubles as the critical batch grows.
+    """A batch that doubles while the critical batch grows.
 
     Attributes:
       batches: in tokens, from the first to the target.
-      starts: for each but the first, the tokens seen at which the laws allow it.
-      overrides: what to add to the command line for the last doubling, at the middle of its interval; () where the
-        legal batch cannot be halved, or the doubling comes after more examples than a key may count.
-      refusal: why there is none; "" where there is one.
+      starts: for each batch after the first, the tokens seen from which the laws allow it.
+      overrides: command-line settings for the last doubling, at the middle of its interval; () if the legal batch
+        cannot be halved, or the doubling comes after more examples than a key may count.
+      refusal: why there is no ramp; "" if there is one.
     """
 
     batches: tuple[float, ...]
@@ -111,15 +111,15 @@ class Ramp:
 
 @dataclasses.dataclass(frozen=True)
 class Recommendation:
-    """What the laws say of one run. Batches are in tokens.
+    """What the laws say about one run. Batches are in tokens.
 
     Attributes:
-      best, critical: what the laws span.
-      learning_rate: likewise.
-      weight_decay: from the smallest batch at the largest rate to the reverse.
-      adam_b2: of the ends of `best`.
-      warmup_steps: between the laws, at the middle of `best`.
-      legal: near `best`, widened, its ends and its middle, without repetitions.
+      best, critical: ranges of the laws for the batch.
+      learning_rate: range of the laws for it.
+      weight_decay: from the smallest batch at the largest rate to the largest batch at the smallest rate.
+      adam_b2: at the ends of `best`.
+      warmup_steps: range of the laws at the middle of `best`.
+      legal: the distinct legal batches near the ends and the middle of `best` and the ends of its widened interval.
     """
 
     budget: Budget
@@ -133,27 +133,27 @@ class Recommendation:
     legal: tuple[LegalBatch, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, with each law by name, for programs."""
-        told = dataclasses.asdict(self)
+        """Everything, including each law by name, for programs."""
+        found = dataclasses.asdict(self)
         budget = self.budget
-        told["budget"]["flops"] = budget.flops
-        told["best"]["widened"] = dataclasses.asdict(self.best.widened(WIDENING))
-        told["timescale"] = timescale(budget)
-        told["batch_laws"] = [
+        found["budget"]["flops"] = budget.flops
+        found["best"]["widened"] = dataclasses.asdict(self.best.widened(WIDENING))
+        found["timescale"] = timescale(budget)
+        found["batch_laws"] = [
             {"name": law.name, "purpose": law.purpose, "formula": law.formula, "fitted": law.fitted,
              "source": law.source, "tokens": law.tokens(budget)}
             for law in BATCH_LAWS
         ]  # fmt: skip
-        told["learning_rate_laws"] = [
+        found["learning_rate_laws"] = [
             {"name": law.name, "formula": law.formula, "fitted": law.fitted, "source": law.source,
              "learning_rate": law.rate(budget)}
             for law in RATE_LAWS
         ]  # fmt: skip
-        return told
+        return found
 
 
 def budget_of(config: Config, *, tokens: float, loss: float | None) -> Budget:
-    """The budget of a config's model; of experts, those that a token goes through."""
+    """The budget of a config's model; of experts, only those that a token passes through count."""
     parameters = active_parameters(config)
     return Budget(parameters, parameters - count_parameters(config).tables, tokens, loss)
 
@@ -161,11 +161,11 @@ def budget_of(config: Config, *, tokens: float, loss: float | None) -> Budget:
 def recommend(config: Config, budget: Budget, machine: Machine) -> Recommendation:
     """What the laws recommend for the config on the machine.
 
-    Of a budget that is not the config's model no shapes are known: the days are those of 6 N D FLOPs, and memory is not
-    looked at.
+    If the budget is for another model than the config's, its shapes are unknown: the days follow from 6 N D FLOPs, and
+    memory is not checked.
 
     Raises:
-      UserError: no batch near the laws' can be planned.
+      UserError: no batch near those of the laws can be planned.
     """
     best, rates = batch_interval(budget, "best"), rate_interval(budget)
     decays = Interval(
@@ -200,11 +200,11 @@ def recommend(config: Config, budget: Budget, machine: Machine) -> Recommendatio
 
 
 def ramp_of(optimizer: str, batch: float, tokens: float) -> Ramp:
-    """Doublings up to a batch, for AdamW.
+    """Doublings that lead up to a batch, for AdamW.
 
     Args:
       batch: the target, in tokens.
-      tokens: of the run; what the laws allow only after its end is left out.
+      tokens: tokens of the run; doublings that the laws allow only after its end are left out.
     """
     if optimizer == "muon":
         why = "Muon's critical batch is larger, and Qwen3.8 reports that a ramp cost it 18.8 % more steps"
@@ -219,16 +219,16 @@ def ramp_of(optimizer: str, batch: float, tokens: float) -> Ramp:
 
 
 def nearest_legal(config: Config, tokens: float, run_tokens: float, machine: Machine) -> LegalBatch:
-    """A batch of about so many tokens that the config can be planned with.
+    """A plannable batch of about `tokens` tokens.
 
-    It has the largest per-device batch, not above the config's where that has one, that comes within 20 % and fits;
-    otherwise it is the nearest one that fits, or that can be planned at all.
+    The first choice is the largest per-device batch, not above the config's if it states one, whose total comes within
+    20 % and fits. Otherwise it is the nearest batch that fits, or else the nearest that can be planned.
 
     Raises:
-      UserError: none of those tried can be.
+      UserError: no candidate can be planned.
     """
     if topology_violations(Topology(machine.num_devices, machine.num_hosts)):
-        machine.plan(config)  # says what is wrong
+        machine.plan(config)  # raises with what is wrong
     refused: UserError | None = None
     planned: list[tuple[bool, float, Config, BatchPlan]] = []
     for change in _candidates(config, tokens, machine.num_devices):
@@ -251,12 +251,12 @@ def nearest_legal(config: Config, tokens: float, run_tokens: float, machine: Mac
 
 
 def _candidates(config: Config, tokens: float, num_devices: int) -> Iterator[dict[str, object]]:
-    """Changes to batches near so many tokens, the largest per-device batch first, each half of the one before."""
+    """Changes to batches of about `tokens` tokens: the largest per-device batch first, each half of the one before."""
     examples = max(round(tokens / (config.max_target_length * config.rows_per_example)), 1)
     most = config.per_device_batch_size
     if most == -1:
         derived = derive_batch(config, num_devices)
-        shares = Fraction(-(-examples // num_devices))  # in one micro-batch, where nothing limits it
+        shares = Fraction(-(-examples // num_devices))  # all in one micro-batch, if nothing limits it
         most = derived.per_device_batch_size if isinstance(derived, Batch) else shares
     micro = max(most, Fraction(1, num_devices)) * num_devices
     for _ in range(_MOST_TRIED):
@@ -308,7 +308,7 @@ def _settings(keys: Mapping[str, object]) -> tuple[str, ...]:
 
 
 def _doubled_once(config: Config, legal: LegalBatch, start: Interval, machine: Machine) -> tuple[str, ...]:
-    """The keys of a ramp from half of a legal batch to it, or () where there is none."""
+    """The settings of a ramp from half of a legal batch to that batch, or () if there is none."""
     half = legal.per_device_batch_size / 2
     samples = round(start.middle / (config.max_target_length * config.rows_per_example))
     for mode in ("gradient_accumulation_steps", "per_device_batch_size"):
@@ -323,10 +323,10 @@ def _doubled_once(config: Config, legal: LegalBatch, start: Interval, machine: M
             **({"global_batch_size": 0} if config.global_batch_size else {}),
         }
         if not ConfigRequest(config, config).allows(keys):
-            return ()  # more samples than are counted
+            return ()  # more samples than the key may count
         try:
             machine.plan(config.model_copy(update=_TOKENS_SAY | keys))
         except UserError:
-            continue  # an odd accumulation, or an odd number of examples
+            continue  # the accumulation or the number of examples is odd
         return _settings(keys)
     return ()

@@ -1,4 +1,4 @@
-"""Batches of reinforcement learning: prompts, pairs of a prompt with a response, and the chunks of a batch."""
+"""Batches of reinforcement learning: prompts, pairs of prompt and response, and the micro-batches of pairs."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -22,17 +22,17 @@ class RLBatch:
 
     Attributes:
       prompts_per_batch: unique prompts.
-      num_generations: responses to each.
-      pairs_per_batch: of a prompt with a response: `global_batch_to_train`.
-      pairs_per_micro_batch: of a chunk, whole groups of responses to one prompt; one is sampled while the one before it
+      num_generations: responses to each prompt.
+      pairs_per_batch: pairs of prompt and response, the run's `global_batch_to_train`.
+      pairs_per_micro_batch: whole groups of responses to one prompt; one micro-batch is sampled while the previous one
         is trained on.
-      micro_batches: chunks of a batch, whose gradients add up to one update.
+      micro_batches: micro-batches of a batch, whose gradients add up to one update.
       updates_per_batch: optimizer steps on each batch.
-      batches: of the whole run.
-      max_prompt_tokens, max_response_tokens: of a pair.
-      trainer_devices, sampler_devices: those that train and those that generate; all of them where they take turns.
-      takes_turns: the same devices do both.
-      rollout: how responses are generated; None where a server does it.
+      batches: batches of the whole run.
+      max_prompt_tokens, max_response_tokens: limits of a pair.
+      trainer_devices, sampler_devices: devices that train and devices that generate; all of them if they take turns.
+      takes_turns: whether the same devices do both.
+      rollout: how responses are generated; None if a server generates them.
     """
 
     prompts_per_batch: int
@@ -51,34 +51,34 @@ class RLBatch:
 
     @property
     def trained(self) -> Batch:
-        """What the trainer's devices make of it: a chunk is a micro-batch, a pair an example."""
+        """What the trainer's devices see: a pair is an example."""
         per_device = Fraction(self.pairs_per_micro_batch, self.trainer_devices)
         return Batch(per_device, self.micro_batches, self.pairs_per_micro_batch)
 
     @property
     def prompts_per_micro_batch(self) -> int:
-        """Of a chunk."""
+        """Prompts of one micro-batch."""
         return self.pairs_per_micro_batch // self.num_generations
 
     @property
     def examples_per_prompt(self) -> int:
-        """Pairs that a prompt becomes, in all the steps that are made with it."""
+        """Pairs that a prompt becomes, over all steps made with it."""
         return self.num_generations * self.updates_per_batch
 
     def prompts_before(self, step: int, examples_seen: int) -> int:
-        """Prompts of the batches before the one that is next after a step, or unfinished."""
+        """Prompts of all batches before the one that is next after a step, or unfinished."""
         return (examples_seen - step % self.updates_per_batch * self.pairs_per_batch) // self.examples_per_prompt
 
     @property
     def overlap_fraction(self) -> Fraction:
-        """The share of a batch's training that can run beside sampling: of all its chunks but the last.
+        """The share of a batch's training that can overlap with sampling: all micro-batches but the last.
 
-        The devices that train wait for the first chunk, those that sample for the update after the last one.
+        The trainer's devices wait for the first micro-batch, the sampler's for the update after the last one.
         """
         return Fraction(0) if self.takes_turns else Fraction(self.micro_batches - 1, self.micro_batches)
 
     def to_json(self) -> dict[str, object]:
-        """The fields by name, those of the rollout with its name in front, and the overlap."""
+        """The fields by name, those of the rollout prefixed with `rollout_`, and the overlap."""
         fields = dataclasses.asdict(self)
         rollout: dict[str, object] = fields.pop("rollout") or {}
         of_rollout = {f"rollout_{name}": value for name, value in rollout.items()}
@@ -86,7 +86,7 @@ class RLBatch:
 
 
 def rl_batch(config: RLRunConfig, topology: Topology) -> RLBatch | list[Violation]:
-    """The batch that the config states on a machine, or every rule that is broken."""
+    """The batch that the config states on a machine, or every broken rule."""
     pairs = config.batch_size * config.num_generations
     chunk = pairs if config.micro_batch_size == -1 else config.micro_batch_size
     num_devices, num_hosts = topology.num_devices, topology.num_hosts
@@ -131,7 +131,7 @@ def rl_batch(config: RLRunConfig, topology: Topology) -> RLBatch | list[Violatio
 
 
 def _inexpressible(config: RLRunConfig) -> str | None:
-    """What no family of Hugging Face models has a place for, as the run finds it when it makes the server's model."""
+    """The setting that no family of Hugging Face models can express, as the run would find when exporting the model."""
     directory = config.load_parameters_path or f"{config.base_output_directory}/{config.run_name}"
     try:
         run_config_json(Path(directory), config, num_positions=config.max_target_length, dtype="float32")

@@ -1,26 +1,25 @@
-"""How responses are generated: the mesh of the devices that do it, the slots, and the memory that they take there."""
+"""How responses are generated: the mesh of the sampling devices, their slots, and the memory that these take."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from maxtext_lite.batching.activations import BYTES
 from maxtext_lite.batching.ledger import bytes_text
 from maxtext_lite.batching.parameters import count_parameters
 from maxtext_lite.batching.topology import model_dimensions
 from maxtext_lite.config import RLRunConfig
 from maxtext_lite.config.violation import Violation, divisors, multiples, one_of
 
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
 
 @dataclass(frozen=True)
 class Rollout:
-    """What the devices that generate do.
+    """The work of the devices that generate.
 
     Attributes:
-      mesh: sizes of their axes data, fsdp and tensor; the others have 1.
-      slots: responses under way at once, a multiple of data x fsdp.
-      params, cache: bytes per device of their copy of the parameters, and of the keys and values of all slots.
+      mesh: sizes of their axes data, fsdp and tensor; other axes have size 1.
+      slots: responses generated at once, a multiple of data x fsdp.
+      params, cache: bytes per device of the copy of the parameters, and of the keys and values of all slots.
     """
 
     mesh: Mapping[str, int]
@@ -37,7 +36,7 @@ class Rollout:
 
 
 def rollout_of(config: RLRunConfig, num_devices: int, pairs: int) -> Rollout | list[Violation]:
-    """How these devices generate chunks of pairs, or every rule that is broken."""
+    """How the devices generate micro-batches of `pairs` pairs, or every broken rule."""
     if broken := _mesh_violations(config, num_devices):
         return broken
     tensor, fsdp = config.rollout_tensor_parallelism, config.rollout_fsdp_parallelism
@@ -48,13 +47,13 @@ def rollout_of(config: RLRunConfig, num_devices: int, pairs: int) -> Rollout | l
         slots = -(-pairs // shards) * shards
     elif slots % shards:
         key = "rollout_slots"
-        message = f"{key}={slots} is not a multiple of the {shards} parts that the devices that generate cut them into."
+        message = f"{key}={slots} is not a multiple of the {shards} parts into which the generating devices split them."
         return [Violation(key, message, (multiples(key, shards, slots), -1))]
     width = config.base_num_kv_heads * (config.head_dim + config.value_dim) // mesh["tensor"]
-    if config.mla is not None:  # one head's keys, which its values are part of, on every device of a tensor group
+    if config.mla is not None:  # keys of one head, which contain its values, on every device of a tensor group
         width = config.mla.kv_lora_rank + config.mla.qk_rope_head_dim
     cache = slots // shards * config.max_target_length * config.base_num_decoder_layers * width
-    bytes_each = _BYTES[config.dtype]
+    bytes_each = BYTES[config.dtype]
     params = -(-count_parameters(config).total // (mesh["fsdp"] * mesh["tensor"]))
     return Rollout(mesh, slots, bytes_each * params, bytes_each * cache)
 
@@ -67,7 +66,7 @@ def _mesh_violations(config: RLRunConfig, devices: int) -> list[Violation]:
     broken = [
         Violation(
             key,
-            f"{key}={value} does not divide both the model's {split[axis]} and the {devices} devices that generate.",
+            f"{key}={value} does not divide both the model's {split[axis]} and the {devices} generating devices.",
             (one_of(key, works[axis], value),),
         )
         for key, axis in stated.items()
@@ -77,7 +76,7 @@ def _mesh_violations(config: RLRunConfig, devices: int) -> list[Violation]:
         return broken
     message = (
         f"rollout_tensor_parallelism={tensor} x rollout_fsdp_parallelism={fsdp} does not divide the {devices} "
-        "devices that generate."
+        "generating devices."
     )
     near = one_of("rollout_tensor_parallelism", works["tensor"], tensor)
     return [Violation("rollout_fsdp_parallelism", message, (near,), rule="rollout mesh")]

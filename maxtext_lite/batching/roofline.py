@@ -1,4 +1,4 @@
-"""What a step takes at least on a device whose matmul units, memory and links never wait, and the MFU that allows."""
+"""The least time of a step on a device whose matmul units, memory and links never idle, and the MFU it allows."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ _DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "s8": "int8",
 
 @dataclass(frozen=True)
 class Roofline:
-    """Least seconds of a step by each resource of a device; None where the amount or the rate is not known.
+    """Least seconds of a step by each resource of a device; None if the amount or the rate is unknown.
 
     Attributes:
       matmul_seconds: all matmuls at the device's peak for their dtype.
-      memory_seconds: all traffic with its memory at full rate.
-      link_seconds: all bytes that it sends within a slice or host, over all links at once.
-      peak_flops: FLOP/s that MFU is taken against.
+      memory_seconds: all memory traffic at the full rate.
+      link_seconds: all bytes sent within a slice or host, over all links at once.
+      peak_flops: FLOP/s of MFU's denominator.
       model_flops: of one device and step, by the model.
     """
 
@@ -28,7 +28,7 @@ class Roofline:
 
     @property
     def bound(self) -> tuple[str, float] | None:
-        """The resource that takes longest of those that are known, and its seconds; None where none is."""
+        """The slowest resource with its seconds, among those known; None if none is."""
         known = {
             "matmuls": self.matmul_seconds,
             "memory": self.memory_seconds,
@@ -40,11 +40,11 @@ class Roofline:
 
     @property
     def most_mfu(self) -> float | None:
-        """The MFU of a step that takes no longer than `bound`, at most 1; None where that is not known."""
+        """The MFU of a step as short as `bound`, at most 1; None if that is unknown."""
         return None if self.bound is None else self.mfu_of(self.bound[1])
 
     def mfu_of(self, seconds: float) -> float | None:
-        """The MFU of a step of this many seconds, at most 1; None where the peak is not known."""
+        """The MFU of a step of this many seconds, at most 1; None if the peak is unknown."""
         if self.peak_flops is None:
             return None
         return min(1.0, self.model_flops / self.peak_flops / seconds) if seconds else 1.0
@@ -62,11 +62,11 @@ def roofline(
     """The least time of one step on one device.
 
     Args:
-      device: None where its figures are not known.
-      dtype: of the activations, whose peak MFU is taken against.
-      model_flops: of one device, forward and backward, nothing computed twice.
-      matmul_flops: of one device by the operands' dtypes (HLO's names, joined by x), kernels' own included where known.
-        A dtype without a peak of its own is counted at bfloat16's: none is faster without one.
+      device: None if its figures are unknown.
+      dtype: of the activations; MFU is relative to its peak.
+      model_flops: of one device, forward and backward, without recomputation.
+      matmul_flops: of one device by the operands' dtypes (HLO's names, joined by x), with those of kernels if known.
+        A dtype without a peak of its own counts at bfloat16's, as such dtypes are never faster.
       memory_bytes: between one device and its memory.
       sent_bytes: by one device over links.
     """
@@ -88,7 +88,7 @@ def roofline(
 
 
 def matmul_peak(device: Device, operands: str) -> float | None:
-    """FLOP/s of a matmul by its operands' dtypes, as `roofline` takes them: of the slower of two; None: not known."""
+    """FLOP/s of a matmul by its operands' dtypes, as in `roofline`; of two, the slower. None: unknown."""
     peaks = [
         device.peak("float8" if dtype.startswith("f8") else _DTYPES.get(dtype, dtype)) or device.peak("bfloat16")
         for dtype in operands.split("x")

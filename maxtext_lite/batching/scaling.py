@@ -1,4 +1,4 @@
-"""What the optimizer's settings become when the batch is not the one that they were tuned for."""
+"""The optimizer's settings for a batch other than the one they were tuned for."""
 
 import math
 from collections.abc import Mapping
@@ -14,14 +14,14 @@ from maxtext_lite.config.violation import Violation
 
 @dataclass(frozen=True)
 class OptimizerScaling:
-    """Scaled settings of the optimizer, for m = target batch / batch that they were tuned for.
+    """Scaled optimizer settings, for m = target batch / batch that they were tuned for.
 
     Attributes:
       rule: learning_rate_scaling.
-      batch_ratio: m, with the target's global_batch_to_train throughout a ramp; 1 without scaling.
+      batch_ratio: m; during a ramp it is that of the target; 1 without scaling.
       learning_rate_multiplier: m (linear), its square root (sqrt), or 1.
-      configured: learning_rate, adam_b1, adam_b2 and adam_eps as the config has them.
-      scaled: the same as the run has them.
+      configured: learning_rate, adam_b1, adam_b2 and adam_eps in the config.
+      scaled: the same in the run.
     Source: Goyal et al. 2017, arXiv:1706.02677, section 2.1 (linear, for SGD); Malladi et al. 2022, arXiv:2205.10287,
       definition of the square root scaling rule for Adam (sqrt, betas and epsilon).
     """
@@ -34,7 +34,7 @@ class OptimizerScaling:
 
 
 def scaling_violations(config: Config, batch: Batch | None) -> list[Violation]:
-    """Refuses a scaling from no batch, and scaled decays outside [0, 1). `batch` is None where it is not known."""
+    """Refuses scaling without a base batch, and scaled decays outside [0, 1). `batch` is None where it is unknown."""
     if config.learning_rate_scaling == "none":
         return []
     base = config.base_global_batch_size
@@ -57,7 +57,7 @@ def scaling_violations(config: Config, batch: Batch | None) -> list[Violation]:
         if ratio * forgotten <= 1:
             continue
         largest = math.floor(Fraction(base) / forgotten)
-        # The smallest decay that works, rounded up to digits enough to stay below 1.
+        # The smallest decay that works, rounded up at enough digits to stay below 1.
         digits: int = 10 ** (2 + len(str(math.ceil(ratio))))
         smallest = float(Fraction(math.ceil((1 - 1 / ratio) * digits), digits))
         broken.append(
@@ -74,7 +74,7 @@ def scaling_violations(config: Config, batch: Batch | None) -> list[Violation]:
 
 
 def scale_optimizer(config: Config, global_batch_to_train: int) -> OptimizerScaling:
-    """The optimizer's settings for this batch, of a config without `scaling_violations`."""
+    """The optimizer's settings for this batch, for a config without `scaling_violations`."""
     rule = config.learning_rate_scaling
     ratio = Fraction(1) if rule == "none" else Fraction(global_batch_to_train, config.base_global_batch_size)
     multiplier = math.sqrt(ratio) if rule == "sqrt" else float(ratio)
@@ -93,7 +93,7 @@ def scale_optimizer(config: Config, global_batch_to_train: int) -> OptimizerScal
 
 
 def scaling_warnings(config: Config, scaling: OptimizerScaling) -> list[str]:
-    """What a scaling does that is probably not meant."""
+    """What a scaling does that is probably a mistake."""
     warnings: list[str] = []
     ratio = scaling.batch_ratio
     if scaling.rule == "linear" and ratio > 1 and config.warmup_steps == 0:

@@ -32,11 +32,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Everything that follows from a config, a machine and the data without a broken rule.
+    """Everything that follows from a legal config, a machine and the data.
 
     Attributes:
       diloco_num_replicas: None where local updates are off.
-      length: None where num_epochs states it and the number of examples is not known.
+      length: None where num_epochs states it and the number of examples is unknown.
     """
 
     topology: Topology
@@ -54,14 +54,14 @@ class Sizes:
     length: RunLength | None
 
 
-def work_out(
+def derive_sizes(
     config: Config, topology: Topology, num_examples: int | None = None, batch: Batch | None = None
 ) -> Sizes | list[Violation]:
     """The sizes, or every rule that is broken.
 
     Args:
       num_examples: training examples in the data, where known.
-      batch: a step's batch, where other keys state it than those of the section on batch size.
+      batch: the batch of a step, where it does not come from the config's batch keys.
     """
     broken = topology_violations(topology)
     if any(not 1 <= number <= MOST_DEVICES for number in (topology.num_devices, topology.num_hosts)):
@@ -122,7 +122,7 @@ def _eval_size(config: BatchConfig, num_devices: int) -> Fraction | Violation:
 
 
 def _diloco_replicas(config: Config, data_axis: int) -> int | Violation | None:
-    """The copies that local updates keep; None where they are off."""
+    """The copies of the model that local updates train; None where local updates are off."""
     key, replicas = "diloco_num_replicas", config.diloco_num_replicas
     if not config.enable_diloco:
         return None
@@ -130,17 +130,17 @@ def _diloco_replicas(config: Config, data_axis: int) -> int | Violation | None:
         return data_axis
     if replicas % data_axis == 0:
         return replicas
-    message = f"{key}={replicas} is not a multiple of the data axis, {data_axis}: its devices hold as many replicas."
+    message = f"{key}={replicas} is not a multiple of the data axis, {data_axis}: each part has equally many."
     return Violation(key, message, (multiples(key, data_axis, replicas), -1))
 
 
 def _model_violations(config: Config, mesh: MeshSizes, num_devices: int) -> list[Violation]:
     broken: list[Violation] = []
     for axis in ("fsdp", "tensor", "context", "expert"):
-        # What fsdp splits of a weight, context and expert split further.
+        # The context and expert axes split further what fsdp splits of a weight.
         together = ("fsdp", "context", "expert") if axis == "fsdp" else (axis,)
         shards = math.prod(mesh.total[each] for each in together)
-        chunks = 2 if axis == "context" else 1  # an early and a late one, so that causal attention is equal work
+        chunks = 2 if axis == "context" else 1  # an early and a late one, which balances causal attention
         parts = shards * chunks if shards > 1 else 1
         uneven = {key: size for key, size in model_dimensions(config, axis).items() if size % parts}
         if not uneven:
@@ -158,14 +158,14 @@ def _model_violations(config: Config, mesh: MeshSizes, num_devices: int) -> list
             how += f" = {parts}"
         named = any_of([f"{name}={dimension}" for name, dimension in uneven.items()])
         near = [divisors_of(key, num_devices, size)]
-        if axis == "context":  # the length is the run's to choose, as the dimensions of a model are not
+        if axis == "context":  # unlike the model's dims, the length is free to choose
             near.insert(0, multiples("max_target_length", parts, config.max_target_length))
         broken.append(Violation(key, f"{how} does not divide {named}.", tuple(near), f"{axis} divides the model"))
     return broken
 
 
 def _context_violations(config: Config, num_shards: int) -> list[Violation]:
-    """What does not work on shards of the tokens."""
+    """Refuses what context shards cannot run."""
     if num_shards == 1:
         return []
     broken: list[Violation] = []
@@ -196,7 +196,7 @@ _WITHOUT_STAGES: Mapping[str, tuple[object, ...]] = {
     "num_pipeline_repeats": (-1,),
     "pipeline_schedule": ("gpipe",),
 }
-"""What keys of a pipeline may say where there is none."""
+"""Values that the pipeline's keys may have without a pipeline."""
 
 
 def _pipeline_violations(config: Config, num_stages: int, context: int) -> list[Violation]:
@@ -212,7 +212,7 @@ def _pipeline_violations(config: Config, num_stages: int, context: int) -> list[
     if pieces != -1 and pieces % num_stages:
         message = f"{key}={pieces} is not a multiple of the {num_stages} pipeline stages."
         broken.append(Violation(key, message, (multiples(key, num_stages, pieces),)))
-    if config.num_stacked_layers > 0:  # none is first_num_dense_layers' fault, and refused as that
+    if config.num_stacked_layers > 0:  # otherwise first_num_dense_layers is refused
         broken.extend(_layer_violations(config, num_stages))
     if config.pipeline_schedule == "1f1b":
         broken.extend(_schedule_violations(config, num_stages, context))
@@ -220,7 +220,7 @@ def _pipeline_violations(config: Config, num_stages: int, context: int) -> list[
 
 
 def _schedule_violations(config: Config, num_stages: int, context: int) -> list[Violation]:
-    """What pipeline_schedule=1f1b asks for: stages that are passed once, and tokens that they can share out."""
+    """The demands of pipeline_schedule=1f1b: a micro-batch passes the stages once, and they can share its tokens."""
     key = "pipeline_schedule"
     broken: list[Violation] = []
     layers, at_once = config.num_stacked_layers, config.num_layers_per_pipeline_stage
@@ -247,13 +247,10 @@ def _schedule_violations(config: Config, num_stages: int, context: int) -> list[
 
 
 def _layer_violations(config: Config, num_stages: int) -> list[Violation]:
-    """Stages have equally many layers, all of them, and each begins and ends with the pattern of kinds."""
-    layers, at_once, repeats = (
-        config.num_stacked_layers,
-        config.num_layers_per_pipeline_stage,
-        config.num_pipeline_repeats,
-    )
-    key, first = "num_layers_per_pipeline_stage", config.first_num_dense_layers  # before the pipeline
+    """Refuses layers that do not divide equally over the stages, each with whole periods of the layer patterns."""
+    layers, at_once = config.num_stacked_layers, config.num_layers_per_pipeline_stage
+    key, repeats = "num_layers_per_pipeline_stage", config.num_pipeline_repeats
+    first = config.first_num_dense_layers  # these run before the pipeline
     rounds, rest = divmod(layers, num_stages * at_once)
     named = f"base_num_decoder_layers={layers + first}" + (f" - first_num_dense_layers={first}" if first else "")
     if rest:

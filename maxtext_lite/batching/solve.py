@@ -1,4 +1,4 @@
-"""Plans near one that was asked for and cannot be: what `make_plan` and `load_plan` suggest when they refuse."""
+"""Legal plans near an illegal one: what `make_plan` and `load_plan` suggest when they refuse."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Self, cast
 
 from maxtext_lite.batching.batch import Batch, SmallerBatch, derive_batch, stated_batch
 from maxtext_lite.batching.rl import RLBatch, rl_batch
-from maxtext_lite.batching.sizes import Sizes, work_out
+from maxtext_lite.batching.sizes import Sizes, derive_sizes
 from maxtext_lite.batching.topology import MESH_KEYS, Topology, mesh_key, topology_violations
 from maxtext_lite.config import Config, Refusal, RLRunConfig
 from maxtext_lite.config.load import UNUSED_IN_RL, defaults_of
@@ -17,7 +17,7 @@ from maxtext_lite.config.suggest import ConfigRequest, suggest
 from maxtext_lite.config.violation import Change, Violation, divisors, divisors_of
 
 _DATA_PARALLEL: Change = dict.fromkeys(MESH_KEYS, 1) | {mesh_key("ici", "data"): -1}
-"""The mesh that suits any machine and any model: copies of the model, one per device."""
+"""The mesh that suits every machine and model: copies of the model, one per device."""
 _ONE_STAGE: Change = {
     **_DATA_PARALLEL,
     "pipeline_schedule": "gpipe",
@@ -39,17 +39,17 @@ _PLAINEST: Change = {
     "diloco_num_replicas": -1,
     "scale_adam_with_batch": False,
 }
-"""What suits any machine and any model."""
+"""A plan that suits every machine and model."""
 _PER, _STEPS = "per_device_batch_size", "gradient_accumulation_steps"
 _MACHINE: tuple[str, ...] = ("num_devices", "num_hosts")
-_REST = ("ici_data_parallelism", "ici_fsdp_parallelism")  # axes that may take the devices that others leave
+_REST = ("ici_data_parallelism", "ici_fsdp_parallelism")  # axes that may take up the remaining devices
 _MOST_SIZES = 6
 _MOST_BATCHES = 16
 
 
 @dataclass(frozen=True)
 class PlanRequest(ConfigRequest):
-    """A config on a machine, which can be changed too.
+    """A config on a machine, both of which may be changed.
 
     Attributes:
       num_examples: training examples in the data, where known.
@@ -59,7 +59,7 @@ class PlanRequest(ConfigRequest):
     num_examples: int | None
 
     def changed(self, change: Change) -> Self:
-        """The same with new values of some keys, num_devices and num_hosts among them."""
+        """The same request with new values of some keys, which may include num_devices and num_hosts."""
         machine = cast("Mapping[str, int]", {key: change[key] for key in _MACHINE if key in change})
         unused = {*machine, *(UNUSED_IN_RL if isinstance(self.config, RLRunConfig) else ())}
         keys = {key: value for key, value in change.items() if key not in unused}
@@ -68,11 +68,11 @@ class PlanRequest(ConfigRequest):
         return replace(self, config=self.config.model_copy(update=keys), topology=topology)
 
     def value(self, key: str) -> object:
-        """The value of a key; of num_devices and num_hosts the machine's."""
+        """The value of a key, or the machine's num_devices or num_hosts."""
         return getattr(self.topology if key in _MACHINE else self.config, key)
 
     def violations(self) -> Iterator[Violation]:
-        """Every rule that is broken: of the config alone, and of it on this machine."""
+        """Every broken rule: of the config alone, and of the config on this machine."""
         said: set[str] = set()
         for violation in super().violations():
             said.add(violation.message)
@@ -82,13 +82,13 @@ class PlanRequest(ConfigRequest):
             yield from (violation for violation in outcome if violation.message not in said)
 
     def sides(self, violation: Violation) -> list[Iterable[Change]]:
-        """What the rule itself allows; of a whole step's batch the keys that make it."""
+        """The changes that the rule itself allows; for the batch of a whole step, the keys that make it up."""
         sides = super().sides(violation)
         first = violation.nearest[0] if violation.nearest else None
         return [self._batches(first.most), *sides[1:]] if isinstance(first, SmallerBatch) else sides
 
     def moves(self, violation: Violation) -> Iterator[Change]:
-        """Other values of the keys that the violation names; other meshes and ramps, where it is about these."""
+        """Other values of the keys that the violation names; for mesh and ramp keys, whole meshes and ramps."""
         yield from super().moves(violation)
         named = self.named(violation)
         yield from self._meshes([key for key in MESH_KEYS if key in named])
@@ -99,7 +99,7 @@ class PlanRequest(ConfigRequest):
             yield from self._ramps()
 
     def resorts(self) -> Iterator[Change]:
-        """The plainest mesh, batch or all of it; then the defaults of all keys."""
+        """The plainest mesh, batch, or both; then the defaults of all keys."""
         one = _MACHINE if topology_violations(replace(self.topology, num_hosts=1)) else ("num_hosts",)
         machine = dict.fromkeys(one if topology_violations(self.topology) else (), 1)
         for plain in (_DATA_PARALLEL, _ONE_STAGE, _PLAIN_BATCH, _PLAINEST, {**_PLAINEST, "last_batch": "train"}):
@@ -107,7 +107,7 @@ class PlanRequest(ConfigRequest):
         yield from ({**change, **_PLAINEST, **machine} for change in super().resorts())
 
     def present(self, key: str) -> object:
-        """The value that a change moves away from; of a mesh key that says -1 what remains for it."""
+        """The value from which a change departs; for a mesh key of -1, the devices that remain for it."""
         value = self.value(key)
         if key not in MESH_KEYS or value != -1:
             return value
@@ -115,7 +115,7 @@ class PlanRequest(ConfigRequest):
         return max(self.topology.num_devices // stated, 1)
 
     def _meshes(self, keys: Sequence[str]) -> Iterator[Change]:
-        """One of the keys at a number of devices near its own, alone or with another that takes the rest."""
+        """Meshes with one of the keys at a number of devices near its own, alone or with another taking the rest."""
         for key in dict.fromkeys((*keys, *_REST) if keys else ()):
             present = cast("int", self.present(key))
             for side in divisors_of(key, self.topology.num_devices, present)():
@@ -125,7 +125,7 @@ class PlanRequest(ConfigRequest):
                 yield from ({key: present, rest: -1} for rest in _REST if rest != key)
 
     def _batches(self, most: int) -> list[Change]:
-        """Batches of at most `most` examples, the largest first, each of as few keys as it takes."""
+        """Batches of at most `most` examples, the largest first, each made by as few keys as possible."""
         config, devices = self.config, self.topology.num_devices
         batch = derive_batch(config, devices)
         if not isinstance(batch, Batch):
@@ -145,7 +145,7 @@ class PlanRequest(ConfigRequest):
             *((micro * times, {_STEPS: times}) for times in down_from(most // micro)),
             *((rows, {_PER: Fraction(rows, devices), _STEPS: 1}) for rows in down_from(most)),
         ]
-        if config.global_batch_size:  # from which what says -1 follows
+        if config.global_batch_size:  # keys of -1 follow from it
             derived = [key for key in (_PER, _STEPS) if self.value(key) == -1]
             for size, change in found:
                 change["global_batch_size"] = size
@@ -155,7 +155,7 @@ class PlanRequest(ConfigRequest):
         return [change for _, change in found]
 
     def _ramps(self) -> Iterator[Change]:
-        """No ramp, or one of equal stages of whole examples to the same target."""
+        """No ramp, or one to the same target whose equal increments are whole examples."""
         yield {"enable_rampup_batch_size": False}
         if batch := stated_batch(self.config, self.topology.num_devices):
             for stages in divisors(batch.micro_batch_to_train)[1:_MOST_BATCHES]:
@@ -166,7 +166,7 @@ class PlanRequest(ConfigRequest):
 def resolve(
     config: Config, topology: Topology, num_examples: int | None = None
 ) -> tuple[Sizes, RLBatch | None] | list[Violation]:
-    """The sizes of a run, and its batches where it is one of reinforcement learning; or every rule that is broken.
+    """The sizes of a run, with its batches if it is reinforcement learning; or every broken rule.
 
     Args:
       num_examples: training examples in the data, where known.
@@ -177,20 +177,20 @@ def resolve(
         rl = broken or rl_batch(config, topology)
         if isinstance(rl, list):
             return rl
-        num_examples = None  # a length in epochs has no use there
+        num_examples = None  # reinforcement learning has no length in epochs
         hosts = topology.num_hosts if rl.takes_turns else 1
         topology = replace(topology, num_devices=rl.trainer_devices, num_hosts=hosts)
-    sizes = work_out(config, topology, num_examples, rl.trained if rl else None)
+    sizes = derive_sizes(config, topology, num_examples, rl.trained if rl else None)
     return (sizes, rl) if isinstance(sizes, Sizes) else sizes
 
 
 def refusals(
     config: Config, topology: Topology, num_examples: int | None = None, wrong: Sequence[Refusal] = ()
 ) -> list[Refusal]:
-    """One refusal for each wrong value and each broken rule, with what works.
+    """One refusal, with what would work, for each wrong value and each broken rule.
 
     Args:
       num_examples: training examples in the data, where known.
-      wrong: values in whose place the config has the defaults.
+      wrong: wrong values, in place of which the config has the defaults.
     """
     return suggest(PlanRequest(config, defaults_of(type(config)), topology, num_examples), wrong)

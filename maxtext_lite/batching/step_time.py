@@ -1,7 +1,7 @@
 """The least time of a train step, predicted from shapes: matmuls, memory, collectives of each axis, pipeline bubble.
 
-A layer is a list of operations, each with what one token reads and writes and what it multiplies. The backward pass
-does each twice, and again those whose results remat_policy did not keep.
+A layer is a list of operations, each with its matmul and its memory traffic. The backward pass costs twice the forward
+pass, and repeats those operations whose results remat_policy does not keep.
 """
 
 import dataclasses
@@ -25,27 +25,27 @@ _NAMES = {
     "query": "query_proj", "query_up": "query_proj", "key": "key_proj", "key_up": "key_proj", "value": "value_proj",
     "value_up": "value_proj", "out": "out_proj", "gate": "mlpwi_0", "up": "mlpwi_1", "down": "mlpwo",
 }  # fmt: skip
-"""What the results of a layer's matmuls are called by remat_policy, by the last word of the weight's path."""
+"""Names in remat_policy of the results of a layer's matmuls, by the last word of the weight's path."""
 _OPERANDS = {"int8": "int8", "fp8": "f8", "fp8_full": "f8"}
 _EMBED_AXES = ("fsdp", "expert", "context")
-"""Those that split `embed` of a weight."""
+"""Mesh axes that shard the `embed` dim of weights."""
 
 
 class Operation(NamedTuple):
-    """What is done in all layers of a device, forwards.
+    """An operation of the forward pass, over all layers of a device.
 
     Attributes:
-      name: of its result in remat policies; "": it has none, and is made again wherever anything is.
-      moved: numbers that one token reads and writes.
-      products: multiplications of one token.
-      weights: numbers of matrices that are read, once for all tokens.
-      backward: how often its backward pass does as much.
-      results: numbers that a token's matmul gives, on average of forwards and backwards.
-      beside: numbers of a token on the side of the matrix that is not split over shards.
+      name: of its result in remat policies; "": unnamed, recomputed under every policy but `none`.
+      arrays: of each array: (its elements per token, how often it is read or written, all layers together).
+      products: multiplications per token.
+      weights: elements of its matrices, which are read once for all tokens.
+      backward: cost of its backward pass, relative to the forward pass.
+      results: elements per token of its matmul's result, on average of the forward pass and the gradient of its input.
+      beside: elements per token on the side of the matrix that is not sharded over `embed`.
     """
 
     name: str
-    moved: float
+    arrays: tuple[tuple[float, float], ...]
     products: float = 0
     weights: float = 0
     backward: float = 2
@@ -55,14 +55,14 @@ class Operation(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StepTime:
-    """What one step takes on one device at least, each resource as if the others took no time.
+    """The least time of a step on one device, by resource, as if the others took no time.
 
     Attributes:
-      attention_seconds: of the matmuls', those of scores and values.
-      host_seconds: to and from the host's memory.
-      bubble_seconds: of stages that wait for each other.
-      seconds: of the whole step.
-      mfu: of a step of these `seconds`.
+      attention_seconds: the part of `matmul_seconds` for scores and values.
+      host_seconds: transfers to and from host memory.
+      bubble_seconds: pipeline stages waiting for each other.
+      seconds: the whole step.
+      mfu: model FLOPs utilization of such a step.
     """
 
     matmul_seconds: float
@@ -76,12 +76,12 @@ class StepTime:
 
 
 class StepModel:
-    """The step of a config on a mesh, for any split into micro-batches and pieces, and any remat_policy.
+    """Step times of a config on a mesh, for any split into micro-batches and pieces, and any remat_policy.
 
     Args:
-      held: a plan's memory on this mesh, for the bytes of parameters and of the optimizer's state.
+      held: a plan's memory on this mesh, for the bytes of parameters and optimizer state.
     Raises:
-      ValueError: the device's peak, or the rate of links to others or to the host that are needed, is not known.
+      ValueError: the device's peak, or a rate it needs of links to other devices or to the host, is unknown.
     """
 
     def __init__(self, config: Config, mesh: MeshSizes, device: Device, held: MemoryEstimate) -> None:
@@ -96,7 +96,7 @@ class StepModel:
             raise ValueError("what it sends to its host is not known")
         self._config, self._device, self._mesh, self._sizes = config, device, mesh, mesh.total
         for axis in MESH_AXES:
-            self._ring((axis,), 1)  # whatever it is that crosses, its rate must be known
+            self._ring((axis,), 1)  # raises if the rate of an axis is unknown
         nothing = {"remat_policy": "none", "optimizer_memory_host_offload": False}
         self._repeating_nothing = config.model_copy(update=nothing)
         self._peak, self._plain_peak, self._rate = peak, plain, device.memory_bytes_per_second
@@ -106,24 +106,27 @@ class StepModel:
         on_tpu = device.platform == "tpu"
         operations = list(_operations(config, self._sizes, self._rows, on_tpu=on_tpu))
         self._operations = [each for _, each in operations]
-        # Gathered forwards and backwards; of their gradients the sum crosses.
+        # Weights are gathered in both passes, their gradients reduced in one.
         grad_width = trains * BYTES[config.grad_dtype]
         width = 2 * self._width + grad_width
         self._weights_sent = self._gathered = 0.0
-        self._head_gradient = grad_width * config.vocab_size * config.base_emb_dim / self._sizes["tensor"]
         for of_experts, axes in ((False, _EMBED_AXES), (True, ("fsdp", "context"))):
-            size = width * sum(each.weights for kind, each in operations if kind == of_experts)
-            self._weights_sent += self._ring(axes, size)
-            self._gathered += size * 2 * self._width / width if self._shards(axes) > 1 else 0
+            numbers = sum(each.weights for kind, each in operations if kind == of_experts and each.name != "logits")
+            self._weights_sent += self._ring(axes, width * numbers)
+            self._gathered += 2 * self._width * numbers if self._shards(axes) > 1 else 0
         shards = self._shards(_EMBED_AXES)
-        # A TPU makes a gradient shard by shard: for each it reads the side that is not split again, and a sum that
-        # crosses is read, added to, sent and received. Others make all of it in float32, which is then shared out.
+        head = config.vocab_size * config.base_emb_dim / self._sizes["tensor"]
+        self._head_sent = self._ring(_EMBED_AXES, self._width * head)
+        self._head_gradient_sent = self._ring(_EMBED_AXES, grad_width * head)
+        self._head_gathered = 2 * self._width * head if shards > 1 else 0
+        # A TPU computes a gradient shard by shard: each shard rereads the unsharded side, and its sum is read, added
+        # to, sent and received. GPUs compute all of it in float32 before the reduce-scatter.
         self._windows = self._width * (shards - 1) * trains if on_tpu else 0
         self._gradient_bytes = (4 * grad_width if on_tpu else 4 + grad_width) if shards > 1 else 4 * trains
-        self._float32_results = 0 if on_tpu else 8  # cuBLAS writes results in float32, from which `dtype` is made
+        self._float32_results = 0 if on_tpu else 8  # cuBLAS writes results in float32, then cast to `dtype`
         count = count_parameters(config, tiled=False, **self._sizes)
         shard = count.total if trains else count.adapters
-        self._accumulated = 12 * shard  # a float32 sum is read and written, a gradient is read
+        self._accumulated = 12 * shard  # reads and writes a float32 sum, reads a gradient
         self._state = held.optimizer_state
         self._updated = 2 * (held.params + held.optimizer_state) + 8 * shard
         period = config.diloco_sync_period if config.enable_diloco else 1
@@ -135,7 +138,7 @@ class StepModel:
         """The time of a step.
 
         Args:
-          config: as the model's, but for remat_policy and whether the optimizer's state is offloaded.
+          config: the model's, but for remat_policy and optimizer_memory_host_offload.
           rows: of one micro-batch over all devices, empty slots included.
           examples: of a step.
         """
@@ -144,7 +147,7 @@ class StepModel:
         return self._step(config, rows, examples, shape, per_token=per_token, offloaded=offloaded)
 
     def least(self, rows: int, examples: int, shape: PipelineShape) -> StepTime:
-        """The time of a step that does nothing again and stores nothing: no remat_policy has a shorter one."""
+        """A lower bound for every remat_policy: nothing is recomputed, and storing activations costs nothing."""
         return self._step(self._repeating_nothing, rows, examples, shape, per_token=0, offloaded=0)
 
     def _step(
@@ -154,36 +157,41 @@ class StepModel:
         tokens, runs = tokens_of_device(config, sizes, rows), pieces if sizes["stage"] > 1 else 1
         kept = kept_names(config)
         matmul = attention = memory = compute = 0.0
+        losses = pieces if config.pipeline_schedule == "1f1b" else 1
+        _, tiles, together = loss_tiles(config, sizes, rows, losses)
         for each in self._operations:
             times = 1 + each.backward + (each.name not in kept if kept is not None else 0)
             quantized = each.name not in ("context", "logits")
             products = 2 * tokens * each.products / (self._peak if quantized else self._plain_peak)
             attention += times * products if each.name == "context" else 0
-            traffic = (tokens * self._token_bytes(each) + runs * self._width * each.weights) / self._rate
-            gradient = (tokens * self._windows * each.beside + runs * self._gradient_bytes * each.weights) / self._rate
-            matmul, memory = matmul + times * products, memory + times * traffic + gradient
-            compute += (times - 1) * max(products, traffic) + max(products, traffic + gradient)
-        stored = 2 * (tokens * self._layers * per_token + offloaded)  # what is kept is copied to where it waits
-        alone = (runs * self._gathered + stored + (self._accumulated if passes > 1 else 0)) / self._rate
-        weights = runs * self._weights_sent
-        if self._head_gradient and self._shards(_EMBED_AXES) > 1:  # it crosses once for all tiles that wait together
-            _, tiles, together = loss_tiles(config, sizes, rows, pieces if config.pipeline_schedule == "1f1b" else 1)
-            weights += (tiles // together - 1) * self._ring(_EMBED_AXES, self._head_gradient)
+            # Every tile of the loss reads the head, and every group of tiles adds to its gradient.
+            reads, sums = (losses * tiles, losses * tiles // together) if each.name == "logits" else (runs, runs)
+            moved = self._moved(tokens, each) / self._rate
+            # One pass computes the weights' gradient, the others read the weights and compute tokens.
+            forth = (reads * self._width * each.weights + tokens * self._float32_results * each.results) / self._rate
+            gradient = (tokens * self._windows * each.beside + sums * self._gradient_bytes * each.weights) / self._rate
+            matmul, memory = matmul + times * products, memory + times * moved + (times - 1) * forth + gradient
+            compute += (times - 1) * max(products, moved + forth) + max(products, moved + gradient)
+        stored = 2 * (tokens * self._layers * per_token + offloaded)  # written to and read from where it is kept
+        gathered = runs * self._gathered + losses * self._head_gathered
+        alone = (gathered + stored + (self._accumulated if passes > 1 else 0)) / self._rate
+        # The head's gradient is reduced once per group of tiles.
+        sent = runs * self._weights_sent
+        sent += losses * (2 * self._head_sent + tiles // together * self._head_gradient_sent)
         blocking = self._blocking(tokens, kept)
         to_host = self._to_host(offloaded)
-        busy = max(compute + alone, weights, to_host) + blocking
+        busy = max(compute + alone, sent, to_host) + blocking
         update = self._updated / self._rate
         state = self._to_host(self._state if config.optimizer_memory_host_offload else 0)
-        share = float(shape.bubble_fraction(config.pipeline_schedule))
-        bubble = passes * busy * share / (1 - share)
-        seconds = passes * busy + bubble + max(update, state) + self._synchronised
+        ticks = passes / (1 - float(shape.bubble_fraction(config.pipeline_schedule)))  # idle ticks compute too
+        seconds = ticks * busy + max(update, state) + self._synchronised
         return StepTime(
-            matmul_seconds=passes * matmul,
-            attention_seconds=passes * attention,
-            memory_seconds=passes * (memory + alone) + update,
-            collectives_seconds=passes * (weights + blocking) + self._synchronised,
-            host_seconds=passes * to_host + state,
-            bubble_seconds=bubble,
+            matmul_seconds=ticks * matmul,
+            attention_seconds=ticks * attention,
+            memory_seconds=ticks * (memory + alone) + update,
+            collectives_seconds=ticks * (sent + blocking) + self._synchronised,
+            host_seconds=ticks * to_host + state,
+            bubble_seconds=(ticks - passes) * busy,
             seconds=seconds,
             mfu=self._flops * examples / math.prod(sizes.values()) / self._plain_peak / seconds,
         )
@@ -191,11 +199,17 @@ class StepModel:
     def _shards(self, axes: tuple[str, ...]) -> int:
         return math.prod(self._sizes[axis] for axis in axes)
 
-    def _token_bytes(self, operation: Operation) -> float:
-        return self._width * operation.moved + self._float32_results * operation.results
+    def _moved(self, tokens: int, operation: Operation) -> float:
+        """Bytes of an operation's arrays of tokens that one pass reads from or writes to memory."""
+        arrays = ((tokens * self._width * size, times) for size, times in operation.arrays)
+        return sum(times * size * self._off_chip(size) for size, times in arrays)
+
+    def _off_chip(self, size: float) -> float:
+        on_chip = self._device.on_chip_bytes
+        return min(1.0, size / on_chip) if on_chip else 1.0
 
     def _ring(self, axes: tuple[str, ...], size: float) -> float:
-        """Seconds in which arrays that are `size` bytes together go once round the devices along neighbouring axes."""
+        """Seconds of a ring all-gather or reduce-scatter of `size` bytes over neighbouring axes."""
         parts = self._shards(axes)
         if parts == 1 or not size:
             return 0.0
@@ -205,21 +219,21 @@ class StepModel:
         return size * (parts - 1) / parts / rate
 
     def _to_host(self, size: int) -> float:
-        """Seconds in which so many bytes go to the host while as many come back."""
+        """Seconds to send `size` bytes to the host while receiving as many."""
         return size / (self._device.host_bytes_per_second or 1) if size else 0.0
 
     def _blocking(self, tokens: int, kept: frozenset[str] | None) -> float:
-        """Seconds of a micro-batch for what matmuls and attention must wait for: tokens over tensor, keys and values
-        over context, rows over expert, pieces between stages."""
+        """Seconds per micro-batch of collectives that block computation: tokens over tensor, keys and values over
+        context, rows over expert, pieces between stages."""
         config, sizes, width = self._config, self._sizes, self._width
         again = [kept is not None and name not in kept for name in ("out_proj", "context", "mlpwi_1")]
         stream = tokens * config.base_emb_dim * width
-        # Four forwards, five backwards, and the inputs of both halves again, as they are not kept whole.
+        # Four in the forward pass, five in the backward pass, and the gathered inputs of both halves again.
         total = self._ring(("tensor",), (11 + again[0]) * stream)
         keys = tokens * sizes["context"] * config.base_num_kv_heads / sizes["tensor"]
         keys *= config.head_dim + config.value_dim
         total += self._ring(("context",), keys * ((2 + again[1]) * width + 4))  # gradients in float32
-        if config.num_experts > 1:  # there and back, forwards and backwards
+        if config.num_experts > 1:  # to the experts and back, in both passes
             total += self._ring(("expert",), (4 + again[2]) * stream * self._rows)
         stages, at_once = sizes["stage"], config.num_layers_per_pipeline_stage
         rounds = 1 if config.pipeline_schedule == "1f1b" else config.num_stacked_layers / (stages * at_once)
@@ -228,7 +242,7 @@ class StepModel:
 
 
 def ring_bytes_per_second(device: Device, mesh: MeshSizes, axes: tuple[str, ...]) -> float | None:
-    """What a device can send in a ring along neighbouring axes of a mesh; None where it is not known."""
+    """Send rate of a device in a ring along neighbouring mesh axes; None if unknown."""
     ici, dcn = mesh.ici, mesh.dcn
     faster = MESH_AXES[max(map(MESH_AXES.index, axes)) + 1 :]
     return device.axis_bytes_per_second(
@@ -240,7 +254,7 @@ def ring_bytes_per_second(device: Device, mesh: MeshSizes, axes: tuple[str, ...]
 
 
 def kept_names(config: Config) -> frozenset[str] | None:
-    """Results of operations that the backward pass has or does not ask for; None: it has all."""
+    """Results that the backward pass has or does not need; None: it has all of them."""
     remat = remat_of(config)
     if remat is None:
         return None
@@ -249,7 +263,7 @@ def kept_names(config: Config) -> frozenset[str] | None:
 
 
 def _used(axes: tuple[str, ...], sizes: Mapping[str, int]) -> int:
-    """The parts of a matrix as matmuls use it: over tensor, and of experts over expert."""
+    """Shards of a matrix as matmuls use it: over tensor, and for experts over expert."""
     there = {axis: sizes[axis] for axis in ("tensor", "expert")}
     return math.prod(num_parts(axis, there) for axis in axes if not axis.endswith("embed"))
 
@@ -257,45 +271,56 @@ def _used(axes: tuple[str, ...], sizes: Mapping[str, int]) -> int:
 def _operations(
     config: Config, sizes: Mapping[str, int], rows: float, *, on_tpu: bool
 ) -> Iterator[tuple[bool, Operation]]:
-    """A token's way through all layers of a device and the head; with each whether its weights are experts'."""
+    """The operations of a device's layers and of the head, each with whether its weights are experts'."""
     layers, tensor = config.base_num_decoder_layers / sizes["stage"], sizes["tensor"]
     heads, kv_heads = config.base_num_query_heads / tensor, config.base_num_kv_heads / tensor
     queries, keys, values = heads * config.head_dim, kv_heads * config.head_dim, kv_heads * config.value_dim
-    # Each norm reads and writes, each sum reads two and writes one; rotated heads are read and written.
-    stream = (14 if config.norm_placement == "both" else 10) * config.base_emb_dim / tensor
-    gathered = 4 * config.base_emb_dim if tensor > 1 else 0
-    # Heads with a norm of their own are read once more; on a TPU they are written and read in float32 for it.
+    # A norm reads and writes, a residual sum reads two and writes one; rotary embedding reads and writes heads.
+    emb, norms = config.base_emb_dim, 14 if config.norm_placement == "both" else 10
+    gathers = 4 if tensor > 1 else 0
+    # A norm per head reads the heads once more; on a TPU they pass through memory in float32 for it.
     headed = 2 + (0 if config.qk_norm == "none" else 4 if on_tpu else 1)
-    yield False, Operation("", layers * (stream + gathered + headed * (queries + keys)))
+    yield (
+        False,
+        Operation(
+            "",
+            (
+                (emb / tensor, norms * layers),
+                (emb, gathers * layers),
+                (queries, headed * layers),
+                (keys, headed * layers),
+            ),
+        ),
+    )
     pairs = float(attended_pairs(config, config.max_target_length)) / config.max_target_length / sizes["stage"]
     scores = pairs * heads * (config.head_dim + config.value_dim)
-    attended = queries + keys + values + heads * config.value_dim
-    yield False, Operation("context", layers * attended, scores, backward=2.5)  # the scores are made again
+    attended = tuple((size, layers) for size in (queries, keys, values, heads * config.value_dim))
+    yield False, Operation("context", attended, scores, backward=2.5)  # recomputes the scores
     for stack, (count, table) in stacks_of(model_shape(config)).items():
         here = count / (num_parts(stack.partition("/")[0], sizes) if stack else 1)
         for path, weight in table.items():
             if stack and weight.is_normal:
                 of_experts = weight.axes[0] == "experts"
-                yield of_experts, _matmul(path, weight, here, sizes, rows if of_experts else 1)
-    # Logits are written and read twice in float32, and so is their gradient in `dtype`, by both of its matmuls.
-    shard = config.vocab_size / tensor
-    moved = (12 / BYTES[config.dtype] + 3) / 3 * shard + config.base_emb_dim
-    emb = config.base_emb_dim
-    yield False, Operation("logits", moved / sizes["stage"], shard * emb / sizes["stage"], shard * emb, beside=shard)
+                tokens = rows if of_experts else 1
+                yield from ((of_experts, each) for each in _matmul(path, weight, here, sizes, tokens))
+    # Logits are written once and read twice in float32; their gradient likewise in `dtype`, read by two matmuls.
+    shard, stages = config.vocab_size / tensor, sizes["stage"]
+    arrays = ((shard, (12 / BYTES[config.dtype] + 3) / 3 / stages), (emb, 1 / stages))
+    yield False, Operation("logits", arrays, shard * emb / stages, shard * emb, beside=shard)
 
 
-def _matmul(path: str, weight: Weight, layers: float, sizes: Mapping[str, int], rows: float) -> Operation:
-    """The product with one of a layer's matrices of each of a token's rows, and what is made of an mlp's inner ones."""
+def _matmul(path: str, weight: Weight, layers: float, sizes: Mapping[str, int], rows: float) -> Iterator[Operation]:
+    """The matmul with one of a layer's matrices, for `rows` rows per token; and after `up`, the mlp's activation."""
     axes = of_one(weight.axes)
     dims, cut = weight.sizes[len(weight.sizes) - len(axes) :], num_inputs(axes)
     into = math.prod(dims[:cut]) / _used(axes[:cut], sizes)
     out = math.prod(dims[cut:]) / _used(axes[cut:], sizes)
     name = path.rpartition("/")[2]
-    activated = {"gate": 1, "up": 2}.get(name, 0) * out
     elements = layers * math.prod(weight.sizes) / _used(weight.axes, sizes)
-    moved, products = layers * rows * (into + out + activated), layers * rows * into * out
     beside = {"embed": out}.get(axes[0], into if axes[-1] == "embed" else 0)
-    return Operation(
-        _NAMES.get(name, ""), moved, products, elements,
+    yield Operation(
+        _NAMES.get(name, ""), ((rows * into, layers), (rows * out, layers)), layers * rows * into * out, elements,
         results=layers * rows * (into + out) / 2, beside=layers * beside,
     )  # fmt: skip
+    if name == "up":  # the activation reads gate and up, and writes the input of down
+        yield Operation("", ((rows * out, 3 * layers),))

@@ -14,9 +14,9 @@ _MOST_STAGES = 12
 
 
 def format_plan(plan: BatchPlan) -> str:
-    """The plan in lines of at most about 120 characters: batch, reading, pipeline, length, ramp, memory and kernel."""
+    """The plan, one quantity a line: batch, loading, pipeline, length, ramp, memory and kernel; then the warnings."""
     rows: list[tuple[str, str]] = [
-        ("num_devices", f"{plan.num_devices} = {_mesh_text(plan)}, on {plan.num_hosts} host{_s(plan.num_hosts)}"),
+        ("num_devices", f"{plan.num_devices} = {_mesh_text(plan)}, on {_count(plan.num_hosts, 'host')}"),
         *(_rl_rows(plan.rl) if plan.rl else ()),
         *(_batch_rows(plan) if plan.rl is None else _batch_rows(plan)[:-1]),
         *(_loading_rows(plan) if plan.rl is None else ()),
@@ -39,7 +39,7 @@ _RANKED = ("mesh", "per device", "A", "pieces", "remat_policy", "GB", "ms", "mat
 
 
 def format_ranking(ranked: Sequence[RankedPlan]) -> str:
-    """Ranked plans, one a line: what was chosen, the plan's memory of a device, and the least time of a step."""
+    """Ranked plans, one a line: the chosen keys, planned memory per device, and the shortest time of a step."""
     rows = [_RANKED, *map(_ranked_row, ranked)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     left = {0, _RANKED.index("remat_policy")}
@@ -68,18 +68,18 @@ def _ranked_row(ranked: RankedPlan) -> tuple[str, ...]:
     )
 
 
-def _s(number: int | Fraction) -> str:
-    return "" if number == 1 else "s"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _text(value: int | Fraction) -> str:
-    """A number to read: exact while it is short."""
+    """A number for reading: exact while it is short."""
     text = number_text(value)
     return text if len(text) <= 10 else f"{float(value):.4g}"
 
 
 def _decimal(value: Fraction) -> str:
-    """A decimal to read, where a ratio such as 3/38269 says nothing."""
+    """A number for reading that is never a ratio such as 3/38269."""
     text = _text(value)
     return f"{float(value):.4g}" if "/" in text else text
 
@@ -90,22 +90,16 @@ def _mesh_text(plan: BatchPlan) -> str:
 
 
 def _batch_rows(plan: BatchPlan) -> list[tuple[str, str]]:
-    devices = f"{plan.num_devices} device{_s(plan.num_devices)}"
+    devices = _count(plan.num_devices, "device")
     per_device, accumulation = number_text(plan.per_device_batch_size), plan.gradient_accumulation_steps
-    slots = f"{plan.micro_batch_slots} slots over {plan.batch_shards} batch shard{_s(plan.batch_shards)}"
+    micro = _count(plan.micro_batch_to_train, "example")
+    slots = f"{plan.micro_batch_slots} slots over {_count(plan.batch_shards, 'batch shard')}"
     return [
-        (
-            "micro_batch_to_train",
-            f"{plan.micro_batch_to_train} example{_s(plan.micro_batch_to_train)} = {per_device} per device x {devices}",
-        ),
-        (
-            "empty_slots_per_micro_batch",
-            f"{plan.empty_slots_per_micro_batch} = {slots} - {plan.micro_batch_to_train} "
-            f"example{_s(plan.micro_batch_to_train)}",
-        ),
+        ("micro_batch_to_train", f"{micro} = {per_device} per device x {devices}"),
+        ("empty_slots_per_micro_batch", f"{plan.empty_slots_per_micro_batch} = {slots} - {micro}"),
         (
             "global_batch_to_train",
-            f"{plan.global_batch_to_train} example{_s(plan.global_batch_to_train)} = "
+            f"{_count(plan.global_batch_to_train, 'example')} = "
             f"{per_device} per device x {devices} x {accumulation} accumulation",
         ),
         *_example_rows(plan),
@@ -115,7 +109,7 @@ def _batch_rows(plan: BatchPlan) -> list[tuple[str, str]]:
         ),
         (
             "eval batch",
-            f"{plan.eval_batch_examples} example{_s(plan.eval_batch_examples)} = "
+            f"{_count(plan.eval_batch_examples, 'example')} = "
             f"{number_text(plan.eval_per_device_batch_size)} per device x {devices}",
         ),
     ]
@@ -127,11 +121,8 @@ def _rl_rows(rl: RLBatch) -> list[tuple[str, str]]:
     apart = f"{rl.trainer_devices} train, {rl.sampler_devices} sample"
     beside = f"{rl.micro_batches - 1} of {rl.micro_batches} micro-batches are trained on while the next is sampled"
     return [
-        ("pairs_per_batch", f"{rl.pairs_per_batch} = {prompts} prompt{_s(prompts)} x {each} generations"),
-        (
-            "micro_batches",
-            f"{rl.micro_batches} of {chunk} pairs, {chunk // each} prompt{_s(chunk // each)} each",
-        ),
+        ("pairs_per_batch", f"{rl.pairs_per_batch} = {_count(prompts, 'prompt')} x {each} generations"),
+        ("micro_batches", f"{rl.micro_batches} of {chunk} pairs, {_count(chunk // each, 'prompt')} each"),
         ("updates_per_batch", f"{rl.updates_per_batch}; {rl.batches} batch{'es' if rl.batches != 1 else ''} in all"),
         (
             "tokens of a pair",
@@ -143,7 +134,7 @@ def _rl_rows(rl: RLBatch) -> list[tuple[str, str]]:
 
 
 def _example_rows(plan: BatchPlan) -> list[tuple[str, str]]:
-    """What an example is, where it is not one row."""
+    """Rows per example, where an example has more than one."""
     rows = plan.rows_per_example
     if rows == 1:
         return []
@@ -152,7 +143,7 @@ def _example_rows(plan: BatchPlan) -> list[tuple[str, str]]:
 
 
 def _row_text(plan: BatchPlan) -> str:
-    """Tokens of an example, with its rows as a factor where it has several."""
+    """Tokens of an example, with its rows as a factor if it has several."""
     return f"{plan.max_target_length}" if plan.rows_per_example == 1 else f"2 rows x {plan.max_target_length}"
 
 
@@ -165,13 +156,13 @@ def _loading_rows(plan: BatchPlan) -> list[tuple[str, str]]:
     return [
         (
             "global_batch_to_load",
-            f"{plan.global_batch_to_load} slot{_s(plan.global_batch_to_load)} = "
+            f"{_count(plan.global_batch_to_load, 'slot')} = "
             f"{plan.global_batch_to_train} examples x {number_text(factor)} expansion{rounded}",
         ),
         (
             "loading_hosts",
-            f"{hosts} of {plan.num_hosts}, each reads {_text(share)} example{_s(share)}{about} "
-            f"in each of {plan.loads_per_step} load{_s(plan.loads_per_step)} per step",
+            f"{hosts} of {plan.num_hosts}, each reads {_text(share)} example{'' if share == 1 else 's'}{about} "
+            f"in each of {_count(plan.loads_per_step, 'load')} per step",
         ),
     ]
 
@@ -197,7 +188,7 @@ def _pipeline_rows(plan: BatchPlan) -> list[tuple[str, str]]:
     return [
         (
             "pipeline_microbatch_size",
-            f"{plan.pipeline_microbatch_size} example{_s(plan.pipeline_microbatch_size)} = "
+            f"{_count(plan.pipeline_microbatch_size, 'example')} = "
             f"micro-batch {plan.micro_batch_to_train} / {pieces} pipeline microbatches{uneven}",
         ),
         ("pipeline_bubble_fraction", _bubble_text(plan)),
@@ -218,7 +209,7 @@ def _bubble_text(plan: BatchPlan) -> str:
             f"2 x ({stages} stages - 1)), once in a step"
         )
     text = (
-        f"{bubble} = ({stages} stages - 1) / ({repeats} repeat{_s(repeats)} x {pieces} microbatches + {stages} "
+        f"{bubble} = ({stages} stages - 1) / ({_count(repeats, 'repeat')} x {pieces} microbatches + {stages} "
         "stages - 1), in every micro-batch"
     )
     if accumulation == 1:
@@ -232,20 +223,16 @@ def _bubble_text(plan: BatchPlan) -> str:
 
 def _length_rows(plan: BatchPlan) -> list[tuple[str, str]]:
     total, tokens = plan.total_examples, plan.rows_per_example * plan.max_target_length
-    rows = [("steps", f"{plan.steps}: {total} example{_s(total)}, {total * tokens} tokens")]
+    rows = [("steps", f"{plan.steps}: {_count(total, 'example')}, {total * tokens} tokens")]
     if plan.epochs is not None and plan.steps_per_epoch is not None:
         rows.append(("epochs", f"{_decimal(plan.epochs)}; steps_per_epoch {_decimal(plan.steps_per_epoch)}"))
     batch = plan.stage_at(plan.total_examples).global_batch_to_train
     if plan.last_batch_examples is not None:
         rows.append(("last batch", f"the last step has {plan.last_batch_examples} of {batch} examples"))
-    elif plan.dropped_examples:
-        dropped = plan.dropped_examples
-        rows.append(("last batch", f"{dropped} example{_s(dropped)} at the end, of {batch}, {_is(dropped)} dropped"))
+    elif dropped := plan.dropped_examples:
+        verb = "is" if dropped == 1 else "are"
+        rows.append(("last batch", f"{_count(dropped, 'example')} at the end, of {batch}, {verb} dropped"))
     return rows
-
-
-def _is(number: int) -> str:
-    return "is" if number == 1 else "are"
 
 
 def _optimizer_rows(plan: BatchPlan) -> list[tuple[str, str]]:
@@ -279,7 +266,7 @@ def _diloco_rows(plan: BatchPlan) -> list[tuple[str, str]]:
     return [
         (
             "local updates",
-            f"{replicas} replica{_s(replicas)}, {held} on each part of the data axis ({plan.mesh['data']}), "
+            f"{_count(replicas, 'replica')}, {held} on each part of the data axis ({plan.mesh['data']}), "
             f"synchronised every {plan.diloco_sync_period} steps",
         )
     ]
@@ -299,7 +286,7 @@ def _rampup_rows(plan: BatchPlan) -> list[tuple[str, str]]:
             "samples_per_increment",
             f"{_text(ramp.samples_per_increment)} = {ramp.global_rampup_samples} / {ramp.num_increments}",
         ),
-        ("ramp-up", f"{ramp.total_steps} step{_s(ramp.total_steps)}; rampup_mode={ramp.mode}"),
+        ("ramp-up", f"{_count(ramp.total_steps, 'step')}; rampup_mode={ramp.mode}"),
     ]
     shown = ramp.stages if len(ramp.stages) <= _MOST_STAGES else ramp.stages[: _MOST_STAGES - 1]
     for stage in shown:
@@ -307,7 +294,7 @@ def _rampup_rows(plan: BatchPlan) -> list[tuple[str, str]]:
         rows.append(
             (
                 "",
-                f"from step {stage.first_step}: {stage.num_steps} step{_s(stage.num_steps)} of "
+                f"from step {stage.first_step}: {_count(stage.num_steps, 'step')} of "
                 f"{stage.global_batch_to_train} = {number_text(stage.per_device_batch_size)} per device x "
                 f"{plan.num_devices} x {stage.gradient_accumulation_steps}",
             )

@@ -1,4 +1,4 @@
-"""The machine and how the six mesh axes divide it."""
+"""The machine, and how the six mesh axes divide it."""
 
 import math
 from collections.abc import Mapping
@@ -8,23 +8,23 @@ from typing import Literal
 from maxtext_lite.config import Config, MeshConfig
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.kernels import Accelerator
-from maxtext_lite.config.violation import Change, Violation, divisors_of
+from maxtext_lite.config.violation import Violation, divisors_of
 
 MOST_DEVICES = 1_000_000
-"""Devices or hosts of a machine."""
+"""The largest number of devices or hosts of a machine."""
 MESH_AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
-"""Names of the mesh axes, slowest first: neighbours in `tensor` are neighbours in the machine."""
+"""Names of the mesh axes, slowest first: devices next to each other in the machine differ in `tensor`."""
 
-_WORD = {"stage": "pipeline"}  # the key of an axis carries its own name, but for this one
+_WORD = {"stage": "pipeline"}  # the only axis whose keys do not carry its name
 Scope = Literal["ici", "dcn"]
 
 
 @dataclass(frozen=True)
 class Topology:
-    """A machine, which need not exist: its devices and the hosts that they are attached to, equally many to each.
+    """A machine, which need not exist: its devices, and hosts with equally many of them.
 
     Attributes:
-      accelerator: what the devices are; it decides the attention kernel, and so the memory that a step takes.
+      accelerator: what the devices are; it decides the attention kernel and thereby the memory of a step.
     """
 
     num_devices: int
@@ -41,12 +41,12 @@ class MeshSizes:
 
     @property
     def total(self) -> dict[str, int]:
-        """Ici x dcn, by axis."""
+        """The product ici x dcn, by axis."""
         return {axis: self.ici[axis] * self.dcn[axis] for axis in MESH_AXES}
 
     @property
     def batch_shards(self) -> int:
-        """The parts into which rows are split: data x fsdp x expert."""
+        """Parts into which rows are split: data x fsdp x expert."""
         total = self.total
         return total["data"] * total["fsdp"] * total["expert"]
 
@@ -62,12 +62,9 @@ MESH_KEYS: tuple[str, ...] = (
 )
 """The twelve keys whose product is num_devices."""
 
-DATA_PARALLEL: Change = dict.fromkeys(MESH_KEYS, 1) | {mesh_key("ici", "data"): -1}
-"""The mesh that suits any machine and any model: copies of the model, one per device."""
-
 
 def topology_violations(topology: Topology) -> list[Violation]:
-    """What is wrong with the machine itself."""
+    """The rules that the machine itself breaks."""
     devices, hosts = topology.num_devices, topology.num_hosts
     broken: list[Violation] = []
     for key, number in (("num_devices", devices), ("num_hosts", hosts)):
@@ -76,13 +73,13 @@ def topology_violations(topology: Topology) -> list[Violation]:
             message = f"{key}={value_text(number)} must be {bound}."
             broken.append(Violation(key, message, (nearest,), rule=f"{key} of a machine"))
     if not broken and devices % hosts:
-        message = f"num_hosts={hosts} does not divide num_devices={devices}: every host has as many devices."
+        message = f"num_hosts={hosts} does not divide num_devices={devices}: every host has equally many devices."
         broken.append(Violation("num_hosts", message, (divisors_of("num_hosts", devices, hosts),)))
     return broken
 
 
 def resolve_mesh(config: MeshConfig, num_devices: int) -> MeshSizes | Violation:
-    """The axis sizes with -1 filled in, or why there are none."""
+    """The axis sizes with -1 filled in, or the rule that they break."""
     sizes: dict[str, int] = {key: getattr(config, key) for key in MESH_KEYS}
     open_keys = [key for key, size in sizes.items() if size == -1]
     fixed = {key: size for key, size in sizes.items() if size > 1}
@@ -101,7 +98,7 @@ def resolve_mesh(config: MeshConfig, num_devices: int) -> MeshSizes | Violation:
 
 
 def stated_axes(config: MeshConfig) -> MeshSizes:
-    """The axes as far as the config states them, for finding what else is wrong; -1 counts 1."""
+    """The axes as far as the config states them, for checking other rules; -1 counts as 1."""
 
     def sizes(scope: Scope) -> dict[str, int]:
         return {axis: max(int(getattr(config, mesh_key(scope, axis))), 1) for axis in MESH_AXES}
@@ -118,7 +115,7 @@ _SPLIT = {
 
 
 def model_dimensions(config: Config, axis: str) -> dict[str, int]:
-    """What a mesh axis splits of the model, by key: of the mlp's width and the experts', those that are used."""
+    """The model dims that a mesh axis splits, by key; of the widths of mlp and experts only those in use."""
     unused = "base_moe_mlp_dim"
     if config.num_experts > 1 and config.base_moe_mlp_dim != -1:
         unused = "" if config.first_num_dense_layers or "dense" in config.mlp_kinds else "base_mlp_dim"
@@ -140,7 +137,8 @@ def _too_many_open(open_keys: list[str], num_devices: int) -> Violation:
 def _not_dividing(fixed: Mapping[str, int], product: int, open_key: str, num_devices: int) -> Violation:
     key, size = max(fixed.items(), key=lambda item: num_devices % item[1] != 0)
     total = "" if len(fixed) == 1 else f" = {product}"
-    message = f"{_product_text(fixed)}{total} does not divide the {num_devices} devices, so {open_key}=-1 is no number."
+    product_text = f"{_product_text(fixed)}{total}"
+    message = f"{product_text} does not divide the {num_devices} devices, so {open_key}=-1 is not a whole number."
     return Violation(key, message, (divisors_of(key, num_devices, size),), "mesh")
 
 

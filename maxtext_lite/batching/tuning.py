@@ -1,4 +1,4 @@
-"""The ways to split one global batch that `tune` measures, and in which order."""
+"""The ways to split one global batch that `tune` measures, and their order."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -17,11 +17,11 @@ _REMAT = "remat_policy"
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """How a candidate did.
+    """The result of a candidate.
 
     Attributes:
-      seconds: of a step, the median; None: it does not fit on a device.
-      compiled_bytes: on one device, by the compiler; None where it did not get so far.
+      seconds: median step time; None if it does not fit on a device.
+      compiled_bytes: bytes on one device by the compiler; None if it did not compile.
     """
 
     seconds: float | None
@@ -30,10 +30,10 @@ class Timing:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """One legal way.
+    """One legal way to split the batch.
 
     Attributes:
-      keys: what differs from the config that was asked about.
+      keys: the values that differ from the config in question.
     """
 
     keys: dict[str, Any]
@@ -42,7 +42,7 @@ class Candidate:
 
     @property
     def tokens(self) -> int:
-        """Of a step, over all devices."""
+        """Tokens per step over all devices."""
         return self.plan.tokens_per_step
 
 
@@ -53,15 +53,15 @@ Measure = Callable[[Candidate], Timing]
 def tune(
     config: Config, plan_of: Callable[[Config], BatchPlan], measure: Measure, *, full: bool = False
 ) -> list[tuple[Candidate, Timing]]:
-    """Measures ways to split the config's global batch; the fastest first, what does not fit last.
+    """Measures ways to split the config's global batch; returns the fastest first and those that do not fit last.
 
-    Every legal accumulation, with every number of pipeline microbatches from one to eight for each stage, is measured
-    with the remat_policy that keeps most and fits. Then the two fastest are, with each of the other policies. Then the
-    three fastest are measured again, and the shorter of two medians counts. Keys that the user stated stay.
+    First every legal accumulation, with every number of pipeline microbatches from one to eight per stage, is measured
+    under the remat_policy that keeps most and fits. Then the two fastest are measured under each of the other policies.
+    Then the three fastest are measured again; the shorter of two medians counts. Keys that the user stated stay.
 
     Args:
-      plan_of: plans a config for the devices; raises UserError where that cannot be.
-      full: every split is measured with every policy.
+      plan_of: plans a config for the devices; raises UserError if there is no plan.
+      full: whether to measure every split under every policy.
     Raises:
       UserError: the batch ramps up.
     """
@@ -102,7 +102,7 @@ def tune(
 
 
 def _sorted(found: Found) -> list[tuple[Candidate, Timing]]:
-    """Of equals, those that were measured first come first."""
+    """Fastest first; among equals, the first measured."""
     return sorted(found.values(), key=lambda each: (each[1].seconds is None, each[1].seconds))
 
 
@@ -122,6 +122,6 @@ def _planned(config: Config, keys: dict[str, Any], plan_of: Callable[[Config], B
         plan = plan_of(changed)
     except UserError:
         return None
-    if plan.empty_slots_per_micro_batch:  # devices that idle are no faster
+    if plan.empty_slots_per_micro_batch:  # idle devices make no step faster
         return None
     return Candidate(keys, changed, plan)

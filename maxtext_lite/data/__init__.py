@@ -1,4 +1,4 @@
-"""Examples in a fixed order, read by Grain, laid out for the devices: sources, tokenizer, packing, order, feed."""
+"""Examples in a fixed order, read by Grain and laid out for the devices: sources, tokenizer, packing, order, feed."""
 
 import importlib
 from typing import TYPE_CHECKING
@@ -7,6 +7,7 @@ from maxtext_lite.data.answers import PairSource, example_shape
 from maxtext_lite.data.balance import Balance
 from maxtext_lite.data.chat import ChatTemplate
 from maxtext_lite.data.mixture_source import MixtureSource, hash_of_run, named_sources, open_mixture
+from maxtext_lite.data.order import example_ids, examples_hash
 from maxtext_lite.data.own_examples import Examples, own_examples
 from maxtext_lite.data.packing import REFERENCE, field_dtype
 from maxtext_lite.data.prompts import Prompt, PromptSource, open_prompts
@@ -15,7 +16,6 @@ from maxtext_lite.data.tokenizer import Tokenizer, check_vocabulary, load_tokeni
 
 if TYPE_CHECKING:
     from maxtext_lite.data.feed import BatchIterator, DeviceBatch, evaluation_batches, training_batches
-    from maxtext_lite.data.order import example_ids, examples_hash
     from maxtext_lite.data.sources_on_hosts import open_sources_on_hosts, source_tokens_of_run, target_tokens_of_run
 
 __all__ = [
@@ -58,10 +58,8 @@ _WITH_JAX = {
     "open_sources_on_hosts": "sources_on_hosts",
     "source_tokens_of_run": "sources_on_hosts",
     "target_tokens_of_run": "sources_on_hosts",
-    "example_ids": "order",
-    "examples_hash": "order",
 }
-"""Names whose modules bring jax in, itself or through grain; imported when asked for, so that `plan` is without it."""
+"""Names whose modules import jax, directly or through grain; they load on first use, so that `plan` needs no jax."""
 
 
 def __getattr__(name: str) -> object:

@@ -1,9 +1,10 @@
-"""Examples for SFT and DPO: rows that hold whole conversations or texts, in which answers alone have loss weight."""
+"""Examples for SFT and DPO: rows of whole conversations or texts in which only answers have loss weight."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -11,11 +12,11 @@ import numpy as np
 from maxtext_lite.config import DataConfig, UserError, single_path
 from maxtext_lite.data.conversations import DPO_FIELDS, SFT_FIELDS, Rendered, Renderer, Tokenized
 from maxtext_lite.data.examples import check_id, num_held_out
-from maxtext_lite.data.packing import FIELDS, REFERENCE, Documents, FilledRows, fill_rows
+from maxtext_lite.data.packing import FIELDS, REFERENCE, Documents, FilledRows, fill_rows, segments_row
 from maxtext_lite.data.text_files import json_objects
 from maxtext_lite.data.tokenizer import Tokenizer
 
-_LINES_PER_ENCODING = 1024  # bounds the memory of what the tokenizer library returns
+_LINES_PER_ENCODING = 1024  # bounds the memory of the tokenizer library's results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Sequences:
 
     Attributes:
       token_ids: int32.
-      is_answer: bool, as long.
+      is_answer: bool, for each token.
       starts: where each sequence starts, then the number of tokens; int64.
     """
 
@@ -47,32 +48,23 @@ class Sequences:
 
     @property
     def slots(self) -> np.ndarray:
-        """Slots that each takes in a row: all of its tokens but the last, which is a target only."""
+        """Slots of a row that each takes: all of its tokens but the last, which is only a target."""
         return np.diff(self.starts) - 1
 
     @property
     def targets(self) -> np.ndarray:
-        """Target tokens of each: its answers' tokens but the first of all, which nothing comes before."""
+        """Target tokens of each: the tokens of its answers, except its very first token, which nothing precedes."""
         targets = self.is_answer.copy()
         targets[self.starts[:-1]] = False
         return np.add.reduceat(targets, self.starts[:-1], dtype=np.int64) if len(self) else np.zeros(0, np.int64)
 
     def row(self, numbers: np.ndarray, num_tokens: int) -> dict[str, np.ndarray]:
-        """The row of these sequences, with the fields of `packing.build_row`; segments follow the order of numbers."""
-        tokens, targets, segments, positions = np.zeros((4, num_tokens), np.int32)
-        weights = np.zeros(num_tokens, np.float32)
-        first = 0
-        for segment, number in enumerate(numbers.tolist(), start=1):
-            start, stop = self.starts[number : number + 2].tolist()
-            here = slice(first, first + stop - start - 1)
-            tokens[here], targets[here] = self.token_ids[start : stop - 1], self.token_ids[start + 1 : stop]
-            weights[here] = self.is_answer[start + 1 : stop]
-            segments[here], positions[here] = segment, np.arange(stop - start - 1)
-            first = here.stop
-        return {"tokens": tokens, "targets": targets, "segments": segments, "positions": positions, "weights": weights}
+        """The row of these sequences, in this order, with the fields of `packing.build_row`."""
+        parts = [slice(*self.starts[number : number + 2].tolist()) for number in numbers.tolist()]
+        return segments_row([(self.token_ids[part], self.is_answer[part][1:]) for part in parts], num_tokens)
 
     def content(self) -> bytes:
-        """A hash of all of it."""
+        """A hash of everything."""
         content = hashlib.sha256(self.starts.tobytes())
         content.update(self.token_ids.tobytes())
         content.update(self.is_answer.tobytes())
@@ -81,30 +73,44 @@ class Sequences:
 
 @dataclasses.dataclass(frozen=True)
 class AnswerSource:
-    """Rows of whole sequences, for SFT.
+    """Examples of whole sequences, each of one row, for SFT.
 
     Attributes:
-      notes: what became of lines that are not there as they stand in the files; sentences for the user.
+      columns: for each row of an example, all sequences from which that row takes its own.
+      rows: numbers of the sequences of each example, the same in every column.
+      row_tokens: tokens of one row.
+      notes: what became of lines that the examples do not contain as they stand; sentences for the user.
       content: hash of the sequences and of the tokenizer.
     """
 
-    sequences: Sequences
+    columns: tuple[Sequences, ...]
     rows: FilledRows
-    num_tokens: int
+    row_tokens: int
     notes: tuple[str, ...]
     content: str
 
+    dataset_type = "sft"
     fields = FIELDS
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of an example, whose rows follow each other."""
+        return len(self.columns) * self.row_tokens
+
+    @property
     def fingerprint(self) -> str:
-        """Hash of contents, tokenizer, row length and packing."""
-        return f"sft:{self.num_tokens}:{len(self.rows)}:{self.content}"
+        """Hash of contents, tokenizer, row length and packing; a reference has no part in it."""
+        return f"{self.dataset_type}:{self.row_tokens}:{len(self.rows)}:{self.content}"
 
     @property
     def num_target_tokens(self) -> int:
         """Target tokens of all examples."""
-        return int(self.sequences.targets.sum())
+        return int(self._targets.sum())
+
+    @property
+    def _targets(self) -> np.ndarray:
+        """Target tokens by number of a sequence, summed over the columns."""
+        return np.sum([sequences.targets for sequences in self.columns], axis=0)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -112,109 +118,64 @@ class AnswerSource:
     def __getitem__(self, example_id: int) -> dict[str, np.ndarray]:
         """One example: see `packing.build_row`. Raises IndexError outside [0, len)."""
         check_id(example_id, len(self))
-        return self.sequences.row(self.rows.of(example_id), self.num_tokens)
+        rows = [self._row(column, self.rows.of(example_id)) for column in range(len(self.columns))]
+        return {name: np.concatenate([row[name] for row in rows]) for name in self.fields}
+
+    def _row(self, column: int, numbers: np.ndarray) -> dict[str, np.ndarray]:
+        return self.columns[column].row(numbers, self.row_tokens)
 
     def count_targets(self, example_ids: np.ndarray) -> int:
-        """Target tokens of these examples, each counted as often as it stands there."""
-        return _count(self.sequences.targets, self.rows, example_ids)
+        """Target tokens of these examples; repeated ids count repeatedly."""
+        of_rows = np.add.reduceat(self._targets[self.rows.members], self.rows.starts[:-1])
+        return int(of_rows[example_ids].sum())
 
     def documents(self, example_ids: np.ndarray) -> Documents:
-        """See `sources.ExampleSource`."""
-        return self.rows.documents(example_ids, self.sequences.starts, self.num_tokens)
+        """See `sources.ExampleSource`: the sequences of all rows."""
+        found = [self.rows.documents(example_ids, column.starts, self.row_tokens) for column in self.columns]
+        return Documents(*map(np.concatenate, zip(*found, strict=True)))
 
 
 @dataclasses.dataclass(frozen=True)
-class PairSource:
-    """Examples of two rows, for DPO: one of chosen and one of rejected sequences, segment k of both being a pair.
+class PairSource(AnswerSource):
+    """Examples of two rows, for DPO: chosen and rejected sequences, with segment k of both rows a pair.
 
     Attributes:
-      row_tokens: tokens of one of the two rows.
-      reference: for each pair, summed log-probabilities of its chosen and its rejected answers, float32 [pairs, 2];
-        None until they are known.
-      notes, content: as of `AnswerSource`.
+      reference: for each pair, the reference's summed log-probabilities of the chosen and of the rejected answer,
+        float32 [pairs, 2]; None until they are known.
     """
 
-    chosen: Sequences
-    rejected: Sequences
-    rows: FilledRows
-    row_tokens: int
-    notes: tuple[str, ...]
-    content: str
     reference: np.ndarray | None = None
 
+    dataset_type = "dpo"
     fields = (*FIELDS, REFERENCE)
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of an example: of its row of chosen sequences, and then of that of rejected ones."""
-        return 2 * self.row_tokens
-
-    @property
-    def num_pairs(self) -> int:
-        """Pairs of all examples."""
-        return len(self.chosen)
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of contents, tokenizer, row length and packing; the reference is none of it."""
-        return f"dpo:{self.row_tokens}:{len(self.rows)}:{self.content}"
-
-    @property
-    def num_target_tokens(self) -> int:
-        """Target tokens of all examples."""
-        return int(self.chosen.targets.sum() + self.rejected.targets.sum())
-
     def with_reference(self, reference: np.ndarray) -> PairSource:
-        """The same examples, with the reference's log-probabilities, float32 [pairs, 2]."""
+        """The same examples with the reference's log-probabilities, float32 [pairs, 2]."""
         return dataclasses.replace(self, reference=reference)
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, example_id: int) -> dict[str, np.ndarray]:
-        """One example: the fields of `packing.build_row` and REFERENCE, 0 until it is known; each [2 row_tokens].
-
-        Raises:
-          IndexError: outside [0, len).
-        """
-        check_id(example_id, len(self))
-        pairs = self.rows.of(example_id)
-        halves = []
-        for side, sequences in enumerate((self.chosen, self.rejected)):
-            row = sequences.row(pairs, self.row_tokens)
-            row[REFERENCE] = np.zeros(self.row_tokens, np.float32)
-            if self.reference is not None:
-                is_first = (row["segments"] > 0) & (row["positions"] == 0)
-                row[REFERENCE][is_first] = self.reference[pairs, side]
-            halves.append(row)
-        chosen, rejected = halves
-        return {name: np.concatenate([chosen[name], rejected[name]]) for name in self.fields}
-
-    def count_targets(self, example_ids: np.ndarray) -> int:
-        """Target tokens of these examples, each counted as often as it stands there."""
-        return _count(self.chosen.targets + self.rejected.targets, self.rows, example_ids)
-
-    def documents(self, example_ids: np.ndarray) -> Documents:
-        """See `sources.ExampleSource`: those of both rows."""
-        sides = (self.chosen.starts, self.rejected.starts)
-        both = [self.rows.documents(example_ids, starts, self.row_tokens) for starts in sides]
-        return Documents(*map(np.concatenate, zip(*both, strict=True)))
+    def _row(self, column: int, numbers: np.ndarray) -> dict[str, np.ndarray]:
+        row = super()._row(column, numbers)
+        row[REFERENCE] = np.zeros(self.row_tokens, np.float32)
+        if self.reference is not None:
+            is_first = (row["segments"] > 0) & (row["positions"] == 0)
+            row[REFERENCE][is_first] = self.reference[numbers, column]
+        return row
 
 
 def open_answers(
     config: DataConfig, tokenizer: Tokenizer, *, begins_as_elsewhere: bool
-) -> tuple[AnswerSource | PairSource, AnswerSource | PairSource | None]:
+) -> tuple[AnswerSource, AnswerSource | None]:
     """The training examples of dataset_type=sft or dpo, and the held-out ones.
 
-    Held out are the lines of `eval_dataset_path`; without one, the last floor(eval_fraction x lines), at least one.
+    Held out are the lines of `eval_dataset_path`, or without one the last floor(eval_fraction x lines), at least one.
 
     Raises:
-      UserError: a file is missing or a line is not one, or nothing is left to train on or to hold out.
+      UserError: a file is missing, a line is invalid, or nothing is left to train on or to hold out.
     """
     renderer = Renderer(config, tokenizer, begins_as_elsewhere=begins_as_elsewhere)
     lines = list(_read_lines(config, renderer, "dataset_path", single_path(config.dataset_path)))
 
-    def source(lines: Sequence[_Line], key: str) -> AnswerSource | PairSource:
+    def source(lines: Sequence[_Line], key: str) -> AnswerSource:
         return _source(config, tokenizer, renderer, lines, f"{key}={getattr(config, key)!r}")
 
     if config.eval_dataset_path:
@@ -243,34 +204,32 @@ def _read_lines(config: DataConfig, renderer: Renderer, key: str, path: str) -> 
 
 def _source(
     config: DataConfig, tokenizer: Tokenizer, renderer: Renderer, lines: Sequence[_Line], named: str
-) -> AnswerSource | PairSource:
+) -> AnswerSource:
     kept, notes = _fitted(config, renderer, lines)
     if not kept:
         raise UserError(f"{named} has no answer to learn from. {' '.join(notes)}".rstrip())
-    columns = [Sequences.of(column) for column in zip(*kept, strict=True)]
+    columns = tuple(Sequences.of(column) for column in zip(*kept, strict=True))
     slots = np.max([sequences.slots for sequences in columns], axis=0)
     rows = fill_rows(slots, config.max_target_length, packing=bool(config.packing))
     content = hashlib.sha256(tokenizer.fingerprint.encode())
     for sequences in columns:
         content.update(sequences.content())
-    if config.dataset_type == "sft":
-        return AnswerSource(columns[0], rows, config.max_target_length, notes, content.hexdigest())
-    return PairSource(columns[0], columns[1], rows, config.max_target_length, notes, content.hexdigest())
+    source = AnswerSource if config.dataset_type == "sft" else PairSource
+    return source(columns, rows, config.max_target_length, notes, content.hexdigest())
 
 
 def _fitted(
     config: DataConfig, renderer: Renderer, lines: Sequence[_Line]
 ) -> tuple[list[tuple[Tokenized, ...]], tuple[str, ...]]:
-    """The tokens of each line that has an answer in the row, and sentences about those that do not fit.
+    """The tokens of each line that has an answer in its row, and sentences about the lines that do not fit.
 
     Raises:
-      UserError: with long_examples=refuse, a line is too long; names it.
+      UserError: a line is too long and long_examples=refuse; names the line.
     """
-    most = config.max_target_length + 1  # the last token is a target only
-    counts: dict[str, int] = dict.fromkeys(("long", "without", "cut", "same"), 0)
+    most = config.max_target_length + 1  # the last token is only a target
     kept: list[tuple[Tokenized, ...]] = []
     texts = [line for line in lines if line is not None]
-    counts["same"] = len(lines) - len(texts)
+    counts = Counter(same=len(lines) - len(texts))
     for first in range(0, len(texts), _LINES_PER_ENCODING):
         some = texts[first : first + _LINES_PER_ENCODING]
         tokens = iter(renderer.tokens([rendered for line in some for rendered in line]))
@@ -301,7 +260,7 @@ def _first_tokens(tokenized: Tokenized, most: int) -> Tokenized:
 
 
 def _sentences(config: DataConfig, num_lines: int, counts: Mapping[str, int]) -> tuple[str, ...]:
-    """What became of lines that are not there as they stand."""
+    """What became of lines that the examples do not contain as they stand."""
     long = "truncated to it" if config.long_examples == "truncate" else "dropped"
     sentences = {
         "long": f"of {num_lines} lines are longer than max_target_length={config.max_target_length} and were {long}.",
@@ -310,10 +269,6 @@ def _sentences(config: DataConfig, num_lines: int, counts: Mapping[str, int]) ->
         "cut": "answers begin or end inside a token, which is not learned.",
     }
     return tuple(f"{counts[name]} {sentence}" for name, sentence in sentences.items() if counts[name])
-
-
-def _count(targets: np.ndarray, rows: FilledRows, example_ids: np.ndarray) -> int:
-    return int(np.add.reduceat(targets[rows.members], rows.starts[:-1])[example_ids].sum())
 
 
 def example_shape(config: DataConfig) -> tuple[int, tuple[str, ...]]:

@@ -1,8 +1,8 @@
-"""Which shard computes which rows of a step, so that attention costs all shards as much.
+"""The assignment of a step's rows to shards that makes attention cost all shards the same.
 
-What a row costs follows from the lengths of its documents. Shards wait for each other in every *turn*: a pipeline
-microbatch of a micro-batch, of which each shard has some rows. So rows of a step are first shared out among its turns,
-neighbours in cost going to one turn, and then within each turn to the shards.
+The cost of a row follows from the lengths of its documents. Shards wait for each other in every *turn*: one pipeline
+microbatch of a micro-batch, of which each shard has some rows. So the rows of a step are first divided among its turns,
+rows of similar cost into the same turn, and then within each turn among the shards.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from maxtext_lite.batching import BatchPlan, attended_pairs
 from maxtext_lite.config import Config
 from maxtext_lite.data.sources import ExampleSource
 
-_EVEN_ENOUGH = 1.002  # the costliest shard's share of the mean from which on rows change places no more
+_EVEN_ENOUGH = 1.002  # rows stop changing places once the costliest shard is this close to the mean
 
 
 @dataclasses.dataclass(frozen=True)
 class Balance:
-    """How the rows of a step are dealt to the shards of the batch, or are found to lie; picklable.
+    """How a step's rows are assigned to the shards of the batch, or how evenly they lie unassigned; picklable.
 
     Attributes:
-      is_on: they are dealt; otherwise they stay where they are.
-      cost: lengths of documents -> what attention over each costs.
-      num_shards: equal parts of the row slots, one after the other, that are computed at the same time.
-      num_replicas: of local updates, whose rows stay their own; otherwise 1.
-      num_pieces: pipeline microbatches, equal parts of a shard's slots, one after the other.
+      is_on: whether rows are assigned; otherwise they stay where they are.
+      cost: lengths of documents -> cost of attention over each.
+      num_shards: equal consecutive parts of the row slots, computed at the same time.
+      num_replicas: replicas of local updates, which keep their own rows; otherwise 1.
+      num_pieces: pipeline microbatches, equal consecutive parts of a shard's slots.
       num_slots: row slots of a micro-batch.
     """
 
@@ -43,7 +43,7 @@ class Balance:
 
     @classmethod
     def of(cls, config: Config, plan: BatchPlan) -> Balance | None:
-        """That of a run's largest batch; None where no shard waits for another."""
+        """The balance for a run's largest batch; None if no shard waits for another."""
         replicas, cost = plan.diloco_num_replicas or 1, functools.partial(attended_pairs, config)
         if plan.layout_shards == replicas:
             return None
@@ -51,13 +51,13 @@ class Balance:
         return cls(config.balance_attention, cost, *sizes)
 
     def dealt(self, source: ExampleSource, ids: np.ndarray, micro_batches: int) -> tuple[np.ndarray, float | None]:
-        """The examples of a step in the order in which they are laid out, and how uneven attention then is.
+        """The examples of a step in the order in which they are laid out, and the imbalance of attention.
 
-        The second is the attention that is waited for, turn by turn that of the costliest shard, over what it would be
-        if all shards had as much, less 1: how much longer attention takes. None where the source does not know.
+        The imbalance says how much longer attention takes than if all shards had equal work: the cost of the costliest
+        shard, summed over turns, divided by that of the mean shard, minus 1. None if the source does not know it.
 
         Args:
-          ids: example j is in micro-batch j % micro_batches, slot j // micro_batches; so are those that are returned.
+          ids: example j is in micro-batch j % micro_batches, slot j // micro_batches; the same holds for the result.
         """
         documents = source.documents(ids)
         if documents is None:
@@ -80,15 +80,15 @@ class Balance:
 
 
 def deal(costs: np.ndarray, turns: np.ndarray, shards: np.ndarray) -> np.ndarray:
-    """For each place the row that it is to hold, a permutation, so that in each turn shards cost as much as each other.
+    """For each place, the row to put there: a permutation that makes shards cost about the same in each turn.
 
     Args:
-      costs: of each row.
-      turns: of each place, and `shards` its shard; a shard gets as many rows of a turn as it has places in it.
+      costs: cost of each row.
+      turns: turn of each place; `shards`: its shard. A shard gets as many rows of a turn as it has places in it.
     """
     order, by_cost = np.empty(len(costs), np.int64), np.argsort(-costs, kind="stable")
     rows_of_turn = _shared_out(turns, len(np.unique(shards)))
-    paid = np.zeros(shards.max(initial=0) + 1)  # by each shard in the turns so far
+    paid = np.zeros(shards.max(initial=0) + 1)  # by each shard, in the turns so far
     for turn in np.unique(turns):
         rows, places = by_cost[rows_of_turn == turn], np.flatnonzero(turns == turn)
         room = np.bincount(shards[places], minlength=len(paid))
@@ -99,9 +99,9 @@ def deal(costs: np.ndarray, turns: np.ndarray, shards: np.ndarray) -> np.ndarray
 
 
 def _shared_out(turns: np.ndarray, num_shards: int) -> np.ndarray:
-    """The turn of each row, from the costliest down: as many in a row as there are shards, then the next turn's.
+    """The turn of each row, in the order of falling cost: as many rows as there are shards for each turn in succession.
 
-    Turns come in order, then in reverse order, and so on, so that they do not differ much either.
+    Each round over the turns goes in the opposite direction to the last, so that turns differ little too.
     """
     by_turn, counts = np.argsort(turns, kind="stable"), np.unique(turns, return_counts=True)[1]
     place = np.arange(len(turns)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -110,10 +110,10 @@ def _shared_out(turns: np.ndarray, num_shards: int) -> np.ndarray:
 
 
 def _owners(costs: np.ndarray, room: np.ndarray, paid: np.ndarray) -> np.ndarray:
-    """The shard of each of a turn's rows, of which the costliest come first; each shard has room for so many.
+    """The shard of each row of a turn; the rows come in the order of falling cost, and each shard has limited room.
 
-    Each row in turn goes to the shard with the least so far; of those without any, to the one that `paid` least before.
-    Source: Graham 1969, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17(2), here with room.
+    Each row goes to the shard with the lowest cost so far; among shards without rows, to the one that `paid` least.
+    Source: Graham 1969, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17(2), with limited room.
     """
     least = [(0.0, paid[shard], shard, int(room[shard])) for shard in np.flatnonzero(room).tolist()]
     heapq.heapify(least)
@@ -130,7 +130,7 @@ def _owners(costs: np.ndarray, room: np.ndarray, paid: np.ndarray) -> np.ndarray
 
 
 def _swap(owners: np.ndarray, costs: np.ndarray, shards: np.ndarray) -> None:
-    """The shards with the most and the least swap the rows that bring them closest, for as long as this helps."""
+    """Swaps the two rows that bring the costliest and the cheapest shard closest, as long as this helps."""
     totals = np.bincount(owners, weights=costs)[shards]
     for _ in range(2 * len(shards)):
         most, least = totals.argmax(), totals.argmin()

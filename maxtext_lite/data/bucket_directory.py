@@ -1,4 +1,4 @@
-"""A directory in a bucket: objects are listed, read and written whole, by fsspec; errors name them."""
+"""A directory in a bucket, whose objects are listed, read and written whole through fsspec."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from maxtext_lite.config.bucket import file_system, reaching
 
 @dataclasses.dataclass(frozen=True)
 class BucketDirectory:
-    """What stands below a path in a bucket. Its methods raise UserError where the store refuses or has no such object.
+    """Everything below a path in a bucket. Methods raise UserError if the store refuses or has no such object.
 
     Attributes:
       key: what messages call the path.
-      url: without a slash at its end.
+      url: the path without a trailing slash.
     """
 
     key: str
     url: str
 
     def __getstate__(self) -> dict[str, str]:
-        return {"key": self.key, "url": self.url}  # another process opens connections of its own
+        return {"key": self.key, "url": self.url}  # another process opens its own connections
 
     @functools.cached_property
     def _opened(self) -> tuple[Any, str]:
@@ -35,7 +35,7 @@ class BucketDirectory:
         return [f"{self._opened[1]}/{name}" for name in names]
 
     def listed(self) -> dict[str, tuple[int, str]]:
-        """(bytes, what the store knows the content by) of each object, by its name from here; {} where none is."""
+        """(bytes, the store's tag of the content) of each object by its name below the path; {} if there is none."""
         system, root = self._opened
         with reaching(self.url, self.key):
             found = system.find(root, detail=True, withdirs=False)
@@ -48,7 +48,7 @@ class BucketDirectory:
             return self._opened[0].cat_file(*self._names([name]))
 
     def read_parts(self, names: Sequence[str], starts: Sequence[int], stops: Sequence[int]) -> list[bytes]:
-        """Bytes `start` to `stop - 1` of each object; many are read at once."""
+        """Bytes `start` to `stop - 1` of each object, many read at once."""
         with reaching(self.url, self.key):
             return self._opened[0].cat_ranges(self._names(names), list(starts), list(stops), on_error="raise")
 
@@ -58,12 +58,12 @@ class BucketDirectory:
             self._opened[0].get_file(*self._names([name]), str(to))
 
     def fetch_all(self, names: Sequence[str], to: Path) -> None:
-        """Copies objects to files of the same names below a directory, many at once."""
+        """Copies objects, many at once, to files of the same names below a directory."""
         with reaching(self.url, self.key):
             self._opened[0].get(self._names(names), [str(to / name) for name in names])
 
     def create(self, name: str, content: bytes) -> None:
-        """Writes an object, or leaves the one that is there as it is."""
+        """Writes an object, unless it exists already."""
         try:
             with reaching(f"{self.url}/{name}", self.key):
                 self._opened[0].pipe_file(*self._names([name]), content, mode="create")
@@ -72,7 +72,7 @@ class BucketDirectory:
                 raise
 
     def upload(self, file: Path, name: str) -> None:
-        """Copies a file to an object, which is there once it is whole."""
+        """Copies a file to an object, which appears once it is complete."""
         with reaching(f"{self.url}/{name}", self.key):
             self._opened[0].put_file(str(file), *self._names([name]))
             size = self._opened[0].info(*self._names([name]))["size"]

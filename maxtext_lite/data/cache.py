@@ -1,4 +1,4 @@
-"""Files that are made once: the directory for them, a lock, and a name that a file has only once it is whole."""
+"""Files that are made once: the directory for them, a lock, and writes that appear only when complete."""
 
 import contextlib
 import fcntl
@@ -10,22 +10,22 @@ from pathlib import Path
 from maxtext_lite.config.json_file import user_path
 
 CACHE_VARIABLE = "MAXTEXT_LITE_CACHE"
-"""The environment variable that names the directory for what is made once; ~/.cache/maxtext_lite without it."""
+"""The environment variable that names the cache directory; by default ~/.cache/maxtext_lite."""
 TEMPORARY = ".partial"
-"""How names of files end that are being written; whatever has one may be removed when nobody writes."""
+"""Suffix of files being written; any such file may be removed when nobody writes."""
 
 
 def cache_directory(kind: str) -> Path:
-    """Where what is made once is kept, of this kind; it need not be there."""
+    """The cache directory of this kind of file; it need not exist."""
     return user_path(os.environ.get(CACHE_VARIABLE, "") or "~/.cache/maxtext_lite") / kind
 
 
 @contextlib.contextmanager
 def alone(entry: Path) -> Iterator[None]:
-    """No other process that asks looks at a directory of the cache or makes it meanwhile; it waits.
+    """Exclusive access to a directory of the cache among processes that ask for it this way; waits for the others.
 
     Raises:
-      OSError: the lock, beside the directory, cannot be written.
+      OSError: the lock file, next to the directory, cannot be written.
     """
     entry.parent.mkdir(parents=True, exist_ok=True)
     with entry.with_suffix(".lock").open("ab") as opened:
@@ -34,7 +34,7 @@ def alone(entry: Path) -> Iterator[None]:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file that has its name only once it is whole and on the disk."""
+    """Writes a file that gets its name only once it is complete and on disk."""
     partial = partial_name(path)
     try:
         with partial.open("wb") as opened:
@@ -47,5 +47,5 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def partial_name(path: Path) -> Path:
-    """A name for a file while it is written, of its own: a process that is thought dead may still write the same."""
+    """A unique name for a file being written: a process believed dead may still be writing the same one."""
     return path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}{TEMPORARY}")

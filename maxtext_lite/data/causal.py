@@ -1,10 +1,10 @@
-"""Whether a chat template writes each turn by what came before it alone, as its program shows.
+"""Static proof that a chat template renders each turn from earlier turns alone.
 
-Such a template writes the turns in one loop over them, and looks at none that is still to come. What it has written
-when a turn's place in the loop begins is then what it writes of the turns before, whether more of them follow or not:
-one rendering has the places of all turns, where a template of which nothing is known must be rendered up to each of
-them, which takes work in proportion to the square of the turns. Nothing is proven of a template that asks for the
-number of turns, for the last of them, or for one by its number: what those write depends on what follows.
+Such a template renders the turns in one loop and never looks at later ones. Its output when the iteration of a turn
+begins is then what it would render of the turns before, whether or not more follow. So one rendering yields the places
+of all turns; an unknown template must be rendered up to each of them, which takes quadratic work. Nothing is proven
+about a template that asks for the number of turns, for the last turn, or for a turn by its number, because its output
+may depend on what follows.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _OF_THE_LOOP = {"index", "index0", "first", "depth", "depth0", "previtem", "cycl
 _AFTER_THE_LOOP = {
     "add_generation_prompt", "bos_token", "eos_token", "unk_token", "pad_token", "raise_exception", "strftime_now",
 }  # fmt: skip
-"""What may stand after the loop: it is the same after any number of turns."""
+"""Names that may occur after the loop: their values do not depend on the number of turns."""
 
 
 def loop_over_turns(template: nodes.Template) -> nodes.For | None:
-    """The loop that writes the turns, of a template that writes each by those before it; None where it may not."""
+    """The loop over the turns if it provably renders each from earlier ones alone; otherwise None."""
     loops = [node for node in template.body if isinstance(node, nodes.For)]
     if not loops or any(template.find_all((nodes.Block, nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends))):
         return None
@@ -45,7 +45,7 @@ def _names(node: nodes.Node) -> list[nodes.Name]:
 
 
 def _names_of_turns(template: nodes.Template) -> set[str]:
-    """`messages`, and the names that are set to it or to its turns from one on."""
+    """`messages`, and the names assigned to it or to a tail of it."""
     names = {_TURNS}
     while True:
         more = {
@@ -59,7 +59,7 @@ def _names_of_turns(template: nodes.Template) -> set[str]:
 
 
 def _is_turns(node: nodes.Node, names: set[str]) -> bool:
-    """Whether an expression is the turns, or all of them from one on."""
+    """Whether an expression is the list of turns, or a tail of it."""
     if isinstance(node, nodes.Name):
         return node.name in names
     if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
@@ -70,12 +70,12 @@ def _is_turns(node: nodes.Node, names: set[str]) -> bool:
 
 
 def _looks_back(template: nodes.Template, loop: nodes.For, turns: set[str]) -> bool:
-    """Whether every use of the turns, and of `loop`, is one that the turns to come have no part in."""
+    """Whether no use of the turns or of `loop` depends on later turns."""
     known: set[int] = {id(loop.iter)}
     for assign in template.find_all(nodes.Assign):
         if _is_turns(assign.node, turns):
             known |= {id(assign.target), *(id(name) for name in _names(assign.node))}
-    for item in template.find_all(nodes.Getitem):  # the first turn is there whenever an answer follows
+    for item in template.find_all(nodes.Getitem):  # the first turn exists whenever an answer follows
         if isinstance(item.arg, nodes.Const) and item.arg.value == 0 and isinstance(item.node, nodes.Name):
             known.add(id(item.node))
     for attribute in template.find_all(nodes.Getattr):

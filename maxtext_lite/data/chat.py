@@ -1,4 +1,4 @@
-"""Chat templates: from the turns of a conversation to the text that the model was taught to answer."""
+"""Chat templates: from the turns of a conversation to the text that the model was trained on."""
 
 import datetime
 import hashlib
@@ -13,28 +13,28 @@ from maxtext_lite.config.json_file import is_directory, is_there, read_object, r
 from maxtext_lite.data.tokenizer import TokenizerKeys
 
 Turn = dict[str, str]
-"""{"role": "user", "content": ...}; roles are those that the template knows: system, user, assistant."""
+"""{"role": "user", "content": ...}; the roles that templates know are system, user and assistant."""
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 DATE_OF_TRAINING_DATA = datetime.datetime(2024, 7, 26, tzinfo=datetime.UTC)
-"""Today, to templates that write the date, where a text is to be the same on every day; Llama's own default."""
+"""The date for templates that print today's, where a text must not depend on the day; Llama's own default."""
 
 
 class ChatTemplate:
     """The chat template of a Hugging Face directory, rendered in a sandbox that can change and reach nothing.
 
-    It is taken from chat_template.jinja, tokenizer_config.json or chat_template.json, whichever is there first.
+    It comes from chat_template.jinja, tokenizer_config.json or chat_template.json, whichever exists first.
 
     Args:
-      directory: where the tokenizer is, which knows how special tokens are spelled; None where it has no directory.
-      file: a file that holds a template, which is then taken.
-      today: what templates take for today; None: the date on which they are rendered.
+      directory: directory of the tokenizer, which spells the special tokens; None if the tokenizer has none.
+      file: a file with a template, which takes precedence.
+      today: the date that templates see; None: the date of rendering.
     Attributes:
-      fingerprint: of the template's text.
+      fingerprint: hash of the template's text.
     Raises:
-      UserError: there is none, or it is not a template.
+      UserError: there is no template, or it is invalid.
     """
 
     def __init__(
@@ -54,22 +54,22 @@ class ChatTemplate:
         try:
             self._template = self._environment.compiled(source)
         except Exception as error:  # jinja's own, and what Python's compiler makes of a program like this
-            raise UserError(f"{self._file}: its chat template is not one ({_reason(error)}).") from error
+            raise UserError(f"{self._file}: its chat template is invalid ({_reason(error)}).") from error
         self._special = {name: text for name in _SPECIAL if (text := _content(config.get(name))) is not None}
 
     def render(self, turns: Sequence[Turn], *, answer_follows: bool = True) -> str:
-        """The text of these turns, and where an answer follows, what stands before it.
+        """The text of these turns, followed by what precedes an answer if one follows.
 
         Raises:
-          UserError: the template refuses the turns, cannot be rendered, or does too much work for them.
+          UserError: the template refuses the turns, fails on them, or does too much work for them.
         """
         return "".join(self._pieces(turns, answer_follows=answer_follows))
 
     def turn_starts(self, turns: Sequence[Turn]) -> tuple[str, list[int] | None]:
-        """The text of these turns, and after how many characters of it the template begins to write each.
+        """The text of these turns, and for each turn the number of characters rendered before it.
 
-        None in place of these, where that need not be what it writes when no more turns follow (see `causal`), or where
-        it leaves out others than the first turn.
+        None in place of the numbers if that prefix need not be the rendering of the earlier turns alone (see `causal`),
+        or if the template leaves out a turn other than the first.
         """
         written, starts, pieces = 0, list[int](), list[str]()
         self._environment.at_turn = lambda: starts.append(written)
@@ -92,7 +92,7 @@ class ChatTemplate:
 
 
 def _reason(error: Exception) -> str:
-    """Why a template failed: its own words and jinja's, and of Python's errors the kind too."""
+    """Why a template failed, in its own or jinja's words; for Python's errors with their type."""
     from jinja2 import TemplateError
 
     from maxtext_lite.data.template import TooMuchWorkError
@@ -102,19 +102,19 @@ def _reason(error: Exception) -> str:
 
 
 class ChatKeys(TokenizerKeys, Protocol):
-    """The keys that name a chat template, as a config has them."""
+    """The keys of a config that name a chat template."""
 
     @property
     def chat_template(self) -> str:
-        """A file that holds one; "": that of the tokenizer's directory."""
+        """A file with a template; "": the one of the tokenizer's directory."""
         ...
 
 
 def chat_template(config: ChatKeys, *, today: datetime.datetime | None = None) -> ChatTemplate:
-    """The template that `chat_template` names, or else that of the tokenizer's directory.
+    """The template that `chat_template` names, or else the one of the tokenizer's directory.
 
     Raises:
-      UserError: there is none, or it is not a template.
+      UserError: there is no template, or it is invalid.
     """
     path = user_path(config.tokenizer_path) if config.tokenizer_path else None
     directory = path.parent if path and not is_directory(path) else path
@@ -130,11 +130,11 @@ def _read(file: Path) -> str:
 
 
 def _source(directory: Path | None, config: dict[str, Any]) -> tuple[Path, str]:
-    """The file that a directory's template stands in, and the template."""
+    """The file of a directory's chat template, and the template."""
     if directory is None:
         raise UserError(
             "turns of a conversation need a chat template, and tokenizer_type=byte has none. Set chat_template to a "
-            "file that holds one, or give texts."
+            "file that contains one, or give texts."
         )
     if is_there(directory / "chat_template.jinja"):
         return directory / "chat_template.jinja", read_text(directory / "chat_template.jinja")
@@ -149,7 +149,7 @@ def _source(directory: Path | None, config: dict[str, Any]) -> tuple[Path, str]:
         raise UserError(f"{file}: chat_template={value_text(stated)} is not text, or a list with one named default.")
     if not stated:
         raise UserError(
-            f"{directory} has no chat template. Give whole texts instead of turns, or a file that holds a template."
+            f"{directory} has no chat template. Give whole texts instead of turns, or a file that contains a template."
         )
     return file, stated
 
@@ -164,7 +164,7 @@ def _content(token: object) -> str | None:
 
 
 def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = None, **how: Any) -> str:
-    """JSON as it is: jinja's own would escape it for HTML."""
+    """Plain JSON; jinja's own filter would escape it for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **how)
 
 

@@ -1,8 +1,8 @@
-"""Lines of JSON to the tokens of a conversation or a text, and which of them are answers, from which a model learns.
+"""From lines of JSON to the tokens of a conversation or a text, and which of them are answers, to be learned.
 
-An answer is found in the text: between what the chat template writes before it (the turns before, and where the answer
-begins) and what it has written after it. Both must be a beginning of the whole text, or the template is refused. Tokens
-come from the whole text at once and are answers where all of their characters are; so none is taken for another's.
+An answer is located in the rendered text: between what the chat template renders up to it (the turns before it and the
+beginning of the answer) and what it has rendered after it. Both must be prefixes of the whole text, or the template is
+refused. The whole text is tokenized at once, and a token belongs to an answer if all of its characters do.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from maxtext_lite.data.tokenizer import PlacedTokens, Tokenizer
 
 ROLES = ("system", "user", "assistant")
 SFT_FIELDS = '"messages", or "prompt" and "completion"'
-"""What a line for SFT has."""
+"""Fields of a line for SFT."""
 DPO_FIELDS = '"chosen" and "rejected", with their "prompt"'
-"""What a line for DPO has."""
+"""Fields of a line for DPO."""
 
 
 class Rendered(NamedTuple):
-    """A text with the stretches of it that are answers.
+    """A text with its answers.
 
     Attributes:
       where: file and line.
-      answers: first character, and the one after the last, of each.
-      is_plain: no chat template rendered it: tokens of the tokenizer's own go before it, and end-of-text after it.
+      answers: for each answer, its first character and the one after its last.
+      is_plain: no chat template rendered it, so that the tokenizer's own tokens precede it and end-of-text follows.
     """
 
     where: str
@@ -45,8 +45,8 @@ class Tokenized(NamedTuple):
 
     Attributes:
       token_ids: int32 [number of tokens].
-      is_answer: bool, the tokens to be learned.
-      num_cut: answers that begin or end inside a token, which then counts as none.
+      is_answer: bool, whether each token is to be learned.
+      num_cut: answers that begin or end inside a token; such tokens are not learned.
     """
 
     token_ids: np.ndarray
@@ -55,11 +55,11 @@ class Tokenized(NamedTuple):
 
 
 class Renderer:
-    """Renders lines as texts; the chat template is looked for when the first turns come.
+    """Renders lines as texts; the chat template is loaded with the first turns.
 
     Args:
-      begins_as_elsewhere: a plain text begins with the tokens that the tokenizer's own template puts there, as texts
-        did for a model from elsewhere.
+      begins_as_elsewhere: whether a plain text begins with the tokens that the tokenizer's own template puts there, as
+        it does for a model from elsewhere.
     """
 
     def __init__(self, config: ChatKeys, tokenizer: Tokenizer, *, begins_as_elsewhere: bool):
@@ -71,7 +71,7 @@ class Renderer:
         """The text of a line for SFT.
 
         Raises:
-          UserError: the line is not one, or its turns cannot be rendered; names `where`.
+          UserError: the line is invalid, or its turns cannot be rendered; names `where`.
         """
         if "messages" in value:
             turns = _turns(where, "messages", value["messages"])
@@ -87,10 +87,10 @@ class Renderer:
     def dpo_texts(self, where: str, value: Mapping[str, Any]) -> tuple[Rendered, Rendered]:
         """The texts of a line for DPO: with the chosen answer, and with the rejected one.
 
-        Where the two are lists of turns and there is none under "prompt", the prompt is the turns that both begin with.
+        If both are lists of turns and "prompt" is not, the prompt is the turns that both begin with.
 
         Raises:
-          UserError: the line is not one, or its turns cannot be rendered; names `where`.
+          UserError: the line is invalid, or its turns cannot be rendered; names `where`.
         """
         prompt, chosen, rejected = (value.get(key) for key in ("prompt", "chosen", "rejected"))
         if isinstance(chosen, list) and isinstance(rejected, list):
@@ -106,12 +106,12 @@ class Renderer:
         raise UserError(f"{where}: not a JSON object with {DPO_FIELDS}, all texts or all lists of turns.")
 
     def prompt_text(self, where: str, key: str, value: str | Sequence[object]) -> Rendered:
-        """The text of a prompt that an answer follows: of turns, the last one being the user's, or as it stands.
+        """The text of a prompt, to be followed by an answer: plain text, or turns of which the last is the user's.
 
         Args:
-          key: what the line calls it.
+          key: the prompt's key in the line.
         Raises:
-          UserError: it is none, or its turns cannot be rendered; names `where`.
+          UserError: it is invalid, or its turns cannot be rendered; names `where`.
         """
         if isinstance(value, str):
             check_unicode(where, key, value)
@@ -123,17 +123,17 @@ class Renderer:
         return Rendered(where, self._render(where, turns, answer_follows=True), (), False)
 
     def document(self, where: str, key: str, value: object) -> str:
-        """The text of a conversation, all of which is to be learned.
+        """The text of a conversation that is learned as a whole.
 
         Raises:
-          UserError: it is none, or its turns cannot be rendered; names `where`.
+          UserError: it is invalid, or its turns cannot be rendered; names `where`.
         """
         turns = _turns(where, key, value)
         _check_order(where, turns)
         return self._render(where, turns, answer_follows=False)
 
     def prompt_tokens(self, rendered: Sequence[Rendered]) -> list[np.ndarray]:
-        """The tokens of prompts, int32 [number of tokens] each; as `tokens` has them before an answer."""
+        """The tokens of prompts, int32 [number of tokens] each, the same as `tokens` puts before an answer."""
         nothing, end = self._begin[:0], np.array([self._tokenizer.end_of_text_id], np.int32)
         texts = self._tokenizer.encode_documents([each.text for each in rendered])
         pieces = zip((self._begin if each.is_plain else nothing for each in rendered), texts, strict=True)
@@ -155,7 +155,7 @@ class Renderer:
         if not rendered.is_plain:
             return Tokenized(placed.token_ids, is_answer, num_cut)
         end = np.array([self._tokenizer.end_of_text_id], np.int32)
-        # Of no prompt at all, end-of-text: a text begins after the end of another.
+        # Without a prompt, end-of-text: a text begins after the end of another.
         begin = self._begin if len(self._begin) or rendered.answers[0][0] else end
         return Tokenized(
             np.concatenate([begin, placed.token_ids, end]),
@@ -164,7 +164,7 @@ class Renderer:
         )
 
     def _without_what_follows(self, text: str, placed: PlacedTokens, within: np.ndarray, stop: int) -> np.ndarray:
-        """An answer's tokens up to its end-of-turn: not the line break that a template writes after that."""
+        """An answer's tokens up to its end-of-turn token, without the line break that a template adds after it."""
         special = [at for at in np.flatnonzero(within) if int(placed.token_ids[at]) in self._tokenizer.special_ids]
         if special and not text[placed.stops[special[-1]] : stop].strip():
             within = within.copy()
@@ -184,7 +184,7 @@ class Renderer:
         return Rendered(where, whole, tuple(answers), False)
 
     def _place(self, where: str, turns: list[Turn], at: int, whole: str) -> tuple[int, int]:
-        """Where the answer of a turn stands, by what is written of the turns before it, and with it."""
+        """Where the answer of a turn is, from the renderings of the turns before it and including it."""
         before = self._render(where, turns[:at], answer_follows=True)
         after = whole if at == len(turns) - 1 else self._render(where, turns[: at + 1], answer_follows=False)
         for number, part in ((at, before), (at + 1, after)):
@@ -192,22 +192,21 @@ class Renderer:
                 pairs = enumerate(zip(whole, part, strict=False))
                 same = next((place for place, (one, other) in pairs if one != other), len(whole))
                 raise UserError(
-                    f"{where}: the chat template writes the first {number} turns otherwise when more follow "
-                    f"(...{whole[max(same - 20, 0) : same + 20]!r}), so that answers cannot be told from the rest. "
-                    "Name a template under chat_template that writes each turn by itself."
+                    f"{where}: the chat template renders the first {number} turns differently when more follow "
+                    f"(...{whole[max(same - 20, 0) : same + 20]!r}), so that answers cannot be told apart from the "
+                    "rest. Set chat_template to a template that renders each turn by itself."
                 )
         return len(before), len(after)
 
     def _places(
         self, where: str, turns: list[Turn], learned: list[int], whole: str, starts: list[int]
     ) -> list[tuple[int, int]] | None:
-        """`_place` of all of these turns, by where a causal template begins to write each; None where it must be asked.
+        """`_place` of all these turns, from where a causal template begins to render each; None if that is not enough.
 
-        What it writes after its last turn is the same after any: that after the first answer is looked for in all
-        other places.
+        Whatever the template renders around the first answer must stand around every other answer too.
         """
         first, ends = learned[0], [*starts[1:], len(whole)]
-        if len(learned) == 1:  # two renderings, either way
+        if len(learned) == 1:  # two renderings are needed either way
             return None
         before = self._render(where, turns[:first], answer_follows=True)
         after = self._render(where, turns[: first + 1], answer_follows=False)
@@ -227,11 +226,11 @@ class Renderer:
 
     @contextlib.contextmanager
     def _template_of(self, where: str) -> Iterator[ChatTemplate]:
-        """The template; what is wrong with it, or what it refuses, is said of the line."""
+        """The template; problems with it and refusals by it are reported for the line."""
         try:
             if self._config.tokenizer_type == "sentencepiece":
                 raise UserError(
-                    "tokenizer_type=sentencepiece does not know the special tokens that a chat template writes. "
+                    "tokenizer_type=sentencepiece does not know the special tokens of chat templates. "
                     "Save the tokenizer as a tokenizer.json, or give texts."
                 )
             if self._template is None:
@@ -250,7 +249,7 @@ def _plain(where: str, prompt: str, answer: str, key: str) -> Rendered:
 
 
 def _turns(where: str, key: str, value: object) -> list[Turn]:
-    """The turns of a list, each with its role and its content alone."""
+    """The turns of a list, reduced to role and content."""
     if not isinstance(value, list) or not value:
         raise UserError(f'{where}: "{key}" is not a list of turns, {{"role": ..., "content": ...}}.')
     turns = []
@@ -264,7 +263,7 @@ def _turns(where: str, key: str, value: object) -> list[Turn]:
         if turn.get("tool_calls"):
             raise UserError(f"{named} has tool_calls, which are not learned.")
         if not isinstance(content, str):
-            raise UserError(f"{named} has no text as its content.")
+            raise UserError(f"{named} has content that is not text.")
         check_unicode(named, "content", content)
         if role == "assistant" and not content.strip():
             raise UserError(f"{named} is empty: there is no answer to learn from.")
@@ -273,20 +272,20 @@ def _turns(where: str, key: str, value: object) -> list[Turn]:
 
 
 def _check_order(where: str, turns: list[Turn]) -> None:
-    """After at most one system turn, user and assistant take turns."""
+    """Refuses turns that do not alternate between user and assistant after at most one system turn."""
     roles = [turn["role"] for turn in turns]
     first = 1 if roles[:1] == ["system"] else 0
     for at in range(first, len(roles)):
         expected = ("user", "assistant")[(at - first) % 2]
         if roles[at] != expected:
             raise UserError(
-                f"{where}: turn {at + 1} of the conversation is the {roles[at]}'s, where the {expected}'s is due: "
+                f"{where}: turn {at + 1} of the conversation is the {roles[at]}'s, but the {expected}'s is due: "
                 "after at most one system turn, user and assistant take turns."
             )
 
 
 def _shared(chosen: list[Turn], rejected: list[Turn]) -> int:
-    """Turns that both begin with."""
+    """Number of turns that both begin with."""
     shared = 0
     for one, other in zip(chosen, rejected, strict=False):
         if one != other:

@@ -1,9 +1,9 @@
-"""Texts as a stream of token ids; and where a long one may be cut so that the tokens of its pieces are its own.
+"""Texts as a stream of token ids; and places where a long text may be cut without changing its tokens.
 
-A tokenizer that splits a text into words by one of the known patterns, and merges bytes within each word alone, ends a
-word before a single space between two letters: no alternative of the patterns goes from a letter on into a space, and
-none but `\\s+(?!\\S)`, which stands before white space, looks further than it matches. So both sides of such a place
-are tokenized as they are within the whole. Of any other tokenizer nothing is assumed, and nothing is cut.
+A tokenizer that splits a text into words by one of the known patterns, and merges bytes within words only, ends a word
+before a single space between two letters: no alternative of the patterns continues from a letter into a space, and only
+`\\s+(?!\\S)`, which precedes white space, looks beyond its match. So the text on either side of such a space is
+tokenized as it is within the whole. Texts are not cut for any other tokenizer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LETTERS_AROUND_A_SPACE = re.compile(r"(?<=[A-Za-z]) (?=[A-Za-z])")
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 WORD_PATTERN = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}{_REST}"
-"""How cl100k and Llama 3 split a text into words."""
+"""The pattern by which cl100k and Llama 3 split a text into words."""
 _PATTERNS = (
     WORD_PATTERN,
     rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{_REST}",  # Qwen 2 and 3
@@ -30,7 +30,7 @@ _PATTERNS = (
 
 
 def may_cut(stated: dict[str, Any]) -> bool:
-    """Whether a `tokenizer.json` states a tokenizer of which the module's claim holds."""
+    """Whether a `tokenizer.json` describes a tokenizer to which the module's argument applies."""
     model, words = stated.get("model") or {}, stated.get("pre_tokenizer") or {}
     normalizer = (stated.get("normalizer") or {}).get("type", "NFC")  # a space and a letter compose with nothing
     steps = words.get("pretokenizers", []) if words.get("type") == "Sequence" else [words]
@@ -60,7 +60,7 @@ def _ends_words_before_spaces(step: dict[str, Any]) -> bool:
 
 
 def pieces(text: str, most: int) -> list[str]:
-    """The text, cut at the first place after each `most` characters of it where that changes no token."""
+    """The text, cut after at least `most` characters each time, at the first place that changes no token."""
     found, start = [], 0
     while place := _LETTERS_AROUND_A_SPACE.search(text, start + most):
         found.append(text[start : place.start()])
@@ -69,7 +69,7 @@ def pieces(text: str, most: int) -> list[str]:
 
 
 def tokenized(tokenizer: Tokenizer, texts: list[str], dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """(token ids of the texts, each text that has any followed by end-of-text; tokens of each text and one)."""
+    """(token ids of the texts, each nonempty one followed by end-of-text; tokens of each, end-of-text included)."""
     encoded = _encoded(tokenizer, texts)
     counts = np.array([len(ids) + 1 for ids in encoded], np.int64)
     stops = np.cumsum(np.where(counts > 1, counts, 0))
@@ -80,7 +80,7 @@ def tokenized(tokenizer: Tokenizer, texts: list[str], dtype: np.dtype) -> tuple[
 
 
 def _encoded(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
-    """The token ids of each text; of a long one, its pieces' joined."""
+    """The token ids of each text; a long text is encoded in pieces."""
     pieces = [tokenizer.pieces(text, _CHARACTERS_OF_A_PIECE) for text in texts]
     if all(len(of_text) == 1 for of_text in pieces):
         return tokenizer.encode_documents(texts)

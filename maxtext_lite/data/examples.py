@@ -1,4 +1,4 @@
-"""What all sources of examples or prompts share: how many are held out, and which ids there are."""
+"""Held-out counts and valid ids, for all sources of examples or prompts."""
 
 import fractions
 
@@ -6,17 +6,17 @@ from maxtext_lite.config import UserError
 
 
 def num_held_out(eval_fraction: float, count: int, what: str, *, more: str = "data, a smaller") -> int:
-    """The last floor(eval_fraction x count) examples, at least one; 0 where the fraction is.
+    """Examples to hold out: floor(eval_fraction x count), but at least one; 0 if the fraction is 0.
 
     Args:
-      what: is counted, for messages.
-      more: what to use more of, and else.
+      what: what is counted, for messages.
+      more: what there should be more of or fewer of, for messages.
     Raises:
       UserError: nothing is left to train on.
     """
     if eval_fraction == 0:
         return 0
-    # The fraction as it was written: 0.29 of 100 is 29, where binary floating point says 28.
+    # In decimal, as it was written: 0.29 of 100 is 29, where binary floating point gives 28.
     held_out = max(1, int(fractions.Fraction(repr(float(eval_fraction))) * count))
     if held_out >= count:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Rows that a run leaves out: a list of them in JSON lines, and which of its examples they are. Imports no jax."""
+"""Rows that a run leaves out: their list in JSON lines, and the ids of their examples. Imports no jax."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,16 +13,16 @@ from maxtext_lite.data.sources import ExampleSource
 
 
 class ExcludedRow(BaseModel):
-    """A row that is left out from some place of a run on, in every epoch: its slot of the step is empty.
+    """A row left out of a run from some position on, in every epoch: its slot of the step is empty.
 
     Attributes:
       row: its number in its source.
-      source: the source's name in a mixture; "" without one.
-      data: the source's fingerprint; "": it is found by its name.
-      from_example: the place of the run; 0: its beginning.
-      spike: which of the times that the run went back found it, from 1 on; 0: somebody wrote it down.
-      step: whose loss left its band.
-      loss, grad_norm: its own, as of `training.row_losses`; None: no number.
+      source: name of the source in a mixture; "" without one.
+      data: fingerprint of the source; "": the name identifies it.
+      from_example: the position in the run; 0: its beginning.
+      spike: number, from 1, of the loss spike that found it; 0: a person listed it.
+      step: the step whose loss left its band.
+      loss, grad_norm: of the row, see `training.row_losses`; None: not finite.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -41,9 +41,9 @@ def read_excluded(path: Path, where: str = "") -> list[ExcludedRow]:
     """The rows of a file.
 
     Args:
-      where: what a message begins with; "": the file may be missing, which says as much as an empty one.
+      where: the beginning of messages; "": the file may be missing, which counts as empty.
     Raises:
-      UserError: it cannot be read, or a line is no row.
+      UserError: it cannot be read, or a line is not a row.
     """
     try:
         with storage_errors(path):
@@ -69,12 +69,12 @@ def excluded_text(rows: Iterable[ExcludedRow]) -> str:
 
 
 def excluded_ids(source: ExampleSource, rows: Sequence[ExcludedRow], key: str = "") -> Mapping[int, int]:
-    """The ids of rows in a source, each with the place of the run from which on it is left out.
+    """The ids of rows in a source, each with the position of the run from which it is left out.
 
     Args:
-      key: names the file that they are from, all of which must be there; "": those of other sources say nothing.
+      key: the key that names their file, if all of them must be found; "": rows of other sources are ignored.
     Raises:
-      UserError: one is not.
+      UserError: a row that must be found is not.
     """
     first, ids, found = 0, dict[int, int](), set[ExcludedRow]()
     for name, each in named_sources(source).items():
@@ -91,7 +91,7 @@ def excluded_ids(source: ExampleSource, rows: Sequence[ExcludedRow], key: str = 
 
 
 def left_out(ids: np.ndarray, first: int, excluded: Mapping[int, int]) -> list[int]:
-    """Those of the ids at the positions from `first` on that are left out there, by `excluded_ids`."""
+    """The ids, at positions `first` and on, that `excluded_ids` leaves out there."""
     if not excluded:
         return []
     return [row for place, row in enumerate(ids.tolist(), first) if place >= excluded.get(row, place + 1)]

@@ -1,9 +1,9 @@
 """From example sources to batches on the devices.
 
-Which examples a step consumes follows from the plan and the number of examples seen (`order`); which of their rows this
-process reads follows from the layout (`layout`), in one load a step or in several; Grain reads ahead, in threads or
-processes; and the next batch is transferred while the current step runs. Everything up to the transfer is numpy, so
-that reading can happen in worker processes.
+The plan and the number of examples seen decide which examples a step consumes (`order`); the layout decides which of
+their rows this process reads (`layout`), in one or several loads per step. Grain reads ahead, in threads or processes,
+and the next batch is transferred while the current step runs. Everything before the transfer is numpy, so that worker
+processes can read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import absl.flags
 import grain
@@ -36,14 +36,14 @@ from maxtext_lite.data.packing import field_dtype
 from maxtext_lite.data.sources import ExampleSource
 
 _READ_AHEAD_THREADS = 2
-_READ_AHEAD_STEPS = 4  # of each reading process; host memory: this many steps of this host's rows, 20 bytes a token
+_READ_AHEAD_STEPS = 4  # per reading process; host memory: the host's rows of this many steps, 20 bytes per token
 
-_BATCHES_KNOWN = 2  # read on the host beyond the one that is handed out: hosts agree to stop one step late
+_BATCHES_KNOWN = 2  # read on the host beyond the one handed out, because hosts agree to stop one step late
 
-_MOST_READS = 2**62  # what is read in one load is an item of a sequence, and Python's end below 2**63
+_MOST_READS = 2**62  # each load is an item of a sequence, and a Python sequence has fewer than 2**63 items
 
-# Bytes from which Grain hands an array over in shared memory: never. It was no faster than a pipe (27 against 26
-# milliseconds for 64 x 4096 tokens), leaves segments behind, and a container's /dev/shm is often only 64 MB.
+# Bytes from which Grain passes an array in shared memory: never. It was no faster than a pipe (27 against 26
+# milliseconds for 64 x 4096 tokens), leaves segments behind, and the /dev/shm of a container often has only 64 MB.
 _NO_SHARED_MEMORY = 2**62
 
 
@@ -52,17 +52,18 @@ class DeviceBatch:
     """One step's examples.
 
     Attributes:
-      arrays: the source's fields; global arrays [A, B, T] for training, [B, T] for evaluation, B counting row slots,
-        which are all 0 where empty, and T being the source's `num_tokens`.
+      arrays: the source's fields; global arrays [A, B, T] for training, [B, T] for evaluation. B counts row slots, and
+        empty slots are all 0; T is the source's `num_tokens`.
       example_ids: int64 [num_examples], of the whole step over all hosts. Example j of a training step is in
-        micro-batch j % M, slot j // M, where M is `num_micro_batches`; not on a host that reads none of dealt rows.
+        micro-batch j % M, slot j // M, where M is `num_micro_batches`; a host that does not read knows only the order
+        before balancing.
       num_examples: examples of the whole step, without empty slots.
-      num_micro_batches: those in use, the first of the A; 1 for evaluation.
+      num_micro_batches: the first micro-batches of A that are in use; 1 for evaluation.
       data_seconds: how long the consumer waited for this batch.
       problem: why this host cannot read one of the next `_BATCHES_KNOWN` batches, for which `next` will raise it; None
-        where it can. So hosts have the time to end together before that batch. An evaluation's batches say it of
-        themselves and those before them too: they are handed out, without the rows.
-      attention_imbalance: see `Balance.dealt`; None where it is not known.
+        if it can. So hosts have time to stop together before that batch. Evaluation batches also report it for
+        themselves and earlier batches; they are handed out without the rows.
+      attention_imbalance: see `Balance.dealt`; None if unknown.
     """
 
     arrays: dict[str, jax.Array]
@@ -89,23 +90,23 @@ def training_batches(
     """The batches of the `num_steps` steps that follow the first `examples_seen` examples of a run.
 
     Args:
-      sharding: of [A, B, T].
+      sharding: sharding of [A, B, T].
       seed: data_shuffle_seed.
       worker_count: processes that read ahead; 0: threads of this process.
-      balance: deals a step's rows to shards; None: they stay in the order of the run.
-      excluded: ids of examples whose slots are empty from these positions of the run on.
+      balance: assigns a step's rows to shards; None: rows stay in the order of the run.
+      excluded: ids of examples whose slots are empty, each with the position of the run from which this holds.
     Returns:
-      An iterator of DeviceBatch [A, B, T]; close it, or use it as a context manager. B is the stage's; A is the
-      target's, of which a stage that ramps up the accumulation has fewer in use.
+      An iterator of DeviceBatch [A, B, T]; close it, or use it as a context manager. B is the stage's, A the target's;
+      a stage that ramps up the accumulation uses only the first of the A micro-batches.
     """
     segments: list[_Segment] = []
-    num_steps = min(num_steps, _MOST_READS // plan.loads_per_step)  # no machine takes as many
+    num_steps = min(num_steps, _MOST_READS // plan.loads_per_step)  # no run has that many
     host = jax.process_index()
-    balance = balance if balance and (balance.is_on or host == 0) else None  # the first host says how even they are
+    balance = balance if balance and (balance.is_on or host == 0) else None  # if off, host 0 measures the imbalance
     while num_steps > 0 or not segments:
         stage = plan.stage_at(examples_seen)
         step_examples = plan.step_examples(examples_seen)
-        # A stage ends with the step that reaches its end, wherever in it a resumed run starts.
+        # A stage ends with the step that reaches its end, wherever a resumed run starts within it.
         steps = num_steps
         if stage.samples is not None:
             left = stage.samples_before + stage.samples - examples_seen
@@ -139,10 +140,10 @@ def training_batches(
 def evaluation_batches(
     source: ExampleSource, plan: BatchPlan, *, sharding: NamedSharding, eval_steps: int
 ) -> BatchIterator:
-    """Every example of the source once, in order; the last batch is filled up with empty slots.
+    """Every example of the source once, in order; the last batch is padded with empty slots.
 
     Args:
-      sharding: of [B, T].
+      sharding: sharding of [B, T].
       eval_steps: stop after this many batches; -1: after the last example.
     Returns:
       An iterator of DeviceBatch [B, T]; close it, or use it as a context manager.
@@ -167,11 +168,11 @@ class HostRows(NamedTuple):
 
     Attributes:
       example_ids: of the whole step or evaluation batch, over all hosts and loads.
-      cells: where this load's rows belong: micro-batch (0 for evaluation) and position among the host's slots; int64
+      cells: where the rows of this load belong: micro-batch (0 for evaluation) and index among the host's slots; int64
         [2, n].
       rows: the fields of `packing.build_row`, [n, T].
-      problem: why they are not all there.
-      attention_imbalance: as of DeviceBatch.
+      problem: why rows are missing.
+      attention_imbalance: as in DeviceBatch.
     """
 
     example_ids: np.ndarray
@@ -183,18 +184,18 @@ class HostRows(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TrainingReads:
-    """What one host reads in each load of one batch size: a picklable sequence, a pure function of the step.
+    """The loads of one host for steps of one batch size: a picklable sequence, a pure function of the step.
 
-    The host's examples of a step are divided among its loads in order, in numbers that differ by one at most.
+    The host's examples of a step are divided among its loads in order, in numbers that differ by at most one.
 
     Attributes:
-      host_slots: the row slots, of every micro-batch, that this host fills; int64, increasing.
+      host_slots: row slots of every micro-batch that this host fills; int64, increasing.
       first_example: position in the run of the first step's first example.
-      step_examples: examples of a step over all hosts; each in turn goes to the next micro-batch.
-      loads_per_step: loads that feed one step.
-      micro_batches: those in use.
+      step_examples: examples of a step over all hosts; consecutive ones go to consecutive micro-batches.
+      loads_per_step: loads that make up one step.
+      micro_batches: micro-batches in use.
       seed: data_shuffle_seed.
-      balance, excluded: as of `training_batches`.
+      balance, excluded: as in `training_batches`.
     """
 
     source: ExampleSource
@@ -218,7 +219,7 @@ class TrainingReads:
         excluded = left_out(ids, first, self.excluded or {})
         if self.balance:
             ids, imbalance = self.balance.dealt(self.source, ids, self.micro_batches)
-        # Example j is in micro-batch j % A, slot j // A: undealt, a device holds the same examples with any other A.
+        # Example j is in micro-batch j % A, slot j // A: without balancing, a device has the same examples for every A.
         slots, micro_batches = np.divmod(np.arange(self.step_examples), self.micro_batches)
         own = np.array_split(np.flatnonzero(np.isin(slots, self.host_slots)), self.loads_per_step)[load]
         own = own[~np.isin(ids[own], excluded)]  # their slots stay empty
@@ -228,7 +229,7 @@ class TrainingReads:
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationReads:
-    """What one host reads for each batch of an evaluation; attributes as of `TrainingReads`."""
+    """The batches of an evaluation as one host reads them; attributes as in `TrainingReads`."""
 
     source: ExampleSource
     host_slots: np.ndarray
@@ -250,7 +251,7 @@ class EvaluationReads:
 
 
 class _Segment(NamedTuple):
-    """Batches of one shape: what this host reads for them, and how its rows come to the devices."""
+    """Batches of one shape: what this host reads for them, and how its rows reach the devices."""
 
     reads: TrainingReads | EvaluationReads
     layout: RowLayout
@@ -258,25 +259,38 @@ class _Segment(NamedTuple):
     num_micro_batches: int
 
 
-class BatchIterator(Iterator[DeviceBatch]):
-    """Transfers one batch ahead of the one that `next` returned, and reads two more.
+class _HostBatch(NamedTuple):
+    """One batch as this host has read it.
 
-    Reading starts when the iterator is made, so that it overlaps compilation.
+    Attributes:
+      fields: this host's rows: numpy arrays, and once transferred the arrays of `RowLayout.to_devices`.
+    """
+
+    example_ids: np.ndarray
+    attention_imbalance: float | None
+    fields: dict[str, Any]
+    segment: _Segment
+
+
+class BatchIterator(Iterator[DeviceBatch]):
+    """Keeps one batch transferred ahead of the one that `next` returned, and two more read.
+
+    Reading starts with the iterator, so that it overlaps compilation.
     """
 
     def __init__(self, segments: Sequence[_Segment], *, worker_count: int) -> None:
-        # Counted off one by one: a list would have an entry for each step of the run.
+        # A generator, because a list would have an entry for each step of the run.
         self._segments = (segment for segment in segments for _ in range(len(segment.reads) // segment.loads_per_batch))
         self._reader = read_ahead([segment.reads for segment in segments], worker_count)
         self._read: collections.deque[_HostBatch | Exception] = collections.deque()
         self._all_read = False
         self._unread: str | None = None
-        # One thread: it reads and transfers in order, and the transfer of the next batch overlaps the current step.
+        # A single thread reads and transfers in order, and overlaps the transfer with the current step.
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="next-batch")
         self._ahead = self._thread.submit(self._load)
 
     def __next__(self) -> DeviceBatch:
-        """The next batch. Raises what reading it raised. Where rows change hosts, all hosts call it alike."""
+        """The next batch. Raises what reading it raised. Where rows change hosts, all hosts must call it together."""
         if self._ahead is None:
             raise StopIteration
         started = time.perf_counter()
@@ -286,13 +300,14 @@ class BatchIterator(Iterator[DeviceBatch]):
         if loaded is None:
             raise StopIteration
         self._ahead = self._thread.submit(self._load)
-        ((ids, imbalance), arrays, segment), problem = loaded
-        # Here and not in the thread: hosts must begin what they do together in one order.
-        arrays = segment.layout.hand_out(arrays)
-        return DeviceBatch(arrays, ids, len(ids), segment.num_micro_batches, data_seconds, problem, imbalance)
+        batch, problem = loaded
+        ids, layout = batch.example_ids, batch.segment.layout
+        # Not in the thread: all hosts must begin their collective operations in the same order.
+        arrays, count = layout.hand_out(batch.fields), batch.segment.num_micro_batches
+        return DeviceBatch(arrays, ids, len(ids), count, data_seconds, problem, batch.attention_imbalance)
 
     def first_problem(self) -> str | None:
-        """Why this host cannot read one of the first batches, for which it waits; None where it can."""
+        """Waits for the first batches; returns why this host cannot read one of them, or None."""
         try:
             loaded = self._ahead and self._ahead.result()
         except UserError as error:
@@ -300,7 +315,7 @@ class BatchIterator(Iterator[DeviceBatch]):
         return loaded and loaded[1]
 
     def close(self) -> None:
-        """Stops threads and worker processes; `next` raises StopIteration from here on."""
+        """Stops threads and worker processes; from now on `next` raises StopIteration."""
         self._ahead = None
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._reader.close()
@@ -311,11 +326,11 @@ class BatchIterator(Iterator[DeviceBatch]):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _load(self) -> tuple[_Loaded, str | None] | None:
+    def _load(self) -> tuple[_HostBatch, str | None] | None:
         while len(self._read) <= _BATCHES_KNOWN and not self._all_read:
             try:
                 batch = self._next_read()
-            except Exception as error:  # noqa: BLE001 whatever it is: raised where the batch is due
+            except Exception as error:  # noqa: BLE001 of any kind; it is raised when the batch is due
                 batch, self._all_read = error, True
             if batch is None:
                 self._all_read = True
@@ -326,9 +341,9 @@ class BatchIterator(Iterator[DeviceBatch]):
         batch = self._read.popleft()
         if isinstance(batch, Exception):
             raise batch
-        which, fields, segment = batch
         problem = next((str(later) for later in self._read if isinstance(later, UserError)), self._unread)
-        return (which, segment.layout.to_devices(jax.process_index(), fields), segment), problem
+        fields = batch.segment.layout.to_devices(jax.process_index(), batch.fields)
+        return batch._replace(fields=fields), problem
 
     def _next_read(self) -> _HostBatch | None:
         segment = next(self._segments, None)
@@ -343,19 +358,13 @@ class BatchIterator(Iterator[DeviceBatch]):
             self._unread = self._unread or problem
             for name, values in rows.items():
                 fields[name][(micro_batches, places) if outer else places] = values
-        return (ids, imbalance), fields, segment
-
-
-_HostBatch = tuple[tuple[np.ndarray, float | None], dict[str, np.ndarray], _Segment]
-"""A batch's example ids and imbalance, this host's rows of it, and the segment that it is of."""
-_Loaded = tuple[tuple[np.ndarray, float | None], dict[str, jax.Array], _Segment]
-"""The same with arrays as `RowLayout.to_devices` gives them."""
+        return _HostBatch(ids, imbalance, fields, segment)
 
 
 def _read_rows(
     source: ExampleSource, ids: np.ndarray, own: np.ndarray, cells: np.ndarray, host_slots: np.ndarray
 ) -> HostRows:
-    """The examples `ids[own]`, which belong in these micro-batches and slots [2, n], all of them this host's."""
+    """The examples `ids[own]`, whose micro-batches and slots are `cells` [2, n], all of them this host's."""
     rows = {name: np.zeros((len(own), source.num_tokens), field_dtype(name)) for name in source.fields}
     for row, example_id in enumerate(ids[own]):
         for name, values in source[int(example_id)].items():
@@ -364,13 +373,13 @@ def _read_rows(
 
 
 def read_ahead(reads: Sequence[TrainingReads | EvaluationReads], worker_count: int) -> grain.DatasetIterator[HostRows]:
-    """What is read in each load, in order, by threads (worker_count=0) or processes; close it."""
+    """All loads in order, read ahead by threads (worker_count=0) or processes; close it."""
     dataset = grain.MapDataset.concatenate([grain.MapDataset.source(part) for part in reads])
     if worker_count == 0:
         threads = grain.ReadOptions(num_threads=_READ_AHEAD_THREADS, prefetch_buffer_size=_READ_AHEAD_STEPS)
         return iter(dataset.to_iter_dataset(threads))
     if not absl.flags.FLAGS.is_parsed():
-        # Grain reads its settings from absl flags, which nobody parses here: their defaults hold.
+        # Grain reads its settings from absl flags. Nobody parses them here, so their defaults apply.
         absl.flags.FLAGS.mark_as_parsed()
     ahead = grain.experimental.WithOptionsIterDataset(
         dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)),
@@ -383,9 +392,9 @@ def read_ahead(reads: Sequence[TrainingReads | EvaluationReads], worker_count: i
 def _start_worker(worker_index: int, worker_count: int) -> None:
     """Makes a reading process end with its parent, and only then.
 
-    Ctrl-C reaches every process of the terminal, and some schedulers send SIGTERM to every process of a job; what
-    happens then is for the training loop to decide, which saves first. And a parent that is killed cannot stop its
-    workers, which would stay for ever.
+    Ctrl-C reaches every process of the terminal, and some schedulers send SIGTERM to every process of a job; only the
+    training loop decides what then happens, because it saves first. And a killed parent cannot stop its workers, which
+    would otherwise run forever.
     """
     del worker_index, worker_count
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Prepared datasets in buckets: what of them is fetched into the cache, once, and checked against the manifest."""
+"""Prepared datasets in buckets: fetched into the cache once, and checked against the manifest."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _FETCHED_AT_ONCE = 8
 
 
 def find_prepared(key: str, path: str | Path) -> tuple[Path, Path | None]:
-    """(where the manifest and the documents of a prepared dataset are, where its shards are if elsewhere).
+    """(where a prepared dataset's manifest and documents are, where its shards are if elsewhere).
 
-    Of a dataset in a bucket the former are fetched into the cache, and so are the shards, unless it is on gs, where
-    ArrayRecord reads them in place. Processes that come meanwhile wait. What is not whole is fetched again.
+    The manifest and documents of a dataset in a bucket are fetched into the cache. So are its shards, except from gs,
+    where ArrayRecord reads them in place. Other processes wait meanwhile. Incomplete files are fetched again.
 
     Args:
       key: what messages call the path.
     Raises:
-      UserError: something of it is missing, cannot be read or is not what the manifest says; names it.
+      UserError: a file is missing, unreadable or not what the manifest says; names it.
     """
     if not is_bucket(path):
         return user_path(str(path)), None
@@ -47,7 +47,7 @@ def find_prepared(key: str, path: str | Path) -> tuple[Path, Path | None]:
     content, where = remote.read(MANIFEST_FILE), f"{remote.url}/{MANIFEST_FILE}"
     manifest = manifest_of(where, json_object(where, content, wanted="a manifest of prepare"))
     entry = cache_directory("buckets") / hashlib.sha256(content).hexdigest()[:32]
-    in_place = bucket_scheme(path) == "gs"  # ArrayRecord knows no other
+    in_place = bucket_scheme(path) == "gs"  # the only scheme that ArrayRecord reads
     with writing(entry), alone(entry):
         entry.mkdir(exist_ok=True)
         if in_place:
@@ -58,7 +58,7 @@ def find_prepared(key: str, path: str | Path) -> tuple[Path, Path | None]:
 
 
 def _check_in_place(remote: BucketDirectory, manifest: Manifest, entry: Path) -> None:
-    """Refuses shards that the manifest was not written for, by their sizes and, where they have changed, their ends."""
+    """Refuses shards that the manifest does not describe, by their sizes and, unless checked before, their ends."""
     listed = remote.listed()
     _check_sizes(remote, listed, manifest.shards)
     checked = entry / f"checked-{hashlib.sha256(json.dumps([remote.url, listed]).encode()).hexdigest()[:32]}"
@@ -79,13 +79,13 @@ def _check_in_place(remote: BucketDirectory, manifest: Manifest, entry: Path) ->
 def _check_sizes(remote: BucketDirectory, listed: dict[str, tuple[int, str]], shards: tuple[Shard, ...]) -> None:
     for shard in shards:
         if shard.file not in listed:
-            raise UserError(f"{remote.url}/{shard.file} is not there; {MANIFEST_FILE} names it.")
+            raise UserError(f"{remote.url}/{shard.file} is not there; {MANIFEST_FILE} lists it.")
         if shard.bytes not in (0, size := listed[shard.file][0]):
             raise UserError(f"{remote.url}/{shard.file} has {size:,} bytes; {MANIFEST_FILE} says {shard.bytes:,}.")
 
 
 def _fetch(remote: BucketDirectory, manifest: Manifest, entry: Path, shards: tuple[Shard, ...]) -> None:
-    """Fetches the documents and these shards, those that are not there and whole."""
+    """Fetches the documents and these shards, unless they are here and complete."""
     if _ends_of(entry / DOCUMENTS_FILE)[0] != 8 * (manifest.documents + 1):
         _fetch_file(remote, DOCUMENTS_FILE, manifest.documents_sha256, entry)
     due = tuple(
@@ -120,7 +120,7 @@ def _ends_of(file: Path) -> tuple[int, str]:
 
 
 def _fetch_file(remote: BucketDirectory, name: str, sha256: str, entry: Path) -> None:
-    partial = entry / f"{name}{TEMPORARY}"  # nobody else writes it: the entry is locked
+    partial = entry / f"{name}{TEMPORARY}"  # no other writer: the entry is locked
     remote.fetch(name, partial)
     if sha256 not in ("", file_sha256(partial)):
         partial.unlink()

@@ -1,9 +1,9 @@
-"""Which host reads which rows of a batch, and how they come to the devices that compute with them.
+"""Which host reads which rows of a batch, and how they reach the devices that compute with them.
 
-Where the devices of each host hold row slots that no other host holds, every host reads the rows of its own devices,
-straight into the arrays that the step takes. Otherwise (only some hosts read, or a tensor, context or stage axis spans
-hosts) the hosts that read take equal shares of the rows into a load array, split over all devices of the mesh, and one
-jitted function hands the rows out. Hosts that do not read contribute slots that nothing is taken from.
+If the devices of each host have row slots that no other host has, every host reads the rows of its own devices straight
+into the arrays of the step. Otherwise (only some hosts read, or a tensor, context or stage axis spans hosts), the
+reading hosts take equal shares of the rows into a load array, which is split over all devices of the mesh, and one
+jitted function distributes the rows. Hosts that do not read contribute slots from which nothing is taken.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Index = tuple[slice, ...]
 
 @dataclasses.dataclass(frozen=True)
 class RowLayout:
-    """The rows of one batch shape, [A, B, T] or [B, T]: B row slots, of which the first `filled_slots` hold examples.
+    """The rows of one batch shape, [A, B, T] or [B, T]: B row slots, of which the first `filled_slots` have examples.
 
     Attributes:
-      sharding: of the arrays that a step takes.
-      slots_of_host: for each host, the row slots that it reads, of every micro-batch; increasing, and no slot twice.
-      load_positions: for each filled slot, its row in the load array; None where there is no load array.
+      sharding: sharding of a step's arrays.
+      slots_of_host: for each host, the row slots of every micro-batch that it reads; increasing and disjoint.
+      load_positions: for each filled slot, its row in the load array; None if there is no load array.
       load_rows: rows of the load array.
     """
 
@@ -48,26 +48,26 @@ class RowLayout:
 
     @property
     def load_sharding(self) -> NamedSharding:
-        """Of the load array: its rows are split over all devices, in the order of the mesh."""
+        """Sharding of the load array, whose rows are split over all devices in the order of the mesh."""
         return over_all_devices(_mesh(self.sharding), self.slot_dim)
 
     def to_devices(self, host: int, fields: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """This host's part of the global arrays, on its devices: those of the step, or load arrays for `hand_out`.
+        """This host's part of the global arrays, on its devices: the step's arrays, or load arrays for `hand_out`.
 
         Args:
-          fields: this host's rows, of `shape` but with the slots of `slots_of_host[host]` only.
+          fields: this host's rows, in the shape `shape` with only the slots `slots_of_host[host]`.
         """
         if self.load_positions is None:
             return {name: self._own_slots(rows, self.slots_of_host[host]) for name, rows in fields.items()}
         return {name: self._load_array(rows, host) for name, rows in fields.items()}
 
     def hand_out(self, loaded: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """The arrays that the step takes. All hosts call it, in the same order as their other work on devices."""
+        """The arrays of the step. All hosts call it, in the same order as their other device work."""
         if self.load_positions is None:
             return loaded
         handed_out = self._handing_out(loaded)
         if jax.default_backend() == "cpu":
-            # The devices of a CPU share threads: two programs with collectives under way could wait for each other.
+            # The devices of a CPU share threads: two programs with collectives could wait for each other.
             jax.block_until_ready(handed_out)
         return handed_out
 
@@ -81,7 +81,7 @@ class RowLayout:
 
         def part(index: Index | None) -> np.ndarray:
             assert index is not None
-            # The host's slots are increasing and contain every device's whole range, so the range stays one range.
+            # The host's slots are increasing and contain every device's whole range, so that range is contiguous here.
             start, stop, _ = index[dim].indices(self.shape[dim])
             first, last = np.searchsorted(host_slots, (start, stop))
             return rows[(*index[:dim], slice(first, last), *index[dim + 1 :])]
@@ -92,7 +92,7 @@ class RowLayout:
         assert self.load_positions is not None
         dim = self.slot_dim
         shape = (*self.shape[:dim], self.load_rows, *self.shape[dim + 1 :])
-        whole = np.zeros(shape, rows.dtype)  # of which only this host's rows are ever looked at
+        whole = np.zeros(shape, rows.dtype)  # only this host's rows are ever read
         slots = self.slots_of_host[host]
         whole[(*[slice(None)] * dim, self.load_positions[slots])] = rows
         return jax.make_array_from_callback(shape, self.load_sharding, lambda index: whole[index])
@@ -125,11 +125,11 @@ def row_layout(
     loading_hosts: Sequence[int],
     host_of: Callable[[Any], int] = lambda device: device.process_index,
 ) -> RowLayout:
-    """The layout of [A, B, T] or [B, T] arrays whose first `filled_slots` row slots hold examples.
+    """The layout of [A, B, T] or [B, T] arrays whose first `filled_slots` row slots have examples.
 
     Args:
-      loading_hosts: those that read.
-      host_of: number of the host that a device is attached to; as many devices to each.
+      loading_hosts: the hosts that read.
+      host_of: number of the host of a device; all hosts have equally many devices.
     """
     dim = len(shape) - 2
     indices = sharding.devices_indices_map(shape)
@@ -160,10 +160,10 @@ def _mesh(sharding: NamedSharding) -> Mesh:
 
 
 def slots_of(indices: Iterable[Index], *, slot_dim: int, num_slots: int) -> np.ndarray:
-    """The row slots that a set of devices holds, each once: int64, increasing.
+    """The row slots of a set of devices, each once: int64, increasing.
 
     Args:
-      indices: each device's part of the global array, as `Sharding.devices_indices_map` gives it.
+      indices: each device's part of the global array, as in `Sharding.devices_indices_map`.
       slot_dim: the dim of the array that counts row slots.
     """
     held = np.zeros(num_slots, bool)

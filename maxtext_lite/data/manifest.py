@@ -1,7 +1,8 @@
-"""What a prepared dataset consists of: the manifest that `prepare` writes and every reader opens first.
+"""The manifest of a prepared dataset, which `prepare` writes and every reader opens first.
 
-A prepared dataset is a directory: ArrayRecord shards, whose records are consecutive stretches of a stream of token ids,
-the places where documents start in the stream of all shards (`DOCUMENTS_FILE`), and `manifest.json`, written last.
+A prepared dataset is a directory. It contains ArrayRecord shards, whose records are consecutive stretches of a stream
+of token ids; the places where documents start in the stream of all shards (`DOCUMENTS_FILE`); and `manifest.json`,
+written last.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
+
+import pydantic
+from pydantic import AfterValidator, NonNegativeInt, PositiveInt, Strict
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import value_text
@@ -19,59 +23,73 @@ from maxtext_lite.config.json_file import read_object
 
 MANIFEST_FILE = "manifest.json"
 DOCUMENTS_FILE = "documents.i64"
-"""Where each document starts in the stream, then the stream's length: little-endian int64 [documents + 1]."""
+"""Where each document starts in the stream, then the length of the stream: little-endian int64 [documents + 1]."""
 TOKENS_PER_RECORD = 4096
-"""Of every record of a shard but its last: a row of 2,048 tokens lies in two records at most."""
+"""Size of every record of a shard except its last: a row of 2,048 tokens spans at most two records."""
 
 _FORMAT = 1
-_KINDS = {"str": str, "int": int}
 END_BYTES = 4096
-"""At either end of a shard, whose hash `Shard.ends` is."""
+"""Bytes at either end of a shard that `Shard.ends` covers."""
+
+_Text = Annotated[str, Strict()]
+_Count = Annotated[NonNegativeInt, Strict()]
 
 
-@dataclasses.dataclass(frozen=True)
+def _name_beside(name: str) -> str:
+    if Path(name).name != name or name in ("", "..") or "\0" in name:
+        raise ValueError(f"'{value_text(name)}' is not the name of a file beside it")
+    return name
+
+
+@pydantic.dataclasses.dataclass(frozen=True)
 class Shard:
     """One file of a prepared dataset.
 
     Attributes:
-      file: its name below the dataset's directory.
-      documents: documents that start in it; a document never goes on in another shard.
-      tokens: token ids, end-of-text tokens among them.
-      sha256: of the file's bytes.
+      file: its name within the dataset's directory.
+      documents: documents that start in it; no document continues in another shard.
+      tokens: token ids, including end-of-text.
+      sha256: hash of the file's bytes.
       content: SHA-256 of the lengths of its documents, int64, and then its token ids in the manifest's dtype, both
         little-endian: the same for the same text, however it is stored.
-      bytes: the file's size; 0: not stated.
-      ends: SHA-256 of the file's first and last 4,096 bytes, which tells files apart at once; "": not stated.
+      bytes: size of the file; 0: unknown.
+      ends: SHA-256 of the file's first and last 4,096 bytes, which quickly tells files apart; "": unknown.
     """
 
-    file: str
-    documents: int
-    tokens: int
-    sha256: str
-    content: str
-    bytes: int = 0
-    ends: str = ""
+    file: Annotated[_Text, AfterValidator(_name_beside)]
+    documents: _Count
+    tokens: _Count
+    sha256: _Text
+    content: _Text
+    bytes: _Count = 0
+    ends: _Text = ""
 
 
-@dataclasses.dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True)
 class Manifest:
     """A prepared dataset, without its tokens.
 
     Attributes:
       tokenizer: `Tokenizer.fingerprint`.
-      vocab_size: the tokenizer's; every token id is below it.
-      dtype: of the token ids in records: uint16 where the vocabulary has at most 65,536 entries, otherwise int32.
-      tokens_per_record: of all records of a shard but the last.
+      vocab_size: the tokenizer's; every token id is smaller.
+      dtype: dtype of the token ids in records: uint16 for a vocabulary of at most 65,536 entries, otherwise int32.
+      tokens_per_record: size of all records of a shard except the last.
       shards: in the order of the stream.
-      documents_sha256: of the bytes of `DOCUMENTS_FILE`; "": not stated.
+      documents_sha256: hash of the bytes of `DOCUMENTS_FILE`; "": unknown.
     """
 
-    tokenizer: str
-    vocab_size: int
-    dtype: str
-    tokens_per_record: int
+    tokenizer: _Text
+    vocab_size: _Count
+    dtype: _Text
+    tokens_per_record: Annotated[PositiveInt, Strict()]
     shards: tuple[Shard, ...]
-    documents_sha256: str = ""
+    documents_sha256: _Text = ""
+
+    @pydantic.model_validator(mode="after")
+    def _check_dtype(self) -> Self:
+        if self.dtype != token_dtype(self.vocab_size):
+            raise ValueError(f"dtype={value_text(self.dtype)} is wrong for vocab_size={self.vocab_size}")
+        return self
 
     @property
     def documents(self) -> int:
@@ -85,7 +103,7 @@ class Manifest:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for datasets of the same documents in the same order, tokenized alike, cut into the same shards."""
+        """Equal for the same documents in the same order, tokenized the same way and split into the same shards."""
         content = hashlib.sha256(f"{self.tokenizer}:{self.dtype}:".encode())
         for shard in self.shards:
             content.update(f"{shard.documents}:{shard.tokens}:{shard.content};".encode())
@@ -93,7 +111,7 @@ class Manifest:
 
 
 def stored_shard(directory: Path, file: str, *, documents: int, tokens: int, content: str) -> Shard:
-    """The entry of a shard that has been written, all of whose file is read."""
+    """The entry of a finished shard, whose whole file is read."""
     size, ends = size_and_ends(directory / file)
     return Shard(file, documents, tokens, file_sha256(directory / file), content, size, ends)
 
@@ -105,7 +123,7 @@ def file_sha256(file: Path) -> str:
 
 
 def size_and_ends(file: Path) -> tuple[int, str]:
-    """`Shard.bytes` and `Shard.ends` of a file, of which no more is read."""
+    """`Shard.bytes` and `Shard.ends` of a file, without reading the rest of it."""
     with file.open("rb") as opened:
         size = opened.seek(0, os.SEEK_END)
         opened.seek(0)
@@ -116,12 +134,12 @@ def size_and_ends(file: Path) -> tuple[int, str]:
 
 
 def token_dtype(vocab_size: int) -> str:
-    """The dtype of the ids of a vocabulary: half the bytes where it suffices."""
+    """The dtype for the ids of a vocabulary, of the fewest bytes."""
     return "uint16" if vocab_size <= 2**16 else "int32"
 
 
 def manifest_text(manifest: Manifest) -> str:
-    """The content of `manifest.json`; what follows from the rest stands there for readers."""
+    """The content of `manifest.json`, with derived figures for readers."""
     derived = {"documents": manifest.documents, "tokens": manifest.tokens, "fingerprint": manifest.fingerprint}
     return json.dumps({"format": _FORMAT} | derived | dataclasses.asdict(manifest), indent=1) + "\n"
 
@@ -130,51 +148,24 @@ def read_manifest(directory: Path) -> Manifest:
     """The manifest of a prepared dataset.
 
     Raises:
-      UserError: it is missing, damaged, or of a format that is not known.
+      UserError: it is missing, damaged, or of an unknown format.
     """
     path = directory / MANIFEST_FILE
     return manifest_of(path, read_object(path))
 
 
 def manifest_of(path: object, stated: dict[str, Any]) -> Manifest:
-    """`read_manifest` of the file's JSON; errors call it `path`."""
+    """The manifest in a file's JSON; errors call the file `path`."""
     if stated.get("format") != _FORMAT:
         raise UserError(f"{path}: format={stated.get('format')!r} is not known; this version reads format {_FORMAT}.")
     try:
-        manifest = _manifest(stated)
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path}: not a manifest of prepare ({error}).") from None
+        manifest = pydantic.TypeAdapter(Manifest).validate_python(stated)
+    except pydantic.ValidationError as error:
+        wrong = error.errors()[0]
+        what = ".".join(map(str, wrong["loc"])) or "its values"
+        raise UserError(f"{path}: not a manifest of prepare ({what}: {wrong['msg']}).") from None
     derived = {"documents": manifest.documents, "tokens": manifest.tokens, "fingerprint": manifest.fingerprint}
     for key, value in derived.items():
         if stated.get(key) != value:
             raise UserError(f"{path}: {key}={stated.get(key)!r} contradicts its shards, which make {value!r}.")
-    return manifest
-
-
-def _manifest(stated: dict[str, Any]) -> Manifest:
-    fields = dataclasses.fields(Shard)
-    not_stated = {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
-    shards = tuple(
-        Shard(**{field.name: (not_stated | shard)[field.name] for field in fields}) for shard in stated["shards"]
-    )
-    manifest = Manifest(
-        stated["tokenizer"],
-        stated["vocab_size"],
-        stated["dtype"],
-        stated["tokens_per_record"],
-        shards,
-        stated.get("documents_sha256", ""),
-    )
-    for part in (manifest, *shards):
-        for field in dataclasses.fields(part):
-            value, kind = getattr(part, field.name), _KINDS.get(str(field.type))
-            if kind and (type(value) is not kind or (kind is int and value < 0)):
-                raise ValueError(f"{field.name}={value_text(value)} is not {'text' if kind is str else 'a count'}")
-    for shard in shards:
-        if Path(shard.file).name != shard.file or shard.file in ("", "..") or "\0" in shard.file:
-            raise ValueError(f"'{value_text(shard.file)}' is not the name of a file beside it")
-    if manifest.dtype != token_dtype(manifest.vocab_size) or not manifest.tokens_per_record:
-        raise ValueError(
-            f"dtype={value_text(manifest.dtype)} or tokens_per_record={manifest.tokens_per_record} is wrong"
-        )
     return manifest

@@ -1,6 +1,6 @@
-"""Megatron's tokenized datasets, PREFIX.bin and PREFIX.idx, read in place: nothing of them is copied.
+"""Megatron's tokenized datasets, PREFIX.bin and PREFIX.idx, read in place without a copy.
 
-Made once, as `row_index` does: where documents start, and a hash of what they hold, for which all of them is read.
+Where documents start, and a hash of their content, are computed once, as in `row_index`; that reads everything.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _AT_A_TIME = 2**20
 
 @dataclasses.dataclass(frozen=True)
 class MegatronDocuments:
-    """The token ids of a Megatron dataset, memory-mapped, and where its documents start.
+    """The memory-mapped token ids of a Megatron dataset, and where its documents start.
 
     Attributes:
       stream: token ids of all documents.
-      document_starts: where each document that has a token starts, then the stream's length; int64.
-      content: SHA-256 of the documents' lengths and token ids, as they are stored.
+      document_starts: where each document with a token starts, then the length of the stream; int64.
+      content: SHA-256 of the documents' lengths and token ids as stored.
       empty_documents: documents without a token, which are left out.
       unended_documents: documents whose last token is not the tokenizer's end-of-text.
-      place: of indices.
+      place: place for indices.
     """
 
     stream: np.ndarray
@@ -52,9 +52,9 @@ def open_megatron(key: str, path: str, tokenizer: Tokenizer) -> MegatronDocument
 
     Args:
       key: what messages call the path.
-      path: of either file.
+      path: path of either file.
     Raises:
-      UserError: a file is missing, cut short or of another kind, or holds ids that the tokenizer lacks.
+      UserError: a file is missing, truncated or of another kind, or contains ids that the tokenizer lacks.
     """
     prefix = user_path(path)
     if prefix.suffix not in (".bin", ".idx"):
@@ -67,7 +67,7 @@ def open_megatron(key: str, path: str, tokenizer: Tokenizer) -> MegatronDocument
     if tokens.stat().st_size != due:
         raise UserError(f"{tokens} has {tokens.stat().st_size:,} bytes; {index} says {due:,}.")
     stream = map_array(tokens, dtype.str)
-    # Its files are taken to be the same while their sizes, ends and times are.
+    # The files count as unchanged as long as their sizes, ends and times are.
     known = [(*size_and_ends(file), file.stat().st_mtime_ns) for file in (tokens, index)]
     known_by = hashlib.sha256(json.dumps([known, tokenizer.end_of_text_id]).encode()).hexdigest()
     beside = prefix.with_suffix(".rows")
@@ -83,7 +83,7 @@ def open_megatron(key: str, path: str, tokenizer: Tokenizer) -> MegatronDocument
     about = read_object(made / ABOUT)
     if not 0 <= about["least_id"] <= about["largest_id"] < tokenizer.vocab_size:
         raise UserError(
-            f"{tokens} holds token ids from {about['least_id']} to {about['largest_id']}; those of the config's "
+            f"{tokens} contains token ids from {about['least_id']} to {about['largest_id']}; those of the config's "
             f"tokenizer are 0 to {tokenizer.vocab_size - 1}."
         )
     return MegatronDocuments(
@@ -97,7 +97,7 @@ def open_megatron(key: str, path: str, tokenizer: Tokenizer) -> MegatronDocument
 
 
 def _read_index(file: Path) -> tuple[np.dtype[Any], np.ndarray, np.ndarray, np.ndarray]:
-    """(dtype of the ids, ids of each sequence, where it starts in bytes, first sequence of each document and the end).
+    """(dtype of the ids, length of each sequence, its first byte, first sequence of each document and then the end).
 
     Source: Megatron-LM, megatron/core/datasets/indexed_dataset.py, `_IndexWriter`.
     """
@@ -105,7 +105,7 @@ def _read_index(file: Path) -> tuple[np.dtype[Any], np.ndarray, np.ndarray, np.n
         header = opened.read(_HEADER_BYTES)
     version, code = int.from_bytes(header[9:17], "little"), header[17] if len(header) == _HEADER_BYTES else 0
     if header[:9] != _MAGIC or version != 1 or code not in _DTYPES:
-        raise UserError(f"{file} is not an index of Megatron, version 1, of integers.")
+        raise UserError(f"{file} is not a version 1 Megatron index of integers.")
     sequences, documents = (int.from_bytes(header[at : at + 8], "little") for at in (18, 26))
     due, size = _HEADER_BYTES + 12 * sequences + 8 * documents, file.stat().st_size
     if size != due:
@@ -122,14 +122,14 @@ def _read_index(file: Path) -> tuple[np.dtype[Any], np.ndarray, np.ndarray, np.n
 def _document_starts(
     file: Path, dtype: np.dtype[Any], lengths: np.ndarray, pointers: np.ndarray, documents: np.ndarray
 ) -> np.ndarray:
-    """`MegatronDocuments.document_starts`, of files whose sequences and documents follow each other without a gap."""
+    """`MegatronDocuments.document_starts`; refuses sequences and documents with gaps between them."""
     ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
     follow = (
         len(documents) > 0 and documents[0] == 0 and documents[-1] == len(lengths) and (np.diff(documents) >= 0).all()
     )
     if not follow or (lengths < 0).any() or (pointers != ends[:-1] * dtype.itemsize).any():
         raise UserError(f"{file}: its documents do not follow each other in the .bin file.")
-    return np.unique(ends[documents]).astype("<i8")  # a document without a token starts where the next one does
+    return np.unique(ends[documents]).astype("<i8")  # a document without tokens starts where the next one does
 
 
 def _read_through(stream: np.ndarray, starts: np.ndarray, end_of_text_id: int) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""The rows of a run whose mixture may change: a closed form over the mixtures that it has had, and from where on each.
+"""The rows of a run whose mixture may change: a closed form over its mixtures and the positions at which they begin.
 
-That list and the number of examples seen are all that a run must remember: what each source has given, and where it
-goes on, follows.
+A run needs to remember nothing but that list and the number of examples seen; how far each source has been read
+follows.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from maxtext_lite.config import UserError
 from maxtext_lite.data.mixture_rule import MixtureRule, position_of, rule_of
 from maxtext_lite.data.order import FILE_ORDER
 
-_PLAIN = ""  # the name of a source of a checkpoint that did not say it
+_PLAIN = ""  # the name of the source in a checkpoint that did not record it
 _SALT_BYTES = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class SourcePart:
-    """A source's part in a mixture.
+    """The part of a source in a mixture.
 
     Attributes:
-      name: for people; a source is known by its fingerprint.
-      fingerprint: of its rows.
-      row_weight: exact, as "3/10"; of the rows of a mixture, those of this source are in proportion to it.
-      most_rows: that the source may give in the whole run; None: any number.
+      name: for people; the fingerprint identifies the source.
+      fingerprint: fingerprint of its rows.
+      row_weight: exact, as "3/10"; the rows of a mixture are divided among its sources in proportion to it.
+      most_rows: limit on the source's rows in the whole run; None: no limit.
     """
 
     name: str
@@ -41,11 +41,11 @@ class SourcePart:
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-    """What a run's rows are mixed of from one place on.
+    """The composition of a run's rows from one position on.
 
     Attributes:
-      examples_seen: by the run before the mixture's first row; `tokens_seen` its target tokens.
-      parts: in the order of their fingerprints, so that the order in which a config lists them does not matter.
+      examples_seen: examples of the run before the mixture's first row; `tokens_seen`: their target tokens.
+      parts: in the order of fingerprints, so that the order of sources in a config does not matter.
     """
 
     examples_seen: int
@@ -54,13 +54,13 @@ class Mixture:
 
     @classmethod
     def of(cls, entries: Mapping[str, Any]) -> Mixture:
-        """The mixture of a checkpoint's JSON."""
+        """The mixture in a checkpoint's JSON."""
         parts = tuple(SourcePart(**part) for part in entries["parts"])
         return cls(entries["examples_seen"], entries["tokens_seen"], parts)
 
     @property
     def meaning(self) -> list[tuple[str, Fraction, int | None]]:
-        """What the rows follow from; names and the weights' scale are no part of it."""
+        """Everything that the rows depend on: neither names nor the scale of the weights."""
         weights = [Fraction(part.row_weight) for part in self.parts]
         return [
             (part.fingerprint, weight / sum(weights), part.most_rows)
@@ -69,24 +69,24 @@ class Mixture:
 
 
 History = tuple[Mixture, ...]
-"""The mixtures of a run, the first from example 0 on."""
+"""The mixtures of a run, the first from example 0."""
 
 
 def history_of(parts: Sequence[SourcePart]) -> History:
-    """That of a run which begins with these parts."""
+    """The history of a run that begins with these parts."""
     return (Mixture(0, 0, tuple(sorted(parts, key=lambda part: part.fingerprint))),)
 
 
 def history_before_names(fingerprint: str) -> History:
-    """That of a run which had one source and did not record it."""
+    """The history of a run that had one source and did not record it."""
     return history_of([SourcePart(_PLAIN, fingerprint, "1", None)])
 
 
 def continued(history: History, parts: Sequence[SourcePart], *, examples_seen: int, tokens_seen: int) -> History:
-    """The history of a run that goes on with these parts after so many examples.
+    """The history of a run that continues with these parts after `examples_seen` examples.
 
     Raises:
-      UserError: a source has other rows than under this name before.
+      UserError: a source has the name of an earlier one but other rows.
     """
     now = dataclasses.replace(history_of(parts)[0], examples_seen=examples_seen, tokens_seen=tokens_seen)
     known = {part.fingerprint for mixture in history for part in mixture.parts}
@@ -107,18 +107,18 @@ def continued(history: History, parts: Sequence[SourcePart], *, examples_seen: i
 
 
 def as_json(history: History) -> list[dict[str, Any]]:
-    """A history as a checkpoint keeps it; `Mixture.of` reads its entries."""
+    """A history for a checkpoint; `Mixture.of` reads its entries."""
     return [dataclasses.asdict(mixture) for mixture in history]
 
 
 @dataclasses.dataclass(frozen=True)
 class Stretch:
-    """Rows that one rule mixes: from a mixture's first row, or from where a source was left out.
+    """Rows mixed by one rule: from the first row of a mixture, or from where a source was left out.
 
     Attributes:
-      first: position in the run of its first row; `stop` is that after its last, None: it has no end.
-      sources: fingerprints, in the rule's order.
-      given: rows that each has given before.
+      first: position in the run of the first row; `stop`: that after the last row, None: no end.
+      sources: fingerprints, in the order of the rule.
+      given: rows that each source gave before.
     """
 
     first: int
@@ -128,22 +128,22 @@ class Stretch:
     given: tuple[int, ...]
 
     def counts(self, examples_seen: int) -> dict[str, int]:
-        """Rows that each of its sources has given by a place in it or at its end."""
+        """Rows that each source has given up to a position within the stretch or at its end."""
         more = self.rule.counts(examples_seen - self.first)
         return {name: given + n for name, given, n in zip(self.sources, self.given, more, strict=True)}
 
 
 class RowStream:
-    """Which row each position of a run holds, as its history has it. Picklable, and never changed.
+    """The row at each position of a run, according to its history. Picklable and immutable.
 
-    A source that may give no further row is left out from where its turn comes; the others go on by their weights.
+    A source that has reached its limit is left out from its next turn on; the others continue by their weights.
 
     Attributes:
-      last: the mixture that the run has now.
-      stretches: in order, without gaps; the last one ends only where no source is left.
+      last: the current mixture of the run.
+      stretches: in order, without gaps; the last one ends only if no source is left.
       left_out: the sources that the last mixture leaves out, in order: fingerprints, and the positions in the run where
-        they would have given another row.
-      lone: the fingerprint of the source with which alone the run began; None: it began with several.
+        each would have given another row.
+      lone: the fingerprint of the source with which the run began alone; None: it began with several.
     """
 
     def __init__(self, history: History):
@@ -168,15 +168,15 @@ class RowStream:
 
     @property
     def end(self) -> int | None:
-        """The position at which no source has a row left; None: there is none."""
+        """The position from which no source has a row left; None: there is none."""
         return self.stretches[-1].stop
 
     def rows(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray, list[str]]:
-        """What is at the positions `first .. first + count - 1` of the run.
+        """The rows at positions `first .. first + count - 1` of the run.
 
         Returns:
-          The number of each row's source in the list of fingerprints that is returned too, and the row's position
-          within its source, which counts on through its epochs; int64 [count].
+          For each row the number of its source in the returned list of fingerprints, and its position within its
+          source, which counts on through epochs; int64 [count].
         """
         numbers, positions, names = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], dict[str, int]()
         for stretch in self.stretches:
@@ -193,7 +193,7 @@ class RowStream:
         return found, np.concatenate(positions), list(names)
 
     def given(self, examples_seen: int) -> dict[str, int]:
-        """Rows that each source has given in the run's first `examples_seen` rows."""
+        """Rows that each source has given among the first `examples_seen` rows of the run."""
         counts: dict[str, int] = {}
         for stretch in self.stretches:
             if stretch.first <= examples_seen:
@@ -202,13 +202,13 @@ class RowStream:
         return counts
 
     def seed(self, fingerprint: str, seed: int) -> int:
-        """The seed of a source's order, given data_shuffle_seed: that itself for the source that was alone at first."""
+        """The seed of a source's order: data_shuffle_seed itself for the source with which the run began alone."""
         if seed == FILE_ORDER or fingerprint == self.lone:
             return seed
         return int.from_bytes(hashlib.sha256(f"{seed}:{fingerprint}".encode()).digest()[:_SALT_BYTES], "big")
 
     def salt(self, fingerprint: str) -> int:
-        """What is added to a source's rows where they are hashed; 0 for the source that was alone at first."""
+        """An offset for hashing the rows of a source; 0 for the source with which the run began alone."""
         if fingerprint == self.lone:
             return 0
         return int.from_bytes(hashlib.sha256(fingerprint.encode()).digest()[:_SALT_BYTES], "big")
@@ -217,7 +217,7 @@ class RowStream:
 def _stretch(
     live: Sequence[SourcePart], start: int, end: int | None, given: Mapping[str, int]
 ) -> tuple[Stretch, SourcePart | None]:
-    """The rows from `start` that these sources give, and the one of them whose rows end it before `end`."""
+    """The rows from `start` that these sources give, and the source whose limit ends them before `end`, if any."""
     rule = rule_of([Fraction(part.row_weight) for part in live])
     before = tuple(given.get(part.fingerprint, 0) for part in live)
     ended: SourcePart | None = None

@@ -1,4 +1,4 @@
-"""What a run mixes: its history over restarts, where its sources end, and what it takes of each. Imports no jax."""
+"""The mixture of a run: its history over restarts, where its sources end, and their shares. Imports no jax."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def in_run(
     saved: Sequence[Mapping[str, Any]] = (),
     seen: tuple[int, int] = (0, 0),
 ) -> tuple[Any, list[dict[str, Any]]]:
-    """A source as a run reads it, and the history of the run's mixtures as JSON, which further checkpoints hold.
+    """A source as a run reads it, and the history of the run's mixtures as JSON for further checkpoints.
 
-    Of a run that never had another source it is the source itself; where data cannot be mixed, there is no history.
+    A run that never had another source reads the source itself. Data that cannot be mixed have no history.
 
     Args:
-      saved: the history of the checkpoint that the run goes on from.
-      seen: examples and target tokens that it has seen.
+      saved: the history in the checkpoint from which the run continues.
+      seen: examples and target tokens that the run has seen.
     Raises:
-      UserError: a source has other rows than under this name before.
+      UserError: a source has the name of an earlier one but other rows.
     """
     if config.dataset_type not in MIXABLE:
         return source, []
@@ -45,10 +45,10 @@ def in_run(
 
 
 def steps_left(config: DataConfig, plan: BatchPlan, source: Any, *, step: int, examples_seen: int) -> int:
-    """Steps that a run has left; where mixture_exhausted=stop, those that end before a source does.
+    """Steps that a run has left; with mixture_exhausted=stop, only those that end before a source does.
 
     Raises:
-      UserError: a source would pass its max_epochs, or none would be left.
+      UserError: a source would exceed its max_epochs, or no source would be left.
     """
     left = plan.steps_left(step, examples_seen)
     ends = plan.examples_after(left, examples_seen)
@@ -74,7 +74,7 @@ def steps_left(config: DataConfig, plan: BatchPlan, source: Any, *, step: int, e
 
 
 def _ended(source: Any, end: int) -> dict[str, int]:
-    """The sources that have no row to give where their turn comes, before a run's end: names, and where that is."""
+    """The sources that reach their limit before a run's end: names, and the positions of their next turns."""
     if not isinstance(source, MixtureSource) or source.stream is None:
         return {}
     names = {part.fingerprint: part.name for part in source.parts}
@@ -82,9 +82,9 @@ def _ended(source: Any, end: int) -> dict[str, int]:
 
 
 def mixture_table(source: Any, first: int, end: int) -> list[dict[str, Any]]:
-    """What a run takes of each source from one place to another, as JSON; [] without a mixture.
+    """What a run takes from each source between two positions, as JSON; [] without a mixture.
 
-    `rows` and `token_share` are of these places, by the sources' mean target tokens; `epochs` are of the whole run.
+    `rows` and `token_share` are for these positions, by the sources' mean target tokens; `epochs` for the whole run.
     """
     if not isinstance(source, MixtureSource) or source.stream is None:
         return []
@@ -105,7 +105,7 @@ def mixture_table(source: Any, first: int, end: int) -> list[dict[str, Any]]:
 
 
 def mixture_sentences(config: DataConfig, source: Any, first: int, end: int) -> list[str]:
-    """A `mixture_table` for people, and which sources the run leaves out, or which one ends it."""
+    """A `mixture_table` for people, with the sources that the run leaves out, or the one that ends it."""
     stops = config.mixture_exhausted == "stop"
     ended = list(_ended(source, sys.maxsize if stops else end).items())
     what = f"the run ends with example {end:,}" if stops else "the others go on"

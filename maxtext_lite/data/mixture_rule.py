@@ -1,7 +1,7 @@
-"""Which source of a mixture the n-th row comes from, and which of that source's rows it is: a function of n alone.
+"""The source of the n-th row of a mixture, and the row's number within that source: a function of n alone.
 
-Nothing is drawn and nothing is stored, so the rows of any positions are known without those before them. Weights are
-exact fractions and all that is rounded is rounded in integers: every host finds the same.
+Nothing is drawn or stored, so that the rows at any positions are known without earlier ones. Weights are exact
+fractions, and rounding happens in integers, so that all hosts agree.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _HALF = np.uint64(32)
 
 
 def rule_of(weights: Sequence[Fraction]) -> MixtureRule:
-    """The rule for these weights of rows, of which only the ratios count.
+    """The rule for these weights of rows, of which only ratios matter.
 
     Raises:
-      ValueError: there is none, or one is not above 0.
+      ValueError: there are no weights, or one is not above 0.
     """
     if not weights or min(weights) <= 0:
         raise ValueError(f"no mixture of the weights {[str(weight) for weight in weights]}")
@@ -41,15 +41,16 @@ def rule_of(weights: Sequence[Fraction]) -> MixtureRule:
 
 @dataclasses.dataclass(frozen=True)
 class PeriodicRule:
-    """Tijdeman's rule, over one period.
+    """Tijdeman's rule, tabulated over one period.
 
-    After any n rows source s has given n x share within 1 - 1 / (2k - 2) rows of k sources, 0 of one. So the
-    period, after which each has given a whole number of rows, ends with none owed, and repeats.
+    After any n rows, source s has given n x share rows to within 1 - 1 / (2k - 2) for k sources, exactly for one. So at
+    the end of the period, where every source is due a whole number of rows, each has given exactly that, and the period
+    repeats.
 
     Attributes:
       source_of: the source of each row of a period, int64.
-      rank_of: how many rows that source has given before it in the period, int64.
-      rows: of each source in a period, int64.
+      rank_of: the number of rows that this source has given earlier in the period, int64.
+      rows: rows of each source in a period, int64.
     Source: Tijdeman 1980, "The chairman assignment problem", Discrete Mathematics 32, theorem 1.
     """
 
@@ -58,7 +59,7 @@ class PeriodicRule:
     rows: np.ndarray
 
     def rows_at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The source of each of these positions of the mixture, and the position within that source; int64."""
+        """The source at each of these positions of the mixture, and the position within that source; int64."""
         periods, places = np.divmod(positions, len(self.source_of))
         sources = self.source_of[places]
         return sources, periods * self.rows[sources] + self.rank_of[places]
@@ -72,21 +73,24 @@ class PeriodicRule:
 
 @dataclasses.dataclass(frozen=True)
 class TreeRule:
-    """Huffman's tree over the sources; each node halves its rows in order, as exactly as whole rows can be.
+    """A Huffman tree over the sources, each node of which divides its rows in order, as exactly as whole rows allow.
 
-    Of a node's first m rows, floor(m p + 1/2) go left, where p is the left child's share of the node's weight. That
-    differs from m p by at most 1/2, and so does what goes right from m (1 - p). A child of weight w below a node of
-    weight W, of whose rows m differs from n W by e, has thus n w within 1/2 + e w / W. Down to a source of weight w the
-    difference is at most 1/2 the sum of w / W(v) over the nodes v on the way, the source among them and the root not.
+    Of a node's first m rows, floor(m p + 1/2) go left, where p is the left child's share of the node's weight. This
+    differs from m p by at most 1/2, and the rows that go right differ as little from m (1 - p). If a node of weight W
+    has received m rows, e away from n W, then a child of weight w receives n w to within 1/2 + e w / W. For a source of
+    weight w the difference is thus at most half the sum of w / W(v) over the nodes v on its path, including the source
+    but not the root.
 
-    Whatever the weights, that is below 1.68 = psi / 2, psi being the sum of the reciprocals of Fibonacci's numbers:
-    Huffman merges the two lightest, so that a node's sibling weighs no less than each of the node's own children, which
-    were merged before; weights on the way up grow at least as Fibonacci's numbers 1, 1, 2, 3, 5, ... do.
+    Whatever the weights, this is below 1.68 = psi / 2, where psi is the sum of the reciprocal Fibonacci numbers:
+    Huffman merges the two lightest nodes, so that a node's sibling weighs at least as much as each of the node's own
+    children, which were merged earlier; weights along the way up thus grow at least like the Fibonacci numbers
+    1, 1, 2, 3, 5, ...
 
-    p is rounded to 64 bits: that moves a count by less than n / 2**63 rows.
+    p is rounded to 64 bits, which changes a count by less than n / 2**63 rows.
 
     Attributes:
-      children: left and right child of each node, the root first; below 0: source -1 - child. int64 [nodes, 2].
+      children: left and right child of each node, the root first; a negative child means source -1 - child. int64
+        [nodes, 2].
       left_shares: 2**64 p of each node, uint64.
     Source: for the growth of weights, Buro 1993, "On the maximum length of Huffman codes".
     """
@@ -95,7 +99,7 @@ class TreeRule:
     left_shares: np.ndarray
 
     def rows_at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The source of each of these positions of the mixture, and the position within that source; int64."""
+        """The source at each of these positions of the mixture, and the position within that source; int64."""
         sources = np.empty(len(positions), np.int64)
         ranks = positions.astype(np.uint64)
         nodes, walking = np.zeros(len(positions), np.int64), np.arange(len(positions))
@@ -130,7 +134,7 @@ MixtureRule: TypeAlias = PeriodicRule | TreeRule
 
 
 def position_of(rule: MixtureRule, source: int, rank: int) -> int:
-    """The position of a mixture at which a source gives its row number `rank`, the first being 0."""
+    """The position of a mixture at which a source gives its row number `rank`, counted from 0."""
     low, high = rank, rank + 1
     while rule.counts(high)[source] <= rank:
         low, high = high, 2 * high
@@ -144,9 +148,9 @@ def position_of(rule: MixtureRule, source: int, rank: int) -> int:
 def _periodic(rows: tuple[int, ...]) -> PeriodicRule:
     """The period in which source s gives rows[s] rows.
 
-    Of the sources that may give a row, the one gives it that must do so soonest; of several, the first. Row j of s may
-    be row n, counted from 1, of the mixture once n x share - j >= 1 / (2k - 2), and must be it before n x share - j
-    exceeds 1 - 1 / (2k - 2).
+    Among the sources that may give the next row, the one with the earliest deadline gives it, and among equals the
+    first. Row j of s may be row n of the mixture, counted from 1, once n x share - j >= 1 / (2k - 2), and must be given
+    before n x share - j exceeds 1 - 1 / (2k - 2).
     """
     period, unit = sum(rows), max(2 * len(rows) - 2, 1)
     becoming: list[list[int]] = [[] for _ in range(period + 1)]  # sources whose next row may be given from here on
@@ -173,7 +177,7 @@ def _periodic(rows: tuple[int, ...]) -> PeriodicRule:
 
 
 def _rounded_share(rows: np.ndarray, shares: np.ndarray) -> np.ndarray:
-    """floor(rows x shares / 2**64 + 1/2), exactly; uint64, of products of 128 bits."""
+    """floor(rows x shares / 2**64 + 1/2), exact through 128-bit products; uint64."""
     rows_high, rows_low, shares_high, shares_low = rows >> _HALF, rows & _LOW, shares >> _HALF, shares & _LOW
     low, left, right = rows_low * shares_low, rows_high * shares_low, rows_low * shares_high
     middle = (low >> _HALF) + (left & _LOW) + (right & _LOW)
@@ -183,7 +187,7 @@ def _rounded_share(rows: np.ndarray, shares: np.ndarray) -> np.ndarray:
 
 @functools.lru_cache(maxsize=16)
 def _tree(shares: tuple[Fraction, ...]) -> TreeRule:
-    # The lightest two are merged; of equal weights, the one that was there first.
+    # Merge the two lightest; among equal weights, the earlier one.
     heap = [(share, source, -1 - source) for source, share in enumerate(shares)]
     heapq.heapify(heap)
     merged: list[tuple[int, int, Fraction]] = []
@@ -191,7 +195,7 @@ def _tree(shares: tuple[Fraction, ...]) -> TreeRule:
         (light, _, one), (heavy, _, other) = heapq.heappop(heap), heapq.heappop(heap)
         merged.append((one, other, light / (light + heavy)))
         heapq.heappush(heap, (light + heavy, len(shares) + len(merged), len(merged) - 1))
-    last = len(merged) - 1  # the root, which is to be node 0
+    last = len(merged) - 1  # the root, which becomes node 0
     children = [[child if child < 0 else last - child for child in pair[:2]] for pair in reversed(merged)]
     left = [min(max(round(share * 2**64), 1), 2**64 - 1) for _, _, share in reversed(merged)]
     return TreeRule(np.array(children, np.int64), np.array(left, np.uint64))

@@ -1,4 +1,4 @@
-"""Several sources as one, of which a run's history says what is mixed of them; and one source, whose mixture is it."""
+"""Several sources as one, mixed as a run's history says; and functions that treat a single source the same way."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from maxtext_lite.data.packing import Documents
 from maxtext_lite.data.sources import ExampleSource, open_sources
 
 MIXTURE = "mixture:"
-"""What the fingerprint of a mixture begins with: the run's history says which sources it had when."""
+"""Prefix of a mixture's fingerprint; the run's history records when it had which sources."""
 
 _MOST_COUNTED = 2**20  # ids at a time
 
 Opened = tuple[ExampleSource, ExampleSource | None]
-"""Training examples, and held-out ones."""
+"""Training examples and held-out ones."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MixtureSource:
-    """Sources whose examples are numbered through: those of the first, then those of the second, and so on.
+    """Sources whose examples are numbered consecutively: those of the first, then those of the second, and so on.
 
     Attributes:
-      parts: what each has in the mixture, in the order of their fingerprints; of held-out examples those that training
-        has.
+      parts: the part of each source in the mixture, in the order of fingerprints; for held-out examples those of the
+        corresponding training sources.
       sources: in the same order.
-      stream: which example each position of the run holds; None: nothing is asked of the run (held-out examples).
+      stream: the example at each position of the run; None for held-out examples, which have no such positions.
     """
 
     parts: tuple[SourcePart, ...]
@@ -47,23 +47,23 @@ class MixtureSource:
 
     @property
     def fingerprint(self) -> str:
-        """Of the sources; their weights are no part of it."""
+        """Fingerprint of the sources, without their weights."""
         return MIXTURE + ",".join(part.fingerprint for part in self.parts)
 
     @property
     def fields(self) -> Sequence[str]:
-        """See `ExampleSource`; the same of all sources."""
+        """See `ExampleSource`; the same for all sources."""
         return self.sources[0].fields
 
     @property
     def notes(self) -> Sequence[str]:
-        """Those of the sources, with their names."""
+        """The notes of the sources, with their names."""
         named = zip(self.parts, self.sources, strict=True)
         return [f"{part.name}: {note}" for part, source in named for note in source.notes]
 
     @property
     def num_tokens(self) -> int:
-        """See `ExampleSource`; the same of all sources."""
+        """See `ExampleSource`; the same for all sources."""
         return self.sources[0].num_tokens
 
     @property
@@ -81,7 +81,7 @@ class MixtureSource:
         return self.sources[number][example_id - int(self._first_ids[number])]
 
     def count_targets(self, example_ids: np.ndarray) -> int:
-        """Target tokens of these examples, each counted as often as it stands there."""
+        """Target tokens of these examples; repeated ids count repeatedly."""
         numbers = self._numbers(example_ids)
         return sum(
             source.count_targets(example_ids[numbers == number] - first)
@@ -100,11 +100,11 @@ class MixtureSource:
         return Documents(*map(np.concatenate, zip(*found, strict=True)))
 
     def _numbers(self, ids: np.ndarray) -> np.ndarray:
-        """For each example, the number of its source; int64."""
+        """The number of each example's source; int64."""
         return np.searchsorted(self._first_ids, ids, side="right") - 1
 
     def with_stream(self, stream: RowStream) -> MixtureSource:
-        """The same sources in a run of this history."""
+        """The same sources in a run with this history."""
         return dataclasses.replace(self, stream=stream)
 
     def ids_of_run(self, first: int, count: int, seed: int) -> np.ndarray:
@@ -117,14 +117,14 @@ class MixtureSource:
             if not own.any():
                 continue
             if (place := places.get(fingerprint)) is None:
-                raise UserError("dataset_path: the run has read rows here from a source that is not listed any more.")
+                raise UserError("dataset_path: the run has read rows here from a source that is no longer listed.")
             keys = {"num_examples": len(self.sources[place]), "seed": self._stream.seed(fingerprint, seed)}
-            # A source's positions follow each other, whatever stands between its rows.
+            # The positions within a source are consecutive, whatever lies between its rows.
             ids[own] = self._first_ids[place] + example_ids(int(positions[own][0]), int(own.sum()), **keys)
         return ids
 
     def hashed(self, ids: np.ndarray) -> np.ndarray:
-        """What `order.examples_hash` is to take in place of ids, which change with the list of sources; uint64."""
+        """Values for `order.examples_hash` in place of ids, which change with the list of sources; uint64."""
         hashed = np.empty(len(ids), np.uint64)
         numbers = self._numbers(ids)
         for number, part in enumerate(self.parts):
@@ -134,19 +134,19 @@ class MixtureSource:
         return hashed
 
     def named_rows(self, ids: np.ndarray) -> list[tuple[str, int]]:
-        """Of each example the name of its source and its number there."""
+        """For each example the name of its source and its number there."""
         numbers = self._numbers(ids)
         rows = (ids - self._first_ids[numbers]).tolist()
         return [(self.parts[number].name, row) for number, row in zip(numbers.tolist(), rows, strict=True)]
 
     def epochs(self, examples_seen: int) -> dict[str, float]:
-        """How often each source has been read by a place of the run, by name."""
+        """How often each source has been read up to a position of the run, by name."""
         given = self._stream.given(examples_seen)
         named = zip(self.parts, self.sources, strict=True)
         return {part.name: given.get(part.fingerprint, 0) / len(source) for part, source in named}
 
     def target_tokens(self, first: int, stop: int, seed: int) -> dict[str, int]:
-        """Target tokens that each source gives from one place of the run to another, by name; exactly."""
+        """Exact target tokens that each source gives between two positions of the run, by name."""
         before, after = self._stream.given(first), self._stream.given(stop)
         return {
             part.name: _target_tokens(
@@ -165,7 +165,7 @@ class MixtureSource:
 
 
 def each_config(config: DataConfig) -> list[DataConfig]:
-    """The config of each source by itself; a held-out text of its own comes with the first."""
+    """The config of each source by itself; the first also gets the held-out text, if there is one."""
     if not isinstance(config.dataset_path, SourceList):
         return [config]
     first, *others = [{"dataset_path": entry.path} for entry in config.dataset_path.entries]
@@ -174,7 +174,7 @@ def each_config(config: DataConfig) -> list[DataConfig]:
 
 
 def joined(config: DataConfig, opened: Sequence[Opened]) -> Opened:
-    """What was opened for each of `each_config`, as one: itself where the config lists no sources.
+    """The sources opened for each of `each_config`, as one; the source itself if the config does not list several.
 
     Raises:
       UserError: two sources have the same rows.
@@ -190,18 +190,18 @@ def joined(config: DataConfig, opened: Sequence[Opened]) -> Opened:
 
 
 def open_mixture(config: DataConfig, *, vocab_size: int | None = None) -> Opened:
-    """`open_sources` of each source that the config lists, as one.
+    """All sources that the config lists, opened by `open_sources`, as one.
 
     Raises:
-      UserError: one could not be opened, or two have the same rows.
+      UserError: one cannot be opened, or two have the same rows.
     """
     return joined(config, [open_sources(each, vocab_size=vocab_size) for each in each_config(config)])
 
 
 def parts_of(config: DataConfig, sources: Sequence[ExampleSource]) -> list[SourcePart]:
-    """What each source has in the mixture of a config; of a single source all.
+    """The part of each source in the mixture of a config; a single source has all of it.
 
-    A weight is one of target tokens: rows are in proportion to it over the mean target tokens of the source's rows.
+    A weight is a share of target tokens; divided by the mean target tokens of the source's rows, it is one of rows.
 
     Raises:
       UserError: two sources have the same rows.
@@ -231,33 +231,33 @@ def _in_order(parts: Sequence[SourcePart], sources: Sequence[ExampleSource]) -> 
 
 
 def named_sources(source: ExampleSource) -> dict[str, ExampleSource]:
-    """The sources of a mixture by name; of any other, itself under an empty one."""
+    """The sources of a mixture by name; any other source under an empty name."""
     if not isinstance(source, MixtureSource):
         return {"": source}
     return {part.name: each for part, each in zip(source.parts, source.sources, strict=True)}
 
 
 def ids_of_run(source: ExampleSource, first: int, count: int, *, seed: int) -> np.ndarray:
-    """The examples at the positions `first` to `first + count - 1` of a run, of one source or of a mixture; int64."""
+    """The examples at positions `first` to `first + count - 1` of a run with one source or a mixture; int64."""
     if isinstance(source, MixtureSource):
         return source.ids_of_run(first, count, seed)
     return example_ids(first, count, num_examples=len(source), seed=seed)
 
 
 def hash_of_run(source: ExampleSource, ids: np.ndarray) -> str:
-    """`order.examples_hash` of examples that a run consumed, of one source or of a mixture."""
+    """`order.examples_hash` of examples that a run consumed, from one source or a mixture."""
     return examples_hash(source.hashed(ids) if isinstance(source, MixtureSource) else ids)
 
 
 def target_tokens_between(source: ExampleSource, first: int, stop: int, *, seed: int) -> int:
-    """Target tokens of the examples at the positions `first` to `stop` - 1 of a run, exactly."""
+    """Exact target tokens of the examples at positions `first` to `stop - 1` of a run."""
     if isinstance(source, MixtureSource):
         return sum(source.target_tokens(first, stop, seed).values())
     return _target_tokens(source, first, stop, seed)
 
 
 def _target_tokens(source: ExampleSource, first: int, stop: int, seed: int) -> int:
-    """Of one source's positions; of an epoch's part or the rest of it, the smaller is counted."""
+    """The same for one source; of an incomplete epoch, the smaller of the part and the rest is counted."""
     if source.num_target_tokens == len(source) * source.num_tokens:  # every row is full
         return (stop - first) * source.num_tokens
 

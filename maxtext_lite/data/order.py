@@ -1,8 +1,8 @@
-"""Which example is the i-th of a run: a pure function of (seed, i).
+"""The i-th example of a run: a pure function of (seed, i).
 
-Nothing is drawn, stored or replayed, so hosts, devices, batch sizes and restarts cannot change the order: a checkpoint
-keeps the number of examples seen and nothing else. Order and hash are computed on positions in the whole run, so every
-host knows both without asking another.
+Nothing is drawn, stored or replayed, so that hosts, devices, batch sizes and restarts cannot change the order: a
+checkpoint keeps only the number of examples seen. Order and hash are computed from positions in the whole run, so that
+every host knows both without asking another.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ FILE_ORDER = -1
 """The `data_shuffle_seed` that keeps the order of the files in every epoch."""
 
 _ROUNDS = 4
-_LEAST_BITS = 16  # of the numbers that are encrypted
-_AT_A_TIME = 2**16  # ids, so that what is worked on stays in the cache
+_LEAST_BITS = 16  # of the encrypted numbers
+_AT_A_TIME = 2**16  # ids, so that intermediate arrays stay in the cache
 
-# Numbers of at least 16 bits are encrypted until they are below num_examples: a few times where there are many
-# examples, 65 where there are 1,000. Small permutations are made whole, by sorting random keys.
+# Numbers of at least 16 bits are encrypted until they are below num_examples: a few times for a large num_examples, 65
+# times for 1,000. Small permutations are instead made whole by sorting random keys.
 _LARGEST_SORTED = 2**16
-_MOST_KEPT = 256  # permutations: two epochs' of each source of a mixture; 32 MB where all of them are as large
+_MOST_KEPT = 256  # permutations: two epochs of each source of a mixture; 32 MB if all are of the largest size
 
 
 def example_ids(first: int, count: int, *, num_examples: int, seed: int) -> np.ndarray:
     """The ids of the examples `first .. first + count - 1` of a run.
 
-    Epoch e is the positions from e * num_examples to (e + 1) * num_examples - 1 and holds each id once, in the order of
-    a permutation that (seed, e) selects.
+    Epoch e consists of positions e * num_examples to (e + 1) * num_examples - 1. It contains each id once, in the order
+    of a permutation selected by (seed, e).
 
     Args:
-      first: position in the run, which counts on through the epochs.
-      num_examples: examples in the data; ids are below it.
-      seed: from 0 to 2**64 - 1, or FILE_ORDER for position modulo num_examples.
+      first: position in the run, counted on through the epochs.
+      num_examples: examples in the data; ids are smaller.
+      seed: 0 to 2**64 - 1, or FILE_ORDER for position modulo num_examples.
     Returns:
       int64 [count].
     Raises:
@@ -61,13 +61,13 @@ def example_ids(first: int, count: int, *, num_examples: int, seed: int) -> np.n
 
 
 def _shuffled(indices: np.ndarray, *, num_examples: int, seed: int) -> np.ndarray:
-    """Where a permutation of the numbers below num_examples takes these: what grain.experimental.index_shuffle does.
+    """The images of these indices under a permutation of range(num_examples): that of grain.experimental.index_shuffle.
 
-    Numbers of an even number of bits are encrypted, and again until they are below num_examples.
+    Numbers of an even number of bits are encrypted, repeatedly until they are below num_examples.
     Source: Beaulieu et al. 2013, "The SIMON and SPECK families of lightweight block ciphers", section 3.1, for the
       rounds; their keys are Grain's, from C++'s std::seed_seq.
     """
-    # Powers of two get a block that has one more number than is needed: Grain's does not hold 2**32 itself.
+    # A power of two gets a block one number larger than necessary, because Grain's cannot represent 2**32 itself.
     largest = num_examples - 1 + ((num_examples - 1) & (num_examples - 2) == 0)
     half = (max((largest - 1).bit_length(), _LEAST_BITS) + 1) // 2
     kind = np.uint32 if half <= 16 else np.uint64
@@ -77,7 +77,7 @@ def _shuffled(indices: np.ndarray, *, num_examples: int, seed: int) -> np.ndarra
     def encrypted(x: np.ndarray) -> np.ndarray:
         left, right = x >> width, x & mask
         for key in keys:
-            twice = right | (right << width)  # of which a shift to the right is a rotation to the left
+            twice = right | (right << width)  # shifting this to the right rotates `right` to the left
             mixed = ((twice >> (width - kind(1))) & (twice >> (width - kind(8)))) ^ (twice >> (width - kind(2)))
             left, right = right, left ^ (mixed & mask) ^ key
         return (left << width) | right
@@ -93,9 +93,9 @@ def _shuffled(indices: np.ndarray, *, num_examples: int, seed: int) -> np.ndarra
 
 @functools.lru_cache(maxsize=_MOST_KEPT)
 def _round_keys(seed: int) -> tuple[int, ...]:
-    """The 32-bit numbers that std::seed_seq{seed} generates, one for each of the _ROUNDS.
+    """The 32-bit numbers that std::seed_seq{seed} generates, one for each round.
 
-    Source: ISO C++ 2011, [rand.util.seedseq], for 4 numbers of 1.
+    Source: ISO C++ 2011, [rand.util.seedseq], for 4 numbers from 1.
     """
     keys, word = [0x8B8B8B8B] * _ROUNDS, 2**32 - 1
     for k in range(2 * _ROUNDS):
@@ -116,10 +116,10 @@ def _round_keys(seed: int) -> tuple[int, ...]:
 
 
 def examples_hash(ids: np.ndarray) -> str:
-    """A hash of the ids consumed, in which their order does not count but repetitions do.
+    """A hash of the consumed ids that depends on repetitions but not on order.
 
-    The sum of splitmix64(id) over the ids, modulo 2**64, as 16 hexadecimal digits. Hashes of disjoint parts of a batch
-    add up to the hash of the whole.
+    It is the sum of splitmix64(id) over the ids, modulo 2**64, as 16 hexadecimal digits. The hashes of disjoint parts
+    of a batch add up to the hash of the whole.
     """
     with np.errstate(over="ignore"):
         total = _splitmix64(np.asarray(ids).astype(np.uint64)).sum(dtype=np.uint64)
@@ -127,14 +127,14 @@ def examples_hash(ids: np.ndarray) -> str:
 
 
 def _epoch_key(seed: int, epoch: int) -> int:
-    """64 bits in which every bit of seed and epoch counts."""
+    """64 bits that depend on every bit of seed and epoch."""
     with np.errstate(over="ignore"):
         return int(_splitmix64(_splitmix64(np.uint64(seed)) ^ np.uint64(epoch)))
 
 
 @functools.lru_cache(maxsize=_MOST_KEPT)
 def _sorted_permutation(num_examples: int, key: int) -> np.ndarray:
-    """The numbers below num_examples, in the order of splitmix64(key + number), which are all different."""
+    """The numbers below num_examples, ordered by splitmix64(key + number), whose values are all different."""
     with np.errstate(over="ignore"):
         order = np.argsort(_splitmix64(np.uint64(key) + np.arange(num_examples, dtype=np.uint64)))
     permutation = order.astype(np.uint16)

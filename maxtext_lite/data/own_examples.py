@@ -1,4 +1,4 @@
-"""Examples that the user's own program makes, as a source."""
+"""Examples made by the user's own program, as a source."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from maxtext_lite.data.packing import FIELDS, field_dtype
 
 
 class Examples(Protocol):
-    """Data of one's own: a sequence that is asked for any example at any time, from several threads.
+    """User-provided data: a sequence from which any example may be requested at any time, by several threads.
 
-    With `grain_worker_count` above 0 it is pickled to the processes that read. Which example is read when is not its
-    business: an epoch is a permutation of all of them, which follows from `data_shuffle_seed`.
+    With `grain_worker_count` above 0 it is pickled to the reading processes. It does not decide which example is read
+    when: an epoch is a permutation of all examples, determined by `data_shuffle_seed`.
     """
 
     @property
     def fingerprint(self) -> str:
-        """Says what the examples are: a run goes on from its checkpoints only with the same."""
+        """Identifies the examples: a run continues from its checkpoints only with the same fingerprint."""
         ...
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, example_id: int) -> Mapping[str, np.ndarray]:
-        """Arrays [max_target_length]: `tokens` and `targets`, the token that is to be predicted at each place.
+        """Arrays [max_target_length]: `tokens`, and `targets`, the token to predict at each position.
 
-        There may also be `weights`, of targets, 0 where there is none (without: 1); `segments`, the number of each
-        token's document, from 1, 0 for padding (without: 1); `positions` in it (without: from 0 on); and fields of any
-        other name, float32, for an objective of one's own.
+        Optional are `weights` of targets, 0 where there is none (default: 1); `segments`, the number of each token's
+        document from 1, 0 for padding (default: 1); `positions` within it (default: from 0); and float32 fields of any
+        other name for a custom objective.
         """
         ...
 
@@ -41,8 +41,8 @@ class OwnExamples:
     """A user's examples as a source; see `sources.ExampleSource`.
 
     Attributes:
-      num_tokens: that each example must have.
-      vocab_size: that its tokens must be below.
+      num_tokens: required length of each example.
+      vocab_size: upper bound for its tokens.
     """
 
     examples: Examples
@@ -55,26 +55,26 @@ class OwnExamples:
 
     @property
     def fingerprint(self) -> str:
-        """The user's."""
+        """The user's fingerprint, marked as such."""
         return f"own:{self.examples.fingerprint}"
 
     @property
     def num_target_tokens(self) -> int:
-        """Target tokens of all examples, all of which are read."""
+        """Target tokens of all examples, which must all be read."""
         return self.count_targets(np.arange(len(self)))
 
     def count_targets(self, example_ids: np.ndarray) -> int:
-        """Target tokens of these examples, which are read."""
+        """Target tokens of these examples, which must be read."""
         return sum(int(np.count_nonzero(self[int(number)]["weights"] > 0)) for number in example_ids)
 
     def documents(self, example_ids: np.ndarray) -> None:
-        """None: they would have to be read."""
+        """None: the examples would have to be read."""
 
     def __len__(self) -> int:
         return len(self.examples)
 
     def __getitem__(self, example_id: int) -> dict[str, np.ndarray]:
-        """The example with all of its fields. Raises UserError where it is not what `Examples` says."""
+        """The example with all fields. Raises UserError if it violates `Examples`."""
         given = self.examples[example_id]
         where = f"{self.key}[{example_id}]"
         ones = np.ones(self.num_tokens, np.int32)
@@ -96,12 +96,12 @@ class OwnExamples:
 
 
 def own_examples(examples: Examples, *, key: str, num_tokens: int, vocab_size: int) -> OwnExamples:
-    """The source of a user's examples, of which the first one is read.
+    """The source of a user's examples, the first of which is read.
 
     Args:
-      key: how a message names them.
+      key: what messages call the examples.
     Raises:
-      UserError: there is none, or it is not what `Examples` says.
+      UserError: there are no examples, or the first violates `Examples`.
     """
     if len(examples) == 0:
         raise UserError(f"{key} has no examples.")

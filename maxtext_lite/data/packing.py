@@ -1,8 +1,8 @@
-"""Cuts tokenized documents into rows of `max_target_length` tokens, or fills rows with whole sequences.
+"""Rows of `max_target_length` tokens, cut from tokenized documents or filled with whole sequences.
 
-All documents lie in one flat array, the *stream*, each followed by an end-of-text token. A row is a stretch of it: the
-inputs are stream[start:stop] and the target of each input is the token after it, also where that is the first token of
-the next row. So every token but a document's first, which has no predecessor, is a target in exactly one row.
+All documents form one flat array, the *stream*, each followed by an end-of-text token. A row is a stretch of it: the
+inputs are stream[start:stop], and the target of each input is the next token, even if that begins the next row. So
+every token is a target in exactly one row, except the first of a document, which has no predecessor.
 """
 
 from __future__ import annotations
@@ -10,39 +10,40 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 
 class TokenStream(Protocol):
-    """A sequence of token ids, whose slices are arrays of them: an array, or one that reads them from files."""
+    """A sequence of token ids whose slices are arrays: an array itself, or a reader of files."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, part: slice, /) -> np.ndarray:
-        """Token ids, of an integer dtype; a slice has no step."""
+        """Token ids of an integer dtype; the slice has no step."""
         ...
 
 
 FIELDS = ("tokens", "targets", "segments", "positions", "weights")
 """The arrays of an example."""
 REFERENCE = "reference"
-"""A further array of examples for DPO: at the first token of each sequence, the reference's summed log-probability of
-its answers; 0 elsewhere."""
+"""Another array of examples for DPO: at the first token of each sequence, the summed log-probability that the
+reference gives its answers; 0 elsewhere."""
 
 
 def field_dtype(name: str) -> type[np.generic]:
-    """int32 for FIELDS but the weights, otherwise float32."""
+    """int32 for all FIELDS except the weights, otherwise float32."""
     return np.int32 if name in FIELDS[:-1] else np.float32
 
 
 class Documents(NamedTuple):
-    """The documents in some rows, in any order. A row's padding counts as one: attention takes it for one.
+    """The documents in some rows, in any order. The padding of a row counts as one, as it does for attention.
 
     Attributes:
-      lengths: tokens of each in its row; int64.
-      rows: the place of its row among those that were asked for; int64.
+      lengths: tokens of each document in its row; int64.
+      rows: index of its row among the requested rows; int64.
     """
 
     lengths: np.ndarray
@@ -50,11 +51,11 @@ class Documents(NamedTuple):
 
 
 class Rows(Protocol):
-    """Which stretches of a stream each row holds; picklable."""
+    """The stretches of a stream that make up each row; picklable."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens a row, T."""
+        """Tokens of a row, T."""
         ...
 
     def __len__(self) -> int: ...
@@ -64,7 +65,7 @@ class Rows(Protocol):
         ...
 
     def count_targets(self, rows: np.ndarray) -> int:
-        """Target tokens of these rows, each counted as often as it stands there."""
+        """Target tokens of these rows; repeated rows count repeatedly."""
         ...
 
     def count_targets_between(self, first: int, stop: int) -> int:
@@ -77,13 +78,13 @@ class Rows(Protocol):
 
 
 class _Stretches:
-    """Rows that are one stretch of the stream each, in its order."""
+    """Rows of one stretch of the stream each, in its order."""
 
     document_starts: np.ndarray
     num_tokens: int
 
     def span(self, row: int) -> tuple[int, int]:
-        """First stream position of the row's inputs, and the one after the last."""
+        """Stream position of the row's first input, and the one after its last."""
         starts, stops = self.spans(np.array([row]))
         return int(starts[0]), int(stops[0])
 
@@ -112,7 +113,7 @@ class _Stretches:
         document_starts, places = np.asarray(self.document_starts), np.arange(len(rows))
         first, last = document_starts.searchsorted(starts, side="right"), document_starts.searchsorted(stops)
         within, owners = ranges(first, last - first)
-        # A row begins, documents begin in it, its padding begins, and it ends.
+        # The row begins, documents begin within it, its padding begins, the row ends.
         bounds = np.concatenate([starts, document_starts[within], stops, starts + self.num_tokens])
         owners = np.concatenate([places, owners, places, places])
         order = np.lexsort((bounds, owners))
@@ -122,18 +123,18 @@ class _Stretches:
 
 @dataclasses.dataclass(frozen=True)
 class PackedRows(_Stretches):
-    """Rows that cut the stream every `num_tokens` tokens; several documents may share a row. The last row is padded.
+    """Rows cut from the stream every `num_tokens` tokens; documents may share a row, and the last row is padded.
 
     Attributes:
       document_starts: where each document starts in the stream, then the stream's length; int64, increasing.
-      num_tokens: tokens a row.
+      num_tokens: tokens of a row.
     """
 
     document_starts: np.ndarray
     num_tokens: int
 
     def __len__(self) -> int:
-        # The stream's last token is never an input that has a target, so it alone makes no row.
+        # The stream's last token has no target, so it does not make a row by itself.
         return -(-(int(self.document_starts[-1]) - 1) // self.num_tokens) if len(self.document_starts) > 1 else 0
 
     def spans(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -144,11 +145,11 @@ class PackedRows(_Stretches):
 
 @dataclasses.dataclass(frozen=True)
 class DocumentRows(_Stretches):
-    """Rows that never hold two documents: a document starts a row and goes on in further ones; the rest is padding.
+    """Rows of one document each: a document starts a row and continues in further rows; the rest is padding.
 
     Attributes:
-      document_starts, num_tokens: as of `PackedRows`.
-      known_first_rows: what `first_rows` gives, from a file; None: it is made.
+      document_starts, num_tokens: as in `PackedRows`.
+      known_first_rows: the result of `first_rows`, read from a file; None: it is computed.
     """
 
     document_starts: np.ndarray
@@ -173,8 +174,8 @@ class DocumentRows(_Stretches):
 
 
 def first_rows(document_starts: np.ndarray, num_tokens: int, before: int = 0) -> np.ndarray:
-    """The row after the last of each document, where none holds two and `before` rows come first; int64 [documents]."""
-    # A document's last token, end-of-text, is never an input that has a target, so it alone makes no row.
+    """The row after the last row of each document; rows are not shared and `before` rows precede; int64 [documents]."""
+    # The last token of a document, end-of-text, has no target, so it does not make a row by itself.
     return before + np.cumsum(-(-(np.diff(document_starts) - 1) // num_tokens), dtype=np.int64)
 
 
@@ -184,22 +185,22 @@ def build_row(
     """The example whose inputs are stream[start:stop], padded at the end to `num_tokens`.
 
     Args:
-      stream: token ids of all documents, each with its end-of-text token.
-      document_starts: as of `PackedRows`.
+      stream: token ids of all documents, each followed by its end-of-text token.
+      document_starts: as in `PackedRows`.
     Returns:
-      Arrays [num_tokens]. `tokens`; `targets`, the next token of the same document, else 0; `segments`, the document's
-      number within the row from 1, 0 on padding; `positions`, from 0 in each segment, 0 on padding; all int32.
+      Arrays [num_tokens]. `tokens`; `targets`, the next token of the same document, or 0; `segments`, the number of the
+      document within the row, from 1, 0 for padding; `positions`, from 0 in each segment, 0 for padding; all int32.
       `weights`, float32: 1 where there is a target, 0 on end-of-text and padding.
     """
     used = stop - start
     tokens, targets, segments, positions = np.zeros((4, num_tokens), np.int32)
     weights = np.zeros(num_tokens, np.float32)
-    read = stream[start : stop + 1]  # one short where the row ends with the stream
+    read = stream[start : stop + 1]  # one token short if the row ends with the stream
     tokens[:used] = read[:used]
     targets[: len(read) - 1] = read[1:]
     weights[:used] = 1.0
 
-    # Documents that start after the row's first token; the one that starts at `stop` only ends the last document.
+    # Documents that start after the row's first token; one that starts at `stop` only ends the document before it.
     document_starts = np.asarray(document_starts)
     first, last = document_starts.searchsorted((start, stop), side="right")
     starts = document_starts[first:last] - start
@@ -213,26 +214,47 @@ def build_row(
     return {"tokens": tokens, "targets": targets, "segments": segments, "positions": positions, "weights": weights}
 
 
+def segments_row(sequences: Iterable[tuple[np.ndarray, np.ndarray | float]], num_tokens: int) -> dict[str, np.ndarray]:
+    """The example of whole sequences, each a segment, padded at the end to `num_tokens`.
+
+    Args:
+      sequences: the token ids of each sequence, all but the last of which are inputs; and the weights of its targets,
+        all but the first.
+    Returns:
+      Arrays as of `build_row`.
+    """
+    tokens, targets, segments, positions = np.zeros((4, num_tokens), np.int32)
+    weights = np.zeros(num_tokens, np.float32)
+    used, places = 0, _places(num_tokens)
+    for segment, (token_ids, target_weights) in enumerate(sequences, start=1):
+        slots = len(token_ids) - 1
+        here = slice(used, used + slots)
+        tokens[here], targets[here], weights[here] = token_ids[:-1], token_ids[1:], target_weights
+        segments[here], positions[here] = segment, places[:slots]
+        used += slots
+    return {"tokens": tokens, "targets": targets, "segments": segments, "positions": positions, "weights": weights}
+
+
 @functools.lru_cache(maxsize=4)
 def _places(num_tokens: int) -> np.ndarray:
     return np.arange(num_tokens, dtype=np.int32)
 
 
 def count_targets(document_starts: np.ndarray, *, start: int | np.ndarray, stop: int | np.ndarray) -> np.ndarray:
-    """Target tokens of the inputs stream[start:stop]: all but the last token of each document; of each pair of ends."""
+    """Target tokens of the inputs stream[start:stop], or of each of several: all except the last of each document."""
     next_starts = np.asarray(document_starts)[1:]
     ends = np.searchsorted(next_starts, stop, side="right") - np.searchsorted(next_starts, start, side="right")
     return np.asarray(stop - start - ends)
 
 
 def ranges(first: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(the numbers first[i] to first[i] + counts[i] - 1 of each i in turn, the i of each number); int64."""
+    """(the numbers first[i] to first[i] + counts[i] - 1 for each i in turn, the i of each number); int64."""
     owners = np.repeat(np.arange(len(counts)), counts)
     return (first - np.cumsum(counts) + counts)[owners] + np.arange(len(owners)), owners
 
 
 def with_padding(slots: np.ndarray, owners: np.ndarray, num_rows: int, num_tokens: int) -> Documents:
-    """Documents of these slots, and what they leave of each row."""
+    """Documents that take these slots of their rows, and the padding of each row."""
     left = num_tokens - np.bincount(owners, weights=slots, minlength=num_rows).astype(np.int64)
     return Documents(np.concatenate([slots, left]), np.concatenate([owners, np.arange(num_rows)]))
 
@@ -242,8 +264,8 @@ class FilledRows:
     """Rows of whole sequences.
 
     Attributes:
-      members: numbers of the sequences, row by row, in a row in increasing order; int64.
-      starts: where each row starts in `members`, then their number; int64.
+      members: numbers of the sequences, row by row, increasing within a row; int64.
+      starts: where each row starts in `members`, then the length of `members`; int64.
     """
 
     members: np.ndarray
@@ -257,31 +279,31 @@ class FilledRows:
         return self.members[self.starts[row] : self.starts[row + 1]]
 
     def documents(self, rows: np.ndarray, starts: np.ndarray, num_tokens: int) -> Documents:
-        """The sequences in these rows, of which number n takes starts[n + 1] - starts[n] - 1 slots of num_tokens."""
+        """The sequences in these rows of `num_tokens` slots; sequence n takes starts[n + 1] - starts[n] - 1 of them."""
         places, owners = ranges(self.starts[rows], self.starts[rows + 1] - self.starts[rows])
         numbers = self.members[places]
         return with_padding(starts[numbers + 1] - starts[numbers] - 1, owners, len(rows), num_tokens)
 
 
 def fill_rows(lengths: np.ndarray, num_tokens: int, *, packing: bool) -> FilledRows:
-    """Each sequence in turn goes into the fullest row that has room for it, or else opens a row: "best fit".
+    """Rows filled by "best fit": each sequence in turn joins the fullest row that has room for it, or opens a new row.
 
-    Rows are in the order in which they were opened, so that the first rows hold the first sequences.
+    Rows keep the order in which they were opened, so that the first rows contain the first sequences.
 
     Args:
       lengths: slots that each sequence takes, from 1 to num_tokens; int64.
       num_tokens: slots of a row.
-      packing: False: a row for each sequence.
+      packing: whether sequences share rows.
     """
     if not packing:
         return FilledRows(np.arange(len(lengths)), np.arange(len(lengths) + 1))
     rows: list[list[int]] = []
-    with_room: list[list[int]] = [[] for _ in range(num_tokens + 1)]  # rows by the slots that they have left
-    rooms = 0  # bit r is set where some row has r slots left
+    with_room: list[list[int]] = [[] for _ in range(num_tokens + 1)]  # rows by their free slots
+    rooms = 0  # bit r is set if some row has r free slots
     for number, length in enumerate(lengths.tolist()):
         fitting = rooms >> length
         if fitting:
-            room = length + (fitting & -fitting).bit_length() - 1  # the least that suffices
+            room = length + (fitting & -fitting).bit_length() - 1  # the smallest that suffices
             row = with_room[room].pop()
             rooms &= ~(int(not with_room[room]) << room)
         else:

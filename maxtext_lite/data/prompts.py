@@ -1,4 +1,4 @@
-"""What reinforcement learning asks: lines of JSON files, or sums that are made."""
+"""Prompts for reinforcement learning: lines of JSON files, or generated arithmetic problems."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from maxtext_lite.config import RLRunConfig, UserError, single_path
 from maxtext_lite.config.rl_rules import ANSWER_REWARDS, reward_names
 from maxtext_lite.data.conversations import Rendered, Renderer
 from maxtext_lite.data.examples import check_id, num_held_out
+from maxtext_lite.data.order import example_ids
 from maxtext_lite.data.text_files import json_objects
 from maxtext_lite.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
 ASKED = '"prompt", "question" or "messages"'
-"""What a line has."""
-_PARAMETERS = ("prompts", "completions")  # of every reward function, beside those named after a line's keys
-_LINES_PER_ENCODING = 1024  # bounds the memory of what the tokenizer library returns
-_ORDER_OF_PROBLEMS = 20  # a seed, the same in every run: what is held out is not a matter of data_shuffle_seed
+"""Fields of a line."""
+_PARAMETERS = ("prompts", "completions")  # of every reward function, besides those named after a line's keys
+_LINES_PER_ENCODING = 1024  # bounds the memory of the tokenizer library's results
+_ORDER_OF_PROBLEMS = 20  # a seed for every run: which problems are held out must not depend on data_shuffle_seed
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,9 @@ class Prompt:
 
     Attributes:
       number: in its source.
-      text: what the tokens spell, as reward functions see it; without those that the tokenizer puts in front by itself.
-      token_ids: what the model goes on from, at most max_prefill_predict_length.
-      fields: the keys of its line, which reward functions see too; "answer" among them where there is one.
+      text: the decoded tokens, as reward functions see them, without those that the tokenizer adds in front.
+      token_ids: the tokens that the model continues, at most max_prefill_predict_length.
+      fields: the keys of its line, for reward functions; among them "answer" if there is one.
     """
 
     number: int
@@ -46,12 +47,12 @@ class PromptSource(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Equal for sources whose prompts are equal one by one; does not depend on where files lie."""
+        """Equal for sources with the same prompts in the same order, wherever their files are."""
         ...
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences on what is in the files and not among the prompts."""
+        """Sentences on what the files contain and the prompts do not."""
         ...
 
     def __len__(self) -> int: ...
@@ -66,17 +67,17 @@ def open_prompts(
 ) -> tuple[PromptSource, PromptSource | None]:
     """The prompts to train on, and the held-out ones.
 
-    Held out are the lines of `eval_dataset_path`. Without one they are the last floor(eval_fraction x lines), at least
-    one, as in SFT; of generated problems as many, which a fixed permutation spreads over all of them.
+    Held out are the lines of `eval_dataset_path`, or without one the last floor(eval_fraction x lines), at least one,
+    as in SFT. Of generated problems equally many are held out, which a fixed permutation spreads over all of them.
 
     Args:
       vocab_size: rows of the embedding table, which the tokenizer must fit; None: the tokenizer's own size.
       begins_as_elsewhere: see `conversations.Renderer`.
     Returns:
-      (training, held out); the latter is None where eval_fraction is 0 and eval_dataset_path is empty.
+      (training, held out); the latter is None if eval_fraction is 0 and eval_dataset_path is empty.
     Raises:
-      UserError: a file is missing, a line is no prompt or has not the answer that a reward function compares with, a
-        prompt is too long and not to be dropped, or nothing is left to train on or to hold out.
+      UserError: a file is missing, a line is not a prompt or lacks the answer that a reward function needs, a prompt is
+        too long and must not be dropped, or nothing is left to train on or to hold out.
     """
     tokenizer = load_tokenizer(config)
     if vocab_size is not None:
@@ -86,22 +87,22 @@ def open_prompts(
         return _open_arithmetic(asking)
     lines = list(_read_lines(asking, "dataset_path", single_path(config.dataset_path)))
     if not lines:
-        raise UserError(f"dataset_path={config.dataset_path!r} has no line, and so no prompt.")
+        raise UserError(f"dataset_path={config.dataset_path!r} has no line and thus no prompt.")
     if config.eval_dataset_path:
         return _fitted(asking, lines, "dataset_path"), _evaluation_file(asking)
     count = num_held_out(config.eval_fraction, len(lines), "lines")
     if count == 0:
         return _fitted(asking, lines, "dataset_path"), None
-    # By lines, before any is dropped: the lines that SFT with this eval_fraction holds out.
+    # Lines are counted before any is dropped, so that these are the lines that SFT would hold out.
     return _fitted(asking, lines[:-count], "dataset_path"), _fitted(asking, lines[-count:], "dataset_path")
 
 
 @dataclass(frozen=True)
 class FilePrompts:
-    """Prompts of files.
+    """Prompts from files.
 
     Attributes:
-      notes: of lines whose prompts are too long.
+      notes: about lines whose prompts are too long.
       fingerprint: hash of texts, tokens, fields, tokenizer, template and limit.
     """
 
@@ -119,13 +120,13 @@ class FilePrompts:
 
 
 class ArithmeticPrompts:
-    """Some of the problems `a op b` with operands from 0 to `largest`, each of them once; written down when asked for.
+    """Some of the problems `a op b` with operands from 0 to `largest`, each once, generated on demand.
 
-    All problems are in the order of a fixed permutation. Problem p of (largest + 1)^2 x operations is of operation
-    p // (largest + 1)^2; its operands are the digits of the rest to the base largest + 1.
+    All problems are ordered by a fixed permutation. Problem p of (largest + 1)^2 x operations has operation
+    p // (largest + 1)^2; its operands are the two digits of the remainder in base largest + 1.
 
     Args:
-      first, count: the positions in that order that are this source's.
+      first, count: the positions in that order that belong to this source.
     """
 
     notes: tuple[str, ...] = ()
@@ -137,7 +138,7 @@ class ArithmeticPrompts:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of all that its prompts depend on; of a chat template, what it makes of the first problem."""
+        """Hash of everything that its prompts depend on; a chat template enters through the first problem."""
         content = self._asking.content()
         content.update(repr((self._operations, self._base, self._first, self._count)).encode())
         content.update(json.dumps(self[0].token_ids).encode())
@@ -147,14 +148,12 @@ class ArithmeticPrompts:
         return self._count
 
     def __getitem__(self, number: int) -> Prompt:
-        """A prompt, whose field "answer" is the result.
+        """A prompt; its field "answer" is the result.
 
         Raises:
           IndexError: outside [0, len).
-          UserError: its tokens are more than max_prefill_predict_length.
+          UserError: it has more tokens than max_prefill_predict_length.
         """
-        from maxtext_lite.data.order import example_ids  # brings jax in, which `plan` is without
-
         check_id(number, self._count, "prompt")
         total = num_problems(self._asking.config)
         (problem,) = example_ids(self._first + number, 1, num_examples=total, seed=_ORDER_OF_PROBLEMS).tolist()
@@ -164,7 +163,7 @@ class ArithmeticPrompts:
     def check_lengths(self) -> None:
         """Refuses problems that are too long.
 
-        Looked at are those with the largest numbers of each count of digits: none other is longer in bytes, or in any
+        It checks those with the largest operands of each number of digits: no other problem is longer in bytes, or in a
         tokenizer that spells numbers by their digits.
 
         Raises:
@@ -191,19 +190,19 @@ class ArithmeticPrompts:
 
 
 def num_problems(config: RLRunConfig) -> int:
-    """All problems of dataset_type=arithmetic, held-out ones included."""
+    """All problems of dataset_type=arithmetic, including held-out ones."""
     return len(config.arithmetic_operations) * (config.arithmetic_largest + 1) ** 2
 
 
 class _Asking(NamedTuple):
-    """How a line becomes a prompt."""
+    """How lines become prompts."""
 
     config: RLRunConfig
     tokenizer: Tokenizer
     renderer: Renderer
 
     def rendered(self, where: str, key: str, value: str | list[Any]) -> Rendered:
-        """The text of a prompt: the template around it, or around what the user says last; then the chat template."""
+        """The text of a prompt: prompt_template around it or around the user's last turn, then the chat template."""
         template = self.config.prompt_template
         if isinstance(value, str):
             text = template.replace("{prompt}", value)
@@ -214,14 +213,14 @@ class _Asking(NamedTuple):
         return self.renderer.prompt_text(where, key, value)
 
     def content(self) -> Any:
-        """A hash that has begun with what all prompts depend on."""
+        """A hash already fed with everything that all prompts depend on."""
         config = self.config
         settings = (config.prompt_template, config.apply_chat_template, config.max_prefill_predict_length)
         return hashlib.sha256(repr((self.tokenizer.fingerprint, *settings)).encode())
 
 
 class _PromptLine(NamedTuple):
-    """A prompt that is not tokenized yet, and the fields of its line."""
+    """A prompt before tokenization, and the fields of its line."""
 
     rendered: Rendered
     fields: dict[str, Any]
@@ -263,7 +262,7 @@ def _line(asking: _Asking, where: str, value: Mapping[str, Any]) -> _PromptLine:
     taken = [key for key in _PARAMETERS if key in value]
     if taken:
         raise UserError(
-            f'{where}: "{taken[0]}" is the name of what every reward function is given. Rename that key of the line.'
+            f'{where}: "{taken[0]}" is the name of an argument of every reward function. Rename that key of the line.'
         )
     key = next((key for key in ("messages", "prompt", "question") if key in value), "prompt")
     asked, answer = value.get(key), value.get("answer")
@@ -275,7 +274,7 @@ def _line(asking: _Asking, where: str, value: Mapping[str, Any]) -> _PromptLine:
         answer = said if answer is None else answer
     elif key == "prompt" and answer is None:
         answer = _completed(value.get("completion"))
-    elif key == "question" and isinstance(answer, str) and "####" in answer:  # GSM8K's, after how it is found
+    elif key == "question" and isinstance(answer, str) and "####" in answer:  # GSM8K: the solution, then the answer
         fields.setdefault("solution", answer)
         answer = answer.rpartition("####")[2].strip()
     if isinstance(answer, float) and not math.isfinite(answer):
@@ -288,7 +287,7 @@ def _line(asking: _Asking, where: str, value: Mapping[str, Any]) -> _PromptLine:
 
 
 def _before_the_answer(turns: Any) -> tuple[Any, str | None]:
-    """The turns without an answer at their end, and that answer."""
+    """The turns without a final answer, and that answer."""
     last = turns[-1] if turns else None
     if isinstance(last, dict) and last.get("role") == "assistant" and isinstance(last.get("content"), str):
         return turns[:-1], last["content"]
@@ -296,17 +295,17 @@ def _before_the_answer(turns: Any) -> tuple[Any, str | None]:
 
 
 def _completed(completion: object) -> str | None:
-    """The answer in what a line for SFT has after its prompt: a text, or turns of which the first is the answer."""
+    """The answer in an SFT line's completion: a text, or a list of turns that begins with the answer."""
     if isinstance(completion, list) and completion and isinstance(completion[0], dict):
         completion = completion[0].get("content")
     return completion if isinstance(completion, str) else None
 
 
 def _fitted(asking: _Asking, lines: Sequence[_PromptLine], key: str) -> FilePrompts:
-    """The prompts of lines, without those that are too long.
+    """The prompts of lines, except those that are too long.
 
     Raises:
-      UserError: with long_examples=refuse, one is too long; or none is left.
+      UserError: a prompt is too long and long_examples=refuse, or no prompt is left.
     """
     most, prompts, content = asking.config.max_prefill_predict_length, [], asking.content()
     long: list[tuple[str, int]] = []
@@ -335,7 +334,7 @@ def _fitted(asking: _Asking, lines: Sequence[_PromptLine], key: str) -> FileProm
 
 
 def _longer(config: RLRunConfig, tokens: int) -> str:
-    """The end of a refusal: a limit under which a prompt of `tokens` tokens fits."""
+    """The end of a refusal: limits that admit a prompt of `tokens` tokens."""
     response = config.max_target_length - config.max_prefill_predict_length
     room = "" if tokens < config.max_target_length else f" max_target_length={tokens + response}"
     works = "works" if config.dataset_type == "arithmetic" else "work"

@@ -1,7 +1,7 @@
-"""Rows that are found by an index: `packing: best_fit`, and where rows start that hold one document each.
+"""Rows that need an index: those of `packing: best_fit`, and rows of one document each.
 
-An index is made once for a dataset and a row length, in files beside the data, or in the cache where nothing can be
-written there. It is a pure function of where documents start, so it does not matter which process made it.
+An index is made once for a dataset and a row length, in files beside the data, or in the cache if that directory cannot
+be written. It is a pure function of where documents start, so it does not matter which process makes it.
 """
 
 from __future__ import annotations
@@ -30,28 +30,30 @@ from maxtext_lite.data.packing import (
     fill_rows,
     first_rows,
     ranges,
+    segments_row,
     with_padding,
 )
 from maxtext_lite.data.token_stream import map_array
 
-_WINDOW_DOCUMENTS = 2**16  # fitted into rows together: a few ten MB, and rows of 98 % and more
-_WINDOW_TOKENS = 2**27  # at most, but for a single document
+_WINDOW_DOCUMENTS = 2**16  # fitted into rows together: tens of MB, and rows at least 98 % full
+_WINDOW_TOKENS = 2**27  # at most, unless a single document has more
 _DOCUMENTS_AT_A_TIME = 2**20
 ABOUT = "index.json"
-"""The file of an index that is written last: the sizes of the others, and what is known of the rows."""
+"""The file of an index that is written last: sizes of the other files, and facts about the rows."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FittedRows:
-    """Rows of whole documents, fitted so that little of a row is left over; documents longer than a row are cut.
+    """Rows of whole documents, fitted so that little padding remains; documents longer than a row are cut.
 
-    A document of L tokens takes L - 1 slots: its last token is a target only. One that takes more than a row has rows
-    of its own, and what is left of it is fitted in like a document.
+    A document of L tokens takes L - 1 slots, because its last token is only a target. A longer one fills rows of its
+    own, and its remainder is fitted in like a document.
 
     Attributes:
-      pieces: where each piece starts in the stream, and its slots; row by row, in a row as in the stream; int64 [P, 2].
-      rows: for each row, the first of its pieces, and the target tokens of the rows before; int64 [rows + 1, 2].
-      num_tokens: slots a row.
+      pieces: where each piece starts in the stream, and its slots; row by row, and in stream order within a row; int64
+        [P, 2].
+      rows: for each row, its first piece, and the target tokens of all rows before it; int64 [rows + 1, 2].
+      num_tokens: slots of a row.
       cut_documents: documents in more than one piece.
     """
 
@@ -65,7 +67,7 @@ class FittedRows:
 
     @property
     def note(self) -> str:
-        """What became of documents and slots."""
+        """The share of padding, and the documents that are cut."""
         share = int(self.rows[-1, 1]) / max(len(self) * self.num_tokens, 1)
         return (
             f"{share:.2%} of the rows' tokens are of documents, the rest is padding; {self.cut_documents:,} documents "
@@ -73,27 +75,17 @@ class FittedRows:
         )
 
     def build(self, stream: TokenStream, row: int) -> dict[str, np.ndarray]:
-        """A row, as `packing.build_row` describes it; each piece is a segment, and every slot in use has a target.
+        """A row, as `packing.build_row` describes it; each piece is a segment, and every used slot has a target.
 
         Raises:
-          UserError: the index is not one of this stream.
+          UserError: the index does not belong to this stream.
         """
         (first, before), (stop, after) = self.rows[row : row + 2].tolist()
-        tokens, targets, segments, positions = np.zeros((4, self.num_tokens), np.int32)
-        weights = np.zeros(self.num_tokens, np.float32)
         pieces = self.pieces[first:stop].tolist()
         read_all = [stream[start : start + slots + 1] for start, slots in pieces]
         if not 0 < sum(map(len, read_all)) - len(pieces) == after - before <= self.num_tokens:
             raise UserError(f"the index of row {row} is damaged{_where(self.rows)}.")
-        used, places = 0, np.arange(self.num_tokens, dtype=np.int32)
-        for segment, read in enumerate(read_all, start=1):
-            slots = len(read) - 1
-            here = slice(used, used + slots)
-            tokens[here], targets[here] = read[:-1], read[1:]
-            segments[here], positions[here] = segment, places[:slots]
-            used += slots
-        weights[:used] = 1.0
-        return {"tokens": tokens, "targets": targets, "segments": segments, "positions": positions, "weights": weights}
+        return segments_row([(read, 1.0) for read in read_all], self.num_tokens)
 
     def count_targets(self, rows: np.ndarray) -> int:
         """See `packing.Rows`."""
@@ -105,7 +97,7 @@ class FittedRows:
         return int(self.rows[stop, 1] - self.rows[first, 1])
 
     def documents(self, rows: np.ndarray) -> Documents:
-        """See `packing.Rows`; of a document that is cut, its pieces."""
+        """See `packing.Rows`; a document that is cut counts as its pieces."""
         first = np.asarray(self.rows)[:, 0]
         pieces, owners = ranges(first[rows], first[rows + 1] - first[rows])
         return with_padding(np.asarray(self.pieces)[pieces, 1], owners, len(rows), self.num_tokens)
@@ -119,8 +111,8 @@ def rows_of(packing: bool | str, document_starts: np.ndarray, num_tokens: int, p
     """The rows of a stream.
 
     Args:
-      packing: the key's value.
-      place: of the index, where the rows have one; None: it is kept in memory.
+      packing: the value of the key.
+      place: where to keep the index of rows that need one; None: in memory.
     """
     if packing is True:
         return PackedRows(document_starts, num_tokens)
@@ -141,23 +133,23 @@ def rows_of(packing: bool | str, document_starts: np.ndarray, num_tokens: int, p
 
 @dataclasses.dataclass(frozen=True)
 class IndexPlace:
-    """Where the indices of a dataset are.
+    """Where the indices of a dataset are kept.
 
     Attributes:
-      beside: a directory for them beside the data, which may not be there.
-      fingerprint: of the data.
+      beside: a directory for them beside the data; it need not exist.
+      fingerprint: fingerprint of the data.
     """
 
     beside: Path
     fingerprint: str
 
     def get(self, name: str, write: Callable[[Path], dict[str, Any]]) -> Path:
-        """The directory of an index, which is written where there is none.
+        """The directory of an index, which is made if it does not exist.
 
         Args:
-          write: fills a directory; returns what `ABOUT` is to say.
+          write: fills a directory; returns facts for `ABOUT`.
         Raises:
-          UserError: it can be written neither beside the data nor into the cache, or is not whole.
+          UserError: it can be written neither beside the data nor into the cache, or is incomplete.
         """
         name = f"{name}-{self.fingerprint[:16]}"
         cache = cache_directory("rows")
@@ -172,7 +164,7 @@ class IndexPlace:
 
 
 def _made(final: Path, write: Callable[[Path], dict[str, Any]]) -> Path:
-    """The index has its name at once and whole, or not at all."""
+    """The finished index; its directory appears only when it is complete."""
     making = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
     try:
         about = write(making)
@@ -185,7 +177,7 @@ def _made(final: Path, write: Callable[[Path], dict[str, Any]]) -> Path:
         try:
             making.rename(final)
         except OSError:
-            if not is_directory(final):  # otherwise another process was first, with the same
+            if not is_directory(final):  # otherwise another process was first, with the same index
                 raise
     finally:
         shutil.rmtree(making, ignore_errors=True)
@@ -197,7 +189,7 @@ def _checked(index: Path) -> Path:
         file = index / name
         check_file(file)
         if file.stat().st_size != size:
-            raise UserError(f"{file} has {file.stat().st_size:,} bytes, not {size:,}: delete {index}, it is made anew.")
+            raise UserError(f"{file} has {file.stat().st_size:,} bytes, not {size:,}: delete {index} to remake it.")
     return index
 
 
@@ -225,12 +217,12 @@ def _write_fitted(path: Path, document_starts: np.ndarray, num_tokens: int) -> d
 
 class _Window(NamedTuple):
     pieces: np.ndarray
-    rows: np.ndarray  # where each of its rows ends, in pieces and targets of all windows so far
+    rows: np.ndarray  # the end of each of its rows, in pieces and in targets of all windows so far
     cut: int
 
 
 def _windows(document_starts: np.ndarray, num_tokens: int) -> Iterator[_Window]:
-    """Some documents after the other, fitted into rows of their own: `FittedRows.pieces`, and `rows[1:]`."""
+    """Consecutive groups of documents, each fitted into rows of its own: `FittedRows.pieces` and `rows[1:]`."""
     first, count, end = 0, len(document_starts) - 1, np.zeros(2, np.int64)
     while first < count:
         stop = int(np.searchsorted(np.asarray(document_starts), document_starts[first] + _WINDOW_TOKENS, "right")) - 1
@@ -244,10 +236,10 @@ def _windows(document_starts: np.ndarray, num_tokens: int) -> Iterator[_Window]:
 
 
 def _fitted(document_starts: np.ndarray, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """(pieces row by row, the row of each): a row is known by where its longest piece starts, the first of several.
+    """(pieces row by row, the row of each); a row is identified by where the first of its longest pieces starts.
 
-    What a document has beyond whole rows goes, the longest first, into the fullest row that has room for it. Rows are
-    in the order of their longest pieces, so that the last rows are of documents of every length.
+    What remains of a document after whole rows joins the fullest row that has room for it, the longest remainder first.
+    Rows are in the order of their longest pieces, so that the last rows contain documents of every length.
     """
     starts, slots = document_starts[:-1], np.diff(document_starts) - 1
     whole, rest = np.divmod(slots, num_tokens)

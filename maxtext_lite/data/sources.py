@@ -1,6 +1,6 @@
-"""Where examples come from: text files tokenized at start-up, random tokens, or (`answers`) conversations.
+"""Sources of examples: text tokenized at start-up or before, random tokens, or (`answers`) conversations.
 
-An example source is a sequence with random access; which example is read when is not its business (`order`, `feed`).
+A source is a sequence with random access; `order` and `feed` decide which example is read when.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from maxtext_lite.data.examples import check_id, num_held_out
 from maxtext_lite.data.fetched import find_prepared
 from maxtext_lite.data.manifest import token_dtype
 from maxtext_lite.data.megatron import open_megatron
-from maxtext_lite.data.packing import FIELDS, Documents, Rows, TokenStream
+from maxtext_lite.data.packing import FIELDS, Documents, Rows, TokenStream, segments_row
 from maxtext_lite.data.preparing.documents import BadLine, DocumentReader
 from maxtext_lite.data.preparing.keys import PrepareConfig
 from maxtext_lite.data.preparing.tasks import WHOLE, Piece
@@ -33,7 +33,7 @@ from maxtext_lite.data.tokenizer import Tokenizer, check_vocabulary, load_tokeni
 SYNTHETIC_TRAINING_EXAMPLES = 2**31 - 1
 SYNTHETIC_EVALUATION_EXAMPLES = 64
 
-_DOCUMENTS_PER_ENCODING = 4096  # bounds the memory of what the tokenizer library returns
+_DOCUMENTS_PER_ENCODING = 4096  # bounds the memory of the tokenizer library's results
 
 
 class ExampleSource(Protocol):
@@ -41,22 +41,22 @@ class ExampleSource(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Equal for sources whose examples are equal one by one; does not depend on where files lie."""
+        """Equal for sources with the same examples in the same order, wherever their files are."""
         ...
 
     @property
     def fields(self) -> Sequence[str]:
-        """Names of an example's arrays, of dtype `packing.field_dtype`."""
+        """Names of an example's arrays; `packing.field_dtype` gives their dtypes."""
         ...
 
     @property
     def notes(self) -> Sequence[str]:
-        """Sentences on what is in the files and not in the examples."""
+        """Sentences on what the files contain and the examples do not."""
         ...
 
     @property
     def num_tokens(self) -> int:
-        """Tokens an example: the length of its arrays."""
+        """Tokens of an example: the length of its arrays."""
         ...
 
     @property
@@ -69,11 +69,11 @@ class ExampleSource(Protocol):
     def __getitem__(self, example_id: int) -> dict[str, np.ndarray]: ...
 
     def count_targets(self, example_ids: np.ndarray) -> int:
-        """Target tokens of these examples, each counted as often as it stands there."""
+        """Target tokens of these examples; repeated ids count repeatedly."""
         ...
 
     def documents(self, example_ids: np.ndarray) -> Documents | None:
-        """The documents in these examples; None where they are not known, or each example is one."""
+        """The documents in these examples; None if they are unknown, or each example is one document."""
         ...
 
 
@@ -82,16 +82,16 @@ def open_sources(
 ) -> tuple[ExampleSource, ExampleSource | None]:
     """The training examples, and the held-out ones.
 
-    Held out are the examples of `eval_dataset_path`; without one, the last floor(eval_fraction x examples) rows of the
-    data in file order, at least one. No target of a held-out row is a token of a training row, but with
-    packing=best_fit, where a document that is longer than a row may have pieces on both sides.
+    Held out are the examples of `eval_dataset_path`, or without one the last floor(eval_fraction x examples) rows in
+    file order, at least one. No target of a held-out row is a token of a training row, except with packing=best_fit,
+    where a document longer than a row may have pieces on both sides.
 
     Args:
-      vocab_size: rows of the embedding table: the tokenizer must fit, and synthetic tokens are drawn below it. None:
-        the tokenizer's own size.
+      vocab_size: rows of the embedding table, which the tokenizer must fit and below which synthetic tokens are drawn;
+        None: the tokenizer's own size.
       begins_as_elsewhere: see `conversations.Renderer`.
     Returns:
-      (training, evaluation); evaluation is None where eval_fraction is 0 and eval_dataset_path is empty.
+      (training, held out); the latter is None if eval_fraction is 0 and eval_dataset_path is empty.
     Raises:
       UserError: a file or the tokenizer is missing or unreadable, or nothing is left to train on or to hold out.
     """
@@ -124,12 +124,12 @@ class TextSource:
     Attributes:
       stream: token ids of all documents, each followed by end-of-text.
       document_starts: where each document starts, then the stream's length; int64.
-      row_layout: of rows over the stream.
-      first_row: row that is example 0.
+      row_layout: the rows of the stream.
+      first_row: the row of example 0.
       num_rows: number of examples.
       stream_fingerprint: hash of tokens and documents.
-      num_empty_documents: documents without a token, which were left out.
-      notes: as of `ExampleSource`.
+      num_empty_documents: documents without a token, which are left out.
+      notes: as in `ExampleSource`.
     """
 
     stream: TokenStream
@@ -145,17 +145,17 @@ class TextSource:
 
     @property
     def num_documents(self) -> int:
-        """Documents with at least one token, of the whole stream."""
+        """Documents of the whole stream with at least one token."""
         return len(self.document_starts) - 1
 
     @property
     def num_tokens(self) -> int:
-        """Tokens an example, T."""
+        """Tokens of an example, T."""
         return self.row_layout.num_tokens
 
     @property
     def fingerprint(self) -> str:
-        """Hash of contents, tokenizer, row length, packing and the rows that are part of it."""
+        """Hash of contents, tokenizer, row length, packing, and which rows belong to the source."""
         layout = f"{type(self.row_layout).__name__}:{self.row_layout.num_tokens}:{self.first_row}:{self.num_rows}"
         return f"text:{layout}:{self.stream_fingerprint}"
 
@@ -165,7 +165,7 @@ class TextSource:
         return self.row_layout.count_targets_between(self.first_row, self.first_row + self.num_rows)
 
     def rows(self, first: int, stop: int) -> TextSource:
-        """The source whose examples are examples `first` to `stop - 1` of this one."""
+        """The source of examples `first` to `stop - 1` of this one."""
         return dataclasses.replace(self, first_row=self.first_row + first, num_rows=stop - first)
 
     def __len__(self) -> int:
@@ -177,7 +177,7 @@ class TextSource:
         return self.row_layout.build(self.stream, self.first_row + example_id)
 
     def count_targets(self, example_ids: np.ndarray) -> int:
-        """Target tokens of these examples, each counted as often as it stands there."""
+        """Target tokens of these examples; repeated ids count repeatedly."""
         return self.row_layout.count_targets(self.first_row + example_ids)
 
     def documents(self, example_ids: np.ndarray) -> Documents:
@@ -187,7 +187,7 @@ class TextSource:
 
 @dataclasses.dataclass(frozen=True)
 class SyntheticSource:
-    """Uniformly random tokens, a pure function of (seed, example id): full rows of one document each."""
+    """Full rows of uniformly random tokens, one document each: a pure function of (seed, example id)."""
 
     seed: int
     num_examples: int
@@ -199,7 +199,7 @@ class SyntheticSource:
 
     @property
     def fingerprint(self) -> str:
-        """All that the tokens depend on."""
+        """Everything that the tokens depend on."""
         return f"synthetic:{self.seed}:{self.num_examples}:{self.num_tokens}:{self.vocab_size}"
 
     @property
@@ -215,13 +215,7 @@ class SyntheticSource:
         check_id(example_id, self.num_examples)
         generator = np.random.Generator(np.random.Philox(key=np.array([self.seed, example_id], np.uint64)))
         drawn = generator.integers(self.vocab_size, size=self.num_tokens + 1, dtype=np.int32)
-        return {
-            "tokens": drawn[:-1],
-            "targets": drawn[1:],
-            "segments": np.ones(self.num_tokens, np.int32),
-            "positions": np.arange(self.num_tokens, dtype=np.int32),
-            "weights": np.ones(self.num_tokens, np.float32),
-        }
+        return segments_row([(drawn, 1.0)], self.num_tokens)
 
     def count_targets(self, example_ids: np.ndarray) -> int:
         """Target tokens of these examples: all of their tokens."""
@@ -233,25 +227,19 @@ class SyntheticSource:
 
 def _open_text(config: DataConfig, tokenizer: Tokenizer, *, key: str, path: str) -> TextSource:
     files = find_files(key, path)
+    nothing = f"{key}={path!r} has no text: every document in it is empty."
     cached = cached_text(config, tokenizer, files)
     if cached is not None:
-        stream, document_starts, num_empty_documents = cached.stream, cached.document_starts, cached.empty
-        fingerprint, place = cached.fingerprint, cached.place
-    else:
-        stream, document_starts, num_empty_documents = _tokenize(_read_documents(files, tokenizer), tokenizer)
-        dtype = str(stream.dtype)
-        fingerprint = text_fingerprint(stream, document_starts, tokenizer=tokenizer.fingerprint, dtype=dtype)
-        place = None
-    layout = rows_of(config.packing, document_starts, config.max_target_length, place)
-    if len(layout) == 0:
-        raise UserError(f"{key}={path!r} has no text: every document in it is empty.")
-    source = _source(stream, document_starts, layout, fingerprint, num_empty_documents)
-    return source if cached is None else dataclasses.replace(source, notes=(cached.note, *source.notes))
+        found = (cached.stream, cached.document_starts, cached.fingerprint)
+        return _source(config, *found, nothing, cached.place, empty=cached.empty, notes=(cached.note,))
+    stream, starts, empty = _tokenize(_read_documents(files, tokenizer), tokenizer)
+    content = text_fingerprint(stream, starts, tokenizer=tokenizer.fingerprint, dtype=str(stream.dtype))
+    return _source(config, stream, starts, content, nothing, None, empty=empty)
 
 
 def _open_prepared(config: DataConfig, tokenizer: Tokenizer, *, key: str, path: str) -> TextSource:
     directory, shards = find_prepared(key, path)
-    stream, document_starts = open_prepared(key, directory, shards)
+    stream, starts = open_prepared(key, directory, shards)
     manifest = stream.manifest
     if manifest.tokenizer != tokenizer.fingerprint:
         raise UserError(
@@ -259,27 +247,44 @@ def _open_prepared(config: DataConfig, tokenizer: Tokenizer, *, key: str, path: 
             f"{tokenizer.fingerprint}. Name the tokenizer of the data, or prepare them again."
         )
     place = IndexPlace(directory / "rows", manifest.fingerprint)
-    layout = rows_of(config.packing, document_starts, config.max_target_length, place)
-    if len(layout) == 0:
-        raise UserError(f"{key}={path!r} has no document.")
-    return _source(stream, document_starts, layout, manifest.fingerprint)
+    return _source(config, stream, starts, manifest.fingerprint, f"{key}={path!r} has no document.", place)
 
 
 def _open_megatron(config: DataConfig, tokenizer: Tokenizer, *, key: str, path: str) -> TextSource:
     found = open_megatron(key, path, tokenizer)
-    layout = rows_of(config.packing, found.document_starts, config.max_target_length, found.place)
-    if len(layout) == 0:
-        raise UserError(f"{key}={path!r} has no document of two tokens.")
+    nothing = f"{key}={path!r} has no document of two tokens."
     content = f"{tokenizer.fingerprint}:{found.content}"
-    source = _source(found.stream, found.document_starts, layout, content, found.empty_documents)
-    if not found.unended_documents:
-        return source
-    note = f"{found.unended_documents:,} of {source.num_documents:,} documents do not end with the end-of-text token."
-    return dataclasses.replace(source, notes=(note, *source.notes))
+    documents, unended = len(found.document_starts) - 1, found.unended_documents
+    note = f"{unended:,} of {documents:,} documents do not end with the end-of-text token."
+    return _source(
+        config,
+        found.stream,
+        found.document_starts,
+        content,
+        nothing,
+        found.place,
+        empty=found.empty_documents,
+        notes=(note,) if unended else (),
+    )
 
 
-def _source(stream: TokenStream, document_starts: np.ndarray, layout: Rows, content: str, empty: int = 0) -> TextSource:
-    notes = (layout.note,) if isinstance(layout, FittedRows) else ()
+def _source(
+    config: DataConfig,
+    stream: TokenStream,
+    document_starts: np.ndarray,
+    content: str,
+    nothing: str,
+    place: IndexPlace | None,
+    *,
+    empty: int = 0,
+    notes: tuple[str, ...] = (),
+) -> TextSource:
+    """The source of all rows of a stream; refuses one without rows, in the words of `nothing`."""
+    layout = rows_of(config.packing, document_starts, config.max_target_length, place)
+    if len(layout) == 0:
+        raise UserError(nothing)
+    if isinstance(layout, FittedRows):
+        notes = (*notes, layout.note)
     return TextSource(stream, document_starts, layout, 0, len(layout), content, empty, notes)
 
 
@@ -287,7 +292,7 @@ _OPENED_BY = {"text": _open_text, "array_record": _open_prepared, "megatron": _o
 
 
 def _tokenize(documents: Iterator[str], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray, int]:
-    """(stream, document_starts, number of empty documents left out)."""
+    """(stream, document_starts, number of empty documents, which are left out)."""
     dtype = np.dtype(token_dtype(tokenizer.vocab_size))
     streams, counts = [np.zeros(0, dtype)], [np.zeros(0, np.int64)]
     while texts := list(itertools.islice(documents, _DOCUMENTS_PER_ENCODING)):
@@ -295,13 +300,13 @@ def _tokenize(documents: Iterator[str], tokenizer: Tokenizer) -> tuple[np.ndarra
         streams.append(stream)
         counts.append(count)
     lengths = np.concatenate(counts)
-    present = lengths[lengths > 1]  # of a document without a token nothing is in the stream, not its end either
+    present = lengths[lengths > 1]  # an empty document leaves nothing in the stream, not even its end-of-text
     document_starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(present, dtype=np.int64)])
     return np.concatenate(streams), document_starts, len(lengths) - len(present)
 
 
 def _read_documents(files: list[tuple[str, pathlib.Path]], tokenizer: Tokenizer) -> Iterator[str]:
-    """The documents that `prepare` finds in the files, also empty ones; a line that holds none is refused."""
+    """The documents that `prepare` finds in the files, including empty ones; refuses a line without a document."""
     reader = DocumentReader(PrepareConfig(), tokenizer)
     for document in (each for name, file in files for each in reader.read(Piece(name, str(file), 0, WHOLE))):
         if isinstance(document, BadLine):

@@ -1,4 +1,4 @@
-"""Example sources on several hosts, of which some may not read: those open no file and know what the others found."""
+"""Example sources on several hosts, some of which do not read: these open no file and learn what the others found."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from maxtext_lite.parallel import exchange, value_of_host
 
 @dataclasses.dataclass(frozen=True)
 class UnreadSource:
-    """What a host that does not read knows of a source."""
+    """What a host that does not read knows about a source."""
 
     num_examples: int
     num_tokens: int
@@ -33,24 +33,24 @@ class UnreadSource:
         return self.num_examples
 
     def __getitem__(self, example_id: int) -> dict[str, np.ndarray]:
-        """Raises AssertionError: the layout gives this host no row to read."""
+        """Raises AssertionError: the layout gives this host no rows to read."""
         raise AssertionError(f"this host reads nothing, but was asked for example {example_id}")
 
     def count_targets(self, example_ids: np.ndarray) -> int:
-        """Raises AssertionError: only hosts that read are asked."""
+        """Raises AssertionError: only reading hosts count."""
         raise AssertionError(f"this host reads nothing, but was asked about {len(example_ids)} examples")
 
     def documents(self, example_ids: np.ndarray) -> None:
-        """None: only hosts that read know."""
+        """None: only reading hosts know."""
 
 
 def open_sources_on_hosts(
     config: DataConfig, *, vocab_size: int, loading_hosts: Sequence[int], begins_as_elsewhere: bool = False
 ) -> tuple[ExampleSource, ExampleSource | None]:
-    """`open_sources` on the loading hosts; the others learn from them how much data there is. All hosts call it.
+    """`open_sources` on the loading hosts, whose summaries the other hosts receive. All hosts must call it.
 
     Raises:
-      UserError: on every host, if one could not open its data, or if hosts found different data.
+      UserError: on every host, if a host cannot open its data, or if hosts find different data.
     """
     outcome: dict[str, Any] = {}
     opened: list[Opened] | None = None
@@ -69,8 +69,8 @@ def open_sources_on_hosts(
     others = [host for host in loading_hosts if outcomes[host]["found"] != found]
     if others:
         raise UserError(
-            f"dataset_path: host {others[0]} finds other data than host {loading_hosts[0]}. All hosts that read must "
-            "see the same files."
+            f"dataset_path: host {others[0]} finds different data than host {loading_hosts[0]}. All hosts that read "
+            "must see the same files."
         )
     if opened is None:
         known = [None if summary is None else UnreadSource(**summary) for summary in found]
@@ -88,10 +88,10 @@ def _summary(source: ExampleSource) -> dict[str, object]:
 
 
 def excluded_rows_on_hosts(path: Path, where: str = "") -> list[ExcludedRow]:
-    """`read_excluded` by the first host, for all. All hosts call it.
+    """`read_excluded` on the first host, for all hosts. All hosts must call it.
 
     Raises:
-      UserError: on every host, if the first one could not read it.
+      UserError: on every host, if the first cannot read it.
     """
     found: dict[str, Any] = {"rows": []}
     if jax.process_index() == 0:
@@ -106,11 +106,11 @@ def excluded_rows_on_hosts(path: Path, where: str = "") -> list[ExcludedRow]:
 
 
 def target_tokens_of_run(source: ExampleSource, *, total_examples: int, seed: int, loading_hosts: Sequence[int]) -> int:
-    """Target tokens of the first `total_examples` examples of a run, exactly. All hosts call it."""
+    """Exact target tokens of the first `total_examples` examples of a run. All hosts must call it."""
     tokens = 0
     if jax.process_index() == loading_hosts[0]:
         first = 0
-        if isinstance(source, MixtureSource) and source.stream:  # what earlier mixtures gave, the run has counted
+        if isinstance(source, MixtureSource) and source.stream:  # the run has counted those of earlier mixtures
             first, tokens = source.stream.last.examples_seen, source.stream.last.tokens_seen
         tokens += target_tokens_between(source, first, max(total_examples, first), seed=seed)
     return value_of_host(loading_hosts[0], tokens)
@@ -119,6 +119,6 @@ def target_tokens_of_run(source: ExampleSource, *, total_examples: int, seed: in
 def source_tokens_of_run(
     source: MixtureSource, first: int, stop: int, *, seed: int, loading_hosts: Sequence[int]
 ) -> dict[str, int]:
-    """Target tokens of each source at positions of a run, by name; `MixtureSource.target_tokens`. All hosts call it."""
+    """Target tokens of each source between two positions of a run, by name. All hosts must call it."""
     reads = jax.process_index() == loading_hosts[0]
     return value_of_host(loading_hosts[0], source.target_tokens(first, stop, seed) if reads else None)

@@ -1,8 +1,9 @@
-"""Templates from elsewhere, in a sandbox: they can reach and change nothing, and their work is bounded by counting.
+"""Chat templates from elsewhere, in a sandbox: they can reach and change nothing, and a count bounds their work.
 
-A template is a program. What it does is charged against a budget in proportion to what it is given to render: each turn
-of a loop its expressions and text, each operation what goes into it, before it makes anything of that. A template that
-would run for days, or make a text that fills the memory, is refused after the same number of operations everywhere.
+A template is a program. Its work is charged against a budget proportional to the input that it renders: each iteration
+of a loop for its expressions and text, and each operation for its operands, before it makes anything of them. A
+template that would run for days, or fill the memory with text, is refused after the same number of operations
+everywhere.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from jinja2.visitor import NodeTransformer
 
 from maxtext_lite.data.causal import loop_over_turns
 
-_WORK = 5_000_000  # of any rendering; a turn of a conversation takes some hundreds
-_WORK_FOR_EACH = 1000  # for each character of the turns: loops over turns in loops over turns are no problem
-_FOR_EACH, _FOR_CALLS = 3, 30  # of elements that are looked at, and of calls: each counts as this many characters
+_WORK = 5_000_000  # for any rendering; one turn of a conversation takes a few hundred
+_WORK_FOR_EACH = 1000  # for each character of the turns, so that nested loops over turns are no problem
+_FOR_EACH, _FOR_CALLS = 3, 30  # per inspected element and per call, in characters
 _MOST_BITS = 100_000  # of an integer
-_DEEPEST = 100  # lists in lists; Python's own recursion ends a process without a word
-_LONGEST = 2**18  # of a template, in characters; the longest that models come with have a tenth
+_DEEPEST = 100  # nested lists; Python's own recursion limit kills a process silently
+_LONGEST = 2**18  # characters of a template; the longest that models come with have a tenth of that
 
-# Filters that look at no more of their first argument than how long it is, or at its elements one by one.
+# Filters that look only at the length of their first argument, or at its elements one by one.
 _SHALLOW = {
     "attr", "batch", "count", "d", "default", "first", "items", "last", "length", "list", "map", "random", "reject",
     "rejectattr", "reverse", "select", "selectattr", "slice",
@@ -39,17 +40,17 @@ _PERCENT = re.compile(r"%(?:\([^)]*\))?[-+ #0]*[\d*]*(?:\.[\d*]*)?")
 
 
 class TooMuchWorkError(Exception):
-    """A template has used up its budget, or asks for something that would."""
+    """A template has used up its budget, or requests something that would."""
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """A sandbox for one template, which counts its work.
+    """A sandbox for one template that counts the template's work.
 
     Args:
-      how: as of jinja2.Environment.
+      how: as for jinja2.Environment.
     Attributes:
-      is_causal: whether the template is one that `causal.loop_over_turns` knows.
-      at_turn: then called where each turn of that loop begins.
+      is_causal: whether `causal.loop_over_turns` recognizes the template.
+      at_turn: called at the beginning of each iteration of that loop, if so.
     """
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
@@ -59,21 +60,21 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.is_causal = False
         self.at_turn: Callable[[], None] = lambda: None
         super().__init__(finalize=self.weighed, extensions=[_Generation, "jinja2.ext.loopcontrols"], **how)
-        del self.globals["lipsum"]  # a text of any length
+        del self.globals["lipsum"]  # it makes text of any length
         self.filters = {name: self._charged(name, each) for name, each in self.filters.items()}
         self.tests = {name: self._charged_test(name, each) for name, each in self.tests.items()}
-        # Filters that templates cannot name; those that take the context are never run when a template is compiled.
+        # Filters that templates cannot name. Those that take the context are never run at compile time.
         self.filters[_SPEND] = jinja2.pass_context(lambda _, amount: self.spend(amount))
         self.filters[_WEIGH] = jinja2.pass_context(lambda _, value: self.weighed(value))
         self.filters[_TURN] = jinja2.pass_context(lambda *_: self.at_turn())
         self.filters[_LENGTH] = jinja2.pass_context(lambda _, value: self.sized(value))
 
     def compiled(self, source: str) -> jinja2.Template:
-        """The template, with what counts its work and calls `at_turn`.
+        """The template, instrumented to count its work and call `at_turn`.
 
         Raises:
-          TooMuchWorkError: it is far longer than a template is.
-          Exception: of any kind, it is not a template.
+          TooMuchWorkError: it is far longer than any template.
+          Exception: of any type, it is not a template.
         """
         if len(source) > _LONGEST:
             raise TooMuchWorkError(f"it has {len(source):,} characters, more than {_LONGEST:,}")
@@ -86,25 +87,25 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return self.from_string(parsed)
 
     def add_filter(self, name: str, filter_: Callable[..., Any]) -> None:
-        """Adds a filter, whose work is counted too."""
+        """Adds a filter whose work is counted too."""
         self.filters[name] = self._charged(name, filter_)
 
     def allow(self, characters: int) -> None:
-        """Begins the budget of a rendering of turns that have `characters` characters."""
+        """Starts the budget of a rendering whose turns have `characters` characters."""
         self._left = _WORK + _WORK_FOR_EACH * characters
 
     def spend(self, amount: int) -> None:
         """Takes an amount of work off the budget.
 
         Raises:
-          TooMuchWorkError: the budget does not have it.
+          TooMuchWorkError: the budget is exhausted.
         """
         self._left -= amount
         if self._left < 0:
             raise TooMuchWorkError("it does more work than any chat needs, or writes a longer text")
 
     def weighed(self, value: Any) -> Any:
-        """The value, when its size is off the budget: characters of texts, of collections all that is in them."""
+        """The value, after charging its size: the characters of text, everything inside a collection."""
         if isinstance(value, str):
             self.spend(1 + len(value))
             return value
@@ -125,14 +126,14 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         raise TooMuchWorkError(f"it nests lists more than {_DEEPEST} deep")
 
     def sized(self, value: Any) -> Any:
-        """The value, when its length alone is off the budget."""
+        """The value, after charging only its length."""
         self.spend(1 + (len(value) if isinstance(value, Sized) else 0))
         return value
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """See SandboxedEnvironment: `left operator right`, where that is not too much."""
+        """See SandboxedEnvironment: `left operator right`, unless that is too much work."""
         del context
-        if operator == "+" and type(left) is str and type(right) is str:  # most of what chat templates do
+        if operator == "+" and type(left) is str and type(right) is str:  # the bulk of what chat templates do
             self.spend(len(left) + len(right))
             return left + right
         if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
@@ -149,14 +150,14 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return self.binop_table[operator](left, right)
 
     def _charge_percent(self, form: str, given: Iterable[Any]) -> None:
-        """Charges the widths in a format with %, and where they are arguments, those."""
+        """Charges the widths in a format with %, including those passed as arguments."""
         widths = " ".join(_PERCENT.findall(form))
         self.spend(sum(int(digits[:20]) for digits in re.findall(r"\d+", widths)))
         if "*" in widths:
             self.spend(sum(abs(each) for each in given if isinstance(each, int)))
 
     def call(self, __context: Any, __callee: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """See SandboxedEnvironment: charges what is called for what it is given, and whose method it is."""
+        """See SandboxedEnvironment: charges a call for its arguments, and a method for its object."""
         owner = getattr(getattr(__callee, "__wrapped__", __callee), "__self__", None)
         given = [*args, *kwargs.values()]
         if isinstance(owner, str | bytes | list | tuple | int | float | dict):
@@ -166,7 +167,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             self._charge_method(name, owner, given)
         else:
             self.spend(_FOR_CALLS + sum(len(each) for each in given if isinstance(each, Sized)))
-            if not isinstance(__callee, Macro):  # whose body is charged for what it does with them
+            if not isinstance(__callee, Macro):  # a macro's body is charged for what it does with its arguments
                 self.weighed(given)
         return super().call(__context, __callee, *args, **kwargs)
 
@@ -189,7 +190,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             self.spend(numbers)
 
     def _charged(self, name: str, filter_: Callable[..., Any]) -> Callable[..., Any]:
-        first = int(hasattr(filter_, "jinja_pass_arg"))  # it is given the environment or the context before its value
+        first = int(hasattr(filter_, "jinja_pass_arg"))  # it gets the environment or the context before its value
 
         @functools.wraps(filter_)
         def charged(*args: Any, **kwargs: Any) -> Any:
@@ -205,7 +206,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             else:
                 before = self._left
                 self.weighed(value)
-                # A filter makes of each part of its value at most that part and all of the other arguments.
+                # A filter turns each part of its value into at most that part and all other arguments.
                 self.spend((before - self._left) * more)
             if name == "format":
                 self._charge_percent(str(value), others)
@@ -225,7 +226,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _amount(value: Any) -> int:
-    """How many times longer, or by how many elements, an argument can make a result."""
+    """The factor, or number of elements, by which an argument can lengthen a result."""
     if isinstance(value, bool) or value is None:
         return 0
     if isinstance(value, int):
@@ -233,32 +234,32 @@ def _amount(value: Any) -> int:
     return len(value) if isinstance(value, Sized) else 1
 
 
-_SPEND, _WEIGH, _LENGTH, _TURN = "spend ", "weigh ", "length ", "turn "  # no template can write the blanks
+_SPEND, _WEIGH, _LENGTH, _TURN = "spend ", "weigh ", "length ", "turn "  # no template can spell the blanks
 
 
 class _Counting(NodeTransformer):
-    """Puts into a template what counts its work."""
+    """Instruments a template to count its work."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
-        """Charges each turn of a loop what stands in it."""
+        """Charges each iteration of a loop for its body."""
         self.generic_visit(node)
         node.body.insert(0, _charge(node))
         return node
 
     def visit_Macro(self, node: nodes.Macro) -> nodes.Macro:
-        """Charges each call of a macro what stands in it."""
+        """Charges each call of a macro for its body."""
         self.generic_visit(node)
         node.body.insert(0, _charge(node))
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Concat:
-        """Charges `~` before it makes a text."""
+        """Charges `~` before it makes text."""
         self.generic_visit(node)
         node.nodes = [each if isinstance(each, nodes.Const) else _through(_WEIGH, each) for each in node.nodes]
         return node
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Getitem:
-        """Charges slices, which are copies, and what is looked up, which is hashed."""
+        """Charges slices, which copy, and keys, which are hashed."""
         self.generic_visit(node)
         if isinstance(node.arg, nodes.Slice):
             node.node = _through(_LENGTH, node.node)
@@ -274,7 +275,7 @@ class _Counting(NodeTransformer):
         return node
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Compare:
-        """Charges comparisons of two things that may both be long, and searches for and in one that may be."""
+        """Charges comparisons of two values that may both be long, and searches for or in such a value."""
         self.generic_visit(node)
         if not isinstance(node.expr, nodes.Const) and any(operand.op in ("in", "notin") for operand in node.ops):
             node.expr = _through(_WEIGH, node.expr)
@@ -286,7 +287,7 @@ class _Counting(NodeTransformer):
 
 
 def _charge(node: nodes.For | nodes.Macro) -> nodes.ExprStmt:
-    """What charges the expressions and the text in a body."""
+    """The statement that charges for the expressions and text of a body."""
     text = sum(len(data.data) for each in node.body for data in each.find_all(nodes.TemplateData))
     size = sum(1 for each in node.body for _ in each.find_all(nodes.Node))
     return nodes.ExprStmt(_through(_SPEND, nodes.Const(1 + size + text)), lineno=node.lineno)
@@ -297,7 +298,7 @@ def _through(name: str, value: nodes.Expr) -> nodes.Filter:
 
 
 class _Generation(Extension):
-    """`{% generation %}`, by which templates mark the answers that are learned: its content, as it stands."""
+    """`{% generation %}`, with which templates mark the answers to learn; its content is rendered as it stands."""
 
     tags = frozenset({"generation"})  # type: ignore[assignment]
 

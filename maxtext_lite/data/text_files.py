@@ -1,4 +1,4 @@
-"""The files that data come from: found by path, glob or shipped name, read as text or line by line as JSON."""
+"""Files of data: found by path, glob or shipped name, and read as text or as lines of JSON."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from maxtext_lite.config import UserError, packaged_directory, packaged_file
 from maxtext_lite.config.json_file import check_file, is_directory, is_there, parse_json, user_path
 
 TEXT_SUFFIXES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz")
-"""Files that are read; a directory's other files are not looked at."""
+"""Suffixes of files that are read; other files of a directory are ignored."""
 
 LONGEST_LINE = 2**28
-"""Bytes of a line of JSON."""
+"""Bytes of the longest allowed line of JSON."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-"""With which some begin a file of UTF-8, and which is no part of its text."""
-_SMALL = 2**26  # bytes that any .gz may make
-_EXPANSION = 100  # times that a .gz may grow otherwise; texts grow 2 to 20 times, and gzip reaches 1,032
+"""A possible prefix of UTF-8 files that is not part of their text."""
+_SMALL = 2**26  # bytes to which any .gz may expand
+_EXPANSION = 100  # factor by which a larger .gz may expand; text expands 2 to 20 times, and gzip can reach 1,032
 _PIECE = 2**20
-_ZSTANDARD_PIECE = 2**14  # which may grow a thousandfold at once
+_ZSTANDARD_PIECE = 2**14  # may expand a thousandfold at once
 
 
 def find_files(key: str, path: str, kinds: tuple[str, ...] = TEXT_SUFFIXES) -> list[tuple[str, pathlib.Path]]:
-    """(name for messages, file) of each file of a path, a glob or the name of a shipped text, in the order of names.
+    """(name for messages, file) of each file that a path, a glob or the name of a shipped text denotes, sorted by name.
 
     Args:
       key: what messages call the path.
-      kinds: how the names of files that are read end.
+      kinds: suffixes of files that are read.
     Raises:
-      UserError: there is none, or one is of another kind.
+      UserError: there is no file, or one is of another kind.
     """
     suffixes = ", ".join(kinds)
     place = user_path(path)
@@ -59,7 +59,7 @@ def find_files(key: str, path: str, kinds: tuple[str, ...] = TEXT_SUFFIXES) -> l
 
 
 def _matches(pattern: str) -> list[pathlib.Path]:
-    # Not pathlib's glob: it takes hidden files (.ipynb_checkpoints) for the user's, and no absolute pattern.
+    # Not pathlib's glob, which includes hidden files (.ipynb_checkpoints) and takes no absolute pattern.
     names = sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207
     return [path for path in map(pathlib.Path, names) if not is_directory(path)]
 
@@ -76,10 +76,10 @@ def _packaged_text(key: str, path: str) -> pathlib.Path:
 
 
 def read_text(name: str, file: pathlib.Path) -> str:
-    """The file's UTF-8 text, decompressed, without a byte-order mark; line ends as they are.
+    """The UTF-8 text of a file, decompressed, without a byte-order mark; line ends are kept.
 
     Raises:
-      UserError: it cannot be read, is something else, or is a .gz that grows too much.
+      UserError: it cannot be read, is not text, or is compressed and expands too much.
     """
     with _opened(name, file) as pieces:
         content = b"".join(pieces)
@@ -90,13 +90,13 @@ def read_text(name: str, file: pathlib.Path) -> str:
 
 
 def read_lines(name: str, file: pathlib.Path) -> Iterator[bytes]:
-    """The file's lines, without their ends and its byte-order mark; one of them is in memory at a time.
+    """The lines of a file, without line ends and byte-order mark; only one is in memory at a time.
 
     Raises:
       UserError: the file cannot be read, or a line is longer than LONGEST_LINE.
     """
-    # At newlines only: str.splitlines would also split at U+2028, which JSON allows inside a string.
-    waiting: list[bytes] = []  # of a line whose end has not come
+    # Split at newlines only: str.splitlines would also split at U+2028, which JSON allows inside a string.
+    waiting: list[bytes] = []  # parts of a line whose end has not come
     number, size = 1, 0
     with _opened(name, file) as pieces:
         for piece in pieces:
@@ -115,7 +115,7 @@ def read_lines(name: str, file: pathlib.Path) -> Iterator[bytes]:
 
 @contextlib.contextmanager
 def _opened(name: str, file: pathlib.Path) -> Iterator[Iterator[bytes]]:
-    """Pieces of the file's content, decompressed."""
+    """Pieces of a file's content, decompressed."""
     try:
         with file.open("rb") as stored:
             most = max(_SMALL, _EXPANSION * file.stat().st_size)
@@ -131,7 +131,7 @@ def _opened(name: str, file: pathlib.Path) -> Iterator[Iterator[bytes]]:
 
 
 def extra_module(name: str, module: str) -> Any:
-    """A module of the extra `prepare`, which the file `name` needs.
+    """A module of the extra `prepare`, needed for the file `name`.
 
     Raises:
       UserError: it is not installed.
@@ -149,14 +149,14 @@ def _expanded(name: str, pieces: Iterable[bytes], most: int) -> Iterator[bytes]:
         size += len(piece)
         if size > most:
             raise UserError(
-                f"{name}: grows to more than {most // 2**20} MiB, {_EXPANSION} times what it is, as no text does. "
-                "If that is meant, decompress it."
+                f"{name}: expands to more than {most // 2**20} MiB, {_EXPANSION} times its size, which no text does. "
+                "If that is intended, decompress it."
             )
         yield piece
 
 
 def _zstandard_pieces(name: str, stored: BinaryIO) -> Iterator[bytes]:
-    """What the frames of a .zst hold. Not by zstandard's reader: it takes a frame that is cut short for a whole one."""
+    """The content of the frames of a .zst. zstandard's own reader would accept a truncated frame as complete."""
     zstandard = extra_module(name, "zstandard")
     frame: Any = None
     while data := stored.read(_ZSTANDARD_PIECE):
@@ -173,12 +173,12 @@ def _zstandard_pieces(name: str, stored: BinaryIO) -> Iterator[bytes]:
 
 
 def json_lines(name: str, file: pathlib.Path, *, wanted: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The JSON object on each line of a file that is not blank, after where it stands, as "file:line".
+    """The JSON object on each nonblank line of a file, after its place, "file:line".
 
     Args:
-      wanted: what an object has, for messages.
+      wanted: what an object should contain, for messages.
     Raises:
-      UserError: the file cannot be read, or a line is not a JSON object in UTF-8, or longer than 256 MiB.
+      UserError: the file cannot be read, or a line is not a JSON object in UTF-8, or is longer than 256 MiB.
     """
     for line_number, line in enumerate(read_lines(name, file), start=1):
         if not line.strip():
@@ -192,7 +192,7 @@ def json_object(where: str, line: bytes, *, wanted: str) -> dict[str, Any]:
 
     Args:
       where: what messages call the line.
-      wanted: what an object has, for messages.
+      wanted: what an object should contain, for messages.
     Raises:
       UserError: the line is not a JSON object in UTF-8.
     """
@@ -208,10 +208,10 @@ def json_object(where: str, line: bytes, *, wanted: str) -> dict[str, Any]:
 
 
 def json_objects(key: str, path: str, *, reads: str, wanted: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """`json_lines` of all files of a path (`find_files`), of which none may be plain text.
+    """`json_lines` of all files of a path (`find_files`), none of which may be plain text.
 
     Args:
-      reads: what reads them, for messages: "x reads .jsonl files".
+      reads: what reads them, for messages, such as "x reads .jsonl files".
     """
     for name, file in find_files(key, path):
         if name.endswith((".txt", ".txt.gz")):
@@ -220,10 +220,10 @@ def json_objects(key: str, path: str, *, reads: str, wanted: str) -> Iterator[tu
 
 
 def check_unicode(where: str, key: str, text: str) -> None:
-    """Refuses half a surrogate pair, which JSON can spell and no encoding can.
+    """Refuses half a surrogate pair, which JSON can spell but no encoding can.
 
     Raises:
-      UserError: the text holds one.
+      UserError: the text contains one.
     """
     try:
         text.encode("utf-8")

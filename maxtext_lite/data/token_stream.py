@@ -1,7 +1,7 @@
-"""The token ids of a prepared dataset, read by position from its shards, and where its documents start.
+"""The token ids of a prepared dataset, read by position from its shards, and the places where its documents start.
 
-`RecordStream` reads no more than the records that a slice lies in. What a process holds of all streams together is
-bounded: a few open shards, each with 8 bytes for each of its records, and a few records.
+`RecordStream` reads only the records that a slice spans. The memory of all streams of a process together is bounded: a
+few open shards, with 8 bytes for each of their records, and a few records.
 """
 
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -38,9 +38,9 @@ from maxtext_lite.data.manifest import (
 
 _MOST_OPEN_SHARDS = 64
 _MOST_RECORDS = 512  # of 4,096 ids: 4 to 8 MiB
-_AT_RANDOM = "readahead_buffer_size:0,max_parallelism:0"  # no threads, nothing read ahead
-_IN_ORDER = "readahead_buffer_size:4M,max_parallelism:1"  # in a bucket two requests, and not one for each record
-_READER_BUFFER = 32768  # bytes; a record's chunk fits
+_AT_RANDOM = "readahead_buffer_size:0,max_parallelism:0"  # no threads, no read-ahead
+_IN_ORDER = "readahead_buffer_size:4M,max_parallelism:1"  # two requests to a bucket, instead of one for each record
+_READER_BUFFER = 32768  # bytes; the chunk of a record fits
 _RECORDS_AT_A_TIME = 512
 _DOCUMENTS_AT_A_TIME = 2**20
 _AGAIN = "Copy or prepare the data again."
@@ -52,7 +52,7 @@ Value = TypeVar("Value")
 class RecordStream:
     """The token ids of all shards of a prepared dataset, in order.
 
-    It is pickled without what it has open. Any number of threads may read it.
+    Pickling leaves out what it has open. Any number of threads may read from it.
     """
 
     directory: Path
@@ -63,14 +63,14 @@ class RecordStream:
 
     @functools.cached_property
     def _starts(self) -> list[int]:
-        """Where each shard starts in the stream, then its length."""
+        """Where each shard starts in the stream, then the length of the stream."""
         return [0, *itertools.accumulate(shard.tokens for shard in self.manifest.shards)]
 
     def __getitem__(self, part: slice) -> np.ndarray:
         """Token ids in the manifest's dtype.
 
         Raises:
-          UserError: a record is damaged, or its shard is gone; names both.
+          UserError: a record is damaged, or its shard is missing; names both.
         """
         start, stop, _ = part.indices(len(self))
         pieces: list[np.ndarray] = []
@@ -83,7 +83,7 @@ class RecordStream:
 
     @functools.cached_property
     def _keys(self) -> list[tuple[str, str]]:
-        """What shards are known by among those of all streams: the file, and what was written there."""
+        """Keys of the shards among those of all streams: the file, and the hash of its content."""
         return [(str(self.directory / shard.file), shard.sha256) for shard in self.manifest.shards]
 
     def _record(self, shard: int, record: int) -> np.ndarray:
@@ -107,12 +107,12 @@ class RecordStream:
 
     @functools.cached_property
     def dtype(self) -> np.dtype[Any]:
-        """Of the ids in its records."""
+        """The dtype of the ids in its records."""
         return np.dtype(self.manifest.dtype).newbyteorder("<")
 
 
 class _Newest(Generic[Value]):
-    """The values that were asked for last, made where they are not there. Threads may make the same one at once."""
+    """The most recently used values, made when missing. Several threads may make the same one at once."""
 
     def __init__(self, most: int):
         self._most, self._lock = most, threading.Lock()
@@ -127,7 +127,7 @@ class _Newest(Generic[Value]):
         with self._lock:
             self._values[key] = made
             if len(self._values) > self._most:
-                self._values.popitem(last=False)  # whoever reads from it still holds it
+                self._values.popitem(last=False)  # a thread that reads from it still has it
         return made
 
 
@@ -141,12 +141,12 @@ def num_records(shard: Shard, manifest: Manifest) -> int:
 
 
 def open_shard(file: Path, records: int, options: str = _AT_RANDOM) -> Any:
-    """An ArrayRecordReader of a file that must have this many records.
+    """An ArrayRecordReader for a file with this many records.
 
     Args:
-      options: ArrayRecord's.
+      options: options of ArrayRecord.
     Raises:
-      UserError: it is missing, cut short, no ArrayRecord file, or has another number of records.
+      UserError: the file is missing, truncated, not an ArrayRecord file, or has another number of records.
     """
     from array_record.python import array_record_module
 
@@ -160,21 +160,21 @@ def open_shard(file: Path, records: int, options: str = _AT_RANDOM) -> Any:
     except (RuntimeError, ValueError, OSError) as error:
         raise UserError(f"{file}: cannot be read ({str(error).partition(';')[0]}).") from None
     if found is None or (found == 0 and records):
-        or_gone = "missing, " if is_bucket(file) else ""  # which ArrayRecord does not tell apart
-        raise UserError(f"{file}: {or_gone}cut short, or no ArrayRecord file. {_AGAIN}")
+        or_gone = "missing, " if is_bucket(file) else ""  # ArrayRecord does not tell these apart in a bucket
+        raise UserError(f"{file}: {or_gone}truncated, or not an ArrayRecord file. {_AGAIN}")
     if found != records:
         raise UserError(f"{file} has {found} records; {MANIFEST_FILE} says {records}.")
     return reader
 
 
 def content_of(file: Path, records: int, lengths: Iterable[np.ndarray], see: Callable[[bytes], object]) -> str:
-    """`Shard.content` of a shard, all of whose file is read.
+    """`Shard.content` of a shard, whose whole file is read.
 
     Args:
-      lengths: of its documents, a part at a time.
-      see: is given every record.
+      lengths: lengths of its documents, in parts.
+      see: called with every record.
     Raises:
-      UserError: it cannot be read, or has another number of records.
+      UserError: the file cannot be read, or has another number of records.
     """
     content, reader = hashlib.sha256(), open_shard(file, records, _IN_ORDER)
     for part in lengths:
@@ -191,10 +191,10 @@ def content_of(file: Path, records: int, lengths: Iterable[np.ndarray], see: Cal
 
 
 def map_array(file: Path, dtype: str = "<i8", columns: int = 0) -> np.ndarray:
-    """The numbers in a file, which are read when they are looked at; pickled as the file's name.
+    """The numbers in a file, read when they are accessed; pickled as the name of the file.
 
     Args:
-      columns: 0: it is a vector; otherwise a matrix of this width, row by row.
+      columns: 0 for a vector; otherwise the width of a matrix stored by rows.
     """
     shape = (-1, columns) if columns else (-1,)
     if file.stat().st_size == 0:
@@ -205,22 +205,22 @@ def map_array(file: Path, dtype: str = "<i8", columns: int = 0) -> np.ndarray:
 
 
 class _Mapped(np.memmap):
-    made_of: tuple[Path, str, int] | None = None  # None: a part of one, or made of one
+    made_of: tuple[Path, str, int] | None = None  # None: a part of a mapped array, or computed from one
 
     def __reduce__(self) -> Any:
         return (map_array, self.made_of) if self.made_of else np.asarray(self).__reduce__()
 
 
 def open_prepared(key: str, path: Path, shards: Path | None = None) -> tuple[RecordStream, np.ndarray]:
-    """The stream of a prepared dataset, and where each document starts in it, then its length; int64, memory-mapped.
+    """The stream of a prepared dataset, and where each document starts, then its length; int64, memory-mapped.
 
-    Read are the manifest, and of every shard its size and ends.
+    This reads the manifest, and of every shard its size and ends.
 
     Args:
       key: what messages call the directory.
       shards: where the shards are, if elsewhere; they have been checked.
     Raises:
-      UserError: it is no prepared dataset, or a file of it is missing, cut short or of another dataset; names it.
+      UserError: it is not a prepared dataset, or a file is missing, truncated or from another dataset; names the file.
     """
     if not is_directory(path):
         raise UserError(f"{key}={str(path)!r} is not a directory that `python -m maxtext_lite.prepare` made.")
@@ -245,18 +245,18 @@ def _document_starts(file: Path, manifest: Manifest) -> np.ndarray:
         raise UserError(f"{file} has {size:,} bytes; {MANIFEST_FILE} says {manifest.documents:,} documents: {due:,}.")
     starts = map_array(file)
     if (starts[0], starts[-1]) != (0, manifest.tokens):
-        raise UserError(f"{file} is of {starts[-1]:,} token ids; {MANIFEST_FILE} says {manifest.tokens:,}.")
+        raise UserError(f"{file} covers {starts[-1]:,} token ids; {MANIFEST_FILE} says {manifest.tokens:,}.")
     return starts
 
 
 def verify(
     stream: RecordStream, starts: np.ndarray, see: Callable[[np.ndarray], object] = lambda ids: None
 ) -> Iterator[str]:
-    """Reads all of a prepared dataset; yields the name of each file once nothing is wrong with it.
+    """Reads a whole prepared dataset; yields the name of each file that proves correct.
 
     Args:
-      stream, starts: as of `open_prepared`.
-      see: is given all token ids, a record at a time.
+      stream, starts: as from `open_prepared`.
+      see: called with all token ids, a record at a time.
     Raises:
       UserError: a file is not what the manifest says; names it.
     """
@@ -276,7 +276,7 @@ def verify(
 
 
 def _lengths(stream: RecordStream, starts: np.ndarray, first: int, stop: int) -> Iterator[np.ndarray]:
-    """Tokens of each of these documents, a part at a time."""
+    """Tokens of each of these documents, in parts."""
     for at in range(first, stop, _DOCUMENTS_AT_A_TIME):
         lengths = np.diff(starts[at : min(at + _DOCUMENTS_AT_A_TIME, stop) + 1])
         if lengths.min(initial=1) < 1:

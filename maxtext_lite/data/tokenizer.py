@@ -1,7 +1,7 @@
 """Text to token ids and back: bytes, Hugging Face's tokenizer.json, or a sentencepiece model.
 
-Every tokenizer names an end-of-text token. It ends each document of the training data, so that a model learns to stop
-and `generate` knows when it did.
+Every tokenizer has an end-of-text token. It ends each document of the training data, so that a model learns to stop and
+`generate` knows when it has.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.json_file import check_file, is_directory, is_there, read_bytes, read_object, user_path
 from maxtext_lite.data import cutting
 
-# The names under which published tokenizers keep their end-of-text token, most specific first.
+# Names of the end-of-text token in published tokenizers, the most specific first.
 END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<|end▁of▁sentence|>", "</s>", "<eos>", "<|im_end|>")
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class PlacedTokens(NamedTuple):
-    """A text's tokens, and which of its characters each stands for.
+    """The tokens of a text, with the characters that each represents.
 
     Attributes:
       token_ids: int32 [number of tokens].
-      starts: first character of each; int64. A space that the tokenizer counts to no token belongs to the next one.
-      stops: the character after the last of each; int64. A token may stand for none, before the one that follows.
+      starts: first character of each token; int64. A space that the tokenizer assigns to no token belongs to the next.
+      stops: the character after the last of each; int64. A token may represent none, between two others.
     """
 
     token_ids: np.ndarray
@@ -41,28 +41,28 @@ class PlacedTokens(NamedTuple):
 
 
 class StreamDecoder(Protocol):
-    """Turns tokens that arrive one by one into text, never splitting a character.
+    """Turns tokens that arrive one at a time into text, never splitting a character.
 
-    The concatenation of all that `push` and `flush` return is `Tokenizer.decode` of the tokens.
+    The concatenated results of `push` and `flush` equal `Tokenizer.decode` of the tokens.
     """
 
     def push(self, token_id: int) -> str:
-        """The text that became final with this token; "" while a character is incomplete."""
+        """The text that this token completes; "" while a character is incomplete."""
         ...
 
     def flush(self) -> str:
-        """What is left, an incomplete character as U+FFFD; the decoder is as new afterwards."""
+        """The remaining text, an incomplete character as U+FFFD; resets the decoder."""
         ...
 
 
 class Tokenizer(Protocol):
-    """What the rest of the framework needs of a tokenizer.
+    """A tokenizer as the rest of the framework uses it.
 
     Attributes:
-      vocab_size: one more than the largest token id.
+      vocab_size: the largest token id plus one.
       end_of_text_id: the token that ends a document.
-      special_ids: tokens that are no text. Where a text can spell them, `encode` gives them.
-      fingerprint: equal for tokenizers that give equal ids; does not depend on where the file lies.
+      special_ids: tokens that are not text; `encode` returns them where a text spells them.
+      fingerprint: equal for tokenizers that give equal ids, wherever their files are.
     """
 
     vocab_size: int
@@ -71,36 +71,36 @@ class Tokenizer(Protocol):
     fingerprint: str
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids, int32 [number of tokens]; no end-of-text or other token is added."""
+        """Token ids, int32 [number of tokens], without end-of-text or other additions."""
         ...
 
     def encode_with_special(self, text: str) -> np.ndarray:
-        """`encode`, with the tokens that a tokenizer from elsewhere puts around a text, such as a begin-of-text."""
+        """`encode`, with the tokens that a tokenizer from elsewhere adds around a text, such as a begin-of-text."""
         return self.encode(text)
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """`encode` of each text, in parallel where the library can."""
+        """`encode` of each text, in parallel if the library can."""
         return [self.encode(text) for text in texts]
 
     def pieces(self, text: str, most: int) -> list[str]:
-        """Parts of about `most` characters whose tokens, joined, are the text's; it alone where none are known."""
+        """Parts of about `most` characters whose joined tokens are the text's; the whole text if no cut is safe."""
         return [text]
 
     def encode_placed(self, texts: Sequence[str]) -> list[PlacedTokens]:
-        """`encode` of each text, with the characters that each token stands for."""
+        """`encode` of each text, with the characters that each token represents."""
         ...
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
-        """The text; special tokens give none."""
+        """The text; special tokens contribute none."""
         ...
 
     def stream_decoder(self) -> StreamDecoder:
-        """A fresh decoder for one text, which holds back incomplete characters."""
+        """A new decoder for one text that holds back incomplete characters."""
         return _PrefixStream(self)
 
 
 class TokenizerKeys(Protocol):
-    """The keys that name a tokenizer, as a config has them."""
+    """The keys of a config that name a tokenizer."""
 
     @property
     def tokenizer_type(self) -> Literal["byte", "huggingface", "sentencepiece"]:
@@ -127,7 +127,7 @@ def load_tokenizer(config: TokenizerKeys) -> Tokenizer:
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Refuses a tokenizer that has ids the embedding table (`vocab_size` rows) lacks.
+    """Refuses a tokenizer with ids that the embedding table (`vocab_size` rows) lacks.
 
     Raises:
       UserError: `vocab_size` is smaller than the tokenizer's.
@@ -152,21 +152,21 @@ class ByteTokenizer(Tokenizer):
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
 
     def pieces(self, text: str, most: int) -> list[str]:
-        """Of exactly `most` characters, but for the last."""
+        """Parts of exactly `most` characters, except the last."""
         return [text[start : start + most] for start in range(0, len(text), most)] or [text]
 
     def encode_placed(self, texts: Sequence[str]) -> list[PlacedTokens]:
-        """`encode` of each text; every byte of a character stands for it."""
+        """`encode` of each text; every byte of a character represents it."""
         placed = []
         for text in texts:
             token_ids = self.encode(text)
-            # Bytes 0b10xxxxxx go on with the character of the byte before.
+            # Bytes 0b10xxxxxx continue the character of the byte before.
             starts = np.cumsum((token_ids & 0xC0) != 0x80, dtype=np.int64) - 1
             placed.append(PlacedTokens(token_ids, starts, starts + 1))
         return placed
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
-        """The text; invalid UTF-8 becomes U+FFFD, and ids from 256 on have no text."""
+        """The text; invalid UTF-8 becomes U+FFFD, and ids of 256 and above have no text."""
         return bytes(int(i) for i in token_ids if i < 256).decode("utf-8", errors="replace")
 
     def stream_decoder(self) -> StreamDecoder:
@@ -188,22 +188,22 @@ class _ByteStream:
 
 
 class _PrefixStream:
-    """Decodes the newest tokens after a few earlier ones, whose text they may depend on (spaces, joined bytes).
+    """Decodes the newest tokens after a few earlier ones on which their text may depend (spaces, joined bytes).
 
-    The tokenizers library's DecodeStream (0.23) takes 0.6 microseconds a token where this takes 7; but it never gives
-    the incomplete character at an end, and sentencepiece has nothing like it.
+    DecodeStream of the tokenizers library (0.23) takes 0.6 microseconds per token, this 7; but it never returns an
+    incomplete character at the end, and sentencepiece has no equivalent.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        self._context_start = 0  # the first token that is decoded again
+        self._context_start = 0  # the first token to decode again
         self._emitted_end = 0  # tokens before this one have been returned as text
 
     def push(self, token_id: int) -> str:
         self._ids.append(token_id)
         text = self._new_text()
-        # A character of several byte tokens shows as U+FFFD until its last byte has come.
+        # A character of several byte tokens decodes to U+FFFD until its last byte arrives.
         if not text or text.endswith(_REPLACEMENT):
             return ""
         self._context_start, self._emitted_end = self._emitted_end, len(self._ids)
@@ -220,9 +220,9 @@ class _PrefixStream:
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A `tokenizer.json`, read by the `tokenizers` library; special tokens written in a text are recognised.
+    """A `tokenizer.json`, read by the `tokenizers` library, which recognizes special tokens in a text.
 
-    End-of-text is the `eos_token` of a tokenizer_config.json in the same directory; without one, the first of
+    End-of-text is the `eos_token` of a tokenizer_config.json in the same directory; without one, it is the first of
     `END_OF_TEXT_NAMES` that is a special token of the tokenizer.
 
     Raises:
@@ -239,7 +239,7 @@ class HuggingFaceTokenizer(Tokenizer):
             raise UserError(
                 f"tokenizer_path={str(path)!r} is not a tokenizer.json ({value_text(str(error))})."
             ) from error
-        self._tokenizer.no_truncation()  # a file may ask for either, and a document is neither cut nor filled up here
+        self._tokenizer.no_truncation()  # a file may request either, but documents are neither truncated nor padded
         self._tokenizer.no_padding()
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         added = self._tokenizer.get_added_tokens_decoder()
@@ -269,15 +269,15 @@ class HuggingFaceTokenizer(Tokenizer):
         )
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids, int32, without the tokens that the tokenizer's template would add."""
+        """Token ids, int32, without the tokens that the tokenizer's own template would add."""
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
     def encode_with_special(self, text: str) -> np.ndarray:
-        """`encode`, with the tokens around a text that the tokenizer's own template adds."""
+        """`encode`, with the tokens that the tokenizer's own template adds around a text."""
         return np.array(self._tokenizer.encode(text, add_special_tokens=True).ids, np.int32)
 
     def pieces(self, text: str, most: int) -> list[str]:
-        """Cut at spaces, where the file states a tokenizer that allows it."""
+        """Parts cut at spaces, if the file describes a tokenizer for which that is safe."""
         return cutting.pieces(text, most) if self._may_cut else [text]
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -286,7 +286,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def encode_placed(self, texts: Sequence[str]) -> list[PlacedTokens]:
-        """`encode` of each text, on all cores, with the characters that each token stands for."""
+        """`encode` of each text, on all cores, with the characters that each token represents."""
         placed = []
         for encoding in self._tokenizer.encode_batch(list(texts), add_special_tokens=False):
             starts, stops = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
@@ -294,12 +294,12 @@ class HuggingFaceTokenizer(Tokenizer):
         return placed
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
-        """The text; special tokens and ids outside the vocabulary give none."""
+        """The text; special tokens and ids outside the vocabulary contribute none."""
         return self._tokenizer.decode([int(i) for i in token_ids if i < self.vocab_size], skip_special_tokens=True)
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A sentencepiece `.model`; its eos piece is end-of-text.
+    """A sentencepiece `.model`, whose eos piece is end-of-text.
 
     Raises:
       UserError: the file cannot be read, or the model was trained without an eos piece.
@@ -329,12 +329,12 @@ class SentencePieceTokenizer(Tokenizer):
         return np.array(self._processor.encode(text, out_type=int), np.int32)
 
     def encode_with_special(self, text: str) -> np.ndarray:
-        """`encode` after the model's begin-of-text piece, where it has one, as Llama 2 and Gemma have it."""
+        """`encode` after the model's begin-of-text piece if it has one, as those of Llama 2 and Gemma do."""
         begin = self._processor.bos_id()
         return np.concatenate([np.array([begin] if begin >= 0 else [], np.int32), self.encode(text)])
 
     def encode_placed(self, texts: Sequence[str]) -> list[PlacedTokens]:
-        """`encode` of each text, with the characters that each piece stands for."""
+        """`encode` of each text, with the characters that each piece represents."""
         placed = []
         for text in texts:
             found = self._processor.encode(text, return_type="offset_mapping")
@@ -343,18 +343,18 @@ class SentencePieceTokenizer(Tokenizer):
         return placed
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
-        """The text; control pieces and ids outside the vocabulary give none."""
+        """The text; control pieces and ids outside the vocabulary contribute none."""
         return self._processor.decode([int(i) for i in token_ids if i < self.vocab_size])
 
 
 def _without_gaps(starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-    """The starts of tokens that also stand for the characters between the token before and them: trimmed spaces."""
+    """Starts of tokens, extended to also cover characters skipped since the previous token: trimmed spaces."""
     ends_before = np.concatenate([np.zeros(1, np.int64), np.maximum.accumulate(stops)])[: len(starts)]
     return np.minimum(starts, ends_before)
 
 
 def _existing_file(tokenizer_path: str, default_name: str) -> pathlib.Path:
-    """`tokenizer_path`, or `default_name` inside it where it is a directory."""
+    """`tokenizer_path`, or `default_name` inside it if it is a directory."""
     path = user_path(tokenizer_path)
     if is_directory(path):
         path = path / default_name
@@ -375,5 +375,5 @@ def _read(path: pathlib.Path) -> bytes:
 
 
 def _is_text(value: object) -> bool:
-    """Whether a value is text that an encoding can spell: JSON can hold half a surrogate pair."""
+    """Whether a value is text that can be encoded: JSON can contain half a surrogate pair."""
     return isinstance(value, str) and value.encode("utf-8", "replace").decode() == value

@@ -1,1 +1,1 @@
-"""Text from a model, token by token, and what a model thinks of given text."""
+"""Text from a model, token by token, and a model's likelihoods of given text."""

@@ -1,4 +1,4 @@
-"""What a model writes after prompts: streamed to the terminal, as JSON, or as its part of a conversation."""
+"""A model's continuations of prompts: streamed to the terminal, as JSON, or as turns of a conversation."""
 
 import json
 import sys
@@ -22,10 +22,10 @@ Turns = list[dict[str, str]]
 
 @dataclass(frozen=True)
 class _Prompter:
-    """What makes prompts of texts, and texts of what a model writes.
+    """The conversion of texts to prompts, and of a model's tokens to texts.
 
     Attributes:
-      template: with chat, what makes a prompt of turns.
+      template: with chat, renders turns as a prompt; otherwise None.
     """
 
     asked: GenerateConfig
@@ -44,42 +44,43 @@ class _Prompter:
 
     @property
     def stop_token_ids(self) -> Sequence[int]:
-        """Tokens after which a text ends."""
+        """Tokens after which a text ends: the requested ones, or the model's."""
         asked = self.asked.stop_token_ids
         return self.tokens.stop_token_ids if asked is None else asked
 
     @property
     def first_turns(self) -> Turns:
-        """What is said before the user says anything."""
+        """The turns before the user's first."""
         return [{"role": "system", "content": self.asked.system}] if self.asked.system else []
 
     def prompt(self, text: str) -> list[int]:
-        """The tokens of a text; with chat, of the turns before the model's answer to it."""
+        """The tokens of a text; with chat, those of a conversation in which it is the user's first turn."""
         if self.template:
             return self.after([*self.first_turns, {"role": "user", "content": text}])
         return self._or_end_of_text(self.tokens.encode(text))
 
     def after(self, turns: Turns) -> list[int]:
-        """The tokens that a model goes on from when it answers these turns."""
-        assert self.template is not None, "turns are those of a chat"
+        """The prompt for the model's answer to these turns."""
+        assert self.template is not None, "turns need chat"
         return self._or_end_of_text(self.tokens.encode(self.template.render(turns), plain=True))
 
     def _or_end_of_text(self, token_ids: list[int]) -> list[int]:
-        """Of no tokens, end-of-text: a new document begins after the end of another."""
+        """The tokens, or end-of-text if there are none: a new document begins after the end of another."""
         return token_ids or [self.tokens.tokenizer.end_of_text_id]
 
     def begin(self) -> WrittenText:
-        """A text that has not begun."""
+        """An empty text, to which tokens are added."""
         return self.tokens.begin(self.asked.stop_strings, self.stop_token_ids)
 
 
 def generate(directory: Path, config: Config, asked: GenerateConfig, *, as_json: bool) -> None:
-    """Prints what the model of a directory writes after the prompts, to stderr how fast; with chat and no prompt,
-    answers each line of the input.
+    """Prints the continuations of the prompts by a directory's model, and the speed to stderr.
+
+    With chat and without a prompt, answers each line of the input.
 
     Raises:
-      UserError: the model cannot be asked that, or has no parameters, tokenizer or chat template where it needs one;
-        with every problem of the prompts and the mesh.
+      UserError: the model does not allow the request, or lacks parameters, a tokenizer or a chat template; lists every
+        problem of the prompts and the mesh.
     """
     prompter = None if asked.prompt_ids is not None else _Prompter.of(directory, config, asked)
     texts = [asked.prompt] if asked.prompts is None else asked.prompts
@@ -112,13 +113,13 @@ def generate(directory: Path, config: Config, asked: GenerateConfig, *, as_json:
         if as_json or prompter is None:
             print(json.dumps(_answers(tokens, len(prompts), prompter)))
         else:
-            # A prompt is part of the text that goes on from it, but not of an answer.
+            # A continued text includes its prompt; an answer does not.
             _print_texts(tokens, prompter, ["" if asked.chat else text for text in texts])
     print(tokens, file=sys.stderr)
 
 
 def _converse(stream: Callable[[list[list[int]]], TimedTokens], prompter: _Prompter) -> None:
-    """Answers each line of the input, with all that was said before it in mind."""
+    """Answers each line of the input as the next turn of one conversation."""
     turns = prompter.first_turns
     while True:
         if sys.stdin.isatty():
@@ -137,7 +138,7 @@ def _converse(stream: Callable[[list[list[int]]], TimedTokens], prompter: _Promp
 
 
 def _answers(tokens: TimedTokens, count: int, prompter: _Prompter | None) -> list[dict[str, Any]]:
-    """For each prompt its new tokens, their log-probabilities and, where there is a tokenizer, their text."""
+    """For each prompt its new tokens, their log-probabilities and, with a tokenizer, their text."""
     answers: list[dict[str, Any]] = [{"tokens": [], "log_probabilities": []} for _ in range(count)]
     written = [prompter.begin() for _ in range(count)] if prompter else []
     for index, token, log_probability in tokens:
@@ -156,10 +157,10 @@ def _answers(tokens: TimedTokens, count: int, prompter: _Prompter | None) -> lis
 
 
 def _print_texts(tokens: TimedTokens, prompter: _Prompter, shown: list[str]) -> None:
-    """Streams one text; of several, prints each when all are done, a line before each.
+    """Streams a single text; prints several, each after a separating line, once all are complete.
 
     Args:
-      shown: what stands before each.
+      shown: the text to print before each.
     """
     written = [prompter.begin() for _ in shown]
     alone = len(written) == 1

@@ -1,8 +1,9 @@
-"""Texts and questions that a model is evaluated with, and what its log-likelihoods make of them."""
+"""Texts and questions for the evaluation of a model, and their metrics from its log-likelihoods."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol, Self
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -10,30 +11,26 @@ from maxtext_lite.config import UserError
 from maxtext_lite.config.json_file import user_path
 
 
-class Likelihood(Protocol):
-    """See `scoring.Scored`."""
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """The score of one continuation.
 
-    @property
-    def log_likelihood(self) -> float:
-        """In nats."""
-        ...
+    Attributes:
+      log_likelihood: sum of its tokens' log-probabilities, in nats, each given all tokens before it.
+      is_greedy: whether each of its tokens is the likeliest.
+      num_tokens: the number of scored tokens.
+    """
 
-    @property
-    def is_greedy(self) -> bool:
-        """Each token is the likeliest."""
-        ...
-
-    @property
-    def num_tokens(self) -> int:
-        """That were scored."""
-        ...
+    log_likelihood: float
+    is_greedy: bool
+    num_tokens: int
 
 
 class Question(BaseModel):
-    """A context and what may follow it.
+    """A context and its possible continuations.
 
     Attributes:
-      answer: number of the right choice.
+      answer: the number of the right choice.
     """
 
     model_config = ConfigDict(frozen=True, strict=True)
@@ -52,7 +49,7 @@ class Question(BaseModel):
 
 
 class Cloze(BaseModel):
-    """A context and the only thing that ought to follow it."""
+    """A context and its only right continuation."""
 
     model_config = ConfigDict(frozen=True, strict=True)
 
@@ -66,7 +63,7 @@ class Cloze(BaseModel):
 
     @property
     def answer(self) -> int:
-        """Its number."""
+        """The number of the target."""
         return 0
 
 
@@ -88,7 +85,7 @@ def read_questions(path: str, kind: Literal["choices", "cloze"]) -> list[Questio
     """The questions of a JSONL file.
 
     Raises:
-      UserError: the file is missing or empty, or a line is not such a question; names it.
+      UserError: the file is missing or empty, or a line is not such a question; names the line.
     """
     model = Question if kind == "choices" else Cloze
     questions: list[Question | Cloze] = []
@@ -108,9 +105,9 @@ def read_questions(path: str, kind: Literal["choices", "cloze"]) -> list[Questio
 
 
 def continued(encode: Callable[[str], Sequence[int]], context: str, continuation: str) -> tuple[list[int], int]:
-    """Tokens of a context with its continuation, and how many of them are the context's.
+    """The tokens of a context with its continuation, and the number of the context's tokens.
 
-    The two are tokenized together, as they would be read; blanks between them belong to the continuation.
+    The two are tokenized together, as one text; blanks between them belong to the continuation.
     """
     stripped = context.rstrip()
     whole = [int(token) for token in encode(context + continuation)]
@@ -118,13 +115,13 @@ def continued(encode: Callable[[str], Sequence[int]], context: str, continuation
 
 
 def with_blank(context: str, continuation: str) -> str:
-    """The continuation, with a blank before it where there is none between it and the context."""
+    """The continuation, after a blank if none separates it from the context."""
     parted = not context or context[-1].isspace() or continuation[:1].isspace()
     return continuation if parted else f" {continuation}"
 
 
-def perplexity(scored: Sequence[Likelihood], text: str) -> dict[str, float]:
-    """Of a text, by all its parts."""
+def perplexity(scored: Sequence[Scored], text: str) -> dict[str, float]:
+    """The perplexity of a text, from the scores of all its parts."""
     nll, tokens = -sum(part.log_likelihood for part in scored), sum(part.num_tokens for part in scored)
     return {
         "loss": nll / tokens,
@@ -134,8 +131,8 @@ def perplexity(scored: Sequence[Likelihood], text: str) -> dict[str, float]:
     }
 
 
-def accuracy(questions: Sequence[Question | Cloze], scored: Sequence[Likelihood]) -> dict[str, float]:
-    """Accuracy by log-likelihood and by that divided by a continuation's bytes; of cloze, how often it is greedy."""
+def accuracy(questions: Sequence[Question | Cloze], scored: Sequence[Scored]) -> dict[str, float]:
+    """Accuracy by log-likelihood, and by log-likelihood per byte; for cloze, the share of greedy answers."""
     rest = list(scored)
     right = right_by_byte = greedy = nll = tokens = 0.0
     for question in questions:

@@ -1,4 +1,4 @@
-"""What `generate` and `evaluate` may be asked for, as key=value."""
+"""The keys of the commands `generate` and `evaluate`."""
 
 import math
 from typing import Literal
@@ -9,26 +9,26 @@ from maxtext_lite.config.field_types import PathText
 
 
 class GenerateConfig(BaseModel):
-    """What `generate` takes as key=value.
+    """The keys of `generate`.
 
     Attributes:
-      prompt: text to go on from; "" starts a new document.
-      prompts: several of them, at once.
+      prompt: text to continue; "" starts a new document.
+      prompts: several prompts, at once.
       prompt_ids: prompts as lists of tokens, instead of `prompt`; needs no tokenizer.
-      chat: a prompt is what a user says, and the model's chat template makes of it what the model answers; without
-        a prompt, a conversation in which each line of the input is what the user says.
-      system: with chat, what is said to the model first.
+      chat: the prompt is the user's turn, rendered with the model's chat template; without a prompt, a conversation in
+        which each line of the input is the user's turn.
+      system: with chat, the system's turn.
       max_new_tokens: tokens to add.
       temperature: divides the logits; 0: always the likeliest token.
-      top_k: draw among the k likeliest tokens; 0: all.
-      top_p: draw among the fewest tokens whose probabilities reach p; 1: all.
-      stop_token_ids: tokens after which a text ends; of text, by default end-of-text and what the model names.
+      top_k: sample among the k likeliest tokens; 0: all.
+      top_p: sample among the fewest tokens whose probabilities reach p; 1: all.
+      stop_token_ids: tokens after which a text ends; for text, the default is end-of-text and the model's own.
       stop_strings: texts before which a text ends.
       seed: of the draws.
-      dtype: of activations; "": as the directory's config says.
-      ici_tensor_parallelism: devices that share heads, mlp and vocabulary.
-      ici_fsdp_parallelism: devices that share the rest of the parameters, and the prompts.
-      ici_data_parallelism: devices that each have a copy of the model.
+      dtype: of activations; "": that of the directory's config.
+      ici_tensor_parallelism: shards of heads, mlp and vocabulary.
+      ici_fsdp_parallelism: shards of the rest of the parameters, and of the prompts.
+      ici_data_parallelism: copies of the model.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -57,18 +57,18 @@ class GenerateConfig(BaseModel):
 
 
 class EvaluateConfig(BaseModel):
-    """What `evaluate` takes as key=value; one of the first three.
+    """The keys of `evaluate`; one of the first three is required.
 
     Attributes:
-      text: a file, as one text: its perplexity.
+      text: a file, evaluated as one text by its perplexity.
       choices: a JSONL file of {"context": text, "choices": [text, ...], "answer": number of the right one}.
       cloze: a JSONL file of {"context": text, "target": text}.
-      max_length: tokens that a forward pass sees.
-      stride: text: tokens by which the window moves on; the others of it are context. 0: max_length.
+      max_length: tokens of one forward pass.
+      stride: for `text`, tokens by which the window advances; the others in it are context. 0: max_length.
       rows_at_once: sequences of one forward pass.
-      dtype: of activations; "": as the directory's config says.
-      ici_tensor_parallelism: devices that share heads, mlp and vocabulary.
-      ici_fsdp_parallelism: devices that share the rest of the parameters, and the rows.
+      dtype: of activations; "": that of the directory's config.
+      ici_tensor_parallelism: shards of heads, mlp and vocabulary.
+      ici_fsdp_parallelism: shards of the rest of the parameters, and of the rows.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)

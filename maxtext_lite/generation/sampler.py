@@ -1,4 +1,4 @@
-"""Generation from a run's parameters: prompts in, tokens out one by one."""
+"""Generation from a run's parameters: new tokens for prompts, one at a time."""
 
 import functools
 import math
@@ -19,18 +19,18 @@ from maxtext_lite.models.decoder import Params
 from maxtext_lite.parallel import MESH_AXES, make_mesh
 from maxtext_lite.training.state import abstract_on_mesh, make_plain_decoder
 
-_PADDED_TO = 64  # prompts and caches are padded to a multiple of this, so that few shapes are compiled
+_PADDED_TO = 64  # prompts and caches are padded to a multiple of it, so that few shapes are compiled
 
 
 def load_on_mesh(
     directory: Path, config: Config, parallelism: Mapping[str, int]
 ) -> tuple[Decoder, Params, jax.sharding.Mesh]:
-    """The decoder of a run or of a Hugging Face directory, its newest parameters, and the mesh that they are on.
+    """The decoder of a run or of a Hugging Face directory, its newest parameters, and their mesh.
 
     Args:
-      parallelism: sizes of mesh axes, by name; the others have 1.
+      parallelism: sizes of mesh axes by name; the others have size 1.
     Raises:
-      UserError: there are no parameters, or they are of another model.
+      UserError: there are no parameters, or they belong to another model.
     """
     decoder = make_plain_decoder(config)
     sizes = dict.fromkeys(MESH_AXES, 1) | dict(parallelism)
@@ -46,16 +46,16 @@ def load_on_mesh(
 
 
 def cast_once(decoder: Decoder, params: Params) -> Params:
-    """`Decoder.cast`, the parameters themselves where all have the dtypes already."""
+    """`Decoder.cast`, or the parameters themselves if they all have their dtypes already."""
     same = jax.tree.map(lambda x, cast: x.dtype == cast.dtype, params, jax.eval_shape(decoder.cast, params))
     return params if all(jax.tree.leaves(same)) else jax.jit(decoder.cast)(params)
 
 
 def mesh_problems(config: Config, num_devices: int, sizes: Mapping[str, int]) -> list[str]:
-    """What keeps a model from lying on a mesh of these sizes of `num_devices`: a sentence for each key.
+    """Why a model cannot be sharded over a mesh of these sizes on `num_devices`: a sentence for each key.
 
     Args:
-      sizes: of the mesh axes tensor, fsdp and data, as far as they are given.
+      sizes: of the mesh axes tensor, fsdp and data, or some of them.
     """
     width = config.base_mlp_dim if config.num_experts == 1 else config.moe_mlp_dim
     heads = math.gcd(config.base_num_query_heads, config.base_num_kv_heads)
@@ -77,7 +77,7 @@ def mesh_problems(config: Config, num_devices: int, sizes: Mapping[str, int]) ->
 
 
 class Sampler:
-    """A decoder with its parameters on a mesh, and the jitted functions that go on from prompts."""
+    """A decoder with its parameters on a mesh, and the jitted functions that continue prompts."""
 
     def __init__(self, decoder: Decoder, params: Params, mesh: jax.sharding.Mesh):
         self._decoder, self._mesh = decoder, mesh
@@ -99,8 +99,8 @@ class Sampler:
     ) -> Iterator[tuple[int, int, float]]:
         """Yields (prompt number, new token, its log-probability under the model) until all prompts are done.
 
-        A prompt is done after `max_new_tokens` or after yielding one of `stop_token_ids`. What is drawn for a
-        prompt depends on the seed, its number and its tokens, not on the other prompts.
+        A prompt is done after `max_new_tokens` or one of `stop_token_ids`, which is yielded. Its draws depend on the
+        seed, its number and its tokens, not on the other prompts.
         """
         sampling = Sampling(temperature, top_k, top_p)
         num_asked = len(prompts)
@@ -119,7 +119,7 @@ class Sampler:
             )
             for added in range(max_new_tokens):
                 following = None
-                if added + 1 < max_new_tokens:  # dispatched before this token is looked at: the device never waits
+                if added + 1 < max_new_tokens:  # dispatched before this token is read, so that the device never waits
                     following = self._extend(
                         self._params, token_B, cache, jnp.asarray(lengths + added), key_B, sampling=sampling
                     )
@@ -143,7 +143,7 @@ class Sampler:
         num_positions: int,
         sampling: Sampling,
     ) -> tuple[jax.Array, jax.Array, KVCache]:
-        """`first_token` in a new cache, which lies from the start where the model's attention has it."""
+        """`first_token` with a new cache, made inside the jitted function so that it is sharded as attention needs."""
         cache = self._decoder.new_cache(token_BT.shape[0], num_positions)
         return first_token(self._decoder, params, token_BT, cache, length_B, key_B, sampling=sampling)
 
@@ -162,9 +162,9 @@ def first_token(
     """The first token after each of B prompts, its log-probability (`sample_token`), and the cache with the prompts.
 
     Args:
-      token_BT: prompts, with anything behind their `length_B` tokens.
+      token_BT: prompts; tokens after their `length_B` are ignored.
       cache: empty.
-      key_B: of all draws for a sequence; each is made of it and of the token's position.
+      key_B: of all draws of a sequence; each draw folds in the token's position.
     """
     x_BTD, cache = decoder.decode(params, token_BT, jnp.zeros_like(length_B), cache, length_B)
     last_BTD = jnp.take_along_axis(x_BTD, (length_B - 1)[:, None, None], axis=1)
@@ -182,7 +182,7 @@ def next_token(
     sampling: Sampling,
     scored_at: float = 1.0,
 ) -> tuple[jax.Array, jax.Array, KVCache]:
-    """`first_token` for sequences whose `length_B` tokens before token_B are in the cache: the one after token_B."""
+    """The token after token_B, for sequences whose `length_B` tokens before it are in the cache; see `first_token`."""
     x_BTD, cache = decoder.decode(params, token_B[:, None], length_B, cache)
     return *_draw(decoder, params, x_BTD, length_B + 1, key_B, sampling, scored_at), cache
 

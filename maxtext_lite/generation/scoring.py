@@ -1,4 +1,4 @@
-"""What a model thinks of given tokens: log-likelihoods of continuations, and of long texts window by window."""
+"""A model's log-likelihoods of given tokens: of continuations, and of long texts window by window."""
 
 import dataclasses
 import functools
@@ -10,7 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxtext_lite.config import Config, UserError
-from maxtext_lite.generation.questions import accuracy, continued, perplexity, read_questions, read_text, with_blank
+from maxtext_lite.generation.questions import (
+    Scored,
+    accuracy,
+    continued,
+    perplexity,
+    read_questions,
+    read_text,
+    with_blank,
+)
 from maxtext_lite.generation.requests import EvaluateConfig
 from maxtext_lite.generation.sampler import Sampler, cast_once, load_on_mesh, mesh_problems
 from maxtext_lite.generation.text_tokens import TextTokens
@@ -20,27 +28,12 @@ from maxtext_lite.parallel import start_devices
 from maxtext_lite.training.loss import likeliest_tokens, token_losses
 
 _PADDED_TO = 64  # rows are padded to a power of two times this, so that few shapes are compiled
-_TILE_TOKENS = 64  # logits exist for this many tokens of each row at a time
-
-
-@dataclasses.dataclass(frozen=True)
-class Scored:
-    """Of one continuation.
-
-    Attributes:
-      log_likelihood: sum of its tokens' log-probabilities, in nats, each given all tokens before it.
-      is_greedy: each of its tokens is the likeliest.
-      num_tokens: of them.
-    """
-
-    log_likelihood: float
-    is_greedy: bool
-    num_tokens: int
+_TILE_TOKENS = 64  # of each row, whose logits exist at one time
 
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """Tokens, of which those from `first` on are scored; `first` is at least 1."""
+    """Tokens to score from index `first` on, which is at least 1."""
 
     tokens: Sequence[int]
     first: int
@@ -59,11 +52,11 @@ class Scorer:
         shards = mesh.shape["fsdp"]
         self._rows = -(-rows_at_once // shards) * shards
         self._score = jax.jit(functools.partial(_row_scores, decoder))
-        # The last token has no target. Where rotation follows the length it counts all the same, and must be there.
+        # The last token has no target and can be dropped, unless rotary angles depend on the length.
         self._unseen = 0 if decoder.shape.follows_length else 1
 
     def score(self, spans: Sequence[Span]) -> list[Scored]:
-        """Of each span, in their order. Rows of about the same length go together."""
+        """The score of each span, in order. Rows of similar length share a forward pass."""
         found: list[Scored | None] = [None] * len(spans)
         longest_first = sorted(range(len(spans)), key=lambda number: -len(spans[number].tokens))
         for begin in range(0, len(spans), self._rows):
@@ -105,7 +98,7 @@ def _row_scores(
     tiles = T // _TILE_TOKENS
     nll_BT = token_losses(x_BTD, head, target_BT, tiles, shape.final_soft_cap, 1.0, shape.logits_multiplier)
     is_scored_BT = (position_BT >= first_B[:, None]) & (position_BT < end_B[:, None])
-    is_likeliest_BT = likeliest_tokens(x_BTD, head, tiles) == target_BT  # multiplier and soft cap keep their order
+    is_likeliest_BT = likeliest_tokens(x_BTD, head, tiles) == target_BT  # multiplier and soft cap preserve the order
     return -jnp.sum(jnp.where(is_scored_BT, nll_BT, 0), axis=1), jnp.all(is_likeliest_BT | ~is_scored_BT, axis=1)
 
 
@@ -117,11 +110,11 @@ def _padded(count: int) -> int:
 
 
 def windows(tokens: Sequence[int], *, length: int, stride: int) -> list[Span]:
-    """Spans of at most `length` tokens that together score each token but the first once.
+    """Spans of at most `length` tokens that together score every token but the first exactly once.
 
     Args:
-      stride: tokens from the start of one window to that of the next; the others of a window are context that the
-        window before has scored. At most length - 1.
+      stride: tokens from the start of one window to that of the next; the rest of a window is context that the previous
+        window has scored. At most length - 1.
     """
     spans, scored = [], 1
     while scored < len(tokens):
@@ -133,14 +126,15 @@ def windows(tokens: Sequence[int], *, length: int, stride: int) -> list[Span]:
 
 
 class TextScorer:
-    """A model of a directory with its tokenizer: log-likelihoods of texts.
+    """The log-likelihoods of texts under a directory's model, with its tokenizer.
 
     Args:
-      config: of the directory, as `directory_config` reads it.
-      max_length: tokens that a forward pass sees.
+      config: of the directory, from `directory_config`.
+      max_length: tokens of one forward pass.
       mesh: sizes of the mesh axes tensor and fsdp.
     Raises:
-      UserError: the model cannot see `max_length` tokens, does not lie on that mesh, or has no tokenizer or parameters.
+      UserError: the model cannot take `max_length` tokens, cannot be sharded over the mesh, or lacks a tokenizer or
+        parameters.
     """
 
     def __init__(self, directory: Path, config: Config, *, max_length: int, rows_at_once: int, mesh: Mapping[str, int]):
@@ -160,16 +154,16 @@ class TextScorer:
             self._scorer = Scorer(*self._model, rows_at_once=rows_at_once)
 
     def encode(self, text: str) -> list[int]:
-        """Tokens as the model has seen texts begin: with what its tokenizer puts there, or after the end of another."""
+        """The tokens of a text, beginning as in training: as its tokenizer begins texts, or with end-of-text."""
         begin = [] if self._tokens.carried else [self._end_of_text_id]
         return begin + self._tokens.encode(text)
 
     def continuations(self, pairs: Iterable[tuple[str, str]]) -> list[Scored]:
-        """Of each (context, continuation); a context too long loses its beginning."""
+        """The score of each (context, continuation); a long context is truncated at its beginning."""
         spans = []
         for context, continuation in pairs:
             tokens, first = continued(self.encode, context, continuation)
-            if first == 0:  # no context, and a tokenizer that puts nothing first
+            if first == 0:  # no context, and the tokenizer adds no first token
                 tokens, first = [self._end_of_text_id, *tokens], 1
             drop = max(min(len(tokens) - self._max_length, first - 1), 0)
             spans.append(Span(tokens[drop:], first - drop))
@@ -177,10 +171,10 @@ class TextScorer:
             return self._scorer.score(spans)
 
     def windows(self, text: str, stride: int) -> list[Scored]:
-        """Of each window of a text, which moves on by `stride` tokens.
+        """The score of each window of a text; windows advance by `stride` tokens.
 
         Raises:
-          UserError: the text has no two tokens.
+          UserError: the text has fewer than two tokens.
         """
         tokens = self.encode(text)
         if len(tokens) < 2:
@@ -195,7 +189,7 @@ class TextScorer:
     def written(
         self, context: str, *, stop_strings: Sequence[str], max_new_tokens: int, temperature: float = 0.0
     ) -> str:
-        """What the model writes after a context, up to the end of a text or one of `stop_strings`."""
+        """The model's continuation of a context, up to a stop token or one of `stop_strings`."""
         text = self._tokens.begin(stop_strings)
         prompt = self.encode(context)[-max(self._max_length - max_new_tokens, 1) :] or [self._end_of_text_id]
         with self._precision():
@@ -213,10 +207,10 @@ class TextScorer:
 
 
 def evaluate(directory: Path, config: Config, asked: EvaluateConfig) -> dict[str, float]:
-    """Perplexity of a text, or accuracy over questions, by name.
+    """The metrics by name: of a text's perplexity, or of the accuracy over questions.
 
     Raises:
-      UserError: as `TextScorer`, or the file cannot be read or is not of its form.
+      UserError: as `TextScorer`, or the file cannot be read or has another format.
     """
     text = read_text("text", asked.text) if asked.text else ""
     kind = "choices" if asked.choices else "cloze"

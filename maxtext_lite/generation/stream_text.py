@@ -1,4 +1,4 @@
-"""Text as it is drawn, token by token: where it ends, and how fast it comes."""
+"""Streamed text, token by token: where it ends, and its speed."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -7,10 +7,10 @@ from maxtext_lite.data.tokenizer import StreamDecoder
 
 
 class StopText:
-    """Lets text through as soon as it is certain not to belong to a stop string.
+    """A filter that passes text on once it cannot be part of a stop string.
 
     Attributes:
-      found: a stop string has come; nothing is let through any more.
+      found: a stop string has been found; nothing more is passed on.
     """
 
     def __init__(self, stop_strings: Sequence[str]) -> None:
@@ -19,7 +19,7 @@ class StopText:
         self.found = False
 
     def push(self, piece: str) -> str:
-        """The text that has become certain with this piece."""
+        """The text that can be passed on after this piece."""
         if self.found:
             return ""
         text = self._held + piece
@@ -32,23 +32,23 @@ class StopText:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """What was held back, where no more text comes."""
+        """The text held back so far, at the end of the stream."""
         held, self._held = self._held, ""
         return "" if self.found else held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of `text` with which `stop` begins."""
+    """The length of the longest end of `text` that is a beginning of `stop`, other than all of it."""
     longest = min(len(text), len(stop) - 1)
     return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)
 
 
 class WrittenText:
-    """One text as it grows, until a stop token or a stop string, neither of which is part of it.
+    """A growing text that ends before a stop token or a stop string.
 
     Attributes:
-      text: what has become certain of it.
-      ended: nothing is added any more.
+      text: the text so far, without what a stop string may still remove.
+      ended: nothing more is added.
     """
 
     def __init__(self, decoder: StreamDecoder, stop_ids: Sequence[int], stop_strings: Sequence[str]) -> None:
@@ -58,7 +58,7 @@ class WrittenText:
         self.text = ""
 
     def push(self, token: int) -> str:
-        """What has become certain of the text with this token."""
+        """The new part of the text after this token."""
         if self.ended:
             return ""
         if token in self._stop:
@@ -66,7 +66,7 @@ class WrittenText:
         return self._add(self._until.push(self._decoder.push(token)))
 
     def end(self) -> str:
-        """The rest of the text, "" where it had ended."""
+        """Ends the text; returns its rest, "" if it had already ended."""
         if self.ended:
             return ""
         piece = self._until.push(self._decoder.flush())
@@ -81,10 +81,10 @@ class WrittenText:
 
 
 class TimedTokens:
-    """Tokens as they come, and how fast: once two rounds, in which functions are compiled, have passed.
+    """A stream of tokens that measures its speed; the first two rounds, which compile, are timed apart.
 
     Args:
-      tokens: (prompt number, token, log-probability), as `Sampler.stream` yields them.
+      tokens: (prompt number, token, log-probability) from `Sampler.stream`.
     """
 
     def __init__(self, tokens: Iterator[tuple[int, int, float]]) -> None:

@@ -1,4 +1,4 @@
-"""The tokenizer of a directory's model: how its texts begin and end."""
+"""The tokenizer of a directory's model, and how its texts begin and end."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from maxtext_lite.hf import stop_ids_of
 
 
 def stop_tokens(directory: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The tokens after which a text ends: those that the model's files name, and end-of-text.
+    """The tokens after which a text ends: those in the model's files, and end-of-text.
 
     Args:
-      directory: of the model; "": it comes from nowhere else.
+      directory: of the model; "": it has no files.
     """
     carried = hf_directory(directory) if directory else None
     return tuple(dict.fromkeys([*(stop_ids_of(carried) if carried else ()), tokenizer.end_of_text_id]))
@@ -25,10 +25,10 @@ def stop_tokens(directory: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class TextTokens:
-    """How texts become tokens of a model and back.
+    """The conversion between texts and a model's tokens.
 
     Attributes:
-      carried: where the files that came with the model lie; None where it was trained here from the start.
+      carried: the directory of the files that came with the model; None if it was trained from scratch.
       stop_token_ids: tokens after which a text ends.
     """
 
@@ -38,7 +38,7 @@ class TextTokens:
 
     @classmethod
     def of(cls, directory: Path, config: Config) -> TextTokens:
-        """Those of a directory's model.
+        """The conversion for a directory's model.
 
         Raises:
           UserError: there is no tokenizer, or it has more tokens than the model.
@@ -48,15 +48,15 @@ class TextTokens:
         return cls(tokenizer, hf_directory(directory), stop_tokens(directory, tokenizer))
 
     def encode(self, text: str, *, plain: bool = False) -> list[int]:
-        """The tokens of a text, beginning as the model has seen texts begin: with what its tokenizer puts there.
+        """The tokens of a text, with the special tokens that its tokenizer puts first in training.
 
         Args:
-          plain: the text itself says how it begins, as that of a chat template.
+          plain: without them, as the text has its own, such as a rendered chat template.
         """
         encode = self.tokenizer.encode_with_special if self.carried and not plain else self.tokenizer.encode
         return encode(text).tolist()
 
     def begin(self, stop_strings: Sequence[str], stop_token_ids: Sequence[int] | None = None) -> WrittenText:
-        """A text that has not begun; it ends at `stop_strings`, and at these tokens or those of the model."""
+        """An empty text that ends before any of `stop_strings`, and at these tokens or the model's."""
         stop = self.stop_token_ids if stop_token_ids is None else stop_token_ids
         return WrittenText(self.tokenizer.stream_decoder(), stop, stop_strings)

@@ -10,15 +10,15 @@ float8); Dettmers et al. 2023, arXiv:2305.14314, section 3 (NF4).
 """
 
 import dataclasses
-import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
 
 import jax.numpy as jnp
 import numpy as np
+from pydantic import BaseModel, Field, ValidationError
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import value_text
@@ -48,6 +48,19 @@ class _Packed:
     like: Stored
     shape: tuple[int, ...]
     piece: Callable[[Box], np.ndarray]
+
+
+_Size = Annotated[int, Field(ge=1, lt=2**31)]
+
+
+class _FourBits(BaseModel, strict=True, frozen=True):
+    """What bitsandbytes says of a weight of four bits; with a nested_blocksize its scales are quantized as well."""
+
+    shape: Annotated[list[_Size], Field(min_length=1)]
+    blocksize: _Size
+    dtype: Literal["float32", "bfloat16", "float16", "float64"]
+    nested_blocksize: _Size | None = None
+    nested_offset: float = 0.0
 
 
 class DequantizedDir(SafetensorsDir):
@@ -146,16 +159,20 @@ class DequantizedDir(SafetensorsDir):
         kinds = (np.int8, np.int32) if method == "compressed-tensors" else ()
         if bits.dtype.name not in ("float8_e4m3fn", "float8_e5m2", *(np.dtype(kind).name for kind in kinds)):
             raise self._refuse(name, f"is in {bits.dtype}")
-        shape = tuple(int(size) for size in self._take(base, "_shape")) if packed else bits.shape
-        if len(shape) != 2:
-            raise self._refuse(name, f"has {len(shape)} dims, where a quantized matrix has 2")
+        shape = self._shape(base) if packed else bits.shape
+        if len(shape) != 2 or not all(shape):
+            raise self._refuse(name, f"is {list(shape)}, where a quantized matrix has 2 dims")
         width = self._bits_of(name, bits, shape) if packed else 8
         zeros = self._zeros(name, base, width if packed else 0, shape, scales)
         order = self._take(base, "_g_idx") if base + "_g_idx" in self._stored else None
         scales = scales.reshape(scales.shape if scales.ndim == 2 else (-1, 1))
         height, length = self._block(name, shape, scales.shape)
         column_group = np.arange(shape[1]) // length if order is None or scales.shape[1] == 1 else order
-        if len(column_group) != shape[1] or column_group.min() < 0 or column_group.max() >= scales.shape[1]:
+        if not (
+            column_group.shape == shape[1:]
+            and column_group.dtype.kind == "i"
+            and 0 <= column_group.min() <= column_group.max() < scales.shape[1]
+        ):
             raise self._refuse(name, "has a g_idx of another shape or with groups that are not there")
 
         def piece(box: Box) -> np.ndarray:
@@ -169,6 +186,11 @@ class DequantizedDir(SafetensorsDir):
             return product.astype(scales.dtype) if method == "compressed-tensors" else product
 
         self._packed[base] = _Packed(self._stored[name], shape, piece)
+
+    def _shape(self, base: str) -> tuple[int, ...]:
+        """Of a packed matrix, as it is stored beside it."""
+        sizes = self._take(base, "_shape")
+        return tuple(sizes.tolist()) if sizes.ndim == 1 and sizes.dtype.kind == "i" and sizes.min(initial=1) > 0 else ()
 
     def _bits_of(self, name: str, packed: np.ndarray, shape: tuple[int, ...]) -> int:
         """The bits of each number in whole words of 32, of those that the config names."""
@@ -224,28 +246,35 @@ class DequantizedDir(SafetensorsDir):
             self._packed[weight] = _Packed(self._stored[weight], bits.shape, piece)
 
     def _four_bits(self, base: str, kind: str, state_name: str) -> None:
-        state: Any = json.loads(self._take(state_name, "").tobytes())
-        codes, scales = self._take(base, ".quant_map"), self._take(base, ".absmax")
-        if "nested_blocksize" in state:
-            of_scales = self._take(base, ".nested_absmax"), self._take(base, ".nested_quant_map")
-            block = np.arange(scales.size) // state["nested_blocksize"]
-            scales = of_scales[1][scales.reshape(-1)] * of_scales[0].reshape(-1)[block]
-            scales = scales + np.float32(state["nested_offset"])
+        try:
+            state = _FourBits.model_validate_json(self._take(state_name, "").tobytes())
+        except ValidationError as error:
+            detail = error.errors()[0]
+            where = ".".join(map(str, detail["loc"])) or "all of it"
+            raise self._refuse(state_name, f"is not a quant_state: {where}: {detail['msg']}") from None
+        codes, scales = self._take(base, ".quant_map").reshape(-1), self._take(base, ".absmax").reshape(-1)
+        if state.nested_blocksize:
+            of_scales, levels = (self._take(base, f".nested_{name}").reshape(-1) for name in ("absmax", "quant_map"))
+            blocks = -(-scales.size // state.nested_blocksize)
+            if scales.dtype != np.uint8 or levels.size != 256 or of_scales.size != blocks:
+                given = f"{of_scales.size} nested scales and {levels.size} levels"
+                raise self._refuse(base, f"has {given}, not {blocks} and 256, or an absmax in {scales.dtype}")
+            block = np.arange(scales.size) // state.nested_blocksize
+            scales = levels[scales] * of_scales[block] + np.float32(state.nested_offset)
         packed = self._take(base, "").reshape(-1).view(np.uint8)
-        shape, length = tuple(state["shape"]), state["blocksize"]
+        shape, length = tuple(state.shape), state.blocksize
         count = math.prod(shape)
         if kind not in ("nf4", "fp4") or codes.size != 16 or -(-count // 2) > packed.size:
             raise self._refuse(base, f"has {packed.size} bytes, too few for {list(shape)} numbers of {kind}")
         if scales.size != -(-count // length):
             raise self._refuse(base, f"has {scales.size} scales, not one for every {length} of {list(shape)} numbers")
-        rounded = np.dtype(jnp.dtype(state["dtype"]))
         row = math.prod(shape[1:])
 
         def piece(box: Box) -> np.ndarray:
             start, stop = box[0].start * row, box[0].stop * row  # whole rows
             values = _nibbles(packed[start // 2 : -(-stop // 2)], low_first=False)[start % 2 :][: stop - start]
-            product = codes[values] * scales.reshape(-1)[np.arange(start, stop) // length]
-            return product.astype(rounded).reshape(-1, *shape[1:])[:, *box[1:]]
+            product = codes[values] * scales[np.arange(start, stop) // length]
+            return product.astype(jnp.dtype(state.dtype)).reshape(-1, *shape[1:])[:, *box[1:]]
 
         self._packed[base] = _Packed(self._stored[base], shape, piece)
 

@@ -111,6 +111,11 @@ def _refuse_other_tensors(
     files: SafetensorsDir, entries: list[Entry], table: Table, sizes: Sizes, keys: Keys, where: str
 ) -> None:
     there = files.tensors
+    several = len({stored.file for stored in there.values()}) > 1
+
+    def shown(name: str) -> str:
+        return f"{name} of {there[name].file.name}" if several else name
+
     count = sum(math.prod(entry.layer_dims) * entry.num_experts for entry in entries)
     if count > 2 * len(there) + 1000:
         raise UserError(f"{where} has {len(there)} tensors, where the model of its config.json has {count:,}.")
@@ -123,16 +128,18 @@ def _refuse_other_tensors(
         for layer in range(keys["base_num_decoder_layers"])
     }
     others = [
-        f"{name} is {value_text(float(files.view(name).reshape(-1)[0]))}, not {value}"
+        f"{shown(name)} is {value_text(float(files.view(name).reshape(-1)[0]))}, not {value}"
         for name, value in constants.items()
         if name in there and not math.isclose(files.view(name).reshape(-1)[0], value, rel_tol=0.01)
     ]
     missing = [name for name in wanted if name not in there]
     passed_over = re.compile(table.passed_over)
     unknown = [
-        name for name in there if name not in wanted and name not in constants and not passed_over.fullmatch(name)
+        name
+        for name, stored in there.items()
+        if name not in wanted and name not in constants and not passed_over.fullmatch(name) and math.prod(stored.shape)
     ]
-    left_out = [name for name in unknown if _of_later_layers(name, keys)]
+    left_out = [name for name in unknown if _of_further_tokens(name, keys)]
     if left_out:
         print(f"{where}: {len(left_out)} tensors of heads for further tokens are left out", file=sys.stderr)
     unknown = [name for name in unknown if name not in left_out]
@@ -140,15 +147,17 @@ def _refuse_other_tensors(
         _refuse_untied(files, entries, where)
         unknown.remove(_HEAD)
     shapes = [
-        f"{name} is {list(there[name].shape)}, not {list(shape)}"
+        f"{shown(name)} is {list(there[name].shape)}, not {list(shape)}"
         for name, shape in wanted.items()
         if name in there and there[name].shape != shape
     ]
-    formats = [f"{name} is {there[name].dtype}" for name in wanted if name in there and there[name].dtype not in DTYPES]
+    formats = [
+        f"{shown(name)} is {there[name].dtype}" for name in wanted if name in there and there[name].dtype not in DTYPES
+    ]
     problems = []
     for found, what in (
         (missing, "lacks tensors of the model"),
-        (unknown, "has tensors that the model has no place for"),
+        (list(map(shown, unknown)), "has tensors that the model has no place for"),
         (shapes, "has tensors of other shapes than config.json says"),
         (others, "has constants with other values than the family's"),
         (formats, f"has tensors that are none of {', '.join(DTYPES)}"),
@@ -161,10 +170,15 @@ def _refuse_other_tensors(
         raise UserError(problems)
 
 
-def _of_later_layers(name: str, keys: Keys) -> bool:
-    """DeepSeek-V3 stores its heads for further tokens as layers after the last; the model itself does not use them."""
-    layer = re.match(r"(model\.)?layers\.(\d+)\.", name)
-    return keys["routed_bias"] and layer is not None and int(layer[2]) >= keys["base_num_decoder_layers"]
+def _of_further_tokens(name: str, keys: Keys) -> bool:
+    """Whether a tensor is of a head for further tokens, which the model itself does not use.
+
+    DeepSeek-V3 and GLM-4.5 store these as layers after the last, ERNIE 4.5 as mtp.
+    """
+    found = re.match(r"(model\.)?(layers\.(?P<layer>\d+)\.|mtp_)", name)
+    if not keys["routed_bias"] or found is None:
+        return False
+    return found["layer"] is None or int(found["layer"]) >= keys["base_num_decoder_layers"]
 
 
 def _refuse_untied(files: SafetensorsDir, entries: list[Entry], where: str) -> None:

@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxtext_lite.config.weights import attention_weights, part_of
 from maxtext_lite.models.decoding import CachedAttend
-from maxtext_lite.models.layers import HEADS_AXES, Attend, Norm, attention_output, declare, norm_in
+from maxtext_lite.models.layers import HEADS_AXES, Attend, Norm, attention_output, declare, norm_in, projections
 from maxtext_lite.models.ops import Rotation, project, rotate
 from maxtext_lite.models.shape import DecoderShape
 from maxtext_lite.parallel import constrain
@@ -47,15 +47,17 @@ class LatentAttention(nnx.Module):
         """The projected context [B, T, D], and what `attend` keeps."""
         assert rotation is not None, "the config gives every layer of latent attention a rotation"
 
-        def heads(latent_BTD: jax.Array, weight: nnx.Param, name: str) -> jax.Array:
-            return checkpoint_name(constrain(project(latent_BTD, weight), HEADS_AXES), name)
+        def named(projected_BTNH: jax.Array, name: str) -> jax.Array:
+            return checkpoint_name(constrain(projected_BTNH, HEADS_AXES), name)
 
         if self.query_down is None or self.query_down_norm is None or self.query_up is None:
             assert self.query is not None
-            q_BTNH = heads(x_BTD, self.query, "query_proj")
+            q_BTNH, down_BTD = projections(x_BTD, self.query, self.kv_down)
         else:
-            q_BTNH = heads(self.query_down_norm(project(x_BTD, self.query_down)), self.query_up, "query_proj")
-        latent_BTD, shared_BTD = jnp.split(project(x_BTD, self.kv_down), (self.rank,), axis=-1)
+            query_BTD, down_BTD = projections(x_BTD, self.query_down, self.kv_down)
+            q_BTNH = project(self.query_down_norm(query_BTD), self.query_up)
+        q_BTNH = named(q_BTNH, "query_proj")
+        latent_BTD, shared_BTD = jnp.split(down_BTD, (self.rank,), axis=-1)
         latent_BTD = self.kv_down_norm(latent_BTD)
         plain_BTNH, turned_BTNH = jnp.split(q_BTNH, (self.plain,), axis=-1)
         turned_BTNH, shared_BT1H = rotate(turned_BTNH, rotation), rotate(shared_BTD[:, :, None], rotation)
@@ -68,7 +70,8 @@ class LatentAttention(nnx.Module):
             value_up_DNH = self.value_up[...].astype(x_BTD.dtype)
             context_BTNH = jnp.einsum("BTND,DNH->BTNH", found_BTNH[..., : self.rank], value_up_DNH)
             return attention_output(context_BTNH, self.out), kept
-        own_BTNH, v_BTNH = heads(latent_BTD, self.key_up, "key_proj"), heads(latent_BTD, self.value_up, "value_proj")
+        own_BTNH = named(project(latent_BTD, self.key_up), "key_proj")
+        v_BTNH = named(project(latent_BTD, self.value_up), "value_proj")
         shared_BTNH = jnp.broadcast_to(shared_BT1H, (*own_BTNH.shape[:3], self.rotated))
         k_BTNH = constrain(jnp.concatenate([own_BTNH, shared_BTNH], axis=-1), HEADS_AXES)
         q_BTNH = jnp.concatenate([plain_BTNH, turned_BTNH], axis=-1)

@@ -25,7 +25,7 @@ from maxtext_lite.config.weights import (
 )
 from maxtext_lite.models.ops import Rotation, layer_norm, mlp_hidden, project, rms_norm, rotate, xielu
 from maxtext_lite.models.shape import DecoderShape
-from maxtext_lite.parallel import constrain
+from maxtext_lite.parallel import constrain, gathered_for_use
 
 RESIDUAL_AXES = ("batch", "residual_length", "activation_embed")
 """Logical axes of the stream between blocks: split over `tensor` along the tokens, so that no device holds or norms
@@ -97,6 +97,20 @@ class Norm(nnx.Module):
         return y.reshape(x.shape)
 
 
+def projections(x_BTD: jax.Array, *weights: nnx.Param) -> list[jax.Array]:
+    """`project` of the residual stream by several weights: its tokens are gathered over `tensor` once for all of them.
+
+    Left to it, XLA gathers the tokens for each weight by itself on GPUs. Kept for the backward pass are the tokens of a
+    device's own shard, which are gathered once more there.
+    """
+
+    def of_all_tokens(x_BTD: jax.Array) -> list[jax.Array]:
+        x_BTD = gathered_for_use(x_BTD, ("batch", "length", "activation_embed"), RESIDUAL_AXES)
+        return [project(x_BTD, weight) for weight in weights]
+
+    return jax.checkpoint(of_all_tokens, prevent_cse=False)(constrain(x_BTD, RESIDUAL_AXES))
+
+
 def norm_in(table: WeightTable, name: str, shape: DecoderShape, num_dims: int = 1) -> Norm | None:
     """The norm of that name, where the table has one, or layers have one that learns nothing."""
     found = part_of(table, name)
@@ -129,9 +143,10 @@ class Attention(nnx.Module):
     def __call__(self, x_BTD: jax.Array, rotation: Rotation | None, attend: Attend) -> tuple[jax.Array, Any]:
         """The projected context [B, T, D], and what `attend` keeps."""
 
-        def heads(weight: nnx.Param, bias: nnx.Param | None, name: str) -> jax.Array:
-            y_BTNH = constrain(project(x_BTD, weight), HEADS_AXES)
-            return checkpoint_name(_plus(y_BTNH, bias), name)
+        def heads(projected_BTNH: jax.Array, bias: nnx.Param | None, name: str) -> jax.Array:
+            return checkpoint_name(_plus(constrain(projected_BTNH, HEADS_AXES), bias), name)
+
+        query, key, value = projections(x_BTD, self.query, self.key, self.value)
 
         def clipped(y_BTNH: jax.Array) -> jax.Array:
             return jnp.clip(y_BTNH, -self.clip, self.clip) if self.clip else y_BTNH
@@ -144,9 +159,9 @@ class Attention(nnx.Module):
                     y_BTNH = rms_norm(y_BTNH, jnp.ones(y_BTNH.shape[-1]), self.unweighted_epsilon)
             return norm(y_BTNH) if norm is not None and self.norms_after else y_BTNH
 
-        q_BTNH = turned(heads(self.query, self.query_bias, "query_proj"), self.query_norm)
-        k_BTKH = turned(heads(self.key, self.key_bias, "key_proj"), self.key_norm)
-        v_BTKH = clipped(heads(self.value, self.value_bias, "value_proj"))
+        q_BTNH = turned(heads(query, self.query_bias, "query_proj"), self.query_norm)
+        k_BTKH = turned(heads(key, self.key_bias, "key_proj"), self.key_norm)
+        v_BTKH = clipped(heads(value, self.value_bias, "value_proj"))
         sink_N = None if self.sinks is None else self.sinks[...].astype(jnp.float32)
         context_BTNH, kept = attend(q_BTNH, k_BTKH, v_BTKH, sink_N)
         return attention_output(context_BTNH, self.out, self.out_bias), kept
@@ -205,13 +220,14 @@ class Mlp(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """The mlp's output [B, T, D], in the dtype of x_BTD."""
-        up_BTF = checkpoint_name(_plus(project(x_BTD, self.up), self.up_bias), "mlpwi_1")
+        up, *gate = projections(x_BTD, self.up, *([] if self.gate is None else [self.gate]))
+        up_BTF = checkpoint_name(_plus(up, self.up_bias), "mlpwi_1")
         if self.alpha_p is not None and self.alpha_n is not None:
             hidden_BTF: Any = xielu(up_BTF, self.alpha_p[...], self.alpha_n[...])
-        elif self.gate is None:
+        elif not gate:
             hidden_BTF = mlp_hidden(self.activation, up_BTF, None)
         else:
-            gate_BTF = checkpoint_name(_plus(project(x_BTD, self.gate), self.gate_bias), "mlpwi_0")
+            gate_BTF = checkpoint_name(_plus(gate[0], self.gate_bias), "mlpwi_0")
             hidden_BTF = mlp_hidden(self.activation, gate_BTF, up_BTF)
         hidden_BTF = constrain(hidden_BTF, ("batch", "length", "activation_mlp"))
         y_BTD = constrain(project(hidden_BTF, self.down), RESIDUAL_AXES)

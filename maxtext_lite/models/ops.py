@@ -109,6 +109,9 @@ def _project_backward(
     formats, ends = FORMATS[quantization], _ends(axes)
     x_BTi, weight_io = _as_matrices(x, weight, axes)
     g_BTo = g.reshape(*g.shape[:2], -1)
+    if tokens == TOKENS and num_shards("residual_length") > num_shards("length"):
+        # XLA would gather tokens over `tensor` for each matmul by itself, and for the weight's gradient over `context`.
+        x_BTi, g_BTo = (constrain(each, ("batch", "length", AS_IT_IS)) for each in (x_BTi, g_BTo))
     if formats:
         scaled = eight_bits.scaled_weight(weight_io, ends, formats)
         dx_BTi = eight_bits.times_transposed(g_BTo, scaled, ends, formats)
@@ -118,9 +121,6 @@ def _project_backward(
     if formats and formats.weight_gradient:
         dweight_io = eight_bits.weight_gradient(x_BTi, g_BTo, ends, tokens, formats, grad_dtype)
     else:
-        if tokens == TOKENS and num_shards("residual_length") > num_shards("length") > 1:
-            # Left to it, a compiler gathers tokens over `context` too, for each device's own shard of the weight.
-            x_BTi, g_BTo = (constrain(each, ("batch", "length", AS_IT_IS)) for each in (x_BTi, g_BTo))
         dweight_io = weight_gradient(x_BTi, g_BTo, grad_dtype)
     dweight = dweight_io.astype(weight.dtype).reshape(weight.shape)
     return dx_BTi.astype(x.dtype).reshape(x.shape), constrain(dweight, axes)

@@ -1,10 +1,10 @@
 """Attention by splash, jax's Pallas kernel for TPU, of whole examples and of examples split over the context axis.
 
-With all_gather, every shard's keys come at once and in the order of the tokens: one kernel whose mask knows where each
-of a shard's queries stands. With ring, keys go round: a kernel for a device's own, and one for two pairs of chunks of
-every other shard, whose results are merged by their log-partitions. The kernel has no gradient for that: its backward
-pass is called with the context and the log-partition of all keys, by a name that is private to jax. How far apart the
-tokens of two chunks are depends on the shards, so that where a window is cut, keys are gathered with either strategy.
+With all_gather, one kernel has the keys of all shards, and its mask knows the positions of arranged queries and keys.
+With ring, keys go round the shards: one kernel for a device's own keys, and one for two pairs of chunks of every other
+shard, whose results are merged by their log-partitions. The kernel has no gradient for that: its backward pass is
+called with the context and log-partition of all keys, by a name that is private to jax. How far apart the tokens of two
+chunks are depends on the shards, so keys are gathered with either strategy where attention has a window.
 Source: Liu et al. 2023, arXiv:2310.01889; Dubey et al. 2024, arXiv:2407.21783, section 3.3.2.
 """
 
@@ -23,12 +23,11 @@ from maxtext_lite.models.tile import PLAIN, Scoring, merge, ungrouped, with_sink
 from maxtext_lite.models.tiled_attention import STRATEGIES, Passes, on_devices
 from maxtext_lite.parallel import (
     CHUNKS_PER_SHARD,
-    context_order,
     context_shards,
+    gathered,
     num_shards,
     over_shards,
     sharding,
-    whole_examples,
 )
 
 _HEADS = ("batch", "length", "activation_heads", None)
@@ -112,14 +111,8 @@ def _gathered(
 ) -> jax.Array:
     """Attention of a device's queries to the keys of whole examples."""
     (T, N), shards, window = q_BTNH.shape[1:3], context_shards(), options.scoring.window
-    if window is None:
-        mask = CausalMask((T, T))
-    else:
-        mask = LocalMask((T, T), window)
-    span = T
-    if shards > 1:
-        mask.q_sequence = context_order(T, shards).astype(mask.q_sequence.dtype)  # where the queries stand
-        span = T // (CHUNKS_PER_SHARD * shards)
+    mask = CausalMask((T, T), shards) if window is None else LocalMask((T, T), window, shards)
+    span = T if shards == 1 else T // (CHUNKS_PER_SHARD * shards)
     num_heads = N // num_shards("activation_heads")
     head_dim = max(q_BTNH.shape[-1], v_BSKW.shape[-1])
     kernel = options.kernel(mask, num_heads, head_dim, span=span, shards=shards, residual_checkpoint_name="context")
@@ -133,7 +126,9 @@ def _gathered(
         sink_N: jax.Array | None = None,
     ) -> jax.Array:
         """The heads, rows and queries of one device."""
-        k_BSKH, v_BSKW, segment_BS = whole_examples((k_BSKH, v_BSKW, segment_BT))
+        # As they are arranged: putting chunks into their true order would copy keys and values several times.
+        k_BKSH, v_BKSW = (gathered(x.swapaxes(1, 2), "length", 2) for x in (k_BSKH, v_BSKW))
+        segment_BS = gathered(segment_BT, "length", 1)
 
         def one_row(
             q_NTH: jax.Array, k_KSH: jax.Array, v_KSW: jax.Array, segment_T: jax.Array, segment_S: jax.Array
@@ -142,8 +137,7 @@ def _gathered(
             own_sink_N = None if sink_N is None else _with_gradient_as_wide(sink_N)
             return kernel(q_NTH, k_KSH, v_KSW, segment_ids=segments, sinks=own_sink_N)
 
-        rows = options.scaled(q_BTNH), k_BSKH.swapaxes(1, 2), v_BSKW.swapaxes(1, 2), segment_BT, segment_BS
-        return jax.vmap(one_row)(*rows).swapaxes(1, 2)
+        return jax.vmap(one_row)(options.scaled(q_BTNH), k_BKSH, v_BKSW, segment_BT, segment_BS).swapaxes(1, 2)
 
     mesh = jax.sharding.get_abstract_mesh()
     where = None if mesh.empty else kernel.manual_sharding_spec(sharding(mesh, (None, "length")))

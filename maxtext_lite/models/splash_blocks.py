@@ -7,6 +7,7 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
 from maxtext_lite.config.kernels import SPLASH_BLOCK
+from maxtext_lite.parallel import CHUNKS_PER_SHARD, context_order
 
 
 @dataclass(frozen=True)
@@ -90,11 +91,13 @@ def _some_and_all(some: bool, every: bool) -> np.ndarray:
     return np.array([[some, some and every]])
 
 
-def _within(queries: np.ndarray, keys: slice, window: int | None) -> np.ndarray:
-    """Of queries and keys that follow each other, those that are no later than their query and fewer than `window`
-    before."""
-    assert queries[-1] - queries[0] == len(queries) - 1
-    nearest, farthest = queries[0] - (keys.stop - 1), queries[-1] - keys.start
+def _within(queries: np.ndarray, keys: np.ndarray, window: int | None) -> np.ndarray:
+    """Whether some and whether all keys are no later than their query and fewer than `window` before it, [1, 2].
+
+    Queries and keys each follow each other.
+    """
+    assert all(tokens[-1] - tokens[0] == len(tokens) - 1 for tokens in (queries, keys))
+    nearest, farthest = queries[0] - keys[-1], queries[-1] - keys[0]
     some, every = farthest >= 0, nearest >= 0
     if window is not None:
         some, every = some and nearest < window, every and farthest < window
@@ -102,23 +105,49 @@ def _within(queries: np.ndarray, keys: slice, window: int | None) -> np.ndarray:
 
 
 class CausalMask(splash_attention_mask.CausalMask):
-    """jax's, whose blocks are two numbers."""
+    """jax's, whose blocks are two numbers.
+
+    Args:
+      shards: of the context axis, as which queries and keys are arranged (`context_order`).
+    """
+
+    def __init__(self, shape: tuple[int, int], shards: int = 1):
+        super().__init__(shape)
+        self._positions = _arranged(self, shards)
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        """Whether some and whether all of a block are True, [1, 2]; stretches of it are to be given by both ends."""
-        return _within(self.q_sequence[index[0]], index[1], None)
+        """Whether some and whether all of a block are True, [1, 2]; queries and keys are slices within a chunk."""
+        return _within(self.q_sequence[index[0]], self._positions[index[1]], None)
 
 
 class LocalMask(splash_attention_mask.LocalMask):
-    """jax's, of the last `window` tokens, the query's own among them; its blocks are two numbers."""
+    """jax's, of the last `window` tokens including the query's own; its blocks are two numbers. As `CausalMask`."""
 
-    def __init__(self, shape: tuple[int, int], window: int):
+    def __init__(self, shape: tuple[int, int], window: int, shards: int = 1):
         super().__init__(shape, (window - 1, 0), offset=0)
-        self._window = window
+        self._window, self._positions = window, _arranged(self, shards)
 
     def __getitem__(self, index: Any) -> np.ndarray:
         """As `CausalMask`."""
-        return _within(self.q_sequence[index[0]], index[1], self._window)
+        return _within(self.q_sequence[index[0]], self._positions[index[1]], self._window)
+
+
+def _arranged(mask: Any, shards: int) -> np.ndarray:
+    """Has a mask look at the positions of arranged queries and keys; returns them."""
+    num_tokens = mask.shape[0]
+    if shards == 1:
+        return np.arange(num_tokens)
+    plain, chunk = mask.mask_function, num_tokens // (CHUNKS_PER_SHARD * shards)
+
+    def mask_function(position_Q: Any, place_S: Any) -> Any:
+        """Inside the kernel: `context_order` in arithmetic, as it has no table to look a place up in."""
+        shard, late = place_S // (2 * chunk), place_S // chunk % 2
+        chunk_S = shard + late * (2 * shards - 1 - 2 * shard)
+        return plain(position_Q, chunk_S * chunk + place_S % chunk)
+
+    mask.mask_function = mask_function
+    mask.q_sequence = context_order(num_tokens, shards).astype(mask.q_sequence.dtype)
+    return mask.q_sequence
 
 
 class FullMask(splash_attention_mask.FullMask):

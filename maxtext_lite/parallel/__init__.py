@@ -1,4 +1,4 @@
-"""The device mesh and the one table that says over which of its axes an array is laid out."""
+"""The device mesh, and the one table of the mesh axes over which arrays are laid out."""
 
 from maxtext_lite.parallel.axes import (
     AS_IT_IS,

@@ -1,4 +1,4 @@
-"""Logical axes: the one table from the name of an array's axis to the mesh axes it is sharded over.
+"""Logical axes: the one table from the name of an array's axis to the mesh axes that shard it.
 
 Arrays declare names ("embed", "heads", ...); only this file turns them into a PartitionSpec.
 """
@@ -14,37 +14,37 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from maxtext_lite.config.weight_axes import MESH_AXES_OF_WEIGHTS
 
 LogicalAxes = Sequence[str | None]
-"""Name of each dim of an array; None: not sharded; AS_IT_IS: as the compiler finds it."""
+"""The name of each dim of an array; None: not sharded; AS_IT_IS: left to the compiler."""
 
 AS_IT_IS = "as it is"
 
 MESH_AXES_OF: dict[str, tuple[str, ...]] = {
     **MESH_AXES_OF_WEIGHTS,
-    # batch and activations; inside `over_replicas` the replica dim is mapped away and a batch is one replica's rows
+    # Batch and activations. Inside `over_replicas` the replica dim is mapped away, and a batch is one replica's rows.
     "accumulation": (),
     "global_batch": ("data", "fsdp", "expert"),
     "replica": ("data",),
     "batch": ("fsdp", "expert"),
-    # Looked-up tokens, on their way from the parts of `embed` to their own devices: one mesh axis after the other.
+    # Looked-up tokens move from the parts of `embed` to their own devices along one mesh axis after the other.
     "looked_up_batch": ("fsdp",),
     "embed_without_fsdp": ("expert", "context"),
     "embed_of_expert": ("expert",),
-    "end_batch": ("fsdp", "expert", "stage"),  # outside the layers, where pipeline stages share the rows out
+    "end_batch": ("fsdp", "expert", "stage"),  # outside the layers, where pipeline stages share the rows
     "stages": ("stage",),
     "length": ("context",),
-    "residual_length": ("context", "tensor"),  # between blocks, where each token is by itself
+    "residual_length": ("context", "tensor"),  # between blocks, where tokens are independent
     "activation_embed": (),
     "activation_heads": ("tensor",),
     "activation_mlp": ("tensor",),
-    "routed_rows": ("fsdp", "expert", "context"),  # what each device makes of the tokens that come to its experts
-    "exchanged_batch": ("fsdp",),  # rows of tokens that have gone to the devices of their experts
+    "routed_rows": ("fsdp", "expert", "context"),  # each device's results for the tokens sent to its experts
+    "exchanged_batch": ("fsdp",),  # rows of tokens that were sent to the devices of their experts
     "activation_vocab": ("tensor",),
 }
-"""The sharding rules: mesh axes over which each logical axis is split."""
+"""The sharding rules: the mesh axes over which each logical axis is split."""
 
 
 UNEVEN = {"residual_length": "length"}
-"""What an activation's axis is laid out as where its parts would not be equal: in decoding, which has one token."""
+"""The axis that replaces an activation's axis where its parts would be unequal: in decoding, which has one token."""
 
 
 def partition_spec(axes: LogicalAxes) -> PartitionSpec:
@@ -71,7 +71,7 @@ def partition_spec(axes: LogicalAxes) -> PartitionSpec:
 
 
 def sharding(mesh: Mesh | AbstractMesh, axes: LogicalAxes = ()) -> NamedSharding:
-    """Where an array with these logical axes lives; without axes, a copy on every device."""
+    """The sharding of an array with these logical axes; without axes, a copy on every device."""
     return NamedSharding(mesh, partition_spec(axes))
 
 
@@ -81,7 +81,7 @@ def tree_shardings(mesh: Mesh, axes_tree: Any) -> Any:
 
 
 def constrain(x: jax.Array, axes: LogicalAxes) -> jax.Array:
-    """`x`, laid out over the mesh in use (`jax.set_mesh`) by its logical axes; `x` itself where there is no mesh."""
+    """`x` laid out by its logical axes over the mesh in use (`jax.set_mesh`); `x` itself without a mesh."""
     if jax.sharding.get_abstract_mesh().empty:
         return x
     even = [
@@ -92,7 +92,7 @@ def constrain(x: jax.Array, axes: LogicalAxes) -> jax.Array:
 
 
 def axes_in_use(axes: LogicalAxes) -> tuple[str | None, ...]:
-    """The logical axes of a weight while it is used: whole over `fsdp`, in whose shards weights only lie."""
+    """The logical axes of a weight in use: not split over `fsdp`, whose shards only store it."""
     return tuple(None if axis is not None and "fsdp" in MESH_AXES_OF[axis] else axis for axis in axes)
 
 
@@ -100,8 +100,8 @@ def axes_in_use(axes: LogicalAxes) -> tuple[str | None, ...]:
 def gathered_for_use(x: jax.Array, used_as: LogicalAxes, lies_as: LogicalAxes) -> jax.Array:
     """`x` laid out by `used_as`, and its gradient by `lies_as`; both are tuples.
 
-    A constraint is its own transpose: by itself it would have each device sum up the gradient of the whole weight,
-    where its own shard will do.
+    A constraint is its own transpose. By itself it would make each device sum the gradient of the whole weight, where
+    the device needs only its own shard.
     """
     del lies_as
     return constrain(x, used_as)
@@ -114,7 +114,7 @@ gathered_for_use.defvjp(
 
 
 def num_shards(axis: str) -> int:
-    """The parts into which the mesh in use (`jax.set_mesh`) splits a logical axis; 1 where there is no mesh."""
+    """The parts into which the mesh in use (`jax.set_mesh`) splits a logical axis; 1 without a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty else math.prod(mesh.shape[mesh_axis] for mesh_axis in MESH_AXES_OF[axis])
 
@@ -136,13 +136,13 @@ def over_shards(
     in_axes: Sequence[Any],
     out_axes: tuple[str | None, ...] | list[tuple[str | None, ...]],
 ) -> Any:
-    """`function` run by each device on its own part of each argument: for kernels that the partitioner cannot split.
+    """`function` run by each device on its own part of each argument, for kernels that the partitioner cannot split.
 
     Every mesh axis is manual, so that it also works inside `over_replicas`. Without a mesh it is `function` itself.
 
     Args:
-      in_axes: of each argument; a tree of PartitionSpecs where a kernel says itself how its own arrays are split.
-      out_axes: of the result; a list where it is a tuple of several.
+      in_axes: logical axes of each argument; or a tree of PartitionSpecs from a kernel that splits its own arrays.
+      out_axes: logical axes of the result; a list for a tuple of several results.
     """
     if jax.sharding.get_abstract_mesh().empty:
         return function
@@ -155,13 +155,13 @@ def over_shards(
 
 
 def per_replica(where: NamedSharding) -> NamedSharding:
-    """Where an array lives that holds one such array for each replica, [R, ...], on its part of the data axis."""
+    """The sharding of an array [R, ...] that stacks one array for each replica, on its part of the data axis."""
     (data,) = MESH_AXES_OF["replica"]
     return NamedSharding(where.mesh, PartitionSpec(data, *where.spec))
 
 
 def also_over_data(where: NamedSharding, shape: Sequence[int]) -> NamedSharding:
-    """`where`, with its first dim that divides split over the data axis too; `where` itself if none does."""
+    """`where`, with the first dim that divides also split over the data axis; `where` itself if none does."""
     (data,) = MESH_AXES_OF["replica"]
     spec = [*where.spec, *[None] * (len(shape) - len(where.spec))]
     for dim, entry in enumerate(spec):
@@ -174,14 +174,14 @@ def also_over_data(where: NamedSharding, shape: Sequence[int]) -> NamedSharding:
 
 
 def with_dims(where: NamedSharding, rank: int, first: int, end: int, count: int) -> NamedSharding:
-    """Where an array of that rank lives once its dims first..end are `count` others, which are not split."""
+    """The sharding of an array of that rank after `count` dims that are not split replace dims first..end."""
     spec = [*where.spec, *[None] * (rank - len(where.spec))]
     spec[first:end] = [None] * count
     return NamedSharding(where.mesh, PartitionSpec(*spec))
 
 
 def over_all_devices(mesh: Mesh, dim: int = 0) -> NamedSharding:
-    """Where an array lives whose `dim` is split over every device of the mesh, in its order."""
+    """The sharding of an array whose `dim` is split over all devices of the mesh, in its order."""
     return NamedSharding(mesh, PartitionSpec(*[None] * dim, mesh.axis_names))
 
 
@@ -190,11 +190,11 @@ def over_replicas(
 ) -> Callable[..., Any]:
     """`function` run once per replica of the `data` axis, each on its own rows; the results have a leading dim R.
 
-    `num_replicas` is a multiple of the axis. Gradients with respect to an argument that all share stay apart, one set
-    per replica, until the caller sums them: that sum is the only reduction over `data`.
+    `num_replicas` is a multiple of the axis. Gradients with respect to a shared argument stay separate, one set per
+    replica, until the caller sums them: that sum is the only reduction over `data`.
 
     Args:
-      own: positions of the arguments that have a leading dim R already, one entry for each replica.
+      own: positions of the arguments that already have a leading dim R, one entry for each replica.
       rows: positions of the arguments with dims [B, ...], which become [R, B/R, ...].
     """
     axes = MESH_AXES_OF["replica"][0]

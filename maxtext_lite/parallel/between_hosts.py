@@ -1,4 +1,4 @@
-"""What the hosts of a run tell each other outside the train step."""
+"""Messages among the hosts of a run, outside the train step."""
 
 import hashlib
 import json
@@ -14,14 +14,14 @@ from jax.sharding import Mesh
 from maxtext_lite.parallel.axes import over_all_devices, sharding
 from maxtext_lite.process.watchdog import watchdog
 
-_FIRST_BYTES = 2**10  # of every message, its length among them: most are no longer
-_MOST_BYTES = 2**26  # sent at a time, as they pass through the devices' memory
+_FIRST_BYTES = 2**10  # of every message, including its length; most messages are no longer
+_MOST_BYTES = 2**26  # sent at once, because they pass through the memory of the devices
 
 
 def exchange(value: Any) -> list[Any]:
-    """Every host's value, by host number. All hosts call it, in the same order; values are JSON.
+    """The value of every host, by host number. All hosts must call it, in the same order; values are JSON.
 
-    Values that are the same on all hosts are not sent, and others once each.
+    Each distinct value is sent once, and none if all hosts have the same.
     """
     if jax.process_count() == 1:
         return [value]
@@ -36,16 +36,16 @@ def exchange(value: Any) -> list[Any]:
 
 
 def value_of_host(host: int, value: Any) -> Any:
-    """The value of one host, on every host. All hosts call it, in the same order; the value is JSON, others' any."""
+    """The value of one host, on every host. All hosts must call it, in the same order; that host's value is JSON."""
     if jax.process_count() == 1:
         return value
     return json.loads(bytes_of_host(host, json.dumps(value).encode() if jax.process_index() == host else b""))
 
 
 def bytes_of_host(host: int, data: bytes) -> bytes:
-    """The bytes of one host, on every host. All hosts call it, in the same order; the others' `data` is not sent.
+    """The bytes of one host, on every host. All hosts must call it, in the same order; `data` of others is ignored.
 
-    They travel in pieces of which a power of two is on the devices, so that few programs are compiled.
+    They travel in pieces padded to powers of two, so that few programs are compiled.
     """
     if jax.process_count() == 1:
         return data
@@ -69,7 +69,7 @@ def _piece_of_host(piece: bytes, num_bytes: int, is_source: bool) -> bytes:
 def make_any_host(mesh: Mesh) -> Callable[[bool], jax.Array]:
     """A function from this host's flag to whether any host raised its own, a bool on the devices.
 
-    All hosts call it, in the same order as their other work on devices; it does not wait.
+    All hosts must call it, in the same order as their other device work; it does not wait.
     """
     split = over_all_devices(mesh)
     any_flag = jax.jit(jnp.any, out_shardings=sharding(mesh))

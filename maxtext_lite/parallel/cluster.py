@@ -1,7 +1,7 @@
-"""Which process of which run this is, read from what a launcher, SLURM, Open MPI or a TPU slice says about it.
+"""The number and place of this process in its run, read from what a launcher, SLURM, Open MPI or a TPU slice sets.
 
-jax finds the processes of a TPU slice by itself, and is asked to. Of SLURM and Open MPI it reads the same variables,
-but takes one GPU for each process of a node, whatever its share of them is, and the tasks of a job for those of a step.
+jax itself finds the processes of a TPU slice, and does so here. For SLURM and Open MPI it reads the same variables, but
+assigns one GPU to each process of a node, whatever its share, and takes the tasks of a job for those of a step.
 """
 
 import dataclasses
@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from maxtext_lite.config import UserError
 
 _ADDRESS, _NUM_PROCESSES, _PROCESS_ID = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
-_FIRST_PORT, _NUM_PORTS = 61440, 4096  # for jobs that know each other only by a number
+_FIRST_PORT, _NUM_PORTS = 61440, 4096  # for jobs that share nothing but a number
+_LARGEST_PORT = 65535
 _METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/"
 
 Environment = Mapping[str, str]
@@ -20,13 +21,13 @@ Environment = Mapping[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class ProcessInfo:
-    """One process among several.
+    """One of several processes.
 
     Attributes:
-      stated_by: what said where process 0 is, as VARIABLE=value.
-      address: host:port of process 0; "" where jax finds it by itself.
-      local_device_ids: the GPUs of this machine that are this process's; None: all that it sees.
-      method: the `cluster_detection_method` by which jax finds the rest by itself; None: all is said here.
+      stated_by: the source of process 0's address, as VARIABLE=value.
+      address: host:port of process 0; "" if jax finds it.
+      local_device_ids: this process's GPUs among those of the machine; None: all that it sees.
+      method: the `cluster_detection_method` with which jax finds everything; None: everything is stated here.
     """
 
     stated_by: str
@@ -40,21 +41,21 @@ class ProcessInfo:
 def process_info(
     environment: Environment, *, on_tpu: bool, metadata: Callable[[str], str] | None = None
 ) -> ProcessInfo | None:
-    """Which process of its run this one is; None where it is alone.
+    """The place of this process in its run; None if it is alone.
 
-    The first of these that speaks of several processes is believed:
+    The first of these that describes several processes counts:
 
-    1. JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID, as
-       scripts/launch_local.py sets them. The first alone only replaces the address that SLURM or Open MPI gives.
+    1. JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID, as set by
+       scripts/launch_local.py. The first of them alone only replaces the address from SLURM or Open MPI.
     2. SLURM: a step of several tasks. Tasks on one node that see the same GPUs share them equally.
-    3. Open MPI, likewise.
-    4. On TPUs: GKE's TPU_WORKER_HOSTNAMES and MEGASCALE_*, or a TPU VM's metadata.
+    3. Open MPI, in the same way.
+    4. On TPUs: GKE's TPU_WORKER_HOSTNAMES and MEGASCALE_*, or the metadata of a TPU VM.
 
     Args:
-      on_tpu: the process will use TPUs.
-      metadata: an attribute of this TPU VM by its name, "" where there is none.
+      on_tpu: whether the process will use TPUs.
+      metadata: returns an attribute of this TPU VM by name, "" if there is none.
     Raises:
-      UserError: what is said is said in part, or wrongly.
+      UserError: a description is incomplete or wrong.
     """
     address = environment.get(_ADDRESS, "")
     if environment.get(_NUM_PROCESSES, "1") != "1":
@@ -74,13 +75,14 @@ def _stated(environment: Environment) -> ProcessInfo:
 
 def _address(environment: Environment) -> str:
     address = environment.get(_ADDRESS, "")
-    if not re.fullmatch(r".+:\d+", address):
+    port = re.fullmatch(r".+:([0-9]{1,5})", address)
+    if port is None or int(port[1]) > _LARGEST_PORT:
         raise UserError(f"{_ADDRESS}={address} is not host:port of process 0.")
     return address
 
 
 def _slurm(environment: Environment) -> ProcessInfo | None:
-    nodes = environment.get("SLURM_STEP_NODELIST", "")  # srun sets it, for what it starts
+    nodes = environment.get("SLURM_STEP_NODELIST", "")  # set by srun for the processes that it starts
     count = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
     if not nodes or environment.get(count, "1") == "1":
         return None
@@ -95,7 +97,7 @@ def _slurm(environment: Environment) -> ProcessInfo | None:
     )
     here = _tasks_on_node(environment)
     local = None
-    if here > 1 and "SLURM_GPUS_PER_TASK" not in environment:  # with it, each task sees its own GPUs only
+    if here > 1 and "SLURM_GPUS_PER_TASK" not in environment:  # with it, each task sees only its own GPUs
         local = _share(environment, "SLURM_LOCALID", here)
     return ProcessInfo(stated_by, num_processes, process_id, address, local)
 
@@ -107,7 +109,7 @@ def _tasks_on_node(environment: Environment) -> int:
     for part in text.split(","):  # 2(x3),1 means 2, 2, 2, 1
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if found is None:
-            raise UserError(f"{name}={text} is not a list of numbers of tasks, as 2(x3),1.")
+            raise UserError(f"{name}={text} is not a list of task counts such as 2(x3),1.")
         counts += [int(found[1])] * int(found[2] or 1)
     node = _whole_number(environment, "SLURM_NODEID", minimum=0) if len(counts) > 1 else 0
     if node >= len(counts):
@@ -136,7 +138,7 @@ def _open_mpi(environment: Environment) -> ProcessInfo | None:
 
 
 def _coordinator(environment: Environment, stated_by: str, host: str, job: int) -> tuple[str, str]:
-    """What said where process 0 is, and host:port."""
+    """(the source of process 0's address, the address as host:port)."""
     if _ADDRESS in environment:
         address = _address(environment)
         return f"{_ADDRESS}={address}", address
@@ -148,13 +150,13 @@ def _coordinator(environment: Environment, stated_by: str, host: str, job: int) 
 
 
 def _share(environment: Environment, variable: str, num_sharing: int) -> tuple[int, ...] | None:
-    """Which GPUs of this node are this process's, where `num_sharing` processes see the same ones."""
+    """This process's GPUs on the node, where `num_sharing` processes see the same ones."""
     if "JAX_LOCAL_DEVICE_IDS" in environment:
-        return None  # jax reads it
+        return None  # jax reads the variable
     index = _below(environment, variable, num_sharing, "the processes on this node")
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     count = num_sharing if visible is None else len([gpu for gpu in visible.split(",") if gpu])
-    if count < num_sharing:  # each sees its own
+    if count < num_sharing:  # each process sees its own
         return None
     if count % num_sharing:
         raise UserError(
@@ -166,7 +168,7 @@ def _share(environment: Environment, variable: str, num_sharing: int) -> tuple[i
 
 
 def _tpu(environment: Environment, metadata: Callable[[str], str]) -> ProcessInfo | None:
-    """A TPU slice's own word: its workers, and with several slices theirs. jax asks the same again."""
+    """The place in a TPU slice, from its list of workers, or in several slices; jax finds the same by itself."""
     name = "TPU_PROCESS_ADDRESSES" if "TPU_PROCESS_ADDRESSES" in environment else "TPU_WORKER_HOSTNAMES"
     if name in environment:
         method, number, said = "gketpu", "TPU_WORKER_ID", dict(environment)
@@ -175,7 +177,7 @@ def _tpu(environment: Environment, metadata: Callable[[str], str]) -> ProcessInf
         method, name = "gcetpu", "worker-network-endpoints"
         text = "" if "TPU_SKIP_MDS_QUERY" in environment else metadata(name)
         if not text:
-            return None  # a machine with TPUs that is no TPU VM
+            return None  # a machine with TPUs that is not a TPU VM
         workers, number = text.split(","), "agent-worker-number"
         said = {number: metadata(number), **_lines(metadata("tpu-env")), **environment}
     num_slices = _whole_number(said, "MEGASCALE_NUM_SLICES", minimum=1) if said.get("MEGASCALE_NUM_SLICES") else 1

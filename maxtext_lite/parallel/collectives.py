@@ -1,5 +1,4 @@
-"""What devices tell each other inside `over_shards`, by logical axis; without a mesh, or along an axis that is not
-split, nothing."""
+"""Collectives along a logical axis, inside `over_shards`; the identity without a mesh, or if the axis is not split."""
 
 import functools
 
@@ -11,37 +10,37 @@ from maxtext_lite.parallel.axes import MESH_AXES_OF
 
 
 def gathered(x: jax.Array, axis: str, dim: int) -> jax.Array:
-    """The parts of all devices along a logical axis, one after the other along `dim`."""
+    """The parts of all devices along a logical axis, concatenated along `dim`."""
     names = _split_over(axis)
     return jax.lax.all_gather(x, names, axis=dim, tiled=True) if names else x
 
 
 def exchanged(x: jax.Array, axis: str) -> jax.Array:
-    """One part from each device along a logical axis: the first device has the first parts of all, in their order."""
+    """An all-to-all along a logical axis: the first device receives the first parts of all, in their order."""
     names = _split_over(axis)
     return _exchanged(x, names) if names else x
 
 
 def scattered_sum(x: jax.Array, axis: str, dim: int) -> jax.Array:
-    """This device's part, along `dim`, of the sum over all devices along a logical axis, in float32.
+    """This device's part, along `dim`, of the float32 sum over all devices along a logical axis.
 
-    Parts cross in the dtype of x and are added here: XLA makes an all-reduce, of twice the bytes, of a reduce-scatter
-    on 16 and more TPU chips.
+    Parts cross in the dtype of x and are added here, because on 16 or more TPU chips XLA turns a reduce-scatter into an
+    all-reduce, of twice the bytes.
     """
     names = _split_over(axis)
     if not names:
         return x
-    # Each device's part is split off as a dim of its own, the first: TPUs copy whole tiles for that, where moving `dim`
-    # itself to the front would take tiles apart.
+    # The parts become a dim of their own, the first: TPUs copy whole tiles for that, whereas moving `dim` itself to the
+    # front would take tiles apart.
     count = jax.lax.axis_size(names)
     shape = (*x.shape[:dim], count, x.shape[dim] // count, *x.shape[dim + 1 :])
     parts = _exchanged(jnp.moveaxis(x.reshape(shape), dim, 0), names)
-    # One by one: a sum over a dim of parts reads them several times slower on TPUs.
+    # One at a time: a sum over the dim of parts reads them several times slower on TPUs.
     return functools.reduce(jnp.add, (part.astype(jnp.float32) for part in parts))
 
 
 def largest(x: jax.Array, axis: str) -> jax.Array:
-    """The largest over all devices along a logical axis."""
+    """The maximum over all devices along a logical axis."""
     names = _split_over(axis)
     return jax.lax.pmax(x, names) if names else x
 
@@ -66,9 +65,8 @@ def _split_over(axis: str) -> tuple[str, ...]:
 def _exchanged(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
     """`exchanged` along mesh axes.
 
-    On TPUs the first dim is laid out outermost for it. Dims of size 1, such as that of a device's only replica under
-    `vmap`, would come after it, where they are padded to a tile: whole copies, slower than the exchange. They are left
-    out.
+    TPUs lay the first dim out outermost for it. Dims of size 1, such as that of a device's only replica under `vmap`,
+    would follow it and be padded to a tile, in whole copies that take longer than the exchange. They are left out.
     """
 
     @custom_vmap

@@ -1,8 +1,8 @@
-"""The context axis: which tokens of an example each of its shards holds, and how shards exchange arrays.
+"""The context axis: the tokens of an example on each of its shards, and how shards exchange arrays.
 
-A causal query looks at all earlier keys, so that late tokens are more work than early ones. The tokens are therefore
-cut into twice as many chunks as there are shards, and each shard holds one early chunk and the late one that makes its
-work that of every other shard. Source: Dubey et al. 2024, arXiv:2407.21783, section 3.3.2.
+A causal query sees all earlier keys, so that late tokens are more work than early ones. The tokens are therefore split
+into twice as many chunks as there are shards, and each shard gets one early chunk and the late one that makes its work
+equal to that of the others. Source: Dubey et al. 2024, arXiv:2407.21783, section 3.3.2.
 """
 
 from collections.abc import Mapping
@@ -15,13 +15,13 @@ import numpy as np
 from maxtext_lite.parallel.axes import MESH_AXES_OF, LogicalAxes, constrain, num_shards
 
 CHUNKS_PER_SHARD = 2
-"""An early and a late chunk; a multiple of this many chunks divides the tokens of an example."""
+"""An early and a late chunk; the tokens of an example are a multiple of this times the shards."""
 
 
 def context_order(num_tokens: int, shards: int) -> np.ndarray:
-    """For each place along an arranged example, the token that stands there: shard i holds chunks i and 2c - 1 - i.
+    """For each place along an arranged example, its token: of c shards, shard i has chunks i and 2c - 1 - i.
 
-    Within a shard the tokens are in their true order, and the whole shard's early chunk comes before its late one.
+    Within a shard the tokens are in their true order; its early chunk comes before its late one.
 
     Raises:
       ValueError: num_tokens is not a multiple of 2 x shards.
@@ -35,14 +35,14 @@ def context_order(num_tokens: int, shards: int) -> np.ndarray:
 
 
 def context_shards() -> int:
-    """Parts into which the mesh in use splits the tokens of an example; 1 where there is no mesh."""
+    """Parts into which the mesh in use splits the tokens of an example; 1 without a mesh."""
     return num_shards("length")
 
 
 def in_context_order(batch: Mapping[str, jax.Array], axes: LogicalAxes) -> dict[str, jax.Array]:
-    """Arrays [..., T] whose dims have these logical axes, arranged as `context_order` says; as they are on one shard.
+    """Arrays [..., T] whose dims have these logical axes, in `context_order`; unchanged on one shard.
 
-    Sums over tokens do not change, and within a shard a later place is a later token.
+    Sums over tokens do not change, and within a shard a later place has a later token.
     """
     if context_shards() == 1:
         return dict(batch)
@@ -54,7 +54,7 @@ def in_context_order(batch: Mapping[str, jax.Array], axes: LogicalAxes) -> dict[
 
 
 def in_token_order(x: jax.Array, axes: LogicalAxes, dim: int = -1) -> jax.Array:
-    """An array that is arranged along `dim` as `in_context_order` arranges, back in the order of the tokens."""
+    """An array that is in `context_order` along `dim`, back in the order of the tokens."""
     if context_shards() == 1:
         return x
     places = np.argsort(context_order(x.shape[dim], context_shards()))
@@ -62,28 +62,28 @@ def in_token_order(x: jax.Array, axes: LogicalAxes, dim: int = -1) -> jax.Array:
 
 
 def own_shard() -> jax.Array:
-    """Inside `over_shards`: this device's number along the context axis, an int32 scalar."""
+    """Inside `over_shards`: the number of this device along the context axis, an int32 scalar."""
     return jax.lax.axis_index(MESH_AXES_OF["length"])
 
 
 def chunks_of(shard: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Numbers of the early and the late chunk of an example that a shard holds."""
+    """Numbers of the early and the late chunk of an example on a shard."""
     return shard, CHUNKS_PER_SHARD * context_shards() - 1 - shard
 
 
 def to_next_shard(tree: Any) -> Any:
-    """Inside `over_shards`: what the shard before holds, while this one's goes to the next; the last one's to 0."""
+    """Inside `over_shards`: the previous shard's arrays, while this shard's go to the next and the last one's to 0."""
     shards = context_shards()
     return jax.lax.ppermute(tree, MESH_AXES_OF["length"], [(shard, (shard + 1) % shards) for shard in range(shards)])
 
 
 def from_all_shards(tree: Any) -> Any:
-    """Inside `over_shards`: what every shard holds, by its number on a new first dim."""
+    """Inside `over_shards`: the arrays of every shard, by its number on a new first dim."""
     return jax.lax.all_gather(tree, MESH_AXES_OF["length"])
 
 
 def whole_examples(tree: Any) -> Any:
-    """Inside `over_shards`: arrays [B, T, ...] of all shards' tokens, in their true order, from each shard's own."""
+    """Inside `over_shards`: arrays [B, T, ...] of all tokens in their true order, from each shard's own."""
     if context_shards() == 1:
         return tree
 
@@ -96,5 +96,5 @@ def whole_examples(tree: Any) -> Any:
 
 
 def sum_to_shards(tree: Any) -> Any:
-    """Inside `over_shards`: the sum over shards of what each has for this one on its first dim, which is dropped."""
+    """Inside `over_shards`: the sum over shards of what each has for this shard, at its number on the first dim."""
     return jax.lax.psum_scatter(tree, MESH_AXES_OF["length"])

@@ -1,4 +1,4 @@
-"""The start of a process: the other processes of its run, and the devices of all."""
+"""The start of a process: joining the other processes of its run, and the devices of all of them."""
 
 import os
 import signal
@@ -12,8 +12,9 @@ import jax
 from maxtext_lite.config import UserError
 from maxtext_lite.config.kernels import Accelerator, installed_tokamax
 from maxtext_lite.parallel.cluster import ProcessInfo, process_info
-from maxtext_lite.parallel.coordination import CoordinationStore, watched_arguments
+from maxtext_lite.parallel.coordination import CoordinationStore, coordinator_address, watched_arguments
 from maxtext_lite.process.progress import EXIT_HANGS
+from maxtext_lite.process.roll_call import NotAllCame, RollCall
 from maxtext_lite.process.watchdog import watchdog
 from maxtext_lite.xla.compiler_flags import installed_compilers, set_compiler_flags
 
@@ -24,16 +25,16 @@ _EXIT_SECONDS = 5.0
 def start_devices(*, timeout_seconds: float = 300) -> list[Any]:
     """All devices of the run, once the runtime is up. Call it before anything else asks jax for a device.
 
-    A process that is one of several joins the others first, and sees their devices too: see `cluster.process_info`. One
-    that is alone starts nothing.
+    One of several processes first joins the others, and then sees their devices too: see `cluster.process_info`. A
+    process that is alone starts nothing.
 
-    A CPU that simulates N devices gets 2 N threads. XLA gives it one for each core or device, every device blocks
-    one inside a collective, and work that finds none left stops the run: XLA aborts after 40 seconds.
+    A CPU that simulates N devices gets 2 N threads. By default XLA gives it one for each core or device; inside a
+    collective every device blocks one, and if work then finds none left, XLA aborts after 40 seconds.
 
     Args:
-      timeout_seconds: how long to wait for the other processes. After that the process ends with exit code 1.
+      timeout_seconds: how long to wait for the other processes before the process ends with exit code 1.
     Raises:
-      UserError: the environment describes the processes only in part, or wrongly.
+      UserError: the environment describes the processes incompletely or wrongly.
     """
     for compiler in installed_compilers():
         set_compiler_flags(compiler)
@@ -48,17 +49,17 @@ def start_devices(*, timeout_seconds: float = 300) -> list[Any]:
 
 
 def accelerator_of(device: Any) -> Accelerator:
-    """What a device is, as far as the choice of a kernel depends on it."""
+    """The kind of a device, as far as the choice of a kernel depends on it."""
     if device.platform != "gpu":
         return Accelerator(device.platform)
     return Accelerator("gpu", device.compute_capability, installed_tokamax())
 
 
 def simulated_devices(num_devices: int) -> list[Any]:
-    """So many CPU devices that this process simulates, joining no other; call it before jax has been asked for any.
+    """CPU devices that this process simulates, without joining others; call it before jax is asked for any device.
 
     Raises:
-      UserError: jax runs already, with fewer.
+      UserError: jax is already running with fewer.
     """
     kept = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_SIMULATED)]
     os.environ["XLA_FLAGS"] = " ".join([*kept, f"{_SIMULATED}{num_devices}"])
@@ -72,33 +73,34 @@ def simulated_devices(num_devices: int) -> list[Any]:
 
 
 def _uses_tpu() -> bool:
-    """Whether this process will use TPUs: where jax finds some, it names them in its platforms itself."""
+    """Whether this process will use TPUs: jax lists them in its platforms if it finds any."""
     platforms: str | None = jax.config.jax_platforms  # type: ignore[attr-defined]
     return "tpu" in (platforms or "").split(",")
 
 
 def _join_the_others(found: ProcessInfo, timeout_seconds: float) -> None:
-    # XLA answers a time-out with abort() and a stack trace, which Python cannot catch: we give up before it does.
-    watch = threading.Timer(timeout_seconds, _give_up, (found, timeout_seconds))
+    if watchdog.is_on:  # who is missing is said before the watchdog says that nothing moves
+        timeout_seconds = min(timeout_seconds, watchdog.stamp().limit / 2)
+    # After a time-out XLA calls abort() with a stack trace, which Python cannot catch, so we stop before that.
+    some = f"some of {found.num_processes} processes have stopped while they connected"
+    watch = threading.Timer(timeout_seconds, _give_up, (found, some))
     watch.daemon = True
-    watch.start()
-    told: dict[str, Any] = {"initialization_timeout": int(timeout_seconds) + 60}
-    told |= watched_arguments(found.process_id)
     try:
-        if found.method is None:
-            jax.distributed.initialize(
-                found.address,
-                found.num_processes,
-                found.process_id,
-                local_device_ids=found.local_device_ids,
-                cluster_detection_method="deactivate",  # it might hand us a share of the devices
-                **told,
-            )
-        else:
-            jax.distributed.initialize(cluster_detection_method=found.method, **told)
+        address = found.address or coordinator_address(found.method, timeout_seconds)
+        _call_the_roll(found, address, timeout_seconds)
+        watch.start()
+        jax.distributed.initialize(
+            address,
+            found.num_processes,
+            found.process_id,
+            local_device_ids=found.local_device_ids,
+            cluster_detection_method="deactivate",  # it might assign only some of the devices
+            initialization_timeout=int(timeout_seconds) + 60,
+            **watched_arguments(found.process_id),
+        )
     except (ValueError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and found.method is None:
-            raise  # of the connection; else, what the environment said is not what jax can use
+            raise  # about the connection; other errors mean that the environment contains what jax cannot use
         raise UserError(f"{found.stated_by} cannot be used: {str(error).splitlines()[0]}") from None
     finally:
         watch.cancel()
@@ -106,12 +108,22 @@ def _join_the_others(found: ProcessInfo, timeout_seconds: float) -> None:
     sys.excepthook = _report_and_end_soon
 
 
-def end_soon(code: int) -> None:
-    """Call it where a process that is one of several is about to exit because it failed.
+def _call_the_roll(found: ProcessInfo, address: str, seconds: float) -> None:
+    bind_address = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", "[::]:" + address.rpartition(":")[2])
+    try:
+        RollCall(found.process_id, found.num_processes).take(address, bind_address, seconds)
+    except NotAllCame as missing:
+        _give_up(found, str(missing))
+    except OSError as error:
+        raise UserError(f"{found.stated_by}: process 0 cannot listen there: {error.strerror}.") from None
 
-    At exit jax waits for the other processes, which wait for this one in a collective: minutes, and then abort(). Those
-    that failed alike, as on a wrong config, need a moment; after a few seconds this process ends with `code`. With one
-    process there is nothing to wait for, and this does nothing.
+
+def end_soon(code: int) -> None:
+    """Call it when one of several processes is about to exit because it failed.
+
+    At exit jax waits for the other processes, which wait for this one in a collective: minutes, and then abort().
+    Processes with the same failure, such as a wrong config, need a moment; after a few seconds this process ends with
+    `code`. A single process has nothing to wait for, so this does nothing.
     """
     if jax.distributed.is_initialized():
         watch = threading.Timer(_EXIT_SECONDS, os._exit, (code,))
@@ -128,12 +140,6 @@ def _report_and_end_soon(kind: type[BaseException], error: BaseException, traceb
     watchdog.finish(code)
 
 
-def _give_up(found: ProcessInfo, timeout_seconds: float) -> None:
-    waited_for = f"process 0 at {found.stated_by}" if found.process_id else f"all {found.num_processes} processes"
-    print(
-        f"error: process {found.process_id} of {found.num_processes} waited {timeout_seconds:g} seconds for "
-        f"{waited_for}; {'it does' if found.process_id else 'some did'} not answer.",
-        file=sys.stderr,
-        flush=True,
-    )
+def _give_up(found: ProcessInfo, problem: str) -> None:
+    print(f"error: {problem}. Process 0 is at {found.stated_by}.", file=sys.stderr, flush=True)
     os._exit(EXIT_HANGS if watchdog.is_on else 1)

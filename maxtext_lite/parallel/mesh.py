@@ -13,16 +13,16 @@ from maxtext_lite.config import UserError
 
 
 def make_mesh(ici: Mapping[str, int], dcn: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
-    """The mesh over `devices` (default: all), whose axis sizes are `ici[axis] * dcn[axis]`.
+    """The mesh over `devices` (default: all), with axis sizes `ici[axis] * dcn[axis]`.
 
-    Every axis is Auto: the compiler propagates shardings from those of the parameters and the batch.
+    Every axis is Auto: the compiler propagates shardings from the parameters and the batch.
 
     Args:
       ici: size of each axis of MESH_AXES within a slice (fast links).
       dcn: size of each axis across slices (slow links); all 1 for one slice.
     Raises:
       ValueError: the sizes do not multiply to the number of devices.
-      UserError: the devices are TPU slices, in another number than that of the `dcn` sizes.
+      UserError: the devices are TPU slices whose number is not the product of the `dcn` sizes.
     """
     grid = device_grid(ici, dcn, jax.devices() if devices is None else devices)
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
@@ -31,8 +31,8 @@ def make_mesh(ici: Mapping[str, int], dcn: Mapping[str, int], devices: Sequence[
 def device_grid(ici: Mapping[str, int], dcn: Mapping[str, int], devices: Sequence[Any]) -> np.ndarray:
     """The devices as an array with a dim for each axis, `dcn` outside `ici`.
 
-    Where there are as many slices (TPU slices; GPU hosts or NVLink domains) as the `dcn` sizes say, jax arranges each
-    by its links. Otherwise devices are split into that many equal parts in the order of slice, process and number.
+    If the number of slices (TPU slices; GPU hosts or NVLink domains) is the product of the `dcn` sizes, jax arranges
+    each by its links. Otherwise devices are split into that many equal parts in the order of slice, process and number.
     """
     devices = list(devices)
     ici_shape = [ici[axis] for axis in MESH_AXES]

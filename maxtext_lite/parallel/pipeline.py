@@ -1,4 +1,4 @@
-"""The pipeline: layers split over the `stage` axis, and one micro-batch that flows through them in pieces."""
+"""The pipeline: layers split over the `stage` axis, through which a micro-batch flows in pieces."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,12 +15,12 @@ StageFunction = Callable[[Any, Any], Any]
 
 
 class Flight(NamedTuple):
-    """What is under way between two ticks of the schedule 1f1b; P stages, pieces of b rows.
+    """The arrays between two ticks of the schedule 1f1b, for P stages and pieces of b rows.
 
     Attributes:
-      inputs: rows that the stages are given next, [P, b, ...].
-      saved: inputs of the last 2P - 1 ticks, [P, 2P - 1, b, ...], that of tick t at t mod (2P - 1).
-      cotangents: of the outputs that the stages go back through next, [P, b, ...] for each floating-point array.
+      inputs: the rows that the stages run next, [P, b, ...].
+      saved: inputs of the last 2P - 1 ticks, [P, 2P - 1, b, ...], those of tick t at t mod (2P - 1).
+      cotangents: of the outputs whose backward pass the stages run next, [P, b, ...] for each floating-point array.
     """
 
     inputs: Any
@@ -30,17 +30,17 @@ class Flight(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """How layers are split over stages and a micro-batch into pipeline microbatches.
+    """The split of layers over stages and of a micro-batch into pipeline microbatches.
 
-    With several repeats, the stages are passed round so often (the circular schedule): stage p has a stack of layers
-    for each. Layer l belongs to repeat, stage and place l = (repeat * P + stage) * layers per stack + place.
+    With several repeats, pieces go round the stages that many times (the circular schedule), and stage p has a stack of
+    layers for each round. Layer l = (repeat * P + stage) * layers per stack + place.
 
     Attributes:
       num_stages: P, the size of the mesh axis `stage`.
       num_microbatches: M, a multiple of P: the pieces of one micro-batch.
       num_repeats: times that a piece passes all stages.
-      schedule: how a train step orders its work: `gpipe` runs all pieces of a micro-batch forwards and then, by
-        automatic differentiation, backwards; with `1f1b` every tick runs one piece forwards and one backwards, and the
+      schedule: order of the work of a train step. `gpipe` runs all pieces of a micro-batch forward and then, by
+        automatic differentiation, backward. With `1f1b` every tick runs one piece forward and one backward, and the
         pieces of all micro-batches of a step follow each other without a gap. Evaluation has no backward pass.
     """
 
@@ -51,17 +51,17 @@ class Pipeline:
 
     @property
     def num_ticks(self) -> int:
-        """Times that all stages run forwards for one micro-batch; of each stage's, P - 1 are idle."""
+        """Times that all stages run forward for one micro-batch; each stage is idle in P - 1 of them."""
         return PipelineShape(self.num_stages, self.num_microbatches, self.num_repeats, 1).num_ticks("gpipe")
 
     def num_ticks_1f1b(self, num_micro_batches: Any) -> Any:
-        """Times that all stages run forwards and backwards in a step; of each stage's, 2 (P - 1) are idle."""
+        """Times that all stages run forward and backward in a step; each stage is idle in 2 (P - 1) of them."""
         return PipelineShape(self.num_stages, self.num_microbatches, 1, num_micro_batches).num_ticks("1f1b")
 
     def in_stages(self, stack: jax.Array) -> jax.Array:
-        """A parameter of all layers, [L, ...], as it is stored: [repeats, L / repeats, ...] where there are several.
+        """A parameter of all layers, [L, ...], as it is stored: [repeats, L / repeats, ...] if there are several.
 
-        Contiguous parts of the dim of layers are then what the stages hold.
+        Each stage then has a contiguous part of the dim of layers.
         """
         if self.num_repeats == 1:
             return stack
@@ -72,14 +72,14 @@ class Pipeline:
         return axes if self.num_repeats == 1 else ("repeats", *axes)
 
     def run(self, stage: StageFunction, params: Any, rows: Any, *, axes: Any) -> Any:
-        """`rows` after all layers: what `stage(all layers, rows)` would be, with M pieces under way at a time.
+        """`rows` after all layers: equal to `stage(all layers, rows)`, with M pieces under way at a time.
 
-        Every tick runs each stage on the piece it has and hands the results on to the next stage. The last stage's
-        come round to the first, which keeps all M pieces: before their first pass, between passes and after the last.
-        Idle ticks run on rows that are thrown away; nothing of them reaches a result or a gradient.
+        Every tick runs each stage on its piece and passes the results to the next stage. The results of the last stage
+        go round to the first, which keeps all M pieces: before their first pass, between passes and after the last. In
+        idle ticks stages run on rows that are discarded and reach neither a result nor a gradient.
 
         Args:
-          stage: must leave the rows independent of each other.
+          stage: must treat the rows independently of each other.
           params: leaves [L, ...] or [repeats, L / repeats, ...], sharded over stages.
           rows: tree of arrays [B, ...]; B a multiple of M x the shards of the batch.
           axes: like `rows`, the logical axes of each array, the first of them "batch".
@@ -100,7 +100,7 @@ class Pipeline:
             repeat_P = jnp.clip((time - stage_P) // num_pieces, 0, self.num_repeats - 1)
             outputs_P = self._lay_out(run_stages(params_RP, repeat_P, inputs_P), axes)
             outputs_P = self._lay_out(jax.tree.map(lambda x: jnp.roll(x, 1, axis=0), outputs_P), axes)
-            back = time - (num_stages - 1)  # what the last stage has just run, now with the first
+            back = time - (num_stages - 1)  # the pass that the last stage has just run, whose piece is now at the first
 
             def keep(pieces: jax.Array, outputs: jax.Array) -> jax.Array:
                 slot = back % num_pieces
@@ -125,7 +125,7 @@ class Pipeline:
         return jax.tree.map(self._joined, pieces_PM, axes)
 
     def no_flight(self, rows: Any, *leading: int) -> Flight:
-        """Nothing under way yet: zeros.
+        """The state before any tick: zeros.
 
         Args:
           rows: shapes and dtypes of a piece, [b, ...].
@@ -150,24 +150,24 @@ class Pipeline:
         leave: Callable[[Any], tuple[list[jax.Array], Any]],
         axes: Any,
     ) -> tuple[Flight, Any, list[jax.Array], Any]:
-        """One tick of all stages: a piece forwards and an earlier piece backwards.
+        """One tick of all stages: a piece forward and an earlier piece backward.
 
-        Stage p runs piece `time - p` forwards and piece `time - 2 (P - 1) + p` backwards: the last stage turns each
-        piece round in the tick in which it ends, and the first gets it back 2 (P - 1) ticks after it began. A stage
-        keeps its inputs only and runs forwards again before it goes back. Pieces that do not exist must enter as any
-        finite rows and have cotangents of 0, which stay 0 all the way back.
+        Stage p runs piece `time - p` forward and piece `time - 2 (P - 1) + p` backward. The last stage turns each piece
+        round in the tick in which it arrives, and the first gets it back 2 (P - 1) ticks after it began. A stage keeps
+        only its inputs, and runs forward again before it runs backward. Pieces that do not exist must enter as
+        arbitrary finite rows with cotangents of 0, which stay 0 all the way back.
 
         Args:
           stage: (params of a stack of layers, frozen ones, rows) -> rows, as in `run` otherwise.
           params: as in `run`, with one repeat.
-          frozen: what else the stages have, in the same shapes; it has no gradient. None: nothing.
+          frozen: other parameters of the stages, of the same shapes, without gradients. None: nothing.
           entering: rows of piece `time`.
           leave: (rows of piece `time - (P - 1)` after the last layer) -> (their cotangents, anything).
         Returns:
           The flight, the gradients of `params` (in their dtype and shapes), the cotangents of the rows of piece
-          `time - 2 (P - 1)` as they entered, and what `leave` returned beside its cotangents.
+          `time - 2 (P - 1)` as they entered, and what `leave` returned besides its cotangents.
         Source: Narayanan et al. 2019 (PipeDream), Harlap et al. 2018, arXiv:1806.03377, section 3.2; here without stale
-          weights, as all gradients of a step belong to the same.
+          weights, because all gradients of a step belong to the same weights.
         """
         num_stages, num_saved = self.num_stages, 2 * self.num_stages - 1
         stacks_P, frozen_P = jax.tree.map(lambda w: w[0], self._by_stage((params, frozen)))
@@ -210,7 +210,7 @@ class Pipeline:
         return jax.tree.map(deal, params)
 
     def _stack_of(self, params_R: Any, repeat: jax.Array) -> Any:
-        """A stage's layers for one of its repeats."""
+        """The layers of a stage for one of its repeats."""
         if self.num_repeats == 1:
             return jax.tree.map(lambda w: w[0], params_R)
         return jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, repeat, keepdims=False), params_R)
@@ -219,14 +219,14 @@ class Pipeline:
         return jax.tree.map(lambda x, names: constrain(x, ("stages", *between, *names)), tree, axes)
 
     def _pieces(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-        """[B, ...] as [M, B / M, ...], on every stage; each device of a stage has as many rows of every piece."""
+        """[B, ...] as [M, B / M, ...], on every stage; a stage's devices have equally many rows of every piece."""
         shards, pieces = num_shards("batch"), self.num_microbatches
         x = x.reshape(shards, pieces, x.shape[0] // (shards * pieces), *x.shape[1:])
         x = x.swapaxes(0, 1)
         return constrain(x.reshape(pieces, -1, *x.shape[3:]), (None, *axes))
 
     def _joined(self, x_PM: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-        """The first stage's pieces [P, M, B / M, ...] as [B, ...], with the rows shared out among stages."""
+        """The first stage's pieces [P, M, B / M, ...] as [B, ...], with the rows divided among the stages."""
         x_M = constrain(_taken(x_PM, 0), ("stages", *axes))
         shards = num_shards("batch")
         x = x_M.reshape(x_M.shape[0], shards, -1, *x_M.shape[2:]).swapaxes(0, 1)
@@ -234,8 +234,7 @@ class Pipeline:
 
 
 def _back_through(stage: Callable[[Any, Any, Any], Any]) -> Callable[..., tuple[Any, list[jax.Array]]]:
-    """(layers, frozen ones, age, saved inputs, cotangents of outputs) -> those of the layers and of the inputs saved
-    then."""
+    """(layers, frozen ones, age, saved inputs, cotangents of outputs) -> those of the layers and of those inputs."""
 
     def back(
         stack: Any, frozen: Any, age: jax.Array, saved: Any, cotangents: list[jax.Array]
@@ -260,7 +259,7 @@ def _of_first_stage(x_P: jax.Array) -> jax.Array:
 
 
 def _taken(x_P: jax.Array, stage: int) -> jax.Array:
-    """One stage's part, on all stages; a sum, as the partitioner would gather all parts to take one of them."""
+    """One stage's part, on all stages; a sum, because the partitioner would gather all parts to select one."""
     return jnp.sum(jnp.where(_of_stage(x_P, stage), x_P, 0), axis=0, dtype=x_P.dtype)
 
 
@@ -269,12 +268,12 @@ def _is_moving(x: Any) -> bool:
 
 
 def _moving(rows: Any) -> list[Any]:
-    """The floating-point arrays of a tree of rows, which stages change and gradients go back through."""
+    """The floating-point arrays of a tree of rows, which the stages change and differentiate."""
     return [x for x in jax.tree.leaves(rows) if _is_moving(x)]
 
 
 def _with_moving(rows: Any, moving: list[jax.Array]) -> Any:
-    """The rows with other floating-point arrays."""
+    """The rows with these floating-point arrays in place of their own."""
     leaves, tree = jax.tree.flatten(rows)
     new = iter(moving)
     return tree.unflatten([next(new) if _is_moving(x) else x for x in leaves])

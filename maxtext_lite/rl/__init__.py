@@ -1,1 +1,1 @@
-"""Reinforcement learning: prompts are answered, answers judged, and the policy moved to what was judged better."""
+"""Reinforcement learning: rollouts, rewards, advantages, and the policy's loss."""

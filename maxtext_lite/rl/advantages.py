@@ -1,23 +1,23 @@
-"""How much better a response was than the others to its prompt."""
+"""Advantages: how much better a response is than the others to its prompt."""
 
 from typing import Literal
 
 import numpy as np
 
 _LEAST_DEVIATION = 1e-4
-"""Added to the standard deviation that rewards are divided by."""
+"""Added to the standard deviation that divides rewards."""
 
 
 def group_advantages(reward_N: np.ndarray, num_generations: int, scale: Literal["group", "none"]) -> np.ndarray:
-    """Advantages float32 [N] of responses: their rewards less the mean of their group's.
+    """Advantages of responses, float32 [N]: their rewards less the mean of their group.
 
     Computed in double precision; exactly 0 in a group whose rewards are all equal.
 
     Args:
-      reward_N: float64, one group of `num_generations` responses to a prompt after the other.
-      scale: group: divided by the group's standard deviation (of a sample: over n - 1) + 1e-4; none: not divided.
+      reward_N: float64, in consecutive groups of `num_generations` responses to one prompt.
+      scale: group: divided by the group's sample standard deviation (over n - 1) + 1e-4; none: not divided.
     Raises:
-      ValueError: rewards are not whole groups.
+      ValueError: the rewards are not whole groups.
     Source: Shao et al. 2024, arXiv:2402.03300, section 4.1.2; not divided: Liu et al. 2025, arXiv:2503.20783.
     """
     groups = _groups(reward_N, num_generations)
@@ -31,7 +31,7 @@ def group_advantages(reward_N: np.ndarray, num_generations: int, scale: Literal[
 
 
 def equal_groups_fraction(reward_N: np.ndarray, num_generations: int) -> float:
-    """The fraction of groups whose rewards are all equal, so that nothing is learned from them."""
+    """The fraction of groups whose rewards are all equal: nothing is learned from them."""
     return float(_is_equal(_groups(reward_N, num_generations)).mean())
 
 

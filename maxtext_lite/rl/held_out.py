@@ -1,4 +1,4 @@
-"""What responses to held-out prompts say of a model: mean reward, accuracy and pass@k."""
+"""Evaluation by responses to held-out prompts: mean reward, accuracy and pass@k."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -11,14 +11,14 @@ from maxtext_lite.rl.rollout import Request
 from maxtext_lite.training.state import TrainState
 
 HELD_OUT = 1
-"""The first int of a request's key; `train` has another."""
+"""The first int of a request's key; training uses another."""
 
 
 class HeldOutResponses:
-    """Responses to a run's held-out prompts, or to those of `eval_steps` batches; see `loop.Evaluation`.
+    """Responses to a run's held-out prompts, or to the first `eval_steps` batches of them; see `loop.Evaluation`.
 
     Args:
-      say: takes what reward functions have to say.
+      say: takes messages about reward functions.
     """
 
     before_first_step = True
@@ -48,7 +48,7 @@ class HeldOutResponses:
 
 
 def pass_at_k(num_responses: int, num_correct: int, k: int) -> float:
-    """The chance that among k of the responses, drawn without putting back, at least one is correct.
+    """The probability that at least one of k responses, drawn without replacement, is correct.
 
     Source: Chen et al. 2021, arXiv:2107.03374, equation 1: an unbiased estimate of pass@k.
     """
@@ -59,12 +59,12 @@ def pass_at_k(num_responses: int, num_correct: int, k: int) -> float:
 def held_out_record(scores: Scores, tokens: Sequence[int], num_generations: int) -> dict[str, float | int]:
     """The entries of an evaluation's record.
 
-    A response is correct where the first reward function gives it 1 or more. `eval_accuracy` is the share of those;
-    with several responses to a prompt there is `eval_pass_at_k` for k = 2, 4, ... and for all of them.
+    A response is correct if the first reward function gives it at least 1. `eval_accuracy` is the share of correct
+    responses; with several per prompt there is `eval_pass_at_k` for k = 2, 4, ... and for all of them.
 
     Args:
-      scores: of responses, those to one prompt side by side.
-      tokens: of each response.
+      scores: of the responses, adjacent for one prompt.
+      tokens: the length of each response.
     """
     first = next(iter(scores.by_name.values()))
     correct = (first >= 1.0).reshape(-1, num_generations)

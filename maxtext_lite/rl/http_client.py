@@ -1,7 +1,7 @@
-"""JSON over HTTP, asked of a server that may do anything: what it answers is bounded in bytes and in seconds.
+"""JSON over HTTP from a server that is not trusted: answers are limited in bytes and in seconds.
 
-The standard library's connections, but for what it leaves open: redirects are not followed, a time-out is one for the
-whole answer and not for each of its bytes, and requests that nobody waits for any more are cancelled at once.
+It uses the standard library's connections with stricter rules: redirects are not followed, a time-out covers the whole
+answer instead of each read, and requests that nobody waits for are cancelled at once.
 """
 
 import base64
@@ -19,27 +19,27 @@ from typing import Any, cast
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import value_text
 
-_LOOK_UP_SECONDS = 0.5  # how often a request that waits asks whether it still should
+_LOOK_UP_SECONDS = 0.5  # between checks whether a waiting request is still wanted
 _CONNECTING_SECONDS = 60.0
 _PASSWORD = re.compile("//[^ ]*@")
-_SHOWN = 200  # letters of what a server said
+_SHOWN = 200  # characters of a server's text
 
 
 class Server:
-    """A server, to which JSON is posted. Not through a proxy: it is one of the run's own.
+    """A server that takes JSON by POST. Proxies are bypassed: the server belongs to the run.
 
     Args:
       key: the config's key that names it.
-      url: http:// or https://, a host, and where they are needed a name and password, a port and a path.
-      attempts: times that a request is made when there is no answer, or one that the server failed or is busy.
-      wait_seconds: before the second attempt; it doubles with each.
-      timeout_seconds: for a request, all of its attempts and the last byte of its answer.
+      url: http:// or https:// and a host; optionally a user name and password, a port and a path.
+      attempts: how often to try a request that gets no answer, or a failure or "busy".
+      wait_seconds: before the second attempt; doubles with each.
+      timeout_seconds: for a request, with all of its attempts, up to the last byte of the answer.
 
     Attributes:
-      name: `key=url` as messages have it, without the password.
-      path: of the url, without a slash at its end.
+      name: `key=url` for messages, without the password.
+      path: of the url, without a trailing slash.
     Raises:
-      UserError: the url is none.
+      UserError: the url is invalid.
     """
 
     def __init__(self, key: str, url: str, *, attempts: int, wait_seconds: float, timeout_seconds: float):
@@ -58,7 +58,7 @@ class Server:
         self._attempts, self._wait_seconds, self._timeout_seconds = attempts, wait_seconds, timeout_seconds
 
     def get(self, path: str, *, most_bytes: int) -> dict[str, Any]:
-        """As `post`, without a body, and until it is answered."""
+        """As `post`, but a GET, which is not cancelled."""
         return self.post(path, None, most_bytes=most_bytes, ends=threading.Event())
 
     def post(
@@ -70,15 +70,15 @@ class Server:
         ends: threading.Event,
         attempts: int | None = None,
     ) -> dict[str, Any]:
-        """The object that the server answers, of at most `most_bytes`.
+        """The server's answer, a JSON object of at most `most_bytes`.
 
         Args:
-          path: from the host on.
-          body: None: it is a GET.
-          ends: once it is set, the request is cancelled.
-          attempts: others than the server's.
+          path: everything after the host.
+          body: None: the request is a GET.
+          ends: cancels the request once it is set.
+          attempts: None: the server's default.
         Raises:
-          UserError: there is no answer in time, or it is a refusal, a redirect, too long or no object of JSON.
+          UserError: no answer came in time, or it is a refusal, a redirect, too long or not a JSON object.
         """
         data, failure = None if body is None else json.dumps(body).encode(), ""
         deadline, made, most = time.monotonic() + self._timeout_seconds, 0, attempts or self._attempts
@@ -95,7 +95,7 @@ class Server:
                 if 300 <= status < 400:
                     where = _shown(headers.get("Location", "nowhere"))
                     raise self._problem(path, f"redirects to {where} (HTTP {status}), which is not followed")
-                if status < 500 and status != http.client.TOO_MANY_REQUESTS:  # again it would say the same
+                if status < 500 and status != http.client.TOO_MANY_REQUESTS:  # another attempt would not help
                     raise self._problem(path, f"refuses a request ({failure})")
             if made < most:
                 ends.wait(min(self._wait_seconds * 2 ** (made - 1), max(deadline - time.monotonic(), 0)))
@@ -105,7 +105,7 @@ class Server:
     def _ask(
         self, path: str, data: bytes | None, most_bytes: int, seconds_left: Callable[[], float]
     ) -> tuple[int, http.client.HTTPMessage, bytes]:
-        """Status, headers and at most one byte more of the body than it may have."""
+        """Status, headers and the body, at most one byte over the limit."""
         kind = http.client.HTTPSConnection if self._is_secure else http.client.HTTPConnection
         connection = kind(self._host, self._port, timeout=min(seconds_left(), _CONNECTING_SECONDS))
         try:
@@ -128,7 +128,7 @@ class Server:
             raise self._problem(path, f"answers with {_shown(kind)}, not with application/json: {_shown(text)}")
         try:
             answer: Any = json.loads(text.decode())
-        except (ValueError, RecursionError):  # bytes that are no UTF-8 are a ValueError too
+        except (ValueError, RecursionError):  # invalid UTF-8 is a ValueError too
             answer = None
         if isinstance(answer, dict):
             return cast(dict[str, Any], answer)
@@ -139,20 +139,20 @@ class Server:
 
 
 class _Wire(io.RawIOBase):
-    """What comes over a socket while there are seconds left. It stands for the socket where a response is read."""
+    """The stream from a socket while there are seconds left; `HTTPResponse` reads it in place of the socket."""
 
     def __init__(self, sock: socket.socket, seconds_left: Callable[[], float]):
         self._sock, self._seconds_left = sock, seconds_left
 
     def makefile(self, _: str) -> io.BufferedReader:
-        """The reader that a response asks its socket for."""
+        """The reader that `HTTPResponse` asks for."""
         return io.BufferedReader(self)
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """As of any raw stream. Raises TimeoutError where no seconds are left."""
+        """As for any raw stream; raises TimeoutError once no seconds are left."""
         while True:
             self._sock.settimeout(min(self._seconds_left(), _LOOK_UP_SECONDS))
             try:
@@ -162,7 +162,7 @@ class _Wire(io.RawIOBase):
 
 
 def _still_wanted(deadline: float, ends: threading.Event) -> Callable[[], float]:
-    """The seconds until the deadline, as long as there are some and somebody waits; else it raises TimeoutError."""
+    """A function that gives the seconds left, and raises TimeoutError after the deadline or once `ends` is set."""
 
     def seconds_left() -> float:
         left = deadline - time.monotonic()
@@ -174,20 +174,20 @@ def _still_wanted(deadline: float, ends: threading.Event) -> Callable[[], float]
 
 
 def _parts_of(url: str) -> urllib.parse.SplitResult | None:
-    """The parts of an address; None where it is none."""
-    # Some control characters are dropped where a url is split, and the line of a request ends at a space.
+    """The parts of a url; None if it is invalid."""
+    # urlsplit drops some control characters, and a request's line would end at a space.
     if not (url.isascii() and url.isprintable() and " " not in url):
         return None
     try:
         parts = urllib.parse.urlsplit(url)
-        named = bool(parts.hostname) and parts.port != 0  # a port that is no number, or too large, is a ValueError
+        named = bool(parts.hostname) and parts.port != 0  # an invalid port is a ValueError
     except ValueError:
         return None
     return parts if named and parts.scheme in ("http", "https") and not (parts.query or parts.fragment) else None
 
 
 def _shown(said: str | bytes) -> str:
-    """The beginning of an address or of what a server said, on one line and without a password."""
+    """The beginning of a url or of a server's text, on one line and without a password."""
     text = said[: 4 * _SHOWN].decode(errors="replace") if isinstance(said, bytes) else said
     text = _PASSWORD.sub("//", text)
     return value_text(text[:_SHOWN], most=4 * _SHOWN) + ("..." if len(text) > _SHOWN else "")

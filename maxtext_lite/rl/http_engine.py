@@ -1,7 +1,7 @@
-"""Rollouts from a server beside the run: a client of vLLM, of SGLang, and of others that speak OpenAI's protocol.
+"""Rollouts from a server beside the run: a client of vLLM, SGLang, and other servers with OpenAI's protocol.
 
-What a server must do is to go on from prompts that are lists of tokens, to return the tokens it drew and their
-log-probabilities, and to take new parameters from a directory that it can read too (`server_kinds`).
+A server must continue prompts that are lists of tokens, return the sampled tokens and their log-probabilities, and load
+new parameters from a directory that it shares with the run (`server_kinds`).
 """
 
 # pyright: reportUnknownMemberType=false
@@ -34,33 +34,30 @@ from maxtext_lite.rl.server_kinds import SERVER_KINDS, Weights
 Result = TypeVar("Result")
 
 WEIGHTS = "rollout_weights"
-"""In the run directory: the Hugging Face directories, two in turn, that the server reads parameters from."""
+"""In the run directory: two alternating Hugging Face directories from which the server reads parameters."""
 
-
-_TOKEN_BYTES = 2**10  # of an answer: id, text, log-probability, and as much again for the likeliest token there
-_MORE_BYTES = 2**20  # of whatever else an answer says
+_TOKEN_BYTES = 2**10  # of an answer: id, text and log-probability of the token, and of the likeliest one
+_MORE_BYTES = 2**20  # of the rest of an answer
 
 
 class HttpEngine:
-    """A `RolloutEngine` that asks a server. Of several hosts all call it, and the first one asks.
+    """A `RolloutEngine` that samples on a server. All hosts call it; the first one sends the requests.
 
-    The log-probabilities that come back must be those of the policy, softmax(logits / temperature) over the whole
-    vocabulary. SGLang's are; vLLM's are those of the model, or with --logprobs-mode processed_logprobs those of what it
-    draws from, and it is asked which before the first draw where the two are not the same.
+    The returned log-probabilities must be those of the policy, softmax(logits / temperature) over the whole vocabulary.
+    SGLang's are. vLLM's are those of the model, or with --logprobs-mode processed_logprobs those of its sampling
+    distribution; where the two differ, the mode is checked before the first draw.
 
     Args:
-      kind: of `SERVER_KINDS`.
+      kind: a key of `SERVER_KINDS`.
       url: of the server, such as http://host:8000, or of its API, such as http://host:8000/v1.
-      config: of the run, whose model the server has.
-      run_directory: a place that the server sees under the same name.
-      stop_token_ids: tokens after which a response ends; the server may know more of its own.
-      seed: of the draws, with each request's key.
-      requests_in_flight: at most, as threads.
-      attempts: times that a request is made, when the server does not answer or answers that it failed.
-      wait_seconds: before the second attempt; it doubles with each.
-      timeout_seconds: for a request, until all of its answer is there.
+      config: the run's, whose model the server has.
+      run_directory: at a path that is the same for the server.
+      stop_token_ids: tokens after which a response ends; the server may have more of its own.
+      seed: of the draws, together with each request's key.
+      requests_in_flight: the most at a time, each in a thread.
+      attempts, wait_seconds, timeout_seconds: see `http_client.Server`.
     Raises:
-      UserError: the url is none; or no Hugging Face family expresses the model.
+      UserError: the url is invalid, or no Hugging Face family expresses the model.
     """
 
     def __init__(
@@ -82,7 +79,7 @@ class HttpEngine:
             "rollout_url", url, attempts=attempts, wait_seconds=wait_seconds, timeout_seconds=timeout_seconds
         )
         self._dtype = "bfloat16" if config.dtype == "bfloat16" else "float32"
-        # What the model came with: at its first start the run has not taken that over yet.
+        # The model's own files: at its first start, the run has not copied them yet.
         path = config.load_parameters_path
         origin = local_copy(path, "load_parameters_path") if path else run_directory
         self._fields = run_config_json(origin, config, num_positions=config.max_target_length, dtype=self._dtype)
@@ -90,15 +87,15 @@ class HttpEngine:
         self._stop_token_ids, self._seed = list(stop_token_ids), seed
         self._vocab_size = config.vocab_size
         self._pool = ThreadPoolExecutor(requests_in_flight, thread_name_prefix="rollout")
-        self._label, self._updates = secrets.token_hex(4), 0  # of this run among those that the server has had
+        self._label, self._updates = secrets.token_hex(4), 0  # the label tells this run's parameters from others'
         self._is_current = self._is_checked = False
 
     def update(self, params: Params, step: int) -> None:
-        """Writes the parameters where the server can read them, and returns once it has.
+        """Writes the parameters for the server, and returns once it has loaded them.
 
         Raises:
-          UserError: they cannot be written, or the server did not take them; `generate` then refuses, as it would
-            sample from others.
+          UserError: they cannot be written, or the server did not load them; `generate` then refuses to sample from
+            other parameters.
         """
         self._is_current = False
         unfinished = self._directory / f".{self._turn}.unfinished"
@@ -106,17 +103,16 @@ class HttpEngine:
         with writing(unfinished):
             export_model(unfinished, _merged_where_they_are(params), self._fields, dtype=self._dtype)
         directory = unfinished.with_name(str(self._turn))
-        self._turn = 1 - self._turn  # never the one that the server has read last
+        self._turn = 1 - self._turn  # never the directory that the server has read last
         self._updates += 1
         _on_first_host(lambda: self._offer(unfinished, Weights(directory, step, self._weights)))
         self._is_current = True
 
     def generate(self, requests: Sequence[Request], *, sampling: Sampling, max_new_tokens: int) -> list[Response]:
-        """The responses, in the order of the requests; several are asked for at once.
+        """The responses, in the order of the requests, several of which are in flight at a time.
 
         Raises:
-          UserError: the server does not answer, or not with tokens and log-probabilities; or it has not taken the
-            parameters of the last `update`.
+          UserError: the server gives no valid answer, or has not loaded the parameters of the last `update`.
         """
         if not self._is_current:
             raise UserError(f"{self._server.name} has not taken the parameters of the last update: it has others.")
@@ -124,7 +120,7 @@ class HttpEngine:
         return [Response(*answer) for answer in answers]
 
     def close(self) -> None:
-        """Ends the threads; the server runs on."""
+        """Ends the threads; the server keeps running."""
         self._pool.shutdown(cancel_futures=True)
 
     @property
@@ -133,16 +129,16 @@ class HttpEngine:
         return f"{self._label}-{self._updates}"
 
     def _offer(self, written: Path, weights: Weights) -> None:
-        """Gives a directory its name, and the server what is in it."""
+        """Gives the written directory its name, and has the server load it."""
         _remove(weights.directory)
         written.rename(weights.directory)
         self._kind.take(self._server, weights)
 
     def _responses(self, requests: Sequence[Request], sampling: Sampling, max_new_tokens: int) -> list[Response]:
-        if not self._is_checked and sampling.temperature:  # without, responses are not trained on
+        if not self._is_checked and sampling.temperature:  # greedy responses are not trained on
             self._kind.check(self._server, sampling)
             self._is_checked = True
-        ends = threading.Event()  # set when one has failed: the others are cancelled
+        ends = threading.Event()  # set once a request fails, to cancel the others
         futures = [self._pool.submit(self._response, request, sampling, max_new_tokens, ends) for request in requests]
         try:
             done = wait(futures, return_when=FIRST_EXCEPTION).done
@@ -174,7 +170,7 @@ def _remove(directory: Path) -> None:
 
 
 def _on_first_host(work: Callable[[], Result]) -> Result:
-    """What it gives, on every host; or the UserError that it raises."""
+    """The result of `work()` on the first host, on every host, or the UserError that it raised."""
     given, problems = None, None
     if jax.process_index() == 0:
         try:
@@ -202,5 +198,5 @@ def _merged_where_they_are(params: Params) -> Params:
 
 
 def _seed_of(seed: int, key: tuple[int, ...]) -> int:
-    """31 bits, as servers take: others for each seed and key, the same in every process."""
+    """A seed of 31 bits, as servers accept, for this seed and key; the same in every process."""
     return int.from_bytes(hashlib.sha256(repr((seed, *key)).encode()).digest()[:4], "big") >> 1

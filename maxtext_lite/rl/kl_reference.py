@@ -1,4 +1,4 @@
-"""The frozen reference of the KL divergence: the model that the run began with."""
+"""The frozen reference of the KL divergence: the model from which the run started."""
 
 # pyright: reportUnknownMemberType=false
 # jax declares some of its functions in part.
@@ -21,28 +21,28 @@ from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.state import TrainState, make_decoder
 
 DIRECTORY = "reference"
-"""In the run directory: the reference's parameters, of a run that trains all of its own."""
+"""In the run directory: the reference's parameters, for a run without LoRA."""
 
 
 class Reference:
-    """The log-probabilities of given tokens under the model that the run began with.
+    """The log-probabilities of given tokens under the model from which the run started.
 
-    With LoRA that is the frozen model, which is there already. Otherwise it is a copy of the parameters before the
-    first step, in `dtype`, on the devices that train; it is kept in the run directory for restarts.
+    With LoRA that is the frozen model. Otherwise it is a copy of the parameters before the first step, in `dtype`, on
+    the devices that train, and in the run directory for restarts.
 
     Args:
-      state: the run's, restored or new; `step` steps have been made.
+      state: the run's, restored or new, after `step` steps.
     Raises:
-      UserError: a resumed run's reference is gone, or it began without one.
+      UserError: a resumed run's reference is gone, or it started without one.
     """
 
     def __init__(self, run: TrainingRun[PromptSource], config: RLRunConfig, state: TrainState, step: int):
         decoder = _without_adapters(run, config)
         where = run.directory / DIRECTORY
         path = config.load_parameters_path
-        if path and adapter_of(path):  # the frozen model is not that which the run began with
+        if path and adapter_of(path):  # the run starts from the adapted model, not from the frozen one
             raise UserError(
-                f"grpo_beta={config.grpo_beta:g} refers to the model that the run begins with, which is one with the "
+                f"grpo_beta={config.grpo_beta:g} refers to the model that the run begins with, which includes the "
                 f"adapter of load_parameters_path={config.load_parameters_path}. Nearest that works: grpo_beta=0, or "
                 "the adapter merged: convert import."
             )
@@ -58,10 +58,10 @@ class Reference:
             raise UserError(
                 f"{where} is not there, which holds the model that grpo_beta={config.grpo_beta:g} refers to, from the "
                 "start of a run whose grpo_beta is not 0. Use grpo_beta=0, or another run_name, with "
-                f"load_parameters_path={run.directory} to go on from its parameters as a new reference."
+                f"load_parameters_path={run.directory} to continue from its parameters as a new reference."
             )
         shardings = tree_shardings(run.mesh, decoder.axes)
-        # Copied: the trainer's own arrays are donated at the first update.
+        # A copy, as the first update donates the trainer's arrays.
         copied = jax.jit(functools.partial(_cast_copy, decoder), out_shardings=shardings)
         self._params: Params = copied(plain)
         parts = dataclasses.replace(run.parts, decoder=decoder)

@@ -1,4 +1,4 @@
-"""Log-probabilities that parameters give to the tokens of a batch: those of the old policy, or of the reference."""
+"""The log-probabilities of a batch's tokens under given parameters, those of the old policy or of the reference."""
 
 # pyright: reportUnknownMemberType=false
 # jax declares some of its functions in part.
@@ -28,11 +28,11 @@ _NEEDED = ("tokens", "targets", "segments", "positions", "weights")
 def make_log_probabilities(parts: StepParts, temperature: float) -> Callable[[Params, dict[str, jax.Array]], jax.Array]:
     """The jitted function (params, batch) -> log-probabilities of the targets, float32 [A, B, T]; 0 without a target.
 
-    They lie where the batch does, and their tokens are in its order. One micro-batch is computed at a time.
+    The result has the batch's sharding and token order; one micro-batch is computed at a time. `params` are all of the
+    decoder's, as `Decoder.joined` gives them; of the batch's arrays [A, B, T] only those of pre-training are read.
 
     Args:
-      temperature: the policy is the softmax of the logits divided by it. `params` are all of the decoder's, as
-        `Decoder.joined` gives them; of the batch's arrays [A, B, T] only those of pre-training are looked at.
+      temperature: divides the logits; the policy is their softmax.
     """
     decoder, mesh = parts.decoder, parts.mesh
 
@@ -47,7 +47,7 @@ def make_log_probabilities(parts: StepParts, temperature: float) -> Callable[[Pa
         cast_params = decoder.cast(params)
 
         def of_micro_batch(rows: Rows) -> jax.Array:
-            # As in the loop over a step's micro-batches: weights are gathered where they are used.
+            # Weights are gathered where they are used, as in `gradients.GradientLoop.added`.
             here, rows = jax.lax.optimization_barrier((cast_params, rows))
             found_RBT = by_replica(here, rows)
             return constrain(found_RBT.reshape(-1, found_RBT.shape[-1]), TRAIN_BATCH_AXES[1:])

@@ -1,4 +1,4 @@
-"""Pairs of a prompt with a response: a chunk of them as the rows that a step trains on, and as lines for people."""
+"""Pairs of a prompt and a response: chunks of them, their rows for a step, and their lines in rollouts.jsonl."""
 
 import dataclasses
 import hashlib
@@ -16,7 +16,7 @@ from maxtext_lite.rl.rollout import Response
 
 
 class Sampled(NamedTuple):
-    """Pairs that have not been judged yet; `texts` are the responses as reward functions see them."""
+    """Pairs that are not judged yet; `texts` are the responses as reward functions see them."""
 
     prompts: Sequence[Prompt]
     responses: Sequence[Response]
@@ -25,13 +25,13 @@ class Sampled(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """Judged pairs; those of one prompt stand side by side.
+    """Judged pairs; those of one prompt are adjacent.
 
     Attributes:
-      prompts: one for each pair.
+      prompts: of each pair.
       texts: of the responses.
-      advantages: float32, of each pair.
-      num_generations: pairs of a prompt.
+      advantages: of each pair, float32.
+      num_generations: pairs per prompt.
     """
 
     prompts: Sequence[Prompt]
@@ -45,18 +45,18 @@ class Chunk:
     def judged(
         sampled: Sampled, scores: Scores, *, num_generations: int, scale_rewards: Literal["group", "none"]
     ) -> "Chunk":
-        """The chunk of these, with the advantages that follow from the scores."""
+        """The chunk of these pairs, with the advantages of their scores."""
         advantages = group_advantages(scores.total, num_generations, scale_rewards)
         return Chunk(*sampled, scores, advantages, num_generations)
 
     def rows(self, num_slots: int, num_tokens: int, *, compares: bool = False) -> dict[str, np.ndarray]:
-        """Arrays [1, num_slots, num_tokens] of a micro-batch, slots without a pair all 0.
+        """The arrays [1, num_slots, num_tokens] of a micro-batch; slots without a pair are all 0.
 
-        A row is the prompt and the response but for its last token; targets are the tokens after each, and those of
-        the response have weight 1.
+        A row is the prompt and the response without its last token; targets are the following tokens, and those of the
+        response have weight 1.
 
         Args:
-          compares: with the log-probabilities of what sampled.
+          compares: with the sampler's log-probabilities.
         """
         shape = (1, num_slots, num_tokens)
         rows: dict[str, np.ndarray] = {
@@ -79,7 +79,7 @@ class Chunk:
         return rows
 
     def lines(self, step: int) -> list[dict[str, object]]:
-        """What rollouts.jsonl says of each pair."""
+        """The line of each pair in rollouts.jsonl."""
         return [
             {
                 "step": step,
@@ -100,12 +100,12 @@ class Chunk:
 
 
 def batch_record(chunks: Sequence[Chunk]) -> dict[str, float | str]:
-    """What metrics.jsonl says of a batch: means over its pairs, whatever its chunks.
+    """A batch's entries in metrics.jsonl: means over its pairs, however it is split into chunks.
 
-    `reward` is the weighted sum of the reward functions, `rewards/NAME` each by itself, `reward_std` the mean over
-    prompts of the standard deviation (ddof 1) of their responses', `equal_reward_groups` the share of prompts whose
-    responses are all as good, from which nothing is learned; `rollout_token_nll` is what `token_nll` is by the trainer,
-    from the log-probabilities of whatever sampled; `responses_hash` is one of the tokens, in their order.
+    `reward` is the weighted sum of the reward functions, `rewards/NAME` each by itself; `reward_std` is the mean over
+    prompts of the standard deviation (ddof 1) of rewards; `equal_reward_groups` is the share of prompts whose responses
+    have equal rewards, from which nothing is learned; `rollout_token_nll` is `token_nll` by the sampler's
+    log-probabilities; `responses_hash` is a hash of the tokens in order.
     """
     responses = [response for chunk in chunks for response in chunk.responses]
     totals = np.concatenate([chunk.scores.total for chunk in chunks])
@@ -127,13 +127,13 @@ def batch_record(chunks: Sequence[Chunk]) -> dict[str, float | str]:
 
 
 def short_name(name: str, names: Collection[str]) -> str:
-    """A reward function's name without its module, where no other has the same."""
+    """A reward function's name without its module, unless another has the same."""
     short = name.rpartition(":")[2]
     return name if sum(other.rpartition(":")[2] == short for other in names) > 1 else short
 
 
 def responses_hash(responses: Sequence[Response]) -> str:
-    """16 hexadecimal digits that follow from the tokens of these responses, in their order."""
+    """A hash of the responses' tokens in order: 16 hexadecimal digits."""
     digest = hashlib.sha256()
     for response in responses:
         digest.update(np.array([len(response.token_ids), *response.token_ids], "<i4").tobytes())

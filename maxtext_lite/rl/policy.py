@@ -1,75 +1,72 @@
-"""GRPO and GSPO: responses whose advantage is above 0 are to become likelier, the others less likely.
+"""GRPO and GSPO: the loss makes responses with a positive advantage likelier, and the others less likely.
 
 An example is one row: a prompt with one response. Sources: Shao et al. 2024, arXiv:2402.03300, equations 3 and 4 (GRPO
-and its estimate of the KL divergence); Zheng et al. 2025, arXiv:2507.18071, equations 5 and 7 (GSPO: one ratio for a
-response); Yu et al. 2025, arXiv:2503.14476, section 3 (DAPO: a clip range of its own above, and the mean over tokens);
-Liu et al. 2025, arXiv:2503.20783, section 3 (Dr. GRPO: sums over tokens, divided by a constant); Yao et al. 2025, Your
-Efficient RL Framework Secretly Brings You Off-Policy RL Training (truncated importance sampling: a weight for each
-token, where what sampled has other probabilities than the trainer).
+and its estimate of the KL divergence); Zheng et al. 2025, arXiv:2507.18071, equations 5 and 7 (GSPO: one ratio per
+response); Yu et al. 2025, arXiv:2503.14476, section 3 (DAPO: a separate upper clip range, and the mean over tokens);
+Liu et al. 2025, arXiv:2503.20783, section 3 (Dr. GRPO: sums over tokens divided by a constant); Yao et al. 2025, Your
+Efficient RL Framework Secretly Brings You Off-Policy RL Training (truncated importance sampling: a weight per token
+where the sampler's probabilities differ from the trainer's).
 """
 
 # pyright: reportUnknownMemberType=false
 # jax declares some of its functions in part.
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from maxtext_lite.config import NumericsConfig
 from maxtext_lite.models import Decoder
 from maxtext_lite.training.arrays import Metrics, Rows
 from maxtext_lite.training.loss import LossSums
-from maxtext_lite.training.outputs import Outputs, auxiliary_metrics, auxiliary_names
+from maxtext_lite.training.objective import OneRowExamples
+from maxtext_lite.training.outputs import Outputs, auxiliary_metrics, target_tokens, zero_sums
 
 ADVANTAGES = "advantages"
 OLD = "old_log_probabilities"
 REFERENCE = "reference_log_probabilities"
-
 ROLLOUT = "rollout_log_probabilities"
 
 KL = "kl"
 CLIP_LOW, CLIP_HIGH = "clip_fraction_low", "clip_fraction_high"
 TOKEN_NLL = "token_nll"
 POLICY_METRICS = (KL, CLIP_LOW, CLIP_HIGH, TOKEN_NLL)
-"""Means over all response tokens of a step, whatever the aggregation of the loss: the estimate k3 of the KL divergence
-to the reference, where there is one; the tokens whose ratio is clipped from below, which happens where the advantage is
-negative, and from above, where it is positive; minus the log-probability, which estimates the entropy where the policy
-itself has drawn the tokens."""
+"""Means over all response tokens of a step, whatever the loss's aggregation: the estimate k3 of the KL divergence to
+the reference, if there is one; the share of tokens whose ratio is clipped from below, with a negative advantage, and
+from above, with a positive one; and minus the log-probability, which estimates the entropy if the policy itself drew
+the tokens."""
 
 MISMATCH, ROLLOUT_KL, ROLLOUT_TRUNCATED = "rollout_mismatch", "rollout_kl", "rollout_truncated"
 ROLLOUT_METRICS = (MISMATCH, ROLLOUT_KL, ROLLOUT_TRUNCATED)
-"""Such means where the log-probabilities of what sampled are compared: the absolute difference to those of the trainer
-with the same parameters; the estimate k3 of the KL divergence of what sampled from the trainer; the share of tokens
-whose importance weight is cut off at the cap, where there is one."""
+"""The same means for the sampler's log-probabilities: their absolute difference from the trainer's with the same
+parameters; the estimate k3 of the KL divergence between sampler and trainer; the share of tokens whose importance
+weight is truncated at the cap, if there is one."""
 
-_TOKENS = "token_share"  # what POLICY_METRICS' sums are divided by
+_TOKENS = "token_share"  # divides the sums of POLICY_METRICS
 
 
 @dataclasses.dataclass(frozen=True)
-class Policy:
+class Policy(OneRowExamples):
     """The objective of reinforcement learning; see `objective.Objective`.
 
-    Rows have, beside those of pre-training with weight 1 where a target belongs to the response, float32 arrays
-    [..., B, T] of `advantages`, at every token of a row, and, at the targets, of `old_log_probabilities` unless it is
-    `on_policy`, of `reference_log_probabilities` where `beta` is not 0, and of `rollout_log_probabilities` where it
-    `compares`.
+    Rows have the fields of pre-training, with weight 1 for targets in the response, and float32 arrays [..., B, T]:
+    `advantages` at every token of a row and, at the targets, `old_log_probabilities` unless `on_policy`,
+    `reference_log_probabilities` if `beta` is not 0, and `rollout_log_probabilities` if it `compares`.
 
     Attributes:
-      algo: grpo: each token has its ratio to the policy that has drawn it; gspo: a response has one, their geometric
+      algo: grpo: each token has its own ratio to the policy that drew it; gspo: a response has one, their geometric
         mean.
-      epsilon_low, epsilon_high: beyond 1 - epsilon_low and 1 + epsilon_high a ratio is clipped.
+      epsilon_low, epsilon_high: ratios are clipped to 1 - epsilon_low and 1 + epsilon_high.
       beta: weight of the KL divergence to the reference.
-      aggregation: seq_mean_token_mean: mean over responses of the mean over their tokens; token_mean: over all tokens;
-        seq_mean_token_sum_norm: mean over responses of the sum over tokens divided by `max_response_tokens`.
-      temperature: the policy is the softmax of the logits divided by it.
-      on_policy: the parameters that have drawn the responses are those that are trained: ratios are 1.
-      compares: what sampled may have had other probabilities than the trainer finds with those parameters.
-      correction_cap: the loss of a token but for the KL divergence is multiplied by the ratio of the two, and by this
-        where it is more; None: it is not.
+      aggregation: seq_mean_token_mean: mean over responses of the mean over their tokens; token_mean: mean over all
+        tokens; seq_mean_token_sum_norm: mean over responses of the sum over tokens divided by `max_response_tokens`.
+      temperature: divides the logits; the policy is their softmax.
+      on_policy: the responses were drawn with the parameters being trained: ratios are 1.
+      compares: the sampler's probabilities may differ from the trainer's with the same parameters.
+      correction_cap: each token's loss, without the KL divergence, is multiplied by the ratio of the trainer's to the
+        sampler's probability, at most by this cap; None: it is not.
     """
 
     algo: Literal["grpo", "gspo"]
@@ -83,31 +80,23 @@ class Policy:
     compares: bool = False
     correction_cap: float | None = None
 
-    rows_per_example = 1
-    divisor_dtype = np.int32
-
     @property
     def divisor(self) -> str:
-        """Target tokens, or responses: rows with a target."""
+        """Target tokens, or responses, which are rows with a target."""
         return "target_tokens" if self.aggregation == "token_mean" else "responses"
 
     def expected(self, num_pairs: int) -> int:
-        """The most that a step of this many pairs counts, known before they are drawn; exact where responses count."""
+        """The largest possible count of a step of this many pairs, before they are drawn; exact if responses count."""
         return num_pairs * self.max_response_tokens if self.aggregation == "token_mean" else num_pairs
-
-    def rows(self, batch: Rows, axes: Sequence[str]) -> Rows:
-        """The rows as they are."""
-        del axes
-        return batch
 
     def counts(self, rows: Rows) -> dict[str, jax.Array]:
         """Target tokens, and responses."""
-        tokens = jnp.sum(rows["weights"] > 0, axis=-1, dtype=jnp.int32)
+        tokens = target_tokens(rows)
         return {"target_tokens": tokens, "responses": (tokens > 0).astype(jnp.int32)}
 
     def zeros(self, decoder: Decoder, zero: jax.Array) -> LossSums:
-        """Before the first micro-batch."""
-        return LossSums(zero, zero, dict.fromkeys((*auxiliary_names(decoder), *self._names()), zero))
+        """See `Objective`."""
+        return zero_sums(decoder, zero, *self._names())
 
     def _names(self) -> tuple[str, ...]:
         of_rollout = ROLLOUT_METRICS if self.correction_cap is not None else (MISMATCH, ROLLOUT_KL)
@@ -115,8 +104,8 @@ class Policy:
         return (*of_policy, *(of_rollout if self.compares else ()), _TOKENS)
 
     def token_losses(self, log_probability_BT: jax.Array, rows: Rows) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The loss of each token [B, T], to be differentiated, and what POLICY_METRICS are means of, [B, T]; all 0
-        where there is no target."""
+        """The differentiable loss of each token [B, T], and the values [B, T] whose means are POLICY_METRICS; all 0
+        without a target."""
         is_target_BT = rows["weights"] > 0
         advantage_BT = jnp.where(is_target_BT, rows[ADVANTAGES], 0)
         old_BT = jax.lax.stop_gradient(log_probability_BT) if self.on_policy else rows[OLD]
@@ -128,7 +117,7 @@ class Policy:
         ratio_BT = jax.lax.stop_gradient(jnp.exp(log_ratio_BT))
         is_low_BT = (ratio_BT < 1 - self.epsilon_low) & (advantage_BT < 0)
         is_high_BT = (ratio_BT > 1 + self.epsilon_high) & (advantage_BT > 0)
-        # -min(ratio A, clip(ratio) A). A ratio that does not count may be infinite, and 0 times that no number.
+        # -min(ratio A, clip(ratio) A). A ratio that does not count may be infinite, and 0 times infinity is NaN.
         counts_BT = (advantage_BT != 0) & ~is_low_BT & ~is_high_BT
         clipped_BT = jnp.where(is_low_BT, 1 - self.epsilon_low, jnp.exp(jnp.where(counts_BT, log_ratio_BT, 0)))
         clipped_BT = jnp.where(is_high_BT, 1 + self.epsilon_high, clipped_BT)
@@ -149,7 +138,7 @@ class Policy:
         return loss_BT, found
 
     def loss(self, outputs: Outputs, rows: Rows, factor: jax.Array) -> tuple[jax.Array, LossSums]:
-        """The policy's loss, and the sums of losses and metrics."""
+        """The policy's loss with the experts', and the sums of losses and metrics."""
         losses_BT, *weights = self._weights(rows, factor)
         loss_BT, found = self.token_losses(-outputs.nll(rows["targets"], self.temperature), rows)
         loss = jnp.sum(losses_BT * loss_BT)
@@ -159,9 +148,8 @@ class Policy:
         return loss + more, LossSums(loss, jnp.zeros_like(loss), sums)
 
     def _weights(self, rows: Rows, factor: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """What tokens' losses are multiplied by, [B, T]; and of experts' losses the weights of tokens [B, T] and of
-        rows [B], which over a step add up to 1: a response weighs as a response where responses are counted, and as its
-        tokens where they are."""
+        """The weights of tokens' losses, [B, T]; and those of the experts' losses for tokens [B, T] and rows [B], which
+        add up to 1 over a step: a response counts once where responses are counted, otherwise by its tokens."""
         is_target_BT = rows["weights"] > 0
         counted = self.counts(rows)
         if self.divisor == "target_tokens":
@@ -173,7 +161,7 @@ class Policy:
         return losses_BT, alike_BT, factor * counted["responses"]
 
     def metrics(self, aux: dict[str, jax.Array], count: jax.Array, config: NumericsConfig) -> Metrics:
-        """POLICY_METRICS as far as there are any and, with experts, AUXILIARY_METRICS."""
+        """The POLICY_METRICS and ROLLOUT_METRICS that apply and, with experts, AUXILIARY_METRICS."""
         del count
         own = self._names()
         share = aux[_TOKENS]
@@ -182,5 +170,5 @@ class Policy:
 
 
 def _at_least_one(is_target_BT: jax.Array) -> jax.Array:
-    """Targets of each row, [B, 1], or 1."""
+    """The number of targets of each row, [B, 1], and at least 1."""
     return jnp.maximum(jnp.sum(is_target_BT, axis=1, keepdims=True), 1)

@@ -1,6 +1,6 @@
-"""The reward functions that ship with the package, called as every one is: lists in, a number for each response out.
+"""The reward functions in the package. Like any reward function, they take lists and return a number per response.
 
-Each gives 1 or 0, and None for a pair that cannot be judged: one whose line has no answer of the kind that it compares.
+Each returns 1 or 0, or None for a pair that it cannot judge because its line lacks a suitable answer.
 """
 
 from __future__ import annotations
@@ -12,35 +12,35 @@ from fractions import Fraction
 from typing import Any
 
 _NUMERAL = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
-# A minus after a letter, a digit or a bracket is an operation: 12-5 ends in 5.
+# A minus after a letter, a digit or a bracket is subtraction: 12-5 ends in 5.
 _NUMBER = re.compile(
     rf"(?:(?<![\w.)\]}}])(?P<sign>[-+\u2212]))?(?:\$ ?(?P<after>[-+\u2212])?)?(?P<whole>{_NUMERAL})"
     rf"(?: ?/ ?(?P<parts>{_NUMERAL}))?"
 )
 _FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 _LATEX = (("\\$", "$"), ("\\%", "%"), ("{,}", ","), ("\\,", ""), ("\\!", ""), ("\\;", " "), ("\\ ", " "))
-_MOST_DIGITS = 1000  # of a numeral: Python reads no integer of more than 4300
+_MOST_DIGITS = 1000  # of a numeral; Python parses no integer of more than 4300
 
 
 def shipped(name: str, *, pattern: str) -> Callable[..., list[float | None]]:
-    """The shipped function of a name.
+    """The shipped function with this name.
 
     Args:
-      pattern: of `format`, a regular expression.
+      pattern: the regular expression of `format`.
     Raises:
       ImportError: it needs a package that is not installed.
-      KeyError: there is none of this name.
+      KeyError: there is none with this name.
     """
     if name == "format":
         return format_of(pattern)
     if name == "math_verify":
-        # Here too, so that a run without it does not begin.
+        # Imported here too, so that a run without it is refused at its start.
         importlib.import_module("math_verify")
     return {"exact_answer": exact_answer, "numeric_answer": numeric_answer, "math_verify": math_verify}[name]
 
 
 def exact_answer(completions: Sequence[str], answer: Sequence[object]) -> list[float | None]:
-    """Whether the response is the answer, spaces around both aside."""
+    """Whether the response equals the answer, apart from surrounding whitespace."""
     return [
         float(completion.strip() == right.strip()) if isinstance(right, str) else None
         for completion, right in zip(completions, answer, strict=True)
@@ -48,7 +48,7 @@ def exact_answer(completions: Sequence[str], answer: Sequence[object]) -> list[f
 
 
 def numeric_answer(completions: Sequence[str], answer: Sequence[object]) -> list[float | None]:
-    """Whether the response's number (`number_in`) is the answer's, exactly."""
+    """Whether the response's number (`number_in`) equals the answer's exactly."""
     rewards: list[float | None] = []
     for completion, right in zip(completions, answer, strict=True):
         due = number_in(right) if isinstance(right, str) else None
@@ -57,7 +57,7 @@ def numeric_answer(completions: Sequence[str], answer: Sequence[object]) -> list
 
 
 def format_of(pattern: str) -> Callable[..., list[float | None]]:
-    """The function that tells whether a whole response, line breaks included, matches a regular expression."""
+    """A reward function: whether a whole response, line breaks included, matches a regular expression."""
     expression = re.compile(pattern, re.DOTALL)
 
     def format(completions: Sequence[str]) -> list[float | None]:
@@ -67,22 +67,22 @@ def format_of(pattern: str) -> Callable[..., list[float | None]]:
 
 
 def math_verify(completions: Sequence[str], answer: Sequence[object]) -> list[float | None]:
-    """Whether the package math-verify finds that the response's expression is the answer's."""
+    """Whether the package math-verify finds the response's expression equal to the answer's."""
     library: Any = importlib.import_module("math_verify")
     rewards: list[float | None] = []
     for completion, right in zip(completions, answer, strict=True):
-        # LaTeX is looked for between dollars; an answer often stands without.
+        # math-verify finds LaTeX between dollars, which answers often lack.
         due: Any = (library.parse(right) or library.parse(f"${right}$")) if isinstance(right, str) else []
         rewards.append(float(library.verify(due, library.parse(completion))) if due else None)
     return rewards
 
 
 def number_in(text: str) -> Fraction | None:
-    r"""The number that a text ends up with, or None where it has none.
+    r"""The number that is the result of a text; None if it has none.
 
-    It is the first number after the last "####"; without that, the last one in the last \boxed{}; without that, the
-    last one of all. Numbers have signs, commas before groups of three digits, decimals, and are fractions where written
-    a/b or \frac{a}{b}; $ and % are left out.
+    It is the first number after the last "####"; failing that, the last one in the last \boxed{}; failing that, the
+    last one of all. Numbers may have signs, commas before groups of three digits and decimals, and may be fractions
+    a/b or \frac{a}{b}; $ and % are ignored.
     """
     _, marked, after = text.rpartition("####")
     if marked:
@@ -102,11 +102,11 @@ def _last_boxed(text: str) -> str | None:
         depth += (letter == "{") - (letter == "}")
         if depth == 0:
             return after[:place]
-    return after  # cut off inside it
+    return after  # the text ends inside the box
 
 
 def _numbers(text: str) -> list[Fraction | None]:
-    """All numbers of a text; None for one that is not one: divided by 0, or of too many digits."""
+    """All numbers of a text; None for those divided by 0 or with too many digits."""
     for latex, plain in _LATEX:
         text = text.replace(latex, plain)
     return [_number(match) for match in _NUMBER.finditer(_FRACTION.sub(r"\1/\2", text))]

@@ -1,11 +1,11 @@
-"""The process that reward functions run in: JSON lines come in, JSON lines go out, and nothing else does.
+"""The process in which reward functions run. It reads and writes lines of JSON.
 
-The first line names the functions, `{"names": [...], "pattern": ...}`, and is answered by what is wrong with them,
-`{"problems": [...]}`. Each further line asks one of them, `{"name": ..., "prompts": [...], "completions": [...],
-"fields": {key: [...]}}`, and is answered by `{"rewards": [number or null, ...]}` or `{"error": ...}`, which goes on
-after the function's name.
+The first line names the functions, `{"names": [...], "pattern": ...}`; its answer lists the problems with them,
+`{"problems": [...]}`. Each further line calls one of them, `{"name": ..., "prompts": [...], "completions": [...],
+"fields": {key: [...]}}`; the answer is `{"rewards": [number or null, ...]}` or `{"error": ...}`, the end of a sentence
+that begins with the function's name.
 
-What functions print goes to stderr. The process ends with its input, and so with the process that started it.
+The functions' output goes to stderr. The process ends when its input does, and so with its parent process.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from typing import Any, TextIO, cast
 
 from maxtext_lite.rl.reward_functions import shipped
 
-_SECONDS_TO_END = 2.0  # that a function under way still has when the input ends
-_LONGEST_TEXT = 300  # of another's message in ours
+_SECONDS_TO_END = 2.0  # for a running function after the end of the input
+_LONGEST_TEXT = 300  # of a function's text in our messages
 
 
 class Functions:
     """Reward functions by name.
 
     Args:
-      pattern: of `format`.
+      pattern: the regular expression of `format`.
     Attributes:
-      problems: what is wrong with each that cannot be called; sentences for the user.
+      problems: why functions cannot be called; sentences for the user.
     """
 
     def __init__(self, names: Sequence[str], pattern: str) -> None:
@@ -59,10 +59,10 @@ class Functions:
     def rewards(
         self, name: str, prompts: Sequence[str], completions: Sequence[str], fields: Mapping[str, Sequence[object]]
     ) -> dict[str, Any]:
-        """What a function says of each pair: {"rewards": ...}; or what went wrong: {"error": ...}.
+        """A function's rewards of the pairs, {"rewards": ...}, or its failure, {"error": ...}.
 
         Args:
-          fields: for each key of the lines that prompts come from, its values; None where a line lacks it.
+          fields: the values of each key in the prompts' lines; None where a line lacks it.
         """
         function, wanted = self._functions[name]
         given = {**fields, "prompts": prompts, "completions": completions}
@@ -72,16 +72,16 @@ class Functions:
             return {"rewards": _as_numbers(function(**given), len(completions))}
         except _NotNumbers as error:
             return {"error": f"returned {error}"}
-        except BaseException as error:  # noqa: BLE001  (also what sys.exit raises: another's bug is not to end the run)
+        except BaseException as error:  # noqa: BLE001  (including SystemExit: a user's bug must not end the run)
             return {"error": f"raised {_described(error)}"}
 
 
 class _NoFunction(Exception):
-    """A name that leads to no function."""
+    """A name that is not that of a function."""
 
 
 class _NotNumbers(Exception):
-    """A function returned something else than a number for each pair."""
+    """A function did not return one number per pair."""
 
 
 def _imported(name: str) -> Callable[..., Any]:
@@ -92,7 +92,7 @@ def _imported(name: str) -> Callable[..., Any]:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise _NoFunction(f"importing {module_name} raised {_described(error)}.") from None
         raise _NoFunction(f"there is no module '{error.name}', in {os.getcwd()!r} or installed.") from None  # noqa: PTH109
-    except BaseException as error:  # noqa: BLE001  (whatever a module does when it is imported)
+    except BaseException as error:  # noqa: BLE001  (a module's import may raise anything)
         raise _NoFunction(f"importing {module_name} raised {_described(error)}.") from None
     for part in path.split("."):
         if not hasattr(found, part):
@@ -106,10 +106,10 @@ def _imported(name: str) -> Callable[..., Any]:
 
 
 def _parameters(function: Callable[..., object]) -> frozenset[str] | None:
-    """The names of its parameters; None where it takes any."""
+    """The names of a function's parameters; None if it takes any."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # of some functions written in C
+    except (TypeError, ValueError):  # for some functions in C
         return None
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
@@ -141,7 +141,7 @@ def _kind(value: object) -> str:
 
 
 def _described(error: BaseException) -> str:
-    """The exception as Python prints it, and where it came from."""
+    """The exception as Python prints it, and the place where it was raised."""
     text = _short(" ".join("".join(traceback.format_exception_only(error)).split()))
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if len(frames) > 1 else ""  # noqa: PTH119
@@ -153,7 +153,7 @@ def _short(text: str) -> str:
 
 
 def _own_pipes() -> tuple[TextIO, TextIO]:
-    """What the protocol is read from and written to; functions find nothing to read, and stderr to write to."""
+    """The streams of the protocol. For functions, stdin is replaced with an empty file and stdout with stderr."""
     requests = os.fdopen(os.dup(0), encoding="utf-8")
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -166,21 +166,21 @@ def _own_pipes() -> tuple[TextIO, TextIO]:
 
 
 def _leave_signals_to_the_parent() -> None:
-    """Ctrl-C and a scheduler's SIGTERM may reach every process; what then happens is the training loop's business."""
+    """Ignores SIGINT and SIGTERM, which may reach every process: the training loop decides what to do about them."""
     own = os.getpid()
 
     def handle(number: int, _: object) -> None:
-        if os.getpid() != own:  # a process that a function forked, which is to end as any would
+        if os.getpid() != own:  # a process that a function forked must end as usual
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    # Not SIG_IGN, which programs that a function starts would inherit.
+    # Not SIG_IGN, which programs started by a function would inherit.
     signal.signal(signal.SIGINT, handle)
     signal.signal(signal.SIGTERM, handle)
 
 
 def _read(requests: TextIO, inbox: queue.SimpleQueue[str | None]) -> None:
-    """Passes lines on. When there are no more, a function that does not return is ended, with what it started."""
+    """Passes lines on. After the last one, kills a function that does not return, and the processes it started."""
     for line in requests:
         inbox.put(line)
     inbox.put(None)
@@ -191,11 +191,11 @@ def _read(requests: TextIO, inbox: queue.SimpleQueue[str | None]) -> None:
 
 
 def main() -> int:
-    """Answers lines until there are no more; returns the exit code."""
+    """Answers all lines of the input; returns the exit code."""
     requests, replies = _own_pipes()
     _leave_signals_to_the_parent()
     inbox: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-    # Functions have the main thread, where alone Python lets them set alarms.
+    # Functions run in the main thread, the only one in which Python allows alarms.
     threading.Thread(target=_read, args=(requests, inbox), daemon=True).start()
     functions: Functions | None = None
     while (line := inbox.get()) is not None:

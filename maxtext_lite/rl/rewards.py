@@ -1,10 +1,10 @@
-"""Rewards of responses: what each function says, what failed, and the weighted sum.
+"""Rewards of responses: those of each function, the failures, and the weighted sum.
 
-Functions run in one process of their own (`reward_worker`), so that one that hangs or crashes can be ended, and the
-run, its devices and its collectives go on.
+Functions run in one process of their own (`reward_worker`): one that hangs or crashes can be killed while the run, its
+devices and its collectives continue.
 
-A process pool with time-outs does less: pebble's (5.2) leaves alive what a function started, takes 4 seconds to end one
-that ignores SIGTERM after a second, and what functions print goes to the run's own stdout.
+A process pool with time-outs does less: pebble's (5.2) leaves processes alive that a function started, takes 4 seconds
+to end one that ignores SIGTERM after a second, and lets functions print to the run's own stdout.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from maxtext_lite.config.rl_rules import reward_names, reward_weights
 from maxtext_lite.config.rl_sections import RewardConfig
 from maxtext_lite.data.prompts import Prompt
 
-_START_SECONDS = 300.0  # to import functions, and what they import, from a slow disk
+_START_SECONDS = 300.0  # to import functions and their dependencies from a slow disk
 _SECONDS_TO_END = 5.0
 
 
@@ -41,13 +41,13 @@ class RewardError(UserError):
 
 @dataclass(frozen=True)
 class Scores:
-    """What the functions say of N pairs.
+    """The rewards of N pairs.
 
     Attributes:
-      total: weighted sum of all functions, float64 [N].
-      by_name: what each function says, float64 [N]; 0 where it failed.
-      errors: rewards that failed, over all functions and pairs.
-      messages: what failed, a sentence for each function and way of failing.
+      total: weighted sum over all functions, float64 [N].
+      by_name: the rewards of each function, float64 [N]; 0 where it failed.
+      errors: the number of failed rewards, over all functions and pairs.
+      messages: a sentence for each function and kind of failure.
     """
 
     total: np.ndarray
@@ -56,23 +56,23 @@ class Scores:
     messages: list[str]
 
     def to_json(self) -> dict[str, Any]:
-        """What `from_json` reads."""
+        """The argument of `from_json`."""
         by_name = {name: values.tolist() for name, values in self.by_name.items()}
         return {**vars(self), "total": self.total.tolist(), "by_name": by_name}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Self:
-        """The same scores."""
+        """The scores of which `to_json` returned these fields."""
         by_name = {name: np.array(values, np.float64) for name, values in fields["by_name"].items()}
         total = np.array(fields["total"], np.float64)
         return cls(total, by_name, fields["errors"], fields["messages"])
 
 
 class Rewards:
-    """The reward functions of a config, ready to be called; a context manager. Threads may share it.
+    """The reward functions of a config; a context manager that threads may share.
 
     Raises:
-      UserError: a function cannot be imported or is none; with every such problem.
+      UserError: a name cannot be imported or is not a function; lists every such problem.
     """
 
     def __init__(self, config: RewardConfig) -> None:
@@ -90,7 +90,7 @@ class Rewards:
 
         Raises:
           RewardError: a function fails and reward_error=stop.
-          ValueError: there are not as many prompts as completions, or it is closed.
+          ValueError: the numbers of prompts and completions differ, or `close` was called.
         """
         if len(prompts) != len(completions):
             raise ValueError(f"{len(prompts)} prompts for {len(completions)} completions")
@@ -112,7 +112,7 @@ class Rewards:
         return Scores(total, by_name, sum(count for count, _ in failed), [problem for _, problem in failed])
 
     def close(self) -> None:
-        """Ends the process that functions run in, once what it is asked is answered."""
+        """Ends the functions' process, after the current call."""
         with self._lock:
             self._is_closed = True
             if self._worker is not None:
@@ -126,7 +126,7 @@ class Rewards:
         self.close()
 
     def _start(self) -> _Worker:
-        """A process in which the functions have been imported."""
+        """Starts a process and imports the functions in it."""
         worker = _Worker()
         try:
             problems = worker.asked(self._asked, max(_START_SECONDS, self._seconds))["problems"]
@@ -145,7 +145,7 @@ class Rewards:
     def _ask(
         self, name: str, prompts: Sequence[Prompt], completions: Sequence[str]
     ) -> tuple[np.ndarray, list[tuple[int, str]]]:
-        """What one function says, float64 [N], and for each way in which it failed, the number of pairs and why."""
+        """One function's rewards, float64 [N], and for each kind of failure the number of pairs and a sentence."""
         count = len(prompts)
         try:
             worker = self._worker or self._start()
@@ -154,9 +154,9 @@ class Rewards:
             self._worker = None
             why = error.reason or f"did not return within reward_timeout_seconds={number_text(self._seconds)}"
             reply = {"error": why}
-        except UserError as error:  # what could be imported before cannot be any more
+        except UserError as error:  # a function can no longer be imported
             reply = {"error": f"could not be started again: {' '.join(error.problems)}"}
-        except BaseException:  # such as Ctrl-C: its answer is not to be taken for that to the next question
+        except BaseException:  # such as Ctrl-C: a late answer must not be taken for the next call's
             if self._worker is not None:
                 self._worker.kill()
                 self._worker = None
@@ -188,10 +188,10 @@ def _sentence(name: str, what: str, failed: int, count: int) -> str:
 
 
 class _Lost(Exception):
-    """The process of the functions gave no answer, and is no more.
+    """The functions' process ended without an answer.
 
     Attributes:
-      reason: how it ended; "" where it was ended because time was up.
+      reason: how it ended; "" if it was killed for running out of time.
     """
 
     def __init__(self, reason: str) -> None:
@@ -203,8 +203,8 @@ class _Worker:
     """A process that runs `reward_worker`."""
 
     def __init__(self) -> None:
-        # The functions' own imports must not take the accelerator that this process holds. And what this process can
-        # import, that one can: modules in the working directory as well, which -m puts first.
+        # Functions that import jax must not take the accelerator that this process holds. They can import whatever this
+        # process can, and modules in the working directory, which -m puts first.
         own = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         self._popen = subprocess.Popen(
             [sys.executable, "-m", "maxtext_lite.rl.reward_worker"],
@@ -212,7 +212,7 @@ class _Worker:
             stdout=subprocess.PIPE,
             env=os.environ | own,
             bufsize=0,
-            start_new_session=True,  # a group of its own, to be ended as a whole
+            start_new_session=True,  # a process group of its own, to be killed as a whole
         )
         assert self._popen.stdin is not None
         assert self._popen.stdout is not None
@@ -221,7 +221,7 @@ class _Worker:
         os.set_blocking(self._from, False)
 
     def asked(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        """The answer to a line. If none comes within `seconds`, the process is killed.
+        """The answer to a request; without one within `seconds`, the process is killed.
 
         Raises:
           _Lost: the process has ended.
@@ -252,7 +252,7 @@ class _Worker:
         return json.loads(received)
 
     def close(self) -> None:
-        """Lets the process end by itself; if it does not, ends it."""
+        """Lets the process end by itself, and kills it if it does not."""
         self._close_pipes()
         try:
             self._popen.wait(_SECONDS_TO_END)
@@ -260,8 +260,8 @@ class _Worker:
             self.kill()
 
     def kill(self) -> None:
-        """Ends the process, and what functions started in it."""
-        # Before it is waited for: until then no other process can have its number.
+        """Kills the process, and the processes that functions started."""
+        # Before it is waited for: until then its number cannot be reused.
         if self._popen.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._popen.pid, signal.SIGKILL)
@@ -269,7 +269,7 @@ class _Worker:
         self._close_pipes()
 
     def _how_it_ended(self) -> str:
-        self.kill()  # what it started; its own code stays what it was
+        self.kill()  # the processes that it started; its own exit code stays
         code = self._popen.returncode
         return f"ended its process ({f'signal {-code}' if code < 0 else f'exit code {code}'})"
 

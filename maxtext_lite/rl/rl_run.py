@@ -1,4 +1,4 @@
-"""What a run of reinforcement learning is made of before its first step: a trainer, a sampler and a judge."""
+"""A run of reinforcement learning before its first step: the trainer, the sampler and the judge."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from maxtext_lite.training.run_files import run_directory
 from maxtext_lite.training.state import OwnParts, make_plain_decoder
 
 Verdict = Scores | RewardError | None
-"""What the first host's judge says; None: on the others, which have none."""
+"""The first host's scores, or why there are none; None on the other hosts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,12 +33,12 @@ class RLRun:
     """One process's part in a run of reinforcement learning.
 
     Attributes:
-      run: the trainer's part; its sources are prompts.
-      config: as the user wrote it.
+      run: the trainer, whose sources are prompts.
+      config: the user's.
       batch: the arithmetic of its batches.
-      policy: what a step minimises.
-      engine: what samples responses.
-      rewards: what judges them.
+      policy: the objective of a step.
+      engine: samples responses.
+      rewards: judges them.
       stop_token_ids: tokens after which a response ends.
     """
 
@@ -53,29 +53,29 @@ class RLRun:
 
     @property
     def sampling(self) -> Sampling:
-        """Of the responses that are trained on."""
+        """The sampling of responses to train on."""
         config = self.config
         temperature, top_k = config.decode_sampling_temperature, config.decode_sampling_top_k
         return Sampling(temperature, top_k, config.decode_sampling_nucleus_p)
 
     @property
     def eval_sampling(self) -> Sampling:
-        """Of those to held-out prompts."""
+        """The sampling of responses to held-out prompts."""
         return dataclasses.replace(self.sampling, temperature=self.config.eval_sampling_temperature)
 
     def text_of(self, response: Response) -> str:
-        """The response as reward functions see it: without the token that ended it."""
+        """The text of a response for reward functions, without the stop token."""
         token_ids = response.token_ids[:-1] if response.ended else response.token_ids
         return self.tokenizer.decode(token_ids)
 
     def sample(self, prompts: Sequence[Prompt], requests: Sequence[Request], sampling: Sampling) -> Sampled:
-        """A response to each request, which asks its prompt; any thread may call it."""
-        with jax.default_matmul_precision(self.config.matmul_precision):  # it is set for each thread by itself
+        """Samples a response to each request, those of `prompts`; any thread may call it."""
+        with jax.default_matmul_precision(self.config.matmul_precision):  # a setting of each thread
             responses = self.engine.generate(requests, sampling=sampling, max_new_tokens=self.batch.max_response_tokens)
         return Sampled(prompts, responses, [self.text_of(response) for response in responses])
 
     def judge(self, sampled: Sampled) -> Verdict:
-        """The scores, or why there are none, on the first host; any thread may call it."""
+        """The verdict on sampled pairs; any thread may call it."""
         if not self.run.is_first:
             return None
         try:
@@ -84,13 +84,13 @@ class RLRun:
             return error
 
     def close(self) -> None:
-        """Lets go of what samples and judges."""
+        """Closes the sampler and the judge."""
         self.engine.close()
         self.rewards.close()
 
 
 def shared(verdict: Verdict) -> Scores:
-    """The first host's scores, on all hosts, which all call it: functions need not give the same everywhere.
+    """The first host's scores on all hosts, as functions need not be deterministic. All hosts call it.
 
     Raises:
       RewardError: the first host's.
@@ -104,15 +104,14 @@ def shared(verdict: Verdict) -> Scores:
 
 
 def open_rl_run(config: RLRunConfig) -> RLRun:
-    """The run of a config: prompts opened, batches planned, devices shared out.
+    """The run of a config, with prompts opened, batches planned, and devices assigned to trainer and sampler.
 
     Raises:
-      UserError: the config cannot be run on these devices, with these prompts or these rewards, or contradicts the run
-        directory.
+      UserError: the config does not suit these devices, prompts or rewards, or contradicts the run directory.
     """
     devices = start_devices()
     machine = machine_of(devices)
-    batch_sizes(config, **machine)  # so that what is wrong is refused before data are opened
+    batch_sizes(config, **machine)  # refuses what is wrong before the data are opened
     tokenizer = load_tokenizer(config)
     check_vocabulary(tokenizer, config.vocab_size)
     prompts = open_prompts(config, vocab_size=config.vocab_size, begins_as_elsewhere=comes_from_elsewhere(config))
@@ -125,7 +124,7 @@ def open_rl_run(config: RLRunConfig) -> RLRun:
     rewards = Rewards(config)
     try:
         policy = policy_of(config, plan.rl)
-        # Before the run makes its directory: what cannot sample leaves none.
+        # Before the run makes its directory, so that a refused sampler leaves none.
         sampling_devices = devices[len(devices) - plan.rl.sampler_devices :]
         engine = _engine(config, plan.rl, sampling_devices, stop_token_ids)
         run = TrainingRun(
@@ -144,7 +143,7 @@ def open_rl_run(config: RLRunConfig) -> RLRun:
 
 
 def policy_of(config: RLRunConfig, batch: RLBatch) -> Policy:
-    """What a step with this config minimises."""
+    """The objective of a config's steps."""
     return Policy(
         algo=config.loss_algo,
         epsilon_low=config.grpo_epsilon,

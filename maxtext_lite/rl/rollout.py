@@ -1,7 +1,7 @@
-"""Rollouts: responses sampled from the policy that is trained. What samples them is a `RolloutEngine`; one is here.
+"""Rollouts: responses sampled from the policy in training, by a `RolloutEngine`; `LocalEngine` is one.
 
-The policy is softmax(logits / temperature) over the whole vocabulary. Top-k and top-p restrict what is drawn, not what
-log-probabilities mean.
+The policy is softmax(logits / temperature) over the whole vocabulary. Top-k and top-p restrict the draws; reported
+log-probabilities are still those of the policy.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -27,8 +27,8 @@ from maxtext_lite.parallel import num_shards, over_replicas, sharding
 from maxtext_lite.rl.transfer import Transfer
 from maxtext_lite.training.state import abstract_on_mesh
 
-_PADDED_TO = 16  # tokens of prompts and caches; prompts to this times a power of 2, so that few shapes are compiled
-_PREFILL_TOKENS = 8_192  # of one replica's prompts at a time, as scores of all of them are in memory at once
+_PADDED_TO = 16  # tokens of prompts and caches; prompts to a power of 2 times this, so that few shapes are compiled
+_PREFILL_TOKENS = 8_192  # of one replica's prompts at a time; the attention scores of all of them fill memory at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Request:
 
     Attributes:
       token_ids: the prompt.
-      key: of its draws: same key, same prompt, same parameters and same seed give the same response.
+      key: of its draws: equal keys, prompts, parameters and seeds give equal responses.
     """
 
     token_ids: Sequence[int]
@@ -45,12 +45,12 @@ class Request:
 
 
 class Response(NamedTuple):
-    """What was sampled for a request.
+    """The response to a request.
 
     Attributes:
-      token_ids: the new tokens, at least one, with the stop token where one ended it.
-      log_probabilities: of each, under the policy.
-      ended: by a stop token; False: it was cut off at the most tokens that were asked for.
+      token_ids: the new tokens, at least one, including the stop token that ended it.
+      log_probabilities: of each token, under the policy.
+      ended: by a stop token; False: truncated at the requested maximum of tokens.
     """
 
     token_ids: list[int]
@@ -59,10 +59,10 @@ class Response(NamedTuple):
 
 
 class RolloutEngine(Protocol):
-    """What samples responses from the policy, wherever it runs."""
+    """A sampler of responses from the policy, wherever it runs."""
 
     def update(self, params: Params, step: int) -> None:
-        """From now on, samples from these parameters, which the trainer has after `step` optimizer steps."""
+        """Sets the parameters to sample from, those of the trainer after `step` optimizer steps."""
         ...
 
     def generate(self, requests: Sequence[Request], *, sampling: Sampling, max_new_tokens: int) -> list[Response]:
@@ -70,24 +70,24 @@ class RolloutEngine(Protocol):
         ...
 
     def close(self) -> None:
-        """Gives back what it holds; nothing is asked of it afterwards."""
+        """Releases its resources; no other method is called afterwards."""
         ...
 
 
 class _Slots(NamedTuple):
-    """The sequences that are sampled at once, B for each of R replicas; a slot whose sequence has ended stands still.
+    """The sequences in progress, B for each of R replicas; a slot whose sequence has ended does not change.
 
     Inside `over_replicas` they are one replica's, without the R.
 
     Attributes:
       cache: [R, L, B, K, S, H].
-      token_RB: the last token of each, not in the cache yet.
-      length_RB: tokens in the cache.
-      key_RB: of its draws.
-      count_RB: new tokens.
-      running_RB: False: it has ended, or there is none.
+      token_RB: the last token of each sequence, not in the cache yet.
+      length_RB: number of tokens in the cache.
+      key_RB: of the draws.
+      count_RB: number of new tokens.
+      running_RB: False: the sequence has ended, or the slot is empty.
       new_RBT: the new tokens.
-      log_probability_RBT: theirs.
+      log_probability_RBT: their log-probabilities.
     """
 
     cache: KVCache
@@ -107,13 +107,13 @@ def _slots_shardings(mesh: Mesh, cache_axes: KVCache) -> _Slots:
 
 
 class _Prompts(NamedTuple):
-    """Prompts on their way into slots; a row without one has a slot number past the last.
+    """Prompts to put into slots; a row without a prompt has a slot number past the last.
 
     Attributes:
       token_RBT: padded at the end.
-      length_RB: tokens of each, at least one.
-      slot_RB: of the same replica.
-      key_int_RBI: the ints of its key.
+      length_RB: number of tokens, at least one.
+      slot_RB: slot in the same replica.
+      key_int_RBI: the ints of the request's key.
     """
 
     token_RBT: np.ndarray
@@ -123,21 +123,21 @@ class _Prompts(NamedTuple):
 
 
 class LocalEngine:
-    """Samples on devices of this run, many sequences at once, each in a slot of a cache that stands ready.
+    """A sampler on devices of this run: many sequences at once, each in a slot of a preallocated cache.
 
-    As sequences end, others take their slots: one long response keeps none but its own busy. What is drawn for a
-    request depends on the seed, its key, the tokens before and their logits, and not on its slot or its neighbours.
+    As sequences end, others take their slots, so a long response blocks only its own slot. A request's draws depend on
+    the seed, its key, the tokens before and their logits, not on its slot or its neighbours.
 
     Args:
-      decoder: without pipeline and adapters, as `make_plain_decoder` makes it.
-      mesh: over the devices that sample (`sampling_mesh`).
-      num_slots: sequences at once, a multiple of the shards that they are split over.
-      max_prompt_tokens, max_new_tokens: the most that `generate` may be asked for.
+      decoder: without pipeline and adapters, from `make_plain_decoder`.
+      mesh: of the devices that sample (`sampling_mesh`).
+      num_slots: sequences at once, a multiple of the shards over which they are split.
+      max_prompt_tokens, max_new_tokens: limits of `generate`.
       stop_token_ids: tokens after which a response ends.
-      refill_fraction: of the slots, that must have ended before others are filled in; 0: any.
+      refill_fraction: the fraction of the slots that must end before they are refilled; 0: any.
 
     Attributes:
-      decode_steps: times that every slot was run for one more token, in the last call of `generate`.
+      decode_steps: decode steps of all slots in the last call of `generate`.
     Raises:
       UserError: the slots or the parameters cannot be split over the mesh.
     """
@@ -184,9 +184,9 @@ class LocalEngine:
         self.decode_steps = 0
 
     def update(self, params: Params, step: int) -> None:
-        """Samples from these parameters of the trainer from now on: on any mesh, with adapters, over stages."""
-        del step  # they are here when this returns
-        self._params = None  # the old ones go before the new ones come
+        """Sets the parameters to sample from: the trainer's, on any mesh, with or without adapters and stages."""
+        del step  # the parameters are in place when this returns
+        self._params = None  # frees the old ones first
         self._params = self._transfer(params)
 
     def close(self) -> None:
@@ -194,11 +194,10 @@ class LocalEngine:
         self._params = None
 
     def generate(self, requests: Sequence[Request], *, sampling: Sampling, max_new_tokens: int) -> list[Response]:
-        """The responses, in the order of the requests; any number of them.
+        """The responses to any number of requests, in their order.
 
         Raises:
-          ValueError: a prompt is empty or longer, or more new tokens are asked for, than the cache was made for; or
-            keys are of several lengths.
+          ValueError: a prompt is empty, a prompt or `max_new_tokens` exceeds the cache, or the keys differ in length.
         """
         assert self._params is not None, "generate() before update()"
         self._refuse(requests, max_new_tokens)
@@ -212,7 +211,7 @@ class LocalEngine:
             while waiting or taken:
                 for prompts in self._prompts(requests, self._take(waiting, free, taken)):
                     slots = self._fill(self._params, slots, prompts, max_new_tokens, sampling=sampling)
-                # With others waiting, until some have ended; at last until all have.
+                # While requests wait, decode until some sequences have ended; at last, until all have.
                 leave_running = max(len(taken) - self._refill_at, 0) if waiting else 0
                 slots, report = self._decode(self._params, slots, leave_running, max_new_tokens, sampling=sampling)
                 steps, *rows = (np.asarray(x) for x in report)
@@ -238,7 +237,7 @@ class LocalEngine:
     def _take(
         self, waiting: deque[int], free: list[list[int]], taken: dict[tuple[int, int], int]
     ) -> list[list[tuple[int, int]]]:
-        """For each replica the (slot, number of the request) of those that need not wait any more."""
+        """Assigns waiting requests to free slots; returns (slot, number of the request) by replica."""
         chosen: list[list[tuple[int, int]]] = [[] for _ in free]
         while waiting and any(free):
             replica = max(range(len(free)), key=lambda replica: len(free[replica]))
@@ -248,7 +247,7 @@ class LocalEngine:
         return chosen
 
     def _prompts(self, requests: Sequence[Request], chosen: list[list[tuple[int, int]]]) -> list[_Prompts]:
-        """The chosen requests' prompts in batches of few shapes."""
+        """The prompts of the chosen requests, in batches of few shapes."""
         numbers = [number for rows in chosen for _, number in rows]
         if not numbers:
             return []
@@ -296,7 +295,7 @@ class LocalEngine:
     def _filled(
         self, params: Params, slots: _Slots, prompts: _Prompts, max_new_tokens: jax.Array, *, sampling: Sampling
     ) -> _Slots:
-        """The slots with prompts in some of them, and the first token of each."""
+        """The slots after new prompts have been put into some of them, with the first token of each."""
 
         def of_replica(params: Params, slots: _Slots, prompts: _Prompts) -> _Slots:
             token_BT, length_B, slot_B, key_int_BI = (jnp.asarray(x) for x in prompts)
@@ -337,7 +336,7 @@ class LocalEngine:
         *,
         sampling: Sampling,
     ) -> tuple[_Slots, tuple[jax.Array, ...]]:
-        """The slots once at most `leave_running` of them run; the steps that took, and what the host must know."""
+        """The slots once at most `leave_running` sequences run; and for the host the number of steps and the tokens."""
 
         def of_replica(params: Params, slots: _Slots) -> _Slots:
             running_B, count_B = slots.running_RB, slots.count_RB
@@ -346,7 +345,7 @@ class LocalEngine:
                 sampling=sampling, scored_at=sampling.policy_temperature,
             )  # fmt: skip
             row_B = jnp.arange(running_B.shape[0])
-            at_B = jnp.where(running_B, count_B, self._max_new_tokens)  # past the end: not written
+            at_B = jnp.where(running_B, count_B, self._max_new_tokens)  # a place past the end is not written
             more_B = running_B.astype(jnp.int32)
             return _Slots(
                 cache,
@@ -382,7 +381,7 @@ def _ended(
     *,
     stop_token_ids: Sequence[int],
 ) -> list[tuple[tuple[int, int], Response]]:
-    """The (replica, slot) of those that have ended, with their responses."""
+    """The (replica, slot) of each sequence that has ended, with its response."""
     found: list[tuple[tuple[int, int], Response]] = []
     for at in [at for at in taken if not running_RB[at]]:
         token_ids = new_RBT[at][: count_RB[at]].tolist()

@@ -1,4 +1,4 @@
-"""Reinforcement learning in training's loop: steps whose batches are sampled and judged chunk by chunk."""
+"""The steps of reinforcement learning for the training loop; batches are sampled and judged chunk by chunk."""
 
 # pyright: reportUnknownMemberType=false
 # jax declares some of its functions in part.
@@ -25,6 +25,7 @@ from maxtext_lite.rl.policy import ADVANTAGES, MISMATCH, OLD, REFERENCE, ROLLOUT
 from maxtext_lite.rl.rl_run import RLRun, Verdict, open_rl_run, shared
 from maxtext_lite.rl.rollout import Request
 from maxtext_lite.rl.timeline import Timeline
+from maxtext_lite.training.arrays import Metrics, Rows
 from maxtext_lite.training.callbacks import Callback
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.gradients import TRAIN_BATCH_AXES, GradientSums
@@ -36,25 +37,24 @@ from maxtext_lite.training.step import ChunkedStep
 from maxtext_lite.training.step_log import Taken
 
 TRAINING = 0
-"""The first int of a request's key; `held_out` has another."""
+"""The first int of a request's key; `held_out` uses another."""
 
-_LARGEST_MISMATCH = 0.1  # nats, several times what bfloat16 makes of a model of tens of layers
+_LARGEST_MISMATCH = 0.1  # nats, several times that of bfloat16 in a model of tens of layers
 
 Result = TypeVar("Result")
-Rows = dict[str, jax.Array]
 Judged = tuple[Sampled, Verdict]
 
 
 def train_rl(config: RLRunConfig, *, callbacks: Sequence[Callback] = ()) -> RunResult:
-    """Trains to `config.steps`, from the newest checkpoint of the run directory where there is one.
+    """Trains to `config.steps`, from the newest checkpoint of the run directory if there is one.
 
     Args:
       callbacks: as of `training.train`.
 
     Raises:
-      UserError: the config cannot be run on these devices, prompts or rewards, or contradicts the checkpoint.
+      UserError: the config does not suit these devices, prompts or rewards, or contradicts the checkpoint.
       RewardError: a reward failed, with reward_error=stop.
-      NonFiniteLoss: the loss stopped being a number.
+      NonFiniteLoss: the loss became non-finite.
     """
     phases.begin()
     with contextlib.closing(open_rl_run(config)) as rl:
@@ -69,12 +69,12 @@ def train_rl(config: RLRunConfig, *, callbacks: Sequence[Callback] = ()) -> RunR
 
 
 class RolloutSteps:
-    """The steps after those of `counts`: one or several on each batch of responses; see `training.loop.Stepper`.
+    """The steps after those of `counts`, one or several on each batch of responses; see `training.loop.Stepper`.
 
-    While a chunk is trained on, the next one is sampled or judged.
+    While one chunk is trained on, the next is sampled or judged.
 
     Raises:
-      UserError: a resumed run's reference is gone, or the batch that it was stopped in has another shape.
+      UserError: a resumed run's reference is gone, or the batch in which it stopped has another shape.
     """
 
     ahead = False
@@ -87,18 +87,18 @@ class RolloutSteps:
         step = ChunkedStep(run.parts, run.schedule, expected=expected)
         self._new_sums: Callable[[], GradientSums] = step.start
         self._add: Callable[[TrainState, GradientSums, Rows], GradientSums] = step.add
-        self._update: Callable[[TrainState, GradientSums], tuple[TrainState, dict[str, jax.Array]]] = step.update
+        self._update: Callable[[TrainState, GradientSums], tuple[TrainState, Metrics]] = step.update
         self._reference = Reference(run, config, state, counts.step) if config.grpo_beta else None
         find_old = make_log_probabilities(run.parts, config.decode_sampling_temperature)
         self._find_old = None if rl.policy.on_policy else find_old
-        # Devices of its own, or another machine, sample at any time; those that also train, in turns with it.
-        # Several hosts sample in their main threads, where what they do together is in one order.
+        # A sampler on its own devices or another machine runs at any time; on the trainer's devices, the two alternate.
+        # Several hosts sample in their main threads, where their collectives have one order.
         apart = not rl.batch.takes_turns or config.rollout_engine != "local"
         self.samples_beside = apart and jax.process_count() == 1
         self._has_said = False
         self._prompts_seen = rl.batch.prompts_before(counts.step, counts.examples_seen)
         self._chunks: list[Rows] = self._restored() if counts.step % config.num_iterations else []
-        # Before the first step there may be an evaluation, which stands at step 0.
+        # An evaluation before the first step has step 0.
         self._rollouts, self._timeline = (
             run.open_log(
                 functools.partial(JsonLines, run.files.directory / name, counts.step or -1, run.failures), self._say
@@ -107,7 +107,7 @@ class RolloutSteps:
         )
 
     def prepare(self, step: int) -> None:
-        """Nothing: what a step needs is compiled as it comes to it."""
+        """Nothing: programs are compiled at their first use."""
 
     def take(self, state: TrainState, step: int) -> tuple[TrainState, Taken]:
         """See `training.loop.Stepper`; returns once the step is done."""
@@ -131,19 +131,19 @@ class RolloutSteps:
         return state, Taken(metrics, numbers, batch.pairs_per_batch, waited, find_cause, {**about, **busy})
 
     def _say_mismatch(self, metrics: Mapping[str, jax.Array]) -> None:
-        """Once, where what sampled cannot have had the trainer's policy."""
+        """Warns once if the sampler cannot have used the trainer's policy."""
         mismatch = float(metrics[MISMATCH]) if self._rl.policy.compares and not self._has_said else 0.0
         if mismatch <= _LARGEST_MISMATCH:
             return
         self._has_said = True
         self._say(
-            f"rollout: the log-probabilities of what samples differ from the trainer's by {mismatch:.3g} a token "
+            f"rollout: the sampler's log-probabilities differ from the trainer's by {mismatch:.3g} a token "
             "(rollout_mismatch): it has other parameters or less precise ones, or reports others than those of "
-            "softmax(logits / decode_sampling_temperature). docs/post_training.md says how a server is started."
+            "softmax(logits / decode_sampling_temperature). docs/post_training.md says how to start a server."
         )
 
     def unfinished(self, step: int) -> Rows | None:
-        """The batch, where more steps are to be made on it."""
+        """The batch, if further steps will train on it."""
         return _stacked(self._chunks) if step % self._config.num_iterations else None
 
     def close(self) -> None:
@@ -155,7 +155,7 @@ class RolloutSteps:
     def _sums_of_new(
         self, state: TrainState, step: int, numbers: np.ndarray, timeline: Timeline
     ) -> tuple[GradientSums, Mapping[str, float | str]]:
-        """A new batch: the sum of its gradients, and what its step's record says of it."""
+        """Samples a new batch: the sums of its gradients, and its entries in the step's record."""
         rl, run = self._rl, self._run
         params = run.decoder.joined(state.params, state.frozen)
         rl.engine.update(params, step - 1)
@@ -179,7 +179,7 @@ class RolloutSteps:
         return sums, {"prompts_seen": self._prompts_seen + self._batch.prompts_per_batch, **batch_record(judged)}
 
     def _sums_again(self, state: TrainState, timeline: Timeline) -> GradientSums:
-        """The sum of the gradients of a batch that is there already."""
+        """The sums of the gradients of the current batch."""
         sums = self._new_sums()
         for number, rows in enumerate(self._chunks):
             with timeline.phase("train", number):
@@ -187,7 +187,7 @@ class RolloutSteps:
         return sums
 
     def _judged_chunks(self, numbers: np.ndarray, timeline: Timeline) -> Iterator[Chunk]:
-        """The chunks of a batch in turn; while one is used, the next is on its way."""
+        """The chunks of a batch in order; while one is used, the next is sampled or judged."""
         rl, config, first = self._rl, self._config, self._prompts_seen
         per_chunk = self._batch.prompts_per_micro_batch
 
@@ -215,7 +215,7 @@ class RolloutSteps:
             )
 
     def _prompt_numbers(self) -> np.ndarray:
-        """Of the batch that is next, or unfinished."""
+        """The numbers of the prompts of the next or the unfinished batch."""
         return example_ids(
             self._prompts_seen,
             self._batch.prompts_per_batch,
@@ -224,7 +224,7 @@ class RolloutSteps:
         )
 
     def _restored(self) -> list[Rows]:
-        """The chunks of the batch that the run was stopped in."""
+        """The chunks of the batch in which the run stopped."""
         run, batch = self._run, self._batch
         assert run.checkpointer is not None, "a run that resumes has checkpoints"
         sizes = (batch.micro_batches, run.plan.micro_batch_slots, self._config.max_target_length)
@@ -239,13 +239,13 @@ class RolloutSteps:
         return [{name: x[chunk : chunk + 1] for name, x in whole.items()} for chunk in range(batch.micro_batches)]
 
     def _find_cause(self, chunks: Sequence[Rows], state: TrainState) -> NonFinite | None:
-        """Ids are places of pairs in the batch."""
+        """The origin of a non-finite gradient; example ids are places of pairs in the batch."""
         batch = self._batch
         places = np.arange(batch.pairs_per_batch).reshape(batch.micro_batches, -1).T.ravel()
         return find_nonfinite(self._run.parts, state, _stacked(chunks), places, micro_batches=batch.micro_batches)
 
     def _log_pairs(self, step: int, chunks: Sequence[Chunk]) -> None:
-        """Writes down the responses of a batch whose steps have a line on the terminal, and of the first."""
+        """Writes the responses of the first batch, and of each batch with a line on the terminal."""
         period, last_of_batch = self._config.log_period, step + self._config.num_iterations - 1
         has_line = last_of_batch // period > (step - 1) // period or last_of_batch == self._run.plan.steps
         if self._rollouts and (has_line or step == 1):
@@ -256,9 +256,10 @@ class RolloutSteps:
 def _ahead(
     num_chunks: int, sample: Callable[[int], Sampled], judge: Callable[[int, Sampled], Judged], *, beside: bool
 ) -> Iterator[Judged]:
-    """Each chunk, sampled and judged. What samples beside the trainer does so for all chunks of a batch at once; where
-    the same devices do both, a chunk is sampled before the one before it is handed over, so that rewards are found
-    meanwhile.
+    """Each chunk, sampled and judged, ahead of its use.
+
+    A sampler `beside` the trainer samples all chunks of a batch without pause. On the same devices, each chunk is
+    sampled before the previous one is yielded, so that rewards are computed meanwhile.
     """
     with (
         concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="rollout") as sampler,
@@ -282,14 +283,14 @@ def _ahead(
                     yield before.result()
             assert waiting is not None
             yield waiting.result()
-        except BaseException:  # what has been asked for, and not begun, is not waited for
+        except BaseException:  # work that has not begun is cancelled
             for pool in (sampler, judges):
                 pool.shutdown(wait=False, cancel_futures=True)
             raise
 
 
 def _ready(arrays: Result) -> Result:
-    """The same arrays, once they are there."""
+    """The same arrays, once they are computed."""
     jax.block_until_ready(arrays)
     return arrays
 
@@ -299,5 +300,5 @@ def _put(x: np.ndarray, where: jax.sharding.NamedSharding) -> jax.Array:
 
 
 def _stacked(chunks: Sequence[Rows]) -> Rows:
-    """Chunks as the micro-batches of one batch, [A, B, T]."""
+    """The chunks as the micro-batches of one batch, [A, B, T]."""
     return {name: jax.numpy.concatenate([chunk[name] for chunk in chunks]) for name in chunks[0]}

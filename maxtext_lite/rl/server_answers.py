@@ -1,4 +1,4 @@
-"""What inference servers answer, read as responses. Nothing in it is believed that can be checked."""
+"""The answers of inference servers, parsed as responses. Everything that can be checked is."""
 
 import dataclasses
 import functools
@@ -9,8 +9,8 @@ from typing import Any, cast
 from maxtext_lite.models import Sampling
 from maxtext_lite.rl.rollout import Response
 
-_LEAST, _MOST = -1000.0, 1e-4  # log-probability of a token that was drawn, with what float32 rounds above 0
-_SHOWN = 80  # letters of a value
+_LEAST, _MOST = -1000.0, 1e-4  # log-probability of a drawn token; float32 may round it above 0
+_SHOWN = 80  # characters of a value
 _COMPLETIONS = (
     ". The server must return, in each of choices, token_ids with the ids of all new tokens where it is asked "
     "return_token_ids=true, as vLLM and SGLang do from some version on, and logprobs.token_logprobs with a "
@@ -24,8 +24,8 @@ class Asked:
 
     Attributes:
       seed: of its draws.
-      stop_token_ids: tokens after which the response ends; the server may know more of its own.
-      weights: the label of the parameters that it must draw from.
+      stop_token_ids: tokens after which the response ends; the server may have more of its own.
+      weights: the label of the parameters to draw from.
     """
 
     prompt: list[int]
@@ -41,8 +41,8 @@ def read_completion(answer: Mapping[str, Any], asked: Asked) -> Response:
     """The response in an answer of OpenAI's protocol, with the `token_ids` that vLLM and SGLang add.
 
     Raises:
-      ValueError: it is not a completion of the prompt by tokens of the vocabulary, each with a log-probability; says
-        what is wrong, as the rest of a sentence.
+      ValueError: it is not a completion of the prompt by tokens of the vocabulary, each with a log-probability; the
+        message is the end of a sentence.
     """
     entry = functools.partial(_entry, hint=_COMPLETIONS)
     choices = entry(answer, "choices", list, "")
@@ -60,13 +60,13 @@ def read_completion(answer: Mapping[str, Any], asked: Asked) -> Response:
 
 
 def read_vllm_completion(answer: Mapping[str, Any], asked: Asked) -> Response:
-    """As `read_completion`, of what vLLM is asked for beside that.
+    """As `read_completion`, with vLLM's further fields.
 
-    Each log-probability's token is named, the prompt is repeated and, from 0.33 on, the parameters' labels are there.
+    They name the token of each log-probability, repeat the prompt and, from 0.33 on, give the parameters' labels.
     """
     response = read_completion(answer, asked)
     choice, at = answer["choices"][0], "choices[0]."
-    _entry(choice, "prompt_token_ids", list, at)  # which is as it was sent, where it is there
+    _entry(choice, "prompt_token_ids", list, at)  # required; `read_completion` has compared it
     named, expected = choice["logprobs"].get("tokens"), [f"token_id:{token_id}" for token_id in response.token_ids]
     if named != expected:
         raise ValueError(f"{at}logprobs.tokens={shown(named)}, where token_ids are {shown(expected)}")
@@ -110,7 +110,7 @@ def _response(
     values: str,
     reason: str,
 ) -> Response:
-    """Of these, which have these names in the answer, where they can be right."""
+    """The response of these values, after a check; `tokens`, `values` and `reason` are their names in the answer."""
     most, stops = asked.max_new_tokens, asked.stop_token_ids
     if not 1 <= len(token_ids) <= most:
         raise ValueError(f"{tokens} has {len(token_ids):,} tokens, where 1 to {most:,} were asked for")
@@ -120,7 +120,7 @@ def _response(
     for number, (token_id, value) in enumerate(zip(token_ids, log_probabilities, strict=True)):
         if type(token_id) is not int or not 0 <= token_id < asked.vocab_size:
             raise ValueError(f"{tokens}[{number}]={shown(token_id)} is not an id from 0 to {asked.vocab_size - 1}")
-        if type(value) not in (int, float) or not _LEAST <= value <= _MOST:  # which NaN is not
+        if type(value) not in (int, float) or not _LEAST <= value <= _MOST:  # also refuses NaN
             raise ValueError(
                 f"{values}[{number}]={shown(value)} is not the log-probability of a token that was drawn, from "
                 f"{_LEAST:g} to 0"
@@ -139,13 +139,13 @@ def _response(
 
 
 def _check_prompt(echo: Any, name: str, asked: Asked) -> None:
-    """Raises ValueError where the prompt that a server says it had is another."""
+    """Raises ValueError if the server reports another prompt."""
     if echo is not None and (echo != asked.prompt or any(type(token_id) is not int for token_id in echo)):
         raise ValueError(f"{name}={shown(echo)} is not the prompt that was sent, {shown(asked.prompt)}")
 
 
 def _check_weights(spans: Any, name: str, asked: Asked) -> None:
-    """Raises ValueError where a server says that other parameters than the last ones it took have drawn a token."""
+    """Raises ValueError if the server reports that it drew a token from parameters other than the last update's."""
     if not (spans is None or isinstance(spans, list)):
         raise ValueError(f"{name}={shown(spans)} is not a list")
     for span in cast(list[Any], spans or []):
@@ -162,7 +162,7 @@ def _other_weights(name: str, label: Any, asked: Asked) -> str:
 
 
 def _entry(of: Mapping[str, Any], name: str, kind: type, place: str, *, hint: str = "") -> Any:
-    """An entry that must be there and of that kind."""
+    """A required entry of a kind."""
     if isinstance(of.get(name), kind):
         return of[name]
     wrong = f"={shown(of[name])} is not {'an object' if kind is dict else 'a list'}" if name in of else " is missing"
@@ -170,7 +170,7 @@ def _entry(of: Mapping[str, Any], name: str, kind: type, place: str, *, hint: st
 
 
 def shown(value: object, most: int = _SHOWN) -> str:
-    """The beginning of a value of JSON, as it stood there."""
+    """The beginning of a JSON value's text."""
     try:
         text = json.dumps(value)
     except RecursionError:

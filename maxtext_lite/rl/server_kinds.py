@@ -1,8 +1,8 @@
-"""The interfaces of inference servers: what they are asked for, where, and how they are given new parameters.
+"""The interfaces of inference servers: their requests, routes, and updates of parameters.
 
 Sources: the packages vllm 0.33.0 and 0.32.0 (entrypoints/openai/completion/protocol.py, entrypoints/rl/online and
-entrypoints/serve/dev) and sglang 0.5.23 (srt/entrypoints/http_server.py, srt/managers/io_struct.py). What they publish
-of the fields and routes that are used here is in tests/rl/server_schemas.json.
+entrypoints/serve/dev) and sglang 0.5.23 (srt/entrypoints/http_server.py, srt/managers/io_struct.py). Their schemas of
+the fields and routes in use are in tests/rl/server_schemas.json.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ _MORE_BYTES = 2**20  # of an answer about the server itself
 
 
 class Weights(NamedTuple):
-    """Parameters in a directory, as the trainer has them after `step` steps, and the label that they are known by."""
+    """A directory with the trainer's parameters after `step` steps, and their label."""
 
     directory: Path
     step: int
@@ -33,11 +33,11 @@ class ServerKind:
     """One interface.
 
     Attributes:
-      route: of requests for responses, after the url, or after its host and `root` where it begins with a slash.
-      body: what is asked for a response.
-      read: the response in an answer; raises ValueError.
-      take: has the server read parameters and call them by their label; raises UserError.
-      check: refuses a server that would report other log-probabilities than those of the policy; raises UserError.
+      route: of requests for responses, after the url; with a leading slash, after the url without its v1.
+      body: makes the body of a request.
+      read: parses the response in an answer; raises ValueError.
+      take: has the server load parameters under their label; raises UserError.
+      check: refuses a server that does not report the policy's log-probabilities; raises UserError.
     """
 
     route: str
@@ -47,7 +47,7 @@ class ServerKind:
     check: Callable[[Server, Sampling], None]
 
     def path(self, server: Server) -> str:
-        """The route with what of the url stands before it."""
+        """The path of the route on a server."""
         return _root(server) + self.route if self.route.startswith("/") else f"{server.path}/{self.route}"
 
 
@@ -62,7 +62,7 @@ def _tell(server: Server, route: str, body: Mapping[str, Any], *, attempts: int 
 
 
 def _expect(server: Server, route: str, body: Mapping[str, Any], **expected: Any) -> None:
-    """Raises UserError where the server does not answer so."""
+    """Raises UserError if the server's answer lacks these entries."""
     answer = _tell(server, route, body)
     if any(answer.get(name) != value for name, value in expected.items()):
         raise UserError(f"{server.name}: {route} answers {shown(answer, 500)}, not {shown(expected)}.")
@@ -77,7 +77,7 @@ def _openai_body(asked: Asked) -> dict[str, Any]:
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or -1,
-        # Said, as a server may otherwise take those that a model's generation_config.json recommends.
+        # Explicit, as a server may otherwise use the defaults in the model's generation_config.json.
         "min_p": 0.0,
         "repetition_penalty": 1.0,
         "seed": asked.seed,
@@ -94,7 +94,7 @@ def _vllm_body(asked: Asked) -> dict[str, Any]:
         "min_tokens": 0,
         "ignore_eos": False,
         "watermarking": False,
-        "logprobs": 0,  # of the token that was drawn and of no other
+        "logprobs": 0,  # of the drawn token only
         "return_tokens_as_token_ids": True,
         "return_weight_versions": True,
     }
@@ -129,19 +129,15 @@ def _sglang_body(asked: Asked) -> dict[str, Any]:
     }
 
 
-def _take_as_openai(server: Server, weights: Weights) -> None:
-    """By SGLang's route, in the one call that any of its versions knows."""
-    _update_from_disk(server, weights)
-
-
 def _take_as_sglang(server: Server, weights: Weights) -> None:
-    """Requests under way are aborted and no new ones begun; cached keys and values go with the old parameters."""
+    """Aborts running requests and pauses new ones; cached keys and values are flushed with the old parameters."""
     _expect(server, "/pause_generation", {"mode": "abort"}, status="ok")
     _update_from_disk(server, weights, flush_cache=True, weight_version=weights.label)
     _expect(server, "/continue_generation", {}, status="ok")
 
 
 def _update_from_disk(server: Server, weights: Weights, **more: Any) -> None:
+    """By SGLang's route; without `more`, in the one form that all of its versions accept."""
     answer = _tell(server, "/update_weights_from_disk", {"model_path": str(weights.directory), **more})
     if answer.get("success") is not True:
         said = shown(answer.get("message", answer), 500)
@@ -156,12 +152,12 @@ def _not_taken(server: Server, weights: Weights, why: str) -> UserError:
 
 
 def _take_as_vllm(server: Server, weights: Weights) -> None:
-    """By the routes that vLLM has with VLLM_SERVER_DEV_MODE=1. A server that fails to read ends by itself."""
+    """By vLLM's routes under VLLM_SERVER_DEV_MODE=1. A server that fails to read the parameters exits."""
     _expect(server, "/pause?mode=abort", {}, status="paused")
     body = {"method": "reload_weights", "kwargs": {"weights_path": str(weights.directory)}}
     answer = _tell(server, "/collective_rpc", body, attempts=1)
     results = cast(list[Any], answer["results"]) if isinstance(answer.get("results"), list) else []
-    if not results or any(result is not None for result in results):  # one of each worker
+    if not results or any(result is not None for result in results):  # one result per worker
         raise _not_taken(server, weights, shown(answer, 500))
     _expect(server, "/update_weight_version", {"new_version": weights.label}, success=True)
     _expect(server, "/reset_prefix_cache", {}, success=True)
@@ -173,7 +169,7 @@ def _no_check(server: Server, sampling: Sampling) -> None:
 
 
 def _check_vllm(server: Server, sampling: Sampling) -> None:
-    """vLLM reports those of the model, or those of what it has made of them: one of these is the policy's."""
+    """Refuses a vLLM whose mode, raw or processed log-probabilities, does not give the policy's."""
     right = {"raw_logprobs"} if sampling.temperature == 1 else {"processed_logprobs"}
     if sampling.temperature == 1 and not sampling.top_k and sampling.top_p == 1:
         right.add("processed_logprobs")
@@ -190,8 +186,8 @@ def _check_vllm(server: Server, sampling: Sampling) -> None:
 
 
 SERVER_KINDS = {
-    "http": ServerKind("completions", _openai_body, read_completion, _take_as_openai, _no_check),
+    "http": ServerKind("completions", _openai_body, read_completion, _update_from_disk, _no_check),
     "vllm": ServerKind("/v1/completions", _vllm_body, read_vllm_completion, _take_as_vllm, _check_vllm),
     "sglang": ServerKind("/generate", _sglang_body, read_generation, _take_as_sglang, _no_check),
 }
-"""By values of `rollout_engine`."""
+"""By value of `rollout_engine`."""

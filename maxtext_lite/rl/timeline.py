@@ -1,4 +1,4 @@
-"""Who was busy when: the phases of a step, and how much of one went on beside another."""
+"""The timeline of a step: its phases, and how much they overlap."""
 
 import contextlib
 import threading
@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 
 class Phase(NamedTuple):
-    """A stretch of work.
+    """An interval of work.
 
     Attributes:
       name: rollout, reward or train.
-      chunk: number of the chunk in its batch that it was about.
+      chunk: the number of its chunk in the batch.
       start, stop: seconds since the step began.
     """
 
@@ -32,7 +32,7 @@ class Timeline:
 
     @contextlib.contextmanager
     def phase(self, name: str, chunk: int) -> Generator[None, None, None]:
-        """What is done inside is a phase; one that fails is none."""
+        """A block that is a phase, unless it raises."""
         start = time.perf_counter() - self._began
         yield
         with self._lock:
@@ -40,12 +40,12 @@ class Timeline:
 
     @property
     def phases(self) -> list[Phase]:
-        """In the order of their starts."""
+        """All phases in the order of their starts."""
         with self._lock:
             return sorted(self._phases, key=lambda phase: (phase.start, phase.stop))
 
     def record(self) -> dict[str, float]:
-        """What metrics.jsonl says: seconds of each kind of phase, and the share of training beside a rollout."""
+        """The entries in metrics.jsonl: seconds of each kind of phase, and the share of training beside a rollout."""
         phases = self.phases
         of = {name: [(p.start, p.stop) for p in phases if p.name == name] for name in ("rollout", "reward", "train")}
         seconds = {f"{name}_seconds": busy_seconds(stretches) for name, stretches in of.items()}
@@ -53,12 +53,12 @@ class Timeline:
         return {**seconds, "overlap_fraction": beside / seconds["train_seconds"] if seconds["train_seconds"] else 0.0}
 
     def to_json(self) -> list[list[Any]]:
-        """[name, chunk, start, stop] of each phase, in microseconds' precision."""
+        """[name, chunk, start, stop] of each phase, rounded to microseconds."""
         return [[p.name, p.chunk, round(p.start, 6), round(p.stop, 6)] for p in self.phases]
 
 
 def merged(stretches: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same seconds as stretches that do not touch, in order."""
+    """The union of the intervals as disjoint intervals, in order."""
     found: list[tuple[float, float]] = []
     for start, stop in sorted(stretches):
         if found and start <= found[-1][1]:
@@ -69,12 +69,12 @@ def merged(stretches: Sequence[tuple[float, float]]) -> list[tuple[float, float]
 
 
 def busy_seconds(stretches: Sequence[tuple[float, float]]) -> float:
-    """Seconds in which at least one of the stretches goes on."""
+    """The length of the union of the intervals, in seconds."""
     return sum(stop - start for start, stop in merged(stretches))
 
 
 def shared_seconds(ones: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> float:
-    """Seconds in which one of `ones` goes on beside one of `others`."""
+    """The length of the intersection of the two unions, in seconds."""
     return sum(
         max(0.0, min(stop, other_stop) - max(start, other_start))
         for start, stop in merged(ones)

@@ -1,4 +1,4 @@
-"""The devices that sample, and how the trainer's parameters come to them."""
+"""The mesh of the devices that sample, and the transfer of the trainer's parameters to it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,30 +15,29 @@ from maxtext_lite.parallel import MESH_AXES, make_mesh, tree_shardings
 
 
 def sampling_mesh(devices: Sequence[Any], sizes: Mapping[str, int]) -> Mesh:
-    """The mesh of the devices that sample, of these sizes by axis (`batching.rollout_mesh`); the others have 1."""
+    """The mesh of the devices that sample, with these sizes by axis (`batching.rollout_mesh`) and 1 for the others."""
     ones: dict[str, int] = dict.fromkeys(MESH_AXES, 1)
     return make_mesh(ones | dict(sizes), ones, devices)
 
 
 class Transfer:
-    """Takes a trainer's parameters to a decoder that samples, on the same devices or on others.
+    """The transfer of a trainer's parameters to a sampling decoder, on the same devices or on others.
 
-    Adapters are merged, layers that pipeline stages share out are put in order and all is cast to the decoder's
-    `dtype` where the parameters are: what is sent is then as little as can be. What it gives shares no memory with what
-    it was given.
+    On the trainer's devices, adapters are merged, the stages' layers put in order, and everything cast to the decoder's
+    `dtype`, so that as little as possible is sent. The result shares no memory with the argument.
 
     Args:
-      decoder: that samples, without pipeline and adapters.
-      mesh: that it samples on.
+      decoder: the sampling one, without pipeline and adapters.
+      mesh: of the devices that sample.
     """
 
     def __init__(self, decoder: Decoder, mesh: Mesh):
         self._decoder, self._mesh = decoder, mesh
         self._there = tree_shardings(mesh, decoder.axes)
-        self._jitted: dict[Mesh, Any] = {}  # for each mesh that parameters have come from: one, of one trainer
+        self._jitted: dict[Mesh, Any] = {}  # by the mesh of the parameters; one trainer has one
 
     def __call__(self, params: Params) -> Params:
-        """The decoder's parameters on its mesh, of the trainer's, which are on a mesh of theirs."""
+        """The decoder's parameters on its mesh, from the trainer's on theirs."""
         here = jax.tree.leaves(params)[0].sharding.mesh
         stays = list(here.devices.flat) == list(self._mesh.devices.flat)
         if here not in self._jitted:
@@ -57,7 +56,7 @@ class Transfer:
             return x.astype(self._decoder.shape.dtype)
 
         in_order = jax.tree.map(ordered, merged(params), wanted)
-        # The tables are wide for their gradients; looked up, their rows are cast all the same.
+        # The trainer keeps the tables wide for their gradients; their rows are cast at look-up anyway.
         tables = jax.tree.map(narrow, in_order["embedding"])
-        # Without a copy, what is not cast would be the trainer's own array, which its next step donates.
+        # A copy, as an array that needs no cast would be the trainer's own, which its next step donates.
         return jax.tree.map(jnp.copy, self._decoder.cast(in_order) | {"embedding": tables})

@@ -20,7 +20,7 @@ _MODULES = {
     "RunResult": "loop",
     "train": "loop",
 }
-"""Names whose modules bring Orbax and Grain in; imported when asked for, so that `generate` is without them."""
+"""Names whose modules import Orbax and Grain; they are imported on first use, so that `generate` needs neither."""
 
 
 def __getattr__(name: str) -> object:

@@ -1,5 +1,7 @@
-"""Gradient accumulation: `optax.MultiSteps` cut in two, so that the inner optimizer runs once a step; and loss scaling,
-which keeps float16 gradients out of the range where they would be rounded to nothing."""
+"""Gradient accumulation: `optax.MultiSteps` in two parts, so that the inner optimizer runs once a step.
+
+Also loss scaling, which keeps float16 gradients from underflowing.
+"""
 
 # pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false
 # pyright: reportUnknownLambdaType=false, reportUnknownMemberType=false
@@ -18,11 +20,11 @@ from maxtext_lite.config import NumericsConfig
 from maxtext_lite.training.arrays import Scalar, Tree, as_float32
 
 _INITIAL = 2.0**16
-_LEAST = 1.0  # below it, scaling would take away from what float16 can hold
+_LEAST = 1.0  # a smaller scale would itself cost float16 range
 
 
 class LossScaleState(NamedTuple):
-    """The scale (float32), and how many updates in a row it has stood (int32)."""
+    """The scale (float32), and the number of updates since it last changed (int32)."""
 
     scale: jax.Array
     updates: jax.Array
@@ -30,11 +32,11 @@ class LossScaleState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LossScaling:
-    """How the loss scale moves, once a step: micro-batches do not count.
+    """How the loss scale changes from step to step, whatever the number of micro-batches.
 
     Attributes:
-      fixed: the scale, if it does not move; 0: it doubles after `growth_interval` updates in a row and halves, down
-        to 1, at a step whose gradient is not finite.
+      fixed: a constant scale; 0: it doubles after `growth_interval` updates in a row and halves, down to 1, at a step
+        whose gradient is not finite.
     Source: Micikevicius et al. 2018, arXiv:1710.03740, section 3.2.
     """
 
@@ -46,90 +48,88 @@ class LossScaling:
         return LossScaleState(jnp.float32(self.fixed or _INITIAL), jnp.int32(0))
 
     def next(self, state: LossScaleState, finite: jax.Array) -> LossScaleState:
-        """The state after a step whose gradient was finite, or not."""
+        """The state after a step, whose gradient was `finite` or not."""
         if self.fixed:
             return state
         grows = finite & (state.updates + 1 >= self.growth_interval)
-        largest = 2.0**127  # a power of two that float32 still has
+        largest = 2.0**127  # float32's largest power of two
         scale = jnp.where(grows, jnp.minimum(state.scale * 2, largest), state.scale)
         scale = jnp.where(finite, scale, jnp.maximum(state.scale / 2, _LEAST))
         return LossScaleState(scale, jnp.where(finite & ~grows, state.updates + 1, 0))
 
     def may_shrink(self, scale: float) -> bool:
-        """Whether a gradient that was not finite at this scale may be the scale's fault."""
+        """Whether this scale may be why a gradient was not finite, and a smaller one can be tried."""
         return not self.fixed and scale > _LEAST
 
 
 def loss_scaling(config: NumericsConfig) -> LossScaling | None:
-    """The loss scaling of a config; None where the dtype has float32's range and needs none."""
+    """The loss scaling of a config; None where its dtype has the range of float32."""
     if config.dtype != "float16":
         return None
     return LossScaling(config.loss_scale, config.loss_scale_growth_interval)
 
 
 class WithMaster(NamedTuple):
-    """An inner optimizer's state, and the float32 parameters that it updates, of which the weights are the rounding."""
+    """An inner optimizer's state, and the float32 masters that it updates; rounded, they are the weights."""
 
     inner: Tree
     master: Tree
 
 
 def _parts(state: optax.MultiStepsState) -> tuple[Tree, Tree]:
-    """The inner optimizer's state, and the masters beside it or None."""
+    """The inner optimizer's state, and the masters or None."""
     inner: Any = state.inner_opt_state
     return (inner.inner, inner.master) if isinstance(inner, WithMaster) else (inner, None)
 
 
 def master_of(state: optax.MultiStepsState) -> Tree:
-    """The float32 masters in a state, or what a tree like it has in their place; None where there are none."""
+    """The float32 masters of a state, or the leaves in their place in a tree like it; None without masters."""
     return _parts(state)[1]
 
 
 def with_master(state: optax.MultiStepsState, master: Tree) -> optax.MultiStepsState:
-    """The state with other masters; None: it has none."""
+    """The state with other masters; unchanged where `master` is None."""
     inner: Any = state.inner_opt_state
     return state if master is None else state._replace(inner_opt_state=inner._replace(master=master))
 
 
 class GradientAccumulation(optax.MultiSteps):
-    """`optax.MultiSteps` with a second way through a step, for a loop that holds all of its micro-batches.
+    """`optax.MultiSteps` with a second interface, for a loop that has all micro-batches of a step at hand.
 
-    `init`, `update`, `has_updated` and the rest are the original's, with the sum of `every_k_schedule` calls. The train
-    step shares that state and never calls `update`: it makes a zero `accumulator`, calls `accumulate` for each
+    `init`, `update`, `has_updated` and the rest work as in the original, on the sum of `every_k_schedule` calls. The
+    train step uses the same state but never calls `update`: it makes a zero `accumulator`, calls `accumulate` for each
     micro-batch, and `finish` once. Measured with Adam and 8 micro-batches (optax 0.2.8, on a CPU):
 
     |                                       | `update`, 8 times | `accumulate`, 8 times, and `finish` |
     |---------------------------------------|-------------------|-------------------------------------|
-    | flops for a parameter                 | 8 x 34            | 8 x 1 + 13                          |
-    | temporaries, in sizes of a parameter  | 3                 | 1                                   |
-    | state, likewise, as a checkpoint has it | 3               | 2                                   |
+    | flops per parameter                   | 8 x 34            | 8 x 1 + 13                          |
+    | temporaries, in copies of the parameters | 3              | 1                                   |
+    | state in a checkpoint, likewise       | 3                 | 2                                   |
     | CPU time of a step                    | 49 ms             | 8 ms                                |
 
-    `update` runs the inner optimizer for every micro-batch, of which the last one's result counts, and the sum is part
-    of its state. It weighs micro-batches alike: a mean of the means over 1 and over 4 tokens, of gradients that have
-    nothing to do with each other, is wrong by 3/4 of the true mean's norm. The number of its micro-batches stands in
-    the executable.
+    `update` runs the inner optimizer for every micro-batch and uses only the last result; the sum is part of its
+    state, and the number of micro-batches is compiled in. It also gives micro-batches equal weight: for unrelated
+    gradients, the mean of the means over 1 and over 4 tokens is off by 3/4 of the true mean's norm.
 
-    Gradients arrive divided by the step's total weight and are added up in float32. State is a `MultiStepsState` whose
-    `acc_grads` is empty between steps: nothing of an unfinished step is ever saved. Its `skip_state` is the loss
-    scale's.
+    Gradients arrive divided by the step's total weight and are summed in float32. The state is a `MultiStepsState`
+    whose `acc_grads` is empty between steps: nothing of an unfinished step is ever saved. Its `skip_state` is the loss
+    scale's state.
 
     Args:
-      inner: what turns the step's gradients into updates of learning rate 1.
-      loss_scaling: of float16 gradients; None: they are not scaled.
-      every_k_schedule: micro-batches that `update` adds up, for callers without a loop of their own.
-      max_skipped: steps in a row that may be skipped for a gradient that is not finite, the last of which ends the
-        run; None: any number.
-      loads: a tree like the parameters, true for the routers' biases, whose "gradients" are the numbers of tokens that
-        chose each expert; None where there are none. The inner optimizer does not see them.
-      load_rate: what a step adds to the bias of an expert with fewer tokens than the mean of its layer's, and takes
-        from one with more: DeepSeek-AI 2024, arXiv:2412.19437, section 2.1.2.
-      masters: parameters that are not float32 have a float32 master copy in the state, which is what updates add up
-        in: rounded to a narrower weight, one that is small beside it would be lost.
-      over_data: each replica of the data axis keeps its share of the state, and updates its share of the parameters
+      inner: turns the step's gradients into updates of learning rate 1.
+      loss_scaling: None: gradients are not scaled.
+      every_k_schedule: micro-batches that `update` sums, for callers without a loop of their own.
+      max_skipped: consecutive steps skipped for a non-finite gradient after which the run ends; None: any number.
+      loads: a tree like the parameters, true for the routers' biases, whose "gradients" are expert counts: the tokens
+        that chose each expert. The inner optimizer does not see them. None where there are none.
+      load_rate: added to the bias of an expert with fewer tokens than the mean of its layer, and subtracted from one
+        with more: DeepSeek-AI 2024, arXiv:2412.19437, section 2.1.2.
+      masters: parameters that are not float32 have a float32 master copy in the state, to which updates are added: a
+        narrower weight would round small ones away.
+      over_data: each replica of the data axis keeps its share of the state and updates its share of the parameters
         (ZeRO-1: Rajbhandari et al. 2020, arXiv:1910.02054, section 5.1).
-      on_host: between updates the state lies in pinned host memory.
-      has_rate: the inner optimizer's updates are what is added, without another learning rate.
+      on_host: between updates the state is in pinned host memory.
+      has_rate: the inner optimizer applies its own learning rate.
     """
 
     def __init__(
@@ -158,8 +158,8 @@ class GradientAccumulation(optax.MultiSteps):
         self._has_rate = has_rate
 
     def init(self, params: Tree) -> optax.MultiStepsState:
-        """The original's state before the first step, of float32 parameters as gradients are; with `every_k_schedule`
-        of 1 there is no accumulator.
+        """The original's state before the first step, for float32 parameters; without an accumulator if
+        `every_k_schedule` is 1.
         """
         wide = as_float32(params)
         state: Any = super().init(wide)
@@ -169,20 +169,20 @@ class GradientAccumulation(optax.MultiSteps):
         return state._replace(acc_grads=state.acc_grads if self._keeps_sum else (), skip_state=scale)
 
     def map_gradients(self, function: Callable[[jax.Array], jax.Array], gradients: Tree) -> Tree:
-        """`function` of each gradient that is one; loads stay as they are, whole numbers."""
+        """`function` of each gradient; expert counts stay whole numbers."""
         if self._loads is None:
             return jax.tree.map(function, gradients)
         return jax.tree.map(lambda is_load, g: g if is_load else function(g), self._loads, gradients)
 
     def without_loads(self, gradients: Tree) -> list[jax.Array]:
-        """The gradients that are such, which loads are not."""
+        """The gradients, without the expert counts."""
         leaves = jax.tree.leaves(gradients)
         if self._loads is None:
             return leaves
         return [g for g, is_load in zip(leaves, jax.tree.leaves(self._loads), strict=True) if not is_load]
 
     def _with_biases(self, updates: Tree, gradients: Tree) -> Tree:
-        """The updates, with those of the routers' biases."""
+        """The updates, those of the routers' biases included."""
         if self._loads is None:
             return updates
 
@@ -194,28 +194,28 @@ class GradientAccumulation(optax.MultiSteps):
         )
 
     def loss_scale(self, state: optax.MultiStepsState) -> jax.Array | None:
-        """What the loss is multiplied by in the next backward pass; None where it is not."""
+        """The factor of the loss in the next backward pass; None without loss scaling."""
         skip_state: Any = state.skip_state
         return skip_state.scale if self.loss_scaling else None
 
     def has_ended(self, skipped_in_a_row: Scalar) -> jax.Array:
-        """Whether this many skipped steps in a row end the run, so that nothing is applied any more."""
+        """Whether this many skipped steps in a row end the run: no update is applied from then on."""
         return jnp.array(False) if self.max_skipped is None else jnp.asarray(skipped_in_a_row) >= self.max_skipped
 
     def skipped_after(self, skipped_in_a_row: jax.Array, finite: jax.Array, loss_scale: Tree) -> jax.Array:
-        """The steps skipped in a row after one more, but for those that may be the loss scale's fault; at the run's end
-        it stays.
+        """Skipped steps in a row after one more step; one that the loss scale may explain does not count. Once the run
+        has ended, the number stays.
         """
         counts = self.loss_scaling is None or ~jnp.asarray(self.loss_scaling.may_shrink(loss_scale))
         after = jnp.where(finite, 0, skipped_in_a_row + jnp.asarray(counts, jnp.int32))
         return jnp.where(self.has_ended(skipped_in_a_row), skipped_in_a_row, after)
 
     def accumulator(self, params: Tree, *leading: int) -> Tree:
-        """Zeros in float32, shaped like `params` with `leading` dims before each."""
+        """Float32 zeros in the shapes of `params`, each with `leading` dims in front."""
         return jax.tree.map(lambda p: jnp.zeros((*leading, *p.shape), jnp.float32), params)
 
     def accumulate(self, accumulator: Tree, gradients: Tree) -> Tree:
-        """The accumulator with one micro-batch's gradients added, in float32."""
+        """The accumulator plus one micro-batch's gradients, in float32."""
         return jax.tree.map(lambda acc, g: acc + g.astype(acc.dtype), accumulator, gradients)
 
     def has_masters(self, params: Tree) -> bool:
@@ -225,9 +225,9 @@ class GradientAccumulation(optax.MultiSteps):
     def finish(
         self, gradients: Tree, state: optax.MultiStepsState, params: Tree, learning_rate: jax.Array
     ) -> tuple[Tree, optax.MultiStepsState]:
-        """The parameters after the whole step's float32 gradients, and the next state.
+        """The parameters and the state after an update with the whole step's float32 gradients.
 
-        The loss scale stays as it is: it follows from whether the step was skipped, which the caller decides.
+        The loss scale is left to the caller, who decides whether the step is skipped.
         """
         inner, master = _parts(state)
         updates, inner = self.inner_opt.update(gradients, inner, as_float32(params) if master is None else master)
@@ -243,7 +243,7 @@ class GradientAccumulation(optax.MultiSteps):
         return new_params, state._replace(gradient_step=state.gradient_step + 1, inner_opt_state=inner)
 
     def update(self, updates: Tree, state: Tree, params: Tree = None, **extra_args: Tree) -> tuple[Tree, Tree]:
-        """The original's: every `every_k_schedule` calls the inner optimizer's updates of the sum, otherwise zeros."""
+        """As the original: at every `every_k_schedule`-th call the updates of the sum, otherwise zeros."""
         inner, master = _parts(state)
         sums = state.acc_grads if self._keeps_sum else self.accumulator(updates)
         params = params if params is None or master is None else master

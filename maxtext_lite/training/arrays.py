@@ -1,4 +1,4 @@
-"""Names for the trees of arrays that training passes around, and what is done with any of them."""
+"""Types of the trees of arrays in training, and functions of any tree."""
 
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false, reportUnknownMemberType=false
 # jax, optax and orbax declare some of their functions in part.
@@ -10,20 +10,20 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 Device: TypeAlias = Any
-"""A jax device, or the description of one that is not attached."""
+"""A jax device, or the description of an unattached one."""
 
 Tree: TypeAlias = Any
-"""A pytree: of arrays, their shapes, their shardings or their logical axes, as the place that takes it says."""
+"""A pytree of arrays, shapes, shardings or logical axes, depending on the context."""
 
 Path: TypeAlias = tuple[Any, ...]
-"""The keys that lead to a leaf of a tree."""
+"""The keys from the root of a tree to a leaf."""
 
 Params: TypeAlias = dict[str, Any]
-"""A nested dict like the decoder's parameters, or the part of it that is trained: see `models.decoder.Params`."""
+"""A nested dict like the decoder's parameters, or the trained part of it: see `models.decoder.Params`."""
 
 Rows: TypeAlias = dict[str, jax.Array]
-"""The arrays of a batch by field: tokens, targets, segments, positions (int32), weights (float32), and what else the
-objective needs; [A, B, T] of a step, [B, T] of a micro-batch or an evaluation."""
+"""The arrays of a batch by field: tokens, targets, segments, positions (int32), weights (float32), and further fields
+of the objective; [A, B, T] for a step, [B, T] for a micro-batch or an evaluation."""
 
 Metrics: TypeAlias = dict[str, jax.Array]
 """Replicated scalars by name."""
@@ -32,7 +32,7 @@ Record: TypeAlias = dict[str, Any]
 """A line of metrics.jsonl: numbers by name, on the host."""
 
 Scalar: TypeAlias = ArrayLike
-"""A number, traced or not."""
+"""A number, possibly traced."""
 
 
 def as_float32(tree: Tree) -> Tree:
@@ -41,5 +41,5 @@ def as_float32(tree: Tree) -> Tree:
 
 
 def num_elements(tree: Tree) -> int:
-    """How many numbers the arrays of a tree hold."""
+    """The number of elements of all arrays in a tree."""
     return sum(leaf.size for leaf in jax.tree.leaves(tree))

@@ -1,4 +1,4 @@
-"""Branches of a run: run directories that go on from one of its checkpoints in batches of other sizes."""
+"""Branches of a run: run directories that continue one of its checkpoints with other batch sizes."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ class Branch:
     """One branch, to be run by `train`.
 
     Attributes:
-      config: goes on from the run's checkpoint at the learning rate of its step, scaled by the rule, which stays.
+      config: continues the run's checkpoint at a constant learning rate, that of its step scaled by the rule.
     """
 
     sizes: BranchSizes
@@ -34,12 +34,12 @@ class Branch:
 
 @dataclass(frozen=True)
 class BranchResult:
-    """What a branch came to, after as many examples as the others.
+    """The result of a branch, after as many examples as the others.
 
     Attributes:
-      tokens: target tokens, of the branch alone.
-      loss: training loss, a mean over the last `compared_examples`.
-      eval_loss: on what was held out, after the last step; None where the run does not evaluate.
+      tokens: target tokens of the branch alone.
+      loss: mean training loss over the last `compared_examples`.
+      eval_loss: held-out loss after the last step; None where the run does not evaluate.
     """
 
     factor: float
@@ -57,14 +57,14 @@ class Branches:
 
     Attributes:
       rule: how the learning rate follows the batch: the given one, else the run's, else sqrt (sgd: linear).
-      batch: examples of the run's step there.
-      all: each of them, the smallest batch first.
+      batch: examples of the run's step at the checkpoint.
+      all: the branches, smallest batch first.
     Args:
-      steps: of factor 1.
-      output: directory of the branches; in one that holds some of the same, those go on.
+      steps: of the branch with factor 1.
+      output: directory of the branches; branches of the same kind in it are continued.
     Raises:
-      UserError: the run has no such checkpoint, a factor cuts no whole batches, a batch cannot be planned for these
-        devices, or the output holds branches of another kind.
+      UserError: the run has no such checkpoint, a factor does not give whole batches, a batch cannot be planned for
+        these devices, or the output contains branches of another kind.
     """
 
     def __init__(self, run: Path, step: int, factors: Sequence[Fraction], steps: int, rule: Rule | None, output: Path):
@@ -114,10 +114,10 @@ class Branches:
         return Branch(sizes, load_config(self._run / "config.yml", words), self._output / name)
 
     def prepare(self, machine: dict[str, Any]) -> None:
-        """Plans all, and makes the run directories that are not there, each with a copy of the checkpoint.
+        """Plans all branches and makes missing run directories, each with a copy of the checkpoint.
 
         Args:
-          machine: as `make_plan` takes it.
+          machine: keyword arguments of `make_plan`.
         """
         for branch in self.all:
             make_plan(branch.config, **machine)
@@ -135,7 +135,7 @@ class Branches:
                     self._copy(branch.directory)
 
     def _copy(self, directory: Path) -> None:
-        """The run up to the step, as a run directory; it has its name once it is whole."""
+        """Copies the run up to the step into a run directory, which gets its name once it is complete."""
         unfinished = directory.with_name(f".{directory.name}")
         shutil.rmtree(unfinished, ignore_errors=True)
         shutil.copytree(self._run / "checkpoints" / str(self._step), unfinished / "checkpoints" / str(self._step))
@@ -147,12 +147,12 @@ class Branches:
         unfinished.rename(directory)
 
     def result(self, branch: Branch) -> BranchResult:
-        """What a branch that has been run came to."""
+        """The result of a finished branch."""
         lines = [x for x in read_records(branch.directory / "metrics.jsonl", []) if x["step"] > self._step]
         trained = [line for line in lines if not is_evaluation(line)]
         after = self._at["examples_seen"] + self._examples - self._compared
         last = [line for line in trained if line["examples_seen"] - line["examples"] >= after]
-        weights = [line.get("pairs", line["target_tokens"]) for line in last]  # what its loss is a mean over
+        weights = [line.get("pairs", line["target_tokens"]) for line in last]  # the counts that divided each loss
         evaluations = [
             line["eval_loss"] for line in lines if line["step"] == trained[-1]["step"] and "eval_loss" in line
         ]

@@ -1,36 +1,35 @@
-"""What a run tells the program that started it, and how that may end it."""
+"""Callbacks: how a program that starts a run observes it and may end it."""
 
 from maxtext_lite.training.arrays import Record
 from maxtext_lite.training.state import TrainState
 
 
 class Callback:
-    """Sees what a run does; a subclass overrides what it wants to know. Here, all of it does nothing.
+    """An observer of a run. A subclass overrides the methods it needs; the methods here do nothing.
 
-    Every host of a run makes the same callbacks, and each is called on every host, in the same order. Where one returns
-    True, on any host, the run ends as if its last step had come: after the step that is under way (with several hosts
-    the one after it), evaluated where it evaluates and with a checkpoint where it saves any. The same config goes on
-    from there.
+    Every host of a run makes the same callbacks, and each is called on every host, in the same order. If one returns
+    True, on any host, the run ends as if it had reached its last step: after the current step (with several hosts the
+    one after it), with an evaluation if it evaluates and a checkpoint if it saves any. The same config continues it.
 
-    A state's arrays are on the devices and are donated to the next step: what is to outlast the call is copied, by
-    `jax.device_get` or `jnp.copy`. To look at one waits for the devices.
+    A state's arrays are on the devices and will be donated to the next step: copy what must outlast the call, with
+    `jax.device_get` or `jnp.copy`. To read an array waits for the devices.
 
     Attributes:
-      wants_state: `after_step` is given the state. Steps are then taken one at a time: a device waits while the host
-        records the step.
+      wants_state: pass the state to `after_step`. Steps are then taken one at a time: the devices wait while the host
+        records a step.
     """
 
     wants_state = False
 
     def after_step(self, step: int, record: Record, state: TrainState | None) -> bool | None:
-        """Each step, once it is recorded; the next one is under way, unless a callback `wants_state`.
+        """Called for each step once it is recorded; the next one is already running, unless a callback `wants_state`.
 
         Args:
           state: after this step; None unless a callback `wants_state`.
         """
 
     def after_evaluation(self, step: int, record: Record, state: TrainState) -> bool | None:
-        """Each evaluation, with its line of metrics.jsonl."""
+        """Called after each evaluation, with its line of metrics.jsonl."""
 
     def after_checkpoint(self, step: int, state: TrainState) -> bool | None:
-        """Each checkpoint, once its arrays are copied: it may still be on its way to the disk."""
+        """Called for each checkpoint once its arrays are copied; it may not be on disk yet."""

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: the state, the counts beside it, and a fingerprint of what it may be continued with."""
+"""The checkpoints of a run: its state, its counts, and a fingerprint that a continuation must share."""
 
 # pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false
 # pyright: reportUnknownLambdaType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -24,33 +24,32 @@ from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.local_updates import OuterState
 from maxtext_lite.training.noise import NoiseScale
 from maxtext_lite.training.parameter_files import (
-    Dealing,
-    alone,
+    StageLayout,
     frozen_directory,
     layer_dims_of,
     load_parameters,
+    parameter_items,
     reshaped,
 )
-from maxtext_lite.training.saving import FORMAT, Saver, check, handlers, reading
+from maxtext_lite.training.saving import FORMAT, Saver, check, read_about, read_arrays, reading, saved_shapes
 from maxtext_lite.training.state import TrainState
 
-_OLDEST_FORMAT = 2  # that is read
-_ADAFACTOR = "adafactor's means are over"  # older versions took them over whole stacks of layers, and did not say so
-_ABOUT = ocp.args.Composite(about=ocp.args.JsonRestore())
-_DATA = "dataset_path"  # whose content, not whose name, a continuation must share
+_OLDEST_FORMAT = 2  # that can be read
+_ADAFACTOR = "adafactor's means are over"  # older versions took them over whole stacks of layers, without this key
+_DATA = "dataset_path"  # a continuation must share its content, not its name
 
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """How far a run has come; all that its data order and schedule depend on.
+    """The progress of a run: everything that its data order and schedule depend on.
 
     Attributes:
       step: optimizer steps done, skipped ones included.
-      examples_seen: examples consumed, which is where the data order goes on.
+      examples_seen: examples consumed; the data order continues from there.
       tokens_seen: target tokens consumed.
-      skipped_in_a_row: steps up to this one that were skipped for a gradient that was not finite.
-      noise: what is known of the gradient noise scale.
-      losses: of the last steps, against which the next one's is held; none with max_loss_spike=0.
+      skipped_in_a_row: consecutive steps, up to this one, skipped for a non-finite gradient.
+      noise: the estimate of the gradient noise scale.
+      losses: of the last steps, the band for the next one's; empty with max_loss_spike=0.
     """
 
     step: int = 0
@@ -65,18 +64,18 @@ _MODEL_KEYS = tuple(key for key in ModelConfig.model_fields if key not in ("mode
 
 
 def fingerprint(config: Config, data: str, num_replicas: int | None) -> dict[str, Any]:
-    """What a run's continuation must share with it: the model, the optimizer's kind and the order of the data.
+    """The properties that a run's continuation must share: the model, the kind of optimizer and the order of the data.
 
     Args:
       num_replicas: of local updates; None without.
-      data: the training source's own fingerprint (content, tokenizer, length, packing, split).
+      data: the training source's fingerprint (content, tokenizer, length, packing, split).
     """
     keys = [*_MODEL_KEYS, "weight_dtype", "optimizer", "data_shuffle_seed", "dataset_type", "tokenizer_type"]
     keys += ["max_target_length", "packing"]
-    values = config.model_dump(include=set(keys))  # in what JSON can hold
+    values = config.model_dump(include=set(keys))  # as JSON values
     values["lora_targets"] = ",".join(adapted_weights(config))
     values["dtype is float16"] = config.dtype == "float16"  # its loss scale is part of the state
-    if config.weight_dtype != "float32" and not config.lora_rank:  # whether what is trained has float32 masters
+    if config.weight_dtype != "float32" and not config.lora_rank:  # adapters are float32
         values["master_weights"] = config.master_weights
     values["diloco_num_replicas"] = num_replicas
     if num_replicas is not None:
@@ -85,19 +84,19 @@ def fingerprint(config: Config, data: str, num_replicas: int | None) -> dict[str
         values[_ADAFACTOR] = "each tensor"
     if config.optimizer == "sgd":
         values["sgd_momentum is 0"] = config.sgd_momentum == 0
-    if isinstance(config, RLRunConfig):  # with which pairs become prompts, and steps batches
+    if isinstance(config, RLRunConfig):  # they divide pairs into prompts and steps into batches
         values["num_generations"], values["num_iterations"] = config.num_generations, config.num_iterations
-    # A held-out text of its own leaves the whole of the training text to train on, as no evaluation does.
+    # With a held-out text of its own, as without evaluation, all of the training text is trained on.
     values["eval_fraction"] = 0.0 if config.eval_dataset_path else config.eval_fraction
     return values | {_DATA: data}
 
 
 class CheckpointReader:
-    """Reads the checkpoints of a run directory, where it changes nothing. All hosts call its methods.
+    """A reader of the checkpoints in a run directory, which it does not change. All hosts call its methods.
 
     Attributes:
-      mixtures: the history of the run's mixtures, as JSON: that of the checkpoint which was restored or, once
-        `sought`, of the newest, and what further ones are saved with.
+      mixtures: the history of the run's mixtures as JSON, from the restored checkpoint or, after `find_before`, the
+        newest; later checkpoints are saved with it.
     """
 
     def __init__(self, run_directory: Path, fingerprint: dict[str, Any]):
@@ -107,8 +106,8 @@ class CheckpointReader:
         self.mixtures: list[dict[str, Any]] = []
         self._newest: int | None = None
 
-    def sought(self, before: int, say: Callable[[str], None]) -> "CheckpointReader":
-        """Itself, which will restore the newest whole checkpoint of a step before this one; says what is damaged."""
+    def find_before(self, before: int, say: Callable[[str], None]) -> "CheckpointReader":
+        """The same reader, set to restore the newest intact checkpoint before this step; says which are damaged."""
         for step in reversed(value_of_host(0, steps_in(self._directory))):
             path = self._directory / str(step)
             problem = check(path, () if step < before else ("about",)).problem
@@ -116,33 +115,32 @@ class CheckpointReader:
                 say(f"the checkpoint of step {step} is damaged: {full_text(problem)}. It is passed over")
                 continue
             if not self.mixtures:
-                with reading(path), ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers())) as checkpointer:
-                    self.mixtures = _mixtures(checkpointer.restore(path, args=_ABOUT)["about"])
+                self.mixtures = _mixtures(read_about(path))
             if step < before:
                 self._newest = step
                 break
         return self
 
     def latest_step(self) -> int | None:
-        """Step of the newest checkpoint that counts, or is about to; None where there is none."""
+        """Step of the newest checkpoint that counts, or soon will; None without one."""
         return self._newest
 
     def restore(self, abstract: TrainState) -> tuple[TrainState, Counts]:
-        """The newest checkpoint, laid out as `abstract` says, whatever mesh and pipeline it was saved from.
+        """The newest checkpoint in the shardings of `abstract`, whatever mesh and pipeline it was saved from.
 
         Raises:
-          UserError: the checkpoint belongs to another model, optimizer or data order; says what differs.
+          UserError: the checkpoint belongs to another model, optimizer or data order; names the differences.
         """
         step = self._newest
         assert step is not None, "restore() without a checkpoint"
         path = self._directory / str(step)
-        with reading(path), ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers())) as checkpointer:
-            return self._restored(step, path, checkpointer, abstract)
+        about = read_about(path)
+        with reading(path):  # damage to an older checkpoint may only show in what it says
+            return self._restored(step, path, about, abstract)
 
     def _restored(
-        self, step: int, path: Path, checkpointer: ocp.Checkpointer, abstract: TrainState
+        self, step: int, path: Path, about: dict[str, Any], abstract: TrainState
     ) -> tuple[TrainState, Counts]:
-        about = checkpointer.restore(path, args=_ABOUT)["about"]
         if not _OLDEST_FORMAT <= about["format"] <= FORMAT:
             raise UserError(
                 f"the checkpoint of step {step} in {self._directory} has format {about['format']}; this version "
@@ -152,18 +150,19 @@ class CheckpointReader:
         self._refuse_other_run(step, about["fingerprint"])
         self.mixtures = self.mixtures or _mixtures(about)
         wanted = {"params": abstract.model_params, "update_state": _update_state(abstract)}
-        dealing = Dealing.of(abstract.plain_params, tuple(about["layer_dims"]))
-        # With local updates, all of the update's state has replicas before layers.
+        layout = StageLayout.of(abstract.plain_params, tuple(about["layer_dims"]))
+        # With local updates, the dim of replicas comes before those of layers in all of the update's state.
         before = {"params": 0, "update_state": int(abstract.outer is not None)}
-        as_saved = {name: dealing.as_saved(tree, before[name]) for name, tree in wanted.items()}
-        arguments = {name: ocp.args.StandardRestore(tree) for name, tree in as_saved.items()}
-        restored = checkpointer.restore(path, args=ocp.args.Composite(**arguments))
+        restored = read_arrays(path, {name: layout.as_saved(tree, before[name]) for name, tree in wanted.items()})
         restored = {name: reshaped(restored[name], tree) for name, tree in wanted.items()}
         counts = Counts(
-            **{field.name: about[field.name] for field in dataclasses.fields(Counts) if field.name in about}
+            about["step"],
+            about["examples_seen"],
+            about["tokens_seen"],
+            about.get("skipped_in_a_row", 0),  # older versions saved neither this
+            NoiseScale(**about["noise"]),
+            tuple(about.get("losses", ())),  # nor losses
         )
-        losses = tuple(about.get("losses", ()))  # older versions kept none
-        counts = dataclasses.replace(counts, noise=NoiseScale(**about["noise"]), losses=losses)
         steps_done, skipped_in_a_row = (
             jax.device_put(jax.numpy.asarray(count, abstract.step.dtype), abstract.step.sharding)
             for count in (step, counts.skipped_in_a_row)
@@ -178,13 +177,13 @@ class CheckpointReader:
         here, saved = self._fingerprint, _as_written_now(saved)
         keys = sorted(key for key in saved.keys() | here.keys() if saved.get(key) != here.get(key))
         if any(fingerprint[_DATA].startswith(MIXTURE) for fingerprint in (here, saved)):
-            keys = [key for key in keys if key != _DATA]  # the history says which sources are which
+            keys = [key for key in keys if key != _DATA]  # the history identifies the sources
         where = f"the checkpoint of step {step} in {self._directory}"
         if _ADAFACTOR in here and saved.get("optimizer") == here["optimizer"] and _ADAFACTOR not in saved:
             raise UserError(
-                f"{where} has adafactor's state of whole stacks of layers, as older versions kept it; this one keeps "
-                "it of each layer by itself. Use another run_name, with "
-                f"load_parameters_path={self._directory.parent} for its parameters."
+                f"{where} has adafactor's state of whole stacks of layers, as in older versions; this one has it for "
+                f"each layer. Use another run_name, with load_parameters_path={self._directory.parent} for its "
+                "parameters."
             )
         differing = [
             f"{key}={here.get(key)} contradicts {where}, which has {key}={saved.get(key)}. "
@@ -192,7 +191,7 @@ class CheckpointReader:
             for key in keys
             if key != _DATA
         ]
-        if keys == [_DATA]:  # where a key differs, the content does too
+        if keys == [_DATA]:  # if another key differs, the content does too
             differing = [
                 f"{_DATA}: its content or its tokenizer is not that of {where}. Use the text and the tokenizer that "
                 "the run began with, or another run_name."
@@ -204,11 +203,11 @@ class CheckpointReader:
 class Checkpointer(CheckpointReader):
     """The checkpoints of one run directory. A checkpoint counts once it has its name; see `commit`.
 
-    All hosts call its methods, but for `close`.
+    All hosts call its methods, except `close`.
 
     Args:
-      failures: collects what cannot be written.
-      say: takes sentences about checkpoints, some from a background thread; called on the first host.
+      failures: collects write errors.
+      say: takes messages about checkpoints, some from a background thread; called on the first host.
       holds, before: see `Saver`.
     """
 
@@ -233,17 +232,17 @@ class Checkpointer(CheckpointReader):
     def save(self, state: TrainState, counts: Counts, unfinished: Any = None) -> None:
         """Saves the state after `counts.step` steps; with async_checkpointing, returns once it is copied.
 
-        Frozen parameters are written with a run's first checkpoint, beside the checkpoints: they never change.
+        Frozen parameters never change: they are written once, beside the run's first checkpoint.
 
         Args:
-          unfinished: a tree of arrays of a batch that more steps are to be made on; None: there is none.
+          unfinished: a tree of arrays, the batch that further steps will train on; None: there is none.
         Raises:
           UserError: this or an earlier save could not be written.
         """
         if self._newest == counts.step:
             return
         if state.frozen is not None and self._newest is None:
-            self._saver.start(self._frozen_directory, alone(state.frozen), named=lambda _: None)
+            self._saver.start(self._frozen_directory, parameter_items(state.frozen), on_commit=lambda _: None)
         layer_dims = list(layer_dims_of(state.plain_params))
         counted = dataclasses.asdict(counts)
         about = {"format": FORMAT, **counted, "layer_dims": layer_dims, "fingerprint": self._fingerprint}
@@ -256,40 +255,38 @@ class Checkpointer(CheckpointReader):
         if unfinished is not None:
             items["unfinished"] = ocp.args.StandardSave(unfinished)
         where = self._directory / str(counts.step)
-        self._saver.start(where, items, named=lambda said: self._counts_now(counts.step, said))
+        self._saver.start(where, items, on_commit=lambda said: self._counts_now(counts.step, said))
         self._newest = counts.step
         if self._waits:
             self.wait()
 
     def restore_unfinished(self, abstract: Any) -> Any:
-        """The batch during which the newest checkpoint was saved: a tree like `abstract`, laid out as it says.
+        """The batch during which the newest checkpoint was saved, in the shapes and shardings of `abstract`.
 
         Raises:
-          UserError: the arrays have other shapes there.
+          UserError: the saved arrays have other shapes.
         """
         step = self._newest
         assert step is not None, "restore_unfinished() without a checkpoint"
         path = self._directory / str(step)
-        with reading(path), ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers())) as checkpointer:
-            saved = checkpointer.metadata(path).item_metadata["unfinished"]
-            shapes, wanted = ({name: tuple(leaf.shape) for name, leaf in tree.items()} for tree in (saved, abstract))
-            if shapes != wanted:
-                raise UserError(
-                    f"the checkpoint of step {step} in {self._directory} was saved between two updates on one batch, "
-                    f"whose arrays have the shapes {shapes}, here {wanted}. Go on with the batch_size, "
-                    "micro_batch_size, grpo_beta, rollout_engine, rollout_correction and devices that it was saved "
-                    "with; after that batch they may change."
-                )
-            args = ocp.args.Composite(unfinished=ocp.args.StandardRestore(abstract))
-            return checkpointer.restore(path, args=args)["unfinished"]
+        saved = saved_shapes(path, "unfinished")
+        shapes, wanted = ({name: tuple(leaf.shape) for name, leaf in tree.items()} for tree in (saved, abstract))
+        if shapes != wanted:
+            raise UserError(
+                f"the checkpoint of step {step} in {self._directory} was saved between two updates on one batch, "
+                f"whose arrays have the shapes {shapes}, here {wanted}. Go on with the batch_size, "
+                "micro_batch_size, grpo_beta, rollout_engine, rollout_correction and devices that it was saved "
+                "with; after that batch they may change."
+            )
+        return read_arrays(path, {"unfinished": abstract})["unfinished"]
 
     def restore(self, abstract: TrainState) -> tuple[TrainState, Counts]:
-        """See `CheckpointReader`; a save under way comes first."""
+        """See `CheckpointReader`; waits for the current save first."""
         self.wait()
         return super().restore(abstract)
 
     def go_back(self, before: int) -> None:
-        """Deletes all after the newest whole checkpoint of a step before this one; nothing where there is none."""
+        """Deletes all checkpoints after the newest intact one before this step; none if there is no such."""
         steps = value_of_host(0, steps_in(self._directory))
         for step in reversed([step for step in steps if step < before]):
             if check(self._directory / str(step)).problem is None:
@@ -299,15 +296,15 @@ class Checkpointer(CheckpointReader):
                 return
 
     def wait(self) -> None:
-        """Returns once every save counts.
+        """Returns once every saved checkpoint counts.
 
         Raises:
-          UserError: one could not be written, or something else of the run; on all hosts.
+          UserError: one could not be written, or another file of the run; on all hosts.
         """
         self._saver.wait()
 
     def close(self) -> None:
-        """Waits for a save under way and ends the threads; a host may call it alone."""
+        """Waits for the current save and ends the threads; a host may call it alone."""
         self._saver.close()
 
     def _prepare(self) -> None:
@@ -316,10 +313,10 @@ class Checkpointer(CheckpointReader):
         remove_leftovers(self._directory)
 
     def _find_newest(self) -> int | None:
-        """The newest checkpoint that is whole; those after it are set aside, which it says.
+        """The newest intact checkpoint; later ones are set aside with a message.
 
         Raises:
-          UserError: there are checkpoints, and all are damaged.
+          UserError: there are checkpoints, but all are damaged.
         """
         steps = value_of_host(0, steps_in(self._directory))
         damaged: dict[int, str] = {}
@@ -328,7 +325,7 @@ class Checkpointer(CheckpointReader):
             if found.problem is None:
                 self._set_aside(damaged)
                 self._failures.newest = step
-                self._say(f"checkpoint of step {step}: {found.said}")
+                self._say(f"checkpoint of step {step}: {found.summary}")
                 return step
             damaged[step] = found.problem
         if not damaged:
@@ -340,7 +337,7 @@ class Checkpointer(CheckpointReader):
         )
 
     def _set_aside(self, damaged: Mapping[int, str]) -> None:
-        """Renames checkpoints so that nobody takes them for whole ones, and says so."""
+        """Sets damaged checkpoints aside, with a message."""
         for step, problem in damaged.items():
             directory = self._directory / str(step)
             aside = self._failures.on_first_host(directory, lambda directory=directory: set_aside(directory))
@@ -350,7 +347,7 @@ class Checkpointer(CheckpointReader):
             )
 
     def _counts_now(self, step: int, said: str) -> None:
-        """A checkpoint has got its name: only now may older ones go."""
+        """Notes that a checkpoint has its name, and only then deletes old ones."""
         self._failures.newest = step
         self._say(f"saved step {step}: {said}")
         for old in [each for each in steps_in(self._directory) if each <= step][: -self._to_keep]:
@@ -362,10 +359,10 @@ def _mixtures(about: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _as_written_now(fingerprint: dict[str, Any]) -> dict[str, Any]:
-    """A fingerprint in the words of this version.
+    """A fingerprint in the keys of this version.
 
-    A key of the model that the version which wrote it did not have is as by default: every model was then. Masters used
-    to come with `shard_optimizer_over_data` alone.
+    Model keys that its version lacked have their defaults, which every model then had. Masters used to depend on
+    `shard_optimizer_over_data`.
     """
     now = defaults_of(Config).model_dump(include=set(_MODEL_KEYS)) | fingerprint
     had_masters = now.pop("shard_optimizer_over_data", None)
@@ -375,7 +372,7 @@ def _as_written_now(fingerprint: dict[str, Any]) -> dict[str, Any]:
 
 
 def _update_state(state: TrainState) -> dict[str, Any]:
-    """All of a state but the parameters that are evaluated and the numbers of steps, which the counts have."""
+    """The parts of a state other than the evaluated parameters and the numbers of steps, which are in the counts."""
     parts: dict[str, Any] = {"opt_state": state.opt_state, "progress": state.progress}
     if state.outer is not None:
         parts["replica_params"] = state.params
@@ -387,7 +384,7 @@ def _update_state(state: TrainState) -> dict[str, Any]:
 
 
 def _joined(params: Any, parts: dict[str, Any], step: jax.Array, skipped_in_a_row: jax.Array) -> TrainState:
-    """The state of which `model_params`, `_update_state` and the numbers of steps are the parts."""
+    """The state with these `model_params`, `_update_state` and numbers of steps."""
     common = parts["opt_state"], parts["progress"], step, skipped_in_a_row
     if "replica_params" not in parts:
         return TrainState(params, *common)

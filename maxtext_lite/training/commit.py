@@ -1,8 +1,8 @@
-"""How a checkpoint comes to count, and ceases to: by its name.
+"""How a checkpoint begins and ceases to count: by its name.
 
-On a file system it is written under another name and renamed; what is to go is renamed first. In a bucket, which has no
-rename, it is written where it will be, and an object of the other name stands beside it for as long as it does not
-count: `unfinished-500` beside 500/. What has no such object is whole, or has been damaged since.
+On a file system it is written under another name and then renamed; before deletion it is renamed again. In a bucket,
+which has no rename, it is written in place, and an object of the other name marks it while it does not count:
+`unfinished-500` beside 500/. A checkpoint without such a mark is complete, or was damaged later.
 """
 
 import shutil
@@ -13,15 +13,15 @@ from maxtext_lite.config.bucket import is_bucket, remove_objects, storage_errors
 from maxtext_lite.config.errors import value_text
 
 UNFINISHED, DELETED, DAMAGED = "unfinished-", "deleted-", "damaged-"
-"""What the name of a directory begins with, or of an object beside it, that is no checkpoint: not one yet, not one any
-more, or set aside."""
+"""Prefixes of directories that are no checkpoints, or of the objects that mark them: not yet complete, being deleted,
+or set aside."""
 
 
 def steps_in(parent: Path) -> list[int]:
     """The steps of the checkpoints in a directory, in order.
 
     Raises:
-      UserError: it is there, and not a directory that can be read.
+      UserError: it exists, but is not a readable directory.
     """
     try:
         with storage_errors(parent):
@@ -37,12 +37,12 @@ def steps_in(parent: Path) -> list[int]:
 
 
 def while_unfinished(directory: Path) -> Path:
-    """Where a checkpoint is written that will be `directory`."""
+    """The directory in which a checkpoint is written before it becomes `directory`."""
     return directory if is_bucket(directory) else directory.with_name(UNFINISHED + directory.name)
 
 
 def make_room(directory: Path) -> None:
-    """Begins a checkpoint: nothing of an earlier attempt is left, and what is written does not count yet."""
+    """Prepares to write a checkpoint that does not count yet, and removes the remains of an earlier attempt."""
     if is_bucket(directory):
         with storage_errors(directory):
             _mark(directory, UNFINISHED)
@@ -57,7 +57,7 @@ def make_room(directory: Path) -> None:
 
 
 def commit(directory: Path) -> None:
-    """A checkpoint that is written counts from now on, in the place of one that is there."""
+    """Makes a written checkpoint count, in place of an existing one."""
     if is_bucket(directory):
         with storage_errors(directory):
             _unmark(directory, UNFINISHED)
@@ -68,7 +68,7 @@ def commit(directory: Path) -> None:
 
 
 def remove(directory: Path) -> None:
-    """Deletes a checkpoint, which first ceases to count: one that is half deleted is none."""
+    """Deletes a checkpoint; it ceases to count first, so that a half-deleted one is never taken for a checkpoint."""
     if is_bucket(directory):
         with storage_errors(directory):
             _mark(directory, DELETED)
@@ -83,7 +83,7 @@ def remove(directory: Path) -> None:
 
 
 def set_aside(directory: Path) -> Path:
-    """Makes that nobody takes a damaged checkpoint for one; returns what says so, a directory's name or an object's."""
+    """Sets a damaged checkpoint aside; returns the new directory, or in a bucket the object that marks it."""
     aside = directory.with_name(DAMAGED + directory.name)
     if is_bucket(directory):
         with storage_errors(directory):
@@ -98,7 +98,7 @@ def set_aside(directory: Path) -> Path:
 
 
 def remove_leftovers(parent: Path) -> None:
-    """Deletes what a killed process left half written or half deleted among the checkpoints of a directory."""
+    """Deletes half-written and half-deleted checkpoints that a killed process left in a directory."""
     with storage_errors(parent):
         for path in [*parent.iterdir()] if parent.exists() else ():
             mark = next((mark for mark in (UNFINISHED, DELETED) if path.name.startswith(mark)), None)

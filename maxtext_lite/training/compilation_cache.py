@@ -1,6 +1,6 @@
-"""What a run compiles, kept for its next start: jax's persistent compilation cache, below the base directory.
+"""The compiled programs of a run, kept for its next start in jax's persistent compilation cache.
 
-Tested with jax 0.10.2 and 0.11.2, to which `LRUCache` is private.
+Tested with jax 0.10.2 and 0.11.2, in which `LRUCache` is private.
 """
 
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
@@ -28,10 +28,10 @@ _put = LRUCache.put
 
 
 def keep_compiled(config: RunConfig) -> None:
-    """Has jax keep what takes it a second or more to compile; call it in a command, before anything is compiled.
+    """Has jax keep programs that take a second or more to compile, below the base directory.
 
-    Where the user has told jax a directory (JAX_COMPILATION_CACHE_DIR), that one stays, and
-    JAX_ENABLE_COMPILATION_CACHE=false turns it off. A run in a bucket keeps nothing.
+    To be called in a command, before anything is compiled. A directory set by the user (JAX_COMPILATION_CACHE_DIR)
+    stays, and JAX_ENABLE_COMPILATION_CACHE=false turns the cache off. A run in a bucket keeps nothing.
     """
     base = run_directory(config).parent
     if not is_bucket(base) and jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
@@ -41,12 +41,13 @@ def keep_compiled(config: RunConfig) -> None:
 
 
 def num_found() -> int:
-    """How many programs this thread has found in the cache so far."""
+    """The number of programs that this thread has found in the cache so far."""
     return _found[threading.get_ident()]
 
 
 def _put_whole(self: LRUCache, key: str, value: bytes) -> None:
-    """Jax replaces no entry: what a kill cut short while it was written would be compiled anew at every start."""
+    """Writes an entry atomically. Jax never replaces one: after a kill, a partial one would cost a compilation at every
+    start."""
     entry = Path(str(self.path)) / f"{key}-cache"
     if self.eviction_enabled or not entry.parent.is_dir():  # with a file beside each entry, or in a bucket
         _put(self, key, value)
@@ -62,7 +63,7 @@ def _note(event: str, **_: object) -> None:
 
 
 def _processor() -> str:
-    """A name for the instructions that this machine has: what XLA makes for one CPU may stop on another."""
+    """A name for this machine's instruction set: a program that XLA compiles for one CPU may crash on another."""
     lines = _CPU.read_text(encoding="utf-8").splitlines() if _CPU.exists() else []
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
     return f"{platform.machine()}-{hashlib.sha256(flags.encode()).hexdigest()[:8]}"

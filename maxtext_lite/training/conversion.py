@@ -1,4 +1,4 @@
-"""A Hugging Face directory as one like a run's, and a run's model, or its adapters, as a Hugging Face directory."""
+"""Conversion of Hugging Face directories to run directories, and of runs or their adapters to Hugging Face's format."""
 
 # pyright: reportUnknownMemberType=false
 # jax declares some of its functions in part.
@@ -34,18 +34,18 @@ from maxtext_lite.training.parameter_files import (
 from maxtext_lite.training.state import abstract_on_mesh, make_plain_decoder
 
 MESH_KEYS = tuple(key for key in MeshConfig.model_fields if key.startswith(("ici_", "dcn_")))
-"""The keys of the mesh that parameters pass through."""
+"""The keys of the mesh on which parameters are converted."""
 CONVERSION_KEYS = (*MESH_KEYS, "dtype", "weight_dtype")
-"""The keys that any import takes; one of a checkpoint of MaxText takes those of the model and the tokenizer too."""
+"""The keys of any import; an import of a MaxText checkpoint also takes those of the model and the tokenizer."""
 
 
 def import_directory(source: Path, out: Path, overrides: Sequence[str]) -> str:
-    """Makes of a Hugging Face directory, or an adapter to one, or a checkpoint of MaxText, one like that of a run.
+    """Converts a Hugging Face directory, an adapter's directory or a MaxText checkpoint to a run directory.
 
     Args:
-      overrides: of MaxText's, with the Model keys.
+      overrides: for a MaxText checkpoint, also the Model keys.
     Returns:
-      What it did, in words.
+      A summary of the conversion.
     Raises:
       UserError: the directory, its model or the mesh is wrong, or `out` cannot be written.
     """
@@ -84,7 +84,7 @@ def _import_maxtext(items: Path, out: Path, overrides: Sequence[str]) -> str:
 
 
 def _write_config(out: Path, config: Config) -> None:
-    """Writes config.yml, as that of a run whose directory this is."""
+    """Writes config.yml as if `out` were a run's directory."""
     tokenizer = {key: str(Path(value).absolute()) if key == "tokenizer_path" else value
                  for key, value in tokenizer_keys(out / "hf").items()}  # fmt: skip
     changed = {"load_parameters_path": "", "run_name": out.name or "imported", **tokenizer}
@@ -94,16 +94,17 @@ def _write_config(out: Path, config: Config) -> None:
 
 
 def export_directory(source: Path, out: Path, overrides: Sequence[str], *, merge_lora: bool | None) -> str:
-    """Makes of a run directory, or an imported one, a Hugging Face directory; returns what it did, in words.
+    """Converts a run directory, or an imported one, to a Hugging Face directory; returns a summary.
 
     Args:
-      merge_lora: of a run with LoRA, the model with its adapters merged; otherwise its adapters, as PEFT has them.
+      merge_lora: for a run with LoRA, whether to merge the adapters into the model; otherwise they are exported alone,
+        in PEFT's format.
     Raises:
       UserError: the directory or the mesh is wrong, no family expresses its model, or `out` cannot be written.
     """
     if not (source / "config.yml").is_file():
         raise UserError(f"{source} is neither a run directory nor an imported one: it has no config.yml.")
-    # The mesh is that of this machine, not of the one that trained.
+    # The mesh is this machine's, not that of the training run.
     mesh = [f"{key}={-1 if key == 'ici_fsdp_parallelism' else 1}" for key in MESH_KEYS]
     config = load_config(source / "config.yml", [*mesh, *overrides])
     if merge_lora is not None and not config.lora_rank:
@@ -149,7 +150,7 @@ def _end_of_text_id(config: Config) -> int | None:
 
 
 def _abstract_params(config: Config) -> Params:
-    """Shapes and places of a model's parameters on this machine's devices.
+    """Shapes and shardings of a model's parameters on this machine's devices.
 
     Raises:
       UserError: the mesh does not cover them.

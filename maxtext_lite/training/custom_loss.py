@@ -1,4 +1,4 @@
-"""A loss of the user's own as the objective of a run: a function of rows that returns (sum, weight)."""
+"""A user's own loss as the objective of a run: a function of rows that returns (sum, weight)."""
 
 # pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # jax, optax and orbax declare some of their functions in part.
@@ -18,14 +18,15 @@ from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import in_token_order
 from maxtext_lite.training.arrays import Metrics, Rows, Tree
 from maxtext_lite.training.loss import LossSums
-from maxtext_lite.training.outputs import Outputs, auxiliary_metrics, auxiliary_names, spread_over_targets
+from maxtext_lite.training.objective import OneRowExamples
+from maxtext_lite.training.outputs import Outputs, auxiliary_metrics, spread_over_targets, target_tokens, zero_sums
 
 WEIGHT = "loss_weight"
-"""The count that a custom loss is divided by, and the metric of that name."""
+"""The count that divides a custom loss, and its metric."""
 
 _TOKENS, _ROWS = 16, 4  # of the batch that a loss is tried on
-_OF_MICRO_BATCH = ("batch", "length")
-_CLOSE = 1e-4  # relative, of sums of float32
+_MICRO_BATCH_AXES = ("batch", "length")
+_CLOSE = 1e-4  # relative tolerance of float32 sums
 
 
 NumpyRows: TypeAlias = dict[str, np.ndarray]
@@ -33,13 +34,13 @@ NumpyRows: TypeAlias = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Predictions:
-    """What the model makes of rows [B, T], tokens in the order of the text; each is computed where it is called.
+    """The model's outputs for rows [B, T], tokens in the order of the text; each is computed when it is called.
 
     Attributes:
-      nll: () -> negative log-likelihood of `rows["targets"]`, float32 [B, T]; no more than a tile's logits exist
+      nll: () -> negative log-likelihood of `rows["targets"]`, float32 [B, T], with the logits of one tile at a time
         (`num_vocab_tiling`).
       logits: () -> float32 [B, T, V], all at once.
-      hidden: () -> final hidden states, normed, [B, T, D] in `dtype`.
+      hidden: () -> final hidden states after the norm, [B, T, D] in `dtype`.
     """
 
     nll: Callable[[], jax.Array]
@@ -48,15 +49,15 @@ class Predictions:
 
 
 class Loss(Protocol):
-    """A pure function of rows, traced by jax: it sees a micro-batch, or a part of one, never the batch.
+    """A pure function of rows, traced by jax, that sees a micro-batch or a part of one, never the whole batch.
 
-    What the sum and the weight of a row are may depend on nothing but that row: sums over any parts of a batch add up
-    to those of the batch, which is why its split does not matter. The weight depends on the rows alone, not on what the
-    model makes of them. A row without a document (`segments` and `weights` all 0) adds nothing to either.
+    A row's sum and weight may depend on that row only: then the sums over any parts of a batch add up to those of the
+    batch, however it is split. The weight depends on the rows, not on the model's outputs. A row without a document
+    (`segments` and `weights` all 0) contributes nothing to either.
     """
 
     def __call__(self, predictions: Predictions, rows: Rows) -> tuple[jax.Array, jax.Array]:
-        """(sum, weight), two scalars; a step's loss is the sum over its batch divided by the weight of its batch.
+        """Two scalars, (sum, weight); a step's loss is its batch's sum divided by its batch's weight.
 
         Args:
           rows: tokens, targets, segments, positions (int32 [B, T]) and weights (float32), and the source's own fields.
@@ -65,31 +66,24 @@ class Loss(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class CustomLoss:
+class CustomLoss(OneRowExamples):
     """The objective that minimises a `Loss`; see `objective.ScoredObjective`.
 
     Attributes:
-      vocab_size, emb_dim: of the logits and hidden states that it is shown.
+      vocab_size, emb_dim: of the logits and hidden states.
     """
 
     function: Loss
     vocab_size: int
     emb_dim: int
 
-    rows_per_example = 1
     divisor = WEIGHT
     divisor_dtype = np.float32
 
-    def rows(self, batch: Rows, axes: Sequence[str]) -> Rows:
-        """The rows as they are."""
-        del axes
-        return batch
-
     def counts(self, rows: Rows) -> dict[str, jax.Array]:
-        """Target tokens, and the weight of each row by itself."""
+        """Target tokens, and the weight of each row."""
         axes = ("accumulation",) * (rows["weights"].ndim - 2) + ("global_batch", "length")
-        tokens = jnp.sum(rows["weights"] > 0, axis=-1, dtype=jnp.int32)
-        return {"target_tokens": tokens, WEIGHT: self._weights(_in_token_order(rows, axes))}
+        return {"target_tokens": target_tokens(rows), WEIGHT: self._weights(_in_token_order(rows, axes))}
 
     def _weights(self, rows: Rows) -> jax.Array:
         weight = self._weight_of_row
@@ -98,7 +92,7 @@ class CustomLoss:
         return weight(rows)
 
     def _weight_of_row(self, row: Rows) -> jax.Array:
-        """Of arrays [T]. What the model makes of the row does not enter: the compiler drops what is made of zeros."""
+        """The weight of a row of arrays [T]. Zeros stand for the model's outputs, on which it must not depend."""
         sizes = 1, row["tokens"].shape[0]
         nothing = Predictions(
             lambda: jnp.zeros(sizes),
@@ -108,27 +102,27 @@ class CustomLoss:
         return self.function(nothing, {name: x[None] for name, x in row.items()})[1].astype(jnp.float32)
 
     def zeros(self, decoder: Decoder, zero: jax.Array) -> LossSums:
-        """Before the first micro-batch."""
-        return LossSums(zero, zero, dict.fromkeys(auxiliary_names(decoder), zero))
+        """See `Objective`."""
+        return zero_sums(decoder, zero)
 
     def loss(self, outputs: Outputs, rows: Rows, factor: jax.Array) -> tuple[jax.Array, LossSums]:
-        """The loss, and what experts add to it: a row's auxiliary losses weigh as the row does."""
+        """The loss with the experts' auxiliary losses, in which a row has its own weight."""
         total, _ = self._of(outputs, rows)
         loss = factor * total
-        weight_B = factor * self._weights(_in_token_order(rows, _OF_MICRO_BATCH))
+        weight_B = factor * self._weights(_in_token_order(rows, _MICRO_BATCH_AXES))
         more, sums = outputs.auxiliary_loss(*spread_over_targets(weight_B, rows))
         return loss + more, LossSums(loss, jnp.zeros_like(loss), sums)
 
     def _of(self, outputs: Outputs, rows: Rows) -> tuple[jax.Array, jax.Array]:
         def ordered(x: jax.Array) -> jax.Array:
-            return in_token_order(x, _OF_MICRO_BATCH + (None,) * (x.ndim - 2), dim=1)
+            return in_token_order(x, _MICRO_BATCH_AXES + (None,) * (x.ndim - 2), dim=1)
 
         predictions = Predictions(
             lambda: ordered(outputs.nll(rows["targets"])),
             lambda: ordered(outputs.logits()),
             lambda: ordered(outputs.tokens.merge(outputs.x_BTD)),
         )
-        total, weight = self.function(predictions, _in_token_order(rows, _OF_MICRO_BATCH))
+        total, weight = self.function(predictions, _in_token_order(rows, _MICRO_BATCH_AXES))
         return total.astype(jnp.float32), weight.astype(jnp.float32)
 
     def metrics(self, aux: dict[str, jax.Array], count: jax.Array, config: NumericsConfig) -> Metrics:
@@ -136,7 +130,7 @@ class CustomLoss:
         return {WEIGHT: count, **auxiliary_metrics(aux, config)}
 
     def scores(self, outputs: Outputs, rows: Rows) -> tuple[jax.Array, ...]:
-        """The sum, the weight and the target tokens of all rows; each [1]."""
+        """The sum, the weight and the target tokens of all rows, each [1]."""
         found = *self._of(outputs, rows), jnp.sum(rows["weights"] > 0, dtype=jnp.int32)
         return tuple(x[None] for x in found)
 
@@ -157,17 +151,17 @@ def _in_token_order(rows: Rows, axes: Sequence[str]) -> Rows:
 def custom_loss(
     function: Loss, *, fields: Sequence[str], vocab_size: int, emb_dim: int, z_loss_multiplier: float
 ) -> CustomLoss:
-    """The objective that minimises `function`, once it is known to be a sum over rows: tried on a few random ones.
+    """The objective that minimises `function`, after a trial on random rows that it is a sum over rows.
 
     Args:
       fields: of the rows.
     Raises:
-      UserError: the function does not return what `Loss` promises; says what it returns.
+      UserError: the function breaks a promise of `Loss`; says what it returned.
     """
     if z_loss_multiplier:
         raise UserError(
-            f"z_loss_multiplier={z_loss_multiplier:g} is no part of a custom objective, which is the whole loss. "
-            "Nearest that works: z_loss_multiplier=0; `predictions.logits()` gives what a z-loss is made of."
+            f"z_loss_multiplier={z_loss_multiplier:g} does not apply to a custom objective, which is the whole loss. "
+            "Nearest that works: z_loss_multiplier=0; a z-loss can be computed from `predictions.logits()`."
         )
     rng = np.random.default_rng(0)
     rows = _random_rows(rng, fields, vocab_size)
@@ -184,17 +178,17 @@ def custom_loss(
         if not _are_close(whole, first + second):
             raise UserError(
                 f"objective: the {name} of {_ROWS} rows is {whole:.6g}, those of their two halves are {first:.6g} and "
-                f"{second:.6g}. It must be a sum over rows, never a mean: what it is divided by is the weight."
+                f"{second:.6g}. It must be a sum over rows, never a mean: the weight divides it later."
             )
         if not _are_close(whole, with_empty[place]):
             raise UserError(
                 f"objective: the {name} of {_ROWS} rows is {whole:.6g}, and with {_ROWS} empty rows beside them "
-                f'{with_empty[place]:.6g}. What has rows["weights"] 0 must add nothing: multiply by them.'
+                f'{with_empty[place]:.6g}. Tokens with rows["weights"] 0 must add nothing: multiply by the weights.'
             )
     if not _are_close(weight, of(other, rows)[1]):
         raise UserError(
-            "objective: the weight changes with what the model predicts. It must depend on the rows alone, as that of "
-            "the whole step is known before its first micro-batch is computed."
+            "objective: the weight changes with the model's predictions. It must depend on the rows alone: the whole "
+            "step's weight is known before its first micro-batch is computed."
         )
     if weight <= 0:
         raise UserError(f"objective: the weight of {_ROWS} rows with targets is {weight:.6g}; it must be above 0.")
@@ -206,7 +200,7 @@ def _are_close(a: float, b: float) -> bool:
 
 
 def _random_rows(rng: np.random.Generator, fields: Sequence[str], vocab_size: int) -> NumpyRows:
-    """Rows [_ROWS, _TOKENS] of one or two documents, some padded."""
+    """Rows [_ROWS, _TOKENS] of one or two documents, some of them padded."""
     sizes = _ROWS, _TOKENS
     place = np.broadcast_to(np.arange(_TOKENS), sizes)
     real = place < rng.integers(_TOKENS // 2, _TOKENS + 1, (_ROWS, 1))
@@ -223,7 +217,7 @@ def _random_rows(rng: np.random.Generator, fields: Sequence[str], vocab_size: in
 
 
 def _random_outputs(rng: np.random.Generator, vocab_size: int, emb_dim: int) -> list[np.ndarray]:
-    """Likelihoods, logits and hidden states of `_random_rows`."""
+    """Random likelihoods, logits and hidden states for `_random_rows`."""
     sizes = _ROWS, _TOKENS
     drawn = rng.gamma(2.0, 2.0, sizes), rng.normal(size=(*sizes, vocab_size)), rng.normal(size=(*sizes, emb_dim))
     return [x.astype(np.float32) for x in drawn]
@@ -233,7 +227,7 @@ def _tried(function: Loss, outputs: Sequence[np.ndarray], rows: NumpyRows) -> tu
     """The function's sum and weight.
 
     Raises:
-      UserError: it returns something else than two finite scalars.
+      UserError: it does not return two finite scalars.
     """
     asked = [functools.partial(jnp.asarray, x) for x in outputs]
     found: Tree = function(Predictions(*asked), {name: jnp.asarray(x) for name, x in rows.items()})

@@ -1,4 +1,4 @@
-"""What a run would read, and how fast, without its model: `train data_only=true`."""
+"""The data of a run, read at full speed without its model: `train data_only=true`."""
 
 # pyright: reportUnknownMemberType=false
 # jax declares some of its functions in part.
@@ -20,16 +20,15 @@ _SECONDS_BETWEEN_LINES = 1.0
 
 
 def read_data(config: Config, *, with_ids: bool = False) -> None:
-    """Reads the batches of a run from its first step on, onto its devices, and prints rows and target tokens a second.
+    """Reads the batches of a run onto its devices, from its first step, and prints rows and target tokens per second.
 
-    No run directory is made or looked at.
+    The run directory is neither made nor read.
 
     Args:
-      with_ids: print a line of JSON for each step and nothing else; how fast it was goes to stderr. `step`,
-        `examples_hash` as metrics.jsonl has it, and `ids`, of a mixture pairs of a source's name and the example's
-        number there.
+      with_ids: print only a line of JSON for each step, and the speed to stderr. The line has `step`, `examples_hash`
+        as in metrics.jsonl, and `ids`; of a mixture, pairs of a source's name and the example's number there.
     Raises:
-      UserError: the data cannot be read, or not on these devices in these batches.
+      UserError: the data cannot be read, or the batches cannot be planned for these devices.
     """
     plan, (source, _) = open_data(config)
     source, _ = in_run(config, source)

@@ -1,8 +1,8 @@
-"""The frozen reference of DPO: log-probabilities that the run's first parameters give to every answer.
+"""The frozen reference of DPO: the log-probabilities of all answers under the run's first parameters.
 
-They are found once, in a pass over the data before the first step, and kept in the run directory: two numbers a pair. A
-second copy of the parameters, with a forward pass in every step, would come to the same; this costs no memory on the
-devices, leaves the step as it is on every mesh and schedule, and after a restart the numbers are the same to the bit.
+They are computed once, in a pass over the data before the first step, and stored in the run directory: two numbers per
+pair. A second copy of the parameters, with a forward pass in every step, would give the same numbers; this way needs no
+device memory, leaves the step unchanged on every mesh and schedule, and gives the same bits after a restart.
 """
 
 import io
@@ -29,14 +29,14 @@ from maxtext_lite.training.state import TrainState
 from maxtext_lite.training.step import EVAL_BATCH_AXES, make_eval_step
 
 FILE = "reference.npz"
-"""In the run directory: for each source, under its fingerprint, log-probabilities float32 [pairs, 2]."""
+"""In the run directory: log-probabilities float32 [pairs, 2] by the source's fingerprint."""
 
 
 def add_reference(run: TrainingRun[ExampleSource], state: TrainState, counts: Counts, terminal: Terminal) -> None:
-    """Gives the run's pairs their reference, where it has pairs: found before the first step, read after it.
+    """Adds the reference to the pairs of a DPO run: computed before the first step, read from its file after it.
 
     Raises:
-      UserError: a resumed run has other pairs than it began with, or its file is gone.
+      UserError: a resumed run's pairs have changed, or its file is gone.
     """
     if run.config.dataset_type != "dpo":
         return
@@ -46,7 +46,7 @@ def add_reference(run: TrainingRun[ExampleSource], state: TrainState, counts: Co
     else:
         started = time.perf_counter()
         eval_step = make_eval_step(run.parts)
-        params = run.decoder.joined(state.model_params, state.frozen)  # new adapters add nothing
+        params = run.decoder.joined(state.model_params, state.frozen)  # new adapters are the identity
         tables = {source.fingerprint: _find(run, eval_step, params, source) for source in sources}
         run.failures.on_first_host(run.directory / FILE, lambda: _write(run.files.directory / FILE, tables))
         terminal.say(
@@ -63,7 +63,7 @@ def _with(source: ExampleSource, tables: Mapping[str, np.ndarray]) -> ExampleSou
 
 
 def _find(run: TrainingRun[ExampleSource], eval_step: Wrapped, params: Params, source: ExampleSource) -> np.ndarray:
-    """Log-probabilities [pairs, 2], pairs by their number; on a host that does not read, in the order of examples."""
+    """Log-probabilities [pairs, 2] by the pair's number; on a host that reads no data, in the order of examples."""
     where = sharding(run.mesh, EVAL_BATCH_AXES)
     with evaluation_batches(source, run.plan, sharding=where, eval_steps=-1) as batches:
         found = np.concatenate([pairs_of(scores) for scores in scores_of(eval_step, params, batches)])
@@ -82,25 +82,25 @@ def _write(path: Path, tables: Mapping[str, np.ndarray]) -> None:
 
 
 def _read(run: TrainingRun[ExampleSource], sources: Sequence[ExampleSource]) -> dict[str, np.ndarray]:
-    """What the first host has written, on every host."""
+    """The tables in the first host's file, on every host."""
     path = run.files.directory / FILE
     found, state = None, "gone"
     if value_of_host(0, run.is_first and path.is_file()):
         content = bytes_of_host(0, _content(path) if run.is_first else b"")
         try:
             with np.load(io.BytesIO(content), allow_pickle=False) as tables:
-                found = dict(tables.items())  # each table has a CRC-32, which reading it checks
+                found = dict(tables.items())  # reading a table checks its CRC-32
         except (OSError, ValueError, EOFError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
             state = f"damaged ({value_text(error)})"
     if found is None:
         raise UserError(
             f"{path} is {state}, which holds the reference of the run. Use another run_name, with "
-            f"load_parameters_path={run.directory} to go on from its parameters as a new reference."
+            f"load_parameters_path={run.directory} to continue from its parameters as a new reference."
         )
     if any(source.fingerprint not in found for source in sources):
         raise UserError(
-            f"{path} holds the reference of other pairs than dataset_path and eval_dataset_path have now. Use those "
-            "that the run began with, or another run_name."
+            f"{path} holds the reference of other pairs than dataset_path and eval_dataset_path have now. Use the "
+            "pairs that the run began with, or another run_name."
         )
     return found
 
@@ -108,5 +108,5 @@ def _read(run: TrainingRun[ExampleSource], sources: Sequence[ExampleSource]) -> 
 def _content(path: Path) -> bytes:
     try:
         return path.read_bytes()
-    except OSError:  # no host may be left waiting: all find that nothing is no table
+    except OSError:  # the other hosts wait for the content; an empty one is refused on all
         return b""

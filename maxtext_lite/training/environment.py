@@ -1,4 +1,4 @@
-"""What a run ran on: versions, devices and the git commit."""
+"""The environment of a run: versions, devices and the git commit."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # jax, optax and orbax declare some of their functions in part.
@@ -19,7 +19,7 @@ _SECONDS_FOR_GIT = 10.0
 
 
 def environment() -> dict[str, Any]:
-    """Versions, devices and the git commit, for environment.json."""
+    """The content of environment.json."""
     packages = ("maxtext-lite", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
     versions = {}
     for package in packages:
@@ -36,10 +36,10 @@ def environment() -> dict[str, Any]:
 
 
 def _git_commit() -> str | None:
-    """The commit of the checkout that this file is part of.
+    """The commit of the checkout that contains this file.
 
-    None where there is no git that answers, and for an installed package, though its environment may stand, ignored,
-    inside a checkout of something else.
+    None if git does not answer, and for an installed package, whose environment may be an ignored directory of another
+    checkout.
     """
     own = Path(__file__)
     commit = _git("rev-parse", "HEAD", directory=own.parent)
@@ -49,7 +49,7 @@ def _git_commit() -> str | None:
 
 
 def _git(*words: str, directory: Path) -> bytes:
-    """What git prints; nothing where it is not installed, fails or does not answer."""
+    """The output of git; empty if it is not installed, fails or does not answer."""
     try:
         done = subprocess.run(
             ["git", *words],

@@ -1,4 +1,4 @@
-"""Runs of one small config that split its batch in different ways, and how far each is from the whole one."""
+"""Runs of a small config with its batch split in different ways, compared with the run that does not split it."""
 
 import contextlib
 import gzip
@@ -17,25 +17,26 @@ from maxtext_lite.config.errors import setting_text
 from maxtext_lite.training.shrunk import DEVICES, WHOLE, Split, shrunk, splits
 
 TOLERANCE = 1e-5
-"""Relative, of losses, norms and each array of the parameters."""
+"""Relative, of losses, norms and each parameter array."""
 _SGD = {"optimizer": "sgd", "sgd_momentum": 0.9, "learning_rate": 0.1, "weight_decay": 0.1}
-"""Its parameters can be compared: AdamW makes whole steps of the rounding of gradients near 0."""
-_OWN_TOO = ("ZeRO-1", "resumed", "fsdp 8", "gpipe")  # splits of the optimizer's state, or what carries it
+"""Its parameters can be compared; AdamW turns the rounding of gradients near 0 into whole steps."""
+_OWN_TOO = ("ZeRO-1", "resumed", "fsdp 8", "gpipe")  # splits that shard or restore the optimizer's state
 
-# Only the last step, to machine code, tries less hard: half the time of compiling, and the same collectives.
+# Less optimization of machine code only: half the compile time, and the same collectives.
 _QUICK = ("--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a split of the batch compares with the whole one.
+    """A split of the batch compared with the whole batch.
 
     Attributes:
       optimizer: "sgd", whose parameters are compared too, or the config's own.
-      refused: why the config cannot be split so; "" where it can.
-      difference: the first metric that differs, as a text; "" where none does.
-      loss: the largest relative difference of a step's loss; None where it was not run.
-      parameters: of an array of the last step's parameters in 2-norm; None where they were not compared.
+      refused: why the config does not allow the split; "" where it does.
+      difference: the first difference, as a text; "" without one.
+      loss: the largest relative difference of a step's loss; None if the split was not run.
+      parameters: the largest relative difference of a parameter array after the last step, in 2-norm; None if they were
+        not compared.
     """
 
     split: str
@@ -52,7 +53,7 @@ class Verdict:
 
 
 def verdicts(path: str | None, overrides: Sequence[str], directory: Path) -> Iterator[Verdict]:
-    """Runs a config, shrunk, whole and split on simulated devices; yields a verdict for each way.
+    """Runs a shrunk config on simulated devices, whole and split; yields a verdict for each split.
 
     Args:
       directory: for the runs.
@@ -71,8 +72,8 @@ def verdicts(path: str | None, overrides: Sequence[str], directory: Path) -> Ite
 
 
 def _ragged_text(directory: Path) -> Path:
-    """The shipped text, every third paragraph by words: rows of whole plays would all count as many targets, so that a
-    mean of means would be the mean."""
+    """The shipped text with every third paragraph split into words. Rows of whole plays would have equally many
+    targets, and a mean of means would equal the mean."""
     packaged, path = packaged_file("assets", "shakespeare.jsonl.gz"), directory / "ragged.jsonl"
     assert packaged is not None
     with gzip.open(packaged, "rt", encoding="utf-8") as plays:
@@ -118,7 +119,7 @@ def _word(value: object) -> str:
 
 
 def _run_on(devices: int, path: str | None, runs: list[tuple[str, list[str], bool]], directory: Path) -> None:
-    """Does runs in a process of its own, which simulates so many devices."""
+    """Trains in a process of its own that simulates this many devices."""
     before = {name: os.environ.get(name) for name in ("XLA_FLAGS", "JAX_PLATFORMS")}
     flags = [flag for flag in (before["XLA_FLAGS"] or "").split() if "host_platform_device_count" not in flag]
     os.environ["XLA_FLAGS"] = " ".join([*flags, *_QUICK, f"--xla_force_host_platform_device_count={devices}"])
@@ -135,7 +136,7 @@ def _run_on(devices: int, path: str | None, runs: list[tuple[str, list[str], boo
 
 
 def _train_all(path: str | None, runs: list[tuple[str, list[str], bool]], directory: Path) -> None:
-    """In the process that simulates devices: each run, and what went wrong with it into a file."""
+    """Trains each run, in the process that simulates devices; writes an error into the run's failed.txt."""
     from maxtext_lite.training.callbacks import Callback
     from maxtext_lite.training.loop import train
 
@@ -152,7 +153,7 @@ def _train_all(path: str | None, runs: list[tuple[str, list[str], bool]], direct
                 if restarts:
                     train(load_config(path, words), callbacks=[End()])
                 train(load_config(path, words))
-        except Exception as error:  # noqa: BLE001 whatever it is: this split's verdict, and the others go on
+        except Exception as error:  # noqa: BLE001 any error is this split's verdict; the others go on
             (directory / name).mkdir(parents=True, exist_ok=True)
             (directory / name / "failed.txt").write_text(f"{type(error).__name__}: {error}")
 

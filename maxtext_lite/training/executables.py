@@ -1,4 +1,4 @@
-"""The train step's executables: one for each batch shape of a run, the next one compiled before it is needed."""
+"""The train step's executables, one for each batch shape of a run; the next is compiled before it is needed."""
 
 # pyright: reportUnknownMemberType=false
 # jax, optax and orbax declare some of their functions in part.
@@ -27,8 +27,8 @@ class Built(NamedTuple):
     """An executable.
 
     Attributes:
-      tracing, compiling: the seconds that they took.
-      kept: it was compiled by an earlier process: see `compilation_cache`.
+      tracing, compiling: in seconds.
+      kept: compiled by an earlier process: see `compilation_cache`.
     """
 
     step: Compiled
@@ -38,17 +38,17 @@ class Built(NamedTuple):
 
     @property
     def how(self) -> str:
-        """How long it took, for a sentence."""
+        """How long it took, as part of a sentence."""
         kept = ", with what an earlier start had compiled" if self.kept else ""
         return f"in {self.compiling:.1f} s after {self.tracing:.1f} s of tracing{kept}"
 
 
 class Executables:
-    """The train step compiled for each batch shape, in a thread of its own.
+    """The train step, compiled for each batch shape in a background thread.
 
     Args:
-      train_step: as `step.make_train_step` makes it of the parts.
-      example: tokens of an example, and the names of its arrays.
+      train_step: made by `step.make_train_step` from the parts.
+      example: the number of tokens of an example, and the names of its arrays.
     """
 
     def __init__(self, train_step: Wrapped, parts: StepParts, plan: BatchPlan, *, example: tuple[int, Sequence[str]]):
@@ -58,26 +58,26 @@ class Executables:
         self._compiled: dict[int, concurrent.futures.Future[Built]] = {}
 
     def slots(self, stage: BatchStage) -> int:
-        """Row slots of a stage's micro-batches, by which executables differ: the accumulation is an argument."""
+        """Row slots of a stage's micro-batches. Each number has its own executable; accumulation is an argument."""
         return self._plan.slots_for(stage.micro_batch_to_train)
 
     def request(self, stage: BatchStage) -> None:
-        """Starts compiling for a stage in the background, unless that has been done."""
+        """Starts to compile for a stage in the background, unless it has already."""
         slots = self.slots(stage)
         if slots not in self._compiled:
             self._compiled[slots] = self._thread.submit(self._compile, slots)
 
     def request_after(self, stage: BatchStage) -> None:
-        """`request` for the stage that follows, if one does."""
+        """`request` for the next stage, if there is one."""
         stages = self._plan.stages
         for following in stages[stages.index(stage) + 1 :][:1]:
             self.request(following)
 
     def of(self, stage: BatchStage) -> Built:
-        """The compiled step of a stage; waits for it. All hosts call it.
+        """The compiled step of a stage, once it is ready. All hosts call it.
 
         Raises:
-          OutOfMemory: on all hosts, where it does not fit on the devices of one.
+          OutOfMemory: on all hosts, if it does not fit on the devices of one.
         """
         self.request(stage)
         compiling, problem = self._compiled[self.slots(stage)], None
@@ -90,7 +90,7 @@ class Executables:
         return compiling.result()
 
     def close(self) -> None:
-        """Starts nothing more."""
+        """Cancels compilations that have not begun."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, slots: int) -> Built:
@@ -102,7 +102,7 @@ class Executables:
         if self._plan.ramps_accumulation:
             number = jax.ShapeDtypeStruct((), "int32", sharding=sharding(self._mesh))
         started, before = time.perf_counter(), num_found()
-        # What is set for the main thread is set for it alone.
+        # Thread-local in jax: the main thread's settings do not apply here.
         precision = jax.default_matmul_precision(self._parts.config.matmul_precision)
         with jax.set_mesh(self._mesh), as_default_device(self._mesh), precision:
             lowered = self._step.lower(abstract_state(self._parts), batch, number)

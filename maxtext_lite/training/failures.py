@@ -1,4 +1,4 @@
-"""What a run could not write or read: found by any thread on any host, and ended on by all hosts together."""
+"""Failed reads and writes of a run: found by any thread on any host, raised by all hosts together."""
 
 # pyright: reportUnknownMemberType=false
 # jax, optax and orbax declare some of their functions in part.
@@ -18,24 +18,24 @@ Result = TypeVar("Result")
 
 
 class UnreadError(UserError):
-    """Examples that a host cannot read: all hosts raise it."""
+    """A host cannot read examples; raised on all hosts."""
 
 
 def raise_unread(problem: str | None, safe: str = "") -> None:
-    """Ends what reads, with this host's problem or another's, and a sentence on what is safe. All hosts call it.
+    """Raises the first host's problem with reading, followed by a sentence on what is safe. All hosts call it.
 
     Raises:
-      UnreadError: on all hosts, where one has examples that cannot be read.
+      UnreadError: on all hosts, if one cannot read its examples.
     """
     if problems := [each for each in exchange(problem) if each is not None]:
         raise UnreadError(f"{problems[0]} {safe}".rstrip())
 
 
 class Failures:
-    """The first thing that went wrong on this host while the run wrote.
+    """The first failure of this host while the run writes.
 
-    A host that raised it at once would leave the others waiting for it in a collective. So it is kept until all hosts
-    look, which they do where one of them is asked to stop, before a checkpoint, and at the end.
+    A host that raised it at once would leave the others waiting in a collective. So it is kept until all hosts check:
+    when one of them is asked to stop, before a checkpoint, and at the end.
 
     Attributes:
       newest: step of the newest checkpoint that counts, to say what is safe; None: there is none.
@@ -54,30 +54,30 @@ class Failures:
 
     @property
     def ends_run(self) -> bool:
-        """Whether there is a problem."""
+        """Whether something could not be written or read."""
         return self._first is not None or self._unread is not None
 
     def add_unread(self, problem: str) -> None:
-        """Keeps why the examples of a later step cannot be read: the run ends before it, and is saved."""
+        """Records why the examples of a later step cannot be read: the run ends before that step, and is saved."""
         self._unread = self._unread or problem
 
     def raise_unread(self, safe: str) -> None:
-        """Ends a run that has been saved. All hosts call it.
+        """Raises the problem recorded by `add_unread`, once the run is saved. All hosts call it.
 
         Args:
           safe: a sentence on what was saved.
         Raises:
-          UnreadError: on all hosts, where one has examples that cannot be read.
+          UnreadError: on all hosts, if one cannot read its examples.
         """
         raise_unread(self._unread, safe)
 
     def add(self, problem: str) -> None:
-        """Keeps a problem, unless there is one: those that follow, follow from it."""
+        """Records a problem, unless there is one already: later ones follow from the first."""
         with self._lock:
             self._first = self._first or problem
 
     def add_unwritten(self, problem: str) -> None:
-        """Keeps a problem, with what is safe."""
+        """Records a problem with writing, with a sentence on what is safe."""
         safe = "nothing, as there is no checkpoint yet"
         if self.newest is not None:
             safe = f"the checkpoint of step {self.newest}, from which the same command goes on"
@@ -85,7 +85,7 @@ class Failures:
 
     @contextlib.contextmanager
     def of_writing(self, path: object) -> Generator[None]:
-        """Keeps the OSError of what is done inside, which writes `path`."""
+        """A block that writes `path`; its OSError is recorded."""
         try:
             with writing(str(path)):
                 yield
@@ -93,7 +93,7 @@ class Failures:
             self.add_unwritten(" ".join(error.problems))
 
     def on_first_host(self, path: object, write: Callable[[], Result]) -> Result | None:
-        """What `write()` gives, which only the first host calls; None on the others. All hosts call it.
+        """The result of `write()` on the first host, the only one that calls it; None on the others. All hosts call it.
 
         Raises:
           UserError: `path` could not be written; on all hosts.
@@ -105,10 +105,10 @@ class Failures:
         return written
 
     def raise_together(self, is_busy: bool = False) -> bool:
-        """Whether any host is busy. All hosts call it.
+        """Raises a recorded problem on all hosts, or returns whether any host is busy. All hosts call it.
 
         Raises:
-          UserError: on all hosts, the problem of the first host that has one.
+          UserError: the problem of the first host that has one.
         """
         of_hosts = exchange([is_busy, self._first])
         problems = [problem for _, problem in of_hosts if problem is not None]

@@ -1,4 +1,4 @@
-"""The steps of pre-training, SFT and DPO: whole batches from the data feed, each in one compiled step."""
+"""The steps of pre-training, SFT and DPO: each takes a batch from the data feed through one compiled step."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # jax, optax and orbax declare some of their functions in part.
@@ -36,12 +36,12 @@ Result = TypeVar("Result")
 
 
 class FeedSteps:
-    """The steps after those of `counts`, from where they left off in the data; see `loop.Stepper`.
+    """The steps after those of `counts`, from their place in the data; see `loop.Stepper`.
 
     Args:
-      proves_kernels: before the first step; see `kernel_truth`.
+      proves_kernels: check the kernels before the first step; see `kernel_truth`.
     Raises:
-      UserError: a resumed run of DPO has other pairs than it began with, or its reference is gone.
+      UserError: a resumed DPO run's pairs have changed, or its reference is gone.
     """
 
     ahead = True
@@ -57,8 +57,8 @@ class FeedSteps:
     ):
         add_reference(run, state, counts, terminal)
         self._run, self._plan, self._say = run, run.plan, terminal.say
-        # The simulated devices of a CPU share a few threads: with two steps under way, a collective of one can wait
-        # for ever for a device whose thread the other holds. There, a step is finished before the next begins.
+        # The simulated devices of a CPU share a few threads: with two steps running, a collective of one can wait
+        # forever for a device whose thread the other holds. There, each step finishes before the next begins.
         self._one_at_a_time = jax.default_backend() == "cpu" and jax.device_count() > 1
         step = make_train_step(run.parts, run.schedule)
         self._executables = Executables(step, run.parts, run.plan, example=(run.source.num_tokens, run.source.fields))
@@ -83,14 +83,14 @@ class FeedSteps:
 
     @property
     def ready(self) -> bool:
-        """Whether the next step is of the stage whose executable is at hand."""
+        """Whether the next step belongs to the stage of the current executable."""
         return self._plan.stage_at(self._examples_seen) == self._stage
 
     def prepare(self, step: int) -> None:
-        """Waits for the executable of the stage that begins; says so."""
+        """Waits for the executable of the stage that begins, and reports it."""
         plan, stage = self._plan, self._plan.stage_at(self._examples_seen)
         phases.enter("reading", step)
-        if self._stage is None:  # later ones are found while there is the time to end together
+        if self._stage is None:  # later problems are found early enough for all hosts to end together
             if problem := self._batches.first_problem():
                 self._run.failures.add(problem)
             self._run.failures.raise_together()
@@ -118,7 +118,7 @@ class FeedSteps:
         self._stage = stage
 
     def take(self, state: TrainState, step: int) -> tuple[TrainState, Taken]:
-        """See `loop.Stepper`; with local updates, the replicas are also summarised, and synchronised every so often."""
+        """See `loop.Stepper`. With local updates, also summarises the replicas, and synchronises them periodically."""
         assert self._step is not None, "prepare() comes first"
         assert self._stage is not None
         if self._one_at_a_time:
@@ -133,7 +133,7 @@ class FeedSteps:
         with raising_out_of_memory() if self._is_new else contextlib.nullcontext():
             state, metrics = self._step(state, batch.arrays, number)
             watchdog.advance()
-            if self._is_new:  # what does not fit is known once it has run
+            if self._is_new:  # only its first run shows whether it fits
                 jax.block_until_ready(metrics)
         self._is_new = False
         if local := self._run.parts.local:
@@ -141,23 +141,24 @@ class FeedSteps:
             state = dataclasses.replace(state, skipped_in_a_row=metrics.pop("skipped_in_a_row"))
             if step % local.sync_period == 0:
                 state = self._alone(self._synchronise, state)
-        self._executables.request_after(self._stage)  # once the step is on its way: tracing holds Python up
+        self._executables.request_after(self._stage)  # after the dispatch, as tracing blocks Python
         find_cause = functools.partial(self._find_cause, batch)
         known = {} if batch.attention_imbalance is None else {"attention_imbalance": batch.attention_imbalance}
         return state, Taken(metrics, batch.example_ids, batch.num_examples, batch.data_seconds, find_cause, known)
 
     def unfinished(self, step: int) -> None:
-        """A batch is one step."""
+        """Nothing: a batch is one step."""
 
     def close(self) -> None:
-        """Ends what reads and compiles ahead."""
+        """Stops reading and compiling ahead."""
         self._batches.close()
         self._executables.close()
 
     def _alone(self, function: Callable[[Tree], Result], argument: Tree) -> Result:
-        """A function on the devices; where they can do only one thing at a time, once they have done what they do."""
+        """Calls a function on the devices, on simulated ones only once they are idle."""
         return function(jax.block_until_ready(argument) if self._one_at_a_time else argument)
 
     def _find_cause(self, batch: DeviceBatch, state: TrainState) -> NonFinite | None:
-        ids = np.asarray(value_of_host(self._plan.loading_hosts[0], batch.example_ids.tolist()))  # as they were dealt
+        # A loading host has the ids in the order in which it dealt out the rows.
+        ids = np.asarray(value_of_host(self._plan.loading_hosts[0], batch.example_ids.tolist()))
         return find_nonfinite(self._run.parts, state, batch.arrays, ids, micro_batches=batch.num_micro_batches)

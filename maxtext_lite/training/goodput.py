@@ -1,4 +1,4 @@
-"""goodput.json of a run directory: written as the run goes on, so that a kill loses a second of it."""
+"""goodput.json of a run directory, written during the run, so that a kill loses a second at most."""
 
 import contextlib
 import dataclasses
@@ -16,10 +16,10 @@ _EVERY_SECONDS = 1.0
 
 
 class Goodput:
-    """What the time of a run went to, this start and those before it; the first is written down at once.
+    """The accounting of a run's time over this start and earlier ones.
 
     Args:
-      directory: where goodput.json is written.
+      directory: of goodput.json.
     """
 
     def __init__(self, directory: Path, failures: Failures, clock: PhaseClock = phases):
@@ -29,30 +29,30 @@ class Goodput:
             found = json.loads(self._path.read_text(encoding="utf-8"))
         self._before, self._written = starts_of(found), 0.0
         self._first = self._last = 0
-        if not self._before:  # else the time of one that ends early lies between two others
+        if not self._before:  # on a later start, one that ends early shows as time between two others
             self.write()
 
-    def go_on(self, step: int) -> None:
-        """This start goes on after a step."""
+    def resume(self, step: int) -> None:
+        """Continues from a step: steps after it in earlier starts were lost."""
         self._before = [start.before(step) for start in self._before]
         self._first = self._last = step
 
     def note(self, record: Mapping[str, object]) -> None:
-        """Writes where the run is after a line of metrics.jsonl, unless it has done so within a second."""
+        """Notes a line of metrics.jsonl, and writes the file if that is a second ago."""
         step = record["step"]
         assert isinstance(step, int)
         self._last = max(step, self._last)
         if time.monotonic() - self._written > _EVERY_SECONDS:
             self.write()
 
-    def so_far(self, step: int) -> dict[str, float]:
-        """The run's time since its first start, and of it what went to steps that count; `step` is the newest."""
+    def record(self, step: int) -> dict[str, float]:
+        """The run's time since its first start, and the part spent on steps that count; `step` is the newest."""
         self._last = max(step, self._last)
         seconds = spent(self._starts)
         return {"run_seconds": sum(seconds.values()), "training_seconds": seconds["training"]}
 
     def write(self) -> None:
-        """Writes all starts, this one up to now."""
+        """Writes all starts, with this one up to now."""
         scratch = self._path.with_name(f"{FILE}.tmp")
         with self._failures.of_writing(self._path):
             text = json.dumps({"starts": [dataclasses.asdict(start) for start in self._starts]}, indent=1)
@@ -61,7 +61,7 @@ class Goodput:
         self._written = time.monotonic()
 
     def close(self) -> str:
-        """Writes for the last time; says what the time went to."""
+        """Writes for the last time; returns a summary of the time."""
         self.write()
         return goodput_text(self._starts)
 

@@ -1,4 +1,4 @@
-"""The gradients of a step, added up over micro-batches that are all there at once or come in chunks."""
+"""The gradients of a step, accumulated over micro-batches that arrive all at once or in chunks."""
 
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -22,21 +22,21 @@ TRAIN_BATCH_AXES = ("accumulation", "global_batch", "length")
 
 
 class StepGradients(NamedTuple):
-    """What the micro-batches of a step add up to.
+    """The sums of a step's micro-batches.
 
-    With local updates every leaf has a leading dim R, one entry for each replica and its own count; otherwise all stand
-    for the whole step.
+    With local updates every leaf has a leading dim R, one entry per replica, each with its own count; otherwise they
+    cover the whole step.
 
     Attributes:
       gradients: of the mean loss, float32.
-      loss: its mean over what the objective counts: target tokens, of which it is the nll, pairs, or responses; z_loss
-        and aux likewise, before their multipliers.
+      loss: the mean over what the objective counts: nll over target tokens, or the loss over pairs or responses.
+        z_loss and aux are means over the same, before their multipliers.
       num_counted: that count, int32.
       target_tokens: int32.
-      examples: rows that hold an example, int32.
+      examples: rows with an example, int32.
       group_squares: sum over groups of W / w |G|^2, where a group is one replica's part of one micro-batch, w its
         count, W that of the step, and G its part of `gradients`; 0 where there is one group.
-      groups: groups that count something, int32.
+      groups: groups with a count above 0, int32.
     """
 
     gradients: Params
@@ -51,9 +51,9 @@ class StepGradients(NamedTuple):
 
 
 class GradientSums(NamedTuple):
-    """The micro-batches so far: gradients [R, ...], and per replica what `StepGradients` says, [R].
+    """The sums so far: gradients [R, ...], and the other fields of `StepGradients` per replica, [R].
 
-    `counts` has `target_tokens`, what else the objective divides by, and `examples`.
+    `counts` has `target_tokens`, the objective's divisor, and `examples`.
     """
 
     gradients: Params
@@ -66,13 +66,13 @@ class GradientSums(NamedTuple):
 class GradientLoop:
     """The sum over the micro-batches of a step: `start`, `added` for each batch [A, B, T] of them, then `total`.
 
-    Every micro-batch's loss is divided by what the whole step counts, target tokens or what else the objective counts,
-    so that gradients add up to those of one big batch whatever A, B and the masks are. Where that is not known before
-    the last batch has come, it is divided by what the step is expected to count, and `total` makes up for it.
+    Every micro-batch's loss is divided by the whole step's count, such as its target tokens, so gradients add up to
+    those of one big batch whatever A, B and the masks are. Where that count is unknown until the last batch arrives,
+    the expected count divides instead, and `total` corrects for it.
 
-    Each replica of the `data` axis adds up its own gradients in float32; they are all-reduced once, in `total`, in
-    `grad_dtype`. With local updates they are not: each replica has parameters and a count of its own. With the pipeline
-    schedule 1f1b the loop is over ticks instead of micro-batches, and adds up to the same.
+    Each replica of the `data` axis accumulates its own gradients in float32; `total` all-reduces them once, in
+    `grad_dtype`. With local updates nothing is all-reduced: each replica has its own parameters and count. With the
+    pipeline schedule 1f1b the loop runs over ticks instead of micro-batches; the sums are the same.
     """
 
     def __init__(self, parts: StepParts):
@@ -93,28 +93,28 @@ class GradientLoop:
             self._interleaved = InterleavedStep(parts, self._num_replicas)
 
     def rows(self, batch: Rows) -> Rows:
-        """The rows [A, B, T] of examples, in the order in which they are computed."""
+        """The rows [A, B, T] of examples, tokens in the order of the context shards."""
         return in_context_order(self._parts.objective.rows(batch, TRAIN_BATCH_AXES), TRAIN_BATCH_AXES)
 
     def counts(self, rows: Rows) -> dict[str, jax.Array]:
-        """What all rows together count, in each replica: target tokens, the divisor and `examples`; int32 [R]."""
+        """Counts over all rows of each replica, [R]: target tokens, the divisor and `examples`."""
         has_example_AB = rows["segments"][..., 0] > 0
         examples_R = self._per_replica_sum(has_example_AB.astype(jnp.int32)) // self._parts.objective.rows_per_example
         counts = self._parts.objective.counts(rows)
         return {name: self._per_replica_sum(counts[name]) for name in self._counted_names} | {"examples": examples_R}
 
     def whole(self, counts: dict[str, jax.Array]) -> jax.Array:
-        """What losses are divided by in each replica, float32 [R], of a step that counts this; 1 where that is 0."""
+        """The divisor of each replica's losses in a step with these counts, float32 [R]; 1 where the count is 0."""
         counted_R = counts[self._parts.objective.divisor]
         whole_R = counted_R if self._local else jnp.broadcast_to(jnp.sum(counted_R), self._num_replicas)
         return jnp.where(whole_R > 0, whole_R, 1).astype(jnp.float32)
 
     def expected(self, count: int) -> jax.Array:
-        """What losses are divided by in each replica, float32 [R], of a step that is expected to count this."""
+        """The divisor of each replica's losses in a step with this expected count, float32 [R]."""
         return jnp.full(self._num_replicas, count, jnp.float32)
 
     def start(self) -> GradientSums:
-        """Before the first micro-batch."""
+        """The sums before the first micro-batch."""
         zeros_R, none_R = jnp.zeros(self._num_replicas), jnp.zeros(self._num_replicas, jnp.int32)
         objective, abstract = self._parts.objective, self._decoder.trained(self._decoder.abstract_params)
         accumulator = self._parts.optimizer.accumulator(abstract, self._num_replicas)
@@ -125,7 +125,7 @@ class GradientLoop:
         return GradientSums(zeros, losses, counts, zeros_R, none_R)
 
     def shardings(self) -> GradientSums:
-        """Where the sums lie between batches: each replica's on its own devices, gradients as the parameters do."""
+        """The shardings of the sums between batches: each replica's on its devices, gradients as the parameters."""
         gradients = jax.tree.map(per_replica, tree_shardings(self._parts.mesh, self._trained_axes))
         each_R = sharding(self._parts.mesh, ("replica",))
         others = jax.tree.map(lambda _: each_R, jax.eval_shape(self.start)._replace(gradients=None))
@@ -144,14 +144,14 @@ class GradientLoop:
         num_micro_batches: jax.Array | int | None = None,
         is_all: bool,
     ) -> GradientSums:
-        """The sums with the first `num_micro_batches` of the rows, which may be traced; None: with all.
+        """The sums plus those of the first `num_micro_batches` of the rows (may be traced; None: all).
 
         Args:
-          params: the gradients are those of these.
-          frozen: what else the decoder has (see `TrainState`).
-          rows: as `rows` gives them, and `counts` of them.
-          whole_R: what their losses are divided by, the same for all batches of a step.
-          is_all: a step has no other rows, and if these are one group, there is one group.
+          params: the parameters to differentiate by.
+          frozen: the decoder's other parameters (see `TrainState`).
+          rows, counts: as the methods of these names give them.
+          whole_R: the divisor of their losses, the same for all batches of a step.
+          is_all: the step has no other rows; if these are one group, it has one group.
         """
         factor_R = 1.0 / whole_R if loss_scale is None else loss_scale / whole_R
         whole = self._decoder.cast(self._decoder.joined(params, frozen))
@@ -161,8 +161,8 @@ class GradientLoop:
 
         def micro_step(index: jax.Array, sums: GradientSums) -> GradientSums:
             here = {name: jax.lax.dynamic_index_in_dim(x, index, keepdims=False) for name, x in rows.items()}
-            # Tied to the loop's rows, weights that are sharded are gathered when they are used; as constants of the
-            # loop, whole embeddings would be gathered before it and kept until its end.
+            # Tied to the loop's rows, sharded weights are gathered where they are used; as loop constants, whole
+            # embeddings would be gathered before the loop and kept until its end.
             micro_params, micro_frozen, here = jax.lax.optimization_barrier((cast_params, cast_frozen, here))
             (_, losses), gradients = self._differentiate(micro_params, micro_frozen, factor_R, here)
             sums = self._with_piece(sums, gradients, losses)
@@ -182,15 +182,15 @@ class GradientLoop:
     def total(
         self, sums: GradientSums, *, whole_R: jax.Array, loss_scale: jax.Array | None, is_expected: bool
     ) -> StepGradients:
-        """What the sums say of the step, summed over the replicas.
+        """The step's gradients, summed over the replicas.
 
         Args:
-          whole_R: what losses were divided by.
-          is_expected: that was not what the step has counted, as far as one could know. Where it is the same after all,
-            results are too, to the bit.
+          whole_R: the divisor of the losses.
+          is_expected: it was the expected count, not the step's own. If the two are equal, so are the results, to the
+            bit.
         """
         if self._interleaved and self._num_replicas > 1 and not self._local:
-            # Where pieces of several micro-batches are under way at once, only replicas have gradients of their own.
+            # Pieces of several micro-batches are in flight at once: only replicas have separate gradients.
             sums = self._with_groups(sums, sums.gradients, sums.counts[self._parts.objective.divisor], whole_R)
 
         def all_reduce(x_R: jax.Array) -> jax.Array:
@@ -201,15 +201,15 @@ class GradientLoop:
         gradients = jax.tree.map(all_reduce, gradients)
         if self._local:
             gradients = jax.tree.map(_lay_out, gradients, self._trained_axes)
-        else:  # each where it is used: with ZeRO-1, a replica receives its share only
+        else:  # with ZeRO-1 each replica receives only its share
             gradients = jax.lax.with_sharding_constraint(gradients, gradient_shardings(self._parts))
         gradients = jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
-        counts = jax.tree.map(all_reduce, sums.counts)
+        losses, counts = jax.tree.map(all_reduce, (sums.losses, sums.counts))
         result = StepGradients(
             gradients,
-            all_reduce(sums.losses.nll),
-            all_reduce(sums.losses.log_partition_squared),
-            jax.tree.map(all_reduce, sums.losses.aux),
+            losses.nll,
+            losses.log_partition_squared,
+            losses.aux,
             counts[self._parts.objective.divisor],
             counts["target_tokens"],
             counts["examples"],
@@ -217,10 +217,19 @@ class GradientLoop:
             all_reduce(sums.groups),
         )
         if loss_scale is not None:
-            result = _unscaled(result, loss_scale, optimizer)
-        if is_expected:
+
+            def unscaled(x: jax.Array) -> jax.Array:
+                return x / loss_scale.reshape(loss_scale.shape + (1,) * (x.ndim - loss_scale.ndim))
+
+            result = _rescaled(result, unscaled, optimizer)._replace(
+                group_squares=unscaled(unscaled(result.group_squares))
+            )
+        if is_expected:  # the expected count also stood for W in group_squares
             assert not self._local
-            result = _rescaled(result, whole_R[0] / jnp.maximum(result.num_counted, 1), optimizer)
+            ratio = whole_R[0] / jnp.maximum(result.num_counted, 1)
+            result = _rescaled(result, lambda x: x * ratio, optimizer)._replace(
+                group_squares=result.group_squares * ratio
+            )
         return result
 
     def _loss_share(
@@ -234,7 +243,7 @@ class GradientLoop:
         return over_replicas(lambda x_BA: jnp.sum(x_BA, dtype=x_BA.dtype), self._num_replicas, rows=(0,))(x_AB.T)
 
     def _counted(self, rows: Rows) -> jax.Array:
-        """What a micro-batch adds to the divisor, [R]."""
+        """A micro-batch's part of the divisor, [R]."""
         return self._per_replica_sum(self._parts.objective.counts(rows)[self._parts.objective.divisor][None])
 
     def _with_piece(self, sums: GradientSums, gradients: Params, losses: LossSums) -> GradientSums:
@@ -245,7 +254,7 @@ class GradientLoop:
     def _with_groups(
         self, sums: GradientSums, gradients: Params, group_R: jax.Array, whole_R: jax.Array
     ) -> GradientSums:
-        """With one more group in each replica."""
+        """The sums with one more group in each replica."""
         share_R = group_R / whole_R
         squares_R = sum(_squares_by_replica(g) for g in self._parts.optimizer.without_loads(gradients))
         group_squares = jnp.where(group_R > 0, squares_R / jnp.maximum(share_R, 1e-30), 0.0)
@@ -256,11 +265,11 @@ class GradientLoop:
 def accumulate_gradients(parts: StepParts) -> Callable[..., StepGradients]:
     """A function (params, batch, num_micro_batches=None, loss_scale=None, frozen=None) -> StepGradients of one step.
 
-    Gradients are those of `params`; `frozen` is what else the decoder has (see `TrainState`).
+    `params` are differentiated; `frozen` are the decoder's other parameters (see `TrainState`).
 
-    `batch` arrays are [A, B, T]; only the first `num_micro_batches` (None: all; may be traced) of the A are computed,
-    so that the accumulation may change without another executable: the weights and segments of the others must be 0.
-    See `GradientLoop`: what the step counts is known before its first micro-batch.
+    `batch` arrays are [A, B, T]. Only the first `num_micro_batches` of the A are computed (None: all; may be traced),
+    so that one executable serves any accumulation; weights and segments of the others must be 0. The step's count is
+    known before its first micro-batch (see `GradientLoop`).
     """
     loop = GradientLoop(parts)
 
@@ -299,27 +308,10 @@ def _squares_by_replica(gradient: jax.Array) -> jax.Array:
     return jnp.sum(jnp.square(gradient.astype(jnp.float32)), axis=tuple(range(1, gradient.ndim)))
 
 
-def _unscaled(sums: StepGradients, loss_scale: jax.Array, optimizer: GradientAccumulation) -> StepGradients:
-    """Without the loss scale, a scalar or [R]."""
-
-    def divide(x: jax.Array) -> jax.Array:
-        return x / loss_scale.reshape(loss_scale.shape + (1,) * (x.ndim - loss_scale.ndim))
-
-    return _mapped(sums, divide, optimizer)._replace(group_squares=divide(divide(sums.group_squares)))
-
-
-def _rescaled(sums: StepGradients, ratio: jax.Array, optimizer: GradientAccumulation) -> StepGradients:
-    """Of losses that were divided by `ratio` times what is counted; of group_squares, W took that place too."""
-    return _mapped(sums, lambda x: x * ratio, optimizer)._replace(group_squares=sums.group_squares * ratio)
-
-
-def _mapped(
-    sums: StepGradients, function: Callable[[jax.Array], jax.Array], optimizer: GradientAccumulation
+def _rescaled(
+    step: StepGradients, function: Callable[[jax.Array], jax.Array], optimizer: GradientAccumulation
 ) -> StepGradients:
-    """With `function` of all that is divided as the loss is, but for `group_squares`."""
-    return sums._replace(
-        gradients=optimizer.map_gradients(function, sums.gradients),
-        loss=function(sums.loss),
-        z_loss=function(sums.z_loss),
-        aux=jax.tree.map(function, sums.aux),
-    )
+    """`function` applied to everything that scales with the loss, except `group_squares`."""
+    loss, z_loss, aux = jax.tree.map(function, (step.loss, step.z_loss, step.aux))
+    gradients = optimizer.map_gradients(function, step.gradients)
+    return step._replace(gradients=gradients, loss=loss, z_loss=z_loss, aux=aux)

@@ -1,4 +1,4 @@
-"""The exact held-out loss: each held-out example once, whatever the batch size and the mesh."""
+"""The exact held-out loss: each held-out example counts once, whatever the batch size and the mesh."""
 
 from collections.abc import Iterable, Iterator
 from typing import cast
@@ -22,9 +22,9 @@ def scores_of(eval_step: Wrapped, params: Params, batches: Iterable[DeviceBatch]
     """The scores of each batch, on the host.
 
     Args:
-      eval_step: as `step.make_eval_step` makes it.
+      eval_step: made by `step.make_eval_step`.
     Raises:
-      UnreadError: after the last batch, where a host could not read all rows; on all hosts.
+      UnreadError: after the last batch, if a host could not read all rows; on all hosts.
     """
     problem = None
     for batch in batches:
@@ -35,7 +35,7 @@ def scores_of(eval_step: Wrapped, params: Params, batches: Iterable[DeviceBatch]
 
 
 class HeldOutLoss:
-    """A run's loss over its held-out examples, or over those of `eval_steps` batches; see `loop.Evaluation`."""
+    """A run's loss over its held-out examples, or over the first `eval_steps` batches; see `loop.Evaluation`."""
 
     before_first_step = False
 

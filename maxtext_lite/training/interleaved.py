@@ -1,4 +1,4 @@
-"""The gradients of a step by the pipeline schedule 1f1b: every tick runs one piece forwards and one backwards."""
+"""The gradients of a step with the pipeline schedule 1f1b: every tick runs one piece forward and one backward."""
 
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -22,10 +22,10 @@ Count: TypeAlias = jax.Array | int
 
 
 class InterleavedStep:
-    """The loop over a step that `gradients.accumulate_gradients` runs for the schedule 1f1b.
+    """The loop of `gradients.GradientLoop` over the ticks of the schedule 1f1b.
 
-    Piece i of a step is pipeline microbatch i % M of micro-batch i // M. The embedding and the loss belong to all
-    stages: each takes a part of the tokens of a piece, cut along the sequence.
+    Piece i of a step is pipeline microbatch i % M of micro-batch i // M. All stages compute the embedding and the loss,
+    each for its part of a piece's tokens, split along the sequence.
     """
 
     def __init__(self, parts: StepParts, num_replicas: int):
@@ -46,13 +46,12 @@ class InterleavedStep:
         start: Sums,
         added: Callable[[Sums, Params, LossSums], Sums],
     ) -> Sums:
-        """`added(sums, gradients, losses)` of every tick of a step in turn, beginning with the sums `start`.
+        """The sums after all ticks of a step: `added(sums, gradients, losses)` at each, beginning with `start`.
 
         Args:
-          params: those of the decoder's parameters that are trained, as `Decoder.cast` gives them; [R, ...] where
-            replicas have their own.
-          frozen: the others.
-          factor_R: what each replica's weights are multiplied by.
+          params: the trained parameters as `Decoder.cast` gives them; [R, ...] where replicas have their own.
+          frozen: the other parameters.
+          factor_R: multiplies each replica's weights.
           batch: arrays [A, B, T], of which the first `num_micro_batches` (may be traced) are computed.
         """
 
@@ -80,7 +79,7 @@ class InterleavedStep:
         return self._pipeline.no_flight(stream, self._num_replicas)
 
     def _piece_at(self, item: jax.Array, batch: Rows, num_micro_batches: Count) -> Rows:
-        """The rows of a piece, [B / M, T]; one that does not exist has weight 0 and is all padding."""
+        """The rows of a piece, [B / M, T]; before the first and after the last piece, padding of weight 0."""
         M = self._pipeline.num_microbatches
         num_items = num_micro_batches * M
         exists = (item >= 0) & (item < num_items)
@@ -149,18 +148,18 @@ class InterleavedStep:
         return flight, losses, gradients | {"layers": layer_gradients}
 
     def _split(self, x: jax.Array) -> jax.Array:
-        """[b, T, ...] as [b P, T / P, ...], of which each stage has a part."""
+        """[b, T, ...] as [b P, T / P, ...], split over the stages."""
         b, T = x.shape[:2]
         stages = self._pipeline.num_stages
         x = self._whole(x)
         return constrain(x.reshape(b * stages, T // stages, *x.shape[2:]), ("end_batch",) + (None,) * (x.ndim - 1))
 
     def _merge(self, x: jax.Array) -> jax.Array:
-        """Takes `_split` back."""
+        """The inverse of `_split`."""
         stages = self._pipeline.num_stages
         return self._whole(x.reshape(x.shape[0] // stages, -1, *x.shape[2:]))
 
     @staticmethod
     def _whole(x: jax.Array) -> jax.Array:
-        """Rows on their devices with all of their tokens: from one split of them the other is not a step away."""
+        """Rows with all of their tokens on one shard; there is no direct way from one split to the other."""
         return constrain(x, ("batch",) + (None,) * (x.ndim - 1))

@@ -1,8 +1,8 @@
-"""The kernels and number formats of a run beside plain arithmetic, before the first step: forward and gradients.
+"""A check of a run's kernels and number formats against plain arithmetic, forward and backward, before its first step.
 
-What the first batch says goes in as it is: documents, padding, targets and their weights, of one row of each batch
-shard, on the run's mesh. Activations and weights are drawn from normal distributions, as those of new parameters would
-score all keys alike and hide a wrong scale. Where a run computes plainly, nothing is compared.
+Documents, padding, targets and weights are those of the first batch, one row of each batch shard, on the run's mesh.
+Activations and weights are drawn from normal distributions: those of new parameters would score all keys alike and hide
+a wrong scale. Parts that a run computes plainly are not compared.
 """
 
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
@@ -47,13 +47,13 @@ from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.state import StepParts
 
 _TIMES_PLAIN = 4.0
-"""A kernel may be this many times as far from float32 as plain arithmetic in the run's dtype is."""
+"""A kernel's error against float32 may be this multiple of that of plain arithmetic in the run's dtype."""
 LEAST = {"float32": 1e-5, "bfloat16": 2**-5, "float16": 2**-8}
-"""And at least this far: eight roundings of two bytes, and what "two runs agree" means in float32."""
+"""The least bounds: eight roundings of two bytes, and the meaning of "two runs agree" in float32."""
 _OF_FORMAT = {"none": 0.0, "int8": 0.05, "fp8": 0.15, "fp8_full": 0.15}
-"""What eight bits may be off. Of normal numbers, whose largest are 4 to 5 standard deviations, a step of int8 is about
-4.5 / 127, and its rounding 1 % of a standard deviation; of e4m3, with three bits of mantissa, 2.6 %; both operands'
-together 1.4 % and 3.7 %. The bound is about four times that."""
+"""The bounds of eight-bit formats. For normal numbers, whose largest are 4 to 5 standard deviations, a step of int8 is
+about 4.5 / 127 and its rounding 1 % of a standard deviation; that of e4m3, with three bits of mantissa, is 2.6 %. Of
+two operands together these are 1.4 % and 3.7 %. The bounds are about four times that."""
 _BLOCK = 128
 _MOST_EXPERTS, _MOST_WIDTH = 8, 1024
 
@@ -61,14 +61,14 @@ Kernel = Callable[..., jax.Array]
 
 
 class Piece(NamedTuple):
-    """A kernel or a number format, and what it should come to.
+    """A kernel or a number format, and the plain arithmetic that it must match.
 
     Attributes:
-      setting: what chose it; `instead`: what to use in its place.
-      names: of the arrays that it is differentiated by.
+      setting: the setting that selects it; `instead`: one to use in its place.
+      names: of the arrays to differentiate by.
       draw: (key, rows) -> those arrays, in the run's dtype.
       kernel, plain: (rows) -> the function of those arrays.
-      least: the least bound.
+      least: the least bound of its error.
     """
 
     setting: str
@@ -81,11 +81,11 @@ class Piece(NamedTuple):
 
 
 def compare(kernel: Kernel, plain: Kernel, arrays: Sequence[jax.Array], least: float, key: jax.Array) -> jax.Array:
-    """Of the result and of the gradient for each of the arrays, the error of `kernel` and its bound: [1 + arrays, 2].
+    """The error of `kernel` and its bound, for the result and the gradient of each array: [1 + arrays, 2].
 
-    An error is that of the worst block of 128 tokens (or of what else the second dim counts) of a row, in 2-norm,
-    relative to the block and a tenth of a mean one. What is right is `plain` in float32; the bound is four times the
-    error of `plain` in the dtype of the arrays, and no less than `least`.
+    The error is the 2-norm of the difference in the worst block of 128 tokens (or other entries of the second dim) of a
+    row, relative to the norm of the block plus a tenth of the mean block's. The truth is `plain` in float32; the bound
+    is four times the error of `plain` in the arrays' dtype, and at least `least`.
     """
 
     def with_gradients(function: Kernel, arrays: Sequence[jax.Array], g: jax.Array | None) -> list[jax.Array]:
@@ -118,10 +118,10 @@ def _error(found: jax.Array, right: jax.Array) -> jax.Array:
 
 
 def prove_kernels(run: TrainingRun[Any], batch: Rows, say: Callable[[str], None]) -> None:
-    """Compares what a run computes with on the rows of its first batch [A, B, T]; says and stores the errors.
+    """Checks a run's kernels and number formats on rows of its first batch [A, B, T]; says and stores the errors.
 
     Raises:
-      UserError: an error is beyond its bound.
+      UserError: an error exceeds its bound.
     """
     found, wrong = dict[str, Any](), list[str]()
     _, slots, tokens = jax.eval_shape(lambda: run.parts.objective.rows(batch, TRAIN_BATCH_AXES))["segments"].shape
@@ -148,7 +148,7 @@ def prove_kernels(run: TrainingRun[Any], batch: Rows, say: Callable[[str], None]
 
 
 def errors_of(piece: Piece, parts: StepParts, batch: Rows) -> jax.Array:
-    """`compare` of a piece on one row of each batch shard of a batch [A, B, T]; of all replicas the worst."""
+    """`compare` of a piece on one row of each batch shard of a batch [A, B, T]: the errors of the worst replica."""
     mesh = parts.mesh
 
     def of_replica(key: jax.Array, rows: Rows) -> jax.Array:
@@ -160,7 +160,7 @@ def errors_of(piece: Piece, parts: StepParts, batch: Rows) -> jax.Array:
         shards = num_shards("global_batch")
         rows = {name: x[0].reshape(shards, -1, x.shape[-1])[:, 0] for name, x in rows.items()}
         numbers = over_replicas(of_replica, mesh.shape["data"], rows=(1,))(key, rows)
-        worst = jnp.argmax(numbers[..., 0] / numbers[..., 1], axis=0)  # nan is the largest
+        worst = jnp.argmax(numbers[..., 0] / numbers[..., 1], axis=0)  # NaN counts as the largest
         return jnp.take_along_axis(numbers, worst[None, :, None], axis=0)[0]
 
     with jax.set_mesh(mesh):
@@ -168,7 +168,7 @@ def errors_of(piece: Piece, parts: StepParts, batch: Rows) -> jax.Array:
 
 
 def _pieces(parts: StepParts, slots: int, tokens: int) -> Iterator[Piece]:
-    """What a run computes otherwise than plainly, with micro-batches of so many slots of rows of so many tokens."""
+    """The kernels and number formats of a run that are not plain, for micro-batches of `slots` rows of `tokens`."""
     shape, config = parts.decoder.shape, parts.config
     least, experts = LEAST[jnp.dtype(shape.dtype).name], shape.experts
     if shape.attention != "dot_product":
@@ -189,7 +189,7 @@ def _pieces(parts: StepParts, slots: int, tokens: int) -> Iterator[Piece]:
 
 
 def attention_piece(shape: DecoderShape, scoring: Scoring, least: float) -> Piece:
-    """The kernel of attention in layers that score so. Padding has no result: what kernels make of it is of no use."""
+    """The attention kernel in layers with this scoring. Results at padding are unused and not compared."""
     N, H, W = shape.num_query_heads, shape.head_dim, shape.value_dim
     K = N if shape.latent else shape.num_kv_heads
     names = ("q", "k", "v", "sink")[: 4 if shape.sinks else 3]
@@ -220,7 +220,7 @@ def attention_piece(shape: DecoderShape, scoring: Scoring, least: float) -> Piec
 
 
 def experts_piece(shape: DecoderShape, experts: ExpertShape, least: float) -> Piece:
-    """The grouped matmuls of a few experts without biases, to which the real tokens go as it falls."""
+    """The grouped matmuls of a few experts without biases; real tokens are routed at random."""
     shards = num_shards("experts")
     count = min(experts.num_experts, shards * -(-_MOST_EXPERTS // shards))
     few = {"num_experts": count, "num_per_token": min(experts.num_per_token, count), "with_bias": False}
@@ -252,12 +252,12 @@ def experts_piece(shape: DecoderShape, experts: ExpertShape, least: float) -> Pi
 
     setting = f"num_experts={shape.experts and shape.experts.num_experts} by the kernel {experts.matmul}"
     instead = "capacity_factor=2, whose experts need no such kernel"
-    least = max(least, 2 * _OF_FORMAT[experts.quantization])  # three matmuls, one after another
+    least = max(least, 2 * _OF_FORMAT[experts.quantization])  # three matmuls in a row
     return Piece(setting, instead, ("x", "share", "gate", "up", "down"), draw, kernel, plain, least)
 
 
 def projection_piece(shape: DecoderShape, least: float) -> Piece:
-    """A matmul by a layer's weight in the run's eight bits."""
+    """A matmul with a layer's weight in the run's eight-bit format."""
     axes, D, F = ("embed", "mlp"), shape.emb_dim, shape.mlp_dim
 
     def draw(key: jax.Array, rows: Rows) -> list[jax.Array]:
@@ -273,7 +273,7 @@ def projection_piece(shape: DecoderShape, least: float) -> Piece:
 
 
 def loss_piece(shape: DecoderShape, num_tiles: int, z_loss_multiplier: float, least: float) -> Piece:
-    """The loss in so many pieces of the tokens, of hidden states of at most 1024 dims."""
+    """The loss in `num_tiles` tiles of the tokens, for hidden states of at most 1024 dims."""
     D, V = min(shape.emb_dim, _MOST_WIDTH), shape.vocab_size
     cap, multiplier = shape.final_soft_cap, shape.logits_multiplier
 
@@ -284,7 +284,7 @@ def loss_piece(shape: DecoderShape, num_tiles: int, z_loss_multiplier: float, le
 
     def kernel(rows: Rows) -> Kernel:
         how = Readout(num_tiles, cap, 1.0, shape.grad_dtype, z_loss_multiplier, multiplier)
-        both: Any = cross_entropy  # of its two results, the first is differentiated
+        both: Any = cross_entropy  # only the first of its two results is differentiated
         return lambda x, head: both(x, head, rows["targets"], rows["weights"], how)[0]
 
     def plain(rows: Rows) -> Kernel:
@@ -311,5 +311,5 @@ def loss_piece(shape: DecoderShape, num_tiles: int, z_loss_multiplier: float, le
 
 
 def _normal(key: jax.Array, axes: Sequence[str | None], sizes: Sequence[int], dtype: DTypeLike, of: int = 1) -> Any:
-    """Numbers of a variance of 1 / `of`, laid out by their axes."""
+    """Normal numbers of variance 1 / `of`, sharded by their axes."""
     return constrain((jax.random.normal(key, tuple(sizes)) / of**0.5).astype(dtype), axes)

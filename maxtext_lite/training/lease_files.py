@@ -1,4 +1,4 @@
-"""The files of leases, on a file system or in a bucket: made by one process alone, renewed, read and removed."""
+"""The files of leases, on a file system or in a bucket: each is created by exactly one process."""
 
 import contextlib
 import os
@@ -12,11 +12,11 @@ _MOST_BYTES = 10_000
 
 
 class LeaseFile(NamedTuple):
-    """A lease as it was seen; one that is renewed, or another of its name, is not equal to it.
+    """A lease as it was read; after a renewal, or replaced by another of the same name, it is unequal.
 
     Attributes:
-      version: that another file of this name has not; in a bucket each renewal changes it too.
-      renewed_ns: by the clock of whoever stores it.
+      version: differs from that of any other file of this name; in a bucket each renewal changes it too.
+      renewed_ns: by the clock of the storage.
     """
 
     name: str
@@ -31,23 +31,23 @@ def lease_files(directory: Path) -> "LeaseFiles":
 
 
 class LeaseFiles:
-    """The files of a directory. Methods raise OSError; where a file is not there, FileNotFoundError."""
+    """The files of a directory. Methods raise OSError; FileNotFoundError if a file is missing."""
 
     def __init__(self, directory: Path):
         self._directory = directory
 
     def found(self) -> list[LeaseFile]:
-        """Those that are there, of any name."""
+        """All files, of any name."""
         found: list[LeaseFile] = []
         for path in self._directory.iterdir() if self._directory.exists() else ():
-            with contextlib.suppress(FileNotFoundError):  # let go of meanwhile
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
                 about = path.stat()
                 text = b"" if path.is_dir() else path.read_bytes()[:_MOST_BYTES]
                 found.append(LeaseFile(path.name, text, str(about.st_ino), about.st_mtime_ns))
         return found
 
     def make(self, name: str, text: bytes) -> None:
-        """Makes one; raises FileExistsError where there is one of this name."""
+        """Makes a file; raises FileExistsError if there is one of this name."""
         self._directory.mkdir(parents=True, exist_ok=True)
         path = self._directory / name
         with path.open("xb", buffering=0) as file:
@@ -58,30 +58,30 @@ class LeaseFiles:
                 raise
 
     def read(self, name: str) -> bytes:
-        """What one says."""
+        """The content of a file."""
         return (self._directory / name).read_bytes()
 
     def renew(self, name: str) -> None:
-        """Says of one that is there that its holder lives."""
+        """Marks an existing file as still held."""
         os.utime(self._directory / name)
 
     def remove(self, name: str) -> None:
-        """Removes one, if it is there."""
+        """Removes a file, if it exists."""
         (self._directory / name).unlink(missing_ok=True)
 
     def now_ns(self) -> int:
-        """The time by the clock of whoever stores them."""
+        """The time by the clock of the storage."""
         with tempfile.NamedTemporaryFile(dir=self._directory, prefix=".now-") as probe:
             os.utime(probe.name)
             return Path(probe.name).stat().st_mtime_ns
 
     def close(self) -> None:
-        """Removes the directory; raises OSError where it is not empty."""
+        """Removes the directory; raises OSError if it is not empty."""
         self._directory.rmdir()
 
 
 class _InBucket(LeaseFiles):
-    """Objects that are made on condition that there is none of their name, and renewed by a change of metadata."""
+    """Objects in a bucket, created on condition that none of their name exists, and renewed by a change of metadata."""
 
     def __init__(self, directory: Path):
         super().__init__(directory)

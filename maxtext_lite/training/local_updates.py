@@ -1,4 +1,4 @@
-"""Local updates: replicas train parameters of their own and are synchronised every few steps.
+"""Local updates (DiLoCo): replicas train parameters of their own and are synchronised every few steps.
 
 Source: Douillard et al. 2023, arXiv:2311.08105, algorithm 1. With outer learning rate 1 and momentum 0 it is local SGD:
 the plain mean of the replicas.
@@ -19,11 +19,11 @@ from maxtext_lite.training.arrays import Params, Tree, as_float32
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class OuterState:
-    """What all replicas share: the parameters of the last synchronisation and the outer optimizer's momentum.
+    """The state shared by all replicas: the parameters of the last synchronisation and the outer momentum.
 
     Attributes:
-      momentum: float32, shaped as the parameters; None where diloco_outer_momentum is 0.
-      master: the parameters in float32, where the replicas have such masters; otherwise None.
+      momentum: float32, in the shapes of the parameters; None where diloco_outer_momentum is 0.
+      master: the parameters in float32, where the replicas have float32 masters; otherwise None.
     """
 
     params: Params
@@ -54,19 +54,18 @@ class LocalUpdates:
     def synchronised(
         self, params_R: Params, outer: OuterState, masters_R: Params | None = None
     ) -> tuple[Params, OuterState]:
-        """The replicas' parameters [R, ...] and the shared state after they have met.
+        """The replicas' parameters [R, ...] and the shared state after a synchronisation.
 
-        Where there are masters, it is they that are averaged: parameters are the rounding of what comes of it, and the
-        replicas' masters are then copies of `OuterState.master`.
+        Masters are averaged where there are any: the parameters are the rounded average, and the replicas' masters
+        become copies of `OuterState.master`.
 
         The outer gradient is outer - mean(replicas); its step is written as (1 - lr) outer + lr mean, so that a single
         replica with lr = 1 and no momentum keeps its parameters to the bit. Computed in float32.
 
         Args:
-          masters_R: None where there are none.
+          masters_R: None without masters.
         """
         lr, momentum = self.outer_lr, self.outer_momentum
-
         has_masters = outer.master is not None
         before = outer.master if has_masters else as_float32(outer.params)
         mean = jax.tree.map(lambda p: jnp.mean(p, axis=0), masters_R if has_masters else as_float32(params_R))
@@ -78,7 +77,7 @@ class LocalUpdates:
         return self.copies(params), OuterState(params, velocity, after if has_masters else None)
 
     def outer_state(self, params: Params, master: Params | None = None) -> OuterState:
-        """The shared state before the first step; `master` is None where there are no masters."""
+        """The shared state before the first step; `master` is None without masters."""
         momentum = None
         if self.outer_momentum:
             momentum = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
@@ -86,7 +85,7 @@ class LocalUpdates:
 
 
 def local_updates(config: LocalUpdatesConfig, num_replicas: int | None) -> LocalUpdates | None:
-    """The local updates of a config whose plan has this many replicas; None where every step synchronises."""
+    """The local updates of a config with this many replicas; None where every step synchronises."""
     if num_replicas is None:
         return None
     return LocalUpdates(num_replicas, config.diloco_sync_period, config.diloco_outer_lr, config.diloco_outer_momentum)

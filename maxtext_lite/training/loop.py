@@ -1,4 +1,4 @@
-"""The loop of every run, pre-training, SFT, DPO or reinforcement learning: steps, evaluations, checkpoints, the end."""
+"""The training loop of every run, be it pre-training, SFT, DPO or reinforcement learning."""
 
 # pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false, reportUnknownLambdaType=false
 # jax, optax and orbax declare some of their functions in part.
@@ -43,67 +43,67 @@ from maxtext_lite.training.trackers import open_trackers
 
 
 class Stepper(Protocol):
-    """The steps of a run: where their batches come from, and how the state is updated with each."""
+    """The steps of a run: the origin of their batches, and the update of the state with each."""
 
     @property
     def ahead(self) -> bool:
-        """Whether a step is dispatched before the last one is recorded, so that devices never wait for the host."""
+        """Whether each step is dispatched before the last one is recorded, so that the devices never wait."""
         ...
 
     @property
     def ready(self) -> bool:
-        """Whether the next step can be taken without `prepare`, which may take long."""
+        """Whether the next step needs no `prepare`, which may take long."""
         ...
 
     def prepare(self, step: int) -> None:
-        """Gets ready for this step and those like it."""
+        """Prepares this step and those like it."""
         ...
 
     def take(self, state: TrainState, step: int) -> tuple[TrainState, Taken]:
-        """The next batch, and a step on it; `state`, of the step before, is donated."""
+        """Takes a step on the next batch; `state`, that after the previous step, is donated."""
         ...
 
     def unfinished(self, step: int) -> dict[str, jax.Array] | None:
-        """What a checkpoint after this step holds of a batch that more steps are to be made on; None: nothing."""
+        """The batch that further steps will train on, for the checkpoint after this step; None: no such batch."""
         ...
 
     def close(self) -> None:
-        """Ends what reads or compiles ahead."""
+        """Stops reading and compiling ahead."""
         ...
 
 
 class Evaluation(Protocol):
-    """How a run's model is judged by what was held out."""
+    """The evaluation of a run's model on held-out data."""
 
     @property
     def before_first_step(self) -> bool:
-        """Whether it is also judged untrained, at step 0."""
+        """Whether the untrained model is evaluated too, at step 0."""
         ...
 
     def of(self, state: TrainState, step: int) -> tuple[Mapping[str, Any], str]:
-        """The entries of an evaluation's record, and what the terminal says of them. All hosts call it.
+        """The entries of an evaluation's record, and its line on the terminal. All hosts call it.
 
         Raises:
-          UnreadError: what was held out cannot be read; on all hosts.
+          UnreadError: the held-out data cannot be read; on all hosts.
         """
         ...
 
 
 Begin = Callable[[Terminal, TrainState, Counts], tuple[Stepper, Evaluation]]
-"""From the state that a run goes on from, restored or new: the steps after it, and how their model is judged."""
+"""(terminal, state, counts), restored or new -> the steps from there, and the evaluation of their model."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RunResult:
-    """What a run came to.
+    """The result of a run.
 
     Attributes:
       step: steps done in the whole run.
-      loss: training loss of the last step; None if this process did none.
-      eval_loss: the last evaluation's, a mean over target tokens (dpo: pairs); None without one, and in reinforcement
+      loss: training loss of the last step; None if this process took none.
+      eval_loss: the last evaluation's mean over target tokens (dpo: pairs); None without one, and in reinforcement
         learning.
-      interrupted: a signal ended the run, after saving where checkpoints are on.
-      is_first_host: this process is the one that writes the run directory.
+      interrupted: a signal ended the run, after a checkpoint if enable_checkpointing is true.
+      is_first_host: this process writes the run directory.
       state: the final TrainState, on the devices.
     """
 
@@ -127,29 +127,29 @@ def train(
     callbacks: Sequence[Callback] = (),
     device_memory_gb: float | None = None,
 ) -> RunResult:
-    """Trains to `config.steps`, from the newest checkpoint of the run directory where there is one.
+    """Trains to `config.steps`, from the newest checkpoint of the run directory if there is one.
 
-    What is not passed is as the config says. See docs/library.md.
+    Arguments that are not passed are as configured. See docs/library.md.
 
     Args:
       model: makes the decoder, such as `functools.partial(Decoder, block=...)`.
-      objective: what is minimised; it is tried on a few random rows first.
-      source: the training examples; what is held out is then `eval_source`, or nothing.
-      optimizer: is all of the update; it has a learning rate of its own, or is made with the config's schedule. It is
-        given the sum over a step's micro-batches, and nothing of a step whose gradient is not finite.
-      callbacks: see steps, evaluations and checkpoints, and may end the run.
-      device_memory_gb: that a train step may hold on a device, in units of 1e9 bytes; None: what the device has. One
-        that does not fit is lowered as `Ladder` says, and the run starts again from its newest checkpoint.
+      objective: the loss to minimise; it is tried on a few random rows first.
+      source: the training examples; the held-out ones are then `eval_source`, or none.
+      optimizer: replaces the whole update. It has its own learning rate, or is made with the config's schedule; it
+        receives the sum over a step's micro-batches, and never a gradient that is not finite.
+      callbacks: observe steps, evaluations and checkpoints, and may end the run.
+      device_memory_gb: memory of a device that a step may use, in units of 1e9 bytes; None: all of it. A step that does
+        not fit is lowered along its `Ladder`, and the run restarts from its newest checkpoint.
     Raises:
-      UserError: the config cannot be trained on these devices or this data, or contradicts the checkpoint; an object is
-        not what its protocol promises.
-      LossSpike: the loss stopped being a number, or left its band, and the run did not go back.
+      UserError: the config cannot be trained on these devices or this data, or contradicts the checkpoint; an object
+        breaks its protocol.
+      LossSpike: the loss became non-finite or left its band, and the run did not go back.
     """
     sources = _own_sources(config, source, eval_source)
     own_objective = None
     if objective is not None:
         _refuse_pairs(config, "objective")
-        start_devices()  # several processes join before any of them computes
+        start_devices()  # processes must join before any of them computes
         fields = sources[0].fields if sources else example_shape(config)[1]
         sizes = {"vocab_size": config.vocab_size, "emb_dim": config.base_emb_dim}
         own_objective = custom_loss(objective, fields=fields, z_loss_multiplier=config.z_loss_multiplier, **sizes)
@@ -176,12 +176,12 @@ def train(
 
 
 def steps_of_feed(run: TrainingRun[ExampleSource], *start: Any) -> tuple[FeedSteps, HeldOutLoss]:
-    """What a run that reads its batches begins with; see `Begin`."""
+    """The steps and the evaluation of a run that reads its batches; see `Begin`."""
     return FeedSteps(run, *start), HeldOutLoss(run)
 
 
 def _own_sources(config: Config, source: Examples | None, eval_source: Examples | None) -> Sources | None:
-    """The caller's examples; None: those of the config."""
+    """The caller's own examples; None: those of the config are used."""
     if source is None:
         if eval_source is not None:
             raise UserError("eval_source without source: pass both, or eval_dataset_path in the config.")
@@ -211,7 +211,7 @@ def train_run(
     callbacks: Sequence[Callback] = (),
     go_back: Callable[[TrainingRun[Data], Terminal], None] | None = None,
 ) -> RunResult:
-    """Takes the steps of a run that are left, after what `go_back` does; raises what `train` raises."""
+    """Takes the remaining steps of a run, after `go_back` if given; raises as `train` does."""
     terminal = Terminal(log_period=run.config.log_period, quiet=not run.is_first)
     with contextlib.ExitStack() as open_things:
         open_things.enter_context(jax.default_matmul_precision(run.config.matmul_precision))
@@ -230,12 +230,12 @@ def train_run(
             terminal.say(f"nothing to do: {run.directory} has {counts.step} steps already, which is all")
             return RunResult(run.directory, counts.step, None, None, False, run.is_first, state)
         run.introduce(terminal, counts)
-        # An evaluation before the first step stands at step 0.
+        # An evaluation before the first step has step 0.
         log = run.open_log(lambda: _metrics_log(run, counts.step or -1, terminal.say), terminal.say)
         if log:
             open_things.enter_context(contextlib.closing(log))
         if goodput:
-            goodput.go_on(counts.step)
+            goodput.resume(counts.step)
             open_things.callback(goodput.write)
         steps, evaluation = begin(terminal, state, counts)
         open_things.enter_context(contextlib.closing(steps))
@@ -253,29 +253,31 @@ def _metrics_log(run: TrainingRun[Any], after_step: int, say: Callable[[str], No
     return MetricsLog(directory, after_step, run.failures, trackers)
 
 
+@dataclasses.dataclass
 class _Loop:
-    """The steps that are left: one at a time, or one under way while the one before it is recorded."""
+    """The steps that are left, one at a time, or each dispatched before the one before it is recorded.
 
-    def __init__(
-        self,
-        run: TrainingRun[Data],
-        terminal: Terminal,
-        log: StepLog,
-        signals: Signals,
-        steps: Stepper,
-        evaluation: Evaluation,
-        callbacks: Sequence[Callback],
-    ):
-        self.run, self.terminal, self.log, self.signals = run, terminal, log, signals
-        self.steps, self.evaluation, self.callbacks = steps, evaluation, callbacks
-        self.shows_state = any(callback.wants_state for callback in callbacks)
-        self.asked_to_end = False
-        self.evaluates = run.eval_source is not None and run.config.eval_interval > 0
-        self.in_flight: tuple[int, Taken] | None = None
-        self.eval_loss: float | None = None
+    Attributes:
+      in_flight: the newest step, until it is recorded.
+    """
+
+    run: TrainingRun[Any]
+    terminal: Terminal
+    log: StepLog
+    signals: Signals
+    steps: Stepper
+    evaluation: Evaluation
+    callbacks: Sequence[Callback]
+    asked_to_end: bool = False
+    in_flight: tuple[int, Taken] | None = None
+    eval_loss: float | None = None
+
+    def __post_init__(self) -> None:
+        self.shows_state = any(callback.wants_state for callback in self.callbacks)
+        self.evaluates = self.run.eval_source is not None and self.run.config.eval_interval > 0
 
     def train_from(self, state: TrainState) -> RunResult:
-        """The steps after those of the log, until the last, a signal or a callback that ends the run."""
+        """Takes the steps after those of the log, up to the last, or until a signal or a callback ends the run."""
         run, log, steps, last_step = self.run, self.log, self.steps, self.terminal.last_step
         stopping = Stop(run.mesh, lambda: self.signals.received is not None or run.failures.ends_run)
         ending = Stop(run.mesh, lambda: self.asked_to_end) if self.callbacks else None
@@ -293,7 +295,8 @@ class _Loop:
             if not steps.ready:
                 self._record(state)  # before a wait that may be long
                 steps.prepare(step)
-            state, taken = steps.take(state, step)
+            with jax.profiler.StepTraceAnnotation("train", step_num=step):
+                state, taken = steps.take(state, step)
             self._record(state)  # of the step before, as this one is under way
             self.in_flight = step, taken
             if self.shows_state or not steps.ahead:
@@ -309,11 +312,11 @@ class _Loop:
         return self._result(state, left=last_step - log.counts.step, ended=ends)
 
     def _end(self) -> None:
-        """Waits until all is written; raises what could not be read."""
+        """Waits until everything is written; raises a recorded read problem."""
         phases.enter("save", self.log.counts.step)
         self.log.flush()
         self.run.wait()
-        self.log.account()
+        self.log.say_goodput()
         self.run.failures.raise_unread(f"The run ended after step {self.log.counts.step}, {self._saved}.")
 
     @property
@@ -321,17 +324,17 @@ class _Loop:
         return "saved" if self.run.checkpointer else "not saved (enable_checkpointing=false)"
 
     def _pause(self, state: TrainState, step: int, *, stops: bool, is_last: bool) -> None:
-        """Evaluates and saves, where this step is one to do so after."""
+        """Evaluates and saves if they are due after this step."""
         run, config = self.run, self.run.config
         saves = run.checkpointer is not None and (step % config.checkpoint_period == 0 or is_last)
         evaluates = self.evaluates and (step % config.eval_interval == 0 or is_last)
         if not (saves or evaluates or stops or is_last):
             return
-        # Everything up to this step is on record before its checkpoint is: a restart adds what follows.
+        # All steps are on record before the checkpoint: a restart only appends.
         self._record(state)
         if stops:
             run.failures.raise_together()
-        # A checkpoint after its evaluation: a kill between them repeats both. Asked to stop, save first.
+        # The checkpoint follows its evaluation, so that a kill between them repeats both. When stopping, save first.
         if stops:
             self._save(state)
         if evaluates:
@@ -341,7 +344,7 @@ class _Loop:
         self.log.restart_clock()
 
     def _record(self, state: TrainState) -> None:
-        """Waits for the step that is under way, if one is, and records it; `state` is that of the newest step."""
+        """Waits for the step in flight, if there is one, and records it; `state` is that after the newest step."""
         if self.in_flight is not None:
             (step, taken), self.in_flight = self.in_flight, None
             record = self.log.add(step, taken, state)
@@ -378,7 +381,7 @@ class _Loop:
         self._tell(lambda callback: callback.after_evaluation(step, record, state))
 
     def _result(self, state: TrainState, *, left: int, ended: bool) -> RunResult:
-        """What the run came to; says so where steps are left, as a signal or, where it `ended`, a callback wanted."""
+        """The result of the run; if steps are left, reports that a signal or, if `ended`, a callback stopped it."""
         run, log, interrupted = self.run, self.log, left > 0 and not ended
         if left:
             by = self.signals.received.name if self.signals.received else "another host"

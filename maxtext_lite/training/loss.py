@@ -1,4 +1,4 @@
-"""Cross-entropy over the vocabulary as sums, computed without holding all logits at once."""
+"""Cross-entropy over the vocabulary as sums, without materialising all logits at once."""
 
 # pyright: reportUnknownMemberType=false
 # jax, optax and orbax declare some of their functions in part.
@@ -24,9 +24,9 @@ HEAD_AXES = ("embed", "vocab")
 
 
 class LossSums(NamedTuple):
-    """Sums over target tokens, float32 scalars: of weighted nll, and of weighted squared log-partition.
+    """Float32 sums over target tokens: of the weighted nll and of the weighted squared log-partition.
 
-    `aux` has the experts' by name (see `outputs.Outputs`), {} without experts, and what an objective adds to them.
+    `aux` has the experts' sums by name (see `outputs.Outputs`), {} without experts, and an objective's own.
     """
 
     nll: jax.Array
@@ -37,7 +37,7 @@ class LossSums(NamedTuple):
 def tile_logits(
     x_BTD: jax.Array, head: OutputHead, soft_cap: float, temperature: float = 1.0, multiplier: float = 1.0
 ) -> jax.Array:
-    """Logits [B, T, V] in float32, multiplied, capped and then divided by the temperature."""
+    """Logits [B, T, V] in float32: multiplied, then capped, then divided by the temperature."""
     logits_BTV = constrain(projected(x_BTD, head), ("end_batch", "length", "activation_vocab"))
     logits_BTV = logits_BTV if multiplier == 1 else multiplier * logits_BTV
     logits_BTV = soft_capped(logits_BTV, soft_cap) if soft_cap else logits_BTV
@@ -45,7 +45,7 @@ def tile_logits(
 
 
 class _TileLosses(NamedTuple):
-    """Of one tile: nll and log-partition, softmax numerators and their sum, and a mask of the targets."""
+    """The nll and log-partition of one tile, its softmax numerators and their sum, and the mask of its targets."""
 
     nll_BT: jax.Array
     log_partition_BT: jax.Array
@@ -59,22 +59,22 @@ def _tile_losses(logits_BTV: jax.Array, target_BT: jax.Array) -> _TileLosses:
     exponential_BTV = jnp.exp(logits_BTV - max_BT[..., None])
     sum_BT = jnp.sum(exponential_BTV, axis=-1)
     log_partition_BT = max_BT + jnp.log(sum_BT)
-    # A comparison instead of a look-up: it is split over a sharded vocabulary as the logits are.
+    # A comparison shards over the vocabulary like the logits; a look-up would not.
     is_target_BTV = jnp.arange(logits_BTV.shape[-1]) == target_BT[..., None]
     target_logit_BT = jnp.sum(jnp.where(is_target_BTV, logits_BTV, 0), axis=-1)
     return _TileLosses(log_partition_BT - target_logit_BT, log_partition_BT, exponential_BTV, sum_BT, is_target_BTV)
 
 
 def _pieces(x: jax.Array, num_pieces: int) -> jax.Array:
-    """[B, T, ...] as [pieces, B, T / pieces, ...], each with as many tokens of each context shard, so that every device
-    works on every piece."""
+    """[B, T, ...] as [pieces, B, T / pieces, ...], each piece with equally many tokens of every context shard, so that
+    every device works on every piece."""
     (B, T), shards = x.shape[:2], context_shards()
     x = x.reshape(B, shards, num_pieces, T // (shards * num_pieces), *x.shape[2:])
     return jnp.moveaxis(x, 2, 0).reshape(num_pieces, B, T // num_pieces, *x.shape[4:])
 
 
 def _joined(x: jax.Array) -> jax.Array:
-    """Takes `_pieces` back."""
+    """The inverse of `_pieces`."""
     num_pieces, B, T = x.shape[:3]
     x = x.reshape(num_pieces, B, context_shards(), -1, *x.shape[3:])
     return jnp.moveaxis(x, 0, 2).reshape(B, num_pieces * T, *x.shape[4:])
@@ -86,7 +86,7 @@ def _over_tiles(
     num_tiles: int,
     *arrays: jax.Array,
 ) -> tuple[Tree, Tree]:
-    """`scan` of tile_function(carry, tiles) over tiles of the sequence; results are put back in order."""
+    """A scan of tile_function(carry, tiles) over tiles of the sequence; results come back in token order."""
     if num_tiles == 1:
         return tile_function(carry, arrays)
     carry, results = jax.lax.scan(tile_function, carry, tuple(_pieces(x, num_tiles) for x in arrays))
@@ -98,7 +98,7 @@ def _projection(head: OutputHead) -> jax.Array:
 
 
 def _num_tiles(x_BTD: jax.Array, head: OutputHead, num_vocab_tiling: int) -> int:
-    """`batching.vocab_tiles` of one device's tokens and part of the vocabulary."""
+    """`batching.vocab_tiles` for one device's tokens and its part of the vocabulary."""
     B, T, V = *x_BTD.shape[:2], _projection(head).shape[1]
     return vocab_tiles(
         num_vocab_tiling,
@@ -109,7 +109,7 @@ def _num_tiles(x_BTD: jax.Array, head: OutputHead, num_vocab_tiling: int) -> int
 
 
 def _tiles_at_once(x_BTD: jax.Array, num_tiles: int) -> int:
-    """Tiles after which the head's gradient is added up."""
+    """The number of tiles whose logits' gradients are kept before the head's gradient is summed."""
     if num_shards("embed") == 1:
         return 1
     B, T, D = x_BTD.shape
@@ -126,15 +126,15 @@ def token_losses(
     temperature: float = 1.0,
     multiplier: float = 1.0,
 ) -> jax.Array:
-    """Negative log-likelihood [B, T], float32, of each target; for differentiating there is `token_nll`.
+    """The negative log-likelihood [B, T], float32, of each target; to differentiate, use `token_nll`.
 
     Args:
       head: the output projection, in the dtype of x_BTD, and the logits' bias.
-      num_tiles: pieces the sequence is cut into, a divisor of a context shard's tokens, or -1 (`batching.vocab_tiles`);
-        logits of one exist at a time.
+      num_tiles: tiles of the sequence, of which one has logits at a time: a divisor of a context shard's tokens, or -1
+        (`batching.vocab_tiles`).
       soft_cap: of the logits; 0: none.
-      temperature: what the logits, capped, are divided by.
-      multiplier: of the logits, before they are capped.
+      temperature: divides the capped logits.
+      multiplier: of the logits, before the cap.
     """
 
     def tile(carry: None, arrays: tuple[jax.Array, ...]) -> tuple[None, jax.Array]:
@@ -145,7 +145,7 @@ def token_losses(
 
 
 def likeliest_tokens(x_BTD: jax.Array, head: OutputHead, num_tiles: int = 1) -> jax.Array:
-    """The token [B, T] with the largest logit at each position, int32, tile by tile as in `token_losses`."""
+    """The token with the largest logit at each position, int32 [B, T], tile by tile as in `token_losses`."""
 
     def tile(carry: None, arrays: tuple[jax.Array, ...]) -> tuple[None, jax.Array]:
         (x,) = arrays
@@ -156,15 +156,12 @@ def likeliest_tokens(x_BTD: jax.Array, head: OutputHead, num_tiles: int = 1) -> 
 
 @dataclasses.dataclass(frozen=True)
 class Readout:
-    """How likelihoods are read from hidden states.
+    """How likelihoods are computed from hidden states.
 
     Attributes:
-      num_tiles: as in `token_losses`.
-      soft_cap: of the logits; 0: none.
-      temperature: what the logits, capped, are divided by.
-      grad_dtype: in which devices' sums for the head's gradient cross `fsdp`.
+      num_tiles, soft_cap, temperature, multiplier: as in `token_losses`.
+      grad_dtype: dtype in which partial sums of the head's gradient cross `fsdp`.
       z_loss_multiplier: of the squared log-partition, in `cross_entropy`.
-      multiplier: of the logits, before they are capped.
     """
 
     num_tiles: int = 1
@@ -175,7 +172,7 @@ class Readout:
     multiplier: float = 1.0
 
     def logits(self, x_BTD: jax.Array, head: OutputHead) -> jax.Array:
-        """`tile_logits` as this reads them."""
+        """`tile_logits` with these settings."""
         return tile_logits(x_BTD, head, self.soft_cap, self.temperature, self.multiplier)
 
 
@@ -189,14 +186,14 @@ def cross_entropy(
 ) -> tuple[jax.Array, LossSums]:
     """sum(weight * (nll + z_loss_multiplier * log_partition**2)), and its two parts.
 
-    The gradient is found together with the loss, tile by tile, so that each tile's logits are computed once and
-    no more than one tile's exist. Only the first result is differentiated, with respect to x_BTD and the head.
+    The forward pass computes the gradient together with the loss, tile by tile: each tile's logits are computed once,
+    and only one tile's exist at a time. Only the first result is differentiated, with respect to x_BTD and the head.
 
-    On shards of `fsdp` the gradient of the head crosses them once for all tiles whose logits' gradients, in the dtype
-    of x_BTD, wait for each other (`batching.tiles_kept`).
+    The head's gradient crosses the shards of `fsdp` once per group of tiles; the group keeps its logits' gradients in
+    the dtype of x_BTD (`batching.tiles_kept`).
 
     Args:
-      weight_BT: float32 loss weight of each target; 0 where there is none.
+      weight_BT: float32 loss weight of each target; 0 without one.
     Source: the z-loss is Chowdhery et al. 2022, arXiv:2204.02311, section 5.
     """
 
@@ -280,7 +277,7 @@ def _cross_entropy_backward(
     how: Readout, residuals: tuple[jax.Array, OutputHead], cotangents: tuple[jax.Array, LossSums]
 ) -> tuple[jax.Array, OutputHead, None, None]:
     del how
-    scale = cotangents[0]  # float32: bfloat16 would round the step's 1 / target_tokens
+    scale = cotangents[0]  # float32, as bfloat16 would round the step's 1 / target_tokens
 
     def scaled(gradient: jax.Array) -> jax.Array:
         return (gradient * scale).astype(gradient.dtype)
@@ -294,9 +291,9 @@ cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def token_nll(x_BTD: jax.Array, head: OutputHead, target_BT: jax.Array, how: Readout) -> jax.Array:
-    """`token_losses`, whose backward pass is that of `cross_entropy` with their gradients as weights.
+    """`token_losses` with the backward pass of `cross_entropy`, the losses' gradients being the weights.
 
-    Each tile's logits are computed once more, and no more than one tile's exist.
+    The backward pass recomputes each tile's logits; only one tile's exist at a time.
     """
     return token_losses(x_BTD, head, target_BT, how.num_tiles, how.soft_cap, how.temperature, how.multiplier)
 

@@ -1,4 +1,4 @@
-"""The band in which losses stay: so many robust deviations above their median."""
+"""The band of normal losses: up to a number of robust deviations above their median."""
 
 import math
 from collections.abc import Sequence
@@ -6,19 +6,19 @@ from collections.abc import Sequence
 import numpy as np
 
 WINDOW = 32
-"""Losses that a step's is held against: those of the last steps."""
+"""The number of last losses with which a step's loss is compared."""
 LEAST = 16
-"""With fewer of them there is no band."""
+"""With fewer losses there is no band."""
 
-_TO_DEVIATION = 1.4826  # of a normal distribution, from its median absolute deviation
-_LEAST_DEVIATION = 0.01  # of the median: a loss that hardly moves has a band too
+_TO_DEVIATION = 1.4826  # standard deviation over median absolute deviation, for a normal distribution
+_LEAST_DEVIATION = 0.01  # relative to the median, so that a loss that hardly moves has a band too
 
 
 def band_limit(values: Sequence[float], width: float, *, least: int = LEAST) -> float:
-    """What is above it has left the band: the median of the finite values and `width` robust deviations.
+    """The upper end of the band: the median of the finite values plus `width` robust deviations.
 
-    A deviation is 1.4826 times the median distance from the median, and at least 1 % of that. Without `least` finite
-    values there is no limit, but infinity.
+    A robust deviation is 1.4826 times the median distance from the median, and at least 1 % of the median. With fewer
+    than `least` finite values the limit is infinity.
     Source: Rousseeuw and Croux 1993, "Alternatives to the median absolute deviation", section 1.
     """
     finite = np.asarray([value for value in values if math.isfinite(value)], np.float64)

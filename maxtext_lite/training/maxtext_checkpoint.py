@@ -1,9 +1,9 @@
-"""MaxText's checkpoints: the parameters of its Llama, Gemma, Qwen and Mistral models, with scanned layers or without.
+"""MaxText's checkpoints: the parameters of its Llama, Gemma, Qwen and Mistral models, with or without scanned layers.
 
-The arithmetic differs in three places. MaxText multiplies scores by the scale of attention only where queries are
-normed or biased; elsewhere it is in the query's kernel. Gemma's table is there already multiplied by the root of its
-width, and its norms' scales are there with the one that is added here. Llama 3.1 rotates neighbouring dims, where here
-the first half is rotated with the second.
+The arithmetic differs in three places. MaxText applies attention's scale to the scores only where queries are normed or
+biased; elsewhere the query's kernel includes it. Gemma's embedding table there includes the square root of its width,
+and its norms' scales include the 1 that is added here. Llama 3.1 rotates neighbouring dims there; here, the first half
+with the second.
 Source: the package maxtext 0.2.5, checkpoint_conversion/utils/param_mapping.py, layers/attentions.py and embeddings.py.
 """
 
@@ -14,7 +14,7 @@ Source: the package maxtext 0.2.5, checkpoint_conversion/utils/param_mapping.py,
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,15 +58,15 @@ _LAYER = {
     "mlp/up": ("mlp/wi_1/kernel",),
     "mlp/down": ("mlp/wo/kernel",),
 }
-_GEMMA3_PERIOD = 6  # layers that are scanned together; what is left over stands by itself
+_GEMMA3_PERIOD = 6  # layers that are scanned together; the remainder is not scanned
 
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where a layer's array lies.
+    """The place of a layer's array.
 
     Attributes:
-      number: along the scanned dim; None: the array is this layer's alone.
+      number: index along the scanned dim; None: the array is not scanned.
     """
 
     path: str
@@ -74,7 +74,7 @@ class _Place:
 
 
 def maxtext_items(source: Path) -> Path | None:
-    """The newest parameters of MaxText in a directory of its checkpoints, or that of one; None where it has none."""
+    """The newest MaxText parameters in a directory of checkpoints, or those of one checkpoint; None without any."""
     for parent in (source / "checkpoints", source):
         for step in reversed(steps_in(parent)):
             if (parent / str(step) / "items" / "_METADATA").is_file():
@@ -83,13 +83,13 @@ def maxtext_items(source: Path) -> Path | None:
 
 
 def maxtext_dtype(items: Path) -> str:
-    """ "bfloat16" where all parameters are stored in it, otherwise "float32"."""
+    """ "bfloat16" if all parameters are stored in it, otherwise "float32"."""
     stored = {str(leaf.dtype) for leaf in _stored(items)[1].values()}
     return "bfloat16" if stored == {"bfloat16"} else "float32"
 
 
 def _stored(items: Path) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """The names above MaxText's parameters, and shapes and dtypes of those by path."""
+    """The names above MaxText's parameters, and the parameters' shapes and dtypes by path."""
     with reading(items):
         handler: Any = ocp.PyTreeCheckpointHandler()
         tree: Any = dict(handler.metadata(items))
@@ -103,13 +103,14 @@ def _stored(items: Path) -> tuple[tuple[str, ...], dict[str, Any]]:
 
 
 def load_maxtext_parameters(items: Path, abstract_params: Params, config: Config) -> Params:
-    """The parameters of a MaxText checkpoint, laid out as `abstract_params` says; the host has one stack at a time.
+    """The parameters of a MaxText checkpoint in the shardings of `abstract_params`; the host reads one stack at a time.
 
     Args:
-      items: as `maxtext_items` gives it.
-      config: the model's, which MaxText does not save.
+      items: from `maxtext_items`.
+      config: the model's; MaxText does not save it.
     Raises:
-      UserError: the config has what MaxText's models of these families have not, or another model than the checkpoint.
+      UserError: the config has a feature that MaxText's models of these families lack, or describes another model than
+        the checkpoint's.
     """
     _refuse_keys(config)
     above, stored = _stored(items)
@@ -120,9 +121,8 @@ def load_maxtext_parameters(items: Path, abstract_params: Params, config: Config
     loaded: dict[str, jax.Array] = {}
     for path, leaf in wanted.items():
         arrays = _read(items, above, {place.path for place in places[path]})
-        change = _change(path, config)
-        of_layers = [change(_of_layer(arrays[place.path], place, axis).astype(np.float32)) for place in places[path]]
-        whole = (of_layers[0] if path in _ROOT else np.stack(of_layers)).astype(leaf.dtype)
+        layers = [_converted(_of_layer(arrays[place.path], place, axis), path, config) for place in places[path]]
+        whole = (layers[0] if path in _ROOT else np.stack(layers)).astype(leaf.dtype)
         if not np.isfinite(whole.astype(np.float32)).all():
             raise UserError(f"{items}: {places[path][0].path} holds NaN or infinite numbers.")
         assert leaf.sharding is not None
@@ -145,7 +145,7 @@ def _refuse_keys(config: Config) -> None:
 
 
 def _places(path: str, config: Config, stored: Mapping[str, Any]) -> Iterator[_Place]:
-    """Where the layers of a parameter lie; where one is missing, where it would with layers that are not scanned."""
+    """The places of a parameter's layers; for a missing array, its place without scanned layers."""
     if path in _ROOT:
         yield _Place(_ROOT[path], None)
         return
@@ -158,7 +158,7 @@ def _places(path: str, config: Config, stored: Mapping[str, Any]) -> Iterator[_P
 
 
 def _ways(name: str, layer: int, num_layers: int, kind: str) -> Iterator[_Place]:
-    """Where an array of a layer may lie: by itself, scanned, and as Gemma 2 and 3 scan layers of several kinds."""
+    """The possible places of a layer's array: unscanned, scanned, and as Gemma 2 and 3 scan layers of several kinds."""
     module, _, rest = name.partition("/")
     of_kind = f"{module}_{kind}/{rest}"
     pair, (period, number) = layer // 2, divmod(layer, _GEMMA3_PERIOD)
@@ -173,7 +173,7 @@ def _ways(name: str, layer: int, num_layers: int, kind: str) -> Iterator[_Place]
 
 
 def _scan_axis(places: Mapping[str, list[_Place]], stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> int:
-    """param_scan_axis: that which all scanned arrays' shapes allow, of several the usual 1."""
+    """param_scan_axis: the axis that the shapes of all scanned arrays allow; the usual 1 if both are possible."""
     allowed = {1, 0}
     for path, of_path in places.items():
         for place in of_path:
@@ -190,9 +190,9 @@ def _refuse_differences(
     wanted: Mapping[str, Any],
     axis: int,
 ) -> None:
-    """Refuses arrays that are missing, left over or of other shapes than the config's model has."""
+    """Refuses arrays that are missing, superfluous or of other shapes than in the config's model."""
     used = {place.path for of_path in places.values() for place in of_path}
-    numbers = {place.path: 0 for of_path in places.values() for place in of_path if place.number is not None}
+    numbers: dict[str, int] = {}
     for place in itertools.chain(*places.values()):
         numbers[place.path] = max(numbers.get(place.path, 0), (place.number or 0) + 1)
     shapes = []
@@ -201,11 +201,11 @@ def _refuse_differences(
             there, layer = tuple(stored[name].shape), tuple(wanted[path].shape[0 if path in _ROOT else 1 :])
             scanned = next(place.number for place in of_path if place.path == name) is not None
             want = (*layer[:axis], numbers[name], *layer[axis:]) if scanned else layer
-            longer = path in _VOCABULARY and len(there) == 2 and there[_VOCABULARY[path]] > want[_VOCABULARY[path]]
-            cut = list(want)
-            if longer:  # padded
-                cut[_VOCABULARY[path]] = there[_VOCABULARY[path]]
-            if there != tuple(cut):
+            allowed = list(want)
+            dim = _VOCABULARY.get(path)
+            if dim is not None and len(there) == 2:
+                allowed[dim] = max(want[dim], there[dim])
+            if there != tuple(allowed):
                 shapes.append(f"{name} is {list(there)}, not {list(want)}")
     problems = []
     for found, what in (
@@ -225,7 +225,7 @@ def _of_layer(x: np.ndarray, place: _Place, axis: int) -> np.ndarray:
 
 
 def _read(items: Path, above: tuple[str, ...], names: set[str]) -> dict[str, np.ndarray]:
-    """Some arrays of a checkpoint, whole on the host."""
+    """Some arrays of a checkpoint, read onto the host."""
     wanted: dict[str, Any] = {}
     for name in sorted(names):
         parent = wanted
@@ -241,25 +241,20 @@ def _read(items: Path, above: tuple[str, ...], names: set[str]) -> dict[str, np.
     return flat(tree)
 
 
-def _change(path: str, config: Config) -> Callable[[np.ndarray], np.ndarray]:
-    """What makes a parameter of MaxText's one, float32."""
-    name = path.removeprefix("layers/")
+def _converted(x: np.ndarray, path: str, config: Config) -> np.ndarray:
+    """Our float32 parameter, or a layer of it, from MaxText's array."""
+    name, x = path.removeprefix("layers/"), x.astype(np.float32)
+    if name == "embedding/table":
+        x = x[: config.vocab_size]
+        return x / np.float32(math.sqrt(config.base_emb_dim)) if config.scale_embeddings else x
+    if name == "head/projection":
+        return x[:, : config.vocab_size]
+    if name.endswith("/scale"):
+        return x - np.float32(1) if config.normalization == "rms_norm_plus_one" else x
     scaled_there = config.qk_norm == "head" or config.attention_bias == "qkv"
-    width = config.query_pre_attn_scalar or config.head_dim
+    if name == "attention/query" and not scaled_there:
+        x = x * np.float32(math.sqrt(config.query_pre_attn_scalar or config.head_dim))
     neighbours = config.rope_scaling is not None and config.rope_scaling.rope_type == "llama3"
-
-    def change(x: np.ndarray) -> np.ndarray:
-        if name == "embedding/table":
-            x = x[: config.vocab_size]
-            return x / np.float32(math.sqrt(config.base_emb_dim)) if config.scale_embeddings else x
-        if name == "head/projection":
-            return x[:, : config.vocab_size]
-        if name.endswith("/scale"):
-            return x - np.float32(1) if config.normalization == "rms_norm_plus_one" else x
-        if name == "attention/query" and not scaled_there:
-            x = x * np.float32(math.sqrt(width))
-        if neighbours and name.startswith(("attention/query", "attention/key")):
-            x = np.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
-        return x
-
-    return change
+    if neighbours and name.startswith(("attention/query", "attention/key")):
+        x = np.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
+    return x

@@ -1,4 +1,4 @@
-"""What a run shows: metrics.jsonl, lines or a bar on the terminal, the FLOPs behind MFU."""
+"""The output of a run: metrics.jsonl, lines or a progress bar on the terminal, and the FLOPs for MFU."""
 
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
 # jax, optax and orbax declare some of their functions in part.
@@ -22,18 +22,18 @@ _FLUSH_SECONDS = 30.0
 _SHOW_CURSOR = b"\x1b[?25h\n"  # rich hides it while it shows a bar
 _BESIDE_THE_BAR = 60  # columns
 _DISPENSABLE = ("TFLOP/s/device", "ETA ", "batch ", "grad ", "margin ", "lr ", "MFU ", "tokens/s")
-"""The parts of a step's line, by what they hold, from the one that is least missed; ETA stands beside the bar."""
+"""Parts of a step's line that may be dropped, least important first, by a text in them; ETA is also beside the bar."""
 
 
 class JsonLines:
-    """A file of JSON objects, each with the step that it is of.
+    """A file of JSON objects, each with its step.
 
     Args:
-      after_step: the step the run goes on from; lines of later steps, and those that cannot be read, are removed.
-      failures: collects what cannot be written.
+      after_step: the step from which the run continues; lines of later steps and unreadable lines are removed.
+      failures: collects write errors.
     Attributes:
-      notes: sentences on what was wrong with the lines that were there.
-      steps: of the lines that were kept; lines of evaluations are none of them.
+      notes: sentences on problems with the existing lines.
+      steps: those of the kept lines, evaluations not included.
     Raises:
       OSError: the file cannot be read or written.
     """
@@ -50,7 +50,7 @@ class JsonLines:
                     if not is_evaluation(record):
                         self.steps.add(record["step"])
         scratch.replace(path)
-        self.notes = tuple(note for note in notes if "cut short" not in note)  # as any kill leaves it
+        self.notes = tuple(note for note in notes if "cut short" not in note)  # any kill may cut a line short
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: Record) -> None:
@@ -66,11 +66,11 @@ class JsonLines:
 
 
 class MetricsLog:
-    """metrics.jsonl, in which each step stands once, and what else is told of each record.
+    """metrics.jsonl, with one line for each step, and the trackers that receive the same records.
 
     Args:
       after_step, failures: see `JsonLines`.
-      trackers: they are closed with it.
+      trackers: closed together with the file.
     Attributes:
       notes: see `JsonLines`.
     """
@@ -89,12 +89,12 @@ class MetricsLog:
             tracker.write(record)
 
     def flush(self) -> None:
-        """Writes what is only in memory yet."""
+        """Flushes the trackers' buffers."""
         for tracker in self._trackers:
             tracker.flush()
 
     def close(self) -> None:
-        """Flushes and closes all."""
+        """Closes the file and the trackers."""
         self._lines.close()
         for tracker in self._trackers:
             tracker.close()
@@ -102,11 +102,11 @@ class MetricsLog:
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """What a step's time is held against.
+    """The figures that turn a step's time into throughput.
 
     Attributes:
       flops_per_example: model FLOPs.
-      peak: TFLOP/s of one device, or None.
+      peak: TFLOP/s of one device, or None where unknown.
     """
 
     flops_per_example: float
@@ -124,7 +124,7 @@ class Speed:
 
 
 class Terminal:
-    """Plain lines, on a terminal as wide as it and above a progress bar; silent on all processes but the first."""
+    """Plain lines; on a terminal they fit its width, above a progress bar. Silent on all processes but the first."""
 
     def __init__(self, *, log_period: int, quiet: bool):
         self._log_period, self._quiet = log_period, quiet
@@ -133,7 +133,7 @@ class Terminal:
         self._bar: rich.progress.Progress | None = None
 
     def start(self, first_step: int, last_step: int) -> None:
-        """Shows the bar, on a terminal: of `last_step` steps, `first_step` are done already."""
+        """Shows the bar if stdout is a terminal; `first_step` of `last_step` steps are already done."""
         self._first_step, self.last_step = first_step, last_step
         if sys.stdout.isatty() and not self._quiet:
             console = rich.console.Console()
@@ -149,7 +149,7 @@ class Terminal:
             self._bar.start()
 
     def say(self, text: str) -> None:
-        """Prints a line, above the bar where there is one."""
+        """Prints a line, above the bar if there is one."""
         if self._quiet:
             return
         if self._bar:
@@ -158,10 +158,10 @@ class Terminal:
             print(text, flush=True)
 
     def step(self, record: Record) -> None:
-        """Shows a step: on the bar, and as a line every `log_period` steps and at the last."""
+        """Shows a step on the bar, and every `log_period` steps and at the last as a line."""
         step = record["step"]
         now = time.perf_counter()
-        started = self._started = self._started or now - record["step_seconds"]  # compiling does not count
+        started = self._started = self._started or now - record["step_seconds"]  # without compilation
         left = _duration((now - started) / (step - self._first_step) * (self.last_step - step))
         if self._bar:
             self._bar.update(self._task, completed=step, loss=f"{_shown_loss(record):.4f}", left=left)
@@ -170,7 +170,7 @@ class Terminal:
             self.say(_fitting(parts, self._bar.console.width) if self._bar else "  ".join(parts))
 
     def close(self) -> None:
-        """Leaves the terminal as it was."""
+        """Removes the bar and restores the terminal."""
         if self._bar:
             self._bar.stop()
             command_signals.say_at_the_end(b"")
@@ -188,7 +188,7 @@ def evaluation_text(record: Record) -> str:
 
 
 def _shown_loss(record: Record) -> float:
-    """A policy's is about 0, which is not to be shown as minus 0."""
+    """The rounded loss; adding 0.0 turns the -0 of a policy's loss, which is near 0, into 0."""
     return round(record["loss"], 4) + 0.0
 
 
@@ -212,7 +212,7 @@ def _step_parts(record: Record) -> list[str]:
 
 
 def _fitting(parts: Sequence[str], width: int) -> str:
-    """The parts as one line of at most `width` characters; what a terminal can best do without is left out first."""
+    """The parts as one line of at most `width` characters; the least important ones are dropped first."""
     left = list(parts)
     for dispensable in _DISPENSABLE:
         if len("  ".join(left)) <= width:

@@ -1,13 +1,13 @@
-"""The gradient noise scale: at how many examples a step the gradient's noise is as large as the gradient.
+"""The gradient noise scale: the number of examples per step at which the gradient's noise is as large as the gradient.
 
 Source: McCandlish et al. 2018, arXiv:1812.06162, section 2.2 and appendix A.1, with groups of unequal size.
 
 A step of W target tokens consists of n groups (one replica's part of one micro-batch); group g has w_g tokens and mean
-gradient m_g, with expectation mu and covariance of trace S / w_g. Then, token-weighted,
+gradient m_g, with expectation mu and covariance of trace S / w_g. Weighted by tokens,
 
     E[sum_g (w_g / W) |m_g|^2] = |mu|^2 + n S / W     and     E[|sum_g (w_g / W) m_g|^2] = |mu|^2 + S / W
 
-whose difference gives S without bias, and with it |mu|^2. Their ratio S / |mu|^2 is the noise scale.
+Their difference gives unbiased estimates of S and |mu|^2; the ratio S / |mu|^2 is the noise scale.
 """
 
 import dataclasses
@@ -20,12 +20,12 @@ _LONGEST_MEMORY = 2000  # steps
 class NoiseScale:
     """Running means of S, per example, and of |mu|^2. Pure: `after` returns the next one.
 
-    A step weighs in proportion to its number, up to step 2,000, and from there on as in an exponential mean: the
-    beginning of a run is forgotten as fast as the run grows. `dataclasses.asdict` is what a checkpoint keeps.
+    A step's weight grows with its number up to step 2,000, and from there on the mean is exponential: the means forget
+    the beginning of a run as fast as the run grows. Checkpoints save its `dataclasses.asdict`.
 
     Attributes:
-      steps: steps that said something.
-      weight_squares: sum of squared weights, the inverse of how many independent steps the means are worth.
+      steps: steps that gave an estimate.
+      weight_squares: sum of squared weights, the inverse of the effective number of independent steps.
       noise: mean of S per example; noise_squared and signal_squared: of the squares; product: of the products.
       signal: mean of |mu|^2.
     """
@@ -39,11 +39,11 @@ class NoiseScale:
     product: float = 0.0
 
     def after(self, *, group_squares: float, groups: int, grad_norm: float, examples: int) -> "NoiseScale":
-        """With another step; itself where the step has fewer than two groups or is not finite.
+        """The means after another step; unchanged by one with fewer than two groups or a non-finite gradient.
 
         Args:
-          group_squares: sum over groups of (w_g / W) |m_g|^2, as `gradients.StepGradients` has it.
-          groups: groups with a target token, n.
+          group_squares: sum over groups of (w_g / W) |m_g|^2, as in `gradients.StepGradients`.
+          groups: n, the groups with a target token.
           grad_norm: norm of the whole step's gradient.
           examples: examples of the step.
         """
@@ -70,15 +70,15 @@ class NoiseScale:
 
     @property
     def examples(self) -> float | None:
-        """The noise scale in examples; None while the means do not tell the gradient or its noise from nothing."""
+        """The noise scale in examples; None while the mean of the gradient or of its noise is not positive."""
         return self.noise / self.signal if self.noise > 0 and self.signal > 0 else None
 
     @property
     def relative_error(self) -> float | None:
-        """Standard error of `examples` over itself, to first order; None before the second step.
+        """The relative standard error of `examples`, to first order; None before the second step.
 
-        Steps count as independent. What changes during the run counts as scatter, so that it errs on the large side.
-        After few steps it is wider, as Student's t has it for a scatter that is itself estimated.
+        Steps count as independent. Drift during the run counts as scatter, so the error is an overestimate. After few
+        steps it is wider, by Student's t, as the scatter is itself an estimate.
         """
         if self.examples is None or self.weight_squares >= 1:
             return None
@@ -88,10 +88,10 @@ class NoiseScale:
 
     @property
     def interval(self) -> tuple[float, float | None] | None:
-        """Where the noise scale lies in about 68 of 100 runs; None where `relative_error` is.
+        """The 68 % confidence interval of the noise scale; None where `relative_error` is.
 
-        Those r for which noise - r signal is within one standard error of 0. Its end is None where it has none: while
-        the gradient is within one standard error of 0, the noise scale can be as large as one likes.
+        It contains each r for which noise - r signal is within one standard error of 0. Its upper end is None while the
+        gradient itself is within one standard error of 0: then the noise scale has no upper bound.
 
         Source: Fieller 1954, "Some Problems in Interval Estimation", J. R. Stat. Soc. B 16(2).
         """
@@ -102,7 +102,7 @@ class NoiseScale:
         root = math.sqrt(max(b * b - a * c, 0.0))
         if a > 0:
             return max((b - root) / a, 0.0), (b + root) / a
-        low = (b - root) / a if a < 0 else 0.0  # else it is all numbers but those between the roots
+        low = (b - root) / a if a < 0 else 0.0  # with a < 0, all numbers but those between the roots
         return max(low, 0.0) if c > 0 else 0.0, None
 
     @property
@@ -118,7 +118,7 @@ class NoiseScale:
         )
 
     def record(self, global_batch: int) -> dict[str, float | None]:
-        """What a line of metrics.jsonl says of it."""
+        """The entries in a line of metrics.jsonl."""
         examples = self.examples
         low, high = self.interval or (None, None)
         return {
@@ -131,10 +131,10 @@ class NoiseScale:
 
 
 def why_unknown(*, num_replicas: int, accumulation: int, local_updates: bool, interleaved: bool) -> str | None:
-    """Why the noise scale of a run cannot be known; None where it can.
+    """Why a run has no noise scale; None where it has one.
 
     Args:
-      interleaved: the pipeline schedule is 1f1b, in which micro-batches have no gradients of their own.
+      interleaved: the pipeline schedule is 1f1b, in which micro-batches have no separate gradients.
     """
     if local_updates:
         return "replicas have parameters of their own (enable_diloco), so their gradients are not samples of one"

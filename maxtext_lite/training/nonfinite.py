@@ -1,4 +1,4 @@
-"""Where a gradient that is not finite comes from: which micro-batch, which examples, which parameter first."""
+"""The origin of a non-finite gradient: its micro-batch, its examples and its first parameter."""
 
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -19,13 +19,13 @@ _MOST_EXAMPLES = 8
 
 @dataclasses.dataclass(frozen=True)
 class NonFinite:
-    """The culprits of a step.
+    """The culprits in a step.
 
     Attributes:
-      micro_batch: number of the first micro-batch whose gradient is not finite, from 0.
-      example_ids: ids of its examples that alone have a gradient that is not finite, the first few; all of the
-        micro-batch's where none has by itself.
-      parameter: first parameter, in the tree's order, whose gradient is not finite.
+      micro_batch: number of the first micro-batch with a non-finite gradient, from 0.
+      example_ids: the first few of its examples whose own gradient is not finite; all of the micro-batch's where no
+        single one's is.
+      parameter: first parameter, in the tree's order, with a non-finite gradient.
     """
 
     micro_batch: int
@@ -44,15 +44,15 @@ class NonFinite:
 def find_nonfinite(
     parts: StepParts, state: TrainState, batch: Rows, example_ids: np.ndarray, *, micro_batches: int
 ) -> NonFinite | None:
-    """Looks for the cause by taking the gradient of ever smaller parts of a step; None where every part is finite.
+    """The culprits, found by bisection: the gradients of ever smaller parts of a step; None where each is finite.
 
     Args:
-      state: of the step or a later one: it leaves the parameters that it had, and so do those after it.
-      batch: [A, B, T], as the step had it.
+      state: of the step or a later one; it still has the step's parameters, as no later step changes them.
+      batch: [A, B, T], that of the step.
       example_ids: of the whole step; example j is in micro-batch j % micro_batches, slot j // micro_batches.
       micro_batches: those of the A that are in use.
     """
-    # The simulated devices of a CPU can do only one thing at a time, and a later step may be under way.
+    # The simulated devices of a CPU run one program at a time, and a later step may be running.
     params, frozen = jax.block_until_ready((state.params, state.frozen))
     loss_scale = parts.optimizer.loss_scale(state.opt_state)
     step_gradients = accumulate_gradients(parts)
@@ -64,7 +64,7 @@ def find_nonfinite(
         slots = jnp.arange(batch["weights"].shape[1])
         kept_1B1 = ((slots >= first) & (slots < stop))[None, :, None]
         part = {name: jax.lax.dynamic_slice_in_dim(x, micro_batch, 1) for name, x in batch.items()}
-        # Selected, not multiplied: what is left out may itself be no number.
+        # Selected, not multiplied: the values to leave out may be NaN.
         part |= {name: jnp.where(kept_1B1, part[name], jnp.zeros_like(part[name])) for name in part}
         gradients = step_gradients(params, part, None, loss_scale, frozen).gradients
         return jax.tree.map(lambda g: jnp.all(jnp.isfinite(g)), gradients)
@@ -83,7 +83,7 @@ def find_nonfinite(
         ids = example_ids[micro_batch::micro_batches]
         found: list[int] = []
         spans = [(0, len(ids))]
-        while spans and len(found) <= _MOST_EXAMPLES:  # halves, the earlier one first
+        while spans and len(found) <= _MOST_EXAMPLES:  # the earlier half first
             first, stop = spans.pop()
             if not bad_leaves(micro_batch, first, stop):
                 continue

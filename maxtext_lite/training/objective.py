@@ -1,4 +1,4 @@
-"""What a step minimises: a sum over rows, and the count that it is divided by."""
+"""What a step minimises: a sum over rows, divided by a count."""
 
 import math
 from collections.abc import Sequence
@@ -12,25 +12,25 @@ from maxtext_lite.config import Config, NumericsConfig
 from maxtext_lite.models import Decoder
 from maxtext_lite.training.arrays import Metrics, Rows, Tree
 from maxtext_lite.training.loss import LossSums
-from maxtext_lite.training.outputs import Outputs, auxiliary_metrics, auxiliary_names
+from maxtext_lite.training.outputs import Outputs, auxiliary_metrics, target_tokens, zero_sums
 from maxtext_lite.training.preference import Preference
 
 
 class Objective(Protocol):
-    """The loss of rows, as sums; means are taken by dividing the factor that is passed."""
+    """The loss of rows as sums; the factor that multiplies every term makes them means."""
 
     @property
     def rows_per_example(self) -> int:
-        """Rows of an example in the step's arrays."""
+        """Rows of one example in the step's arrays."""
         ...
 
     def rows(self, batch: Rows, axes: Sequence[str]) -> Rows:
-        """Arrays [..., B, T] of rows from those of examples; `axes` are logical axes, the same of both."""
+        """The rows [..., B, T] of a batch of examples; both have the logical axes `axes`."""
         ...
 
     @property
     def divisor(self) -> str:
-        """The count that losses are divided by."""
+        """The name of the count that divides the loss."""
         ...
 
     @property
@@ -39,31 +39,31 @@ class Objective(Protocol):
         ...
 
     def counts(self, rows: Rows) -> dict[str, jax.Array]:
-        """What each of the rows adds to `target_tokens`, int32 [..., B], and to the divisor."""
+        """The `target_tokens` of each row, int32 [..., B], and its part of the divisor."""
         ...
 
     def zeros(self, decoder: Decoder, zero: jax.Array) -> LossSums:
-        """Before the first micro-batch: `zero` for each sum."""
+        """The sums before the first micro-batch, each of them `zero`."""
         ...
 
     def loss(self, outputs: Outputs, rows: Rows, factor: jax.Array) -> tuple[jax.Array, LossSums]:
-        """What is differentiated, and the sums to report.
+        """The scalar to differentiate, and the sums to report.
 
         Args:
-          factor: what every term is multiplied by: the loss scale over the step's count.
+          factor: the loss scale divided by the step's count; multiplies every term.
         """
         ...
 
     def metrics(self, aux: dict[str, jax.Array], count: jax.Array, config: NumericsConfig) -> Metrics:
-        """What a step reports beside its loss, from its means and its count."""
+        """The metrics of a step beside its loss, from its means and its count."""
         ...
 
 
 class ScoredObjective(Objective, Protocol):
-    """One by which an evaluation also judges examples."""
+    """An objective that also scores held-out examples."""
 
     def scores(self, outputs: Outputs, rows: Rows) -> Tree:
-        """What an evaluation needs to know of examples: arrays with a first dim, of examples or of all of them."""
+        """Arrays whose first dim counts examples, or is 1 where they are sums over all of them."""
         ...
 
     def evaluation(self, scores: Sequence[Tree]) -> dict[str, float | int]:
@@ -71,59 +71,64 @@ class ScoredObjective(Objective, Protocol):
         ...
 
 
-class NextToken:
-    """The next token of texts: mean over target tokens of their negative log-likelihood."""
+class OneRowExamples:
+    """The base of objectives whose examples are single rows."""
 
     rows_per_example = 1
-    divisor = "target_tokens"
-    divisor_dtype = np.int32
+    divisor_dtype: type[np.generic] = np.int32
 
     def rows(self, batch: Rows, axes: Sequence[str]) -> Rows:
-        """See Objective."""
+        """The examples themselves."""
         del axes
         return batch
 
+
+class NextToken(OneRowExamples):
+    """Next-token prediction: the mean negative log-likelihood of target tokens."""
+
+    divisor = "target_tokens"
+
     def counts(self, rows: Rows) -> dict[str, jax.Array]:
         """Target tokens."""
-        return {"target_tokens": jnp.sum(rows["weights"] > 0, axis=-1, dtype=jnp.int32)}
+        return {"target_tokens": target_tokens(rows)}
 
     def zeros(self, decoder: Decoder, zero: jax.Array) -> LossSums:
-        """See Objective."""
-        return LossSums(zero, zero, dict.fromkeys(auxiliary_names(decoder), zero))
+        """See `Objective`."""
+        return zero_sums(decoder, zero)
 
     def loss(self, outputs: Outputs, rows: Rows, factor: jax.Array) -> tuple[jax.Array, LossSums]:
-        """See Objective."""
-        # Weights carry the division: scaled before the backward pass, float16 gradients follow the loss scale.
+        """See `Objective`."""
+        # The weights carry the division: scaled before the backward pass, float16 gradients follow the loss scale.
         weight_BT = rows["weights"] * factor
         loss, sums = outputs.cross_entropy(rows["targets"], weight_BT)
-        more, sums_of_aux = outputs.auxiliary_loss(weight_BT, self.counts(rows)["target_tokens"] * factor)
-        return loss + more, sums._replace(aux=sums_of_aux)
+        auxiliary, auxiliary_sums = outputs.auxiliary_loss(weight_BT, target_tokens(rows) * factor)
+        return loss + auxiliary, sums._replace(aux=auxiliary_sums)
 
     def metrics(self, aux: dict[str, jax.Array], count: jax.Array, config: NumericsConfig) -> Metrics:
-        """AUXILIARY_METRICS as far as there are any."""
+        """AUXILIARY_METRICS, where there are any."""
         del count
         return auxiliary_metrics(aux, config)
 
     def scores(self, outputs: Outputs, rows: Rows) -> tuple[jax.Array, jax.Array]:
         """Summed nll [B], float32, and target tokens [B], int32."""
         nll_BT = outputs.scored_nll(rows["targets"])
-        return jnp.sum(nll_BT * rows["weights"], axis=-1), self.counts(rows)["target_tokens"]
+        return jnp.sum(nll_BT * rows["weights"], axis=-1), target_tokens(rows)
 
     def evaluation(self, scores: Sequence[Tree]) -> dict[str, float | int]:
-        """Mean loss in nats per target token, and their number.
+        """The mean loss in nats per target token, and the number of target tokens.
 
-        Row sums are added in double precision, so that neither the order nor the size of the batches enters.
+        Row sums are added in double precision, so neither the order nor the size of the batches matters.
         """
-        target_tokens = sum(int(tokens_B.sum()) for _, tokens_B in scores)
+        num_tokens = sum(int(tokens_B.sum()) for _, tokens_B in scores)
         total = math.fsum(float(nll) for nll_B, _ in scores for nll in nll_B)
-        return {"eval_loss": total / max(target_tokens, 1), "eval_target_tokens": target_tokens}
+        return {"eval_loss": total / max(num_tokens, 1), "eval_target_tokens": num_tokens}
 
 
 NEXT_TOKEN = NextToken()
 
 
 def objective_of(config: Config) -> ScoredObjective:
-    """What a run with this config minimises."""
+    """The objective of a run with this config."""
     if config.dataset_type == "dpo":
         return Preference(config.dpo_beta, config.dpo_label_smoothing)
     return NEXT_TOKEN

@@ -1,4 +1,4 @@
-"""A run opened: its data, its batches, and what it is made of."""
+"""The opening of a run: its data, its plan and its parts."""
 
 # pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false, reportUnknownMemberType=false
 # jax, optax and orbax declare some of their functions in part.
@@ -25,10 +25,10 @@ from maxtext_lite.training.run_files import has_checkpoints
 from maxtext_lite.training.state import CONFIGURED, OwnParts
 
 Sources: TypeAlias = tuple[ExampleSource, ExampleSource | None]
-"""The training examples, and the held-out ones."""
+"""The training examples, and the held-out ones or None."""
 
 _ANY_STEPS = 1_000_000
-"""Of a run in epochs: how many there are changes nothing in how its batch is split."""
+"""Stands in for the unknown number of steps of a run in epochs, which does not affect the split of its batch."""
 
 
 def open_run(
@@ -38,17 +38,17 @@ def open_run(
     *,
     device_memory_gb: float | None = None,
 ) -> TrainingRun[ExampleSource]:
-    """The run of a config that `train` takes: its data opened, its batches planned.
+    """The run of a config, with its data opened and its batches planned.
 
     Args:
       sources: None: those of the config.
-      device_memory_gb: that a step may hold on a device, in units of 1e9 bytes; None: what the device has.
+      device_memory_gb: memory of a device that a step may use, in units of 1e9 bytes; None: all of it.
     Raises:
       UserError: the config cannot be trained on these devices or this data, or contradicts the run directory.
     """
     plan, (source, eval_source) = open_data(config, sources, device_memory_gb)
     run = TrainingRun(config, plan, source=source, eval_source=eval_source, own=own)
-    if not has_checkpoints(run.directory):  # of others, their history says what sources have given
+    if not has_checkpoints(run.directory):  # otherwise the restored history tells what the sources have left
         steps_left(config, plan, in_run(config, source)[0], step=0, examples_seen=0)
     return run
 
@@ -56,9 +56,9 @@ def open_run(
 def open_data(
     config: Config, sources: Sources | None = None, device_memory_gb: float | None = None
 ) -> tuple[BatchPlan, Sources]:
-    """The batches of a config's run, and the data that it reads; arguments and errors as of `open_run`."""
+    """The plan of a config's run, and its data; arguments and errors as of `open_run`."""
     machine = machine_of(start_devices())
-    sizes, _ = batch_sizes(config, **machine)  # so that what is wrong is refused before data are opened
+    sizes, _ = batch_sizes(config, **machine)  # refuses what is wrong before the data are opened
     sources = sources or open_sources_on_hosts(
         config,
         vocab_size=config.vocab_size,
@@ -69,12 +69,12 @@ def open_data(
 
 
 def chosen_split(config: Config, device_memory_gb: float | None = None) -> dict[str, Any]:
-    """The keys of a split of the global batch for the devices: see `batching.choose`.
+    """The keys of the chosen split of the global batch for the devices: see `batching.choose`.
 
     Args:
-      device_memory_gb: as in `open_run`, but None: what the table of devices says.
+      device_memory_gb: as in `open_run`; None: the value in the table of devices.
     Raises:
-      UserError: nothing is legal, or nothing fits.
+      UserError: no split is legal, or none fits.
     """
     devices = start_devices()
     kind, machine = devices[0].device_kind, machine_of(devices)
@@ -94,17 +94,17 @@ def chosen_split(config: Config, device_memory_gb: float | None = None) -> dict[
 
 
 def machine_of(devices: Sequence[Device]) -> dict[str, Any]:
-    """What `make_plan` is to know of the machine that has these devices."""
+    """The arguments of `make_plan` that describe the machine with these devices."""
     return {"num_devices": len(devices), "num_hosts": jax.process_count(), "platform": accelerator_of(devices[0])}
 
 
 def comes_from_elsewhere(config: Config) -> bool:
-    """Whether the run begins with a model that was imported, or that began with one."""
+    """Whether the run starts from an imported model, or from a run that did."""
     return bool(config.load_parameters_path) and hf_directory(config.load_parameters_path) is not None
 
 
 def plan_on_devices(plan: BatchPlan) -> Callable[[Config], BatchPlan]:
-    """Plans other configs for the devices, the data and the memory that a plan is for."""
+    """A function that plans other configs for the devices, data and memory of this plan."""
     limit = None if plan.memory.limit is None else plan.memory.limit / 1e9
     machine = machine_of(jax.devices())
     return lambda config: make_plan(config, **machine, num_examples=plan.num_examples, device_memory_gb=limit)

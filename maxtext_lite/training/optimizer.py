@@ -1,4 +1,4 @@
-"""The optimizer and its schedule, both Optax's, as the config names them."""
+"""The configured optimizer, made of Optax's parts, and its learning rate schedule."""
 
 # pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false
 # pyright: reportUnknownLambdaType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -20,22 +20,22 @@ from maxtext_lite.training.arrays import Path, Scalar, Tree
 _LOAD_AXES = ("router_bias",)
 
 Rate: TypeAlias = Callable[[Scalar], jax.Array]
-"""Position u in the run, in steps (float or traced) -> learning rate of the update that ends there."""
+"""Position u in the run, in steps (float or traced) -> learning rate of the update that reaches it."""
 
 
 class Progress(NamedTuple):
-    """Examples and target tokens of the updates that were applied, each as uint32 [2]: high and low half of a count."""
+    """Examples and target tokens of all applied updates, each as uint32 [2]: high and low half of a 64-bit count."""
 
     examples: jax.Array
     tokens: jax.Array
 
     @classmethod
     def start(cls) -> "Progress":
-        """Nothing yet."""
+        """No updates."""
         return cls(jnp.zeros(2, jnp.uint32), jnp.zeros(2, jnp.uint32))
 
     def plus(self, examples: jax.Array, tokens: jax.Array) -> "Progress":
-        """With another update's counts (int32)."""
+        """The progress after another update with these counts (int32)."""
         return Progress(_add(self.examples, examples), _add(self.tokens, tokens))
 
 
@@ -46,11 +46,11 @@ def _add(count: jax.Array, more: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The learning rate of an update, from how far the run has come with it.
+    """The learning rate of an update as a function of progress, the update included.
 
     Attributes:
-      unit: what is counted (`schedule_unit`).
-      units_per_step: of it in a step at the target batch size: positions are counted in such steps.
+      unit: the unit of progress (`schedule_unit`).
+      units_per_step: units in a step at the target batch size, the measure of positions.
       rate: learning rate at a position.
     """
 
@@ -59,7 +59,7 @@ class Schedule:
     rate: Rate
 
     def __call__(self, updates: Scalar, progress: Progress) -> jax.Array:
-        """The learning rate of the update with which both counts are reached."""
+        """The learning rate of the update that reaches both counts."""
         if self.unit == "steps":
             return self.rate(jnp.asarray(updates, jnp.float32))
         high, low = (progress.examples if self.unit == "examples" else progress.tokens).astype(jnp.float32)
@@ -69,12 +69,12 @@ class Schedule:
 def learning_rate_schedule(config: OptimizerConfig, *, last: float, units_per_step: float = 1.0) -> Schedule:
     """The config's schedule over a run that ends at position `last`, counted in steps at the target batch size.
 
-    The rate rises as u/warmup_steps, is the peak at u = warmup_steps and the final fraction of it at u = last,
-    neither of which is rounded: the curve is continuous in u. Update 1 has rate peak/warmup_steps.
+    The rate rises as u/warmup_steps, reaches the peak at u = warmup_steps and its final fraction at u = last. Neither
+    point is rounded: the curve is continuous in u. Update 1 has rate peak/warmup_steps.
     Source: wsd is Hu et al. 2024, arXiv:2404.06395, section 4, with a linear decay.
     """
     peak, final = config.learning_rate, config.learning_rate_final_fraction
-    warmup, last = float(config.warmup_steps), float(last)  # a whole number above 2**31 is none that jax takes
+    warmup, last = float(config.warmup_steps), float(last)  # jax takes no integer above 2**31
 
     def shape(u: jax.Array) -> jax.Array:
         decay_steps = max(last - warmup, 1)
@@ -98,7 +98,7 @@ def learning_rate_schedule(config: OptimizerConfig, *, last: float, units_per_st
 
 
 def _direction(config: OptimizerConfig, axes: Tree) -> optax.GradientTransformation:
-    """What turns a gradient into an undecayed step of learning rate 1."""
+    """The transformation of a gradient into an undecayed step of learning rate 1."""
     match config.optimizer:
         case "adamw":
             return optax.scale_by_adam(config.adam_b1, config.adam_b2, config.adam_eps)
@@ -117,16 +117,20 @@ def _direction(config: OptimizerConfig, axes: Tree) -> optax.GradientTransformat
             return _muon(config, axes)
 
 
-def _of_each_tensor(inner: optax.GradientTransformation, axes: Tree) -> optax.GradientTransformation:
-    """`inner` of every tensor by itself, each layer's in a stack and each expert's, as if there were no stacks.
+def _over_axes(function: Callable[[tuple[str, ...]], object], axes: Tree) -> Tree:
+    """`function` of each parameter's logical axes, as a tree like the parameters."""
+    return jax.tree.map(function, axes, is_leaf=lambda node: isinstance(node, tuple))
 
-    Its state is a tree like the parameters, of `inner`'s states of each: their arrays have the stack's dims before
-    their own, their scalars, which are counts, are the stack's.
+
+def _of_each_tensor(inner: optax.GradientTransformation, axes: Tree) -> optax.GradientTransformation:
+    """`inner` applied to every tensor by itself, to each layer of a stack and each expert, as if there were no stacks.
+
+    Its state is a tree like the parameters with one state of `inner` per stack: arrays have the stack's dims before
+    their own; scalars, which are counts, are shared by the stack.
     """
-    num_stacked = {
-        path: len(leaf) - len(of_one(leaf))
-        for path, leaf in jax.tree_util.tree_leaves_with_path(axes, is_leaf=lambda node: isinstance(node, tuple))
-    }
+    num_stacked = dict(
+        jax.tree_util.tree_leaves_with_path(_over_axes(lambda leaf: len(leaf) - len(of_one(leaf)), axes))
+    )
 
     def over(tree: Tree) -> Tree:
         return jax.tree.map(lambda x: 0 if x.ndim else None, tree)
@@ -155,14 +159,13 @@ def _of_each_tensor(inner: optax.GradientTransformation, axes: Tree) -> optax.Gr
 
 
 def _muon(config: OptimizerConfig, axes: Tree) -> optax.GradientTransformation:
-    """Muon on the layers' matrices, each expert's for itself, Adam on embeddings, head and norms.
+    """Muon on the layers' matrices, each expert by itself, and Adam on embeddings, head and norms.
 
     Source: Jordan et al. 2024.
     """
-    is_axes = lambda node: isinstance(node, tuple)  # noqa: E731
 
     def dimension_numbers(leaf: tuple[str, ...]) -> optax.contrib.MuonDimensionNumbers | None:
-        """Which dims of a stacked projection are its rows: those it contracts, and the others but for the stack's."""
+        """The input and output dims of a stacked projection; None where Muon does not apply."""
         matrix = of_one(leaf)
         if unstacked(leaf) == leaf or not is_matrix(leaf):
             return None
@@ -171,7 +174,7 @@ def _muon(config: OptimizerConfig, axes: Tree) -> optax.GradientTransformation:
         inputs, outputs = tuple(dims[:split]), tuple(dims[split:])
         return optax.contrib.MuonDimensionNumbers(reduction_axis=inputs, output_axis=outputs)
 
-    # The pieces below scale by a learning rate of their own; 1 leaves that to the common tail, -1 undoes their sign.
+    # Optax's muon applies a learning rate: 1 leaves it to the train step, and -1 undoes the sign.
     return optax.chain(
         optax.contrib.muon(
             learning_rate=1.0,
@@ -180,30 +183,30 @@ def _muon(config: OptimizerConfig, axes: Tree) -> optax.GradientTransformation:
             adam_b2=config.adam_b2,
             eps=config.adam_eps,
             consistent_rms=0.2,
-            muon_weight_dimension_numbers=jax.tree.map(dimension_numbers, axes, is_leaf=is_axes),
+            muon_weight_dimension_numbers=_over_axes(dimension_numbers, axes),
         ),
         optax.scale(-1.0),
     )
 
 
 OptimizerFactory: TypeAlias = Callable[[optax.Schedule, Tree], optax.GradientTransformation]
-"""(schedule, axes) -> an optimizer that applies the schedule, the config's learning rate by the number of updates so
-far; `axes` is a tree like the parameters, of the tuples of their logical axes."""
+"""(schedule, axes) -> an optimizer that applies the schedule, which gives the config's learning rate by the number of
+updates so far; `axes` is a tree like the parameters, with the logical axes of each as a tuple."""
 
 
 def own_optimizer(
     optimizer: optax.GradientTransformation | OptimizerFactory, config: OptimizerConfig, axes: Tree, *, last: float
 ) -> optax.GradientTransformation:
-    """A user's optimizer: itself, or what a factory makes with the config's schedule, that of a run of `last` steps.
+    """A user's optimizer: itself, or made by a factory with the config's schedule over `last` steps.
 
     Raises:
-      UserError: a factory needs a schedule of steps.
+      UserError: it is a factory, and schedule_unit is not steps.
     """
     if isinstance(optimizer, optax.GradientTransformation):
         return optimizer
     if config.schedule_unit != "steps":
         raise UserError(
-            f"optimizer: a factory is passed a schedule of updates, and schedule_unit={config.schedule_unit} counts "
+            f"optimizer: a factory takes a schedule over updates, but schedule_unit={config.schedule_unit} counts "
             "something else. Nearest that works: schedule_unit=steps."
         )
     rate = learning_rate_schedule(config, last=last).rate
@@ -211,25 +214,20 @@ def own_optimizer(
 
 
 UNKNOWN_RATE = Schedule("steps", 1.0, lambda u: jnp.full_like(u, jnp.nan))
-"""Of an optimizer that keeps its learning rate to itself: metrics.jsonl says null."""
+"""The schedule of an optimizer with an unknown learning rate of its own: null in metrics.jsonl."""
 
 
 def make_optimizer(config: Config, axes: Tree, own: optax.GradientTransformation | None = None) -> GradientAccumulation:
-    """Clipping, the optimizer's direction and decoupled weight decay, in that order; the learning rate is the step's.
+    """Clipping, the optimizer's direction and decoupled weight decay, in that order, without the learning rate.
 
-    The biases of routers take no part in any of it: see `GradientAccumulation`.
+    The routers' biases are exempt from all of it: see `GradientAccumulation`.
 
     Args:
       axes: the parameters' logical axes, which decide what is decayed.
-      own: what is to stand in the place of all that, a learning rate included; None: nothing.
+      own: replaces all of it, the learning rate included; None: nothing does.
     """
-    is_axes = lambda node: isinstance(node, tuple)  # noqa: E731
-    loads = jax.tree.map(lambda leaf: unstacked(leaf) == _LOAD_AXES, axes, is_leaf=is_axes)
-    decayed = jax.tree.map(
-        lambda leaf: config.weight_decay_on_norms_and_embeddings or is_matrix(leaf),
-        axes,
-        is_leaf=is_axes,
-    )
+    loads = _over_axes(lambda leaf: unstacked(leaf) == _LOAD_AXES, axes)
+    decayed = _over_axes(lambda leaf: config.weight_decay_on_norms_and_embeddings or is_matrix(leaf), axes)
     clipping = config.gradient_clipping_threshold
     return GradientAccumulation(
         own

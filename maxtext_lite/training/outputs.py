@@ -1,4 +1,4 @@
-"""What a forward pass leaves, and what an objective makes of it: likelihoods, and the experts' part of a loss."""
+"""The outputs of a forward pass as objectives use them: likelihoods, logits, and the experts' auxiliary losses."""
 
 # pyright: reportUnknownLambdaType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # jax, optax and orbax declare some of their functions in part.
@@ -19,24 +19,24 @@ from maxtext_lite.training.loss import HEAD_AXES, LossSums, Readout, cross_entro
 
 
 class TokenSplit(NamedTuple):
-    """How tokens are shared out where a loss is taken: [B, T, ...] to the shares, and back."""
+    """How tokens are split over devices for the loss: [B, T, ...] to the shares, and back."""
 
     split: Callable[[jax.Array], jax.Array]
     merge: Callable[[jax.Array], jax.Array]
 
 
 WHOLE = TokenSplit(lambda x: x, lambda x: x)
-"""Not shared out."""
+"""Tokens that are not split."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Outputs:
-    """The final hidden states of rows, and what can be asked of them; nothing is computed before it is.
+    """The final hidden states of rows; everything else is computed on demand.
 
     Attributes:
       params: the decoder's parameters as `Decoder.cast` gives them.
-      x_BTD: final hidden states, normed; in the shares of `tokens`.
-      aux: of the rows' streams after all layers; {} without experts.
+      x_BTD: final hidden states after the norm, split as `tokens` says.
+      aux: the streams' auxiliary values after all layers; {} without experts.
       config: tiles, number formats, and multipliers of auxiliary losses.
     """
 
@@ -48,8 +48,8 @@ class Outputs:
     tokens: TokenSplit = WHOLE
 
     def _head_inputs(self) -> tuple[jax.Array, OutputHead]:
-        """The final hidden states and the output projection [D, V], laid out for a loss."""
-        # Gathered here, each once: their two uses, for logits and for the gradient, could each do so.
+        """The final hidden states and the output projection [D, V], sharded for the loss."""
+        # Gathered here, once each: logits and gradient, their two uses, could each gather them again.
         x_BTD = constrain(self.x_BTD, ("end_batch", "length", "activation_embed"))
         head_DV = self.decoder.head(self.params).astype(x_BTD.dtype)
         head_DV = cast(jax.Array, gathered_for_use(head_DV, axes_in_use(HEAD_AXES), HEAD_AXES))
@@ -62,21 +62,21 @@ class Outputs:
         return Readout(*how, z_loss_multiplier, shape.logits_multiplier)
 
     def cross_entropy(self, target_BT: jax.Array, weight_BT: jax.Array) -> tuple[jax.Array, LossSums]:
-        """Summed loss of predicting the targets, weighted, with the z-loss of the config; and its parts."""
+        """The weighted sum of the targets' losses with the config's z-loss, and its parts."""
         how = self._readout(z_loss_multiplier=self.config.z_loss_multiplier)
         return cross_entropy(*self._head_inputs(), self.tokens.split(target_BT), self.tokens.split(weight_BT), how)
 
     def nll(self, target_BT: jax.Array, temperature: float = 1.0) -> jax.Array:
-        """Negative log-likelihood [B, T], float32, of each target, to be differentiated: see `loss.token_nll`."""
+        """The differentiable negative log-likelihood [B, T], float32, of each target: see `loss.token_nll`."""
         found = token_nll(*self._head_inputs(), self.tokens.split(target_BT), self._readout(temperature))
         return self.tokens.merge(cast(jax.Array, found))
 
     def logits(self) -> jax.Array:
-        """Logits [B, T, V] of all tokens at once, float32."""
+        """The logits [B, T, V] of all tokens at once, float32."""
         return self.tokens.merge(self._readout().logits(*self._head_inputs()))
 
     def scored_nll(self, target_BT: jax.Array) -> jax.Array:
-        """`nll` as evaluations take it, without a layout for a gradient."""
+        """`nll` for evaluations, not sharded for a gradient."""
         head, shape = self.decoder.output_head(self.params, self.x_BTD.dtype), self.decoder.shape
         how = shape.final_soft_cap, 1.0, shape.logits_multiplier
         return token_losses(self.x_BTD, head, target_BT, self.config.num_vocab_tiling, *how)
@@ -84,16 +84,17 @@ class Outputs:
     def auxiliary_loss(
         self, weight_BT: jax.Array, example_weight_B: jax.Array
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The experts' part of the summed loss, and sums by name: what is per token weighs as the token does in the
-        loss, what is per example as the example's target tokens do. Means over layers with experts, before their
-        multipliers.
+        """The experts' part of the summed loss, and sums by name.
+
+        Values per token have the token's weight in the loss, values per example that of its target tokens. The sums are
+        means over layers with experts, before their multipliers.
 
         Args:
           weight_BT, example_weight_B: divided as the loss is.
         """
         multipliers = {BALANCE: self.config.load_balance_loss_weight, ROUTER_Z: self.config.router_z_loss_multiplier}
         loss = jnp.zeros([], jnp.float32)
-        if LOAD in self.aux:  # neither weighted nor divided: counts that stay whole
+        if LOAD in self.aux:  # counts: neither weighted nor divided, so that they stay whole
             loss += jnp.sum(self.aux[LOAD])
         sums = {}
         for name in auxiliary_names(self.decoder):
@@ -104,25 +105,35 @@ class Outputs:
 
 
 def forward(decoder: Decoder, params: Params, rows: Rows, config: NumericsConfig) -> Outputs:
-    """The outputs of rows [B, T]; `params` as `Decoder.cast` gives them."""
+    """The outputs for rows [B, T]; `params` as `Decoder.cast` gives them."""
     x_BTD, aux = decoder.hidden_and_aux(params, rows["tokens"], rows["segments"], rows["positions"])
     return Outputs(decoder, params, x_BTD, aux, config)
 
 
+def target_tokens(rows: Rows) -> jax.Array:
+    """Target tokens of each row, int32 [..., B]."""
+    return jnp.sum(rows["weights"] > 0, axis=-1, dtype=jnp.int32)
+
+
+def zero_sums(decoder: Decoder, zero: jax.Array, *names: str) -> LossSums:
+    """The sums before the first micro-batch: `zero` for the loss, the experts' sums and those of these names."""
+    return LossSums(zero, zero, dict.fromkeys((*auxiliary_names(decoder), *names), zero))
+
+
 def spread_over_targets(example_weight_B: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array]:
-    """What `Outputs.auxiliary_loss` takes where each row has a weight of its own: its target tokens share it alike."""
+    """The arguments of `Outputs.auxiliary_loss` for rows with weights of their own, split evenly over target tokens."""
     is_target_BT = rows["weights"] > 0
     share_B = example_weight_B / jnp.maximum(jnp.sum(is_target_BT, axis=-1), 1)
     return is_target_BT * share_B[:, None], example_weight_B
 
 
 AUXILIARY_METRICS = (BALANCE, "moe_balance_loss", "router_z_loss", DROPPED)
-"""Metrics of a model with experts: moe_balance is 1 where each expert is chosen equally often, the losses are with
-their multipliers, where those are not 0; moe_dropped_fraction is of choices, where there is a capacity."""
+"""Metrics of a model with experts: moe_balance is 1 where all experts are chosen equally often; the two losses include
+their multipliers, where those are not 0; moe_dropped_fraction is the share of dropped choices, with a capacity."""
 
 
 def auxiliary_metrics(aux: dict[str, jax.Array], config: NumericsConfig) -> Metrics:
-    """AUXILIARY_METRICS as far as there are any, from a step's means; {} without experts."""
+    """The AUXILIARY_METRICS that apply, from a step's means; {} without experts."""
     metrics = {name: aux[name] for name in (BALANCE, DROPPED) if name in aux}
     if aux and config.load_balance_loss_weight:
         metrics["moe_balance_loss"] = config.load_balance_loss_weight * aux[BALANCE]
@@ -132,6 +143,6 @@ def auxiliary_metrics(aux: dict[str, jax.Array], config: NumericsConfig) -> Metr
 
 
 def auxiliary_names(decoder: Decoder) -> list[str]:
-    """Names of the sums of `Outputs.auxiliary_loss`."""
+    """The names of the sums of `Outputs.auxiliary_loss`."""
     experts = decoder.shape.experts
     return [] if experts is None else [name for name in experts.aux_axes if name != LOAD]

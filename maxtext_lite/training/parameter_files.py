@@ -1,4 +1,4 @@
-"""The parameters of checkpoints: written alone, and read by whoever needs nothing else of a run."""
+"""Reading and writing of parameters alone, without the rest of a run's state."""
 
 # pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false
 # pyright: reportUnknownLambdaType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -25,14 +25,14 @@ from maxtext_lite.models import Lora, joined, merged
 from maxtext_lite.parallel import sharding, with_dims
 from maxtext_lite.training.commit import steps_in
 from maxtext_lite.training.failures import Failures
-from maxtext_lite.training.saving import FORMAT, check, handlers, reading, save_alone
+from maxtext_lite.training.saving import FORMAT, check, read_about, read_arrays, reading, save_alone, saved_shapes
 
 PARAMETERS = ("params", "about")
-"""The items of a checkpoint that its parameters are read from."""
+"""The items of a checkpoint that are needed to read its parameters."""
 
 
 def checkpoints_in(path: str | Path, key: str) -> list[Path]:
-    """The checkpoints of a run directory, the newest first, or the checkpoint itself; without looking into them.
+    """The checkpoints of a run directory, newest first, or the one that `path` itself is; their files are not read.
 
     Raises:
       UserError: there is none; names `key`.
@@ -48,9 +48,9 @@ def checkpoints_in(path: str | Path, key: str) -> list[Path]:
 
 
 def whole_checkpoint(path: str | Path, key: str, items: Collection[str] = ()) -> Path:
-    """The newest checkpoint of a run directory of which these items (none: all) are whole, or the checkpoint itself.
+    """The newest checkpoint of a run directory with these items intact (none: all items), or the one that `path` is.
 
-    It says so where one is passed over; all of them stay where they are. All hosts call it.
+    Prints a note where a damaged one is skipped; none is moved. All hosts call it.
 
     Raises:
       UserError: there is none; names `key`.
@@ -58,12 +58,12 @@ def whole_checkpoint(path: str | Path, key: str, items: Collection[str] = ()) ->
     found = checkpoints_in(path, key)
     problems = []
     for directory in found:
-        problem, said = check(directory, items)
+        problem, summary = check(directory, items)
         if problem is None:
             if problems:
                 _note(f"{'; '.join(problems)}. The checkpoint before is taken: {directory}")
-            elif "no checksums" in said:
-                _note(f"{directory}: {said}")
+            elif "no checksums" in summary:
+                _note(f"{directory}: {summary}")
             return directory
         problems.append(f"{directory} is damaged: {problem}")
     itself = absolute(original(path, key))
@@ -77,30 +77,31 @@ def _note(text: str) -> None:
 
 
 def save_parameters(directory: Path, params: Any, failures: Failures | None = None) -> None:
-    """Writes parameters alone as the one checkpoint of a run directory, in the place of one that is there already:
-    `load_parameters` reads it back. All hosts call it.
+    """Writes parameters as the only checkpoint of a run directory, replacing an existing one. All hosts call it.
+
+    `load_parameters` reads it back.
 
     Raises:
       UserError: they cannot be written; on all hosts.
     """
-    save_alone(absolute(directory / "checkpoints" / "0"), alone(params), failures)
+    save_alone(absolute(directory / "checkpoints" / "0"), parameter_items(params), failures)
 
 
-def alone(params: Any) -> dict[str, Any]:
-    """The items of a checkpoint that holds nothing but parameters."""
+def parameter_items(params: Any) -> dict[str, Any]:
+    """The items of a checkpoint of parameters alone."""
     return {"params": ocp.args.StandardSave(params), "about": ocp.args.JsonSave({"format": FORMAT})}
 
 
 def frozen_directory(run_directory: Path) -> Path:
-    """Where a run with LoRA has its frozen parameters, as a checkpoint of parameters alone."""
+    """The directory of a LoRA run's frozen parameters, a checkpoint of parameters alone."""
     return absolute(run_directory / "frozen")
 
 
 def load_parameters(path: str | Path, abstract_params: Any, key: str) -> Any:
-    """The parameters of a checkpoint, or of a Hugging Face directory, laid out as `abstract_params` says.
+    """The parameters of a checkpoint or a Hugging Face directory, in the shapes and shardings of `abstract_params`.
 
-    A checkpoint may have been saved from another pipeline. Those of a run with LoRA are its frozen ones with what its
-    adapters add to them; so are those of an adapter's directory.
+    A checkpoint may have been saved from another pipeline. Adapters, of a LoRA run or of an adapter's directory, are
+    merged into their frozen parameters.
 
     Args:
       abstract_params: without adapters.
@@ -137,8 +138,8 @@ def load_peft_adapters(adapter: Adapter, plain: Any, where: Any) -> Any:
     """The adapters of a PEFT directory on the mesh, float32.
 
     Args:
-      plain: the parameters that they belong to, or their shapes.
-      where: a sharding for all, or a tree of one for each.
+      plain: the parameters that they adapt, or their shapes.
+      where: one sharding for all, or a tree of shardings.
     Raises:
       UserError: as `read_peft_adapters`.
     """
@@ -158,53 +159,43 @@ def _merged(lora: Lora, adapters: Any, params: Any) -> Any:
 
 
 def load_adapters(directory: Path, mesh: Mesh) -> tuple[Lora, Any] | None:
-    """The adapters that a checkpoint holds, whole on every device, leaves of layers [L, ...]; None if it holds none."""
+    """The adapters of a checkpoint, replicated, with leaves of layers [L, ...]; None if it has none."""
     if not (directory / "about").is_dir():
         return None
-    with reading(directory), ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers())) as checkpointer:
-        about = checkpointer.restore(directory, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
-        keys = about.get("fingerprint", {})  # parameters alone have none
-        if not keys.get("lora_rank"):
-            return None
-        whole = sharding(mesh)
-        wanted = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole),
-            _saved_shapes(directory),
-        )
-        restored = checkpointer.restore(directory, args=ocp.args.Composite(params=ocp.args.StandardRestore(wanted)))
-    adapters = _with_layer_dims(restored["params"], tuple(about["layer_dims"]), (-1,))
+    about = read_about(directory)
+    keys = about.get("fingerprint", {})  # parameters alone have none
+    if not keys.get("lora_rank"):
+        return None
+    whole = sharding(mesh)
+    wanted = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), saved_shapes(directory, "params")
+    )
+    restored = read_arrays(directory, {"params": wanted})["params"]
+    adapters = _with_layer_dims(restored, tuple(about["layer_dims"]), (-1,))
     return Lora(keys["lora_rank"], keys["lora_alpha"], tuple(keys["lora_targets"].split(","))), adapters
 
 
 def _with_layer_dims(params: Any, before: tuple[int, ...], after: tuple[int, ...]) -> Any:
-    """Parameters whose layers' first dims, `before`, are `after`."""
+    """Parameters with the layers' first dims reshaped from `before` to `after`."""
     layers = jax.tree.map(lambda x: x.reshape(*after, *x.shape[len(before) :]), params.get("layers", {}))
     return params | ({"layers": layers} if layers else {})
 
 
-def _saved_shapes(directory: Path) -> dict[str, Any]:
-    """Shapes and dtypes of a checkpoint's parameters, for which no file of its other items is read."""
-    return dict(handlers()["params"].metadata(directory / "params"))
-
-
 def _read_parameters(directory: Path, path: str | Path, abstract_params: Any, key: str) -> Any:
-    with reading(directory), ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers())) as checkpointer:
-        saved = _saved_shapes(directory)
-        dealing = Dealing.of(abstract_params, layer_dims_of(saved))
-        as_saved = dealing.as_saved(abstract_params)
-        problems = _shape_differences(saved, as_saved)
-        if problems:
-            raise UserError([f"{key}={path}: {problem}" for problem in problems])
-        wanted = ocp.args.Composite(params=ocp.args.StandardRestore(as_saved))
-        return reshaped(checkpointer.restore(directory, args=wanted)["params"], abstract_params)
+    saved = saved_shapes(directory, "params")
+    with reading(directory):  # damage to an older checkpoint may only show here
+        as_saved = StageLayout.of(abstract_params, layer_dims_of(saved)).as_saved(abstract_params)
+    if problems := _shape_differences(saved, as_saved):
+        raise UserError([f"{key}={path}: {problem}" for problem in problems])
+    return reshaped(read_arrays(directory, {"params": as_saved})["params"], abstract_params)
 
 
-class Dealing(NamedTuple):
-    """The first dims of layers' parameters, [L] or [repeats, L / repeats], here and in a checkpoint.
+class StageLayout(NamedTuple):
+    """The first dims of the layers' parameters, [L] or [repeats, L / repeats], here and in a checkpoint.
 
     Attributes:
-      here, saved: of all layers together.
-      stacks: of each stack of layers, here.
+      here, saved: those of all layers together.
+      stacks: those of each stack of layers, here.
     """
 
     here: tuple[int, ...]
@@ -212,15 +203,15 @@ class Dealing(NamedTuple):
     stacks: list[tuple[int, ...]]
 
     @staticmethod
-    def of(params: Any, saved: tuple[int, ...]) -> "Dealing":
-        """That of parameters here and of dims that `layer_dims_of` found there."""
-        return Dealing(layer_dims_of(params), saved, _stack_dims(params))
+    def of(params: Any, saved: tuple[int, ...]) -> "StageLayout":
+        """The layout of parameters here beside the dims that `layer_dims_of` found in a checkpoint."""
+        return StageLayout(layer_dims_of(params), saved, _stack_dims(params))
 
     def as_saved(self, abstract: Any, before: int = 0) -> Any:
-        """A tree of shapes and shardings with the checkpoint's stage layout.
+        """A tree of shapes and shardings, in the checkpoint's stage layout.
 
         Args:
-          before: dims that stand before those of the layers.
+          before: the number of dims before those of the layers.
         """
         if self.here == self.saved or math.prod(self.here) != math.prod(self.saved):
             return abstract
@@ -231,7 +222,7 @@ class Dealing(NamedTuple):
             if not in_layers or leaf.shape[before:end] not in self.stacks:
                 return leaf
             assert isinstance(leaf.sharding, NamedSharding)
-            # The dim that stages split need not divide there.
+            # In the checkpoint's layout, the stages need not divide that dim.
             where = with_dims(leaf.sharding, leaf.ndim, before, end, len(self.saved))
             num_layers = math.prod(leaf.shape[before:end])
             saved = (*self.saved[:-1], num_layers // math.prod(self.saved[:-1]))
@@ -242,20 +233,20 @@ class Dealing(NamedTuple):
 
 
 def layer_dims_of(params: Any) -> tuple[int, ...]:
-    """The first dims of the layers' parameters, of all stacks together."""
+    """The first dims of the layers' parameters, all stacks together."""
     dims = _stack_dims(params)
     return (*dims[0][:-1], sum(each[-1] for each in dims))
 
 
 def _stack_dims(params: Any) -> list[tuple[int, ...]]:
-    """The first dims of each stack of layers: all but the last of the norms' scales, which are vectors."""
+    """The first dims of each stack of layers: those of the norms' scales, which are vectors, but for their last."""
     layers = params["layers"]
     stacks = [layers[kind] for kind in get_args(MlpKind) if kind in layers] or [layers]
     return [min((tuple(leaf.shape) for leaf in jax.tree.leaves(stack)), key=len)[:-1] for stack in stacks]
 
 
 def reshaped(tree: Any, abstract: Any) -> Any:
-    """The arrays in the shapes and shardings of `abstract`; those that have them are not touched."""
+    """The arrays in the shapes and shardings of `abstract`; only those of other shapes are touched."""
 
     def change(x: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
         if x.shape == wanted.shape:
@@ -271,14 +262,12 @@ def _reshape(shape: tuple[int, ...], where: Sharding) -> Callable[[jax.Array], j
 
 
 def _shape_differences(saved: Any, wanted: Any) -> list[str]:
-    saved_shapes = {
-        jax.tree_util.keystr(path): tuple(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(saved)
-    }
-    wanted_shapes = {
-        jax.tree_util.keystr(path): tuple(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(wanted)
-    }
+    there, here = (
+        {jax.tree_util.keystr(path): tuple(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+        for tree in (saved, wanted)
+    )
     return [
-        f"parameter {name} is {saved_shapes.get(name, 'absent')} there and {wanted_shapes.get(name, 'absent')} here."
-        for name in sorted(saved_shapes.keys() | wanted_shapes.keys())
-        if saved_shapes.get(name) != wanted_shapes.get(name)
+        f"parameter {name} is {there.get(name, 'absent')} there and {here.get(name, 'absent')} here."
+        for name in sorted(there.keys() | here.keys())
+        if there.get(name) != here.get(name)
     ]

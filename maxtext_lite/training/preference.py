@@ -1,8 +1,8 @@
-"""DPO: pairs of answers, of which the model is to prefer the chosen one more than a frozen reference does.
+"""DPO: the model learns to prefer the chosen answer of each pair more than a frozen reference does.
 
-An example is two rows, of chosen and of rejected answers, one after the other in the step's arrays. Segment k of the
-one and segment k of the other are a pair. Source: Rafailov et al. 2023, arXiv:2305.18290, equation 7; with label
-smoothing Mitchell 2023, "A note on DPO with noisy preferences", equation 3.
+An example is two adjacent rows, one of chosen and one of rejected answers; segments k of the two rows form a pair.
+Source: Rafailov et al. 2023, arXiv:2305.18290, equation 7; with label smoothing Mitchell 2023, "A note on DPO with
+noisy preferences", equation 3.
 """
 
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false, reportUnknownMemberType=false
@@ -23,20 +23,20 @@ from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import constrain
 from maxtext_lite.training.arrays import Metrics, Rows
 from maxtext_lite.training.loss import LossSums
-from maxtext_lite.training.outputs import Outputs, auxiliary_metrics, auxiliary_names, spread_over_targets
+from maxtext_lite.training.outputs import Outputs, auxiliary_metrics, spread_over_targets, target_tokens, zero_sums
 
 _REWARDS = ("reward_chosen", "reward_rejected", "reward_accuracy")
 PREFERENCE_METRICS = (*_REWARDS, "reward_margin")
-"""Means over pairs: an answer's reward is beta times its log-probability's ratio to the reference's; the margin is that
-of the chosen answer less that of the rejected one; the accuracy is how often it is above 0."""
+"""Means over pairs: an answer's reward is beta times its log-probability less the reference's; the margin is the reward
+of the chosen answer less that of the rejected one; the accuracy is the share of margins above 0."""
 
 
 class PairScores(NamedTuple):
-    """Of examples.
+    """The scores of examples.
 
     Attributes:
-      log_ratio: log-probability less the reference's, of chosen and rejected answers; float32 [B, 2, T + 1], of segment
-        k at place k, 0 where there is none.
+      log_ratio: log-probability less the reference's, of chosen and rejected answers; float32 [B, 2, T + 1], with
+        segment k at index k, 0 where there is none.
       num_pairs: int32 [B].
       target_tokens: of both rows; int32 [B].
     """
@@ -47,26 +47,26 @@ class PairScores(NamedTuple):
 
 
 def pair_losses(margin: jax.Array, *, beta: float, label_smoothing: float) -> jax.Array:
-    """The loss of pairs, from the log-ratio of the chosen answer less that of the rejected one; of any shape."""
+    """The loss of each pair, from the log-ratio of the chosen answer less that of the rejected one; of any shape."""
     right, wrong = jax.nn.log_sigmoid(beta * margin), jax.nn.log_sigmoid(-beta * margin)
     return -(1 - label_smoothing) * right - label_smoothing * wrong
 
 
 def segment_sums(x_BT: jax.Array, segment_BT: jax.Array) -> jax.Array:
-    """[B, T + 1]: at place k the sum over the tokens of segment k, padding being segment 0."""
+    """The sum over the tokens of each segment, [B, T + 1] by segment number; padding is segment 0."""
     T = x_BT.shape[1]
     return jax.vmap(lambda x_T, segment_T: jnp.zeros(T + 1, x_T.dtype).at[segment_T].add(x_T))(x_BT, segment_BT)
 
 
 def _log_ratios(nll_BT: jax.Array, rows: Rows) -> jax.Array:
-    """[B / 2, 2, T + 1], as of `PairScores`, from the rows of the examples."""
+    """The `PairScores.log_ratio` [B / 2, 2, T + 1] of the rows."""
     ratio_BT = -nll_BT * (rows["weights"] > 0) - rows[REFERENCE]
     sums_BS = segment_sums(ratio_BT, rows["segments"])
     return jnp.where(jnp.arange(sums_BS.shape[1]) > 0, sums_BS, 0).reshape(-1, 2, sums_BS.shape[1])
 
 
 def _num_pairs(rows: Rows) -> jax.Array:
-    """Pairs that each row has a part of; int32 [..., B]."""
+    """The number of pairs of each row, int32 [..., B]."""
     return jnp.max(rows["segments"], axis=-1)
 
 
@@ -82,7 +82,7 @@ class Preference:
     divisor_dtype = np.int32
 
     def rows(self, batch: Rows, axes: Sequence[str]) -> Rows:
-        """The rows [..., 2 B, T] of examples [..., B, 2 T]; those of an example stay together, and on their device."""
+        """The rows [..., 2 B, T] of examples [..., B, 2 T]; the two of an example stay adjacent and on their device."""
 
         def split(x: jax.Array) -> jax.Array:
             B, length = x.shape[-2:]
@@ -91,19 +91,19 @@ class Preference:
         return {name: split(x) for name, x in batch.items()}
 
     def counts(self, rows: Rows) -> dict[str, jax.Array]:
-        """Target tokens, and pairs at the row of their chosen answers."""
+        """Target tokens, and pairs, counted at the rows of chosen answers."""
         pairs = _num_pairs(rows)
         return {
-            "target_tokens": jnp.sum(rows["weights"] > 0, axis=-1, dtype=jnp.int32),
+            "target_tokens": target_tokens(rows),
             "pairs": jnp.where(jnp.arange(pairs.shape[-1]) % 2 == 0, pairs, 0),
         }
 
     def zeros(self, decoder: Decoder, zero: jax.Array) -> LossSums:
-        """Before the first micro-batch."""
-        return LossSums(zero, zero, dict.fromkeys((*auxiliary_names(decoder), *_REWARDS), zero))
+        """See `Objective`."""
+        return zero_sums(decoder, zero, *_REWARDS)
 
     def loss(self, outputs: Outputs, rows: Rows, factor: jax.Array) -> tuple[jax.Array, LossSums]:
-        """The loss of pairs, and the sums of it and of their rewards."""
+        """The loss of the pairs, and the sums of their losses and rewards."""
         places = jnp.arange(rows["segments"].shape[1] + 1)
         is_pair = (places <= _num_pairs(rows)[::2, None]) & (places > 0)
         log_ratio = _log_ratios(outputs.nll(rows["targets"]), rows)
@@ -124,13 +124,13 @@ class Preference:
         return {"pairs": count, **rewards, **margin, **auxiliary_metrics(rest, config)}
 
     def scores(self, outputs: Outputs, rows: Rows) -> PairScores:
-        """The log-ratios of examples' pairs; where the reference is 0, log-probabilities."""
+        """The log-ratios of the examples' pairs; with a reference of 0, their log-probabilities."""
         nll_BT = outputs.scored_nll(rows["targets"])
-        tokens_B = jnp.sum(rows["weights"] > 0, axis=-1, dtype=jnp.int32)
-        return PairScores(_log_ratios(nll_BT, rows), _num_pairs(rows)[::2], jnp.sum(tokens_B.reshape(-1, 2), axis=1))
+        tokens_B = jnp.sum(target_tokens(rows).reshape(-1, 2), axis=1)
+        return PairScores(_log_ratios(nll_BT, rows), _num_pairs(rows)[::2], tokens_B)
 
     def evaluation(self, scores: Sequence[PairScores]) -> dict[str, float | int]:
-        """Means over pairs, added in double precision, and the numbers of pairs and target tokens."""
+        """Means over pairs, summed in double precision, and the numbers of pairs and target tokens."""
         ratios = np.concatenate([pairs_of(each) for each in scores]).astype(np.float64)
         margins = ratios[:, 0] - ratios[:, 1]
         losses = pair_losses(jnp.asarray(margins), beta=self.beta, label_smoothing=self.label_smoothing)
@@ -148,13 +148,13 @@ class Preference:
 
 
 def pairs_of(scores: PairScores) -> np.ndarray:
-    """The log-ratios of the pairs alone, in the order of examples and of their segments; float32 [pairs, 2]."""
+    """The log-ratios of the pairs, float32 [pairs, 2], in the order of examples and their segments."""
     places = np.arange(scores.log_ratio.shape[2])
     is_pair = (places > 0) & (places <= np.asarray(scores.num_pairs)[:, None])
     return np.moveaxis(np.asarray(scores.log_ratio), 1, 2)[is_pair]
 
 
 def _row_weights(rows: Rows, factor: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Of auxiliary losses, for tokens [B, T] and for rows [B]: each pair weighs 1, half of it in either row, and in a
-    row all target tokens weigh alike."""
+    """The weights of auxiliary losses, for tokens [B, T] and rows [B]: a pair has weight 1, half of it in either row,
+    spread evenly over the row's target tokens."""
     return spread_over_targets(0.5 * factor * _num_pairs(rows), rows)

@@ -1,4 +1,4 @@
-"""Profiler traces of some steps: those that the config names, and on demand."""
+"""Profiler traces of the configured steps, and on demand."""
 
 # pyright: reportUnknownMemberType=false
 # jax, optax and orbax declare some of their functions in part.
@@ -13,31 +13,31 @@ from maxtext_lite.config.shown import TracedSteps
 from maxtext_lite.training.failures import Failures
 
 FIRST_STEP = 3
-"""The first that is traced, of those that this process makes: the two before it compile and fill caches."""
+"""The first step of a process that is traced by default: the two before it compile and fill caches."""
 ON_DEMAND = "profile"
-"""A file in the run directory, which anyone makes: the steps after the next look at it are traced."""
+"""A file in the run directory that anyone may create to have the next steps traced."""
 STEPS_ON_DEMAND = 3
 _LOOK_SECONDS = 1.0
 
 
 class Profile:
-    """Traces of a few steps, which TensorBoard's profile plugin and xprof show.
+    """Traces of a few steps, for TensorBoard's profile plugin and xprof.
 
     Args:
       directory: of the run; traces are written into `tensorboard` there.
-      asked: what `profiler_steps` asks for.
+      asked: the steps of `profiler_steps`.
       failures: collects a trace that cannot be written.
-      demands: the directory in which a file `profile` asks for a trace, with a number of steps in it or 3; None: none.
+      demands: the directory in which a file `profile` asks for a trace, of the number of steps in it or 3; None: none.
     """
 
     def __init__(self, directory: Path, asked: TracedSteps, failures: Failures, demands: Path | None):
         self._directory, self._asked, self._failures = directory / "tensorboard", asked, failures
         self._demand = None if demands is None else demands / ON_DEMAND
-        self._last: int | None = None  # the step after which a trace that is under way ends
+        self._last: int | None = None  # the last step of the current trace
         self._looked = 0.0
 
     def before_step(self, step: int, steps_here: int) -> None:
-        """Call it before each step, which is the `steps_here`-th of this process, from 1 on."""
+        """Starts or ends a trace before a step, which is the `steps_here`-th of this process, from 1."""
         if self._last is not None and step > self._last:
             self.close()
         if self._last is None:
@@ -47,14 +47,14 @@ class Profile:
                 jax.profiler.start_trace(str(self._directory))
 
     def close(self) -> None:
-        """Ends a trace that is under way and writes it."""
+        """Ends the current trace, if there is one, and writes it."""
         if self._last is not None:
             self._last = None
             with self._failures.of_writing(self._directory):
                 jax.profiler.stop_trace()
 
     def _demanded(self, step: int) -> int | None:
-        """The last step of a trace that somebody has asked for since the last look; looks once a second."""
+        """The last step of a trace demanded since the last look, at most one look per second; None without a demand."""
         if self._demand is None or time.monotonic() - self._looked < _LOOK_SECONDS:
             return None
         self._looked = time.monotonic()

@@ -1,4 +1,4 @@
-"""A step of a run done again, from the nearest checkpoint before it, and compared with its line of metrics.jsonl."""
+"""A replay of a step of a run, from the nearest checkpoint before it, compared with its line of metrics.jsonl."""
 
 # pyright: reportUnknownMemberType=false
 # jax declares some of its functions in part.
@@ -25,22 +25,22 @@ from maxtext_lite.training.run_difference import compared_fields, lines_of
 from maxtext_lite.training.step_log import LossSpike, StepLog
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-2}
-"""Relative, by `dtype`, of a step that is done again on other devices, by other versions or with other keys."""
-_OF_ALL_DATA = ("epoch", "source_epochs")  # beginnings of metrics that a run's later mixtures change
-_NOT_OF_STEPS = ("maxtext-lite", "orbax-checkpoint", "grain")  # packages that compute nothing
+"""Relative tolerance by `dtype` for a replay on other devices, with other versions or other keys."""
+_OF_ALL_DATA = ("epoch", "source_epochs")  # prefixes of metrics that a run's later mixtures change
+_NOT_OF_STEPS = ("maxtext-lite", "orbax-checkpoint", "grain")  # packages without influence on a step's numbers
 
 
 @dataclass(frozen=True)
 class Replay:
-    """A step that was done again.
+    """A replayed step.
 
     Attributes:
-      after: the step whose checkpoint it began with; 0: the run's first parameters.
-      elsewhere: why bits need not be equal; "": nothing is known to differ.
+      after: the step of the checkpoint that it started from; 0: the run's first parameters.
+      elsewhere: why bits need not be equal; "": no difference is known.
       tolerance: relative; 0: to the bit.
-      fields: what its line has and should have, and whether they agree; see `run_difference.compared_fields`.
-      first_difference: the first of the steps from `after` on that differs; None: none does.
-      rows: each row alone, in the step's order; None: they were not asked for.
+      fields: expected and found values of its line, and whether they agree; see `run_difference.compared_fields`.
+      first_difference: the first step after `after` that differs; None: none does.
+      rows: each row by itself, in the step's order; None: not requested.
     """
 
     step: int
@@ -53,7 +53,7 @@ class Replay:
 
 
 class _Kept:
-    """The records of steps, in place of metrics.jsonl."""
+    """The records of steps in memory, in place of metrics.jsonl."""
 
     def __init__(self) -> None:
         self.records: list[Record] = []
@@ -62,7 +62,7 @@ class _Kept:
         self.records.append(json.loads(record_text(record)))
 
     def flush(self) -> None:
-        """Nothing waits."""
+        """Nothing: records are not buffered."""
 
 
 def replayed(
@@ -74,15 +74,15 @@ def replayed(
     with_rows: bool = False,
     say: Callable[[str], None],
 ) -> Replay:
-    """Does a step of a run again, and those between the nearest checkpoint and it; writes nothing. All hosts call it.
+    """Replays a step of a run from the nearest checkpoint before it; writes nothing. All hosts call it.
 
     Args:
       directory: of the run, or the local copy of one in a bucket.
-      overrides: `key=value` that win over its config.yml.
+      overrides: `key=value` words that win over its config.yml.
       tolerance: relative; None: 0 where devices, versions and keys are the run's, otherwise TOLERANCES.
-      say: takes sentences on the way.
+      say: takes progress messages.
     Raises:
-      UserError: it is no run that can be replayed, or has no such step.
+      UserError: the run cannot be replayed, or has no such step.
     """
     config, lines = _config(directory, overrides), lines_of(directory)
     if (step, False) not in lines:
@@ -123,19 +123,19 @@ def replayed(
         compared[record["step"]] = {name: of for name, of in fields.items() if not name.startswith(_OF_ALL_DATA)}
     differing = [number for number, fields in compared.items() if not all(same for _, _, same in fields.values())]
     if step not in compared:
-        raise UserError(f"step {max(compared)} of RUN_DIR={directory} ends the run when it is done again.")
+        raise UserError(f"step {max(compared)} of RUN_DIR={directory} ends the run when it is replayed.")
     return Replay(step, after, elsewhere, tolerance, compared[step], differing[0] if differing else None, rows)
 
 
 def _config(directory: Path, overrides: Sequence[str]) -> Config:
-    """A run's config, whose directory is that which was named, wherever it was when it was written."""
+    """A run's config with the given directory as its run directory, wherever it was written."""
     if not (directory / "config.yml").is_file():
         raise UserError(f"RUN_DIR={original(directory, 'RUN_DIR')} is not a run directory: it has no config.yml.")
     config = load_config(directory / "config.yml", overrides)
     kind = "reinforcement learning" if isinstance(config, RLRunConfig) else config.dataset_type
     reasons = {
-        "reinforcement learning": "its responses were sampled and are kept nowhere",
-        "dpo": "its rows are pairs, and what a pair is compared with is written before the first step",
+        "reinforcement learning": "its responses were sampled and are not stored",
+        "dpo": "its rows are pairs, whose reference is computed before the first step",
     }
     if kind in reasons:
         raise UserError(f"RUN_DIR={directory} is a run of {kind}: {reasons[kind]}. replay takes pre-training and SFT.")
@@ -144,7 +144,7 @@ def _config(directory: Path, overrides: Sequence[str]) -> Config:
 
 
 def _other_environment(directory: Path) -> str:
-    """In what this process differs from what environment.json says of the run; "": in nothing."""
+    """How this process differs from the run's environment.json; "": not at all."""
     if not (directory / "environment.json").is_file():
         return "environment.json is missing"
     then, now = read_object(directory / "environment.json"), environment()

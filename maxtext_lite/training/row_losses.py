@@ -1,4 +1,4 @@
-"""Each row of a step alone: its loss and its part of the step's gradient."""
+"""The loss of each row of a step, and its part of the step's gradient."""
 
 # pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -27,17 +27,17 @@ _TEXT_TOKENS, _TEXT_LETTERS = 256, 400
 
 @dataclass(frozen=True)
 class RowLoss:
-    """A row of a step, alone.
+    """One row of a step.
 
     Attributes:
-      source: its name in a mixture; "" without one.
-      row: its number in its source.
-      text: its beginning; special tokens give none.
-      documents: that have tokens in it.
+      source: the source's name in a mixture; "" without one.
+      row: its number in the source.
+      text: its beginning, without special tokens.
+      documents: the number of documents in it.
       loss: nats per target token (dpo: the loss per pair).
-      loss_sum: of all of its target tokens, or pairs.
-      grad_norm: of its part of the step's gradient. The parts add up to that gradient, so that the parts' norms add up
-        to no less than the step's `grad_norm`, but for the rounding of their sum.
+      loss_sum: over its target tokens, or pairs.
+      grad_norm: norm of its part of the step's gradient. The parts add up to that gradient, so the sum of their norms
+        is at least the step's `grad_norm`, up to rounding.
       num_counted: target tokens, or pairs.
     """
 
@@ -53,19 +53,18 @@ class RowLoss:
 
 
 def make_row_losses(run: TrainingRun[ExampleSource]) -> Callable[[TrainState, int, int], list[RowLoss]]:
-    """A function that gives the rows at the positions `first` to `first + count - 1` of a run, from (state, first,
-    count), by the state before the step that takes them.
+    """A function (state, first, count) -> the rows at positions `first` to `first + count - 1` of a run.
 
-    Each goes through the step's own loss and gradient, in a batch of no other row. Rows that the run leaves out there
-    are none of them. All hosts call it.
+    `state` is that before the step that consumes them. Each row goes through the step's own loss and gradient, in a
+    batch of its own; rows that the run excludes there are left out. All hosts call it.
 
     Raises:
-      UserError: the run has local updates, whose rows meet different parameters.
+      UserError: the run has local updates, in which rows see different parameters.
     """
     if run.parts.local:
         raise UserError(
-            "--rows takes the gradient of one row after the other by one set of parameters; enable_diloco=true has "
-            "parameters for each replica."
+            "--rows takes the gradient of each row with one set of parameters; enable_diloco=true has parameters for "
+            "each replica."
         )
     tokenizer, step_gradients = load_tokenizer(run.config), accumulate_gradients(run.parts)
     source, where, reader = run.source, sharding(run.mesh, TRAIN_BATCH_AXES), run.plan.loading_hosts[0]

@@ -1,4 +1,4 @@
-"""What a run is made of before its first step: plan, data, mesh, decoder, optimizer, directory and checkpoints."""
+"""A run before its first step: plan, data, mesh, decoder, optimizer, directory and checkpoints."""
 
 # pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false, reportUnknownMemberType=false
 # jax, optax and orbax declare some of their functions in part.
@@ -48,7 +48,7 @@ from maxtext_lite.training.metrics import Speed, Terminal
 from maxtext_lite.training.noise import why_unknown
 from maxtext_lite.training.optimizer import UNKNOWN_RATE, Schedule, learning_rate_schedule
 from maxtext_lite.training.parameter_files import checkpoints_in, load_parameters, load_peft_adapters
-from maxtext_lite.training.run_files import RunFiles, has_checkpoints, run_directory
+from maxtext_lite.training.run_files import RunFiles, has_checkpoints, run_directory, write_json
 from maxtext_lite.training.state import (
     CONFIGURED,
     OwnParts,
@@ -61,7 +61,7 @@ from maxtext_lite.training.state import (
 from maxtext_lite.training.step_memory import StepMemory
 
 EXCLUDED = "excluded_rows.jsonl"
-"""In the run directory: the rows that the run has left out of itself."""
+"""In the run directory: the rows that the run has excluded itself."""
 
 
 class _HasNotes(Protocol):
@@ -70,7 +70,7 @@ class _HasNotes(Protocol):
 
 
 class Source(_HasNotes, Protocol):
-    """What a run learns from, examples or prompts, by number."""
+    """A run's training data, examples or prompts, by number."""
 
     @property
     def fingerprint(self) -> str:
@@ -88,19 +88,20 @@ class TrainingRun(Generic[Data]):
     """One process's part in a run: everything that is made once, before the first step.
 
     Attributes:
-      config: as the user wrote it; the optimizer has what the plan scaled.
+      config: the user's; only the optimizer's parts have the settings that the plan scaled.
       source: the training examples; `eval_source` the held-out ones, or None.
       directory: the run directory.
-      files: what the first host writes there, but for checkpoints.
-      parts: what a step is made of; its mesh and its decoder are the run's.
+      files: those that the first host writes there, other than checkpoints.
+      parts: the parts of a step; its mesh and its decoder are the run's.
       is_first: this process writes the run directory.
-      failures: what could not be written.
-      memory: what a step holds on a device.
-      recorded: rows that the run has left out of itself; known once it is restored.
-      excluded: ids of those and of the config's, each with the place of the run from which on it is left out.
+      failures: failed reads and writes.
+      memory: a step's memory on a device.
+      recorded: rows that the run has excluded itself; known once it is restored.
+      excluded: ids of those and of the config's excluded rows, with the position in the run from which each is left
+        out.
       checkpointer: None where enable_checkpointing is false, and before `opened`.
     Args:
-      own: what of a step is not as the config says.
+      own: the parts of a step that the caller supplies.
       devices: those that train; None: all.
       examples_of_entry: how often an entry of the source counts as an example in one epoch.
     Raises:
@@ -141,12 +142,12 @@ class TrainingRun(Generic[Data]):
 
     @contextlib.contextmanager
     def opened(self, say: Callable[[str], None]) -> Generator[None]:
-        """Makes the run directory and holds its lease, so that no other run writes there; opens its checkpoints.
+        """A block with the run directory made, its lease held, so that no other run writes there, and checkpoints open.
 
         Args:
-          say: takes sentences on the checkpoints, some from a background thread.
+          say: takes messages about checkpoints, some from a background thread.
         Raises:
-          UserError: another run has the directory, it cannot be written, or all of its checkpoints are damaged.
+          UserError: another run holds the directory, it cannot be written, or all of its checkpoints are damaged.
         """
         try:
             if self.is_first:
@@ -172,24 +173,24 @@ class TrainingRun(Generic[Data]):
             if self.checkpointer:
                 self.checkpointer.close()
             if self._lease:
-                if self._lease.check():  # after an error as well
+                if self._lease.check():  # also after an error
                     with self.failures.of_writing(self.directory):
                         self.files.close()
                 self._lease.release()
 
     def read_before(self, step: int, say: Callable[[str], None]) -> None:
-        """In the place of `opened`: nothing is written, and the newest checkpoint is the newest before this step."""
-        self._saved = CheckpointReader(self.directory, self._fingerprint).sought(step, say)
+        """Opens the run read-only, in place of `opened`; its newest checkpoint is the newest before this step."""
+        self._saved = CheckpointReader(self.directory, self._fingerprint).find_before(step, say)
 
     def save(self, state: TrainState, counts: Counts, unfinished: Rows | None = None) -> None:
-        """A checkpoint, where checkpoints are on, by the run that still has the directory; see `Checkpointer.save`."""
+        """Saves a checkpoint if enable_checkpointing is true and the lease is still held; see `Checkpointer.save`."""
         if self._lease:
             self._lease.check()
         if self.checkpointer:
             self.checkpointer.save(state, counts, unfinished)
 
     def open_log(self, open_it: Callable[[], Log], say: Callable[[str], None]) -> Log | None:
-        """A log in the run directory, on the first host, and what was wrong with the lines there; None on the others.
+        """A log in the run directory, on the first host, with messages on its existing lines; None on the others.
 
         Raises:
           UserError: it cannot be read or written; on all hosts.
@@ -200,7 +201,7 @@ class TrainingRun(Generic[Data]):
         return log
 
     def wait(self) -> None:
-        """Returns once all that the run wrote is safe. All hosts call it.
+        """Returns once everything that the run wrote is safe. All hosts call it.
 
         Raises:
           UserError: a host could not write something; on all hosts.
@@ -244,22 +245,22 @@ class TrainingRun(Generic[Data]):
         return learning_rate_schedule(config, last=last, units_per_step=total / last)
 
     def restore_or_init(self) -> tuple[TrainState, Counts]:
-        """The state and counts of the newest checkpoint, or those of a new run; gives the source its history.
+        """The state and counts of the newest checkpoint, or those of a new run; also restores the source's history.
 
         Raises:
-          UserError: the checkpoint is of another run, or a source has changed or would pass its max_epochs.
+          UserError: the checkpoint is of another run, or a source has changed or would exceed its max_epochs.
         """
         abstract = self.abstract_state
         if self._saved and self._saved.latest_step() is not None:
             state, counts = self._saved.restore(abstract)
             self._mix(counts)
-            if self.parts.optimizer.has_ended(counts.skipped_in_a_row):  # by a limit that is lower than it was
+            if self.parts.optimizer.has_ended(counts.skipped_in_a_row):  # if the limit has been lowered
                 none = jax.device_put(jax.numpy.int32(0), abstract.skipped_in_a_row.sharding)
                 state = dataclasses.replace(state, skipped_in_a_row=none)
             return state, counts
         self._mix(Counts())
         path = self.config.load_parameters_path
-        if path:  # before anything is compiled: it may not be there, or not fit
+        if path:  # before any compilation, as it may be missing or not fit
             adapter = adapter_of(path)
             params = load_parameters(adapter.base if adapter else path, abstract.plain_params, "load_parameters_path")
             where = tree_shardings(self.mesh, self.decoder.trained(self.decoder.axes))
@@ -280,17 +281,17 @@ class TrainingRun(Generic[Data]):
         self.excluded = excluded_ids(source, [*listed, *self.recorded])
 
     def steps_left(self, counts: Counts) -> int:
-        """Steps that remain after those of `counts`, in the data too.
+        """The number of steps after those of `counts`, limited by the data.
 
         Raises:
-          UserError: a source would pass its max_epochs.
+          UserError: a source would exceed its max_epochs.
         """
         return steps_left(self.config, self.plan, self.source, step=counts.step, examples_seen=counts.examples_seen)
 
     def token_shares(self, counts: Counts) -> dict[str, dict[str, float]]:
         """Each source's share of the target tokens since the mixture last changed; {} without a mixture.
 
-        All hosts call it, each time with counts that are no less than before.
+        All hosts call it, with counts that never decrease.
         """
         source = self.source
         if not isinstance(source, MixtureSource) or source.stream is None:
@@ -340,48 +341,43 @@ class TrainingRun(Generic[Data]):
             terminal.say(f"resuming {self.directory} after step {counts.step}")
 
     def _write_about(self, end: int) -> None:
-        """Config, plan and environment, and what came with the parameters.
+        """Writes the config, the plan, the environment, and the files that came with the parameters.
 
         Args:
-          end: examples that the run has seen at its end.
+          end: examples that the run will have seen at its end.
         """
         with writing((files := self.files.directory) / "config.yml"):
             write_resolved(self.config, files / "config.yml")
         path = self.config.load_parameters_path
-        if carried := hf_directory(path) if path else None:  # so that the run can be exported and talked to
+        if carried := hf_directory(path) if path else None:  # for export and for generation
             own = self.config.tokenizer_path == tokenizer_keys(carried).get("tokenizer_path", "")
             carry_files(carried, files / "hf", but=() if own else CARRIED[1:])
         data = {"mixture": mixture_table(self.source, 0, end), "data": summaries(self.source)}
-        _write_json(files / "plan.json", self.plan.to_json() | {name: each for name, each in data.items() if each})
-        _write_json(files / "environment.json", environment())
+        write_json(files / "plan.json", self.plan.to_json() | {name: each for name, each in data.items() if each})
+        write_json(files / "environment.json", environment())
         self.memory.write(files)
         self.files.upload()
 
     def note_memory(self, **found: int | None) -> None:
-        """Sets what `memory` has, and writes it down where the run has the directory."""
+        """Sets fields of `memory`, and writes it if the run holds the directory."""
         vars(self.memory).update(found)
         if self._lease:
             with self.failures.of_writing(self.directory):
                 self.memory.write(self.files.directory)
 
     def note_environment(self, **found: Any) -> None:
-        """Adds what is known only later to environment.json, where the run has the directory."""
+        """Adds entries to environment.json, if the run holds the directory."""
         if self.is_first and self._lease:
             path = self.files.directory / "environment.json"
             with self.failures.of_writing(path):
-                _write_json(path, json.loads(path.read_text(encoding="utf-8")) | found)
+                write_json(path, json.loads(path.read_text(encoding="utf-8")) | found)
 
     @property
     def speed(self) -> Speed:
-        """What steps are timed against."""
+        """The figures that turn a step's time into throughput."""
         return Speed(
             flops_per_example=self.config.rows_per_example
             * flops_per_example(self.config, self.config.max_target_length),
             num_devices=self.mesh.size,
             peak=peak_tflops(jax.devices()[0].device_kind, self.config.dtype),
         )
-
-
-def _write_json(path: Path, value: Any) -> None:
-    with writing(path):
-        path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Where two runs part: the first step and what differs there, the rows of that step, and saved arrays."""
+"""The first difference of two runs: its step and metrics, the rows of that step, and saved arrays."""
 
 # pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -13,25 +13,24 @@ from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data import MixtureSource, hash_of_run, open_mixture
 from maxtext_lite.data.mixture_of_run import in_run
 from maxtext_lite.data.mixture_source import ids_of_run
 from maxtext_lite.reporting.records import Record, is_evaluation, read_records
-from maxtext_lite.training.parameter_files import steps_in
-from maxtext_lite.training.saving import handlers, reading
+from maxtext_lite.training.commit import steps_in
+from maxtext_lite.training.saving import read_arrays, saved_shapes
 
 _TIMES = ("_seconds", "_per_second", "_per_device", "mfu", "utilization", "_memory_bytes")
-"""How metrics of time and memory end; two runs never share them. A batch per device is not one of them."""
+"""Suffixes of metrics of time and memory, which two runs never share. per_device_batch_size is not one of them."""
 
 _SPLITS = ("per_device_batch_size", "gradient_accumulation_steps")
 _OF_SPLITS = ("gradient_noise_scale", "attention_imbalance", "loss_scale")
-"""Metrics, or beginnings of their names, that depend on how a batch is split."""
+"""Prefixes of metrics that depend on how a batch is split."""
 
 _REWARD = "reward_"
-"""In names of differences of log-probabilities, which begin at 0: their rounding is that of numbers around 1."""
+"""In names of differences of log-probabilities, which start at 0 but round like numbers around 1."""
 
 _EXACT = (
     "examples_hash",
@@ -42,11 +41,11 @@ _EXACT = (
     "tokens_seen",
     "skipped",
 )
-"""Metrics that agree only where they are equal, in the order in which one explains the next."""
+"""Metrics that must be equal, causes before consequences."""
 
 _ARRAYS_FLOOR = 1e-2
-"""Of the norm of a whole tree, which is added to an array's own where there is a tolerance: the 1e-7 beside 1e-5 of
-"two runs agree". Of what is 0 but for rounding, as the biases of keys are before softmax, a share says nothing."""
+"""The share of the whole tree's norm that is added to an array's own, with a tolerance: the 1e-7 beside the 1e-5 of
+"two runs agree". Arrays that are 0 up to rounding, such as the biases of keys, have no meaningful relative error."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Difference:
 
     Attributes:
       evaluation: whether it is an evaluation's.
-      fields: what differs, with the value of each run; None where a run has none. What explains comes first.
+      fields: the metrics that differ, causes first, with the value of each run; None where a run has none.
     """
 
     step: int
@@ -65,12 +64,12 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was compared of two runs' metrics.
+    """A comparison of two runs' metrics.
 
     Attributes:
-      steps: lines of training that both have.
-      evaluations: likewise.
-      last: the last step of each.
+      steps: compared training lines.
+      evaluations: compared evaluation lines.
+      last: the last step of each run.
     """
 
     steps: int
@@ -80,10 +79,10 @@ class Comparison:
 
 
 def compare_metrics(runs: tuple[Path, Path], tolerance: float) -> Comparison:
-    """Looks at the lines that both runs have, step by step, up to the first difference.
+    """Compares the lines that both runs have, step by step, up to the first difference.
 
     Args:
-      tolerance: relative, of numbers that are measured; 0: equal to the bit, the split of a batch included.
+      tolerance: relative, of computed numbers; 0: equal to the bit, with the same split of the batch.
     Raises:
       UserError: a run has no metrics.jsonl, or they have no step in common.
     """
@@ -104,7 +103,7 @@ def compare_metrics(runs: tuple[Path, Path], tolerance: float) -> Comparison:
 
 
 def lines_of(run: Path) -> dict[tuple[int, bool], Record]:
-    """The lines of a run's metrics.jsonl by step, and whether they are an evaluation's.
+    """The lines of a run's metrics.jsonl by (step, whether it is an evaluation's).
 
     Raises:
       UserError: there are none.
@@ -117,9 +116,9 @@ def lines_of(run: Path) -> dict[tuple[int, bool], Record]:
 
 
 def compared_fields(first: Record, second: Record, tolerance: float) -> dict[str, tuple[Any, Any, bool]]:
-    """What two lines of metrics.jsonl should share: both values, None where a line has none, and whether they do.
+    """The metrics that two lines of metrics.jsonl should share, causes first: both values, and whether they agree.
 
-    What explains others comes first. `tolerance` is that of `compare_metrics`.
+    A value is None where its line lacks it. `tolerance` is that of `compare_metrics`.
     """
     flat = [dict(_flat(record)) for record in (first, second)]
     names = dict.fromkeys(itertools.chain(_EXACT, *flat))
@@ -153,10 +152,10 @@ def _same(first: Any, second: Any, tolerance: float, floor: float) -> bool:
 
 
 def rows_of_step(run: Path, step: int) -> list[Any] | str:
-    """The rows that a step of a run consumed, in order: their numbers, of a mixture with the names of their sources.
+    """The numbers of the rows that a step of a run consumed, in order; of a mixture, with the names of their sources.
 
-    They are worked out from config.yml and the data, and checked against the step's `examples_hash`; where they are not
-    known, a sentence says why.
+    They are computed from config.yml and the data, and checked against the step's `examples_hash`. Where they are
+    unknown, the result is a sentence that says why.
     """
     record = lines_of(run).get((step, False))
     if record is None:
@@ -170,19 +169,18 @@ def rows_of_step(run: Path, step: int) -> list[Any] | str:
         source, record["examples_seen"] - record["examples"], record["examples"], seed=config.data_shuffle_seed
     )
     if hash_of_run(source, ids) != record["examples_hash"]:
-        return "those of config.yml have another examples_hash: the data or the mixture have changed"
+        return "those of config.yml have another examples_hash: the data or the mixture has changed"
     return source.named_rows(ids) if isinstance(source, MixtureSource) else ids.tolist()
 
 
 @dataclass(frozen=True)
 class SavedDifference:
-    """What of the checkpoints of one step differs.
+    """The differences between two checkpoints of one step.
 
     Attributes:
-      arrays: the difference of each array that differs by more than the tolerance, by its path; infinite where
-        shapes or dtypes do.
-      compared: how many were.
-      largest: of all differences, also of those within the tolerance.
+      arrays: differences beyond the tolerance by the array's path; infinite where shapes or dtypes differ.
+      compared: the number of compared arrays.
+      largest: the largest difference, be it within the tolerance.
     """
 
     step: int
@@ -192,12 +190,12 @@ class SavedDifference:
 
 
 def compare_checkpoints(runs: tuple[Path, Path], tolerance: float) -> list[SavedDifference]:
-    """Compares the checkpoints that both runs have, the first first, up to the first that differ.
+    """Compares the checkpoints that both runs have, from the oldest, up to the first pair that differs.
 
-    Parameters; with a tolerance of 0 the state of the optimizer, too.
+    Parameters are compared; with a tolerance of 0 the optimizer's state, too.
 
     Args:
-      tolerance: of each array's difference in 2-norm, relative to that of the array and a hundredth of that of all.
+      tolerance: of the 2-norm of each array's difference, relative to the array's norm plus a hundredth of the tree's.
     Raises:
       UserError: a checkpoint cannot be read.
     """
@@ -212,20 +210,17 @@ def compare_checkpoints(runs: tuple[Path, Path], tolerance: float) -> list[Saved
 
 
 def _saved(directory: Path, tolerance: float) -> dict[str, np.ndarray]:
-    """Arrays of a checkpoint, on one device, whatever saved it."""
+    """The arrays of a checkpoint by path, restored on one device, whatever mesh saved it."""
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
     def on_one_device(leaf: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)
 
     items = ("params",) if tolerance else ("params", "update_state")
-    with reading(directory), ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers())) as checkpointer:
-        wanted: dict[str, Any] = {}
-        for item in items:
-            shapes = dict(handlers()[item].metadata(directory / item))
-            wanted[item] = ocp.args.StandardRestore(jax.tree.map(on_one_device, shapes))
-        restored = checkpointer.restore(directory, args=ocp.args.Composite(**wanted))
-        leaves = jax.tree_util.tree_leaves_with_path({item: restored[item] for item in items})
+    restored = read_arrays(
+        directory, {item: jax.tree.map(on_one_device, saved_shapes(directory, item)) for item in items}
+    )
+    leaves = jax.tree_util.tree_leaves_with_path({item: restored[item] for item in items})
     return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf) for path, leaf in leaves}
 
 

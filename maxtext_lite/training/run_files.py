@@ -1,12 +1,13 @@
-"""The run directory, and the files that the first host writes there, but for checkpoints.
+"""The run directory, and the files that the first host writes there, other than checkpoints.
 
-In a bucket nothing can be appended to or renamed. There they are written into a directory of this machine and uploaded,
-each file whole: before a checkpoint counts, so that metrics.jsonl in the bucket always has the steps of the newest one,
-and at the end of the run. A run that goes on begins with what the bucket has.
+In a bucket nothing can be appended or renamed. Its files are written into a directory of this machine and uploaded as
+a whole: before each checkpoint counts, so that metrics.jsonl in the bucket always has the steps of the newest one, and
+at the end of the run. A resumed run starts from the files in the bucket.
 """
 
 import errno
 import hashlib
+import json
 import os
 import shutil
 import tempfile
@@ -15,19 +16,30 @@ from pathlib import Path
 
 from maxtext_lite.config import RunConfig
 from maxtext_lite.config.bucket import any_path, fetch, file_system, is_bucket, reaching, storage_errors
+from maxtext_lite.config.errors import writing
 
 
 def run_directory(config: RunConfig) -> Path:
-    """Where all that a run writes goes.
+    """The directory of everything that a run writes.
 
     Raises:
-      UserError: it is in a bucket, for which an extra is not installed.
+      UserError: it is in a bucket, and the extra for buckets is not installed.
     """
     return any_path(config.base_output_directory, "base_output_directory") / config.run_name
 
 
+def write_json(path: Path, value: object) -> None:
+    """Writes a file of JSON.
+
+    Raises:
+      UserError: it cannot be written.
+    """
+    with writing(path):
+        path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
 def has_checkpoints(directory: Path) -> bool:
-    """Whether a run directory holds any, or what is left of one.
+    """Whether a run directory contains checkpoints, or the remains of one.
 
     Raises:
       UserError: its bucket cannot be read.
@@ -37,10 +49,10 @@ def has_checkpoints(directory: Path) -> bool:
 
 
 class RunFiles:
-    """The files of a run directory. What it does raises OSError.
+    """The files of a run directory. All methods may raise OSError.
 
     Attributes:
-      directory: where they are written; of a bucket, follows from its path.
+      directory: where they are written; for a bucket, a local directory that depends on its path.
     """
 
     def __init__(self, run_directory: Path):
@@ -53,7 +65,7 @@ class RunFiles:
         self._lock = threading.Lock()
 
     def make(self) -> None:
-        """Makes the directory, for this user alone where it is not the run directory."""
+        """Makes the directory; a local one for a bucket is this user's alone."""
         if self._bucket:
             self.directory.parent.mkdir(mode=0o700, exist_ok=True)
             if self.directory.parent.stat().st_uid != os.getuid():
@@ -61,7 +73,7 @@ class RunFiles:
         self.directory.mkdir(parents=True, exist_ok=True)
 
     def fetch(self) -> None:
-        """Begins with the files that the bucket has; those that a killed process had not uploaded are made again."""
+        """Downloads the bucket's files; whatever a killed process did not upload is written again."""
         if self._bucket:
             shutil.rmtree(self.directory)
             self.directory.mkdir()
@@ -69,25 +81,25 @@ class RunFiles:
             self._uploaded = dict(self._states())
 
     def upload(self) -> None:
-        """Writes the files that have changed into the bucket."""
+        """Uploads the files that have changed."""
         with self._lock:
             for path, state in self._states() if self._bucket else ():
                 if self._uploaded.get(path) == state:
                     continue
                 system, root = file_system(str(self._bucket))
                 with tempfile.NamedTemporaryFile(dir=self.directory.parent) as whole:
-                    shutil.copyfile(path, whole.name)  # it may grow while it is uploaded
+                    shutil.copyfile(path, whole.name)  # the file may grow during the upload
                     with storage_errors(self._bucket):
                         system.put_file(whole.name, f"{root}/{path.relative_to(self.directory).as_posix()}")
                 self._uploaded[path] = state
 
     def close(self) -> None:
-        """Uploads what is left, and removes what is not in the run directory."""
+        """Uploads changed files and removes the local directory of a bucket."""
         if self._bucket:
             self.upload()
             shutil.rmtree(self.directory)
 
     def _states(self) -> list[tuple[Path, tuple[int, int]]]:
-        """Each file, with its size and when it was written to."""
+        """Each file, with its size and modification time."""
         paths = sorted(path for path in self.directory.rglob("*") if path.is_file() and path.suffix != ".tmp")
         return [(path, (about.st_size, about.st_mtime_ns)) for path in paths for about in [path.stat()]]

@@ -1,10 +1,10 @@
-"""How checkpoints get on disk and are known to be whole: written by Orbax, hashed, and only then named.
+"""Saving and verification of checkpoints: Orbax writes them, they are hashed, and only then do they get their name.
 
-Once Orbax has committed a checkpoint, each process adds the checksums of its share of the files; once all of those
-stand, the first process makes it count, as `commit` says.
+Once Orbax has finished a checkpoint, each process adds the checksums of its share of the files; once all checksums are
+written, the first process makes the checkpoint count (see `commit`).
 """
 
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # jax, optax and orbax declare some of their functions in part.
 
 import contextlib
@@ -39,7 +39,7 @@ from maxtext_lite.training.manifest import Damaged, damage, in_items, read_manif
 FORMAT = 3
 """2 had no checksums; 1 no progress, noise scale or local updates."""
 
-_TIMEOUT_SECONDS = 1200  # for the slowest process to be done with what the others wait for
+_TIMEOUT_SECONDS = 1200  # for the slowest process to reach a barrier
 _ENVIRONMENT = (
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE,
     errno.ENOENT, errno.ENOTDIR, errno.EISDIR,
@@ -48,8 +48,8 @@ _WAKE_SECONDS = 0.2
 _SLICE_BYTES = 1 << 20
 
 
-def handlers() -> dict[str, Any]:
-    """What reads and writes each item of a checkpoint: Orbax warns of items that it does not know how to read."""
+def _handlers() -> dict[str, Any]:
+    """Orbax's handler of each item of a checkpoint: it warns of items that have none."""
     state = ocp.StandardCheckpointHandler
     return {"params": state(), "update_state": state(), "unfinished": state(), "about": ocp.JsonCheckpointHandler()}
 
@@ -58,9 +58,9 @@ class Saver:
     """Writes one checkpoint at a time in the background. All hosts call its methods.
 
     Args:
-      failures: collects what could not be written; whoever waits for a save raises it.
-      holds: whether this run still has the directory; asked on the first host, in the background.
-      before: is called on the first host, in the background, before a checkpoint counts.
+      failures: collects write errors, which `wait` raises.
+      holds: whether this run still holds the directory; called on the first host, in the background.
+      before: called on the first host, in the background, before a checkpoint counts.
     """
 
     def __init__(
@@ -69,19 +69,19 @@ class Saver:
         _silence_orbax()
         _save_small_arrays_whole()
         self._failures, self._holds, self._before = failures, holds, before
-        self._checkpointer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**handlers()))
+        self._checkpointer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**_handlers()))
         self._barrier = ocp.multihost.get_barrier_sync_fn()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._saves = 0
 
-    def start(self, directory: Path, items: Mapping[str, Any], named: Callable[[str], None]) -> None:
-        """Begins to write a checkpoint, in the place of one that is there; returns once its arrays are copied.
+    def start(self, directory: Path, items: Mapping[str, Any], on_commit: Callable[[str], None]) -> None:
+        """Starts to write a checkpoint, in place of an existing one; returns once its arrays are copied.
 
         Args:
-          items: what Orbax takes, by name.
-          named: is called on the first host, in the background, once the checkpoint has its name, with a sentence on
-            how large it is and how fast it was hashed.
+          items: Orbax's arguments by item.
+          on_commit: called on the first host, in the background, once the checkpoint has its name, with a clause on its
+            size and the speed of hashing.
         Raises:
           UserError: this or an earlier save could not be written; on all hosts.
         """
@@ -95,15 +95,15 @@ class Saver:
             self._take(unfinished, error)
             return
         self._thread = threading.Thread(
-            target=self._finish, args=(unfinished, directory, named), name="checkpoint", daemon=True
+            target=self._finish, args=(unfinished, directory, on_commit), name="checkpoint", daemon=True
         )
         self._thread.start()
 
     def wait(self) -> None:
-        """Returns once what was begun has its name.
+        """Returns once the current checkpoint has its name.
 
         Raises:
-          UserError: a host could not write its part, or something else of the run; on all hosts.
+          UserError: a host could not write its part, or another file of the run; on all hosts.
         """
         is_busy = True
         while True:
@@ -116,19 +116,19 @@ class Saver:
                 raise self._error
             if not self._failures.raise_together(is_busy):
                 return
-            # Another host may be writing still, or have failed and never finish: look again.
+            # Another host may still be writing, or may have failed and never finish: check again.
             time.sleep(_WAKE_SECONDS)
 
     def close(self) -> None:
-        """Waits for a save under way and ends the threads. Each host may call it alone."""
+        """Waits for the current save and ends the threads. Each host may call it alone."""
         if self._failures.found and jax.process_count() > 1:
-            return  # another host's part may be what failed: this one's would wait for it
+            return  # another host's part may have failed, and this one's would wait for it
         if self._thread:
             self._thread.join()
         if not self._failures.found and not self._error:
             self._checkpointer.close()
 
-    def _finish(self, unfinished: Path, directory: Path, named: Callable[[str], None]) -> None:
+    def _finish(self, unfinished: Path, directory: Path, on_commit: Callable[[str], None]) -> None:
         try:
             self._checkpointer.wait_until_finished()
             process, num_processes = jax.process_index(), jax.process_count()
@@ -137,16 +137,16 @@ class Saver:
             seconds = time.perf_counter() - began
             self._sync("hashed")
             if process == 0 and self._holds():
-                read_manifest(unfinished)  # every process's part stands
+                read_manifest(unfinished)  # raises if a process's part is missing
                 self._before()
                 commit(directory)
-                named(_speed(hashed, seconds, num_processes))
+                on_commit(_speed(hashed, seconds, num_processes))
             self._sync("named")
         except Exception as error:  # noqa: BLE001 - `wait` raises it
             self._take(unfinished, error)
 
     def _take(self, unfinished: Path, error: Exception) -> None:
-        """Keeps what went wrong, for `wait`: a failure of the file system is the user's to fix, another is our bug."""
+        """Records an error for `wait`: one of the file system is for the user to fix, any other is our bug."""
         problem = _environments(unfinished, error)
         if problem is None:
             self._error = error
@@ -158,34 +158,34 @@ class Saver:
 
 
 def save_alone(directory: Path, items: Mapping[str, Any], failures: Failures | None = None) -> None:
-    """Writes one checkpoint, in the place of one that is there, and returns once it is whole. All hosts call it.
+    """Writes one checkpoint, in place of an existing one, and returns once it is complete. All hosts call it.
 
     Raises:
       UserError: it could not be written; on all hosts.
     """
     saver = Saver(Failures() if failures is None else failures)
-    saver.start(directory, items, named=lambda _: None)
+    saver.start(directory, items, on_commit=lambda _: None)
     saver.wait()
     saver.close()
 
 
 class Check(NamedTuple):
-    """What looking through a checkpoint came to.
+    """The result of checking a checkpoint.
 
     Attributes:
-      problem: which file is damaged, and how; None: none is.
-      said: a clause on how much was hashed and how fast, or that there is nothing to compare with.
+      problem: the damaged file and its damage; None: no damage.
+      summary: a clause on how much was hashed and how fast, or that there are no checksums.
     """
 
     problem: str | None
-    said: str
+    summary: str
 
 
 def check(directory: Path, items: Collection[str] = ()) -> Check:
-    """Compares the files of a checkpoint with their checksums. All hosts call it, each hashes a share.
+    """Compares the files of a checkpoint with their checksums. All hosts call it, and each hashes a share.
 
     Args:
-      items: those that will be read; none: all.
+      items: the items that will be read; empty: all.
     Raises:
       UserError: the hosts do not see the same files.
     """
@@ -221,10 +221,10 @@ def check(directory: Path, items: Collection[str] = ()) -> Check:
 
 @contextlib.contextmanager
 def reading(directory: Path) -> Generator[None]:
-    """What is done inside reads a checkpoint. One with checksums has been found whole; of an older one Orbax finds out.
+    """A block that reads a checkpoint. Checksums have already been verified; in an older one, Orbax may meet damage.
 
     Raises:
-      UserError: a file cannot be read, or an older checkpoint makes no sense.
+      UserError: a file cannot be read, or an older checkpoint is damaged.
     """
     try:
         with storage_errors(directory):
@@ -241,11 +241,32 @@ def reading(directory: Path) -> Generator[None]:
         raise UserError(f"{directory} cannot be read ({value_text(why)}).{hint}") from None
 
 
+def _read_items(directory: Path, **items: ocp.args.CheckpointArgs) -> Any:
+    with reading(directory), ocp.Checkpointer(ocp.CompositeCheckpointHandler(**_handlers())) as checkpointer:
+        return checkpointer.restore(directory, args=ocp.args.Composite(**items))
+
+
+def read_about(directory: Path) -> dict[str, Any]:
+    """The item `about` of a checkpoint: everything that is not an array."""
+    return _read_items(directory, about=ocp.args.JsonRestore())["about"]
+
+
+def read_arrays(directory: Path, abstract: Mapping[str, Any]) -> Any:
+    """Trees of arrays of a checkpoint by item, in the shapes and shardings of `abstract`."""
+    return _read_items(directory, **{item: ocp.args.StandardRestore(tree) for item, tree in abstract.items()})
+
+
+def saved_shapes(directory: Path, item: str) -> dict[str, Any]:
+    """Shapes and dtypes of the arrays of one item; no file of another item is read."""
+    with reading(directory):
+        return dict(_handlers()[item].metadata(directory / item))
+
+
 def _is_older(directory: Path) -> bool:
-    """Whether a version wrote a checkpoint that wrote no checksums."""
+    """Whether a checkpoint was written by a version that wrote no checksums."""
     about = directory / "about" / "metadata"
     if not about.exists():
-        return not (directory / "about").exists()  # such as an import had none
+        return not (directory / "about").exists()  # old imports had no such item
     try:
         about_it = json.loads(about.read_bytes())
         return bool(about_it["format"] < FORMAT)
@@ -254,12 +275,12 @@ def _is_older(directory: Path) -> bool:
 
 
 def _environments(path: Path, error: BaseException) -> str | None:
-    """What could not be written, where that is the file system's fault and not ours; else None."""
+    """The user's message for an error of the file system or the bucket; None for any other error."""
     if isinstance(error, OSError) and error.errno in _ENVIRONMENT:
         return cannot_write(path, error)
     if isinstance(error, Damaged):
         return f"{path}: {error}."
-    # What the arrays' writer says of the operating system's errors is text.
+    # TensorStore reports the operating system's errors as text.
     text = str(error)
     known = [number for number in _ENVIRONMENT if os.strerror(number) in text]
     if known:
@@ -280,7 +301,7 @@ def _rate(hashed: int, seconds: float) -> str:
 
 
 class _NotOrbax(logging.Filter):
-    """Drops what is logged with a traceback of an error of Orbax's, which it raises too: we say it in a line."""
+    """Drops records with tracebacks of Orbax's errors: it raises them too, and we report them in one line."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether a record is shown."""
@@ -291,20 +312,20 @@ class _NotOrbax(logging.Filter):
 
 @functools.cache
 def _save_small_arrays_whole() -> None:
-    """Keeps Orbax from dealing small arrays out to replicas: for each slice it compiles a program."""
+    """Keeps Orbax from slicing small arrays over replicas: it compiles a program for each slice."""
     handler = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=_SLICE_BYTES)
     ocp.type_handlers.register_type_handler(jax.Array, handler, override=True)
 
 
 @functools.cache
 def _silence_orbax() -> None:
-    """Keeps Orbax's threads from printing tracebacks of their own once a write of theirs has failed."""
-    for name in ("absl", "asyncio"):  # the first is its logger, the second says that nobody looked at the other writes
+    """Keeps Orbax's threads from printing tracebacks after one of their writes has failed."""
+    for name in ("absl", "asyncio"):  # absl is Orbax's logger; asyncio complains of results that were never retrieved
         logging.getLogger(name).addFilter(_NotOrbax())
     shown = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
-        # Writes that end after the first failure find the event loop gone that waited for them.
+        # Writes that end after the first failure find their event loop closed.
         if unraisable.object is not None or str(unraisable.exc_value) != "Event loop is closed":
             shown(unraisable)
 

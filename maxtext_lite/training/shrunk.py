@@ -1,4 +1,4 @@
-"""A user's config made small enough for simulated devices, and the ways in which eight of them can split its batch."""
+"""A user's config shrunk for simulated devices, and the ways to split its batch over eight of them."""
 
 import dataclasses
 import math
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from maxtext_lite.config import Config, RLRunConfig, UserError
 
 EXAMPLES = 16
-"""Of a step."""
+"""Examples of a step."""
 STEPS = 3
 DEVICES = 8
 
@@ -27,35 +27,35 @@ _EXACT = {
     "dtype": "float32", "weight_dtype": "float32", "grad_dtype": "float32", "quantization": "none", "loss_scale": 0,
     "matmul_precision": "highest", "attention": "auto", "optimizer_memory_host_offload": False,
 }  # fmt: skip
-"""Number formats in which sums can be compared, and what no simulated device has."""
+"""Number formats precise enough to compare sums, and no features that simulated devices lack."""
 _AXES = ("data", "fsdp", "tensor", "context", "expert", "pipeline")
 
 
 def shrunk(config: Config) -> dict[str, object]:
-    """What to change in a config so that it trains in seconds: layers, widths, vocabulary and tokens.
+    """The changes that make a config train in seconds: layers, widths, vocabulary and tokens.
 
-    Ratios of heads, the patterns of layers, windows as a share of the row, packing, losses, the optimizer and its
-    schedule stay. Numbers are float32, so that sums taken in another order can be told from wrong ones.
+    Ratios of heads, layer patterns, windows as a share of the row, packing, losses, the optimizer and its schedule
+    stay. Numbers are float32, which tells sums in another order from wrong sums.
 
     Raises:
-      UserError: how the batch is split is part of what the config computes.
+      UserError: the config's result depends on how the batch is split.
     """
     if isinstance(config, RLRunConfig):
         raise UserError(
-            f"dataset_type={config.dataset_type}: a step of reinforcement learning trains on what the model says, of "
-            "which one token that rounding tips over makes another batch. Nearest that works: dataset_type=sft, whose "
-            "steps on a given batch are split in the same way."
+            f"dataset_type={config.dataset_type}: a step of reinforcement learning trains on sampled responses, and "
+            "one token that rounding changes makes another batch. Nearest that works: dataset_type=sft, whose steps on "
+            "a given batch are split in the same way."
         )
     if config.enable_diloco:
         raise UserError(
-            "enable_diloco=true: each replica updates a model of its own, so that another split is another run. "
-            "Nearest that works: enable_diloco=false."
+            "enable_diloco=true: each replica updates its own model, so another split is another run. Nearest that "
+            "works: enable_diloco=false."
         )
     pretrains = config.dataset_type not in ("sft", "dpo")
     num_tokens = _TOKENS if pretrains else min(config.max_target_length, _MOST_TOKENS)
     share = num_tokens / config.max_target_length
     dense = min(config.first_num_dense_layers, 1)
-    rotated = 8 if config.partial_rotary_factor == 1 else 40  # of which any usual share is an even number
+    rotated = 8 if config.partial_rotary_factor == 1 else 40  # any common share of 40 is an even number
     kv_heads = min(config.base_num_kv_heads, 2)
     changes: dict[str, object] = {
         **_RUN,
@@ -94,7 +94,7 @@ def shrunk(config: Config) -> dict[str, object]:
 
 
 def _period(config: Config) -> int:
-    """Layers after which their kinds come again: of which a shrunk config has two stages."""
+    """Layers after which the pattern repeats; a shrunk config has two such periods, one per stage."""
     return math.lcm(len(config.pattern), len(config.mlp_pattern.split(",")))
 
 
@@ -103,11 +103,11 @@ class Split:
     """A way to split a step's examples.
 
     Attributes:
-      name: which says it.
-      changes: of keys, beside those of the batch.
+      name: its description.
+      changes: to keys other than those of the batch.
       accumulation: micro-batches of a step.
-      devices: all that there are.
-      restarts: ends after the first step, and goes on from its checkpoint.
+      devices: of the whole mesh.
+      restarts: the run stops after its first step and resumes from its checkpoint.
     """
 
     name: str
@@ -117,11 +117,11 @@ class Split:
     restarts: bool = False
 
     def keys(self, config: Config) -> dict[str, object]:
-        """All that it changes in a config, of which all splits have the same examples in a step."""
+        """All changes to a config; every split keeps a step's examples."""
         per_device = EXAMPLES / self.devices / self.accumulation
         keys: dict[str, object] = {f"{link}_{axis}_parallelism": 1 for link in ("ici", "dcn") for axis in _AXES}
         keys |= {"per_device_batch_size": per_device, "gradient_accumulation_steps": self.accumulation}
-        if config.enable_rampup_batch_size:  # half of it for a step
+        if config.enable_rampup_batch_size:  # half the batch for one step
             keys |= {"per_device_batch_size_start": per_device / 2, "per_device_batch_size_increment": per_device / 2}
             keys |= {"global_rampup_samples": EXAMPLES // 2}
         return keys | dict(self.changes)
@@ -132,7 +132,7 @@ def _mesh(**axes: int) -> dict[str, object]:
 
 
 WHOLE = Split("one device, one micro-batch", {}, devices=1)
-"""What the others must agree with."""
+"""The reference for all others."""
 
 
 def splits(config: Config) -> list[Split]:
@@ -161,7 +161,7 @@ def splits(config: Config) -> list[Split]:
 
 
 def _own_mesh(config: Config) -> tuple[str, dict[str, object]] | None:
-    """The axes that the config names, of two devices each, over links as it has them; the rest is fsdp."""
+    """The config's own axes, over its links, with two devices each; the other devices are fsdp."""
     axes = [(link, axis) for link in ("dcn", "ici") for axis in _AXES if axis != "pipeline"]
     axes.remove(("ici", "fsdp"))
     named = [(link, axis) for link, axis in axes if getattr(config, f"{link}_{axis}_parallelism") > 1]

@@ -1,4 +1,4 @@
-"""What a step is made of, and TrainState: everything it changes, and how that is made and laid out over the mesh."""
+"""The parts of a train step, and TrainState: all that a step changes, how it is made and how the mesh shards it."""
 
 # pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false
 # pyright: reportUnknownLambdaType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -38,10 +38,10 @@ from maxtext_lite.training.optimizer import OptimizerFactory, Progress, make_opt
 
 @dataclasses.dataclass(frozen=True)
 class OwnParts:
-    """What of a step the caller brings along; None: as the config says.
+    """The parts of a step that the caller supplies; None: as configured.
 
     Attributes:
-      model: makes the decoder of a shape and a pipeline.
+      model: makes the decoder from a shape and a pipeline.
     """
 
     model: Callable[[DecoderShape, Pipeline | None], Decoder] = Decoder
@@ -50,17 +50,17 @@ class OwnParts:
 
 
 CONFIGURED = OwnParts()
-"""All as the config says."""
+"""Every part as configured."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StepParts:
-    """What a step is made of, on a mesh.
+    """The parts of a step on a mesh.
 
     Attributes:
-      config: its numerics: number formats, tiles, multipliers of auxiliary losses.
-      objective: what it minimises.
-      local: the local updates that it is one of; None: replicas share their parameters.
+      config: number formats, tiles, multipliers of auxiliary losses.
+      objective: the loss to minimise.
+      local: how replicas train apart; None: they share their parameters.
     """
 
     decoder: Decoder
@@ -74,21 +74,21 @@ class StepParts:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """What a step takes and returns, and a checkpoint holds.
+    """The state that a step takes and returns, and that a checkpoint saves.
 
-    With local updates, `params`, `opt_state` and `progress` hold one of each for every replica: leaves [R, ...].
+    With local updates, `params`, `opt_state` and `progress` have one entry per replica: leaves [R, ...].
 
     Attributes:
-      params: the parameters that are trained: the decoder's, in `weight_dtype`, or with LoRA its adapters, in float32.
+      params: the trained parameters: the decoder's, in `weight_dtype`, or with LoRA its adapters, in float32.
       opt_state: the optimizer's state, with float32 masters where `params` are narrower; its `gradient_step` counts
-        updates. Never a gradient accumulator.
-      progress: examples and target tokens of the updates.
-      step: int32 number of steps done; skipped ones count.
-      skipped_in_a_row: int32 number of steps up to this one that were skipped for a gradient that was not finite. Once
-        it is the optimizer's `max_skipped`, no step changes parameters any more: the run is to end, and until the host
-        knows, they stay as the failing step had them.
-      outer: with local updates, what the replicas share; otherwise None.
-      frozen: with LoRA, the decoder's parameters but for the adapters, which a step leaves as they are; otherwise None.
+        updates. It never holds a gradient accumulator.
+      progress: examples and target tokens of all updates.
+      step: int32 number of steps done, skipped ones included.
+      skipped_in_a_row: int32 number of consecutive steps, up to this one, skipped for a non-finite gradient. Once it
+        reaches the optimizer's `max_skipped`, no step changes the parameters: the run must end, and until the host
+        notices, they stay as the failing step had them.
+      outer: with local updates, the state that the replicas share; otherwise None.
+      frozen: with LoRA, the decoder's parameters without adapters, which no step changes; otherwise None.
     """
 
     params: Params
@@ -101,22 +101,22 @@ class TrainState:
 
     @property
     def model_params(self) -> Params:
-        """What is trained, as it is evaluated and saved: with local updates, as of the last synchronisation."""
+        """The trained parameters to evaluate and save: with local updates, those of the last synchronisation."""
         return self.params if self.outer is None else self.outer.params
 
     @property
     def plain_params(self) -> Params:
-        """The parameters without adapters, as a run may start from them."""
+        """The parameters without adapters, from which a run may start."""
         return self.model_params if self.frozen is None else self.frozen
 
 
 def make_parts(
     config: Config, plan: BatchPlan, devices: Sequence[Device] | None = None, own: OwnParts = CONFIGURED
 ) -> StepParts:
-    """What the steps of a config are made of on these devices; the optimizer's settings are those that `plan` scaled.
+    """The parts of a config's steps on these devices, with the optimizer's settings as `plan` scales them.
 
     Args:
-      devices: they need not be attached; None: all that are.
+      devices: may be unattached; None: all attached devices.
     Raises:
       UserError: the config asks for a kernel that does not run on these devices, or contradicts a part of `own`.
     """
@@ -142,14 +142,14 @@ def make_decoder(
     plan: BatchPlan | None = None,
     model: Callable[[DecoderShape, Pipeline | None], Decoder] = Decoder,
 ) -> Decoder:
-    """The decoder a config describes, with the kernels that suit the devices.
+    """The decoder of a config, with kernels that suit the devices.
 
     Args:
-      platform: "cpu", "gpu" or "tpu", or that with what more is known of the devices.
-      plan: splits layers over pipeline stages and tokens over context shards; None: every device has all of them.
+      platform: "cpu", "gpu" or "tpu", or a description of the accelerator.
+      plan: splits layers over pipeline stages and tokens over context shards; None: neither is split.
       model: makes the decoder.
     Raises:
-      UserError: the attention kernel that the config names does not run there.
+      UserError: the configured attention kernel does not run there.
     """
     shape, accelerator = decoder_shape(config), Accelerator.of(platform)
     try:
@@ -163,10 +163,9 @@ def make_decoder(
 
 
 def make_plain_decoder(config: Config) -> Decoder:
-    """The decoder a config describes, as parameters are read, written and sampled from: all layers on every device.
+    """The decoder of a config for reading, writing and sampling: without stages, and with adapters merged.
 
-    What adapters add is in its parameters. A kernel named for training need not run here: decoding attends over its
-    cache.
+    The training kernel of attention need not run here: decoding attends over its cache.
     """
     return make_decoder(config.model_copy(update={"attention": "dot_product", "lora_rank": 0}), jax.default_backend())
 
@@ -175,9 +174,9 @@ def abstract_on_mesh(decoder: Decoder, mesh: Mesh, uneven: str) -> Any:
     """Shapes, dtypes and shardings of a decoder's parameters on a mesh.
 
     Args:
-      uneven: how the message about a parameter that cannot be split evenly goes on after `over`.
+      uneven: the end of the message about a parameter that does not split evenly, after `over`.
     Raises:
-      UserError: one cannot; names it.
+      UserError: a parameter does not split evenly; names it.
     """
 
     def on_mesh(path: Any, leaf: jax.ShapeDtypeStruct, where: NamedSharding) -> jax.ShapeDtypeStruct:
@@ -192,7 +191,7 @@ def abstract_on_mesh(decoder: Decoder, mesh: Mesh, uneven: str) -> Any:
 
 
 def decoder_shape(config: Config) -> DecoderShape:
-    """The shape of the decoder that a config describes, with plain attention."""
+    """The shape of a config's decoder, with plain attention."""
     remat, shape = remat_of(config), model_shape(config)
     return DecoderShape(
         **vars(dataclasses.replace(shape, experts=_expert_shape(config, shape.experts))),
@@ -258,25 +257,19 @@ def create_state(parts: StepParts, key: jax.Array) -> TrainState:
 
 
 def _state_of(parts: StepParts, all_params: Params) -> TrainState:
-    """The state before the first step of a run that starts from these parameters, adapters included."""
+    """The state before the first step, from all parameters, adapters included."""
     decoder, local = parts.decoder, parts.local
     params, frozen = decoder.trained(all_params), decoder.frozen(all_params)
-    opt_state, zero = parts.optimizer.init(params), jnp.zeros([], jnp.int32)
-    if local is None:
-        return TrainState(params, opt_state, Progress.start(), zero, zero, frozen=frozen)
-    return TrainState(
-        local.copies(params),
-        local.copies(opt_state),
-        local.copies(Progress.start()),
-        zero,
-        zero,
-        local.outer_state(params, master_of(opt_state)),
-        frozen,
-    )
+    opt_state, progress, outer = parts.optimizer.init(params), Progress.start(), None
+    if local is not None:
+        outer = local.outer_state(params, master_of(opt_state))
+        params, opt_state, progress = local.copies((params, opt_state, progress))
+    zero = jnp.zeros([], jnp.int32)
+    return TrainState(params, opt_state, progress, zero, zero, outer, frozen)
 
 
 def gradient_shardings(parts: StepParts) -> Tree:
-    """Where a step's summed gradients lie and parameters are updated: with the parameters, or in shares (ZeRO-1)."""
+    """The shardings of a step's summed gradients and of its update: those of the parameters, or shares (ZeRO-1)."""
     decoder = parts.decoder
     params = tree_shardings(parts.mesh, decoder.trained(decoder.axes))
     if not parts.optimizer.over_data:
@@ -286,10 +279,10 @@ def gradient_shardings(parts: StepParts) -> Tree:
 
 
 def state_shardings(parts: StepParts) -> TrainState:
-    """Where each leaf of the state lives: optimizer state that is shaped as a parameter lies as its gradient does.
+    """The sharding of each leaf of the state: optimizer state of a parameter's shape has its gradient's sharding.
 
-    State that lacks one dim of its parameter (adafactor's means over it) lies so too, but for that dim; what is left,
-    counts, stands on every device.
+    State that lacks one dim of its parameter (adafactor's means over it) has that sharding without the dim; the rest,
+    which is counts, is replicated.
     """
     decoder, optimizer, mesh, local = parts.decoder, parts.optimizer, parts.mesh, parts.local
     everywhere: Any = sharding(mesh)
@@ -304,7 +297,7 @@ def state_shardings(parts: StepParts) -> TrainState:
 
     def lay_out(path: Path, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         names = _names(path)
-        for first in range(len(names)):  # an optimizer's state repeats the parameters' tree below its own names
+        for first in range(len(names)):  # optimizers repeat the parameters' tree below names of their own
             shape, where = where_of.get(names[first:], ((), everywhere))
             if shape == leaf.shape:
                 return where
@@ -313,26 +306,16 @@ def state_shardings(parts: StepParts) -> TrainState:
                     return with_dims(where, len(shape), dim, dim + 1, 0)
         return everywhere
 
-    opt_state = jax.tree_util.tree_map_with_path(lay_out, jax.eval_shape(optimizer.init, trained))
-    progress = Progress(everywhere, everywhere)
+    abstract_opt_state = jax.eval_shape(optimizer.init, trained)
+    opt_state = jax.tree_util.tree_map_with_path(lay_out, abstract_opt_state)
+    progress, outer = Progress(everywhere, everywhere), None
     if local is not None:
-        opt_state = jax.tree.map(per_replica, opt_state)
+        momentum, master = local.outer_momentum, optimizer.has_masters(trained)
+        outer = OuterState(params, params if momentum else None, params if master else None)
+        params, opt_state, progress = jax.tree.map(per_replica, (params, opt_state, progress))
     if optimizer.on_host:
-        opt_state = jax.tree.map(_on_host, opt_state, jax.eval_shape(optimizer.init, trained))
-    if local is None:
-        return TrainState(params, opt_state, progress, everywhere, everywhere, frozen=frozen)
-    replica_params, replica_progress = (jax.tree.map(per_replica, tree) for tree in (params, progress))
-    return TrainState(
-        replica_params,
-        opt_state,
-        replica_progress,
-        everywhere,
-        everywhere,
-        OuterState(
-            params, params if local.outer_momentum else None, params if optimizer.has_masters(trained) else None
-        ),
-        frozen,
-    )
+        opt_state = jax.tree.map(_on_host, opt_state, abstract_opt_state)
+    return TrainState(params, opt_state, progress, everywhere, everywhere, outer, frozen)
 
 
 def _on_host(where: NamedSharding, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
@@ -341,7 +324,7 @@ def _on_host(where: NamedSharding, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
 
 
 def _names(path: Path) -> tuple[str, ...]:
-    """The dict keys along a path into a tree."""
+    """The dict keys on a path into a tree."""
     return tuple(entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey))
 
 
@@ -356,21 +339,18 @@ def abstract_state(parts: StepParts) -> TrainState:
 
 
 def init_state(parts: StepParts, seed: int) -> TrainState:
-    """The state before the first step, each leaf created on the devices that hold it.
-
-    The values depend on the seed alone, not on the mesh.
-    """
+    """The state before the first step, each leaf created on its own devices; its values depend on the seed alone."""
     create = jax.jit(lambda key: create_state(parts, key), out_shardings=state_shardings(parts))
     with jax.set_mesh(parts.mesh):
         return create(jax.random.key(seed))
 
 
 def state_from(parts: StepParts, params: Params, seed: int, adapters: Params | None = None) -> TrainState:
-    """The state before the first step of a run that starts from parameters on the mesh; they are donated.
+    """The state before the first step of a run that starts from given parameters on the mesh, which are donated.
 
     Args:
       params: without adapters.
-      adapters: None: new ones, where there are to be any, which depend on the seed.
+      adapters: None: with LoRA, new ones from the seed.
     """
 
     def state(params: Params, adapters: Params | None, key: jax.Array) -> TrainState:

@@ -1,7 +1,6 @@
-"""The train step and the evaluation step: one jitted function each; and the train step in pieces.
+"""The train step and the evaluation step, each one jitted function.
 
-A step whose batch comes in chunks, each after the one before has gone, is a `ChunkedStep`; `make_train_step` is its
-three functions in one.
+`ChunkedStep` splits the train step into three functions, for a batch that arrives in chunks.
 """
 
 # pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false
@@ -41,15 +40,15 @@ EVAL_BATCH_AXES = ("global_batch", "length")
 def make_train_step(parts: StepParts, schedule: Schedule) -> Wrapped:
     """The jitted function (state, batch, num_micro_batches=None) -> (state, metrics); the state passed in is donated.
 
-    `batch` holds tokens, targets, segments, positions (int32) and weights (float32), each [A, B, T], and what else the
-    objective needs. A step whose gradient is not finite, or that has no target, leaves parameters, optimizer state and
-    schedule as they are: it is `skipped`. So does every step after one that ends the run (`TrainState`).
+    `batch` contains tokens, targets, segments, positions (int32) and weights (float32), each [A, B, T], and any further
+    fields of the objective. A step whose gradient is not finite, or that has no target, is `skipped`: parameters,
+    optimizer state and schedule stay as they are. So is every step after one that ends the run (`TrainState`).
 
-    Metrics are replicated scalars: loss, target_tokens, grad_norm (before clipping), param_norm (of what is trained,
-    after the update), learning_rate, skipped, groups and group_squares (see `noise`) and, where there are any, z_loss,
-    loss_scale and the objective's own. With local updates each is [R], one value for each replica, which also skips for
-    itself, and nothing crosses the data axis: `summarise` and `make_synchronise` do. Of skipped_in_a_row, which is then
-    a metric too, it is the caller who gives the state what `summarise` makes of it.
+    Metrics are replicated scalars: loss, target_tokens, grad_norm (before clipping), param_norm (of the trained
+    parameters, after the update), learning_rate, skipped, groups and group_squares (see `noise`) and, where they apply,
+    z_loss, loss_scale and the objective's own. With local updates each is [R]: replicas skip on their own, and nothing
+    crosses the data axis until `summarise` and `synchronise`. skipped_in_a_row is then a metric too; the caller puts
+    its summary into the state.
     """
     optimizer, step_gradients = parts.optimizer, accumulate_gradients(parts)
     shardings = state_shardings(parts)
@@ -80,17 +79,18 @@ def _applied(
         update = over_replicas(update, local.num_replicas, own=(0, 1, 2, 3))
 
     def apply(state: TrainState, step: StepGradients) -> tuple[TrainState, Metrics]:
-        here, on_host = state.opt_state, shardings.opt_state
+        opt_state = state.opt_state
         if optimizer.on_host:
-            here = _on_devices(here, on_host)
-        skipped_in_a_row = state.skipped_in_a_row
-        params, opt_state, progress, metrics = update(state.params, here, state.progress, step, skipped_in_a_row)
+            opt_state = _on_devices(opt_state, shardings.opt_state)
+        params, opt_state, progress, metrics = update(
+            state.params, opt_state, state.progress, step, state.skipped_in_a_row
+        )
+        if optimizer.on_host:
+            opt_state = jax.device_put(opt_state, shardings.opt_state)
+        state = dataclasses.replace(state, params=params, opt_state=opt_state, progress=progress, step=state.step + 1)
         if not local:
-            skipped_in_a_row = metrics.pop("skipped_in_a_row")
-        if optimizer.on_host:
-            opt_state = jax.device_put(opt_state, on_host)
-        steps = state.step + 1, skipped_in_a_row
-        return TrainState(params, opt_state, progress, *steps, state.outer, state.frozen), metrics
+            state = dataclasses.replace(state, skipped_in_a_row=metrics.pop("skipped_in_a_row"))
+        return state, metrics
 
     return apply
 
@@ -104,7 +104,7 @@ def _updated(
     step: StepGradients,
     skipped_in_a_row: jax.Array,
 ) -> tuple[Params, optax.MultiStepsState, Progress, Metrics]:
-    """One replica's parameters, optimizer state and progress after a step, unless it is skipped; and its metrics."""
+    """One replica's parameters, optimizer state and progress after a step, unchanged if it is skipped; and metrics."""
     optimizer, config = parts.optimizer, parts.config
     grad_norm = optax.tree.norm(optimizer.without_loads(step.gradients))
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(step.loss)
@@ -117,13 +117,11 @@ def _updated(
         params = jax.lax.with_sharding_constraint(params, gradient_shardings(parts))
     new_params, new_opt_state = optimizer.finish(step.gradients, opt_state, params, learning_rate)
     new = (new_params, new_opt_state, new_progress)
-    params, opt_state, progress = jax.tree.map(
-        lambda new, old: jnp.where(applied, new, old), new, (params, opt_state, progress)
-    )
+    params, opt_state, progress = _where(applied, new, (params, opt_state, progress))
     param_norm = optax.tree.norm(params)
     if optimizer.over_data and not _gathers_in_place(parts.mesh):
         new_params = jax.lax.with_sharding_constraint(new_params, state_shardings(parts).params)
-        params = jax.tree.map(lambda new, old: jnp.where(applied, new, old), new_params, whole)
+        params = _where(applied, new_params, whole)
     metrics = {
         "loss": step.loss,
         "target_tokens": step.target_tokens,
@@ -141,37 +139,42 @@ def _updated(
     if optimizer.loss_scaling:
         skip_state = cast(LossScaleState, opt_state.skip_state)
         metrics["loss_scale"] = skip_state.scale
-        following = optimizer.loss_scaling.next(skip_state, finite)
-        following = jax.tree.map(lambda new, old: jnp.where(has_ended, old, new), following, skip_state)
+        following = _where(has_ended, skip_state, optimizer.loss_scaling.next(skip_state, finite))
         opt_state = opt_state._replace(skip_state=following)
     return params, opt_state, progress, metrics
 
 
+def _where(condition: jax.Array, tree: Tree, otherwise: Tree) -> Tree:
+    return jax.tree.map(lambda x, y: jnp.where(condition, x, y), tree, otherwise)
+
+
 def _gathers_in_place(mesh: Mesh) -> bool:
-    """Whether an all-gather writes into the place of a donated array. On a TPU, XLA copies that array before the step,
-    and what was gathered after it, where the array is not computed from what was gathered.
+    """Whether an all-gather writes straight into a donated array.
+
+    On a TPU, XLA copies the array before the step and the gathered values after it, unless the result is computed from
+    those values.
     """
     return mesh.devices.flat[0].platform != "tpu"
 
 
 def _on_devices(tree: Tree, on_host: Tree) -> Tree:
-    """What lies in pinned host memory, as these shardings say, on the devices."""
+    """Arrays in pinned host memory, with these shardings, copied to the devices."""
     return jax.tree.map(lambda x, where: jax.device_put(x, where.with_memory_kind("device")), tree, on_host)
 
 
 class ChunkedStep:
-    """The train step of a batch that comes chunk by chunk: `start`, `add` for each chunk, and `update`, all jitted.
+    """The train step of a batch that arrives in chunks: `start`, `add` for each chunk, then `update`, all jitted.
 
     Attributes:
       start: () -> GradientSums before the first chunk.
-      add: (state, sums, batch) -> sums, with a chunk, whose arrays are [A, B, T], of any A and B; the sums passed in
-        are donated, the state is not.
-      update: (state, sums) -> (state, metrics), those of `make_train_step`, after the last chunk; the state passed in
-        is donated. Gradients cross the data axis here, and only here. The sums, as many float32 numbers as there are
-        gradients, stay: let go of them before the next step begins.
+      add: (state, sums, batch) -> sums plus those of a chunk, whose arrays are [A, B, T], of any A and B; the sums
+        passed in are donated, the state is not.
+      update: (state, sums) -> (state, metrics) as of `make_train_step`, after the last chunk; the state passed in is
+        donated. Gradients cross the data axis here, and only here. The sums, one float32 number per gradient, are not
+        donated: drop them before the next step.
     Args:
-      expected: what the objective is expected to count in the whole step. It divides the chunks' losses in place of
-        what the step turns out to count, which `update` makes up for.
+      expected: the objective's expected count for the whole step. It divides the chunks' losses in place of the actual
+        count; `update` corrects for it.
     """
 
     def __init__(self, parts: StepParts, schedule: Schedule, *, expected: int):
@@ -198,20 +201,21 @@ class ChunkedStep:
 
         self.start = jax.jit(loop.start, out_shardings=of_sums)
         self.add = jax.jit(add, donate_argnums=1, in_shardings=(shardings, of_sums, of_batch), out_shardings=of_sums)
-        # The sums are not donated: no result has their shape, with a dim for replicas, so that JAX could not use them.
+        # Donating the sums would gain nothing: no result has their shape, with its dim for replicas.
         self.update = jax.jit(
             update, donate_argnums=0, in_shardings=(shardings, of_sums), out_shardings=(shardings, everywhere)
         )
 
 
 def make_synchronise(parts: StepParts) -> Wrapped:
-    """The jitted function state -> state that synchronises the replicas of local updates, unless the run has ended
-    (`TrainState`); the state passed in is donated.
+    """The jitted function state -> state that synchronises the replicas of local updates; its argument is donated.
+
+    Once the run has ended (`TrainState`), it changes nothing.
     """
     optimizer, local = parts.optimizer, parts.local
     assert local is not None
     shardings = state_shardings(parts)
-    on_host = master_of(shardings.opt_state)  # of optimizer_memory_host_offload; otherwise on the devices
+    on_host = master_of(shardings.opt_state)  # on the devices without optimizer_memory_host_offload
 
     def synchronise(state: TrainState) -> TrainState:
         assert state.outer is not None
@@ -221,9 +225,7 @@ def make_synchronise(parts: StepParts) -> Wrapped:
         params, outer = local.synchronised(state.params, state.outer, masters)
         synchronised = params, outer, None if outer.master is None else local.copies(outer.master)
         has_ended = optimizer.has_ended(state.skipped_in_a_row)
-        params, outer, masters = jax.tree.map(
-            lambda new, old: jnp.where(has_ended, old, new), synchronised, (state.params, state.outer, masters)
-        )
+        params, outer, masters = _where(has_ended, (state.params, state.outer, masters), synchronised)
         if optimizer.on_host:
             masters = jax.device_put(masters, on_host)
         return dataclasses.replace(state, params=params, opt_state=with_master(state.opt_state, masters), outer=outer)
@@ -232,44 +234,38 @@ def make_synchronise(parts: StepParts) -> Wrapped:
 
 
 def make_summarise(parts: StepParts) -> Wrapped:
-    """The jitted function of a step's metrics, each [R], to scalars for the whole step.
+    """The jitted function from a step's metrics, each [R], to scalars for the whole step.
 
-    Losses are means over what is counted in all replicas, target tokens or pairs; norms and the learning rate are means
-    over replicas; the step counts as skipped where any replica skipped it; the loss scale is the least, and
-    skipped_in_a_row the most.
+    Losses are means over the target tokens or pairs of all replicas; norms and the learning rate are means over
+    replicas; the step counts as skipped if any replica skipped it; the loss scale is the smallest, skipped_in_a_row the
+    largest.
     """
-
     divisor = parts.objective.divisor
 
     def summarise(metrics: Metrics) -> Metrics:
         counted_R = metrics[divisor]
         share_R = counted_R / jnp.maximum(jnp.sum(counted_R), 1)
-        whole = {
-            **{name: jnp.sum(metrics[name]) for name in ("target_tokens", divisor)},
-            "skipped": jnp.any(metrics["skipped"]),
-            "groups": jnp.sum(metrics["groups"]),
-            "group_squares": jnp.sum(metrics["group_squares"]),
+
+        def weighted_mean(x_R: jax.Array) -> jax.Array:
+            return jnp.sum(share_R * x_R)
+
+        reductions: dict[str, Callable[[jax.Array], jax.Array]] = {
+            **dict.fromkeys(("loss", "z_loss", *AUXILIARY_METRICS, *PREFERENCE_METRICS), weighted_mean),
+            **dict.fromkeys(("target_tokens", divisor, "groups", "group_squares"), jnp.sum),
+            "skipped": jnp.any,
+            "loss_scale": jnp.min,
+            "skipped_in_a_row": jnp.max,
         }
-        for name, x_R in metrics.items():
-            if name in ("loss", "z_loss", *AUXILIARY_METRICS, *PREFERENCE_METRICS):
-                whole[name] = jnp.sum(share_R * x_R)
-            elif name == "loss_scale":
-                whole[name] = jnp.min(x_R)
-            elif name == "skipped_in_a_row":
-                whole[name] = jnp.max(x_R)
-            elif name not in whole:
-                whole[name] = jnp.mean(x_R)
-        return whole
+        return {name: reductions.get(name, jnp.mean)(x_R) for name, x_R in metrics.items()}
 
     return jax.jit(summarise, out_shardings=sharding(parts.mesh))
 
 
 def make_eval_step(parts: StepParts) -> Wrapped:
-    """The jitted function (params, batch [B, T]) -> the scores of examples by the objective, a `ScoredObjective`, on
-    every device.
+    """The jitted function (params, batch [B, T]) -> the objective's scores of the examples, replicated.
 
-    Those of NEXT_TOKEN are (nll sums [B], target tokens [B]). `params` are all of the decoder's, as `Decoder.joined`
-    gives them.
+    The objective must be a `ScoredObjective`; the scores of NEXT_TOKEN are (nll sums [B], target tokens [B]). `params`
+    are all of the decoder's, as `Decoder.joined` gives them.
     """
     decoder, mesh, objective = parts.decoder, parts.mesh, cast(ScoredObjective, parts.objective)
 

@@ -1,4 +1,4 @@
-"""The step log of a run: every step counted, recorded and shown, and what follows a gradient that is not finite."""
+"""The step log of a run: it counts, records and shows every step, and skips or ends on non-finite gradients."""
 
 import dataclasses
 import math
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
-from maxtext_lite.batching import batch_size_advice, laws_beside
+from maxtext_lite.batching import BatchStage, batch_size_advice, laws_beside
 from maxtext_lite.data import MixtureSource, hash_of_run
 from maxtext_lite.process.phases import phases
 from maxtext_lite.training.arrays import Record
@@ -31,8 +31,8 @@ class LossSpike(Exception):
     """The loss of a step left its band (max_loss_spike); nothing was saved after it.
 
     Attributes:
-      step: the first that shows it: what is wrong is in its examples, or in the update before it.
-      limit: the end of its band.
+      step: the first to show it; the cause is in its examples or in the update before it.
+      limit: the upper end of the band.
     """
 
     def __init__(self, message: str, step: int, limit: float = math.inf):
@@ -45,16 +45,16 @@ class NonFiniteLoss(LossSpike):
 
 
 class Taken(NamedTuple):
-    """A step that has been dispatched.
+    """A dispatched step.
 
     Attributes:
-      metrics: replicated scalars on the devices, as `step.make_train_step` gives them.
-      example_ids: int64; of reinforcement learning, the numbers of the prompts.
-      num_examples: of reinforcement learning, pairs.
-      data_seconds: that the host waited for them.
-      find_cause: says where a gradient that is not finite comes from, or None where that is not found, from the state
-        after this step or a later one: it still has the parameters that the step had.
-      more: what else the step's record holds.
+      metrics: replicated scalars on the devices, from `step.make_train_step`.
+      example_ids: int64; in reinforcement learning, the numbers of the prompts.
+      num_examples: in reinforcement learning, pairs.
+      data_seconds: time that the host waited for the examples.
+      find_cause: finds the origin of a non-finite gradient, or None, from the state after this step or a later one,
+        which still has the step's parameters.
+      more: further entries of the step's record.
     """
 
     metrics: dict[str, jax.Array]
@@ -66,23 +66,23 @@ class Taken(NamedTuple):
 
 
 class Log(Protocol):
-    """Takes the lines of metrics.jsonl."""
+    """A receiver of the lines of metrics.jsonl."""
 
     def write(self, record: Record) -> None:
         """Appends a record."""
         ...
 
     def flush(self) -> None:
-        """Writes what is only in memory yet."""
+        """Writes buffered records."""
         ...
 
 
 class StepLog:
-    """Records each finished step: in the counts, in metrics.jsonl and on the terminal.
+    """The log of finished steps: in the counts, in metrics.jsonl and on the terminal.
 
     Attributes:
       counts: of all steps so far.
-      loss: of the last step; None if this process did none.
+      loss: of the last step; None if this process has taken none.
     """
 
     def __init__(
@@ -104,16 +104,16 @@ class StepLog:
         return self._run.directory
 
     def restart_clock(self) -> None:
-        """What happened since the last step is not part of the next one."""
+        """Excludes the time since the last step from the next step's."""
         self._last_ready = time.perf_counter()
 
     def add(self, step: int, taken: Taken, state: TrainState) -> Record:
         """Waits for a step and records it; returns its record.
 
         Args:
-          state: of this step or a later one.
+          state: after this step or a later one.
         Raises:
-          LossSpike: the run may not go on after this step.
+          LossSpike: the run must not continue after this step.
         """
         run, counts = self._run, self.counts
         values = {name: value.item() for name, value in jax.device_get(taken.metrics).items()}
@@ -134,28 +134,17 @@ class StepLog:
             noise,
             counts.losses,
         )
-        stage = run.plan.stage_at(counts.examples_seen)
-        mixed: Record = {"examples_hash": hash_of_run(run.source, taken.example_ids)}
-        if isinstance(run.source, MixtureSource):
-            mixed["source_epochs"] = run.source.epochs(self.counts.examples_seen)
         record = {
             "step": step,
             **values,
-            "examples": taken.num_examples,
-            "examples_seen": self.counts.examples_seen,
-            "tokens_seen": self.counts.tokens_seen,
-            "epoch": self.counts.examples_seen / run.examples_per_epoch,
-            "per_device_batch_size": float(stage.per_device_batch_size),
-            "gradient_accumulation_steps": stage.gradient_accumulation_steps,
-            "global_batch_to_train": stage.global_batch_to_train,
+            **self._batch_of(taken, run.plan.stage_at(counts.examples_seen)),
             "step_seconds": step_seconds,
             "data_seconds": taken.data_seconds,
             "peak_memory_bytes": (peak := peak_memory_bytes()),
             **run.speed.of(taken.num_examples, values["target_tokens"], step_seconds),
             **noise.record(taken.num_examples),
-            **mixed,
             **taken.more,
-            **({} if self._goodput is None else self._goodput.so_far(step)),
+            **({} if self._goodput is None else self._goodput.record(step)),
         }
         if self.loss is None:
             self._say_start_up()
@@ -172,20 +161,36 @@ class StepLog:
             self._compare(step, values["loss"])
         return record
 
+    def _batch_of(self, taken: Taken, stage: BatchStage) -> Record:
+        """The entries on the examples of a step and the sizes of its batch, once it is counted."""
+        source, seen = self._run.source, self.counts.examples_seen
+        mixture = {"source_epochs": source.epochs(seen)} if isinstance(source, MixtureSource) else {}
+        return {
+            "examples": taken.num_examples,
+            "examples_seen": seen,
+            "tokens_seen": self.counts.tokens_seen,
+            "epoch": seen / self._run.examples_per_epoch,
+            "per_device_batch_size": float(stage.per_device_batch_size),
+            "gradient_accumulation_steps": stage.gradient_accumulation_steps,
+            "global_batch_to_train": stage.global_batch_to_train,
+            "examples_hash": hash_of_run(source, taken.example_ids),
+            **mixture,
+        }
+
     def write(self, record: Record) -> None:
-        """A line of metrics.jsonl."""
+        """Writes a line of metrics.jsonl."""
         if self._log:
             self._log.write(record)
         if self._goodput:
             self._goodput.note(record)
 
-    def account(self) -> None:
-        """Says what the time of the run went to."""
+    def say_goodput(self) -> None:
+        """Reports how the run's time was spent."""
         if self._goodput:
             self._terminal.say(self._goodput.close())
 
     def _say_start_up(self) -> None:
-        """Says, after the first step of this start, what the time up to it went to."""
+        """Reports, after the first step of this start, how the time up to it was spent."""
         phases.mark("first step")
         parts = {part: round(seconds, 3) for part, seconds in phases.start_up.items()}
         said = ", ".join(f"{part} {seconds:.1f}" for part, seconds in parts.items())
@@ -193,7 +198,7 @@ class StepLog:
         self._run.note_environment(start_up_seconds=parts)
 
     def flush(self) -> None:
-        """Writes what is only in memory yet."""
+        """Writes buffered records."""
         if self._log:
             self._log.flush()
 
@@ -202,7 +207,7 @@ class StepLog:
         return scaling is not None and scaling.may_shrink(metrics["loss_scale"])
 
     def _skip_or_stop(self, step: int, metrics: Record, find_cause: Callable[[], NonFinite | None]) -> None:
-        """Goes on after a step that was skipped for its gradient, or ends the run and says where it comes from."""
+        """Reports a step that was skipped for its gradient, or ends the run and names the gradient's origin."""
         config, in_a_row = self._run.config, self.counts.skipped_in_a_row
         if self._may_be_the_scale(metrics):
             self._terminal.say(f"step {step} skipped: not finite at loss_scale {metrics['loss_scale']:g}")
@@ -215,7 +220,7 @@ class StepLog:
             return
         cause = find_cause()
         skipped = f", after {in_a_row} skipped steps in a row" if config.skip_nonfinite_updates else ""
-        where = "no part of it is not finite by itself" if cause is None else str(cause)
+        where = "each part of it is finite by itself" if cause is None else str(cause)
         raise NonFiniteLoss(
             f"step {step} has loss {metrics['loss']} and grad_norm {metrics['grad_norm']}{skipped}: {where}; "
             f"{NOTHING_SAVED}",
@@ -223,7 +228,7 @@ class StepLog:
         )
 
     def _compare(self, step: int, loss: float) -> None:
-        """Holds a loss against those of the steps before it, to which it is added."""
+        """Compares a loss with the band of the losses before it, then adds it to them."""
         losses, width = self.counts.losses, self._run.config.max_loss_spike
         if loss > (limit := band_limit(losses, width)):
             raise LossSpike(
@@ -235,7 +240,7 @@ class StepLog:
         self.counts = dataclasses.replace(self.counts, losses=(*losses, loss)[-WINDOW:])
 
     def advise(self) -> None:
-        """Says what the noise scale suggests for the batch size, where it is known; not of reinforcement learning."""
+        """Reports the batch size that the noise scale suggests, where it is known; not in reinforcement learning."""
         noise = self.counts.noise
         if noise.steps and self._run.plan.rl is None:
             batch = self._run.plan.stage_at(self.counts.examples_seen).global_batch_to_train

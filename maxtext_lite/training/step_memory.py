@@ -1,4 +1,4 @@
-"""What a step holds on a device, planned, compiled and measured; and what was changed in a config so that it fits."""
+"""The device memory of a step, planned, compiled and measured; and the changes to a config that make it fit."""
 
 # pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # jax declares some of its functions in part.
@@ -19,20 +19,19 @@ from maxtext_lite.batching.memory_ladder import LADDER_KEYS, next_rung
 from maxtext_lite.batching.ranking import CHOSEN_KEYS
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.bucket import reaching
-from maxtext_lite.config.errors import writing
 from maxtext_lite.parallel import start_devices, value_of_host
-from maxtext_lite.training.run_files import run_directory
+from maxtext_lite.training.run_files import run_directory, write_json
 
 _FILE = "memory.json"
 
 
 class OutOfMemory(Exception):
-    """A train step does not fit on a device; on all hosts, where the compiler finds it."""
+    """A train step does not fit on a device; raised on all hosts if the compiler finds it."""
 
 
 @contextlib.contextmanager
 def raising_out_of_memory() -> Generator[None]:
-    """What is done inside raises `OutOfMemory` in the place of the runtime's error."""
+    """A block that raises `OutOfMemory` in place of the runtime's error."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -43,11 +42,11 @@ def raising_out_of_memory() -> Generator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Ladder:
-    """What is changed in a config: how its batch is split, where that was left open, and what did not fit.
+    """The changes to a config: the split of its batch, where that was left open, and reductions so that it fits.
 
     Attributes:
-      asked: values of the config's keys that may be changed, as texts, and the devices: of another config, or on
-        other devices, what was changed says nothing.
+      asked: the config's values of the keys that may change, as texts, and the devices; the changes apply to these
+        only.
       rungs: for each change, its keys with their values, as texts.
     """
 
@@ -56,7 +55,7 @@ class Ladder:
 
     @classmethod
     def of(cls, config: Config, device_memory_gb: float | None) -> "Ladder":
-        """That of the run directory, where it is about this config on these devices; else one without rungs.
+        """The ladder stored in the run directory, if it is for this config on these devices; otherwise without rungs.
 
         All hosts call it.
         """
@@ -66,8 +65,8 @@ class Ladder:
         rungs: list[dict[str, str]] = []
         if jax.process_index() == 0:
             path = run_directory(config) / _FILE
-            # What a kill left half written is as good as none: the run goes down its ladder once more. A directory that
-            # cannot be read is refused when the run is opened.
+            # A file cut short by a kill counts as none: the run descends its ladder again. An unreadable directory is
+            # refused when the run is opened.
             absent = FileNotFoundError, NotADirectoryError, PermissionError
             with reaching(path, "base_output_directory"), contextlib.suppress(*absent, ValueError, KeyError):
                 saved = json.loads(path.read_text(encoding="utf-8"))
@@ -75,17 +74,18 @@ class Ladder:
         return cls(asked, tuple(value_of_host(0, rungs)))
 
     def applied(self, config: Config) -> Config:
-        """The config with what was changed."""
+        """The config with the changes."""
         changed = {name: text for rung in self.rungs for name, text in rung.items()}
         return config.model_copy(update={name: _value(name, text) for name, text in changed.items()})
 
     def lowered(self, config: Config, plan: BatchPlan, plan_of: Callable[[Config], BatchPlan]) -> "Ladder":
-        """With one rung more.
+        """The ladder with the next rung.
 
         Args:
-          config: that did not fit, and its plan; `plan_of` as `next_rung` takes it.
+          config, plan: those that did not fit.
+          plan_of: as of `next_rung`.
         Raises:
-          UserError: there is nothing left to change.
+          UserError: there is nothing left to lower.
         """
         rung = next_rung(config, plan, plan_of)
         if rung is None:
@@ -93,17 +93,17 @@ class Ladder:
                 f"per_device_batch_size={float(plan.per_device_batch_size):g} with remat_policy={config.remat_policy} "
                 f"and num_vocab_tiling={config.num_vocab_tiling} does not fit on a device, and nothing is left to "
                 f"lower: parameters and optimizer state take {bytes_text(plan.memory.held)}. Nearest that works: more "
-                "devices, which ici_fsdp_parallelism=-1 shares them out over."
+                "devices, over which ici_fsdp_parallelism=-1 shards them."
             )
         return self.with_rung(rung)
 
     def with_rung(self, rung: Mapping[str, object]) -> "Ladder":
-        """With these values of some keys, the last of its changes."""
+        """The ladder with another change: these values of some keys."""
         return dataclasses.replace(self, rungs=(*self.rungs, {name: str(value) for name, value in rung.items()}))
 
     @property
     def newest(self) -> str:
-        """The last change, as key=value words."""
+        """The latest change as key=value words."""
         return " ".join(f"{name}={text}" for name, text in self.rungs[-1].items() if text)
 
 
@@ -116,12 +116,12 @@ def _value(name: str, text: str) -> object:
 
 
 class StepMemory:
-    """Bytes per device of a run's train step at its target batch: what was planned beside what came of it.
+    """Bytes per device of a run's train step at its target batch, planned and actual.
 
     Attributes:
-      compiled: by XLA; None before it is known.
-      measured: the most that a device held up to the end of the first step; None where devices do not say.
-      ladder: see `Ladder`; None in reinforcement learning.
+      compiled: by XLA's account; None before it is known.
+      measured: the peak of a device up to the end of the first step; None where devices do not report it.
+      ladder: None in reinforcement learning.
     """
 
     def __init__(self, planned: MemoryEstimate):
@@ -132,7 +132,7 @@ class StepMemory:
 
     @property
     def beside_plan(self) -> str:
-        """The compiled step's memory and the plan's, to follow in a sentence; nothing where it is not known."""
+        """A clause on the compiled step's memory beside the plan's; "" where it is unknown."""
         error = _error(self._planned.total, self.compiled)
         if self.compiled is None or error is None:
             return ""
@@ -150,8 +150,7 @@ class StepMemory:
             found |= {f"{name}_bytes": size, f"error_of_plan_to_{name}": _error(self._planned.total, size)}
         if self.ladder:
             found |= {"asked": dict(self.ladder.asked), "rungs": [dict(rung) for rung in self.ladder.rungs]}
-        with writing(directory / _FILE):
-            (directory / _FILE).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        write_json(directory / _FILE, found)
 
 
 def _error(planned: int, found: int | None) -> float | None:
@@ -159,6 +158,6 @@ def _error(planned: int, found: int | None) -> float | None:
 
 
 def peak_memory_bytes() -> int | None:
-    """The most that one of this process's devices has held so far; None where they do not say, as CPUs do not."""
+    """The peak of this process's devices so far; None where they do not report it, such as CPUs."""
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()]
     return max((peak for peak in peaks if peak is not None), default=None)

@@ -1,4 +1,4 @@
-"""Stopping in good order: a signal becomes a request, to which all hosts answer after the same step."""
+"""Orderly stops: a signal becomes a request, which all hosts obey after the same step."""
 
 # pyright: reportUnknownMemberType=false
 # jax, optax and orbax declare some of their functions in part.
@@ -16,10 +16,10 @@ from maxtext_lite.process.signals import NUMBERS, command_signals
 
 
 class Signals:
-    """Turns the first SIGTERM or SIGINT into a request to stop after the step; the second acts as usual.
+    """Turns the first SIGTERM or SIGINT into a request to stop after the step; the second has its usual effect.
 
-    In a command, signals end the process with exit code 130 until `take_requests`, and so does a second one after that:
-    see `process.signals`.
+    In a command, a signal before `take_requests`, and a second one after it, end the process with exit code 130: see
+    `process.signals`.
     """
 
     def __init__(self) -> None:
@@ -32,20 +32,20 @@ class Signals:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
     def request(self, number: int) -> None:
-        """Takes a request to stop."""
+        """Records a request to stop."""
         self.received = signal.Signals(number)
 
     def take_requests(self) -> None:
-        """From here on there is something to save: in a command, too, a signal is a request."""
+        """Makes signals requests in a command too: from now on there is something to save."""
         if command_signals.installed:
             command_signals.ask(self.request)
 
 
 @contextlib.contextmanager
 def watch_signals() -> Generator[Signals]:
-    """Handles SIGTERM and SIGINT as `Signals` does, and hands them back at the end.
+    """A block in which `Signals` handles SIGTERM and SIGINT; the previous handlers are restored at its end.
 
-    A command's stay as they are at the end: once all is saved, one that comes is of no account.
+    A command keeps its handlers: once everything is saved, a signal no longer matters.
     """
     signals = Signals()
     if command_signals.installed:
@@ -53,7 +53,7 @@ def watch_signals() -> Generator[Signals]:
         return
     try:
         previous = {number: signal.signal(number, signals) for number in NUMBERS}
-    except ValueError:  # not the main thread: whoever runs us there handles signals
+    except ValueError:  # not the main thread: its owner handles signals
         previous = {}
     try:
         yield signals
@@ -63,9 +63,9 @@ def watch_signals() -> Generator[Signals]:
 
 
 class Stop:
-    """Whether to stop after a step: all hosts answer alike, though what asks, such as a signal, may reach only one.
+    """Whether to stop after a step: all hosts agree, though a signal may reach only one of them.
 
-    With several hosts the answer is one step late: waiting for this step's would leave the devices without work.
+    With several hosts the answer is one step late; to wait for this step's would leave the devices idle.
     """
 
     def __init__(self, mesh: Mesh, is_asked: Callable[[], bool]):
@@ -74,7 +74,7 @@ class Stop:
         self._asked: jax.Array | None = None
 
     def after_this_step(self) -> bool:
-        """All hosts call it, once a step."""
+        """Whether to stop. All hosts call it, once a step."""
         received = self._is_asked()
         if self._any_host is None:
             return received

@@ -1,4 +1,4 @@
-"""The time of a train step, measured by a short run."""
+"""The time of a train step, measured in a short run."""
 
 # pyright: reportUnknownMemberType=false
 
@@ -19,11 +19,11 @@ from maxtext_lite.training.step_memory import OutOfMemory
 def measured(
     candidate: Candidate, directory: Path, *, warm_up: int, steps: int, device_memory_gb: float | None
 ) -> Timing:
-    """Trains for a few steps in a run directory of its own, without evaluations and checkpoints.
+    """The time of a candidate's step, from a short run without evaluations and checkpoints.
 
     Args:
-      directory: of the run; what is there is replaced.
-      warm_up: first steps that do not count.
+      directory: of the run; replaced if it exists.
+      warm_up: first steps, which do not count.
       device_memory_gb: see `loop.train`.
     """
     run = open_run(_short(candidate.config, directory, warm_up + steps), device_memory_gb=device_memory_gb)

@@ -1,4 +1,4 @@
-"""XLA's compilers: machines that are not there, compiler flags, and what a compiled program does."""
+"""XLA's compilers: targets that are not attached, compiler flags, and the analysis of compiled programs."""
 
 from maxtext_lite.xla.described import as_default_device, assumed_of, topology_devices
 

@@ -1,4 +1,4 @@
-"""Devices to compile for that need not be there: TPU slices by libtpu, one host's GPUs by jax's CUDA plugin."""
+"""Targets to compile for that need not be attached: TPU slices by libtpu, the GPUs of a host by jax's CUDA plugin."""
 
 import contextlib
 import os
@@ -19,8 +19,8 @@ from maxtext_lite.xla.compiler_flags import Flag, installed_compilers, set_compi
 _FORM = re.compile(r"(?:(\d+)\*)?([\w-]+):(\d+(?:x\d+){0,2})")
 _WITHOUT_TPU = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else two compiles at once abort on a lock
-    "TPU_SKIP_MDS_QUERY": "1",  # else it asks Google Cloud's metadata server what machine this is
-    "TPU_ACCELERATOR_TYPE": "v5litepod-8",  # any: it complains where it finds none
+    "TPU_SKIP_MDS_QUERY": "1",  # else it queries Google Cloud's metadata server
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",  # any: it complains if there is none
     "TPU_WORKER_HOSTNAMES": "localhost",
 }
 _NOTHING_CAN_BE_TIMED = (
@@ -29,8 +29,8 @@ _NOTHING_CAN_BE_TIMED = (
     Flag("xla_gpu_enable_triton_gemm", "false", "XLA has no default tiles for its own matmuls; cuBLAS has its own"),
 )
 
-# What XLA must know of a GPU to generate code for it, where none can be asked: as an H100 SXM with 80 GB answers. An
-# H200 is that with more memory.
+# What XLA needs to know of a GPU to generate code for it, as reported by an H100 SXM with 80 GB. An H200 differs in
+# its memory only.
 _H100 = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
@@ -55,18 +55,18 @@ _ASSUMED = {
         "every matmul by cuBLAS: nothing can be timed, so that XLA's autotuning and its own matmuls are off",
     )
 }
-"""What a program for a described machine takes for granted, by platform."""
+"""Assumptions of programs compiled for a machine by name, by platform."""
 
 NAMES = (*(device.name for device in DEVICES if device.platform == "tpu"), *_GPUS)
-"""Short names of the devices that can be described."""
+"""Short names of the devices that can be compiled for."""
 
 
 @dataclass(frozen=True)
 class Described:
-    """A machine by its name on the command line.
+    """A machine as named on the command line.
 
     Attributes:
-      shape: chips of a slice along its axes, as 4x4; of GPUs, their number.
+      shape: chips of a slice along its axes, such as 4x4; for GPUs, their number.
     """
 
     name: str
@@ -79,9 +79,9 @@ def described(name: str, num_slices: int | None = None) -> Described:
     """A machine by name: v5e:4x4, 2*v5e:2x2 (slices) or h100:8.
 
     Args:
-      num_slices: as the option --slices says it.
+      num_slices: the value of --slices.
     Raises:
-      UserError: the name has another form, names no device that can be compiled for, or contradicts `num_slices`.
+      UserError: the name is malformed, names no device that can be compiled for, or contradicts `num_slices`.
     """
     match = _FORM.fullmatch(name)
     option = f"--topology={value_text(name)}"
@@ -106,14 +106,14 @@ def described(name: str, num_slices: int | None = None) -> Described:
 
 
 def assumed_of(name: str) -> tuple[str, ...]:
-    """What compiling for a machine by name takes for granted of it, in words."""
+    """What compiling for a machine by name assumes about it, in words."""
     return _ASSUMED.get(described(name).device.platform, ())
 
 
 def topology_devices(name: str, num_slices: int | None = None) -> list[Any]:
     """The devices of a machine by name (`described`), to compile for; jax itself runs on the CPU.
 
-    Call it before jax is asked for a device.
+    Call it before jax initializes its devices.
 
     Raises:
       UserError: there is no such machine, or the library that compiles for it is not installed.
@@ -125,10 +125,10 @@ def topology_devices(name: str, num_slices: int | None = None) -> list[Any]:
 
 @contextlib.contextmanager
 def as_default_device(mesh: Mesh) -> Iterator[None]:
-    """Has a machine that is not there answer for itself while a program is traced and lowered for it; others do anyway.
+    """Makes a device that is not attached jax's default device, while a program is traced and lowered for it.
 
-    tokamax asks jax's default device for its compute capability, cores and kind. That would be this process's CPU.
-    Nothing can be computed on the described device meanwhile. Each thread has a default device of its own.
+    tokamax reads compute capability, cores and kind from the default device, which otherwise is this process's CPU.
+    Nothing can be computed meanwhile. The default device is thread-local. No effect on attached devices.
     """
     device = mesh.devices.flat[0]
     if device in jax.devices():
@@ -145,7 +145,7 @@ def _tpu_devices(machine: Described) -> list[Any]:
         os.environ.setdefault(variable, value)
     set_compiler_flags("tpu")
     generation = {"7x": "tpu7x"}.get(machine.device.name, machine.device.name)
-    options = {"chip_config_name": "megacore"} if generation == "v4" else {}  # one device for a chip, as jax has it
+    options = {"chip_config_name": "megacore"} if generation == "v4" else {}  # one jax device per chip
     name = f"{generation}:{machine.shape}"
     try:
         return list(topologies.get_topology_desc(name, "tpu", num_slices=machine.num_slices, **options).devices)

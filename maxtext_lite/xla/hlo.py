@@ -1,4 +1,4 @@
-"""Reading compiled HLO: its collectives, the mesh axes they cross, how often a step runs them, and their bytes."""
+"""The collectives of compiled HLO: the mesh axes they cross, how often a step runs them, and their bytes."""
 
 import dataclasses
 import re
@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from maxtext_lite.xla.hlo_text import Array, Instruction, Module, parse
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
-"""What devices exchange, by the names of HLO."""
+"""HLO's names of the collectives."""
 
 _GROUPS = re.compile(
     r"(?:replica_groups|source_target_pairs)="
@@ -26,15 +26,15 @@ class Collective:
 
     Attributes:
       kind: one of `KINDS`.
-      groups: the partitions of the program that talk to each other, in the order of `mesh.devices.flat`; of a
-        collective-permute, the pairs (from, to); empty: all in one group.
+      groups: partitions of the program that communicate, in the order of `mesh.devices.flat`; for a
+        collective-permute, the pairs (from, to). Empty: one group of all partitions.
       num_partitions: partitions of the program; with several TPU slices, those of one slice.
-      across_slices: TPU slices exchange it over the network between them (Megascale); it has no groups then.
-      in_loop: it stands inside a loop.
-      is_async: other work of the device may run while it does.
-      times: how often one run of the program runs it; None where a loop around it has an unknown number of trips.
-      payload: bytes of the whole array on one device, each time, by HLO's name of the dtype: what comes out, or of a
-        reduce-scatter what goes in.
+      across_slices: it crosses TPU slices over the network (Megascale), and has no groups.
+      in_loop: it is inside a loop.
+      is_async: it can overlap with other work of the device.
+      times: executions in one run of the program; None if a loop around it has an unknown trip count.
+      payload: bytes per execution of the whole array on one device, by HLO dtype: the output, or for a reduce-scatter
+        the input.
       line: the line of HLO.
     """
 
@@ -50,14 +50,14 @@ class Collective:
 
     @property
     def payload_bytes(self) -> int:
-        """Of all dtypes."""
+        """Bytes per execution, over all dtypes."""
         return sum(self.payload.values())
 
     @property
     def sent_bytes(self) -> float | None:
-        """Bytes that one device sends over links, each time, on a ring of its group; None between slices.
+        """Bytes that one device sends per execution, in a ring over its group; None between slices.
 
-        Of a ring of n devices each sends (n - 1) / n of the payload, in an all-reduce twice as much.
+        In a ring of n devices each sends (n - 1) / n of the payload, and twice that in an all-reduce.
         """
         if self.across_slices:
             return None
@@ -67,12 +67,12 @@ class Collective:
         return (2 if self.kind == "all-reduce" else 1) * self.payload_bytes * (size - 1) / size
 
     def axes(self, mesh: Mesh) -> tuple[str, ...]:
-        """The mesh axes that it crosses: those along which the members of some group differ."""
+        """The mesh axes it crosses: those along which members of a group differ."""
         slice_of = np.array([getattr(device, "slice_index", None) or 0 for device in mesh.devices.flat])
         if self.across_slices:
             grid = slice_of.reshape(mesh.devices.shape)
             return tuple(a for dim, a in enumerate(mesh.axis_names) if np.any(grid != np.take(grid, [0], axis=dim)))
-        # Every slice runs the same program, so that one stands for all.
+        # Every slice runs the same program, so one of them is enough.
         here = np.flatnonzero(slice_of == slice_of[0]) if self.num_partitions < mesh.size else np.arange(mesh.size)
         groups = [here[list(group)] for group in self.groups or (range(self.num_partitions),)]
         crossed = set()
@@ -87,13 +87,14 @@ class Collective:
 
 
 def collectives(hlo: str | Module, *, trips_where_unknown: int | None = None) -> list[Collective]:
-    """Every collective of a compiled module that moves something, in the order of its text.
+    """Every collective of a compiled module that moves data between devices, in the order of its text.
 
     Args:
-      hlo: the text of the module (`compiled.as_text()`), or the module that was read from it.
-      trips_where_unknown: of a text, trips of a loop whose number XLA does not know, such as one with a traced bound.
+      hlo: the text of the module (`compiled.as_text()`), or the parsed module.
+      trips_where_unknown: with a text, the trip count of loops whose count XLA does not know, such as one with a traced
+        bound.
     Raises:
-      ValueError: the text holds no computation, or groups in a notation that is not known.
+      ValueError: the text has no entry computation, or replica groups in an unknown notation.
     """
     module = parse(hlo, trips_where_unknown=trips_where_unknown) if isinstance(hlo, str) else hlo
     found = []
@@ -103,21 +104,21 @@ def collectives(hlo: str | Module, *, trips_where_unknown: int | None = None) ->
             kind = it.opcode.removesuffix("-start")
             is_fused = "async_collective_fusion_config" in it.attributes
             if is_fused and kind in KINDS:
-                # A TPU writes a collective that runs beside other work into every part of that work.
-                part = (it.attribute(r"\bchannel_id=(\d+)"), kind)
+                # On a TPU, an overlapped collective appears in every part of the work that it overlaps.
+                part = (it.attribute(r'\bchain_id="(\d+)"') or it.attribute(r"\bchannel_id=(\d+)"), kind)
                 if part in parts:
                     continue
                 parts.add(part)
             if kind in KINDS:
                 groups = device_groups(it.attribute(_GROUPS.pattern) or "{}")
                 if groups and all(len(set(group)) == 1 for group in groups):
-                    continue  # each with itself
+                    continue  # every device is alone in its group
                 is_async = is_fused or (it.opcode != kind and '"is_sync":true' not in it.attributes)
                 is_async = is_async or (runs.inside and "async_collective" in name)
                 payload = _payload(it, groups)
                 root = module.computations[name].root
                 if kind == "all-reduce" and runs.inside and root and root.opcode == "dynamic-slice":
-                    kind = "reduce-scatter"  # a TPU writes it as the fusion of a sum and of a part of it
+                    kind = "reduce-scatter"  # on a TPU, a fusion of an all-reduce and a slice of its result
             elif it.opcode == "send" and (kind := it.attribute(_MEGASCALE.pattern) or ""):
                 kind = _MEGASCALE_KINDS.get(kind, kind.lower().replace("_", "-"))
                 groups, is_async, payload = (), True, _bytes_by_dtype(it.arrays[:1])
@@ -134,9 +135,9 @@ def collectives(hlo: str | Module, *, trips_where_unknown: int | None = None) ->
 
 def _payload(it: Instruction, groups: tuple[tuple[int, ...], ...]) -> dict[str, int]:
     arrays = it.arrays
-    if it.opcode == "collective-permute-start":  # (what goes in, what comes out, contexts)
+    if it.opcode == "collective-permute-start":  # (inputs, outputs, contexts)
         arrays = arrays[1:2]
-    elif it.opcode.endswith("-start") and it.opcode != "all-reduce-start":  # (what goes in, what comes out)
+    elif it.opcode.endswith("-start") and it.opcode != "all-reduce-start":  # (inputs, outputs)
         arrays = arrays[len(arrays) // 2 :]
     whole = len(groups[0]) if it.opcode.startswith("reduce-scatter") and groups else 1
     return {dtype: size * whole for dtype, size in _bytes_by_dtype(arrays).items()}
@@ -150,10 +151,10 @@ def _bytes_by_dtype(arrays: Sequence[Array]) -> dict[str, int]:
 
 
 def device_groups(text: str) -> tuple[tuple[int, ...], ...]:
-    """The groups that HLO writes as {{0,1},{2,3}}, as [2,4]<=[4,2]T(1,0), or by the axes of a mesh.
+    """Replica groups, which HLO writes as {{0,1},{2,3}}, as [2,4]<=[4,2]T(1,0), or by the axes of a mesh.
 
     Raises:
-      ValueError: the notation is not known.
+      ValueError: the notation is unknown.
     """
     if text.startswith("mesh["):
         return _groups_of_mesh(text)
@@ -164,7 +165,7 @@ def device_groups(text: str) -> tuple[tuple[int, ...], ...]:
 
 
 def _groups_of_mesh(text: str) -> tuple[tuple[int, ...], ...]:
-    """Groups along axes of a mesh; 'a':(2)4 is a part of an axis: 4, after the 2 outermost."""
+    """Groups along mesh axes; 'a':(2)4 is the part of size 4 of axis a, inside an outer part of size 2."""
     axes, chosen = text[: text.index("]")], text[text.rindex("{") + 1 : -1]
     sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", axes)}
     device_ids = re.search(r"device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\)", text)

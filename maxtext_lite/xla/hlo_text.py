@@ -1,4 +1,4 @@
-"""The text of a compiled module as computations and instructions, and how often one run of it runs each."""
+"""A parser of compiled HLO text: computations, instructions, and how often one run of the module executes each."""
 
 import dataclasses
 import functools
@@ -20,8 +20,8 @@ class Array:
     """An array as HLO writes it: f32[16,24]{1,0:T(8,128)S(1)}.
 
     Attributes:
-      dtype: as HLO names it: f32, bf16, s8, f8e4m3fn.
-      space: the memory that it is in: 0 the device's own, 5 the host's; on a TPU 1 is on the chip itself.
+      dtype: HLO's name: f32, bf16, s8, f8e4m3fn.
+      space: its memory: 0 the device's, 5 the host's; on a TPU 1 is VMEM.
     """
 
     dtype: str
@@ -30,23 +30,23 @@ class Array:
 
     @property
     def elements(self) -> int:
-        """How many."""
+        """Number of elements."""
         return math.prod(self.dims)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the elements, packed."""
+        """Bytes of its elements, packed."""
         return -(-self.elements * bits(self.dtype) // 8)
 
 
 def bits(dtype: str) -> int:
-    """Bits of an element of a dtype by HLO's name; 0 of what has no elements."""
+    """Bits per element of an HLO dtype; 0 for tokens and opaque types."""
     found = re.search(r"\d+", dtype)
     return _BITS.get(dtype, int(found[0]) if found else 0)
 
 
 def arrays_of(text: str) -> tuple[Array, ...]:
-    """Every array that a type names, those inside tuples too."""
+    """Every array in the text of a type, tuples flattened."""
     found = []
     for dtype, dims, layout in _ARRAY.findall(text):
         space = _SPACE.search(layout)
@@ -61,10 +61,10 @@ class Instruction:
 
     Attributes:
       result: the text of its type.
-      opcode: as all-gather-start or fusion.
-      operands: the names of what it takes; of a constant or a parameter, the text in its parentheses.
+      opcode: such as all-gather-start or fusion.
+      operands: names of its operands; for a constant or a parameter, the text in parentheses.
       attributes: the rest of the line.
-      line: the whole of it.
+      line: the whole line.
     """
 
     name: str
@@ -77,36 +77,36 @@ class Instruction:
 
     @functools.cached_property
     def arrays(self) -> tuple[Array, ...]:
-        """What comes out; of a tuple every part."""
+        """Its outputs, tuples flattened."""
         return arrays_of(self.result)
 
     @property
     def called(self) -> Iterator[tuple[str, str]]:
-        """(keyword, name) of each computation that it calls."""
+        """(keyword, name) of each computation it calls."""
         for keyword, names in _CALLED.findall(self.attributes):
             for name in re.findall(r"[\w.\-]+", names):
                 yield keyword, name
 
     def attribute(self, pattern: str) -> str | None:
-        """The first group of a pattern among its attributes."""
+        """The first group of a pattern's first match in its attributes; None without a match."""
         found = re.search(pattern, self.attributes)
         return found[1] if found else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
-    """A computation: its instructions by name, in the order of the text."""
+    """A computation: instructions by name, in the order of the text."""
 
     name: str
     instructions: Mapping[str, Instruction]
 
     @functools.cached_property
     def root(self) -> Instruction | None:
-        """What it returns."""
+        """The instruction whose value it returns."""
         return next((instruction for instruction in self.instructions.values() if instruction.is_root), None)
 
     def parameter(self, number: int) -> Instruction | None:
-        """Its parameter of a number."""
+        """Its parameter of that number."""
         return self._parameters.get(str(number))
 
     @functools.cached_property
@@ -115,7 +115,7 @@ class Computation:
 
     @functools.cached_property
     def users(self) -> dict[str, list[Instruction]]:
-        """The instructions that take each."""
+        """The instructions that use each instruction's value."""
         found: dict[str, list[Instruction]] = {}
         for instruction in self.instructions.values():
             for operand in dict.fromkeys(instruction.operands):
@@ -125,12 +125,12 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Runs:
-    """How often one run of a module runs a computation.
+    """How often one run of a module executes a computation.
 
     Attributes:
-      times: None where a loop around it has an unknown number of trips. Every branch of a conditional counts as taken.
-      in_loop: it stands inside a loop.
-      inside: it is a part of an instruction (of a fusion, of a reduction): its own instructions are not scheduled.
+      times: None if a loop around it has an unknown trip count. Every branch of a conditional counts as taken.
+      in_loop: it is inside a loop.
+      inside: it is part of an instruction, such as a fusion or a reduction: its own instructions are not scheduled.
     """
 
     times: int | None
@@ -143,7 +143,7 @@ class Module:
     """A compiled module.
 
     Attributes:
-      runs: of each computation that is called.
+      runs: by computation, for those that are called.
       num_partitions: devices that run it together; with several TPU slices, those of one slice.
     """
 
@@ -152,7 +152,7 @@ class Module:
     num_partitions: int
 
     def scheduled(self) -> Iterator[tuple[Computation, Instruction, int | None]]:
-        """Every instruction that runs by itself, with how often."""
+        """Every scheduled instruction with its computation and how often it runs."""
         for name, runs in self.runs.items():
             if not runs.inside:
                 computation = self.computations[name]
@@ -161,13 +161,13 @@ class Module:
 
 
 def parse(hlo: str, *, trips_where_unknown: int | None = None, not_run: str | None = None) -> Module:
-    """A module from its text (`compiled.as_text()`).
+    """Parses a module from its text (`compiled.as_text()`).
 
     Args:
-      trips_where_unknown: trips of a loop whose number XLA does not know, such as one with a traced bound.
-      not_run: the name of a scope (`jax.named_scope`) whose loops, if XLA does not know their trips, have none.
+      trips_where_unknown: the trip count of loops whose count XLA does not know, such as one with a traced bound.
+      not_run: the name of a scope (`jax.named_scope`) whose loops of unknown trip count never run.
     Raises:
-      ValueError: the text holds no computation.
+      ValueError: the text does not have exactly one entry computation.
     """
     matches = list(_COMPUTATION.finditer(hlo))
     entries = [match[2] for match in matches if match[1]]
@@ -189,7 +189,7 @@ def _computation(name: str, body: str) -> Computation:
 
 
 def _instruction(match: re.Match[str], line: str) -> Instruction | None:
-    """None for a line of some attribute's text that only looks like one."""
+    """None for a line that only looks like an instruction: text of an attribute."""
     is_root, name, text = match.groups()
     end = _closing(text, 0) + 1 if text.startswith("(") else text.find(" ")
     result, rest = text[:end], text[end:].lstrip()
@@ -202,14 +202,14 @@ def _instruction(match: re.Match[str], line: str) -> Instruction | None:
 
 
 def _operands(text: str) -> tuple[str, ...]:
-    """Names, from `%a, f32[2,3]{1,0} %b`; without any %, what stands between the commas."""
+    """Names, from `%a, f32[2,3]{1,0} %b`; without any %, the text between the commas."""
     if "%" in text:
         return tuple(re.findall(r"%([\w.\-]+)", text))
     return tuple(part.split(" ")[-1] for part in text.split(", ") if part)
 
 
 def _closing(text: str, start: int) -> int:
-    """Where the parenthesis that opens at `start` closes."""
+    """Index of the parenthesis that closes the one at `start`."""
     depth = 0
     for match in re.finditer(r"[()]", text[start:]):
         depth += 1 if match[0] == "(" else -1
@@ -254,9 +254,9 @@ def _runs(
 def _trips(
     loop: Instruction, around: Computation, computations: Mapping[str, Computation], where_unknown: int | None
 ) -> int | None:
-    """Trips of a loop: as XLA noted them, or as its condition and body say that count up to a limit.
+    """Trips of a loop: as XLA noted them, or from a condition and body that count up to a limit.
 
-    They count from the constant that goes in; from 0, as scans do, where that is written elsewhere.
+    The count starts at the constant that enters the loop, or at 0, as in scans, if no constant is found.
     """
     known = loop.attribute(_TRIPS.pattern)
     if known:
@@ -286,7 +286,7 @@ def _trips(
 
 
 def _source(name: str, computation: Computation) -> Instruction | None:
-    """The instruction that makes a value, before it is copied."""
+    """The instruction that produces a value, through copies and bitcasts."""
     it = computation.instructions.get(name)
     while it is not None and it.opcode in ("copy", "bitcast"):
         it = computation.instructions.get(it.operands[0])

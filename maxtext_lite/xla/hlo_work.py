@@ -1,10 +1,11 @@
-"""What a compiled module does in one run, loops counted: matmuls, kernels, traffic with its memory, cycles."""
+"""The work of one run of a compiled module, loops included: matmuls, kernels, memory traffic, cycles."""
 
 import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
 
+from maxtext_lite.xla.hlo import KINDS
 from maxtext_lite.xla.hlo_text import Array, Computation, Instruction, Module
 
 _NO_KERNELS = frozenset({
@@ -18,20 +19,20 @@ _NOTHING_MOVES = frozenset({
 })  # fmt: skip
 _TAKE_A_PART = frozenset({"slice", "dynamic-slice", "gather"})
 KERNEL_SCOPE = "kernel_"
-"""How the names of scopes begin that tell kernels of one target, as all of Pallas's on GPUs are, from each other."""
+"""Prefix of the scopes that name kernels which share one target, as all Pallas kernels on GPUs do."""
 _LARGEST = 5
-"""Arrays that a module's work lists."""
+"""Number of arrays in `ProgramWork.largest_arrays`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelCalls:
-    """A custom call: code that XLA did not write.
+    """Calls of a kernel: a custom call to code that XLA did not generate.
 
     Attributes:
-      name: of the kernel, where it has one (Pallas on TPU); else of the scope (`jax.named_scope`) around it whose name
-        begins with `KERNEL_SCOPE`, without that; else of the call's target.
-      times: how often it runs; None where a loop's trips are not known.
-      flops: of all runs, as the kernel itself states them; None where it does not.
+      name: the kernel's own (Pallas on TPU); else that of the enclosing scope (`jax.named_scope`) which begins with
+        `KERNEL_SCOPE`, without the prefix; else the call's target.
+      times: how often it runs; None if a loop's trip count is unknown.
+      flops: of all its runs, by the kernel's own cost estimate; None without one.
     """
 
     name: str
@@ -41,11 +42,11 @@ class KernelCalls:
 
 @dataclasses.dataclass(frozen=True)
 class LargeArray:
-    """An array that a module makes, of which there may be several at once.
+    """An array that a module allocates, possibly several times at once.
 
     Attributes:
-      type: as HLO writes it, without its layout: f32[8192,128256].
-      made_by: the operation of the traced program that it comes from, where the compiler says so; else the opcode.
+      type: in HLO's notation, without layout: f32[8192,128256].
+      made_by: the traced operation it comes from if the compiler recorded it, else the opcode.
     """
 
     type: str
@@ -55,16 +56,16 @@ class LargeArray:
 
 @dataclasses.dataclass(frozen=True)
 class ProgramWork:
-    """What one device does in one run of a module. None: not known, as of a loop with an unknown number of trips.
+    """The work of one device in one run of a module. None: unknown, for example because of a loop's trip count.
 
     Attributes:
-      matmul_flops: two for each multiplication whose product is added, by the operands' dtype (HLO's names, two where
-        they differ), without those inside kernels.
-      kernels: by name, those that run most first.
-      memory_bytes: what instructions read from and write to the device's memory, each operand once; of a slice of an
+      matmul_flops: two per multiply-add, by the operands' dtype (HLO's names, joined by x if they differ), without
+        matmuls inside kernels.
+      kernels: the most frequent first.
+      memory_bytes: read from and written to the device's memory by instructions: each operand once, and of a sliced
         array only the slice. A kernel may read an operand more than once.
-      cycles: the TPU compiler's own estimate, without kernels and without time on links; None where it makes none.
-      largest_arrays: those in the device's memory that instructions make, the largest first, each type once.
+      cycles: the TPU compiler's estimate, without kernels and links; None if it makes none.
+      largest_arrays: in the device's memory, the largest first, each type once.
     """
 
     matmul_flops: Mapping[str, float | None]
@@ -75,20 +76,20 @@ class ProgramWork:
 
     @property
     def kernel_flops(self) -> float:
-        """Of those kernels that state them."""
+        """FLOPs of the kernels that state them."""
         return sum(kernel.flops or 0.0 for kernel in self.kernels)
 
     @property
     def silent_kernels(self) -> tuple[str, ...]:
-        """The kernels whose FLOPs are not known."""
+        """Names of the kernels that do not state their FLOPs."""
         return tuple(kernel.name for kernel in self.kernels if kernel.flops is None)
 
 
 def work(module: Module, *, memory_spaces: Sequence[int] = (0,)) -> ProgramWork:
-    """Counts what a module does.
+    """Counts the work of a module.
 
     Args:
-      memory_spaces: the numbers of the device's own memory in HLO's layouts: 0, and on GPUs also 1.
+      memory_spaces: HLO's numbers of the device's memory: 0, and on GPUs also 1.
     """
     flops: dict[str, list[float | None]] = {}
     for name, runs in module.runs.items():
@@ -148,12 +149,12 @@ def _most_runs_first(kernel: KernelCalls) -> tuple[int, str]:
 
 
 def _target(it: Instruction) -> str | None:
-    """What a custom-call calls."""
+    """The target of a custom call."""
     return it.attribute(r'custom_call_target="([^"]*)"') if it.opcode == "custom-call" else None
 
 
 def _kernel_name(call: Instruction) -> str | None:
-    """None for calls that are no kernels: notes of the compiler's own, and matmuls of cuBLAS, which count as such."""
+    """None for calls that are not kernels: the compiler's annotations, and cuBLAS, which counts as matmuls."""
     target = _target(call) or "unnamed"
     if target in _NO_KERNELS or target.startswith("__cublas$"):
         return None
@@ -176,7 +177,7 @@ def _matmul_flops(it: Instruction, lhs: Array, rhs: Array) -> float:
 
 
 def _convolution_flops(it: Instruction, lhs: Array, rhs: Array) -> float:
-    """A TPU writes its matmuls as convolutions, batch dims as spatial ones: products with padding are not counted."""
+    """TPU matmuls are convolutions with batch dims as spatial dims; products with padding are not counted."""
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", it.attributes)
     if labels is None:
         return 0
@@ -200,8 +201,10 @@ _WINDOW = ("size", "stride", "lhs_dilate", "rhs_dilate")
 def _valid_products(
     lhs_size: int, out_size: int, *, size: int, stride: int, low: int, lhs_dilate: int, rhs_dilate: int
 ) -> int:
-    """Pairs (output position o, kernel position k) of one dim that hit an element: o stride + k rhs_dilate - low is a
-    multiple of lhs_dilate and within the dilated input."""
+    """Pairs (output position o, kernel position k) of one dim that multiply an element of the input, not padding.
+
+    That is where o stride + k rhs_dilate - low is a multiple of lhs_dilate within the dilated input.
+    """
     last = (lhs_size - 1) * lhs_dilate
     common = math.gcd(stride, lhs_dilate)
     period = lhs_dilate // common
@@ -230,7 +233,7 @@ def _size(arrays: Sequence[Array], spaces: frozenset[int]) -> int:
 
 
 def _moved_bytes(it: Instruction, computation: Computation, module: Module, spaces: frozenset[int]) -> float:
-    """Bytes that a scheduled instruction reads and writes, once."""
+    """Bytes that one execution of a scheduled instruction reads and writes."""
     opcode = it.opcode
     if opcode in _NOTHING_MOVES or opcode.endswith("-done") or _target(it) == "AllocateBuffer":
         return 0
@@ -246,7 +249,7 @@ def _moved_bytes(it: Instruction, computation: Computation, module: Module, spac
             for number, name in enumerate(it.operands)
             if name in taken
         )
-        # What goes into a start stands in its result too, before what comes out.
+        # The result of a start repeats its inputs before its outputs.
         first = 0 if opcode == "fusion" else sum(len(computation.instructions[name].arrays) for name in taken)
         return read + _written(it.arrays[first:], fused, spaces)
     if opcode.removesuffix("-start") in _TAKE_A_PART:
@@ -255,13 +258,13 @@ def _moved_bytes(it: Instruction, computation: Computation, module: Module, spac
     if opcode in ("dynamic-update-slice", "scatter"):  # in place
         parts = [taken.get(name, 0) for name in it.operands[1:]]
         return 2 * sum(parts)
-    if opcode.endswith("-start") and opcode != "all-reduce-start":  # what goes in stands in the result too
+    if opcode.endswith("-start") and opcode != "all-reduce-start":  # its result repeats its inputs
         return sum(taken.values()) + max(0, given - sum(taken.values()))
     return sum(taken.values()) + given
 
 
 def _read_of_parameter(fused: Computation, number: int, module: Module) -> int:
-    """Bytes of a parameter that a fusion looks at, at most; of one that is only sliced, the slices."""
+    """Bytes of a parameter that a fusion reads at most; only the slices of a parameter that it only slices."""
     parameter = fused.parameter(number)
     return 0 if parameter is None else _read_of(fused, parameter, module)
 
@@ -271,6 +274,8 @@ def _read_of(fused: Computation, value: Instruction, module: Module) -> int:
     read = whole if value.is_root else 0
     for user in fused.users.get(value.name, []):
         is_first = user.operands[0] == value.name and value.name not in user.operands[1:]
+        if user.opcode in KINDS or (user.is_root and user.opcode == "tuple"):
+            continue  # the buffers of a collective that runs beside a fusion pass through it
         if user.opcode in _TAKE_A_PART and is_first:
             read += sum(array.num_bytes for array in user.arrays)
         elif user.opcode == "dynamic-update-slice" and is_first:
@@ -287,7 +292,7 @@ def _read_of(fused: Computation, value: Instruction, module: Module) -> int:
 
 
 def _written(arrays: Sequence[Array], fused: Computation, spaces: frozenset[int]) -> int:
-    """Bytes that a fusion writes: of an array that it updates in place, the update."""
+    """Bytes that a fusion writes; of an array that it updates in place, only the update."""
     root = fused.root
     parts = root.operands if root is not None and root.opcode == "tuple" else () if root is None else (root.name,)
     if len(parts) > len(arrays):
@@ -299,6 +304,8 @@ def _written(arrays: Sequence[Array], fused: Computation, spaces: frozenset[int]
 
 def _updated(fused: Computation, name: str, whole: int) -> int:
     it = fused.instructions.get(name)
+    if it is not None and it.opcode in ("parameter", *KINDS):
+        return 0
     if it is not None and it.opcode == "bitcast":
         return _updated(fused, it.operands[0], whole)
     if it is not None and it.opcode == "dynamic-update-slice" and (update := _array(it.operands[1], fused)):

@@ -1,4 +1,4 @@
-"""What a compiled program holds on a device, as its compiler says."""
+"""Device memory of a compiled program, by its compiler."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +11,9 @@ class ProgramMemory:
     """Bytes per device by XLA's `memory_analysis()`.
 
     Attributes:
-      arguments: of a train step, state and batch.
-      outputs: new state and metrics, of which `aliased` take the place of arguments.
-      temporaries: what the program needs beside them.
+      arguments: for a train step, state and batch.
+      outputs: new state and metrics; `aliased` bytes of them reuse arguments.
+      temporaries: everything else the program allocates.
     """
 
     arguments: int
@@ -24,10 +24,10 @@ class ProgramMemory:
 
     @classmethod
     def of(cls, compiled: Compiled) -> "ProgramMemory":
-        """That of an executable."""
+        """The memory of an executable."""
         stats: Any = compiled.memory_analysis()
         held = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-        # A TPU's temp_size_in_bytes is more than it allocates: programs compile whose own would not fit there.
+        # On a TPU temp_size_in_bytes exceeds what is allocated: programs compile that would not fit by it.
         allocated = getattr(stats, "total_allocation_bytes", 0)  # since jax 0.11
         return cls(
             arguments=stats.argument_size_in_bytes,
@@ -39,5 +39,5 @@ class ProgramMemory:
 
     @property
     def total(self) -> int:
-        """At the program's peak."""
+        """Bytes at the program's peak."""
         return self.arguments + self.outputs - self.aliased + self.temporaries + self.generated_code

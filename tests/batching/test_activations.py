@@ -1,6 +1,6 @@
 import pytest
 
-from maxtext_lite.batching.activations import activation_lines, offloaded_activations, splits_residual, tensor_bytes
+from maxtext_lite.batching.activations import LayerOnDevice, activation_lines, offloaded_activations, splits_residual
 from maxtext_lite.config import load_config
 from maxtext_lite.config.kernels import Accelerator
 
@@ -68,14 +68,14 @@ def test_what_goes_to_the_host_goes_in_every_tick(at_once, layer_ticks):
 @pytest.mark.parametrize(("placement", "width"), [("pre", 0), ("post", 128), ("both", 128)])
 def test_an_mlps_output_is_kept_where_a_norm_asks_for_it(placement, width):
     config = load_config(None, [f"norm_placement={placement}"])
-    assert tensor_bytes(config, ONE, 4096)["mlpwo"] == 4 * width
+    assert LayerOnDevice(config, ONE, 4096).named_bytes()["mlpwo"] == 4 * width
 
 
 def test_latent_attention_projects_a_part_of_its_keys():
     """deepseek-v2-lite: 16 heads of 128 + 64 dims, the 64 the same for all."""
     keys = ["model_name=deepseek-v2-lite", "tokenizer_type=byte", "vocab_size=320"]
     config = load_config(None, keys)
-    assert tensor_bytes(config, ONE, 4096)["key_proj"] == 2 * 16 * 128
+    assert LayerOnDevice(config, ONE, 4096).named_bytes()["key_proj"] == 2 * 16 * 128
 
 
 def test_cudnns_context_is_kept_only_where_everything_is():

@@ -34,7 +34,7 @@ def test_a_batch_far_above_the_noise_scale_wastes_examples():
 
 
 def test_a_batch_like_the_noise_scale_is_left_alone():
-    assert "of like size" in batch_size_advice(110.0, 0.05, 100)
+    assert "of similar size" in batch_size_advice(110.0, 0.05, 100)
 
 
 @pytest.mark.parametrize(("noise", "words"), [(250.0, "above twice"), (45.0, "below half")])
@@ -53,8 +53,8 @@ def test_an_estimate_within_two_errors_of_zero_says_nothing(error):
 
 def test_without_an_error_it_is_a_hint():
     text = batch_size_advice(900.0, None, 100)
-    assert "an error that is not known" in text
-    assert "a hint, no more" in text
+    assert "an unknown error" in text
+    assert "only a hint" in text
     assert "well below" not in text
 
 

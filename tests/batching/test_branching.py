@@ -21,7 +21,7 @@ def test_every_branch_sees_the_same_examples_in_micro_batches_that_are_no_larger
 
 
 @pytest.mark.parametrize(("factors", "error"), [
-    (("1", "3"), r"--factors=3: --steps=20 x 16 examples = 320 are no whole number of batches of 48\. "
+    (("1", "3"), r"--factors=3: --steps=20 x 16 examples = 320 are not a whole number of batches of 48\. "
                  r"Nearest that work: 2\.5 \(40\) or 4 \(64\)\."),
     (("1", "0.3"), r"batches of 4\.8\. Nearest that work: 0\.25 \(4\) or 0\.3125 \(5\)\."),
     (("1", "40"), r"batches of 640\. Nearest that work: 20 \(320\)\."),

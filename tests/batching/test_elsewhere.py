@@ -38,7 +38,7 @@ def test_a_batch_of_each_device_grows_with_them():
     found = move(["per_device_batch_size=2"], to=16)
     assert not found.trains_alike
     assert found.changes["global_batch_to_train"] == (16, 32)
-    assert "would not be the same one there: global_batch_to_train, " in found.lines()[-1]
+    assert "would not be the same there: global_batch_to_train, " in found.lines()[-1]
     assert found.to_json()["changes"]["global_batch_to_train"] == {"from": 16, "to": 32}
 
 
@@ -68,7 +68,7 @@ def test_another_key_of_training_is_another_run(changed):
     key = changed.partition("=")[0]
     assert not found.trains_alike
     assert key in found.changes
-    assert found.lines()[-1].startswith("The run would not be the same one there: ")
+    assert found.lines()[-1].startswith("The run would not be the same there: ")
     assert key in found.lines()[-1]
     assert "global_batch_size" not in found.lines()[-1]
 
@@ -97,5 +97,5 @@ def test_data_may_lie_elsewhere():
 def test_what_is_no_plan_is_refused(tmp_path, text):
     if text is not None:
         (tmp_path / "plan.json").write_text(text)
-    with pytest.raises(UserError, match=r"--from=.*(is no run directory|is damaged)"):
+    with pytest.raises(UserError, match=r"--from=.*(is not a run directory|is damaged)"):
         read_plan(tmp_path)

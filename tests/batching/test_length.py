@@ -15,7 +15,7 @@ def epochs(examples, *, short, stages=SEEDS_RAMP.all_stages):
 
 
 def plain(batch):
-    return (BatchStage(1, None, Fraction(batch), 1, batch, batch, 0, None),)
+    return (BatchStage(Fraction(batch), 1, batch),)
 
 
 def plan_of(*overrides, num_devices=1, **machine):

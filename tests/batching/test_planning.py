@@ -58,7 +58,7 @@ def test_what_is_probably_not_meant_is_said():
     assert uneven.memory.activations > plan_of("ici_tensor_parallelism=4", "max_target_length=248").memory.activations
 
 
-def test_giving_the_masters_up_says_what_is_lost_and_what_is_saved():
+def test_a_plan_without_masters_says_what_is_lost_and_what_is_saved():
     keys = ("weight_dtype=bfloat16", "master_weights=false", "steps=100")
     plan, whole = plan_of(*keys), plan_of(*keys[:1], *keys[2:])
     saved = whole.memory.total - plan.memory.total
@@ -66,7 +66,7 @@ def test_giving_the_masters_up_says_what_is_lost_and_what_is_saved():
     assert whole.warnings == plan_of(keys[1], keys[2]).warnings == plan_of(*keys, "lora_rank=2").warnings == ()
     (warning,) = plan.warnings
     assert warning.startswith("master_weights=false with weight_dtype=bfloat16: an update smaller than 2^-9 of its ")
-    assert warning.endswith(f"that saves 4 bytes per parameter, {bytes_text(saved)} per device.")
+    assert warning.endswith(f"this saves 4 bytes per parameter, {bytes_text(saved)} per device.")
 
 
 @pytest.mark.parametrize(("stated", "replicas", "shards", "slots"), [(-1, 2, 8, 8), (2, 2, 8, 8), (6, 6, 24, 24)])
@@ -82,7 +82,7 @@ def test_replicas_that_the_data_axis_cannot_hold_are_refused():
     with pytest.raises(UserError) as refused:
         plan_of(*DILOCO, "diloco_num_replicas=3")
     assert refused.value.problems == (
-        "diloco_num_replicas=3 is not a multiple of the data axis, 2: its devices hold as many replicas. "
+        "diloco_num_replicas=3 is not a multiple of the data axis, 2: each part has equally many. "
         "Nearest that work: 2 or 4.",)  # fmt: skip
 
 
@@ -153,7 +153,7 @@ def test_problems_of_config_and_plan_come_at_once():
         "unknown key 'stps' (command line). Did you mean 'steps'?",
         "steps=0 must be at least 1, or -1. Nearest that works: 1.",
         "gradient_accumulation_steps=0 must be at least 1, or -1. Nearest that works: 1.",
-        "num_hosts=3 does not divide num_devices=8: every host has as many devices. Nearest that work: 2 or 4.",
+        "num_hosts=3 does not divide num_devices=8: every host has equally many devices. Nearest that work: 2 or 4.",
         "per_device_batch_size=0.3 x 8 devices = 2.4 examples, not a whole number. Nearest that work: 0.25 or 0.375.",
     )
 

@@ -51,30 +51,30 @@ def test_memory_by_hand():
 
 @pytest.mark.parametrize(("devices", "overrides", "messages"), [
     (8, ["rollout_slots=9"],
-     ["rollout_slots=9 is not a multiple of the 8 parts that the devices that generate cut them into. Nearest that "
+     ["rollout_slots=9 is not a multiple of the 8 parts into which the generating devices split them. Nearest that "
       "work: 8 or 16."]),
     (8, ["rollout_slots=3"],
-     ["rollout_slots=3 is not a multiple of the 8 parts that the devices that generate cut them into. Nearest that "
+     ["rollout_slots=3 is not a multiple of the 8 parts into which the generating devices split them. Nearest that "
       "works: 8."]),
     (8, ["rollout_tensor_parallelism=3"],
-     ["rollout_tensor_parallelism=3 does not divide both the model's heads, mlp and vocabulary and the 8 devices that "
-      "generate. Nearest that work: 2 or 4."]),
+     ["rollout_tensor_parallelism=3 does not divide both the model's heads, mlp and vocabulary and the 8 generating "
+      "devices. Nearest that work: 2 or 4."]),
     (8, ["rollout_tensor_parallelism=8"],  # 4 kv heads
-     ["rollout_tensor_parallelism=8 does not divide both the model's heads, mlp and vocabulary and the 8 devices that "
-      "generate. Nearest that works: 4."]),
+     ["rollout_tensor_parallelism=8 does not divide both the model's heads, mlp and vocabulary and the 8 generating "
+      "devices. Nearest that works: 4."]),
     (6, ["rollout_fsdp_parallelism=3", "ici_fsdp_parallelism=2", "ici_data_parallelism=-1"],  # base_emb_dim=128
-     ["rollout_fsdp_parallelism=3 does not divide both the model's embedding and the 6 devices that generate. Nearest "
+     ["rollout_fsdp_parallelism=3 does not divide both the model's embedding and the 6 generating devices. Nearest "
       "that works: 2."]),
     (8, ["rollout_fsdp_parallelism=16", "rollout_tensor_parallelism=4"],
-     ["rollout_fsdp_parallelism=16 does not divide both the model's embedding and the 8 devices that generate. Nearest "
+     ["rollout_fsdp_parallelism=16 does not divide both the model's embedding and the 8 generating devices. Nearest "
       "that works: 2."]),
     (8, ["rollout_tensor_parallelism=4", "rollout_fsdp_parallelism=4"],
-     ["rollout_tensor_parallelism=4 x rollout_fsdp_parallelism=4 does not divide the 8 devices that generate. Nearest "
+     ["rollout_tensor_parallelism=4 x rollout_fsdp_parallelism=4 does not divide the 8 generating devices. Nearest "
       "that works: rollout_tensor_parallelism=2."]),
     (8, ["rollout_tensor_parallelism=3", "rollout_fsdp_parallelism=5"],
-     ["rollout_tensor_parallelism=3 does not divide both the model's heads, mlp and vocabulary and the 8 devices that "
-      "generate. Nearest that works: 2.",
-      "rollout_fsdp_parallelism=5 does not divide both the model's embedding and the 8 devices that generate. Nearest "
+     ["rollout_tensor_parallelism=3 does not divide both the model's heads, mlp and vocabulary and the 8 generating "
+      "devices. Nearest that works: 2.",
+      "rollout_fsdp_parallelism=5 does not divide both the model's embedding and the 8 generating devices. Nearest "
       "that works: 4."]),
 ])  # fmt: skip
 def test_what_the_model_or_the_devices_cannot_be_divided_into_is_refused_by_the_plan(devices, overrides, messages):

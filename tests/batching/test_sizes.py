@@ -3,7 +3,7 @@ from fractions import Fraction
 import pytest
 
 from maxtext_lite.batching.planning import load_plan
-from maxtext_lite.batching.sizes import Sizes, work_out
+from maxtext_lite.batching.sizes import Sizes, derive_sizes
 from maxtext_lite.batching.topology import Topology
 from maxtext_lite.config import UserError, load_config
 
@@ -11,7 +11,7 @@ BASE = load_config()
 
 
 def sizes_of(num_devices, num_hosts=1, **values):
-    return work_out(BASE.model_copy(update=values), Topology(num_devices, num_hosts))
+    return derive_sizes(BASE.model_copy(update=values), Topology(num_devices, num_hosts))
 
 
 def messages_of(num_devices, num_hosts=1, **values):

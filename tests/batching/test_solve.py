@@ -4,7 +4,7 @@ from fractions import Fraction
 import pytest
 
 from maxtext_lite.batching.planning import load_plan, make_plan
-from maxtext_lite.batching.sizes import Sizes, work_out
+from maxtext_lite.batching.sizes import Sizes, derive_sizes
 from maxtext_lite.batching.solve import refusals
 from maxtext_lite.batching.topology import Topology
 from maxtext_lite.config import UserError, load_config, parse_value
@@ -209,7 +209,7 @@ def test_a_neighbour_that_another_rule_forbids_is_not_named():
 
 def test_what_can_be_planned_is_not_refused():
     assert refusals(BASE, Topology(1), []) == []
-    assert isinstance(work_out(BASE, Topology(1)), Sizes)
+    assert isinstance(derive_sizes(BASE, Topology(1)), Sizes)
     assert Fraction(16) == BASE.per_device_batch_size
 
 

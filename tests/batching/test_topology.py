@@ -63,7 +63,7 @@ def test_a_mesh_covers_the_devices_exactly_or_is_refused(num_devices):
         ({"dcn_data_parallelism": -1}, "ici_fsdp_parallelism=-1 and dcn_data_parallelism=-1: the number of slices is "
                                        "then open, so one of them may be -1."),
         ({"ici_tensor_parallelism": 3}, "ici_tensor_parallelism=3 does not divide the 8 devices, so "
-                                        "ici_fsdp_parallelism=-1 is no number."),
+                                        "ici_fsdp_parallelism=-1 is not a whole number."),
         ({"ici_fsdp_parallelism": 2}, "ici_fsdp_parallelism=2 = 2 devices, but there are 8."),
         ({"ici_fsdp_parallelism": 1}, "ici_fsdp_parallelism=1, as all mesh axes are, covers 1 device, but there are "
                                       "8."),
@@ -80,7 +80,7 @@ def test_a_mesh_that_does_not_fit_is_refused(axes, message):
 def test_hosts_have_equally_many_devices():
     assert topology_violations(Topology(8, 4)) == []
     (problem,) = topology_violations(Topology(8, 3))
-    assert problem.message == "num_hosts=3 does not divide num_devices=8: every host has as many devices."
+    assert problem.message == "num_hosts=3 does not divide num_devices=8: every host has equally many devices."
     below, above = problem.nearest[0]()
     assert (below[0], above[0]) == ({"num_hosts": 2}, {"num_hosts": 4})
     assert [problem.key for problem in topology_violations(Topology(0, 0))] == ["num_devices", "num_hosts"]

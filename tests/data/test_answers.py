@@ -80,7 +80,7 @@ PAIRS = [
 
 def test_a_pair_is_two_rows_by_hand(tmp_path):
     source, _ = opened(tmp_path, PAIRS, "dpo", max_target_length=5, packing="false")
-    assert (len(source), source.num_pairs, source.num_tokens) == (3, 3, 10)
+    assert (len(source), len(source.columns[0]), source.num_tokens) == (3, 3, 10)
     source = source.with_reference(np.array([[-1, -2], [-3, -4], [-5, -6]], np.float32))
     row = source[0]
     assert {name: values.tolist() for name, values in row.items()} == {
@@ -146,7 +146,7 @@ def test_a_pair_is_dropped_where_one_answer_is_and_where_both_are_the_same(tmp_p
         {"prompt": "abcdefgh", "chosen": "i", "rejected": "jk"},
     ]
     source, _ = opened(tmp_path, lines, "dpo", max_target_length=7)
-    assert source.num_pairs == 3
+    assert len(source.columns[0]) == 3
     assert source.notes == (
         "1 of 5 lines are longer than max_target_length=7 and were truncated to it.",
         "1 of 5 lines have no token of an answer in their row and were dropped.",

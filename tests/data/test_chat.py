@@ -75,7 +75,7 @@ def test_the_year_is_this_one(tmp_path):
 
 @pytest.mark.parametrize(("template", "message"), [
     (None, "has no chat template"),
-    ("{% if %}", "its chat template is not one"),
+    ("{% if %}", "its chat template is invalid"),
     ("{{ raise_exception('Roles must alternate') }}", "refuses these turns: Roles must alternate"),
     ("{{ messages.append(1) }}", "refuses these turns"),
     ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "refuses these turns"),
@@ -108,7 +108,7 @@ def test_whatever_a_template_raises_is_one_line_that_names_its_file(template, re
 @pytest.mark.parametrize("template", ["{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "{% for m in messages %}" * 60])
 def test_what_is_no_template_is_named_with_its_file(template, tmp_path):
     (tmp_path / "chat_template.jinja").write_text(template)
-    with pytest.raises(UserError, match=r"chat_template\.jinja: its chat template is not one"):
+    with pytest.raises(UserError, match=r"chat_template\.jinja: its chat template is invalid"):
         ChatTemplate(tmp_path)
 
 

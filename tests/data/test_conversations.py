@@ -204,11 +204,11 @@ USER, ASSISTANT = {"role": "user", "content": "Hi"}, {"role": "assistant", "cont
     ({"messages": []}, '"messages" is not a list of turns'),
     ({"messages": [USER, "x"]}, 'turn 2 of "messages" is not an object with a "role" and a "content"'),
     ({"messages": [{"role": "tool", "content": "x"}]}, "has the role 'tool', which is none of system, user, assistant"),
-    ({"messages": [{"role": "user", "content": None}]}, 'turn 1 of "messages" has no text as its content'),
+    ({"messages": [{"role": "user", "content": None}]}, 'turn 1 of "messages" has content that is not text'),
     ({"messages": [USER, ASSISTANT | {"tool_calls": [1]}]}, "has tool_calls, which are not learned"),
     ({"messages": [USER, ASSISTANT | {"content": " "}]}, 'turn 2 of "messages" is empty'),
-    ({"messages": [USER, USER, ASSISTANT]}, "turn 2 of the conversation is the user's, where the assistant's is due"),
-    ({"messages": [ASSISTANT, USER]}, "turn 1 of the conversation is the assistant's, where the user's is due"),
+    ({"messages": [USER, USER, ASSISTANT]}, "turn 2 of the conversation is the user's, but the assistant's is due"),
+    ({"messages": [ASSISTANT, USER]}, "turn 1 of the conversation is the assistant's, but the user's is due"),
     ({"messages": [USER, {"role": "system", "content": "x"}]}, "turn 2 of the conversation is the system's"),
     ({"messages": [USER]}, "there is no answer to learn from: no turn of the assistant"),
 ])  # fmt: skip
@@ -230,7 +230,7 @@ def test_what_is_no_pair_is_refused_by_its_place(value, tokenizer_path):
 
 
 def test_templates_in_which_answers_cannot_be_found_are_refused(tokenizer_path, tmp_path):
-    with pytest.raises(UserError, match=r"d:1: the chat template writes the first 2 turns otherwise when more follow"):
+    with pytest.raises(UserError, match=r"d:1: the chat template renders the first 2 turns differently when more"):
         renderer(tokenizer_path, FORGETFUL, tmp_path).sft_text("d:1", {"messages": TURNS})
     with pytest.raises(UserError, match=r"d:1: .* has no chat template"):
         renderer(tokenizer_path).sft_text("d:1", {"messages": TURNS})

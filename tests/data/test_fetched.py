@@ -104,7 +104,7 @@ def test_an_object_that_is_not_what_it_was_is_named_and_not_kept(bucket, tmp_pat
     size = f"{len(shard) - 1:,} bytes; manifest.json says {len(shard):,}."
     assert changed(bucket, SHARDS[1], shard[:-1]) == f"{URL}/{SHARDS[1]} has {size}"
     bucket.files.rm(f"/bucket/data/{SHARDS[1]}")
-    with pytest.raises(UserError, match=rf"^{URL}/{SHARDS[1]} is not there; manifest\.json names it\.$"):
+    with pytest.raises(UserError, match=rf"^{URL}/{SHARDS[1]} is not there; manifest\.json lists it\.$"):
         find_prepared("dataset_path", URL)
     bucket.files.pipe_file(f"/bucket/data/{SHARDS[1]}", shard)
     shutil.rmtree(tmp_path / "cache")

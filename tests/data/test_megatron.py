@@ -105,7 +105,7 @@ def test_files_that_are_not_megatrons_are_refused(tmp_path):
     tokens.write_bytes(stored_tokens)
     for wrong in (b"", stored_index[:20], b"x" + stored_index[1:], stored_index[:17] + b"\6" + stored_index[18:]):
         index.write_bytes(wrong)
-        assert refusal(tokens) == f"{index} is not an index of Megatron, version 1, of integers."
+        assert refusal(tokens) == f"{index} is not a version 1 Megatron index of integers."
     index.write_bytes(stored_index[:-1])
     size = len(stored_index)
     assert refusal(tokens) == f"{index} has {size - 1:,} bytes; its header says {size:,}."
@@ -113,6 +113,7 @@ def test_files_that_are_not_megatrons_are_refused(tmp_path):
         index.write_bytes(stored_index[:at] + bytes([stored_index[at] ^ 1]) + stored_index[at + 1 :])
         assert refusal(tokens) == f"{index}: its documents do not follow each other in the .bin file."
     write_megatron(tmp_path / "m.x", [[1, 2, 999, 256]])
-    assert refusal(tokens) == f"{tokens} holds token ids from 1 to 999; those of the config's tokenizer are 0 to 256."
+    expected = f"{tokens} contains token ids from 1 to 999; those of the config's tokenizer are 0 to 256."
+    assert refusal(tokens) == expected
     write_megatron(tmp_path / "m.x", [])
     assert refusal(tokens) == f"dataset_path='{tokens}' has no document of two tokens."

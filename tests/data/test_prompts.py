@@ -151,7 +151,7 @@ def test_held_out_lines_may_have_a_file_of_their_own(file):
     ({"prompt": "x", "answer": ["x"]}, 'there is no text or number as "answer", which'),
     ({"prompt": "x", "answer": True}, 'there is no text or number as "answer", which'),
     ({"prompt": "x", "answer": "x", "completions": 1},
-     '"completions" is the name of what every reward function is given. Rename that key of the line.'),
+     '"completions" is the name of an argument of every reward function. Rename that key of the line.'),
 ])  # fmt: skip
 def test_what_is_no_prompt_is_refused_by_its_place(line, message, file, turns):
     path = file({"prompt": "a", "answer": "1"}, line)
@@ -167,7 +167,7 @@ def test_an_answer_is_needed_where_a_function_compares_with_it(file):
 
 
 def test_files_without_a_prompt_are_refused(file, tmp_path):
-    with pytest.raises(UserError, match=r"dataset_path='.*' has no line, and so no prompt"):
+    with pytest.raises(UserError, match=r"dataset_path='.*' has no line and thus no prompt"):
         opened(f"dataset_path={file()}")
     (tmp_path / "x.txt").write_text("x")
     with pytest.raises(UserError, match=r"prompts are read from \.jsonl files, not '.*x\.txt'"):

@@ -187,7 +187,7 @@ def test_a_damaged_index_is_named(place):
     with pytest.raises(UserError) as caught:
         rows_of("best_fit", starts, 32, place)
     assert str(caught.value) == (
-        f"{index / 'pieces.i64'} has {len(pieces) - 16:,} bytes, not {len(pieces):,}: delete {index}, it is made anew."
+        f"{index / 'pieces.i64'} has {len(pieces) - 16:,} bytes, not {len(pieces):,}: delete {index} to remake it."
     )
     for at in (8, 15):  # slots of the first piece; 2**63 of them
         changed = bytearray(pieces)

@@ -61,7 +61,7 @@ def test_hosts_that_find_different_data_are_refused(config, be_host):
     open_sources_on_hosts(config, vocab_size=320, loading_hosts=[0])
     told[0]["found"][0]["fingerprint"] = "another"
     be_host(1, told)
-    with pytest.raises(UserError, match="host 1 finds other data than host 0"):
+    with pytest.raises(UserError, match="host 1 finds different data than host 0"):
         open_sources_on_hosts(config, vocab_size=320, loading_hosts=[0, 1])
 
 

@@ -53,7 +53,7 @@ def test_a_line_that_does_not_end_is_not_read_to_its_end(tmp_path, monkeypatch):
 def test_a_small_file_that_is_a_large_one_is_not_decompressed(name, tmp_path, monkeypatch):
     monkeypatch.setattr("maxtext_lite.data.text_files._SMALL", 2**20)
     content = gzip.compress(b'{"a": "' + b"x" * 2**23 + b'"}')
-    with pytest.raises(UserError, match=rf"{name}: grows to more than 1 MiB, 100 times what it is, as no text does"):
+    with pytest.raises(UserError, match=rf"{name}: expands to more than 1 MiB, 100 times its size, which no text does"):
         lines(tmp_path, content, name) if "json" in name else read_text(name, file(tmp_path, name, content))
 
 

@@ -103,7 +103,7 @@ def test_files_that_are_not_what_they_were_are_refused_by_name(prepared, tmp_pat
     documents.write_bytes(starts[:-8])
     assert refusal(prepared) == f"{documents} has 56 bytes; manifest.json says 7 documents: 64."
     documents.write_bytes(starts[:-8] + (5).to_bytes(8, "little"))
-    assert refusal(prepared) == f"{documents} is of 5 token ids; manifest.json says {len(IDS)}."
+    assert refusal(prepared) == f"{documents} covers 5 token ids; manifest.json says {len(IDS)}."
     documents.write_bytes(starts)
     open_prepared("dataset_path", prepared)
 
@@ -124,7 +124,7 @@ def test_a_shard_of_another_number_of_records_is_refused_where_its_size_is_not_s
     shutil.copy(prepared / "00000.array_record", shard)
     assert refusal(prepared) == f"{shard} has 1 records; manifest.json says 4."
     shard.write_bytes(content[:-1])
-    assert refusal(prepared) == f"{shard}: cut short, or no ArrayRecord file. Copy or prepare the data again."
+    assert refusal(prepared) == f"{shard}: truncated, or not an ArrayRecord file. Copy or prepare the data again."
 
 
 def test_a_flipped_byte_is_named_or_does_not_matter(prepared):
@@ -145,7 +145,7 @@ def test_a_flipped_byte_is_named_or_does_not_matter(prepared):
             messages.append(str(error))
         with pytest.raises(UserError, match=str(shard)):
             list(verify(*open_prepared("input", prepared)))
-    unreadable = f"{shard}: cut short, or no ArrayRecord file. Copy or prepare the data again."
+    unreadable = f"{shard}: truncated, or not an ArrayRecord file. Copy or prepare the data again."
     damaged = re.compile(rf"{shard}: record 0 is damaged \(.*hash mismatch.*\)\. Copy or prepare the data again\.")
     assert unreadable in messages
     assert any(map(damaged.fullmatch, messages))

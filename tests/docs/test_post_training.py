@@ -27,7 +27,7 @@ PAGE = (REPOSITORY / "docs" / "post_training.md").read_text(encoding="utf-8")
 BEFORE_RL, _, RL = PAGE.partition("\n## RL\n")
 DPO_METRICS = BEFORE_RL.partition("**Metrics**")[2]
 RECORDED = RL.partition("### What is recorded")[2].partition("\n### ")[0]
-REWARDS = RL.partition("### Rewards")[2]
+REWARDS = RL.partition("### Rewards")[2].partition("\n### ")[0]
 
 
 def test_every_line_of_the_tables_is_read(tmp_path):

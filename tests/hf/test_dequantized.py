@@ -22,6 +22,7 @@ from tests.hf_models import model, save
 RNG = np.random.default_rng(0)
 E4M3, BF16 = jnp.float8_e4m3fn, jnp.bfloat16
 OUT, IN = 48, 80
+QUANT_STATE = "weight.quant_state.bitsandbytes__nf4"
 NF4 = np.concatenate([-(np.linspace(1, 0.1, 7) ** 1.3), [0.0], np.linspace(0.08, 1, 8) ** 1.3]).astype(np.float32)
 
 
@@ -128,7 +129,7 @@ def four_bits(*, nested, storage=np.uint8):
         tensors |= {"weight.absmax": codes, "weight.nested_absmax": of_codes, "weight.nested_quant_map": levels}
         exact = ((levels[codes] * np.repeat(of_codes, 32)[:count]) + np.float32(1.25)).astype(np.float64)
     text = json.dumps(state).encode()
-    tensors["weight.quant_state.bitsandbytes__nf4"] = np.frombuffer(text, np.uint8)
+    tensors[QUANT_STATE] = np.frombuffer(text, np.uint8)
     values = NF4.astype(np.float64)[numbers] * np.repeat(exact, 64)[: len(numbers)]
     about = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     return about, tensors, expected(values.reshape(shape))
@@ -235,10 +236,16 @@ def test_scales_of_activations_and_caches_are_left_out_with_a_message(tmp_path, 
     ("int4-group", {"weight_scale": np.ones((OUT, 3), BF16)}, "its scales, [48, 3], do not divide into blocks"),
     ("int4-group-asymmetric-ordered", {"weight_zero_point": None}, "lacks its weight_zero_point, though symmetric"),
     ("int4-group-asymmetric-ordered", {"weight_g_idx": np.full(IN, 9, np.int32)}, "has a g_idx of another shape"),
+    ("int4-group-asymmetric-ordered", {"weight_g_idx": np.zeros(IN, np.float32)}, "has a g_idx of another shape"),
+    ("int4-group", {"weight_shape": np.array([[OUT], [IN]])}, "is [], where a quantized matrix has 2 dims"),
     ("fp8", {"weight": np.zeros((OUT, IN), np.int8)}, "is in int8"),
+    ("fp8", {"weight": np.zeros((OUT, 0), E4M3)}, "is [48, 0], where a quantized matrix has 2 dims"),
     ("fp8", {"weight_scale_inv": None}, "no tensor there is stored so"),
     ("nf4", {"weight.absmax": np.ones(3, np.float32)}, "has 3 scales, not one for every 64 of [47, 81] numbers"),
     ("nf4", {"weight": np.zeros((7, 1), np.uint8)}, "has 7 bytes, too few for [47, 81] numbers of nf4"),
+    ("nf4-nested", {"weight.nested_quant_map": np.ones(16, np.float32)}, "nested scales and 16 levels, not 2 and 256"),
+    ("nf4", {QUANT_STATE: np.frombuffer(b'{"blocksize": 64}', np.uint8)}, "quant_state: shape: Field required"),
+    ("nf4", {QUANT_STATE: np.frombuffer(b"64", np.uint8)}, "quant_state: all of it: Input should be an object"),
     ("bnb-int8", {"SCB": np.ones(3, np.float32)}, "is [48, 80] in int8, with a SCB of [3]"),
 ])  # fmt: skip
 def test_tensors_that_do_not_fit_each_other_are_refused_by_name(name, change, message, tmp_path):

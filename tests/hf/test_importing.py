@@ -160,6 +160,26 @@ def test_tensors_that_do_not_fit_are_named(change, message, llama):
     assert refusal.value.problems == (message.format(llama),)
 
 
+def test_an_empty_tensor_is_no_tensor_of_another_model(llama):
+    """As transformers stores shared experts that there are none of."""
+    rewrite(llama, lambda tensors: tensors | {"model.layers.0.mlp.shared_experts.up_proj.weight": np.zeros((0, 32))})
+    load(llama)
+
+
+def test_of_several_files_that_with_the_tensor_is_named(llama):
+    other = {"model.layers.0.surprise": np.zeros(3), "model.norm.weight": np.zeros(31)}
+    rewrite(llama, lambda tensors: {name: x for name, x in tensors.items() if name not in other})
+    (llama / "model.safetensors").rename(llama / "model-1.safetensors")
+    safetensors.numpy.save_file(other, llama / "model-2.safetensors")
+    with pytest.raises(UserError) as refusal:
+        load(llama)
+    assert refusal.value.problems == (
+        f"HF_DIR={llama} has tensors that the model has no place for: model.layers.0.surprise of model-2.safetensors.",
+        f"HF_DIR={llama} has tensors of other shapes than config.json says: model.norm.weight of model-2.safetensors "
+        "is [31], not [32].",
+    )
+
+
 def test_blocks_of_mxfp4_are_refused_by_name(tmp_path):
     save("gpt_oss", tmp_path)
     name = "model.layers.0.mlp.experts.gate_up_proj"
@@ -254,11 +274,12 @@ def test_a_model_far_larger_than_its_files_is_refused_before_its_tensors_are_nam
         load(llama)
 
 
-def test_the_heads_for_further_tokens_of_deepseek_are_passed_over_with_a_message(tmp_path, capsys):
+def test_the_heads_for_further_tokens_are_passed_over_with_a_message(tmp_path, capsys):
     directory = save("deepseek_v3", tmp_path)
-    rewrite(directory, lambda tensors: tensors | {"model.layers.3.eh_proj.weight": np.zeros(4, np.float32)})
+    heads = ("model.layers.3.eh_proj.weight", "model.mtp_linear_proj.0.weight")  # of DeepSeek-V3, of ERNIE 4.5
+    rewrite(directory, lambda tensors: tensors | dict.fromkeys(heads, np.zeros(4, np.float32)))
     load(directory)
-    assert "1 tensors of heads for further tokens are left out" in capsys.readouterr().err
+    assert "2 tensors of heads for further tokens are left out" in capsys.readouterr().err
 
 
 def test_a_decoder_of_another_size_is_refused(llama):

@@ -1,4 +1,4 @@
-"""A layer's modules declare one logical axis for each dim of each weight."""
+"""The modules of a layer: logical axes of their weights, initial values, and how often tokens are gathered."""
 
 import dataclasses
 
@@ -6,11 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.extend.core import jaxprs_in_params
 
 from maxtext_lite.models import DecoderShape
 from maxtext_lite.models.block import DecoderLayer
-from maxtext_lite.models.layers import Embedding, Head
+from maxtext_lite.models.layers import RESIDUAL_AXES, Embedding, Head, projections
 from maxtext_lite.models.moe import ExpertShape
+from maxtext_lite.parallel import MESH_AXES, make_mesh
+from maxtext_lite.parallel.axes import partition_spec
 
 SHAPE = DecoderShape(vocab_size=11, emb_dim=8, num_query_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=12, num_layers=1)
 
@@ -37,3 +40,28 @@ def test_initial_weights_have_the_asked_deviation():
     layer = DecoderLayer(wide, rngs=nnx.Rngs(params=0))
     assert abs(float(jnp.std(layer.mlp.gate[...])) - 0.05) < 0.002
     np.testing.assert_array_equal(layer.mlp_norm.scale[...], np.ones(64))
+
+
+def constraints_in(jaxpr):
+    """The PartitionSpec of every sharding constraint, also of those inside other equations."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "sharding_constraint":
+            yield eqn.params["sharding"].spec
+        for inner in jaxprs_in_params(eqn.params):
+            yield from constraints_in(inner)
+
+
+def test_tokens_are_gathered_over_tensor_once_in_each_pass_for_all_weights_that_they_meet():
+    """XLA merges gathers of one array on CPU and TPU, but not on GPU: there a gather for each weight stays one."""
+    layer, x_BTD = DecoderLayer(SHAPE, rngs=nnx.Rngs(params=0)), jnp.ones((2, 16, 8))
+    weights = layer.attention.query, layer.attention.key, layer.attention.value
+
+    def total(x_BTD):
+        return sum(jnp.sum(y) for y in projections(x_BTD, *weights))
+
+    sizes = dict.fromkeys(MESH_AXES, 1)
+    with jax.set_mesh(make_mesh(sizes | {"tensor": 2}, sizes, jax.devices()[:2])):
+        found = list(constraints_in(jax.make_jaxpr(jax.grad(total))(x_BTD).jaxpr))
+    of_tokens = partition_spec(("batch", "length", "activation_embed"))
+    assert found.count(of_tokens) == 2
+    assert partition_spec(RESIDUAL_AXES) in found  # what is kept, and the gradient

@@ -1,5 +1,7 @@
 """Blocks of splash attention, and masks that answer for them in two numbers."""
 
+import copy
+
 import numpy as np
 import pytest
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as jax_masks
@@ -9,21 +11,28 @@ from maxtext_lite.models.splash_blocks import MOST_TOKENS, CausalMask, FullMask,
 from maxtext_lite.parallel import context_order
 
 T = 3072
-PAIRS = {
-    "causal": (CausalMask((T, T)), jax_masks.CausalMask((T, T))),
-    "full": (FullMask((T, T)), jax_masks.FullMask((T, T))),
-    **{f"last {window}": (LocalMask((T, T), window), jax_masks.LocalMask((T, T), (window - 1, 0), offset=0))
+MASKS = {
+    "causal": (lambda shards: CausalMask((T, T), shards), jax_masks.CausalMask((T, T))),
+    **{f"last {window}": (lambda shards, window=window: LocalMask((T, T), window, shards),
+                          jax_masks.LocalMask((T, T), (window - 1, 0), offset=0))
        for window in (1, 100, 257, 512, 1300)},
+    "full": (lambda shards: FullMask((T, T)), jax_masks.FullMask((T, T))),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "shards"), [*((name, 1) for name in PAIRS), ("causal", 3), ("last 257", 3)])
+def on_shards(mask, shards):
+    """jax's own mask of tokens arranged over context shards, by a table of their positions."""
+    mask, order = copy.copy(mask), context_order(T, shards).astype(np.int32)
+    plain = mask.mask_function
+    mask.q_sequence, mask.mask_function = order, lambda positions, places: plain(positions, order[places])
+    return mask
+
+
+@pytest.mark.parametrize(("name", "shards"), [*((name, 1) for name in MASKS), ("causal", 3), ("last 257", 3)])
 def test_masks_tell_the_kernel_what_those_of_jax_tell_it(name, shards):
-    """Also where queries are those of context shards, and blocks of queries and keys are not alike."""
-    own, theirs = PAIRS[name]
-    if shards > 1:
-        for mask in (own, theirs):
-            mask.q_sequence = context_order(T, shards).astype(np.int32)
+    """Also of tokens that are arranged over context shards, and where blocks of queries and keys are not alike."""
+    make, theirs = MASKS[name]
+    own, theirs = make(shards), on_shards(theirs, shards) if shards > 1 else theirs
     for process in (mask_info.process_mask, mask_info.process_mask_dkv):
         for blocks in ((128, 256), (512, 128), (512, 512)):
             found, want = (
@@ -31,6 +40,14 @@ def test_masks_tell_the_kernel_what_those_of_jax_tell_it(name, shards):
             )
             for field, ours, reference in zip(want._fields, found, want, strict=True):
                 np.testing.assert_array_equal(ours, reference, err_msg=field)
+
+
+@pytest.mark.parametrize("name", ["causal", "last 257"])
+@pytest.mark.parametrize("shards", [2, 3])
+def test_inside_the_kernel_a_mask_knows_the_positions_of_arranged_keys(name, shards):
+    make, theirs = MASKS[name]
+    pairs = np.arange(0, T, 7)[:, None], np.arange(T)[None]
+    np.testing.assert_array_equal(make(shards).mask_function(*pairs), on_shards(theirs, shards).mask_function(*pairs))
 
 
 def test_a_block_is_two_numbers():

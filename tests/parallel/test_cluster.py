@@ -131,7 +131,7 @@ def test_a_tpu_vm_is_asked_for_its_metadata():
     ({**SLURM, "SLURM_PROCID": "8"}, "SLURM_PROCID=8 is not below SLURM_STEP_NUM_TASKS=8. Nearest that works: 7."),
     ({**SLURM, "SLURM_PROCID": "x"}, "SLURM_PROCID=x is not a whole number of at least 0. Nearest that works: 0."),
     ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "many"},
-     "SLURM_STEP_TASKS_PER_NODE=many is not a list of numbers of tasks, as 2(x3),1."),
+     "SLURM_STEP_TASKS_PER_NODE=many is not a list of task counts such as 2(x3),1."),
     ({**SLURM, "SLURM_NODEID": "2"}, "SLURM_NODEID=2 is not one of the 2 nodes of SLURM_STEP_TASKS_PER_NODE=4(x2)."),
     ({**SLURM, "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5"}, "CUDA_VISIBLE_DEVICES=0,1,2,3,4,5 has 6 GPUs, which 4 processes "
      "on one node cannot share equally. Nearest that works: 3 on each node."),

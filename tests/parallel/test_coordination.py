@@ -9,9 +9,15 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from jax._src import clusters
 
 from maxtext_lite.parallel import coordination
-from maxtext_lite.parallel.coordination import CoordinationStore, coordinator_answers, watched_arguments
+from maxtext_lite.parallel.coordination import (
+    CoordinationStore,
+    coordinator_address,
+    coordinator_answers,
+    watched_arguments,
+)
 from maxtext_lite.process.watchdog import watchdog
 from tests.processes import quick_python
 from tests.source_tree import REPOSITORY
@@ -104,6 +110,16 @@ def test_whether_process_0_answers_is_asked_of_its_port(monkeypatch):
     assert not coordinator_answers()
     monkeypatch.setattr(coordination.distributed, "global_state", SimpleNamespace(coordinator_address=None))
     assert not coordinator_answers()
+
+
+def test_where_process_0_is_on_tpus_jax_says(monkeypatch):
+    monkeypatch.setattr(clusters.GkeTpuCluster, "is_env_present", lambda: True)
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "localhost,elsewhere")
+    monkeypatch.setenv("MEGASCALE_COORDINATOR_ADDRESS", "")  # else the metadata server is asked
+    monkeypatch.setenv("JAX_COORDINATOR_PORT", "1234")
+    assert coordinator_address("gketpu", 1) == "localhost:1234"
+    with pytest.raises(ValueError, match="jax finds no cluster by the method gcetpu2"):
+        coordinator_address("gcetpu2", 1)
 
 
 @pytest.mark.parametrize("answers", [False, True])

@@ -138,22 +138,39 @@ sys.exit(run_command(main))
     assert sorted(result.stderr.splitlines()) == [f"[{process}] error: steps=0 is wrong" for process in (0, 1)]
 
 
-@pytest.mark.parametrize(("process", "waits_for"), [
-    ("0", "waited 1 seconds for all 2 processes; some did not answer."),
-    ("1", "waited 1 seconds for process 0 at JAX_COORDINATOR_ADDRESS=127.0.0.1:9; it does not answer."),
-])  # fmt: skip
-def test_a_process_that_is_left_alone_says_in_one_line_whom_it_waited_for(process, waits_for):
-    address = "127.0.0.1:9" if process == "1" else f"127.0.0.1:{free_port()}"
-    told = dict(zip(VARIABLES, (address, "2", process), strict=True))
-    result = subprocess.run(
-        [*quick_python(), "-c", START + "start_devices(timeout_seconds=1)"],
+def test_who_has_not_connected_is_named_by_all_that_have():
+    """Of four processes the last two never start; of two, process 0 does not."""
+    address = f"127.0.0.1:{free_port()}"
+    waiting = [start_alone(0, 4, address, 3), start_alone(1, 4, address, 60), start_alone(1, 2, "127.0.0.1:9", 1)]
+    said = [process.communicate(timeout=60)[1] for process in waiting]
+    missing = "error: processes 2 and 3 of 4 have not connected after 3 seconds."
+    assert said == [
+        *[f"{missing} Process 0 is at JAX_COORDINATOR_ADDRESS={address}.\n"] * 2,
+        "error: process 0 of 2 has not answered after 1 seconds. "
+        "Process 0 is at JAX_COORDINATOR_ADDRESS=127.0.0.1:9.\n",
+    ]
+    assert [process.returncode for process in waiting] == [1, 1, 1]
+
+
+def start_alone(process: int, num_processes: int, address: str, seconds: int) -> subprocess.Popen[str]:
+    told = dict(zip(VARIABLES, (address, str(num_processes), str(process)), strict=True))
+    program = f"print(run_command(lambda _: start_devices(timeout_seconds={seconds})))"
+    return subprocess.Popen(
+        [*quick_python(), "-c", START + program],
         env={**os.environ, **told, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=60,
     )
-    assert result.returncode == 1
-    assert result.stderr == f"error: process {process} of 2 {waits_for}\n"
+
+
+def test_a_port_that_is_taken_is_said_before_jax_asks_for_it():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        output, errors = start_alone(0, 2, address, 1).communicate(timeout=60)
+    said = f"error: JAX_COORDINATOR_ADDRESS={address}: process 0 cannot listen there: Address already in use"
+    assert errors.startswith(said)
+    assert output == "2\n"
 
 
 @pytest.mark.parametrize(("platforms", "said"), [
@@ -183,6 +200,7 @@ def free_port() -> int:
 @pytest.mark.parametrize(("told", "message"), [
     (("", "2", "0"), "JAX_COORDINATOR_ADDRESS= is not host:port of process 0."),
     (("localhost", "2", "0"), "JAX_COORDINATOR_ADDRESS=localhost is not host:port of process 0."),
+    (("localhost:65536", "2", "0"), "JAX_COORDINATOR_ADDRESS=localhost:65536 is not host:port of process 0."),
     (("localhost:1234", "", "0"), "JAX_NUM_PROCESSES= is not a whole number of at least 1. Nearest that works: 1."),
     (("localhost:1234", "2", "x"), "JAX_PROCESS_ID=x is not a whole number of at least 0. Nearest that works: 0."),
     (("localhost:1234", "2", "2"), "JAX_PROCESS_ID=2 is not below JAX_NUM_PROCESSES=2. Nearest that works: 1."),

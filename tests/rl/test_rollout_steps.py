@@ -1,5 +1,6 @@
 """Whole runs of reinforcement learning: what they write, how they resume, and that chunks and meshes show nowhere."""
 
+import shutil
 import threading
 
 import jax
@@ -128,9 +129,11 @@ def test_what_responses_are_written_down_follows_the_terminal(tmp_path, config_o
     assert list((result.run_directory / "tensorboard" / "plugins" / "profile").rglob("*.xplane.pb"))
 
 
-def test_amid_a_batch_its_chunks_stay_as_they_are(whole, tmp_path, config_of, monkeypatch):
-    stopped_after(monkeypatch, 1)
-    train_rl(config_of(tmp_path, *WHOLE))
+def test_within_a_batch_its_chunks_stay_as_they_are(whole, tmp_path, config_of):
+    """Step 5 is the first of two updates on its batch."""
+    run = tmp_path / whole.run_directory.name
+    shutil.copytree(whole.run_directory, run)
+    shutil.rmtree(run / "checkpoints" / "6")
     with pytest.raises(UserError, match=r"saved between two updates on one batch.*after that batch they may change"):
         train_rl(config_of(tmp_path, *WHOLE, "micro_batch_size=4"))
 

@@ -17,13 +17,13 @@ def test_a_start_is_written_as_it_goes_on_and_the_next_one_adds_to_it(tmp_path, 
     clock = Clock()
     first = Goodput(tmp_path, Failures(), clock)
     assert starts(tmp_path)[0]["began"] == 100
-    first.go_on(0)
+    first.resume(0)
     clock.passes(3, "compile")
     for step in (1, 2, 3, 4):
         clock.passes(2, "step", step)
         first.note({"step": step})
     first.note({"step": 2})  # an evaluation's line, of a step before
-    assert first.so_far(4) == {"run_seconds": 11, "training_seconds": 8}
+    assert first.record(4) == {"run_seconds": 11, "training_seconds": 8}
     assert starts(tmp_path) == [
         {"began": 100, "ended": 111, "first_step": 0, "last_step": 4, "kept_step": 4,
          "seconds": {"start-up": 0, "compile": 3, "step": 8}}
@@ -32,10 +32,10 @@ def test_a_start_is_written_as_it_goes_on_and_the_next_one_adds_to_it(tmp_path, 
     clock.restart()
     second = Goodput(tmp_path, Failures(), clock)
     assert len(starts(tmp_path)) == 1
-    second.go_on(3)
+    second.resume(3)
     clock.passes(4, "step", 4)
     second.note({"step": 4})
-    assert second.so_far(4) == {"run_seconds": 24, "training_seconds": 10}
+    assert second.record(4) == {"run_seconds": 24, "training_seconds": 10}
     assert second.close() == (
         "goodput 41.7%: 10.0 s of 24.0 in 2 starts were spent on steps that count; the rest, in seconds: down 9.0, "
         "compile 3.0, repeated 2.0"

@@ -66,7 +66,10 @@ def test_writes_what_the_interface_promises(whole):
         "memory.json",
         "goodput.json",
     }
-    assert list((whole.run_directory / "tensorboard" / "plugins" / "profile").rglob("*.xplane.pb"))  # the traced step
+    (trace,) = (whole.run_directory / "tensorboard" / "plugins" / "profile").rglob("*.xplane.pb")
+    planes = jax.profiler.ProfileData.from_file(str(trace)).planes
+    events = [event for plane in planes for line in plane.lines for event in line.events if event.name == "train"]
+    assert [dict(event.stats)["step_num"] for event in events] == [3]  # the traced step, as xprof finds it
     steps, evaluations = _records(whole)
     assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
     assert [record["step"] for record in evaluations] == [3, 6]
@@ -90,9 +93,13 @@ def test_writes_what_the_interface_promises(whole):
     assert again.global_batch_size == 8
 
 
+FOUR_ON_THREE_AXES = ("per_device_batch_size=0.25", "ici_fsdp_parallelism=2", "ici_tensor_parallelism=2",
+                      "ici_data_parallelism=2")  # fmt: skip
+
+
 @pytest.mark.parametrize("split", [
     ["per_device_batch_size=0.5", "ici_fsdp_parallelism=1", "ici_data_parallelism=8"],  # 4 rows in 8 slots
-    ["per_device_batch_size=0.25", "ici_fsdp_parallelism=2", "ici_tensor_parallelism=2", "ici_data_parallelism=2"],
+    FOUR_ON_THREE_AXES,
 ], ids=["A=2 on data 8", "A=4 on data 2 fsdp 2 tensor 2"])  # fmt: skip
 def test_the_split_of_a_batch_shows_nowhere(split, whole, tmp_path, documents):
     other = _train(tmp_path, documents, *split)
@@ -127,54 +134,40 @@ def _cut_off(result, step, directory):
     assert (directory / "default" / "checkpoints" / str(step)).is_dir()
 
 
-@pytest.fixture(scope="module")
-def constant(tmp_path_factory, documents):
-    """A run of 6 steps, and the directory of one that ended after 3."""
-    directory = tmp_path_factory.mktemp("runs")
-    straight = _train(directory, documents, CONSTANT, "run_name=straight")
-    stopped = _train(directory, documents, CONSTANT, "run_name=stopped", "steps=3")
-    assert stopped.step == 3
-    return straight, stopped.run_directory
-
-
-def test_stopped_and_resumed_equals_whole_to_the_bit(constant, tmp_path, documents, capsys):
-    straight, stopped = constant
-    shutil.copytree(stopped, tmp_path / "default")
-    resumed = _train(tmp_path, documents, CONSTANT)
+def test_stopped_and_resumed_equals_whole_to_the_bit(whole, tmp_path, documents, capsys):
+    _cut_off(whole, 3, tmp_path)
+    resumed = _train(tmp_path, documents)
     assert "after step 3" in capsys.readouterr().out
     assert resumed.step == 6
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(resumed.state), jax.device_get(straight.state))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(resumed.state), jax.device_get(whole.state))
     keep = lambda records: [(r["step"], r["loss"], r["examples_hash"]) for r in records]  # noqa: E731
-    assert keep(_records(resumed)[0]) == keep(_records(straight)[0])
+    assert keep(_records(resumed)[0]) == keep(_records(whole)[0])
 
     # Again, with nothing left to do: nothing is touched.
     before = (resumed.run_directory / "metrics.jsonl").read_text()
-    assert _train(tmp_path, documents, CONSTANT).step == 6
+    assert _train(tmp_path, documents).step == 6
     assert (resumed.run_directory / "metrics.jsonl").read_text() == before
 
 
 def test_whether_a_step_is_recorded_at_once_or_while_the_next_is_under_way_shows_nowhere(
-    constant, tmp_path, documents, monkeypatch
+    whole, tmp_path, documents, monkeypatch
 ):
-    straight, _ = constant
     assert FeedSteps.ahead
     monkeypatch.setattr(FeedSteps, "ahead", False)
-    at_once = _train(tmp_path, documents, CONSTANT)
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(at_once.state), jax.device_get(straight.state))
+    at_once = _train(tmp_path, documents)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(at_once.state), jax.device_get(whole.state))
     keep = lambda records: [{key: r[key] for key in r if "second" not in key and "tflops" not in key} for r in records]  # noqa: E731
-    (got, got_evaluations), (want, want_evaluations) = _records(at_once), _records(straight)
+    (got, got_evaluations), (want, want_evaluations) = _records(at_once), _records(whole)
     assert keep(got) == keep(want)
     assert got_evaluations == want_evaluations
 
 
-def test_resumed_on_another_mesh_and_accumulation_the_run_goes_on_as_it_would_have(constant, tmp_path, documents):
-    """Three steps as A = 1 on 8 devices, three more as A = 2 on data 2, fsdp 2, tensor 2."""
-    straight, stopped = constant
-    shutil.copytree(stopped, tmp_path / "default")
-    moved = _train(tmp_path, documents, CONSTANT, "per_device_batch_size=0.5", "ici_fsdp_parallelism=2",
-                   "ici_tensor_parallelism=2", "ici_data_parallelism=2")  # fmt: skip
-    got, want = (_records(result)[0] for result in (moved, straight))
-    assert [record["gradient_accumulation_steps"] for record in got] == [1, 1, 1, 2, 2, 2]
+def test_resumed_on_another_mesh_and_accumulation_the_run_goes_on_as_it_would_have(whole, tmp_path, documents):
+    """Three steps as A = 1 on 8 devices, three more as A = 4 on data 2, fsdp 2, tensor 2."""
+    _cut_off(whole, 3, tmp_path)
+    moved = _train(tmp_path, documents, *FOUR_ON_THREE_AXES)
+    got, want = (_records(result)[0] for result in (moved, whole))
+    assert [record["gradient_accumulation_steps"] for record in got] == [1, 1, 1, 4, 4, 4]
     assert [record["examples_hash"] for record in got] == [record["examples_hash"] for record in want]
     np.testing.assert_allclose([r["loss"] for r in got], [r["loss"] for r in want], rtol=1e-5)
 

@@ -12,7 +12,7 @@ from maxtext_lite.config import UserError
 from maxtext_lite.models import Decoder, DecoderShape
 from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding
 from maxtext_lite.training.parameter_files import (
-    Dealing,
+    StageLayout,
     checkpoints_in,
     layer_dims_of,
     load_parameters,
@@ -119,5 +119,5 @@ def test_stacks_of_two_kinds_of_layers_are_dealt_each_by_its_own_length():
     assert layer_dims_of(one) == (6,)
     assert layer_dims_of(rounds) == (2, 3)
     shapes = functools.partial(jax.tree.map, lambda leaf: leaf.shape)
-    assert shapes(Dealing.of(one, (2, 3)).as_saved(one)) == shapes(rounds)
-    assert shapes(Dealing.of(rounds, (6,)).as_saved(rounds)) == shapes(one)
+    assert shapes(StageLayout.of(one, (2, 3)).as_saved(one)) == shapes(rounds)
+    assert shapes(StageLayout.of(rounds, (6,)).as_saved(rounds)) == shapes(one)

@@ -32,12 +32,12 @@ def test_a_kill_before_the_checksums_stand_leaves_no_checkpoint(items, tmp_path,
     monkeypatch.setattr(saving, "write_part", kill)
     monkeypatch.setattr(saving.threading, "excepthook", lambda _: None)
     saver = Saver(Failures())
-    saver.start(tmp_path / "3", items, named=lambda _: None)
+    saver.start(tmp_path / "3", items, on_commit=lambda _: None)
     saver._thread.join()
     assert [path.name for path in tmp_path.iterdir()] == ["unfinished-3"]
     monkeypatch.setattr(saving, "write_part", write_part)
     said = []
-    saver.start(tmp_path / "3", items, named=said.append)
+    saver.start(tmp_path / "3", items, on_commit=said.append)
     saver.wait()
     assert [path.name for path in tmp_path.iterdir()] == ["3"]
     assert "hashed at" in said[0]
@@ -47,7 +47,7 @@ def test_a_kill_before_the_checksums_stand_leaves_no_checkpoint(items, tmp_path,
 
 def test_a_run_that_lost_its_directory_names_no_checkpoint_there(items, tmp_path):
     saver = Saver(Failures(), holds=lambda: False)
-    saver.start(tmp_path / "3", items, named=pytest.fail)
+    saver.start(tmp_path / "3", items, on_commit=pytest.fail)
     saver.close()
     assert [path.name for path in tmp_path.iterdir()] == ["unfinished-3"]
 

@@ -26,6 +26,8 @@ _KNOWN = (
     "inference_mode", "init_lora_weights", "lora_alpha", "lora_dropout", "megatron_core", "peft_type", "peft_version",
     "qalora_group_size", "r", "rank_pattern", "revision", "runtime_config", "target_modules", "task_type", "use_rslora",
 )  # fmt: skip
+_KEEP_THE_MODEL = ("true", "false", "gaussian", "eva", "orthogonal")
+# What adapters may have started from: with pissa, olora and others peft takes what they start with off the model.
 _MODULES = {
     "q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "out", "qkv_proj": "query,key,value",
     "gate_proj": "gate", "up_proj": "up", "down_proj": "down", "gate_up_proj": "gate,up",
@@ -124,6 +126,8 @@ def _problems(fields: dict[str, Any]) -> list[str]:
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
         refuse("lora_alpha", "is not a number above 0.")
         return problems
+    if str(fields.get("init_lora_weights", True)).lower() not in _KEEP_THE_MODEL:
+        refuse("init_lora_weights", f"changes the model: it must be {any_of(_KEEP_THE_MODEL)}. Convert it with peft.")
     ranks, alphas = (_pattern(fields.get(name)) for name in ("rank_pattern", "alpha_pattern"))
     # A module of several weights, of which each has its own adapter of width r, as they are exported.
     if ranks.keys() != alphas.keys() or any(

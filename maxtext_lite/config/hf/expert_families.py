@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from maxtext_lite.config.hf.family import (
     BIASES,
+    CLIP,
     EXPERT_WIDTH,
     EXPERTS_PER_TOKEN,
     NORMED_HEADS,
@@ -17,7 +18,6 @@ from maxtext_lite.config.hf.layer_lists import ChunkedLayers, InterleavedStep, L
 from maxtext_lite.config.hf.parts import (
     Activation,
     Bias,
-    Clip,
     Defaulted,
     Every,
     Fixed,
@@ -97,7 +97,7 @@ EXPERT_FAMILIES: Mapping[str, Family] = {
         "OlmoeForCausalLM", Heads(), SILU, BIASES, RopeFields(10_000.0), Fixed(qk_norm="all_heads"),
         Every("num_experts", "num_local_experts", key="num_experts"), EXPERTS_PER_TOKEN,
         Fixed(routed_score_func="softmax"), Defaulted("norm_topk_prob", "norm_topk_prob", False),
-        Clip(), epsilon=1e-5,
+        CLIP, epsilon=1e-5,
     ),
     "flex_olmo": family(
         "FlexOlmoForCausalLM", Heads(), SILU, BIASES, RopeFields(500_000.0),
@@ -126,7 +126,8 @@ EXPERT_FAMILIES: Mapping[str, Family] = {
     "granitemoe": family("GraniteMoeForCausalLM", *_GRANITE),
     "granitemoeshared": family("GraniteMoeSharedForCausalLM", *_GRANITE, SharedWidth()),
     "phimoe": family(
-        "PhimoeForCausalLM", Heads(), SILU, BIASES, MultipliedRope(RopeFields(1_000_000.0)), LayerTypes("window", 0),
+        "PhimoeForCausalLM", Heads(kv_heads=8), SILU, BIASES, MultipliedRope(RopeFields(1_000_000.0)),
+        LayerTypes("window", 0),
         Fixed(normalization="layer_norm", routed_score_func="sparsemixer", norm_topk_prob=False),
         Rename(num_local_experts="num_experts"), Only("num_experts_per_tok", 2, key="num_experts_per_tok"),
         Only("router_jitter_noise", 0.01), Defaulted("lm_head_bias", "logits_bias", False),

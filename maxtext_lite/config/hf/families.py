@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from maxtext_lite.config.hf.expert_families import EXPERT_FAMILIES
 from maxtext_lite.config.hf.family import BIASES as _LLAMA_BIASES
+from maxtext_lite.config.hf.family import CLIP as _CLIP
 from maxtext_lite.config.hf.family import EXPERT_WIDTH as _EXPERT_WIDTH
 from maxtext_lite.config.hf.family import EXPERTS_PER_TOKEN as _EXPERTS_PER_TOKEN
 from maxtext_lite.config.hf.family import NORMED_HEADS as _NORMED_HEADS
@@ -17,7 +18,6 @@ from maxtext_lite.config.hf.layer_lists import SparseStep
 from maxtext_lite.config.hf.parts import (
     Activation,
     Bias,
-    Clip,
     Defaulted,
     Every,
     ExpertGroups,
@@ -27,10 +27,10 @@ from maxtext_lite.config.hf.parts import (
     LatentWidths,
     LearnedPositions,
     Only,
+    OrNull,
     Part,
     QueryScalar,
     Rename,
-    SoftCaps,
 )
 from maxtext_lite.config.hf.positions import LayerTypes, RopeByLayerType, RopeFields, WithoutRotation
 from maxtext_lite.config.hf.terms import Inverse, OldGelu, OutBias, PositionScaling, Switch
@@ -42,12 +42,12 @@ _MIXTURE = Fixed(routed_score_func="softmax", norm_topk_prob=True)
 _MLP_BIAS = Defaulted("mlp_bias", "mlp_bias", False)
 _PHI3_TYPES = {"su": "longrope", "yarn": "longrope"}
 _MINISTRAL3_SCALING = {
-    "rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16384, "beta_fast": 32.0,
-    "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0,
+    "rope_theta": 1_000_000.0, "rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0,
 }  # fmt: skip
 _APERTUS_SCALING = {
-    "rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192, "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_theta": 12_000_000.0, "rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0, "high_freq_factor": 4.0,
 }  # fmt: skip
 _GPT_OSS_SCALING = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
@@ -61,6 +61,10 @@ _LAYER_NORMS = Fixed(normalization="layer_norm")
 _MEAN_NORMS = Fixed(normalization="layer_norm_no_bias", parallel_block="one_norm")
 _LOGIT_SCALE = Defaulted("logit_scale", "logits_multiplier", 0.0625)
 _PARALLEL = ("use_parallel_residual", "parallel_block")
+
+
+def _final_cap(default: float) -> Part:
+    return OrNull("final_logit_softcapping", "final_logits_soft_cap", default)
 
 
 def _use_bias(default: bool) -> Part:
@@ -109,13 +113,13 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "gemma2": _family(
         "Gemma2ForCausalLM", Heads(kv_heads=4, head_dim=256), _GEMMA_ACTIVATION, _LLAMA_BIASES, _GEMMA_NORMS,
-        SoftCaps(50.0, 30.0), QueryScalar(), RopeFields(10_000.0), LayerTypes("alternating", 4096),
-        _NOT_BIDIRECTIONAL, tied=True,
+        OrNull("attn_logit_softcapping", "attn_logits_soft_cap", 50.0), _final_cap(30.0), QueryScalar(),
+        RopeFields(10_000.0), LayerTypes("alternating", 4096), _NOT_BIDIRECTIONAL, tied=True,
     ),
     "gemma3_text": _family(
         "Gemma3ForCausalLM", Heads(kv_heads=4, head_dim=256), _GEMMA_ACTIVATION, _LLAMA_BIASES, _GEMMA_NORMS,
-        _NORMED_HEADS, SoftCaps(0.0, 0.0), QueryScalar(), LayerTypes("sixth", 4096), RopeByLayerType(),
-        _NOT_BIDIRECTIONAL, tied=True,
+        _NORMED_HEADS, Only("attn_logit_softcapping", None), _final_cap(0.0), QueryScalar(),
+        LayerTypes("sixth", 4096), RopeByLayerType(), _NOT_BIDIRECTIONAL, tied=True,
     ),
     "phi3": _family(
         "Phi3ForCausalLM", Heads(), _SILU, RopeFields(10_000.0, partial=1.0, original=4096, types=_PHI3_TYPES),
@@ -183,11 +187,11 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "ministral3": _family(
         "Ministral3ForCausalLM", Heads(kv_heads=8, head_dim=128), _SILU,
-        PositionScaling(RopeFields(1_000_000.0, scaling=_MINISTRAL3_SCALING)), LayerTypes("window", 0), epsilon=1e-5,
+        PositionScaling(RopeFields(10_000.0, scaling=_MINISTRAL3_SCALING)), LayerTypes("window", 0), epsilon=1e-5,
     ),
     "olmo": Family("OlmoForCausalLM", (
         _SIZES, _RANGE, _tied(False), Heads(), _SILU, _LLAMA_BIASES, RopeFields(10_000.0),
-        Clip(),
+        _CLIP,
         Fixed(normalization="layer_norm_plain", normalization_layer_epsilon=1e-5),
     )),
     "olmo3": _family(

@@ -93,10 +93,12 @@ class Fields:
 
     def take_entry(self, name: str, entry: str, default: object) -> Any:
         """An entry of a field that is an object, which is then read; `default` where it is not there."""
-        whole = dict(self._left.get(name, {}))
-        value = whole.pop(entry, None)
-        if name in self._left:
-            self._left[name] = whole
+        stated = self._left.get(name)
+        if not isinstance(stated, dict):  # whoever reads the field says what is wrong with it
+            return default
+        entries = dict(cast("JsonObject", stated))
+        value = entries.pop(entry, None)
+        self._left[name] = entries
         return default if value is None else value
 
     def peek(self, name: str, default: object) -> Any:

@@ -151,7 +151,7 @@ class Heads(Part):
 
     Args:
       kv_heads: `num_key_value_heads` where it is not said; None: as many as of the queries.
-      head_dim: the same of `head_dim`; None: the queries' share of the stream.
+      head_dim: the same of `head_dim`; None, or null in config.json: the queries' share of the stream.
       shared_out: the heads share the stream out, whatever `head_dim` says.
       grouped: queries share keys; False: each has its own, whatever `num_key_value_heads` says.
     """
@@ -171,7 +171,7 @@ class Heads(Part):
     def read(self, fields: Fields) -> Keys:
         """See Part."""
         heads = fields.whole("num_attention_heads")
-        width = fields.take("head_dim", self._head_dim)
+        width = fields.take("head_dim", None if fields.is_null("head_dim") else self._head_dim)
         if width is None:
             stream = fields.size("hidden_size", heads)
             if stream < heads:
@@ -267,46 +267,19 @@ class Bias(Part):
         return {self._name: config.attention_bias == self._which}
 
 
-class SoftCaps(Part):
-    """Gemma's soft caps, of scores and of logits; null is none.
-
-    Args:
-      scores, logits: what they are where the fields are not there.
-    """
-
-    keys = MappingProxyType({
-        "attn_logit_softcapping": "attn_logits_soft_cap", "final_logit_softcapping": "final_logits_soft_cap",
-    })  # fmt: skip
-
-    def __init__(self, scores: float, logits: float) -> None:
-        self._defaults = (scores, logits)
+class OrNull(Defaulted):
+    """A field that is a key under another name, where null is what 0 is to the key: none."""
 
     def read(self, fields: Fields) -> Keys:
         """See Part."""
         self._note_names(fields)
         return {
-            key: fields.take(name, 0.0 if fields.is_null(name) else default)
-            for (name, key), default in zip(self.keys.items(), self._defaults, strict=True)
+            key: fields.take(name, 0.0 if fields.is_null(name) else self._default) for name, key in self.keys.items()
         }
 
     def write(self, config: ModelConfig) -> JsonObject:
         """See Part."""
         return {name: value or None for name, value in super().write(config).items()}
-
-
-class Clip(Part):
-    """OLMo's bound of queries, keys and values; null is none."""
-
-    keys = MappingProxyType({"clip_qkv": "clip_qkv"})
-
-    def read(self, fields: Fields) -> Keys:
-        """See Part."""
-        self._note_names(fields)
-        return {"clip_qkv": fields.take("clip_qkv", 0.0)}
-
-    def write(self, config: ModelConfig) -> JsonObject:
-        """See Part."""
-        return {"clip_qkv": config.clip_qkv or None}
 
 
 class QueryScalar(Part):

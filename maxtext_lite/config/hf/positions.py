@@ -18,7 +18,7 @@ class RopeFields(Part):
       scaling: what there is where neither field is there.
       names: those of the fields of the base and of the share.
       original: `original_max_position_embeddings`, where the family has that field, and it is not said.
-      types: what words for a rope_type mean in this family, where it has its own.
+      types: the rope_types of this family, where it has not all of them, by the words for each.
     """
 
     def __init__(
@@ -41,7 +41,8 @@ class RopeFields(Part):
         for entry in old:
             if entry in new and old[entry] != new[entry]:
                 fields.refuse("rope_scaling", old, f"contradicts rope_parameters in {value_text(entry)}.")
-        parameters = dict(old or new or self._scaling)
+        unsaid = self._scaling if is_unsaid(fields) else {}
+        parameters = dict(old or new or unsaid)
         theta = _stated(fields, "rope_theta", name, parameters, self._theta, self._names[0])
         share = _stated(fields, "partial_rotary_factor", name, parameters, self._partial or 1.0, self._names[1])
         fields.names |= {
@@ -55,6 +56,9 @@ class RopeFields(Part):
         if outside and parameters:
             parameters["original_max_position_embeddings"] = outside
         scaling = _scaling(name, parameters, fields)
+        if self._types and scaling and scaling["rope_type"] not in self._types.values():
+            known = any_of(["default", *dict.fromkeys(self._types.values())])
+            fields.refuse(name, scaling["rope_type"], f"is not of this family, whose rope_type must be {known}.")
         return {"rope_max_timescale": theta, "rope_scaling": scaling, "partial_rotary_factor": share}
 
     def write(self, config: ModelConfig) -> JsonObject:
@@ -64,6 +68,11 @@ class RopeFields(Part):
         share = {self._names[1]: config.partial_rotary_factor} if self._partial else {}
         base = {self._names[0]: fields.pop("rope_theta")}
         return fields | base | share
+
+
+def is_unsaid(fields: Fields) -> bool:
+    """Whether a config.json leaves the rotation to the family's defaults: an empty object does not."""
+    return fields.peek("rope_parameters", None) is None and not fields.peek("rope_scaling", None)
 
 
 def _stated(
@@ -129,12 +138,14 @@ def _scaling(name: str, parameters: JsonObject, fields: Fields) -> JsonObject:
         fields.refuse("max_position_embeddings", length, "is not an integer of at least 1.")
         length = 1
     if "original_max_position_embeddings" in _SCALINGS[kind]:
-        if kind == "dynamic" and length is not None:  # transformers looks nowhere else
-            given["original_max_position_embeddings"] = length
-        if given.setdefault("original_max_position_embeddings", length) is None:
-            fields.refuse(name, parameters, "lacks original_max_position_embeddings.")
-        elif kind == "longrope" and "factor" not in given and length is not None:
-            given["factor"] = max(length / given["original_max_position_embeddings"], 1.0)
+        if kind == "dynamic":  # transformers looks nowhere else
+            given.pop("original_max_position_embeddings", None)
+        original = given.setdefault("original_max_position_embeddings", length)
+        if original is None:
+            where = "max_position_embeddings beside it" if kind == "dynamic" else "original_max_position_embeddings"
+            fields.refuse(name, parameters, f"lacks {where}.")
+        elif kind == "longrope" and "factor" not in given and length is not None and is_whole(original, 1):
+            given["factor"] = max(length / original, 1.0)
     if kind == "yarn" and given.get("attention_factor") is not None:
         # An attention_factor wins over these two in the rotation, but mscale_all_dim also acts on DeepSeek's scores.
         given.pop("mscale", None)
@@ -165,6 +176,8 @@ class RopeByLayerType(Part):
             )
             parts[name] = {}
         whole, local = dict(parts[GLOBAL]), dict(parts[_LOCAL])
+        if "type" in old and "rope_type" not in old:
+            fields.refuse("rope_scaling", old, "says type, which transformers does not read here: say rope_type.")
         whole |= old
         theta = _stated(fields, "rope_theta", "rope_parameters", whole, self._theta)
         base = fields.take("rope_local_base_freq") if self._has_field else None
@@ -188,6 +201,7 @@ class RopeByLayerType(Part):
     def write(self, config: ModelConfig) -> JsonObject:
         """See Part."""
         whole = _rope_fields(config.rope_max_timescale, config, {})
+        whole.pop("original_max_position_embeddings", None)  # here it is read from rope_parameters alone
         local = config.rope_local_max_timescale or config.rope_max_timescale
         by_type = {
             "full_attention": whole["rope_parameters"],
@@ -279,7 +293,7 @@ class LayerTypes(Part):
         else:
             kinds = [_LOCAL if layer >= first else GLOBAL for layer in range(layers)]
         if stated is not None:
-            fields.check_layer_types(stated, layers, window, (_LOCAL, GLOBAL))
+            fields.check_layer_types(stated, layers, window if on else 0, (_LOCAL, GLOBAL))
             kinds = stated if len(stated) == layers and set(map(str, stated)) <= {_LOCAL, GLOBAL} else kinds
         fields.has_local_layers = _LOCAL in kinds
         if window and not self._rotated:

@@ -17,7 +17,7 @@ FORMATS: Mapping[str, frozenset[str]] = {
     "fbgemm_fp8": _SKIPPED | {"activation_scale_ub"},
     "compressed-tensors": frozenset({
         "config_groups", "dequantize", "format", "global_compression_ratio", "ignore", "kv_cache_scheme",
-        "quantization_status", "run_compressed", "use_optimized_inference", "version",
+        "quantization_status", "run_compressed", "sparsity_config", "use_optimized_inference", "version",
     }),
     "bitsandbytes": frozenset({
         "_load_in_4bit", "_load_in_8bit", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage", "bnb_4bit_quant_type",
@@ -89,6 +89,9 @@ def _check_groups(fields: Fields, found: JsonObject) -> None:
     if found.get("quantization_status", "compressed") != "compressed":
         status = found["quantization_status"]
         _refuse(fields, method, "quantization_status", status, "is not read: it must be compressed.")
+    sparsity: object = found.get("sparsity_config", {"format": "dense"})
+    if not isinstance(sparsity, dict) or cast("JsonObject", sparsity).get("format") != "dense":
+        _refuse(fields, method, "sparsity_config", found["sparsity_config"], "is not read: its format must be dense.")
     groups = weight_groups(found)
     if not groups:
         _refuse(fields, method, "config_groups", found.get("config_groups"), "has no group with weights.")

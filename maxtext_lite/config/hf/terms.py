@@ -4,7 +4,7 @@ from typing import Any
 
 from maxtext_lite.config.hf.fields import Fields, JsonObject, Keys
 from maxtext_lite.config.hf.parts import Part
-from maxtext_lite.config.hf.positions import RopeFields
+from maxtext_lite.config.hf.positions import RopeFields, is_unsaid
 from maxtext_lite.config.sections import ModelConfig
 
 
@@ -111,7 +111,7 @@ class PositionScaling(Part):
         for name in ("rope_parameters", "rope_scaling"):
             scale = fields.take_entry(name, self._ENTRY, scale)
             fields.take_entry(name, "max_position_embeddings", None)  # which nobody looks at
-        if not fields.peek("rope_parameters", None) and not fields.peek("rope_scaling", None):
+        if is_unsaid(fields):
             scale = 0.1
         keys = self._rope.read(fields)
         length = keys["rope_scaling"].get("original_max_position_embeddings")

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import cast
 
 from maxtext_lite.config.errors import UserError, value_text
-from maxtext_lite.config.hf.fields import JsonObject
+from maxtext_lite.config.hf.fields import WITHOUT_EFFECT, JsonObject
 
 _GEMMA3 = {
     "model_type": "gemma3_text", "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216,
@@ -38,7 +38,10 @@ _OF_IMAGES = frozenset({
     "text_config", "vision_config", "boi_token_index", "eoi_token_index", "image_token_index", "image_token_id",
     "boi_token_id", "eoi_token_id", "mm_tokens_per_image", "projector_hidden_act", "vision_feature_layer",
     "multimodal_projector_bias", "spatial_merge_size", "initializer_range", "architectures", "model_type",
+    "max_position_embeddings",
 })  # fmt: skip
+_OF_ALL = WITHOUT_EFFECT | {"dtype", "torch_dtype", "quantization_config", "auto_map", "tie_word_embeddings"}
+# What transformers reads outside of text_config too.
 
 
 def text_fields(fields: JsonObject) -> JsonObject:
@@ -62,7 +65,10 @@ def text_fields(fields: JsonObject) -> JsonObject:
         raise UserError(
             f"text_config.model_type={value_text(inner)} of model_type={kind} is none of {', '.join(towers)}."
         )
-    outer = {name: value for name, value in fields.items() if name not in _OF_IMAGES}
+    # Of the other fields outside, transformers looks at none: by these names nobody reads them, and they are refused.
+    outer = {
+        name if name in _OF_ALL else f"{kind}.{name}": value for name, value in fields.items() if name not in _OF_IMAGES
+    }
     # What ties the table is the whole model's field; the text's own says so where that is not there.
     tied = {name: outer[name] for name in ("tie_word_embeddings",) if outer.get(name) is not None}
     nulls = {name: None for name, value in cast("JsonObject", given).items() if value is None}

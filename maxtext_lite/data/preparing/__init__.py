@@ -1,1 +1,1 @@
-"""Writing prepared datasets: inputs cut into tasks, a shard from each task, and the manifest when all are done."""
+"""Writing prepared datasets: inputs split into tasks, a shard for each task, and the manifest once all are done."""

@@ -1,4 +1,4 @@
-"""A dataset prepared from beginning to end, or one share of it."""
+"""Preparation of a whole dataset, or of one share of it."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def prepare_dataset(
     share: tuple[int, int] = (0, 1),
     say: Callable[[str], None] = lambda line: None,
 ) -> Outcome | None:
-    """Writes a prepared dataset, or goes on with it. Its bytes depend on the config and the inputs alone.
+    """Writes a prepared dataset, or continues one. Its bytes depend only on the config and the inputs.
 
     Args:
-      tokenizer: that of the config, where it is loaded already: it is used in this process, with all its threads.
-      share: (i, n): of the tasks, i, i + n, i + 2 n ... alone; several processes may each do one at once.
-      say: is told how far it is.
+      tokenizer: the config's, if it is already loaded; it is then used in this process, with all its threads.
+      share: (i, n): only tasks i, i + n, i + 2 n ...; several processes may each do one share at once.
+      say: called with the progress.
     Returns:
-      The dataset; None where tasks of other shares are not done yet.
+      The dataset; None if tasks of other shares are not done yet.
     Raises:
-      UserError: an input, the tokenizer or the output is not what it must be, or another prepare writes there.
+      UserError: an input, the tokenizer or the output is invalid, or another process writes to the output.
     """
     here = tokenizer is not None
     tokenizer = tokenizer or load_tokenizer(config)
@@ -44,7 +44,7 @@ def prepare_dataset(
         return journal.outcome()
     number, of = share
     with journal.hold(shared=of > 1):
-        done = range(len(tasks)) if journal.is_complete() else journal.done()  # another may just have ended
+        done = range(len(tasks)) if journal.is_complete() else journal.done()  # another process may have just finished
         todo = [task for task in tasks[number::of] if task.number not in done]
         progress = Progress(todo, say=say, before=len(tasks[number::of]) - len(todo))
         if here:
@@ -64,5 +64,5 @@ def prepare_dataset(
 
 
 def _cores() -> int:
-    """Cores that this process may use."""
+    """Cores available to this process."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

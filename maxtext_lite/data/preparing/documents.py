@@ -1,4 +1,4 @@
-"""The documents of a piece of input, one after the other, and what is said of lines that hold none."""
+"""The documents of a piece of input, one after the other, and messages about lines without one."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ _ROWS_AT_ONCE = 1024
 
 
 class BadLine(NamedTuple):
-    """A line or row that holds no document; `problem` says which and why."""
+    """A line or row without a document; `problem` says which and why."""
 
     problem: str
 
 
 class DocumentReader:
-    """Reads the documents of pieces as the config says."""
+    """Reads the documents of pieces according to the config."""
 
     def __init__(self, config: PrepareConfig, tokenizer: Tokenizer) -> None:
         self._field = config.field
         self._renderer = Renderer(config, tokenizer, begins_as_elsewhere=False) if config.chat else None
 
     def read(self, piece: Piece) -> Iterator[str | BadLine]:
-        """Each document as it stands, also an empty one; blank lines are none.
+        """Each document as it stands, including empty ones; blank lines are skipped.
 
         Raises:
-          UserError: the file cannot be read, is a .txt that is not UTF-8, or has a line that is too long to be one.
+          UserError: the file cannot be read, is a .txt that is not UTF-8, or has a line that is too long.
         """
         if piece.name.endswith((".txt", ".txt.gz", ".txt.zst")):
             yield read_text(piece.name, Path(piece.path))
@@ -78,7 +78,7 @@ class DocumentReader:
         return value
 
     def _rows(self, piece: Piece) -> Iterator[Callable[[], Any]]:
-        """For each row, what gives its value."""
+        """For each row, a function that returns its value."""
         arrow = extra_module(piece.name, "pyarrow")
         try:
             with contextlib.ExitStack() as stack:
@@ -98,7 +98,7 @@ class DocumentReader:
 
 
 def _arrow_batches(opened: Any, arrow: Any) -> Iterator[Any]:
-    """The batches of a file of Arrow's stream format, which Hugging Face writes, or of its file format."""
+    """The batches of a file in Arrow's stream format, which Hugging Face writes, or in its file format."""
     if opened.read(6) == b"ARROW1":
         opened.seek(0)
         reader = arrow.ipc.open_file(opened)
@@ -109,11 +109,11 @@ def _arrow_batches(opened: Any, arrow: Any) -> Iterator[Any]:
 
 
 def _range_lines(piece: Piece) -> Iterator[tuple[int, bytes]]:
-    """(first byte, line) of each line that begins in the piece; the last one may end after it."""
+    """(first byte, line) of each line that begins in the piece; the last one may end beyond it."""
     try:
         with Path(piece.path).open("rb") as opened:
             place = piece.start
-            if place:  # what is left of a line that begins before
+            if place:  # skip the rest of a line that begins before the piece
                 opened.seek(place - 1)
                 place += len(_one_line(piece, opened, place - 1)) - 1
             while place < piece.stop and (line := _one_line(piece, opened, place)):

@@ -1,4 +1,4 @@
-"""A look at a prepared dataset: what it holds, whether it is whole, and rows as a model sees them."""
+"""Inspection of a prepared dataset: its contents, its integrity, and rows as a model sees them."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from maxtext_lite.data.token_stream import RecordStream, open_prepared, verify
 from maxtext_lite.data.tokenizer import Tokenizer, load_tokenizer
 
 _PACKING: dict[str, bool | str] = {"concat": True, "none": False, "best_fit": "best_fit"}
-_BAR = 40  # letters of the longest bar
+_BAR = 40  # characters of the longest bar
 _DOCUMENTS_AT_ONCE = 2**20
 _MOST_FREQUENT = 10
-_MOST_COUNTED = 2**25  # documents, in a second
+_MOST_COUNTED = 2**25  # documents that take about a second
 
 
 def report(path: str | Path, config: InspectConfig) -> Iterator[str]:
-    """Lines on a prepared dataset; with `verify`, all of it is read.
+    """Lines about a prepared dataset; with `verify`, all of it is read.
 
     Raises:
-      UserError: it is none, or a file of it is not what the manifest says.
+      UserError: it is not a prepared dataset, or a file is not what the manifest says.
     """
     directory, shards = find_prepared("PATH", path)
     stream, starts = open_prepared("PATH", directory, shards)
@@ -51,7 +51,7 @@ def report(path: str | Path, config: InspectConfig) -> Iterator[str]:
         return
     counts = np.zeros(manifest.vocab_size, np.int64)
     files = sum(1 for _ in verify(stream, starts, lambda ids: _count(ids, counts)))
-    yield f"checksums: the {files:,} files are those of the manifest"
+    yield f"checksums: the {files:,} files match the manifest"
     used, size = int(np.count_nonzero(counts)), len(counts)
     frequent = np.sort(counts)[::-1][:_MOST_FREQUENT].sum() / counts.sum()
     yield (
@@ -83,10 +83,10 @@ def _counted(starts: np.ndarray) -> tuple[np.ndarray, int, int]:
 
 
 def summaries(source: Any) -> list[dict[str, Any]]:
-    """What plan.json says of the sources of text that a run trains on, for its report.
+    """The entries of plan.json, for a run's report, about the sources of text that the run trains on.
 
-    Documents and tokens are of all files, examples and their target tokens of an epoch of training. `lengths` are
-    documents by the power of two that their tokens reach, from 2**0 on; left out where there are too many to count.
+    Documents and tokens cover all files; examples and their target tokens cover one epoch of training. `lengths` counts
+    documents by the power of two that their tokens reach, from 2**0; it is left out if there are too many to count.
     """
     texts = {name: each for name, each in named_sources(source).items() if isinstance(each, TextSource)}
     found: list[dict[str, Any]] = []
@@ -103,12 +103,12 @@ def summaries(source: Any) -> list[dict[str, Any]]:
 
 
 def _rows(path: Path, stream: RecordStream, starts: np.ndarray, packing: str, num_tokens: int) -> Rows:
-    """The rows that a run has; their index, where they need one, stays for it."""
+    """The rows that a run would have; an index made for them is kept for the run."""
     return rows_of(_PACKING[packing], starts, num_tokens, IndexPlace(path / "rows", stream.manifest.fingerprint))
 
 
 def _packing(path: Path, stream: RecordStream, starts: np.ndarray, config: InspectConfig) -> Iterator[str]:
-    """What each way of making rows makes of an epoch."""
+    """Rows, targets and padding of an epoch for each way of making rows."""
     length = config.max_target_length
     yield f"an epoch in rows of {length:,} tokens:"
     for name in [config.packing] if config.packing else _PACKING:
@@ -120,18 +120,18 @@ def _packing(path: Path, stream: RecordStream, starts: np.ndarray, config: Inspe
 
 
 def _count(ids: np.ndarray, counts: np.ndarray) -> None:
-    """Adds how often each id stands in a record to `counts`."""
+    """Adds the number of times that each id occurs in a record to `counts`."""
     largest = int(ids.max(initial=0))
     if largest >= len(counts):
-        raise UserError(f"token id {largest} is none of the tokenizer's {len(counts)}.")
+        raise UserError(f"token id {largest} is not one of the tokenizer's {len(counts)}.")
     np.add.at(counts, ids, 1)
 
 
 def shown_rows(path: str | Path, config: InspectConfig, first: int, stop: int, *, as_json: bool) -> Iterator[str]:
-    """Rows `first` to `stop - 1` in the order of the data: their arrays, or their text with documents and loss marked.
+    """Rows `first` to `stop - 1` in the order of the data: as arrays, or as text with documents and loss marked.
 
     Raises:
-      UserError: there are fewer rows, or the tokenizer is not that of the data.
+      UserError: there are fewer rows, or the tokenizer is not the data's.
     """
     directory, shards = find_prepared("PATH", path)
     stream, starts = open_prepared("PATH", directory, shards)
@@ -155,7 +155,7 @@ def shown_rows(path: str | Path, config: InspectConfig, first: int, stop: int, *
 
 
 def _shown(row: int, arrays: dict[str, np.ndarray], tokenizer: Tokenizer) -> Iterator[str]:
-    """A row's text: what has no loss stands in [[ ]], and each document begins on a line of its own."""
+    """The text of a row: parts without loss are in [[ ]], and each document begins on its own line."""
     real = int(np.count_nonzero(arrays["segments"]))
     learned = int(np.count_nonzero(arrays["weights"]))
     yield f"=== row {row}: {real} tokens, {learned} of them with a target, {len(arrays['segments']) - real} padding"
@@ -171,7 +171,7 @@ def _shown(row: int, arrays: dict[str, np.ndarray], tokenizer: Tokenizer) -> Ite
 
 
 def _ends(ids: np.ndarray, end_of_text_id: int) -> np.ndarray:
-    """Where to split ids so that an end-of-text token stands alone."""
+    """Where to split ids so that each end-of-text token stands alone."""
     places = np.flatnonzero(ids == end_of_text_id)
     return np.unique(np.concatenate([places, places + 1]))
 

@@ -1,9 +1,9 @@
-"""What is known of a dataset that is being prepared: its plan, the tasks that are done, and who may write it.
+"""The state of a dataset in preparation: its plan, the completed tasks, and who may write it.
 
-The output holds `prepare.json`, the plan, from the first moment on. While it is incomplete there is also `journal/`:
-the lock, and of each task that is done its entry and the lengths of its documents. The entry is the last that a task
-writes; the manifest is the last of all. An output in a bucket holds the same but for the lock; what is written there is
-made in a directory of the cache first.
+The output contains `prepare.json`, the plan, from the start. While incomplete it also contains `journal/`: the lock,
+and for each completed task its entry and the lengths of its documents. A task writes its entry last, and the manifest
+is the last file of all. An output in a bucket contains the same except for the lock; its files are first made in a
+directory of the cache.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ from maxtext_lite.data.tokenizer import Tokenizer
 PLAN_FILE = "prepare.json"
 _JOURNAL = "journal"
 _LOCK = "lock"
-_ENTRY = ".json"  # of a task, in the journal
+_ENTRY = ".json"  # suffix of a task's entry in the journal
 _FORMAT = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """A dataset that is complete.
+    """A complete dataset.
 
     Attributes:
-      empty: documents without a token, which were left out.
-      bad: lines that held no document; `problems` of the first of them.
+      empty: documents without a token, which are left out.
+      bad: lines without a document; `problems` describes the first of them.
     """
 
     manifest: Manifest
@@ -70,7 +70,7 @@ class Journal:
     """The record of one output, for one config and its inputs.
 
     Raises:
-      UserError: the output holds something else, or was begun with other settings or inputs.
+      UserError: the output contains something else, or was begun with other settings or inputs.
     """
 
     def __init__(self, config: PrepareConfig, files: list[InputFile], tasks: list[Task], tokenizer: Tokenizer) -> None:
@@ -98,13 +98,13 @@ class Journal:
             self._state_plan()
 
     def _names(self) -> Collection[str]:
-        """What the output holds, or at least the files and directories at its top."""
+        """The contents of the output, or at least the files and directories at its top."""
         if self._remote is not None:
             return self._remote.listed()
         return [each.name for each in self.directory.iterdir()] if self.directory.is_dir() else ()
 
     def _look(self) -> None:
-        """Brings here what a bucket holds of the plan, the manifest and the entries of the journal."""
+        """Fetches the plan, the manifest and the entries of the journal from a bucket."""
         if self._remote is not None:
             self._in_bucket = frozenset(self._names())
             self._remote.fetch_all([name for name in self._in_bucket if name.endswith(".json")], self.directory)
@@ -113,14 +113,14 @@ class Journal:
         return is_there(self.directory / name) if self._remote is None else name in self._in_bucket
 
     def _publish(self, path: Path, content: bytes | None = None) -> None:
-        """Writes a file of the output; without a content one that is here already, and belongs into the bucket."""
+        """Writes a file of the output, and uploads it to a bucket; without content, the file exists already."""
         if content is not None:
             write_whole(path, content)
         if self._remote is not None:
             self._remote.upload(path, path.relative_to(self.directory).as_posix())
 
     def _state_plan(self) -> None:
-        """Writes the plan where there is none, or compares it with the one that is there."""
+        """Writes the plan if there is none, or compares it with the existing one."""
         path = self.directory / PLAN_FILE
         if self._remote is not None:
             self._remote.create(PLAN_FILE, _text(self._plan))
@@ -128,20 +128,20 @@ class Journal:
         elif not is_there(path):
             partial = path.with_name(f"{PLAN_FILE}.{os.getpid()}{TEMPORARY}")
             write_whole(partial, _text(self._plan))
-            with contextlib.suppress(FileExistsError):  # of another share, which is as good
+            with contextlib.suppress(FileExistsError):  # another share's plan serves as well
                 os.link(partial, path)
             partial.unlink()
         stated = read_object(path)
         problems = _differences(stated, json.loads(_text(self._plan)))
         if problems:
             raise UserError([
-                f"{full_text(self._output)} was begun otherwise: {problem} Give another output, or remove this one."
+                f"{full_text(self._output)} was begun differently: {problem} Give another output, or remove this one."
                 for problem in problems
             ])  # fmt: skip
 
     @contextlib.contextmanager
     def hold(self, *, shared: bool) -> Iterator[None]:
-        """Nobody else writes the output meanwhile, or only those who share. A lock ends with its process.
+        """Locks the output against other writers, or those that do not share it; the lock ends with the process.
 
         Raises:
           UserError: another process writes there.
@@ -164,7 +164,7 @@ class Journal:
         return self._has(MANIFEST_FILE)
 
     def done(self) -> dict[int, Entry]:
-        """The tasks that are done, by number."""
+        """The completed tasks, by number."""
         return {entry.number: entry for task in self.tasks if (entry := self._entry(task.number)) is not None}
 
     def _entry(self, number: int) -> Entry | None:
@@ -174,21 +174,21 @@ class Journal:
         stated = read_object(self.directory / (name + _ENTRY))
         shard = None if stated["shard"] is None else Shard(**stated["shard"])
         if shard is not None and not (self._has(shard.file) and self._has(f"{name}.lengths")):
-            return None  # somebody removed it: it is made again
+            return None  # its files were removed; the task is done again
         return Entry(number, shard, stated["empty"], stated["bad"], tuple(stated["problems"]))
 
     def record(self, entry: Entry) -> None:
-        """States that a task is done: what it made is there."""
+        """Records that a task is done; its files exist."""
         with writing(self._journal):
             self._publish(self._journal / f"{entry.number:05d}{_ENTRY}", _text(dataclasses.asdict(entry)))
 
     def finish(self) -> Outcome | None:
-        """Writes the manifest, where all tasks are done; None where some are not. To be called within `hold`."""
+        """Writes the manifest once all tasks are done; returns None before that. To be called within `hold`."""
         with writing(self.directory):
             self._look()
             if len(self.done()) < len(self.tasks) and not self.is_complete():
                 return None
-            fcntl.flock(self._opened, fcntl.LOCK_EX)  # of shares that end together, one finishes
+            fcntl.flock(self._opened, fcntl.LOCK_EX)  # of shares that end together, only one finishes
             self._look()
             if self.is_complete():
                 return self.outcome()
@@ -213,7 +213,7 @@ class Journal:
             return self.outcome()
 
     def _write_documents(self, entries: list[Entry]) -> None:
-        """Joins the lengths of documents to where each starts."""
+        """Turns the lengths of documents into where each starts."""
         partial = self.directory / f"{DOCUMENTS_FILE}{TEMPORARY}"
         with partial.open("wb") as opened:
             start = 0
@@ -233,7 +233,7 @@ class Journal:
         return path.read_bytes() if self._remote is None else self._remote.read(f"{_JOURNAL}/{path.name}")
 
     def outcome(self) -> Outcome:
-        """What a complete output holds; its journal is removed."""
+        """The contents of a complete output, whose journal is removed."""
         shutil.rmtree(self._journal, ignore_errors=True)
         if self._remote is not None:
             self._remote.remove([name for name in self._in_bucket if name.startswith(f"{_JOURNAL}/")])
@@ -244,7 +244,7 @@ class Journal:
 
 
 def _plan(config: PrepareConfig, files: list[InputFile], tasks: list[Task], tokenizer: Tokenizer) -> dict[str, Any]:
-    """All that the output's bytes follow from, but the inputs' own."""
+    """Everything that the output's bytes depend on, except the content of the inputs."""
     names = ("input", "tokenizer_type", "field", "chat", "task_megabytes")
     settings = {name: getattr(config, name) for name in names} | {"tokenizer": tokenizer.fingerprint}
     if config.chat:
@@ -254,19 +254,19 @@ def _plan(config: PrepareConfig, files: list[InputFile], tasks: list[Task], toke
 
 
 def _differences(stated: dict[str, Any], ours: dict[str, Any]) -> list[str]:
-    """What makes two plans of different datasets, the first few."""
+    """Why two plans describe different datasets: the first few reasons."""
     if stated.get("format") != ours["format"]:
         return [f"format={stated.get('format')!r}, not {ours['format']!r}."]
     settings = stated.get("settings", {})
     problems = [
         f"with {key}={value_text(settings.get(key))}, not {value_text(value)}."
         for key, value in ours["settings"].items()
-        if settings.get(key) != value and key != "input"  # what it finds is compared
+        if settings.get(key) != value and key != "input"  # the files that it finds are compared instead
     ]
     before = {file["path"]: file for file in stated.get("inputs", [])}
     now = {file["path"]: file for file in ours["inputs"]}
     problems += [f"{now[path]['name']} is new." for path in now.keys() - before.keys()]
-    problems += [f"{before[path]['name']} is not among the inputs any more." for path in before.keys() - now.keys()]
+    problems += [f"{before[path]['name']} is no longer among the inputs." for path in before.keys() - now.keys()]
     parts = ("num_bytes", "changed_ns")
     problems += [
         f"{file['name']} has changed since."

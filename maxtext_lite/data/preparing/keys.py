@@ -1,4 +1,4 @@
-"""What `prepare` and `prepare inspect` may be asked for, as key=value."""
+"""The keys of `prepare` and `prepare inspect`."""
 
 from typing import Annotated, Literal
 
@@ -17,18 +17,18 @@ def _paths(value: object) -> object:
 
 
 class PrepareConfig(BaseModel):
-    """What `prepare` takes as key=value.
+    """The keys of `prepare`.
 
     Attributes:
       input: a file, a directory, a glob or a Hugging Face dataset on disk, or a list of these.
       output: the directory of the prepared dataset, which may be in a bucket.
-      tokenizer_type, tokenizer_path: as of a config.
-      text_field: where the text of a line or row stands; with `chat`, the turns. "": text or messages.
-      chat: a line or row is a conversation, written as one document by the chat template.
-      chat_template: a file that holds one; "": that of the tokenizer's directory.
+      tokenizer_type, tokenizer_path: as in a run's config.
+      text_field: the field of a line or row with the text, or with `chat` the turns; "": text or messages.
+      chat: whether a line or row is a conversation, which the chat template renders as one document.
+      chat_template: a file with a template; "": the one of the tokenizer's directory.
       num_workers: processes that tokenize; -1: one for each core.
-      task_megabytes: bytes of input of a task, in units of 2^20; a task makes a shard.
-      max_bad_fraction: of the lines of a task, how many may be none that can be read.
+      task_megabytes: input of a task in units of 2^20 bytes; each task makes a shard.
+      max_bad_fraction: the largest share of a task's lines that may be unreadable.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -46,18 +46,18 @@ class PrepareConfig(BaseModel):
 
     @property
     def field(self) -> str:
-        """The name of the text or the turns in a line or row."""
+        """The field of a line or row with the text or the turns."""
         return self.text_field or ("messages" if self.chat else "text")
 
 
 class TokenizerConfig(BaseModel):
-    """What `prepare tokenizer` takes as key=value.
+    """The keys of `prepare tokenizer`.
 
     Attributes:
-      input, text_field: as of `PrepareConfig`.
+      input, text_field: as in `PrepareConfig`.
       output: the directory of the tokenizer.
       tokenizer_type: huggingface (byte-level BPE, a tokenizer.json) or sentencepiece (BPE, a tokenizer.model).
-      vocab_size: ids, special tokens among them.
+      vocab_size: number of ids, including special tokens.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -70,13 +70,13 @@ class TokenizerConfig(BaseModel):
 
 
 class InspectConfig(BaseModel):
-    """What `prepare inspect` takes as key=value.
+    """The keys of `prepare inspect`.
 
     Attributes:
       max_target_length: tokens of a row.
-      packing: how rows are made; "": every way there is, compared.
-      verify: compare all checksums and count which ids occur, for which everything is read.
-      tokenizer_type, tokenizer_path: decode rows; they must be those of the dataset.
+      packing: how rows are made; "": compares all ways.
+      verify: whether to compare all checksums and count the ids that occur, which reads everything.
+      tokenizer_type, tokenizer_path: the dataset's tokenizer, to decode rows.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)

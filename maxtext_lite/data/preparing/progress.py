@@ -1,4 +1,4 @@
-"""How far `prepare` is: a bar where stdout is a terminal, otherwise a line now and then."""
+"""The progress of `prepare`: a bar if stdout is a terminal, otherwise an occasional line."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _SECONDS_BETWEEN_LINES = 30.0
 
 
 class Progress:
-    """Counts what has been made, and shows it while it is entered.
+    """Counts finished work, and shows it within its context.
 
     Args:
-      tasks: that are to be done; before: tasks that were done already.
-      say: takes lines where there is no terminal.
+      tasks: the tasks to do; before: the number of tasks done earlier.
+      say: called with lines if there is no terminal.
     """
 
     def __init__(self, tasks: Sequence[Task], *, say: Callable[[str], None], before: int) -> None:
@@ -32,7 +32,7 @@ class Progress:
         self._stack = contextlib.ExitStack()
         self._bar: Any = None
         if before:
-            say(f"{before} of {before + self._tasks} tasks were done before; going on with the others")
+            say(f"{before} of {before + self._tasks} tasks were already done; continuing with the others")
 
     def __enter__(self) -> Progress:
         if sys.stdout.isatty():
@@ -48,7 +48,7 @@ class Progress:
         self._stack.close()
 
     def made(self, made: Made) -> None:
-        """Takes note of what has been made, and shows it."""
+        """Counts and shows finished work."""
         self._tokens += made.tokens
         self._cpu_seconds += made.cpu_seconds
         if made.entry is not None:

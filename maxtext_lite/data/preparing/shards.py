@@ -1,4 +1,4 @@
-"""One task carried out: its documents tokenized into a shard, and the entry of the journal that says so."""
+"""Execution of one task: its documents tokenized into a shard, and the journal entry that records it."""
 
 # pyright: reportMissingTypeStubs=false, reportAttributeAccessIssue=false
 # array_record has no annotations.
@@ -26,21 +26,21 @@ from maxtext_lite.data.preparing.tasks import InputFile, Task
 from maxtext_lite.data.token_stream import content_of
 from maxtext_lite.data.tokenizer import Tokenizer
 
-_OPTIONS = "group_size:1,uncompressed"  # a record is read at random in half the time that a compressed one takes
-_CHARACTERS_AT_ONCE = 2**22  # bounds the memory of what the tokenizer library returns
+_OPTIONS = "group_size:1,uncompressed"  # random reads take half the time of compressed records
+_CHARACTERS_AT_ONCE = 2**22  # bounds the memory of the tokenizer library's results
 _DOCUMENTS_AT_ONCE = 4096
 _PROBLEMS_NAMED = 5
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """What the journal says of a task that is done.
+    """The journal's entry of a completed task.
 
     Attributes:
-      shard: None where the task has no token.
-      empty: documents without a token, which were left out.
-      bad: lines that hold no document.
-      problems: of the first of them.
+      shard: None if the task has no token.
+      empty: documents without a token, which are left out.
+      bad: lines without a document.
+      problems: descriptions of the first of them.
     """
 
     number: int
@@ -52,15 +52,15 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Workshop:
-    """Where tasks are carried out, and by what.
+    """The surroundings in which tasks are executed.
 
     Attributes:
-      directory: shards are written there.
-      journal: lengths of documents and entries are.
+      directory: directory for shards.
+      journal: directory for entries and the lengths of documents.
       inputs: by path, as they must still be.
-      num_tasks: of the whole dataset.
-      max_bad_fraction: of the lines of each task.
-      remote: the output, where it is in a bucket.
+      num_tasks: tasks of the whole dataset.
+      max_bad_fraction: limit for the lines of each task.
+      remote: the output, if it is in a bucket.
     """
 
     directory: Path
@@ -75,11 +75,11 @@ class Workshop:
         return f"{number:05d}-of-{self.num_tasks:05d}.array_record"
 
     def lengths_path(self, number: int) -> Path:
-        """Where the lengths of its documents stand, int64, end-of-text tokens counted."""
+        """The file with the lengths of its documents, int64, including end-of-text tokens."""
         return self.journal / f"{number:05d}.lengths"
 
     def deliver(self, path: Path) -> None:
-        """Moves a file that is whole into the bucket, if the output is in one."""
+        """Moves a complete file into the bucket, if the output is in one."""
         if self.remote is not None:
             self.remote.upload(path, path.relative_to(self.directory).as_posix())
             path.unlink()
@@ -93,10 +93,10 @@ def run_task(
     *,
     made: Callable[[int], None] = lambda tokens: None,
 ) -> Entry:
-    """Writes the shard of a task and the lengths of its documents; each has its name only once it is whole.
+    """Writes the shard of a task and the lengths of its documents, under names that they get once complete.
 
     Args:
-      made: is told of tokens that were made since it was last.
+      made: called with the number of tokens made since the last call.
     Raises:
       UserError: an input cannot be read or has changed, too many of its lines are bad, or the disk is full.
     """
@@ -152,7 +152,7 @@ def _written(
     read = hashlib.sha256()
     content = content_of(partial[0], -(-tokens // TOKENS_PER_RECORD), [of_documents], read.update)
     if read.digest() != stream.sha256.digest():
-        raise UserError(f"{partial[0]}: what was written is not what can be read. Is the disk full, or failing?")
+        raise UserError(f"{partial[0]}: what was written cannot be read back. Is the disk full, or failing?")
     about = {"documents": len(of_documents), "tokens": tokens, "content": content}
     shard = stored_shard(workshop.directory, partial[0].name, **about)
     write_whole(paths[1], of_documents.tobytes())
@@ -169,7 +169,7 @@ _HOW_TO_GO_ON = "Correct or remove the line, or allow a share of bad lines with 
 
 
 def _batches(documents: Iterable[str | BadLine]) -> Iterator[list[str | BadLine]]:
-    """Documents in order, as many at once as are worth a call of the tokenizer."""
+    """Documents in order, in batches large enough for a call of the tokenizer."""
     batch: list[str | BadLine] = []
     characters = 0
     for document in documents:
@@ -183,14 +183,14 @@ def _batches(documents: Iterable[str | BadLine]) -> Iterator[list[str | BadLine]
 
 
 class _RecordWriter:
-    """Writes a stream of token ids as records of TOKENS_PER_RECORD, the last one shorter."""
+    """Writes a stream of token ids as records of TOKENS_PER_RECORD ids, the last one shorter."""
 
     def __init__(self, path: Path, dtype: np.dtype) -> None:
         self._writer: Any = None
         self._path = path
         self._rest = np.zeros(0, dtype)
         self._tokens = 0
-        self.sha256 = hashlib.sha256()  # of the ids: what is read back must have it
+        self.sha256 = hashlib.sha256()  # of the ids; what is read back must match it
 
     def write(self, ids: np.ndarray) -> None:
         """Adds token ids to the stream."""
@@ -211,7 +211,7 @@ class _RecordWriter:
             raise _not_written(self._path, error) from None
 
     def close(self) -> int:
-        """Writes what is left; returns the stream's length."""
+        """Writes the rest; returns the length of the stream."""
         if len(self._rest):
             self._write_record(self._rest)
         try:
@@ -227,7 +227,7 @@ def _not_written(path: Path, error: RuntimeError) -> UserError:
 
 
 def _check_inputs(task: Task, workshop: Workshop) -> None:
-    """Refuses inputs that are not what they were when the tasks were cut."""
+    """Refuses inputs that have changed since they were split into tasks."""
     for path in dict.fromkeys(piece.path for piece in task.pieces):
         file = workshop.inputs[path]
         try:
@@ -235,4 +235,4 @@ def _check_inputs(task: Task, workshop: Workshop) -> None:
         except OSError as error:
             raise UserError(f"{file.name}: cannot be read ({error}).") from error
         if (status.st_size, status.st_mtime_ns) != (file.num_bytes, file.changed_ns):
-            raise UserError(f"{file.name} has changed since prepare began. Remove the output, and begin anew.")
+            raise UserError(f"{file.name} has changed since prepare began. Remove the output and start again.")

@@ -1,4 +1,4 @@
-"""The inputs of `prepare`, cut into a fixed list of tasks: the same for the same files, whoever works on it."""
+"""The inputs of `prepare`, split into a list of tasks that depends only on the files, not on who does the work."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from maxtext_lite.config.json_file import is_directory, is_there, read_object, u
 from maxtext_lite.data.text_files import TEXT_SUFFIXES, extra_module, find_files
 
 ROWS_SUFFIXES = (".parquet", ".arrow")
-"""Of files of rows, which have columns."""
+"""Suffixes of files of rows, which have columns."""
 SUFFIXES = (*TEXT_SUFFIXES, ".txt.zst", ".jsonl.zst", *ROWS_SUFFIXES)
-"""Of all files that are read; a directory's other files are not looked at."""
+"""Suffixes of all files that are read; other files of a directory are ignored."""
 
 WHOLE = -1
-"""`Piece.stop` of a .jsonl that is read from its beginning to its end: its lines are then known by their numbers."""
+"""`Piece.stop` of a .jsonl that is read as a whole, so that its lines are known by number."""
 
 
 @dataclasses.dataclass(frozen=True)
 class InputFile:
-    """One file of the input, as it was when it was found.
+    """One file of the input, as it was found.
 
     Attributes:
       name: for messages.
       path: absolute.
-      num_bytes, changed_ns: its size, and when it was last changed.
+      num_bytes, changed_ns: size and time of the last change.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Piece:
     """A part of a file.
 
     Attributes:
-      start, stop: of a .jsonl file the lines that begin at these bytes, of Parquet its row groups; else all of it.
+      start, stop: for a .jsonl file, its lines that begin at these bytes; for Parquet, its row groups; else all of it.
     """
 
     name: str
@@ -52,11 +52,11 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What one shard is made of.
+    """The input of one shard.
 
     Attributes:
-      number: from 0, in the order of the stream.
-      num_bytes: as stored.
+      number: counted from 0, in the order of the stream.
+      num_bytes: bytes as stored.
     """
 
     number: int
@@ -65,10 +65,10 @@ class Task:
 
 
 def find_inputs(paths: list[str]) -> list[InputFile]:
-    """The files of these paths, in their order; those of a directory or a glob in the order of names.
+    """The files of these paths, in their order; those of a directory or a glob are sorted by name.
 
     Raises:
-      UserError: there is none, one is of another kind, or one stands there twice.
+      UserError: there is no file, one is of another kind, or one occurs twice.
     """
     found = [file for path in paths for file in (_dataset_files(path) or find_files("input", path, SUFFIXES))]
     files = []
@@ -85,25 +85,25 @@ def find_inputs(paths: list[str]) -> list[InputFile]:
 
 
 def _dataset_files(path: str) -> list[tuple[str, Path]] | None:
-    """The files of a dataset that Hugging Face's save_to_disk wrote; None of any other path."""
+    """The files of a dataset written by Hugging Face's save_to_disk; None for any other path."""
     directory = user_path(path)
     if is_directory(directory) and is_there(directory / "dataset_dict.json"):
         splits = read_object(directory / "dataset_dict.json").get("splits", [])
-        raise UserError(f"input={path!r} holds several datasets; name one: {', '.join(f'{path}/{s}' for s in splits)}.")
+        raise UserError(f"input={path!r} has several datasets; name one: {', '.join(f'{path}/{s}' for s in splits)}.")
     if not (is_directory(directory) and is_there(directory / "state.json")):
         return None
     try:
         names = [each["filename"] for each in read_object(directory / "state.json")["_data_files"]]
     except (KeyError, TypeError):
-        raise UserError(f"{directory / 'state.json'} names no data files, as that of a dataset does.") from None
+        raise UserError(f"{directory / 'state.json'} lists no data files, unlike that of a dataset.") from None
     missing = [name for name in names if not (directory / name).is_file()]
     if missing:
-        raise UserError(f"input={path!r}: {missing[0]!r}, which its state.json names, is not there.")
+        raise UserError(f"input={path!r}: {missing[0]!r}, which its state.json lists, is missing.")
     return [(f"{path.rstrip('/')}/{name}", directory / name) for name in names]
 
 
 def cut(files: list[InputFile], *, task_bytes: int, field: str) -> list[Task]:
-    """The tasks: stretches of `task_bytes` of large files, and small files joined up to as many.
+    """The tasks: stretches of `task_bytes` of large files, and small files combined up to that size.
 
     Args:
       field: the column that rows must have.
@@ -123,7 +123,7 @@ def cut(files: list[InputFile], *, task_bytes: int, field: str) -> list[Task]:
 
 
 def _pieces(file: InputFile, task_bytes: int, field: str) -> Iterator[tuple[Piece, int]]:
-    """Each part of a file, and its bytes."""
+    """Each part of a file, with its bytes."""
     if file.name.endswith(".parquet"):
         yield from _row_groups(file, task_bytes, field)
     elif file.name.endswith(".jsonl"):
@@ -162,10 +162,10 @@ def parquet_file(name: str, path: str) -> Any:
 
 
 def check_column(name: str, schema: Any, field: str) -> None:
-    """Refuses rows without the column that is asked for.
+    """Refuses rows without the requested column.
 
     Raises:
-      UserError: it is not there.
+      UserError: the column is missing.
     """
     if field not in schema.names:
         raise UserError(f"{name} has no column {field!r}; set text_field to one of {', '.join(schema.names)}.")

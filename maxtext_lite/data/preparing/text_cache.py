@@ -1,6 +1,6 @@
-"""Plain text that `train` is given, tokenized once: its prepared dataset in a cache, found by the text's content.
+"""Plain text tokenized once: its prepared dataset in a cache, identified by the content of the text.
 
-An entry is a directory, named after the SHA-256 of the files, their kinds and the tokenizer. It holds a prepared
+An entry is a directory named after the SHA-256 of the files, their kinds and the tokenizer. It contains a prepared
 dataset and, written last, `text.json`: the fingerprint that the text has without a cache, and checksums of its files.
 """
 
@@ -31,7 +31,7 @@ from maxtext_lite.data.tokenizer import Tokenizer
 from maxtext_lite.process.output import complain
 
 LEAST_BYTES = 2**25
-"""Of the files of a text that is worth a cache; less is tokenized sooner than a cache is looked for and checked."""
+"""Size of a text from which a cache is worthwhile; a smaller one is tokenized faster than a cache is checked."""
 _ABOUT = "text.json"
 _FORMAT = 1
 _IDS_AT_ONCE = 2**22
@@ -42,10 +42,10 @@ class CachedText:
     """A text in the cache.
 
     Attributes:
-      fingerprint: the same as of the text in memory.
-      empty: documents without a token, which were left out.
-      place: of indices of its rows.
-      note: where it lies.
+      fingerprint: the same as for the text in memory.
+      empty: documents without a token, which are left out.
+      place: place for indices of its rows.
+      note: says where it is.
     """
 
     stream: TokenStream
@@ -57,18 +57,18 @@ class CachedText:
 
 
 def cached_text(config: DataConfig, tokenizer: Tokenizer, files: list[tuple[str, Path]]) -> CachedText | None:
-    """The text of these files, from the cache, where it is made if it is not there.
+    """The text of these files from the cache, made first if it is missing or damaged.
 
-    Whoever comes while it is made waits for it. What is damaged is made again.
+    Other processes wait while it is made.
 
     Returns:
-      None where the files are small, or the text is not there and no cache can be written.
+      None if the files are small, or if the text is not cached and no cache can be written.
     Raises:
       UserError: a file cannot be read, or a line of it is bad.
     """
     if not isinstance(config, RunConfig) or sum(file.stat().st_size for _, file in files) < LEAST_BYTES:
         return None
-    # Beside the runs, where many hosts see it, and where there is room for it.
+    # Beside the runs, where many hosts see it and there is room for it.
     beside = None if os.environ.get(CACHE_VARIABLE) else config.base_output_directory
     root = cache_directory("text") if not beside or is_bucket(beside) else user_path(beside) / ".cache" / "text"
     with contextlib.ExitStack() as stack:
@@ -77,9 +77,9 @@ def cached_text(config: DataConfig, tokenizer: Tokenizer, files: list[tuple[str,
             stack.enter_context(alone(entry))
         except OSError as error:
             with contextlib.suppress(FileNotFoundError):
-                return _opened(entry)  # that somebody else has made
+                return _opened(entry)  # another process made it
             complain(
-                f"warning: no cache of the text can be written to {full_text(root)} ({error.strerror}): it is "
+                f"warning: the text cannot be cached in {full_text(root)} ({error.strerror}): it is "
                 f"tokenized at every start. {CACHE_VARIABLE} names another directory."
             )
             return None
@@ -88,7 +88,7 @@ def cached_text(config: DataConfig, tokenizer: Tokenizer, files: list[tuple[str,
         except FileNotFoundError:
             complain(f"tokenizing the text once, into {full_text(entry)}; the next start reads it from there")
         except UserError as error:
-            complain(f"warning: the cached text is damaged and is made again: {' '.join(error.problems)}")
+            complain(f"warning: the cached text is damaged and will be made again: {' '.join(error.problems)}")
             shutil.rmtree(entry)
         _make(entry, config, tokenizer, files)
         return _opened(entry)
@@ -110,7 +110,7 @@ def _sha256(file: Path) -> str:
 
 
 def _make(entry: Path, config: DataConfig, tokenizer: Tokenizer, files: list[tuple[str, Path]]) -> None:
-    from maxtext_lite.data.preparing.dataset import prepare_dataset  # here: most runs make none
+    from maxtext_lite.data.preparing.dataset import prepare_dataset  # here, because most runs make none
     from maxtext_lite.data.preparing.keys import PrepareConfig
 
     prepared = PrepareConfig.model_construct(
@@ -122,9 +122,9 @@ def _make(entry: Path, config: DataConfig, tokenizer: Tokenizer, files: list[tup
     try:
         outcome = prepare_dataset(prepared, tokenizer=tokenizer, say=complain)
     except UserError as error:
-        if not any("was begun otherwise" in problem for problem in error.problems):
+        if not any("was begun differently" in problem for problem in error.problems):
             raise
-        shutil.rmtree(entry)  # what a killed run left, of the same text in other files
+        shutil.rmtree(entry)  # left by a killed run, from the same text in other files
         outcome = prepare_dataset(prepared, tokenizer=tokenizer, say=complain)
     assert outcome is not None
     stream, starts = open_prepared("dataset_path", entry)
@@ -139,7 +139,7 @@ def _make(entry: Path, config: DataConfig, tokenizer: Tokenizer, files: list[tup
 
 
 def text_fingerprint(stream: TokenStream, document_starts: np.ndarray, *, tokenizer: str, dtype: str) -> str:
-    """The fingerprint of a text's tokens and documents, which a run's checkpoints state."""
+    """The fingerprint of a text's tokens and documents, recorded in a run's checkpoints."""
     content = hashlib.sha256(f"{tokenizer}:{dtype}:{len(document_starts)}:".encode())
     content.update(np.ascontiguousarray(document_starts, np.int64).data)
     for start in range(0, len(stream), _IDS_AT_ONCE):
@@ -148,10 +148,10 @@ def text_fingerprint(stream: TokenStream, document_starts: np.ndarray, *, tokeni
 
 
 def _opened(entry: Path) -> CachedText:
-    """A whole entry.
+    """A complete entry.
 
     Raises:
-      FileNotFoundError: there is none, or not all of it yet.
+      FileNotFoundError: there is none, or it is incomplete.
       UserError: it is damaged.
     """
     if not (entry / _ABOUT).exists():

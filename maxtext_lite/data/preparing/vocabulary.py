@@ -22,21 +22,21 @@ END_OF_TEXT = "<|endoftext|>"
 """The special token of a byte-level BPE."""
 
 _BYTES = 256
-_LONGEST_SENTENCE = 2**14  # characters; sentencepiece leaves out longer ones than it is told, and says nothing
+_LONGEST_SENTENCE = 2**14  # characters; sentencepiece silently drops sentences above its limit
 _MOST_BYTES = 4  # of a character
 
 
 def train_tokenizer(config: TokenizerConfig) -> Path:
-    """Trains a tokenizer on all documents of the input, and returns the file that `tokenizer_path` is to name.
+    """Trains a tokenizer on all documents of the input, and returns the file for `tokenizer_path`.
 
     Raises:
-      UserError: an input cannot be read or has a bad line, the output holds a tokenizer already, or the text does not
-        make a vocabulary of this size.
+      UserError: an input cannot be read or has a bad line, the output contains a tokenizer already, or the text does
+        not yield a vocabulary of this size.
     """
     name = "tokenizer.json" if config.tokenizer_type == "huggingface" else "tokenizer.model"
     path = Path(config.output) / name
     if is_there(path):
-        raise UserError(f"output={config.output!r} holds {name} already.")
+        raise UserError(f"output={config.output!r} already contains {name}.")
     train = _byte_level if config.tokenizer_type == "huggingface" else _sentencepiece
     content = train(_texts(config), config.vocab_size)
     with writing(path.parent):
@@ -51,7 +51,7 @@ def train_tokenizer(config: TokenizerConfig) -> Path:
 def _texts(config: TokenizerConfig) -> Iterator[str]:
     """The documents of the input."""
     reads = PrepareConfig(input=config.input, text_field=config.text_field)
-    reader = DocumentReader(reads, load_tokenizer(reads))  # which only conversations ask
+    reader = DocumentReader(reads, load_tokenizer(reads))  # used only for conversations
     tasks = cut(find_inputs(config.input), task_bytes=2**30, field=reads.field)
     for piece in (piece for task in tasks for piece in task.pieces):
         for document in reader.read(piece):
@@ -83,7 +83,7 @@ def _byte_level(texts: Iterator[str], vocab_size: int) -> bytes:
     )
     tokenizer.train_from_iterator(texts, trainer)
     if (found := tokenizer.get_vocab_size()) < vocab_size:
-        raise UserError(f"vocab_size={vocab_size}: the text makes {found} at most. Nearest that works: {found}.")
+        raise UserError(f"vocab_size={vocab_size}: the text yields at most {found}. Nearest that works: {found}.")
     return tokenizer.to_str(pretty=True).encode()
 
 

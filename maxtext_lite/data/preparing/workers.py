@@ -1,4 +1,4 @@
-"""Tasks carried out by several processes, or by this one: what is made does not depend on how many there are."""
+"""Tasks executed by several processes, or by this one; the result does not depend on their number."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OMP
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-    """Something that has happened.
+    """A report of progress.
 
     Attributes:
-      tokens: that have been made since the worker last said so.
-      cpu_seconds: that it took.
-      entry: of a task that is done by it; else None.
+      tokens: tokens made since the worker's last report.
+      cpu_seconds: time that these took.
+      entry: the entry of the task that this completes, or None.
     """
 
     tokens: int
@@ -40,7 +40,7 @@ class Made:
 
 
 def run_here(tasks: Sequence[Task], workshop: Workshop, config: PrepareConfig, tokenizer: Tokenizer) -> Iterator[Made]:
-    """Carries tasks out in this process, one after the other; the tokenizer's library may use several threads."""
+    """Executes tasks in this process, one after the other; the tokenizer's library may use several threads."""
     reader = DocumentReader(config, tokenizer)
     for task in tasks:
         steps: list[int] = []
@@ -52,14 +52,14 @@ def run_here(tasks: Sequence[Task], workshop: Workshop, config: PrepareConfig, t
 def run_in_processes(
     tasks: Sequence[Task], workshop: Workshop, config: PrepareConfig, fingerprint: str, *, num_workers: int
 ) -> Iterator[Made]:
-    """Carries tasks out in as many processes, each with its own tokenizer and a single thread.
+    """Executes tasks in several processes, each with its own tokenizer and a single thread.
 
-    They end with this process, however it ends: a worker whose pipe is closed has nobody to work for.
+    They end with this process, however it ends: a worker exits when its pipe closes.
 
     Args:
-      fingerprint: the tokenizer's, which each of them must find.
+      fingerprint: the tokenizer's, which each worker must find.
     Raises:
-      UserError: of a task.
+      UserError: from a task.
       RuntimeError: a worker failed otherwise, or was killed.
     """
     context = multiprocessing.get_context("spawn")
@@ -82,7 +82,7 @@ def run_in_processes(
             for connection in multiprocessing.connection.wait(list(workers)):
                 assert isinstance(connection, Connection)
                 said = _said(connection, workers[connection])
-                if said is None or said.entry is not None:  # it has begun, or ended a task
+                if said is None or said.entry is not None:  # it is ready, or has finished a task
                     if waiting:
                         connection.send(waiting.pop())
                     else:
@@ -99,14 +99,14 @@ def run_in_processes(
 
 
 def _said(connection: Connection, process: BaseProcess) -> Made | None:
-    """What a worker says: None that it is ready."""
+    """A worker's report; None: it is ready."""
     try:
         said = connection.recv()
     except (EOFError, ConnectionResetError):
         process.join()
         raise RuntimeError(
             f"a worker of prepare ended with exit code {process.exitcode}; -9 is what happens where the memory is "
-            "full: set fewer num_workers. The same command goes on from here."
+            "full: set fewer num_workers. The same command continues from here."
         ) from None
     if isinstance(said, UserError):
         raise said
@@ -116,8 +116,8 @@ def _said(connection: Connection, process: BaseProcess) -> Made | None:
 
 
 def _work(connection: Connection, workshop: Workshop, config: PrepareConfig, fingerprint: str) -> None:
-    """A worker: says when it is ready, and of each task it is sent how it goes on; ends when the pipe is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the parent decides
+    """A worker: reports when it is ready, and the progress of each task that it receives; ends when the pipe closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes; the parent decides
     said: Any
     try:
         tokenizer = load_tokenizer(config)
@@ -139,23 +139,23 @@ def _work(connection: Connection, workshop: Workshop, config: PrepareConfig, fin
 
 
 class _NobodyListensError(Exception):
-    """The parent was killed. No OSError: a task takes those for what the disk says."""
+    """The parent was killed. Not an OSError, because a task reports those as problems of the disk."""
 
 
 class _Clock:
-    """Tells the parent of tokens as they are made, and of the CPU time that they took."""
+    """Reports tokens to the parent as they are made, with the CPU time that they took."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._since = time.process_time()
 
     def elapsed(self) -> float:
-        """CPU seconds since it was last asked."""
+        """CPU seconds since the last call."""
         before, self._since = self._since, time.process_time()
         return self._since - before
 
     def made(self, tokens: int) -> None:
-        """Raises _NobodyListensError where the parent was killed."""
+        """Reports tokens. Raises _NobodyListensError if the parent was killed."""
         try:
             self._connection.send(Made(tokens, self.elapsed(), None))
         except OSError:

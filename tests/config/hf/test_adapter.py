@@ -13,7 +13,7 @@ from tests.config.hf.test_config import LLAMA3_8B
 
 # As peft 0.21 saves it, but for fields that are null, false or empty.
 FIELDS = {
-    "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "../base", "r": 4, "lora_alpha": 6,
+    "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "../its-base", "r": 4, "lora_alpha": 6,
     "target_modules": ["v_proj", "q_proj"], "lora_dropout": 0.05, "bias": "none", "inference_mode": True,
     "init_lora_weights": True, "use_dora": False, "modules_to_save": None, "rank_pattern": {}, "peft_version": "0.21.2",
     "qalora_group_size": 16, "megatron_core": "megatron.core", "auto_mapping": None, "layers_to_transform": None,
@@ -22,9 +22,9 @@ NAMES = ("self_attn.q_proj", "self_attn.v_proj")
 
 
 def directory(path, modules=NAMES, **fields):
-    (path / "base").mkdir(parents=True)
-    (path / "base" / "config.json").write_text(json.dumps(LLAMA3_8B))
-    (path / "base" / "model.safetensors").write_bytes(b"")
+    (path / "its-base").mkdir(parents=True)
+    (path / "its-base" / "config.json").write_text(json.dumps(LLAMA3_8B))
+    (path / "its-base" / "model.safetensors").write_bytes(b"")
     (path / "adapter").mkdir()
     (path / "adapter" / "adapter_config.json").write_text(json.dumps(FIELDS | fields))
     names = [f"base_model.model.model.layers.0.{module}.lora_{which}.weight" for module in modules for which in "AB"]
@@ -48,7 +48,7 @@ def test_an_adapter_decides_the_lora_keys_and_its_base_the_rest(fields, alpha, t
     assert has_hf_weights(path)
     base = hf_directory(path)
     assert base is not None
-    assert base.resolve() == tmp_path / "base"
+    assert base.resolve() == tmp_path / "its-base"
     config = load_config(None, [f"load_parameters_path={path}", "tokenizer_type=byte", "lora_targets=value, query"])
     assert (config.lora_rank, config.lora_alpha, config.base_emb_dim) == (4, alpha, 4096)
 
@@ -74,6 +74,7 @@ def test_a_stated_lora_key_may_not_contradict_it(tmp_path):
     ({"lora_alpha": "x"}, "lora_alpha=x is not a number above 0."),
     ({"rank_pattern": {"q_proj": 8}}, "rank_pattern={q_proj: 8} with alpha_pattern={} is more than one rank"),
     ({"rank_pattern": [8]}, "rank_pattern=[8] with alpha_pattern={} is more than one rank"),
+    ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights=pissa_niter_4 changes the model: it must be true,"),
     ({"base_model_name_or_path": "meta-llama/Llama-3.1-8B"},
      "base_model_name_or_path=meta-llama/Llama-3.1-8B is not a directory here. Set it in that file to"),
     ({"base_model_name_or_path": "."}, "base_model_name_or_path=. is an adapter itself. Merge that one."),
@@ -95,7 +96,7 @@ def test_what_cannot_be_expressed_is_refused_with_its_field(fields, message, tmp
 
 def test_other_files_are_refused(tmp_path):
     path = directory(tmp_path)
-    assert adapter_of(tmp_path / "base") is None
+    assert adapter_of(tmp_path / "its-base") is None
     weights = path / "adapter_model.safetensors"
     weights.write_bytes(b"\x00\x01")
     with pytest.raises(UserError, match="is not a safetensors file, or is damaged"):

@@ -137,6 +137,13 @@ def test_a_share_of_the_head_is_rotated_where_the_family_does_so():
     assert written["rope_parameters"]["partial_rotary_factor"] == 0.5
 
 
+def test_longrope_of_global_layers_is_written_where_it_is_read():
+    lists = {"short_factor": [1.0, 2.0], "long_factor": [3.0, 4.0]}
+    scaling = {"rope_type": "longrope", "factor": 2.0, "original_max_position_embeddings": 8, **lists}
+    written = RopeByLayerType().write(load_config(None, ["head_dim=4", f"rope_scaling={scaling}".replace("'", "")]))
+    assert read(RopeByLayerType(), **written)["rope_scaling"] == scaling
+
+
 def test_the_scaling_of_local_layers_cannot_be_said():
     part = RopeByLayerType()
     scaled = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1.0}

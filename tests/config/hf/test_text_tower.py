@@ -3,6 +3,7 @@
 import pytest
 
 from maxtext_lite.config import UserError
+from maxtext_lite.config.hf.config import model_keys
 from maxtext_lite.config.hf.families import FAMILIES
 from maxtext_lite.config.hf.text_tower import TOWERS, text_fields, text_tensor, unbuilt
 
@@ -32,6 +33,21 @@ def test_the_text_part_has_the_fields_of_the_whole_that_are_not_about_images():
 def test_the_whole_model_says_whether_its_table_is_tied(outer, inner, tied):
     text = text_fields({"model_type": "gemma3", "text_config": {"hidden_size": 8, **inner}, **outer})
     assert text["tie_word_embeddings"] is tied
+
+
+def test_what_transformers_does_not_look_for_outside_of_the_text_part_is_refused():
+    text = {
+        "model_type": "mistral", "hidden_size": 32, "num_attention_heads": 4, "sliding_window": None,
+        "rope_scaling": {"rope_type": "yarn", "factor": 2.0},
+    }  # fmt: skip
+    whole = {"model_type": "mistral3", "text_config": text, "sliding_window": 9, "max_position_embeddings": 64}
+    with pytest.raises(UserError) as refusal:
+        model_keys(whole, "x")
+    assert refusal.value.problems == (
+        "x: rope_scaling={rope_type: yarn, factor: 2} lacks original_max_position_embeddings.",
+        "x: mistral3.sliding_window=9 is not a field of mistral that maxtext_lite knows, and could change the logits. "
+        "If it does not, remove it.",
+    )
 
 
 @pytest.mark.parametrize("wrong", [None, {}, [], {"model_type": "llama"}])

@@ -233,7 +233,7 @@ def test_a_bucket_that_holds_something_else_is_refused(texts, tmp_path, bucket):
     with pytest.raises(UserError, match=r"^output='gs://bucket/mine' holds notes\.txt already, and nothing that prep"):
         prepare(tmp_path, "gs://bucket/mine")
     prepare(tmp_path, "gs://bucket/out")
-    with pytest.raises(UserError, match=r"^gs://bucket/out was begun otherwise: with field=text, not body\."):
+    with pytest.raises(UserError, match=r"^gs://bucket/out was begun differently: with field=text, not body\."):
         prepare(tmp_path, "gs://bucket/out", text_field="body")
     bucket.files.rm("/bucket/out", recursive=True)  # all of it is made again, whatever a cache has of it
     prepare(tmp_path, "gs://bucket/out")
@@ -258,17 +258,17 @@ def test_tasks_that_are_done_are_not_done_again(texts, tmp_path, monkeypatch):
 def test_a_changed_input_or_setting_is_named(texts, tmp_path):
     with killed_at(40):
         prepare(tmp_path)
-    with pytest.raises(UserError, match=r"was begun otherwise: with task_megabytes=1, not 2\."):
+    with pytest.raises(UserError, match=r"was begun differently: with task_megabytes=1, not 2\."):
         prepare_dataset(config(tmp_path).model_copy(update={"task_megabytes": 2}), tokenizer=ByteTokenizer())
     other = ByteTokenizer()
     other.fingerprint = "another"
-    with pytest.raises(UserError, match=r"begun otherwise: with tokenizer=byte, not another\."):
+    with pytest.raises(UserError, match=r"begun differently: with tokenizer=byte, not another\."):
         prepare_dataset(config(tmp_path), tokenizer=other)
     os.utime(tmp_path / "in" / "b.txt")
     with pytest.raises(UserError, match=r"in/b\.txt has changed since\."):
         prepare(tmp_path)
     (tmp_path / "in" / "b.txt").unlink()
-    with pytest.raises(UserError, match=r"in/b\.txt is not among the inputs any more\."):
+    with pytest.raises(UserError, match=r"in/b\.txt is no longer among the inputs\."):
         prepare(tmp_path)
     with pytest.raises(UserError, match=r"holds a\.jsonl already, and nothing that prepare began"):
         prepare_dataset(PrepareConfig(input=[str(tmp_path / "in")], output=str(tmp_path / "in")), tokenizer=other)

@@ -40,7 +40,7 @@ def test_the_report_counts_what_is_there(prepared):
     ]
     used = len({*b"".join(text.encode() for text in TEXTS)}) + 1
     assert lines[-2:] == [
-        "checksums: the 3 files are those of the manifest",
+        "checksums: the 3 files match the manifest",
         f"vocabulary: {used} of 257 ids occur ({used / 257:.1%}); the 10 most frequent are "
         f"{most_frequent():.1%} of the tokens",
     ]
@@ -67,7 +67,7 @@ def test_nothing_is_read_where_nothing_is_to_be_verified(prepared):
 def test_a_token_outside_the_vocabulary_is_named(prepared):
     manifest = write_prepared(prepared, byte_shards(TEXTS, 2), vocab_size=200)
     (prepared / MANIFEST_FILE).write_text(manifest_text(manifest))
-    with pytest.raises(UserError, match="token id 256 is none of the tokenizer's 200"):
+    with pytest.raises(UserError, match="token id 256 is not one of the tokenizer's 200"):
         list(report(prepared, InspectConfig()))
 
 

@@ -72,7 +72,7 @@ def test_a_plan_of_another_format_is_named(open_journal, tmp_path):
     open_journal()
     plan = tmp_path / "out" / "prepare.json"
     plan.write_text(plan.read_text().replace('"format": 1', '"format": 2'))
-    with pytest.raises(UserError, match=r"was begun otherwise: format=2, not 1\."):
+    with pytest.raises(UserError, match=r"was begun differently: format=2, not 1\."):
         open_journal()
 
 

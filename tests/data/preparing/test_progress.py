@@ -27,7 +27,7 @@ def test_the_forecast_is_by_the_tokens_of_the_tasks_that_are_done(clock):
         shown.made(Made(100, 2.0, Entry(1, Shard("a", 1, 400, "", ""), 0, 0, ())))
         # A tenth of a megabyte in 10 seconds; 1,200 tokens are left, at 40 a second.
         assert shown.text() == "1 of 4 tasks, 400 tokens, 40 tokens/s/core, about 30 seconds left"
-        assert said == ["2 of 6 tasks were done before; going on with the others"]
+        assert said == ["2 of 6 tasks were already done; continuing with the others"]
         clock[0] = 31.0
         shown.made(Made(400, 10.0, None))
         assert said[1:] == ["1 of 4 tasks, 800 tokens, 40 tokens/s/core, about 31 seconds left"]

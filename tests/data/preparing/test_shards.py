@@ -46,7 +46,7 @@ def test_what_is_read_back_must_be_what_was_written(tmp_path, monkeypatch):
             super().write(bytes(len(record)))
 
     monkeypatch.setattr(shards, "ArrayRecordWriter", Forgetful)
-    with pytest.raises(UserError, match="what was written is not what can be read"):
+    with pytest.raises(UserError, match="what was written cannot be read back"):
         run(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 

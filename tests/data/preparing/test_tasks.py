@@ -53,10 +53,10 @@ def test_a_dataset_of_hugging_face_is_read_as_its_state_names_it(tmp_path):
     (dataset / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
     assert [file.path for file in find_inputs([f"{dataset}/"])] == [str(dataset / name) for name in names]
     (dataset / names[1]).unlink()
-    with pytest.raises(UserError, match=r"'data-00001-of-00002\.arrow', which its state\.json names, is not there"):
+    with pytest.raises(UserError, match=r"'data-00001-of-00002\.arrow', which its state\.json lists, is missing"):
         find_inputs([str(dataset)])
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    with pytest.raises(UserError, match=r"holds several datasets; name one: \S+/train, \S+/test\."):
+    with pytest.raises(UserError, match=r"has several datasets; name one: \S+/train, \S+/test\."):
         find_inputs([str(tmp_path)])
 
 

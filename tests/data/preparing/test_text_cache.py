@@ -97,7 +97,7 @@ def test_a_damaged_text_is_made_again(damage, config, tmp_path, capsys):
             path.write_bytes(content[:-1] if damage in ("cut", "about") else content)
     capsys.readouterr()
     assert open_sources(config)[0].fingerprint == fingerprint
-    assert capsys.readouterr().err.startswith("warning: the cached text is damaged and is made again: ")
+    assert capsys.readouterr().err.startswith("warning: the cached text is damaged and will be made again: ")
     assert {path.name: path.read_bytes() for path in entry.iterdir()} == before
 
 
@@ -133,7 +133,7 @@ def test_who_comes_while_it_is_made_waits(config, tmp_path, monkeypatch):
 def test_where_nothing_can_be_written_the_text_is_in_memory(config, tmp_path, capsys):
     (tmp_path / "runs").write_text("a file")
     assert open_sources(config)[0].notes == ()
-    assert "warning: no cache of the text can be written to " in capsys.readouterr().err
+    assert "warning: the text cannot be cached in " in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("large")
