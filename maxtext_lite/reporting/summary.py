@@ -26,40 +26,55 @@ def summary(run: Run) -> dict[str, tuple[str, str]]:
     """The value of each headline and a remark on it; an unknown value is NONE."""
     planned, epochs, skipped = run.plan.get("steps"), run.plan.get("epochs"), sum(run.skipped)
     of_steps = [f"of {planned:,}" if isinstance(planned, int) else "", f"{skipped:,} skipped" if skipped else ""]
-    rewards = run.rows("reward")[-_REWARD_STEPS:]
-    over = "" if not rewards else f"steps {rewards[0][0]:,} to" if len(rewards) > 1 else "step"
-    losses = [] if rewards else run.rows("loss")[-1:]  # a policy's loss is about 0, whatever it has learned
-    sizes, batch = [size for _, size in run.rows("global_batch_to_train")], run.plan.get("global_batch_to_train")
-    grown = f", from {sizes[0]:,}" if sizes and sizes[0] != sizes[-1] else ""
     speeds, mfu = ([value for _, value in run.rows(metric)] for metric in ("tokens_per_second", "mfu"))
     seen, parameters = run.last("tokens_seen"), run.num_parameters
-    devices = Counter(map(str, as_list(run.environment.get("devices"))))
-    num_devices = run.plan.get("num_devices", devices.total() if "devices" in run.environment else None)
     return {
         "Steps": (f"{run.num_steps:,}", ", ".join(filter(None, of_steps))),
-        "Reward": (
-            _text(statistics.fmean(value for _, value in rewards) if rewards else None),
-            f"training, mean of {over} {rewards[-1][0]:,}" if rewards else "",
-        ),
+        "Reward": _reward(run),
         "Held-out accuracy": _evaluation(run, "eval_accuracy", "highest", max),
-        "Loss": (_text(losses[0][1]), f"training, at step {losses[0][0]:,}") if losses else (NONE, ""),
+        "Loss": _loss(run),
         "Held-out loss": _evaluation(run, "eval_loss", "lowest", min),
         "Tokens seen": (_text(seen, short_number), "target tokens" + (f", {seen:,}" if seen and seen >= 1000 else "")),
         "Examples seen": (_text(run.last("examples_seen")), ""),
         "Epochs": (_text(run.last("epoch")), f"of {long_number(epochs)}" if isinstance(epochs, int | float) else ""),
-        "Global batch": (long_number(sizes[-1]), f"examples per step{grown}")
-        if sizes
-        else (NONE if batch is None else plain(batch), "" if batch is None else "planned"),
+        "Global batch": _global_batch(run),
         "Tokens per second": (
             _text(statistics.median(speeds) if speeds else None, short_number),
             f"median; MFU {statistics.median(mfu):.1%}" if mfu else "median",
         ),
-        "Devices": (
-            NONE if num_devices is None else plain(num_devices),
-            ", ".join(f"{count} × {kind}" for kind, count in devices.items()),
-        ),
+        "Devices": _devices(run),
         "Parameters": (_text(parameters, short_number), f"{parameters:,}" if (parameters or 0) >= 1000 else ""),
     }
+
+
+def _reward(run: Run) -> tuple[str, str]:
+    rewards = run.rows("reward")[-_REWARD_STEPS:]
+    if not rewards:
+        return NONE, ""
+    over = f"steps {rewards[0][0]:,} to" if len(rewards) > 1 else "step"
+    return long_number(statistics.fmean(value for _, value in rewards)), f"training, mean of {over} {rewards[-1][0]:,}"
+
+
+def _loss(run: Run) -> tuple[str, str]:
+    losses = run.rows("loss")
+    if not losses or run.rows("reward"):  # a policy's loss is about 0, whatever it has learned
+        return NONE, ""
+    step, loss = losses[-1]
+    return long_number(loss), f"training, at step {step:,}"
+
+
+def _global_batch(run: Run) -> tuple[str, str]:
+    sizes, planned = [size for _, size in run.rows("global_batch_to_train")], run.plan.get("global_batch_to_train")
+    if sizes:
+        grown = "" if sizes[0] == sizes[-1] else f", from {sizes[0]:,}"
+        return long_number(sizes[-1]), f"examples per step{grown}"
+    return (NONE, "") if planned is None else (plain(planned), "planned")
+
+
+def _devices(run: Run) -> tuple[str, str]:
+    devices = Counter(map(str, as_list(run.environment.get("devices"))))
+    count = run.plan.get("num_devices", devices.total() if "devices" in run.environment else None)
+    return NONE if count is None else plain(count), ", ".join(f"{number} × {kind}" for kind, number in devices.items())
 
 
 def _text(value: float | None, write: Callable[[float], str] = long_number) -> str:
