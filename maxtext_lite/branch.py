@@ -5,16 +5,26 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from maxtext_lite.batching.branching import WORSE, critical_batch
-from maxtext_lite.cli import ArgumentParser, check_at_least_one, local_path, run_command, whole_number
-from maxtext_lite.config import UserError
+from maxtext_lite.cli import (
+    ArgumentParser,
+    check_at_least_one,
+    check_one_host,
+    local_path,
+    run_command,
+    whole_number,
+)
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.reporting import read_runs, write_page
 from maxtext_lite.train import finish
+
+if TYPE_CHECKING:
+    from maxtext_lite.training.branches import BranchResult
 
 _MOST = 1024
 
@@ -42,21 +52,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
       UserError: the run, its checkpoint or a factor is not suitable.
     """
-    parser = ArgumentParser(prog="maxtext-lite branch", description=__doc__)
-    parser.add_argument("run", type=local_path, metavar="RUN_DIR", help="a run directory, which is not changed")
-    parser.add_argument("--step", type=whole_number, required=True, help="step of the checkpoint")
-    parser.add_argument("--factors", type=_factors, default="0.5,1,2,4", help="of its batch size (default: 0.5,1,2,4)")
-    parser.add_argument(
-        "--steps",
-        type=whole_number,
-        required=True,
-        help="with factor 1; the other branches see the same examples",
-    )
-    rule = "learning rate by batch size (default: the run's own rule, or if that is none sqrt, for sgd linear)"
-    parser.add_argument("--scaling", choices=("none", "sqrt", "linear"), help=rule)
-    parser.add_argument("--output", type=local_path, help="directory for the branches (default: RUN_DIR-branches-STEP)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
-    arguments = parser.parse_intermixed_args(argv)
+    arguments = _parser().parse_intermixed_args(argv)
     check_at_least_one(arguments, "steps")
     from maxtext_lite.parallel import start_devices
     from maxtext_lite.training.branches import Branches
@@ -67,8 +63,7 @@ def main(argv: Sequence[str]) -> int:
     output = arguments.output or run.with_name(f"{run.resolve().name}-branches-{arguments.step}")
     branches = Branches(run, arguments.step, arguments.factors, arguments.steps, arguments.scaling, output)
     machine = machine_of(start_devices())
-    if machine["num_hosts"] > 1:
-        raise UserError(f"branch runs on one host, and there are {machine['num_hosts']}. Nearest that works: 1.")
+    check_one_host(machine["num_hosts"], "branch")
     branches.prepare(machine)
     with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
         for branch in branches.all:
@@ -86,17 +81,36 @@ def main(argv: Sequence[str]) -> int:
         outcome = {"rule": branches.rule, "by": by, "critical_batch": critical, "branches": rows, "report": str(page)}
         print(json.dumps(outcome))
         return 0
-    first = next(each.batch for each in results if each.factor == 1)
-    print("   batch  learning rate   steps  target tokens      loss  held out  against 1")
-    for each in results:
-        shown = "-" if each.eval_loss is None else f"{each.eval_loss:.4f}"
-        cells = f"{each.batch:>8} {each.learning_rate:>14.4g} {each.steps:>7} {each.tokens:>14,} {each.loss:>9.4f}"
-        print(f"{cells} {shown:>9} {losses[each.batch] / losses[first] - 1:>+10.2%}")
+    print("\n".join(_table(results, losses)))
     found = f"beyond {results[-1].batch}" if critical is None else f"about {critical:.0f} examples"
     how = f"{by} at equal tokens {WORSE:.0%} above the best; learning rate by {branches.rule}, then constant"
     print(f"critical batch ({how}): {found}")
     print(f"wrote {page}")
     return 0
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(prog="maxtext-lite branch", description=__doc__)
+    parser.add_argument("run", type=local_path, metavar="RUN_DIR", help="a run directory, which is not changed")
+    parser.add_argument("--step", type=whole_number, required=True, help="step of the checkpoint")
+    parser.add_argument("--factors", type=_factors, default="0.5,1,2,4", help="of its batch size (default: 0.5,1,2,4)")
+    others = "with factor 1; the other branches see the same examples"
+    parser.add_argument("--steps", type=whole_number, required=True, help=others)
+    rule = "learning rate by batch size (default: the run's own rule, or if that is none sqrt, for sgd linear)"
+    parser.add_argument("--scaling", choices=("none", "sqrt", "linear"), help=rule)
+    parser.add_argument("--output", type=local_path, help="directory for the branches (default: RUN_DIR-branches-STEP)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    return parser
+
+
+def _table(results: "Sequence[BranchResult]", losses: Mapping[int, float]) -> Iterator[str]:
+    """A line for each branch, with its loss relative to that of factor 1."""
+    first = next(losses[each.batch] for each in results if each.factor == 1)
+    yield "   batch  learning rate   steps  target tokens      loss  held out  against 1"
+    for each in results:
+        shown = "-" if each.eval_loss is None else f"{each.eval_loss:.4f}"
+        cells = f"{each.batch:>8} {each.learning_rate:>14.4g} {each.steps:>7} {each.tokens:>14,} {each.loss:>9.4f}"
+        yield f"{cells} {shown:>9} {losses[each.batch] / first - 1:>+10.2%}"
 
 
 if __name__ == "__main__":

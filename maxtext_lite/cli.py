@@ -201,6 +201,16 @@ def check_at_least_one(arguments: argparse.Namespace, *options: str) -> None:
         raise UserError(f"{stated} must be at least 1. Nearest that works: 1." for stated in wrong)
 
 
+def check_one_host(num_hosts: int, command: str) -> None:
+    """Refuses several hosts.
+
+    Raises:
+      UserError: there are several.
+    """
+    if num_hosts > 1:
+        raise UserError(f"{command} runs on one host, and there are {num_hosts}. Nearest that works: 1.")
+
+
 def check_tolerance(tolerance: float | None) -> None:
     """Refuses a relative tolerance outside [0, 1].
 

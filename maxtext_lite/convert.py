@@ -24,23 +24,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
       UserError: with every problem of the arguments, the directory or the model.
     """
-    parser = ArgumentParser(
-        prog="maxtext-lite convert",
-        description=f"{__doc__} `import HF_DIR OUT` makes a directory like that of a run, for load_parameters_path, "
-        "generate and export; also from a PEFT adapter, which is merged, and from a MaxText checkpoint, with "
-        "model_name or other Model keys. `export RUN_DIR OUT` writes safetensors, config.json and tokenizer files; for "
-        "a run with LoRA, unless merge_lora=true, the adapters in the format of the PEFT library.",
-    )
-    parser.keys = (*TAKEN, *OF_MAXTEXT)
-    parser.add_argument("direction", choices=("import", "export"))
-    parser.add_argument(
-        "source",
-        type=run_path,
-        help="import: from Hugging Face, PEFT or MaxText; export: a run or an imported directory",
-    )
-    parser.add_argument("out", type=local_path, help="a new or empty directory")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="mesh keys, dtype, weight_dtype, merge_lora")
-    arguments = parser.parse_intermixed_args(argv)
+    arguments = _parser().parse_intermixed_args(argv)
     taken = TAKEN if arguments.direction == "export" else (*TAKEN, *OF_MAXTEXT)
     keys: dict[str, str] = {}
     for word in arguments.overrides:
@@ -71,6 +55,26 @@ def main(argv: Sequence[str]) -> int:
     if jax.process_index() == 0:
         print(report)
     return 0
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="maxtext-lite convert",
+        description=f"{__doc__} `import HF_DIR OUT` makes a directory like that of a run, for load_parameters_path, "
+        "generate and export; also from a PEFT adapter, which is merged, and from a MaxText checkpoint, with "
+        "model_name or other Model keys. `export RUN_DIR OUT` writes safetensors, config.json and tokenizer files; for "
+        "a run with LoRA, unless merge_lora=true, the adapters in the format of the PEFT library.",
+    )
+    parser.keys = (*TAKEN, *OF_MAXTEXT)
+    parser.add_argument("direction", choices=("import", "export"))
+    parser.add_argument(
+        "source",
+        type=run_path,
+        help="import: from Hugging Face, PEFT or MaxText; export: a run or an imported directory",
+    )
+    parser.add_argument("out", type=local_path, help="a new or empty directory")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="mesh keys, dtype, weight_dtype, merge_lora")
+    return parser
 
 
 if __name__ == "__main__":

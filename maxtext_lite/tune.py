@@ -3,7 +3,7 @@
 import contextlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from maxtext_lite.batching.tuning import Candidate, Timing, tune
 from maxtext_lite.cli import (
     ArgumentParser,
     check_at_least_one,
+    check_one_host,
     config_arguments,
     local_path,
     real_number,
@@ -30,17 +31,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
       UserError: the config cannot be trained on these devices or this data.
     """
-    parser = ArgumentParser(prog="maxtext-lite tune", description=__doc__)
-    config_arguments(parser)
-    parser.add_argument("--steps", type=whole_number, default=8, help="timed steps of each split (default: 8)")
-    parser.add_argument("--warm-up", type=whole_number, default=2, help="steps before them (default: 2)")
-    parser.add_argument("--full", action="store_true", help="time every split with every remat_policy")
-    parser.add_argument(
-        "--device-memory-gb", type=real_number, help="for a train step on each device, in GB (1e9 bytes)"
-    )
-    parser.add_argument("--output", type=local_path, help="directory for the results (default: RUN_DIR-tune)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
-    arguments = parser.parse(argv)
+    arguments = _parser().parse(argv)
     config = load_config(arguments.config, arguments.overrides)
     if isinstance(config, RLRunConfig):
         raise UserError("a config of reinforcement learning is not for tune, which times configs of train.")
@@ -52,8 +43,7 @@ def main(argv: Sequence[str]) -> int:
     if wants_solving(config):  # all splits are tried, beginning with this one
         config = config.model_copy(update={"gradient_accumulation_steps": 1})
     plan, _ = open_data(config, device_memory_gb=arguments.device_memory_gb)
-    if plan.num_hosts > 1:
-        raise UserError(f"tune runs on one host, and there are {plan.num_hosts}. Nearest that works: 1.")
+    check_one_host(plan.num_hosts, "tune")
     output: Path = arguments.output or Path(f"{run_directory(config)}-tune")
     directories: dict[str, Path] = {}
 
@@ -79,11 +69,23 @@ def main(argv: Sequence[str]) -> int:
     if arguments.json:
         print(json.dumps({"ways": [_to_json(*each) for each in found], "best": str(best), "report": str(page)}))
         return 0
-    print()
-    for line in _table(found):
-        print(line)
+    print("\n".join(["", *_table(found)]))
     print(f"wrote {best} and {page}")
     return 0
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(prog="maxtext-lite tune", description=__doc__)
+    config_arguments(parser)
+    parser.add_argument("--steps", type=whole_number, default=8, help="timed steps of each split (default: 8)")
+    parser.add_argument("--warm-up", type=whole_number, default=2, help="steps before them (default: 2)")
+    parser.add_argument("--full", action="store_true", help="time every split with every remat_policy")
+    parser.add_argument(
+        "--device-memory-gb", type=real_number, help="for a train step on each device, in GB (1e9 bytes)"
+    )
+    parser.add_argument("--output", type=local_path, help="directory for the results (default: RUN_DIR-tune)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    return parser
 
 
 def _settings(candidate: Candidate) -> str:
@@ -106,9 +108,9 @@ def _to_json(candidate: Candidate, timing: Timing) -> dict[str, Any]:
     }
 
 
-def _table(found: Sequence[tuple[Candidate, Timing]]) -> list[str]:
+def _table(found: Sequence[tuple[Candidate, Timing]]) -> Iterator[str]:
     """A line for each split, the fastest first, with memory by the plan and by the compiler."""
-    lines = [" step, ms   tokens/s  against best   by the plan  compiled  error  settings"]
+    yield " step, ms   tokens/s  against best   by the plan  compiled  error  settings"
     fastest = found[0][1].seconds or 1.0
     for candidate, timing in found:
         speed = f"{'-':>9} {'-':>10} {'no room':>13}"
@@ -118,8 +120,7 @@ def _table(found: Sequence[tuple[Candidate, Timing]]) -> list[str]:
         error = _error(candidate.plan.memory, timing)
         compiled = "-" if timing.compiled_bytes is None else bytes_text(timing.compiled_bytes)
         memory = f"{bytes_text(candidate.plan.memory.total):>13} {compiled:>9}"
-        lines.append(f"{speed} {memory} {'-' if error is None else f'{error:+.0%}':>6}  {_settings(candidate)}")
-    return lines
+        yield f"{speed} {memory} {'-' if error is None else f'{error:+.0%}':>6}  {_settings(candidate)}"
 
 
 if __name__ == "__main__":
