@@ -13,12 +13,13 @@ from tests.refusals import RL_FILE, changes, draw, random_words
 from tests.suggestions import failures
 
 BASE = load_config()
+KEYS = BASE.model_dump()
 
 
 def configured(values):
     """A config with values as a message or a command line has them."""
     parsed = {key: parse_value(str(value)).value for key, value in values.items()}
-    return Config.model_validate(BASE.model_dump() | parsed)
+    return Config.model_validate(KEYS | parsed)
 
 
 def changed(values, machine, edit):
