@@ -202,7 +202,7 @@ PUBLISHED = {
 }  # fmt: skip
 
 
-def test_named_models_have_as_many_parameters_as_was_published():
+def test_parameters_of_named_models_are_those_published():
     names = {file.stem for file in packaged_directory("configs").glob("models/*.yml")}
     assert names == set(PUBLISHED)
     configs = {name: load_config(None, [f"model_name={name}"]) for name in names}
@@ -215,7 +215,7 @@ def test_named_models_have_as_many_parameters_as_was_published():
     ("deepseek-v2", 21), ("deepseek-v3", 37), ("olmoe-1b-7b", 1.3), ("qwen1.5-moe-a2.7b", 2.7),
     ("qwen2-57b-a14b", 14.2), ("ernie4.5-300b-a47b", 47.5), ("llama4-scout", 17.2), ("llama4-maverick", 17.2),
 ])  # fmt: skip
-def test_a_token_meets_as_many_parameters_as_was_published(name, billions):
+def test_active_parameters_are_those_published(name, billions):
     assert active_parameters(load_config(None, [f"model_name={name}"])) / 1e9 == pytest.approx(billions, rel=0.02)
 
 

@@ -57,7 +57,7 @@ def lengths_in(row):
     return [len(list(run)) for one in segments for _, run in itertools.groupby(one.tolist())]
 
 
-def test_documents_are_those_that_the_rows_hold(texts):
+def test_documents_are_those_in_the_rows(texts):
     mixture = f"dataset_path=[{{path: {texts}/a.jsonl, weight: 1}}, {{path: {texts}/b.jsonl, weight: 1}}]"
     for kind in (*KINDS, ("text", mixture)):
         source = source_of(config_of(texts, *kind))
@@ -108,7 +108,7 @@ def waited(costs, turns, shards):
     ([0] * 6, [0, 0, 0, 1, 1, 1], 1.01), ([0] * 6, [0, 0, 1, 1, 2, 2], 1.01), ([0, 0, 1, 1, 2, 2], [0, 1] * 3, 1.01),
     ([0, 0, 0, 0, 1, 1], [0, 0, 1, 1, 0, 1], 4 / 3),  # a slot of the second turn is empty on each shard
 ])  # fmt: skip
-def test_rows_are_dealt_about_as_well_as_can_be(turns, shards, bound):
+def test_rows_are_assigned_nearly_optimally(turns, shards, bound):
     """Beside all permutations."""
     turns, shards = np.array(turns), np.array(shards)
     for trial, rng in enumerate(np.random.default_rng(len(set(turns.tolist()))).spawn(4)):
@@ -123,7 +123,9 @@ def test_rows_are_dealt_about_as_well_as_can_be(turns, shards, bound):
     (4, 1, 16, 64, 4), (4, 2, 16, 30, 2), (2, 2, 8, 13, 3), (8, 1, 8, 3, 1),
 ])  # fmt: skip
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_every_row_is_dealt_once_and_stays_with_its_replica(shards, pieces, slots, examples, micro_batches, replicas):
+def test_every_row_is_assigned_once_and_stays_with_its_replica(
+    shards, pieces, slots, examples, micro_batches, replicas
+):
     """Also where slots are left empty: the last ones of a micro-batch."""
 
     @dataclasses.dataclass
@@ -157,7 +159,7 @@ def test_every_row_is_dealt_once_and_stays_with_its_replica(shards, pieces, slot
     (["ici_data_parallelism=2"], ["per_device_batch_size=4", "gradient_accumulation_steps=2"]),
     (["ici_tensor_parallelism=2"], ["per_device_batch_size=2", "expansion_factor_real_data=0.5"]),
 ])  # fmt: skip
-def test_devices_hold_what_the_imbalance_says(texts, mesh, batch):
+def test_devices_have_the_rows_of_the_stated_imbalance(texts, mesh, batch):
     """Found from the documents that the devices hold, on 8 devices; and each row is where `example_ids` says."""
     config = config_of(texts, "text", "b", *mesh, *batch)
     plan, source = make_plan(config, num_devices=8), source_of(config)
@@ -194,7 +196,7 @@ def test_one_shard_and_sources_that_do_not_know_have_no_imbalance(texts):
     assert balance.dealt(source_of(synthetic), ids, 1) == (ids, None)
 
 
-def test_what_changes_nothing_is_said(texts):
+def test_a_setting_without_effect_is_warned_of(texts):
     def warnings(num_devices, platform="gpu", *keys):
         config = config_of(texts, "text", "a", "balance_attention=true", *keys)
         said = make_plan(config, num_devices=num_devices, platform=platform).warnings

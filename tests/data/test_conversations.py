@@ -91,7 +91,7 @@ def plain(tokenizer_path):
     (LLAMA3, ["Yes, 東.<|eot_id|>", "No.<|eot_id|>"]),
     (INSTRUCT, ["  Yes, 東. </s>", " No.</s>"]),
 ], ids=["chatml", "llama3", "instruct"])  # fmt: skip
-def test_answers_are_what_the_assistant_says(template, answers, tokenizer_path, plain, tmp_path):
+def test_answers_are_the_assistants_turns(template, answers, tokenizer_path, plain, tmp_path):
     it = renderer(tokenizer_path, template, tmp_path)
     rendered = it.sft_text("d:1", {"messages": TURNS, "other": 1})
     texts, whole, tokenized = learned(it, rendered, plain)
@@ -150,7 +150,7 @@ def test_the_places_of_answers_are_those_of_renderings_up_to_each_turn(
         assert characters > 25 * len(rendered.text)
 
 
-def test_a_token_that_an_answer_begins_inside_is_no_answer(tokenizer_path, plain, tmp_path):
+def test_a_token_that_contains_the_beginning_of_an_answer_is_not_learned(tokenizer_path, plain, tmp_path):
     """ChatML's line break before the answer and the first in it are one token; the second is one by itself."""
     it = renderer(tokenizer_path, CHATML, tmp_path)
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "\n\nNo."}]
@@ -181,7 +181,7 @@ def test_plain_text_ends_with_end_of_text(elsewhere, tokenizer_path, plain, tmp_
     assert not tokenized.is_answer[0]
 
 
-def test_bytes_are_conversations_too_where_a_template_is_named(tmp_path):
+def test_byte_tokenizers_render_conversations_with_a_named_template(tmp_path):
     (tmp_path / "t.jinja").write_text(CHATML)
     config = load_config(None, ["dataset_type=sft", f"chat_template={tmp_path / 't.jinja'}"])
     it = Renderer(config, load_tokenizer(config), begins_as_elsewhere=False)
@@ -212,7 +212,7 @@ USER, ASSISTANT = {"role": "user", "content": "Hi"}, {"role": "assistant", "cont
     ({"messages": [USER, {"role": "system", "content": "x"}]}, "turn 2 of the conversation is the system's"),
     ({"messages": [USER]}, "there is no answer to learn from: no turn of the assistant"),
 ])  # fmt: skip
-def test_what_is_no_line_for_sft_is_refused_by_its_place(value, message, tokenizer_path, tmp_path):
+def test_an_invalid_sft_line_is_refused_with_its_place(value, message, tokenizer_path, tmp_path):
     with pytest.raises(UserError) as refused:
         renderer(tokenizer_path, CHATML, tmp_path).sft_text("d.jsonl:7", value)
     assert str(refused.value).startswith("d.jsonl:7: ")
@@ -224,7 +224,7 @@ def test_what_is_no_line_for_sft_is_refused_by_its_place(value, message, tokeniz
     {"prompt": "x", "chosen": "y", "rejected": [ASSISTANT]},
     {"chosen": "y", "rejected": "z"},
 ])  # fmt: skip
-def test_what_is_no_pair_is_refused_by_its_place(value, tokenizer_path):
+def test_an_invalid_pair_is_refused_with_its_place(value, tokenizer_path):
     with pytest.raises(UserError, match=r'd:7: not a JSON object with "chosen" and "rejected", with their "prompt"'):
         renderer(tokenizer_path).dpo_texts("d:7", value)
 
@@ -279,7 +279,7 @@ def test_a_plain_prompt_begins_as_a_text_does(elsewhere, tokenizer_path, plain, 
     ([{"role": "system", "content": "x"}], "d:7: the last turn of \"prompt\" is the system's, not the user's"),
     ([USER, USER], "d:7: turn 2 of the conversation is the user's"),
 ])  # fmt: skip
-def test_what_is_no_prompt_is_refused_by_its_place(value, message, tokenizer_path, tmp_path):
+def test_an_invalid_prompt_is_refused_with_its_line(value, message, tokenizer_path, tmp_path):
     with pytest.raises(UserError) as refused:
         renderer(tokenizer_path, CHATML, tmp_path).prompt_text("d:7", "prompt", value)
     assert str(refused.value).startswith(message)

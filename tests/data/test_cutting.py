@@ -82,7 +82,7 @@ def test_places_are_single_spaces_between_letters():
     {"added_tokens": [{"content": "<a b>", "lstrip": False, "rstrip": False}]},
     {"added_tokens": [{"content": "<a>", "lstrip": True, "rstrip": False}]},
 ])  # fmt: skip
-def test_of_another_tokenizer_nothing_is_assumed(change, prose):
+def test_other_tokenizers_do_not_cut(change, prose):
     stated = json.loads(trained("gpt2", prose[:2000]).to_str())
     assert cutting.may_cut(stated)
     assert not cutting.may_cut(stated | change)

@@ -58,7 +58,7 @@ def test_the_rows_are_those_of_the_same_text(tmp_path, packing, dtype, sequences
                 np.testing.assert_array_equal(copy[number][name], values)
 
 
-def test_a_document_without_end_of_text_ends_all_the_same(tmp_path):
+def test_a_document_without_end_of_text_still_ends(tmp_path):
     write_megatron(tmp_path / "m.x", [[1, 2, 3], [], [4], [5, 6, 256]])
     source, _ = open_sources(config_for(tmp_path / "m.bin"))
     row = source[0]
@@ -77,7 +77,7 @@ def test_a_document_without_end_of_text_ends_all_the_same(tmp_path):
     assert [fitted[i]["tokens"].tolist() for i in range(len(fitted))] == [[1, 2, 5, 6, 0, 0, 0, 0]]
 
 
-def test_what_is_made_once_is_beside_the_data_and_follows_its_content(tmp_path):
+def test_indices_are_beside_the_data_and_follow_its_content(tmp_path):
     write_megatron(tmp_path / "m.x", DOCUMENTS)
     first = open_sources(config_for(tmp_path / "m.bin"))[0].fingerprint
     made = sorted(path.name for path in (tmp_path / "m.rows").iterdir())
@@ -91,7 +91,7 @@ def test_what_is_made_once_is_beside_the_data_and_follows_its_content(tmp_path):
     assert open_sources(config_for(tmp_path / "other.bin"))[0].fingerprint == first  # wherever it lies
 
 
-def test_files_that_are_not_megatrons_are_refused(tmp_path):
+def test_files_of_another_kind_are_refused(tmp_path):
     write_megatron(tmp_path / "m.x", DOCUMENTS)
     tokens, index = tmp_path / "m.bin", tmp_path / "m.idx"
     stored_tokens, stored_index = tokens.read_bytes(), index.read_bytes()

@@ -49,7 +49,7 @@ def test_a_host_that_does_not_read_opens_nothing_and_knows_all(config, be_host, 
         other_train[3]
 
 
-def test_what_one_host_could_not_open_ends_all(config, be_host):
+def test_a_host_that_cannot_open_its_data_ends_all(config, be_host):
     be_host(1, [{"problems": ["no such file"]}])
     for reads in ([0], [0, 1]):
         with pytest.raises(UserError, match="no such file"):

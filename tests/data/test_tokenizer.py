@@ -88,7 +88,7 @@ def test_tokens_are_placed_where_their_text_stands(tokenizer):
                 assert said in text[placed.starts[number] : placed.stops[number]]
 
 
-def test_special_tokens_are_those_that_are_no_text(tokenizer):
+def test_special_tokens_are_not_text(tokenizer):
     assert tokenizer.end_of_text_id in tokenizer.special_ids
     assert not tokenizer.special_ids & set(tokenizer.encode(UNICODE).tolist())
 
@@ -111,7 +111,7 @@ def test_documents_are_encoded_as_single_texts_are(tokenizer):
         np.testing.assert_array_equal(ids, tokenizer.encode(text))
 
 
-def test_a_stream_gives_the_same_text_and_never_half_a_character(tokenizer):
+def test_streaming_gives_the_same_text_and_never_half_a_character(tokenizer):
     ids = tokenizer.encode(UNICODE * 2).tolist()
     decoder = tokenizer.stream_decoder()
     pieces = [decoder.push(i) for i in ids]

@@ -40,7 +40,7 @@ def test_parts_are_gathered_along_a_logical_axis():
     np.testing.assert_array_equal(got, X)
 
 
-def test_sums_are_scattered_to_those_whose_part_it_is():
+def test_sums_are_scattered_to_the_devices_of_each_part():
     """Each device has its rows for the first along the axis, and ten times them for the second."""
 
     def function(x):
@@ -100,7 +100,7 @@ def test_sums_over_an_axis_and_the_number_of_a_part():
     np.testing.assert_array_equal(got[:, 0], [0, 0, 1, 1, 0, 0, 1, 1])
 
 
-def test_where_nothing_is_split_nothing_is_said():
+def test_collectives_along_an_unsplit_axis_are_the_identity():
     def function(x):
         x = exchanged(largest(x, "experts"), "experts")
         return summed(scattered_sum(gathered(x, "experts", 0), "experts", 0), "experts") + shard_index("experts")

@@ -82,7 +82,7 @@ print(jax.process_index(), jax.process_count(), len(devices), jax.local_device_c
      "OMPI_COMM_WORLD_LOCAL_RANK": "{process}", "OMPI_MCA_orte_hnp_uri": "4096.0;tcp://127.0.0.1:9",
      "JAX_COORDINATOR_PORT": "{port}"},
 ], ids=["slurm", "open_mpi"])  # fmt: skip
-def test_two_processes_find_each_other_by_what_a_cluster_says(told):
+def test_two_processes_find_each_other_through_a_clusters_variables(told):
     program = START + "start_devices()\nprint(jax.process_index(), jax.process_count(), jax.device_count())"
     port, common = free_port(), {"JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo", "PYTHONPATH": str(REPOSITORY)}
     common["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
@@ -124,7 +124,7 @@ sys.exit(run_command(main))
     assert time.monotonic() - started < 60
 
 
-def test_where_all_fail_alike_each_says_so_and_nothing_else():
+def test_processes_that_all_fail_alike_each_report_only_that():
     result = launch(
         """
 def main(argv):
@@ -142,7 +142,7 @@ sys.exit(run_command(main))
     ("0", "waited 1 seconds for all 2 processes; some did not answer."),
     ("1", "waited 1 seconds for process 0 at JAX_COORDINATOR_ADDRESS=127.0.0.1:9; it does not answer."),
 ])  # fmt: skip
-def test_a_process_that_is_left_alone_says_in_one_line_whom_it_waited_for(process, waits_for):
+def test_a_process_left_alone_names_whom_it_waited_for(process, waits_for):
     address = "127.0.0.1:9" if process == "1" else f"127.0.0.1:{free_port()}"
     told = dict(zip(VARIABLES, (address, "2", process), strict=True))
     result = subprocess.run(
@@ -161,7 +161,7 @@ def test_a_process_that_is_left_alone_says_in_one_line_whom_it_waited_for(proces
     ("tpu,cpu", "TPU_WORKER_ID=5 is not below 2, the workers of TPU_WORKER_HOSTNAMES. Nearest that works: 1."),
     ("cpu", "1"),  # what TPUs are told is nothing to a process that uses none
 ])  # fmt: skip
-def test_what_tpu_workers_are_told_is_heard_where_tpus_are_used(platforms, said):
+def test_tpu_variables_count_only_if_tpus_are_used(platforms, said):
     program = "try: print(len(start_devices()))\nexcept UserError as error: print(error)"
     told = {"JAX_PLATFORMS": platforms, "TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "5", "XLA_FLAGS": ""}
     result = subprocess.run(
@@ -187,7 +187,7 @@ def free_port() -> int:
     (("localhost:1234", "2", "x"), "JAX_PROCESS_ID=x is not a whole number of at least 0. Nearest that works: 0."),
     (("localhost:1234", "2", "2"), "JAX_PROCESS_ID=2 is not below JAX_NUM_PROCESSES=2. Nearest that works: 1."),
 ])  # fmt: skip
-def test_a_half_described_run_is_refused(told, message, monkeypatch):
+def test_an_incomplete_description_is_refused(told, message, monkeypatch):
     for variable, text in zip(VARIABLES, told, strict=True):
         monkeypatch.setenv(variable, text)
     with pytest.raises(UserError) as raised:
@@ -195,14 +195,14 @@ def test_a_half_described_run_is_refused(told, message, monkeypatch):
     assert raised.value.problems == (message,)
 
 
-def test_one_process_alone_is_not_ended_by_its_failure(monkeypatch):
+def test_a_single_process_is_not_ended_early_by_its_failure(monkeypatch):
     monkeypatch.setattr(os, "_exit", lambda code: pytest.fail("ended"))
     before = threading.active_count()
     end_soon(2)
     assert threading.active_count() == before
 
 
-def test_a_device_says_what_a_kernel_must_know(monkeypatch):
+def test_an_accelerator_has_what_kernels_depend_on(monkeypatch):
     monkeypatch.setattr(distributed, "installed_tokamax", lambda: "0.0.17")
     h100 = SimpleNamespace(platform="gpu", compute_capability="9.0")
     assert accelerator_of(h100) == Accelerator("gpu", "9.0", "0.0.17")

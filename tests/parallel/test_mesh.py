@@ -66,7 +66,7 @@ def _slices_along(grid, axis):
 
 
 @pytest.mark.parametrize("axis", ["data", "fsdp", "stage"])
-def test_tpu_slices_lie_along_the_dcn_axis_and_nothing_else_leaves_a_slice(axis):
+def test_tpu_slices_are_split_along_the_dcn_axis_only(axis):
     grid = device_grid(_sizes(fsdp=2, tensor=2), _sizes(**{axis: 2}), list(reversed(_tpu_slices(2))))
     assert grid.size == 8
     assert _slices_along(grid, axis) == ({(0, 0, 1, 1)} if axis == "fsdp" else {(0, 1)})

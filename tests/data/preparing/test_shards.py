@@ -24,7 +24,7 @@ def run(tmp_path, text="x" * 9000):
 
 
 @pytest.mark.parametrize("tokens", [1, 4095, 4096, 4097, 3 * 4096])
-def test_records_are_whole_but_for_the_last(tokens, tmp_path):
+def test_all_records_except_the_last_are_whole(tokens, tmp_path):
     entry = run(tmp_path, "x" * (tokens - 1) if tokens > 1 else "")
     if tokens == 1:  # an empty text
         assert (entry.shard, entry.empty) == (None, 1)
@@ -40,7 +40,7 @@ def test_records_are_whole_but_for_the_last(tokens, tmp_path):
     assert np.fromfile(tmp_path / "00000.lengths", "<i8").tolist() == [tokens]
 
 
-def test_what_is_read_back_must_be_what_was_written(tmp_path, monkeypatch):
+def test_a_shard_must_read_back_as_written(tmp_path, monkeypatch):
     class Forgetful(shards.ArrayRecordWriter):
         def write(self, record):
             super().write(bytes(len(record)))

@@ -13,7 +13,7 @@ def spans(tasks):
     return [[(piece.name.rpartition("/")[2], piece.start, piece.stop) for piece in task.pieces] for task in tasks]
 
 
-def test_lines_are_cut_by_bytes_and_small_files_are_joined(tmp_path):
+def test_lines_are_split_by_bytes_and_small_files_are_joined(tmp_path):
     for name, size in {"a.jsonl": 250, "b.txt": 30, "c.txt": 15, "d.jsonl.gz": 500, "e.txt": 1, "no.csv": 5}.items():
         (tmp_path / name).write_bytes(b"x" * size)
     (tmp_path / ".hidden.txt").write_bytes(b"x")
@@ -29,7 +29,7 @@ def test_lines_are_cut_by_bytes_and_small_files_are_joined(tmp_path):
     assert [task.num_bytes for task in tasks] == [100, 100, 95, 500, 1]
 
 
-def test_parquet_is_cut_by_row_groups(tmp_path):
+def test_parquet_is_split_by_row_groups(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     table = pyarrow.table({"text": ["x" * 50] * 100, "other": list(range(100))})

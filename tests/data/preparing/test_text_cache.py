@@ -102,7 +102,7 @@ def test_a_damaged_text_is_made_again(damage, config, tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("large")
-def test_what_a_killed_start_left_is_gone_on_with_or_made_anew(config, tmp_path, monkeypatch):
+def test_the_remains_of_a_killed_start_are_continued_or_remade(config, tmp_path, monkeypatch):
     def killed(*_):
         raise KeyboardInterrupt
 
@@ -122,7 +122,7 @@ def test_what_a_killed_start_left_is_gone_on_with_or_made_anew(config, tmp_path,
 
 
 @pytest.mark.usefixtures("large")
-def test_who_comes_while_it_is_made_waits(config, tmp_path, monkeypatch):
+def test_a_process_waits_while_the_entry_is_made(config, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(fcntl, "flock", lambda opened, how: asked.append((opened.name.rpartition(".")[2], how)))
     open_sources(config)
@@ -130,7 +130,7 @@ def test_who_comes_while_it_is_made_waits(config, tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("large")
-def test_where_nothing_can_be_written_the_text_is_in_memory(config, tmp_path, capsys):
+def test_without_a_writable_cache_the_text_is_in_memory(config, tmp_path, capsys):
     (tmp_path / "runs").write_text("a file")
     assert open_sources(config)[0].notes == ()
     assert "warning: the text cannot be cached in " in capsys.readouterr().err

@@ -28,7 +28,7 @@ def test_this_process_reports_tokens_and_entries(tmp_path):
     assert [each.entry.shard and each.entry.shard.tokens for each in made] == [12, 8, 12, None]
 
 
-def test_a_worker_hands_on_what_is_wrong(tmp_path, monkeypatch):
+def test_a_worker_passes_errors_on(tmp_path, monkeypatch):
     monkeypatch.delenv("RAYON_NUM_THREADS", raising=False)
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
     before = dict(os.environ)
@@ -37,7 +37,7 @@ def test_a_worker_hands_on_what_is_wrong(tmp_path, monkeypatch):
     assert dict(os.environ) == before
 
 
-def test_a_worker_that_was_killed_is_told_of(tmp_path):
+def test_a_killed_worker_is_reported(tmp_path):
     running = run_in_processes(*job(tmp_path, '{"text": "abc"}\n' * 1000), "byte", num_workers=1)
     next(running)
     (child,) = multiprocessing.active_children()
