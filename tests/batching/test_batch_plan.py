@@ -6,7 +6,7 @@ import pytest
 from maxtext_lite.batching import make_plan, row_slots
 from maxtext_lite.config import load_config
 
-# The keys of plan.json that are promised.
+# The keys of plan.json in the interface.
 PROMISED = """num_devices, num_hosts, mesh, per_device_batch_size, micro_batch_to_train, empty_slots_per_micro_batch,
 gradient_accumulation_steps, global_batch_to_train, global_batch_to_load, loads_per_step, loading_hosts,
 examples_per_loading_host, tokens_per_step, num_pipeline_stages, num_pipeline_microbatches, pipeline_microbatch_size,

@@ -52,7 +52,7 @@ def test_stated_steps_are_counted():
 
 
 def test_a_run_that_ended_in_a_short_batch_continues():
-    # 10 examples in batches of 4: 4 4 2. A second epoch from there: 4 4 2 again, not 5 steps in all but 6.
+    # 10 examples in batches of 4: 4 4 2. A second epoch from there is 4 4 2 again: 6 steps in all, not 5.
     assert epochs(10, short=True, stages=plain(4)).steps == 3
     longer = epochs(20, short=True, stages=plain(4))
     assert longer.steps == 5

@@ -36,7 +36,7 @@ def test_activations_of_experts_have_room_for_the_rows_that_may_come():
     four = held(estimate(keys, {"expert": 4}, slots=64), "kept of layers")
     assert four - one == pytest.approx((2.5 - 2) * per_row, rel=1e-3)
     capacity = held(estimate([*keys, "capacity_factor=1.5"], {"expert": 4}, slots=64), "kept of layers")
-    # What comes back of two choices is kept in four layers, 128 wide, in float32, and of 3 slots a token hidden values.
+    # Kept in four layers: the outputs of two choices, 128 wide, in float32, and hidden values of 3 slots per token.
     assert capacity - one == (3 - 2) * per_row + 4 * (2 * 128 + 3 * 64) * 4 * 4096
 
 
@@ -44,7 +44,7 @@ def test_named_tensors_of_experts_are_kept():
     """Four experts of width 64, two a token; 16 rows of 256 tokens, 4 layers, D 128, float32."""
     keys, full = ["num_experts=4", "num_experts_per_tok=2", "base_moe_mlp_dim=64"], "remat_policy=full"
     nothing = held(estimate([*keys, full]), "kept of layers")
-    # No backward pass asks for what a layer's last matmul gives: the next layer's input is kept anyway.
+    # No backward pass needs the output of a layer's last matmul: the next layer's input is kept anyway.
     for name, width in (("mlpwi_0", 2 * 64), ("mlpwi_1", 2 * 64), ("mlpwo", 0), ("expert_rows", 2 * 128)):
         kept = held(estimate([*keys, "remat_policy=custom", f"remat_save={name}"]), "kept of layers")
         assert kept - nothing == 4 * 16 * 256 * width * 4, name
@@ -69,7 +69,7 @@ def test_accumulation_adds_a_float32_copy_of_the_gradients():
     assert estimate(accumulation=2).gradients == estimate(accumulation=8).gradients == 8 * ALL
     narrow = estimate(["weight_dtype=bfloat16", "dtype=bfloat16"], accumulation=2)
     assert narrow.gradients == 6 * ALL
-    # A micro-batch's gradient is that of the matrices as they are multiplied, and of the tables as they are.
+    # A micro-batch's gradients are in `dtype` for matrices, and in weight_dtype for tables.
     assert estimate(["dtype=bfloat16"]).gradients == 2 * MATRICES + 4 * (TABLES + NORMS)
     assert held(estimate(["dtype=bfloat16"]), "weights in dtype") == 2 * MATRICES
     assert narrow.weights == 0
@@ -153,9 +153,9 @@ def test_fsdp_shards_gather_the_head_and_keep_gradients_of_logits():
     tpu = Accelerator("tpu")
     assert loss(keys, mesh, slots=64, accelerator=tpu) == [logits, waiting, head, 3 * 4 * 128 * 320 // 4]
     assert loss(["num_vocab_tiling=64"]) == [logits, logits, 0, 4 * 128 * 320]
-    # Without waiting, a tile's gradient in bfloat16 stands beside its logits.
+    # If none is kept, a tile's gradient in bfloat16 is held with its logits.
     assert loss(["dtype=bfloat16"], mesh, slots=64) == [64 * logits, 32 * logits, head, 4 * 128 * 320 // 4]
-    # Not on a TPU, the whole of the head's gradient is made before each device has its part: larger than a tile here.
+    # Except on a TPU, the whole gradient of the head precedes its reduce-scatter: larger than a tile here.
     on_gpu = estimate(keys, mesh, slots=64)
     assert held(on_gpu, "head's gradient, whole") == 4 * 128 * 320 > logits
     assert held(on_gpu, "logits of a tile") == 0
@@ -172,7 +172,7 @@ def test_fsdp_shards_gather_the_widest_weights_of_a_layer():
 
 
 def test_tensor_shards_of_gpus_gather_tokens_in_the_backward_pass():
-    """16 rows of 256 tokens, D 128, float32: four arrays, and four more while attention goes back."""
+    """16 rows of 256 tokens, D 128, float32: four arrays, and four more in attention's backward pass."""
     found = {
         name: estimate(["remat_policy=full"], {"tensor": 2}, accelerator=Accelerator(name)) for name in ("gpu", "tpu")
     }
@@ -196,9 +196,9 @@ def test_gpipe_keeps_every_tick_and_1f1b_the_inputs_of_twice_the_stages():
     piece = 4 * 256 * 128 * 4  # bytes of the input of a layer, for a pipeline microbatch of 4 rows
     # Two layers in each of M + 1 ticks, and twice the M pieces themselves.
     assert sizes["gpipe"] == {pieces: (2 * (pieces + 1) + 2 * pieces) * piece for pieces in (2, 4, 16)}
-    # One piece in two layers, the inputs of 3 ticks, and what is on its way to the next stage and to the one before.
+    # One piece in two layers, the inputs of 3 ticks, and those on their way to the next and the previous stage.
     assert sizes["1f1b"] == dict.fromkeys((2, 4, 16), (2 + 3 + 2) * piece)
-    # Stages share the tokens out for the loss: all of a micro-batch's, or those of one piece at a time.
+    # Stages share the tokens for the loss: those of a whole micro-batch, or of one piece at a time.
     logits = [held(estimate([*keys, f"pipeline_schedule={schedule}"], mesh, slots=8, pieces=2), "logits of a tile")
               for schedule in ("gpipe", "1f1b")]  # fmt: skip
     assert logits == [4 * 8 * 256 * 320 // 2, 4 * 4 * 256 * 320 // 2]
@@ -215,7 +215,7 @@ def test_circular_stages_keep_their_weights_of_every_tick():
 
 
 def test_context_shards_keep_their_tokens_and_the_scores_of_a_tile():
-    """8,192 tokens, 16 rows: the scores of one tile, four times, and with shards what comes from the others."""
+    """8,192 tokens, 16 rows: the scores of one tile, four times, and with shards the arrays of the others."""
     keys = ["max_target_length=8192", "remat_policy=full"]
     one, ring = estimate(keys), estimate([*keys, "context_parallel_strategy=ring"], {"context": 4})
     gathered, split = estimate(keys, {"context": 4}), estimate(keys, {"fsdp": 4})
@@ -246,7 +246,7 @@ def test_muon_updates_with_whole_matrices():
 
 
 def test_the_total_is_what_is_held_at_the_fullest_moment():
-    """One layer of many tokens is fullest while it goes back, a vocabulary of many at the loss."""
+    """One layer of many tokens peaks in its backward pass, a large vocabulary at the loss."""
     layers, loss = estimate(limit=95), estimate(["vocab_size=32000", "remat_policy=full"])
     lasting = layers.params + layers.optimizer_state
     assert layers.total == lasting + layers.gradients + layers.weights + layers.activations

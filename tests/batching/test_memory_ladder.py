@@ -1,4 +1,4 @@
-"""What a ladder changes, rung by rung, on machines that need not exist; the batches of every step stay."""
+"""The rungs of a ladder, on machines that need not exist; the batches of every step stay the same."""
 
 import pytest
 
@@ -42,7 +42,7 @@ def test_rows_are_halved_then_layers_recomputed_then_logits_split():
 
 
 def test_rows_that_the_shards_cannot_share_are_not_halved():
-    """Half a row for each of 8 fsdp shards would leave half of them idle, and the others with what they had."""
+    """Half a row for each of 8 fsdp shards would leave half of them idle and not help the others."""
     found, _ = rungs(["per_device_batch_size=1"])
     assert found[0] == {"remat_policy": "save_dot_products"}
     found, _ = rungs(["per_device_batch_size=1", "ici_tensor_parallelism=4", "ici_fsdp_parallelism=2"])

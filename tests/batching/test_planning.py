@@ -1,4 +1,4 @@
-"""From configs to plans: worked values, epochs, replicas, and what is said and refused."""
+"""From configs to plans: worked values, epochs, replicas, warnings and refusals."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def test_worked_values(per_device, expansion, num_devices, accumulation, load, t
                    f"gradient_accumulation_steps={accumulation}", "ici_fsdp_parallelism=1", "ici_data_parallelism=-1",
                    num_devices=num_devices, num_hosts=num_devices)  # fmt: skip
     assert (plan.global_batch_to_load, plan.global_batch_to_train, plan.micro_batch_to_train) == (load, train, micro)
-    # No row that is loaded is thrown away: the loads of a step hold its examples, once.
+    # No loaded row is discarded: the loads of a step contain its examples, once.
     read = plan.examples_per_loading_host * len(plan.loading_hosts) * plan.loads_per_step
     assert read == train
 

@@ -17,7 +17,7 @@ KEYS = BASE.model_dump()
 
 
 def configured(values):
-    """A config with values as a message or a command line has them."""
+    """A config with values as written in a message or on a command line."""
     parsed = {key: parse_value(str(value)).value for key, value in values.items()}
     return Config.model_validate(KEYS | parsed)
 

@@ -1,4 +1,4 @@
-"""Examples for SFT and DPO: whole sequences in rows, with weight on answers alone; what does not fit is counted."""
+"""Examples for SFT and DPO: whole sequences in rows, with weight only on answers; misfits are counted."""
 
 import json
 

@@ -20,7 +20,7 @@ T = 32
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
-    """Of documents and of lines for SFT and DPO, of most lengths up to two rows."""
+    """Sources of documents and of SFT and DPO lines, of most lengths up to two rows."""
     directory, rng = tmp_path_factory.mktemp("texts"), np.random.default_rng(0)
 
     def text(most):
@@ -52,7 +52,7 @@ KINDS += [("sft", "sft"), ("sft", "sft", "packing=false"), ("dpo", "dpo")]
 
 
 def lengths_in(row):
-    """Of each run of one document, or of padding, token by token."""
+    """The cost of each run of one document or of padding, token by token."""
     segments = row["segments"].reshape(-1, T)  # for DPO, of two rows
     return [len(list(run)) for one in segments for _, run in itertools.groupby(one.tolist())]
 
@@ -77,7 +77,7 @@ def test_documents_are_those_in_the_rows(texts):
     ],
 )
 def test_the_cost_of_a_document_is_what_its_queries_see_key_by_key(keys):
-    """Its own key counts half, and so does the key that a query's window has just left: the ends of what it sees."""
+    """A query's own key counts half, and so does the key that its window has just left: the ends of its range."""
     config = load_config(None, [*keys, "base_num_decoder_layers=5"])
     window, chunk = config.sliding_window_size, config.chunk_attn_window_size
     lengths = np.arange(1, 20)
@@ -96,7 +96,7 @@ def test_the_cost_of_a_document_is_what_its_queries_see_key_by_key(keys):
 
 
 def waited(costs, turns, shards):
-    """The costliest shard of each turn, added up."""
+    """The sum over turns of the costliest shard."""
     return sum(
         max(sum(costs[place] for place in range(len(costs)) if (turns[place], shards[place]) == (turn, shard))
             for shard in set(shards.tolist()))
@@ -109,7 +109,7 @@ def waited(costs, turns, shards):
     ([0, 0, 0, 0, 1, 1], [0, 0, 1, 1, 0, 1], 4 / 3),  # a slot of the second turn is empty on each shard
 ])  # fmt: skip
 def test_rows_are_assigned_nearly_optimally(turns, shards, bound):
-    """Beside all permutations."""
+    """Compared with all permutations."""
     turns, shards = np.array(turns), np.array(shards)
     for trial, rng in enumerate(np.random.default_rng(len(set(turns.tolist()))).spawn(4)):
         costs = rng.pareto(1, len(turns)) + 1 if trial % 2 else rng.integers(1, 9, len(turns)).astype(float)
@@ -126,11 +126,11 @@ def test_rows_are_assigned_nearly_optimally(turns, shards, bound):
 def test_every_row_is_assigned_once_and_stays_with_its_replica(
     shards, pieces, slots, examples, micro_batches, replicas
 ):
-    """Also where slots are left empty: the last ones of a micro-batch."""
+    """Also if the last slots of a micro-batch are empty."""
 
     @dataclasses.dataclass
     class Rows:
-        """Row i is a document of as many tokens as number i says."""
+        """Row i is a document whose length is number i."""
 
         lengths: np.ndarray
 
@@ -160,7 +160,7 @@ def test_every_row_is_assigned_once_and_stays_with_its_replica(
     (["ici_tensor_parallelism=2"], ["per_device_batch_size=2", "expansion_factor_real_data=0.5"]),
 ])  # fmt: skip
 def test_devices_have_the_rows_of_the_stated_imbalance(texts, mesh, batch):
-    """Found from the documents that the devices hold, on 8 devices; and each row is where `example_ids` says."""
+    """Computed from the documents on each of 8 devices; and each row is where `example_ids` says."""
     config = config_of(texts, "text", "b", *mesh, *batch)
     plan, source = make_plan(config, num_devices=8), source_of(config)
     keys = {"sharding": sharding(make_mesh(plan.ici_mesh, plan.dcn_mesh), ("accumulation", "global_batch", "length")),

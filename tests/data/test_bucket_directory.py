@@ -1,4 +1,4 @@
-"""Directories in emulated buckets, gs and s3: objects are written, read and refused alike, and hold datasets."""
+"""Directories in emulated buckets, gs and s3: the same writes, reads and refusals, and datasets."""
 
 import numpy as np
 import pytest

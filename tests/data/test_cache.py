@@ -1,4 +1,4 @@
-"""What is made once: where, by whom, and under its name only once it is whole."""
+"""Files made once: their directory, their lock, and writes that appear only when complete."""
 
 import fcntl
 from pathlib import Path

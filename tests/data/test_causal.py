@@ -1,4 +1,4 @@
-"""What a template's program shows of how it writes turns: proven of plain loops, of nothing that looks ahead."""
+"""Static proof that a template renders turns in order: for plain loops, and for none that looks ahead."""
 
 import jinja2
 import pytest

@@ -1,4 +1,4 @@
-"""Which tokens of a conversation are answers: by hand, over chat templates that write turns differently."""
+"""Which tokens of a conversation are answers: by hand, over chat templates that render turns differently."""
 
 import json
 
@@ -15,19 +15,19 @@ CHATML = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'"
     "}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-LLAMA3 = (  # begins with a special token, and strips what turns say
+LLAMA3 = (  # begins with a special token, and strips the content of turns
     "{% for message in messages %}{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ "
     "message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}"
     "{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}"
     "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
-INSTRUCT = (  # nothing stands where an answer begins; a space does, in it
+INSTRUCT = (  # no marker precedes an answer; a space begins it
     "{% for message in messages %}{% if message.role == 'user' %}"
     "{{ bos_token + '[INST] ' + message.content + ' [/INST]' }}"
     "{% elif message.role == 'assistant' %}{{ ' ' + message.content + eos_token }}{% else %}{{ '<<SYS>>' + "
     "message.content }}{% endif %}{% endfor %}"
 )
-FORGETFUL = (  # writes an earlier answer otherwise than the last
+FORGETFUL = (  # renders earlier answers differently from the last
     "{% for message in messages %}{{ message.role }}:{{ message.content }}{% if loop.last %}!{% endif %};{% endfor %}"
 )
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<s>", "</s>"]
@@ -79,13 +79,13 @@ def learned(it, rendered, tokenizer):
 
 @pytest.fixture(scope="module")
 def plain(tokenizer_path):
-    """The tokenizer as its library has it."""
+    """The tokenizer as its own library loads it."""
     it = tokenizers.Tokenizer.from_file(str(tokenizer_path / "tokenizer.json"))
     it.decoder = tokenizers.decoders.ByteLevel()
     return it
 
 
-# By hand, from the templates: what the assistant says, up to its end-of-turn and without what follows that.
+# By hand, from the templates: the assistant's words up to and including end-of-turn.
 @pytest.mark.parametrize(("template", "answers"), [
     (CHATML, [" Yes, 東. <|im_end|>", "No.<|im_end|>"]),
     (LLAMA3, ["Yes, 東.<|eot_id|>", "No.<|eot_id|>"]),
@@ -119,7 +119,7 @@ GEMMA = (
     "{% for m in rest %}{{ '<' + m.role + '>' + (first if loop.first else '') + m['content'] | trim + '</>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
 )
-LENGTH = "{% if messages|length %}" + CHATML + "{% endif %}"  # writes the same, which nothing proves
+LENGTH = "{% if messages|length %}" + CHATML + "{% endif %}"  # renders the same, but not provably
 
 
 @pytest.mark.parametrize("system", [0, 1])
@@ -186,7 +186,7 @@ def test_byte_tokenizers_render_conversations_with_a_named_template(tmp_path):
     config = load_config(None, ["dataset_type=sft", f"chat_template={tmp_path / 't.jinja'}"])
     it = Renderer(config, load_tokenizer(config), begins_as_elsewhere=False)
     (tokenized,) = it.tokens([it.sft_text("d:1", {"messages": TURNS})])
-    # No byte is an end-of-turn: an answer goes as far as its template writes it.
+    # No byte is an end-of-turn: an answer extends as far as its template renders it.
     said = bytes(tokenized.token_ids[tokenized.is_answer].astype(np.uint8)).decode()
     assert said == " Yes, 東. <|im_end|>\nNo.<|im_end|>\n"
 

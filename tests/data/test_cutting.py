@@ -1,4 +1,4 @@
-"""The tokens of a text's pieces are those of the text, for every tokenizer that may be cut, and others are not."""
+"""Pieces of a text have the tokens of the text, for every tokenizer that allows cuts; others do not cut."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Lists of rows that are left out, and which examples they are."""
+"""Lists of excluded rows, and their examples."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from maxtext_lite.data.mixture_source import MixtureSource
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """So many examples."""
+    """A source of a given number of examples."""
 
     fingerprint: str
     num_examples: int
@@ -61,7 +61,7 @@ def test_an_invalid_list_is_refused_with_its_line(text, message, tmp_path):
 
 @pytest.mark.parametrize(("source", "rows", "ids"), [
     (ONE, [{"row": 3}, {"row": 9, "data": "text:one", "from_example": 40}], {3: 0, 9: 40}),
-    # Numbers go on from one source to the next; a row that is named twice is left out from the earlier place on.
+    # Ids count on from one source to the next; a row listed twice is left out from the earlier position.
     (MIXED, [{"row": 3, "source": "code"}, {"row": 3, "source": "web"}], {13: 0, 3: 0}),
     (MIXED, [{"row": 4, "data": "text:other", "source": "its old name"}], {14: 0}),
     (MIXED, [{"row": 2, "source": "web", "from_example": 8}, {"row": 2, "source": "web", "from_example": 5}], {2: 5}),

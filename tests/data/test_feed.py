@@ -350,7 +350,7 @@ def test_reading_starts_at_once_and_runs_ahead():
         deadline = time.monotonic() + 20
         while len(source.read) < 4 and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert len(source.read) >= 4  # two steps, though nobody has asked for one
+        assert len(source.read) >= 4  # two steps before any was requested
 
 
 def test_the_wait_is_measured_where_it_happens():
@@ -398,7 +398,7 @@ def test_an_error_of_the_source_reaches_the_consumer_once():
     ],
 )  # fmt: skip
 def test_a_run_of_any_length_begins_at_once_wherever_it_resumes(keys, num_steps):
-    """A list of a run's steps, or a walk to the step that is next, would not end."""
+    """A list of the run's steps, or a walk to the next step, would not end."""
     for examples_seen in (0, 10**9):
         layout = {"sharding": row_sharding(1), "seed": 0, "worker_count": 0}
         source = NumberedSource(50)
@@ -459,12 +459,12 @@ def test_worker_processes_outlive_a_signal_to_all_but_never_their_parent(tmp_pat
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parents[2]), "JAX_PLATFORMS": "cpu"}
-    # Two at a time, since starting is nearly all they do.
+    # Two at a time, because most of their time is start-up.
     with ended_in_the_end(program, environment) as stopped, ended_in_the_end(program, environment) as killed:
         worker_of_stopped, worker_of_killed = (int(process.stdout.readline()) for process in (stopped, killed))
         killed.kill()
         for number in (signal.SIGINT, signal.SIGTERM):
-            os.killpg(stopped.pid, number)  # to all, as the terminal and some schedulers do
+            os.killpg(stopped.pid, number)  # to the whole group, as a terminal and some schedulers do
             assert stopped.stdout.readline() == "read on\n"
         assert stopped.communicate(timeout=60) == ("", "")
         assert stopped.returncode == 0

@@ -1,4 +1,4 @@
-"""Datasets in a bucket that are fetched: once, whole, and only what the manifest says; whatever is not is named."""
+"""Datasets fetched from a bucket: once, complete, and as the manifest says; anything else is named."""
 
 import collections
 import concurrent.futures

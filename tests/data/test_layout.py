@@ -1,4 +1,4 @@
-"""Which host reads which rows, and that what is handed out is what was read, for hosts that are made up."""
+"""Which host reads which rows, and that they are handed out as read, for simulated hosts."""
 
 import itertools
 
@@ -27,7 +27,7 @@ def layout_of(*, hosts, readers=None, filled=13, slots=16, accumulation=2, spec=
 
 
 def all_hosts_loaded(layout, whole):
-    """The load array that the hosts make together: each fills its own rows and no other's."""
+    """The load array of all hosts together: each fills only its own rows."""
     parts = []
     for host, slots in enumerate(layout.slots_of_host):
         parts.append(np.asarray(layout.to_devices(host, {"tokens": whole[:, slots]})["tokens"]))
@@ -80,7 +80,7 @@ def test_rows_are_handed_out_as_they_were_read(case):
 
 
 def test_unread_slots_are_never_handed_out():
-    """Whatever stands in the slots of hosts that do not read, and in those beyond a reader's share."""
+    """Whatever is in the slots of hosts that do not read, or beyond a reader's share."""
     layout = layout_of(hosts=4, readers=2, filled=5)
     whole = np.zeros((2, 16, T), np.int32)
     whole[:, :5] = 7

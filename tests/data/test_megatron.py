@@ -1,4 +1,4 @@
-"""Megatron's .bin and .idx: the rows of the same documents as text, and nothing but them."""
+"""Megatron's .bin and .idx: the same rows as from the same documents as text, and refusals."""
 
 import json
 import pathlib
@@ -15,7 +15,7 @@ CODES = {"u1": 1, "<i4": 4, "<i8": 5, "<u2": 8}
 
 
 def write_megatron(prefix: pathlib.Path, documents, *, dtype: str = "<u2", sequences_each: int = 1) -> None:
-    """What Megatron-LM's IndexedDatasetBuilder writes: each document in one or several sequences."""
+    """Files as Megatron-LM's IndexedDatasetBuilder writes them, each document in one or several sequences."""
     parts = [part for document in documents for part in np.array_split(np.array(document, dtype), sequences_each)]
     lengths = [len(part) for part in parts]
     prefix.with_suffix(".bin").write_bytes(b"".join(part.tobytes() for part in parts))
@@ -63,7 +63,7 @@ def test_a_document_without_end_of_text_still_ends(tmp_path):
     source, _ = open_sources(config_for(tmp_path / "m.bin"))
     row = source[0]
     assert row["tokens"].tolist() == [1, 2, 3, 4, 5, 6, 256, 0]
-    assert row["targets"].tolist() == [2, 3, 0, 0, 6, 256, 0, 0]  # none is of another document
+    assert row["targets"].tolist() == [2, 3, 0, 0, 6, 256, 0, 0]  # none from another document
     assert row["segments"].tolist() == [1, 1, 1, 2, 3, 3, 3, 0]
     assert row["weights"].tolist() == [1, 1, 0, 0, 1, 1, 0, 0]
     assert (source.num_documents, source.num_empty_documents, source.num_target_tokens) == (3, 1, 4)

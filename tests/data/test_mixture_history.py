@@ -27,7 +27,7 @@ def test_random_histories_agree_with_a_loop_with_counters(number):
 
 
 def test_a_history_by_hand():
-    """Two halves for 4 rows, then b and c in turn: b goes on with its row 2."""
+    """Two halves for 4 rows, then b and c in turn: b continues with its row 2."""
     history = history_of([part("b"), part("a")])
     history = continued(history, [part("c"), part("b")], examples_seen=4, tokens_seen=70)
     stream = RowStream(history)

@@ -1,4 +1,4 @@
-"""A user's examples as a source: what is left out is filled in, and what cannot be is refused."""
+"""A user's examples as a source: missing fields are filled in, and invalid ones refused."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Prompts of lines in every form, by hand; made problems counted one by one; what is held out, dropped and refused."""
+"""Prompts from lines in every form, by hand; generated problems; prompts held out, dropped and refused."""
 
 import gzip
 import json
@@ -91,7 +91,7 @@ def test_an_empty_prompt_comes_after_the_end_of_another_text(file):
 
 
 def test_the_same_lines_are_held_out_as_in_sft():
-    """The shipped sums: what SFT trains on with this eval_fraction is what RL does."""
+    """The shipped sums: with the same eval_fraction, SFT and RL train on the same lines."""
     source, held_out = opened("eval_fraction=0.29")
     sft = load_config("configs/post_train/sft.yml", ["eval_fraction=0.29", "packing=false"])
     answers = open_answers(sft, ByteTokenizer(), begins_as_elsewhere=False)

@@ -1,4 +1,4 @@
-"""Rows by an index: best fit by brute force, the same in files and in memory, made once and whole."""
+"""Rows by an index: best fit by brute force, the same in files and in memory, made once and completely."""
 
 import collections
 import os

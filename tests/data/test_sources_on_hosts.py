@@ -1,4 +1,4 @@
-"""Sources on the hosts that read and on those that do not; the exchange between hosts is played by the test."""
+"""Sources on hosts that read and on hosts that do not; the test simulates the exchange between them."""
 
 import json
 
@@ -19,7 +19,7 @@ def config(tmp_path):
 
 @pytest.fixture
 def be_host(monkeypatch):
-    """Makes this process host `number`, which hears these outcomes of the others."""
+    """Makes this process host `number`, which receives these outcomes from the others."""
 
     def be(number, others):
         monkeypatch.setattr(sources_on_hosts.jax, "process_index", lambda: number)

@@ -1,4 +1,4 @@
-"""A template's work is bounded by counting, whatever it does; what a chat needs is far below the bound."""
+"""A count bounds the work of any template; real chats stay far below the bound."""
 
 import time
 
@@ -37,7 +37,7 @@ def render(source, turns=TURNS[:3], **more):
     "{% set ns.y = [ns.y, ns.y] %}{% endfor %}{{ ns.x == ns.y }}",
     *[
         "{% set ns = namespace(x=(1,)) %}{% for i in range(99) %}{% set ns.x = (ns.x, ns.x) %}{% endfor %}{{ USE }}"
-        .replace("USE", use)  # each makes Python hash or write all of it, without a word to the sandbox
+        .replace("USE", use)  # each makes Python hash or write all of it unseen by the sandbox
         for use in (
             "{ns.x: 1}|length", "{}[ns.x]", "{}.get(ns.x)", "ns.x in {}", "ns.x is in {}", "dict([(ns.x, 1)])",
             "[ns.x]|unique|list", "messages|attr(ns.x)", "messages|map(attribute=ns.x)|list", "raise_exception(ns.x)",

@@ -1,4 +1,4 @@
-"""What is read from files, beyond what the tests of sources read: lines, and the places that messages name."""
+"""Lines of files, the places that messages name, and files that are refused."""
 
 import gzip
 import os

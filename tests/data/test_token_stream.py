@@ -1,4 +1,4 @@
-"""Token ids of prepared datasets: equal to those written at any slice, and refused where a file is not what it was."""
+"""Token ids of prepared datasets: equal to those written in any slice, and refused if a file has changed."""
 
 import concurrent.futures
 import contextlib

@@ -76,13 +76,13 @@ def test_tokens_are_placed_where_their_text_stands(tokenizer):
     for text, placed in zip(texts, tokenizer.encode_placed(texts), strict=True):
         np.testing.assert_array_equal(placed.token_ids, tokenizer.encode(text))
         assert len(placed.starts) == len(placed.stops) == len(placed.token_ids)
-        # Every character belongs to a token, in order; those of one character have it in common.
+        # Every character belongs to a token, in order; the tokens of one character share it.
         covered = 0
         for start, stop in zip(placed.starts, placed.stops, strict=True):
             assert start <= covered <= stop
             covered = stop
         assert covered == len(text)
-        for number in range(len(placed.token_ids)):  # what a token says is what stands there
+        for number in range(len(placed.token_ids)):  # each token decodes to its own characters
             said = tokenizer.decode(placed.token_ids[number : number + 1]).strip()
             if said and "\N{REPLACEMENT CHARACTER}" not in said:
                 assert said in text[placed.starts[number] : placed.stops[number]]

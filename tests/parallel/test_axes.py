@@ -1,4 +1,4 @@
-"""Logical axes become PartitionSpecs by one table, which refuses what it does not know."""
+"""Logical axes become PartitionSpecs through one table, which refuses unknown names."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What hosts tell each other, as threads that a wire joins; several processes are tested through whole runs."""
+"""Messages among hosts, simulated by threads joined by a wire; whole runs test real processes."""
 
 import jax
 import numpy as np

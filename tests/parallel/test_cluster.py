@@ -1,4 +1,4 @@
-"""Every launcher's word is understood, a process alone starts nothing, and a wrong word is refused in one line."""
+"""Every launcher's variables are understood, a single process starts nothing, and errors take one line."""
 
 import pytest
 
@@ -35,9 +35,9 @@ GKE = {
     {},
     {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"},
     {**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
-    # In a batch script SLURM describes the job, but this process is no task of a step.
+    # In a batch script SLURM describes the job, but this process is not a task of a step.
     {key: value for key, value in SLURM.items() if not key.startswith("SLURM_STEP")},
-    # One task of its own in an allocation of eight.
+    # A separate task in an allocation of eight.
     {**SLURM, "SLURM_STEP_NUM_TASKS": "1"},
     {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "1"},
     GKE,  # but the process does not use TPUs

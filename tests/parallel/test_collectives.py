@@ -1,4 +1,4 @@
-"""What devices tell each other inside `over_shards`, and that they say nothing where an axis is not split."""
+"""Collectives inside `over_shards`, and the identity along an axis that is not split."""
 
 import re
 
@@ -66,7 +66,7 @@ def test_narrow_parts_of_a_sum_are_added_in_float32():
 @pytest.mark.parametrize("sets", [1, 3])
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_sets_under_vmap_are_exchanged_and_summed_as_each_alone(sets, dim):
-    """And dims of one are not sent, which TPUs pad to whole tiles."""
+    """Dims of size 1 are not sent, because TPUs pad them to whole tiles."""
 
     def of_one(x, factor):
         x = jnp.moveaxis(factor * x[:, None], 0, dim)  # whose other dims are 1 and 4
@@ -86,7 +86,7 @@ def test_sets_under_vmap_are_exchanged_and_summed_as_each_alone(sets, dim):
 
 
 def test_parts_are_exchanged_and_the_largest_is_found():
-    """Of four devices with two rows each; the first has the first halves of all rows then."""
+    """Four devices with two rows each; afterwards the first has the first halves of all rows."""
     got, _ = _run(lambda x: exchanged(jnp.repeat(x, 2, axis=0), "experts"), AXES, expert=4)
     np.testing.assert_array_equal(got, X.reshape(4, 2, 4).swapaxes(0, 1).repeat(2, axis=0).reshape(16, 4))
     got, _ = _run(lambda x: largest(x, "experts"), ("exchanged_batch", "activation_mlp"), expert=4)

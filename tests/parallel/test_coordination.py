@@ -1,4 +1,4 @@
-"""jax's private client, on the version that is installed: its store, and its abort when process 0 is gone."""
+"""jax's private client, in the installed version: its store, and its abort when process 0 is gone."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""The runtime is given threads enough for the devices it simulates, and processes of one run find each other."""
+"""The runtime gets enough threads for its simulated devices, and processes of one run find each other."""
 
 import os
 import socket
@@ -31,7 +31,7 @@ from maxtext_lite.parallel import start_devices
 @pytest.mark.parametrize(("flags", "before", "threads"), [
     ("--xla_force_host_platform_device_count=4", None, "8"),
     ("--xla_other=1 --xla_force_host_platform_device_count=8", None, "16"),
-    ("--xla_force_host_platform_device_count=4", "32", "32"),  # the user's own choice stands
+    ("--xla_force_host_platform_device_count=4", "32", "32"),  # the user's own choice is kept
     ("", None, None),
 ])  # fmt: skip
 def test_simulated_devices_get_two_threads_each(flags, before, threads, monkeypatch):

@@ -37,7 +37,7 @@ def test_a_mesh_that_does_not_cover_the_devices_is_refused():
 
 @dataclasses.dataclass(frozen=True)
 class FakeDevice:
-    """What arranging devices asks of one."""
+    """The attributes of a device that its place in the mesh depends on."""
 
     id: int
     platform: str
@@ -59,7 +59,7 @@ def _gpu_hosts(num_hosts):
 
 
 def _slices_along(grid, axis):
-    """The slice indices met along an axis, from each place of the others."""
+    """The slice indices along an axis, from each place of the other axes."""
     slices = np.vectorize(lambda device: device.slice_index)(grid)
     rows = np.moveaxis(slices, MESH_AXES.index(axis), -1).reshape(-1, grid.shape[MESH_AXES.index(axis)])
     return {tuple(row) for row in rows.tolist()}

@@ -1,4 +1,4 @@
-"""A prepared dataset is the same for any number of workers and any kills, and holds what a reader expects of it."""
+"""A prepared dataset is the same for any number of workers and kills, and reads back as its documents."""
 
 import contextlib
 import hashlib
@@ -125,12 +125,12 @@ def test_a_share_that_ends_first_does_not_wait_for_the_others(texts, tmp_path):
 
 
 class Killed(BaseException):
-    """The process is no more: nothing that it would do afterwards happens."""
+    """The process is dead: nothing that it does afterwards has an effect."""
 
 
 @contextlib.contextmanager
 def killed_at(place):
-    """From its `place`-th change of the disk on, nothing that prepare does happens; tells how many there were."""
+    """From the `place`-th disk write on, prepare has no effect; yields the number of writes."""
     changes = [0]
 
     def lethal(function):

@@ -1,4 +1,4 @@
-"""The documents of every kind of file, and what is said of lines that are none."""
+"""The documents of every kind of file, and messages about bad lines."""
 
 import gzip
 import json

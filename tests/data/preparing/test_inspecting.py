@@ -1,4 +1,4 @@
-"""What is said of a prepared dataset is what was put in, and a row is shown with its documents and its loss."""
+"""Reports about a prepared dataset agree with its input, and rows are shown with documents and loss."""
 
 import json
 

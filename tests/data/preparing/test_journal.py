@@ -1,4 +1,4 @@
-"""One prepare at a time writes an output, or those that share it, and a dead one keeps nobody out."""
+"""One prepare at a time, or its shares, writes an output; a dead one locks nobody out."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What prepare may be asked for, as key=value: the names of what it reads follow from what it is to read."""
+"""The keys of prepare, and the field that it reads."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A shard holds the tokens of its task, and what cannot be written or read back is named."""
+"""A shard contains the tokens of its task; failures to write or read it back are named."""
 
 import hashlib
 

@@ -1,4 +1,4 @@
-"""Inputs are cut into tasks by their sizes alone: large files into stretches, small ones joined."""
+"""Inputs are split into tasks only by size: large files into stretches, small ones joined."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A text of the cache has the rows and the fingerprint that it has without, and a damaged one is not used."""
+"""A cached text has the rows and fingerprint of the text itself, and a damaged one is not used."""
 
 import fcntl
 import gzip
@@ -18,7 +18,7 @@ TEXTS = [f"text {number} " + "x" * (number * 37 % 90) for number in range(120)]
 
 @pytest.fixture
 def config(tmp_path, monkeypatch):
-    """Of a text of two kinds of file; the cache is `cache/`, its tasks of 3,000 bytes."""
+    """The config of a text in two kinds of file; the cache is `cache/`, with tasks of 3,000 bytes."""
     monkeypatch.delenv(text_cache.CACHE_VARIABLE, raising=False)
     monkeypatch.setattr(dataset, "_MEGABYTE", 3000 // 64)
     (tmp_path / "in").mkdir()
@@ -32,7 +32,7 @@ def config(tmp_path, monkeypatch):
 
 @pytest.fixture
 def large(monkeypatch):
-    """Any text is worth a cache."""
+    """Every text is cached, however small."""
     monkeypatch.setattr(text_cache, "LEAST_BYTES", 1)
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers trained on text: of the size asked for, for any text, and refused where the text is too small."""
+"""Tokenizers trained on text: of the requested size, for any text, or refused if the text is too small."""
 
 import json
 

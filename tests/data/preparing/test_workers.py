@@ -1,4 +1,4 @@
-"""Workers report what they make, hand on what is wrong, and end when nobody listens to them."""
+"""Workers report what they make, pass errors on, and end with their parent."""
 
 import multiprocessing
 import os
