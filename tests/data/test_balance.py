@@ -10,7 +10,7 @@ import pytest
 from maxtext_lite.batching import attended_pairs, make_plan
 from maxtext_lite.config import load_config
 from maxtext_lite.data import open_mixture
-from maxtext_lite.data.balance import Balance, deal
+from maxtext_lite.data.balance import Balance, assign_rows
 from maxtext_lite.data.feed import training_batches
 from maxtext_lite.data.packing import Documents
 from maxtext_lite.parallel import make_mesh, sharding
@@ -113,7 +113,7 @@ def test_rows_are_assigned_nearly_optimally(turns, shards, bound):
     turns, shards = np.array(turns), np.array(shards)
     for trial, rng in enumerate(np.random.default_rng(len(set(turns.tolist()))).spawn(4)):
         costs = rng.pareto(1, len(turns)) + 1 if trial % 2 else rng.integers(1, 9, len(turns)).astype(float)
-        order = deal(costs, turns, shards)
+        order = assign_rows(costs, turns, shards)
         assert sorted(order.tolist()) == list(range(len(turns)))
         best = min(waited([costs[row] for row in rows], turns, shards) for rows in itertools.permutations(order))
         assert best <= waited(costs[order], turns, shards) <= bound * best
@@ -140,12 +140,12 @@ def test_every_row_is_assigned_once_and_stays_with_its_replica(
     source = Rows(np.random.default_rng(0).integers(1, 100, 200))
     balance = Balance(True, np.square, shards, replicas, pieces, slots)
     ids = np.random.default_rng(1).permutation(200)[:examples]
-    dealt, imbalance = balance.dealt(source, ids, micro_batches)
-    off, before = dataclasses.replace(balance, is_on=False).dealt(source, ids, micro_batches)
+    arranged, imbalance = balance.arranged(source, ids, micro_batches)
+    off, before = dataclasses.replace(balance, is_on=False).arranged(source, ids, micro_batches)
     assert off.tolist() == ids.tolist()
     assert 0 <= imbalance <= before
     costs, was = np.zeros((2, micro_batches, slots))
-    for grid, which in ((costs, dealt), (was, ids)):
+    for grid, which in ((costs, arranged), (was, ids)):
         for place, example in enumerate(which.tolist()):
             grid[place % micro_batches, place // micro_batches] = source.lengths[example] ** 2
     for own, theirs in zip(np.split(costs, replicas, axis=1), np.split(was, replicas, axis=1), strict=True):
@@ -181,8 +181,8 @@ def test_devices_have_the_rows_of_the_stated_imbalance(texts, mesh, batch):
         assert len(costs) == plan.batch_shards
         assert step.attention_imbalance == pytest.approx(costs.max(axis=0).sum() / costs.mean(axis=0).sum() - 1)
         found.append((step.attention_imbalance, sorted(step.example_ids.tolist())))
-    (before, ids), (after, dealt) = found
-    assert dealt == ids
+    (before, ids), (after, arranged) = found
+    assert arranged == ids
     assert after < min(before, 0.05)
     assert jax.device_count() == 8
 
@@ -193,7 +193,7 @@ def test_one_shard_and_sources_that_do_not_know_have_no_imbalance(texts):
     assert Balance.of(config, make_plan(config, num_devices=8)) is not None
     synthetic = config_of(texts, "synthetic", "dataset_path=")
     balance, ids = Balance.of(synthetic, make_plan(synthetic, num_devices=8)), np.arange(4)
-    assert balance.dealt(source_of(synthetic), ids, 1) == (ids, None)
+    assert balance.arranged(source_of(synthetic), ids, 1) == (ids, None)
 
 
 def test_a_setting_without_effect_is_warned_of(texts):

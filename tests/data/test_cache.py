@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from maxtext_lite.data import cache
-from maxtext_lite.data.cache import CACHE_VARIABLE, alone, cache_directory, write_whole
+from maxtext_lite.data.cache import CACHE_VARIABLE, cache_directory, locked, write_whole
 
 
 def test_the_directory_is_the_variables_or_the_users(monkeypatch, tmp_path):
@@ -18,7 +18,7 @@ def test_the_directory_is_the_variables_or_the_users(monkeypatch, tmp_path):
 
 def test_an_entry_is_locked_against_others(tmp_path):
     entry = tmp_path / "kind" / "entry"
-    with alone(entry), entry.with_suffix(".lock").open("ab") as other:
+    with locked(entry), entry.with_suffix(".lock").open("ab") as other:
         with pytest.raises(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     with entry.with_suffix(".lock").open("ab") as other:

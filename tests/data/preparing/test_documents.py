@@ -9,7 +9,7 @@ import pytest
 from maxtext_lite.config import UserError
 from maxtext_lite.data.preparing.documents import BadLine, DocumentReader
 from maxtext_lite.data.preparing.keys import PrepareConfig
-from maxtext_lite.data.preparing.tasks import cut, find_inputs
+from maxtext_lite.data.preparing.tasks import find_inputs, split_into_tasks
 from maxtext_lite.data.tokenizer import ByteTokenizer
 
 TEXTS = ["one", "", "two\u2028three", "Größe 😀", "x" * 300, "last"]
@@ -18,7 +18,7 @@ TEXTS = ["one", "", "two\u2028three", "Größe 😀", "x" * 300, "last"]
 def read(path, *, task_bytes=2**20, **keys):
     config = PrepareConfig(**keys)
     reader = DocumentReader(config, ByteTokenizer())
-    tasks = cut(find_inputs([str(path)]), task_bytes=task_bytes, field=config.field)
+    tasks = split_into_tasks(find_inputs([str(path)]), task_bytes=task_bytes, field=config.field)
     return [each for task in tasks for piece in task.pieces for each in reader.read(piece)]
 
 

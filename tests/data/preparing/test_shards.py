@@ -11,14 +11,14 @@ from maxtext_lite.data.preparing import shards
 from maxtext_lite.data.preparing.documents import DocumentReader
 from maxtext_lite.data.preparing.keys import PrepareConfig
 from maxtext_lite.data.preparing.shards import Workshop, run_task
-from maxtext_lite.data.preparing.tasks import cut, find_inputs
+from maxtext_lite.data.preparing.tasks import find_inputs, split_into_tasks
 from maxtext_lite.data.tokenizer import ByteTokenizer
 
 
 def run(tmp_path, text="x" * 9000):
     (tmp_path / "a.txt").write_text(text)
     files = find_inputs([str(tmp_path / "a.txt")])
-    (task,) = cut(files, task_bytes=10, field="text")
+    (task,) = split_into_tasks(files, task_bytes=10, field="text")
     workshop = Workshop(tmp_path, tmp_path, {file.path: file for file in files}, 1, 0.0)
     return run_task(task, workshop, DocumentReader(PrepareConfig(), ByteTokenizer()), ByteTokenizer())
 

@@ -143,7 +143,7 @@ def test_a_cache_that_cannot_be_written_is_read(config, monkeypatch):
     def refused(_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(text_cache, "alone", refused)
+    monkeypatch.setattr(text_cache, "locked", refused)
     assert open_sources(config)[0].notes == notes != ()
 
 

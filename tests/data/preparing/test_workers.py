@@ -9,7 +9,7 @@ from maxtext_lite.config import UserError
 from maxtext_lite.data.preparing import workers
 from maxtext_lite.data.preparing.keys import PrepareConfig
 from maxtext_lite.data.preparing.shards import Workshop
-from maxtext_lite.data.preparing.tasks import cut, find_inputs
+from maxtext_lite.data.preparing.tasks import find_inputs, split_into_tasks
 from maxtext_lite.data.preparing.workers import run_here, run_in_processes
 from maxtext_lite.data.tokenizer import ByteTokenizer
 
@@ -17,7 +17,7 @@ from maxtext_lite.data.tokenizer import ByteTokenizer
 def job(tmp_path, content):
     (tmp_path / "a.jsonl").write_text(content)
     files = find_inputs([str(tmp_path / "a.jsonl")])
-    tasks = cut(files, task_bytes=40, field="text")
+    tasks = split_into_tasks(files, task_bytes=40, field="text")
     workshop = Workshop(tmp_path, tmp_path, {file.path: file for file in files}, len(tasks), 0.0)
     return tasks, workshop, PrepareConfig()
 
