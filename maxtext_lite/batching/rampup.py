@@ -11,7 +11,7 @@ from typing import Literal
 from maxtext_lite.batching.batch import Batch
 from maxtext_lite.config import BatchConfig
 from maxtext_lite.config.errors import number_text, unwhole_text
-from maxtext_lite.config.violation import Violation, multiples, one_of
+from maxtext_lite.config.violation import Sides, Violation, multiples, one_of
 
 RampupMode = Literal["per_device_batch_size", "gradient_accumulation_steps"]
 _MOST_INCREMENTS = 1_000  # each is a stage of the plan
@@ -211,25 +211,33 @@ def _no_way_up(config: BatchConfig, target: Fraction) -> list[Violation]:
     """Refuses a ramp that does not rise to the target in whole increments."""
     start, increment = config.per_device_batch_size_start, config.per_device_batch_size_increment
     if start >= target:
-        starts = [target - number * increment for number in range(1, 65) if target > number * increment]
+
+        def nearest_starts() -> Sides:
+            starts = (target - number * increment for number in range(1, 65))
+            return one_of(_START, [each for each in starts if each > 0], start)()
+
         message = f"{_START}={number_text(start)} is not below the target per_device_batch_size={number_text(target)}."
-        return [Violation(_START, message, (one_of(_START, starts, start),), rule="ramp goes up")]
+        return [Violation(_START, message, (nearest_starts,), rule="ramp goes up")]
     steps = (target - start) / increment
     if steps.denominator == 1 and steps <= _MOST_INCREMENTS:
         return []
-    near = range(max(int(steps) - 32, 1), min(int(steps) + 33, _MOST_INCREMENTS + 1))
-    shares = [(target - start) / number for number in (near or (_MOST_INCREMENTS, 500, 100, 10, 5, 2, 1))]
+
+    def nearest_increments() -> Sides:
+        near = range(max(int(steps) - 32, 1), min(int(steps) + 33, _MOST_INCREMENTS + 1))
+        shares = [(target - start) / number for number in (near or (_MOST_INCREMENTS, 500, 100, 10, 5, 2, 1))]
+        return one_of(_INCREMENT, shares, increment)()
+
     if steps > _MOST_INCREMENTS:
         message = (
             f"{_INCREMENT}={number_text(increment)} takes {math.ceil(steps):,} increments from {_START}="
             f"{number_text(start)} to per_device_batch_size={number_text(target)}, more than {_MOST_INCREMENTS:,}."
         )
-        return [Violation(_INCREMENT, message, (one_of(_INCREMENT, shares, increment),), rule="few increments")]
+        return [Violation(_INCREMENT, message, (nearest_increments,), rule="few increments")]
     message = (
         f"from {_START}={number_text(start)} to per_device_batch_size={number_text(target)} by "
         f"{_INCREMENT}={number_text(increment)} is {unwhole_text(steps)} increments, not a whole number."
     )
-    return [Violation(_INCREMENT, message, (one_of(_INCREMENT, shares, increment),), rule="whole increments")]
+    return [Violation(_INCREMENT, message, (nearest_increments,), rule="whole increments")]
 
 
 def _not_whole_stages(config: BatchConfig, batch: Batch, num_devices: int) -> list[Violation]:

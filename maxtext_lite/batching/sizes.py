@@ -140,8 +140,10 @@ def _model_violations(config: Config, mesh: MeshSizes, num_devices: int) -> list
         # The context and expert axes split further what fsdp splits of a weight.
         together = ("fsdp", "context", "expert") if axis == "fsdp" else (axis,)
         shards = math.prod(mesh.total[each] for each in together)
+        if shards == 1:
+            continue
         chunks = 2 if axis == "context" else 1  # an early and a late one, which balances causal attention
-        parts = shards * chunks if shards > 1 else 1
+        parts = shards * chunks
         uneven = {key: size for key, size in model_dimensions(config, axis).items() if size % parts}
         if not uneven:
             continue
@@ -149,8 +151,8 @@ def _model_violations(config: Config, mesh: MeshSizes, num_devices: int) -> list
         sizes = {mesh_key(name, each): scope[each] for each in together for name, scope in scopes if scope[each] > 1}
         key, size = next(iter(sizes.items()))
         how = " x ".join(
-            f"{name}=-1, the remaining {parts}," if getattr(config, name) == -1 else f"{name}={parts}"
-            for name, parts in sizes.items()
+            f"{name}=-1, the remaining {part}," if getattr(config, name) == -1 else f"{name}={part}"
+            for name, part in sizes.items()
         )
         if chunks > 1:
             how += f" x {chunks} chunks"

@@ -1,5 +1,6 @@
 """The machine, and how the six mesh axes divide it."""
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -39,7 +40,7 @@ class MeshSizes:
     ici: Mapping[str, int]
     dcn: Mapping[str, int]
 
-    @property
+    @functools.cached_property
     def total(self) -> dict[str, int]:
         """The product ici x dcn, by axis."""
         return {axis: self.ici[axis] * self.dcn[axis] for axis in MESH_AXES}

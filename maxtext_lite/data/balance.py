@@ -50,7 +50,7 @@ class Balance:
         sizes = plan.layout_shards, replicas, plan.num_pipeline_microbatches, plan.micro_batch_slots
         return cls(config.balance_attention, cost, *sizes)
 
-    def dealt(self, source: ExampleSource, ids: np.ndarray, micro_batches: int) -> tuple[np.ndarray, float | None]:
+    def arranged(self, source: ExampleSource, ids: np.ndarray, micro_batches: int) -> tuple[np.ndarray, float | None]:
         """The examples of a step in the order in which they are laid out, and the imbalance of attention.
 
         The imbalance says how much longer attention takes than if all shards had equal work: the cost of the costliest
@@ -71,7 +71,7 @@ class Balance:
             replicas = shards * self.num_replicas // self.num_shards
             for replica in range(self.num_replicas):
                 own = np.flatnonzero(replicas == replica)
-                order[own] = own[deal(costs[own], turns[own], shards[own])]
+                order[own] = own[assign_rows(costs[own], turns[own], shards[own])]
             ids, costs = ids[order], costs[order]
         num_cells, together = micro_batches * self.num_pieces * self.num_shards, self.num_shards // self.num_replicas
         totals = np.bincount(turns * self.num_shards + shards, weights=costs, minlength=num_cells)
@@ -79,7 +79,7 @@ class Balance:
         return ids, float(waited * together / totals.sum() - 1)
 
 
-def deal(costs: np.ndarray, turns: np.ndarray, shards: np.ndarray) -> np.ndarray:
+def assign_rows(costs: np.ndarray, turns: np.ndarray, shards: np.ndarray) -> np.ndarray:
     """For each place, the row to put there: a permutation that makes shards cost about the same in each turn.
 
     Args:
@@ -87,7 +87,7 @@ def deal(costs: np.ndarray, turns: np.ndarray, shards: np.ndarray) -> np.ndarray
       turns: turn of each place; `shards`: its shard. A shard gets as many rows of a turn as it has places in it.
     """
     order, by_cost = np.empty(len(costs), np.int64), np.argsort(-costs, kind="stable")
-    rows_of_turn = _shared_out(turns, len(np.unique(shards)))
+    rows_of_turn = _turns_of_rows(turns, len(np.unique(shards)))
     paid = np.zeros(shards.max(initial=0) + 1)  # by each shard, in the turns so far
     for turn in np.unique(turns):
         rows, places = by_cost[rows_of_turn == turn], np.flatnonzero(turns == turn)
@@ -98,7 +98,7 @@ def deal(costs: np.ndarray, turns: np.ndarray, shards: np.ndarray) -> np.ndarray
     return order
 
 
-def _shared_out(turns: np.ndarray, num_shards: int) -> np.ndarray:
+def _turns_of_rows(turns: np.ndarray, num_shards: int) -> np.ndarray:
     """The turn of each row, in the order of falling cost: as many rows as there are shards for each turn in succession.
 
     Each round over the turns goes in the opposite direction to the last, so that turns differ little too.

@@ -21,7 +21,7 @@ def cache_directory(kind: str) -> Path:
 
 
 @contextlib.contextmanager
-def alone(entry: Path) -> Iterator[None]:
+def locked(entry: Path) -> Iterator[None]:
     """Exclusive access to a directory of the cache among processes that ask for it this way; waits for the others.
 
     Raises:

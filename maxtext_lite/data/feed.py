@@ -63,7 +63,7 @@ class DeviceBatch:
       problem: why this host cannot read one of the next `_BATCHES_KNOWN` batches, for which `next` will raise it; None
         if it can. So hosts have time to stop together before that batch. Evaluation batches also report it for
         themselves and earlier batches; they are handed out without the rows.
-      attention_imbalance: see `Balance.dealt`; None if unknown.
+      attention_imbalance: see `Balance.arranged`; None if unknown.
     """
 
     arrays: dict[str, jax.Array]
@@ -218,7 +218,7 @@ class TrainingReads:
         ids, imbalance = ids_of_run(self.source, first, self.step_examples, seed=self.seed), None
         excluded = left_out(ids, first, self.excluded or {})
         if self.balance:
-            ids, imbalance = self.balance.dealt(self.source, ids, self.micro_batches)
+            ids, imbalance = self.balance.arranged(self.source, ids, self.micro_batches)
         # Example j is in micro-batch j % A, slot j // A: without balancing, a device has the same examples for every A.
         slots, micro_batches = np.divmod(np.arange(self.step_examples), self.micro_batches)
         own = np.array_split(np.flatnonzero(np.isin(slots, self.host_slots)), self.loads_per_step)[load]

@@ -13,7 +13,7 @@ from maxtext_lite.config.bucket import any_path, bucket_scheme, is_bucket
 from maxtext_lite.config.errors import full_text, writing
 from maxtext_lite.config.json_file import user_path
 from maxtext_lite.data.bucket_directory import BucketDirectory
-from maxtext_lite.data.cache import TEMPORARY, alone, cache_directory, write_whole
+from maxtext_lite.data.cache import TEMPORARY, cache_directory, locked, write_whole
 from maxtext_lite.data.manifest import (
     DOCUMENTS_FILE,
     END_BYTES,
@@ -48,7 +48,7 @@ def find_prepared(key: str, path: str | Path) -> tuple[Path, Path | None]:
     manifest = manifest_of(where, json_object(where, content, wanted="a manifest of prepare"))
     entry = cache_directory("buckets") / hashlib.sha256(content).hexdigest()[:32]
     in_place = bucket_scheme(path) == "gs"  # the only scheme that ArrayRecord reads
-    with writing(entry), alone(entry):
+    with writing(entry), locked(entry):
         entry.mkdir(exist_ok=True)
         if in_place:
             _check_in_place(remote, manifest, entry)

@@ -82,19 +82,19 @@ def open_prompts(
     tokenizer = load_tokenizer(config)
     if vocab_size is not None:
         check_vocabulary(tokenizer, vocab_size)
-    asking = _Asking(config, tokenizer, Renderer(config, tokenizer, begins_as_elsewhere=begins_as_elsewhere))
+    maker = _PromptMaker(config, tokenizer, Renderer(config, tokenizer, begins_as_elsewhere=begins_as_elsewhere))
     if config.dataset_type == "arithmetic":
-        return _open_arithmetic(asking)
-    lines = list(_read_lines(asking, "dataset_path", single_path(config.dataset_path)))
+        return _open_arithmetic(maker)
+    lines = list(_read_lines(maker, "dataset_path", single_path(config.dataset_path)))
     if not lines:
         raise UserError(f"dataset_path={config.dataset_path!r} has no line and thus no prompt.")
     if config.eval_dataset_path:
-        return _fitted(asking, lines, "dataset_path"), _evaluation_file(asking)
+        return _fitted(maker, lines, "dataset_path"), _evaluation_file(maker)
     count = num_held_out(config.eval_fraction, len(lines), "lines")
     if count == 0:
-        return _fitted(asking, lines, "dataset_path"), None
+        return _fitted(maker, lines, "dataset_path"), None
     # Lines are counted before any is dropped, so that these are the lines that SFT would hold out.
-    return _fitted(asking, lines[:-count], "dataset_path"), _fitted(asking, lines[-count:], "dataset_path")
+    return _fitted(maker, lines[:-count], "dataset_path"), _fitted(maker, lines[-count:], "dataset_path")
 
 
 @dataclass(frozen=True)
@@ -131,15 +131,15 @@ class ArithmeticPrompts:
 
     notes: tuple[str, ...] = ()
 
-    def __init__(self, asking: _Asking, first: int, count: int) -> None:
-        self._asking, self._first, self._count = asking, first, count
-        config = asking.config
+    def __init__(self, maker: _PromptMaker, first: int, count: int) -> None:
+        self._maker, self._first, self._count = maker, first, count
+        config = maker.config
         self._operations, self._base = config.arithmetic_operations, config.arithmetic_largest + 1
 
     @property
     def fingerprint(self) -> str:
         """Hash of everything that its prompts depend on; a chat template enters through the first problem."""
-        content = self._asking.content()
+        content = self._maker.content()
         content.update(repr((self._operations, self._base, self._first, self._count)).encode())
         content.update(json.dumps(self[0].token_ids).encode())
         return f"arithmetic:{content.hexdigest()}"
@@ -155,7 +155,7 @@ class ArithmeticPrompts:
           UserError: it has more tokens than max_prefill_predict_length.
         """
         check_id(number, self._count, "prompt")
-        total = num_problems(self._asking.config)
+        total = num_problems(self._maker.config)
         (problem,) = example_ids(self._first + number, 1, num_examples=total, seed=_ORDER_OF_PROBLEMS).tolist()
         operation, rest = divmod(problem, self._base**2)
         return self._prompt(number, self._operations[operation], *divmod(rest, self._base))
@@ -177,14 +177,14 @@ class ArithmeticPrompts:
     def _prompt(self, number: int, operation: str, a: int, b: int) -> Prompt:
         result = {"+": a + b, "-": a - b, "*": a * b}[operation]
         problem = f"{a}{operation}{b}="
-        rendered = self._asking.rendered(f"arithmetic problem {problem}", "prompt", problem)
-        (token_ids,) = self._asking.renderer.prompt_tokens([rendered])
-        most = self._asking.config.max_prefill_predict_length
+        rendered = self._maker.rendered(f"arithmetic problem {problem}", "prompt", problem)
+        (token_ids,) = self._maker.renderer.prompt_tokens([rendered])
+        most = self._maker.config.max_prefill_predict_length
         if len(token_ids) > most:
             raise UserError(
                 f"dataset_type=arithmetic: the prompt of {problem} has {len(token_ids)} tokens, more than "
                 f"max_prefill_predict_length={most}. Use a smaller arithmetic_largest or prompt_template. "
-                f"{_longer(self._asking.config, len(token_ids))}."
+                f"{_longer(self._maker.config, len(token_ids))}."
             )
         return Prompt(number, rendered.text, tuple(token_ids.tolist()), {"answer": str(result)})
 
@@ -194,7 +194,7 @@ def num_problems(config: RLRunConfig) -> int:
     return len(config.arithmetic_operations) * (config.arithmetic_largest + 1) ** 2
 
 
-class _Asking(NamedTuple):
+class _PromptMaker(NamedTuple):
     """How lines become prompts."""
 
     config: RLRunConfig
@@ -230,26 +230,26 @@ def _user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-def _open_arithmetic(asking: _Asking) -> tuple[PromptSource, PromptSource | None]:
-    config = asking.config
+def _open_arithmetic(maker: _PromptMaker) -> tuple[PromptSource, PromptSource | None]:
+    config = maker.config
     total = num_problems(config)
     held_out = 0 if config.eval_dataset_path else num_held_out(config.eval_fraction, total, "problems")
-    training = ArithmeticPrompts(asking, 0, total - held_out)
+    training = ArithmeticPrompts(maker, 0, total - held_out)
     training.check_lengths()
     if config.eval_dataset_path:
-        return training, _evaluation_file(asking)
-    return training, ArithmeticPrompts(asking, total - held_out, held_out) if held_out else None
+        return training, _evaluation_file(maker)
+    return training, ArithmeticPrompts(maker, total - held_out, held_out) if held_out else None
 
 
-def _evaluation_file(asking: _Asking) -> FilePrompts:
-    lines = list(_read_lines(asking, "eval_dataset_path", asking.config.eval_dataset_path))
-    return _fitted(asking, lines, "eval_dataset_path")
+def _evaluation_file(maker: _PromptMaker) -> FilePrompts:
+    lines = list(_read_lines(maker, "eval_dataset_path", maker.config.eval_dataset_path))
+    return _fitted(maker, lines, "eval_dataset_path")
 
 
-def _read_lines(asking: _Asking, key: str, path: str) -> Iterator[_PromptLine]:
-    compared = [name for name in reward_names(asking.config) if name in ANSWER_REWARDS]
+def _read_lines(maker: _PromptMaker, key: str, path: str) -> Iterator[_PromptLine]:
+    compared = [name for name in reward_names(maker.config) if name in ANSWER_REWARDS]
     for where, value in json_objects(key, path, reads="prompts are read from .jsonl files", wanted=ASKED):
-        line = _line(asking, where, value)
+        line = _line(maker, where, value)
         if compared and not isinstance(line.fields.get("answer"), str):
             raise UserError(
                 f'{where}: there is no text or number as "answer", which reward_functions={compared[0]} compares '
@@ -258,7 +258,7 @@ def _read_lines(asking: _Asking, key: str, path: str) -> Iterator[_PromptLine]:
         yield line
 
 
-def _line(asking: _Asking, where: str, value: Mapping[str, Any]) -> _PromptLine:
+def _line(maker: _PromptMaker, where: str, value: Mapping[str, Any]) -> _PromptLine:
     taken = [key for key in _PARAMETERS if key in value]
     if taken:
         raise UserError(
@@ -283,7 +283,7 @@ def _line(asking: _Asking, where: str, value: Mapping[str, Any]) -> _PromptLine:
         answer = json.dumps(answer)
     if answer is not None:
         fields["answer"] = answer
-    return _PromptLine(asking.rendered(where, key, asked), fields)
+    return _PromptLine(maker.rendered(where, key, asked), fields)
 
 
 def _before_the_answer(turns: Any) -> tuple[Any, str | None]:
@@ -301,35 +301,35 @@ def _completed(completion: object) -> str | None:
     return completion if isinstance(completion, str) else None
 
 
-def _fitted(asking: _Asking, lines: Sequence[_PromptLine], key: str) -> FilePrompts:
+def _fitted(maker: _PromptMaker, lines: Sequence[_PromptLine], key: str) -> FilePrompts:
     """The prompts of lines, except those that are too long.
 
     Raises:
       UserError: a prompt is too long and long_examples=refuse, or no prompt is left.
     """
-    most, prompts, content = asking.config.max_prefill_predict_length, [], asking.content()
+    most, prompts, content = maker.config.max_prefill_predict_length, [], maker.content()
     long: list[tuple[str, int]] = []
     for first in range(0, len(lines), _LINES_PER_ENCODING):
         some = lines[first : first + _LINES_PER_ENCODING]
-        for (rendered, fields), tokens in zip(some, asking.renderer.prompt_tokens([w for w, _ in some]), strict=True):
+        for (rendered, fields), tokens in zip(some, maker.renderer.prompt_tokens([w for w, _ in some]), strict=True):
             if len(tokens) > most:
                 long.append((rendered.where, len(tokens)))
                 continue
             prompts.append(Prompt(len(prompts), rendered.text, tuple(tokens.tolist()), fields))
             content.update(json.dumps([rendered.text, prompts[-1].token_ids, fields], sort_keys=True).encode())
-    if long and asking.config.long_examples == "refuse":
+    if long and maker.config.long_examples == "refuse":
         where, count = long[0]
         others = "" if len(long) == 1 else f" ({len(long)} of {len(lines)} lines have more than that)"
         raise UserError(
             f"{where}: the prompt has {count} tokens, more than max_prefill_predict_length={most}{others}. "
-            f"{_longer(asking.config, max(count for _, count in long))} or long_examples=drop."
+            f"{_longer(maker.config, max(count for _, count in long))} or long_examples=drop."
         )
     notes = () if not long else (
         f"{len(long)} of {len(lines)} lines have prompts longer than max_prefill_predict_length={most} and were "
         f"dropped, as that of {long[0][0]} with {long[0][1]} tokens.",
     )  # fmt: skip
     if not prompts:
-        raise UserError(f"{key}={getattr(asking.config, key)!r} has no prompt. {' '.join(notes)}".rstrip())
+        raise UserError(f"{key}={getattr(maker.config, key)!r} has no prompt. {' '.join(notes)}".rstrip())
     return FilePrompts(tuple(prompts), notes, f"prompts:{len(prompts)}:{content.hexdigest()}")
 
 

@@ -15,7 +15,6 @@ import numpy as np
 
 from maxtext_lite.config import DataConfig, UserError, single_path
 from maxtext_lite.data.answers import open_answers
-from maxtext_lite.data.cutting import tokenized
 from maxtext_lite.data.examples import check_id, num_held_out
 from maxtext_lite.data.fetched import find_prepared
 from maxtext_lite.data.manifest import token_dtype
@@ -26,6 +25,7 @@ from maxtext_lite.data.preparing.keys import PrepareConfig
 from maxtext_lite.data.preparing.tasks import WHOLE, Piece
 from maxtext_lite.data.preparing.text_cache import cached_text, text_fingerprint
 from maxtext_lite.data.row_index import FittedRows, IndexPlace, rows_of
+from maxtext_lite.data.splitting import tokenized
 from maxtext_lite.data.text_files import find_files
 from maxtext_lite.data.token_stream import open_prepared
 from maxtext_lite.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer

@@ -18,7 +18,7 @@ import numpy as np
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.json_file import check_file, is_directory, is_there, read_bytes, read_object, user_path
-from maxtext_lite.data import cutting
+from maxtext_lite.data import splitting
 
 # Names of the end-of-text token in published tokenizers, the most specific first.
 END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<|end▁of▁sentence|>", "</s>", "<eos>", "<|im_end|>")
@@ -245,7 +245,7 @@ class HuggingFaceTokenizer(Tokenizer):
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.end_of_text_id = self._find_end_of_text(path)
-        self._may_cut = cutting.may_cut(json.loads(content))
+        self._may_split = splitting.may_split(json.loads(content))
         self.fingerprint = f"huggingface:{hashlib.sha256(content).hexdigest()}:{self.end_of_text_id}"
 
     def _find_end_of_text(self, path: pathlib.Path) -> int:
@@ -278,7 +278,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def pieces(self, text: str, most: int) -> list[str]:
         """Parts cut at spaces, if the file describes a tokenizer for which that is safe."""
-        return cutting.pieces(text, most) if self._may_cut else [text]
+        return splitting.pieces(text, most) if self._may_split else [text]
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         """`encode` of each text, on all cores."""

@@ -203,11 +203,11 @@ class Pipeline:
         """Leaves [repeats, P, layers per stack, ...]."""
         lead = self.num_repeats, self.num_stages
 
-        def deal(stored: jax.Array) -> jax.Array:
+        def split(stored: jax.Array) -> jax.Array:
             rest = stored.shape[1:] if self.num_repeats == 1 else stored.shape[2:]
             return stored.reshape(*lead, -1, *rest)
 
-        return jax.tree.map(deal, params)
+        return jax.tree.map(split, params)
 
     def _stack_of(self, params_R: Any, repeat: jax.Array) -> Any:
         """The layers of a stage for one of its repeats."""

@@ -14,7 +14,7 @@ def held(overrides, mesh=(), slots=16, pieces=1, accelerator=TPU):
     return {line.name: line.bytes for line in lines}
 
 
-def test_an_mlp_goes_back_through_six_arrays_of_its_width():
+def test_an_mlps_backward_pass_takes_six_arrays_of_its_width():
     """4,096 tokens; F 384, D 128, N 8, K 4, H 16: heads of a TPU's kernel are 128 wide."""
     found = held([])
     assert found["mlp of a layer"] == 6 * 4096 * 384 * 2
@@ -25,7 +25,7 @@ def test_an_mlp_goes_back_through_six_arrays_of_its_width():
 
 
 @pytest.mark.parametrize(("more", "products"), [((), 3), (("expert_bias=true",), 5)])
-def test_experts_go_back_through_their_rows(more, products):
+def test_the_backward_pass_of_experts_takes_their_rows(more, products):
     """Two of 8 experts, 48 wide, for each of 4,096 tokens, and the router's input in float32."""
     keys = ["num_experts=8", "num_experts_per_tok=2", "base_moe_mlp_dim=48", *more]
     of_rows = 2 * 4096 * (2 * 128 * 2 + (4 * products + 3 * 2) * 48)
@@ -58,7 +58,7 @@ def test_rotations_are_kept_of_every_tick_of_the_pipeline():
 
 
 @pytest.mark.parametrize(("at_once", "layer_ticks"), [(2, 2 * 5), (1, 1 * 9)])
-def test_what_goes_to_the_host_goes_in_every_tick(at_once, layer_ticks):
+def test_activations_are_offloaded_in_every_tick(at_once, layer_ticks):
     """Two of four layers on a stage, 4 pieces of 4 x 256 tokens: they go through both at once, or round twice."""
     keys = ["remat_policy=qkv_proj_offloaded", f"num_layers_per_pipeline_stage={at_once}"]
     found = offloaded_activations(load_config(None, keys), ONE | {"stage": 2}, 16, 4)
@@ -78,7 +78,7 @@ def test_latent_attention_projects_a_part_of_its_keys():
     assert LayerOnDevice(config, ONE, 4096).named_bytes()["key_proj"] == 2 * 16 * 128
 
 
-def test_cudnns_context_is_kept_only_where_everything_is():
+def test_cudnns_context_is_kept_only_if_everything_is():
     """4,096 tokens in 4 layers, N 8, K 4, H 16; the log-partitions of other kernels go with the context."""
     gpu = Accelerator("gpu", "9.0")
     full, saved = (["packing=false", "remat_policy=custom", f"remat_save={name}"] for name in ("query_proj", "context"))
@@ -104,13 +104,13 @@ def test_a_tpus_kernel_keeps_heads_in_whole_tiles_and_its_context_twice():
         (["qk_norm=head"], 4 * 128 + (8 + 4) * 16),
     ],
 )
-def test_what_goes_into_norms_is_kept_where_everything_is(keys, elements):
+def test_inputs_of_norms_are_kept_if_everything_is(keys, elements):
     """Beside queries, keys, values, context and three of an mlp; N 8, K 4, H 16, D 128, F 384."""
     kept = held(["remat_policy=none", *keys], accelerator=Accelerator("cpu"))["kept of layers"]
     assert kept == 4 * 4096 * (2 * (elements + 24 * 16 + 3 * 384) + 4 * 8)
 
 
-def test_what_a_shared_experts_gate_multiplies_is_kept():
+def test_the_input_of_a_shared_experts_gate_is_kept():
     keys = ["num_experts=4", "num_experts_per_tok=2", "shared_experts=1", "remat_policy=minimal"]
     plain, gated = (held([*keys, f"shared_expert_gate={gate}"])["kept of layers"] for gate in ("false", "true"))
     assert gated - plain == 4 * 4096 * 128 * 2

@@ -59,7 +59,7 @@ def test_without_an_error_it_is_a_hint():
 
 
 @pytest.mark.parametrize("batch", [1, 64])
-def test_what_was_not_measured_is_said_with_the_reason(batch):
+def test_an_unmeasured_noise_scale_is_explained(batch):
     text = batch_size_advice(None, None, batch)
     assert f"nothing about the batch of {batch} example{'' if batch == 1 else 's'}." in text
     assert "at least two gradients per step" in text

@@ -36,7 +36,7 @@ def test_a_fraction_times_devices_is_exact(per_device, num_devices, micro):
 @pytest.mark.parametrize(
     ("per_device", "num_devices", "examples"), [("0.3", 8, "2.4"), ("0.1", 8, "0.8"), ("1.3", 8, "10.4")]
 )
-def test_what_is_not_a_whole_number_of_examples_is_refused(per_device, num_devices, examples):
+def test_a_fraction_of_an_example_is_refused(per_device, num_devices, examples):
     problem = derived(num_devices, per_device)
     assert isinstance(problem, Violation)
     assert problem.message == (

@@ -6,7 +6,7 @@ import pytest
 from maxtext_lite.batching import make_plan, row_slots
 from maxtext_lite.config import load_config
 
-# The keys of plan.json that are promised.
+# The keys of plan.json in the interface.
 PROMISED = """num_devices, num_hosts, mesh, per_device_batch_size, micro_batch_to_train, empty_slots_per_micro_batch,
 gradient_accumulation_steps, global_batch_to_train, global_batch_to_load, loads_per_step, loading_hosts,
 examples_per_loading_host, tokens_per_step, num_pipeline_stages, num_pipeline_microbatches, pipeline_microbatch_size,
@@ -19,7 +19,7 @@ def plan_of(*overrides, num_devices=8, **machine):
     return make_plan(load_config(None, overrides), num_devices=num_devices, **machine)
 
 
-def test_a_plan_has_what_was_promised():
+def test_a_plan_has_the_fields_of_the_interface():
     plan = plan_of("enable_rampup_batch_size=true")
     written = json.loads(json.dumps(plan.to_json()))
     assert set(PROMISED) <= set(written)
@@ -56,7 +56,7 @@ def test_slots_of_training_and_evaluation():
     assert plan.slots_for(9) == 16
 
 
-def test_a_run_with_a_ramp_is_as_long_as_so_many_steps_of_the_target():
+def test_the_length_of_a_ramped_run_in_steps_of_the_target():
     ramp = ("enable_rampup_batch_size=true", "per_device_batch_size_start=4", "per_device_batch_size_increment=4")
     plan = plan_of("per_device_batch_size=16", *ramp, "global_rampup_samples=90", "steps=10", num_devices=1)
     # 8 steps of 4, 4 of 8 would follow, of which two are left: 32 + 16 examples = 3 steps of 16.
@@ -70,7 +70,7 @@ def test_the_bubble_is_that_of_one_micro_batch():
     assert plan_of().pipeline_bubble_fraction == 0
 
 
-def test_one_code_path_with_and_without_a_ramp():
+def test_plans_with_and_without_a_ramp_answer_alike():
     plain, ramped = plan_of(), plan_of("enable_rampup_batch_size=true")
     assert len(plain.stages) == 1
     assert plain.stage_at(10**9) == plain.stages[0]

@@ -27,12 +27,12 @@ def test_every_branch_sees_the_same_examples_in_micro_batches_that_are_no_larger
     (("1", "40"), r"batches of 640\. Nearest that work: 20 \(320\)\."),
     (("0.5", "2"), r"--factors has no 1, .* Nearest that works: 1 beside them\."),
 ])  # fmt: skip
-def test_what_cuts_no_whole_batches_is_refused(factors, error):
+def test_factors_without_whole_batches_are_refused(factors, error):
     with pytest.raises(UserError, match=error):
         branch_sizes([Fraction(text) for text in factors], batch=16, accumulation=1, steps=20)
 
 
-def test_the_critical_batch_lies_where_the_loss_passes_the_best_by_a_hundredth():
+def test_the_critical_batch_is_where_the_loss_exceeds_the_best_by_1_percent():
     assert critical_batch({8: 2.0, 16: 2.0, 32: 2.01, 64: 2.05}) == pytest.approx(32 * 2**0.25)  # 2.02, a quarter up
     assert critical_batch({8: 2.1, 16: 2.0, 32: 2.04}) == pytest.approx(16 * math.sqrt(2))  # 8 is worse, and smaller
     assert critical_batch({8: 2.0, 16: 2.0, 32: 2.019}) is None

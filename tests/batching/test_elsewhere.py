@@ -42,7 +42,7 @@ def test_a_batch_of_each_device_grows_with_them():
     assert found.to_json()["changes"]["global_batch_to_train"] == {"from": 16, "to": 32}
 
 
-def test_of_a_ramp_the_batches_count_and_not_how_they_are_split():
+def test_ramps_are_compared_by_batches_and_not_by_their_split():
     same = move([*STATED[:1], "per_device_batch_size=1", "gradient_accumulation_steps=-1", *RAMP], to=4)
     assert same.trains_alike
     assert same.unchanged["rampup"]
@@ -63,7 +63,7 @@ def test_on_the_same_machine_nothing_changes():
     "max_target_length=128", "seed=3", "data_shuffle_seed=5", "optimizer=sgd", "learning_rate=1e-4", "warmup_steps=5",
     "base_emb_dim=256", "dtype=bfloat16", "eval_fraction=0.1", "excluded_rows=rows.jsonl", "steps=300",
 ])  # fmt: skip
-def test_another_key_of_training_is_another_run(changed):
+def test_another_training_key_is_another_run(changed):
     found = move(STATED, to=8, changed=[changed])
     key = changed.partition("=")[0]
     assert not found.trains_alike
@@ -83,7 +83,7 @@ def test_a_scaled_learning_rate_is_another_run():
     "ici_data_parallelism=2", "remat_policy=full", "attention=dot_product", "expansion_factor_real_data=0.5",
     "run_name=other", "eval_interval=7", "optimizer_memory_host_offload=true", "num_vocab_tiling=2",
 ])  # fmt: skip
-def test_another_split_or_place_is_not(changed):
+def test_another_split_or_path_is_the_same_run(changed):
     assert move(STATED, to=8, changed=[changed]).trains_alike
 
 
@@ -94,7 +94,7 @@ def test_data_may_lie_elsewhere():
 
 
 @pytest.mark.parametrize("text", [None, "{", "[]", '{"steps": 3}'])
-def test_what_is_no_plan_is_refused(tmp_path, text):
+def test_a_damaged_plan_is_refused(tmp_path, text):
     if text is not None:
         (tmp_path / "plan.json").write_text(text)
     with pytest.raises(UserError, match=r"--from=.*(is not a run directory|is damaged)"):

@@ -103,7 +103,7 @@ def test_the_warm_up_is_a_token_for_each_parameter_or_2000_steps():
     assert warmup_steps(budget("8B"), 4e6) == {"OLMo ladder": 2000.0, "DeepSeek": 2000.0}
 
 
-def test_a_batch_is_doubled_where_it_is_the_critical_one_of_what_was_seen():
+def test_a_batch_doubles_once_it_is_the_critical_one():
     for batch in (1e5, 2.66e6, 4e7):
         start = doubling_tokens(batch)
         low, high = (Budget(1e9, 1e9, tokens) for tokens in (start.low, start.high))

@@ -36,5 +36,5 @@ def test_json_has_parts_and_lines():
     assert list(lines[3].values()) == ["mlp of a layer", "activations", 4, "hidden values", ["mlp"]]
 
 
-def test_bytes_are_shown_in_a_unit_that_suits():
+def test_bytes_are_shown_in_a_suitable_unit():
     assert [bytes_text(size) for size in (95_000_000_000, 1_500_000, 400)] == ["95.0 GB", "1.5 MB", "0.4 kB"]

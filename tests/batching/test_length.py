@@ -51,8 +51,8 @@ def test_stated_steps_are_counted():
     assert [length.steps_left(step, 4 * step) for step in (0, 6, 7, 9)] == [7, 1, 0, 0]
 
 
-def test_a_run_that_ended_in_a_short_batch_goes_on():
-    # 10 examples in batches of 4: 4 4 2. A second epoch from there: 4 4 2 again, not 5 steps in all but 6.
+def test_a_run_that_ended_in_a_short_batch_continues():
+    # 10 examples in batches of 4: 4 4 2. A second epoch from there is 4 4 2 again: 6 steps in all, not 5.
     assert epochs(10, short=True, stages=plain(4)).steps == 3
     longer = epochs(20, short=True, stages=plain(4))
     assert longer.steps == 5
@@ -159,7 +159,7 @@ def test_a_batch_that_does_not_fit_is_trained_as_a_short_one():
 
 @pytest.mark.parametrize("length", [RunLength(SEEDS_RAMP.all_stages, 12, None, False), epochs(26, short=True),
                                     epochs(26, short=False)])  # fmt: skip
-def test_steps_at_once_lead_where_they_lead_one_by_one(length):
+def test_many_steps_at_once_equal_single_steps(length):
     for step, start in [(0, 0), (4, 4), (2, 9), (11, 16), (3, 30)]:
         seen = start
         for _ in range(length.steps_left(step, start)):

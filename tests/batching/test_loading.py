@@ -63,13 +63,13 @@ def test_hosts_are_counted_in_integers(factor):
         ("2/3", 8, "expansion_factor_real_data=2/3 is 1/x = 1.5 loads per step, not a whole number."),
     ],
 )
-def test_a_factor_that_leaves_no_whole_number_is_refused(factor, num_hosts, message):
+def test_a_factor_without_a_whole_number_of_hosts_or_loads_is_refused(factor, num_hosts, message):
     problem = loading_of(factor, num_hosts)
     assert isinstance(problem, Violation)
     assert problem.message == message
 
 
-def test_a_factor_that_was_rounded_is_named_in_full():
+def test_a_rounded_factor_is_suggested_as_a_fraction():
     assert loading_of("2.6667", 8).nearest == (Fraction(8, 3),)
     assert isinstance(loading_of("8/3", 8), Loading)
     below, above = loading_of("3", 8).nearest[0]()

@@ -36,15 +36,15 @@ def test_activations_of_experts_have_room_for_the_rows_that_may_come():
     four = held(estimate(keys, {"expert": 4}, slots=64), "kept of layers")
     assert four - one == pytest.approx((2.5 - 2) * per_row, rel=1e-3)
     capacity = held(estimate([*keys, "capacity_factor=1.5"], {"expert": 4}, slots=64), "kept of layers")
-    # What comes back of two choices is kept in four layers, 128 wide, in float32, and of 3 slots a token hidden values.
+    # Kept in four layers: the outputs of two choices, 128 wide, in float32, and hidden values of 3 slots per token.
     assert capacity - one == (3 - 2) * per_row + 4 * (2 * 128 + 3 * 64) * 4 * 4096
 
 
-def test_what_is_named_of_experts_is_kept():
+def test_named_tensors_of_experts_are_kept():
     """Four experts of width 64, two a token; 16 rows of 256 tokens, 4 layers, D 128, float32."""
     keys, full = ["num_experts=4", "num_experts_per_tok=2", "base_moe_mlp_dim=64"], "remat_policy=full"
     nothing = held(estimate([*keys, full]), "kept of layers")
-    # No backward pass asks for what a layer's last matmul gives: the next layer's input is kept anyway.
+    # No backward pass needs the output of a layer's last matmul: the next layer's input is kept anyway.
     for name, width in (("mlpwi_0", 2 * 64), ("mlpwi_1", 2 * 64), ("mlpwo", 0), ("expert_rows", 2 * 128)):
         kept = held(estimate([*keys, "remat_policy=custom", f"remat_save={name}"]), "kept of layers")
         assert kept - nothing == 4 * 16 * 256 * width * 4, name
@@ -63,13 +63,13 @@ def test_optimizer_state_is_counted_exactly(overrides, copies):
     assert estimate(overrides).optimizer_state == 4 * copies * ALL
 
 
-def test_gradients_are_one_float32_copy_and_with_accumulation_one_more():
+def test_accumulation_adds_a_float32_copy_of_the_gradients():
     assert estimate().params == 4 * ALL
     assert estimate().gradients == 4 * ALL
     assert estimate(accumulation=2).gradients == estimate(accumulation=8).gradients == 8 * ALL
     narrow = estimate(["weight_dtype=bfloat16", "dtype=bfloat16"], accumulation=2)
     assert narrow.gradients == 6 * ALL
-    # A micro-batch's gradient is that of the matrices as they are multiplied, and of the tables as they are.
+    # A micro-batch's gradients are in `dtype` for matrices, and in weight_dtype for tables.
     assert estimate(["dtype=bfloat16"]).gradients == 2 * MATRICES + 4 * (TABLES + NORMS)
     assert held(estimate(["dtype=bfloat16"]), "weights in dtype") == 2 * MATRICES
     assert narrow.weights == 0
@@ -104,11 +104,11 @@ def test_frozen_weights_have_no_gradients_and_no_optimizer_state(optimizer, copi
     assert local.params == 2 * ALL + (2 + 1) * 4 * adapters
 
 
-def test_half_precision_is_two_bytes_whichever_it_is():
+def test_both_half_precisions_take_two_bytes():
     assert estimate(["dtype=float16"]) == estimate(["dtype=bfloat16"])
 
 
-def test_estimates_shrink_in_the_order_of_what_is_recomputed():
+def test_estimates_shrink_as_more_is_recomputed():
     sizes = [estimate([f"remat_policy={policy}"]).activations
              for policy in ("none", "save_dot_products", "minimal", "save_qkv_proj", "full")]  # fmt: skip
     assert sizes == sorted(sizes, reverse=True)
@@ -127,7 +127,7 @@ def test_activations_and_logits_follow_the_rows_of_a_device():
     assert estimate(slots=16, accumulation=8).activations == one.activations
 
 
-def test_logits_are_cut_into_the_fewest_tiles_of_half_a_gib():
+def test_logits_are_split_into_the_fewest_tiles_of_half_a_gib():
     """llama3-8b's 128,256 float32 logits of a token are 513,024 bytes: 1,046 tokens in 512 MiB."""
     cut = {(rows, tokens): vocab_tiles(-1, rows=rows, tokens=tokens, vocab_size=128_256)
            for rows, tokens in ((1, 1024), (1, 4096), (1, 8192), (3, 8192), (1, 1047), (2, 3), (10**6, 3))}  # fmt: skip
@@ -136,12 +136,12 @@ def test_logits_are_cut_into_the_fewest_tiles_of_half_a_gib():
     assert vocab_tiles(5, rows=10**6, tokens=4096, vocab_size=128_256) == 5
 
 
-def test_gradients_of_logits_wait_as_long_as_they_have_no_more_tokens_than_emb_dim():
+def test_gradients_of_logits_are_kept_for_up_to_emb_dim_tokens():
     assert [tiles_kept(8, tokens=tokens, emb_dim=4096) for tokens in (1000, 4096, 4097, 8192, 32_768, 10**6)] == [
         8, 8, 4, 4, 1, 1]  # fmt: skip
 
 
-def test_on_shards_of_fsdp_the_head_is_there_whole_and_gradients_of_logits_wait():
+def test_fsdp_shards_gather_the_head_and_keep_gradients_of_logits():
     """16 rows of 256 tokens a device, D 128, V 320: of 64 tiles of 64 tokens, two have 128 of them."""
     mesh, keys = {"fsdp": 4}, ["num_vocab_tiling=64", "dtype=bfloat16"]
     logits, head, waiting = 4 * 64 * 320, 2 * 128 * 320, 2 * 128 * 320
@@ -153,16 +153,16 @@ def test_on_shards_of_fsdp_the_head_is_there_whole_and_gradients_of_logits_wait(
     tpu = Accelerator("tpu")
     assert loss(keys, mesh, slots=64, accelerator=tpu) == [logits, waiting, head, 3 * 4 * 128 * 320 // 4]
     assert loss(["num_vocab_tiling=64"]) == [logits, logits, 0, 4 * 128 * 320]
-    # Without waiting, a tile's gradient in bfloat16 stands beside its logits.
+    # If none is kept, a tile's gradient in bfloat16 is held with its logits.
     assert loss(["dtype=bfloat16"], mesh, slots=64) == [64 * logits, 32 * logits, head, 4 * 128 * 320 // 4]
-    # Not on a TPU, the whole of the head's gradient is made before each device has its part: larger than a tile here.
+    # Except on a TPU, the whole gradient of the head precedes its reduce-scatter: larger than a tile here.
     on_gpu = estimate(keys, mesh, slots=64)
     assert held(on_gpu, "head's gradient, whole") == 4 * 128 * 320 > logits
     assert held(on_gpu, "logits of a tile") == 0
     assert held(estimate([*keys, "grad_dtype=bfloat16"], mesh, slots=64), "logits of a tile") == logits
 
 
-def test_on_shards_of_fsdp_the_widest_weights_of_a_layer_are_there_whole():
+def test_fsdp_shards_gather_the_widest_weights_of_a_layer():
     """D 128 and F 384, of which tensor leaves a half: two matrices in float32."""
     one, four = estimate(), estimate(mesh={"fsdp": 4}, slots=64)
     assert held(four, "weights, gathered") == 2 * 4 * 128 * 384
@@ -171,8 +171,8 @@ def test_on_shards_of_fsdp_the_widest_weights_of_a_layer_are_there_whole():
     assert held(halves, "weights, gathered") == 4 * 128 * 384
 
 
-def test_tensor_shards_of_gpus_have_whole_tokens_while_a_layer_goes_back():
-    """16 rows of 256 tokens, D 128, float32: four arrays, and four more while attention goes back."""
+def test_tensor_shards_of_gpus_gather_tokens_in_the_backward_pass():
+    """16 rows of 256 tokens, D 128, float32: four arrays, and four more in attention's backward pass."""
     found = {
         name: estimate(["remat_policy=full"], {"tensor": 2}, accelerator=Accelerator(name)) for name in ("gpu", "tpu")
     }
@@ -196,15 +196,15 @@ def test_gpipe_keeps_every_tick_and_1f1b_the_inputs_of_twice_the_stages():
     piece = 4 * 256 * 128 * 4  # bytes of the input of a layer, for a pipeline microbatch of 4 rows
     # Two layers in each of M + 1 ticks, and twice the M pieces themselves.
     assert sizes["gpipe"] == {pieces: (2 * (pieces + 1) + 2 * pieces) * piece for pieces in (2, 4, 16)}
-    # One piece in two layers, the inputs of 3 ticks, and what is on its way to the next stage and to the one before.
+    # One piece in two layers, the inputs of 3 ticks, and those on their way to the next and the previous stage.
     assert sizes["1f1b"] == dict.fromkeys((2, 4, 16), (2 + 3 + 2) * piece)
-    # Stages share the tokens out for the loss: all of a micro-batch's, or those of one piece at a time.
+    # Stages share the tokens for the loss: those of a whole micro-batch, or of one piece at a time.
     logits = [held(estimate([*keys, f"pipeline_schedule={schedule}"], mesh, slots=8, pieces=2), "logits of a tile")
               for schedule in ("gpipe", "1f1b")]  # fmt: skip
     assert logits == [4 * 8 * 256 * 320 // 2, 4 * 4 * 256 * 320 // 2]
 
 
-def test_stages_that_go_round_keep_their_weights_of_every_tick():
+def test_circular_stages_keep_their_weights_of_every_tick():
     """Four layers on two stages, one at a time: 2 x 4 + 1 ticks, each with a copy of a layer's matrices."""
     keys = ["remat_policy=full", "num_layers_per_pipeline_stage=1", "dtype=bfloat16"]
     round_twice = estimate(keys, {"stage": 2}, slots=16, pieces=4)
@@ -214,8 +214,8 @@ def test_stages_that_go_round_keep_their_weights_of_every_tick():
     assert held(once, "weights of ticks") == 0
 
 
-def test_context_shards_hold_their_tokens_and_the_scores_of_a_tile():
-    """8,192 tokens, 16 rows: the scores of one tile, four times, and with shards what comes from the others."""
+def test_context_shards_keep_their_tokens_and_the_scores_of_a_tile():
+    """8,192 tokens, 16 rows: the scores of one tile, four times, and with shards the arrays of the others."""
     keys = ["max_target_length=8192", "remat_policy=full"]
     one, ring = estimate(keys), estimate([*keys, "context_parallel_strategy=ring"], {"context": 4})
     gathered, split = estimate(keys, {"context": 4}), estimate(keys, {"fsdp": 4})
@@ -231,11 +231,11 @@ def test_context_shards_hold_their_tokens_and_the_scores_of_a_tile():
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adafactor"])
-def test_estimated_optimizer_state_lies_below_adams(optimizer):
+def test_estimated_optimizer_state_is_below_adams(optimizer):
     assert 0 < estimate([f"optimizer={optimizer}"]).optimizer_state < estimate().optimizer_state
 
 
-def test_muon_works_with_whole_matrices_as_it_updates():
+def test_muon_updates_with_whole_matrices():
     """Each before and after a step, and on four shards of fsdp a quarter in two layouts; with tensor 2 halves."""
     for mesh, elements in (({"fsdp": 4}, 2 * MATRICES + 2 * MATRICES // 4), ({"tensor": 2}, 2 * MATRICES // 2)):
         line = next(
@@ -246,7 +246,7 @@ def test_muon_works_with_whole_matrices_as_it_updates():
 
 
 def test_the_total_is_what_is_held_at_the_fullest_moment():
-    """One layer of many tokens is fullest while it goes back, a vocabulary of many at the loss."""
+    """One layer of many tokens peaks in its backward pass, a large vocabulary at the loss."""
     layers, loss = estimate(limit=95), estimate(["vocab_size=32000", "remat_policy=full"])
     lasting = layers.params + layers.optimizer_state
     assert layers.total == lasting + layers.gradients + layers.weights + layers.activations
@@ -258,7 +258,7 @@ def test_the_total_is_what_is_held_at_the_fullest_moment():
     assert layers.limit == 95_000_000_000
 
 
-def test_what_is_offloaded_leaves_the_device():
+def test_offloaded_tensors_leave_the_device():
     """D 128, N 8, K 4, H 16, F 384, 4 layers, 16 rows of 256 tokens, float32."""
     tokens, full = 16 * 256, estimate(["remat_policy=full"])
     heads = (8 + 4 + 4) * 16
@@ -272,7 +272,7 @@ def test_what_is_offloaded_leaves_the_device():
     assert full.offloaded == 0
 
 
-def test_an_optimizer_state_on_the_host_does_not_stand_beside_activations():
+def test_offloaded_optimizer_state_is_not_held_with_activations():
     here, there = estimate(), estimate(["optimizer_memory_host_offload=true"])
     assert there.offloaded == here.optimizer_state == there.optimizer_state
     others = here.total - here.optimizer_state
@@ -287,7 +287,7 @@ def test_a_sharded_optimizer_state_is_divided_by_the_data_axis():
     assert narrow.optimizer_state == (whole + whole // 2) // 4  # two moments and a master copy, each float32
 
 
-def test_scores_are_counted_where_the_kernel_that_runs_holds_them():
+def test_scores_are_counted_only_for_kernels_that_have_them():
     """gemma2-9b caps its scores, as tokamax's kernel can: elsewhere 4 float32 copies of a strip of 16 heads."""
     keys = ["model_name=gemma2-9b", "dtype=bfloat16", "tokenizer_type=huggingface", "tokenizer_path=x"]
     hopper, ampere = Accelerator("gpu", "9.0", "0.0.17"), Accelerator("gpu", "8.0", "0.0.17")
@@ -303,7 +303,7 @@ def test_scores_are_counted_where_the_kernel_that_runs_holds_them():
     assert activations("attention=dot_product", accelerator=hopper) == activations()
 
 
-def test_what_kernels_hold_beside_the_rows_is_counted():
+def test_the_arrays_of_kernels_are_counted():
     """Of 8 query heads of 16 dims and 256 tokens: jax's kernel has keys and values for each, cuDNN's a mask."""
     gpu = Accelerator("gpu", "8.0")
 
@@ -316,7 +316,7 @@ def test_what_kernels_hold_beside_the_rows_is_counted():
     assert activations("attention=cudnn_masked") - fused == (1 + 2) * 256**2
 
 
-def test_narrow_weights_have_masters_wherever_their_state_lies():
+def test_narrow_weights_have_masters_wherever_their_state_is():
     narrow = ["weight_dtype=bfloat16", "optimizer=sgd"]
     for more, mesh, copies in (([], {}, 1), ([], {"data": 4}, 1), (["shard_optimizer_over_data=true"], {"data": 4}, 4)):
         memory = estimate([*narrow, *more], mesh)

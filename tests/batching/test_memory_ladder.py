@@ -1,4 +1,4 @@
-"""What a ladder changes, rung by rung, on machines that need not exist; the batches of every step stay."""
+"""The rungs of a ladder, on machines that need not exist; the batches of every step stay the same."""
 
 import pytest
 
@@ -25,7 +25,7 @@ def rungs(words, num_devices=8):
     return found, plans
 
 
-def test_rows_are_halved_then_layers_are_made_again_then_logits_are_split():
+def test_rows_are_halved_then_layers_recomputed_then_logits_split():
     found, plans = rungs(["per_device_batch_size=4", "gradient_accumulation_steps=3"])
     assert found[:2] == [
         {"per_device_batch_size": "2", "gradient_accumulation_steps": "6"},
@@ -41,8 +41,8 @@ def test_rows_are_halved_then_layers_are_made_again_then_logits_are_split():
     assert held == sorted(held, reverse=True)
 
 
-def test_what_the_shards_cannot_share_is_not_halved():
-    """Half a row for each of 8 fsdp shards would leave half of them idle, and the others with what they had."""
+def test_rows_that_the_shards_cannot_share_are_not_halved():
+    """Half a row for each of 8 fsdp shards would leave half of them idle and not help the others."""
     found, _ = rungs(["per_device_batch_size=1"])
     assert found[0] == {"remat_policy": "save_dot_products"}
     found, _ = rungs(["per_device_batch_size=1", "ici_tensor_parallelism=4", "ici_fsdp_parallelism=2"])
@@ -64,7 +64,7 @@ def test_every_stage_of_a_ramp_keeps_its_batch(mode):
     assert all(each == batches[0] for each in batches)
 
 
-def test_a_policy_of_ones_own_is_followed_by_one_that_keeps_less():
+def test_a_custom_policy_is_followed_by_one_that_keeps_less():
     words = ["per_device_batch_size=1", "remat_policy=custom", "remat_save=query_proj,mlpwi_0"]
     found, plans = rungs(words)
     assert found[0]["remat_policy"] in ("save_qkv_proj", "full")

@@ -1,4 +1,4 @@
-"""Parameters against hand counts, the decoder's own, and what was published; FLOPs by hand."""
+"""Parameters against hand counts, the decoder's own and published figures; FLOPs by hand."""
 
 import dataclasses
 import math
@@ -74,7 +74,7 @@ EVERYTHING = {
 
 
 def test_adafactors_second_moments_are_counted_by_hand():
-    """D 128, F 384, V 320 and nothing else reaches 128: the mlp and the tables have means, the rest has all."""
+    """D 128, F 384, V 320 and nothing else reaches 128: the mlp and the tables have means, the rest all elements."""
     config = load_config()
     attention, mlp = MATRICES // 4 - 3 * 128 * 384, 3 * (128 + 384)
     assert count_factored(config) == 4 * (attention + mlp) + NORMS + 2 * (320 + 128)
@@ -88,7 +88,7 @@ def test_adafactors_second_moments_are_counted_by_hand():
     ["num_experts=128", "num_experts_per_tok=2", "base_moe_mlp_dim=128", "expert_bias=true", "shared_experts=1"],
 ], ids=str)  # fmt: skip
 def test_adafactors_state_on_a_device_is_as_counted(keys):
-    """But for its counts, and the one zero that Optax has in the place of what a tensor does not need."""
+    """Except for its counts, and the single zero that Optax keeps in place of an unneeded tensor."""
     config = load_config(None, [*keys, "optimizer=adafactor"])
     sizes = {"fsdp": 2, "tensor": 2, "stage": 2}
     mesh = make_mesh(dict.fromkeys(MESH_AXES, 1) | sizes, dict.fromkeys(MESH_AXES, 1), jax.devices())
@@ -164,7 +164,7 @@ def test_flops_by_hand():
     assert flops_per_example(load_config(None, window), 7) == pytest.approx(7 * (6 * (2 * 204 + 1280) + attention))
 
 
-# Of the model cards, papers and the weights' own files: all parameters, of Gemma 3 those of the text model.
+# From model cards, papers and the weights' own files: all parameters; for Gemma 3 those of the text model.
 PUBLISHED = {
     "apertus-70b": 70_599_864_480, "apertus-8b": 8_053_338_176, "command-r": 34_980_831_232,
     "command-r-plus": 103_810_674_688, "command-r7b": 8_028_033_024, "deepseek-v2": 235_741_434_880,
@@ -202,7 +202,7 @@ PUBLISHED = {
 }  # fmt: skip
 
 
-def test_named_models_have_as_many_parameters_as_was_published():
+def test_parameters_of_named_models_are_those_published():
     names = {file.stem for file in packaged_directory("configs").glob("models/*.yml")}
     assert names == set(PUBLISHED)
     configs = {name: load_config(None, [f"model_name={name}"]) for name in names}
@@ -215,7 +215,7 @@ def test_named_models_have_as_many_parameters_as_was_published():
     ("deepseek-v2", 21), ("deepseek-v3", 37), ("olmoe-1b-7b", 1.3), ("qwen1.5-moe-a2.7b", 2.7),
     ("qwen2-57b-a14b", 14.2), ("ernie4.5-300b-a47b", 47.5), ("llama4-scout", 17.2), ("llama4-maverick", 17.2),
 ])  # fmt: skip
-def test_a_token_meets_as_many_parameters_as_was_published(name, billions):
+def test_active_parameters_are_those_published(name, billions):
     assert active_parameters(load_config(None, [f"model_name={name}"])) / 1e9 == pytest.approx(billions, rel=0.02)
 
 

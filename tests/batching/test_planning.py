@@ -1,4 +1,4 @@
-"""From configs to plans: worked values, epochs, replicas, and what is said and refused."""
+"""From configs to plans: worked values, epochs, replicas, warnings and refusals."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def test_worked_values(per_device, expansion, num_devices, accumulation, load, t
                    f"gradient_accumulation_steps={accumulation}", "ici_fsdp_parallelism=1", "ici_data_parallelism=-1",
                    num_devices=num_devices, num_hosts=num_devices)  # fmt: skip
     assert (plan.global_batch_to_load, plan.global_batch_to_train, plan.micro_batch_to_train) == (load, train, micro)
-    # No row that is loaded is thrown away: the loads of a step hold its examples, once.
+    # No loaded row is discarded: the loads of a step contain its examples, once.
     read = plan.examples_per_loading_host * len(plan.loading_hosts) * plan.loads_per_step
     assert read == train
 
@@ -47,7 +47,7 @@ def test_epochs_follow_from_the_data():
         plan_of(num_examples=0)
 
 
-def test_what_is_probably_not_meant_is_said():
+def test_probable_mistakes_are_warned_of():
     ramp = ["enable_rampup_batch_size=true", "global_rampup_samples=500000"]
     assert plan_of(*ramp).warnings[0].startswith("the ramp takes ")
     assert plan_of("steps=5").warnings == ("warmup_steps=20 is more than steps=5: the run ends in the warm-up.",)
@@ -86,13 +86,13 @@ def test_replicas_that_the_data_axis_cannot_hold_are_refused():
         "Nearest that work: 2 or 4.",)  # fmt: skip
 
 
-def test_without_local_updates_their_keys_say_nothing():
+def test_without_local_updates_their_keys_have_no_effect():
     plan = plan_of("diloco_num_replicas=3")
     assert (plan.diloco_num_replicas, plan.diloco_sync_period, plan.layout_shards) == (None, None, 8)
     assert plan.memory == plan_of().memory
 
 
-def test_idle_replicas_and_an_unsynchronised_end_are_said():
+def test_idle_replicas_and_an_unsynchronised_end_are_warned_of():
     # 5 examples fill the first 5 of 8 slots, 2 to a replica: 2 2 1 0.
     plan = plan_of("enable_diloco=true", "ici_data_parallelism=4", "diloco_sync_period=7", "per_device_batch_size=5/8")
     assert plan.warnings == (
@@ -105,7 +105,7 @@ def test_idle_replicas_and_an_unsynchronised_end_are_said():
     assert plan_of(*DILOCO[:2], "num_epochs=10", num_examples=256).warnings[-1].startswith("steps=20 is not a mult")
 
 
-def test_a_warm_up_longer_than_the_run_is_said_where_steps_are_derived():
+def test_a_warm_up_longer_than_derived_steps_is_warned_of():
     plan = plan_of("num_epochs=2", "warmup_steps=9", num_examples=256)
     assert plan.warnings == ("warmup_steps=9 is more than steps=4: the run ends in the warm-up.",)
 
@@ -178,7 +178,7 @@ def test_load_plan_is_load_config_and_make_plan():
 
 
 @pytest.mark.parametrize(("policy", "warned"), [("save_dot_products", True), ("minimal", False), ("none", False)])
-def test_a_kernel_that_keeps_nothing_of_what_is_to_be_kept_is_warned_of(policy, warned):
+def test_a_kernel_that_cannot_keep_a_saved_tensor_is_warned_of(policy, warned):
     words = ["attention=cudnn_flash", "packing=none", "dtype=bfloat16", "head_dim=64", f"remat_policy={policy}"]
     plan = make_plan(load_config(None, words), num_devices=1, platform="gpu")
     assert any("attention=cudnn_flash keeps no context" in warning for warning in plan.warnings) == warned

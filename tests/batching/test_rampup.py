@@ -53,7 +53,7 @@ def test_the_defaults_of_the_original():
 
 
 # D8: a run resumed after 7 updates goes on with the 8th step's batch, not with the 7th's.
-def test_a_resumed_run_goes_on_where_the_other_went_on():
+def test_a_resumed_run_continues_with_the_next_batch():
     ramp = manager(1, 1, 4, 1, 15)
     for step in range(1, 30):
         assert ramp.stage_at(ramp.samples_before(step)).global_batch_to_train == ramp.batch_size_at(step)
@@ -105,7 +105,7 @@ def test_both_modes_have_the_same_global_batches_and_the_second_one_micro_batch(
     [(8, 4, 4, 1, 5), (8, 5, 4, 1, 5), (8, 0, 4, 1, 5), (8, 1, 4, 0, 5), (8, 1, 4, -1, 5), (8, 1, 4, 2, 5),
      (8, 1, 4, 1, 0), (8, "0.3", "0.6", "0.3", 5)],
 )  # fmt: skip
-def test_what_is_no_ramp_is_refused(arguments):
+def test_an_impossible_ramp_is_refused(arguments):
     with pytest.raises(ValueError, match=r"ramp goes up|increments|whole"):
         manager(*arguments)
 

@@ -47,7 +47,7 @@ def test_legal_batches_plan_as_they_stand_and_fit():
         assert days == pytest.approx([flops / peak / 86_400 for peak in seconds])
 
 
-def test_where_memory_is_short_the_per_device_batch_comes_down():
+def test_short_memory_lowers_the_per_device_batch():
     config = load_config(overrides=[*EIGHT_B, "per_device_batch_size=32"])
     small = nearest_legal(config, 4e6, 160e9, Machine(64, 8, device_named("h100", option="--device")))
     large = nearest_legal(config, 4e6, 160e9, Machine(64, 8, None))
@@ -87,7 +87,7 @@ def test_a_doubling_after_more_samples_than_a_key_counts_has_no_keys():
     assert recommend(config, Budget(8e9, 8e9, 15e10), Machine(8, 1, None)).ramp.overrides
 
 
-def test_a_config_that_no_batch_mends_is_refused_with_its_rule():
+def test_a_config_that_no_batch_fixes_is_refused_with_its_rule():
     config = load_config(overrides=["ici_tensor_parallelism=3"])
     with pytest.raises(UserError, match="ici_tensor_parallelism"):
         nearest_legal(config, 1e6, 1e9, Machine(8, 1, None))

@@ -16,7 +16,7 @@ def config(*overrides):
     return load_config(FILE, overrides)
 
 
-def test_the_seeds_words():
+def test_the_quantities_of_the_seeds():
     """6 prompts with 4 responses each, in chunks of 8: three chunks of two prompts, on 4 of 8 devices."""
     apart = ("trainer_devices_fraction=0.5", "sampler_devices_fraction=0.5")
     asked = config("batch_size=6", "num_generations=4", "micro_batch_size=8", "num_iterations=2", "steps=10", *apart)
@@ -69,13 +69,13 @@ def test_a_chunk_is_whole_groups_that_divide_the_batch_and_others_are_refused_wi
     (["trainer_devices_fraction=0.3", "sampler_devices_fraction=0.5"],
      "trainer_devices_fraction=0.3 x 8 devices = 2.4 devices, not a whole number. Nearest that work: 0.25 or 0.5."),
 ])  # fmt: skip
-def test_what_contradicts_itself_is_refused(words, message):
+def test_contradictions_are_refused(words, message):
     with pytest.raises(UserError) as refusal:
         load_plan(FILE, words, num_devices=8)
     assert message in str(refusal.value)
 
 
-def test_devices_that_have_one_task_are_those_of_one_host():
+def test_separate_trainer_and_sampler_devices_need_one_host():
     words = ("trainer_devices_fraction=0.5", "sampler_devices_fraction=0.5")
     with pytest.raises(UserError) as refusal:
         make_plan(config(*words), num_devices=8, num_hosts=2)
@@ -87,12 +87,12 @@ def test_devices_that_have_one_task_are_those_of_one_host():
 
 
 @pytest.mark.parametrize("devices", [0, -3, 10**12])
-def test_devices_that_cannot_be_are_refused(devices):
+def test_fractions_of_a_device_are_refused(devices):
     with pytest.raises(UserError, match=rf"num_devices={devices} must be at (least 1|most 1000000)\. Nearest.*: 1\.$"):
         load_plan(FILE, num_devices=devices)
 
 
-def test_its_keys_are_those_of_its_file_alone(tmp_path):
+def test_rl_keys_are_those_of_its_file(tmp_path):
     asked = config("batch_size=6", "micro_batch_size=8")
     assert isinstance(asked, RLRunConfig)
     assert not isinstance(load_config(), RLRunConfig)

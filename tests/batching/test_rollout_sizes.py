@@ -14,7 +14,7 @@ def mesh(devices, *overrides):
     return rl_batch(load_config(FILE, overrides), Topology(devices)).rollout.mesh
 
 
-def test_the_devices_that_generate_have_a_mesh_of_their_own():
+def test_generating_devices_have_their_own_mesh():
     assert mesh(8) == {"data": 8, "fsdp": 1, "tensor": 1}
     assert mesh(8, "rollout_tensor_parallelism=2") == {"data": 4, "fsdp": 1, "tensor": 2}
     both = ("rollout_tensor_parallelism=2", "rollout_fsdp_parallelism=2")
@@ -23,7 +23,7 @@ def test_the_devices_that_generate_have_a_mesh_of_their_own():
     assert mesh(8, *both, *apart) == {"data": 1, "fsdp": 2, "tensor": 2}
 
 
-def test_slots_are_those_of_a_chunk_filled_up_to_whole_shards():
+def test_slots_are_a_micro_batch_rounded_up_to_whole_shards():
     def slots(devices, *overrides):
         return rl_batch(
             load_config(FILE, ["batch_size=3", "num_generations=4", *overrides]), Topology(devices)
@@ -77,7 +77,7 @@ def test_memory_by_hand():
       "rollout_fsdp_parallelism=5 does not divide both the model's embedding and the 8 generating devices. Nearest "
       "that works: 4."]),
 ])  # fmt: skip
-def test_what_the_model_or_the_devices_cannot_be_divided_into_is_refused_by_the_plan(devices, overrides, messages):
+def test_a_mesh_that_does_not_divide_model_or_devices_is_refused(devices, overrides, messages):
     with pytest.raises(UserError) as refusal:
         load_plan(FILE, overrides, num_devices=devices)
     assert list(refusal.value.problems) == messages
@@ -88,7 +88,7 @@ def test_what_the_model_or_the_devices_cannot_be_divided_into_is_refused_by_the_
     load_plan(FILE, [*overrides, *mended], num_devices=devices)
 
 
-def test_a_server_has_devices_of_its_own():
+def test_a_server_has_its_own_devices():
     wide = "base_num_kv_heads=1"
     with pytest.raises(UserError, match="rollout_tensor_parallelism=2 does not divide"):
         load_plan(FILE, ["rollout_tensor_parallelism=2", wide], num_devices=4)

@@ -61,7 +61,7 @@ def test_the_largest_batch_is_one_and_one_more_is_refused():
     plan_of(*keys, "per_device_batch_size=41", "adam_b1=0.9025")
 
 
-def test_scaling_from_no_batch_is_refused():
+def test_scaling_without_a_base_batch_is_refused():
     with pytest.raises(UserError) as refused:
         plan_of("learning_rate_scaling=linear")
     assert refused.value.problems == (
@@ -69,7 +69,7 @@ def test_scaling_from_no_batch_is_refused():
         "learning_rate_scaling=linear scales. Nearest that works: 16.",)  # fmt: skip
 
 
-def test_what_is_probably_not_meant_is_said():
+def test_probable_mistakes_are_warned_of():
     linear = ["learning_rate_scaling=linear", "base_global_batch_size=4", "optimizer=sgd"]
     assert plan_of(*linear)[1].warnings == ()
     assert plan_of(*linear, "warmup_steps=0")[1].warnings == (

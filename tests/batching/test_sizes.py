@@ -115,7 +115,7 @@ def test_problems_of_all_parts_come_at_once():
     ["layer_pattern=local,global", "sliding_window_size=4"], ["num_layers_per_pipeline_stage=7"],
     ["num_layers_per_pipeline_stage=2", "num_pipeline_repeats=3"], ["pipeline_schedule=1f1b", "max_target_length=240"],
 ])  # fmt: skip
-def test_a_model_without_a_layer_for_the_pipeline_is_refused_for_that_alone(more):
+def test_a_model_without_pipeline_layers_is_refused_only_for_that(more):
     keys = ["ici_pipeline_parallelism=6", "num_experts=4", "first_num_dense_layers=1000"]
     with pytest.raises(UserError) as refused:
         load_plan(None, [*keys, *more], num_devices=6)

@@ -13,12 +13,13 @@ from tests.refusals import RL_FILE, changes, draw, random_words
 from tests.suggestions import failures
 
 BASE = load_config()
+KEYS = BASE.model_dump()
 
 
 def configured(values):
-    """A config with values as a message or a command line has them."""
+    """A config with values as written in a message or on a command line."""
     parsed = {key: parse_value(str(value)).value for key, value in values.items()}
-    return Config.model_validate(BASE.model_dump() | parsed)
+    return Config.model_validate(KEYS | parsed)
 
 
 def changed(values, machine, edit):
@@ -78,7 +79,7 @@ def test_shards_of_the_tokens_plan_or_name_values_that_work():
     assert 100 < refused < 250
 
 
-def test_values_of_the_wrong_type_are_answered_along_with_the_rest():
+def test_wrong_types_are_refused_along_with_broken_rules():
     rng = random.Random(7)
     wrong = {"per_device_batch_size": ["0", "-2"], "gradient_accumulation_steps": [0, "x"], "global_batch_size": [-3],
              "ici_tensor_parallelism": [0], "per_device_batch_size_start": ["0"], "expansion_factor_real_data": ["-2"],
@@ -106,7 +107,7 @@ def planned(file, words, machine, edit=()):
     return ()
 
 
-def test_the_lines_of_a_refusal_agree_and_what_they_name_works_together():
+def test_the_suggestions_of_a_refusal_agree_and_work_together():
     rng = random.Random(5)
     refused = further = 0
     for _ in range(50):
@@ -133,7 +134,7 @@ def test_the_lines_of_a_refusal_agree_and_what_they_name_works_together():
     assert further > 8
 
 
-def test_what_refusals_name_first_plans_and_is_found_in_under_a_second_whatever_the_numbers():
+def test_first_suggestions_plan_and_take_under_a_second():
     refused, slowest_seconds, failed = failures(200, seed=0)  # `python -m tests.suggestions` tries more
     assert refused == 200
     assert not failed
@@ -194,20 +195,20 @@ def check_arithmetic(plan, values, machine):
                      "Nearest that works: ici_data_parallelism=3."),
     ],
 )  # fmt: skip
-def test_the_words_of_a_refusal(values, machine, message):
+def test_the_text_of_a_refusal(values, machine, message):
     with pytest.raises(UserError) as refused:
         make_plan(configured(values), num_devices=machine[0], num_hosts=machine[1])
     assert refused.value.problems == (message,)
 
 
-def test_a_neighbour_that_another_rule_forbids_is_not_named():
+def test_a_neighbour_that_another_rule_forbids_is_not_suggested():
     # 0.875 x 8 = 7 examples are whole, but 64 examples a step are no multiple of 7; nor of 5 or 6.
     values = {"per_device_batch_size": "0.9", "gradient_accumulation_steps": -1, "global_batch_size": 64}
     with pytest.raises(UserError, match=r"Nearest that work: 0\.5 or 1\.$"):
         make_plan(configured(values), num_devices=8)
 
 
-def test_what_can_be_planned_is_not_refused():
+def test_a_legal_plan_is_not_refused():
     assert refusals(BASE, Topology(1), []) == []
     assert isinstance(derive_sizes(BASE, Topology(1)), Sizes)
     assert Fraction(16) == BASE.per_device_batch_size

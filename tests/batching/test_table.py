@@ -79,7 +79,7 @@ def test_a_long_ramp_is_cut_short():
     assert "... 487 more stages (--json has them all)" in table
 
 
-def test_a_short_or_dropped_last_batch_is_said():
+def test_a_short_or_dropped_last_batch_is_shown():
     keys = ["per_device_batch_size=8", "num_epochs=1"]
     table = table_of(keys, num_devices=1, num_examples=19)
     assert row(table, "steps") == "2: 16 examples, 4096 tokens"

@@ -30,7 +30,7 @@ def test_the_axes_have_their_order_and_keys():
     assert len(set(MESH_KEYS)) == 12
 
 
-def test_minus_one_takes_what_remains():
+def test_minus_one_takes_the_remaining_devices():
     mesh = mesh_of(16, ici_tensor_parallelism=2, dcn_data_parallelism=2)
     assert isinstance(mesh, MeshSizes)
     assert list(mesh.total.items()) == [

@@ -40,7 +40,7 @@ class Machine:
 @pytest.mark.parametrize("machine", [
     {}, {"most_rows": 4}, {"most_rows": 2}, {"most_rows": 2, "per_micro_batch": 0.01},
 ], ids=str)  # fmt: skip
-def test_the_best_is_that_of_all(machine):
+def test_the_best_candidate_is_the_best_of_a_full_search(machine):
     short, full = Machine(**machine), Machine(**machine)
     found, every = short.tune(), full.tune(full=True)
     assert found[0] == every[0]
@@ -50,7 +50,7 @@ def test_the_best_is_that_of_all(machine):
     assert len(short.measured) < len(full.measured)
 
 
-def test_what_does_not_fit_is_tried_with_less_kept_and_comes_last():
+def test_candidates_that_do_not_fit_retry_with_less_kept_and_come_last():
     machine = Machine(most_rows=4)
     found = machine.tune()
     assert machine.measured[:3] == [(1, "none"), (1, "save_dot_products"), (2, "none")]

@@ -1,4 +1,4 @@
-"""Examples for SFT and DPO: whole sequences in rows, with weight on answers alone; what does not fit is counted."""
+"""Examples for SFT and DPO: whole sequences in rows, with weight only on answers; misfits are counted."""
 
 import json
 
@@ -47,7 +47,7 @@ def test_two_short_texts_share_a_row_by_hand(tmp_path):
         source[1]
 
 
-def test_packed_rows_hold_what_separate_rows_hold(tmp_path):
+def test_packed_rows_contain_the_same_sequences_as_separate_rows(tmp_path):
     rng = np.random.default_rng(0)
     lines = [sft("x" * rng.integers(0, 12), "y" * rng.integers(1, 12)) for _ in range(60)]
     packed, _ = opened(tmp_path, lines, max_target_length=32)
@@ -139,7 +139,7 @@ def test_lines_that_are_too_long_are_truncated_or_dropped_and_counted_or_refused
         opened(tmp_path, LONG[1:2], max_target_length=7)
 
 
-def test_a_pair_is_dropped_where_one_answer_is_and_where_both_are_the_same(tmp_path):
+def test_a_pair_is_dropped_with_either_answer_or_if_both_are_equal(tmp_path):
     lines = [
         *PAIRS,
         {"prompt": "x", "chosen": "y", "rejected": "y"},
@@ -191,7 +191,7 @@ def test_fingerprints_tell_data_apart(tmp_path):
     assert source.with_reference(np.ones((3, 2), np.float32)).fingerprint == source.fingerprint == found[5]
 
 
-def test_files_that_are_no_lines_are_refused(tmp_path):
+def test_invalid_lines_are_refused(tmp_path):
     (tmp_path / "a.txt").write_text("x")
     with pytest.raises(UserError, match=r"dataset_type=sft reads .jsonl files, not '.*a.txt'"):
         opened(tmp_path, [], dataset_path=tmp_path / "a.txt")

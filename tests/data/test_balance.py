@@ -10,7 +10,7 @@ import pytest
 from maxtext_lite.batching import attended_pairs, make_plan
 from maxtext_lite.config import load_config
 from maxtext_lite.data import open_mixture
-from maxtext_lite.data.balance import Balance, deal
+from maxtext_lite.data.balance import Balance, assign_rows
 from maxtext_lite.data.feed import training_batches
 from maxtext_lite.data.packing import Documents
 from maxtext_lite.parallel import make_mesh, sharding
@@ -20,7 +20,7 @@ T = 32
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
-    """Of documents and of lines for SFT and DPO, of most lengths up to two rows."""
+    """Sources of documents and of SFT and DPO lines, of most lengths up to two rows."""
     directory, rng = tmp_path_factory.mktemp("texts"), np.random.default_rng(0)
 
     def text(most):
@@ -52,12 +52,12 @@ KINDS += [("sft", "sft"), ("sft", "sft", "packing=false"), ("dpo", "dpo")]
 
 
 def lengths_in(row):
-    """Of each run of one document, or of padding, token by token."""
+    """The cost of each run of one document or of padding, token by token."""
     segments = row["segments"].reshape(-1, T)  # for DPO, of two rows
     return [len(list(run)) for one in segments for _, run in itertools.groupby(one.tolist())]
 
 
-def test_documents_are_those_that_the_rows_hold(texts):
+def test_documents_are_those_in_the_rows(texts):
     mixture = f"dataset_path=[{{path: {texts}/a.jsonl, weight: 1}}, {{path: {texts}/b.jsonl, weight: 1}}]"
     for kind in (*KINDS, ("text", mixture)):
         source = source_of(config_of(texts, *kind))
@@ -77,7 +77,7 @@ def test_documents_are_those_that_the_rows_hold(texts):
     ],
 )
 def test_the_cost_of_a_document_is_what_its_queries_see_key_by_key(keys):
-    """Its own key counts half, and so does the key that a query's window has just left: the ends of what it sees."""
+    """A query's own key counts half, and so does the key that its window has just left: the ends of its range."""
     config = load_config(None, [*keys, "base_num_decoder_layers=5"])
     window, chunk = config.sliding_window_size, config.chunk_attn_window_size
     lengths = np.arange(1, 20)
@@ -96,7 +96,7 @@ def test_the_cost_of_a_document_is_what_its_queries_see_key_by_key(keys):
 
 
 def waited(costs, turns, shards):
-    """The costliest shard of each turn, added up."""
+    """The sum over turns of the costliest shard."""
     return sum(
         max(sum(costs[place] for place in range(len(costs)) if (turns[place], shards[place]) == (turn, shard))
             for shard in set(shards.tolist()))
@@ -108,12 +108,12 @@ def waited(costs, turns, shards):
     ([0] * 6, [0, 0, 0, 1, 1, 1], 1.01), ([0] * 6, [0, 0, 1, 1, 2, 2], 1.01), ([0, 0, 1, 1, 2, 2], [0, 1] * 3, 1.01),
     ([0, 0, 0, 0, 1, 1], [0, 0, 1, 1, 0, 1], 4 / 3),  # a slot of the second turn is empty on each shard
 ])  # fmt: skip
-def test_rows_are_dealt_about_as_well_as_can_be(turns, shards, bound):
-    """Beside all permutations."""
+def test_rows_are_assigned_nearly_optimally(turns, shards, bound):
+    """Compared with all permutations."""
     turns, shards = np.array(turns), np.array(shards)
     for trial, rng in enumerate(np.random.default_rng(len(set(turns.tolist()))).spawn(4)):
         costs = rng.pareto(1, len(turns)) + 1 if trial % 2 else rng.integers(1, 9, len(turns)).astype(float)
-        order = deal(costs, turns, shards)
+        order = assign_rows(costs, turns, shards)
         assert sorted(order.tolist()) == list(range(len(turns)))
         best = min(waited([costs[row] for row in rows], turns, shards) for rows in itertools.permutations(order))
         assert best <= waited(costs[order], turns, shards) <= bound * best
@@ -123,12 +123,14 @@ def test_rows_are_dealt_about_as_well_as_can_be(turns, shards, bound):
     (4, 1, 16, 64, 4), (4, 2, 16, 30, 2), (2, 2, 8, 13, 3), (8, 1, 8, 3, 1),
 ])  # fmt: skip
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_every_row_is_dealt_once_and_stays_with_its_replica(shards, pieces, slots, examples, micro_batches, replicas):
-    """Also where slots are left empty: the last ones of a micro-batch."""
+def test_every_row_is_assigned_once_and_stays_with_its_replica(
+    shards, pieces, slots, examples, micro_batches, replicas
+):
+    """Also if the last slots of a micro-batch are empty."""
 
     @dataclasses.dataclass
     class Rows:
-        """Row i is a document of as many tokens as number i says."""
+        """Row i is a document whose length is number i."""
 
         lengths: np.ndarray
 
@@ -138,12 +140,12 @@ def test_every_row_is_dealt_once_and_stays_with_its_replica(shards, pieces, slot
     source = Rows(np.random.default_rng(0).integers(1, 100, 200))
     balance = Balance(True, np.square, shards, replicas, pieces, slots)
     ids = np.random.default_rng(1).permutation(200)[:examples]
-    dealt, imbalance = balance.dealt(source, ids, micro_batches)
-    off, before = dataclasses.replace(balance, is_on=False).dealt(source, ids, micro_batches)
+    arranged, imbalance = balance.arranged(source, ids, micro_batches)
+    off, before = dataclasses.replace(balance, is_on=False).arranged(source, ids, micro_batches)
     assert off.tolist() == ids.tolist()
     assert 0 <= imbalance <= before
     costs, was = np.zeros((2, micro_batches, slots))
-    for grid, which in ((costs, dealt), (was, ids)):
+    for grid, which in ((costs, arranged), (was, ids)):
         for place, example in enumerate(which.tolist()):
             grid[place % micro_batches, place // micro_batches] = source.lengths[example] ** 2
     for own, theirs in zip(np.split(costs, replicas, axis=1), np.split(was, replicas, axis=1), strict=True):
@@ -157,8 +159,8 @@ def test_every_row_is_dealt_once_and_stays_with_its_replica(shards, pieces, slot
     (["ici_data_parallelism=2"], ["per_device_batch_size=4", "gradient_accumulation_steps=2"]),
     (["ici_tensor_parallelism=2"], ["per_device_batch_size=2", "expansion_factor_real_data=0.5"]),
 ])  # fmt: skip
-def test_devices_hold_what_the_imbalance_says(texts, mesh, batch):
-    """Found from the documents that the devices hold, on 8 devices; and each row is where `example_ids` says."""
+def test_devices_have_the_rows_of_the_stated_imbalance(texts, mesh, batch):
+    """Computed from the documents on each of 8 devices; and each row is where `example_ids` says."""
     config = config_of(texts, "text", "b", *mesh, *batch)
     plan, source = make_plan(config, num_devices=8), source_of(config)
     keys = {"sharding": sharding(make_mesh(plan.ici_mesh, plan.dcn_mesh), ("accumulation", "global_batch", "length")),
@@ -179,8 +181,8 @@ def test_devices_hold_what_the_imbalance_says(texts, mesh, batch):
         assert len(costs) == plan.batch_shards
         assert step.attention_imbalance == pytest.approx(costs.max(axis=0).sum() / costs.mean(axis=0).sum() - 1)
         found.append((step.attention_imbalance, sorted(step.example_ids.tolist())))
-    (before, ids), (after, dealt) = found
-    assert dealt == ids
+    (before, ids), (after, arranged) = found
+    assert arranged == ids
     assert after < min(before, 0.05)
     assert jax.device_count() == 8
 
@@ -191,10 +193,10 @@ def test_one_shard_and_sources_that_do_not_know_have_no_imbalance(texts):
     assert Balance.of(config, make_plan(config, num_devices=8)) is not None
     synthetic = config_of(texts, "synthetic", "dataset_path=")
     balance, ids = Balance.of(synthetic, make_plan(synthetic, num_devices=8)), np.arange(4)
-    assert balance.dealt(source_of(synthetic), ids, 1) == (ids, None)
+    assert balance.arranged(source_of(synthetic), ids, 1) == (ids, None)
 
 
-def test_what_changes_nothing_is_said(texts):
+def test_a_setting_without_effect_is_warned_of(texts):
     def warnings(num_devices, platform="gpu", *keys):
         config = config_of(texts, "text", "a", "balance_attention=true", *keys)
         said = make_plan(config, num_devices=num_devices, platform=platform).warnings

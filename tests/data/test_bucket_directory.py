@@ -1,4 +1,4 @@
-"""Directories in emulated buckets, gs and s3: objects are written, read and refused alike, and hold datasets."""
+"""Directories in emulated buckets, gs and s3: the same writes, reads and refusals, and datasets."""
 
 import numpy as np
 import pytest
@@ -62,7 +62,7 @@ def test_objects_are_written_listed_read_and_removed(bucket, tmp_path):
     assert bucket.listed() == {}
 
 
-def test_what_is_not_there_is_named(bucket, tmp_path):
+def test_missing_objects_are_named(bucket, tmp_path):
     gone = "cannot be reached: there is no such bucket or object."
     for ask in (bucket.read, lambda name: bucket.fetch(name, tmp_path / "copy")):
         with pytest.raises(UserError) as caught:

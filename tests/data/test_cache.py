@@ -1,4 +1,4 @@
-"""What is made once: where, by whom, and under its name only once it is whole."""
+"""Files made once: their directory, their lock, and writes that appear only when complete."""
 
 import fcntl
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from maxtext_lite.data import cache
-from maxtext_lite.data.cache import CACHE_VARIABLE, alone, cache_directory, write_whole
+from maxtext_lite.data.cache import CACHE_VARIABLE, cache_directory, locked, write_whole
 
 
 def test_the_directory_is_the_variables_or_the_users(monkeypatch, tmp_path):
@@ -16,16 +16,16 @@ def test_the_directory_is_the_variables_or_the_users(monkeypatch, tmp_path):
     assert cache_directory("rows") == Path.home() / ".cache" / "maxtext_lite" / "rows"
 
 
-def test_nobody_else_has_an_entry_meanwhile(tmp_path):
+def test_an_entry_is_locked_against_others(tmp_path):
     entry = tmp_path / "kind" / "entry"
-    with alone(entry), entry.with_suffix(".lock").open("ab") as other:
+    with locked(entry), entry.with_suffix(".lock").open("ab") as other:
         with pytest.raises(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     with entry.with_suffix(".lock").open("ab") as other:
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_a_file_that_cannot_be_written_whole_is_not_there(tmp_path, monkeypatch):
+def test_an_incomplete_write_leaves_no_file(tmp_path, monkeypatch):
     def full(_):
         raise OSError(28, "No space left on device")
 

@@ -1,4 +1,4 @@
-"""What a template's program shows of how it writes turns: proven of plain loops, of nothing that looks ahead."""
+"""Static proof that a template renders turns in order: for plain loops, and for none that looks ahead."""
 
 import jinja2
 import pytest
@@ -21,7 +21,7 @@ NAMESPACE = (
 
 
 @pytest.mark.parametrize("source", [CHATML, LLAMA3, INSTRUCT, GEMMA, NAMESPACE])
-def test_turns_written_in_a_loop_that_looks_back_are_known(source):
+def test_loops_that_only_look_back_are_causal(source):
     assert loop_over_turns(jinja2.Environment().parse(source)) is not None
 
 
@@ -48,5 +48,5 @@ def test_turns_written_in_a_loop_that_looks_back_are_known(source):
     "{% for m in messages %}{{ [1, 2]|random }}{{ m.content }}{% endfor %}",
     "{% block a %}{% for m in messages %}{{ m.content }}{% endfor %}{% endblock %}",
 ])  # fmt: skip
-def test_of_anything_else_nothing_is_proven(source):
+def test_other_templates_are_not_causal(source):
     assert loop_over_turns(jinja2.Environment().parse(source)) is None

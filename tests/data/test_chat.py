@@ -68,7 +68,7 @@ def test_a_template_is_found_in_any_of_its_places(tmp_path):
     assert ChatTemplate(tmp_path).render([]) == "one"
 
 
-def test_the_year_is_this_one(tmp_path):
+def test_strftime_now_gives_the_current_year(tmp_path):
     year = ChatTemplate(directory(tmp_path, "{{ strftime_now('%Y') }}")).render([])
     assert abs(int(year) - datetime.datetime.now(datetime.UTC).year) <= 1
 
@@ -81,7 +81,7 @@ def test_the_year_is_this_one(tmp_path):
     ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "refuses these turns"),
     ("{{ missing.name }}", "refuses these turns"),
 ])  # fmt: skip
-def test_what_cannot_be_rendered_is_refused(template, message, tmp_path):
+def test_turns_that_cannot_be_rendered_are_refused(template, message, tmp_path):
     with pytest.raises(UserError, match=message):
         ChatTemplate(directory(tmp_path, template)).render(TURNS)
 
@@ -106,7 +106,7 @@ def test_whatever_a_template_raises_is_one_line_that_names_its_file(template, re
 
 
 @pytest.mark.parametrize("template", ["{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "{% for m in messages %}" * 60])
-def test_what_is_no_template_is_named_with_its_file(template, tmp_path):
+def test_an_invalid_template_is_named_with_its_file(template, tmp_path):
     (tmp_path / "chat_template.jinja").write_text(template)
     with pytest.raises(UserError, match=r"chat_template\.jinja: its chat template is invalid"):
         ChatTemplate(tmp_path)
@@ -118,7 +118,7 @@ def test_a_template_that_is_no_text_is_refused(value, tmp_path):
         ChatTemplate(directory(tmp_path, value))
 
 
-def test_a_file_goes_before_the_directory_and_may_be_without_one(tmp_path):
+def test_a_template_file_takes_precedence_over_the_directory(tmp_path):
     directory(tmp_path, "of the directory")
     file = tmp_path / "own.jinja"
     file.write_text("{{ eos_token }}{% if add_generation_prompt %}go{% endif %}")

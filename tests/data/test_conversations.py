@@ -1,4 +1,4 @@
-"""Which tokens of a conversation are answers: by hand, over chat templates that write turns differently."""
+"""Which tokens of a conversation are answers: by hand, over chat templates that render turns differently."""
 
 import json
 
@@ -15,19 +15,19 @@ CHATML = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'"
     "}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-LLAMA3 = (  # begins with a special token, and strips what turns say
+LLAMA3 = (  # begins with a special token, and strips the content of turns
     "{% for message in messages %}{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ "
     "message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}"
     "{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}"
     "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
-INSTRUCT = (  # nothing stands where an answer begins; a space does, in it
+INSTRUCT = (  # no marker precedes an answer; a space begins it
     "{% for message in messages %}{% if message.role == 'user' %}"
     "{{ bos_token + '[INST] ' + message.content + ' [/INST]' }}"
     "{% elif message.role == 'assistant' %}{{ ' ' + message.content + eos_token }}{% else %}{{ '<<SYS>>' + "
     "message.content }}{% endif %}{% endfor %}"
 )
-FORGETFUL = (  # writes an earlier answer otherwise than the last
+FORGETFUL = (  # renders earlier answers differently from the last
     "{% for message in messages %}{{ message.role }}:{{ message.content }}{% if loop.last %}!{% endif %};{% endfor %}"
 )
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<s>", "</s>"]
@@ -79,19 +79,19 @@ def learned(it, rendered, tokenizer):
 
 @pytest.fixture(scope="module")
 def plain(tokenizer_path):
-    """The tokenizer as its library has it."""
+    """The tokenizer as its own library loads it."""
     it = tokenizers.Tokenizer.from_file(str(tokenizer_path / "tokenizer.json"))
     it.decoder = tokenizers.decoders.ByteLevel()
     return it
 
 
-# By hand, from the templates: what the assistant says, up to its end-of-turn and without what follows that.
+# By hand, from the templates: the assistant's words up to and including end-of-turn.
 @pytest.mark.parametrize(("template", "answers"), [
     (CHATML, [" Yes, 東. <|im_end|>", "No.<|im_end|>"]),
     (LLAMA3, ["Yes, 東.<|eot_id|>", "No.<|eot_id|>"]),
     (INSTRUCT, ["  Yes, 東. </s>", " No.</s>"]),
 ], ids=["chatml", "llama3", "instruct"])  # fmt: skip
-def test_answers_are_what_the_assistant_says(template, answers, tokenizer_path, plain, tmp_path):
+def test_answers_are_the_assistants_turns(template, answers, tokenizer_path, plain, tmp_path):
     it = renderer(tokenizer_path, template, tmp_path)
     rendered = it.sft_text("d:1", {"messages": TURNS, "other": 1})
     texts, whole, tokenized = learned(it, rendered, plain)
@@ -119,7 +119,7 @@ GEMMA = (
     "{% for m in rest %}{{ '<' + m.role + '>' + (first if loop.first else '') + m['content'] | trim + '</>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
 )
-LENGTH = "{% if messages|length %}" + CHATML + "{% endif %}"  # writes the same, which nothing proves
+LENGTH = "{% if messages|length %}" + CHATML + "{% endif %}"  # renders the same, but not provably
 
 
 @pytest.mark.parametrize("system", [0, 1])
@@ -150,7 +150,7 @@ def test_the_places_of_answers_are_those_of_renderings_up_to_each_turn(
         assert characters > 25 * len(rendered.text)
 
 
-def test_a_token_that_an_answer_begins_inside_is_no_answer(tokenizer_path, plain, tmp_path):
+def test_a_token_that_contains_the_beginning_of_an_answer_is_not_learned(tokenizer_path, plain, tmp_path):
     """ChatML's line break before the answer and the first in it are one token; the second is one by itself."""
     it = renderer(tokenizer_path, CHATML, tmp_path)
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "\n\nNo."}]
@@ -181,12 +181,12 @@ def test_plain_text_ends_with_end_of_text(elsewhere, tokenizer_path, plain, tmp_
     assert not tokenized.is_answer[0]
 
 
-def test_bytes_are_conversations_too_where_a_template_is_named(tmp_path):
+def test_byte_tokenizers_render_conversations_with_a_named_template(tmp_path):
     (tmp_path / "t.jinja").write_text(CHATML)
     config = load_config(None, ["dataset_type=sft", f"chat_template={tmp_path / 't.jinja'}"])
     it = Renderer(config, load_tokenizer(config), begins_as_elsewhere=False)
     (tokenized,) = it.tokens([it.sft_text("d:1", {"messages": TURNS})])
-    # No byte is an end-of-turn: an answer goes as far as its template writes it.
+    # No byte is an end-of-turn: an answer extends as far as its template renders it.
     said = bytes(tokenized.token_ids[tokenized.is_answer].astype(np.uint8)).decode()
     assert said == " Yes, 東. <|im_end|>\nNo.<|im_end|>\n"
 
@@ -212,7 +212,7 @@ USER, ASSISTANT = {"role": "user", "content": "Hi"}, {"role": "assistant", "cont
     ({"messages": [USER, {"role": "system", "content": "x"}]}, "turn 2 of the conversation is the system's"),
     ({"messages": [USER]}, "there is no answer to learn from: no turn of the assistant"),
 ])  # fmt: skip
-def test_what_is_no_line_for_sft_is_refused_by_its_place(value, message, tokenizer_path, tmp_path):
+def test_an_invalid_sft_line_is_refused_with_its_place(value, message, tokenizer_path, tmp_path):
     with pytest.raises(UserError) as refused:
         renderer(tokenizer_path, CHATML, tmp_path).sft_text("d.jsonl:7", value)
     assert str(refused.value).startswith("d.jsonl:7: ")
@@ -224,7 +224,7 @@ def test_what_is_no_line_for_sft_is_refused_by_its_place(value, message, tokeniz
     {"prompt": "x", "chosen": "y", "rejected": [ASSISTANT]},
     {"chosen": "y", "rejected": "z"},
 ])  # fmt: skip
-def test_what_is_no_pair_is_refused_by_its_place(value, tokenizer_path):
+def test_an_invalid_pair_is_refused_with_its_place(value, tokenizer_path):
     with pytest.raises(UserError, match=r'd:7: not a JSON object with "chosen" and "rejected", with their "prompt"'):
         renderer(tokenizer_path).dpo_texts("d:7", value)
 
@@ -279,7 +279,7 @@ def test_a_plain_prompt_begins_as_a_text_does(elsewhere, tokenizer_path, plain, 
     ([{"role": "system", "content": "x"}], "d:7: the last turn of \"prompt\" is the system's, not the user's"),
     ([USER, USER], "d:7: turn 2 of the conversation is the user's"),
 ])  # fmt: skip
-def test_what_is_no_prompt_is_refused_by_its_place(value, message, tokenizer_path, tmp_path):
+def test_an_invalid_prompt_is_refused_with_its_line(value, message, tokenizer_path, tmp_path):
     with pytest.raises(UserError) as refused:
         renderer(tokenizer_path, CHATML, tmp_path).prompt_text("d:7", "prompt", value)
     assert str(refused.value).startswith(message)

@@ -1,4 +1,4 @@
-"""What is held out is the fraction as it was written; ids are those that there are."""
+"""The held-out fraction counts as written; only existing ids are valid."""
 
 import pytest
 

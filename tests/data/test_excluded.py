@@ -1,4 +1,4 @@
-"""Lists of rows that are left out, and which examples they are."""
+"""Lists of excluded rows, and their examples."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from maxtext_lite.data.mixture_source import MixtureSource
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """So many examples."""
+    """A source of a given number of examples."""
 
     fingerprint: str
     num_examples: int
@@ -28,7 +28,7 @@ MIXED = MixtureSource(
 )
 
 
-def test_what_is_written_is_read_and_a_line_by_hand_says_which_row(tmp_path):
+def test_written_lists_are_read_back_and_a_minimal_line_is_enough(tmp_path):
     path = tmp_path / "rows.jsonl"
     rows = [
         ExcludedRow(row=3, source="odd", data="text:1", from_example=8, spike=1, step=2, loss=9.5, grad_norm=None),
@@ -50,7 +50,7 @@ def test_what_is_written_is_read_and_a_line_by_hand_says_which_row(tmp_path):
     ("12\n", "excluded_rows=x line 1: what stands there: "),
     ("\n", "excluded_rows=x line 1: what stands there: Invalid JSON"),
 ])  # fmt: skip
-def test_a_file_that_is_no_such_list_is_refused_by_its_line(text, message, tmp_path):
+def test_an_invalid_list_is_refused_with_its_line(text, message, tmp_path):
     path = tmp_path / "rows.jsonl"
     if text is not None:
         path.write_text(text)
@@ -61,7 +61,7 @@ def test_a_file_that_is_no_such_list_is_refused_by_its_line(text, message, tmp_p
 
 @pytest.mark.parametrize(("source", "rows", "ids"), [
     (ONE, [{"row": 3}, {"row": 9, "data": "text:one", "from_example": 40}], {3: 0, 9: 40}),
-    # Numbers go on from one source to the next; a row that is named twice is left out from the earlier place on.
+    # Ids count on from one source to the next; a row listed twice is left out from the earlier position.
     (MIXED, [{"row": 3, "source": "code"}, {"row": 3, "source": "web"}], {13: 0, 3: 0}),
     (MIXED, [{"row": 4, "data": "text:other", "source": "its old name"}], {14: 0}),
     (MIXED, [{"row": 2, "source": "web", "from_example": 8}, {"row": 2, "source": "web", "from_example": 5}], {2: 5}),
@@ -75,7 +75,7 @@ def test_rows_are_found_by_fingerprint_or_name(source, rows, ids):
     ({"row": 1, "source": "web"}, "excluded_rows=x: this run's data have no row 1 of the source web."),
     ({"row": 1, "data": "text:2"}, "excluded_rows=x: this run's data have no row 1 with that fingerprint."),
 ])  # fmt: skip
-def test_a_row_that_is_not_there_is_refused_in_a_list_of_the_config_alone(row, message):
+def test_a_missing_row_is_refused_only_in_a_list_of_the_config(row, message):
     rows = [ExcludedRow(**row)]
     with pytest.raises(UserError, match=message):
         excluded_ids(ONE, rows, "excluded_rows=x")

@@ -112,7 +112,7 @@ SPLITS_OF_16 = [(1, 16, 1), (1, 1, 16), (2, 4, 2), (4, 2, 2), (8, 2, 1), (8, 1, 
 
 
 @pytest.mark.parametrize(("num_devices", "per_device", "accumulation"), SPLITS_OF_16)
-def test_every_split_of_a_global_batch_holds_the_same_examples(num_devices, per_device, accumulation):
+def test_every_split_of_a_global_batch_has_the_same_examples(num_devices, per_device, accumulation):
     plan = plan_for(num_devices, per_device_batch_size=per_device, gradient_accumulation_steps=accumulation)
     found = batches(NumberedSource(50), plan, num_devices, num_steps=7)
     assert len(found) == 7
@@ -124,7 +124,7 @@ def test_every_split_of_a_global_batch_holds_the_same_examples(num_devices, per_
         assert sorted(slots[slots >= 0]) == sorted(expected)
 
 
-def test_a_device_holds_the_same_examples_whatever_the_accumulation():
+def test_a_device_has_the_same_examples_whatever_the_accumulation():
     on_device = []
     for per_device, accumulation in ((4, 1), (2, 2), (1, 4)):
         plan = plan_for(8, per_device_batch_size=per_device, gradient_accumulation_steps=accumulation)
@@ -163,7 +163,7 @@ def reads_of(source, host_slots, **changes):
 
 
 @pytest.mark.parametrize("keys", [{"expansion_factor_real_data": 0.5}, {"grain_worker_count": 0}])
-def test_a_row_that_is_left_out_leaves_its_slot_empty_from_its_place_of_the_run_on(keys):
+def test_an_excluded_row_leaves_its_slot_empty_from_its_position_on(keys):
     """Four epochs of 6 examples in batches of 8; 2 is left out from the second epoch on, 5 always, 4 never."""
     source, plan = NumberedSource(6), plan_for(4, per_device_batch_size=1, gradient_accumulation_steps=2, **keys)
     shared = {"sharding": row_sharding(4), "examples_seen": 0, "num_steps": 3, "seed": 9, "worker_count": 0}
@@ -192,7 +192,7 @@ def test_a_host_reads_the_rows_of_its_slots_and_no_others():
 
 
 @pytest.mark.parametrize("loads", [1, 2, 3, 8])
-def test_the_loads_of_a_step_share_each_hosts_examples_out_in_order(loads):
+def test_the_loads_of_a_step_divide_each_hosts_examples_in_order(loads):
     """A host with 11 slots x 3 micro-batches reads 33 examples: in 2 loads 17 and 16. None changes its place."""
     whole = reads_of(NumberedSource(100), range(2, 14))[1]
     split = reads_of(NumberedSource(100), range(2, 14), loads_per_step=loads)
@@ -215,7 +215,7 @@ def test_several_loads_give_the_batches_of_one(factor):
             np.testing.assert_array_equal(np.asarray(a.arrays[name]), np.asarray(b.arrays[name]))
 
 
-def test_a_short_last_batch_holds_what_is_left_and_nothing_else():
+def test_a_short_last_batch_has_only_the_remaining_examples():
     """23 examples twice in batches of 2 x 2 x 2 = 8: five whole ones and one of 6, in the same slots."""
     config = load_config(None, [f"max_target_length={T}", "per_device_batch_size=2", "gradient_accumulation_steps=2",
                                 "num_epochs=2", "last_batch=train", "warmup_steps=0"])  # fmt: skip
@@ -316,7 +316,7 @@ def test_an_evaluation_stops_after_eval_steps():
             assert sum(batch.num_examples for batch in iterator) == expected
 
 
-def test_hosts_share_out_an_evaluation():
+def test_hosts_share_an_evaluation():
     source = NumberedSource(21)
     halves = [
         EvaluationReads(source, host_slots=slots, batch_examples=8, max_batches=-1)[2]
@@ -350,7 +350,7 @@ def test_reading_starts_at_once_and_runs_ahead():
         deadline = time.monotonic() + 20
         while len(source.read) < 4 and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert len(source.read) >= 4  # two steps, though nobody has asked for one
+        assert len(source.read) >= 4  # two steps before any was requested
 
 
 def test_the_wait_is_measured_where_it_happens():
@@ -398,7 +398,7 @@ def test_an_error_of_the_source_reaches_the_consumer_once():
     ],
 )  # fmt: skip
 def test_a_run_of_any_length_begins_at_once_wherever_it_resumes(keys, num_steps):
-    """A list of a run's steps, or a walk to the step that is next, would not end."""
+    """A list of the run's steps, or a walk to the next step, would not end."""
     for examples_seen in (0, 10**9):
         layout = {"sharding": row_sharding(1), "seed": 0, "worker_count": 0}
         source = NumberedSource(50)
@@ -459,12 +459,12 @@ def test_worker_processes_outlive_a_signal_to_all_but_never_their_parent(tmp_pat
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parents[2]), "JAX_PLATFORMS": "cpu"}
-    # Two at a time, since starting is nearly all they do.
+    # Two at a time, because most of their time is start-up.
     with ended_in_the_end(program, environment) as stopped, ended_in_the_end(program, environment) as killed:
         worker_of_stopped, worker_of_killed = (int(process.stdout.readline()) for process in (stopped, killed))
         killed.kill()
         for number in (signal.SIGINT, signal.SIGTERM):
-            os.killpg(stopped.pid, number)  # to all, as the terminal and some schedulers do
+            os.killpg(stopped.pid, number)  # to the whole group, as a terminal and some schedulers do
             assert stopped.stdout.readline() == "read on\n"
         assert stopped.communicate(timeout=60) == ("", "")
         assert stopped.returncode == 0
@@ -496,7 +496,7 @@ class Damaged(NumberedSource):
         return super().__getitem__(example_id)
 
 
-def test_what_cannot_be_read_is_known_two_batches_before_it_is_due():
+def test_an_unreadable_row_is_known_two_batches_ahead():
     with open_iterator(Damaged(100)) as iterator:  # two examples a step: the fourth step holds example 7
         assert iterator.first_problem() is None
         problems = [next(iterator).problem for _ in range(3)]
@@ -508,7 +508,7 @@ def test_what_cannot_be_read_is_known_two_batches_before_it_is_due():
         assert iterator.first_problem() is None
 
 
-def test_an_evaluation_that_cannot_be_read_goes_on_to_its_end_without_those_rows():
+def test_an_evaluation_continues_without_unreadable_rows():
     plan, sharding = plan_for(1, eval_per_device_batch_size=4), row_sharding(1, spec=("fsdp", None))
     with evaluation_batches(Damaged(20), plan, sharding=sharding, eval_steps=-1) as iterator:
         found = list(iterator)

@@ -1,4 +1,4 @@
-"""Datasets in a bucket that are fetched: once, whole, and only what the manifest says; whatever is not is named."""
+"""Datasets fetched from a bucket: once, complete, and as the manifest says; anything else is named."""
 
 import collections
 import concurrent.futures
@@ -50,7 +50,7 @@ def changed(bucket, name, content):
     return str(caught.value)
 
 
-def test_the_second_start_fetches_the_manifest_alone(bucket, tmp_path, capsys):
+def test_the_second_start_fetches_only_the_manifest(bucket, tmp_path, capsys):
     assert ids() == IDS
     assert collections.Counter(name for _, name in bucket.calls) == dict.fromkeys(
         [MANIFEST_FILE, DOCUMENTS_FILE, *SHARDS], 1
@@ -65,7 +65,7 @@ def test_the_second_start_fetches_the_manifest_alone(bucket, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("killed_at", [DOCUMENTS_FILE, SHARDS[1]])
-def test_what_a_killed_start_left_is_not_taken_for_whole(bucket, killed_at, monkeypatch):
+def test_the_remains_of_a_killed_start_are_fetched_again(bucket, killed_at, monkeypatch):
     monkeypatch.setattr(fetched, "_FETCHED_AT_ONCE", 1)
     fetch = bucket.files.get_file
 
@@ -87,14 +87,14 @@ def test_what_a_killed_start_left_is_not_taken_for_whole(bucket, killed_at, monk
     assert (SHARDS[0] in again) == (killed_at == DOCUMENTS_FILE)  # which comes before the shards
 
 
-def test_whoever_comes_meanwhile_waits_and_fetches_nothing(bucket):
+def test_a_process_that_starts_meanwhile_waits_and_fetches_nothing(bucket):
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         assert [future.result() for future in [pool.submit(ids) for _ in range(4)]] == [IDS] * 4
     fetched_names = [name for method, name in bucket.calls if method == "get_file"]
     assert sorted(fetched_names) == sorted([DOCUMENTS_FILE, *SHARDS])
 
 
-def test_an_object_that_is_not_what_it_was_is_named_and_not_kept(bucket, tmp_path):
+def test_a_changed_object_is_named_and_not_kept(bucket, tmp_path):
     before = bucket.content(URL)
     shard = before[SHARDS[1]]
     middle = len(shard) // 2
@@ -115,7 +115,7 @@ def test_an_object_that_is_not_what_it_was_is_named_and_not_kept(bucket, tmp_pat
     assert ids() == IDS
 
 
-def test_a_manifest_that_is_none_is_named(bucket):
+def test_an_invalid_manifest_is_named(bucket):
     content = bucket.content(URL)[MANIFEST_FILE]
     where = f"{URL}/{MANIFEST_FILE}"
     assert changed(bucket, MANIFEST_FILE, b"{") == f"{where}: not JSON (Expecting property name enclosed in double " + (
@@ -140,12 +140,12 @@ def test_another_dataset_under_the_address_and_a_damaged_copy_are_fetched(bucket
     assert len(open_prepared("dataset_path", other)[0]) == 3 * 15
 
 
-def test_data_for_which_there_is_no_room_are_refused_before_they_are_fetched(bucket, monkeypatch):
+def test_data_too_large_for_the_disk_are_refused_before_fetching(bucket, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1))
     with pytest.raises(UserError, match=r"bytes to be fetched, and .* has room for 1\.$"):
         find_prepared("dataset_path", URL)
     assert not any(name in SHARDS for _, name in bucket.calls)
 
 
-def test_a_local_directory_is_where_it_is(tmp_path):
+def test_a_local_directory_is_used_in_place(tmp_path):
     assert find_prepared("dataset_path", str(tmp_path)) == (tmp_path, None)

@@ -1,4 +1,4 @@
-"""Which host reads which rows, and that what is handed out is what was read, for hosts that are made up."""
+"""Which host reads which rows, and that they are handed out as read, for simulated hosts."""
 
 import itertools
 
@@ -27,7 +27,7 @@ def layout_of(*, hosts, readers=None, filled=13, slots=16, accumulation=2, spec=
 
 
 def all_hosts_loaded(layout, whole):
-    """The load array that the hosts make together: each fills its own rows and no other's."""
+    """The load array of all hosts together: each fills only its own rows."""
     parts = []
     for host, slots in enumerate(layout.slots_of_host):
         parts.append(np.asarray(layout.to_devices(host, {"tokens": whole[:, slots]})["tokens"]))
@@ -45,7 +45,7 @@ def test_hosts_read_straight_into_the_slots_of_their_devices(hosts):
     ]
 
 
-def test_where_a_row_is_on_several_hosts_they_share_the_rows_out():
+def test_hosts_with_the_same_rows_share_them():
     """Rows over 2, tensor over 4: every row is on two of the four hosts. 13 rows: 4, 3, 3 and 3."""
     layout = layout_of(hosts=4, shape=(2, 4))
     assert [len(slots) for slots in layout.slots_of_host] == [4, 3, 3, 3]
@@ -62,7 +62,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES[::3], ids=str)
-def test_what_is_handed_out_is_what_was_read(case):
+def test_rows_are_handed_out_as_they_were_read(case):
     layout = layout_of(**case)
     if layout.load_positions is None:
         return
@@ -79,8 +79,8 @@ def test_what_is_handed_out_is_what_was_read(case):
     assert handed_out.sharding.is_equivalent_to(layout.sharding, 3)
 
 
-def test_what_was_not_read_is_never_handed_out():
-    """Whatever stands in the slots of hosts that do not read, and in those beyond a reader's share."""
+def test_unread_slots_are_never_handed_out():
+    """Whatever is in the slots of hosts that do not read, or beyond a reader's share."""
     layout = layout_of(hosts=4, readers=2, filled=5)
     whole = np.zeros((2, 16, T), np.int32)
     whole[:, :5] = 7
@@ -90,7 +90,7 @@ def test_what_was_not_read_is_never_handed_out():
     np.testing.assert_array_equal(np.asarray(handed_out), whole)
 
 
-def test_an_evaluation_batch_is_laid_out_likewise():
+def test_evaluation_batches_are_laid_out_the_same_way():
     devices = np.array(jax.devices()).reshape(8, 1)
     layout = row_layout(
         (8, T),

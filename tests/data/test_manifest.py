@@ -55,7 +55,7 @@ def test_a_damaged_manifest_is_refused(change, message, tmp_path):
         read_manifest(tmp_path)
 
 
-def test_what_is_not_stated_of_a_shard_is_left_open(tmp_path):
+def test_unknown_facts_of_a_shard_are_left_open(tmp_path):
     stated = json.loads(manifest_text(MANIFEST))
     for shard in stated["shards"]:
         del shard["bytes"], shard["ends"]

@@ -1,4 +1,4 @@
-"""Megatron's .bin and .idx: the rows of the same documents as text, and nothing but them."""
+"""Megatron's .bin and .idx: the same rows as from the same documents as text, and refusals."""
 
 import json
 import pathlib
@@ -15,7 +15,7 @@ CODES = {"u1": 1, "<i4": 4, "<i8": 5, "<u2": 8}
 
 
 def write_megatron(prefix: pathlib.Path, documents, *, dtype: str = "<u2", sequences_each: int = 1) -> None:
-    """What Megatron-LM's IndexedDatasetBuilder writes: each document in one or several sequences."""
+    """Files as Megatron-LM's IndexedDatasetBuilder writes them, each document in one or several sequences."""
     parts = [part for document in documents for part in np.array_split(np.array(document, dtype), sequences_each)]
     lengths = [len(part) for part in parts]
     prefix.with_suffix(".bin").write_bytes(b"".join(part.tobytes() for part in parts))
@@ -58,12 +58,12 @@ def test_the_rows_are_those_of_the_same_text(tmp_path, packing, dtype, sequences
                 np.testing.assert_array_equal(copy[number][name], values)
 
 
-def test_a_document_without_end_of_text_ends_all_the_same(tmp_path):
+def test_a_document_without_end_of_text_still_ends(tmp_path):
     write_megatron(tmp_path / "m.x", [[1, 2, 3], [], [4], [5, 6, 256]])
     source, _ = open_sources(config_for(tmp_path / "m.bin"))
     row = source[0]
     assert row["tokens"].tolist() == [1, 2, 3, 4, 5, 6, 256, 0]
-    assert row["targets"].tolist() == [2, 3, 0, 0, 6, 256, 0, 0]  # none is of another document
+    assert row["targets"].tolist() == [2, 3, 0, 0, 6, 256, 0, 0]  # none from another document
     assert row["segments"].tolist() == [1, 1, 1, 2, 3, 3, 3, 0]
     assert row["weights"].tolist() == [1, 1, 0, 0, 1, 1, 0, 0]
     assert (source.num_documents, source.num_empty_documents, source.num_target_tokens) == (3, 1, 4)
@@ -77,7 +77,7 @@ def test_a_document_without_end_of_text_ends_all_the_same(tmp_path):
     assert [fitted[i]["tokens"].tolist() for i in range(len(fitted))] == [[1, 2, 5, 6, 0, 0, 0, 0]]
 
 
-def test_what_is_made_once_is_beside_the_data_and_follows_its_content(tmp_path):
+def test_indices_are_beside_the_data_and_follow_its_content(tmp_path):
     write_megatron(tmp_path / "m.x", DOCUMENTS)
     first = open_sources(config_for(tmp_path / "m.bin"))[0].fingerprint
     made = sorted(path.name for path in (tmp_path / "m.rows").iterdir())
@@ -91,7 +91,7 @@ def test_what_is_made_once_is_beside_the_data_and_follows_its_content(tmp_path):
     assert open_sources(config_for(tmp_path / "other.bin"))[0].fingerprint == first  # wherever it lies
 
 
-def test_files_that_are_not_megatrons_are_refused(tmp_path):
+def test_files_of_another_kind_are_refused(tmp_path):
     write_megatron(tmp_path / "m.x", DOCUMENTS)
     tokens, index = tmp_path / "m.bin", tmp_path / "m.idx"
     stored_tokens, stored_index = tokens.read_bytes(), index.read_bytes()

@@ -22,12 +22,12 @@ def part(name, weight="1", most=None):
 
 
 @pytest.mark.parametrize("number", range(20))
-def test_random_histories_hold_the_rows_of_a_loop_with_counters(number):
+def test_random_histories_agree_with_a_loop_with_counters(number):
     assert try_history(number)["rows"] > 0
 
 
 def test_a_history_by_hand():
-    """Two halves for 4 rows, then b and c in turn: b goes on with its row 2."""
+    """Two halves for 4 rows, then b and c in turn: b continues with its row 2."""
     history = history_of([part("b"), part("a")])
     history = continued(history, [part("c"), part("b")], examples_seen=4, tokens_seen=70)
     stream = RowStream(history)
@@ -39,7 +39,7 @@ def test_a_history_by_hand():
     assert (stream.last.examples_seen, stream.last.tokens_seen, stream.end) == (4, 70, None)
 
 
-def test_a_source_that_may_give_no_more_is_left_out_where_its_turn_comes():
+def test_a_source_at_its_limit_is_left_out_from_its_next_turn():
     stream = RowStream(history_of([part("a", most=2), part("b", most=3), part("c")]))
     numbers, positions, names = stream.rows(0, 12)
     found = "".join(names[number][-1] for number in numbers)

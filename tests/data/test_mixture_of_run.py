@@ -52,7 +52,7 @@ def test_a_run_that_stops_there_has_the_whole_batches_before_it():
     assert left(begun("steps=20", "mixture_exhausted=stop", *ramp)) == 4 + 5  # 4 x 4 + 5 x 8 = 56
 
 
-def test_a_run_that_drops_it_goes_on_until_nothing_is_left():
+def test_a_run_that_drops_it_continues_until_no_source_is_left():
     """a's 30 rows and b's 300: 330 examples, 41 whole batches of 8."""
     run = begun("steps=41", "mixture_exhausted=drop", b="max_epochs: 3")
     assert left(run) == 41
@@ -75,7 +75,7 @@ def test_a_run_that_drops_it_goes_on_until_nothing_is_left():
     )
 
 
-def test_a_resumed_run_goes_on_from_its_history_and_a_lone_source_needs_none():
+def test_a_resumed_run_continues_its_history_and_a_lone_source_needs_none():
     config, _, source = begun()
     two, history = in_run(config, source, as_json(history_of([source.parts[0]])), (9, 8))
     assert [(mixture["examples_seen"], mixture["tokens_seen"]) for mixture in history] == [(0, 0), (9, 8)]

@@ -39,7 +39,7 @@ def exact(weights):
 
 
 def bound_of_tree(weights):
-    """Half the sum of w / W over the nodes from a leaf of Huffman's tree up to below its root, at its largest."""
+    """The maximum of half the sum of w / W over the nodes from a leaf of Huffman's tree up to below its root."""
     heap = [(weight, number, [(weight, Fraction(0))]) for number, weight in enumerate(weights)]
     order = len(heap)
     heapq.heapify(heap)
@@ -54,7 +54,7 @@ def bound_of_tree(weights):
 
 
 def worst_difference(rule, weights, rows=ROWS):
-    """Counted: the most by which a source's rows differ from n x share over all n <= rows, to 1e-9."""
+    """By counting: the largest difference of a source's rows from n x share over all n <= rows, to 1e-9."""
     sources, ranks = rule.rows_at(np.arange(rows))
     worst, total = 0.0, 0
     for source, weight in enumerate(weights):
@@ -115,7 +115,7 @@ def test_rows_are_found_by_position_and_positions_by_row(weights):
 
 @pytest.mark.parametrize("weights", [PERIODIC["five"], TREES["irrational"], TREES["extreme"]])
 def test_far_positions_are_exact(weights):
-    """At 2**61, counts of Python's whole numbers say which source the row is of, and which of its rows."""
+    """At 2**61, counts in Python integers say which source the row comes from, and which of its rows it is."""
     rule = rule_of(exact(weights))
     positions = np.array([2**40 + 12345, 2**61 - 1, 2**61 + 987654321], np.int64)
     for position, source, rank in zip(positions.tolist(), *(x.tolist() for x in rule.rows_at(positions)), strict=True):

@@ -62,7 +62,7 @@ def test_the_examples_of_a_mixture_are_those_of_its_sources(texts):
 
 
 def test_weights_are_of_target_tokens(texts):
-    """Rows of c hold more targets than those of a: of as many tokens, fewer rows."""
+    """Rows of c have more targets than those of a: equal tokens need fewer rows."""
     source = started(config_of(texts, a=0.25, b=0.25, c=0.5))
     for part, each in zip(source.parts, source.sources, strict=True):
         wanted = {"a": Fraction(1, 4), "b": Fraction(1, 4), "c": Fraction(1, 2)}[part.name]

@@ -17,7 +17,7 @@ def splitmix64_in_python(state: int) -> int:
 
 @pytest.mark.parametrize("seed", [0, 2**63])
 @pytest.mark.parametrize("num_examples", [1, 2, 3, 7, 64, 1000, 2**16 + 1, 2**16 + 2, 2**16 + 3])
-def test_every_epoch_holds_every_example_once(num_examples, seed):
+def test_every_epoch_has_every_example_once(num_examples, seed):
     for epoch in range(2):
         ids = example_ids(epoch * num_examples, num_examples, num_examples=num_examples, seed=seed)
         assert ids.dtype == np.int64
@@ -63,7 +63,7 @@ def test_file_order_repeats_the_files_in_every_epoch():
     np.testing.assert_array_equal(example_ids(3, 7, num_examples=4, seed=FILE_ORDER), [3, 0, 1, 2, 3, 0, 1])
 
 
-def test_nothing_asked_for_is_an_empty_array():
+def test_a_request_for_no_ids_is_an_empty_array():
     assert example_ids(5, 0, num_examples=4, seed=0).shape == (0,)
 
 

@@ -1,4 +1,4 @@
-"""A user's examples as a source: what is left out is filled in, and what cannot be is refused."""
+"""A user's examples as a source: missing fields are filled in, and invalid ones refused."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ def example(**fields):
     return {"tokens": np.arange(4), "targets": np.arange(1, 5), **fields}
 
 
-def test_what_is_left_out_is_one_document_of_which_all_counts():
+def test_optional_fields_default_to_one_document_of_weight_1():
     source = own_examples(Examples([example()]), **SIZES)
     assert (len(source), source.num_tokens, source.fingerprint) == (1, 4, "own:mine")
     row = source[0]
@@ -31,7 +31,7 @@ def test_what_is_left_out_is_one_document_of_which_all_counts():
     assert row["weights"].dtype == np.float32
 
 
-def test_fields_of_ones_own_are_float32_and_targets_are_counted():
+def test_custom_fields_are_float32_and_targets_are_counted():
     examples = [example(weights=np.array([0, 1, 0.5, 0]), price=np.full(4, 0.25 * number)) for number in range(3)]
     source = own_examples(Examples(examples), **SIZES)
     assert set(source.fields) == {"tokens", "targets", "segments", "positions", "weights", "price"}
@@ -48,6 +48,6 @@ def test_fields_of_ones_own_are_float32_and_targets_are_counted():
     ([example(tokens=np.arange(7, 11))], r"source\[0\]: tokens are 7 to 10, not 0 to vocab_size - 1 = 9"),
     ([example(), example(price=np.ones(4))], r"source\[1\] has the fields .*price.*, not"),
 ])  # fmt: skip
-def test_what_is_not_an_example_is_refused(examples, message):
+def test_an_invalid_example_is_refused(examples, message):
     with pytest.raises(UserError, match=message):
         own_examples(Examples(examples), **SIZES)[len(examples) - 1]

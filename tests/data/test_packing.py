@@ -125,14 +125,14 @@ def test_every_token_but_a_documents_first_is_a_target_exactly_once(layout_type,
 
 
 @pytest.mark.parametrize("num_tokens", [3, 4, 11, 12, 13])
-def test_packed_rows_are_full_but_for_the_last(num_tokens):
+def test_all_packed_rows_except_the_last_are_full(num_tokens):
     layout = PackedRows(STARTS, num_tokens)
     used = [int((row["segments"] > 0).sum()) for row in all_rows(layout, STREAM, STARTS)]
     # 12 tokens; the last one starts no row of its own, as it has no target.
     assert used == {3: [3, 3, 3, 3], 4: [4, 4, 4], 11: [11], 12: [12], 13: [12]}[num_tokens]
 
 
-def test_document_rows_never_hold_two_documents():
+def test_document_rows_never_share_documents():
     for row in all_rows(DocumentRows(STARTS, 3), STREAM, STARTS):
         assert row["segments"].max() == 1
 
@@ -172,7 +172,7 @@ def test_rows_are_filled_by_hand():
 
 
 @pytest.mark.parametrize("num_tokens", [1, 7, 100])
-def test_every_sequence_is_in_the_fullest_row_that_had_room(num_tokens):
+def test_every_sequence_joins_the_fullest_row_with_room(num_tokens):
     lengths = np.random.default_rng(num_tokens).integers(1, num_tokens + 1, 200)
     rows = fill_rows(lengths, num_tokens, packing=True)
     filled: list[int] = []

@@ -1,4 +1,4 @@
-"""Prompts of lines in every form, by hand; made problems counted one by one; what is held out, dropped and refused."""
+"""Prompts from lines in every form, by hand; generated problems; prompts held out, dropped and refused."""
 
 import gzip
 import json
@@ -75,7 +75,7 @@ def test_a_line_is_a_prompt(line, text, fields, file, turns):
     assert (len(source), source.notes) == (1, ())
 
 
-def test_templates_stand_around_what_the_user_says(file, turns):
+def test_prompt_templates_surround_the_users_text(file, turns):
     path = file({"prompt": "2+3=", "answer": "5"}, {"messages": [SYSTEM, USER, HO, USER], "answer": "x"})
     keys = (f"dataset_path={path}", 'prompt_template="Sum:\\n{prompt}!"', turns, ALL, NEVER, *WIDE)
     last = "s:Be;u:Hi;a:Ho;u:Sum:\nHi!;a:"
@@ -90,8 +90,8 @@ def test_an_empty_prompt_comes_after_the_end_of_another_text(file):
     assert (prompt.text, prompt.token_ids) == ("", (ByteTokenizer.end_of_text_id,))
 
 
-def test_files_of_sft_hold_the_same_lines_out():
-    """The shipped sums: what SFT trains on with this eval_fraction is what RL does."""
+def test_the_same_lines_are_held_out_as_in_sft():
+    """The shipped sums: with the same eval_fraction, SFT and RL train on the same lines."""
     source, held_out = opened("eval_fraction=0.29")
     sft = load_config("configs/post_train/sft.yml", ["eval_fraction=0.29", "packing=false"])
     answers = open_answers(sft, ByteTokenizer(), begins_as_elsewhere=False)
@@ -153,7 +153,7 @@ def test_held_out_lines_may_have_a_file_of_their_own(file):
     ({"prompt": "x", "answer": "x", "completions": 1},
      '"completions" is the name of an argument of every reward function. Rename that key of the line.'),
 ])  # fmt: skip
-def test_what_is_no_prompt_is_refused_by_its_place(line, message, file, turns):
+def test_an_invalid_prompt_is_refused_with_its_line(line, message, file, turns):
     path = file({"prompt": "a", "answer": "1"}, line)
     with pytest.raises(UserError) as refused:
         opened(f"dataset_path={path}", turns, ALL, NEVER)
@@ -180,7 +180,7 @@ def test_files_without_a_prompt_are_refused(file, tmp_path):
         opened()[0][-1]
 
 
-def test_fingerprints_are_those_of_what_is_asked(file, turns):
+def test_fingerprints_follow_the_prompts(file, turns):
     lines = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}]
     path, same = file(*lines), file(*lines, name="same.jsonl")
     keys = (ALL, NEVER, turns)
@@ -205,7 +205,7 @@ def test_fingerprints_are_those_of_what_is_asked(file, turns):
     assert len({print_of(path), *others}) == len(others) + 1
 
 
-def test_every_problem_is_there_once():
+def test_every_problem_occurs_once():
     source, held_out = opened("dataset_type=arithmetic", "arithmetic_operations=*+-", "arithmetic_largest=12",
                               "eval_fraction=0.29")  # fmt: skip
     found = {prompt.text: prompt.fields["answer"] for part in (source, held_out) for prompt in part}
@@ -223,7 +223,7 @@ def test_every_problem_is_there_once():
         held_out[147]
 
 
-def test_what_is_held_out_is_no_matter_of_the_shuffle():
+def test_held_out_problems_do_not_depend_on_the_shuffle():
     texts = [
         [prompt.text for prompt in opened("dataset_type=arithmetic", "arithmetic_largest=3", *keys)[1]]
         for keys in ((), ("data_shuffle_seed=7",), ("data_shuffle_seed=-1",))
@@ -231,7 +231,7 @@ def test_what_is_held_out_is_no_matter_of_the_shuffle():
     assert texts[0] == texts[1] == texts[2]
 
 
-def test_problems_too_many_to_list_are_made_one_by_one():
+def test_huge_numbers_of_problems_are_generated_on_demand():
     keys = ("dataset_type=arithmetic", "arithmetic_largest=1000000", "arithmetic_operations=+-*", "eval_steps=1")
     source, held_out = opened(*keys, "max_prefill_predict_length=16")
     assert len(source) + len(held_out) == 3 * 1_000_001**2

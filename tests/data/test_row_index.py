@@ -1,4 +1,4 @@
-"""Rows by an index: best fit by brute force, the same in files and in memory, made once and whole."""
+"""Rows by an index: best fit by brute force, the same in files and in memory, made once and completely."""
 
 import collections
 import os
@@ -56,7 +56,7 @@ def test_rows_by_hand():
 
 @pytest.mark.parametrize("num_tokens", [3, 64])
 @pytest.mark.parametrize("window", [1, 20, 2**16])
-def test_every_target_is_in_one_row_and_no_document_that_fits_is_cut(num_tokens, window, monkeypatch):
+def test_every_target_is_in_one_row_and_no_fitting_document_is_cut(num_tokens, window, monkeypatch):
     monkeypatch.setattr(row_index, "_WINDOW_DOCUMENTS", window)
     rng = np.random.default_rng(num_tokens)
     lengths = np.concatenate([rng.integers(2, 40, 70), rng.integers(2, 400, 8)])
@@ -143,7 +143,7 @@ def test_an_index_is_made_once_for_each_length_and_is_the_same_wherever_it_is_ma
     assert not (tmp_path / "cache").exists()
 
 
-def test_where_nothing_can_be_written_beside_the_data_the_cache_has_the_index(place, tmp_path, monkeypatch):
+def test_the_index_is_cached_if_the_data_directory_is_read_only(place, tmp_path, monkeypatch):
     data = place.beside.parent
     asked = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: str(path) != str(data) and asked(path, mode))  # root may all
@@ -155,7 +155,7 @@ def test_where_nothing_can_be_written_beside_the_data_the_cache_has_the_index(pl
     assert stat.S_IMODE((tmp_path / "cache" / "rows" / "best_fit-32-0123456789abcdef").stat().st_mode) == 0o755
 
 
-def test_what_another_process_made_meanwhile_is_taken(place):
+def test_an_index_made_by_another_process_meanwhile_is_used(place):
     _, starts = stream_of(LENGTHS)
 
     def write(path):

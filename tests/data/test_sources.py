@@ -26,7 +26,7 @@ def refusal(path: pathlib.Path | str, **changes: object) -> str:
 
 
 def texts_of(source) -> list[str]:
-    """The documents, put together again from all examples."""
+    """The documents, reassembled from all examples."""
     documents: list[list[int]] = []
     last_target = None
     for row in (source[i] for i in range(len(source))):

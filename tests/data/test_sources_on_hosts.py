@@ -1,4 +1,4 @@
-"""Sources on the hosts that read and on those that do not; the exchange between hosts is played by the test."""
+"""Sources on hosts that read and on hosts that do not; the test simulates the exchange between them."""
 
 import json
 
@@ -19,7 +19,7 @@ def config(tmp_path):
 
 @pytest.fixture
 def be_host(monkeypatch):
-    """Makes this process host `number`, which hears these outcomes of the others."""
+    """Makes this process host `number`, which receives these outcomes from the others."""
 
     def be(number, others):
         monkeypatch.setattr(sources_on_hosts.jax, "process_index", lambda: number)
@@ -49,7 +49,7 @@ def test_a_host_that_does_not_read_opens_nothing_and_knows_all(config, be_host, 
         other_train[3]
 
 
-def test_what_one_host_could_not_open_ends_all(config, be_host):
+def test_a_host_that_cannot_open_its_data_ends_all(config, be_host):
     be_host(1, [{"problems": ["no such file"]}])
     for reads in ([0], [0, 1]):
         with pytest.raises(UserError, match="no such file"):

@@ -1,4 +1,4 @@
-"""A template's work is bounded by counting, whatever it does; what a chat needs is far below the bound."""
+"""A count bounds the work of any template; real chats stay far below the bound."""
 
 import time
 
@@ -37,7 +37,7 @@ def render(source, turns=TURNS[:3], **more):
     "{% set ns.y = [ns.y, ns.y] %}{% endfor %}{{ ns.x == ns.y }}",
     *[
         "{% set ns = namespace(x=(1,)) %}{% for i in range(99) %}{% set ns.x = (ns.x, ns.x) %}{% endfor %}{{ USE }}"
-        .replace("USE", use)  # each makes Python hash or write all of it, without a word to the sandbox
+        .replace("USE", use)  # each makes Python hash or write all of it unseen by the sandbox
         for use in (
             "{ns.x: 1}|length", "{}[ns.x]", "{}.get(ns.x)", "ns.x in {}", "ns.x is in {}", "dict([(ns.x, 1)])",
             "[ns.x]|unique|list", "messages|attr(ns.x)", "messages|map(attribute=ns.x)|list", "raise_exception(ns.x)",
@@ -62,7 +62,7 @@ def render(source, turns=TURNS[:3], **more):
     "{{ 'a'|tojson(indent=10**10) }}", "{{ 1.5|round(10**10) }}", "{{ [1]|batch(10**10, 0)|list }}",
     "{{ 'abc'.translate({97: 'x' * 9000000, 98: 'x' * 9000000}) }}", "{{ lipsum(10**9) }}",
 ])  # fmt: skip
-def test_no_template_works_or_writes_without_end(source, monkeypatch):
+def test_endless_templates_are_refused(source, monkeypatch):
     monkeypatch.setattr("maxtext_lite.data.template._WORK", 100_000)  # a fiftieth: the bound is found sooner
     begin = time.process_time()
     with pytest.raises((TooMuchWorkError, RecursionError, jinja2.UndefinedError)):
@@ -70,7 +70,7 @@ def test_no_template_works_or_writes_without_end(source, monkeypatch):
     assert time.process_time() - begin < 60  # hours, or all of the memory, without the bound
 
 
-def test_what_is_too_long_for_a_template_is_not_compiled():
+def test_a_template_that_is_too_long_is_not_compiled():
     with pytest.raises(TooMuchWorkError, match="more than 262,144"):
         BoundedEnvironment().compiled("x" * (2**18 + 1))
 
@@ -88,6 +88,6 @@ def test_what_is_too_long_for_a_template_is_not_compiled():
     "{% macro one(m) %}{{ m.role.title() ~ ': ' ~ m['content'].split('turn')[-1].strip() }}{% endmacro %}"
     "{% for m in messages %}{{ one(m) if 'words' in m.content and m.content is string }}{{ x is defined }}{% endfor %}",
 ], ids=["last", "filters", "formats", "maps", "macro"])  # fmt: skip
-def test_two_hundred_turns_are_written_as_a_plain_sandbox_writes_them(source):
+def test_two_hundred_turns_render_as_in_a_plain_sandbox(source):
     expected = ImmutableSandboxedEnvironment().from_string(source).render(messages=TURNS)
     assert render(source, TURNS) == expected

@@ -1,4 +1,4 @@
-"""What is read from files, beyond what the tests of sources read: lines, and the places that messages name."""
+"""Lines of files, the places that messages name, and files that are refused."""
 
 import gzip
 import os
@@ -37,7 +37,7 @@ def test_lines_are_objects_with_their_places(piece, tmp_path, monkeypatch):
     (b'{"a": "\xff"}', r"not UTF-8 text \(byte 7 of the line: invalid start byte\)"),
     (b"\0\0", r"not JSON \(Expecting value at column 1\)"),
 ])  # fmt: skip
-def test_a_line_that_is_no_object_is_named(line, reason, tmp_path):
+def test_a_line_without_an_object_is_named(line, reason, tmp_path):
     with pytest.raises(UserError, match=rf"d.jsonl:2: {reason}.*\.$"):
         lines(tmp_path, b"{}\n" + line + b"\n", wanted="a story")
 
@@ -50,7 +50,7 @@ def test_a_line_that_does_not_end_is_not_read_to_its_end(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["d.txt.gz", "d.jsonl.gz"])
-def test_a_small_file_that_is_a_large_one_is_not_decompressed(name, tmp_path, monkeypatch):
+def test_a_decompression_bomb_is_refused(name, tmp_path, monkeypatch):
     monkeypatch.setattr("maxtext_lite.data.text_files._SMALL", 2**20)
     content = gzip.compress(b'{"a": "' + b"x" * 2**23 + b'"}')
     with pytest.raises(UserError, match=rf"{name}: expands to more than 1 MiB, 100 times its size, which no text does"):
@@ -75,7 +75,7 @@ def test_a_damaged_gzip_is_named(content, tmp_path):
         assert lines(tmp_path, content, "d.jsonl.gz") == []  # as gzip reads it
 
 
-def test_what_is_no_file_is_named_and_not_waited_for(tmp_path):
+def test_a_path_that_is_not_a_file_is_named_without_waiting(tmp_path):
     place = tmp_path / "data" / "a.jsonl"
     place.parent.mkdir()
     place.symlink_to(tmp_path / "gone")
@@ -88,7 +88,7 @@ def test_what_is_no_file_is_named_and_not_waited_for(tmp_path):
         find_files("dataset_path", str(place))
 
 
-def test_half_a_surrogate_pair_is_no_text():
+def test_half_a_surrogate_pair_is_refused():
     check_unicode("here", "text", "\U0001f600")
     with pytest.raises(UserError, match=r'here: "text" is not valid Unicode'):
         check_unicode("here", "text", "\ud83d")
@@ -102,7 +102,7 @@ def test_files_come_in_the_order_of_their_names(tmp_path):
         find_files("dataset_path", str(tmp_path / "c.md"))
 
 
-def test_a_name_that_no_file_can_have_is_not_there():
+def test_an_impossible_file_name_is_missing():
     for path in ("~nobody-of-this-name/x", "x" * 5000 + "/*.txt"):
         with pytest.raises(UserError, match=r"there is no such file|matches no file"):
             find_files("dataset_path", path)

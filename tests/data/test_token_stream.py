@@ -1,4 +1,4 @@
-"""Token ids of prepared datasets: equal to those written at any slice, and refused where a file is not what it was."""
+"""Token ids of prepared datasets: equal to those written in any slice, and refused if a file has changed."""
 
 import concurrent.futures
 import contextlib
@@ -82,7 +82,7 @@ def test_reading_keeps_little_in_memory(tmp_path):
     assert most < 1.2 * token_stream._MOST_RECORDS * 8192  # bytes of a record's ids
 
 
-def test_files_that_are_not_what_they_were_are_refused_by_name(prepared, tmp_path):
+def test_changed_files_are_refused_by_name(prepared, tmp_path):
     shard = prepared / "00001.array_record"
     content = shard.read_bytes()
 
@@ -113,7 +113,7 @@ def test_files_that_are_not_what_they_were_are_refused_by_name(prepared, tmp_pat
     assert refusal(gone) == f"dataset_path='{gone}' is not a directory that `python -m maxtext_lite.prepare` made."
 
 
-def test_a_shard_of_another_number_of_records_is_refused_where_its_size_is_not_stated(prepared):
+def test_another_number_of_records_is_refused_if_the_size_is_unknown(prepared):
     stated = json.loads((prepared / MANIFEST_FILE).read_text())
     for shard in stated["shards"]:
         del shard["bytes"], shard["ends"]

@@ -76,19 +76,19 @@ def test_tokens_are_placed_where_their_text_stands(tokenizer):
     for text, placed in zip(texts, tokenizer.encode_placed(texts), strict=True):
         np.testing.assert_array_equal(placed.token_ids, tokenizer.encode(text))
         assert len(placed.starts) == len(placed.stops) == len(placed.token_ids)
-        # Every character belongs to a token, in order; those of one character have it in common.
+        # Every character belongs to a token, in order; the tokens of one character share it.
         covered = 0
         for start, stop in zip(placed.starts, placed.stops, strict=True):
             assert start <= covered <= stop
             covered = stop
         assert covered == len(text)
-        for number in range(len(placed.token_ids)):  # what a token says is what stands there
+        for number in range(len(placed.token_ids)):  # each token decodes to its own characters
             said = tokenizer.decode(placed.token_ids[number : number + 1]).strip()
             if said and "\N{REPLACEMENT CHARACTER}" not in said:
                 assert said in text[placed.starts[number] : placed.stops[number]]
 
 
-def test_special_tokens_are_those_that_are_no_text(tokenizer):
+def test_special_tokens_are_not_text(tokenizer):
     assert tokenizer.end_of_text_id in tokenizer.special_ids
     assert not tokenizer.special_ids & set(tokenizer.encode(UNICODE).tolist())
 
@@ -111,7 +111,7 @@ def test_documents_are_encoded_as_single_texts_are(tokenizer):
         np.testing.assert_array_equal(ids, tokenizer.encode(text))
 
 
-def test_a_stream_gives_the_same_text_and_never_half_a_character(tokenizer):
+def test_streaming_gives_the_same_text_and_never_half_a_character(tokenizer):
     ids = tokenizer.encode(UNICODE * 2).tolist()
     decoder = tokenizer.stream_decoder()
     pieces = [decoder.push(i) for i in ids]

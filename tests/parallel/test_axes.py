@@ -1,4 +1,4 @@
-"""Logical axes become PartitionSpecs by one table, which refuses what it does not know."""
+"""Logical axes become PartitionSpecs through one table, which refuses unknown names."""
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ def test_known_axes():
     assert partition_spec(("accumulation", "global_batch", None)) == jax.P(None, ("data", "fsdp", "expert"), None)
 
 
-def test_a_dim_as_it_is_is_left_to_the_compiler():
+def test_an_unconstrained_dim_is_left_to_the_compiler():
     assert partition_spec(("batch", AS_IT_IS, None)) == jax.P(("fsdp", "expert"), jax.P.UNCONSTRAINED, None)
 
 
@@ -63,12 +63,12 @@ def test_constrain_without_a_mesh_changes_nothing():
     assert constrain(x, ("batch", None)) is x
 
 
-def test_a_weight_in_use_keeps_all_axes_but_that_which_fsdp_shards():
+def test_a_weight_in_use_drops_only_the_axis_that_fsdp_shards():
     assert axes_in_use(("embed", "heads", "head_dim")) == (None, "heads", "head_dim")
     assert axes_in_use(("vocab", None)) == ("vocab", None)
 
 
-def test_a_gathered_weight_s_gradient_lies_where_the_weight_does_and_not_where_it_was_used(mesh):
+def test_the_gradient_of_a_gathered_weight_is_sharded_like_the_stored_weight(mesh):
     """A constraint alone asks for the whole gradient on every device."""
     lies_as, weight, place = ("embed", "mlp"), np.arange(24.0, dtype=np.float32).reshape(4, 6), np.array([1, 3, 1, 1])
     want = np.zeros_like(weight)
@@ -113,7 +113,7 @@ def test_over_shards_runs_on_each_device_part_inside_over_replicas(mesh):
     np.testing.assert_array_equal(np.asarray(got).reshape(8, 4), np.repeat(np.repeat(blocks, 2, 0), 2, 1))
 
 
-def test_a_dim_that_cannot_be_shared_out_evenly_falls_back_where_its_axis_says_so(mesh):
+def test_a_dim_that_does_not_divide_falls_back_to_its_uneven_axis(mesh):
     with jax.set_mesh(mesh):
         lay_out = jax.jit(lambda x: constrain(x, ("batch", "residual_length", None)))
         whole, odd = lay_out(jnp.zeros((2, 4, 3))), lay_out(jnp.zeros((2, 1, 3)))
@@ -121,7 +121,7 @@ def test_a_dim_that_cannot_be_shared_out_evenly_falls_back_where_its_axis_says_s
         assert odd.sharding.shard_shape(odd.shape) == (1, 1, 3)
 
 
-def test_dims_are_put_in_place_of_others(mesh):
+def test_dims_are_replaced(mesh):
     where = sharding(mesh, ("layers", "embed", "mlp"))
     assert with_dims(where, 3, 0, 1, 2).spec == jax.P(None, None, ("expert", "context", "fsdp"), "tensor")
     assert with_dims(sharding(mesh, ("replica",)), 3, 1, 3, 1).spec == jax.P("data", None)

@@ -1,4 +1,4 @@
-"""What hosts tell each other, as threads that a wire joins; several processes are tested through whole runs."""
+"""Messages among hosts, simulated by threads joined by a wire; whole runs test real processes."""
 
 import jax
 import numpy as np
@@ -21,7 +21,7 @@ def test_one_host_exchanges_with_itself():
     assert bytes_of_host(0, b"abc") == b"abc"
 
 
-def test_every_host_hears_every_value_and_what_is_the_same_is_not_sent(wire):
+def test_every_host_gets_every_value_and_equal_ones_are_not_sent(wire):
     long = "é" * 100_000
     assert wire.on_all(lambda host: exchange([host, None])) == [[[number, None] for number in range(3)]] * 3
     assert wire.on_all(lambda host: exchange({"found": long})) == [[{"found": long}] * 3] * 3
@@ -32,7 +32,7 @@ def test_every_host_hears_every_value_and_what_is_the_same_is_not_sent(wire):
 
 
 @pytest.mark.parametrize("host", range(NUM_HOSTS))
-def test_one_host_is_heard_and_no_more_is_sent_than_it_says(wire, host):
+def test_the_value_of_one_host_is_all_that_is_sent(wire, host):
     value = {"ids": list(range(3000)), "log_probabilities": [-0.1, 1e-300, -7.25]}
     assert wire.on_all(lambda number: value_of_host(host, value if number == host else object)) == [value] * 3
     assert wire.sent_bytes <= 2 * len(str(value))

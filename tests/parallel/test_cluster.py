@@ -1,4 +1,4 @@
-"""Every launcher's word is understood, a process alone starts nothing, and a wrong word is refused in one line."""
+"""Every launcher's variables are understood, a single process starts nothing, and errors take one line."""
 
 import pytest
 
@@ -35,9 +35,9 @@ GKE = {
     {},
     {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"},
     {**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
-    # In a batch script SLURM describes the job, but this process is no task of a step.
+    # In a batch script SLURM describes the job, but this process is not a task of a step.
     {key: value for key, value in SLURM.items() if not key.startswith("SLURM_STEP")},
-    # One task of its own in an allocation of eight.
+    # A separate task in an allocation of eight.
     {**SLURM, "SLURM_STEP_NUM_TASKS": "1"},
     {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "1"},
     GKE,  # but the process does not use TPUs
@@ -51,7 +51,7 @@ def test_the_three_variables_come_first():
     assert found == ProcessInfo("JAX_COORDINATOR_ADDRESS=10.0.0.1:1234", 4, 3, "10.0.0.1:1234")
 
 
-def test_slurm_meets_at_the_first_node_on_a_port_of_the_job():
+def test_slurms_coordinator_is_the_first_node_at_a_port_of_the_job():
     found = told(SLURM)
     assert (found.num_processes, found.process_id) == (8, 5)
     assert found.address == f"gpu-007:{61440 + 4242 % 4096}"
@@ -86,7 +86,7 @@ def test_an_address_or_a_port_that_is_stated_replaces_the_launchers():
     assert told({**SLURM, "JAX_COORDINATOR_PORT": "99"}).address == "gpu-007:99"
 
 
-def test_open_mpi_meets_where_its_launcher_runs():
+def test_open_mpis_coordinator_is_where_its_launcher_runs():
     found = told(OPEN_MPI)
     port = 61440 + (1531576320 // 4096) % 4096
     assert (found.num_processes, found.process_id, found.address) == (4, 2, f"10.96.0.1:{port}")
@@ -142,7 +142,7 @@ def test_a_tpu_vm_is_asked_for_its_metadata():
     ({**GKE, "MEGASCALE_SLICE_ID": "2"}, "MEGASCALE_SLICE_ID=2 is not below MEGASCALE_NUM_SLICES=2. "
      "Nearest that works: 1."),
 ])  # fmt: skip
-def test_what_is_said_wrongly_is_refused(environment, message):
+def test_wrong_variables_are_refused(environment, message):
     with pytest.raises(UserError) as raised:
         told(environment, on_tpu=True)
     assert raised.value.problems == (message,)

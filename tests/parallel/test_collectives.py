@@ -1,4 +1,4 @@
-"""What devices tell each other inside `over_shards`, and that they say nothing where an axis is not split."""
+"""Collectives inside `over_shards`, and the identity along an axis that is not split."""
 
 import re
 
@@ -40,7 +40,7 @@ def test_parts_are_gathered_along_a_logical_axis():
     np.testing.assert_array_equal(got, X)
 
 
-def test_sums_are_scattered_to_those_whose_part_it_is():
+def test_sums_are_scattered_to_the_devices_of_each_part():
     """Each device has its rows for the first along the axis, and ten times them for the second."""
 
     def function(x):
@@ -66,7 +66,7 @@ def test_narrow_parts_of_a_sum_are_added_in_float32():
 @pytest.mark.parametrize("sets", [1, 3])
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_sets_under_vmap_are_exchanged_and_summed_as_each_alone(sets, dim):
-    """And dims of one are not sent, which TPUs pad to whole tiles."""
+    """Dims of size 1 are not sent, because TPUs pad them to whole tiles."""
 
     def of_one(x, factor):
         x = jnp.moveaxis(factor * x[:, None], 0, dim)  # whose other dims are 1 and 4
@@ -86,7 +86,7 @@ def test_sets_under_vmap_are_exchanged_and_summed_as_each_alone(sets, dim):
 
 
 def test_parts_are_exchanged_and_the_largest_is_found():
-    """Of four devices with two rows each; the first has the first halves of all rows then."""
+    """Four devices with two rows each; afterwards the first has the first halves of all rows."""
     got, _ = _run(lambda x: exchanged(jnp.repeat(x, 2, axis=0), "experts"), AXES, expert=4)
     np.testing.assert_array_equal(got, X.reshape(4, 2, 4).swapaxes(0, 1).repeat(2, axis=0).reshape(16, 4))
     got, _ = _run(lambda x: largest(x, "experts"), ("exchanged_batch", "activation_mlp"), expert=4)
@@ -100,7 +100,7 @@ def test_sums_over_an_axis_and_the_number_of_a_part():
     np.testing.assert_array_equal(got[:, 0], [0, 0, 1, 1, 0, 0, 1, 1])
 
 
-def test_where_nothing_is_split_nothing_is_said():
+def test_collectives_along_an_unsplit_axis_are_the_identity():
     def function(x):
         x = exchanged(largest(x, "experts"), "experts")
         return summed(scattered_sum(gathered(x, "experts", 0), "experts", 0), "experts") + shard_index("experts")

@@ -1,4 +1,4 @@
-"""The order of tokens along the context axis, and what its shards pass to each other."""
+"""The order of tokens along the context axis, and the exchanges of its shards."""
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +65,7 @@ def test_a_batch_is_arranged_over_the_mesh_in_use(mesh):
 
 def test_shards_exchange_by_their_number(mesh):
     def numbers(function, *shape):
-        """What `function` makes, on each shard, of [its number, ...]."""
+        """The results of `function` on each shard for [its number, ...]."""
         local = lambda x: jnp.reshape(function(own_shard() + 0 * x.reshape(shape)), (1, -1))  # noqa: E731
         x = jnp.zeros((1, 4 * int(np.prod(shape))), jnp.int32)
         with jax.set_mesh(mesh):

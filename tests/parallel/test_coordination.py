@@ -1,4 +1,4 @@
-"""jax's private client, on the version that is installed: its store, and its abort when process 0 is gone."""
+"""jax's private client, in the installed version: its store, and its abort when process 0 is gone."""
 
 import os
 import signal
@@ -41,7 +41,7 @@ sys.exit(run_command(main))
 """
 
 
-def test_where_process_0_is_killed_the_others_say_so_and_end_with_76_and_not_by_an_abort(tmp_path):
+def test_if_process_0_is_killed_the_others_name_it_and_exit_with_76(tmp_path):
     launcher = [sys.executable, str(REPOSITORY / "scripts" / "launch_local.py"), "--processes", "2", "--grace", "60"]
     command = [*launcher, "--devices-per-process", "1", "--", *quick_python(), "-c", PROGRAM, str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
@@ -67,7 +67,7 @@ class Client:
         return [each for each in self.values.items() if each[0].startswith(prefix)]
 
 
-def test_the_store_keeps_to_keys_of_its_own(monkeypatch):
+def test_the_store_sees_only_its_own_keys(monkeypatch):
     client = Client()
     client.values["orbax/1"] = "another's"
     monkeypatch.setattr(coordination.distributed, "global_state", SimpleNamespace(client=client))
@@ -84,7 +84,7 @@ def test_the_store_of_a_process_that_has_left_says_so(monkeypatch):
         CoordinationStore(1, 2).all()
 
 
-def test_a_process_that_nobody_watches_keeps_jaxs_heartbeat_and_its_abort(monkeypatch):
+def test_an_unwatched_process_keeps_jaxs_heartbeat_and_abort(monkeypatch):
     monkeypatch.setattr(coordination, "_LIBC", SimpleNamespace(signal=lambda *_: pytest.fail("a handler")))
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
     assert not watchdog.is_on
@@ -92,7 +92,7 @@ def test_a_process_that_nobody_watches_keeps_jaxs_heartbeat_and_its_abort(monkey
 
 
 @pytest.mark.parametrize(("process", "handled"), [(0, []), (1, [signal.SIGABRT])])
-def test_of_one_that_is_watched_the_heartbeat_stands_far_above_any_limit(process, handled, monkeypatch):
+def test_a_watched_process_has_a_heartbeat_far_above_any_limit(process, handled, monkeypatch):
     signals = []
     monkeypatch.setattr(coordination, "_LIBC", SimpleNamespace(signal=lambda number, _: signals.append(number)))
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
@@ -102,7 +102,7 @@ def test_of_one_that_is_watched_the_heartbeat_stands_far_above_any_limit(process
     assert signals == handled
 
 
-def test_whether_process_0_answers_is_asked_of_its_port(monkeypatch):
+def test_process_0_answers_if_its_port_does(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         monkeypatch.setattr(coordination.distributed, "global_state", SimpleNamespace(coordinator_address=address))
@@ -123,7 +123,7 @@ def test_where_process_0_is_on_tpus_jax_says(monkeypatch):
 
 
 @pytest.mark.parametrize("answers", [False, True])
-def test_an_abort_is_the_watchdogs_only_where_process_0_is_gone(answers, monkeypatch):
+def test_the_watchdog_handles_an_abort_only_if_process_0_is_gone(answers, monkeypatch):
     did = []
     monkeypatch.setattr(coordination, "coordinator_answers", lambda: answers)
     monkeypatch.setattr(coordination, "_LIBC", SimpleNamespace(signal=lambda *words: did.append(words)))

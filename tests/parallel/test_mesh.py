@@ -37,7 +37,7 @@ def test_a_mesh_that_does_not_cover_the_devices_is_refused():
 
 @dataclasses.dataclass(frozen=True)
 class FakeDevice:
-    """What arranging devices asks of one."""
+    """The attributes of a device that its place in the mesh depends on."""
 
     id: int
     platform: str
@@ -59,14 +59,14 @@ def _gpu_hosts(num_hosts):
 
 
 def _slices_along(grid, axis):
-    """The slice indices met along an axis, from each place of the others."""
+    """The slice indices along an axis, from each place of the other axes."""
     slices = np.vectorize(lambda device: device.slice_index)(grid)
     rows = np.moveaxis(slices, MESH_AXES.index(axis), -1).reshape(-1, grid.shape[MESH_AXES.index(axis)])
     return {tuple(row) for row in rows.tolist()}
 
 
 @pytest.mark.parametrize("axis", ["data", "fsdp", "stage"])
-def test_tpu_slices_lie_along_the_dcn_axis_and_nothing_else_leaves_a_slice(axis):
+def test_tpu_slices_are_split_along_the_dcn_axis_only(axis):
     grid = device_grid(_sizes(fsdp=2, tensor=2), _sizes(**{axis: 2}), list(reversed(_tpu_slices(2))))
     assert grid.size == 8
     assert _slices_along(grid, axis) == ({(0, 0, 1, 1)} if axis == "fsdp" else {(0, 1)})

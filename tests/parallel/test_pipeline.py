@@ -1,4 +1,4 @@
-"""The scan over time of the stages against the same layers one after another, on a toy with no model around it."""
+"""The scan over time of the stages against the same layers in sequence, on a toy without a model."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ AXES = {"x": ("batch", None), "label": ("batch",)}
 
 
 def layers(stack, rows):
-    """x -> tanh(x w) + label, layer after layer; label only comes along."""
+    """x -> tanh(x w) + label, layer after layer; label passes through unchanged."""
 
     def layer(x, w):
         return jnp.tanh(x @ w) + rows["label"][:, None], None
@@ -89,7 +89,7 @@ def test_ticks():
 
 @pytest.mark.parametrize("num_pieces", [4, 6])
 def test_one_forward_and_one_backward_a_tick_add_up_to_the_gradient(num_pieces, problem):
-    """By hand: pieces of 4 rows enter one by one, the loss is sum(weight * x), pieces that are not there weigh 0."""
+    """By hand: pieces of 4 rows enter one at a time, the loss is sum(weight * x), and missing pieces weigh 0."""
     stack, rows, weight = problem
     pipeline = Pipeline(4, 4, schedule="1f1b")
     used = jax.tree.map(lambda x: x[: 4 * num_pieces], rows)

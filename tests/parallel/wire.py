@@ -1,4 +1,4 @@
-"""Hosts that are threads of a test: a wire joins them as `multihost_utils` joins processes."""
+"""Hosts simulated by threads, joined by a wire in place of `multihost_utils`."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +34,7 @@ class Wire:
         return self.joined(array if is_source else np.zeros_like(array)).sum(axis=0, dtype=array.dtype)
 
     def on_all(self, work):
-        """What `work(host)` gives on each host."""
+        """The result of `work(host)` on each host."""
 
         def on(number):
             self.host.number = number

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from maxtext_lite.data.preparing.journal import Journal, Outcome
 from maxtext_lite.data.preparing.keys import PrepareConfig
 from maxtext_lite.data.preparing.progress import Progress
-from maxtext_lite.data.preparing.tasks import cut, find_inputs
+from maxtext_lite.data.preparing.tasks import find_inputs, split_into_tasks
 from maxtext_lite.data.preparing.workers import run_here, run_in_processes
 from maxtext_lite.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -37,7 +37,7 @@ def prepare_dataset(
     here = tokenizer is not None
     tokenizer = tokenizer or load_tokenizer(config)
     files = find_inputs(config.input)
-    tasks = cut(files, task_bytes=config.task_megabytes * _MEGABYTE, field=config.field)
+    tasks = split_into_tasks(files, task_bytes=config.task_megabytes * _MEGABYTE, field=config.field)
     journal = Journal(config, files, tasks, tokenizer)
     if journal.is_complete():
         say(f"{config.output} is complete: it was prepared from these inputs before")

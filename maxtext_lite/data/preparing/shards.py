@@ -19,10 +19,10 @@ from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import writing
 from maxtext_lite.data.bucket_directory import BucketDirectory
 from maxtext_lite.data.cache import partial_name, write_whole
-from maxtext_lite.data.cutting import tokenized
 from maxtext_lite.data.manifest import TOKENS_PER_RECORD, Shard, stored_shard, token_dtype
 from maxtext_lite.data.preparing.documents import BadLine, DocumentReader
 from maxtext_lite.data.preparing.tasks import InputFile, Task
+from maxtext_lite.data.splitting import tokenized
 from maxtext_lite.data.token_stream import content_of
 from maxtext_lite.data.tokenizer import Tokenizer
 

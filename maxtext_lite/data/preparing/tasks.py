@@ -102,7 +102,7 @@ def _dataset_files(path: str) -> list[tuple[str, Path]] | None:
     return [(f"{path.rstrip('/')}/{name}", directory / name) for name in names]
 
 
-def cut(files: list[InputFile], *, task_bytes: int, field: str) -> list[Task]:
+def split_into_tasks(files: list[InputFile], *, task_bytes: int, field: str) -> list[Task]:
     """The tasks: stretches of `task_bytes` of large files, and small files combined up to that size.
 
     Args:

@@ -21,7 +21,7 @@ from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import full_text
 from maxtext_lite.config.json_file import read_object, user_path
 from maxtext_lite.config.sections import RunConfig
-from maxtext_lite.data.cache import CACHE_VARIABLE, alone, cache_directory, write_whole
+from maxtext_lite.data.cache import CACHE_VARIABLE, cache_directory, locked, write_whole
 from maxtext_lite.data.manifest import DOCUMENTS_FILE, MANIFEST_FILE, file_sha256
 from maxtext_lite.data.packing import TokenStream
 from maxtext_lite.data.row_index import IndexPlace
@@ -74,7 +74,7 @@ def cached_text(config: DataConfig, tokenizer: Tokenizer, files: list[tuple[str,
     with contextlib.ExitStack() as stack:
         entry = root / _key(files, tokenizer)
         try:
-            stack.enter_context(alone(entry))
+            stack.enter_context(locked(entry))
         except OSError as error:
             with contextlib.suppress(FileNotFoundError):
                 return _opened(entry)  # another process made it

@@ -12,10 +12,10 @@ from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import writing
 from maxtext_lite.config.json_file import is_there
 from maxtext_lite.data.cache import write_whole
-from maxtext_lite.data.cutting import WORD_PATTERN
 from maxtext_lite.data.preparing.documents import BadLine, DocumentReader
 from maxtext_lite.data.preparing.keys import PrepareConfig, TokenizerConfig
-from maxtext_lite.data.preparing.tasks import cut, find_inputs
+from maxtext_lite.data.preparing.tasks import find_inputs, split_into_tasks
+from maxtext_lite.data.splitting import WORD_PATTERN
 from maxtext_lite.data.tokenizer import load_tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
@@ -52,7 +52,7 @@ def _texts(config: TokenizerConfig) -> Iterator[str]:
     """The documents of the input."""
     reads = PrepareConfig(input=config.input, text_field=config.text_field)
     reader = DocumentReader(reads, load_tokenizer(reads))  # used only for conversations
-    tasks = cut(find_inputs(config.input), task_bytes=2**30, field=reads.field)
+    tasks = split_into_tasks(find_inputs(config.input), task_bytes=2**30, field=reads.field)
     for piece in (piece for task in tasks for piece in task.pieces):
         for document in reader.read(piece):
             if isinstance(document, BadLine):

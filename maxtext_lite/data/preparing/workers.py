@@ -81,15 +81,15 @@ def run_in_processes(
         while workers:
             for connection in multiprocessing.connection.wait(list(workers)):
                 assert isinstance(connection, Connection)
-                said = _said(connection, workers[connection])
-                if said is None or said.entry is not None:  # it is ready, or has finished a task
+                message = _receive(connection, workers[connection])
+                if message is None or message.entry is not None:  # it is ready, or has finished a task
                     if waiting:
                         connection.send(waiting.pop())
                     else:
                         connection.close()
                         workers.pop(connection).join()
-                if said is not None:
-                    yield said
+                if message is not None:
+                    yield message
     finally:
         for process in workers.values():
             process.kill()
@@ -98,27 +98,27 @@ def run_in_processes(
             connection.close()
 
 
-def _said(connection: Connection, process: BaseProcess) -> Made | None:
+def _receive(connection: Connection, process: BaseProcess) -> Made | None:
     """A worker's report; None: it is ready."""
     try:
-        said = connection.recv()
+        message = connection.recv()
     except (EOFError, ConnectionResetError):
         process.join()
         raise RuntimeError(
             f"a worker of prepare ended with exit code {process.exitcode}; -9 is what happens where the memory is "
             "full: set fewer num_workers. The same command continues from here."
         ) from None
-    if isinstance(said, UserError):
-        raise said
-    if isinstance(said, str):
-        raise RuntimeError(f"a worker of prepare failed:\n{said}")
-    return said
+    if isinstance(message, UserError):
+        raise message
+    if isinstance(message, str):
+        raise RuntimeError(f"a worker of prepare failed:\n{message}")
+    return message
 
 
 def _work(connection: Connection, workshop: Workshop, config: PrepareConfig, fingerprint: str) -> None:
     """A worker: reports when it is ready, and the progress of each task that it receives; ends when the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes; the parent decides
-    said: Any
+    message: Any
     try:
         tokenizer = load_tokenizer(config)
         if tokenizer.fingerprint != fingerprint:
@@ -127,18 +127,18 @@ def _work(connection: Connection, workshop: Workshop, config: PrepareConfig, fin
         connection.send(None)
         while True:
             clock = _Clock(connection)
-            said = run_task(connection.recv(), workshop, reader, tokenizer, made=clock.made)
-            connection.send(Made(0, clock.elapsed(), said))
-    except (EOFError, BrokenPipeError, ConnectionResetError, _NobodyListensError):
+            entry = run_task(connection.recv(), workshop, reader, tokenizer, made=clock.made)
+            connection.send(Made(0, clock.elapsed(), entry))
+    except (EOFError, BrokenPipeError, ConnectionResetError, _ParentGoneError):
         return
     except UserError as error:
-        said = error
+        message = error
     except Exception:  # noqa: BLE001  (the parent raises it)
-        said = traceback.format_exc()
-    connection.send(said)
+        message = traceback.format_exc()
+    connection.send(message)
 
 
-class _NobodyListensError(Exception):
+class _ParentGoneError(Exception):
     """The parent was killed. Not an OSError, because a task reports those as problems of the disk."""
 
 
@@ -155,8 +155,8 @@ class _Clock:
         return self._since - before
 
     def made(self, tokens: int) -> None:
-        """Reports tokens. Raises _NobodyListensError if the parent was killed."""
+        """Reports tokens. Raises _ParentGoneError if the parent was killed."""
         try:
             self._connection.send(Made(tokens, self.elapsed(), None))
         except OSError:
-            raise _NobodyListensError from None
+            raise _ParentGoneError from None

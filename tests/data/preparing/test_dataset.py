@@ -1,4 +1,4 @@
-"""A prepared dataset is the same for any number of workers and any kills, and holds what a reader expects of it."""
+"""A prepared dataset is the same for any number of workers and kills, and reads back as its documents."""
 
 import contextlib
 import hashlib
@@ -99,7 +99,7 @@ def test_processes_and_shares_make_the_same_bytes(texts, tmp_path):
     assert content(tmp_path / "shares") == expected
 
 
-def test_who_comes_when_all_is_done_does_nothing_again(texts, tmp_path, monkeypatch):
+def test_a_complete_dataset_is_not_prepared_again(texts, tmp_path, monkeypatch):
     prepare(tmp_path)
     expected = content(tmp_path / "out")
     answers = iter([False, True, True, True])  # it ended between the first look and the lock
@@ -125,12 +125,12 @@ def test_a_share_that_ends_first_does_not_wait_for_the_others(texts, tmp_path):
 
 
 class Killed(BaseException):
-    """The process is no more: nothing that it would do afterwards happens."""
+    """The process is dead: nothing that it does afterwards has an effect."""
 
 
 @contextlib.contextmanager
 def killed_at(place):
-    """From its `place`-th change of the disk on, nothing that prepare does happens; tells how many there were."""
+    """From the `place`-th disk write on, prepare has no effect; yields the number of writes."""
     changes = [0]
 
     def lethal(function):
@@ -156,7 +156,7 @@ def killed_at(place):
         yield changes
 
 
-def test_killed_at_every_change_of_the_disk_it_goes_on_to_the_same_bytes(texts, tmp_path):
+def test_killed_at_any_disk_write_it_continues_to_the_same_bytes(texts, tmp_path):
     prepare(tmp_path, "whole")
     expected = content(tmp_path / "whole")
     survived, place = False, 0
@@ -178,7 +178,7 @@ def bucket(monkeypatch, tmp_path):
     return Memory(monkeypatch)
 
 
-def test_into_a_bucket_goes_every_file_once_and_the_manifest_last(texts, tmp_path, bucket):
+def test_every_file_is_uploaded_once_and_the_manifest_last(texts, tmp_path, bucket):
     prepare(tmp_path, "local")
     prepare(tmp_path, "gs://bucket/out/")
     assert bucket.content("gs://bucket/out") == content(tmp_path / "local")
@@ -193,7 +193,7 @@ def test_into_a_bucket_goes_every_file_once_and_the_manifest_last(texts, tmp_pat
     assert not any(method == "put_file" for method, _ in bucket.calls)
 
 
-def test_killed_at_an_upload_it_goes_on_on_another_machine_to_the_same_bytes(texts, tmp_path, bucket, monkeypatch):
+def test_killed_at_an_upload_it_continues_elsewhere_to_the_same_bytes(texts, tmp_path, bucket, monkeypatch):
     prepare(tmp_path, "local")
     expected, place, survived = content(tmp_path / "local"), 0, False
     while not survived:
@@ -218,7 +218,7 @@ def test_killed_at_an_upload_it_goes_on_on_another_machine_to_the_same_bytes(tex
     assert place > 15
 
 
-def test_shares_on_machines_of_their_own_meet_in_the_bucket(texts, tmp_path, bucket, monkeypatch):
+def test_shares_on_separate_machines_combine_in_the_bucket(texts, tmp_path, bucket, monkeypatch):
     prepare(tmp_path, "local")
     for number, complete in ((1, False), (0, True)):
         monkeypatch.setenv("MAXTEXT_LITE_CACHE", str(tmp_path / f"cache{number}"))
@@ -228,7 +228,7 @@ def test_shares_on_machines_of_their_own_meet_in_the_bucket(texts, tmp_path, buc
     assert bucket.content("gs://bucket/shares") == content(tmp_path / "local")
 
 
-def test_a_bucket_that_holds_something_else_is_refused(texts, tmp_path, bucket):
+def test_a_bucket_with_other_contents_is_refused(texts, tmp_path, bucket):
     bucket.files.pipe_file("/bucket/mine/notes.txt", b"notes")
     with pytest.raises(UserError, match=r"^output='gs://bucket/mine' holds notes\.txt already, and nothing that prep"):
         prepare(tmp_path, "gs://bucket/mine")
@@ -289,7 +289,7 @@ def test_an_input_that_changes_meanwhile_is_named(texts, tmp_path, monkeypatch):
         prepare_dataset(config(tmp_path), tokenizer=Slow())
 
 
-def test_bad_lines_are_counted_and_named_and_end_it_past_their_share(texts, tmp_path):
+def test_bad_lines_are_counted_and_named_up_to_their_share(texts, tmp_path):
     with (tmp_path / "in" / "a.jsonl").open("a") as opened:
         opened.write('{"tex": 1}\nno\n')
     for share in (0.0, 0.05):

@@ -1,4 +1,4 @@
-"""The documents of every kind of file, and what is said of lines that are none."""
+"""The documents of every kind of file, and messages about bad lines."""
 
 import gzip
 import json
@@ -9,7 +9,7 @@ import pytest
 from maxtext_lite.config import UserError
 from maxtext_lite.data.preparing.documents import BadLine, DocumentReader
 from maxtext_lite.data.preparing.keys import PrepareConfig
-from maxtext_lite.data.preparing.tasks import cut, find_inputs
+from maxtext_lite.data.preparing.tasks import find_inputs, split_into_tasks
 from maxtext_lite.data.tokenizer import ByteTokenizer
 
 TEXTS = ["one", "", "two\u2028three", "Größe 😀", "x" * 300, "last"]
@@ -18,7 +18,7 @@ TEXTS = ["one", "", "two\u2028three", "Größe 😀", "x" * 300, "last"]
 def read(path, *, task_bytes=2**20, **keys):
     config = PrepareConfig(**keys)
     reader = DocumentReader(config, ByteTokenizer())
-    tasks = cut(find_inputs([str(path)]), task_bytes=task_bytes, field=config.field)
+    tasks = split_into_tasks(find_inputs([str(path)]), task_bytes=task_bytes, field=config.field)
     return [each for task in tasks for piece in task.pieces for each in reader.read(piece)]
 
 
@@ -28,13 +28,13 @@ def json_lines(texts):
 
 @pytest.mark.parametrize("ends", [True, False])
 @pytest.mark.parametrize("task_bytes", [1, 2, 7, 16, 17, 300, 10**6])
-def test_ranges_of_bytes_hold_every_line_once(task_bytes, ends, tmp_path):
+def test_ranges_of_bytes_contain_every_line_once(task_bytes, ends, tmp_path):
     content = b"\xef\xbb\xbf" + json_lines(TEXTS).replace(b"\n", b"\n\n", 2)
     (tmp_path / "a.jsonl").write_bytes(content if ends else content[:-1])
     assert read(tmp_path / "a.jsonl", task_bytes=task_bytes) == TEXTS
 
 
-def test_any_cut_of_random_lines(tmp_path):
+def test_any_split_of_random_lines(tmp_path):
     draw = random.Random(0)
     for trial in range(30):
         texts = ["x" * draw.choice([0, 1, 5, 40, 200]) for _ in range(draw.randrange(1, 30))]
@@ -81,7 +81,7 @@ def test_rows(kind, tmp_path):
         read(path)
 
 
-def test_what_is_said_of_bad_lines(tmp_path):
+def test_messages_about_bad_lines(tmp_path):
     lines = [b'{"text": "good"}', b"{", b'{"text": 3}', b'{"text": "\xff"}', b'{"text": "\\ud800"}', b"[]"]
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b"\n".join(lines[:2])))

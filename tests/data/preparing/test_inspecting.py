@@ -1,4 +1,4 @@
-"""What is said of a prepared dataset is what was put in, and a row is shown with its documents and its loss."""
+"""Reports about a prepared dataset agree with its input, and rows are shown with documents and loss."""
 
 import json
 
@@ -20,7 +20,7 @@ def prepared(tmp_path):
     return tmp_path / "p"
 
 
-def test_the_report_counts_what_is_there(prepared):
+def test_the_report_counts_the_contents(prepared):
     lines = list(report(prepared, InspectConfig(max_target_length=10)))
     assert lines[0] == f"{prepared}: 5 documents, 39 tokens, end-of-text tokens among them"
     start = lines.index("tokens of a document: 1 to 15, 7.8 on average")
@@ -52,7 +52,7 @@ def most_frequent():
     return sum(sorted((ids.count(token) for token in set(ids)), reverse=True)[:10]) / len(ids)
 
 
-def test_nothing_is_read_where_nothing_is_to_be_verified(prepared):
+def test_nothing_is_read_without_verification(prepared):
     shard = sorted(prepared.glob("*.array_record"))[0]
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
@@ -92,7 +92,7 @@ def test_rows_are_shown_as_a_model_sees_them(prepared):
     assert last == "=== row 1: 11 tokens, 10 of them with a target, 1013 padding"
 
 
-def test_rows_are_given_to_programs(prepared):
+def test_rows_are_printed_as_json(prepared):
     lines = list(shown_rows(prepared, InspectConfig(max_target_length=10), 0, 4, as_json=True))
     rows = [json.loads(line) for line in lines]
     assert [row["row"] for row in rows] == [0, 1, 2, 3]
@@ -104,7 +104,7 @@ def test_rows_are_given_to_programs(prepared):
     assert rows[0]["positions"] == [*range(4), *range(6)]
 
 
-def test_rows_that_are_not_there_and_another_tokenizer_are_named(prepared, tmp_path):
+def test_missing_rows_and_another_tokenizer_are_named(prepared, tmp_path):
     with pytest.raises(UserError, match=r"--rows 3:5: the rows are 0:4\."):
         list(shown_rows(prepared, InspectConfig(max_target_length=10), 3, 5, as_json=True))
     write_prepared(tmp_path / "q", byte_shards(TEXTS, 1), tokenizer="huggingface:ab:0")
@@ -119,7 +119,7 @@ def test_many_documents_are_counted_in_parts(prepared, monkeypatch):
     assert list(report(prepared, InspectConfig())) == whole
 
 
-def test_what_a_run_says_of_its_data_is_what_inspect_counts(prepared):
+def test_a_runs_summary_of_its_data_agrees_with_inspect(prepared):
     keys = ["dataset_type=array_record", "eval_fraction=0", "eval_interval=-1", "max_target_length=10"]
     config = load_config(None, [*keys, f"dataset_path={prepared}", "packing=best_fit"])
     source, _ = open_sources(config)

@@ -1,4 +1,4 @@
-"""One prepare at a time writes an output, or those that share it, and a dead one keeps nobody out."""
+"""One prepare at a time, or its shares, writes an output; a dead one locks nobody out."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ from maxtext_lite.config import UserError
 from maxtext_lite.data.preparing.journal import Journal
 from maxtext_lite.data.preparing.keys import PrepareConfig
 from maxtext_lite.data.preparing.shards import Entry
-from maxtext_lite.data.preparing.tasks import cut, find_inputs
+from maxtext_lite.data.preparing.tasks import find_inputs, split_into_tasks
 from maxtext_lite.data.tokenizer import ByteTokenizer
 
 
@@ -18,7 +18,7 @@ def open_journal(tmp_path):
     (tmp_path / "a.txt").write_text("a text")
     config = PrepareConfig(input=[str(tmp_path / "a.txt")], output=str(tmp_path / "out"))
     files = find_inputs(config.input)
-    return lambda: Journal(config, files, cut(files, task_bytes=10, field="text"), ByteTokenizer())
+    return lambda: Journal(config, files, split_into_tasks(files, task_bytes=10, field="text"), ByteTokenizer())
 
 
 def test_a_second_prepare_is_refused_and_shares_are_not(open_journal):

@@ -1,4 +1,4 @@
-"""What prepare may be asked for, as key=value: the names of what it reads follow from what it is to read."""
+"""The keys of prepare, and the field that it reads."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def test_a_wrong_key_is_named(word, message):
     assert any(problem.startswith(message) for problem in refused.value.problems), refused.value.problems
 
 
-def test_input_and_output_have_to_be_said():
+def test_input_and_output_are_required():
     with pytest.raises(UserError) as refused:
         parse_prepare_config([])
     assert [problem.partition(".")[0] for problem in refused.value.problems] == [

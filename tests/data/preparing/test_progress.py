@@ -1,4 +1,4 @@
-"""How far prepare is, in lines: what is done, how fast, and how long the rest will take."""
+"""The progress of prepare as lines: work done, speed, and remaining time."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A shard holds the tokens of its task, and what cannot be written or read back is named."""
+"""A shard contains the tokens of its task; failures to write or read it back are named."""
 
 import hashlib
 
@@ -11,20 +11,20 @@ from maxtext_lite.data.preparing import shards
 from maxtext_lite.data.preparing.documents import DocumentReader
 from maxtext_lite.data.preparing.keys import PrepareConfig
 from maxtext_lite.data.preparing.shards import Workshop, run_task
-from maxtext_lite.data.preparing.tasks import cut, find_inputs
+from maxtext_lite.data.preparing.tasks import find_inputs, split_into_tasks
 from maxtext_lite.data.tokenizer import ByteTokenizer
 
 
 def run(tmp_path, text="x" * 9000):
     (tmp_path / "a.txt").write_text(text)
     files = find_inputs([str(tmp_path / "a.txt")])
-    (task,) = cut(files, task_bytes=10, field="text")
+    (task,) = split_into_tasks(files, task_bytes=10, field="text")
     workshop = Workshop(tmp_path, tmp_path, {file.path: file for file in files}, 1, 0.0)
     return run_task(task, workshop, DocumentReader(PrepareConfig(), ByteTokenizer()), ByteTokenizer())
 
 
 @pytest.mark.parametrize("tokens", [1, 4095, 4096, 4097, 3 * 4096])
-def test_records_are_whole_but_for_the_last(tokens, tmp_path):
+def test_all_records_except_the_last_are_whole(tokens, tmp_path):
     entry = run(tmp_path, "x" * (tokens - 1) if tokens > 1 else "")
     if tokens == 1:  # an empty text
         assert (entry.shard, entry.empty) == (None, 1)
@@ -40,7 +40,7 @@ def test_records_are_whole_but_for_the_last(tokens, tmp_path):
     assert np.fromfile(tmp_path / "00000.lengths", "<i8").tolist() == [tokens]
 
 
-def test_what_is_read_back_must_be_what_was_written(tmp_path, monkeypatch):
+def test_a_shard_must_read_back_as_written(tmp_path, monkeypatch):
     class Forgetful(shards.ArrayRecordWriter):
         def write(self, record):
             super().write(bytes(len(record)))

@@ -1,4 +1,4 @@
-"""Inputs are cut into tasks by their sizes alone: large files into stretches, small ones joined."""
+"""Inputs are split into tasks only by size: large files into stretches, small ones joined."""
 
 import json
 import os
@@ -6,18 +6,18 @@ import os
 import pytest
 
 from maxtext_lite.config import UserError
-from maxtext_lite.data.preparing.tasks import cut, find_inputs
+from maxtext_lite.data.preparing.tasks import find_inputs, split_into_tasks
 
 
 def spans(tasks):
     return [[(piece.name.rpartition("/")[2], piece.start, piece.stop) for piece in task.pieces] for task in tasks]
 
 
-def test_lines_are_cut_by_bytes_and_small_files_are_joined(tmp_path):
+def test_lines_are_split_by_bytes_and_small_files_are_joined(tmp_path):
     for name, size in {"a.jsonl": 250, "b.txt": 30, "c.txt": 15, "d.jsonl.gz": 500, "e.txt": 1, "no.csv": 5}.items():
         (tmp_path / name).write_bytes(b"x" * size)
     (tmp_path / ".hidden.txt").write_bytes(b"x")
-    tasks = cut(find_inputs([str(tmp_path)]), task_bytes=100, field="text")
+    tasks = split_into_tasks(find_inputs([str(tmp_path)]), task_bytes=100, field="text")
     assert spans(tasks) == [
         [("a.jsonl", 0, 100)],
         [("a.jsonl", 100, 200)],
@@ -29,19 +29,19 @@ def test_lines_are_cut_by_bytes_and_small_files_are_joined(tmp_path):
     assert [task.num_bytes for task in tasks] == [100, 100, 95, 500, 1]
 
 
-def test_parquet_is_cut_by_row_groups(tmp_path):
+def test_parquet_is_split_by_row_groups(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     table = pyarrow.table({"text": ["x" * 50] * 100, "other": list(range(100))})
     parquet.write_table(table, tmp_path / "a.parquet", row_group_size=10, use_dictionary=False)
     size = parquet.ParquetFile(tmp_path / "a.parquet").metadata.row_group(0).total_byte_size
-    tasks = cut(find_inputs([str(tmp_path / "*.parquet")]), task_bytes=3 * size, field="text")
+    tasks = split_into_tasks(find_inputs([str(tmp_path / "*.parquet")]), task_bytes=3 * size, field="text")
     assert spans(tasks) == [[("a.parquet", start, min(start + 3, 10))] for start in range(0, 10, 3)]
     with pytest.raises(UserError, match=r"a.parquet has no column 'body'; set text_field to one of text, other\."):
-        cut(find_inputs([str(tmp_path)]), task_bytes=100, field="body")
+        split_into_tasks(find_inputs([str(tmp_path)]), task_bytes=100, field="body")
     (tmp_path / "b.parquet").write_bytes(b"PAR1 and nothing else")
     with pytest.raises(UserError, match=r"b\.parquet: cannot be read"):
-        cut(find_inputs([str(tmp_path)]), task_bytes=100, field="text")
+        split_into_tasks(find_inputs([str(tmp_path)]), task_bytes=100, field="text")
 
 
 def test_a_dataset_of_hugging_face_is_read_as_its_state_names_it(tmp_path):

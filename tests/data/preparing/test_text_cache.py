@@ -1,4 +1,4 @@
-"""A text of the cache has the rows and the fingerprint that it has without, and a damaged one is not used."""
+"""A cached text has the rows and fingerprint of the text itself, and a damaged one is not used."""
 
 import fcntl
 import gzip
@@ -18,7 +18,7 @@ TEXTS = [f"text {number} " + "x" * (number * 37 % 90) for number in range(120)]
 
 @pytest.fixture
 def config(tmp_path, monkeypatch):
-    """Of a text of two kinds of file; the cache is `cache/`, its tasks of 3,000 bytes."""
+    """The config of a text in two kinds of file; the cache is `cache/`, with tasks of 3,000 bytes."""
     monkeypatch.delenv(text_cache.CACHE_VARIABLE, raising=False)
     monkeypatch.setattr(dataset, "_MEGABYTE", 3000 // 64)
     (tmp_path / "in").mkdir()
@@ -32,7 +32,7 @@ def config(tmp_path, monkeypatch):
 
 @pytest.fixture
 def large(monkeypatch):
-    """Any text is worth a cache."""
+    """Every text is cached, however small."""
     monkeypatch.setattr(text_cache, "LEAST_BYTES", 1)
 
 
@@ -102,7 +102,7 @@ def test_a_damaged_text_is_made_again(damage, config, tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("large")
-def test_what_a_killed_start_left_is_gone_on_with_or_made_anew(config, tmp_path, monkeypatch):
+def test_the_remains_of_a_killed_start_are_continued_or_remade(config, tmp_path, monkeypatch):
     def killed(*_):
         raise KeyboardInterrupt
 
@@ -122,7 +122,7 @@ def test_what_a_killed_start_left_is_gone_on_with_or_made_anew(config, tmp_path,
 
 
 @pytest.mark.usefixtures("large")
-def test_who_comes_while_it_is_made_waits(config, tmp_path, monkeypatch):
+def test_a_process_waits_while_the_entry_is_made(config, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(fcntl, "flock", lambda opened, how: asked.append((opened.name.rpartition(".")[2], how)))
     open_sources(config)
@@ -130,7 +130,7 @@ def test_who_comes_while_it_is_made_waits(config, tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("large")
-def test_where_nothing_can_be_written_the_text_is_in_memory(config, tmp_path, capsys):
+def test_without_a_writable_cache_the_text_is_in_memory(config, tmp_path, capsys):
     (tmp_path / "runs").write_text("a file")
     assert open_sources(config)[0].notes == ()
     assert "warning: the text cannot be cached in " in capsys.readouterr().err
@@ -143,7 +143,7 @@ def test_a_cache_that_cannot_be_written_is_read(config, monkeypatch):
     def refused(_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(text_cache, "alone", refused)
+    monkeypatch.setattr(text_cache, "locked", refused)
     assert open_sources(config)[0].notes == notes != ()
 
 

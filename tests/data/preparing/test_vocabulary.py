@@ -1,4 +1,4 @@
-"""Tokenizers trained on text: of the size asked for, for any text, and refused where the text is too small."""
+"""Tokenizers trained on text: of the requested size, for any text, or refused if the text is too small."""
 
 import json
 
@@ -20,7 +20,7 @@ def words(tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "size"), [("huggingface", 270), ("sentencepiece", 290)])
-def test_it_has_its_size_and_writes_any_text_back(words, kind, size, tmp_path, capsys):
+def test_a_trained_tokenizer_has_its_size_and_decodes_any_text(words, kind, size, tmp_path, capsys):
     assert main(["tokenizer", *words, f"tokenizer_type={kind}", f"vocab_size={size}"]) == 0
     keys = capsys.readouterr().out.partition(":")[0].split()
     assert keys[0] == f"tokenizer_type={kind}"
@@ -46,7 +46,7 @@ def test_it_has_its_size_and_writes_any_text_back(words, kind, size, tmp_path, c
         (["vocabsize=3"], "unknown key 'vocabsize' .* Did you mean 'vocab_size'"),
     ],
 )
-def test_what_cannot_be_is_refused(words, more, message, tmp_path):
+def test_an_impossible_vocabulary_is_refused(words, more, message, tmp_path):
     with pytest.raises(UserError, match=message):
         main(["tokenizer", *words, *more])
     assert not (tmp_path / "out").exists()

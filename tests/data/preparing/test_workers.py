@@ -1,4 +1,4 @@
-"""Workers report what they make, hand on what is wrong, and end when nobody listens to them."""
+"""Workers report what they make, pass errors on, and end with their parent."""
 
 import multiprocessing
 import os
@@ -9,7 +9,7 @@ from maxtext_lite.config import UserError
 from maxtext_lite.data.preparing import workers
 from maxtext_lite.data.preparing.keys import PrepareConfig
 from maxtext_lite.data.preparing.shards import Workshop
-from maxtext_lite.data.preparing.tasks import cut, find_inputs
+from maxtext_lite.data.preparing.tasks import find_inputs, split_into_tasks
 from maxtext_lite.data.preparing.workers import run_here, run_in_processes
 from maxtext_lite.data.tokenizer import ByteTokenizer
 
@@ -17,7 +17,7 @@ from maxtext_lite.data.tokenizer import ByteTokenizer
 def job(tmp_path, content):
     (tmp_path / "a.jsonl").write_text(content)
     files = find_inputs([str(tmp_path / "a.jsonl")])
-    tasks = cut(files, task_bytes=40, field="text")
+    tasks = split_into_tasks(files, task_bytes=40, field="text")
     workshop = Workshop(tmp_path, tmp_path, {file.path: file for file in files}, len(tasks), 0.0)
     return tasks, workshop, PrepareConfig()
 
@@ -28,7 +28,7 @@ def test_this_process_reports_tokens_and_entries(tmp_path):
     assert [each.entry.shard and each.entry.shard.tokens for each in made] == [12, 8, 12, None]
 
 
-def test_a_worker_hands_on_what_is_wrong(tmp_path, monkeypatch):
+def test_a_worker_passes_errors_on(tmp_path, monkeypatch):
     monkeypatch.delenv("RAYON_NUM_THREADS", raising=False)
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
     before = dict(os.environ)
@@ -37,7 +37,7 @@ def test_a_worker_hands_on_what_is_wrong(tmp_path, monkeypatch):
     assert dict(os.environ) == before
 
 
-def test_a_worker_that_was_killed_is_told_of(tmp_path):
+def test_a_killed_worker_is_reported(tmp_path):
     running = run_in_processes(*job(tmp_path, '{"text": "abc"}\n' * 1000), "byte", num_workers=1)
     next(running)
     (child,) = multiprocessing.active_children()

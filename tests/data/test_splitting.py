@@ -1,4 +1,4 @@
-"""The tokens of a text's pieces are those of the text, for every tokenizer that may be cut, and others are not."""
+"""Pieces of a text have the tokens of the text, for every tokenizer that allows cuts; others do not cut."""
 
 import json
 import random
@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 from tokenizers import Regex, models, normalizers, pre_tokenizers, trainers
 
-from maxtext_lite.data import cutting
+from maxtext_lite.data import splitting
 from maxtext_lite.data.text_files import find_files, json_lines
 from maxtext_lite.data.tokenizer import ByteTokenizer
 
@@ -21,7 +21,7 @@ def words_of(kind):
         return byte_level
     if kind == "digits":
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
-    pattern = Regex(cutting._PATTERNS[kind])
+    pattern = Regex(splitting._PATTERNS[kind])
     return pre_tokenizers.Sequence([pre_tokenizers.Split(pattern, behavior="isolated"), byte_level])
 
 
@@ -47,13 +47,13 @@ def trained(kind, prose):
 @pytest.mark.parametrize("kind", ["gpt2", "digits", 0, 1])
 def test_the_tokens_of_the_pieces_are_those_of_the_whole(kind, prose):
     tokenizer = trained(kind, prose)
-    assert cutting.may_cut(json.loads(tokenizer.to_str()))
+    assert splitting.may_split(json.loads(tokenizer.to_str()))
     draw = random.Random(3)
     texts = [prose, *("".join(draw.choices(ALPHABET, k=draw.randrange(80))) for _ in range(150))]
     cuts = 0
     for text in texts:
         for most in (1, 7) if text is not prose else (50, 9999):
-            pieces = cutting.pieces(text, most)
+            pieces = splitting.pieces(text, most)
             cuts += len(pieces) - 1
             assert "".join(pieces) == text
             joined = [token for piece in pieces for token in tokenizer.encode(piece, add_special_tokens=False).ids]
@@ -62,9 +62,9 @@ def test_the_tokens_of_the_pieces_are_those_of_the_whole(kind, prose):
 
 
 def test_places_are_single_spaces_between_letters():
-    assert cutting.pieces("a b  c. d e\n f", 1) == ["a", " b  c. d", " e\n f"]
-    assert cutting.pieces("a b c d", 3) == ["a b", " c d"]
-    assert cutting.pieces("", 5) == [""]
+    assert splitting.pieces("a b  c. d e\n f", 1) == ["a", " b  c. d", " e\n f"]
+    assert splitting.pieces("a b c d", 3) == ["a b", " c d"]
+    assert splitting.pieces("", 5) == [""]
 
 
 @pytest.mark.parametrize(("change"), [
@@ -82,14 +82,14 @@ def test_places_are_single_spaces_between_letters():
     {"added_tokens": [{"content": "<a b>", "lstrip": False, "rstrip": False}]},
     {"added_tokens": [{"content": "<a>", "lstrip": True, "rstrip": False}]},
 ])  # fmt: skip
-def test_of_another_tokenizer_nothing_is_assumed(change, prose):
+def test_other_tokenizers_do_not_cut(change, prose):
     stated = json.loads(trained("gpt2", prose[:2000]).to_str())
-    assert cutting.may_cut(stated)
-    assert not cutting.may_cut(stated | change)
+    assert splitting.may_split(stated)
+    assert not splitting.may_split(stated | change)
 
 
 def test_texts_are_tokenized_into_one_stream():
-    ids, counts = cutting.tokenized(ByteTokenizer(), ["ab", "", "c"], np.dtype("<u2"))
+    ids, counts = splitting.tokenized(ByteTokenizer(), ["ab", "", "c"], np.dtype("<u2"))
     assert ids.tolist() == [97, 98, 256, 99, 256]
     assert counts.tolist() == [3, 1, 2]
-    assert [len(each) for each in cutting.tokenized(ByteTokenizer(), [], np.dtype("<u2"))] == [0, 0]
+    assert [len(each) for each in splitting.tokenized(ByteTokenizer(), [], np.dtype("<u2"))] == [0, 0]

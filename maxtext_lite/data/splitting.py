@@ -29,7 +29,7 @@ _PATTERNS = (
 )
 
 
-def may_cut(stated: dict[str, Any]) -> bool:
+def may_split(stated: dict[str, Any]) -> bool:
     """Whether a `tokenizer.json` describes a tokenizer to which the module's argument applies."""
     model, words = stated.get("model") or {}, stated.get("pre_tokenizer") or {}
     normalizer = (stated.get("normalizer") or {}).get("type", "NFC")  # a space and a letter compose with nothing
