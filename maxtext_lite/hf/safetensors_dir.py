@@ -49,6 +49,7 @@ Box = tuple[slice, ...]
 """A stretch of each dim of a tensor."""
 
 _FILE_BYTES = 5_000_000_000
+_LFS = b"version https://git-lfs"
 
 
 class Stored(NamedTuple):
@@ -82,14 +83,13 @@ class SafetensorsDir:
             for name, stored in stored_in(file).items():
                 if name in self.tensors:
                     raise UserError(
-                        f"{directory}: {value_text(name)} stands in {self.tensors[name].file.name} and in {file.name}."
+                        f"{directory}: {value_text(name)} is in {self.tensors[name].file.name} and in {file.name}."
                     )
                 self.tensors[name] = stored
         for name, file_name in weight_map(directory).items():
             if name not in self.tensors or self.tensors[name].file.name != file_name:
                 raise UserError(
-                    f"{directory / INDEX} says that {value_text(name)} stands in {value_text(file_name)}, which it "
-                    "does not."
+                    f"{directory / INDEX} says that {value_text(name)} is in {value_text(file_name)}, which is wrong."
                 )
 
     def rename(self, names: Mapping[str, str]) -> None:
@@ -143,6 +143,9 @@ def _check_format(file: Path) -> None:
         with safe_open(file, framework="numpy"):
             return
     except (SafetensorError, OSError) as error:
+        with file.open("rb") as opened:
+            if opened.read(len(_LFS)) == _LFS:
+                raise UserError(f"{file} is a pointer of Git LFS, not the file. `git lfs pull` fetches it.") from None
         reason = str(error).removeprefix("Error while deserializing header: ")
         raise UserError(f"{file} is not a safetensors file, or is damaged or cut off ({value_text(reason)}).") from None
 
