@@ -1,6 +1,7 @@
-"""Multi-head latent attention: keys and values of all heads are made of one narrow vector of each token.
+"""Multi-head latent attention: one narrow vector of each token makes the keys and values of all heads.
 
-A cache holds that vector, and the keys' part that all heads share: attention over it is one head's for all queries.
+A cache contains that vector and the part of the keys that all heads share: attention over it has one kv head for all
+queries.
 
 Source: DeepSeek-AI 2024, arXiv:2405.04434, section 2.1 and appendix C.
 """
@@ -20,11 +21,11 @@ from maxtext_lite.models.ops import Rotation, project, rotate
 from maxtext_lite.models.shape import DecoderShape
 from maxtext_lite.parallel import constrain
 
-_EPSILON = 1e-6  # of the latent vectors' norms, whatever the model's others have, as in the published code
+_EPSILON = 1e-6  # of the latent vectors' norms, whatever the other norms have, as in the published code
 
 
 class LatentAttention(nnx.Module):
-    """Attention whose queries, keys and values come of latent vectors; the last dims of a head are rotated."""
+    """Attention with queries, keys and values from latent vectors; the last dims of a head are rotated."""
 
     query: nnx.Param | None = None
     query_down: nnx.Param | None = None
