@@ -61,7 +61,7 @@ class LatentAttention(nnx.Module):
         plain_BTNH, turned_BTNH = jnp.split(q_BTNH, (self.plain,), axis=-1)
         turned_BTNH, shared_BT1H = rotate(turned_BTNH, rotation), rotate(shared_BTD[:, :, None], rotation)
         if isinstance(attend, CachedAttend):
-            # As its keys are linear in the latent vectors, a query can be brought to them instead; and so the context.
+            # Keys are linear in the latent vectors, so queries can be projected to these, and so can the context.
             asked_BTNH = jnp.einsum("BTNH,DNH->BTND", plain_BTNH, self.key_up[...].astype(x_BTD.dtype))
             q_BTNH = constrain(jnp.concatenate([asked_BTNH, turned_BTNH], axis=-1), HEADS_AXES)
             k_BT1H = jnp.concatenate([latent_BTD[:, :, None], shared_BT1H], axis=-1)

@@ -1,10 +1,11 @@
-"""Attention by splash, jax's Pallas kernel for TPU, of whole examples and of examples split over the context axis.
+"""Attention by splash, jax's Pallas kernel for TPU, for whole examples and examples split over the context axis.
 
-With all_gather, every shard's keys come at once and in the order of the tokens: one kernel whose mask knows where each
-of a shard's queries stands. With ring, keys go round: a kernel for a device's own, and one for two pairs of chunks of
-every other shard, whose results are merged by their log-partitions. The kernel has no gradient for that: its backward
-pass is called with the context and the log-partition of all keys, by a name that is private to jax. How far apart the
-tokens of two chunks are depends on the shards, so that where a window is cut, keys are gathered with either strategy.
+With all_gather, all shards' keys are gathered in the order of the tokens, and one kernel runs with a mask that has the
+positions of a shard's queries. With ring, keys pass from shard to shard: one kernel runs for a device's own keys, and
+one for two pairs of chunks with every other shard, and the results are merged by their log-partitions. The kernel has
+no gradient for that: its backward pass is called with the context and the log-partition of all keys, by a name that is
+private to jax. The distance between the tokens of two chunks depends on the shards, so with a window keys are gathered
+under either strategy.
 Source: Liu et al. 2023, arXiv:2310.01889; Dubey et al. 2024, arXiv:2407.21783, section 3.3.2.
 """
 
@@ -38,7 +39,7 @@ _SINKS = ("activation_heads",)
 
 @jax.custom_vjp
 def _with_gradient_as_wide(x: jax.Array) -> jax.Array:
-    """`x`, whose gradient is made of its dtype: splash gives that of float32 sinks in the dtype of the queries."""
+    """`x` with its gradient cast to its dtype: splash returns that of float32 sinks in the queries' dtype."""
     return x
 
 
@@ -56,7 +57,7 @@ def splash_attention(
     scoring: Scoring = PLAIN,
     interpret: bool = False,
 ) -> jax.Array:
-    """`attention` by the Pallas kernel for TPU; T must be a multiple of 128, on shards each chunk of them.
+    """`attention` by the Pallas kernel for TPU; T, or on context shards each chunk, must be a multiple of 128.
 
     Args:
       strategy: how the shards of a context axis exchange keys, one of `tiled_attention.STRATEGIES`.
@@ -98,7 +99,7 @@ class _Options:
         )
 
     def scaled(self, q_BTNH: jax.Array) -> jax.Array:
-        """Queries [B, N, T, H] as the kernel wants them, which has no scale."""
+        """Queries [B, N, T, H] times the scale, which the kernel does not have."""
         return (q_BTNH * self.scoring.scale_of(q_BTNH.shape[-1])).swapaxes(1, 2)
 
 
@@ -110,7 +111,7 @@ def _gathered(
     segment_BT: jax.Array,
     sink_N: jax.Array | None,
 ) -> jax.Array:
-    """Attention of a device's queries to the keys of whole examples."""
+    """Attention of a device's queries to all keys of their examples."""
     (T, N), shards, window = q_BTNH.shape[1:3], context_shards(), options.scoring.window
     if window is None:
         mask = CausalMask((T, T))
@@ -118,7 +119,7 @@ def _gathered(
         mask = LocalMask((T, T), window)
     span = T
     if shards > 1:
-        mask.q_sequence = context_order(T, shards).astype(mask.q_sequence.dtype)  # where the queries stand
+        mask.q_sequence = context_order(T, shards).astype(mask.q_sequence.dtype)  # positions of the queries
         span = T // (CHUNKS_PER_SHARD * shards)
     num_heads = N // num_shards("activation_heads")
     head_dim = max(q_BTNH.shape[-1], v_BSKW.shape[-1])
@@ -171,7 +172,7 @@ def _attend(options: _Options, mask: Mask, *rows: jax.Array) -> tuple[jax.Array,
 
 
 def _attend_backward(options: _Options, mask: Mask, *rows: jax.Array) -> tuple[jax.Array, ...]:
-    """What these queries and keys add to the gradients of both, float32.
+    """These queries' and keys' terms of both gradients, float32.
 
     Args:
       rows: q, k, v and documents as in `_attend`; the context, log-partition [B, N, T] and gradient of the context of
@@ -194,7 +195,7 @@ def _attend_backward(options: _Options, mask: Mask, *rows: jax.Array) -> tuple[j
         segments = splash_attention_kernel.SegmentIds(segment_T, segment_S)
         kept = (q_NTH, k_KSH, v_KSW, segments, None, context_NTW, partition_NT)
         kept = (*kept, kernel.dq_mask_info, kernel.dkv_mask_info)
-        # Private: `kernel`'s own derivative knows only the context and log-partition of these keys.
+        # Private: `kernel`'s own derivative uses the context and log-partition of these keys alone.
         return splash_attention_kernel._splash_attention_bwd(**kernel.kwargs, res=kept, do=g)[3:6]
 
     return tuple(x.astype(jnp.float32)[:, :, None] for x in jax.vmap(one_row)(*rows))
@@ -238,7 +239,7 @@ def _shard_backward(
     log_partition_BKGT1: jax.Array,
     g_BTNW: jax.Array,
 ) -> tuple[jax.Array, ...]:
-    """One device's dq, dk and dv; what other devices' queries add to dk and dv comes back from them."""
+    """One device's dq, dk and dv, including the terms of dk and dv that other devices send for their queries."""
     T, H, dtype = q_BTNH.shape[1], q_BTNH.shape[3], q_BTNH.dtype
     chunk, q_BNTH = T // CHUNKS_PER_SHARD, options.scaled(q_BTNH)
     own = k_BSKH.swapaxes(1, 2), v_BSKW.swapaxes(1, 2), segment_BT

@@ -1,4 +1,4 @@
-"""The blocks that splash attention works in, and masks that tell of a block what is in it without making it."""
+"""The block sizes of splash attention, and masks that describe a block without materialising it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +11,12 @@ from maxtext_lite.config.kernels import SPLASH_BLOCK
 
 @dataclass(frozen=True)
 class MostTokens:
-    """The most queries and keys of a block in each of splash's kernels; keys are multiplied `at_once` this many.
+    """The most queries and keys of a block in each of splash's kernels; `at_once` keys are multiplied at a time.
 
     Attributes:
-      head_dim: of the widest heads, of keys or values, that these suit.
+      head_dim: the largest width of keys or values that these sizes suit.
       dkv, dq: of the two kernels of the backward pass.
-      fused: of the one that finds all three gradients; None: it is not used.
+      fused: of the kernel for all three gradients; None: it is not used.
     """
 
     head_dim: float
@@ -53,10 +53,10 @@ def block_sizes(
     """Sizes that divide `span` tokens.
 
     Args:
-      span: tokens in a row of a mask that follow each other, of queries as of keys; a multiple of 128.
-      num_keys: of all blocks.
-      head_dim: of keys or values, whichever is wider.
-      window: its blocks of keys are small, so that most of those outside it are left out.
+      span: consecutive tokens in a row of a mask, of queries and of keys; a multiple of 128.
+      num_keys: keys of all blocks.
+      head_dim: the larger width of keys and values.
+      window: with one, blocks of keys are small, so that most keys outside it are skipped.
     """
     most = next(each for each in MOST_TOKENS if head_dim <= each.head_dim)
 
@@ -82,8 +82,8 @@ def block_sizes(
 
 
 # ---- Masks ----------------------------------------------------------------------------------------------------------
-# jax asks for each block of a mask, several times, and of it only whether any and whether all are True: at 32,768
-# tokens that is 11 seconds of comparisons. A block is answered for by two numbers that say just that.
+# jax reads each block of a mask several times, only to know whether any and whether all of it are True: at 32,768
+# tokens that is 11 seconds of comparisons. Here a block is two numbers with these answers.
 
 
 def _some_and_all(some: bool, every: bool) -> np.ndarray:
@@ -91,8 +91,8 @@ def _some_and_all(some: bool, every: bool) -> np.ndarray:
 
 
 def _within(queries: np.ndarray, keys: slice, window: int | None) -> np.ndarray:
-    """Of queries and keys that follow each other, those that are no later than their query and fewer than `window`
-    before."""
+    """True for pairs of consecutive queries and keys in which the key is no later, and fewer than `window` tokens
+    earlier."""
     assert queries[-1] - queries[0] == len(queries) - 1
     nearest, farthest = queries[0] - (keys.stop - 1), queries[-1] - keys.start
     some, every = farthest >= 0, nearest >= 0
@@ -102,15 +102,15 @@ def _within(queries: np.ndarray, keys: slice, window: int | None) -> np.ndarray:
 
 
 class CausalMask(splash_attention_mask.CausalMask):
-    """jax's, whose blocks are two numbers."""
+    """jax's causal mask, with blocks as two numbers."""
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        """Whether some and whether all of a block are True, [1, 2]; stretches of it are to be given by both ends."""
+        """Whether some and whether all of a block are True, [1, 2]; slices must have both ends."""
         return _within(self.q_sequence[index[0]], index[1], None)
 
 
 class LocalMask(splash_attention_mask.LocalMask):
-    """jax's, of the last `window` tokens, the query's own among them; its blocks are two numbers."""
+    """jax's mask of the last `window` tokens, the query's own included, with blocks as two numbers."""
 
     def __init__(self, shape: tuple[int, int], window: int):
         super().__init__(shape, (window - 1, 0), offset=0)
@@ -122,7 +122,7 @@ class LocalMask(splash_attention_mask.LocalMask):
 
 
 class FullMask(splash_attention_mask.FullMask):
-    """jax's, whose blocks are two numbers."""
+    """jax's full mask, with blocks as two numbers."""
 
     def __getitem__(self, index: Any) -> np.ndarray:
         """As `CausalMask`."""
