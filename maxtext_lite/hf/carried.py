@@ -1,4 +1,4 @@
-"""The files that go with a model beside its weights: config.json, tokenizer and chat template."""
+"""The files copied along with a model's weights: config.json, tokenizer and chat template."""
 
 import shutil
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from maxtext_lite.config.json_file import check_file, is_there, read_object, use
 
 
 def carry_files(source: Path, destination: Path, *, but: Iterable[str] = ()) -> list[str]:
-    """Copies those of CARRIED that `source` has, `but` some; returns their names.
+    """Copies the files of CARRIED that `source` has, except `but`; returns their names.
 
     Raises:
       UserError: one of them is not a file.
@@ -28,7 +28,7 @@ def carry_files(source: Path, destination: Path, *, but: Iterable[str] = ()) -> 
 
 
 def stop_ids_of(directory: Path) -> list[int]:
-    """The tokens after which a text ends, by generation_config.json and config.json.
+    """The tokens that end a text, by generation_config.json and config.json.
 
     Raises:
       UserError: one of the two is not a JSON object, or its eos_token_id is not a token or a list of tokens.
@@ -50,7 +50,7 @@ _TOKENIZER_FILES = {"huggingface": "tokenizer.json", "sentencepiece": "tokenizer
 
 
 def tokenizer_file(config: DataConfig) -> Path | None:
-    """The file that `tokenizer_path` names, where it still lies there."""
+    """The file that `tokenizer_path` names; None if it is no longer there."""
     path = user_path(config.tokenizer_path) if config.tokenizer_path else None
     name = _TOKENIZER_FILES.get(config.tokenizer_type, "")
     file = path / name if path and path.is_dir() else path

@@ -1,9 +1,9 @@
-"""Quantized checkpoints as the plain tensors that they stand for, made as they are read.
+"""Quantized checkpoints as plain tensors, dequantized as they are read.
 
-A weight is stored as several tensors: numbers of few bits, and scales of blocks of them. Here it is one, by the name
-and of the shape and dtype that a plain checkpoint has it in. Of one that is asked for only the stretch that a device
-needs is made, a million numbers at a time; what is around it is never touched, and so takes no memory. Products are
-found in float32 and rounded as transformers and the formats' own libraries round them.
+A weight is stored as several tensors: numbers of a few bits, and scales of blocks of them. Here it is one tensor, with
+the name, shape and dtype that it has in a plain checkpoint. Only the stretch that a device needs is made, a million
+numbers at a time; memory around it is never touched, and so takes no space. Products are computed in float32 and
+rounded as transformers and the formats' own libraries round them.
 
 Source: Rouhani et al. 2023, arXiv:2310.10537 (MXFP4); DeepSeek-AI 2024, arXiv:2412.19437, section 3.3 (blocks of
 float8); Dettmers et al. 2023, arXiv:2305.14314, section 3 (NF4).
@@ -27,7 +27,7 @@ from maxtext_lite.config.hf.fields import JsonObject
 from maxtext_lite.config.hf.quantized import FIELD, quantization_of, weight_groups
 from maxtext_lite.hf.safetensors_dir import DTYPES, Box, SafetensorsDir, Stored, mapped
 
-_AT_ONCE = 2**20  # numbers, of which a handful of copies is then small beside any model's largest tensor
+_AT_ONCE = 2**20  # numbers: a handful of copies is then small beside any model's largest tensor
 _OF_ACTIVATIONS = (
     ".input_scale", ".input_zero_point", ".input_global_scale", ".activation_scale", ".output_scale",
     ".output_zero_point", ".input_scale_ub", ".k_scale", ".v_scale", ".q_scale", ".k_zero_point", ".v_zero_point",
@@ -38,11 +38,11 @@ _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -
 
 @dataclasses.dataclass(frozen=True)
 class _Packed:
-    """A tensor that stored ones stand for.
+    """A plain tensor made of several stored ones.
 
     Attributes:
-      like: the largest of those.
-      piece: makes a box of it, in float32 or what that is rounded to.
+      like: the largest of the stored ones.
+      piece: makes a box of it, in float32 or the format that this is rounded to.
     """
 
     like: Stored
@@ -100,22 +100,22 @@ class DequantizedDir(SafetensorsDir):
         self._packed = {new: self._packed[name] for name, new in names.items() if name in self._packed}
 
     def view(self, name: str) -> np.ndarray:
-        """The tensor, made whole where it is quantized."""
+        """The whole tensor, dequantized if it is quantized."""
         return self.part(name, lambda: tuple(slice(0, size) for size in self.tensors[name].shape))
 
     def part(self, name: str, box: Callable[[], Box]) -> np.ndarray:
-        """The tensor, of which at least `box`, a stretch of each dim, is there."""
+        """The tensor, with valid numbers at least in `box`, a stretch of each dim."""
         packed = self._packed.get(name)
         if packed is None:
             return super().view(name)
         whole = np.empty(packed.shape, DTYPES[self.tensors[name].dtype])
-        with np.errstate(over="ignore", invalid="ignore"):  # what is no number is found by whoever asks for it
+        with np.errstate(over="ignore", invalid="ignore"):  # the caller looks for NaN and infinities
             for piece in _pieces(box()):
                 whole[piece] = packed.piece(piece)
         return whole
 
     def _take(self, name: str, suffix: str) -> np.ndarray:
-        """A tensor that stands for another one, or for a part of it."""
+        """One of the stored tensors of a quantized one, which is then no tensor of its own."""
         if name + suffix not in self._stored:
             raise UserError(f"{self._where}: {value_text(name)} lacks {value_text(name + suffix)}.")
         self.tensors.pop(name + suffix, None)
@@ -125,7 +125,7 @@ class DequantizedDir(SafetensorsDir):
         return UserError(f"{self._stored[name].file}: {value_text(name)} {why} ({self._where}).")
 
     def _mxfp4(self, name: str) -> None:
-        """[E, out, in / 32, 16] bytes with two numbers each, and a power of two for every 32, as [E, in, out]."""
+        """[E, out, in / 32, 16] bytes of two numbers each, with a power of two for every 32, as [E, in, out]."""
         if not name.endswith("_blocks"):
             return
         base = name.removesuffix("_blocks")
@@ -147,7 +147,7 @@ class DequantizedDir(SafetensorsDir):
         self._packed[base] = _Packed(self._stored[name], (experts, groups * 32, rows), piece)
 
     def _scaled(self, name: str) -> None:
-        """Matrices of float8 or integers, of which each block has a scale: fp8, fbgemm_fp8, compressed-tensors."""
+        """Matrices of float8 or integers with a scale for each block: fp8, fbgemm_fp8, compressed-tensors."""
         method = self._quantization["quant_method"]
         packed = name.endswith(".weight_packed") and method == "compressed-tensors"
         base = name.removesuffix("_packed") if packed else name
@@ -188,12 +188,12 @@ class DequantizedDir(SafetensorsDir):
         self._packed[base] = _Packed(self._stored[name], shape, piece)
 
     def _shape(self, base: str) -> tuple[int, ...]:
-        """Of a packed matrix, as it is stored beside it."""
+        """A packed matrix's shape, which is stored beside it; () if it is no list of sizes."""
         sizes = self._take(base, "_shape")
         return tuple(sizes.tolist()) if sizes.ndim == 1 and sizes.dtype.kind == "i" and sizes.min(initial=1) > 0 else ()
 
     def _bits_of(self, name: str, packed: np.ndarray, shape: tuple[int, ...]) -> int:
-        """The bits of each number in whole words of 32, of those that the config names."""
+        """The bits of a number: the one of the config's widths that fits words of 32 bits in this shape."""
         widths = {int(group.get("num_bits", 8)) for group in weight_groups(self._quantization)}
         fitting = [bits for bits in widths if packed.shape == (shape[0], -(-shape[1] * bits // 32))]
         if len(fitting) != 1:
@@ -201,7 +201,7 @@ class DequantizedDir(SafetensorsDir):
         return fitting[0]
 
     def _zeros(self, name: str, base: str, bits: int, shape: tuple[int, ...], scales: np.ndarray) -> np.ndarray | None:
-        """What each block's numbers are counted from, as float32 of the scales' shape; None: from zero."""
+        """Each block's zero point, float32 in the scales' shape; None: there are none."""
         if base + "_zero_point" not in self._stored:
             groups = weight_groups(self._quantization)
             if groups and not any(group.get("symmetric", True) for group in groups):
@@ -221,7 +221,7 @@ class DequantizedDir(SafetensorsDir):
         stated = [group["block_structure"] for group in groups if group.get("block_structure")]
         if self._quantization["quant_method"] == "fp8":
             stated = [self._quantization.get("weight_block_size") or [128, 128]]
-        for block in stated:  # the last one of a dim may be cut off
+        for block in stated:  # the last block of a dim may be cut off
             if grid == tuple(-(-size // length) for size, length in zip(shape, block, strict=True)):
                 return block[0], block[1]
         if not all(scales and size % scales == 0 for size, scales in zip(shape, grid, strict=True)):
@@ -280,12 +280,12 @@ class DequantizedDir(SafetensorsDir):
 
 
 def open_directory(directory: Path, fields: JsonObject) -> SafetensorsDir:
-    """The tensors of a Hugging Face directory, dequantized where its config.json says that they are quantized."""
+    """The tensors of a Hugging Face directory, dequantized if its config.json says that they are quantized."""
     return DequantizedDir(directory, fields) if quantization_of(fields) else SafetensorsDir(directory)
 
 
 def _pieces(box: Box) -> Iterator[Box]:
-    """A box in boxes of at most _AT_ONCE numbers, or of one row."""
+    """A box cut into boxes of at most _AT_ONCE numbers or one row."""
     lengths = [stretch.stop - stretch.start for stretch in box]
     dim = next((dim for dim, length in enumerate(lengths) if length > 1), None)
     if dim is None or math.prod(lengths) <= _AT_ONCE:
@@ -304,7 +304,7 @@ def _nibbles(packed: np.ndarray, *, low_first: bool) -> np.ndarray:
 
 
 def _unpacked(words: np.ndarray, bits: int, columns: slice) -> np.ndarray:
-    """Numbers of `bits` bits, stored from the lowest bit of words [rows, words] on; the lowest is -2 ** (bits - 1)."""
+    """Numbers of `bits` bits from words [rows, words], from the lowest bit on; the least number is -2 ** (bits - 1)."""
     first = columns.start * bits // 32
     part = np.ascontiguousarray(words[:, first : -(-columns.stop * bits // 32)], "<i4").view(np.uint8)
     start = columns.start * bits - first * 32
@@ -314,7 +314,7 @@ def _unpacked(words: np.ndarray, bits: int, columns: slice) -> np.ndarray:
 
 
 def _float32(x: np.ndarray) -> np.ndarray:
-    """Numbers in any format as float32; bytes that are to be scales are exponents of two, from -127."""
+    """Numbers of any format as float32; scales in uint8 are exponents of two, from -127."""
     if x.dtype.itemsize == 1:  # a table is several times faster than a cast
         every = np.arange(256, dtype=np.uint8)
         powers = x.dtype == np.uint8

@@ -1,4 +1,4 @@
-"""Which tensors a decoder's parameters are made of: a family's table laid over the tree of parameters."""
+"""The tensors behind a decoder's parameters: a family's table applied to the tree of parameters."""
 
 import dataclasses
 import math
@@ -14,14 +14,14 @@ from maxtext_lite.hf.names import Name, Table
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A line of a table with the parameters of one stack that it is about.
+    """A line of a table, with its parameters in one stack of layers.
 
     Attributes:
-      name: the line, laid.
+      name: the line, with the dims of its parameters.
       paths: the parameters, from the root of the tree.
       layer_dims: the leading dims that count layers: (), (L,), or (repeats, L / repeats).
-      layers: those layers' numbers in the model; (0,) of what is outside.
-      num_experts: tensors of each layer, of experts or heads; 1 where they share one or there are none.
+      layers: those layers' numbers in the model; (0,) outside of the layers.
+      num_experts: tensors of each layer, one for each expert or head; 1 if they share one or there are none.
     """
 
     name: Name
@@ -31,13 +31,13 @@ class Entry:
     num_experts: int
 
     def tensor_names(self) -> Iterator[tuple[str, int, int]]:
-        """Each tensor's name, with the layer's number in the stack and the expert's; 0 where there are none."""
+        """Each tensor's name, with the numbers of the layer in the stack and of the expert; 0 if there are none."""
         for layer in range(math.prod(self.layer_dims)):
             for expert in range(self.num_experts):
                 yield self.tensor_name(layer, expert), layer, expert
 
     def tensor_name(self, layer: int, expert: int) -> str:
-        """The name of one layer's, and expert's, tensor."""
+        """The name of the tensor of a layer and an expert."""
         return self.name.theirs.format(layer=self.layers[layer], expert=expert)
 
 
@@ -55,7 +55,7 @@ def entries_of(table: Table, shapes: Mapping[str, tuple[int, ...]], model: Model
       model: the checkpoint's.
       where: what messages call the checkpoint.
     Raises:
-      UserError: a parameter's shape is not what the checkpoint's sizes make it, or the family has no name for it.
+      UserError: a parameter has another shape than in the checkpoint, or no name in the family.
     """
     entries, problems, named = [], [], set()
     for stack, (_, weights) in stacks_of(model).items():
@@ -80,7 +80,7 @@ def entries_of(table: Table, shapes: Mapping[str, tuple[int, ...]], model: Model
 
 
 def _layer_dims(shapes: Mapping[str, tuple[int, ...]], stack: str, weights: WeightTable) -> tuple[int, ...]:
-    """The first dims of a stack's parameters, before those of one layer's; () where it has none."""
+    """The dims of a stack's parameters before those of one layer; () if the stack has none."""
     for path, weight in weights.items():
         if (shape := shapes.get(f"{stack}/{path}")) is not None:
             return shape[: len(shape) - len(weight.sizes)]

@@ -1,4 +1,4 @@
-"""Parameters to a Hugging Face directory's tensors, one at a time."""
+"""Parameters written as the tensors of a Hugging Face directory, one at a time."""
 
 import functools
 import json
@@ -22,7 +22,7 @@ from maxtext_lite.parallel import sharding
 
 
 def export_model(directory: Path, params: Params, fields: JsonObject, *, dtype: str) -> None:
-    """Writes a directory with parameters and their config.json: `export_parameters`, with the fields it is to hold."""
+    """Writes a directory with a model's tensors and its config.json, which gets these fields."""
     if jax.process_index() == 0:
         directory.mkdir(parents=True, exist_ok=True)
     keys = model_keys(fields, "config.json")
@@ -34,15 +34,15 @@ def export_model(directory: Path, params: Params, fields: JsonObject, *, dtype: 
 def export_parameters(
     directory: Path, params: Params, kind: str, keys: Keys, *, dtype: str, file_bytes: int | None = None
 ) -> None:
-    """Writes parameters as a family's tensors; of several processes each takes part, and the first writes.
+    """Writes parameters as a family's tensors. All processes take part; the first one writes.
 
-    The host holds one tensor and one layer of the parameters that it is made of.
+    The host keeps one tensor and one layer of its parameters at a time.
 
     Args:
       kind: the family's model_type.
       keys: the model's keys of the Model section, as `config.hf.config.model_keys` gives them.
       dtype: "float32" or "bfloat16"; experts' biases, whose steps are small, stay float32.
-      file_bytes: where to begin another file; None: 5 GB.
+      file_bytes: the size at which another file begins; None: 5 GB.
     """
     leaves, model = flat(params), model_of(keys)
     entries = entries_of(TABLES[kind], {path: tuple(leaf.shape) for path, leaf in leaves.items()}, model, kind)
@@ -73,7 +73,7 @@ def _tensors(entries: list[Entry], leaves: Mapping[str, jax.Array], sizes: Sizes
 
 
 class _Layers:
-    """A stacked parameter, of which the host has one layer at a time: the one that was asked for last."""
+    """A stacked parameter of which the host has one layer at a time, the last one asked for."""
 
     def __init__(self, stacked: jax.Array, layer_dims: tuple[int, ...]) -> None:
         self._stacked, self._dims = stacked, layer_dims
@@ -92,5 +92,5 @@ class _Layers:
 
 @functools.cache  # one compilation for all parameters of one shape
 def _layer_on_every_host(mesh: Mesh) -> Callable[[jax.Array, tuple[int, ...]], jax.Array]:
-    """The layer of a stacked parameter, of which each of several hosts has only its own devices' part."""
+    """Takes a layer of a stacked parameter, whole on every host, though each host has only its devices' part."""
     return jax.jit(lambda stacked, index: stacked[index], out_shardings=sharding(mesh))

@@ -1,4 +1,4 @@
-"""Hugging Face directories to parameters on the mesh: each device's part is filled from the files, slice by slice."""
+"""Hugging Face directories read onto the mesh: each device's part is filled from the files, slice by slice."""
 
 import dataclasses
 import math
@@ -30,17 +30,17 @@ _NAMED_AT_MOST = 10  # of the tensors with one kind of problem
 
 
 def load_hf_parameters(path: str | Path, abstract_params: Params, key: str) -> Params:
-    """The parameters of a Hugging Face directory, laid out as `abstract_params` says.
+    """The parameters of a Hugging Face directory, with the shardings of `abstract_params`.
 
     No parameter is ever whole on the host, unless a device has it whole: a device's part of a stack of layers is
-    made, filled from views of the files, and handed over before the next. Each host looks at what it reads; all of
-    them call this, and what one of them refuses, all refuse.
+    allocated, filled from views of the files and handed over before the next one. All hosts call this. Each checks what
+    it reads, and what one of them refuses, all refuse.
 
     Args:
       abstract_params: shapes, dtypes and shardings of the decoder's parameters.
       key: what messages call the path.
     Raises:
-      UserError: tensors are missing, unknown, of another shape, in a format that is not read, or hold NaN or an
+      UserError: tensors are missing, unknown, of another shape, in a format that is not read, or contain NaN or an
         infinity; names them.
     """
     problems: tuple[str, ...] = ()
@@ -79,7 +79,7 @@ def _load(root: Path, abstract_params: Params, where: str) -> Params:
 
 
 def _of_text(files: SafetensorsDir, fields: JsonObject, where: str) -> SafetensorsDir:
-    """The files; of a model of text and images, the tensors of its text by the names that they have without images."""
+    """The files; for a model of text and images, its text part's tensors, by the names of a text model."""
     if fields.get("model_type") not in TOWERS:
         return files
     names = {name: text_tensor(name) for name in files.tensors}
@@ -93,7 +93,7 @@ _HEAD = "lm_head.weight"
 
 
 def _under_another_name(entry: Entry, files: SafetensorsDir) -> Entry:
-    """The table of a tied model under the name of its output projection, where only that is stored."""
+    """The line of a tied model's table, with the output projection's name if only that tensor is stored."""
     stored_as_head = _HEAD in files.tensors and entry.tensor_name(0, 0) not in files.tensors
     if entry.paths != ("embedding/table",) or not stored_as_head:
         return entry
@@ -101,7 +101,7 @@ def _under_another_name(entry: Entry, files: SafetensorsDir) -> Entry:
 
 
 def _as_named(table: Table, files: SafetensorsDir) -> Table:
-    """The table with or without its prefix, as the files have it."""
+    """The table, without its prefix if the files' names have none."""
     if any(name.startswith(table.prefix) for name in files.tensors):
         return table
     return table.named("")
@@ -182,7 +182,7 @@ def _of_further_tokens(name: str, keys: Keys) -> bool:
 
 
 def _refuse_untied(files: SafetensorsDir, entries: list[Entry], where: str) -> None:
-    """A tied model may store its table a second time, but not another one."""
+    """Refuses an output projection that differs from a tied model's table; a second copy is allowed."""
     (table,) = (entry.tensor_name(0, 0) for entry in entries if entry.paths == ("embedding/table",))
     head, embedding = (as_bits(files.view(name)) for name in (_HEAD, table))
     step = max(1, 2**24 // max(1, math.prod(head.shape[1:])))
@@ -199,10 +199,10 @@ def _refuse_untied(files: SafetensorsDir, entries: list[Entry], where: str) -> N
 def _on_mesh(
     leaf: jax.ShapeDtypeStruct, entry: Entry, part: int, files: SafetensorsDir, sizes: Sizes, wrong: list[str]
 ) -> jax.Array:
-    """One parameter, device by device; devices that hold the same part of it are given one copy each.
+    """One parameter, device by device; devices with the same part get one copy each.
 
     Args:
-      wrong: takes up sentences about numbers that are none.
+      wrong: a sentence is appended for each tensor with a NaN or an infinity.
     """
     where = leaf.sharding
     assert where is not None
@@ -229,9 +229,9 @@ def _filled(
     files: SafetensorsDir,
     sizes: Sizes,
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Copies into `block`, which is the parameter between `bounds`, what the files have of it.
+    """Fills `block`, the parameter between `bounds`, from the files.
 
-    Yields each tensor's name with what of `block` has just been copied from it, while the cache still has that.
+    Yields each tensor's name with the part of `block` just copied from it, while that is still in the cache.
     """
     counted = len(entry.layer_dims)
     number = np.arange(math.prod(entry.layer_dims)).reshape(entry.layer_dims)
@@ -243,13 +243,13 @@ def _filled(
             name = entry.tensor_name(int(layers[place]), expert)
             tensor = files.part(name, lambda: entry.name.reach(part, sizes, rest))
             into = block[(*place, slot) if entry.name.per_expert else place]
-            with np.errstate(over="ignore"):  # what becomes an infinity is found by whoever asks for it
+            with np.errstate(over="ignore"):  # the caller looks for infinities
                 assign_cast(into, tensor, entry.name.to_ours(as_bits(tensor), part, sizes)[rest])
             yield name, into
 
 
 def _not_finite(files: SafetensorsDir, name: str, dtype: np.dtype) -> str:
-    """A sentence about a tensor of which something that was read is NaN or an infinity in this format."""
+    """A sentence about a tensor with a number that is NaN or infinite in this format."""
     stored = files.tensors[name]
     beyond = is_finite(np.ascontiguousarray(files.view(name)))
     kind = f"numbers beyond those of {dtype}" if beyond else "NaN or infinite numbers"

@@ -1,9 +1,9 @@
-"""What each parameter is called in a family's checkpoints, and how it lies there.
+"""Each parameter's name and layout in a family's checkpoints.
 
-Its dims are those of `config.weights`. A matrix [*in, *out] lies there as torch's Linear has it, [out, in], a vector in
-one dim, a table as it is; where a family does otherwise, its line has a pattern of letters such as "D (N H)", the
-tensor's dims, where those in parentheses are one, and () is a dim of 1. Every line is read in both directions, so that
-what is imported can always be exported.
+A parameter's dims are those of `config.weights`. In a checkpoint a matrix [*in, *out] is stored as torch's Linear has
+it, [out, in], a vector in one dim, a table unchanged. For any other layout a line has a pattern such as "D (N H)": the
+letters of the tensor's dims, in parentheses for those that are stored as one, with () for a dim of 1. Every line works
+in both directions, so what is imported can always be exported.
 """
 
 import dataclasses
@@ -20,11 +20,11 @@ from maxtext_lite.config.weights import ModelShape, Weight, model_shape
 from maxtext_lite.hf.copying import assign
 
 Sizes = Mapping[str, int]
-"""How long each dim is: `ModelShape.sizes`. In a line with parts, Z are these, one after another."""
+"""How long each dim is: `ModelShape.sizes`. In a line with parts, Z is these one after another."""
 
 
 def model_of(keys: Mapping[str, Any]) -> ModelShape:
-    """What decides the weights of a model with these keys of the Model section."""
+    """The shape of a model with these keys of the Model section."""
     mla = Mla(**keys["mla"]) if keys["mla"] else None
     return model_shape(ModelConfig.model_construct(**{**keys, "mla": mla}))
 
@@ -34,14 +34,14 @@ class Name:
     """One tensor of a checkpoint, or one of each layer or expert.
 
     Attributes:
-      ours: the parameters that it holds: paths below a layer's, or below the root of, the parameters' tree.
+      ours: the parameters in it, by their paths below a layer or the root of the parameters' tree.
       theirs: its name, in which {layer} and {expert} are numbers.
-      pattern: its dims, where they are not as usual.
-      parts: where it holds several, how much of the dim Z each has: a letter or a number.
-      pairs: a dim of the parameter of which O are rotated, the first or, of latent attention, the last; they lie there
-        as pairs, in place of halves.
-      our_dims: letters of the parameter's dims in one layer (and expert), Z in the place of its part; see `laid`.
-      their_dims: for each of the tensor's dims, the letters that it is made of.
+      pattern: its dims, if they are not the usual ones.
+      parts: of several parameters, how much of the dim Z each has: a letter or a number.
+      pairs: a dim of the parameter with O rotated dims, the first ones or, in latent attention, the last; the tensor
+        has these as pairs where the parameter has halves.
+      our_dims: letters of the parameter's dims in one layer (and expert), with Z for its part; see `laid`.
+      their_dims: for each of the tensor's dims, the letters that it consists of.
     """
 
     ours: tuple[str, ...]
@@ -54,13 +54,13 @@ class Name:
 
     @property
     def per_expert(self) -> bool:
-        """Whether each expert, or head, has a tensor of its own; the parameter then has a leading dim of these."""
+        """Whether each expert or head has a tensor of its own; the parameter then has a leading dim for them."""
         return "{expert}" in self.theirs
 
     def laid(self, weights: Sequence[Weight]) -> "Name | None":
-        """The line with the dims of the parameters that it names; None where it means others than these."""
+        """The line with the dims of these parameters; None if it is about others."""
         first, own = weights[0], int(self.per_expert)
-        is_bias = first.dims == ("E",)  # of the router, one for all experts however it is laid
+        is_bias = first.dims == ("E",)  # the router's: one tensor for all experts in every layout
         per_expert = self.per_expert and first.is_normal
         if not is_bias and (first.axes[0] == "experts") != (per_expert or "E" in self.pattern):
             return None
@@ -88,7 +88,7 @@ class Name:
         return tuple(of_part[letter] for letter in self.our_dims)
 
     def to_ours(self, tensor: np.ndarray, part: int, sizes: Sizes) -> np.ndarray:
-        """A parameter of one layer (and expert) in a tensor: a view of it, where it need not be rearranged."""
+        """A parameter of one layer (and expert) from a tensor: a view, unless dims must be reordered."""
         left, right = self._letters
         whole = self._whole(sizes)
         dims = tensor.reshape([whole[letter] for letter in left])
@@ -96,7 +96,7 @@ class Name:
             lengths = [_length(each, sizes) for each in self.parts]
             start = sum(lengths[:part])
             dims = np.moveaxis(np.moveaxis(dims, left.index("Z"), 0)[start : start + lengths[part]], 0, left.index("Z"))
-            if "Z" not in right:  # one of each
+            if "Z" not in right:  # each parameter has one number of it
                 dims = dims.squeeze(left.index("Z"))
                 left.remove("Z")
         ours = dims.transpose([left.index(letter) for letter in right])
@@ -125,9 +125,9 @@ class Name:
         return dims.reshape(self.their_shape(sizes))
 
     def reach(self, part: int, sizes: Sizes, of_part: tuple[slice, ...]) -> tuple[slice, ...]:
-        """The stretch of each of the tensor's dims from which `to_ours(...)[of_part]`, not empty, is made."""
+        """The stretch of each of the tensor's dims that `to_ours(...)[of_part]`, which is not empty, comes from."""
         shape = self.their_shape(sizes)
-        if self.pairs:  # their halves come from all over the dim
+        if self.pairs:  # a half comes from all over the dim
             return tuple(slice(0, size) for size in shape)
         stretches = []
         for dim, size in enumerate(shape):
@@ -139,7 +139,7 @@ class Name:
 
     @property
     def _letters(self) -> tuple[list[str], tuple[str, ...]]:
-        """Of the tensor and of the parameter."""
+        """The letters of the tensor's and of the parameter's dims."""
         return [letter for group in self.their_dims for letter in group], self.our_dims
 
     def _whole(self, sizes: Sizes) -> dict[str, int]:
@@ -157,7 +157,7 @@ def _parsed(pattern: str) -> tuple[tuple[str, ...], ...]:
 
 
 def _halves(sizes: Sizes, length: int) -> np.ndarray:
-    """Where each dim of halves stands among pairs: of those that are rotated first the even ones, then the odd ones."""
+    """Each dim's place before pairs became halves: of the rotated dims the even ones, then the odd ones."""
     first = length - sizes["O"] if "P" in sizes else 0
     pairs, end = np.arange(first, first + sizes["O"]), first + sizes["O"]
     return np.concatenate([np.arange(first), pairs[0::2], pairs[1::2], np.arange(end, length)])
@@ -168,11 +168,11 @@ class Table:
     """The names of a family.
 
     Attributes:
-      prefix: what the names of a checkpoint without an output projection of its own may lack.
+      prefix: of all names but the output projection's; a checkpoint of the model without that may lack it.
       root: tensors outside the layers.
-      layer: tensors of each layer. Of two lines for one parameter, that with the rank it has is meant.
-      passed_over: tensors that hold nothing to learn, as a pattern of their whole names.
-      constants: tensors of one number in each layer, which it must be.
+      layer: tensors of each layer. Of two lines for one parameter, the one with its rank applies.
+      passed_over: a pattern of the whole names of tensors with nothing learned.
+      constants: tensors of one number in each layer, and the number that each must have.
     """
 
     prefix: str
@@ -182,7 +182,7 @@ class Table:
     constants: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
 
     def named(self, theirs: str) -> "Table":
-        """The names without the prefix, where a checkpoint has none of those with it."""
+        """The table itself for a name with the prefix; for any other, the table without it."""
         if not self.prefix or theirs.startswith(self.prefix):
             return self
         cut = functools.partial(_without, self.prefix)

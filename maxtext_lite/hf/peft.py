@@ -1,9 +1,9 @@
-"""LoRA's adapters as the PEFT library reads them: adapter_model.safetensors and adapter_config.json.
+"""LoRA's adapters in the PEFT library's files: adapter_model.safetensors and adapter_config.json.
 
-Each adapted module of the family's model has lora_A [r, in] and lora_B [out, r]. Where one of its tensors holds
-several parameters, one after another, it has the adapters of all of them at once: their inner widths side by side, so
-that each part of the output comes of its own. An adapter from elsewhere has one A for them all, which each of them is
-given a copy of.
+Each adapted module of the family's model has lora_A [r, in] and lora_B [out, r]. A module whose weight is several
+parameters, one after another, is written with the adapters of all of them side by side: a wider r, of which each part
+of the output uses its own stretch. An adapter from elsewhere has one A for such a module, and each parameter gets a
+copy of it.
 Source: https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
 
@@ -100,7 +100,7 @@ def _whole(value: float) -> int | float:
 
 
 def _module(theirs: str) -> str:
-    """The end of a module's path that all layers share."""
+    """The end of a module's path, the same in all layers."""
     return theirs.partition("{layer}.")[2].removesuffix(".weight")
 
 
@@ -141,7 +141,7 @@ def _rows(name: Name, a: np.ndarray) -> np.ndarray:
 
 
 def _columns(name: Name, part: int, b: np.ndarray, sizes: Sizes) -> np.ndarray:
-    """[r, *out] of a part as [whole out, r], zero where the other parts are."""
+    """[r, *out] of a part as [whole out, r], zero in the other parts' rows."""
     rank, num_inputs = b.shape[0], len(name.our_dims) - (b.ndim - 1)
     # As the weights of r inputs: the one dim of inputs then has that length.
     first = name.our_dims[0]
@@ -158,12 +158,12 @@ def _columns(name: Name, part: int, b: np.ndarray, sizes: Sizes) -> np.ndarray:
 
 
 def read_peft_adapters(adapter: Adapter, shapes: Mapping[str, tuple[int, ...]]) -> Params:
-    """The adapters of a PEFT directory, float32 and whole on the host, as a decoder with its LoRA keys has them.
+    """The adapters of a PEFT directory as a decoder with its LoRA keys has them, float32 and whole on the host.
 
     Args:
       shapes: of the parameters without adapters, by path.
     Raises:
-      UserError: the file has other matrices than the model's modules, of other shapes, or with NaN or an infinity.
+      UserError: the file's matrices are not those of the model's modules, or contain NaN or an infinity.
     """
     fields = read_object(adapter.base / "config.json")
     kind, model = family_of(fields, str(adapter.base)), model_of(model_keys(fields, str(adapter.base / "config.json")))
@@ -193,7 +193,7 @@ def _module_name(tensor: str) -> str:
 
 
 def _matrices(adapter: Adapter, modules: set[str]) -> Callable[[str, str, tuple[int, int]], np.ndarray]:
-    """Reads a module's A or B, of a shape."""
+    """A function that reads a module's A or B, of the given shape."""
     file, where = adapter.directory / WEIGHTS, f"{adapter.directory / WEIGHTS} (target_modules of {CONFIG})"
     stored = stored_in(file)
     for names, what in (
@@ -225,7 +225,7 @@ def _layers_of(
     inputs: int,
     sizes: Sizes,
 ) -> dict[str, np.ndarray]:
-    """The adapter of a weight of this shape, of which each layer is a part of a module of the entry."""
+    """The adapter of a weight of this shape; in each layer it is a part of one of the entry's modules."""
     rank, counted, parts = adapter.rank, len(entry.layer_dims), len(entry.paths)
     lengths = shape[counted : counted + inputs]
     of_a = np.empty((*shape[:counted], *lengths, rank), np.float32)
@@ -238,7 +238,7 @@ def _layers_of(
         ours = [
             _to_columns(entry.name, part, b[:, start : start + rank], sizes, inputs) for start in range(0, width, rank)
         ]
-        # One for all parts, or those of some parts, one after another: of another part's, this one has zeros in B.
+        # One adapter for all parts, or several side by side: B is zero in the rows of all parts but its own.
         of_part = [number for number, each in enumerate(ours) if each.any()]
         own = of_part[0] if of_part else part if len(ours) == parts else 0
         if width % rank or len(of_part) > 1:
@@ -252,7 +252,7 @@ def _layers_of(
 
 
 def _to_rows(name: Name, a: np.ndarray, lengths: tuple[int, ...]) -> np.ndarray:
-    """[r, in] as [*in, r], with inputs of these lengths: the inverse of `_rows`."""
+    """[r, in] as [*in, r] with inputs of these lengths, the inverse of `_rows`."""
     inputs = name.our_dims[: len(lengths)]
     (order,) = [group for group in name.their_dims if set(group) <= set(inputs)]
     long = dict(zip(inputs, lengths, strict=True))
@@ -261,7 +261,7 @@ def _to_rows(name: Name, a: np.ndarray, lengths: tuple[int, ...]) -> np.ndarray:
 
 
 def _to_columns(name: Name, part: int, b: np.ndarray, sizes: Sizes, inputs: int) -> np.ndarray:
-    """[whole out, r] as [r, *out] of a part: the inverse of `_columns`."""
+    """A part's [r, *out] from [whole out, r], the inverse of `_columns`."""
     rank, first = b.shape[1], name.our_dims[0]
     if inputs > 1:
         return b.T.reshape(rank, *(sizes[letter] for letter in name.our_dims[inputs:]))

@@ -1,14 +1,14 @@
 """Safetensors files: tensors as views of the file, and files written one tensor at a time.
 
-The safetensors library opens a file and refuses what is not in the format: headers that are none, or too long, and
-tensors that overlap, leave gaps, have other bytes than their shape, or end after the file. The bytes are then mapped
-by NumPy, at the offsets that the header has, since the library cannot hand out part of a tensor for the price of that
-part. Version 0.8, of a tensor of 256 MiB in bfloat16 in 8 slices, each copied once: its mapped slices take 0.35 to
-0.44 s of CPU and keep every page of the file that was touched in memory until the file is closed (320 MiB at the
-peak); its pread backend reads the whole tensor for each slice (2.1 to 2.6 s, 288 MiB). A view takes 0.06 to 0.13 s,
-and a slice of rows 66 MiB. Writing takes all tensors of a file at once (serialize_file: 5 GB of the host's memory for a
-file of 5 GB, where a parallel mesh leaves room for one tensor), so a header and the tensors after it are written here;
-the tests read what is written with the library, and it is opened with the library once it is written.
+The safetensors library opens a file and refuses one that is not in the format: a header that is invalid or too long,
+and tensors that overlap, leave gaps, do not match their shapes or end after the file. NumPy then maps the bytes at the
+header's offsets, because the library cannot give part of a tensor at the cost of that part. Measured with version 0.8
+on a tensor of 256 MiB in bfloat16, in 8 slices that are each copied once: its mapped slices take 0.35 to 0.44 s of CPU
+and keep every touched page of the file in memory until it is closed (320 MiB at the peak); its pread backend reads the
+whole tensor for each slice (2.1 to 2.6 s, 288 MiB). A view takes 0.06 to 0.13 s, and a slice of rows 66 MiB. The
+library writes all tensors of a file at once (serialize_file: 5 GB of the host's memory for a file of 5 GB, where a
+parallel mesh leaves room for one tensor), so the header and the tensors are written here. The library opens each file
+once it is written, and the tests read it with the library.
 Source: https://huggingface.co/docs/safetensors
 """
 
@@ -43,19 +43,20 @@ _PACKED: Mapping[str, np.dtype] = {
     "I32": np.dtype(np.int32),
     "I64": np.dtype(np.int64),
 }
-# What quantized weights are stored in, beside DTYPES.
+# The formats of quantized weights, beside DTYPES.
 
 Box = tuple[slice, ...]
 """A stretch of each dim of a tensor."""
 
 _FILE_BYTES = 5_000_000_000
+_LFS = b"version https://git-lfs"
 
 
 class Stored(NamedTuple):
-    """Where a tensor lies.
+    """A tensor's place in a file.
 
     Attributes:
-      dtype: as the file names it.
+      dtype: in the file's words.
       offset: bytes before it in the file.
     """
 
@@ -69,10 +70,10 @@ class SafetensorsDir:
     """The tensors of a directory: of the files in its index, or of model.safetensors, or of all its files.
 
     Attributes:
-      tensors: where each lies, by name.
+      tensors: each one's place, by name.
     Raises:
-      UserError: a file is missing, cut off or not in the format, or a tensor stands in two files, or in another one
-        than the index says.
+      UserError: a file is missing, cut off or not in the format, or a tensor is in two files, or in another one than
+        the index says.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -82,35 +83,34 @@ class SafetensorsDir:
             for name, stored in stored_in(file).items():
                 if name in self.tensors:
                     raise UserError(
-                        f"{directory}: {value_text(name)} stands in {self.tensors[name].file.name} and in {file.name}."
+                        f"{directory}: {value_text(name)} is in {self.tensors[name].file.name} and in {file.name}."
                     )
                 self.tensors[name] = stored
         for name, file_name in weight_map(directory).items():
             if name not in self.tensors or self.tensors[name].file.name != file_name:
                 raise UserError(
-                    f"{directory / INDEX} says that {value_text(name)} stands in {value_text(file_name)}, which it "
-                    "does not."
+                    f"{directory / INDEX} says that {value_text(name)} is in {value_text(file_name)}, which is wrong."
                 )
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Keeps the tensors that `names` has, by the names that it gives them."""
+        """Renames the tensors in `names` and drops the others."""
         self.tensors = {new: self.tensors[name] for name, new in names.items()}
 
     def view(self, name: str) -> np.ndarray:
-        """The tensor as a read-only view of its file, which is closed with the last reference to the view."""
+        """The tensor as a read-only view of its file, which closes with the last reference to the view."""
         return mapped(self.tensors[name])
 
     def part(self, name: str, box: Callable[[], Box]) -> np.ndarray:
-        """The tensor, of which at least `box`, a stretch of each dim, is there: all of it."""
+        """The tensor, with valid numbers at least in `box`, a stretch of each dim; here in all of it."""
         del box
         return self.view(name)
 
 
 def mapped(stored: Stored) -> np.ndarray:
-    """What is stored as a read-only view of its file.
+    """A stored tensor as a read-only view of its file.
 
     Raises:
-      UserError: it is in a format that no tensor is read in.
+      UserError: its number format is not read.
     """
     file, name, shape, offset = stored
     dtype = DTYPES.get(name, _PACKED.get(name))
@@ -122,7 +122,7 @@ def mapped(stored: Stored) -> np.ndarray:
 
 
 def stored_in(file: Path) -> dict[str, Stored]:
-    """Where the tensors of a file lie, by name.
+    """The places of a file's tensors, by name.
 
     Raises:
       UserError: it is not in the format.
@@ -143,6 +143,9 @@ def _check_format(file: Path) -> None:
         with safe_open(file, framework="numpy"):
             return
     except (SafetensorError, OSError) as error:
+        with file.open("rb") as opened:
+            if opened.read(len(_LFS)) == _LFS:
+                raise UserError(f"{file} is a pointer of Git LFS, not the file. `git lfs pull` fetches it.") from None
         reason = str(error).removeprefix("Error while deserializing header: ")
         raise UserError(f"{file} is not a safetensors file, or is damaged or cut off ({value_text(reason)}).") from None
 
@@ -151,7 +154,7 @@ class Tensor(NamedTuple):
     """A tensor to write.
 
     Attributes:
-      make: gives it when its turn comes, in any number format.
+      make: returns it when its turn comes, in any number format.
     """
 
     name: str
@@ -161,12 +164,12 @@ class Tensor(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """What it takes in the file."""
+        """Its size in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def write_safetensors(directory: Path, tensors: Iterable[Tensor], *, file_bytes: int = _FILE_BYTES) -> None:
-    """Writes tensors one by one, into files of about `file_bytes` with an index where one file does not do."""
+    """Writes tensors one by one, into one file, or into files of about `file_bytes` with an index."""
     files: list[list[Tensor]] = [[]]
     for tensor in tensors:
         if files[-1] and sum(other.num_bytes for other in files[-1]) + tensor.num_bytes > file_bytes:
@@ -185,7 +188,7 @@ def write_safetensors(directory: Path, tensors: Iterable[Tensor], *, file_bytes:
 
 
 def write_file(file: Path, tensors: list[Tensor]) -> None:
-    """Writes tensors one by one into a file, which has its name only once it is whole."""
+    """Writes tensors one by one into a file, which gets its name only when it is complete."""
     names = {dtype: name for name, dtype in DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0

@@ -1,13 +1,14 @@
 """Decoders: arrays in, arrays out. Nothing here knows a config file, a mesh or a batch size.
 
-Names of arrays of rank 2 and more end in one letter per dim (global sizes), here and in `training`, `parallel`, `rl`:
+The names of arrays of rank 2 and more end in one letter per dim (global sizes), here and in `training`, `parallel` and
+`rl`:
 
     B examples            T query positions     S key positions       D embedding
     F mlp                 V vocabulary          N query heads         K kv heads
     H head width          L layers              P stages              M pipeline microbatches
     A accumulation        E experts             R data replicas       G query heads per kv head
-    J experts of a token  C slots of an expert  U rows given to experts, one for each of a token's
-    W value width, H where the two are the same                          r rank of an adapter
+    J experts of a token  C slots of an expert  U rows given to experts, one for each choice of a token
+    W value width (H if the two are equal)      r rank of an adapter
     I ints of a request's key
 """
 

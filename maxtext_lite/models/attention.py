@@ -29,22 +29,22 @@ def attention(
 ) -> jax.Array:
     """Causal grouped-query attention that never looks across packed documents.
 
-    Where the mesh in use has a context axis, the T tokens are in the order of `parallel.context_order`.
+    If the mesh in use has a context axis, the T tokens are in the order of `parallel.context_order`.
 
     Args:
       k_BSKH: keys of the same T positions as the queries (S = T); N must be a multiple of K.
-      v_BSKW: their values, whose width W may be another than H.
-      segment_BT: document number of each token; padding is a document of its own. A document's tokens stand together.
-        cudnn_flash does not look at it: rows must hold one document each.
-      sink_N: each head's learned score of nothing, which takes part in the softmax; None: no sinks.
+      v_BSKW: their values, whose width W may differ from H.
+      segment_BT: document number of each token; padding is a document of its own. A document's tokens are contiguous.
+        cudnn_flash does not read it: rows must contain one document each.
+      sink_N: each head's learned score without a key, which takes part in the softmax; None: no sinks.
       kernel: one of KERNELS.
       strategy: how the shards of a context axis exchange keys, one of `tiled_attention.STRATEGIES`.
       scoring: how queries score keys, and how many they see.
     Returns:
       Context [B, T, N, W] in the dtype of q_BTNH; the softmax runs in float32.
     Raises:
-      ValueError: N is not a multiple of K, or the kernel is unknown, cannot work on shards of the tokens, or lacks
-        what is asked of it.
+      ValueError: N is not a multiple of K, or the kernel is unknown, cannot work on shards of the tokens, or lacks a
+        feature that is needed.
     Source: Ainslie et al. 2023, arXiv:2305.13245, section 2.2.
     """
     if q_BTNH.shape[2] % k_BSKH.shape[2]:
@@ -52,7 +52,7 @@ def attention(
     if kernel not in KERNELS:
         raise ValueError(f"unknown attention kernel {kernel!r}; known: {', '.join(KERNELS)}")
     if scoring.window is not None and scoring.window >= q_BTNH.shape[1]:
-        scoring = dataclasses.replace(scoring, window=None)  # it reaches every key: no mask, no tile to pass over
+        scoring = dataclasses.replace(scoring, window=None)  # it reaches every key: no mask, no tile to skip
     needs = Needs(
         head_dim=q_BTNH.shape[-1],
         window=scoring.window is not None,

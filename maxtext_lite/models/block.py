@@ -1,4 +1,4 @@
-"""A layer of the decoder: what any block must do, and the one of norms, attention and mlp or experts."""
+"""A layer of the decoder: the protocol of every block, and the block of norms, attention and an mlp or experts."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -20,9 +20,9 @@ from maxtext_lite.parallel import constrain
 class Block(Protocol):
     """A layer of the decoder, an `nnx.Module`: from the stream to the stream, the same in training and decoding.
 
-    Its parameters are `nnx.Param` with the logical axes of their dims (`axes`, those of `parallel.axes`), from which
-    follows how they are sharded, decayed and rounded. Layers are stacked and scanned, whole or in pipeline stages: all
-    of a stack have the same parameters, and what differs from layer to layer is what the caller lends them.
+    Its parameters are `nnx.Param` with the logical axes of their dims (`axes`, those of `parallel.axes`), which decide
+    how they are sharded, decayed and rounded. Layers are stacked and scanned, whole or in pipeline stages: a stack's
+    layers have parameters of the same shapes, and whatever else differs between layers comes from the caller.
     """
 
     def __call__(
@@ -31,13 +31,13 @@ class Block(Protocol):
         """The stream after the block, what `attend` keeps, and what the block adds to the stream's `aux`.
 
         Args:
-          rotation: of queries and keys, of the layer's kind; None where it has none.
-          attend: the only way to other tokens, of the layer's kind. For kinds that attend it takes queries, keys,
-            values and sinks to the context; over a cache it also returns that. A kind with a state of its own beside
-            the KV cache, as in a hybrid, is lent a function that takes what this kind asks, and returns with the
-            result the cache in which the state is one more leaf: what a block passes on is any tree.
+          rotation: of queries and keys, for the layer's kind; None: they are not rotated.
+          attend: the only access to other tokens, for the layer's kind. It maps queries, keys, values and sinks to the
+            context; with a cache it also returns the cache. A kind with a state beside the KV cache, as in a hybrid,
+            gets a function with the arguments of that kind, which returns a cache with the state as one more leaf: a
+            block passes on any tree.
           real_BT: False for padding.
-          drop: obey the experts' capacity, where there is one.
+          drop: apply the experts' capacity, if they have one.
         """
         ...
 
@@ -47,8 +47,8 @@ BlockFactory = Callable[..., Block]
 
 
 class DecoderLayer(nnx.Module):
-    """One block: attention and then the mlp, or both of the same stream, each with a norm before it, after it or both,
-    added to the stream.
+    """One block: attention and then the mlp, or both on the same stream. Each has a norm before it, after it or both,
+    and is added to the stream.
 
     Args:
       attention: makes the layer's attention, from the shape.
@@ -73,7 +73,7 @@ class DecoderLayer(nnx.Module):
         """The residual stream [B, T, D] after the layer, what `attend` keeps, and the experts' `aux`.
 
         Args:
-          real_BT: False for padding; only experts look at it, as only they look at `drop` (`MixtureOfExperts`).
+          real_BT: False for padding; like `drop`, only experts use it (`MixtureOfExperts`).
         """
         x_BTD = checkpoint_name(x_BTD, "decoder_layer_input")
         first_BTD = _normed(self.attention_norm, x_BTD)
@@ -89,7 +89,7 @@ class DecoderLayer(nnx.Module):
         return self._plus(x_BTD, _normed(self.mlp_post_norm, y_BTD)), kept, aux
 
     def _plus(self, x_BTD: jax.Array, y_BTD: jax.Array) -> jax.Array:
-        """The stream with what a block has given."""
+        """The stream plus a block's output."""
         y_BTD = y_BTD if self.multiplier == 1 else y_BTD * jnp.asarray(self.multiplier, y_BTD.dtype)
         return constrain(x_BTD + y_BTD, RESIDUAL_AXES)
 
@@ -99,5 +99,5 @@ def _normed(norm: Norm | None, x_BTD: jax.Array) -> jax.Array:
 
 
 def decoder_layer(shape: DecoderShape, *, rngs: nnx.Rngs) -> DecoderLayer:
-    """The block of the families that a config describes."""
+    """The block of every family that a config describes."""
     return DecoderLayer(shape, Attention if shape.latent is None else LatentAttention, rngs=rngs)

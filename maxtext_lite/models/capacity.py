@@ -1,6 +1,6 @@
-"""Experts with a capacity: an example has a number of slots with each, and what finds none is dropped.
+"""Experts with a capacity: each has a number of slots for an example, and choices without a slot are dropped.
 
-Slots go to their expert's device and back by two all-to-alls.
+Slots reach their expert's device and return by two all-to-alls.
 """
 
 import functools
@@ -17,7 +17,7 @@ from maxtext_lite.parallel import constrain, context_order, context_shards, over
 
 
 def expert_capacity(shape: ExpertShape, num_tokens: int) -> np.ndarray:
-    """Tokens that an expert takes of an example of 0, 1, ..., num_tokens tokens: int32, exactly rounded up."""
+    """Tokens that an expert takes of an example of 0, 1, ..., num_tokens tokens, int32, rounded up exactly."""
     factor = shape.capacity_factor
     assert factor is not None, "a capacity belongs to a factor"
     tokens = np.arange(num_tokens + 1, dtype=np.int64)
@@ -28,10 +28,10 @@ def expert_capacity(shape: ExpertShape, num_tokens: int) -> np.ndarray:
 def with_capacity(
     x_BTD: jax.Array, routing: Routing, weights: ExpertWeights, shape: ExpertShape
 ) -> tuple[jax.Array, jax.Array]:
-    """`dropless` of the choices that find a slot, earlier tokens first, and the share that does not, [B] float32.
+    """`dropless` for the choices with a slot, earlier tokens first, and the share of dropped choices, [B] float32.
 
-    An example's choices compete with each other alone, and a token's with earlier ones alone: nothing depends on how
-    a batch is split, or on tokens to come.
+    Choices compete only within an example, and only with those of earlier tokens: nothing depends on how a batch is
+    split or on later tokens.
     Source: Lepikhin et al. 2020, arXiv:2006.16668, section 3.2, with the example as their group.
     """
     B, T, D = x_BTD.shape
@@ -41,7 +41,7 @@ def with_capacity(
     num_slots = int(capacity_T[-1])
     tokens_B = jnp.sum(real_BT, axis=1, dtype=jnp.int32)
     expert_BTJ = constrain(routing.expert_BTJ, ("batch", None, None))
-    expert_Bt = expert_BTJ.reshape(B, T * J)  # a choice after the other
+    expert_Bt = expert_BTJ.reshape(B, T * J)  # choices in order
     before_Bt = _earlier_choices(expert_BTJ, E).reshape(B, T * J)
     is_kept_Bt = (expert_Bt < E) & (before_Bt < jnp.asarray(capacity_T)[tokens_B][:, None])
     slot_Bt = jnp.where(is_kept_Bt, expert_Bt * num_slots + before_Bt, E * num_slots)
@@ -70,7 +70,7 @@ def with_capacity(
 
 
 def _earlier_choices(expert_BTJ: jax.Array, num_experts: int) -> jax.Array:
-    """How often an example's earlier choices were of the same expert, in the true order of its tokens: [B, T, J]."""
+    """The number of earlier choices of the same expert in the example, in the true order of tokens: [B, T, J]."""
     B, T, J = expert_BTJ.shape
     order_T = context_order(T, context_shards()) if context_shards() > 1 else np.arange(T)
     true_order_Bt = expert_BTJ[:, np.argsort(order_T)].reshape(B, T * J)
@@ -98,7 +98,7 @@ def _experts_matmul(
 
 
 def _inverse(slot_Bt: jax.Array, num_slots: int) -> jax.Array:
-    """Number of the choice in each slot, [B, S]; the number of choices where there is none."""
+    """Number of the choice in each slot, [B, S]; the count of choices for an empty slot."""
 
     def of_example(slot_t: jax.Array) -> jax.Array:
         empty = jnp.full(num_slots, slot_t.shape[0], jnp.int32)
@@ -109,13 +109,13 @@ def _inverse(slot_Bt: jax.Array, num_slots: int) -> jax.Array:
 
 @jax.custom_vjp
 def _into_slots(x_BTD: jax.Array, slot_BTJ: jax.Array, choice_BS: jax.Array) -> jax.Array:
-    """The token in each slot, [B, S, D], zeros where there is none: in both directions look-ups, in a certain order."""
+    """The token in each slot, [B, S, D], zeros for an empty slot; both directions are look-ups, in a fixed order."""
     return _looked_up(x_BTD, choice_BS // slot_BTJ.shape[-1])
 
 
 @jax.custom_vjp
 def _out_of_slots(y_BSD: jax.Array, slot_BTJ: jax.Array, choice_BS: jax.Array) -> jax.Array:
-    """The slot of each choice, [B, T, J, D]; zeros where it has none."""
+    """The slot of each choice, [B, T, J, D]; zeros for a choice without one."""
     del choice_BS
     return _looked_up(y_BSD, slot_BTJ)
 

@@ -1,4 +1,4 @@
-"""Of a context shard's queries and another's keys, the two pairs of chunks in which keys come before queries."""
+"""The two pairs of chunks, of a context shard's queries and another's keys, in which keys precede queries."""
 
 import dataclasses
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from maxtext_lite.parallel import own_shard
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """Two pairs of chunks, of a device's queries and another shard's keys, none of which is later than a query.
+    """Two pairs of chunks, of a device's queries and another shard's keys, in which no key is later than a query.
 
     Attributes:
       query: place of the first query of each among its device's tokens.
@@ -31,15 +31,15 @@ class Pairs:
         return cls((chunk, later), (0, later), chunk)
 
     def queries(self, x: jax.Array, axis: int) -> jax.Array:
-        """Those of both pairs, of [B, ...] as [2 B, ...]."""
+        """Both pairs' queries, [2 B, ...] from [B, ...]."""
         return jnp.concatenate([part(x, first, self.chunk, axis) for first in self.query])
 
     def keys(self, x: jax.Array, axis: int) -> jax.Array:
-        """Those of both pairs."""
+        """Both pairs' keys, [2 B, ...] from [B, ...]."""
         return jnp.concatenate([part(x, first, self.chunk, axis) for first in self.key])
 
     def updated(self, state: Any, found: Any, firsts: tuple[Any, Any], change: Callable[[Any, Any], Any]) -> Any:
-        """`state`, arrays whose dim 3 counts tokens, after `change(before, found)` where each pair stands."""
+        """`state`, arrays whose dim 3 counts tokens, after `change(before, found)` at each pair's tokens."""
         for first, *of_pair in zip(firsts, *(jnp.split(x, 2) for x in found), strict=True):
             before = tuple(part(x, first, self.chunk, axis=3) for x in state)
             state = tuple(put(x, new, first) for x, new in zip(state, change(before, tuple(of_pair)), strict=True))

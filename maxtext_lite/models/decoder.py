@@ -1,4 +1,4 @@
-"""The decoder: layers stacked and scanned, offered as pure functions of a nested dict of parameters."""
+"""The decoder: stacked and scanned layers, as pure functions of a nested dict of parameters."""
 
 import dataclasses
 import functools
@@ -43,14 +43,13 @@ from maxtext_lite.models.stacks import Kinds, graph_of, layer_of, scan_pattern, 
 from maxtext_lite.parallel import Pipeline
 
 Params = Any
-"""A nested dict of arrays; every leaf under "layers" has a leading L, or [repeats, L / repeats] in a pipeline that
-goes round several times. The first layers of a model with experts that have none stand in "dense_layers"; where layers
-with experts and without take turns, they stand in "layers" as "moe" and "dense". With LoRA, a weight that has adapters
-is an `Adapted`."""
+"""A nested dict of arrays; every leaf under "layers" has a leading L, or [repeats, L / repeats] in a pipeline with
+several rounds. In a model with experts, first layers without them are in "dense_layers"; if layers with and without
+experts alternate, "layers" has them as "moe" and "dense". With LoRA, a weight with adapters is an `Adapted`."""
 
 
 class Stream(NamedTuple):
-    """What flows from layer to layer.
+    """The values that flow from layer to layer.
 
     Attributes:
       x_BTD: the residual stream, in `dtype`.
@@ -83,7 +82,7 @@ class _Modules(nnx.Module):
 
 
 def _layers(shape: DecoderShape, block: BlockFactory, rngs: nnx.Rngs) -> nnx.Module:
-    """The layers after the first dense ones, those with experts and those without in stacks of their own."""
+    """The layers after the first dense ones, with separate stacks for layers with and without experts."""
     if not shape.is_mixed:
         return stacked("layers", functools.partial(block, shape), shape.num_expert_layers, rngs)
     mixed = nnx.Module()
@@ -94,7 +93,7 @@ def _layers(shape: DecoderShape, block: BlockFactory, rngs: nnx.Rngs) -> nnx.Mod
 
 
 def _dense(shape: DecoderShape) -> DecoderShape:
-    """The shape as its first layers have it, without experts."""
+    """The shape without experts, as first dense layers have it."""
     return dataclasses.replace(shape, experts=None)
 
 
@@ -133,7 +132,7 @@ class Decoder:
         self.abstract_params: Params = jax.eval_shape(
             lambda params, key: self.with_adapters(self._in_stages(params), key),
             nnx.to_pure_dict(state),
-            jax.eval_shape(lambda: jax.random.key(0)),  # which by itself would be compiled, and run
+            jax.eval_shape(lambda: jax.random.key(0)),  # without eval_shape it would be compiled and run
         )
 
     def init(self, key: jax.Array) -> Params:
@@ -145,22 +144,22 @@ class Decoder:
         return self.with_adapters(params, key)
 
     def with_adapters(self, params: Params, key: jax.Array) -> Params:
-        """Parameters without adapters, as the pipeline stores them, with new ones; themselves without LoRA."""
+        """These parameters, as the pipeline stores them, with new adapters; unchanged without LoRA."""
         lora = self.shape.lora
         if lora is None:
             return params
         return joined(lora, new_adapters(lora, self._plain_axes, params, key), params)
 
     def trained(self, tree: Any) -> Any:
-        """Of a tree like `params` the part that training changes: all of it, or with LoRA the adapters."""
+        """The part of a tree like `params` that is trained: all of it, or with LoRA the adapters."""
         return tree if self.shape.lora is None else adapters_of(tree)
 
     def frozen(self, tree: Any) -> Any:
-        """Of a tree like `params` the part that training leaves as it is; None without LoRA."""
+        """The part of a tree like `params` that is frozen; None without LoRA."""
         return None if self.shape.lora is None else frozen_of(tree)
 
     def joined(self, trained: Any, frozen: Any) -> Any:
-        """The tree like `params` of which these are the parts."""
+        """The tree like `params` with these two parts."""
         return trained if self.shape.lora is None else joined(self.shape.lora, trained, frozen)
 
     def _in_stages(self, params: Params) -> Params:
@@ -170,10 +169,10 @@ class Decoder:
         return params | {"layers": jax.tree.map(self.pipeline.in_stages, params["layers"])}
 
     def cast(self, params: Params) -> Params:
-        """The parameters as matmuls use them: in `dtype`, but norms, biases, routers and tables as they are.
+        """The parameters as matmuls use them, in `dtype`; norms, biases, routers and tables are unchanged.
 
-        Differentiating with respect to the cast copy rounds each micro-batch's gradient once, and lets sharded
-        weights be gathered in `dtype`; the look-up's gradient is a sum over tokens and stays wide.
+        Gradients with respect to the cast copy round each micro-batch's gradient once, and sharded weights are gathered
+        in `dtype`. The look-up's gradient is a sum over tokens and keeps its width.
         """
 
         def cast_leaf(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
@@ -211,21 +210,21 @@ class Decoder:
         return nnx.merge(self._graph, params).embedding(token_BT, position_BT, self.shape.dtype)
 
     def dense_layers(self, params: Params, stream: Stream) -> Stream:
-        """The stream after the first layers, those of a model with experts that have none; most models have no such.
+        """The stream after the first dense layers of a model with experts; most models have none.
 
-        They belong to all pipeline stages, as the embedding does.
+        Like the embedding, they are on all pipeline stages.
         """
         if not self.shape.num_dense_layers:
             return stream
         return self._scan(params["dense_layers"], stream, self._attend_to(stream), first=0)[0]
 
     def layers(self, layer_params: Params, stream: Stream) -> Stream:
-        """The stream after a stack of layers, all of `params["layers"]` or some of them in a row."""
+        """The stream after a stack of layers: all of `params["layers"]`, or some consecutive ones."""
 
         return self._scan(layer_params, stream, self._attend_to(stream), first=self.shape.num_dense_layers)[0]
 
     def _attend_to(self, stream: Stream) -> Callable[[LayerKind, Any, None], Attend]:
-        """The attention of a layer of that kind over the stream's own tokens; keeps nothing."""
+        """The attention of each kind of layer over the stream's own tokens; it keeps nothing."""
 
         def of_layer(kind: LayerKind, layer: Any, cache: None) -> Attend:
             segment_BT, scoring = stream.segment_BT, self.shape.scoring(kind)
@@ -241,7 +240,7 @@ class Decoder:
         return of_layer
 
     def final_norm(self, params: Params, x_BTD: jax.Array) -> jax.Array:
-        """What the output projection is given: the last layer's hidden states [B, T, D], normed."""
+        """The output projection's input: the last layer's hidden states [B, T, D], normed."""
         return nnx.merge(self._graph, params).final_norm(x_BTD)
 
     def new_cache(self, num_sequences: int, num_positions: int) -> KVCache:
@@ -262,20 +261,20 @@ class Decoder:
 
     @property
     def cache_axes(self) -> KVCache:
-        """Logical axes of the cache; the one head of latent attention is on all devices that share its queries."""
+        """Logical axes of the cache; latent attention's one head is on all devices that share its queries."""
         axes: Any = (None, "batch", None if self.shape.latent else "activation_heads", None, None)
         return KVCache(axes, None if self.shape.latent else axes)
 
     def decode(
         self, params: Params, token_BT: jax.Array, start_B: jax.Array, cache: KVCache, count_B: jax.Array | None = None
     ) -> tuple[jax.Array, KVCache]:
-        """Hidden states [B, T, D] of T more tokens of B sequences, of which `start_B` are in the cache already.
+        """Hidden states [B, T, D] of T more tokens of B sequences, which have `start_B` tokens in the cache already.
 
-        Where rotation follows the length, these are rotated by that of now; keys in the cache stay as they are.
+        A rotation that follows the length uses the length so far; keys in the cache keep theirs.
 
         Args:
-          count_B: those of the T that are tokens; None: all. What stands behind them is padding: what it writes is
-            overwritten by the tokens that come in its place, and no earlier token looks at it.
+          count_B: how many of the T are tokens; None: all. Padding follows them: later tokens overwrite its keys, and
+            no earlier token attends to them.
         """
         place_1T = jnp.arange(token_BT.shape[1])[None, :]
         position_BT = start_B[:, None] + place_1T
@@ -291,7 +290,7 @@ class Decoder:
         stream = Stream(self.embed(params, token_BT, position_BT), segment_BT, position_BT, {})
         if first:
             stream, cache = self._scan(params["dense_layers"], stream, of_layer, first=0, cache=cache)
-        # A capacity is for training: with one, a token's output would depend on how many are decoded at once.
+        # A capacity is for training: here a token's output would depend on how many are decoded at once.
         stream, cache = self._scan(params["layers"], stream, of_layer, first=first, cache=cache, drop=False)
         return self.final_norm(params, stream.x_BTD), cache
 
@@ -300,7 +299,7 @@ class Decoder:
         return params["embedding"]["table"].T if self.shape.tied else params["head"]["projection"]
 
     def output_head(self, params: Params, dtype: DTypeLike) -> OutputHead:
-        """What makes logits: the projection in `dtype`, with its bias where there is one."""
+        """The output projection in `dtype`, with its bias if there is one."""
         head_DV = self.head(params).astype(dtype)
         return BiasedHead(head_DV, params["head"]["bias"]) if self.shape.logits_bias else head_DV
 
@@ -319,24 +318,24 @@ class Decoder:
         cache: KVCache | None = None,
         drop: bool = True,
     ) -> tuple[Stream, Any]:
-        """A stack of layers, a whole pattern of kinds at a time and then what is left of it; and the cache after them.
+        """The stream and the cache after a stack of layers, scanned a whole pattern of kinds at a time.
 
         Args:
-          attend_of: from a layer's kind, its number and the cache, its attention.
-          first: number of a layer of the model that has the kind of the stack's first.
+          attend_of: a layer's attention, from its kind, its number and the cache.
+          first: number of a layer of the model with the kind of the stack's first one.
         """
         shape = self.shape
         rotations = {kind: self._rotation(stream, kind) for kind in shape.pattern}
         real_BT = stream.segment_BT > 0
         in_first = first < shape.num_dense_layers
         mixed = shape.is_mixed and not in_first
-        # Only a cache asks for a layer's number, and scores that are divided by it.
+        # Only a cache needs a layer's number, and scores that are divided by it.
         counted = cache is not None or shape.inverse_layer_scaling
 
         of_kinds: dict[MlpKind | None, Params] = layer_params if mixed else {None: layer_params}
 
         def entries(mlp: MlpKind | None, params: Params) -> Any:
-            """For each layer of a stack its parameters, or over a cache its place there; and its number."""
+            """For each layer of a stack its parameters, or with a cache its place in the stack, and its number."""
             count = jax.tree.leaves(params)[0].shape[0]
             number = jnp.asarray(shape.stacks[f"layers/{mlp}"]) if mlp else first + jnp.arange(count)
             return ({}, jnp.arange(count), number) if cache is not None else (params, None, number if counted else None)
@@ -344,7 +343,7 @@ class Decoder:
         def layer(kinds: Kinds, place: int | None, carry: Any, stack: Any) -> Any:
             kind, mlp = kinds
             graph = self._dense_layer_graph if in_first or mlp == "dense" else self._layer_graph
-            # Taken here, the backward pass takes a layer's weights from the stack again instead of having copies kept.
+            # Indexed in here, a layer's weights are read from the stack again in the backward pass, not kept as copies.
             params, in_stack, number = jax.tree.map(lambda x: x if place is None else x[place], stack)
             x_BTD, aux, cache = carry
             if cache is not None:
@@ -375,7 +374,7 @@ class Decoder:
 
 
 def _chunks(stream: Stream, chunk: int) -> jax.Array:
-    """Document numbers [B, T] under which each chunk of so many tokens of a document is one of its own; 0: padding."""
+    """Document numbers [B, T] that make each chunk of this many tokens a document of its own; 0: padding."""
     chunks_of_row = -(-stream.segment_BT.shape[1] // chunk)
     segment_BT = stream.segment_BT * chunks_of_row + stream.position_BT // chunk
     return jnp.where(stream.segment_BT > 0, segment_BT, 0)

@@ -1,4 +1,4 @@
-"""Token by token: the key/value cache, attention over it, and the choice of the next token."""
+"""Decoding token by token: the key/value cache, attention over it, and sampling of the next token."""
 
 import dataclasses
 import functools
@@ -16,9 +16,9 @@ _QUERIES = 512
 class KVCache(NamedTuple):
     """Keys [L, B, K, S, H] and values [L, B, K, S, W] of the tokens seen so far.
 
-    A head's positions lie together, as its attention reads them. Latent attention has one head for all queries, of
-    which the first dims of a key are its value too: `value` is None. On a CPU numbers of two bytes are kept as their
-    bits, uint16: XLA makes float32 of a whole cache there to write one token's bfloat16 into it, in every layer.
+    A head's positions are contiguous, in the order in which attention reads them. Latent attention has one kv head for
+    all queries, whose values are the first dims of its keys: `value` is None. On a CPU two-byte numbers are stored as
+    their bits, uint16: XLA would cast a whole cache to float32 to write one token's bfloat16 into it, in every layer.
     """
 
     key: jax.Array
@@ -35,7 +35,7 @@ class KVCache(NamedTuple):
         value_dim: int | None,
         dtype: DTypeLike,
     ) -> "KVCache":
-        """A cache for `num_sequences` of at most `num_positions` tokens."""
+        """A cache for `num_sequences` sequences of at most `num_positions` tokens."""
         if jnp.dtype(dtype).itemsize == 2 and jax.default_backend() == "cpu":
             dtype = jnp.uint16
         sizes = (num_layers, num_sequences, num_kv_heads, num_positions)
@@ -45,14 +45,14 @@ class KVCache(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class CachedAttend:
-    """The attention of new tokens over a layer of the cache, into which their keys and values are written first.
+    """Attention of new tokens over a layer of the cache, after their keys and values are written to it.
 
-    The cache is that of all layers, carried from one to the next: what a token writes is all that is written of it.
+    The cache has all layers and is carried from one to the next, so only the new tokens' entries are ever written.
 
     Attributes:
-      position_BT: where the new tokens stand, each below the cache's S.
+      position_BT: positions of the new tokens, each below the cache's S.
       layer: number of the layer in the cache.
-      scoring: how queries score keys, and how many they see; with a scale, as keys may be wider in the cache.
+      scoring: how queries score keys, and how many they see; with a scale, because keys may be wider in the cache.
     """
 
     position_BT: jax.Array
@@ -66,8 +66,8 @@ class CachedAttend:
         """Context [B, T, N, W] in the dtype of q_BTNH, and the cache with the new tokens; the softmax is float32.
 
         Args:
-          v_BTKW: None where the cache has no values: the keys are the values then, and W is H.
-          sink_N: each head's learned score of nothing, which takes part in the softmax; None: no sinks.
+          v_BTKW: None for a cache without values: the keys are then the values, and W is H.
+          sink_N: each head's learned score without a key, which takes part in the softmax; None: no sinks.
         """
         B, T, N, _ = q_BTNH.shape
         key_LBKSH, key_BKSH = self._written(self.cache.key, k_BTKH)
@@ -76,7 +76,7 @@ class CachedAttend:
             assert v_BTKW is not None
             value_LBKSW, value_BKSW = self._written(self.cache.value, v_BTKW)
         found = functools.partial(self._attend, key_BKSH=key_BKSH, value_BKSW=value_BKSW, sink_N=sink_N)
-        # A prompt's queries take turns, so that the memory of their scores is linear in the tokens.
+        # A prompt's queries run in blocks, so the memory for their scores is linear in the tokens.
         turns, rest = divmod(T, _QUERIES)
         whole = T - rest
         parts = [found(q_BTNH[:, whole:], self.position_BT[:, whole:])] if rest else []
@@ -99,7 +99,7 @@ class CachedAttend:
         """Context [B, T, N, W] of some of the new tokens."""
         B, T, N, H = q_BTNH.shape
         q_BKTGH = q_BTNH.reshape(B, T, key_BKSH.shape[1], -1, H).swapaxes(1, 2)
-        # The keys come first, as they lie: as a second factor, some compilers would transpose all of them.
+        # The keys are the first factor: as the second, some compilers would transpose all of them.
         product_BKSTG = jax.lax.dot_general(
             key_BKSH, q_BKTGH, (((3,), (4,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
         )
@@ -112,7 +112,7 @@ class CachedAttend:
         if self.scoring.chunk is not None:
             seen_BTS &= key_11S // self.scoring.chunk == query_BT1 // self.scoring.chunk
         score_BKGTS = jnp.where(seen_BTS[:, None, None], score_BKGTS, -jnp.inf)
-        if sink_N is not None:  # scored like one more key, whose weight then goes nowhere
+        if sink_N is not None:  # one more key, whose weight is dropped
             sink_KG11 = sink_N.astype(jnp.float32).reshape(*score_BKGTS.shape[1:3], 1, 1)
             sink_BKGT1 = jnp.broadcast_to(sink_KG11, (*score_BKGTS.shape[:-1], 1))
             score_BKGTS = jnp.concatenate([score_BKGTS, sink_BKGT1], axis=-1)
@@ -121,7 +121,7 @@ class CachedAttend:
         return jnp.transpose(context_BKGTW, (0, 3, 1, 2, 4)).reshape(B, T, N, -1).astype(q_BTNH.dtype)
 
     def _written(self, all_LBKSH: jax.Array, new_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """All layers with the new tokens, and of them this one."""
+        """All layers' entries with the new tokens, and this layer's."""
         row_B1, as_bits = jnp.arange(new_BTKH.shape[0])[:, None], all_LBKSH.dtype == jnp.uint16
         dtype = new_BTKH.dtype if as_bits else all_LBKSH.dtype
         stored_BTKH = new_BTKH.view(jnp.uint16) if as_bits else new_BTKH.astype(dtype)
@@ -131,7 +131,7 @@ class CachedAttend:
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn.
+    """How the next token is sampled.
 
     Attributes:
       temperature: divides the logits; 0 takes the likeliest token.
@@ -145,7 +145,7 @@ class Sampling:
 
     @property
     def policy_temperature(self) -> float:
-        """That of the distribution which reinforcement learning trains; of greedy choices, the model's own, 1."""
+        """The temperature of the distribution that reinforcement learning trains; 1, the model's own, if greedy."""
         return self.temperature or 1.0
 
 
@@ -157,9 +157,9 @@ def sample_token(
     Args:
       logits_BV: float32 logits.
       key_B: one PRNG key per sequence, so that a sequence's text does not depend on its neighbours.
-      scored_at: temperature of the distribution whose log-probabilities are given; 1: the model itself.
+      scored_at: temperature of the distribution of the log-probabilities; 1: the model's own.
     Returns:
-      Tokens [B] int32 and log-probabilities [B] float32: over the whole vocabulary, whatever `sampling` restricts.
+      Tokens [B] int32, and log-probabilities [B] float32 over the whole vocabulary, even if `sampling` restricts it.
     Source: top-p is nucleus sampling, Holtzman et al. 2019, arXiv:1904.09751.
     """
     log_probability_BV = jax.nn.log_softmax(logits_BV / scored_at, axis=-1)
@@ -170,7 +170,7 @@ def sample_token(
         if sampling.top_k:
             kth_B1 = jax.lax.top_k(scaled_BV, min(sampling.top_k, logits_BV.shape[-1]))[0][:, -1:]
             scaled_BV = jnp.where(scaled_BV < kth_B1, -jnp.inf, scaled_BV)
-        if sampling.top_p < 1:  # which alone takes all tokens in order
+        if sampling.top_p < 1:  # the only case that sorts the vocabulary
             ordered_BV = -jnp.sort(-scaled_BV, axis=-1)
             probability_BV = jax.nn.softmax(ordered_BV, axis=-1)
             before_BV = jnp.cumsum(probability_BV, axis=-1) - probability_BV

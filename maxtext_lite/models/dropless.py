@@ -1,4 +1,4 @@
-"""Experts that obey every choice: rows sorted by expert, grouped matmuls, and the sums of each token's choices."""
+"""Experts without a capacity: rows sorted by expert, grouped matmuls, and a sum over each token's choices."""
 
 import functools
 from collections.abc import Callable
@@ -30,18 +30,18 @@ from maxtext_lite.models.ops import mlp_hidden
 from maxtext_lite.parallel import axes_in_use, gathered, num_shards, over_shards, scattered_sum, shard_index, summed
 
 FURTHER_ROUNDS = "further_rounds"
-"""Stands in the names of what an exchange does after its first round, which evenly chosen experts never need."""
+"""Part of the names of operations after an exchange's first round, which evenly chosen experts never need."""
 
 # ---- Experts on rows ------------------------------------------------------------------------------------------------
 
 
 def _expert_of_rows(size_E: jax.Array, num_rows: int) -> jax.Array:
-    """Number of each row's expert among this device's; of rows that are nobody's, the last."""
+    """Number of each row's expert among this device's; the last one for rows without an expert."""
     return jnp.minimum(jnp.searchsorted(jnp.cumsum(size_E), jnp.arange(num_rows), side="right"), len(size_E) - 1)
 
 
 def _out_bias(w: ExpertWeights, size_E: jax.Array, num_rows: int) -> jax.Array:
-    """What each row's output has beside its matmul, [U, D]: on one of the devices whose outputs are summed."""
+    """The bias of each row's output, [U, D]; zero on all but one of the devices whose outputs are summed."""
     assert w.down_ED is not None
     bias_UD = w.down_ED.astype(jnp.float32)[_expert_of_rows(size_E, num_rows)]
     return jnp.where(shard_index("mlp") == 0, bias_UD, 0)
@@ -59,7 +59,7 @@ def _times(
     axes: tuple[str, str],
     dtype: DTypeLike = jnp.float32,
 ) -> jax.Array:
-    """Each row times its expert's weight, as `_whole_weights` has it: [U, o] in `dtype`, of eight bits in float32."""
+    """Each row times its expert's weight from `_whole_weights`: [U, o] in `dtype`, or in float32 with eight bits."""
 
     formats = FORMATS[shape.quantization]
 
@@ -89,7 +89,7 @@ def _times_transposed(
 
 def _inner(shape: ExpertShape, x_UD: jax.Array, w: ExpertWeights, size_E: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The two projections of each row, in the dtype of x_UD."""
-    dtype = x_UD.dtype if w.gate_EF is None else jnp.float32  # biases are added before the sums are rounded
+    dtype = x_UD.dtype if w.gate_EF is None else jnp.float32  # biases are added before sums are rounded
     gate_UF: Any = _times(shape, x_UD, w.gate_EDF, size_E, _INWARDS, dtype)
     up_UF: Any = _times(shape, x_UD, w.up_EDF, size_E, _INWARDS, dtype)
     if w.gate_EF is not None and w.up_EF is not None:
@@ -99,14 +99,14 @@ def _inner(shape: ExpertShape, x_UD: jax.Array, w: ExpertWeights, size_E: jax.Ar
 
 
 def _outer(shape: ExpertShape, gate_UF: jax.Array, up_UF: jax.Array, w: ExpertWeights, size_E: jax.Array) -> jax.Array:
-    """What comes of them, [U, D] in float32."""
+    """Each row's output from its two projections, [U, D] in float32."""
     hidden_UF: Any = mlp_hidden(shape.activation, gate_UF, up_UF)
     y_UD: Any = _times(shape, hidden_UF, w.down_EFD, size_E, _OUTWARDS)
     return y_UD if w.down_ED is None else y_UD + _out_bias(w, size_E, len(gate_UF))
 
 
 class _RowGradients(NamedTuple):
-    """In float32, of rows: x, what their share multiplies and, of all rows together, the weights, as asked for."""
+    """Gradients of rows' x and shares, in float32, and of the weights over all rows, in the dtype asked for."""
 
     dx_UD: jax.Array
     dshare_U: jax.Array
@@ -124,7 +124,7 @@ def _rows_backward(
     share_U: jax.Array,
     weight_dtype: DTypeLike,
 ) -> _RowGradients:
-    """Of share_U x `_outer(*_inner(x_UD))`, where g_UD are the derivatives of the products.
+    """The gradients of share_U x `_outer(*_inner(x_UD))`, given g_UD, the derivatives of these products.
 
     Args:
       weight_dtype: of the matrices' gradients.
@@ -140,7 +140,7 @@ def _rows_backward(
     dx_UD = _times_transposed(shape, dgate_UF, w.gate_EDF, size_E, _INWARDS)
     dx_UD += _times_transposed(shape, dup_UF, w.up_EDF, size_E, _INWARDS)
     dy_UD = (share_U1 * g_UD).astype(dtype)
-    # Whatever the quantization is: an expert's rows are of many examples, and splits would change a scale of theirs.
+    # Never in eight bits: an expert's rows are of many examples, so their scales would depend on how these are split.
     dweights = [
         grouped_weight_gradient(x_UD, dgate_UF, size_E, kernel, "io", weight_dtype),
         grouped_weight_gradient(x_UD, dup_UF, size_E, kernel, "io", weight_dtype),
@@ -156,7 +156,7 @@ def _rows_backward(
 
 
 def _whole_weights(weights: ExpertWeights, shape: ExpertShape) -> ExpertWeights:
-    """This device's experts, gathered along `expert_embed`, matrices as `_times` takes them."""
+    """This device's experts, gathered along `expert_embed`, with matrices in the form that `_times` takes."""
     formats = FORMATS[shape.quantization]
 
     def whole(weight: jax.Array, axes: tuple[str, ...]) -> Any:
@@ -170,7 +170,7 @@ def _whole_weights(weights: ExpertWeights, shape: ExpertShape) -> ExpertWeights:
 
 
 def _weight_sum(dw: jax.Array, axes: tuple[str, ...], dtype: DTypeLike) -> jax.Array:
-    """The sum over the devices that have other tokens, with the device that has this part of the weight."""
+    """The sum over devices with other tokens, on the device with this part of the weight."""
     if "expert_embed" not in axes:
         return summed(dw, "expert_embed")
     parts = dw.astype(dtype) if num_shards("expert_embed") > 1 else dw
@@ -180,7 +180,7 @@ def _weight_sum(dw: jax.Array, axes: tuple[str, ...], dtype: DTypeLike) -> jax.A
 def _local_forward(
     shape: ExpertShape, x_BTD: jax.Array, expert_BTJ: jax.Array, share_BTJ: jax.Array, *weights: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """The tokens' outputs, and what the backward pass asks for again of the rows that there always are."""
+    """The tokens' outputs, and the first round's rows with the values that the backward pass needs again."""
     w, dtype = _whole_weights(ExpertWeights(*weights), shape), x_BTD.dtype
     num_here, num_rows = len(weights[0]), rows_of_round(_num_tokens(expert_BTJ), shape, dtype)
 
@@ -202,7 +202,7 @@ def _local_forward(
 
 
 def _given(shape: ExpertShape, x_UD: jax.Array, rows: GatheredRows | ExchangedRows, share_BTJ: jax.Array) -> jax.Array:
-    """What experts are given of rows: the tokens, times their shares where these are the input's."""
+    """The experts' inputs: rows' tokens, multiplied by their shares if these belong to the input."""
     return x_UD * rows.of_choices(share_BTJ)[:, None].astype(x_UD.dtype) if shape.on_input else x_UD
 
 
@@ -214,7 +214,7 @@ _Sums = TypeVar("_Sums")
 
 
 def _further_rounds(queues: Queues | None, run: Callable[[ExchangedRows, _Sums], _Sums], start: _Sums) -> _Sums:
-    """`run(rows, sums)` for each round after the first; `start` where there can be none."""
+    """The sums after `run(rows, sums)` for each round but the first; `start` if there can be no further round."""
     if queues is None or not queues.may_need_more_rounds:
         return start
 
@@ -240,7 +240,7 @@ def _local_backward(
     w = _whole_weights(weights, shape)
     num_here = len(weights.gate_EDF)
     queues = None if num_rows is None else queue_up(expert_BTJ, num_here, num_rows)
-    # A device's own sums, if nothing is added to them, are rounded as they are written, not by a pass of its own.
+    # A device's own sums, if nothing is added to them, are rounded as they are written, not in an extra pass.
     is_whole = queues is None or not queues.may_need_more_rounds
     weight_dtype = shape.grad_dtype if is_whole and num_shards("expert_embed") > 1 else jnp.float32
 
@@ -284,7 +284,7 @@ _INNER_AXES = ("routed_rows", "activation_mlp")
 
 
 def _kept_axes(expert_BTJ: jax.Array, shape: ExpertShape, dtype: DTypeLike) -> list[tuple[str | None, ...]]:
-    """Logical axes of rows as `GatheredRows` or `ExchangedRows`, of their tokens and of the two inner results."""
+    """Logical axes of `GatheredRows` or `ExchangedRows`, of the rows' tokens and of the two inner results."""
     num_tokens = _num_tokens(expert_BTJ) // (num_shards("batch") * num_shards("length"))
     is_gathered = rows_of_round(num_tokens, shape, dtype) is None
     rows = [_FLAT, _PER_TOKEN, _PER_TOKEN, *([_FLAT] if is_gathered else [_FLAT, _FLAT])]
@@ -327,12 +327,13 @@ def dropless(
 
     No choice is ever dropped.
 
-    Each device sorts rows by expert and runs grouped matmuls. Derivatives are written out so that both directions look
-    rows up, where automatic ones would add them up in no certain order, and gather weights that are split again
-    instead of keeping them whole. What they keep has names for rematerialisation: expert_rows, mlpwi_0 and mlpwi_1.
+    Each device sorts rows by expert and runs grouped matmuls. The derivatives are written by hand: both directions look
+    rows up, where automatic ones would scatter-add them in an undefined order, and the backward pass gathers sharded
+    weights again instead of keeping them whole. Its residuals have names for rematerialisation: expert_rows, mlpwi_0
+    and mlpwi_1.
 
     Args:
-      expert_BTJ: distinct for a token; E where there is none.
+      expert_BTJ: distinct for a token; E for no expert.
     Source: sorting and grouped matmuls are Gale et al. 2022, arXiv:2211.15841.
     """
     return _forward(x_BTD, expert_BTJ, share_BTJ, weights, shape)[0]

@@ -1,16 +1,16 @@
-"""Matmuls of eight bits, whose scales do not depend on how a batch is split.
+"""Matmuls in eight bits, with scales that do not depend on how a batch is split.
 
-An operand becomes numbers of eight bits times float32 scales: the largest magnitude of what shares a scale becomes the
-format's largest number. Largest magnitudes are the same in any order and over any shards. Products are added up in
-int32 or float32, and then get their scales:
+An operand becomes eight-bit numbers times float32 scales: the largest magnitude among the numbers that share a scale
+becomes the format's largest number. A largest magnitude is the same in any order and over any shards. Products are
+added up in int32 or float32, and then multiplied by their scales:
 
     y  = x W     x per token, W per output
     dx = g W^T   the same numbers of W, whose scales go to g first; then g per token
     dW = x^T g   sums over tokens: x per (row, input) and g per (row, output), and rows are added up in float32
 
-A row of a batch is what no micro-batch, device, host or pipeline stage splits but along its tokens, over which its
-largest magnitude is found all the same; a scale of a whole micro-batch would depend on what else is in it. As dx takes
-W as y took it, it is the derivative of what was computed, and W need not be rounded twice.
+Micro-batches, devices, hosts and pipeline stages never split a row of a batch except along its tokens, and its largest
+magnitude is found over all of them; a scale of a whole micro-batch would depend on its other rows. dx uses the same
+numbers of W as y, so it is the derivative of what was computed, and W need not be rounded twice.
 
 Source: scales per token and per channel are Dettmers et al. 2022, arXiv:2208.07339, section 2.1; e4m3 is of
 Micikevicius et al. 2022, arXiv:2209.05433. Gradients are e4m3 too, not their e5m2, as in DeepSeek-AI 2024,
@@ -30,12 +30,12 @@ from maxtext_lite.parallel import AS_IT_IS, axes_in_use, constrain, gathered, la
 
 
 class Formats(NamedTuple):
-    """What the operands of a layer's matmuls become.
+    """Formats of the operands of a layer's matmuls.
 
     Attributes:
-      forward: x and W.
-      backward: g.
-      weight_gradient: x and g are these for dW too; False: they stay as they are.
+      forward: of x and W.
+      backward: of g.
+      weight_gradient: dW uses these formats for x and g too; False: dW uses x and g unquantized.
     """
 
     forward: Any
@@ -49,9 +49,9 @@ FORMATS: dict[Quantization, Formats | None] = {
     "fp8": Formats(jnp.float8_e4m3fn, jnp.float8_e4m3fn, False),
     "fp8_full": Formats(jnp.float8_e4m3fn, jnp.float8_e4m3fn, True),
 }
-"""What each value of the key `quantization` means."""
+"""The formats for each value of the key `quantization`."""
 
-_LEAST = 1e-30  # magnitudes that are still distinguished from 0: their scales are normal numbers in float32
+_LEAST = 1e-30  # the least magnitude that is distinguished from 0, so that scales are normal numbers in float32
 
 
 class Scaled(NamedTuple):
@@ -67,12 +67,12 @@ class Scaled(NamedTuple):
 
 
 def largest_magnitude(x: jax.Array, dims: tuple[int, ...]) -> jax.Array:
-    """Over `dims`, which stay with size 1, in float32; not a number where one of them is none."""
+    """The largest magnitude over `dims`, which keep size 1, in float32; NaN if a number is NaN."""
     return jnp.max(jnp.abs(x), axis=dims, keepdims=True).astype(jnp.float32)
 
 
 def in_eight_bits(x: jax.Array, largest: jax.Array, dtype: DTypeLike) -> Scaled:
-    """x rounded to the nearest numbers of `dtype`, to even ones from halfway; `largest` becomes the largest of these.
+    """x rounded to the nearest numbers of `dtype`, ties to even; `largest` becomes the largest number of `dtype`.
 
     Args:
       largest: magnitude, of size 1 along the dims that share a scale.
@@ -84,21 +84,21 @@ def in_eight_bits(x: jax.Array, largest: jax.Array, dtype: DTypeLike) -> Scaled:
 
 
 def dtype_of_totals(dtype: DTypeLike) -> DTypeLike:
-    """In which products of numbers of `dtype` are added up: exactly in int32 (133,000 of the largest), or float32."""
+    """The dtype for sums of products in `dtype`: int32, exact for 133,000 of the largest products, or float32."""
     return jnp.int32 if dtype == jnp.int8 else jnp.float32
 
 
 TokenAxes = tuple[str, str | None, str | None]
-"""Logical axes over which a batch is split: its rows over two, of which `fsdp` is the first, and their tokens."""
+"""Logical axes that a batch is split over: two for its rows, of which `fsdp` is the first, and one for their tokens."""
 
 
 # ---- A projection ---------------------------------------------------------------------------------------------------
 
 
 def scaled_weight(weight_io: jax.Array, axes: tuple[str, str], formats: Formats) -> Scaled:
-    """A weight for use, whole over `fsdp`, with a scale for each output.
+    """A weight ready for use, whole over `fsdp`, with a scale for each output.
 
-    It is rounded where it lies: what crosses `fsdp` are eight bits and the scales.
+    It is rounded in its shards, so eight bits and the scales cross `fsdp`.
     """
     lying = constrain(weight_io, axes)
     scaled = in_eight_bits(lying, largest_magnitude(lying, (0,)), formats.forward)
@@ -108,7 +108,7 @@ def scaled_weight(weight_io: jax.Array, axes: tuple[str, str], formats: Formats)
 
 
 def _sent(numbers: jax.Array, send: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """Numbers that other devices get, as bytes: XLA widens float8 first where a platform has none."""
+    """Numbers sent to other devices as bytes: XLA would widen float8 first on a platform without it."""
     sent = send(jax.lax.bitcast_convert_type(numbers, jnp.int8))
     return jax.lax.bitcast_convert_type(sent, numbers.dtype)
 
@@ -129,9 +129,9 @@ def times_transposed(g_BTo: jax.Array, weight: Scaled, axes: tuple[str, str], fo
 
 
 def _totals(left_BTk: jax.Array, right_kj: jax.Array, axis: str) -> jax.Array:
-    """left x right [n, B, T, j], where n devices have a part of k each, which is split along a logical axis.
+    """left x right [n, B, T, j], where n devices along a logical axis have a part of k each.
 
-    Parts stay apart until they have their scales: they are then added up, and cross, in two bytes instead of four.
+    The parts are kept apart until they have their scales: the all-reduce then takes two bytes a number, not four.
     """
     parts = 1 if axes_in_use((axis,)) == (None,) else num_shards(axis)
     B, T, k = left_BTk.shape
@@ -143,7 +143,7 @@ def _totals(left_BTk: jax.Array, right_kj: jax.Array, axis: str) -> jax.Array:
 
 
 def _added_up(parts: jax.Array, dtype: DTypeLike, num_dims: int = 1) -> jax.Array:
-    """The sum over the first dims, in `dtype`; `jnp.sum` would do it in float32, in which parts would then cross."""
+    """The sum over the first dims in `dtype`; `jnp.sum` would add, and all-reduce, in float32."""
     parts = parts.astype(dtype)
     dims = tuple(range(num_dims))
     if all(size == 1 for size in parts.shape[:num_dims]):
@@ -159,10 +159,10 @@ def weight_gradient(
     formats: Formats,
     grad_dtype: DTypeLike,
 ) -> jax.Array:
-    """x^T g [i, o], each device's sum over its rows and tokens in float32; they are reduced in `grad_dtype` where
-    `fsdp` splits weights, and are added up in float32.
+    """x^T g [i, o]. Each device sums over its rows and tokens in float32; if `fsdp` splits weights, these sums cross it
+    in `grad_dtype` and are added up in float32.
 
-    One row after another: a device never has the products of several, each as large as the weight.
+    Rows run one after another: a device never has the products of several rows, each as large as the weight.
     """
     in_axis, out_axis = axes_in_use(axes)
     x_rnmcti, g_rnmcto = _rows_first(x_BTi, tokens, in_axis), _rows_first(g_BTo, tokens, out_axis)
@@ -181,8 +181,8 @@ def weight_gradient(
         sums_nmcio = jax.lax.scan(add, sums_nmcio, (x_rnmcti[1:], g_rnmcto[1:]))[0]
     dtype = grad_dtype if num_shards("embed") > 1 else jnp.float32
     sums_nio = _added_up(sums_nmcio.swapaxes(0, 2).swapaxes(0, 1), dtype, num_dims=2)
-    # An all-to-all, whose parts are added one by one: on 16 and more TPU chips XLA would make an all-reduce, of twice
-    # the bytes, of a sum that is scattered.
+    # An all-to-all whose parts are added one by one: on 16 and more TPU chips XLA would turn a scattered sum into an
+    # all-reduce, with twice the bytes.
     parts = list(constrain(sums_nio, (None, *axes)))
     return functools.reduce(jnp.add, (part.astype(jnp.float32) for part in parts))
 
@@ -216,7 +216,7 @@ def rows_times(
     """Each row times its expert's weight, [U, o] in float32.
 
     Args:
-      axis: logical axis of rows' entries, over whose shards a row's largest magnitude is found.
+      axis: logical axis of rows' entries; a row's largest magnitude is found over its shards.
     """
     x = in_eight_bits(x_Ui, _largest_of_rows(x_Ui, axis), formats.forward)
     return matmul(x.numbers, weight.numbers).astype(jnp.float32) * x.scale * weight.scale[expert_U, 0]

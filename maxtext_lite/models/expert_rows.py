@@ -1,12 +1,12 @@
-"""How tokens come to the devices of their experts as rows sorted by expert, and what is made of them back to tokens.
+"""Tokens brought to the devices of their experts, as rows sorted by expert, and the results brought back.
 
-Where the experts' axis splits them, tokens come to experts in one of two ways, whichever moves fewer bytes
+If the experts' axis splits the experts, tokens reach them in one of two ways, whichever moves fewer bytes
 (`config.experts.exchanged_rows`). Gathered: the devices along the axis gather each other's tokens, run those that chose
-one of their own experts, and sum the results back to where the tokens came from. Exchanged: each choice is a row of an
-all-to-all with a fixed number of rows for each device; where more have chosen a device's experts than it has room for,
-which no shape can know, another round follows.
+one of their own experts, and reduce-scatter the results to the tokens' devices. Exchanged: each choice is a row of an
+all-to-all with a fixed number of rows for each device. If more choices are for a device's experts than the rows, which
+only the data decide, another round follows.
 
-All of it is what one device does, inside `over_shards`.
+Everything here is one device's part, inside `over_shards`.
 """
 
 import functools
@@ -22,13 +22,13 @@ from maxtext_lite.parallel import exchanged, gathered, largest, num_shards, scat
 
 
 class GatheredRows(NamedTuple):
-    """Rows for this device's experts, those of the first expert first, of all tokens along the axis.
+    """Rows for this device's experts, sorted by expert, from all tokens along the axis.
 
     Attributes:
-      choice_U: number of each row's choice, token x J + place among the token's.
-      row_NJ: row of each choice; meaningless where not is_here_NJ.
-      is_here_NJ: the chosen expert is one of this device's.
-      size_E: rows of each of them.
+      choice_U: number of each row's choice: token x J + its place among the token's choices.
+      row_NJ: row of each choice; meaningless where is_here_NJ is False.
+      is_here_NJ: True where the chosen expert is on this device.
+      size_E: rows of each of this device's experts.
     """
 
     choice_U: jax.Array
@@ -41,7 +41,7 @@ class GatheredRows(NamedTuple):
         return _all_tokens(x_BTD)[self.choice_U // self.row_NJ.shape[1]]
 
     def of_choices(self, share_BTJ: jax.Array) -> jax.Array:
-        """What is said of each row's choice, [U]."""
+        """The value for each row's choice, [U]."""
         return _all_tokens(share_BTJ).reshape(-1)[self.choice_U]
 
     def sum_of_choices(self, y_UD: jax.Array, share_BTJ: jax.Array | None, x_BTD: jax.Array) -> jax.Array:
@@ -54,12 +54,12 @@ class GatheredRows(NamedTuple):
         return _sent_back(_sum_of_choices(y_UD, self.row_NJ, self.is_here_NJ, share_NJ), x_BTD)
 
     def to_choices(self, d_U: jax.Array, like_BTJ: jax.Array) -> jax.Array:
-        """What rows have to say of this device's choices, [B, T, J]."""
+        """The rows' values for this device's choices, [B, T, J]."""
         return _sent_back(jnp.where(self.is_here_NJ, d_U[self.row_NJ], 0), like_BTJ)
 
 
 def gather_rows(expert_BTJ: jax.Array, num_here: int) -> GatheredRows:
-    """Sorts choices by expert. A token has at most min(J, E) choices here: there are rows for all that may come."""
+    """Sorts choices by expert. A token has at most min(J, E) choices here, and there are rows for all of them."""
     expert_NJ = _all_tokens(expert_BTJ)
     num_tokens, num_choices = expert_NJ.shape
     own_NJ = expert_NJ - num_here * shard_index("experts")
@@ -83,9 +83,9 @@ def _own_tokens(x_BTD: jax.Array) -> jax.Array:
 def _sum_of_choices(
     y_UD: jax.Array, row_NJ: jax.Array, is_there_NJ: jax.Array, share_NJ: jax.Array | None
 ) -> jax.Array:
-    """For each token, the sum over its choices of share x row, one after the other: [N, D] in float32.
+    """For each token, the sum over its choices of share x row, added one by one: [N, D] in float32.
 
-    TPUs read choices several times more slowly for a sum over their dim.
+    TPUs read the choices several times more slowly for a sum over their dim.
     """
     y_JND = y_UD[row_NJ.T]
 
@@ -93,12 +93,12 @@ def _sum_of_choices(
         y_ND = jnp.where(is_there_NJ[:, choice, None], y_JND[choice], 0).astype(jnp.float32)
         return y_ND if share_NJ is None else share_NJ[:, choice, None] * y_ND
 
-    # The part comes first, so that a fused multiply-add takes in its product, as it would in a reduction.
+    # The part is the first term, so that its product is fused into a multiply-add, as in a reduction.
     return functools.reduce(lambda total_ND, y_ND: y_ND + total_ND, map(part, range(len(y_JND))))
 
 
 def _sent_back(x_ND: jax.Array, like_BTD: jax.Array) -> jax.Array:
-    """The sums over those devices, with the device that the token is from."""
+    """The sums over the devices along the axis, each on its token's device."""
     return scattered_sum(x_ND.reshape(-1, *like_BTD.shape[1:]), "experts", 0)
 
 
@@ -111,13 +111,13 @@ def _inverse(order: jax.Array) -> jax.Array:
 
 
 class ExchangedRows(NamedTuple):
-    """Rows for this device's experts, those of the first expert first, as one round of an all-to-all brings them.
+    """Rows for this device's experts, sorted by expert, from one round of an all-to-all.
 
     Attributes:
-      choice_S: number of the choice that this device sends in each slot: the first for the first device, and so on.
-      slot_NJ: slot of each choice; meaningless where not is_sent_NJ.
-      is_sent_NJ: the choice has a slot in this round.
-      from_U: slot that each row came in; empty ones come last.
+      choice_S: number of the choice that this device sends in each slot; the first slots are the first device's.
+      slot_NJ: slot of each choice; meaningless where is_sent_NJ is False.
+      is_sent_NJ: True where the choice has a slot in this round.
+      from_U: slot that each row arrived in; empty slots come last.
       size_E: rows of each expert.
     """
 
@@ -132,7 +132,7 @@ class ExchangedRows(NamedTuple):
         return exchanged(_own_tokens(x_BTD)[self.choice_S // self.slot_NJ.shape[1]], "experts")[self.from_U]
 
     def of_choices(self, share_BTJ: jax.Array) -> jax.Array:
-        """What is said of each row's choice, [U]."""
+        """The value for each row's choice, [U]."""
         return exchanged(share_BTJ.reshape(-1)[self.choice_S], "experts")[self.from_U]
 
     def sum_of_choices(self, y_UD: jax.Array, share_BTJ: jax.Array | None, x_BTD: jax.Array) -> jax.Array:
@@ -148,22 +148,22 @@ class ExchangedRows(NamedTuple):
         return _sum_of_choices(y_SD, self.slot_NJ, self.is_sent_NJ, share_NJ).reshape(x_BTD.shape)
 
     def to_choices(self, d_U: jax.Array, like_BTJ: jax.Array) -> jax.Array:
-        """What rows have to say of this device's choices, [B, T, J]."""
+        """The rows' values for this device's choices, [B, T, J]."""
         d_S = exchanged(d_U[_inverse(self.from_U)], "experts")
         return jnp.where(self.is_sent_NJ, d_S[self.slot_NJ], 0).reshape(like_BTJ.shape)
 
 
 class Queues(NamedTuple):
-    """This device's choices, as they wait for the devices of their experts.
+    """This device's choices in queues, one for each device with experts.
 
     Attributes:
-      expert_NJ: as chosen; E for padding.
+      expert_NJ: the chosen experts; E for padding.
       num_here: experts of a device.
-      num_rows: that a round has room for between two devices.
-      choice: numbers of all choices, those for the first device first.
-      start_n, count_n: of each device's choices there.
-      place_NJ: of each choice in its device's queue.
-      device_NJ: whose expert was chosen; n for padding.
+      num_rows: rows between two devices in a round.
+      choice: numbers of all choices, sorted by device.
+      start_n, count_n: start and length of each device's queue in `choice`.
+      place_NJ: each choice's place in its queue.
+      device_NJ: the device of the chosen expert; n for padding.
     """
 
     expert_NJ: jax.Array
@@ -177,7 +177,7 @@ class Queues(NamedTuple):
 
     @property
     def may_need_more_rounds(self) -> bool:
-        """Whether there are choices that a single round has no room for."""
+        """Whether there can be more choices than the rows of one round."""
         return self.expert_NJ.shape[0] * min(self.expert_NJ.shape[1], self.num_here) > self.num_rows
 
     def num_rounds(self) -> jax.Array:
@@ -203,7 +203,7 @@ class Queues(NamedTuple):
 
 
 def queue_up(expert_BTJ: jax.Array, num_here: int, num_rows: int) -> Queues:
-    """The queues of this device's choices for the devices along the experts' axis, which have `num_here` each."""
+    """The queues of this device's choices for the devices along the experts' axis, with `num_here` experts each."""
     num_devices, expert_NJ = num_shards("experts"), _own_tokens(expert_BTJ)
     device_NJ = expert_NJ // num_here
     choice = jnp.argsort(device_NJ.reshape(-1), stable=True)
@@ -214,7 +214,7 @@ def queue_up(expert_BTJ: jax.Array, num_here: int, num_rows: int) -> Queues:
 
 
 def rows_of_round(num_tokens: int, shape: ExpertShape, dtype: DTypeLike) -> int | None:
-    """`exchanged_rows` of a device with this many tokens; None where all tokens are gathered."""
+    """`exchanged_rows` of a device with this many tokens; None if all tokens are gathered."""
     return exchanged_rows(
         num_tokens=num_tokens,
         num_per_token=shape.num_per_token,

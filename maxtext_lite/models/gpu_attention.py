@@ -1,8 +1,8 @@
-"""Attention by kernels for NVIDIA GPUs: jax's by Triton and cuDNN's; and what is around fused kernels.
+"""Attention by kernels for NVIDIA GPUs, jax's in Triton and cuDNN's, and a custom_vjp around fused kernels.
 
-A fused kernel, such as tokamax's (models/mosaic.py), comes as a forward and a backward pass. What they lack is added
-here, in one custom_vjp around both: replicas, which become more rows; sinks, whose share of the softmax is taken off
-the kernel's context; and names for what a rematerialised layer may keep.
+A fused kernel, such as tokamax's (models/mosaic.py), is a forward and a backward pass. The custom_vjp adds what both
+lack: replicas, which become more rows; sinks, whose share of the softmax is taken off the kernel's context; and names
+for the tensors that a rematerialised layer may keep.
 """
 
 import dataclasses
@@ -26,9 +26,9 @@ _PADDING = -1  # the document of tokens that only fill up a kernel's last block
 
 
 class FusedKernel(Protocol):
-    """A kernel of causal attention in its two directions, over rows of which each has int32 [T] of its own.
+    """The two passes of a causal attention kernel, over rows with int32 [T] each.
 
-    The rows' own numbers say which keys a query may see: `mask_BT`.
+    These numbers, `mask_BT`, say which keys a query may see.
     """
 
     def forward(
@@ -60,7 +60,7 @@ def fused_attention(
     sink_N: jax.Array | None,
     kernel: FusedKernel,
 ) -> jax.Array:
-    """Context [B, T, N, W] by a kernel, with sinks or without; under vmap, replicas are more rows of one call.
+    """Context [B, T, N, W] by a kernel, with or without sinks; under vmap, replicas are more rows of one call.
 
     Source of the sinks' share: gpt-oss, arXiv:2508.10925.
     """
@@ -100,7 +100,7 @@ _Found = TypeVar("_Found")
 
 
 def by_rows(function: Callable[..., _Found]) -> Callable[..., _Found]:
-    """`function` of arrays [B, ...], with a rule for vmap: what is mapped are more rows of one call."""
+    """`function` of arrays [B, ...] with a rule for vmap: a mapped dim is more rows of one call."""
     folded = custom_vmap(function)
 
     @folded.def_vmap
@@ -117,7 +117,7 @@ def by_rows(function: Callable[..., _Found]) -> Callable[..., _Found]:
 
 @functools.cache
 def _mha() -> Any:
-    """jax's module of attention by Triton, which newer versions of jax call deprecated in favour of tokamax."""
+    """jax's module for attention in Triton, which newer versions of jax deprecate in favour of tokamax."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return importlib.import_module("jax.experimental.pallas.ops.gpu.attention")
@@ -125,9 +125,9 @@ def _mha() -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Mha:
-    """jax's attention by Triton; `mask_BT` is the document of each token. There are as many keys' heads as queries'.
+    """jax's attention in Triton, with one kv head for each query head; `mask_BT` is the document of each token.
 
-    Its backward pass is a private function, whose arguments are the same in jax 0.10 to 0.12.
+    Its backward pass is a private function with the same arguments in jax 0.10 to 0.12.
 
     Attributes:
       interpret: run the kernel's steps as plain XLA operations, as tests on CPU do.
@@ -197,10 +197,10 @@ def mha_attention(
     scoring: Scoring = PLAIN,
     interpret: bool = False,
 ) -> jax.Array:
-    """`attention` by jax's kernels for Triton, which know no windows or soft caps and take T in blocks of 64.
+    """`attention` by jax's kernels in Triton, which have no windows or soft caps and take T in blocks of 64.
 
-    Tokens are added up to whole blocks, as a document of their own. Each key's head is repeated for the queries that
-    share it: given fewer, the kernel silently takes another head's.
+    Tokens are padded to whole blocks, with the padding as a document. Each kv head is repeated for the query heads that
+    share it: with fewer, the kernel silently reads another head's.
 
     Args:
       interpret: run the kernels' steps as plain XLA operations, as tests on CPU do.
@@ -219,9 +219,9 @@ def mha_attention(
 
 
 def _filled(block: int, *arrays: jax.Array) -> list[jax.Array]:
-    """Arrays [B, T, ...], of which the last is the tokens' documents, with T a multiple of `block`.
+    """Arrays [B, T, ...], the last of which is the tokens' documents, padded so that T is a multiple of `block`.
 
-    What is added is a document of its own.
+    The padding is a document of its own.
     """
     fill = -arrays[-1].shape[1] % block
     padded = [jnp.pad(x, ((0, 0), (0, fill), *((0, 0),) * (x.ndim - 2))) for x in arrays[:-1]]
@@ -229,8 +229,8 @@ def _filled(block: int, *arrays: jax.Array) -> list[jax.Array]:
 
 
 def cudnn_attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, *, scoring: Scoring = PLAIN) -> jax.Array:
-    """`attention` by cuDNN of rows that hold one document each, with padding after it; it is given no documents."""
-    # A query of the padding sees the document before it, which no token of the document, and so no loss, can see.
+    """`attention` by cuDNN for rows with one document each and padding after it; it does not read documents."""
+    # A padding query sees the document before it, but no token of the document, and so no loss, sees the padding.
     window = None if scoring.window is None else (scoring.window - 1, 0)
 
     def local(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array) -> jax.Array:
@@ -250,7 +250,7 @@ def cudnn_attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, *, 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _masked(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, seen_B1TS: jax.Array, scale: float) -> jax.Array:
-    """cuDNN's attention with a mask; its own rule for vmap takes the mask for one of each head, and fails."""
+    """cuDNN's attention with a mask; its own rule for vmap expects one mask for each head, and fails."""
 
     def attend(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, seen_B1TS: jax.Array) -> jax.Array:
         return jax.nn.dot_product_attention(
@@ -261,7 +261,7 @@ def _masked(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, seen_B1TS: 
 
 
 def _masked_backward(scale: float, inputs: tuple[jax.Array, ...], g_BTNH: jax.Array) -> tuple[jax.Array | None, ...]:
-    """Runs the forward kernel again, as `jax.nn` does not hand its residuals out."""
+    """Runs the forward kernel again, because `jax.nn` does not return its residuals."""
 
     def gradients(
         q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, seen_B1TS: jax.Array, g_BTNH: jax.Array

@@ -1,7 +1,7 @@
-"""Matmuls of rows sorted into groups, each group with a weight of its own, by the kernel that suits the platform.
+"""Matmuls of rows sorted into groups, each group with its own weight, by a kernel for the platform.
 
-None of the kernels has a rule for `vmap` over anything but a leading dim of both operands. Here a mapped dim becomes
-more groups: R sets of E groups are R*E groups, with the rows of one set after those of another.
+The kernels have no rule for `vmap`, except over a leading dim of both operands. Here a mapped dim becomes more groups:
+R sets of E groups are R*E groups, with one set's rows after another's.
 """
 
 import functools
@@ -37,16 +37,16 @@ def grouped_matmul(
     layout: Layout = "io",
     dtype: DTypeLike = jnp.float32,
 ) -> jax.Array:
-    """Each row times its group's weight: [U, out] in `dtype`; rows after the last group hold nothing of use.
+    """Each row times its group's weight: [U, out] in `dtype`; rows after the last group are undefined.
 
-    Of int8 operands it is in int32, of float8 in float32, and has no derivative. Eight bits are for kernels that know
-    them: XLA's own stands in for `megablox`, `blocks` for `tokamax`.
+    For int8 operands the result is int32, for float8 float32, without a derivative. Kernels without eight bits are
+    replaced: `megablox` by XLA's own, `tokamax` by `blocks`.
 
     Args:
-      x_Ui: rows, those of the first group first.
+      x_Ui: rows, sorted by group.
       size_E: int32 rows of each group; their sum is at most U.
-      layout: spares kernels that know both a copy of the weight in the other one.
-      dtype: of what the float32 sums are rounded to; kernels that can write it so.
+      layout: of the weight; kernels that know both layouts need no transposed copy.
+      dtype: the float32 sums are rounded to it, in the kernel where it can.
     """
     return _kernel_for(x_Ui, kernel, layout, dtype).by_rows(x_Ui, weight_Eio, size_E)
 
@@ -58,7 +58,7 @@ def grouped_matmul_transposed(
     kernel: GroupedMatmul = "ragged_dot",
     layout: Layout = "io",
 ) -> jax.Array:
-    """`grouped_matmul` by the transposed weights: [U, in] in float32, of int8 operands in int32."""
+    """`grouped_matmul` with transposed weights: [U, in] in float32, or in int32 for int8 operands."""
     return _kernel_for(g_Uo, kernel, layout).by_rows_transposed(g_Uo, weight_Eio, size_E)
 
 
@@ -70,7 +70,7 @@ def grouped_weight_gradient(
     layout: Layout = "io",
     dtype: DTypeLike = jnp.float32,
 ) -> jax.Array:
-    """The groups' x^T g: [E, in, out], float32 sums in `dtype`; rows after the last group count for nothing."""
+    """The groups' x^T g: [E, in, out], float32 sums in `dtype`; rows after the last group are not counted."""
     return _mappable_kernel(kernel, layout, jnp.dtype(dtype)).over_rows(x_Ui, g_Uo, size_E)
 
 
@@ -116,15 +116,15 @@ _LANES = 128
 
 
 def _tile(size: int, limit: int) -> int:
-    """Of the multiples of 128 up to `limit`, the one that pads a dim of that size least; of several, the largest."""
+    """The multiple of 128 up to `limit` that pads a dim of this size least; of several, the largest."""
     return min(range(_LANES, limit + 1, _LANES), key=lambda tile: (-(-size // tile) * tile, -tile))
 
 
 def on_tpu(layout: Layout, dtype: DTypeLike = jnp.float32, *, interpret: bool = False) -> _Kernel:
-    """Pallas's grouped matmul for TPUs, which reads weights of either layout as they are.
+    """Pallas's grouped matmul for TPUs, which reads weights of either layout without a copy.
 
-    `ragged_dot` is compiled to a kernel too, which knows one layout: whole weights are copied for its transposes. It
-    stands in where a dim is no multiple of 128.
+    `ragged_dot` is compiled to a kernel too, but with one layout: whole weights are copied for its transposes. It is
+    used if a dim is no multiple of 128.
 
     Args:
       layout: of weights, and of their gradients.
@@ -139,7 +139,7 @@ def on_tpu(layout: Layout, dtype: DTypeLike = jnp.float32, *, interpret: bool = 
         return all(size % _LANES == 0 for size in sizes)
 
     def tiles(x: jax.Array, inner: int, outer: int, limit: int) -> tuple[int, int, int]:
-        """Of rows, of the dim that is summed over and of the other: at most 13 MB of memory on the chip."""
+        """Tile sizes of rows, of the summed dim and of the other dim: at most 13 MB of the chip's memory."""
         rows = max(tile for tile in (128, 256, 512) if x.shape[0] % tile == 0)
         return rows, _tile(inner, limit * 2 // x.dtype.itemsize), _tile(outer, 1024)
 
@@ -172,7 +172,7 @@ def on_tpu(layout: Layout, dtype: DTypeLike = jnp.float32, *, interpret: bool = 
 
 
 class _Block(NamedTuple):
-    """One group's next rows: those from `first` to `end`, within the block of rows that begins at `start`."""
+    """The next rows of one group, from `first` to `end`, within the block of rows that begins at `start`."""
 
     group: jax.Array
     first: jax.Array
@@ -181,16 +181,16 @@ class _Block(NamedTuple):
 
 
 def block_rows(num_rows: int, num_groups: int) -> int:
-    """Rows of a block: about those of a group, a power of two from 128 to 512, and no more than there are.
+    """Rows of a block: about as many as a group has, a power of two from 128 to 512, and at most all rows.
 
-    Fewer would read a weight again and again for little work, more would multiply rows of other groups.
+    Smaller blocks would read a weight repeatedly for little work, larger ones would multiply rows of other groups.
     """
     even = 1 << max(num_rows // num_groups - 1, 0).bit_length()
     return min(max(128, min(even, 512)), num_rows)
 
 
 def _blocks(size_E: jax.Array, num_rows: int, rows_of_block: int) -> tuple[jax.Array, Callable[[jax.Array], _Block]]:
-    """How many blocks cover all groups, each block of one group, and what they are by number."""
+    """The number of blocks that cover all groups, each in one group, and a function from a number to its block."""
     blocks_E = -(-size_E // rows_of_block)
     end_block_E, end_row_E = jnp.cumsum(blocks_E), jnp.cumsum(size_E)
 
@@ -241,10 +241,10 @@ def _sum_over_blocks(x_Ui: jax.Array, g_Uo: jax.Array, size_E: jax.Array, rows_o
 
 
 def in_blocks(rows_of_block: int | None = None) -> _Kernel:
-    """The kernel in plain jax: a loop over blocks of rows, each of one group and as many as the groups need.
+    """The kernel in plain jax: a loop over the blocks of rows that the groups need, each in one group.
 
-    Nothing is larger than what goes in and what comes out, and no row is multiplied by a weight not its own but those
-    that a group's last block has too many.
+    Nothing is larger than its operands and its result. Rows are multiplied only by their own weights, except the rows
+    that a group's last block has beyond the group.
 
     Args:
       rows_of_block: None: `block_rows`.
@@ -267,7 +267,7 @@ Source: tokamax 0.0.12, data/autotuning/nvidia_h100_80gb_hbm3/pallas_mosaic_gpu_
 
 
 def on_hopper() -> _Kernel:
-    """tokamax's kernels for NVIDIA GPUs of compute capability 9.0; `in_blocks` where a dim is no multiple of 64."""
+    """tokamax's kernels for NVIDIA GPUs of compute capability 9.0; `in_blocks` if a dim is no multiple of 64."""
 
     def run(dims: jax.lax.RaggedDotDimensionNumbers, instead: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         def function(left: jax.Array, right: jax.Array, size_E: jax.Array) -> jax.Array:
@@ -293,7 +293,7 @@ def on_hopper() -> _Kernel:
 
 
 def _folded(size_RE: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
-    """Where each of the R*U rows goes so that all groups follow each other, and where it comes from: [R * U] each.
+    """The permutation of the R*U rows that puts all groups one after another, and its inverse: [R * U] each.
 
     Rows after a set's last group go to the very end.
     """
@@ -316,7 +316,7 @@ def _whole(x: jax.Array, is_mapped: bool, num_sets: int) -> jax.Array:
 
 
 def _mappable(of_rows: Callable[..., jax.Array], rows_out: bool) -> Callable[..., jax.Array]:
-    """`of_rows(left, right, size_E)` with a rule for vmap: `left` has rows, and `right` where the result has none."""
+    """`of_rows(left, right, size_E)` with a rule for vmap: `left` has rows, and `right` has if the result has none."""
 
     @custom_vmap
     def function(left: jax.Array, right: jax.Array, size_E: jax.Array) -> jax.Array:
@@ -352,7 +352,7 @@ _IN_FLOAT32: dict[str, _Kernel] = {
 
 @functools.cache
 def _mappable_kernel(name: GroupedMatmul, layout: Layout, dtype: DTypeLike) -> _Kernel:
-    """The kernel of a name, for weights of that layout and results of that dtype, with a rule for vmap."""
+    """The named kernel for weights of a layout and results of a dtype, with a rule for vmap."""
 
     def rounded(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         return lambda *operands: function(*operands).astype(dtype)

@@ -1,6 +1,7 @@
-"""Multi-head latent attention: keys and values of all heads are made of one narrow vector of each token.
+"""Multi-head latent attention: one narrow vector of each token makes the keys and values of all heads.
 
-A cache holds that vector, and the keys' part that all heads share: attention over it is one head's for all queries.
+A cache contains that vector and the part of the keys that all heads share: attention over it has one kv head for all
+queries.
 
 Source: DeepSeek-AI 2024, arXiv:2405.04434, section 2.1 and appendix C.
 """
@@ -20,11 +21,11 @@ from maxtext_lite.models.ops import Rotation, project, rotate
 from maxtext_lite.models.shape import DecoderShape
 from maxtext_lite.parallel import constrain
 
-_EPSILON = 1e-6  # of the latent vectors' norms, whatever the model's others have, as in the published code
+_EPSILON = 1e-6  # of the latent vectors' norms, whatever the other norms have, as in the published code
 
 
 class LatentAttention(nnx.Module):
-    """Attention whose queries, keys and values come of latent vectors; the last dims of a head are rotated."""
+    """Attention with queries, keys and values from latent vectors; the last dims of a head are rotated."""
 
     query: nnx.Param | None = None
     query_down: nnx.Param | None = None
@@ -62,7 +63,7 @@ class LatentAttention(nnx.Module):
         plain_BTNH, turned_BTNH = jnp.split(q_BTNH, (self.plain,), axis=-1)
         turned_BTNH, shared_BT1H = rotate(turned_BTNH, rotation), rotate(shared_BTD[:, :, None], rotation)
         if isinstance(attend, CachedAttend):
-            # As its keys are linear in the latent vectors, a query can be brought to them instead; and so the context.
+            # Keys are linear in the latent vectors, so queries can be projected to these, and so can the context.
             asked_BTNH = jnp.einsum("BTNH,DNH->BTND", plain_BTNH, self.key_up[...].astype(x_BTD.dtype))
             q_BTNH = constrain(jnp.concatenate([asked_BTNH, turned_BTNH], axis=-1), HEADS_AXES)
             k_BT1H = jnp.concatenate([latent_BTD[:, :, None], shared_BT1H], axis=-1)

@@ -46,9 +46,9 @@ def declare(module: nnx.Module, table: WeightTable, shape: DecoderShape, rngs: n
 
 
 def _parameter(weight: Weight, shape: DecoderShape, rngs: nnx.Rngs | None) -> nnx.Param:
-    """A parameter that knows how it lies; of normal values, also how its gradient goes there and `project` uses it."""
+    """A parameter with its logical axes; a matrix also has its gradient's dtype and `project`'s quantization."""
     if not weight.is_normal:
-        # The router's bias is float32 always: its steps are small.
+        # The router's bias is always float32: its steps are small.
         dtype = jnp.float32 if weight.axes == ("router_bias",) else shape.weight_dtype
         return nnx.Param(jnp.full(weight.sizes, int(weight.start == "ones"), dtype), axes=weight.axes)
     assert rngs is not None, weight
@@ -65,8 +65,8 @@ class Norm(nnx.Module):
     """The shape's norm over the last dims.
 
     Args:
-      table: of its scale and bias, learned for each entry of these dims, where it has them.
-      num_dims: how many dims are normed as one; the scale may have more, each entry's own.
+      table: of its scale and bias, if it has them, each learned for every entry of these dims.
+      num_dims: how many dims are normed as one; the scale may have more dims, with its own values for each entry.
     """
 
     scale: nnx.Param | None = None
@@ -81,13 +81,13 @@ class Norm(nnx.Module):
         together: Any = x.reshape(*x.shape[: x.ndim - self.num_dims], math.prod(x.shape[x.ndim - self.num_dims :]))
         scale, bias = (None if part is None else part[...] for part in (self.scale, self.bias))
         width = together.shape[-1]
-        apart = scale is not None and scale.size > width  # each head's own, which one vector of ones cannot be
+        apart = scale is not None and scale.size > width  # each head has its own, which rms_norm does not take
         if scale is None:
             scale = jnp.ones(width, jnp.float32)
         elif self.kind.endswith("_plus_one"):
             scale = scale.astype(jnp.float32) + 1
         within = jnp.ones(width, jnp.float32) if apart else scale.reshape(-1)
-        together = together.astype(jnp.float32) if apart else together  # which is rounded once, after its scale
+        together = together.astype(jnp.float32) if apart else together  # rounded once, after the scale
         if self.kind.startswith("layer_norm"):
             plain = jnp.zeros(width, jnp.float32) if bias is None else bias.reshape(-1)
             y: Any = layer_norm(together, within, plain, self.epsilon)
@@ -112,7 +112,7 @@ def projections(x_BTD: jax.Array, *weights: nnx.Param) -> list[jax.Array]:
 
 
 def norm_in(table: WeightTable, name: str, shape: DecoderShape, num_dims: int = 1) -> Norm | None:
-    """The norm of that name, where the table has one, or layers have one that learns nothing."""
+    """The norm of that name, if the table or, for norms that learn nothing, the shape has one; else None."""
     found = part_of(table, name)
     is_plain = shape.norm == "layer_norm_plain" and shape.has_norm(name)
     return Norm(shape, found, num_dims) if found or is_plain else None
@@ -168,8 +168,8 @@ class Attention(nnx.Module):
 
 
 def attention_output(context_BTNH: jax.Array, out: nnx.Param, bias: nnx.Param | None = None) -> jax.Array:
-    """What attention adds to the stream, [B, T, D]."""
-    context_BTNH = constrain(context_BTNH, HEADS_AXES)  # and its gradient, which could follow the tokens instead
+    """Attention's output, [B, T, D]."""
+    context_BTNH = constrain(context_BTNH, HEADS_AXES)  # its gradient too, which could be split by tokens instead
     y_BTD = constrain(project(context_BTNH, out), RESIDUAL_AXES)
     return checkpoint_name(_plus(y_BTD, bias), "out_proj")
 
@@ -177,7 +177,7 @@ def attention_output(context_BTNH: jax.Array, out: nnx.Param, bias: nnx.Param | 
 def query_factor(
     shape: DecoderShape, kind: LayerKind, position_BT: jax.Array, number: jax.Array | None
 ) -> jax.Array | None:
-    """What queries of a layer are multiplied by, [B, T], float32; None: nothing.
+    """The factor of a layer's queries, [B, T], float32; None: there is none.
 
     Args:
       number: the layer's, from 0.
@@ -193,7 +193,7 @@ def query_factor(
 
 
 def scaled_queries(attend: Attend, factor_BT: jax.Array) -> Attend:
-    """`attend` with queries times a factor of each."""
+    """`attend` with each query multiplied by its factor."""
 
     def attend_scaled(q_BTNH: jax.Array, k: jax.Array, v: Any, sink: jax.Array | None) -> tuple[jax.Array, Any]:
         q_BTNH = (q_BTNH.astype(jnp.float32) * factor_BT[:, :, None, None]).astype(q_BTNH.dtype)
@@ -235,7 +235,7 @@ class Mlp(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """The token table [V, D], and the table of positions where they are learned."""
+    """The token table [V, D], and the table of learned positions, if there is one."""
 
     table: nnx.Param
     positions: nnx.Param | None = None
@@ -252,16 +252,16 @@ class Embedding(nnx.Module):
             x_BTD = x_BTD if factor == 1 else x_BTD * jnp.asarray(factor, dtype)
         if self.positions is not None:
             x_BTD += self._rows(self.positions, position_BT, dtype)
-        # Each device finds what its part of the vocabulary has, and only then are tokens split over `tensor`: asked for
-        # its own tokens at once, it would be given the whole table.
+        # Each device looks up the tokens in its part of the vocabulary before tokens are split over `tensor`: for its
+        # own tokens at once it would need the whole table.
         x_BTD = constrain(x_BTD, ("end_batch", "length", "activation_embed"))
         return constrain(x_BTD, ("end_batch", *RESIDUAL_AXES[1:]))
 
     def _rows(self, table: nnx.Param, index_BT: jax.Array, dtype: DTypeLike) -> jax.Array:
         """Entries of a table [.., D], in `dtype`.
 
-        Each device looks up all of its replica's tokens in the part of `embed` that it has. What then crosses are
-        tokens, not the table and its gradient.
+        Each device looks up all tokens of its replica in its part of `embed`. Tokens then cross the mesh, not the table
+        and its gradient.
         """
         index_BT = constrain(index_BT, (None, None))
         x_BTD = constrain(table[...][index_BT].astype(dtype), (None, None, "embed"))
@@ -270,18 +270,18 @@ class Embedding(nnx.Module):
 
 
 class BiasedHead(NamedTuple):
-    """An output projection and the bias that is added to what it gives."""
+    """An output projection and the bias added to its logits."""
 
     projection_DV: jax.Array
     bias_V: jax.Array
 
 
 OutputHead = jax.Array | BiasedHead
-"""What makes logits [B, T, V] of final hidden states: a projection [D, V], with or without a bias."""
+"""The map from final hidden states to logits [B, T, V]: a projection [D, V], with or without a bias."""
 
 
 def projected(x_BTD: jax.Array, head: OutputHead) -> jax.Array:
-    """Logits [B, T, V], float32, as the head gives them."""
+    """The head's logits [B, T, V], float32."""
     head_DV, bias_V = head if isinstance(head, BiasedHead) else (head, None)
     logits_BTV = jnp.einsum("BTD,DV->BTV", x_BTD, head_DV, preferred_element_type=jnp.float32)
     return logits_BTV if bias_V is None else logits_BTV + bias_V.astype(jnp.float32)

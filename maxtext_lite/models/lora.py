@@ -1,8 +1,7 @@
-"""LoRA: matrices of low rank beside frozen weights, alone trained.
+"""LoRA: matrices of low rank that are trained beside frozen weights.
 
-The frozen parameters are a tree of their own, the adapters another: what training changes, what has gradients and
-optimizer state, are the adapters. Joined, a weight's place holds the weight with its adapters, and every layer takes
-it for the sum of the two.
+The frozen parameters are one tree, the adapters another. Only the adapters are trained and have gradients and optimizer
+state. In the joined tree a weight is replaced by the weight with its adapters, which layers use as the sum of the two.
 
 Source: Hu et al. 2021, arXiv:2106.09685, section 4.1.
 """
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 
 from maxtext_lite.config.weight_axes import halves
 
-_OWN_KEY = int.from_bytes(b"LoRA")  # parameters' own keys are of their number, from 0
+_OWN_KEY = int.from_bytes(b"LoRA")  # parameters' keys are folded with their numbers, from 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +25,8 @@ class Lora:
 
     Attributes:
       rank: r, the width between an adapter's two matrices.
-      alpha: what they add is multiplied by alpha / r.
-      targets: names of weights of layers, of attention's and of mlps', experts among them.
+      alpha: their product is multiplied by alpha / r.
+      targets: names of layers' weights: attention's, the mlp's and the experts'.
     """
 
     rank: int
@@ -36,14 +35,14 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """What the product of an adapter's two matrices is multiplied by."""
+        """The factor of the product of an adapter's two matrices."""
         return self.alpha / self.rank
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Adapted:
-    """A weight [..., *in, *out] that stands for weight + scale x a b, or what belongs to each of the three.
+    """A weight [..., *in, *out] that means weight + scale x a b, or something else for each of the three.
 
     Attributes:
       a: [..., *in, r].
@@ -61,11 +60,11 @@ class Adapted:
 
     @property
     def num_stacked(self) -> int:
-        """The dims before `in`: of layers, of experts."""
+        """The number of dims before `in`: those of layers and of experts."""
         return self.a.ndim + self.b.ndim - 2 - self.weight.ndim
 
     def merged(self) -> jax.Array:
-        """The sum, found in float32, in the dtype of the weight."""
+        """The sum, computed in float32, in the weight's dtype."""
         stack, r = self.weight.shape[: self.num_stacked], self.a.shape[-1]
         added = jnp.matmul(
             self.a.reshape(*stack, -1, r), self.b.reshape(*stack, r, -1), preferred_element_type=jnp.float32
@@ -79,11 +78,11 @@ def _is_adapted(node: Any) -> bool:
 
 
 def adapters_for(lora: Lora, axes: Any, make: Callable[..., tuple[Any, Any]], *trees: Any) -> Any:
-    """A tree of {"a", "b"} below the path of every weight that has adapters; nothing else is in it.
+    """A tree with only {"a", "b"}, at the path of every weight that has adapters.
 
     Args:
       axes: logical axes of all parameters.
-      make: (axes of a weight, and what the other trees have in its place) -> (of a, of b).
+      make: (a weight's axes, and the other trees' values at its path) -> (a's, b's).
     """
 
     def below(axes: Any, trees: tuple[Any, ...]) -> dict[str, Any]:
@@ -106,18 +105,18 @@ def adapters_for(lora: Lora, axes: Any, make: Callable[..., tuple[Any, Any]], *t
 
 
 def adapter_axes(lora: Lora, axes: Any) -> Any:
-    """The adapters' logical axes, those of the weights they stand beside: they are sharded as those are."""
+    """The adapters' logical axes, taken from their weights: both are sharded alike."""
     return adapters_for(lora, axes, lambda weight: halves(weight, weight, "lora_rank"))
 
 
 def new_adapters(lora: Lora, axes: Any, abstract: Any, key: jax.Array) -> Any:
-    """Adapters that add nothing yet, float32: a uniform within 1 / sqrt(in), b zero.
+    """New adapters, which add nothing yet: a uniform within 1 / sqrt(in), b zero.
 
-    In float32 whatever the weights are, as their steps are small.
+    They are float32 for weights of any dtype, because their steps are small.
 
     Args:
       abstract: shapes of all parameters.
-      key: may be the one that those were drawn with; what is drawn here has nothing to do with them.
+      key: may be the key that the parameters were drawn with; the draws here are independent of theirs.
     Source: b is Hu et al.'s; a as in their code and in PEFT, He et al. 2015, arXiv:1502.01852, with a = sqrt(5).
     """
     key, number = jax.random.fold_in(key, _OWN_KEY), iter(range(10**6))
@@ -163,14 +162,14 @@ def frozen_of(tree: Any) -> Any:
 
 
 def merged(tree: Any) -> Any:
-    """A joined tree with the sums in place of weights and adapters."""
+    """A joined tree, with weights and adapters replaced by their sums."""
     return jax.tree.map(lambda node: node.merged() if _is_adapted(node) else node, tree, is_leaf=_is_adapted)
 
 
 def with_merged_experts(layer_params: Any) -> Any:
-    """One layer's parameters, where experts' weights are sums: kernels that group rows by expert take arrays.
+    """One layer's parameters with experts' adapters merged: kernels that group rows by expert need arrays.
 
-    For the time of the layer there is then a second copy of its experts, and in the backward pass their gradient.
+    While the layer runs there is a second copy of its experts, and in the backward pass their gradient.
     """
 
     def merge(node: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The experts of a layer as an NNX module: a router, its experts and the one that all tokens share."""
+"""A layer's experts as an NNX module: a router, its experts and a shared expert."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from maxtext_lite.parallel import constrain
 
 
 class MixtureOfExperts(nnx.Module):
-    """Gated mlps of which each token uses a few, chosen by a router, and one that all share where there is such."""
+    """Gated mlps, of which a router chooses a few for each token, and possibly one that all tokens share."""
 
     router: nnx.Param
     gate: nnx.Param
@@ -40,7 +40,7 @@ class MixtureOfExperts(nnx.Module):
 
         Args:
           real_BT: False for padding, which goes to no expert.
-          drop: obey the capacity, where there is one.
+          drop: apply the capacity, if there is one.
         """
         experts = self.experts
         router = Router(self.router[...], *map(_array, (self.router_bias, self.router_logit_bias)))
@@ -57,7 +57,7 @@ class MixtureOfExperts(nnx.Module):
         return y_BTD if self.shared is None else y_BTD + self._shared(self.shared, x_BTD), aux
 
     def _shared(self, shared: Mlp, x_BTD: jax.Array) -> jax.Array:
-        """What the shared expert adds."""
+        """The shared expert's output."""
         y_BTD = shared(x_BTD)
         if self.shared_gate is None:
             return y_BTD

@@ -1,7 +1,7 @@
-"""Mixture of experts: their shape, their weights, and which of them a token goes to.
+"""Mixture of experts: shape, weights and routing.
 
-What they make of it is in `dropless`, where every choice is obeyed, and in `capacity`, where an expert takes a number
-tokens of each example.
+The experts themselves run in `dropless`, which computes every choice, and in `capacity`, where an expert takes a
+limited number of tokens of each example.
 """
 
 import dataclasses
@@ -19,9 +19,9 @@ from maxtext_lite.models.ops import Activation
 from maxtext_lite.parallel import over_shards
 
 BALANCE, ROUTER_Z, DROPPED, LOAD = "moe_balance", "router_z", "moe_dropped_fraction", "moe_load"
-"""Names of what a layer adds to the stream's `aux`, float32: per example [B] the balance loss, per token [B, T] the
-squared log-partition of the router; per example the share of choices that were dropped, and a zero whose derivative
-with respect to the router's bias is the number of tokens that chose each expert."""
+"""Names of a layer's entries in the stream's `aux`, float32: the balance loss of each example [B]; the squared
+log-partition of the router for each token [B, T]; the share of each example's choices that were dropped; and for each
+example a zero whose derivative with respect to the router's bias is the number of tokens that chose each expert."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,20 +29,20 @@ class ExpertShape(ExpertSizes):
     """Everything that decides a layer's experts and routing.
 
     Attributes: those of ExpertSizes, and
-      score: what an expert's logit becomes: softmax over all experts, or each one's sigmoid; or with sparsemixer a
-        softmax over those that are near the largest, of a token's first expert and then of its second.
+      score: of an expert's logit: the softmax over all experts, or its own sigmoid; with sparsemixer, for a token's
+        first expert and then for its second, a softmax over the experts near the largest.
       normalised: a token's chosen scores are divided by their sum.
-      scaling: what they are multiplied by.
-      on_input: they multiply what an expert is given, in place of what it gives.
-      capacity_factor: an expert takes ceil(factor x tokens of the example x J / E) tokens of each example, the first
-        ones; None: all (dropless).
-      num_groups: groups of neighbours into which the experts are cut.
-      groups_per_token: a token chooses among the experts of this many groups: those whose best expert (softmax) or best
+      scaling: a factor of the chosen scores.
+      on_input: they multiply an expert's input, not its output.
+      capacity_factor: an expert takes the first ceil(factor x tokens of the example x J / E) tokens of each example;
+        None: all (dropless).
+      num_groups: groups of neighbouring experts.
+      groups_per_token: a token chooses among the experts of this many groups, those whose best expert (softmax) or best
         two together (sigmoid) score highest.
-      activation: of the gated mlps that experts are.
+      activation: of the experts' gated mlps.
       matmul: kernel of the grouped matmuls of `dropless`.
-      grad_dtype: of their weights' gradients where these cross `fsdp`.
-      quantization: of what multiplies their weights.
+      grad_dtype: of their weights' gradients as these cross `fsdp`.
+      quantization: of the matmuls with their weights.
     """
 
     score: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
@@ -59,12 +59,12 @@ class ExpertShape(ExpertSizes):
 
     @property
     def judges_logits(self) -> bool:
-        """Whether experts are chosen by their logits: scores, of which groups have sums, may be 1 of several."""
+        """Whether experts are chosen by logits, because several scores may round to 1; groups need sums of scores."""
         return self.score == "sparsemixer" or (self.on_input and self.num_groups == 1)
 
     @property
     def aux_axes(self) -> dict[str, tuple[str, ...]]:
-        """Logical axes of what a layer adds to the stream's `aux`."""
+        """Logical axes of a layer's entries in the stream's `aux`."""
         axes: dict[str, tuple[str, ...]] = {BALANCE: ("batch",), ROUTER_Z: ("batch", "length")}
         if self.capacity_factor is not None:
             axes[DROPPED] = ("batch",)
@@ -74,7 +74,7 @@ class ExpertShape(ExpertSizes):
 
 
 class ExpertWeights(NamedTuple):
-    """Gated mlps, one for each expert; all of their biases or none."""
+    """Gated mlps, one for each expert, with all biases or none."""
 
     gate_EDF: jax.Array
     up_EDF: jax.Array
@@ -84,27 +84,27 @@ class ExpertWeights(NamedTuple):
     down_ED: jax.Array | None = None
 
     def arrays(self) -> list[jax.Array]:
-        """Those that there are."""
+        """The arrays that are not None."""
         return [weight for weight in self if weight is not None]
 
     def axes(self) -> list[tuple[str, ...]]:
-        """Their logical axes."""
+        """The logical axes of `arrays`."""
         return _WEIGHT_AXES[: len(self.arrays())]
 
 
 TOKEN_AXES = ("batch", "length", None)
-"""Logical axes of tokens, and of what is said of each, where each device has its own."""
+"""Logical axes of tokens, and of values for each token, if each device has its own tokens."""
 
 _WEIGHT_AXES = [tuple(axes.split()) for _, axes in (*EXPERT_WEIGHTS.values(), *EXPERT_BIASES.values())]
 
 
 class Routing(NamedTuple):
-    """Where tokens go.
+    """The tokens' experts.
 
     Attributes:
-      expert_BTJ: int32 numbers of a token's experts, likeliest first; E, which is none, for padding.
+      expert_BTJ: int32 numbers of a token's experts, likeliest first; E, no expert, for padding.
       share_BTJ: float32 factor of each expert's output, or input; 0 for padding.
-      aux: of ExpertShape.aux_axes all but DROPPED.
+      aux: the entries of ExpertShape.aux_axes except DROPPED.
     """
 
     expert_BTJ: jax.Array
@@ -113,12 +113,12 @@ class Routing(NamedTuple):
 
 
 class Router(NamedTuple):
-    """What tokens are sent by.
+    """A router's parameters.
 
     Attributes:
-      weight_DE: makes a token's logits.
-      bias_E: is added to the scores for choosing alone, where there is one.
-      logit_E: is added to the logits, where there is one.
+      weight_DE: the projection of tokens to logits.
+      bias_E: added to the scores for choosing alone; None: there is none.
+      logit_E: added to the logits; None: there is none.
     """
 
     weight_DE: jax.Array
@@ -127,10 +127,10 @@ class Router(NamedTuple):
 
 
 def route(x_BTD: jax.Array, router: Router, real_BT: jax.Array, shape: ExpertShape) -> Routing:
-    """The experts of each token, and what the balance of a batch is judged by; all in float32.
+    """The experts of each token and the terms of the auxiliary losses, computed in float32.
 
     Args:
-      real_BT: False for padding and empty slots, which go nowhere and count for nothing.
+      real_BT: False for padding and empty slots, which get no expert and are not counted.
     Source: the balance loss is DeepSeek-AI 2024, arXiv:2412.19437, equations 17 to 20, within an example; the router
       z-loss is Zoph et al. 2022, arXiv:2202.08906, equation 5.
     """
@@ -149,7 +149,7 @@ def route(x_BTD: jax.Array, router: Router, real_BT: jax.Array, shape: ExpertSha
     if shape.normalised:
         share_BTJ /= jnp.sum(share_BTJ, axis=-1, keepdims=True) + 1e-20
     count_BE = _count(chosen_BTJE)
-    # Equation 18 judges the scores alone: the bias does not hide what it makes up for.
+    # Equation 18 counts choices by the scores alone: the bias must not hide the imbalance that it corrects.
     judged_BE = count_BE if bias_E is None else _count(_choose(judging_BTE, shape)[0] & real_BT[..., None, None])
     aux = {
         BALANCE: _balance(score_BTE, judged_BE, real_BT, shape),
@@ -177,12 +177,12 @@ def _choose(score_BTE: jax.Array, shape: ExpertShape) -> tuple[jax.Array, jax.Ar
             score_BTE = jnp.where(in_chosen_BTE, score_BTE, -jnp.inf)
         return jax.lax.top_k(score_BTE, shape.num_per_token)[1]
 
-    # Each device for its own tokens: the partitioner would gather everybody's scores.
+    # Each device chooses for its own tokens: the partitioner would gather all devices' scores.
     expert_BTJ = over_shards(largest, [TOKEN_AXES], TOKEN_AXES)(jax.lax.stop_gradient(score_BTE))
     return expert_BTJ[..., None] == jnp.arange(shape.num_experts), expert_BTJ
 
 
-_JITTER = 0.01  # of every checkpoint of phimoe
+_JITTER = 0.01  # the value of every phimoe checkpoint
 
 
 def _sparse_shares(logits_BTE: jax.Array, chosen_BTJE: jax.Array) -> jax.Array:

@@ -1,9 +1,9 @@
-"""Attention by tokamax's Mosaic kernels for Hopper and Blackwell, of whole examples and of examples split over shards.
+"""Attention by tokamax's Mosaic kernels for Hopper and Blackwell, for whole examples and examples split over shards.
 
-The kernels' mask is the first key that each query sees: documents and windows are ranges. Their backward pass leaves
-out tiles of keys that come later, and none because of a range. On context shards a device therefore attends its queries
-to its own keys by a causal call, and to each other shard's by calls for two pairs of chunks of which every key comes
-before every query: no product is computed for nothing. The results are merged by their log-partitions.
+The kernels' mask is the first key that each query sees: documents and windows are ranges. Their backward pass skips
+tiles of later keys, but no tile because of a range. On context shards, a device's queries therefore attend to its own
+keys in a causal call, and to another shard's in calls for two pairs of chunks in which every key precedes every query,
+so no product is wasted. The results are merged by their log-partitions.
 Source: Liu et al. 2023, arXiv:2310.01889; Dubey et al. 2024, arXiv:2407.21783, section 3.3.2.
 """
 
@@ -77,10 +77,10 @@ def mosaic_attention(
 
 
 def first_keys(segment_BT: jax.Array, window: int | None) -> jax.Array:
-    """The first key that each query sees, int32 [B, T]: that of its document, and no earlier one than of its window.
+    """The first key that each query sees, int32 [B, T]: the first one both in its document and in its window.
 
     Args:
-      segment_BT: document number of each token; the tokens of a document stand together.
+      segment_BT: document number of each token; a document's tokens are contiguous.
     """
     at_T = jnp.arange(segment_BT.shape[1], dtype=jnp.int32)
     begins_BT = segment_BT[:, 1:] != segment_BT[:, :-1]
@@ -93,10 +93,10 @@ def first_keys(segment_BT: jax.Array, window: int | None) -> jax.Array:
 class Mosaic:
     """tokamax's flash attention; `mask_BT` is the first key that each query sees, and S = T.
 
-    Queries and keys are filled up to whole blocks. The op's own gradient drops that of the residuals, which sinks need.
+    Queries and keys are padded to whole blocks. The op's own gradient drops that of the residuals, which sinks need.
 
     Attributes:
-      causal: a query stands where the key of its number does, and sees none that comes later; else it sees all keys
+      causal: a query has the position of the key with its number, and sees no later key; otherwise it sees all keys
         from its first on.
     """
 
@@ -145,7 +145,7 @@ class Mosaic:
         """The op, and its arguments beside queries, keys and values."""
         op, mask = flash_attention()
         T = first_key_BT.shape[1]
-        # Queries that fill a block see the keys that do; where not all keys are seen anyway, none of these is.
+        # Padding queries see the padding keys; if not all keys are seen anyway, none of these is.
         first_B1T = _filled(first_key_BT, value=T if self.causal else 0)[:, None]
         end = {} if self.causal or not -T % _BLOCK else {"k_end": jnp.full_like(first_B1T, T)}
         seen = mask(k_start=first_B1T, is_causal=self.causal, **end)
@@ -153,24 +153,24 @@ class Mosaic:
 
 
 def _filled(x: jax.Array, *, axis: int = 1, value: float = 0) -> jax.Array:
-    """`x` with as many more tokens as make a whole number of blocks."""
+    """`x` padded to a whole number of blocks of tokens."""
     fill = -x.shape[axis] % _BLOCK
     pads = [(0, fill if dim == axis else 0) for dim in range(x.ndim)]
     return jnp.pad(x, pads, constant_values=value) if fill else x
 
 
 def _better(tuned: dict[int, dict[str, int]], heads: list[jax.Array]) -> dict[str, int]:
-    """Sizes of blocks that are known for these queries, keys and values; {}: none are."""
+    """The measured block sizes for these queries, keys and values; {} if there are none."""
     width = heads[0].shape[-1]
     return tuned.get(width, {}) if heads[2].shape[-1] == width else {}
 
 
 @dataclasses.dataclass(frozen=True)
 class Sharded:
-    """`Mosaic` of a context shard's queries and all shards' keys; `mask_BT` is the first token that each query sees.
+    """`Mosaic` for a context shard's queries and all shards' keys; `mask_BT` is the first token that each query sees.
 
     Attributes:
-      strategy: how keys come, one of `tiled_attention.STRATEGIES`.
+      strategy: how the shards exchange keys, one of `tiled_attention.STRATEGIES`.
     """
 
     scale: float
@@ -207,7 +207,7 @@ class Sharded:
         log_partition_BNT: jax.Array,
         g_BTNW: jax.Array,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """See FusedKernel. What other shards' queries add to a shard's dk and dv comes back to it in float32."""
+        """See FusedKernel. A shard gets its dk and dv for other shards' queries in float32."""
 
         def add(before: Any, found: Any) -> Any:
             return tuple(x + new for x, new in zip(before, found, strict=True))
@@ -234,14 +234,14 @@ class Sharded:
         return Mosaic(self.scale, self.soft_cap)
 
     def _own_places(self, first_token_BT: jax.Array) -> jax.Array:
-        """Among the shard's own keys, the first that each query sees. A later place is a later token."""
+        """The first of the shard's own keys that each query sees. A later place is a later token."""
         chunk = first_token_BT.shape[1] // CHUNKS_PER_SHARD
         early, late = (jnp.clip(first_token_BT - number * chunk, 0, chunk) for number in chunks_of(own_shard()))
         return early + late
 
     def _pairs(self, first_token_BT: jax.Array, other: jax.Array) -> tuple[Pairs, jax.Array, jax.Array, Mosaic]:
-        """The pairs of chunks with another shard's keys, and of each pair's queries the first key that they see, and
-        whether they see one at all: [2 B, T / 2]; those that see none are given the last."""
+        """The pairs of chunks with another shard's keys, the first key that each of their queries sees, [2 B, T / 2],
+        and whether it sees one; a query that sees none gets the last key."""
         chunk = first_token_BT.shape[1] // CHUNKS_PER_SHARD
         pairs, (early, late) = Pairs.of(other, chunk), chunks_of(other)
         firsts = [
@@ -253,5 +253,5 @@ class Sharded:
 
 
 def _by_heads(x_BTNH: jax.Array) -> jax.Array:
-    """[B, N, 1, T, H] in float32: as states are kept, whose dim 3 counts tokens."""
+    """[B, N, 1, T, H] in float32, the layout of states, with tokens in dim 3."""
     return x_BTNH.astype(jnp.float32).swapaxes(1, 2)[:, :, None]

@@ -1,9 +1,8 @@
 """The arithmetic of a layer, with derivatives written by hand.
 
-Each keeps for the backward pass only what it was given, in the dtype it was given it: automatic derivatives would
-keep float32 copies of bfloat16 activations, and move more memory than the arithmetic needs. Matmuls name float32 as
-the result of their sums, in both directions, which is also what makes bfloat16 fast on CPUs that have it; but for sums
-that cross the mesh.
+Each function keeps only its arguments for the backward pass, in their dtypes: automatic derivatives would keep float32
+copies of bfloat16 activations, and move more memory than the arithmetic needs. Matmuls state float32 for their sums in
+both directions, which also makes bfloat16 fast on CPUs that have it, except for sums that cross the mesh.
 """
 
 import functools
@@ -29,9 +28,9 @@ Rotation = tuple[jax.Array, jax.Array]
 def project(x: jax.Array, weight: nnx.Param) -> jax.Array:
     """x [B, T, *in] times a weight [*in, *out], declared by `layers.declare`: [B, T, *out] in the dtype of x.
 
-    Each use gathers the weight over `fsdp`, in the dtype of x, or in the eight bits of its `quantization`: a compiler
-    left to it makes a loop over the weight's shards instead, which keeps writing the product. The gradient goes back to
-    where the weight lies, as partial sums of devices in the weight's `grad_dtype`. Adapters are not quantized.
+    Each use gathers the weight over `fsdp`, in the dtype of x or in the eight bits of its `quantization`: by itself the
+    compiler makes a loop over the weight's shards, which writes the product again and again. The gradient is reduced to
+    the weight's shards in the weight's `grad_dtype`. Adapters are not quantized.
     """
     value, axes = weight[...], tuple(weight.axes)
 
@@ -58,7 +57,7 @@ def project_array(
     grad_dtype: DTypeLike,
     quantization: Quantization,
 ) -> jax.Array:
-    """`project` by an array of these logical axes."""
+    """`project` with an array of these logical axes."""
     del tokens, grad_dtype
     formats, ends = FORMATS[quantization], _ends(axes)
     x_BTi, weight_io = _as_matrices(x, weight, axes)
@@ -71,7 +70,7 @@ def project_array(
 
 
 def _ends(axes: tuple[str, ...]) -> tuple[str, str]:
-    """The axes of a weight as a matrix: of dims that are put together, only the first is ever split."""
+    """The axes of a weight as a matrix: of dims that become one, only the first is ever split."""
     return axes[0], axes[num_inputs(axes)]
 
 
@@ -85,14 +84,14 @@ def _in_use(weight_io: jax.Array, ends: tuple[str, str], dtype: DTypeLike) -> ja
 
 
 def dtype_of_sums(dtype: DTypeLike, axis: str) -> DTypeLike:
-    """What the products over a weight's axis end in: float32, or, where devices along `tensor` add theirs up, the
-    activations' dtype, in which these then cross."""
+    """The dtype of sums over a weight's axis: float32, or the activations' dtype if devices along `tensor` add theirs
+    up, so that they cross the mesh in it."""
     return jnp.float32 if axes_in_use((axis,)) == (None,) or num_shards(axis) == 1 else dtype
 
 
 def weight_gradient(x: jax.Array, g: jax.Array, grad_dtype: DTypeLike = jnp.float32) -> jax.Array:
-    """x^T g [in, out], of x [..., in] and g [..., out], in float32; where `fsdp` splits weights, in `grad_dtype`, in
-    which the devices' sums are then reduced in."""
+    """x^T g [in, out] of x [..., in] and g [..., out], in float32; if `fsdp` splits weights, in `grad_dtype`, in which
+    the devices' sums are then reduced."""
     dtype, tokens = grad_dtype if num_shards("embed") > 1 else jnp.float32, "ABT"[-(x.ndim - 1) :]
     return jnp.einsum(f"{tokens}i,{tokens}o->io", x, g, preferred_element_type=dtype)
 
@@ -186,8 +185,8 @@ layer_norm.defvjp(lambda x, scale, bias, epsilon: (layer_norm(x, scale, bias, ep
                   _layer_norm_backward)  # fmt: skip
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared", "xielu", "clamped_silu"]
-"""What an mlp puts its first projection through; clamped_silu is gpt-oss's, which clamps the other one too,
-xielu has learned numbers."""
+"""The function of an mlp's first projection. clamped_silu is gpt-oss's, which clamps the other projection too; xielu
+has learned numbers."""
 
 _CLAMP, _STEEPNESS = 7.0, 1.702
 
@@ -221,7 +220,7 @@ def _hidden(activation: Activation, gate: jax.Array, up: jax.Array | None) -> ja
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def mlp_hidden(activation: Activation, gate: jax.Array, up: jax.Array | None) -> jax.Array:
-    """activation(gate) * up, in float32, returned in their dtype; activation(gate) where `up` is None.
+    """activation(gate) * up, or activation(gate) if `up` is None, in float32, returned in their dtype.
 
     Source: Shazeer 2020, arXiv:2002.05202, section 2; clamped_silu is (clip(up) + 1) times a steeper silu of the
     clipped gate, of OpenAI 2025, arXiv:2508.10925.
@@ -278,7 +277,7 @@ def soft_capped(x: jax.Array, cap: float) -> jax.Array:
 
 @jax.custom_vjp
 def rotate(x_BTNH: jax.Array, rotation: Rotation) -> jax.Array:
-    """Heads of which the first R dims are rotated, R/2 being the planes of `rotation`; the others stay as they are.
+    """Heads with their first R dims rotated, where `rotation` has R/2 planes; the other dims are unchanged.
 
     Plane h is dims h and h + R/2, as in Llama's published weights.
     """

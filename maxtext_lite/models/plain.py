@@ -1,4 +1,4 @@
-"""Attention, experts and a projection as their formulas say, differentiated by JAX: what kernels are compared with."""
+"""Attention, experts and a projection by their formulas, differentiated by JAX: the references for kernels."""
 
 import functools
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from maxtext_lite.models.ops import Activation, mlp_hidden
 from maxtext_lite.models.tile import Scoring
 
-_MOST_QUERIES = 512  # whose scores exist at a time
+_MOST_QUERIES = 512  # with scores in memory at a time
 
 
 def plain_attention(
@@ -23,10 +23,10 @@ def plain_attention(
     place_T: Sequence[int] | jax.Array,
     scoring: Scoring,
 ) -> jax.Array:
-    """`attention.attention` by a softmax over all keys, those that a query does not see having no weight.
+    """`attention.attention` by a softmax over all keys, in which keys that a query does not see have no weight.
 
     Args:
-      place_T: where in its example each of the T tokens stands.
+      place_T: each token's place in its example.
     """
     (B, T, N, H), place_T = q_BTNH.shape, jnp.asarray(place_T)
     k_BSNH, v_BSNW = (jnp.repeat(x, N // x.shape[2], axis=2) for x in (k_BSKH, v_BSKW))
@@ -40,7 +40,7 @@ def plain_attention(
         seen_tS = (distance_tS >= 0) & (distance_tS < (scoring.window or T))
         seen_BtS = seen_tS & (segment_Bt[:, :, None] == segment_BT[:, None, :])
         score_BNtS = jnp.where(seen_BtS[:, None], scoring.score(product, H), -jnp.inf)
-        if sink_N is not None:  # one more key, whose value is 0
+        if sink_N is not None:  # one more key, with value 0
             nothing = jnp.broadcast_to(sink_N.astype(jnp.float32)[:, None, None], (B, N, count, 1))
             score_BNtS = jnp.concatenate([score_BNtS, nothing], axis=-1)
         weight_BNtS = jax.nn.softmax(score_BNtS, axis=-1)[..., :T].astype(v_BSKW.dtype)
@@ -64,7 +64,7 @@ def plain_experts(
     activation: Activation,
     on_input: bool,
 ) -> jax.Array:
-    """`dropless.dropless` by every expert for every token, those that were not chosen having no share."""
+    """`dropless.dropless` by every expert for every token, in which experts that were not chosen have no share."""
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def plus(y_BTD: jax.Array, expert: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:

@@ -1,4 +1,4 @@
-"""Rotary positions: the angle of each position in each plane of a head, and how it is rescaled for longer texts.
+"""Rotary positions: the angle of each position in each plane of a head, and its scaling for longer texts.
 
 Source: Su et al. 2021, arXiv:2104.09864, section 3.4.2.
 """
@@ -18,7 +18,7 @@ _BETA_FAST, _BETA_SLOW = 32.0, 1.0
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """A rotation of `dim` dims of a head, in dim / 2 planes of wavelengths 2 pi ... 2 pi max_timescale."""
+    """A rotation of `dim` dims of a head, in dim / 2 planes with wavelengths from 2 pi to 2 pi max_timescale."""
 
     dim: int
     max_timescale: float
@@ -72,25 +72,25 @@ def _frequencies(rope: Rope) -> np.ndarray:
 
 
 def _ntk_exponent(dim: int) -> float:
-    """The power of a growth in length that the base grows by, so that the slowest plane is slowed as much."""
+    """The power of a growth in length by which the base must grow to slow the slowest plane as much."""
     return dim / max(dim - 2, 1)
 
 
 def _llama3(plain: np.ndarray, scaling: RopeScaling) -> np.ndarray:
-    """Planes that turn often within the original length stay, those that turn seldom are slowed, and a blend between.
+    """Fast planes within the original length are kept, slow ones are divided by factor, with a blend between.
 
     Source: Dubey et al. 2024, arXiv:2407.21783, section 3.4.1, as in the published code.
     """
     low, high, length = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position_embeddings
     assert scaling.factor is not None and low is not None and high is not None and length is not None  # noqa: PT018
     turns = length * plain / (2 * math.pi)
-    # Without anything between them, as Llama 4 Scout has it, a plane is kept or slowed.
+    # With nothing between the two, as in Llama 4 Scout, a plane is kept or slowed.
     kept = np.clip((turns - low) / (high - low), 0, 1) if high > low else (turns >= high).astype(plain.dtype)
     return kept * plain + (1 - kept) * plain / scaling.factor
 
 
 def _yarn(plain: np.ndarray, rope: Rope, scaling: RopeScaling) -> np.ndarray:
-    """As `_llama3`, but the blend is even over the planes' numbers. Source: arXiv:2309.00071, section 3.2."""
+    """Like `_llama3`, with a blend that is linear in the planes' numbers. Source: arXiv:2309.00071, section 3.2."""
     length = scaling.original_max_position_embeddings
     assert scaling.factor is not None and length is not None  # noqa: PT018
 
@@ -108,7 +108,7 @@ def _yarn(plain: np.ndarray, rope: Rope, scaling: RopeScaling) -> np.ndarray:
 def _document_lengths(position_BT: jax.Array, segment_BT: jax.Array | None) -> jax.Array:
     """The last position of each token's document, plus 1, [B, T].
 
-    Tokens may be in any order, as they are on context shards.
+    Tokens may be in any order, for context shards.
     """
     B, T = position_BT.shape
     segment_BT = jnp.zeros_like(position_BT) if segment_BT is None else segment_BT
@@ -128,7 +128,7 @@ def _longrope(length_BT1: jax.Array, rope: Rope, scaling: RopeScaling) -> jax.Ar
 
 
 def _dynamic_frequencies(length_BT1: jax.Array, rope: Rope, scaling: RopeScaling) -> jax.Array:
-    """Frequencies [B, T, H], float32: the base grows with the length of each document, once that is new."""
+    """Frequencies [B, T, H], float32: the base grows with a document's length beyond the original one."""
     original, factor = scaling.original_max_position_embeddings, scaling.factor
     assert original is not None and factor is not None  # noqa: PT018
     length_BT1 = jnp.maximum(length_BT1, original).astype(jnp.float32)
@@ -143,7 +143,7 @@ def _growth(factor: float, multiplier: float) -> float:
 
 
 def _rotation_factor(scaling: RopeScaling | None) -> float:
-    """What cosines and sines are multiplied by, which multiplies scores by its square."""
+    """The factor of cosines and sines, whose square multiplies scores."""
     if scaling is None or scaling.rope_type not in ("yarn", "longrope"):
         return 1.0
     if scaling.attention_factor is not None:
@@ -159,7 +159,7 @@ def _rotation_factor(scaling: RopeScaling | None) -> float:
 
 
 def score_factor(scaling: RopeScaling | None) -> float:
-    """What all of a score is multiplied by, not its rotated dims alone. Source: DeepSeek-V2's published code."""
+    """The factor of whole scores, rotated dims and others. Source: DeepSeek-V2's published code."""
     if scaling is None or not scaling.mscale_all_dim:
         return 1.0
     assert scaling.factor is not None

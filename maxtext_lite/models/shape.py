@@ -20,32 +20,32 @@ class DecoderShape(ModelShape):
     """Everything that decides a decoder's parameters and arithmetic; the defaults make it a Llama.
 
     Attributes: those of ModelShape, and
-      dtype: of activations and matmul inputs; norms, softmax and rotary angles are float32 whatever it is.
-      weight_dtype: of the parameters as the optimizer holds them.
-      grad_dtype: of a matrix's gradient where it crosses `fsdp`.
+      dtype: of activations and matmul inputs; norms, softmax and rotary angles are always float32.
+      weight_dtype: of the parameters in the optimizer.
+      grad_dtype: of a matrix's gradient as it crosses `fsdp`.
       activation: of the mlp and of experts.
-      pattern: kinds of the first layers, which those after them repeat.
+      pattern: kinds of layers, repeated over all of them.
       window: tokens that a local layer's query sees.
-      chunk: tokens of each of the chunks of a document to which chunked layers keep.
+      chunk: tokens of the chunks of a document within which chunked layers attend.
       soft_cap, final_soft_cap: c of c tanh(x / c), of scores and of logits; 0: none.
-      query_scalar: scores are divided by its root; 0: head_dim.
+      query_scalar: scores are divided by its square root; 0: head_dim.
       inverse_layer_scaling: scores of layer l, counted from 1, are divided by l too.
       position_temperature: how queries grow with their positions; None: they do not.
       clip_qkv: c: queries, keys and values are clipped to -c ... c; 0: they are not.
-      residual_multiplier: of what attention and mlp add to the stream.
+      residual_multiplier: of the outputs of attention and mlp before they are added to the stream.
       logits_multiplier: of logits, before their soft cap.
-      rope_local_max_timescale: base of local layers, which `rope_scaling` then leaves alone; 0: as the others.
-      scaled_embeddings: embeddings are multiplied by the root of emb_dim.
+      rope_local_max_timescale: base of local layers, which then have no `rope_scaling`; 0: that of the other layers.
+      scaled_embeddings: embeddings are multiplied by the square root of emb_dim.
       embedding_multiplier: embeddings are multiplied by this.
       initializer_range: standard deviation of the normal initial weights; norms start at 1, biases at 0.
       attention: name of the kernel, one of `attention.KERNELS`.
-      quantization: of what multiplies weights of layers.
+      quantization: of the matmuls with layers' weights.
       saved: names (`checkpoint_name`) of a layer's tensors that the forward pass keeps for the backward pass, beside
-        the layer's input; the others are made again. None: all are kept.
-      offloaded: names of those that it keeps in pinned host memory.
+        the layer's input; the others are recomputed. None: all are kept.
+      offloaded: names of the tensors that it keeps in pinned host memory.
       context_strategy: how the shards of a context axis exchange keys, one of `tiled_attention.STRATEGIES`.
       experts: sizes and routing, in place of each layer's mlp; None: the mlp.
-      lora: what is trained beside frozen weights; None: the weights are.
+      lora: the adapters that are trained beside frozen weights; None: the weights are trained.
     """
 
     norm_epsilon: float = 1e-5
@@ -79,12 +79,12 @@ class DecoderShape(ModelShape):
     lora: Lora | None = None
 
     def kinds_from(self, first: int) -> tuple[LayerKind, ...]:
-        """The pattern as it goes on at layer `first`."""
+        """The pattern from layer `first` on."""
         start = first % len(self.pattern)
         return self.pattern[start:] + self.pattern[:start]
 
     def layers_from(self, first: int) -> tuple[tuple[LayerKind, MlpKind | None], ...]:
-        """Kinds of attention and mlp of a period of layers from `first` on; None: all are in one stack."""
+        """Kinds of attention and of mlp for a period of layers from `first` on; None: all layers are in one stack."""
         if not self.is_mixed:
             return tuple((kind, None) for kind in self.kinds_from(first))
         kinds, mlps = self.pattern, self.mlp_kinds
@@ -102,7 +102,7 @@ class DecoderShape(ModelShape):
 
     @property
     def follows_length(self) -> bool:
-        """Whether what a token comes to depends on how many tokens follow it in its document."""
+        """Whether a token's result depends on how many tokens follow it in its document."""
         return any(rope is not None and rope.follows_length for rope in map(self.rope, self.pattern))
 
     def scoring(self, kind: LayerKind) -> Scoring:

@@ -1,4 +1,4 @@
-"""Attention by splash, jax's Pallas kernel for TPU, of whole examples and of examples split over the context axis.
+"""Attention by splash, jax's Pallas kernel for TPU, for whole examples and examples split over the context axis.
 
 With all_gather, one kernel has the keys of all shards, and its mask knows the positions of arranged queries and keys.
 With ring, keys go round the shards: one kernel for a device's own keys, and one for two pairs of chunks of every other
@@ -37,7 +37,7 @@ _SINKS = ("activation_heads",)
 
 @jax.custom_vjp
 def _with_gradient_as_wide(x: jax.Array) -> jax.Array:
-    """`x`, whose gradient is made of its dtype: splash gives that of float32 sinks in the dtype of the queries."""
+    """`x` with its gradient cast to its dtype: splash returns that of float32 sinks in the queries' dtype."""
     return x
 
 
@@ -55,7 +55,7 @@ def splash_attention(
     scoring: Scoring = PLAIN,
     interpret: bool = False,
 ) -> jax.Array:
-    """`attention` by the Pallas kernel for TPU; T must be a multiple of 128, on shards each chunk of them.
+    """`attention` by the Pallas kernel for TPU; T, or on context shards each chunk, must be a multiple of 128.
 
     Args:
       strategy: how the shards of a context axis exchange keys, one of `tiled_attention.STRATEGIES`.
@@ -97,7 +97,7 @@ class _Options:
         )
 
     def scaled(self, q_BTNH: jax.Array) -> jax.Array:
-        """Queries [B, N, T, H] as the kernel wants them, which has no scale."""
+        """Queries [B, N, T, H] times the scale, which the kernel does not have."""
         return (q_BTNH * self.scoring.scale_of(q_BTNH.shape[-1])).swapaxes(1, 2)
 
 
@@ -109,7 +109,7 @@ def _gathered(
     segment_BT: jax.Array,
     sink_N: jax.Array | None,
 ) -> jax.Array:
-    """Attention of a device's queries to the keys of whole examples."""
+    """Attention of a device's queries to all keys of their examples."""
     (T, N), shards, window = q_BTNH.shape[1:3], context_shards(), options.scoring.window
     mask = CausalMask((T, T), shards) if window is None else LocalMask((T, T), window, shards)
     span = T if shards == 1 else T // (CHUNKS_PER_SHARD * shards)
@@ -165,7 +165,7 @@ def _attend(options: _Options, mask: Mask, *rows: jax.Array) -> tuple[jax.Array,
 
 
 def _attend_backward(options: _Options, mask: Mask, *rows: jax.Array) -> tuple[jax.Array, ...]:
-    """What these queries and keys add to the gradients of both, float32.
+    """These queries' and keys' terms of both gradients, float32.
 
     Args:
       rows: q, k, v and documents as in `_attend`; the context, log-partition [B, N, T] and gradient of the context of
@@ -188,7 +188,7 @@ def _attend_backward(options: _Options, mask: Mask, *rows: jax.Array) -> tuple[j
         segments = splash_attention_kernel.SegmentIds(segment_T, segment_S)
         kept = (q_NTH, k_KSH, v_KSW, segments, None, context_NTW, partition_NT)
         kept = (*kept, kernel.dq_mask_info, kernel.dkv_mask_info)
-        # Private: `kernel`'s own derivative knows only the context and log-partition of these keys.
+        # Private: `kernel`'s own derivative uses the context and log-partition of these keys alone.
         return splash_attention_kernel._splash_attention_bwd(**kernel.kwargs, res=kept, do=g)[3:6]
 
     return tuple(x.astype(jnp.float32)[:, :, None] for x in jax.vmap(one_row)(*rows))
@@ -232,7 +232,7 @@ def _shard_backward(
     log_partition_BKGT1: jax.Array,
     g_BTNW: jax.Array,
 ) -> tuple[jax.Array, ...]:
-    """One device's dq, dk and dv; what other devices' queries add to dk and dv comes back from them."""
+    """One device's dq, dk and dv, including the terms of dk and dv that other devices send for their queries."""
     T, H, dtype = q_BTNH.shape[1], q_BTNH.shape[3], q_BTNH.dtype
     chunk, q_BNTH = T // CHUNKS_PER_SHARD, options.scaled(q_BTNH)
     own = k_BSKH.swapaxes(1, 2), v_BSKW.swapaxes(1, 2), segment_BT

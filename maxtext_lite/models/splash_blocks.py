@@ -1,4 +1,4 @@
-"""The blocks that splash attention works in, and masks that tell of a block what is in it without making it."""
+"""The block sizes of splash attention, and masks that describe a block without materialising it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,12 +12,12 @@ from maxtext_lite.parallel import CHUNKS_PER_SHARD, context_order
 
 @dataclass(frozen=True)
 class MostTokens:
-    """The most queries and keys of a block in each of splash's kernels; keys are multiplied `at_once` this many.
+    """The most queries and keys of a block in each of splash's kernels; `at_once` keys are multiplied at a time.
 
     Attributes:
-      head_dim: of the widest heads, of keys or values, that these suit.
+      head_dim: the largest width of keys or values that these sizes suit.
       dkv, dq: of the two kernels of the backward pass.
-      fused: of the one that finds all three gradients; None: it is not used.
+      fused: of the kernel for all three gradients; None: it is not used.
     """
 
     head_dim: float
@@ -54,10 +54,10 @@ def block_sizes(
     """Sizes that divide `span` tokens.
 
     Args:
-      span: tokens in a row of a mask that follow each other, of queries as of keys; a multiple of 128.
-      num_keys: of all blocks.
-      head_dim: of keys or values, whichever is wider.
-      window: its blocks of keys are small, so that most of those outside it are left out.
+      span: consecutive tokens in a row of a mask, of queries and of keys; a multiple of 128.
+      num_keys: keys of all blocks.
+      head_dim: the larger width of keys and values.
+      window: with one, blocks of keys are small, so that most keys outside it are skipped.
     """
     most = next(each for each in MOST_TOKENS if head_dim <= each.head_dim)
 
@@ -83,8 +83,8 @@ def block_sizes(
 
 
 # ---- Masks ----------------------------------------------------------------------------------------------------------
-# jax asks for each block of a mask, several times, and of it only whether any and whether all are True: at 32,768
-# tokens that is 11 seconds of comparisons. A block is answered for by two numbers that say just that.
+# jax reads each block of a mask several times, only to know whether any and whether all of it are True: at 32,768
+# tokens that is 11 seconds of comparisons. Here a block is two numbers with these answers.
 
 
 def _some_and_all(some: bool, every: bool) -> np.ndarray:
@@ -151,7 +151,7 @@ def _arranged(mask: Any, shards: int) -> np.ndarray:
 
 
 class FullMask(splash_attention_mask.FullMask):
-    """jax's, whose blocks are two numbers."""
+    """jax's full mask, with blocks as two numbers."""
 
     def __getitem__(self, index: Any) -> np.ndarray:
         """As `CausalMask`."""

@@ -1,4 +1,4 @@
-"""Layers that are alike as one stack of parameters, made at once and scanned."""
+"""Layers with the same parameter shapes as one stack, initialised at once and scanned."""
 
 import itertools
 from collections import Counter
@@ -13,12 +13,12 @@ from maxtext_lite.models.block import Block
 
 
 def graph_of(layer: Callable[..., Block]) -> Any:
-    """What makes a module of one layer's parameters."""
+    """The graph that makes a module from one layer's parameters."""
     return nnx.graphdef(nnx.eval_shape(lambda: layer(rngs=nnx.Rngs(params=0))))
 
 
 def stacked(axis: str, layer: Callable[..., Block], num_layers: int, rngs: nnx.Rngs) -> Any:
-    """A layer whose every parameter holds all layers' values, stacked on a leading dim."""
+    """A layer whose parameters are those of all layers, stacked on a leading dim."""
 
     graphs: list[Any] = []
 
@@ -37,14 +37,14 @@ def stacked(axis: str, layer: Callable[..., Block], num_layers: int, rngs: nnx.R
 
 
 Kinds = tuple[LayerKind, MlpKind | None]
-"""Of a layer's attention, and of its mlp: its stack, among several."""
+"""The kind of a layer's attention and that of its mlp, which is also its stack if there are several."""
 
 
 def layer_of(stack: Any, number: jax.Array) -> Any:
-    """The parameters of one layer of a stack [L, ...], for a loop that is run for a token or a few.
+    """The parameters of one layer of a stack [L, ...], for a loop over a few tokens.
 
-    XLA makes float32 of bfloat16 on CPUs before it slices, and of whole stacks before the loop: as much memory again,
-    and for each token. What an optimization barrier has passed with the loop's own number stays in the loop.
+    On CPUs XLA casts bfloat16 to float32 before it slices, and casts before the loop: a float32 copy of the whole stack
+    for each token. An optimization barrier that includes the loop's own counter keeps the cast in the loop.
     """
 
     def behind_a_barrier(stack: Any, number: jax.Array) -> Any:
@@ -60,16 +60,16 @@ def scan_pattern(
     carry: Any,
     stacks: dict[MlpKind | None, Any],
 ) -> Any:
-    """What is carried through layers whose kinds take turns.
+    """The carry after layers whose kinds follow a repeated pattern.
 
     Args:
-      layer: (kinds, place, carry, stack) -> carry, of the stack's entry at that place; None: the stack is the entry.
-      kinds: those of the first layers, which those after them repeat.
-      stacks: of each kind of mlp, leaves [L, ...]. The layers after the last whole round of kinds run by themselves.
+      layer: (kinds, place, carry, stack) -> carry, for the stack's entry at that place; None: the stack is the entry.
+      kinds: the pattern.
+      stacks: for each kind of mlp, leaves [L, ...]. The layers after the last whole pattern run outside the scan.
     """
     period, num_layers = len(kinds), sum(jax.tree.leaves(stack)[0].shape[0] for stack in stacks.values())
     rounds, each = num_layers // period, Counter(mlp for _, mlp in kinds)
-    if len(stacks) > 1 and rounds < 2:  # no pattern that would be worth a scan
+    if len(stacks) > 1 and rounds < 2:  # no pattern repeats
         return _in_runs(layer, [kinds[number % period] for number in range(num_layers)], carry, stacks)
     if period == 1:
         ((_, mlp),) = kinds
@@ -100,7 +100,7 @@ def _in_runs(
     carry: Any,
     stacks: dict[MlpKind | None, Any],
 ) -> Any:
-    """`scan_pattern` of layers one kind of mlp after the other: neighbours that have the same are scanned."""
+    """`scan_pattern` for each run of consecutive layers with the same kind of mlp."""
     done = Counter[MlpKind | None]()
     for _, group in itertools.groupby(kinds, key=lambda kind: kind[1]):
         run = tuple(group)

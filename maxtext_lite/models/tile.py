@@ -1,6 +1,6 @@
-"""Attention of one tile, some queries and some keys, and of its backward pass: what `tiled_attention` is made of.
+"""Attention of one tile, some queries and some keys, forward and backward; `tiled_attention` is made of these.
 
-No scores are kept: the backward pass rebuilds a tile's from the log-partition of each row.
+No scores are kept: the backward pass recomputes a tile's from the log-partition of each row.
 Source: Dao 2023, arXiv:2307.08691, section 3.
 """
 
@@ -23,11 +23,11 @@ class Scoring:
     """How queries score keys, and which they score.
 
     Attributes:
-      scale: what the product of a query and a key is multiplied by; None: the keys' width H ** -0.5.
-      window: keys a query may see: its own and those of the window - 1 tokens before it; None: all that come no later.
-      chunk: only keys of the query's own chunk of this many tokens of its document are seen; None: there are no chunks.
-        `attention` makes documents of them; only over a cache they are looked at as such.
-      soft_cap: c in c * tanh(score / c), which bounds a score; None: scores stay as they are.
+      scale: factor of the product of a query and a key; None: H ** -0.5 for keys of width H.
+      window: keys that a query sees: its own and those of the window - 1 tokens before it; None: all that are no later.
+      chunk: a query sees only keys of its own chunk of this many tokens of its document; None: there are no chunks.
+        The decoder passes chunks to `attention` as documents; only attention over a cache reads this.
+      soft_cap: c in c * tanh(score / c), which bounds a score; None: scores are not bounded.
 
     Raises:
       ValueError: the window or the cap is not positive.
@@ -61,7 +61,7 @@ class Scoring:
 
 
 PLAIN = Scoring()
-"""Llama's: every key that comes no later, by its product with the query over the root of their width."""
+"""Llama's: every key that is no later, scored by its product with the query over the square root of their width."""
 
 
 def part(x: jax.Array, first: Index, count: int, axis: int) -> jax.Array:
@@ -72,12 +72,12 @@ def part(x: jax.Array, first: Index, count: int, axis: int) -> jax.Array:
 
 
 def put(x: jax.Array, new: jax.Array, first: Index) -> jax.Array:
-    """`x` with `new` at the positions from `first` on, which dim 3 counts."""
+    """`x` with `new` at the positions of dim 3 from `first` on."""
     return jax.lax.dynamic_update_slice_in_dim(x, new, first, axis=3)
 
 
 class Keys(NamedTuple):
-    """Keys and values as the forward pass multiplies by them, and their documents."""
+    """Keys and values in the layout of the forward pass's matmuls, and their documents."""
 
     k_BKHS: jax.Array
     v_BKSW: jax.Array
@@ -85,16 +85,16 @@ class Keys(NamedTuple):
 
     @classmethod
     def of(cls, k_BSKH: jax.Array, v_BSKW: jax.Array, segment_BS: jax.Array) -> "Keys":
-        """Keys and values as they come from the projections, turned."""
+        """Keys and values from the projections, transposed."""
         return cls(k_BSKH.transpose(0, 2, 3, 1), v_BSKW.transpose(0, 2, 1, 3), segment_BS)
 
     def part(self, first: Index, count: int) -> "Keys":
-        """Those of `count` positions."""
+        """The part with `count` positions from `first` on."""
         return Keys(*(part(x, first, count, axis) for x, axis in zip(self, (3, 2, 1), strict=True)))
 
 
 class BackwardKeys(NamedTuple):
-    """Keys and values as the backward pass multiplies by them, and their documents."""
+    """Keys and values in the layouts of the backward pass's matmuls, and their documents."""
 
     k_BKHS: jax.Array
     k_BKSH: jax.Array
@@ -103,20 +103,20 @@ class BackwardKeys(NamedTuple):
 
     @classmethod
     def of(cls, k_BSKH: jax.Array, v_BSKW: jax.Array, segment_BS: jax.Array) -> "BackwardKeys":
-        """Keys and values as they come from the projections, turned."""
+        """Keys and values from the projections, transposed."""
         k_BKHS, k_BKSH = k_BSKH.transpose(0, 2, 3, 1), k_BSKH.transpose(0, 2, 1, 3)
         return cls(k_BKHS, k_BKSH, v_BSKW.transpose(0, 2, 3, 1), segment_BS)
 
     def part(self, first: Index, count: int) -> "BackwardKeys":
-        """Those of `count` positions."""
+        """The part with `count` positions from `first` on."""
         return BackwardKeys(*(part(x, first, count, axis) for x, axis in zip(self, (3, 2, 3, 1), strict=True)))
 
 
 class BackwardQueries(NamedTuple):
-    """Queries and the gradient of their context, in each orientation that a matmul wants, copied once for all tiles.
+    """Queries and the gradient of their context, in each layout that a matmul needs, copied once for all tiles.
 
     Attributes:
-      log_partition_BKGT1: of each row of scores, over all its keys, wherever they are.
+      log_partition_BKGT1: of each row of scores, over all its keys on all devices.
       product_BKGT1: gradient times context.
     """
 
@@ -137,7 +137,7 @@ class BackwardQueries(NamedTuple):
         log_partition_BKGT1: jax.Array,
         segment_BT: jax.Array,
     ) -> "BackwardQueries":
-        """Queries, gradient and context as the forward pass has them, turned."""
+        """Queries, gradient and context in the forward pass's layout, transposed."""
         K = log_partition_BKGT1.shape[1]
         q_BTKGH, g_BTKGW = grouped(q_BTNH, K), grouped(g_BTNW, K)
         product_BTKG = jnp.sum(g_BTKGW.astype(jnp.float32) * grouped(context_BTNW, K).astype(jnp.float32), axis=-1)
@@ -152,7 +152,7 @@ class BackwardQueries(NamedTuple):
         )
 
     def part(self, first: Index, count: int) -> "BackwardQueries":
-        """Those of `count` positions."""
+        """The part with `count` positions from `first` on."""
         axes = (3, 4, 3, 4, 3, 3, 1)
         return BackwardQueries(*(part(x, first, count, axis) for x, axis in zip(self, axes, strict=True)))
 
@@ -176,13 +176,12 @@ def may_see(
     first_key: Index | None,
     window: int | None = None,
 ) -> jax.Array:
-    """True where a query may look at a key: one of its document, no later and in its window, [B, 1, 1, T, S].
+    """True where a query may see a key: in its document, no later, and in its window, [B, 1, 1, T, S].
 
     Args:
-      first_query: number of the first query among the tokens that keys are numbered by too; None: all keys are earlier
-        and in the window.
+      first_query: number of the first query in the numbering of the keys; None: all keys are earlier and in the window.
       first_key: number of the first key.
-      window: as `Scoring` has it. Within a document, tokens are as far apart as in the row.
+      window: as in `Scoring`. A document's tokens are as far apart as in the row.
     """
     same_document_BTS = segment_BT[:, :, None] == segment_BS[:, None, :]
     if first_query is None or first_key is None:
@@ -200,7 +199,7 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Context [B, K, G, T, W] of these keys alone and log-partition [B, K, G, T, 1], float32.
 
-    The log-partition of a query that sees none of them is so low that its context counts for nothing in a `merge`.
+    The log-partition of a query that sees none of them is so low that its context has no weight in a `merge`.
     """
     score_BKGTS = scoring.score(_dot("BKGTH,BKHS->BKGTS", q_BKGTH, keys.k_BKHS), q_BKGTH.shape[-1])
     score_BKGTS = jnp.where(seen_B11TS, score_BKGTS, _MASKED)
@@ -212,7 +211,7 @@ def attend(
 
 
 def merge(one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Contexts and log-partitions over two sets of keys as those over both; each query sees a key of the first."""
+    """Contexts and log-partitions over both of two sets of keys; each query sees a key of the first."""
     (one_BKGTW, one_BKGT1), (other_BKGTW, other_BKGT1) = one, other
     both_BKGT1 = jnp.logaddexp(one_BKGT1, other_BKGT1)
     share_BKGT1, other_share_BKGT1 = jnp.exp(one_BKGT1 - both_BKGT1), jnp.exp(other_BKGT1 - both_BKGT1)
@@ -220,9 +219,9 @@ def merge(one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array]) 
 
 
 def with_sink(found: tuple[jax.Array, jax.Array], sink_N: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Contexts and log-partitions over all keys as those over the keys and each head's sink, which has no value.
+    """Contexts and log-partitions with each head's sink, which has no value, beside all keys.
 
-    Source: gpt-oss, arXiv:2508.10925; the idea of sinks is of Xiao et al. 2023, arXiv:2309.17453.
+    Source: gpt-oss, arXiv:2508.10925; sinks are from Xiao et al. 2023, arXiv:2309.17453.
     """
     if sink_N is None:
         return found
@@ -241,13 +240,13 @@ def sink_gradient(
     product_BTN = jnp.sum(g_BTNW.astype(jnp.float32) * context_BTNW.astype(jnp.float32), axis=-1)
     log_partition_BTN = ungrouped(log_partition_BKGT1)[..., 0]
     weight_BTN = jnp.exp(sink_N.astype(jnp.float32) - log_partition_BTN)
-    return -jnp.sum(weight_BTN * product_BTN, axis=(0, 1)).astype(sink_N.dtype)  # as of a key whose value is 0
+    return -jnp.sum(weight_BTN * product_BTN, axis=(0, 1)).astype(sink_N.dtype)  # like a key with value 0
 
 
 def attend_backward(
     queries: BackwardQueries, keys: BackwardKeys, seen_B11TS: jax.Array, scoring: Scoring = PLAIN
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What these queries and keys add to the gradients, float32: dq [B, K, G, T, H], dk [B, K, H, S], dv [B,K,W,S]."""
+    """These queries' and keys' terms of the gradients, float32: dq [B, K, G, T, H], dk [B, K, H, S], dv [B,K,W,S]."""
     dtype, H = queries.q_BKGTH.dtype, queries.q_BKGTH.shape[-1]
     score_BKGTS = scoring.score(_dot("BKGTH,BKHS->BKGTS", queries.q_BKGTH, keys.k_BKHS), H)
     weight_BKGTS = jnp.where(seen_B11TS, jnp.exp(score_BKGTS - queries.log_partition_BKGT1), 0)

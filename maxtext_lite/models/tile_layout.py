@@ -1,13 +1,14 @@
-"""Which tiles the attention of a device's tokens is made of, and the walk over them.
+"""The tiles of attention over a device's tokens, and the loop over them.
 
-A tile is a square of at most 512 queries and keys. Causality and the window see it whole, or not at all, or cut it: it
-is then done in strips of 128 queries, over the keys that a strip may see alone. What no query sees is not visited.
+A tile is a square of at most 512 queries and keys. Causality and the window admit all of a tile, none of it, or cut it.
+A cut tile is computed in strips of 128 queries, each over only the keys that it may see. A tile that no query sees is
+skipped.
 
-A device's tokens stand in runs of consecutive ones: a whole example, or a shard's early and its late chunk
-(`parallel.context_order`). Causality lets a device's late run see all early runs, and its early one those of lower
-shards, or its late one those of higher shards: as much work for each shard. With a sliding window, how many tiles a
-shard has left depends on its runs, which stand at the two ends of the example for the first shard and side by side in
-its middle for the last. Source: Dubey et al. 2024, arXiv:2407.21783, section 3.3.2.
+A device's tokens are runs of consecutive tokens: a whole example, or a shard's early and its late chunk
+(`parallel.context_order`). By causality a device's late run sees all early runs, and in addition either its early run
+sees those of lower shards or its late run sees those of higher shards: every shard has the same work. With a sliding
+window the number of tiles depends on where a shard's runs are: at the two ends of the example for the first shard, next
+to each other in its middle for the last. Source: Dubey et al. 2024, arXiv:2407.21783, section 3.3.2.
 """
 
 import dataclasses
@@ -28,7 +29,7 @@ _STRIP = 128
 
 
 class Strip(NamedTuple):
-    """Some queries of a tile, and the keys of it that they are multiplied by: the first of each, and how many."""
+    """Some queries of a tile and the keys that they are multiplied by: the first of each, and how many."""
 
     query: int
     num_queries: int
@@ -37,14 +38,14 @@ class Strip(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Tiles that are done in the same way.
+    """Tiles with the same strips.
 
     Attributes:
-      query: place of the first query of each among its device's tokens, with their padding; ints.
-      key: place of the first key of each among its device's tokens.
-      distance: by how many tokens of the example the first query comes after the first key: an int, for all; an array,
-        for each, of which some may be beyond the window; None: order and window mask nothing.
-      strips: of each.
+      query: place of each tile's first query among its device's tokens, padding included; ints.
+      key: place of each tile's first key among its device's tokens.
+      distance: how many tokens of the example the first query is after the first key: an int for all tiles, or an array
+        with one for each, some of them beyond the window; None: causality and window mask nothing.
+      strips: of each tile.
     """
 
     query: Any
@@ -55,14 +56,14 @@ class Tiles(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where a device's tokens stand, and the tiles that they make.
+    """The layout of a device's tokens in runs and tiles.
 
     Attributes:
-      num_runs: of consecutive tokens, one after the other.
-      run: tokens of a run, which padding makes a whole number of tiles.
-      num_tiles: of a run, side by side.
+      num_runs: runs of consecutive tokens, one after the other.
+      run: tokens of a run; padding fills it up to whole tiles.
+      num_tiles: tiles along a run.
       tile: queries, and keys, of a tile.
-      window: as `Scoring` has it.
+      window: as in `Scoring`.
     """
 
     num_runs: int
@@ -73,7 +74,7 @@ class Layout:
 
     @classmethod
     def of(cls, num_tokens: int, window: int | None) -> "Layout":
-        """That of a device with this many tokens: the fewest tiles of at most 512, with little padding."""
+        """The layout for this many tokens on a device: the fewest tiles of at most 512, with little padding."""
         num_runs = 1 if context_shards() == 1 else CHUNKS_PER_SHARD
         run = num_tokens // num_runs
         num_tiles = math.ceil(run / _TILE)
@@ -82,11 +83,11 @@ class Layout:
 
     @property
     def padded_run(self) -> int:
-        """Tokens of a run and of the padding behind it."""
+        """Tokens of a run with its padding."""
         return self.num_tiles * self.tile
 
     def pad(self, x: jax.Array, axis: int, value: int = 0) -> jax.Array:
-        """`x`, of which dim `axis` counts a device's tokens, with the padding."""
+        """`x` with padding along dim `axis`, that of a device's tokens."""
         missing = self.padded_run - self.run
         if not missing:
             return x
@@ -104,11 +105,11 @@ class Layout:
 
     @property
     def whole(self) -> Strip:
-        """All of a tile."""
+        """The strip that is a whole tile."""
         return Strip(0, self.tile, 0, self.tile)
 
     def own_tiles(self) -> list[Tiles]:
-        """Those of a device's queries with its own keys."""
+        """The tiles of a device's queries with its own keys."""
         found, far = [], []
         starts = range(0, self.num_runs * self.padded_run, self.padded_run)
         for apart in range(self.num_tiles):
@@ -127,24 +128,24 @@ class Layout:
         return found
 
     def tiles_with(self, other: jax.Array) -> list[Tiles]:
-        """Those of a device's queries with another shard's keys: of the two pairs of runs that causality allows."""
-        later = (other > own_shard()).astype(jnp.int32)  # the late runs of both, or the early ones
+        """The tiles of a device's queries with another shard's keys, in the two pairs of runs that causality allows."""
+        later = (other > own_shard()).astype(jnp.int32)  # both late runs, or both early ones
         return [self._tiles_between(jnp.stack([1, later]), jnp.stack([0, later]), other)]
 
     def _strips(self, distance: int) -> list[Strip]:
-        """Those of a tile whose first query comes `distance` tokens after its first key."""
+        """The strips of a tile whose first query is `distance` tokens after its first key."""
         strips = []
         for first in range(0, self.tile, _STRIP):
             num_queries = min(_STRIP, self.tile - first)
             end = min(self.tile, distance + first + num_queries)
             nearest = 0 if self.window is None else max(0, distance + first - self.window + 1)
-            start = nearest // _STRIP * _STRIP  # a slice that starts anywhere is slow on accelerators
+            start = nearest // _STRIP * _STRIP  # unaligned slices are slow on accelerators
             if nearest < end:
                 strips.append(Strip(first, num_queries, start, end - start))
         return strips
 
     def _tiles_between(self, query_run: Any, key_run: Any, other: jax.Array) -> Tiles:
-        """All of pairs of a device's runs and those of a shard, none of which is later."""
+        """All tiles of pairs of a device's run and a shard's run, in which no key is later than a query."""
         query, key = (self.tile * side.ravel() for side in np.indices((self.num_tiles, self.num_tiles)))
         distance = None
         if self.window is not None:
@@ -154,12 +155,15 @@ class Layout:
         return Tiles(query, key, distance, [self.whole])
 
     def _start(self, shard: jax.Array, run: Any) -> jax.Array:
-        """The number in the example of the first token of a shard's run."""
+        """The first token of a shard's run, by its number in the example."""
         return self.run * jnp.where(run == 0, shard, CHUNKS_PER_SHARD * context_shards() - 1 - shard)
 
     def of_each_query(self, find: Callable[[Strip, Index, Index, Index | None], Any]) -> Any:
-        """What is found in the first of a device's own tiles, in which each query is once: arrays whose dim 3 counts
-        the queries. `find` is that of `fold`."""
+        """The results for a device's first own tiles, which have each query once: arrays with queries in dim 3.
+
+        Args:
+          find: as in `fold`.
+        """
         some = self.own_tiles()[0]
 
         def visit(query: Any, key: Any) -> Any:
@@ -182,19 +186,19 @@ class Layout:
         put: Callable[[Any, Any, Strip, Index, Index], Any],
         nothing: Any = None,
     ) -> Any:
-        """`state` after all of some tiles.
+        """`state` after a loop over tiles.
 
         Args:
-          find: (strip, place of its first query, of its first key, their distance) -> what is found there.
-          put: (state, what was found, strip, place of its first query, of its first key) -> state.
-          nothing: () -> what is found in a whole tile beyond the window.
+          find: (strip, place of its first query, of its first key, their distance) -> its result.
+          put: (state, a result, strip, place of its first query, of its first key) -> state.
+          nothing: () -> the result for a whole tile beyond the window.
         """
         for some in tiles:
             state = self._fold_alike(some, state, find, put, nothing)
         return state
 
     def _fold_alike(self, some: Tiles, state: Any, find: Any, put: Any, nothing: Any) -> Any:
-        window = self.window if isinstance(some.distance, jax.Array) else None  # that may leave a tile out
+        window = self.window if isinstance(some.distance, jax.Array) else None  # it may exclude a tile
 
         def visit(state: Any, query: Any, key: Any, distance: Any) -> Any:
             for strip in some.strips:

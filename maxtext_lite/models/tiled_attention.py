@@ -1,8 +1,8 @@
-"""Attention by plain matmuls, tile by tile, of whole examples and of examples split over the context axis.
+"""Attention by plain matmuls, tile by tile, for whole examples and for examples split over the context axis.
 
-The contexts of a query's tiles are merged by their log-partitions. One tile's scores exist at a time and none are kept,
-so that memory is linear in the tokens. Each device first attends its own queries to its own keys, then to those of the
-other shards: the strategies differ in how these come, and how their gradients go back.
+The contexts of a query's tiles are merged by their log-partitions. Only one tile's scores exist at a time and none are
+kept, so memory is linear in the tokens. Each device's queries first attend to its own keys, then to those of the other
+shards. The strategies differ in how these keys arrive and how their gradients return.
 Source: Dao 2023, arXiv:2307.08691; Liu et al. 2023, arXiv:2310.01889; Dubey et al. 2024, arXiv:2407.21783, 3.3.2.
 """
 
@@ -47,15 +47,15 @@ _ROWS = ("batch", "activation_heads", None, "length", None)
 _TOKENS = ("batch", "length")
 _SINKS = ("activation_heads",)
 
-_NO_DOCUMENT = -1  # of padding behind a run
+_NO_DOCUMENT = -1  # the document of the padding after a run
 
 Visit = Callable[[Any, Any, Any, jax.Array], tuple[Any, Any]]
 """(state, sums for the other shard, the other shard's keys, its number) -> (state, sums)."""
 
 
 def _all_gather(visit: Visit, state: Any, keys: Any, sums: Any) -> tuple[Any, Any]:
-    """Every shard's keys come at once; one reduction brings the sums home. Two collectives, and a device's keys
-    and sums are those of whole examples."""
+    """All shards' keys are gathered at once, and one reduction returns their sums. There are two collectives, and a
+    device has the keys and sums of whole examples."""
     own, shards, of_all = own_shard(), context_shards(), from_all_shards(keys)
 
     def body(distance: Any, carry: Any) -> Any:
@@ -71,8 +71,8 @@ def _all_gather(visit: Visit, state: Any, keys: Any, sums: Any) -> tuple[Any, An
 
 
 def _ring(visit: Visit, state: Any, keys: Any, sums: Any) -> tuple[Any, Any]:
-    """Keys go round from shard to shard, and with them the sums, which are home after the last hop. A device never
-    holds more than its own keys and one other shard's, and one more on their way while it works."""
+    """Keys pass from shard to shard together with their sums, which reach their own shard with the last hop. A device
+    has at most its own keys and one other shard's, and one more shard's in transit while it computes."""
     own, shards = own_shard(), context_shards()
 
     def hop(state: Any, sums: Any, theirs: Any, distance: Any) -> tuple[Any, Any]:
@@ -99,7 +99,7 @@ class Passes(NamedTuple):
     """Attention's two passes on one device, whose first arguments are `options`.
 
     Attributes:
-      forward: (queries, keys, values, documents, and sinks where there are any) -> (context, log-partition).
+      forward: (queries, keys, values, documents, and sinks if there are any) -> (context, log-partition).
       backward: (the same without sinks, both results, and the context's gradient) -> (dq, dk, dv).
     """
 
@@ -117,7 +117,7 @@ def tiled_attention(
     sink_N: jax.Array | None = None,
     scoring: Scoring = PLAIN,
 ) -> jax.Array:
-    """`attention` of examples in context order, where the mesh in use splits T over its context axis.
+    """`attention` for examples in context order, if the mesh in use splits T over its context axis.
 
     Args:
       strategy: one of STRATEGIES.
@@ -139,7 +139,7 @@ def on_devices(
 ) -> jax.Array:
     """Context [B, T, N, W] of examples in context order, by each device's passes.
 
-    Kept for the backward pass are its arguments, the context and the log-partitions, each device's own part of them.
+    The backward pass keeps the arguments, the context and the log-partitions, each device its own part of them.
     """
     return _forward(q_BTNH, k_BSKH, v_BSKW, segment_BT, sink_N, passes)[0]
 
@@ -186,7 +186,7 @@ def _shard_forward(
     q_BKGTH = grouped(layout.pad(q_BTNH, axis=1), k_BSKH.shape[2]).transpose(0, 2, 3, 1, 4)
 
     def finds(keys: Keys) -> Any:
-        """What `Layout.fold` calls on tiles of these keys: contexts and log-partitions."""
+        """The function that `Layout.fold` calls for tiles of these keys; it gives contexts and log-partitions."""
 
         def find(strip: Strip, query: Index, key: Index, distance: Index | None) -> Any:
             seen_keys = keys.part(key, strip.num_keys)
@@ -228,7 +228,7 @@ def _shard_backward(
     log_partition_BKGT1: jax.Array,
     g_BTNW: jax.Array,
 ) -> tuple[jax.Array, ...]:
-    """One device's dq, dk and dv; what other devices' queries add to dk and dv comes back from them."""
+    """One device's dq, dk and dv, including the terms of dk and dv that other devices send for their queries."""
     layout, dtype = Layout.of(q_BTNH.shape[1], scoring.window), q_BTNH.dtype
     own = _padded_keys(layout, k_BSKH, v_BSKW, segment_BT)
     q_BTNH, g_BTNW, context_BTNW = (layout.pad(x, axis=1) for x in (q_BTNH, g_BTNW, context_BTNW))
@@ -236,7 +236,7 @@ def _shard_backward(
     queries = BackwardQueries.of(q_BTNH, g_BTNW, context_BTNW, log_partition_BKGT1, own[2])
 
     def look(state: Any, keys: BackwardKeys, tiles: Any) -> Any:
-        """`state`, dq, and dk and dv of these keys, with what these tiles add."""
+        """`state`, dq and these keys' dk and dv, plus these tiles' terms."""
 
         def find(strip: Strip, query: Index, key: Index, distance: Index | None) -> Any:
             of_strip, seen_keys = queries.part(query, strip.num_queries), keys.part(key, strip.num_keys)

@@ -1,8 +1,8 @@
-"""tokamax's Mosaic ops for NVIDIA GPUs, by names that the package shows in no public way: config/kernels.py pins it.
+"""tokamax's Mosaic ops for NVIDIA GPUs, by names that are not public: config/kernels.py pins the package.
 
-The public functions hide ranges as masks, and choose a dense matmul over all groups where no kernel can run. An op
-takes sizes of blocks as its `config`; without one it looks for its exact arguments in tables of measurements, of which
-none has ranges, and warns of each that it does not find.
+The public functions have no ranges as masks, and fall back to a dense matmul over all groups if no kernel can run. An
+op takes block sizes as its `config`; without one it looks up its exact arguments in tables of measurements, none of
+which has ranges, and warns for each lookup that fails.
 """
 
 import dataclasses
@@ -14,25 +14,25 @@ from absl import flags
 
 
 def flash_attention() -> tuple[Any, Any]:
-    """The op of attention, whose `vjp` is one too, and the type of its masks."""
+    """The attention op, whose `vjp` is an op too, and the type of its masks."""
     return _module("attention.pallas_mosaic_gpu").PallasMosaicGpuFlashAttention(), _module("attention.base").Mask
 
 
 def ragged_dot() -> Any:
-    """The op of a matmul with groups of rows."""
+    """The op for a matmul with groups of rows."""
     return _module("ragged_dot.pallas_mosaic_gpu").PallasMosaicGpuRaggedDot()
 
 
 def with_blocks(op: Any, bound: Any, better: Mapping[str, int]) -> Any:
-    """`op` with sizes of blocks: those that it takes for its arguments by itself, but for those in `better`.
+    """`op` with block sizes: its own choice for the arguments, except for the sizes in `better`.
 
     Args:
-      bound: what `op.bind` makes of the arguments.
+      bound: the arguments after `op.bind`.
     """
     return op.replace(config=dataclasses.replace(bound.heuristics_config, **better))
 
 
 def _module(name: str) -> Any:
-    if not flags.FLAGS.is_parsed():  # else tokamax 0.0.12 would read this process's command line as absl's flags
+    if not flags.FLAGS.is_parsed():  # tokamax 0.0.12 would otherwise parse this process's command line as absl's flags
         flags.FLAGS.mark_as_parsed()
     return importlib.import_module(f"tokamax._src.ops.{name}")

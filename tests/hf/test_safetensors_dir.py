@@ -102,6 +102,8 @@ def broken(tmp_path, kind):
             whole.write_bytes(b"PK\x03\x04")
         case "empty":
             whole.write_bytes(b"")
+        case "pointer":
+            whole.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 134\n")
         case "not json":
             whole.write_bytes((10).to_bytes(8, "little") + b"not a JSON")
         case "deep":
@@ -140,6 +142,7 @@ _DAMAGED = r"model\.safetensors is not a safetensors file, or is damaged or cut 
     ("longer", _DAMAGED + r"\(incomplete metadata, file not fully covered\)\."),
     ("no header", _DAMAGED + r"\(header too small\)"),
     ("empty", _DAMAGED + r"\(header too small\)"),
+    ("pointer", r"model\.safetensors is a pointer of Git LFS, not the file\. `git lfs pull` fetches it\."),
     ("not json", _DAMAGED + r"\(invalid JSON in header"),
     ("deep", _DAMAGED + r"\(invalid JSON in header"),
     ("long header", _DAMAGED + r"\(header too large\)"),
@@ -149,9 +152,9 @@ _DAMAGED = r"model\.safetensors is not a safetensors file, or is damaged or cut 
     ("huge", _DAMAGED + r"\(overflow"),
     ("missing file", r"lacks model-1\.safetensors, which model\.safetensors\.index\.json names"),
     ("elsewhere", r"names \.\./x\.safetensors for a, which is not a file of the directory"),
-    ("another", r"index\.json says that c stands in model\.safetensors, which it does not"),
+    ("another", r"index\.json says that c is in model\.safetensors, which is wrong"),
     ("no index", r"index\.json is not a JSON object"),
-    ("twice", r"stands in one\.safetensors and in two\.safetensors"),
+    ("twice", r"is in one\.safetensors and in two\.safetensors"),
     ("directory", r"model\.safetensors is a directory, not a file"),
 ])  # fmt: skip
 def test_what_is_broken_is_named(kind, message, tmp_path):

@@ -1,7 +1,7 @@
-"""A directory of the PEFT library: its adapter_config.json, read into the LoRA keys, and the model that it belongs to.
+"""An adapter of the PEFT library: its adapter_config.json, read into the LoRA keys, and its base model.
 
-Like a config.json it decides its keys: what cannot be expressed, or is not known to leave the model's numbers alone, is
-refused by its field.
+Like a config.json it decides its keys. A field that cannot be expressed, or that is not known to leave the numbers
+unchanged, is refused by name.
 Source: https://huggingface.co/docs/peft/package_reference/lora
 """
 
@@ -27,7 +27,7 @@ _KNOWN = (
     "qalora_group_size", "r", "rank_pattern", "revision", "runtime_config", "target_modules", "task_type", "use_rslora",
 )  # fmt: skip
 _KEEP_THE_MODEL = ("true", "false", "gaussian", "eva", "orthogonal")
-# What adapters may have started from: with pissa, olora and others peft takes what they start with off the model.
+# Initial values that leave the base model unchanged: for pissa, olora and others peft subtracts them from its weights.
 _MODULES = {
     "q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "out", "qkv_proj": "query,key,value",
     "gate_proj": "gate", "up_proj": "up", "down_proj": "down", "gate_up_proj": "gate,up",
@@ -43,12 +43,12 @@ class Adapter(NamedTuple):
 
     Attributes:
       directory: of the adapter.
-      base: the Hugging Face directory of the model that it belongs to.
+      base: the Hugging Face directory of its base model.
       rank: r.
-      alpha: such that what is added is multiplied by alpha / r.
-      targets: the weights that it adapts, by our names, as `lora_targets` has them.
-      modules: the modules of the model that its file has matrices for, from the model's root.
-      ranks: of the modules that have another, by the end of their name.
+      alpha: its product is multiplied by alpha / r, after `use_rslora` is taken into account.
+      targets: the weights that it adapts, in the names of `lora_targets`.
+      modules: the modules that its file has matrices for, from the model's root.
+      ranks: the ranks of modules with another one, by the end of their name.
     """
 
     directory: Path
@@ -66,10 +66,10 @@ class Adapter(NamedTuple):
 
 
 def adapter_of(path: str | Path) -> Adapter | None:
-    """The adapter whose directory this is; None where it is none.
+    """The adapter in this directory; None if it is not an adapter's.
 
     Raises:
-      UserError: it is one that cannot be expressed, or its files or its model are missing; names the field.
+      UserError: it cannot be expressed, or its files or its base model are missing; names the field.
     """
     root = local_copy(path, "load_parameters_path")
     there = [name for name in (CONFIG, WEIGHTS, _PICKLED) if is_there(root / name)]
@@ -105,7 +105,7 @@ def adapter_of(path: str | Path) -> Adapter | None:
 
 
 def _problems(fields: dict[str, Any]) -> list[str]:
-    """What of an adapter_config.json is wrong, or cannot be expressed."""
+    """The fields of an adapter_config.json that are wrong or cannot be expressed, each in a sentence."""
     problems: list[str] = []
 
     def refuse(name: str, why: str) -> None:
@@ -129,7 +129,7 @@ def _problems(fields: dict[str, Any]) -> list[str]:
     if str(fields.get("init_lora_weights", True)).lower() not in _KEEP_THE_MODEL:
         refuse("init_lora_weights", f"changes the model: it must be {any_of(_KEEP_THE_MODEL)}. Convert it with peft.")
     ranks, alphas = (_pattern(fields.get(name)) for name in ("rank_pattern", "alpha_pattern"))
-    # A module of several weights, of which each has its own adapter of width r, as they are exported.
+    # A module of several weights, each with an adapter of its own of rank r: what export writes.
     if ranks.keys() != alphas.keys() or any(
         type(wider) is not int or wider % rank or alphas[module] != alpha * wider / rank or fields.get("use_rslora")
         for module, wider in ranks.items()
@@ -157,7 +157,7 @@ def _base(root: Path, fields: dict[str, Any], problems: list[str]) -> Path:
 
 
 def _modules(file: Path) -> tuple[str, ...]:
-    """The modules that a file has matrices for."""
+    """The modules that a file has matrices for, sorted."""
     check_file(file)
     try:
         with file.open("rb") as opened:
@@ -172,7 +172,7 @@ def _modules(file: Path) -> tuple[str, ...]:
 
 
 def _targets(module: str) -> str:
-    """Our names for the weights that a module holds; "" where it is unknown."""
+    """Our names of a module's weights; "" if it is unknown."""
     parts = module.split(".")
     return _MODULES.get(parts[-1]) or _MODULES.get(".".join(parts[-2:]), "")
 

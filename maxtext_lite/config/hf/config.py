@@ -1,8 +1,8 @@
 """A Hugging Face model's config.json, read into the keys of the Model section and written from them.
 
-Each family (`model_type`) is a list of parts; a part owns some fields of config.json and some keys, and knows both
-directions. A field that no part owns and that is not known to leave the logits alone is refused: a model that is read
-wrongly looks like one that is bad.
+Each family (`model_type`) is a list of parts. A part owns some fields of config.json and some keys, and translates both
+ways. A field that no part owns is refused, unless it is known not to change the logits: a misread model looks like a
+bad one.
 """
 
 import re
@@ -26,10 +26,10 @@ _ALSO_WITHOUT_EFFECT: Mapping[str, frozenset[str]] = {
 
 
 def family_of(fields: JsonObject, where: str) -> str:
-    """The model_type, which is one of FAMILIES.
+    """The model_type, one of FAMILIES.
 
     Raises:
-      UserError: it is not; names those that are, and `where` it stands.
+      UserError: it is not one of them; lists them, and says `where`.
     """
     kind = text_fields(fields).get("model_type")
     if isinstance(kind, str) and kind in FAMILIES:
@@ -43,7 +43,7 @@ def family_of(fields: JsonObject, where: str) -> str:
 
 
 def _misspelled(kind: object) -> str:
-    """The clause ` Did you mean 'x'?`, where no letter differs: llava is another model, not a misspelled llama."""
+    """The clause ` Did you mean 'x'?` for a name with the same letters: llava is no misspelled llama."""
 
     def plain(name: str) -> str:
         return re.sub(r"[^a-z0-9]", "", name.lower())
@@ -58,7 +58,7 @@ def model_keys(fields: JsonObject, where: str) -> Keys:
     Args:
       where: what messages call the config.json.
     Raises:
-      UserError: with every field that is missing, that cannot be expressed, or of which nothing is known.
+      UserError: lists every field that is missing, unknown or cannot be expressed.
     """
     left, keys = _read(fields, where)
     problems = [*left.problems, *left.unknown(family_of(fields, where))]
@@ -68,12 +68,12 @@ def model_keys(fields: JsonObject, where: str) -> Keys:
 
 
 def field_names(fields: JsonObject) -> dict[str, str]:
-    """For each key that a config.json decides by a field of its own, that field's name."""
+    """The field of config.json that decides each key, for the keys that have one."""
     return _read(fields, "")[0].names
 
 
 def _read(fields: JsonObject, where: str) -> tuple[Fields, Keys]:
-    """What is left of the fields, with what is wrong with the others, and the keys that those decide."""
+    """The fields that no part has read, with the problems of the others, and the keys that those decide."""
     kind = family_of(fields, where)
     left, keys = Fields(text_fields(fields)), dict(DEFAULTS)
     for part in FAMILIES[kind].parts:
@@ -96,11 +96,11 @@ def config_json(
     """The config.json of a model with these keys, which transformers 4 and 5 read alike.
 
     Args:
-      original: the config.json that the model was imported with, {} where it was not: its other fields are kept,
-        and its model_type, which is otherwise the first of FAMILIES that expresses the keys.
-      end_of_text_id: the token that ends a text, where `original` names none.
+      original: the config.json that the model was imported with, or {}. Its model_type and its other fields are kept;
+        without it, the model_type is the first of FAMILIES that expresses the keys.
+      end_of_text_id: the token that ends a text, if `original` names none.
     Raises:
-      UserError: no family, or not that of `original`, expresses the keys; names those in the way.
+      UserError: no family, or not that of `original`, expresses the keys; names the keys in the way.
     """
     without = {name: value for name, value in original.items() if name != FIELD}  # what is written is plain numbers
     original = text_fields(without)
@@ -112,7 +112,7 @@ def config_json(
         for part in family.parts:
             written |= part.write(config)
         positions = {"max_position_embeddings": max_position_embeddings} if "n_positions" not in written else {}
-        # Said even where there are none: the tokens that transformers takes otherwise are those of the family's models.
+        # Written even as null: transformers would otherwise fill in the tokens of the family's own models.
         tokens = {"bos_token_id": None, "eos_token_id": end_of_text_id, "pad_token_id": None}
         fields = {"architectures": [family.architecture], "model_type": kind, **positions, **written}
         problems = _differing(fields, config)
@@ -122,7 +122,7 @@ def config_json(
                 return {**_of_old_versions(fields), **original, **about}
             kept = {name: value for name, value in original.items() if name not in ("rope_scaling", "rope_parameters")}
             return {**tokens, **kept, **fields, **about}
-        if nearest is None or len(problems) < len(nearest):  # the family that comes nearest says what is in the way
+        if nearest is None or len(problems) < len(nearest):  # the nearest family says what is in the way
             nearest = [f"model_type={kind} has no place for {problem}." for problem in problems]
     raise UserError(nearest or [])
 
@@ -130,10 +130,10 @@ def config_json(
 def run_config_json(
     directory: Path, config: ModelConfig, *, num_positions: int, dtype: str, end_of_text_id: int | None = None
 ) -> JsonObject:
-    """`config_json` of the model of a run or imported directory, which keeps what it came with, where it came with it.
+    """`config_json` of a run's or an imported model, with the fields of the config.json that it came with, if any.
 
     Args:
-      num_positions: that it is trained with; the model may have come with more.
+      num_positions: in training; the model may have come with more.
     Raises:
       UserError: as `config_json`.
     """
@@ -154,7 +154,7 @@ def _of_old_versions(fields: JsonObject) -> JsonObject:
 
 
 def _differing(fields: JsonObject, config: ModelConfig) -> list[str]:
-    """The keys that do not survive being written and read."""
+    """The keys that do not survive a round trip through these fields."""
     try:
         keys = model_keys(fields, "config.json")
     except UserError as error:
@@ -168,14 +168,14 @@ CARRIED = (
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
     "chat_template.json",
 )  # fmt: skip
-"""Files that go with a model from directory to directory, beside its weights: all but the first about its tokens."""
+"""Files that are copied along with a model's weights; all but the first are about its tokens."""
 
 
 def hf_directory(path: str | Path) -> Path | None:
-    """Where the config.json and tokenizer of `path` lie; None where it has none.
+    """The directory with the config.json and the tokenizer of `path`; None if there is none.
 
-    They lie in a Hugging Face directory itself, in the model's of an adapter, and in hf/ of a run or an imported model
-    that came from one.
+    It is a Hugging Face directory itself, the base model's for an adapter, and hf/ of a run or an imported model that
+    came from one.
     """
     root = local_copy(path, "load_parameters_path")
     if adapter := adapter_of(root):
@@ -189,7 +189,7 @@ def has_hf_weights(path: str | Path) -> bool:
     """Whether `path` is a Hugging Face directory, with weights in safetensors, or an adapter to one.
 
     Raises:
-      UserError: its weights are pickled or none, one of its files is not a file, or the adapter is not read.
+      UserError: its weights are pickled or missing, one of its files is not a file, or the adapter cannot be read.
     """
     root = local_copy(path, "load_parameters_path")
     if adapter := adapter_of(root):
@@ -211,9 +211,9 @@ def has_hf_weights(path: str | Path) -> bool:
 
 
 def stored_dtype(fields: JsonObject) -> str:
-    """The number format that config.json names for the weights, or that of quantized ones once they are none.
+    """The number format of the weights by config.json; of quantized weights, once they are dequantized.
 
-    Where it names none, "float32"; of quantized weights "bfloat16".
+    If it names none, "float32", or "bfloat16" for quantized weights.
     """
     fields = text_fields(fields)
     default = "bfloat16" if quantization_of(fields) else "float32"
@@ -221,7 +221,7 @@ def stored_dtype(fields: JsonObject) -> str:
 
 
 def tokenizer_keys(directory: Path) -> dict[str, str]:
-    """The tokenizer keys of the files in a Hugging Face directory; {} where there are none."""
+    """The tokenizer keys for the files of a Hugging Face directory; {} if it has none."""
     for kind, name in (("huggingface", "tokenizer.json"), ("sentencepiece", "tokenizer.model")):
         if is_there(directory / name):
             return {"tokenizer_type": kind, "tokenizer_path": str(directory / name)}

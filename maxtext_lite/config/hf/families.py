@@ -3,17 +3,19 @@
 from collections.abc import Mapping
 
 from maxtext_lite.config.hf.expert_families import EXPERT_FAMILIES
-from maxtext_lite.config.hf.family import BIASES as _LLAMA_BIASES
-from maxtext_lite.config.hf.family import CLIP as _CLIP
-from maxtext_lite.config.hf.family import EXPERT_WIDTH as _EXPERT_WIDTH
-from maxtext_lite.config.hf.family import EXPERTS_PER_TOKEN as _EXPERTS_PER_TOKEN
-from maxtext_lite.config.hf.family import NORMED_HEADS as _NORMED_HEADS
-from maxtext_lite.config.hf.family import RANGE as _RANGE
-from maxtext_lite.config.hf.family import SILU as _SILU
-from maxtext_lite.config.hf.family import SIZES as _SIZES
-from maxtext_lite.config.hf.family import Family
-from maxtext_lite.config.hf.family import family as _family
-from maxtext_lite.config.hf.family import ties as _tied
+from maxtext_lite.config.hf.family import (
+    BIASES,
+    CLIP,
+    EXPERT_WIDTH,
+    EXPERTS_PER_TOKEN,
+    NORMED_HEADS,
+    RANGE,
+    SILU,
+    SIZES,
+    Family,
+    family,
+    ties,
+)
 from maxtext_lite.config.hf.layer_lists import SparseStep
 from maxtext_lite.config.hf.parts import (
     Activation,
@@ -72,89 +74,89 @@ def _use_bias(default: bool) -> Part:
 
 
 def _layer_normed(architecture: str, *parts: Part, tied: bool = False, epsilon_name: str = "layer_norm_eps") -> Family:
-    return _family(architecture, *parts, epsilon=1e-5, tied=tied, epsilon_name=epsilon_name)
+    return family(architecture, *parts, epsilon=1e-5, tied=tied, epsilon_name=epsilon_name)
 
 
 def _deepseek(architecture: str, *parts: Part) -> Family:
     return Family(architecture, (
-        _SIZES,
-        _RANGE,
-        _tied(False),
+        SIZES,
+        RANGE,
+        ties(False),
         # The norms of the latent vectors have this epsilon whatever config.json says of the others.
         Only("rms_norm_eps", 1e-6, key="normalization_layer_epsilon"),
         LatentWidths(),
-        _SILU,
+        SILU,
         Only("attention_bias", False),
         Only("mlp_bias", False),
         Only("moe_layer_freq", 1),
         RopeFields(10_000.0),
         Rename(n_routed_experts="num_experts"),
-        _EXPERTS_PER_TOKEN,
-        _EXPERT_WIDTH,
+        EXPERTS_PER_TOKEN,
+        EXPERT_WIDTH,
         *parts,
     ))  # fmt: skip
 
 
 FAMILIES: Mapping[str, Family] = {
-    "llama": _family(
-        "LlamaForCausalLM", Heads(), _SILU, _LLAMA_BIASES, _MLP_BIAS, RopeFields(10_000.0),
+    "llama": family(
+        "LlamaForCausalLM", Heads(), SILU, BIASES, _MLP_BIAS, RopeFields(10_000.0),
         Only("rope_interleaved", False),
     ),
-    "mistral": _family(
-        "MistralForCausalLM", Heads(kv_heads=8), _SILU, RopeFields(10_000.0), LayerTypes("window", 4096)
+    "mistral": family(
+        "MistralForCausalLM", Heads(kv_heads=8), SILU, RopeFields(10_000.0), LayerTypes("window", 4096)
     ),
-    "qwen2": _family(
-        "Qwen2ForCausalLM", Heads(kv_heads=32), _SILU, Fixed(attention_bias="qkv"), RopeFields(10_000.0),
+    "qwen2": family(
+        "Qwen2ForCausalLM", Heads(kv_heads=32), SILU, Fixed(attention_bias="qkv"), RopeFields(10_000.0),
         LayerTypes("switched", 4096),
     ),
-    "qwen3": _family(
-        "Qwen3ForCausalLM", Heads(kv_heads=32, head_dim=128), _SILU, _LLAMA_BIASES, _NORMED_HEADS,
+    "qwen3": family(
+        "Qwen3ForCausalLM", Heads(kv_heads=32, head_dim=128), SILU, BIASES, NORMED_HEADS,
         RopeFields(10_000.0), LayerTypes("switched", 4096),
     ),
-    "gemma2": _family(
-        "Gemma2ForCausalLM", Heads(kv_heads=4, head_dim=256), _GEMMA_ACTIVATION, _LLAMA_BIASES, _GEMMA_NORMS,
+    "gemma2": family(
+        "Gemma2ForCausalLM", Heads(kv_heads=4, head_dim=256), _GEMMA_ACTIVATION, BIASES, _GEMMA_NORMS,
         OrNull("attn_logit_softcapping", "attn_logits_soft_cap", 50.0), _final_cap(30.0), QueryScalar(),
         RopeFields(10_000.0), LayerTypes("alternating", 4096), _NOT_BIDIRECTIONAL, tied=True,
     ),
-    "gemma3_text": _family(
-        "Gemma3ForCausalLM", Heads(kv_heads=4, head_dim=256), _GEMMA_ACTIVATION, _LLAMA_BIASES, _GEMMA_NORMS,
-        _NORMED_HEADS, Only("attn_logit_softcapping", None), _final_cap(0.0), QueryScalar(),
+    "gemma3_text": family(
+        "Gemma3ForCausalLM", Heads(kv_heads=4, head_dim=256), _GEMMA_ACTIVATION, BIASES, _GEMMA_NORMS,
+        NORMED_HEADS, Only("attn_logit_softcapping", None), _final_cap(0.0), QueryScalar(),
         LayerTypes("sixth", 4096), RopeByLayerType(), _NOT_BIDIRECTIONAL, tied=True,
     ),
-    "phi3": _family(
-        "Phi3ForCausalLM", Heads(), _SILU, RopeFields(10_000.0, partial=1.0, original=4096, types=_PHI3_TYPES),
+    "phi3": family(
+        "Phi3ForCausalLM", Heads(), SILU, RopeFields(10_000.0, partial=1.0, original=4096, types=_PHI3_TYPES),
         LayerTypes("window", 0), epsilon=1e-5,
     ),
-    "smollm3": _family(
-        "SmolLM3ForCausalLM", Heads(kv_heads=4), _SILU, _LLAMA_BIASES, _MLP_BIAS,
+    "smollm3": family(
+        "SmolLM3ForCausalLM", Heads(kv_heads=4), SILU, BIASES, _MLP_BIAS,
         RopeFields(2_000_000.0), WithoutRotation(), tied=True,
     ),
-    "olmo2": _family(
-        "Olmo2ForCausalLM", Heads(), _SILU, _LLAMA_BIASES, RopeFields(10_000.0),
+    "olmo2": family(
+        "Olmo2ForCausalLM", Heads(), SILU, BIASES, RopeFields(10_000.0),
         Fixed(norm_placement="post", qk_norm="all_heads"), epsilon=1e-5,
     ),
     "gpt2": Family("GPT2LMHeadModel", (
         Rename(vocab_size="vocab_size", n_embd="base_emb_dim", n_layer="base_num_decoder_layers"),
         LearnedPositions(),
-        Defaulted("layer_norm_epsilon", "normalization_layer_epsilon", 1e-5), _RANGE, _tied(True),
+        Defaulted("layer_norm_epsilon", "normalization_layer_epsilon", 1e-5), RANGE, ties(True),
         Activation("activation_function", "gelu_new"),
         Fixed(normalization="layer_norm", gated_mlp=False, mlp_bias=True, attention_bias="all"),
         Only("scale_attn_weights", True), Defaulted("scale_attn_by_inverse_layer_idx", "inverse_layer_scaling", False),
         Only("reorder_and_upcast_attn", False),
     )),
-    "mixtral": _family(
-        "MixtralForCausalLM", Heads(kv_heads=8), _SILU, RopeFields(1_000_000.0),
-        LayerTypes("window", 0), Rename(num_local_experts="num_experts"), _EXPERTS_PER_TOKEN, _MIXTURE,
+    "mixtral": family(
+        "MixtralForCausalLM", Heads(kv_heads=8), SILU, RopeFields(1_000_000.0),
+        LayerTypes("window", 0), Rename(num_local_experts="num_experts"), EXPERTS_PER_TOKEN, _MIXTURE,
         Only("router_jitter_noise", 0.0), epsilon=1e-5,
     ),
-    "qwen3_moe": _family(
-        "Qwen3MoeForCausalLM", Heads(kv_heads=4), _SILU, _LLAMA_BIASES, _NORMED_HEADS,
+    "qwen3_moe": family(
+        "Qwen3MoeForCausalLM", Heads(kv_heads=4), SILU, BIASES, NORMED_HEADS,
         RopeFields(10_000.0), LayerTypes("switched window", 4096),
-        Every("num_experts", "num_local_experts", key="num_experts"), _EXPERTS_PER_TOKEN, _EXPERT_WIDTH,
+        Every("num_experts", "num_local_experts", key="num_experts"), EXPERTS_PER_TOKEN, EXPERT_WIDTH,
         Fixed(routed_score_func="softmax"), Defaulted("norm_topk_prob", "norm_topk_prob", False),
         SparseStep(),
     ),
-    "gpt_oss": _family(
+    "gpt_oss": family(
         "GptOssForCausalLM", Heads(kv_heads=8, head_dim=64), Fixed(mlp_activation="clamped_silu", attention_sinks=True,
         expert_bias=True), Only("hidden_act", "silu"), Bias("attention_bias", "all", default=True),
         RopeFields(150_000.0, scaling=_GPT_OSS_SCALING),
@@ -178,48 +180,48 @@ FAMILIES: Mapping[str, Family] = {
         Defaulted("first_k_dense_replace", "first_num_dense_layers", 3),
         Defaulted("n_group", "n_routing_groups", 8), Defaulted("topk_group", "topk_routing_group", 4),
     ),
-    "gemma": _family(
-        "GemmaForCausalLM", Heads(kv_heads=16, head_dim=256), OldGelu(), _LLAMA_BIASES, RopeFields(10_000.0),
+    "gemma": family(
+        "GemmaForCausalLM", Heads(kv_heads=16, head_dim=256), OldGelu(), BIASES, RopeFields(10_000.0),
         Fixed(normalization="rms_norm_plus_one", scale_embeddings=True), _NOT_BIDIRECTIONAL, tied=True,
     ),
-    "ministral": _family(
-        "MinistralForCausalLM", Heads(kv_heads=8), _SILU, RopeFields(10_000.0), LayerTypes("window by layer", 4096)
+    "ministral": family(
+        "MinistralForCausalLM", Heads(kv_heads=8), SILU, RopeFields(10_000.0), LayerTypes("window by layer", 4096)
     ),
-    "ministral3": _family(
-        "Ministral3ForCausalLM", Heads(kv_heads=8, head_dim=128), _SILU,
+    "ministral3": family(
+        "Ministral3ForCausalLM", Heads(kv_heads=8, head_dim=128), SILU,
         PositionScaling(RopeFields(10_000.0, scaling=_MINISTRAL3_SCALING)), LayerTypes("window", 0), epsilon=1e-5,
     ),
     "olmo": Family("OlmoForCausalLM", (
-        _SIZES, _RANGE, _tied(False), Heads(), _SILU, _LLAMA_BIASES, RopeFields(10_000.0),
-        _CLIP,
+        SIZES, RANGE, ties(False), Heads(), SILU, BIASES, RopeFields(10_000.0),
+        CLIP,
         Fixed(normalization="layer_norm_plain", normalization_layer_epsilon=1e-5),
     )),
-    "olmo3": _family(
-        "Olmo3ForCausalLM", Heads(), _SILU, _LLAMA_BIASES, LayerTypes("fixed fourth", 4096),
+    "olmo3": family(
+        "Olmo3ForCausalLM", Heads(), SILU, BIASES, LayerTypes("fixed fourth", 4096),
         RopeByLayerType(500_000.0, 500_000.0, has_field=False),
         Fixed(norm_placement="post", qk_norm="all_heads"), epsilon=1e-5,
     ),
-    "granite": _family(
-        "GraniteForCausalLM", Heads(), _SILU, _LLAMA_BIASES, _MLP_BIAS, RopeFields(10_000.0),
+    "granite": family(
+        "GraniteForCausalLM", Heads(), SILU, BIASES, _MLP_BIAS, RopeFields(10_000.0),
         Defaulted("embedding_multiplier", "embedding_multiplier", 1.0),
         Defaulted("residual_multiplier", "residual_multiplier", 1.0),
         Inverse("logits_scaling", "logits_multiplier", 1.0),
         Inverse("attention_multiplier", "query_pre_attn_scalar", 1.0, power=-2),
     ),
-    "glm": _family(
-        "GlmForCausalLM", Heads(kv_heads=2, head_dim=128), _SILU, Bias("attention_bias", "qkv", default=True),
+    "glm": family(
+        "GlmForCausalLM", Heads(kv_heads=2, head_dim=128), SILU, Bias("attention_bias", "qkv", default=True),
         RopeFields(10_000.0, partial=0.5), epsilon=1.5625e-07,
     ),
-    "glm4": _family(
-        "Glm4ForCausalLM", Heads(kv_heads=2, head_dim=128), _SILU, Bias("attention_bias", "qkv", default=True),
+    "glm4": family(
+        "Glm4ForCausalLM", Heads(kv_heads=2, head_dim=128), SILU, Bias("attention_bias", "qkv", default=True),
         RopeFields(10_000.0, partial=0.5), Fixed(norm_placement="both"), epsilon=1.5625e-07,
     ),
     "cohere": _layer_normed(
-        "CohereForCausalLM", Heads(), _SILU, _LLAMA_BIASES, _MEAN_NORMS, _LOGIT_SCALE, RopeFields(500_000.0),
+        "CohereForCausalLM", Heads(), SILU, BIASES, _MEAN_NORMS, _LOGIT_SCALE, RopeFields(500_000.0),
         Switch("use_qk_norm", "qk_norm", "each_head", "none"), tied=True,
     ),
     "cohere2": _layer_normed(
-        "Cohere2ForCausalLM", Heads(shared_out=True), _SILU, _LLAMA_BIASES, _MEAN_NORMS, _LOGIT_SCALE,
+        "Cohere2ForCausalLM", Heads(shared_out=True), SILU, BIASES, _MEAN_NORMS, _LOGIT_SCALE,
         RopeFields(10_000.0), LayerTypes("fourth", 4096, rotated=False), tied=True,
     ),
     "phi": _layer_normed(
@@ -233,7 +235,7 @@ FAMILIES: Mapping[str, Family] = {
         tied=True, epsilon_name="norm_epsilon",
     ),
     "stablelm": _layer_normed(
-        "StableLmForCausalLM", Heads(kv_heads=32, shared_out=True), _SILU, _LAYER_NORMS, Bias("use_qkv_bias", "qkv"),
+        "StableLmForCausalLM", Heads(kv_heads=32, shared_out=True), SILU, _LAYER_NORMS, Bias("use_qkv_bias", "qkv"),
         Switch("qk_layernorm", "qk_norm", "each_head", "none"), Switch(*_PARALLEL, "one_norm", "none"),
         RopeFields(10_000.0, partial=0.25),
     ),
@@ -245,33 +247,33 @@ FAMILIES: Mapping[str, Family] = {
         RopeFields(10_000.0, partial=0.25, names=("rotary_emb_base", "rotary_pct")),
     ),
     "nemotron": _layer_normed(
-        "NemotronForCausalLM", Heads(), _SQUARED, _PLAIN_MLP, _LLAMA_BIASES, _MLP_BIAS,
+        "NemotronForCausalLM", Heads(), _SQUARED, _PLAIN_MLP, BIASES, _MLP_BIAS,
         Fixed(normalization="layer_norm_plus_one"), RopeFields(10_000.0, partial=0.5), epsilon_name="norm_eps",
     ),
-    "ernie4_5": _family(
-        "Ernie4_5ForCausalLM", Heads(kv_heads=2, head_dim=128), _SILU, _use_bias(False), RopeFields(500_000.0),
+    "ernie4_5": family(
+        "Ernie4_5ForCausalLM", Heads(kv_heads=2, head_dim=128), SILU, _use_bias(False), RopeFields(500_000.0),
         epsilon=1e-5, tied=True,
     ),
-    "seed_oss": _family(
-        "SeedOssForCausalLM", Heads(kv_heads=8, head_dim=128), _SILU, OutBias(), _MLP_BIAS, RopeFields(10_000.0)
+    "seed_oss": family(
+        "SeedOssForCausalLM", Heads(kv_heads=8, head_dim=128), SILU, OutBias(), _MLP_BIAS, RopeFields(10_000.0)
     ),
-    "hunyuan_v1_dense": _family(
-        "HunYuanDenseV1ForCausalLM", Heads(), _SILU, _LLAMA_BIASES, Fixed(qk_norm="head_after_rope"),
+    "hunyuan_v1_dense": family(
+        "HunYuanDenseV1ForCausalLM", Heads(), SILU, BIASES, Fixed(qk_norm="head_after_rope"),
         RopeFields(10_000.0), Only("use_qk_norm", True), epsilon=1e-5,
     ),
-    "exaone4": _family(
-        "Exaone4ForCausalLM", Heads(kv_heads=32), _SILU, _NORMED_HEADS, Fixed(norm_placement="post"),
+    "exaone4": family(
+        "Exaone4ForCausalLM", Heads(kv_heads=32), SILU, NORMED_HEADS, Fixed(norm_placement="post"),
         RopeFields(10_000.0), LayerTypes("fourth", 4096, rotated=False), epsilon=1e-5,
     ),
-    "apertus": _family(
-        "ApertusForCausalLM", Heads(), Activation("hidden_act", "xielu"), _PLAIN_MLP, _LLAMA_BIASES, _NORMED_HEADS,
+    "apertus": family(
+        "ApertusForCausalLM", Heads(), Activation("hidden_act", "xielu"), _PLAIN_MLP, BIASES, NORMED_HEADS,
         RopeFields(12_000_000.0, scaling=_APERTUS_SCALING), epsilon=1e-5,
     ),
-    "arcee": _family(
-        "ArceeForCausalLM", Heads(), _SQUARED, _PLAIN_MLP, _LLAMA_BIASES, _MLP_BIAS, RopeFields(10_000.0), epsilon=1e-5
+    "arcee": family(
+        "ArceeForCausalLM", Heads(), _SQUARED, _PLAIN_MLP, BIASES, _MLP_BIAS, RopeFields(10_000.0), epsilon=1e-5
     ),
-    "helium": _family(
-        "HeliumForCausalLM", Heads(kv_heads=20, head_dim=128), _SILU, Bias("attention_bias", "qkv"), _MLP_BIAS,
+    "helium": family(
+        "HeliumForCausalLM", Heads(kv_heads=20, head_dim=128), SILU, Bias("attention_bias", "qkv"), _MLP_BIAS,
         RopeFields(100_000.0), epsilon=1e-8,
     ),
     **EXPERT_FAMILIES,

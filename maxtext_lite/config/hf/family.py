@@ -1,4 +1,4 @@
-"""What a family of Hugging Face models is, and the parts that most have."""
+"""A family of Hugging Face models, and the parts that most families share."""
 
 from dataclasses import dataclass
 
@@ -7,11 +7,11 @@ from maxtext_lite.config.hf.parts import Activation, Bias, Defaulted, Fixed, OrN
 
 @dataclass(frozen=True)
 class Family:
-    """What a model_type is.
+    """A model_type.
 
     Attributes:
-      architecture: the class that transformers makes of it.
-      parts: the fields of config.json and what they mean; those of a later part win.
+      architecture: its class in transformers.
+      parts: the fields of config.json and their meaning; a later part wins.
     """
 
     architecture: str
@@ -39,6 +39,6 @@ def ties(default: bool) -> Part:
 def family(
     architecture: str, *parts: Part, epsilon: float = 1e-6, tied: bool = False, epsilon_name: str = "rms_norm_eps"
 ) -> Family:
-    """A family with the usual sizes; `epsilon` and `tied` where config.json does not say them."""
+    """A family with the usual sizes; `epsilon` and `tied` apply if config.json does not state them."""
     of_norms = Defaulted(epsilon_name, "normalization_layer_epsilon", epsilon)
     return Family(architecture, (SIZES, RANGE, of_norms, ties(tied), *parts))

@@ -1,4 +1,4 @@
-"""The fields of a config.json as they are read one by one, and the keys that they decide."""
+"""The fields of a config.json, read one by one, and the keys that they decide."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -30,22 +30,22 @@ DEFAULTS: Keys = MappingProxyType({
     "logits_multiplier": 1.0, "mlp_pattern": "moe", "base_shared_mlp_dim": -1, "shared_expert_gate": False,
     "apply_router_weight_on_input": False, "chunk_attn_window_size": 0,
 })  # fmt: skip
-"""What a key is for a family whose config.json does not speak of it: a directory decides every key."""
+"""The keys that a family's config.json has no field for: a directory decides every key."""
 
 WITHOUT_EFFECT = frozenset({
-    # names, versions, number formats
+    # names, versions
     "_name_or_path", "architectures", "finetuning_task", "model_type", "name", "prefix", "tokenizer_class",
     "transformers.js_config", "transformers_version",
     "transformers_weights", "unsloth_fixed", "unsloth_version", "is_llama_config",
     "eod_token_id", "pad_id", "org_vocab_size",
-    # tokens, and how text is drawn from the model
+    # tokens and sampling
     "bad_words_ids", "begin_suppress_tokens", "bos_token_id", "decoder_start_token_id", "diversity_penalty",
     "do_sample", "early_stopping", "encoder_no_repeat_ngram_size", "eos_token_id", "exponential_decay_length_penalty",
     "forced_bos_token_id", "forced_eos_token_id", "length_penalty", "max_length", "min_length",
     "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences", "output_scores", "pad_token_id",
     "remove_invalid_values", "repetition_penalty", "return_dict_in_generate", "sep_token_id", "suppress_tokens",
     "temperature", "top_k", "top_p", "typical_p",
-    # what is returned, cached or made again, and how it is computed
+    # what is returned, cached or recomputed, and by which implementation
     "_attn_implementation", "attn_implementation", "_attn_implementation_autoset", "cache_implementation",
     "chunk_size_feed_forward", "gradient_checkpointing", "output_attentions", "output_hidden_states",
     "output_router_logits", "pretraining_tp", "return_dict", "torchscript", "use_bfloat16", "use_cache",
@@ -55,29 +55,30 @@ WITHOUT_EFFECT = frozenset({
     "id2label", "is_decoder", "is_encoder_decoder", "label2id", "num_labels", "problem_type", "summary_activation",
     "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj", "task_specific_params",
     "tie_encoder_decoder", "cross_attention_hidden_size", "num_nextn_predict_layers",
-    # of training only: dropout, and the losses of routers
+    # training only: dropout and router losses
     "attention_dropout", "hidden_dropout", "residual_dropout", "embedding_dropout",
     "attn_pdrop", "aux_loss_alpha", "classifier_dropout", "embd_pdrop", "resid_pdrop",
     "router_aux_loss_coef", "seq_aux",
 })  # fmt: skip
-"""Fields that leave the logits of a model alone."""
+"""Fields that do not change a model's logits."""
 
 
 MOST_LAYERS = 10_000
-"""Of a model: what is in proportion to its layers, such as `layer_types`, stays small."""
-_LARGEST = 2**31 - 1  # of any other size
+"""The most layers of a model: a bound for what grows with them, such as `layer_types`."""
+_LARGEST = 2**31 - 1  # the bound of every other size
 _TOO_LARGE = f"must be below 2**31. Nearest that works: {_LARGEST}."
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
 
 
 class Fields:
-    """The fields of a config.json that have not been read yet, and what was wrong with those that have.
+    """The fields of a config.json that are still unread, and the problems of those that were read.
 
-    A field that is null is one that is not there.
+    A null field counts as missing.
 
     Attributes:
       problems: sentences, each with the field and its value.
-      names: for each key that has been read, the field that decides it.
+      names: the field that decides each key read so far.
+      has_local_layers: whether a layer has a sliding window, once the layers are read.
     """
 
     def __init__(self, fields: JsonObject) -> None:
@@ -88,13 +89,13 @@ class Fields:
         self.has_local_layers = False
 
     def take(self, name: str, default: object = None) -> Any:
-        """The field's value, which is then read; `default` where it is not there."""
+        """The field's value, marked as read; `default` if it is missing."""
         return self._left.pop(name, default)
 
     def take_entry(self, name: str, entry: str, default: object) -> Any:
-        """An entry of a field that is an object, which is then read; `default` where it is not there."""
+        """An entry of a field that is an object, marked as read; `default` if it is missing."""
         stated = self._left.get(name)
-        if not isinstance(stated, dict):  # whoever reads the field says what is wrong with it
+        if not isinstance(stated, dict):  # refused by the part that reads the field
             return default
         entries = dict(cast("JsonObject", stated))
         value = entries.pop(entry, None)
@@ -102,21 +103,21 @@ class Fields:
         return default if value is None else value
 
     def peek(self, name: str, default: object) -> Any:
-        """The field's value, whether it has been read or not."""
+        """The field's value, read already or not."""
         value = self._all.get(name)
         return default if value is None else value
 
     def is_null(self, name: str) -> bool:
-        """Whether the field is there and says that there is none."""
+        """Whether the field is stated as null."""
         return name in self._all and self._all[name] is None
 
     @property
     def num_layers(self) -> int:
-        """The layers, 0 where their number is wrong."""
+        """The number of layers, 0 if it is wrong."""
         return self.size("num_hidden_layers", 0, most=MOST_LAYERS)
 
     def check_layer_types(self, kinds: Sequence[object], layers: int, window: int, known: Sequence[str]) -> None:
-        """Notes what is wrong with a list of the layers' kinds."""
+        """Notes the problems of a list of the layers' kinds."""
         if layers and len(kinds) != layers:
             self.refuse("layer_types", len(kinds), f"kinds do not name the {layers} layers.")
         odd = [kind for kind in kinds if kind not in known]
@@ -126,13 +127,13 @@ class Fields:
             self.refuse("layer_types", "sliding_attention", "needs a sliding_window.")
 
     def need(self, name: str) -> Any:
-        """The field's value; a problem, and 1, where it is not there."""
+        """The field's value; 1 and a problem if it is missing."""
         if name not in self._left:
             self.problems.append(f"{name} is missing.")
         return self._left.pop(name, 1)
 
     def whole(self, name: str, default: int | None = None, *, least: int = 1) -> int:
-        """The field's value, an integer of at least `least`; a problem, and that, where it is not."""
+        """The field's value, an integer of at least `least`; `least` and a problem if it is not one."""
         value = self.need(name) if default is None else self.take(name, default)
         if is_whole(value, least):
             return value
@@ -141,12 +142,12 @@ class Fields:
         return least
 
     def size(self, name: str, default: int, *, most: int = _LARGEST) -> int:
-        """The value of a field that another part reads and checks; `default` where it is wrong or not there."""
+        """The value of a field that another part reads and checks; `default` if it is wrong or missing."""
         value = self._all.get(name)
         return value if is_whole(value, 1, most) else default
 
     def flag(self, name: str, default: bool) -> bool:
-        """The field's value, true or false; a problem, and `default`, where it is not."""
+        """The field's value, true or false; `default` and a problem if it is neither."""
         value = self.take(name, default)
         if isinstance(value, bool):
             return value
@@ -154,7 +155,7 @@ class Fields:
         return default
 
     def listed(self, name: str) -> list[Any] | None:
-        """The field's value, a list; None where it is not there; a problem, and None, where it is something else."""
+        """The field's value, a list; None if it is missing; None and a problem if it is something else."""
         value = self.take(name)
         if value is None or isinstance(value, list):
             return cast("list[Any] | None", value)
@@ -162,7 +163,7 @@ class Fields:
         return None
 
     def mapping(self, name: str) -> JsonObject:
-        """The field's entries, but for those that are null; a problem, and {}, where it is something else."""
+        """The field's entries that are not null; {} and a problem if it is no object."""
         value = self.take(name)
         if isinstance(value, dict):
             return {entry: each for entry, each in cast("dict[str, Any]", value).items() if each is not None}
@@ -171,18 +172,18 @@ class Fields:
         return {}
 
     def refuse(self, name: str, value: object, why: str) -> None:
-        """Notes that a field has a value that cannot be expressed."""
+        """Notes a value that cannot be expressed."""
         self.problems.append(f"{name}={value_text(value)} {why}")
 
     def drop(self, names: Iterable[str]) -> None:
-        """Reads fields for nothing."""
+        """Marks fields as read."""
         for name in names:
             self._left.pop(name, None)
 
     def check_keys(self, keys: Keys) -> None:
-        """Notes what is wrong with the kinds of values, in the words of the config's schema and with the fields' names.
+        """Notes values of the wrong kind, in the words of the config's schema and with the fields' names.
 
-        Fields that are wrong already are not named again.
+        A field with a problem already is not named again.
         """
         known = {problem.partition("=")[0].partition(" ")[0] for problem in self.problems}
         for key, name in self.names.items():
@@ -196,7 +197,7 @@ class Fields:
         except ValidationError as error:
             for detail in error.errors():
                 key = str(detail["loc"][0])
-                name = self.names.get(key, "")  # what no field decides by itself follows from what does
+                name = self.names.get(key, "")  # a key without a field of its own follows from others
                 if name and name not in known:
                     self.refuse(name, detail["input"], detail["msg"].removeprefix("Value error, "))
 
@@ -204,7 +205,7 @@ class Fields:
         """Reads the fields about the files: the weights' number format, and code that comes with them.
 
         Args:
-          architecture: the family's class; code of classes named as the family's is what transformers has too.
+          architecture: the family's class; code for classes of that name is the code that transformers has.
         """
         formats = {name: self.take(name) for name in ("dtype", "torch_dtype")}
         stated = {name: str(value).removeprefix("torch.") for name, value in formats.items() if value is not None}
@@ -224,10 +225,10 @@ class Fields:
                     )  # fmt: skip
 
     def unknown(self, kind: str) -> list[str]:
-        """A problem for each field that nobody has read."""
+        """A problem for each field that no part has read."""
         problems: list[str] = []
         for name, value in self._left.items():
-            if value is False or value in ([], {}):  # what is off, or empty, changes nothing
+            if value is False or value in ([], {}):  # off or empty: changes nothing
                 continue
             problems.append(
                 f"{value_text(name)}={value_text(value)} is not a field of {kind} that maxtext_lite knows, and could "
@@ -242,7 +243,7 @@ def is_whole(value: object, least: int, most: int = _LARGEST) -> TypeGuard[int]:
 
 
 def same_architecture(one: Keys, other: Keys) -> list[str]:
-    """The keys in which two models differ, but for those that say the same in two ways.
+    """The keys in which two models differ; two ways of stating the same thing are no difference.
 
     Args:
       one: keys from a config.json.
@@ -253,7 +254,7 @@ def same_architecture(one: Keys, other: Keys) -> list[str]:
 
 
 def _plain(keys: Keys) -> Keys:
-    """The keys in one way of saying them."""
+    """The keys in one normal form."""
     plain = dict(keys)
     layers = plain["base_num_decoder_layers"]
     kinds = [kind.strip() for kind in str(plain["layer_pattern"]).split(",")]
@@ -290,6 +291,6 @@ _OF_EXPERTS = (
     "apply_router_weight_on_input",
 )  # fmt: skip
 _USUAL: JsonObject = {"beta_fast": 32, "beta_slow": 1, "truncate": True, "offset": 0, "layers": "all"}
-"""Entries of a rope_scaling or position_temperature that may as well be left out."""
+"""Entries of a rope_scaling or position_temperature that equal their defaults."""
 
 assert set(_USUAL) <= {*RopeScaling.__dataclass_fields__, *PositionTemperature.__dataclass_fields__}

@@ -1,4 +1,4 @@
-"""What a directory of parameters says of a config: the layer between a model's file and what the user states."""
+"""The keys that a directory of parameters decides: the layer between a model's file and what the user states."""
 
 import dataclasses
 import re
@@ -17,7 +17,7 @@ TOKENIZER_KEYS = ("tokenizer_type", "tokenizer_path")
 
 
 def directory_origin(path: str) -> str | None:
-    """The config.json that `load_parameters_path` brings along, as messages call it; None where it has none."""
+    """The config.json of `load_parameters_path`, as messages call it; None if there is none."""
     directory = hf_directory(path) if path else None
     return None if directory is None else str(directory / "config.json")
 
@@ -29,10 +29,10 @@ def directory_values(
 
     Args:
       stated: the keys that the user's files, command line or model_name state, with where.
-      max_target_length: what it is where nobody states it.
+      max_target_length: its value if the user does not state it.
     Returns:
-      All keys of the architecture; `dtype`, where the weights are stored in bfloat16; and the tokenizer, unless one is
-      stated. And a refusal for each stated key that contradicts the architecture.
+      All keys of the architecture; `dtype`, if the weights are stored in bfloat16; and the tokenizer, unless one is
+      stated. Also a refusal for each stated key that contradicts the architecture.
     """
     directory = hf_directory(path)
     assert directory is not None, path
@@ -85,7 +85,7 @@ def directory_values(
 
 
 def in_its_fields(path: str, refusals: list[Refusal], origins: Mapping[str, str]) -> list[Refusal]:
-    """The refusals, of which those of keys that a directory decides name its config.json and the fields there.
+    """The refusals; those of keys that a directory decides name its config.json and the fields there.
 
     Args:
       origins: where each key's value comes from.
@@ -110,14 +110,14 @@ def in_its_fields(path: str, refusals: list[Refusal], origins: Mapping[str, str]
 
 
 def _plain(value: object) -> object:
-    """A value of a LoRA key; targets in any order."""
+    """A LoRA key's value, with targets in sorted order."""
     return sorted(name.strip() for name in value.split(",")) if isinstance(value, str) else value
 
 
 def _agrees(key: str, value: object, keys: Keys) -> bool:
-    if key == "initializer_range" or value == keys[key]:  # nothing is initialised
+    if key == "initializer_range" or value == keys[key]:  # no parameter is initialised
         return True
-    if value is None and keys[key] == {}:  # two ways of saying that there is none
+    if value is None and keys[key] == {}:  # two ways to state none
         return True
     number = (int, float)
     if type(value) is not type(keys[key]) and not (isinstance(value, number) and isinstance(keys[key], number)):

@@ -1,4 +1,4 @@
-"""The parts of config.json that say which layers have experts, and which keep to chunks."""
+"""The parts of config.json about which layers have experts, and which attend within chunks."""
 
 from collections.abc import Sequence
 
@@ -9,14 +9,14 @@ from maxtext_lite.config.sections import ModelConfig
 
 
 def layers_with_experts(config: ModelConfig) -> list[bool]:
-    """For each layer, whether it has experts, in a model that has some."""
+    """Whether each layer of a model with experts has them."""
     kinds, first = config.mlp_kinds, config.first_num_dense_layers
     layers = range(config.base_num_decoder_layers)
     return [layer >= first and kinds[layer % len(kinds)] == "moe" for layer in layers]
 
 
 def _keys(has_experts: Sequence[bool], fields: Fields, name: str) -> Keys:
-    """What says it in keys: dense layers before all others, or a pattern.
+    """The keys for these layers: the number of dense layers before all others, or a pattern.
 
     Args:
       name: the field that decides.
@@ -35,7 +35,7 @@ def _keys(has_experts: Sequence[bool], fields: Fields, name: str) -> Keys:
 
 
 def _numbers(name: str, fields: Fields) -> list[int] | None:
-    """A field's value, a list of numbers of layers; None where it is not there."""
+    """A field's value, a list of layers' numbers; None if it is missing."""
     stated = fields.listed(name)
     wrong = [each for each in stated or () if isinstance(each, bool) or not isinstance(each, int)]
     if wrong:
@@ -45,7 +45,7 @@ def _numbers(name: str, fields: Fields) -> list[int] | None:
 
 
 class SparseStep(Part):
-    """Qwen's: every `decoder_sparse_step`th layer has experts, but for `mlp_only_layers`."""
+    """Qwen's: every `decoder_sparse_step`th layer has experts, except `mlp_only_layers`."""
 
     def read(self, fields: Fields) -> Keys:
         """See Part."""
@@ -83,7 +83,7 @@ class LayerInterval(Part):
             for every in range(1, len(has) + 1)
             if numbers == [layer for layer in range(start, end + 1) if (layer + 1) % every == 0]
         ]
-        every = fitting[0] if fitting else 1  # what then is not said keeps the family from being written
+        every = fitting[0] if fitting else 1  # a round trip then fails, and the family is not written
         return {"moe_layer_start_index": start, "moe_layer_end_index": end, "moe_layer_interval": every}
 
 
@@ -104,8 +104,8 @@ class InterleavedStep(Part):
 
 
 class ChunkedLayers(Part):
-    """Llama 4's layers: rotated ones keep to chunks, and others, every fourth or as `no_rope_layers` says (1: rotated),
-    see everything, with queries that may grow with their positions."""
+    """Llama 4's layers: rotated ones attend within chunks. Every fourth, or those with a 0 in `no_rope_layers`, is not
+    rotated and attends to everything, with queries that may grow with their positions."""
 
     def read(self, fields: Fields) -> Keys:
         """See Part."""

@@ -1,4 +1,4 @@
-"""The config with which the model of a directory is used, whether a run has made it or it came from elsewhere."""
+"""The config for the model of a directory, made by a run or from elsewhere."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,10 +13,10 @@ from maxtext_lite.config.schema import Config
 
 
 def hf_config(directory: Path, overrides: Sequence[str] = ()) -> Config:
-    """The config with which a Hugging Face directory's model is used: its architecture, tokenizer and number formats.
+    """The config for a Hugging Face directory's model: its architecture, tokenizer and number formats.
 
     Raises:
-      UserError: it is not such a directory, or its model cannot be expressed.
+      UserError: it is no such directory, or its model cannot be expressed.
     """
     if not has_hf_weights(directory):
         raise UserError(f"{directory} is not a Hugging Face directory: it has no config.json.")
@@ -24,7 +24,7 @@ def hf_config(directory: Path, overrides: Sequence[str] = ()) -> Config:
     assert carried is not None
     stored = stored_dtype(read_object(carried / "config.json"))
     formats = [f"weight_dtype={'bfloat16' if stored == 'bfloat16' else 'float32'}"]
-    # Without a tokenizer there is no text; the model still takes tokens.
+    # Without a tokenizer the model still takes tokens.
     tokens = [] if tokenizer_keys(carried) else ["dataset_type=synthetic", "tokenizer_type=byte"]
     return load_config(None, [f"load_parameters_path={directory}", *tokens, *formats, *overrides])
 
@@ -33,7 +33,7 @@ def directory_config(directory: Path, dtype: str) -> Config:
     """The config of a run or of a Hugging Face directory.
 
     Args:
-      dtype: of activations; "": as the directory says.
+      dtype: of activations; "": the directory's.
     Raises:
       UserError: it is neither.
     """
@@ -50,4 +50,4 @@ def directory_config(directory: Path, dtype: str) -> Config:
     carried = hf_directory(directory)
     if carried is None or not config.tokenizer_path or Path(config.tokenizer_path).exists():
         return config
-    return config.model_copy(update=tokenizer_keys(carried))  # the directory has been moved
+    return config.model_copy(update=tokenizer_keys(carried))  # the directory was moved

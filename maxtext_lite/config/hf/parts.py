@@ -1,4 +1,4 @@
-"""The parts of which families of config.json are made: each owns some fields and some keys, in both directions."""
+"""The parts that families of config.json are made of: each translates some fields to keys and back."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -9,20 +9,20 @@ from maxtext_lite.config.sections import ModelConfig
 
 
 class Part:
-    """Some fields and what they mean.
+    """Some fields of config.json and their meaning.
 
     Attributes:
-      keys: the keys that are fields under other names, by these.
+      keys: for each field that is a key under another name, that key.
     """
 
     keys: Mapping[str, str] = MappingProxyType({})
 
     def read(self, fields: Fields) -> Keys:
-        """The keys that the fields decide; `fields` notes which field decides which, and what is wrong with them."""
+        """The keys that the fields decide; `fields` notes which field decides which key, and every problem."""
         raise NotImplementedError
 
     def write(self, config: ModelConfig) -> JsonObject:
-        """The fields that say what the keys do."""
+        """The fields that state the keys."""
         return {name: getattr(config, key) for name, key in self.keys.items()}
 
     def _note_names(self, fields: Fields) -> None:
@@ -30,7 +30,7 @@ class Part:
 
 
 class Rename(Part):
-    """Fields that must be there and are keys under another name."""
+    """Required fields that are keys under another name."""
 
     def __init__(self, **keys: str) -> None:
         self.keys = keys
@@ -42,7 +42,7 @@ class Rename(Part):
 
 
 class Defaulted(Part):
-    """A field that is a key under another name, and has a default."""
+    """A field with a default that is a key under another name."""
 
     def __init__(self, name: str, key: str, default: object) -> None:
         self.keys, self._default = {name: key}, default
@@ -54,7 +54,7 @@ class Defaulted(Part):
 
 
 class Every(Part):
-    """One key under several names; all that are there agree."""
+    """One key under several names, which must agree."""
 
     def __init__(self, *names: str, key: str) -> None:
         self.keys, self._key = dict.fromkeys(names, key), key
@@ -74,7 +74,7 @@ class Every(Part):
 
 
 class Fixed(Part):
-    """Keys that are the same for every model of the family."""
+    """Keys with the same value in every model of the family."""
 
     def __init__(self, **values: object) -> None:
         self._values = values
@@ -86,7 +86,7 @@ class Fixed(Part):
 
 
 class Only(Part):
-    """A field whose one value is what maxtext_lite computes; where `key` is given, it is that key too."""
+    """A field that must have one value, the one that maxtext_lite computes; with `key`, also that key's value."""
 
     def __init__(self, name: str, value: object, *, key: str | None = None) -> None:
         self._name, self._value, self._key = name, value, key
@@ -105,7 +105,7 @@ class Only(Part):
 
 
 class Ignored(Part):
-    """Fields of the family that leave the logits alone, as transformers does not look at them."""
+    """Fields of the family that transformers does not read."""
 
     def __init__(self, *names: str) -> None:
         self._names = names
@@ -122,7 +122,7 @@ class Ignored(Part):
 
 
 class ExpertGroups(Part):
-    """DeepSeek-V2's choice of experts: `greedy` among all of them whatever groups are named, or in the best groups."""
+    """DeepSeek-V2's choice of experts: `greedy` among all of them, even if groups are stated, or in the best groups."""
 
     keys = MappingProxyType({"n_group": "n_routing_groups", "topk_group": "topk_routing_group"})
 
@@ -150,10 +150,10 @@ class Heads(Part):
     """The attention heads.
 
     Args:
-      kv_heads: `num_key_value_heads` where it is not said; None: as many as of the queries.
-      head_dim: the same of `head_dim`; None, or null in config.json: the queries' share of the stream.
-      shared_out: the heads share the stream out, whatever `head_dim` says.
-      grouped: queries share keys; False: each has its own, whatever `num_key_value_heads` says.
+      kv_heads: the default of `num_key_value_heads`; None: one for each query head.
+      head_dim: the default of `head_dim`; None, or null in config.json: hidden_size / num_attention_heads.
+      shared_out: the width is hidden_size / num_attention_heads, and `head_dim` may not state another.
+      grouped: query heads may share kv heads; False: each has its own, and `num_key_value_heads` is not read.
     """
 
     keys = MappingProxyType({**_HEADS, "head_dim": "head_dim"})
@@ -194,7 +194,7 @@ class Heads(Part):
 
 
 class LearnedPositions(Part):
-    """GPT-2's sizes: heads share the stream out, `n_positions` are learned, the mlp has `n_inner` or four times."""
+    """GPT-2's sizes: n_embd / n_head dims a head, `n_positions` learned positions, an mlp of `n_inner` or 4 n_embd."""
 
     def read(self, fields: Fields) -> Keys:
         """See Part."""
@@ -228,7 +228,7 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_t
 
 
 class Activation(Part):
-    """The mlp's activation. Gemma's first configs call it `hidden_act`, which transformers does not look at."""
+    """The mlp's activation. Gemma's first configs call it `hidden_act`, which transformers does not read."""
 
     def __init__(self, name: str, default: str) -> None:
         self._name, self._default = name, default
@@ -268,7 +268,7 @@ class Bias(Part):
 
 
 class OrNull(Defaulted):
-    """A field that is a key under another name, where null is what 0 is to the key: none."""
+    """A field that is a key under another name, null where the key is 0: off."""
 
     def read(self, fields: Fields) -> Keys:
         """See Part."""
@@ -283,7 +283,7 @@ class OrNull(Defaulted):
 
 
 class QueryScalar(Part):
-    """What scores are divided by the root of, in Gemma."""
+    """Gemma's number whose square root divides the scores."""
 
     def read(self, fields: Fields) -> Keys:
         """See Part."""
@@ -297,7 +297,7 @@ class QueryScalar(Part):
 
 
 class LatentWidths(Part):
-    """DeepSeek's attention; a head is its dims that are not rotated and those that are."""
+    """DeepSeek's attention; a head is its unrotated dims and then its rotated ones."""
 
     keys = MappingProxyType(_HEADS)
     _WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")

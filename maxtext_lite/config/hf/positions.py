@@ -1,4 +1,4 @@
-"""The parts of config.json that say how positions act: rotation and its scaling, windows, layers without either."""
+"""The parts of config.json about positions: rotation and its scaling, sliding windows, layers without rotation."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -13,12 +13,12 @@ class RopeFields(Part):
     """Rotary positions: `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` of version 4.
 
     Args:
-      theta: the base of wavelengths where none is named.
-      partial: the family rotates a share of each head: this one, where none is named.
-      scaling: what there is where neither field is there.
-      names: those of the fields of the base and of the share.
-      original: `original_max_position_embeddings`, where the family has that field, and it is not said.
-      types: the rope_types of this family, where it has not all of them, by the words for each.
+      theta: the default base of wavelengths.
+      partial: the default share of a head that is rotated; None: the family rotates whole heads.
+      scaling: `rope_parameters` if a config.json has neither field.
+      names: of the fields for the base and the share.
+      original: the default of `original_max_position_embeddings`, for a family with that field.
+      types: the only rope_types of this family, by the words for each; {}: all of them.
     """
 
     def __init__(
@@ -71,17 +71,17 @@ class RopeFields(Part):
 
 
 def is_unsaid(fields: Fields) -> bool:
-    """Whether a config.json leaves the rotation to the family's defaults: an empty object does not."""
+    """Whether a config.json leaves the rotation to the family's defaults; an empty `rope_parameters` does not."""
     return fields.peek("rope_parameters", None) is None and not fields.peek("rope_scaling", None)
 
 
 def _stated(
     fields: Fields, name: str, mapping: str, parameters: JsonObject, default: Any, field: str | None = None
 ) -> Any:
-    """What a field says, or the entry of that name in a field that is a mapping: both, where both are there.
+    """A field's value, or the entry of that name in a mapping; if both are stated, they must agree.
 
     Args:
-      field: the field's own name, where it has another.
+      field: the field's name, if it differs from the entry's.
     """
     value, entry = fields.take(field or name), parameters.pop(name, None)
     if value is not None and entry is not None and value != entry:
@@ -94,11 +94,11 @@ def _rope_fields(theta: float, config: ModelConfig, more: JsonObject) -> JsonObj
     scaling = None if config.rope_scaling is None else config.rope_scaling.to_mapping()
     kind: JsonObject = scaling or {"rope_type": "default"}
     length = {}
-    if kind["rope_type"] == "dynamic":  # transformers takes the original length from here
+    if kind["rope_type"] == "dynamic":  # where transformers reads the original length
         length = {"max_position_embeddings": kind["original_max_position_embeddings"]}
-    if kind["rope_type"] == "longrope":  # a family with this field looks nowhere else
+    if kind["rope_type"] == "longrope":  # a family with this field reads no other
         length = {"original_max_position_embeddings": kind["original_max_position_embeddings"]}
-    if kind["rope_type"] == "ntk":  # as Hunyuan says it
+    if kind["rope_type"] == "ntk":  # in Hunyuan's words
         kind = {"rope_type": "dynamic", "factor": 1.0, "alpha": kind["factor"]}
     new = {"rope_theta": theta, **kind, **more}
     return {"rope_parameters": new, "rope_theta": theta, "rope_scaling": None if scaling is None else new} | length
@@ -117,7 +117,7 @@ _SCALINGS = {
 
 
 def _scaling(name: str, parameters: JsonObject, fields: Fields) -> JsonObject:
-    """A rope_scaling mapping from what is left of rotary parameters without their base."""
+    """A rope_scaling mapping from rotary parameters without their base."""
     given = {entry: value for entry, value in parameters.items() if value is not None}
     old_name = given.pop("type", None)
     kind = given.pop("rope_type", old_name or "default")
@@ -128,7 +128,7 @@ def _scaling(name: str, parameters: JsonObject, fields: Fields) -> JsonObject:
         return {}
     if old_name is not None and old_name != kind:
         fields.refuse(name, parameters, "names two types: rope_type and type.")
-    if kind == "dynamic" and given.get("alpha"):  # Hunyuan's, which looks at nothing else
+    if kind == "dynamic" and given.get("alpha"):  # Hunyuan's, which reads nothing else
         return {"rope_type": "ntk", "factor": given["alpha"]}
     if kind not in list(_SCALINGS):
         fields.refuse(name, kind, f"cannot be expressed: a rope_type must be default, {any_of(list(_SCALINGS))}.")
@@ -138,7 +138,7 @@ def _scaling(name: str, parameters: JsonObject, fields: Fields) -> JsonObject:
         fields.refuse("max_position_embeddings", length, "is not an integer of at least 1.")
         length = 1
     if "original_max_position_embeddings" in _SCALINGS[kind]:
-        if kind == "dynamic":  # transformers looks nowhere else
+        if kind == "dynamic":  # transformers reads max_position_embeddings alone
             given.pop("original_max_position_embeddings", None)
         original = given.setdefault("original_max_position_embeddings", length)
         if original is None:
@@ -147,7 +147,7 @@ def _scaling(name: str, parameters: JsonObject, fields: Fields) -> JsonObject:
         elif kind == "longrope" and "factor" not in given and length is not None and is_whole(original, 1):
             given["factor"] = max(length / original, 1.0)
     if kind == "yarn" and given.get("attention_factor") is not None:
-        # An attention_factor wins over these two in the rotation, but mscale_all_dim also acts on DeepSeek's scores.
+        # An attention_factor overrides both in the rotation, but mscale_all_dim also scales DeepSeek's scores.
         given.pop("mscale", None)
     for entry in given:
         if entry not in _SCALINGS[kind]:
@@ -156,11 +156,11 @@ def _scaling(name: str, parameters: JsonObject, fields: Fields) -> JsonObject:
 
 
 class RopeByLayerType(Part):
-    """Rotary positions by the kind of layer: local ones have a base of their own, without scaling.
+    """Rotary positions by the kind of layer: local layers have a base of their own and no scaling.
 
     Args:
-      theta, local_theta: the bases where none is named.
-      has_field: the local one has a field, `rope_local_base_freq`.
+      theta, local_theta: the default bases.
+      has_field: the local base has a field, `rope_local_base_freq`.
     """
 
     def __init__(self, theta: float = 1_000_000.0, local_theta: float = 10_000.0, *, has_field: bool = True) -> None:
@@ -201,7 +201,7 @@ class RopeByLayerType(Part):
     def write(self, config: ModelConfig) -> JsonObject:
         """See Part."""
         whole = _rope_fields(config.rope_max_timescale, config, {})
-        whole.pop("original_max_position_embeddings", None)  # here it is read from rope_parameters alone
+        whole.pop("original_max_position_embeddings", None)  # only rope_parameters is read for it
         local = config.rope_local_max_timescale or config.rope_max_timescale
         by_type = {
             "full_attention": whole["rope_parameters"],
@@ -216,8 +216,8 @@ _KINDS = {_LOCAL: "local", GLOBAL: "global", "nope": "nope", CHUNKED: "chunked"}
 
 
 def pattern_of(kinds: Sequence[str]) -> str:
-    """The shortest beginning that the layers repeat."""
-    # borders[i]: the longest beginning of the first i + 1 kinds that is also their end, and not all of them.
+    """The shortest pattern whose repetition gives the layers' kinds."""
+    # borders[i]: the length of the longest proper prefix of the first i + 1 kinds that is also their suffix.
     borders = [0] * len(kinds)
     for layer in range(1, len(kinds)):
         length = borders[layer - 1]
@@ -229,7 +229,7 @@ def pattern_of(kinds: Sequence[str]) -> str:
 
 
 def layer_kinds(config: ModelConfig) -> list[str]:
-    """What config.json calls each layer; of one that is not rotated, nope."""
+    """Each layer's kind in the words of config.json, and nope for a layer that is not rotated."""
     kinds = {kind: name for name, kind in _KINDS.items()}
     pattern = config.pattern
     return [kinds.get(pattern[layer % len(pattern)], "?") for layer in range(config.base_num_decoder_layers)]
@@ -239,13 +239,13 @@ class LayerTypes(Part):
     """Which layers have a sliding window.
 
     Args:
-      style: how a config without `layer_types` says it. window: all, where `sliding_window` is there; "window by
-        layer": so too; switched: those from `max_window_layers` on, where `use_sliding_window` is true; from: the same
-        without a switch; "switched alternating": of those before it the first, third, ..., where it is true; "switched
-        window": all, where it is; alternating: the first, third, ...; sixth, fourth: all but every
-        `sliding_window_pattern`th; "fixed fourth": all but every fourth.
-      window: `sliding_window` where the field is not there; 0: none.
-      rotated: layers without a window are rotated; False: they are not, beside layers that have one.
+      style: which layers have one if config.json has no `layer_types`. window: all, and it never has `layer_types`;
+        "window by layer": all; from: those from `max_window_layers` on; alternating: the first, third, ...; sixth,
+        fourth: all but every `sliding_window_pattern`th; "fixed fourth": all but every fourth. If `use_sliding_window`
+        is true, and otherwise none, switched: as from; "switched window": as window; "switched alternating": the
+        first, third, ... before `max_window_layers`.
+      window: the default of `sliding_window`; 0: none.
+      rotated: layers without a window are rotated; False: not in a model that has a window.
     """
 
     def __init__(
@@ -281,7 +281,7 @@ class LayerTypes(Part):
         stated = fields.listed("layer_types") if self._style not in ("window", "switched window") else None
         every = self._every
         if self._style in ("sixth", "fourth"):
-            fields.drop(["sliding_window_pattern"] if stated is not None or not window else [])  # looked at by nobody
+            fields.drop(["sliding_window_pattern"] if stated is not None or not window else [])  # not read then
             every = fields.whole("sliding_window_pattern", every)
         fields.names |= {"layer_pattern": "layer_types", "sliding_window_size": "sliding_window"}
         if not (on and window):
@@ -315,16 +315,16 @@ class LayerTypes(Part):
                 "sliding_window": window, "max_window_layers": first, "layer_types": kinds,
             } | ({} if self._style == "from" else {"use_sliding_window": bool(window)})  # fmt: skip
         if not self._rotated:
-            plain = GLOBAL in kinds  # rotated and without a window, which it is where no layer has one
+            plain = GLOBAL in kinds  # rotated without a window, as all layers are if none has a window
             kinds = [GLOBAL if kind == "nope" else kind for kind in kinds]
             return {"sliding_window": None if plain else window or self._window, "layer_types": kinds}
         return {"sliding_window": window or self._window, "layer_types": kinds}
 
 
 class WithoutRotation(Part):
-    """SmolLM3's layers that are not rotated: every fourth, or as `no_rope_layers` says (1: rotated).
+    """SmolLM3's layers that are not rotated: every fourth, or those with a 0 in `no_rope_layers`.
 
-    With `use_sliding_window` those have a window, or the layers that `layer_types` names.
+    With `use_sliding_window` these have a window, or else the layers that `layer_types` names.
     """
 
     def read(self, fields: Fields) -> Keys:

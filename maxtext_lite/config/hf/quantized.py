@@ -1,4 +1,4 @@
-"""The `quantization_config` of a config.json: which format its weights are stored in, refused where none is read."""
+"""The `quantization_config` of a config.json: the format of its weights, refused if it cannot be read."""
 
 from collections.abc import Mapping
 from typing import Any, cast
@@ -9,8 +9,8 @@ from maxtext_lite.config.hf.fields import Fields, JsonObject
 FIELD = "quantization_config"
 
 _SKIPPED = frozenset({"modules_to_not_convert"})
-# For each format the entries that say nothing that its tensors do not say too, or that are about activations, caches
-# and kernels, which are not those of a run here. Another one could change the numbers and is refused.
+# The known entries of each format: the tensors say the same, or they are about activations, caches and kernels, which a
+# run here does not take from the checkpoint. Any other entry could change the numbers and is refused.
 FORMATS: Mapping[str, frozenset[str]] = {
     "mxfp4": _SKIPPED | {"dequantize"},
     "fp8": _SKIPPED | {"activation_scheme", "dequantize", "fmt", "ignored_layers", "scale_fmt", "weight_block_size"},
@@ -25,29 +25,29 @@ FORMATS: Mapping[str, frozenset[str]] = {
         "llm_int8_skip_modules", "llm_int8_threshold", "load_in_4bit", "load_in_8bit",
     }),
 }  # fmt: skip
-"""What is read, by quant_method, with the entries of `quantization_config` that each may have."""
+"""The formats that are read, by quant_method, with the entries of `quantization_config` that each may have."""
 
 _NEAREST = {
     "mxfp8": "fp8",
     "nvfp4": "mxfp4",
-}  # elsewhere compressed-tensors, in which GPTQ's and AWQ's results come too
+}  # of any other compressed-tensors, which stores the results of GPTQ and AWQ too
 _STORED_AS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "mixed-precision")
 _WEIGHTS = {"type": ("int", "float"), "strategy": ("tensor", "channel", "group", "block")}
 
 
 def quantization_of(fields: JsonObject) -> JsonObject:
-    """The `quantization_config` of a config.json, with its quant_method; {} where it has none, or one of no use."""
+    """The `quantization_config` of a config.json, with its quant_method; {} if it has none or no object."""
     stated = fields.get(FIELD)
     if not isinstance(stated, dict):
         return {}
     found = {name: value for name, value in cast("dict[str, Any]", stated).items() if value is not None}
     if "quant_method" not in found and (found.get("load_in_4bit") or found.get("load_in_8bit")):
-        found["quant_method"] = "bitsandbytes"  # as its first versions were saved
+        found["quant_method"] = "bitsandbytes"  # which its first versions did not name
     return found
 
 
 def check_quantization(fields: Fields) -> None:
-    """Reads `quantization_config`, and notes what of it is not read."""
+    """Reads `quantization_config`, and notes its problems."""
     stated = fields.take(FIELD)
     if stated is None or stated == {}:
         return
@@ -81,7 +81,7 @@ def _refuse(fields: Fields, method: str, name: str, value: object, why: str) -> 
 
 
 def _check_groups(fields: Fields, found: JsonObject) -> None:
-    """Notes what of the groups of compressed-tensors is not read."""
+    """Notes the problems of compressed-tensors' groups."""
     method = "compressed-tensors"
     stored = found.get("format")
     if stored not in _STORED_AS:
@@ -108,7 +108,7 @@ def _check_groups(fields: Fields, found: JsonObject) -> None:
 
 
 def weight_groups(quantization: JsonObject) -> list[JsonObject]:
-    """How compressed-tensors stores the weights of each of its `config_groups`."""
+    """The `weights` of each of compressed-tensors' `config_groups`."""
     groups = quantization.get("config_groups")
     values: list[Any] = list(cast("dict[str, Any]", groups).values()) if isinstance(groups, dict) else []
     weights = [cast("dict[str, Any]", group).get("weights") for group in values if isinstance(group, dict)]

@@ -1,4 +1,4 @@
-"""Parts of config.json that say a term of the decoder in words of their own: switches, inverses, temperatures."""
+"""The parts of config.json that state a term of the decoder another way: switches, inverses, temperatures."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from maxtext_lite.config.sections import ModelConfig
 
 
 class OldGelu(Part):
-    """Gemma's first configs: gelu is meant as its approximation, and what `hidden_activation` says is the same."""
+    """Gemma 1's activation: its `gelu` means the tanh approximation, and `hidden_activation` may only repeat it."""
 
     _MEANT = "gelu_pytorch_tanh"
 
@@ -28,10 +28,10 @@ class OldGelu(Part):
 
 
 class Switch(Part):
-    """A field that is true or false, and a key that then has one of two values.
+    """A field that is true or false, and a key with a value for each.
 
     Args:
-      also: other keys that follow it, with their values where it is true and where it is false.
+      also: other keys that follow the field, with their values for true and for false.
     """
 
     def __init__(self, name: str, key: str, on: object, off: object, *, default: bool = False, **also: Any) -> None:
@@ -49,7 +49,7 @@ class Switch(Part):
 
 
 class OutBias(Part):
-    """Seed-OSS's biases: of queries, keys and values, and of the output."""
+    """Seed-OSS's biases, of queries, keys and values, and of the output."""
 
     def read(self, fields: Fields) -> Keys:
         """See Part."""
@@ -64,15 +64,15 @@ class OutBias(Part):
 
 
 def _rounded(value: float) -> float:
-    """To 12 digits: far finer than float32, and what it was made of is found again."""
+    """To 12 digits: far finer than float32, and few enough that the inverse gives the original number."""
     return float(f"{value:.12g}")
 
 
 class Inverse(Part):
-    """A field that is 1 over a key, or 1 over its root.
+    """A field that is 1 over a key, or 1 over a key's square root.
 
     Args:
-      power: -1, or -2 where the field is a multiplier of scores and the key what they are divided by the root of.
+      power: -1, or -2 if the field multiplies scores and the key's square root divides them.
     """
 
     def __init__(self, name: str, key: str, default: float, *, power: int = -1) -> None:
@@ -89,15 +89,15 @@ class Inverse(Part):
 
     def write(self, config: ModelConfig) -> JsonObject:
         """See Part."""
-        value = getattr(config, self._key) or config.head_dim  # the one key that may be 0 then means this
+        value = getattr(config, self._key) or config.head_dim  # query_pre_attn_scalar=0 means head_dim
         return {self._name: _rounded(value ** (1 / self._power))}
 
 
 class PositionScaling(Part):
-    """Ministral 3's rotation, and queries that grow with every original length of it.
+    """Ministral 3's rotation, and queries that grow with each multiple of its original length.
 
     Args:
-      rope: the rotation without that.
+      rope: the rotation alone.
     """
 
     _ENTRY = "llama_4_scaling_beta"
@@ -110,7 +110,7 @@ class PositionScaling(Part):
         scale = None
         for name in ("rope_parameters", "rope_scaling"):
             scale = fields.take_entry(name, self._ENTRY, scale)
-            fields.take_entry(name, "max_position_embeddings", None)  # which nobody looks at
+            fields.take_entry(name, "max_position_embeddings", None)  # not read by transformers
         if is_unsaid(fields):
             scale = 0.1
         keys = self._rope.read(fields)
@@ -130,11 +130,12 @@ class PositionScaling(Part):
 
 
 class MultipliedRope(Part):
-    """Phi-3.5-MoE's rotation: with longrope, what cosines and sines are multiplied by has two fields of its own, and of
-    the factors transformers takes the short ones, whatever the length.
+    """Phi-3.5-MoE's rotation: longrope with a multiplier of cosines and sines for short and for long documents.
+
+    transformers uses the short factors at every length, and so does this.
 
     Args:
-      rope: the rotation without them.
+      rope: the rotation without the multipliers.
     """
 
     _ENTRIES = ("short_mscale", "long_mscale")
@@ -176,10 +177,10 @@ class MultipliedRope(Part):
 
 
 class RotaryDim(Part):
-    """MiniMax's rotation, whose share of a head is also said in dims.
+    """MiniMax's rotation, whose share of a head is also stated in dims.
 
     Args:
-      rope: the rotation without that.
+      rope: the rotation without `rotary_dim`.
     """
 
     def __init__(self, rope: RopeFields) -> None:
@@ -199,7 +200,7 @@ class RotaryDim(Part):
 
 
 class SharedWidth(Part):
-    """Granite's width of the mlp that every token goes to; 0: there is none."""
+    """Granite's width of the shared expert; 0: there is none."""
 
     def read(self, fields: Fields) -> Keys:
         """See Part."""

@@ -1,4 +1,4 @@
-"""Models of which only the part that writes text is built, and those of which nothing is, with the reason."""
+"""Models of which only the text part is built, and models that are not built, with the reason."""
 
 import re
 from collections.abc import Mapping
@@ -31,8 +31,8 @@ TOWERS: Mapping[str, Mapping[str, JsonObject]] = {
     "mistral3": {"mistral": _MISTRAL3, "ministral3": _MINISTRAL3},
     "llama4": {"llama4_text": _LLAMA4},
 }
-"""For a model_type of text and images: the model_types of its text_config, the usual one first, and the fields that
-transformers takes where that does not state them."""
+"""For a model_type of text and images: the model_types of its text_config, the usual one first, each with the defaults
+that transformers has for its fields."""
 
 _OF_IMAGES = frozenset({
     "text_config", "vision_config", "boi_token_index", "eoi_token_index", "image_token_index", "image_token_id",
@@ -41,11 +41,11 @@ _OF_IMAGES = frozenset({
     "max_position_embeddings",
 })  # fmt: skip
 _OF_ALL = WITHOUT_EFFECT | {"dtype", "torch_dtype", "quantization_config", "auto_map", "tie_word_embeddings"}
-# What transformers reads outside of text_config too.
+# The fields that transformers reads beside text_config too.
 
 
 def text_fields(fields: JsonObject) -> JsonObject:
-    """The fields of a model's text part, as that model by itself would have them; any other model's as they are.
+    """The fields of a model's text part, as a model of its own has them; any other model's fields unchanged.
 
     Raises:
       UserError: its text_config is no object, or of a family that does not go with it.
@@ -65,11 +65,11 @@ def text_fields(fields: JsonObject) -> JsonObject:
         raise UserError(
             f"text_config.model_type={value_text(inner)} of model_type={kind} is none of {', '.join(towers)}."
         )
-    # Of the other fields outside, transformers looks at none: by these names nobody reads them, and they are refused.
+    # transformers reads no other field beside text_config. Renamed like this no part reads one, so it is refused.
     outer = {
         name if name in _OF_ALL else f"{kind}.{name}": value for name, value in fields.items() if name not in _OF_IMAGES
     }
-    # What ties the table is the whole model's field; the text's own says so where that is not there.
+    # The whole model's field decides whether the table is tied; the text's own counts only without it.
     tied = {name: outer[name] for name in ("tie_word_embeddings",) if outer.get(name) is not None}
     nulls = {name: None for name, value in cast("JsonObject", given).items() if value is None}
     usual = towers[inner]
@@ -77,9 +77,10 @@ def text_fields(fields: JsonObject) -> JsonObject:
 
 
 def text_tensor(name: str) -> str | None:
-    """The name that a tensor of a model of text and images has in its text part by itself; None: it is of images.
+    """A tensor's name in the text part alone; None for a tensor for images.
 
-    Checkpoints of transformers before version 4.52 begin with language_model, later ones with model.language_model.
+    In checkpoints of transformers before version 4.52 the names begin with language_model, since then with
+    model.language_model.
     """
     if re.match(r"(model\.)?(vision_tower|vision_model|multi_modal_projector)\.", name):
         return None
@@ -109,7 +110,7 @@ _REASONS: Mapping[str, str] = {
 
 
 def unbuilt(kind: object) -> str:
-    """Why a model_type that is known is not built; "" of any other."""
+    """Why a known model_type is not built; "" for any other."""
     for pattern, reason in _REASONS.items():
         if isinstance(kind, str) and re.match(pattern, kind):
             return f"{reason}."

@@ -1,4 +1,4 @@
-"""The safetensors files of a Hugging Face directory: by its index, or by their names."""
+"""The safetensors files of a Hugging Face directory, by its index or by their names."""
 
 from pathlib import Path
 from typing import Any, cast
@@ -7,14 +7,14 @@ from maxtext_lite.config.errors import UserError, value_text
 from maxtext_lite.config.json_file import check_file, is_there, read_object
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
-"""The index of several files, and the name of a file that is the only one."""
+"""The index of several files, and the name of a single file."""
 
 
 def weight_files(root: Path) -> list[Path]:
-    """The files of a directory's weights: those of its index, or model.safetensors, or all that are safetensors.
+    """The files with a directory's weights: those of its index, or model.safetensors, or every .safetensors file.
 
     Raises:
-      UserError: the index is not one or names what is not there, or one of them is not a file.
+      UserError: the index is damaged or names a missing file, or one of the files is not a file.
     """
     if is_there(root / INDEX):
         files = _indexed(root)
@@ -26,10 +26,10 @@ def weight_files(root: Path) -> list[Path]:
 
 
 def weight_map(root: Path) -> dict[str, str]:
-    """The file of each tensor, as a directory's index says; {} where it has none.
+    """The file of each tensor by a directory's index; {} if it has none.
 
     Raises:
-      UserError: the index is not one.
+      UserError: the index is damaged.
     """
     if not is_there(root / INDEX):
         return {}
