@@ -7,6 +7,13 @@ from pathlib import Path
 from maxtext_lite.process.progress import Phase
 from maxtext_lite.process.watchdog import Watchdog, watchdog
 
+_AT_IMPORT = time.time() - time.monotonic()
+
+
+def now() -> float:
+    """Seconds since 1970 by a clock that nobody sets; the system's own may jump in the middle of a run."""
+    return _AT_IMPORT + time.monotonic()
+
 
 class PhaseClock:
     """Adds up the seconds of phases, one of which there is at any time.
@@ -16,7 +23,7 @@ class PhaseClock:
       start_up: seconds from then to the first step, by what they went to; see `mark`.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.time, watched: Watchdog = watchdog):
+    def __init__(self, clock: Callable[[], float] = now, watched: Watchdog = watchdog):
         self._clock, self._watched = clock, watched
         self._is_fresh = False
         self.restart()
@@ -65,9 +72,9 @@ def process_start() -> float:
     """When this process started, in seconds since 1970; where the system does not say, now."""
     try:
         words = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-        return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + int(words[19]) / 100
+        return now() - time.clock_gettime(time.CLOCK_BOOTTIME) + int(words[19]) / 100
     except (OSError, AttributeError, ValueError, IndexError):
-        return time.time()
+        return now()
 
 
 phases = PhaseClock()
