@@ -35,6 +35,7 @@ import jax
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import full_text, value_text, writing
+from maxtext_lite.process.watchdog import watchdog
 from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.lease_files import LeaseFile, lease_files
 
@@ -245,6 +246,7 @@ def hold(run_directory: Path, failures: Failures, say: Callable[[str], None]) ->
         if waits and not said:
             say(waits)
             said = waits
+        watchdog.advance()  # to wait for a lease is no hang
         time.sleep(_POLL_SECONDS)
 
 
