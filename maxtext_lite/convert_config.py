@@ -1,4 +1,4 @@
-"""The command `convert-config`: a config or a command line of MaxText in the keys of maxtext_lite. Imports no jax."""
+"""The command `convert-config`: translates a config or command line of MaxText into our keys. Imports no jax."""
 
 import json
 import re
@@ -15,9 +15,9 @@ from maxtext_lite.config.yaml_text import YamlValue, parse_mapping
 
 _MOST_BASES = 16
 _MOST_DEVICES = 1_000_000
-_SECTIONS = ("dpo", "lora")  # of MaxText's keys, which have names of their own elsewhere
+_SECTIONS = ("dpo", "lora")  # of MaxText's keys, whose keys are unique without them
 _STARTS = re.compile(r"-|.*\.ya?ml|[A-Za-z_][\w.]*=.*|--(devices|help|version).*|-h", re.DOTALL)
-_NEEDS: dict[str, tuple[str, object]] = {  # keys that say nothing where another has this value
+_NEEDS: dict[str, tuple[str, object]] = {  # keys without a meaning while another has this value
     "diloco_": ("enable_diloco", False),
     "load_balance_loss_weight": ("num_experts", 1),
     "norm_topk_prob": ("num_experts", 1),
@@ -34,11 +34,11 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = ArgumentParser(
         prog="maxtext-lite convert-config",
-        description=f"{__doc__} What starts a command line of theirs, such as `python3 -m MaxText.train`, may stay. "
-        "What has no equivalent is listed in comments.",
+        description=f"{__doc__} The beginning of a MaxText command, such as `python3 -m MaxText.train`, may stay. "
+        "Comments list what has no equivalent.",
     )
     parser.add_argument("words", nargs="*", metavar="[FILE_OR_-] [key=value ...]", help="of MaxText; -: stdin")
-    parser.add_argument("--devices", type=whole_number, help="of the run: a batch is rounded as MaxText rounds it")
+    parser.add_argument("--devices", type=whole_number, help="devices of the run, to round a batch as MaxText does")
     start = next((i for i, word in enumerate(argv) if _STARTS.fullmatch(word)), 0)
     arguments = parser.parse_intermixed_args(argv[start:])
     if arguments.devices is not None and not 1 <= arguments.devices <= _MOST_DEVICES:
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _stated(words: Sequence[str]) -> dict[str, Any]:
-    """MaxText's keys of the file, of those that it is based on, and of the command line, which wins."""
+    """The MaxText keys of the file, of its base configs, and of the command line, which wins."""
     found: dict[str, Any] = {}
     if words and "=" not in words[0]:
         found, words = _file_values(words[0]), words[1:]
@@ -77,19 +77,19 @@ def _file_values(name: str, depth: int = 0) -> dict[str, Any]:
     if depth > _MOST_BASES:
         raise UserError(f"{value_text(name)} is the base_config of itself.")
     path = Path(name)
-    ours = packaged_directory("configs") / "base.yml"  # found where a command of theirs is given in our checkout
+    ours = packaged_directory("configs") / "base.yml"  # found when a MaxText command is given in our checkout
     if path.name == "base.yml" and (not path.exists() or path.resolve() == ours.resolve()):
-        return {}  # MaxText's own, whose values are the defaults
+        return {}  # MaxText's own file of defaults
     try:
         text = sys.stdin.read() if name == "-" else path.read_text(encoding="utf-8")
         entries = dict(parse_mapping(text))
     except OSError as error:
         raise UserError(f"{value_text(name)} cannot be read: {error.strerror}.") from None
-    except ValueError as error:  # also of its encoding
+    except ValueError as error:  # of its encoding, too
         raise UserError(f"{value_text(name)} {error}.") from None
     found: dict[str, Any] = {}
     base = entries["base_config"].text if "base_config" in entries else ""
-    if base:  # named from its own directory, or from one above
+    if base:  # relative to its own directory or one above
         bases = [str(folder / base) for folder in path.parents]
         found = _file_values(next((file for file in bases if Path(file).is_file()), bases[0]), depth + 1)
     for key, value in entries.items():
@@ -98,7 +98,7 @@ def _file_values(name: str, depth: int = 0) -> dict[str, Any]:
 
 
 def _add(found: dict[str, Any], key: str, stated: YamlValue) -> None:
-    """Adds a key, or the keys of a section: dpo.dpo_beta is dpo_beta. A path such as 007 stays text."""
+    """Adds a key, or the keys of a section: dpo.dpo_beta is dpo_beta. Text such as 007 stays text for a text key."""
     if isinstance(stated.value, Mapping) and key in _SECTIONS:
         for part, value in cast("Mapping[str, object]", stated.value).items():
             _add(found, part, YamlValue(value, None))
@@ -107,14 +107,14 @@ def _add(found: dict[str, Any], key: str, stated: YamlValue) -> None:
     key = rest if section in _SECTIONS and rest else key
     value = stated.value
     if isinstance(value, str) and re.fullmatch(r"[-+]?\d[\d_]*", value):
-        value = int(value)  # 10_000, which YAML 1.2 takes for text
+        value = int(value)  # 10_000, which is text in YAML 1.2
     if stated.text and isinstance(maxtext_defaults().get(key), str):
         value = stated.text
     found[key] = None if value == "None" else value
 
 
 def _lines(found: Translation, config: Config) -> list[str]:
-    """The YAML: what the user stated, then where MaxText's default is another, then what there is to know."""
+    """The YAML: stated keys, MaxText's defaults where they differ from ours, then comments on losses and notes."""
     named = load_config(None, [f"model_name={found.values['model_name']}"]).model_dump()
     lines = ["# Translated from MaxText."]
     for key, value in found.values.items():
@@ -130,7 +130,7 @@ def _lines(found: Translation, config: Config) -> list[str]:
         lines += ["", "# No equivalent: this config does not do what these ask for."]
         lines += [f"#   {full_text(loss)}" for loss in found.losses]
     if found.notes:
-        lines += ["", "# To know:", *(f"#   {full_text(note)}" for note in found.notes)]
+        lines += ["", "# Notes:", *(f"#   {full_text(note)}" for note in found.notes)]
     if found.idle:
         lines += ["", "# Without effect on what is trained here:"]
         lines += [f"#   {reason}: {full_text(', '.join(keys))}" for reason, keys in found.idle.items()]
@@ -138,7 +138,7 @@ def _lines(found: Translation, config: Config) -> list[str]:
 
 
 def _equal(ours: object, value: object) -> bool:
-    """Whether a config's value is this one: true is how concat may be written."""
+    """Whether a config has this value; true is another spelling of concat, false of none."""
     return ours == value or (ours is True and value == "concat") or (ours is False and value == "none")
 
 

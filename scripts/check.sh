@@ -1,10 +1,9 @@
 #!/usr/bin/env bash
-# What a change must pass besides the tests: ruff (lint and format), pyright and shellcheck, which are in the test extra
-# and need nothing from the network once they are installed; and the site without a warning, where the docs extra is
-# installed, which brings 140 MB. Where OSV can be reached, known vulnerabilities of the locked versions are printed;
-# they fail nothing.
-#   scripts/check.sh          reports
-#   scripts/check.sh --fix    lets ruff repair what it can first
+# The checks that a change must pass besides the tests: ruff (lint and format), pyright and shellcheck, which are in the
+# test extra and need no network once installed. With the docs extra (140 MB), the site must build without a warning.
+# If OSV can be reached, known vulnerabilities of the locked versions are printed; they fail nothing.
+#   scripts/check.sh          only reports
+#   scripts/check.sh --fix    first lets ruff repair what it can
 set -euo pipefail
 # shellcheck source=scripts/environment.sh
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -23,7 +22,7 @@ failed=0
 if [ -x "$venv/bin/mkdocs" ]; then
   NO_MKDOCS_2_WARNING=1 "$venv/bin/mkdocs" build --strict --quiet || failed=1
 else
-  echo "the site is not built: $venv_python -m pip install -e '.[docs]' brings what builds it"
+  echo "the site is not built; to build it: $venv_python -m pip install -e '.[docs]'"
 fi
 "$venv_python" scripts/audit.py || true
 exit "$failed"

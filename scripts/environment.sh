@@ -17,7 +17,7 @@ fail() {
   exit 1
 }
 
-# Runs a command, passes INT, TERM and HUP on to it, waits until it has really ended, and returns its exit code.
+# Runs a command, forwards INT, TERM and HUP to it, waits until it has ended, and returns its exit code.
 run_and_forward_signals() {
   local child exit_code=0 again signalled=1
   set -m # its own process group, so that Ctrl-C reaches it once, through us
@@ -28,7 +28,7 @@ run_and_forward_signals() {
     # shellcheck disable=SC2064  # the child's id is fixed now
     trap "signalled=1; kill -$signal $child 2>/dev/null || true" "$signal"
   done
-  while [ -n "$signalled" ]; do # a signal ends `wait` early
+  while [ -n "$signalled" ]; do # a signal interrupts `wait`
     signalled=
     again=0
     wait "$child" || again=$?
@@ -67,7 +67,7 @@ make_venv() {
   run_and_forward_signals "$python" -m venv --clear "$venv"
 }
 
-# ensure_environment EXTRA...: the project with these extras, and those of MAXTEXT_LITE_EXTRAS, is installed in $venv.
+# ensure_environment EXTRA...: installs the project in $venv with these extras and those of MAXTEXT_LITE_EXTRAS.
 ensure_environment() {
   local extras extra wanted="" stamp installing have="" options=()
   extras=$(printf '%s\n' "$@" "${MAXTEXT_LITE_EXTRAS:-}" | tr ',' '\n' | sed '/^$/d' | sort -u)
@@ -81,7 +81,7 @@ ensure_environment() {
   exec 9<"$venv"
   if command -v flock >/dev/null; then flock 9; fi # two scripts started at once: one installs, the other waits
 
-  # A checksum of what decides the installation: the two files and where the repository stands.
+  # A checksum of everything that determines the installation: the two files and the path of the repository.
   local checksum
   checksum=$(cat "$repository/pyproject.toml" "$repository/constraints.txt" - <<<"$repository" | cksum)
   if [ -f "$stamp" ] && [ "$(head -n 1 "$stamp")" = "$checksum" ] && "$venv_python" -c '' 2>/dev/null; then
@@ -94,12 +94,12 @@ ensure_environment() {
 
   if [ -n "$wanted" ]; then
     if ! "$venv_python" -m pip --version >/dev/null 2>&1; then
-      "$venv_python" -m ensurepip >/dev/null 2>&1 || make_venv # an interrupted venv, or one of uv's, which have no pip
+      "$venv_python" -m ensurepip >/dev/null 2>&1 || make_venv # an interrupted venv, or one made by uv, has no pip
     fi
     is_recent_python "$venv_python" ||
       fail "$venv has $("$venv_python" --version), but Python 3.11 or newer is needed. Remove it, or set MAXTEXT_LITE_VENV."
     echo "Installing maxtext_lite${extras:+ with $(echo "$extras" | paste -sd, -)} into $venv (once; a minute or a few) ..."
-    # What an interrupted install left half-written counts as installed for pip: write everything again.
+    # pip takes the half-written files of an interrupted install for installed ones: write everything again.
     if [ -f "$installing" ]; then options+=(--ignore-installed); fi
     if [ ! -t 1 ]; then options+=(--quiet); fi
     touch "$installing"

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Rewrites constraints.txt, the lock: exact versions of everything that the base install and the extras gcs, s3, hf,
-# prepare and test need, for every supported Python in one file. Needs uv on the PATH (pip install uv). Run it after
-# changing a range in pyproject.toml, then run the suite on each Python.
+# Rewrites constraints.txt, the lock: exact versions of all dependencies of the base install and the extras gcs, s3, hf,
+# prepare and test, for every supported Python in one file. Needs uv on the PATH (pip install uv). Run it after a change
+# of a range in pyproject.toml, then run the suite on each Python.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# A newer torch brings nothing that the tests use and replaces a build that many machines already have.
+# A newer torch has nothing that the tests need, and would replace a build that many machines already have.
 torch_pin='torch==2.13.0'
 
 resolved=$(uv pip compile --quiet --upgrade --universal --no-header --no-annotate --python-version 3.11 \

@@ -1,40 +1,40 @@
 #!/usr/bin/env bash
-# Trains on a Cloud TPU VM, a pod of them, or several slices: creates it or takes the one that is there, copies this
-# repository to all workers, installs, trains on all of them, shows the log, and after a preemption starts over from
-# the newest checkpoint. Needs gcloud, logged in, and an SSH agent that holds its key where there are several workers.
+# Trains on a Cloud TPU VM, a pod, or several slices: creates the TPU unless it exists, copies this repository to all
+# workers, installs, trains, shows the log, and after a preemption resumes from the newest checkpoint. Needs gcloud,
+# logged in, and for several workers an SSH agent with gcloud's key.
 #
 #   scripts/tpu_vm.sh up --name my-tpu --zone us-east5-b --type v6e-8 --spot -- steps=1000
 #   scripts/tpu_vm.sh up ... --dry-run -- steps=1000     prints the gcloud commands, runs none
 #
-#   up        create, install, start and follow, until the run has ended; a run under way is followed
-#   create    create it, or wait until it is there
-#   install   copy the repository to all workers and install it
-#   start     start the run on all workers; it goes on when this computer is switched off
+#   up        create, install, start and follow until the run ends; a run in progress is only followed
+#   create    create the TPU, or wait until it is ready
+#   install   copy the repository to all workers, and install it there
+#   start     start the run on all workers; it does not depend on this computer
 #   logs      follow the log of one worker (--worker, default 0) until its run ends
 #   status    the state of the TPU, and of the run on each worker
 #   stop      ask the run to save and end (exit code 75)
 #   ssh       run the words after -- as a command on all workers
-#   delete    delete the TPU, and with it what is on its disks
+#   delete    delete the TPU and its disks
 #
 # Options: --name NAME             the TPU VM, or queued resource
 #          --type TYPE             accelerator type, such as v5litepod-16, v5p-8 or v6e-256
 #          --version VERSION       runtime version (default: that of the type)
 #          --zone Z, --project P   (default: gcloud's)
 #          --spot                  may be preempted; costs less
-#          --queued                request it as a queued resource: waits until there is capacity
-#          --slices N              so many slices, as a queued resource; set dcn_data_parallelism=N
-#          --setup COMMAND         run on every worker after the installation, such as to mount a shared disk
+#          --queued                request a queued resource, which waits for capacity
+#          --slices N              number of slices, as a queued resource; set dcn_data_parallelism=N
+#          --setup COMMAND         run on every worker after the installation, for example to mount a shared disk
 #          --env KEY=VALUE         environment variable of the run; may be repeated
-#          --module MODULE         what python -m runs (default: maxtext_lite.train)
+#          --module MODULE         module to run (default: maxtext_lite.train)
 #          --max-restarts N        after preemptions (default: 100)
-#          --poll SECONDS          between looks at a state (default: 30)
+#          --poll SECONDS          between queries of a state (default: 30)
 #          --delete-at-end         delete the TPU when `up` ends, but not when it is interrupted
-#          --create-flag FLAG      a further flag of gcloud's create, such as --network=N; may be repeated
-#          --connect-flag FLAG     a further flag of gcloud's ssh and scp, such as --internal-ip; may be repeated
+#          --create-flag FLAG      another flag of gcloud's create, such as --network=N; may be repeated
+#          --connect-flag FLAG     another flag of gcloud's ssh and scp, such as --internal-ip; may be repeated
 #          --dry-run               print the gcloud commands
 #
 # Exit codes of `up` and `logs` are those of the run: 0 finished, 2 wrong config, 3 non-finite loss, 75 stopped by
-# `stop`, 130 before there was anything to save; 1 anything else. Ctrl-C leaves the run as it is.
+# `stop`, 130 stopped with nothing to save yet; 1 anything else. Ctrl-C does not touch the run.
 set -euo pipefail
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -205,7 +205,7 @@ delete() {
   fi
 }
 
-# Returns when the TPU can be used. What was preempted is deleted and made anew; where there is no capacity it waits.
+# Returns once the TPU is ready. Deletes and recreates a preempted one, and waits for capacity.
 ensure_ready() {
   local now previous=""
   if [ -n "$dry_run" ]; then
@@ -275,7 +275,7 @@ start() {
 }
 
 # Waits up to $1 seconds for the run to end and prints one word: running, none, stopped, unreachable or an exit code.
-# Of several, the one that says why: a wrong config or loss, then any other failure, then a signal.
+# Of several, the most telling: a wrong config or loss, then any other failure, then a signal.
 result() {
   local words code
   local script=maxtext_lite/scripts/tpu_worker.sh
@@ -302,7 +302,7 @@ follow() { # WORKER [LINES]
   remote "$1" "maxtext_lite/scripts/tpu_worker.sh follow${2:+ $2}"
 }
 
-# Follows the run to its end. Prints nothing of its own to stdout but the log; leaves the outcome in $outcome.
+# Follows the run to its end, with only the log on stdout; leaves the outcome in $outcome.
 outcome=""
 follow_to_the_end() {
   local lines=+1
@@ -325,7 +325,7 @@ follow_to_the_end() {
   done
 }
 
-# Whether the TPU is being taken away, or has been. The run sees a preemption some time before the state does.
+# Whether the TPU is or was being preempted. The run notices a preemption some time before the state does.
 was_preempted() {
   local looks
   for looks in 1 2 3 4; do
@@ -340,7 +340,7 @@ finish() { # EXIT_CODE
   exit "$1"
 }
 
-# Counts a restart, ends what is left of the run on any worker, and gives up after the last.
+# Counts a restart and ends the rest of the run on every worker; after the last restart it fails.
 again() { # WHY
   restarts=$((restarts + 1))
   if [ "$restarts" -gt "$max_restarts" ]; then

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# One worker's part of scripts/tpu_vm.sh, which copies the repository to ~/maxtext_lite and calls it there:
+# The worker's side of scripts/tpu_vm.sh, which copies the repository to ~/maxtext_lite and calls this script there:
 #
 #   tpu_worker.sh install            makes the environment, once, in ~/maxtext_lite_venv
 #   tpu_worker.sh start MODULE ...   starts `python -m MODULE ...` in the background; it outlives the connection
-#   tpu_worker.sh follow [LINES]     prints its log until it ends, from the beginning or only the last LINES of it
+#   tpu_worker.sh follow [LINES]     prints its log until it ends: all of it, or its last LINES and what follows
 #   tpu_worker.sh result [SECONDS]   prints run=running, run=none, run=lost (the machine restarted) or run=EXIT_CODE,
-#                                    once it has ended or SECONDS (default 0) are over
-#   tpu_worker.sh stop [SECONDS]     asks it to save and end; kills it where it has not after SECONDS (default 600)
+#                                    once it has ended or SECONDS (default 0) have passed
+#   tpu_worker.sh stop [SECONDS]     asks it to save and end; kills it after SECONDS (default 600)
 #   tpu_worker.sh end [SECONDS]      the same, for tpu_vm.sh itself, which may start it again
 #
 # The log, the process id and the exit code are in ~/maxtext_lite_run.
@@ -32,7 +32,7 @@ result() {
   fi
 }
 
-# The images of TPU VMs have a Python that is too old, or no venv module: uv, from PyPI, brings one.
+# The images of TPU VMs have too old a Python, or no venv module: uv, from PyPI, installs one.
 find_or_install_python() {
   local suits='import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))'
   if [ -n "${PYTHON:-}" ] || python3 -c "$suits" >/dev/null 2>&1; then return; fi
@@ -61,7 +61,7 @@ start)
 watch)
   shift
   cd "$(dirname "${BASH_SOURCE[0]}")/.."
-  # A machine that is shut down sends SIGTERM to every process: once is enough, the second would end the run unsaved.
+  # A shutdown sends SIGTERM to every process. The run must get it once: a second one would end it unsaved.
   trap : TERM
   code=0
   export PYTHONUNBUFFERED=1

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From a bare machine to a trained model: makes the environment (once), trains, and prints a sample of what was learned.
+# From a bare machine to a trained model: makes the environment once, trains, and prints a sample of the model's text.
 # Stop it whenever you like and run it again: training resumes from the newest checkpoint.
 #
 #   scripts/train.sh                                      a small model on Shakespeare's plays, minutes on a laptop
@@ -8,7 +8,7 @@
 #   MAXTEXT_LITE_EXTRAS=cuda13 scripts/train.sh           on NVIDIA GPUs (or cuda12; tpu on TPUs)
 #
 # Exit codes are those of the training command: 0 finished, 2 wrong config or data, 3 non-finite loss, 75 stopped by a
-# signal after saving, 130 by one that came before there was anything to save, 1 anything else.
+# signal after saving, 130 stopped by a signal with nothing to save yet, 1 anything else.
 set -euo pipefail
 # shellcheck source=scripts/environment.sh
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -27,12 +27,12 @@ esac
 
 ensure_environment ""
 if [ -z "${MAXTEXT_LITE_EXTRAS:-}" ] && command -v nvidia-smi >/dev/null; then
-  echo "An NVIDIA GPU seems to be here; MAXTEXT_LITE_EXTRAS=cuda13 $0 installs what training on it needs."
+  echo "This machine seems to have an NVIDIA GPU; MAXTEXT_LITE_EXTRAS=cuda13 $0 trains on it."
 fi
 
 run_and_forward_signals "$venv_python" -m maxtext_lite.train "$config" "$@"
 
-# The run directory as the training command resolved it; empty where the run keeps no checkpoint to sample from.
+# The run directory as the training command resolved it; empty if the run keeps no checkpoint to sample from.
 run_directory=$("$venv_python" -c '
 import sys
 from maxtext_lite import load_config

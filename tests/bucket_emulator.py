@@ -102,13 +102,13 @@ def _serve() -> None:
 
 @contextlib.contextmanager
 def bucket_server() -> Iterator[dict[str, str]]:
-    """Serves an empty bucket; gives the `variables` that reach it."""
+    """Serves an empty bucket; gives the `variables` that reach it, and in BUCKET_PROCESS the id of its process."""
     command = [sys.executable, "-m", "tests.bucket_emulator"]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=REPOSITORY, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True) as it:
         assert it.stdin is not None
         assert it.stdout is not None
-        yield variables(int(it.stdout.readline()))
+        yield variables(int(it.stdout.readline())) | {"BUCKET_PROCESS": str(it.pid)}
         it.stdin.close()
 
 

@@ -1,4 +1,4 @@
-"""MaxText's keys in ours: what a config of theirs trains on, said in our keys, and what of it cannot be said."""
+"""MaxText's configs in our keys, with a list of what has no equivalent."""
 
 import fnmatch
 import functools
@@ -16,34 +16,34 @@ from maxtext_lite.config.remat import REMAT_TENSORS
 
 _KEYS = "maxtext_keys.yml"
 _LARGEST = 1e15
-_NO_PATH = "prepared"  # where the user is to put the data
-_PLAIN_BLOCKS = {  # decoder_block: what it has beside Llama's layers, if the config says so
+_NO_PATH = "prepared"  # where the user must put the data
+_PLAIN_BLOCKS = {  # decoder_block: whether it may have biases in attention, and norms of queries and keys
     **dict.fromkeys(("default", "llama2", "mistral", "mixtral"), (False, False)),
     "qwen2": (True, False),
     "qwen3": (False, True),
     "qwen3_moe": (False, True),
 }
 _QKV = ("query_proj", "key_proj", "value_proj")
-_SAVED = {  # remat_policy: what it keeps on the device, where the policy has no name here
+_SAVED = {  # remat_policy: the tensors that it keeps on the device, for policies without a name here
     "save_out_proj": ("out_proj",),
     "save_dot_except_mlp": (*_QKV, "out_proj"),
     "save_dot_with_context_except_mlp": (*_QKV, "context", "out_proj"),
     "save_dot_except_mlpwi": (*_QKV, "out_proj", "mlpwo"),
 }
-_ACTIVATIONS = {"silu": "silu", "gelu": "gelu_tanh", "relu": "relu"}  # flax's gelu is the tanh's by default
+_ACTIVATIONS = {"silu": "silu", "gelu": "gelu_tanh", "relu": "relu"}  # flax's gelu is the tanh approximation by default
 
 
 @dataclass
 class Translation:
-    """What becomes of a config of MaxText.
+    """The translation of a MaxText config.
 
     Attributes:
-      stated: MaxText's keys that the user stated.
+      stated: the MaxText keys that the user stated.
       values: our keys and values.
-      sources: by our key, the stated ones that it follows from.
-      losses: what has no equivalent and is not at MaxText's default, as `key=value: why`.
-      notes: what is to be known of values that are translated.
-      idle: by reason, the stated keys that change nothing that is trained here.
+      sources: for each of our keys, the stated MaxText keys that it follows from.
+      losses: settings without an equivalent that differ from MaxText's default, as `key=value: why`.
+      notes: remarks on translated values.
+      idle: for each reason, the stated keys without effect on what is trained here.
     """
 
     stated: frozenset[str]
@@ -54,7 +54,7 @@ class Translation:
     idle: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
 
     def put(self, ours: str, value: object, *theirs: str) -> None:
-        """States one of our keys, which follows from these of theirs."""
+        """Sets one of our keys, which follows from these of MaxText."""
         self.values[ours] = value
         self.sources[ours] = tuple(key for key in theirs if key in self.stated)
 
@@ -66,7 +66,7 @@ def _table() -> dict[str, Any]:
 
 @functools.cache
 def maxtext_defaults() -> dict[str, Any]:
-    """MaxText's default of each key that is translated, or whose value decides whether something is lost."""
+    """MaxText's default of each key that is translated or may be lost."""
     table, found = _table(), dict[str, Any]()
     for part in (table, table["architecture"]):
         found |= part["same"] | part["computed"] | {key: row[0] for key, row in part["renamed"].items()}
@@ -78,7 +78,7 @@ def maxtext_defaults() -> dict[str, Any]:
 
 
 def maxtext_models() -> dict[str, tuple[str, dict[str, Any]]]:
-    """By MaxText's model_name: ours, and what must be stated besides for MaxText's dimensions."""
+    """For each model_name of MaxText, ours and the keys that must be added for MaxText's dimensions."""
     models = _table()["models"]
     found: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in models["same"].split()}
     for name, (ours, besides) in models["renamed"].items():
@@ -87,17 +87,17 @@ def maxtext_models() -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def _reason(key: str) -> str | None:
-    """Why a key changes nothing here; None: MaxText has no such key."""
+    """The reason why a key has no effect here; None: MaxText has no such key."""
     families = _table()["elsewhere"].items()
     return next((why for why, names in families if any(fnmatch.fnmatchcase(key, name) for name in names.split())), None)
 
 
 def translate(stated: Mapping[str, Any], *, num_devices: int | None = None) -> Translation:
-    """What a config of MaxText means here: the values that it states, over MaxText's defaults.
+    """Translates the stated values of a MaxText config over MaxText's defaults.
 
     Args:
       stated: MaxText's keys and values.
-      num_devices: of the run; with it, a batch that MaxText rounds down is rounded down.
+      num_devices: of the run; if given, a batch is rounded down as MaxText does.
     Raises:
       UserError: MaxText has no such key, or maxtext_lite no such model.
     """
@@ -134,7 +134,7 @@ def translate(stated: Mapping[str, Any], *, num_devices: int | None = None) -> T
 
 
 def _check_kinds(of: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Refuses text for a number, and the like: what follows computes with the values."""
+    """Refuses values of the wrong kind, such as text for a number, before anything computes with them."""
     problems: list[str] = []
     for key, value in of.items():
         default = defaults[key]
@@ -147,7 +147,7 @@ def _check_kinds(of: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
 
 
 def _rows(found: Translation, part: Mapping[str, Any], of: Mapping[str, Any], *, only_stated: bool = False) -> None:
-    """The keys that stand for one key here."""
+    """Translates the keys that have exactly one counterpart here."""
     rows: dict[str, list[Any]] = {key: ["", key] for key in part["same"]} | part["renamed"]
     for key, (_, ours, *maps) in rows.items():
         value = of[key]
@@ -163,7 +163,7 @@ def _rows(found: Translation, part: Mapping[str, Any], of: Mapping[str, Any], *,
 
 
 def _batch(found: Translation, of: Mapping[str, Any], num_devices: int | None) -> None:
-    """Rows per step: int(per_device_batch_size x devices) x gradient_accumulation_steps, as MaxText has it."""
+    """Translates the batch. MaxText: int(per_device_batch_size x devices) x gradient_accumulation_steps rows a step."""
     per_device, accumulation, factor = (
         of[key] for key in ("per_device_batch_size", "gradient_accumulation_steps", "expansion_factor_real_data")
     )
@@ -291,7 +291,7 @@ def _data(found: Translation, of: Mapping[str, Any]) -> None:
     found.put("packing", "concat" if packed == "best_fit" and kind == "synthetic" else packed, "packing")
     if kind == "synthetic" and not (of["use_sft"] or of["use_dpo"]):
         found.put("dataset_type", "synthetic", "dataset_type")
-        for key in ("tokenizer_type", "tokenizer_path"):  # which synthetic data has no use for
+        for key in ("tokenizer_type", "tokenizer_path"):  # of no use for synthetic data
             found.values.pop(key, None)
         return
     files = {"hf": "hf_train_files", "grain": "grain_train_files"}.get(kind, "")

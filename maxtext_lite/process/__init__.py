@@ -1,1 +1,1 @@
-"""What a command does to its own process. Needs the standard library only: it is imported before everything else."""
+"""A command's own process: signals, streams, phases, watchdog. Imports only the standard library, as it comes first."""

@@ -1,4 +1,4 @@
-"""The standard streams of a command: closed ones are opened, and a failing stdout is not taken for other errors."""
+"""The standard streams of a command: opens closed ones, and keeps a failing stdout apart from other errors."""
 
 import errno
 import io
@@ -9,20 +9,20 @@ from typing import Any
 
 
 def open_closed_streams() -> None:
-    """Opens what the caller has closed (`>&-`) on /dev/null: a file that is opened next would take its number."""
+    """Opens streams that the caller closed (`>&-`) on /dev/null: the next file opened would take their numbers."""
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDONLY if mode == "r" else os.O_WRONLY)  # the lowest number that is free
+            os.open(os.devnull, os.O_RDONLY if mode == "r" else os.O_WRONLY)  # takes the lowest free number
             setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
 class StdoutLost(Exception):
-    """Nothing can be written to stdout any more.
+    """Stdout cannot be written any more.
 
     Attributes:
-      reason: why; "" where its reader, such as head, has seen enough.
+      reason: why; "" when its reader, such as head, closed it.
     """
 
     def __init__(self, error: OSError) -> None:
@@ -31,10 +31,10 @@ class StdoutLost(Exception):
 
 
 class Stdout(io.FileIO):
-    """The file of stdout, whose first failure raises StdoutLost, or is a line on stderr; then all goes to /dev/null.
+    """The file behind stdout: its first failure raises StdoutLost or prints a warning, then output goes to /dev/null.
 
     Attributes:
-      is_needed: False where the process has more to do than to write there.
+      is_needed: False when the process has other work than to write there.
     """
 
     def __init__(self, number: int) -> None:
@@ -59,10 +59,10 @@ _stdout: Stdout | None = None
 
 
 def watch_stdout() -> None:
-    """From here on a failure of the process's own stdout raises StdoutLost."""
+    """Makes a failure of the process's own stdout raise StdoutLost."""
     global _stdout
     own = sys.stdout
-    if own is not sys.__stdout__ or not isinstance(own, io.TextIOWrapper):  # somebody reads it in this process
+    if own is not sys.__stdout__ or not isinstance(own, io.TextIOWrapper):  # captured by code in this process
         return
     own.flush()
     _stdout = Stdout(own.fileno())
@@ -76,16 +76,15 @@ def watch_stdout() -> None:
 
 
 def go_on_without_stdout() -> None:
-    """From here on its failure is a line on stderr."""
+    """Makes a failure of stdout a warning on stderr."""
     if _stdout is not None:
         _stdout.is_needed = False
 
 
 def log_real_warnings() -> None:
-    """Shows what libraries log as warnings and errors, but for absl's warnings.
+    """Shows the warnings and errors that libraries log, except absl's warnings.
 
-    Orbax logs through absl what it does of its own accord and nobody can do anything about, such as that it removes
-    what a killed save has left; what goes wrong it raises.
+    Orbax uses absl to log routine work, such as the removal of a killed save's files. Real problems it raises.
     """
     handler = logging.StreamHandler()
     handler.addFilter(lambda record: record.name != "absl" or record.levelno >= logging.ERROR)
@@ -93,8 +92,8 @@ def log_real_warnings() -> None:
 
 
 def complain(line: str) -> None:
-    """Prints a line on stderr, where that can be written: nobody would see that it cannot."""
+    """Prints a line on stderr if stderr can be written; a failure would have no reader."""
     try:
         print(line, file=sys.stderr, flush=True)
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # or Python would complain when it flushes at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # else Python reports the failed flush at exit

@@ -1,16 +1,16 @@
-"""How far each process of a run has come, and which of them hold up the others."""
+"""The progress of each process of a run, and the verdict on processes that hold up the others."""
 
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 Phase = Literal["start-up", "compile", "reading", "step", "rollout", "save", "evaluation", "end"]
-"""What a process does; "end" is after the last of it."""
+"""The work of a process; "end" follows the last of it."""
 
 COMPUTES: tuple[Phase, ...] = ("start-up", "compile")
-"""Phases that may take any time as long as the process computes: nobody knows how long XLA compiles."""
+"""Phases without a limit while the process computes: nobody knows how long XLA compiles."""
 
 FACTOR = 4
-"""A phase hangs when it takes this many times its longest so far; before there is a longest, the least limit."""
+"""A phase hangs after this many times its longest duration so far, or this many least limits if it is the first."""
 
 EXIT_HANGS = 76
 ENDS_WELL = (0, 75)
@@ -18,15 +18,15 @@ _MOST_NAMED = 8
 
 
 class Stamp(NamedTuple):
-    """A process as it describes itself to the others.
+    """The state of a process, as it tells the others.
 
     Attributes:
       step: of the phase; 0 before the first.
-      position: what it has come past, a count that is the same for all at the same place in the program.
-      seconds: since the phase began or got on, less those in which it computes, where it may.
+      position: count of places passed in the program; equal on all processes at the same place.
+      seconds: since the phase began or last advanced; in the phases of COMPUTES without those spent computing.
       limit: of `seconds`.
-      beat: a count that grows as long as the process runs.
-      code: at the end its exit code.
+      beat: a count that grows while the process runs.
+      code: the exit code, once it has ended.
     """
 
     host: str
@@ -40,12 +40,12 @@ class Stamp(NamedTuple):
 
     @property
     def has_ended(self) -> bool:
-        """Whether the others need not wait for it."""
+        """Whether it has ended, so that nobody need wait for it."""
         return self.phase == "end"
 
     @property
     def has_failed(self) -> bool:
-        """Whether it has ended, and the others cannot go on."""
+        """Whether it has ended in a way that the others cannot survive."""
         return self.has_ended and self.code not in ENDS_WELL
 
     @property
@@ -56,10 +56,10 @@ class Stamp(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Why a run ends that does not move, as all its processes say it.
+    """The reason why a stuck run ends, the same on all its processes.
 
     Attributes:
-      text: without `error: `.
+      text: the message without `error: `.
       code: the exit code of all.
     """
 
@@ -68,7 +68,7 @@ class Verdict(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """The newest stamp of a process, None where it has set none; and for how long there has been no newer one."""
+    """The newest stamp of a process, None before the first, and its age in seconds."""
 
     stamp: Stamp | None
     seconds: float
@@ -78,20 +78,20 @@ def limit_of(longest: float | None, least: float) -> float:
     """Seconds that a phase may take.
 
     Args:
-      longest: it has taken so far in this run; None: it has not been done yet, such as a first step, which is long.
+      longest: its longest duration in this run; None for the first of its kind, which may compile.
     """
     return FACTOR * least if longest is None else max(least, FACTOR * longest)
 
 
 def judge(seen: Mapping[int, Seen], *, silent_after: float, grace: float) -> Verdict | None:
-    """Whether a run moves: None; else who holds it up.
+    """None while the run moves, else the verdict that names who holds it up.
 
-    It does not where a process has been silent for too long, or has failed, or where all that are the furthest behind
-    have been so for longer than they may. Those that are further wait for them.
+    A run is stuck if a process has been silent for too long, if one has failed, or if all processes that are furthest
+    behind have exceeded their limits. Processes further ahead only wait for those.
 
     Args:
-      silent_after: seconds after which a process that sets no stamp is stopped or dead.
-      grace: seconds in which the others of one that has failed may fail alike.
+      silent_after: seconds without a stamp after which a process counts as stopped or dead.
+      grace: seconds in which the other processes may fail in the same way as the first.
     """
     if silent := _silent(seen, silent_after):
         return Verdict(silent)
@@ -99,13 +99,13 @@ def judge(seen: Mapping[int, Seen], *, silent_after: float, grace: float) -> Ver
         if stamp and stamp.has_failed and seconds > grace:
             return _failure(i, stamp)
     if any(stamp is None for stamp, _ in seen.values()):
-        return None  # one has yet to come
+        return None  # one has not joined yet
     at_work = {i: (stamp, seconds) for i, (stamp, seconds) in seen.items() if stamp and not stamp.has_ended}
     last = min((stamp.position for stamp, _ in at_work.values()), default=0)
     behind = {i: (stamp, stamp.seconds + more) for i, (stamp, more) in at_work.items() if stamp.position == last}
     if not behind or not all(seconds > stamp.limit for stamp, seconds in behind.values()):
         return None
-    if silent := _silent(seen, grace):  # and so do not merely hang
+    if silent := _silent(seen, grace):  # they are stopped or dead, and do not merely hang
         return Verdict(silent)
     said = [f"{_name(i, stamp)} in {stamp.where} for {seconds:.0f} s" for i, (stamp, seconds) in behind.items()]
     rest = "; the others wait" if len(behind) < len(seen) else ""
@@ -114,7 +114,7 @@ def judge(seen: Mapping[int, Seen], *, silent_after: float, grace: float) -> Ver
 
 
 def coordinator_lost(stamp: Stamp | None) -> Verdict:
-    """Where process 0, without which the others know nothing of each other, is gone or stopped."""
+    """The verdict when process 0, through which the others know of each other, is gone or stopped."""
     if stamp and stamp.has_failed:
         return _failure(0, stamp)
     last = f", last in {stamp.where}" if stamp and not stamp.has_ended else ""

@@ -1,7 +1,7 @@
-"""A thread that ends a run which does not move, with the stacks of every process and the names of those behind.
+"""A thread that ends a stuck run, with the stacks of every process and the names of those behind.
 
-Processes tell each other through a store where they are; one that is alone looks at itself. What has to be done here
-never waits for the main thread, which may hang anywhere, and no save is tried.
+Processes publish their progress in a shared store; a lone process watches itself. Nothing here waits for the main
+thread, which may hang anywhere, and no save is attempted.
 """
 
 import contextlib
@@ -29,21 +29,21 @@ from maxtext_lite.process.progress import (
 
 BEAT_SECONDS = 1.0
 PROCESSES_PER_BEAT = 100
-"""With more the beats are further apart: each process reads the stamps of all."""
+"""Beyond this many the beats are further apart: each process reads the stamps of all."""
 
 GRACE_SECONDS = 10.0
-"""How long one whose collective has failed looks for who is missing, and process 0 waits for the others at the end."""
+"""Time that a process looks for the lost one after a failed collective, and process 0 waits for the others to end."""
 
 _VERDICT = "verdict"
-_BUSY = 0.1  # of a core: what a process takes at least that computes
-_LAST_SECONDS = 30.0  # for last words: what they are written to may hang as well
+_BUSY = 0.1  # of a core: the least use of a process that computes
+_LAST_SECONDS = 30.0  # for last words, whose file or terminal may hang as well
 
 
 class Store(Protocol):
-    """What the processes of a run share. Both methods may raise anything, or take long, where process 0 does not run.
+    """Keys and values shared by the processes of a run. Without process 0 both methods may block or raise anything.
 
     Attributes:
-      process: number of this one.
+      process: the number of this process.
       num_processes: of the run.
     """
 
@@ -60,10 +60,10 @@ class Store(Protocol):
 
 
 class Watchdog:
-    """Where this process is, what it knows of the others, and the end of them all.
+    """The progress of this process, its knowledge of the others, and the end of all.
 
     Args:
-      clock: seconds; `cpu`: seconds that this process has computed for.
+      clock: seconds; `cpu`: CPU seconds of this process.
       exit: ends the process, whatever its threads do.
     """
 
@@ -95,7 +95,7 @@ class Watchdog:
         return self._least > 0
 
     def start(self, least_seconds: float) -> None:
-        """Watches this process from here on; 0: does not.
+        """Starts to watch this process, unless `least_seconds` is 0.
 
         Args:
           least_seconds: the least limit of every phase.
@@ -105,7 +105,7 @@ class Watchdog:
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def enter(self, phase: Phase, step: int = 0) -> None:
-        """This process begins something; costs no more than a few assignments."""
+        """Reports that this process begins a phase; costs a few assignments."""
         if not self.is_on:
             return
         if (phase, step) != (self._phase, self._step):
@@ -117,7 +117,7 @@ class Watchdog:
             self._wake.set()
 
     def advance(self) -> None:
-        """This process has come past a place in the program, as all others do in the same order."""
+        """Reports that this process passed a place in the program, which all pass in the same order."""
         if self.is_on:
             self._moves()
             self._position += 1
@@ -128,16 +128,16 @@ class Watchdog:
         self._began, self._computed = now, 0.0
 
     def arrive(self) -> None:
-        """This process waits for the others from here on. In a save they ask each other over and over."""
+        """Reports that this process waits for the others; ignored in a save, which waits again and again."""
         if self._phase != "save":
             self.advance()
 
     def write_to(self, directory: Path | None) -> None:
-        """Where stacks-PROCESS.txt goes; None: nowhere but to stderr."""
+        """Sets the directory for stacks-PROCESS.txt; None: stacks go to stderr alone."""
         self._directory = directory
 
     def join(self, store: Store) -> None:
-        """There are others, and this is how they tell each other where they are."""
+        """Joins the other processes through the store in which all publish their progress."""
         if self.is_on:
             self._answered = self._time()
             self._seen = dict.fromkeys(range(store.num_processes), (None, self._answered))
@@ -145,25 +145,25 @@ class Watchdog:
             threading.Thread(target=self._tell, args=(store,), name="stamps", daemon=True).start()
 
     def finish(self, code: int) -> None:
-        """This process is at its end; the others need not wait for it, but end with it if `code` is a failure."""
+        """Reports the end of this process; if `code` is a failure, the others end as well."""
         self._code = code
         if self.is_on:
             self.enter("end")
             self.wait_for_the_others(GRACE_SECONDS if code in ENDS_WELL else 2 * BEAT_SECONDS)
-            self._has_left = True  # jax ends its client next
+            self._has_left = True  # jax closes its client next
 
     def wait_for_the_others(self, seconds: float) -> None:
-        """Waits until the others know that this process ends; process 0, without which they cannot, until all end."""
+        """Waits until the others know that this process ends; process 0 waits until all end, as it serves the store."""
         deadline = self._clock() + seconds
         while self._store and self._clock() < deadline and not self._may_leave():
             time.sleep(0.05)
 
     @contextlib.contextmanager
     def looking_for_the_lost(self, *expected: type[BaseException]) -> Generator[None]:
-        """What is done inside may fail because another process has died: its name comes first, and ends this one.
+        """A block that may fail because another process died: that process is then named, and this one ends.
 
         Args:
-          expected: errors that mean something else.
+          expected: errors with another cause.
         """
         try:
             yield
@@ -173,7 +173,7 @@ class Watchdog:
             raise
 
     def look_for_the_lost(self, error: BaseException) -> None:
-        """Returns where nobody is missing; else the thread ends the process meanwhile."""
+        """Returns if nobody is missing; otherwise the thread ends the process during the wait."""
         if self._store and not self._has_crashed:
             first_line = str(error).partition("\n")[0]
             self._cause = f", which failed with {type(error).__name__}: {first_line}"[:300]
@@ -181,14 +181,14 @@ class Watchdog:
             time.sleep(GRACE_SECONDS)
 
     def stamp(self) -> Stamp:
-        """Of this process, now."""
+        """The current state of this process."""
         seconds = self._time() - self._began - self._computed
         limit = limit_of(self._longest.get(self._phase), self._least)
         where = self._host, self._phase, self._step, self._position
         return Stamp(*where, round(seconds, 1), round(limit, 1), self._beat, self._code)
 
     def tick(self) -> None:
-        """Lets time pass. What a process slept as a whole, suspended or starved, does not count."""
+        """Advances time. Time in which the whole process was suspended or starved does not count."""
         now, cpu = self._clock(), self._cpu()
         passed, computed = now - self._ticked, cpu - self._cpu_at_tick
         counted = min(passed, 5 * self._period)
@@ -198,7 +198,7 @@ class Watchdog:
             self._computed += counted
 
     def exchange(self, store: Store) -> None:
-        """Tells the others where this process is, and takes down where they are."""
+        """Publishes the state of this process and reads those of the others."""
         self._beat += 1
         stamp = self.stamp()
         if self._verdict:
@@ -216,7 +216,7 @@ class Watchdog:
                 self._seen[process] = stamp, self._answered
 
     def look(self) -> Verdict | None:
-        """Why the run is to end, or None while it moves."""
+        """The verdict that ends the run; None while it moves."""
         if self._verdict or self._phase == "end":
             return self._verdict
         grace = GRACE_SECONDS / 2 if self._has_crashed else GRACE_SECONDS
@@ -224,20 +224,20 @@ class Watchdog:
         if self._store is None:
             return judge({0: Seen(self.stamp(), 0.0)}, silent_after=silent_after, grace=grace)
         now, me = self._time(), self._store.process
-        if me and (silence := now - self._answered) > GRACE_SECONDS / 2:  # what is known of the others is old
+        if me and (silence := now - self._answered) > GRACE_SECONDS / 2:  # the stamps of the others are stale
             return coordinator_lost(self._seen[0][0]) if silence > silent_after else None
         seen = {process: Seen(stamp, now - since) for process, (stamp, since) in self._seen.items()}
         return judge(seen, silent_after=silent_after, grace=grace)
 
     def coordinator_is_gone(self) -> None:
-        """Ends this process, from any thread: jax would abort it, as process 0 cannot be reached any more."""
+        """Ends this process, from any thread, before jax aborts it because process 0 is unreachable."""
         if self._phase == "end" or self._store is None:
             self._exit(self._code)
         else:
             self.end(self._verdict or coordinator_lost(self._seen[0][0]))
 
     def end(self, verdict: Verdict) -> None:
-        """Says why, writes the stacks of all threads, and ends the process when the others know."""
+        """Prints the reason and the stacks of all threads, and ends the process once the others know."""
         with self._ending:
             backstop = threading.Timer(_LAST_SECONDS, self._exit, (verdict.code,))
             backstop.daemon = True
@@ -247,7 +247,7 @@ class Watchdog:
             me = self._store.process if self._store else 0
             about = f"process {me} on {self._host} in {self.stamp().where}{self._cause}"
             text = f"error: {verdict.text}. Exit code {verdict.code}. Stacks of {about}:\n"
-            with contextlib.suppress(OSError):  # nobody reads it
+            with contextlib.suppress(OSError):  # stderr has no reader
                 _write_stacks(2, text)
             if self._directory:
                 with contextlib.suppress(OSError), (self._directory / f"stacks-{me}.txt").open("w") as file:
@@ -260,13 +260,13 @@ class Watchdog:
         return BEAT_SECONDS * max(1.0, len(self._seen) / PROCESSES_PER_BEAT)
 
     def _time(self) -> float:
-        """Seconds that count, as of now."""
+        """Seconds that count, up to now."""
         return self._now + min(self._clock() - self._ticked, 5 * self._period)
 
     def _may_leave(self) -> bool:
         assert self._store is not None
         if not self._says_end:
-            return self._time() - self._answered > 2 * self._period + 1  # nobody can be told
+            return self._time() - self._answered > 2 * self._period + 1  # the store is out of reach
         if self._store.process:
             return True
         now = self._time()
@@ -278,10 +278,10 @@ class Watchdog:
 
     def _tell(self, store: Store) -> None:
         while not self._has_left:
-            with contextlib.suppress(Exception):  # how long it has not answered is what counts
+            with contextlib.suppress(Exception):  # the time without an answer is what counts
                 self.exchange(store)
             self._wake.wait(self._period)
-            if self._wake.is_set():  # at the end, others wait for it
+            if self._wake.is_set():  # at the end, when the others wait for it
                 time.sleep(0.1)
 
     def _watch(self) -> None:
@@ -298,4 +298,4 @@ def _write_stacks(file: int, text: str) -> None:
 
 
 watchdog = Watchdog()
-"""That of this process; it watches where a command has started it, and never by a mere import."""
+"""The watchdog of this process; a command starts it, an import never does."""

@@ -1,12 +1,12 @@
-"""The lease of a run directory: one run at a time writes there, and says who it is.
+"""The lease of a run directory, so that only one run at a time writes there.
 
-A lease is a file `lease/NUMBER.json` of the run directory, which its holder renews by touching it. Whoever finds every
-lease there dead adds one with the next number, which the storage lets only one process do, looks again, and steps
-back if another lease has come that it does not know to be dead. So nobody ever removes a lease that may be alive, and
-of any number that find the same dead one, at whatever speed, one holds the directory.
+A lease is a file `lease/NUMBER.json` in the run directory, which its holder renews by touching it. A process that finds
+every lease dead adds one with the next number, which the storage grants to only one process. It then looks again, and
+withdraws if a new lease has appeared that it does not know to be dead. So no process removes a lease that may be alive,
+and of all processes that find the same dead lease, at any speed, one gets the directory.
 
-On the machine of its holder a lease is dead when the process is; elsewhere, when it has missed renewals, by the clock
-of the file server or the bucket.
+On its holder's machine a lease is dead when the process is. Elsewhere it is dead after missed renewals, by the clock of
+the file server or bucket.
 """
 
 # pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -27,7 +27,7 @@ import subprocess
 import sys
 import threading
 import time
-import uuid  # pyright: ignore[reportUnusedImport]  (only macOS asks it)
+import uuid  # pyright: ignore[reportUnusedImport]  (used on macOS alone)
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,31 +35,32 @@ import jax
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import full_text, value_text, writing
+from maxtext_lite.process.watchdog import watchdog
 from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.lease_files import LeaseFile, lease_files
 
 DIRECTORY = "lease"
-"""In the run directory, while a run writes there."""
+"""A subdirectory of the run directory, present while a run writes there."""
 
 RENEWAL_SECONDS = 10.0
 MISSED_RENEWALS = 9
-"""After which a lease of another machine is dead."""
+"""Missed renewals after which a lease of another machine is dead."""
 
 _POLL_SECONDS = 0.5
 _NAME = re.compile(r"(\d{1,18})\.json")
-_GONE = (errno.ENOENT, errno.ESTALE)  # the second is a network file system's word for it
+_GONE = (errno.ENOENT, errno.ESTALE)  # the second is how a network file system says it
 
 
 @dataclasses.dataclass(frozen=True)
 class Holder:
-    """Who holds a lease.
+    """The holder of a lease.
 
     Attributes:
       host: the machine's name, for people.
-      process_id, started: of the process, and when it started, in what its operating system counts.
-      machine: where `process_id` has a meaning: the machine since its last start, and its container; "": not known.
-      since: when it took the lease, UTC.
-      token: that no other holder has.
+      process_id, started: the process, and its start in the operating system's own unit.
+      machine: the scope of `process_id`: the machine since its last boot, and the container; "" if unknown.
+      since: UTC time at which it took the lease.
+      token: unique to this holder.
     """
 
     host: str
@@ -79,7 +80,7 @@ class Holder:
 
     @classmethod
     def from_json(cls, text: bytes) -> Holder | None:
-        """The holder that a lease names; None where it is damaged, or not written yet."""
+        """The holder that a lease names; None if the file is damaged or not written yet."""
         try:
             values = json.loads(text)
         except (ValueError, RecursionError):
@@ -90,14 +91,14 @@ class Holder:
         return cls(**values)
 
     def is_alive(self) -> bool | None:
-        """Whether the process runs; None where that cannot be known here."""
+        """Whether the process runs; None if that cannot be known here."""
         if not self.machine or self.machine != _machine():
             return None
         try:
             os.kill(self.process_id, 0)
         except (ProcessLookupError, OverflowError):
             return False
-        except PermissionError:  # another user's, whose start may be hidden from us
+        except PermissionError:  # another user's process, whose start may be hidden
             started = _started(self.process_id)
             return started == self.started if started else None
         return _started(self.process_id) == self.started
@@ -107,11 +108,11 @@ class Holder:
 
 
 class Lease:
-    """One process's hold on a run directory, or its attempts to get it.
+    """The hold of one process on a run directory, or its attempts to get it.
 
     Args:
-      failures: collects that another process took the lease over.
-      renewal_seconds: between two renewals, of every holder.
+      failures: collects the error that another process took over the lease.
+      renewal_seconds: seconds between renewals, for every holder.
     """
 
     def __init__(self, run_directory: Path, failures: Failures, *, renewal_seconds: float = RENEWAL_SECONDS):
@@ -119,19 +120,19 @@ class Lease:
         self._failures, self._renewal_seconds = failures, renewal_seconds
         self._patience = renewal_seconds * MISSED_RENEWALS
         self._files = lease_files(self._directory)
-        self._seen: dict[str, tuple[LeaseFile, float]] = {}  # leases of elsewhere, and since when they are as they are
-        self._name: str | None = None  # of what is held
+        self._seen: dict[str, tuple[LeaseFile, float]] = {}  # of other machines, and since when unchanged
+        self._name: str | None = None  # of the lease that is held
         self._text = b""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
 
     def attempt(self) -> str | None:
-        """Takes the lease, unless somebody has it who may be alive.
+        """Takes the lease, unless its holder may be alive.
 
         Returns:
-          None: it is held. Else why not yet, "" for a reason that is over at once; try again.
+          None once it is held; otherwise the reason to wait and try again, "" for a momentary one.
         Raises:
-          UserError: a process that is alive holds it, or the directory cannot be written.
+          UserError: a live process holds it, or the directory cannot be written.
         """
         with writing(self._directory):
             dead = set(self._found())
@@ -142,10 +143,10 @@ class Lease:
             text = json.dumps(dataclasses.asdict(Holder.this_process())).encode()
             try:
                 self._files.make(name, text)
-            except (FileExistsError, FileNotFoundError):  # another took it; another let go of it and of the directory
+            except (FileExistsError, FileNotFoundError):  # taken by another; released, with the directory
                 if not self._says(name, text):
-                    return ""  # else the answer to our first request was lost, and the second one found our own
-            # Nobody looks past our lease now. Whoever had looked before left a lease, which we see, or will see ours.
+                    return ""  # else a retried request found the lease that its first try had made
+            # From now on everyone sees our lease. Whoever looked earlier has left one that we see, or will see ours.
             if not {found for found in self._found() if found.name != name} <= dead:
                 self._files.remove(name)
                 return ""
@@ -156,14 +157,14 @@ class Lease:
         return None
 
     def check(self) -> bool:
-        """Renews the lease; whether it is still ours. Where it is not, `failures` has it."""
+        """Renews the lease and returns whether it is still ours; if not, `failures` gets the error."""
         assert self._name is not None, "check() of a lease that is not held"
         try:
             ours = self._files.read(self._name) == self._text
             if ours:
                 self._files.renew(self._name)
         except OSError as error:
-            ours = error.errno not in _GONE  # a file system that does not answer has not given it to another either
+            ours = error.errno not in _GONE  # a file system that does not answer has not granted it to another either
         if not ours:
             holders = [Holder.from_json(found.text) for found in self._found() if found.name != self._name]
             taken = f"was taken over by {holders[0]}" if holders and holders[0] else "is gone"
@@ -174,15 +175,15 @@ class Lease:
         return ours
 
     def release(self) -> None:
-        """Lets go of the directory, for whoever comes next."""
+        """Releases the directory to the next run."""
         self._ended.set()
         if self._name is None:
             return
         self._thread.join()
-        with contextlib.suppress(OSError):  # whoever comes next finds this process ended
+        with contextlib.suppress(OSError):  # the next process finds this one ended
             if self._files.read(self._name) == self._text:
                 self._files.remove(self._name)
-            self._files.close()  # unless somebody waits there
+            self._files.close()  # unless another process waits there
 
     def _renew(self) -> None:
         while not self._ended.wait(self._renewal_seconds):
@@ -190,7 +191,7 @@ class Lease:
                 return
 
     def _says(self, name: str, text: bytes) -> bool:
-        """Whether a lease is there, and has this text."""
+        """Whether a lease exists with this text."""
         with contextlib.suppress(FileNotFoundError):
             return self._files.read(name) == text
         return False
@@ -200,7 +201,7 @@ class Lease:
         return [found for found in self._files.found() if _NAME.fullmatch(found.name)]
 
     def _why_to_wait(self, found: LeaseFile) -> str | None:
-        """None where a lease is dead.
+        """None if a lease is dead, else the reason to wait.
 
         Raises:
           UserError: it is alive.
@@ -225,12 +226,12 @@ class Lease:
 
 
 def hold(run_directory: Path, failures: Failures, say: Callable[[str], None]) -> Lease | None:
-    """The lease of a run directory, which is made; held by the first host, None on the others. All hosts call it.
+    """The lease of a run directory, on the first host; None on the others. Makes the directory. All hosts call it.
 
-    It waits where a process on another machine may have died with the lease, until that shows.
+    Waits while the holder is on another machine and may be dead, until that is certain.
 
     Raises:
-      UserError: another run has the directory; on all hosts.
+      UserError: on all hosts, if another run has the directory.
     """
     lease = Lease(run_directory, failures) if jax.process_index() == 0 else None
     said = ""
@@ -245,6 +246,7 @@ def hold(run_directory: Path, failures: Failures, say: Callable[[str], None]) ->
         if waits and not said:
             say(waits)
             said = waits
+        watchdog.advance()  # to wait for a lease is no hang
         time.sleep(_POLL_SECONDS)
 
 
@@ -253,9 +255,9 @@ def _number(found: LeaseFile) -> int:
 
 
 def _started(process_id: int) -> str:
-    """When a process started, in what its operating system counts; "" where there is none that runs, or none to see."""
+    """The start of a process in the operating system's own unit; "" if it does not run or cannot be seen."""
     try:
-        # After the name, which may hold anything: the state, and 19 fields later the start in ticks of the machine.
+        # The name may contain anything. After it comes the state, and 19 fields later the start in clock ticks.
         fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
         return "" if fields[0] in "ZX" else fields[19]
     except OSError:
@@ -271,10 +273,10 @@ def _started(process_id: int) -> str:
 
 
 def _machine() -> str:
-    """The machine since its last start and, in it, the container; "" where process ids might be of another one."""
+    """The machine since its last boot, and the container; "" if process ids cannot be tied to one."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()} {boot} {Path('/proc/self/ns/pid').stat().st_ino}"
     except OSError:
-        # macOS has no containers of its own, and its `ps` says the date of a start.
+        # macOS has no containers, and its `ps` prints the date of a start.
         return f"{socket.gethostname()} {uuid.getnode():x}" if sys.platform == "darwin" else ""

@@ -1,9 +1,9 @@
-"""The checksums of a checkpoint's files: in each checkpoint a file for each process that wrote it.
+"""The checksums of a checkpoint's files, in one file of the checkpoint per process that wrote it.
 
-SHA-256, because hashlib has it (Orbax brings no faster checksum along), processors have instructions for it (1 GB/s and
-more a core, and files are hashed beside each other, more than most file systems read), and `sha256sum --check` reads
-what stands here: a copy can be checked without this program. CRC-32 would be twice as fast a core, and accept one
-damaged file in 4 billion.
+SHA-256 is in hashlib (Orbax brings no faster checksum), and processors have instructions for it: at least 1 GB/s per
+core, with files hashed in parallel, which is more than most file systems read. `sha256sum --check` reads these files,
+so a copy can be checked without this program. CRC-32 would be twice as fast per core, but would accept one damaged file
+in 4 billion.
 """
 
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
@@ -26,21 +26,21 @@ _THREADS = min(8, os.cpu_count() or 1)
 
 
 class Damaged(Exception):
-    """A file of a checkpoint is not as it was written; says which and how."""
+    """A checkpoint file that differs from what was written; says which one and how."""
 
 
 def part_name(process: int, num_processes: int) -> str:
-    """The file with the checksums of what one process wrote; its name says how many such files there must be."""
+    """The name of the file with the checksums of one process, which also states the number of such files."""
     return f"sha256.{process}-of-{num_processes}"
 
 
 def write_part(directory: Path, process: int, num_processes: int) -> int:
-    """Writes the checksums of a process's share: what Orbax named after it; the first process's has the rest.
+    """Writes the checksums of a process's share: the files that Orbax named after it; the first process adds the rest.
 
-    The share follows from names alone, so that no process need see what another has just written.
+    The share follows from names alone, so no process need see what another has just written.
 
     Returns:
-      Bytes that were hashed.
+      The number of bytes hashed.
     """
     own = [name for name in _files(directory) if _owner(name, num_processes) == process]
     digests = _digests(directory, own)
@@ -63,10 +63,10 @@ def write_part(directory: Path, process: int, num_processes: int) -> int:
 
 
 def read_manifest(directory: Path) -> dict[str, str] | None:
-    """The checksum of each file of a checkpoint, by its name there; None where there are none at all.
+    """The checksum of each file of a checkpoint by name; None if the checkpoint has no checksums.
 
     Raises:
-      Damaged: a process's part is missing, is not as it was written, or stands in the place of another's.
+      Damaged: the part of a process is missing, changed, or that of another process.
     """
     with storage_errors(directory):
         parts = {path.name: path for path in directory.iterdir() if _PART.fullmatch(path.name)}
@@ -88,11 +88,10 @@ def read_manifest(directory: Path) -> dict[str, str] | None:
 def damage(
     directory: Path, digests: Mapping[str, str], *, share: int = 0, num_shares: int = 1
 ) -> tuple[str | None, int]:
-    """The first damaged file of a share of a checkpoint's files, and what is wrong with it, None: they are whole; and
-    how many bytes were hashed.
+    """The first damaged file in a share of a checkpoint's files, None if all are whole; and the number of bytes hashed.
 
     Args:
-      digests: of the files that count, by name.
+      digests: of the files to check, by name.
     """
     own = sorted(digests)[share::num_shares]
     try:
@@ -104,7 +103,7 @@ def damage(
 
 
 def in_items(digests: Mapping[str, str], items: Collection[str]) -> dict[str, str]:
-    """The checksums of the files that belong to these items of a checkpoint, or to the whole of it."""
+    """The checksums of the files of these items of a checkpoint, and of files that belong to no item."""
     return {name: digest for name, digest in digests.items() if "/" not in name or name.partition("/")[0] in items}
 
 
@@ -119,13 +118,13 @@ def _read_part(path: Path) -> dict[str, str]:
         raise Damaged(f"{path.name} is not as it was written")
     digests = {name: digest for digest, _, name in (line.partition("  ") for line in lines.splitlines())}
     for name in digests:
-        if os.path.isabs(name) or ".." in name.split("/") or "\0" in name:  # noqa: PTH117  (a bucket's are no paths)
+        if os.path.isabs(name) or ".." in name.split("/") or "\0" in name:  # noqa: PTH117  (names in a bucket are no paths)
             raise Damaged(f"{path.name} names {value_text(name)}, which is not a file of the checkpoint")
     return digests
 
 
 def _files(directory: Path) -> list[str]:
-    """The files of a checkpoint but those of its checksums, by name, in order."""
+    """The names of a checkpoint's files without those of its checksums, in order."""
     return [name for name in names_below(directory) if not _PART.fullmatch(name.removesuffix(".tmp"))]
 
 
@@ -135,7 +134,7 @@ def _owner(name: str, num_processes: int) -> int:
 
 
 def _digests(directory: Path, names: Collection[str]) -> dict[str, tuple[str, int]]:
-    """The checksum and size of each file; several are hashed at once, which needs no lock of Python's."""
+    """The checksum and size of each file; threads hash several at once, as hashlib releases Python's lock."""
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
         return dict(zip(names, threads.map(lambda name: _digest(directory / name, name), names), strict=True))
 

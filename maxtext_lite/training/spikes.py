@@ -1,4 +1,4 @@
-"""A run that goes back before a loss that left its band: which rows are to blame, and the list of those left out."""
+"""The way back before a loss spike: finds the guilty rows, and lists them so that the run leaves them out."""
 
 # pyright: reportUnknownMemberType=false
 # jax declares some of its functions in part.
@@ -18,18 +18,18 @@ from maxtext_lite.training.run import EXCLUDED, TrainingRun
 from maxtext_lite.training.step_log import LossSpike
 
 MOST = 5
-"""Times that a run goes back within WINDOW steps."""
-_LEAST_ROWS = 4  # of which some can stand out
+"""The most times that a run goes back within WINDOW steps."""
+_LEAST_ROWS = 4  # fewer cannot show an outlier
 _MOST_NAMED = 8
 
 
 class RowsBefore(NamedTuple):
-    """The step before a spike's, by the parameters before it.
+    """The step before the spike, with losses by the parameters before that step.
 
     Attributes:
-      first: its place in the run.
-      rows: its own.
-      next_rows: those of the spike's step.
+      first: the step's place in the run.
+      rows: the step's rows.
+      next_rows: the rows of the spike's step.
     """
 
     first: int
@@ -38,7 +38,7 @@ class RowsBefore(NamedTuple):
 
 
 class Guilty(NamedTuple):
-    """Rows, the place in the run of their step, and why they are guilty."""
+    """The guilty rows, the place of their step in the run, and the reason."""
 
     rows: Sequence[RowLoss]
     first: int
@@ -46,7 +46,7 @@ class Guilty(NamedTuple):
 
 
 def refuse_to_go_back(run: TrainingRun[ExampleSource], spike: LossSpike) -> None:
-    """Raises the spike where the config says stop, or the run has gone back too often."""
+    """Raises the spike if the config says stop or the run has gone back too often."""
     if not run.config.max_loss_spike or run.config.loss_spike_action == "stop":
         raise spike
     if len({row.spike for row in run.recorded if spike.step - WINDOW < row.step <= spike.step}) >= MOST:
@@ -55,10 +55,10 @@ def refuse_to_go_back(run: TrainingRun[ExampleSource], spike: LossSpike) -> None
 
 
 def leave_out_guilty(run: TrainingRun[ExampleSource], terminal: Terminal, *, step: int, limit: float) -> None:
-    """Finds the rows that a spike is put down to, and adds them to the run's list. All hosts call it.
+    """Finds the rows that caused a spike and adds them to the run's list. All hosts call it.
 
-    Checkpoints of the step before the spike's and later are deleted first, where there is an older one, and nothing is
-    saved on the way: killed, the run comes to the same spike again.
+    Deletes first the checkpoints of the step before the spike and later, if there is an older one. Saves nothing while
+    it searches, so that a run killed here meets the same spike again.
 
     Args:
       step, limit: of the `LossSpike`.
@@ -95,13 +95,13 @@ def leave_out_guilty(run: TrainingRun[ExampleSource], terminal: Terminal, *, ste
 
 
 def _rows_on_the_way(run: TrainingRun[ExampleSource], step: int) -> tuple[int, Sequence[RowLoss], RowsBefore | None]:
-    """Does the steps before this one again; its place in the run and its rows, and the step before where it is done."""
+    """Repeats the steps before this one; returns its place in the run, its rows, and the step before if it ran."""
     state, counts = run.restore_or_init()
     place, before = counts.examples_seen, None
     examples = run.plan.step_examples
     quiet = Terminal(log_period=1, quiet=True)
     with contextlib.closing(FeedSteps(run, quiet, state, counts, proves_kernels=False)) as steps:
-        row_losses = make_row_losses(run)  # once pairs have their reference
+        row_losses = make_row_losses(run)  # after pairs have their reference
         for number in range(counts.step + 1, step):
             if not steps.ready:
                 steps.prepare(number)
@@ -117,12 +117,12 @@ def _rows_on_the_way(run: TrainingRun[ExampleSource], step: int) -> tuple[int, S
 def find_guilty(
     first: int, rows: Sequence[RowLoss], before: RowsBefore | None, *, limit: float, width: float
 ) -> Guilty:
-    """The rows that a spike is put down to.
+    """The rows that caused a spike.
 
-    Where the step's rows were in the band by the parameters before the last update, that update is to blame, and rows
-    of its step are guilty; otherwise rows of the step itself. Those are that stand out among its rows: their loss or
-    gradient norm is no number, or beyond the `band_limit` of the rows'. All are, where none does, or where the loss of
-    the others of the step itself is beyond the band too.
+    If the step's rows are within the band by the parameters before the last update, that update is to blame, and the
+    guilty rows are of its step; otherwise they are of the spike's own step. Guilty rows stand out in their step: their
+    loss or gradient norm is not finite, or beyond the `band_limit` of the step's rows. All rows of the step are guilty
+    if none stands out, or if the rest of the spike's own step is beyond the band too.
 
     Args:
       first: the place of the step in the run.
@@ -154,6 +154,6 @@ def _standing_out(rows: Sequence[RowLoss], width: float) -> list[RowLoss]:
 
 
 def _is_within(rows: Sequence[RowLoss], limit: float) -> bool:
-    """Whether the mean loss of rows is a number, and not above a limit."""
+    """Whether the mean loss of rows is finite and within a limit."""
     loss = math.fsum(row.loss_sum for row in rows) / max(sum(row.num_counted for row in rows), 1)
     return math.isfinite(loss) and loss <= limit

@@ -1,4 +1,4 @@
-"""Where a run's records go beside metrics.jsonl: TensorBoard's files, Weights & Biases, MLflow, Prometheus."""
+"""Receivers of a run's records beside metrics.jsonl: TensorBoard's files, Weights & Biases, MLflow, Prometheus."""
 
 # pyright: reportMissingImports=false, reportMissingTypeStubs=false, reportUnknownMemberType=false
 # wandb and mlflow are extras, and tensorboardX declares some of its functions in part.
@@ -10,9 +10,10 @@ import math
 import os
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import without_secrets, writing
@@ -21,25 +22,23 @@ from maxtext_lite.training.arrays import Record
 from maxtext_lite.training.failures import Failures
 
 FILE = "trackers.json"
-"""In the run directory: by which ids the services know the run."""
+"""In the run directory: the id of the run at each service."""
 _FLUSH_SECONDS = 30.0
 _NOT_NEEDED = ("torch", "boto3", "google.cloud.storage")
 
 
-class Tracker(Protocol):
-    """Is told of each record of metrics.jsonl."""
+class Tracker(ABC):
+    """A receiver of each record of metrics.jsonl."""
 
+    @abstractmethod
     def write(self, record: Record) -> None:
         """Takes a record."""
-        ...
 
-    def flush(self) -> None:
-        """Writes what is only in memory yet."""
-        ...
+    def flush(self) -> None:  # noqa: B027  (most keep nothing)
+        """Sends or writes what is still in memory."""
 
-    def close(self) -> None:
-        """Flushes, and ends."""
-        ...
+    def close(self) -> None:  # noqa: B027
+        """Flushes, then ends."""
 
 
 def open_trackers(
@@ -50,14 +49,14 @@ def open_trackers(
     about: Mapping[str, str],
     say: Callable[[str], None],
 ) -> list[Tracker]:
-    """Those that `log_to` and `prometheus_port` name. Call it on the first host, after `about` was worked out.
+    """The trackers that `log_to` and `prometheus_port` name; for the first host, once `about` is known.
 
     Args:
-      directory: of the run, or where its files are written first.
-      after_step: the step the run goes on from.
+      directory: the run directory, or the local one in which its files are written first.
+      after_step: the step from which the run resumes.
       failures: collects what cannot be written there.
-      about: the run's config and plan as texts.
-      say: takes a sentence where a service does not answer; the run goes on without it.
+      about: texts about the run by name: its config and its plan.
+      say: takes a warning when a service stops answering; the run continues without it.
     Raises:
       UserError: a service refuses the run at its start, or the port is taken.
     """
@@ -79,7 +78,7 @@ def open_trackers(
 
 
 def finite_numbers(record: Record) -> dict[str, float]:
-    """The numbers of a record but for its step, without those that are not finite."""
+    """The finite numbers of a record, except its step."""
     return {
         key: float(value)
         for key, value in record.items()
@@ -87,46 +86,41 @@ def finite_numbers(record: Record) -> dict[str, float]:
     }
 
 
-class TensorBoard:
-    """TensorBoard's event file. It is written where it is called: a thread could not say that the disk is full.
+class TensorBoard(Tracker):
+    """TensorBoard's event file, written by the caller's thread: another thread could not report a full disk.
 
     Args:
-      purge_step: from which on TensorBoard hides what earlier event files hold.
-      about: texts by their names.
+      purge_step: the step from which TensorBoard hides the contents of earlier event files.
+      about: texts by name.
     """
 
     def __init__(self, directory: Path, purge_step: int, failures: Failures, about: Mapping[str, str]):
         with _without(_NOT_NEEDED):
             from tensorboardX import event_file_writer
-            from tensorboardX.proto import event_pb2, summary_pb2, tensor_pb2
+            from tensorboardX.proto import event_pb2
 
         self._directory, self._failures = directory, failures
-        self._events: Any = event_pb2
-        self._summaries: Any = summary_pb2
-        tensors: Any = tensor_pb2
+        events: Any = event_pb2
+        self._event: Callable[..., Any] = events.Event
         directory.mkdir(exist_ok=True)
         self._file = event_file_writer.EventsWriter(str(directory / "events"), f".{os.getpid()}")
-        start = self._events.SessionLog(status=self._events.SessionLog.START)
-        self._add(self._events.Event(step=purge_step, session_log=start))
-        plugin = self._summaries.SummaryMetadata.PluginData(plugin_name="text")
-        metadata = self._summaries.SummaryMetadata(plugin_data=plugin)
-        for name, text in about.items():  # as Markdown, in which four spaces make a table of monospaced lines
-            lines = "\n".join(f"    {line}" for line in text.splitlines()).encode()
-            tensor = tensors.TensorProto(dtype="DT_STRING", string_val=[lines])
-            value = self._summaries.Summary.Value(tag=name, metadata=metadata, tensor=tensor)
-            self._add(self._events.Event(step=purge_step, summary=self._summaries.Summary(value=[value])))
         self._flushed = time.monotonic()
+        self._add(purge_step, session_log={"status": "START"})
+        for name, text in about.items():  # Markdown: four spaces make monospaced lines
+            lines = "\n".join(f"    {line}" for line in text.splitlines()).encode()
+            shown_as = {"plugin_data": {"plugin_name": "text"}}
+            text_value = {"tag": name, "metadata": shown_as, "tensor": {"dtype": "DT_STRING", "string_val": [lines]}}
+            self._add(purge_step, summary={"value": [text_value]})
 
     def write(self, record: Record) -> None:
         """Appends the finite numbers of a record."""
-        summary = self._summaries.Summary
-        values = [summary.Value(tag=key, simple_value=value) for key, value in finite_numbers(record).items()]
-        self._add(self._events.Event(step=record["step"], summary=summary(value=values)))
+        values = [{"tag": key, "simple_value": value} for key, value in finite_numbers(record).items()]
+        self._add(record["step"], summary={"value": values})
         if time.monotonic() - self._flushed > _FLUSH_SECONDS:
             self.flush()
 
     def flush(self) -> None:
-        """Writes what is only in memory yet."""
+        """Writes what is still in memory."""
         self._flushed = time.monotonic()
         if not self._failures.found:
             with self._failures.of_writing(self._directory):
@@ -137,107 +131,105 @@ class TensorBoard:
         with self._failures.of_writing(self._directory):
             self._file.close()
 
-    def _add(self, event: Any) -> None:
-        event.wall_time = time.time()
+    def _add(self, step: int, **content: Any) -> None:
         if not self._failures.found:
             with self._failures.of_writing(self._directory):
-                self._file.write_event(event)
+                self._file.write_event(self._event(step=step, wall_time=time.time(), **content))
 
 
-class _Service:
-    """A service that is told of records from here on; what it does not take ends no run.
+class Service(Tracker):
+    """A service that receives records from here on; its failure ends no run.
 
-    A run that goes on is the same run there: its id stands in trackers.json. Steps that are done again are told again.
+    A resumed run is the same run there: trackers.json has its id. Steps that are repeated are sent again.
+
+    Args:
+      module: the service's library.
     """
 
-    def __init__(self, name: str, directory: Path, say: Callable[[str], None]):
-        self._name, self._path, self._say, self._lost = name, directory / FILE, say, False
-
-    @property
-    def known_id(self) -> str | None:
-        """The service's id of this run; None: it does not know the run yet."""
-        return self._ids().get(self._name)
-
-    def keep_id(self, found: str) -> None:
-        """Writes the service's id of this run down."""
-        if found != self.known_id:
-            with writing(self._path):
-                self._path.write_text(json.dumps(self._ids() | {self._name: found}) + "\n", encoding="utf-8")
-
-    def _ids(self) -> dict[str, str]:
+    def __init__(self, module: Any, config: Config, directory: Path, say: Callable[[str], None]):
+        self._name, self._say, self._lost = type(self).__name__.lower(), say, False
+        path, ids = directory / FILE, dict[str, str]()
         with contextlib.suppress(FileNotFoundError, ValueError):
-            return dict(json.loads(self._path.read_text(encoding="utf-8")))
-        return {}
+            ids = dict(json.loads(path.read_text(encoding="utf-8")))
+        known = ids.get(self._name)
+        found = self._start(module, config, directory, known)
+        if found != known:
+            with writing(path):
+                path.write_text(json.dumps(ids | {self._name: found}) + "\n", encoding="utf-8")
 
-    def _tell(self, what: Callable[[], object]) -> None:
-        """Does it, unless the service was lost before; where it is lost now, says so once."""
+    @abstractmethod
+    def _start(self, module: Any, config: Config, directory: Path, known: str | None) -> str:
+        """Starts or resumes the run there.
+
+        Args:
+          known: its id; None: the service does not know the run yet.
+        Returns:
+          Its id.
+        """
+
+    def _send(self, call: Callable[..., object], *arguments: Any, **named: Any) -> None:
+        """Calls the service, unless an earlier call failed; the first failure is a warning."""
         if self._lost:
             return
         try:
-            what()
+            call(*arguments, **named)
         except Exception as error:  # noqa: BLE001  # of another's library; no run of months is to end for a chart
             self._lost = True
             self._say(f"warning: log_to={self._name}: {_first_line(error)}. It is told nothing more by this start.")
 
 
-class WandB(_Service):
-    """Weights & Biases, by its own settings: WANDB_API_KEY, WANDB_PROJECT, WANDB_MODE=offline and so on."""
+class WandB(Service):
+    """Weights & Biases, set up by its own variables: WANDB_API_KEY, WANDB_PROJECT, WANDB_MODE=offline and so on."""
 
-    def __init__(self, wandb: Any, config: Config, directory: Path, say: Callable[[str], None]):
-        super().__init__("wandb", directory, say)
-        self._run = wandb.init(
+    def _start(self, module: Any, config: Config, directory: Path, known: str | None) -> str:
+        self._run = module.init(
             project=os.environ.get("WANDB_PROJECT", "maxtext_lite"),
             name=config.run_name,
-            id=self.known_id,
+            id=known,
             resume="allow",
             dir=str(directory),
             config=_stated(config),
         )
-        self.keep_id(self._run.id)
-        self._run.define_metric("*", step_metric="step")  # its own steps only grow, ours are done again
+        self._run.define_metric("*", step_metric="step")  # W&B's own steps only grow; ours may be repeated
+        return self._run.id
 
     def write(self, record: Record) -> None:
-        """Takes a record."""
-        self._tell(lambda: self._run.log({"step": record["step"], **finite_numbers(record)}))
-
-    def flush(self) -> None:
-        """Nothing: a process of its own sends what it is given."""
+        """Sends a record."""
+        self._send(self._run.log, {"step": record["step"], **finite_numbers(record)})
 
     def close(self) -> None:
-        """Waits until all is sent."""
-        self._tell(self._run.finish)
+        """Waits until everything is sent."""
+        self._send(self._run.finish)
 
 
-class MLflow(_Service):
-    """MLflow, by its own settings: MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME and so on."""
+class MLflow(Service):
+    """MLflow, set up by its own variables: MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME and so on."""
 
-    def __init__(self, mlflow: Any, config: Config, directory: Path, say: Callable[[str], None]):
-        super().__init__("mlflow", directory, say)
-        self._mlflow = mlflow
-        known = self.known_id
-        named: dict[str, Any] = {"run_name": config.run_name} if known is None else {"run_id": known}
-        self._id: str = mlflow.start_run(**named).info.run_id
+    def _start(self, module: Any, config: Config, directory: Path, known: str | None) -> str:
+        self._mlflow = module
+        named = {"run_name": config.run_name} if known is None else {"run_id": known}
+        self._id: str = module.start_run(**named).info.run_id
         if known is None:
-            self.keep_id(self._id)
-            mlflow.log_params(_stated(config))
+            module.log_params(_stated(config))
+        return self._id
 
     def write(self, record: Record) -> None:
-        """Takes a record."""
-        numbers, step = finite_numbers(record), record["step"]
-        self._tell(lambda: self._mlflow.log_metrics(numbers, step=step, run_id=self._id, synchronous=False))
+        """Sends a record."""
+        how = {"step": record["step"], "run_id": self._id, "synchronous": False}
+        self._send(self._mlflow.log_metrics, finite_numbers(record), **how)
 
     def flush(self) -> None:
-        """Waits until all is sent."""
-        self._tell(self._mlflow.flush_async_logging)
+        """Waits until everything is sent."""
+        self._send(self._mlflow.flush_async_logging)
 
     def close(self) -> None:
-        """Waits until all is sent."""
+        """Waits until everything is sent, and ends."""
         self.flush()
-        self._tell(self._mlflow.end_run)
+        self._send(self._mlflow.end_run)
 
 
-class Prometheus:
-    """The numbers of the newest record of each kind, at http://127.0.0.1:PORT/metrics as maxtext_lite_NAME."""
+class Prometheus(Tracker):
+    """The newest value of each number, at http://127.0.0.1:PORT/metrics as maxtext_lite_NAME."""
 
     def __init__(self, port: int, run_name: str):
         import prometheus_client as client
@@ -255,25 +247,22 @@ class Prometheus:
                 self._gauges[key] = gauge.labels(self._run_name)
             self._gauges[key].set(value)
 
-    def flush(self) -> None:
-        """Nothing: it is asked."""
-
     def close(self) -> None:
-        """Answers no more."""
+        """Stops answering."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
 
 def _stated(config: Config) -> dict[str, Any]:
-    """Each key with its value, as config.yml has them: without passwords."""
+    """Each key and its value as in config.yml, without passwords."""
     values = config.model_dump(mode="json")
     return {key: without_secrets(value) if isinstance(value, str) else value for key, value in values.items()}
 
 
 @contextlib.contextmanager
 def _refused(key: str) -> Generator[None]:
-    """Ends on what goes wrong as on a value of this key."""
+    """Turns any error inside into a refusal of this key's value."""
     try:
         yield
     except UserError:
@@ -288,10 +277,10 @@ def _first_line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _without(names: tuple[str, ...]) -> Generator[None]:
-    """What is imported here does not find these modules, unless they are there already.
+    """Hides modules that are not imported yet from the imports inside.
 
-    tensorboardX imports them wherever they are installed, for an annotation and for buckets that it is never given,
-    which takes up to seconds and 200 MB of memory.
+    tensorboardX imports these wherever they are installed, for an annotation and for buckets that it never gets here.
+    That takes up to seconds and 200 MB of memory.
     """
     hidden = [name for name in names if name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # importing None raises ImportError

@@ -1,6 +1,10 @@
 """A run whose directory is in a bucket is the run on a file system, also when it is cut off and goes on there."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -12,6 +16,7 @@ from maxtext_lite.training import Callback, train
 from maxtext_lite.training.parameter_files import checkpoints_in
 from maxtext_lite.training.run_files import RunFiles
 from tests.invariance.conftest import MODEL
+from tests.processes import environment
 
 RUN = [
     *MODEL,
@@ -79,3 +84,27 @@ def test_cut_off_and_resumed_in_a_bucket_equals_whole_on_disk(bucket, tmp_path, 
     assert "checkpoint of step 6 is damaged: about/metadata is not as it was written. It is set aside as gs://" in said
     assert f"resuming {run} after step 4" in said
     assert [line["loss"] for line in lines(run)] == [line["loss"] for line in whole]
+
+
+def test_a_bucket_that_stops_answering_ends_the_run_with_76(bucket, bucket_environment):
+    words = ["dataset_type=synthetic", "steps=100000", "hang_timeout_seconds=5", "max_num_checkpoints_to_keep=1000"]
+    command = [
+        sys.executable,
+        "-m",
+        "maxtext_lite.train",
+        *RUN,
+        *words,
+        f"base_output_directory={bucket}",
+        "run_name=run",
+    ]
+    pipe, server = subprocess.PIPE, int(bucket_environment["BUCKET_PROCESS"])
+    with subprocess.Popen(command, env=environment(1), stdout=pipe, stderr=pipe, text=True) as run:
+        assert any("saved step 4" in line for line in run.stdout)
+        os.kill(server, signal.SIGSTOP)
+        try:
+            _, errors = run.communicate(timeout=300)
+        finally:
+            os.kill(server, signal.SIGCONT)
+    assert run.returncode == 76
+    assert "in save of step" in errors
+    assert "Stacks of process 0" in errors

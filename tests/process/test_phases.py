@@ -81,3 +81,11 @@ def test_a_process_knows_when_it_started():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=os.environ)
     assert before - 1 < float(done.stdout) < time.time()
     assert process_start() < before
+
+
+def test_a_system_clock_that_is_set_moves_no_seconds(monkeypatch):
+    clock = PhaseClock()
+    clock.enter("step", 1)
+    for jump in (-1e6, 1e6):
+        monkeypatch.setattr(time, "time", lambda jump=jump: clock.began + jump)
+        assert 0 <= clock.seconds["step"] < 60

@@ -204,8 +204,11 @@ def test_all_hosts_end_on_the_first_hosts_refusal_and_wait_with_it(tmp_path, mon
     timer = threading.Timer(0.2, path.unlink)  # let go of
     timer.start()
     monkeypatch.setattr(lease_module, "_POLL_SECONDS", 0.01)
+    moves = []
+    monkeypatch.setattr(lease_module.watchdog, "advance", lambda: moves.append(1))
     hold(tmp_path / "run", Failures(), said.append).release()
     assert len(said) == 1
+    assert moves  # to wait is no hang
     assert "counts as dead after 90" in said[0]
     monkeypatch.setattr(lease_module.jax, "process_index", lambda: 1)
     assert hold(tmp_path / "elsewhere", Failures(), print) is None

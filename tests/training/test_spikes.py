@@ -69,6 +69,16 @@ def test_a_run_that_finds_guilty_rows_ends_in_the_bits_of_one_that_was_told(word
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(found.state), jax.device_get(told.state))
 
 
+def test_in_a_bucket_a_run_goes_back_and_reads_its_list_there(words, bucket):
+    there = [f"base_output_directory={bucket}", "run_name=there", "steps=26", "max_loss_spike=1.5"]
+    result = train(load_config(None, [*words, *there]))
+    (row,) = (json.loads(line) for line in (bucket / "there" / "excluded_rows.jsonl").read_text().splitlines())
+    assert (row["source"], row["row"], row["from_example"]) == ("odd", (24 * 8 + 3) // 2, 24 * 8)
+    lines = _steps(result)
+    assert [line["step"] for line in lines] == list(range(1, 27))
+    assert [line["target_tokens"] for line in lines[23:]] == [8 * 28, 7 * 28, 8 * 28]
+
+
 def test_a_run_that_is_killed_while_it_looks_has_gone_back_and_left_nothing_out(tmp_path, monkeypatch):
     """Started again, it comes to the same spike."""
     went = []
