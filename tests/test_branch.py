@@ -1,4 +1,4 @@
-"""The command `branch`: the same examples from one checkpoint, a table, a page; and going on where it was killed."""
+"""The command `branch`: the same examples from one checkpoint, a table, a page; and a restart after a kill."""
 
 import json
 
@@ -15,13 +15,13 @@ def records(directory):
     return {line["step"]: line for line in lines if "loss" in line}
 
 
-def test_branches_see_the_examples_that_the_run_saw_and_go_on_after_a_kill(tmp_path, capsys):
+def test_branches_see_the_examples_that_the_run_saw_and_continue_after_a_kill(tmp_path, capsys):
     words = [*SIZES, f"base_output_directory={tmp_path}", "run_name=run", "steps=4"]
     assert train(words) == 0
     arguments = [str(tmp_path / "run"), "--step", "2", "--steps", "2", "--scaling", "none"]
     assert main([*arguments, "--factors", "1"]) == 0
     output = tmp_path / "run-branches-2"
-    (output / ".batch-16").mkdir()  # as where the second one is killed while its run directory is made
+    (output / ".batch-16").mkdir()  # as if killed while the second one's run directory is made
     shown = capsys.readouterr().out
     assert shown.splitlines()[-2].startswith("critical batch (training loss at equal tokens 1% above the best; ")
     assert main([*arguments, "--factors", "1,2", "--json"]) == 0

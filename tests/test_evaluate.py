@@ -33,7 +33,7 @@ def directory(tmp_path_factory):
 
 
 def _log_probabilities(tokens):
-    """Of each token but the first, by transformers."""
+    """The log-probability of each token but the first, by transformers."""
     with torch.no_grad():
         logits = hf_models.model("llama")(torch.tensor([tokens])).logits[0, :-1].double()
     return torch.log_softmax(logits, -1)[torch.arange(len(tokens) - 1), torch.tensor(tokens[1:])].numpy()
@@ -78,7 +78,7 @@ def test_choices_are_those_of_transformers(directory, tmp_path, capsys):
 
 
 def test_a_cloze_is_right_where_it_is_what_the_model_would_write(directory, tmp_path, capsys):
-    """A blank and a letter, each of which must be the likeliest: after a context that the model goes on from so."""
+    """A blank and a letter, each of which must be the likeliest: after a context that the model continues this way."""
     path, encode = directory
     letters = {encode(letter)[0]: letter for letter in {*TEXT, *string.ascii_lowercase}}
 

@@ -18,7 +18,7 @@ PLANTED = "~^|" * 10
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run of four steps of 16 rows, whose texts are all alike but for one of step 4."""
+    """A run of four steps of 16 rows with equal texts, except for one in step 4."""
     directory = tmp_path_factory.mktemp("runs")
     texts = ["the cat sat on the mat there"] * 64
     texts[57] = PLANTED

@@ -44,7 +44,7 @@ _SECRET = "planted-0451"
 
 
 def _environment():
-    """Two devices and no help from conftest: what a user's machine has, and secrets, which stay there."""
+    """Two devices without conftest's settings, as on a user's machine; and secrets, which must not leak."""
     kept = {key: value for key, value in os.environ.items() if key not in ("NPROC", "OMP_NUM_THREADS")}
     kept |= dict.fromkeys(("AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "WANDB_API_KEY"), _SECRET)
     return kept | {"XLA_FLAGS": " ".join(["--xla_force_host_platform_device_count=2", *QUICK_COMPILATION])}
@@ -103,7 +103,7 @@ def test_a_run_shows_its_config_plan_and_progress(uninterrupted):
         assert part in output
 
 
-def test_what_the_environment_holds_of_secrets_is_in_no_file_and_no_line(uninterrupted):
+def test_secrets_in_the_environment_are_in_no_file_and_no_line(uninterrupted):
     run, output = uninterrupted
     files = [path for path in run.rglob("*") if path.is_file()]
     assert len(files) > 10
@@ -136,7 +136,7 @@ def _killed(directory, step):
 
 
 def test_killed_at_any_step_the_same_command_ends_in_the_same_bits(uninterrupted, tmp_path):
-    """Killed before its first step, then before its first checkpoint, then well after one: each time it goes on."""
+    """Killed before its first step, then before its first checkpoint, then well after one: it resumes each time."""
     run = tmp_path / "default"
     for step in (0, 5, 33):
         _killed(tmp_path, step)
@@ -182,8 +182,8 @@ def test_a_signal_ends_with_75_after_saving(tmp_path):
     assert len(list((tmp_path / "default" / "checkpoints").iterdir())) == 1
 
 
-def test_a_signal_before_the_first_step_ends_at_once_with_130_and_no_word(tmp_path):
-    """Of a step that no other test has compiled, so that there is time for it."""
+def test_a_signal_before_the_first_step_ends_at_once_with_130_and_no_output(tmp_path):
+    """With a step that no other test has compiled, so that compilation takes long enough."""
     with subprocess.Popen(
         _command(tmp_path, "base_mlp_dim=40", python=[sys.executable]),
         env=_environment(),
@@ -202,7 +202,7 @@ def test_a_signal_before_the_first_step_ends_at_once_with_130_and_no_word(tmp_pa
     assert not list((tmp_path / "default" / "checkpoints").glob("*"))
 
 
-def test_a_loss_that_is_no_number_ends_with_3(tmp_path):
+def test_a_non_finite_loss_ends_with_3(tmp_path):
     result = _train(tmp_path, "optimizer=sgd", "learning_rate=1e30", "gradient_clipping_threshold=0", "warmup_steps=0")
     assert result.returncode == 3
     assert result.stderr.splitlines()[-1].startswith("error: step ")

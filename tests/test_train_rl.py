@@ -13,7 +13,7 @@ from tests.processes import RunFiles, commands_in_turn, environment, quick_pytho
 from tests.rl.conftest import RUN, lines, timeless
 
 # A module of the working directory, as a user's own rewards are. Its file `deadly` is a number of calls, in the last of
-# which the run is killed: amid a rollout, as the next chunk is sampled while one is judged.
+# which the run is killed: during a rollout, as the next chunk is sampled while one is judged.
 JUDGE = """
 import os, pathlib, signal
 def low_bytes(completions):
@@ -25,7 +25,7 @@ def low_bytes(completions):
             os.kill(os.getppid(), signal.SIGKILL)
     return [sum(character < "@" for character in text) / max(len(text), 1) for text in completions]
 """
-# Two updates on each batch, and a reference: all that a batch can need to go on after a restart.
+# Two updates on each batch, and a reference: all that a batch can need after a restart.
 WHOLE = ["steps=8", "num_iterations=2", "grpo_beta=0.05", "micro_batch_size=4", "eval_interval=4",
          "max_num_checkpoints_to_keep=20", "reward_functions=judge:low_bytes"]  # fmt: skip
 
@@ -91,7 +91,7 @@ def _killed(directory, is_time):
 
 
 def test_killed_at_any_moment_the_same_command_ends_in_the_same_bits(uninterrupted, tmp_path):
-    """Killed with a reference and without a step, amid a rollout, and while the first of two updates is being saved."""
+    """Killed with a reference before the first step, during a rollout, and while the first of two updates is saved."""
     run, checkpoints = tmp_path / "rl", tmp_path / "rl" / "checkpoints"
     (tmp_path / "judge.py").write_text(JUDGE)
     _killed(tmp_path, (run / "reference" / "checkpoints" / "0").exists)
@@ -173,7 +173,7 @@ def test_each_command_names_the_other_for_its_configs(tmp_path):
     assert not [path for path in tmp_path.iterdir() if path.name != "judge.py"]
 
 
-def test_a_loss_that_is_no_number_ends_with_3(tmp_path):
+def test_a_non_finite_loss_ends_with_3(tmp_path):
     words = ("optimizer=sgd", "learning_rate=1e30", "gradient_clipping_threshold=0", "eval_interval=-1")
     result = _train_rl(tmp_path, *words, "reward_functions=judge:low_bytes")
     assert result.returncode == 3

@@ -1,4 +1,4 @@
-"""The command `tune`: a table, a page, and the best as a config that can be trained."""
+"""The command `tune`: a table, a page, and the best candidate as a config to train."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Several texts are printed when all are done; a conversation keeps in mind what was said."""
+"""Several texts are printed when all are done; a conversation includes its earlier turns."""
 
 import io
 import json

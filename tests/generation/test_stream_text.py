@@ -1,4 +1,4 @@
-"""Where a text ends, piece by piece; and how fast tokens come."""
+"""Where a text ends, piece by piece; and the speed of tokens."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""A text begins as the model has seen texts begin, and ends where its files say so."""
+"""A text begins as in the model's training, and ends at the tokens in its files."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A tiny run of reinforcement learning: sums of one digit, by a model that knows nothing."""
+"""A tiny run of reinforcement learning: sums of single digits, by an untrained model."""
 
 import json
 import subprocess
@@ -35,7 +35,7 @@ def config_of():
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory):
-    """The address of a server of a model that no test asks for."""
+    """The address of a server, with a model that no test uses."""
     from tests.rl.served import CONFIG, parameters
 
     directory = tmp_path_factory.mktemp("served")
@@ -62,6 +62,6 @@ def evaluations(run_directory):
 
 
 def timeless(records):
-    """The records without what a clock says."""
+    """The records without their times."""
     words = ("seconds", "per_second", "tflops", "overlap")
     return [{key: x for key, x in each.items() if not any(word in key for word in words)} for each in records]

@@ -1,4 +1,4 @@
-"""A model that a server of tests samples from, by every interface, and what the server is told beside requests."""
+"""The model of the test server, its clients for every interface, and access to its log of requests."""
 
 import functools
 import json
@@ -23,7 +23,7 @@ MESH = sampling_mesh(jax.devices()[:2], {"data": 1, "fsdp": 2, "tensor": 1})
 
 
 def parameters(decoder, seed):
-    """On a mesh, as a trainer has them."""
+    """Parameters on a mesh, as a trainer has them."""
     return jax.jit(decoder.init, out_shardings=tree_shardings(MESH, decoder.axes))(jax.random.key(seed))
 
 
@@ -59,6 +59,6 @@ def misbehave(server, **how):
 
 
 def heard(server):
-    """What the server says of its requests."""
+    """The server's log of requests."""
     with urllib.request.urlopen(f"{server}/requests") as answered:
         return json.load(answered)

@@ -1,4 +1,4 @@
-"""pass@k against counting all subsets, and what an evaluation says."""
+"""pass@k against counting all subsets, and the record of an evaluation."""
 
 import itertools
 

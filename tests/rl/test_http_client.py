@@ -1,4 +1,4 @@
-"""Requests to servers that do anything but what they should; each is a thread that sends what a test gives it."""
+"""Requests to misbehaving servers, each a thread that sends what a test gives it."""
 
 import contextlib
 import json
@@ -143,7 +143,7 @@ def test_an_answer_that_comes_letter_by_letter_is_given_up_in_time(head):
     started = time.monotonic()
     with serving(drip(head)) as (port, _), pytest.raises(UserError, match=r"after 1 attempt within 0\.4 s \(it took"):
         post(server_at(port, timeout_seconds=TIMEOUT_SECONDS))
-    assert time.monotonic() - started < 20  # the letters would go on for ever
+    assert time.monotonic() - started < 20  # the server never stops sending
 
 
 def test_a_request_that_nobody_waits_for_is_given_up():

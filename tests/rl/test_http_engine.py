@@ -97,7 +97,7 @@ def test_failures_that_pass_are_tried_again_and_others_are_told(engine, server):
 
 
 def test_a_completion_that_cannot_be_right_ends_the_run_in_one_line(engine, server):
-    """All that is checked is in test_server_answers.py; here, that it is."""
+    """test_server_answers.py tests the checks; this tests that they are made."""
     engine.update(parameters(make_plain_decoder(CONFIG), 0), 0)
     misbehave(server, choice={"token_ids": [1, -5], "logprobs": {"token_logprobs": [-1, -1]}})
     with pytest.raises(UserError) as refused:

@@ -1,4 +1,4 @@
-"""The frozen reference: a copy that later steps leave alone, and that a restart finds again."""
+"""The frozen reference: a copy that later steps do not change, and that a restart finds again."""
 
 import contextlib
 

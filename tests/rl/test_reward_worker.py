@@ -1,4 +1,4 @@
-"""The protocol of the process: what comes in, what goes out, and that nothing else does."""
+"""The protocol of the process: its input, its output, and nothing else."""
 
 import json
 import os
@@ -126,7 +126,7 @@ def test_a_package_that_is_not_installed_is_named(monkeypatch):
 
 
 class Process:
-    """The worker, spoken to by hand."""
+    """The worker, driven by hand."""
 
     def __init__(self, directory):
         pipe = subprocess.PIPE
@@ -187,7 +187,7 @@ def test_it_ends_with_its_input_even_amid_a_call_and_takes_along_what_was_starte
 
 
 def _is_running(process):
-    """Whether a process is there, and more than a record of one that has ended."""
+    """Whether a process is alive, not only a zombie."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:

@@ -109,7 +109,7 @@ ENDLESS = ("hang", "backtrack")
 
 @pytest.fixture(scope="module")
 def judges(directory):
-    """One that goes on after a failure, one that stops, each with little patience and with much."""
+    """One that continues after a failure and one that stops, each with a short and a long time-out."""
     before = os.getcwd()  # noqa: PTH109
     os.chdir(directory)
     keys = ("reward_functions=mine:fails,mine:length", "reward_weights=1,10")

@@ -1,4 +1,4 @@
-"""What a run of reinforcement learning is made of: devices shared out, slots, stop tokens, refusals."""
+"""The parts of a run of reinforcement learning: devices of trainer and sampler, slots, stop tokens, refusals."""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""Our own rollouts: what is drawn, its log-probabilities, and that slots, neighbours and devices change nothing."""
+"""Local rollouts: draws, their log-probabilities, and that slots, neighbours and devices change nothing."""
 
 import dataclasses
 
@@ -142,7 +142,7 @@ def test_a_response_is_the_same_for_any_slots_and_devices(how, free_responses):
 
 
 def test_experts_answer_a_request_alike_among_any_neighbours_whatever_their_capacity():
-    """With a capacity, training drops tokens of experts that many come to; sampling never does."""
+    """With a capacity, training drops tokens of popular experts; sampling never does."""
     narrow = dataclasses.replace(SHAPES["experts"].experts, capacity_factor=0.25)
     shape = dataclasses.replace(SHAPES["experts"], experts=narrow)
     params = parameters(Decoder(SHAPES["experts"]))
@@ -209,7 +209,7 @@ FOREVER, STOP, THREE = 0, 1, 4
 
 
 def counting_down():
-    """A model that says after 4, 3, 2 each time one less, until 1; and after 0 always 0."""
+    """A model that counts down from 4 to 1, and repeats 0 after 0."""
     shape = dataclasses.replace(LLAMA, emb_dim=32, num_layers=1)
     params = jax.tree.map(np.zeros_like, parameters(Decoder(shape)))
     params["final_norm"]["scale"] += 1
@@ -220,7 +220,7 @@ def counting_down():
 
 
 def test_a_long_response_keeps_no_slot_busy_but_its_own():
-    """24 requests, of which every fourth goes on for 40 tokens and the others for 3. In groups of 4, one after another,
+    """24 requests, of which every fourth has a response of 40 tokens and the others of 3. In consecutive groups of 4,
     every group would take the 39 decode steps of its longest: 234."""
     shape, params = counting_down()
     made = make_engine(shape, params=params, stop=[STOP], num_slots=4, max_new_tokens=40)

@@ -1,4 +1,4 @@
-"""Whole runs of reinforcement learning: what they write, how they resume, and that chunks and meshes show nowhere."""
+"""Whole runs of reinforcement learning: their files, their resumption, and that chunks and meshes change nothing."""
 
 import shutil
 import threading
@@ -16,7 +16,7 @@ from maxtext_lite.training import Callback, loop
 from maxtext_lite.training.step import ChunkedStep
 from tests.rl.conftest import evaluations, lines, steps, timeless
 
-# Two updates on each batch, a reference and importance weights: all that a batch can need to go on after a restart.
+# Two updates on each batch, a reference and importance weights: all that a batch can need after a restart.
 WHOLE = ("num_iterations=2", "grpo_beta=0.05", "rollout_correction=truncated", "ici_data_parallelism=2",
          "ici_fsdp_parallelism=2", "ici_tensor_parallelism=2", "rollout_fsdp_parallelism=2")  # fmt: skip
 
@@ -27,7 +27,7 @@ def parameters(result):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, config_of):
-    """An uninterrupted run on the 8 devices, which take turns."""
+    """An uninterrupted run, whose trainer and sampler share the 8 devices."""
     return train_rl(config_of(tmp_path_factory.mktemp("rl"), *WHOLE))
 
 
@@ -70,7 +70,7 @@ def test_every_pair_is_written_down(whole):
 
 
 def stopped_after(monkeypatch, num_steps):
-    """From now on a run is asked to stop after so many steps."""
+    """Makes every run stop after `num_steps` steps."""
 
     class StopAfter:
         def __init__(self, *_):
@@ -83,8 +83,8 @@ def stopped_after(monkeypatch, num_steps):
     monkeypatch.setattr(loop, "Stop", StopAfter)
 
 
-def test_stopped_after_any_step_a_run_goes_on_to_the_same_bits(whole, tmp_path, config_of, monkeypatch):
-    for here, after in ((1, 1), (1, 2), (1, 3), (9, 6)):  # amid a batch, between batches, amid the next
+def test_stopped_after_any_step_a_run_continues_to_the_same_bits(whole, tmp_path, config_of, monkeypatch):
+    for here, after in ((1, 1), (1, 2), (1, 3), (9, 6)):  # within a batch, between batches, within the next
         stopped_after(monkeypatch, here)
         result = train_rl(config_of(tmp_path, *WHOLE))
         assert result.step == after
@@ -95,7 +95,7 @@ def test_stopped_after_any_step_a_run_goes_on_to_the_same_bits(whole, tmp_path, 
     assert all(np.array_equal(a, b) for a, b in zip(parameters(result), parameters(whole), strict=True))
 
 
-def test_chunks_and_meshes_show_nowhere(whole, tmp_path, config_of):
+def test_chunks_and_meshes_change_nothing(whole, tmp_path, config_of):
     words = ["num_iterations=2", "grpo_beta=0.05", "rollout_correction=truncated", "micro_batch_size=-1",
              "ici_fsdp_parallelism=8"]  # fmt: skip
     one = train_rl(config_of(tmp_path, *words, "rollout_slots=8", "steps=4", "eval_interval=-1"))
@@ -106,7 +106,7 @@ def test_chunks_and_meshes_show_nowhere(whole, tmp_path, config_of):
 
 
 def test_what_makes_a_batch_of_pairs_stays_what_the_run_began_with(whole, config_of):
-    """Where the run is, in prompts, follows from the pairs so far."""
+    """The run's position in the prompts follows from the pairs so far."""
     with pytest.raises(UserError) as refused:
         train_rl(config_of(whole.run_directory.parent, *WHOLE, "num_generations=2", "num_iterations=1", "steps=8"))
     asked = [problem.partition(" contradicts ")[0] for problem in refused.value.problems]
@@ -139,7 +139,7 @@ def test_within_a_batch_its_chunks_stay_as_they_are(whole, tmp_path, config_of):
 
 
 def test_devices_of_their_own_sample_while_others_train(tmp_path, config_of, monkeypatch):
-    """Neither can go on without the other being under way: one after the other, they would wait for ever."""
+    """Each waits until the other is running: one after the other, they would deadlock."""
     sampling, training = threading.Event(), threading.Event()
     generate = LocalEngine.generate
     devices = {}
@@ -148,7 +148,7 @@ def test_devices_of_their_own_sample_while_others_train(tmp_path, config_of, mon
         devices["sampler"] = set(self._mesh.devices.flat)
         if requests[0].key[:2] == (0, 2):  # the second chunk of the first batch
             sampling.set()
-            assert training.wait(120), "nobody trained meanwhile"
+            assert training.wait(120), "no training meanwhile"
         return generate(self, requests, **how)
 
     class StepBeside(ChunkedStep):
@@ -159,7 +159,7 @@ def test_devices_of_their_own_sample_while_others_train(tmp_path, config_of, mon
             def add_beside(state, sums, rows):
                 devices["trainer"] = set(rows["tokens"].sharding.mesh.devices.flat)
                 training.set()
-                assert sampling.wait(120), "nobody sampled meanwhile"
+                assert sampling.wait(120), "no sampling meanwhile"
                 return add(state, sums, rows)
 
             self.add = add_beside

@@ -1,4 +1,4 @@
-"""Answers of servers that say anything at all; what they say is written as the servers would."""
+"""Arbitrary answers of servers, written as the servers would."""
 
 import json
 import math
@@ -13,7 +13,7 @@ PROMPT = [5, 40, 7]
 
 
 def choice(*token_ids, **other):
-    """What a server says of these tokens, but for what is given."""
+    """A server's answer with these tokens, except for what is given."""
     made = {"index": 0, "text": "", "finish_reason": "length", "token_ids": list(token_ids)}
     return made | {"logprobs": {"token_logprobs": [-0.5] * len(token_ids)}} | other
 
@@ -84,7 +84,7 @@ def test_what_cannot_be_right_is_refused(answer, wrong):
 
 
 def completion(*token_ids, version="b-2", **other):
-    """As vLLM says it."""
+    """As vLLM answers."""
     said = {"token_logprobs": [-0.5] * len(token_ids), "tokens": [f"token_id:{token_id}" for token_id in token_ids]}
     spans = [{"version": version, "start": 0, "end": len(token_ids)}]
     made = choice(*token_ids, logprobs=said, prompt_token_ids=PROMPT, weight_versions=spans) | other
@@ -92,7 +92,7 @@ def completion(*token_ids, version="b-2", **other):
 
 
 def generation(*token_ids, **other):
-    """As SGLang says it; `other` of meta_info."""
+    """As SGLang answers; `other` are entries of meta_info."""
     scored = [[-0.5, token_id, None] for token_id in token_ids]
     about = {"finish_reason": {"type": "length", "length": len(token_ids)}, "output_token_logprobs": scored}
     about |= {"prompt_tokens": 3, "weight_version": "b-2", "completion_tokens": len(token_ids)}

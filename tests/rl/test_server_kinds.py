@@ -1,4 +1,4 @@
-"""Each interface: what is sent and answered is what its package publishes, and a run through it learns the same."""
+"""Each interface: requests and answers fit the package's published schema, and a run through it learns the same."""
 
 import json
 import re
@@ -28,7 +28,7 @@ SINCE_0_33 = {"return_weight_versions"}
 
 
 def refusals(value, schema, at=""):
-    """Where a value of JSON is not what a schema says, as far as those of PUBLISHED go."""
+    """Where a JSON value violates a schema, by the parts of JSON Schema in PUBLISHED."""
     if "anyOf" in schema:
         branches = [refusals(value, branch, at) for branch in schema["anyOf"]]
         return min(branches, key=len)
@@ -178,7 +178,7 @@ def test_an_update_that_is_not_done_ends_the_run(kind, route, answer, wrong, ser
 
 
 def test_a_server_that_others_took_the_parameters_for_is_found_out(server, tmp_path):
-    """As behind an address with two servers, of which one took the last update."""
+    """As behind an address with two servers, only one of which took the last update."""
     engine = engine_at(server, tmp_path, "vllm")
     engine.update(parameters(make_plain_decoder(CONFIG), 0), 0)
     other = engine_at(server, tmp_path / "other", "vllm")

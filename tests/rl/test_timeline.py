@@ -1,4 +1,4 @@
-"""Seconds of phases, and how much of one went on beside another: by hand."""
+"""Seconds of phases and their overlap, by hand."""
 
 import time
 
@@ -27,7 +27,7 @@ def test_phases_are_recorded_in_the_order_of_their_starts_and_those_that_fail_ar
         raise ZeroDivisionError
     assert [(phase.name, phase.chunk) for phase in timeline.phases] == [("rollout", 1), ("train", 0)]
     record = timeline.record()
-    assert record["overlap_fraction"] == 1  # the rollout goes on from before the training to after it
+    assert record["overlap_fraction"] == 1  # the rollout lasts from before the training to after it
     assert record["rollout_seconds"] >= record["train_seconds"] >= 0.01
     assert record["reward_seconds"] == 0
     (name, chunk, start, stop), _ = timeline.to_json()

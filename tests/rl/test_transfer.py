@@ -1,4 +1,4 @@
-"""Parameters come whole from any trainer to any devices."""
+"""Parameters arrive complete from any trainer on any devices."""
 
 import dataclasses
 

@@ -51,7 +51,7 @@ def plain_parameters(shape):
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """A config on a mesh, and what training makes of it."""
+    """A config on a mesh, with the parts of its training."""
 
     config: Any
     mesh: jax.sharding.Mesh
@@ -62,7 +62,7 @@ class Setup:
 
     @property
     def parts(self):
-        """What a step of it is made of."""
+        """The parts of its step."""
         objective = self.objective or objective_of(self.config)
         return StepParts(self.decoder, self.optimizer, self.mesh, self.config, objective, self.local)
 
@@ -72,12 +72,12 @@ class Setup:
         return abstract_state(self.parts)
 
     def created(self):
-        """The state before the first step, made on the mesh as a run makes it, which takes long to compile."""
+        """The state before the first step, made on the mesh as in a run; slow to compile."""
         return init_state(self.parts, 0)
 
     @functools.cached_property
     def initial(self):
-        """The same state, on the host: from parameters that all setups of a shape share, as it is that of any mesh."""
+        """The same state on the host, from parameters shared by all setups of a shape, as no mesh changes it."""
         without_adapters = Decoder(dataclasses.replace(self.decoder.shape, lora=None), self.decoder.pipeline)
         params = jax.tree.map(
             lambda x, like, where: jax.device_put(x.reshape(like.shape), where),
@@ -88,7 +88,7 @@ class Setup:
         return jax.device_get(state_from(dataclasses.replace(self.parts, mesh=ONE_DEVICE), params, 0))
 
     def state(self):
-        """A new copy of the initial state, on the mesh: a step donates the one that it is passed."""
+        """A new copy of the initial state on the mesh, as a step donates its argument."""
         return jax.device_put(self.initial, state_shardings(self.parts))
 
     def batch(self, rows, accumulation, slots):

@@ -1,4 +1,4 @@
-"""The MultiSteps subclass: one inner update a step, sums in float32, no accumulator in its state."""
+"""The MultiSteps subclass: one inner update per step, float32 sums, no accumulator in its state."""
 
 import dataclasses
 
@@ -78,7 +78,7 @@ def test_the_number_of_micro_batches_may_change_from_step_to_step(count):
 
 
 def test_a_master_copy_keeps_what_bfloat16_parameters_would_lose():
-    """A thousand steps of 1e-3 from 1: bfloat16 alone stays at 1, as 1 - 1e-3 rounds to 1. Placement has no say."""
+    """A thousand steps of 1e-3 from 1: bfloat16 alone stays at 1, as 1 - 1e-3 rounds to 1, wherever it is."""
     ones = {"w": jnp.ones(3, jnp.bfloat16)}
     for over_data, masters, expected in (
         (False, False, 1.0), (True, False, 1.0), (True, True, 0.0), (False, True, 0.0),
@@ -117,7 +117,7 @@ def test_only_narrow_parameters_have_masters():
 
 
 def _driven(multi_steps, stream):
-    """Parameters after a stream of micro-batches' gradients, by nothing but what `optax.MultiSteps` offers to all."""
+    """Parameters after a stream of micro-batches' gradients, by the interface of `optax.MultiSteps` alone."""
     transformation = multi_steps.gradient_transformation()
     params, state = PARAMS, transformation.init(PARAMS)
 

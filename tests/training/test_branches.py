@@ -1,4 +1,4 @@
-"""A branch goes on from a run's checkpoint over the examples that the run would see next, and leaves the run alone."""
+"""A branch continues a run's checkpoint on the examples that the run would see next, and does not change the run."""
 
 import json
 from fractions import Fraction

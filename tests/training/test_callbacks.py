@@ -42,7 +42,7 @@ def _train(tmp_path, name, *callbacks, steps=5):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A run of five steps that nobody ends, and what a callback saw of it."""
+    """A run of five steps that no callback ends, and the events that a callback saw."""
     seen = Seen(wants_state=True)
     return *_train(tmp_path_factory.mktemp("runs"), "whole", seen), seen
 
@@ -70,7 +70,7 @@ def test_one_that_wants_the_state_is_passed_that_of_the_step(whole):
 def test_the_run_ends_evaluated_and_saved_and_goes_on_as_if_it_had_not_ended(
     wants_state, last, whole, tmp_path, capsys
 ):
-    """Without the state, a step later: the next one is under way when a step is recorded."""
+    """Without the state, one step later: the next step is already running when one is recorded."""
     seen = Seen(ends_after=3, wants_state=wants_state)
     result, lines = _train(tmp_path, "ended", seen)
     assert (result.step, result.interrupted) == (last, False)

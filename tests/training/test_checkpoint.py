@@ -1,4 +1,4 @@
-"""Checkpoints come back to the bit on any mesh; another run's are refused with what differs."""
+"""Checkpoints are restored to the bit on any mesh; those of another run are refused, with the differences."""
 
 import dataclasses
 import itertools
@@ -183,7 +183,7 @@ def test_the_older_checkpoint_stays_until_the_newer_one_has_its_checksums(saved,
 
 
 def test_a_checkpoint_that_cannot_be_written_is_one_sentence_with_what_is_safe(saved, tmp_path, capfd):
-    """A limit on the size of files stands for a full disk: Orbax's own threads meet it."""
+    """A limit on file sizes stands in for a full disk: Orbax's own threads hit it."""
     run, it = _copy(saved, tmp_path), saved[1]
     checkpointer = _open(run)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -224,7 +224,7 @@ def test_checkpoints_of_earlier_versions_are_read_with_a_note(saved, tmp_path):
 
 
 def test_replicas_and_their_outer_state_come_back_to_the_bit(tmp_path, setup):
-    """Mid-period the replicas differ from what they share; the parameters to load are what they share."""
+    """Mid-period the replicas differ from the shared parameters, which are the ones to load."""
     it = setup("optimizer=adamw", data=2, replicas=4)
     state = it.state()
     apart = jax.tree.map(
@@ -249,7 +249,7 @@ NARROW = "weight_dtype=bfloat16"
 
 
 def test_masters_stay_while_their_placement_changes(tmp_path, setup):
-    """Saved with ZeRO-1 as older versions have it in their fingerprint, restored without it."""
+    """Saved with ZeRO-1 in the fingerprint, as by older versions, and restored without it."""
     it, other = (
         setup("optimizer=adamw", NARROW, "shard_optimizer_over_data=true", data=4),
         setup("optimizer=adamw", NARROW),
@@ -270,7 +270,7 @@ def test_masters_stay_while_their_placement_changes(tmp_path, setup):
 
 
 def test_a_run_without_masters_goes_on_without_them(tmp_path, setup):
-    """As older versions wrote it without ZeRO-1: refused with the key that continues it, and continued with it."""
+    """As older versions wrote it without ZeRO-1: the refusal names the key with which it then continues."""
     it = setup("optimizer=adamw", NARROW, "master_weights=false")
     older = fingerprint(_config(NARROW), "text", None) | {"shard_optimizer_over_data": False}
     older.pop("master_weights")

@@ -1,4 +1,4 @@
-"""A checkpoint counts by its name, on a file system and in a bucket; what a kill leaves is no checkpoint."""
+"""A checkpoint counts by its name, on a file system and in a bucket; the remains of a kill do not count."""
 
 from pathlib import Path
 

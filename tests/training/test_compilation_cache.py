@@ -18,7 +18,7 @@ KEYS = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs
 
 @pytest.fixture
 def settings():
-    """Jax's, as they were before; what it compiles is kept however little time it took."""
+    """Keeps every program, however short its compilation, and restores jax's settings afterwards."""
     before = {key: getattr(jax.config, key) for key in KEYS}
     reset_cache()
     jax.config.update(KEYS[0], None)

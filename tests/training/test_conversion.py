@@ -1,4 +1,4 @@
-"""What a conversion says that it did, and that a model keeps its numbers there and back."""
+"""The summary of a conversion; and a model keeps its numbers there and back."""
 
 import json
 

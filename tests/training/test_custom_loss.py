@@ -1,4 +1,4 @@
-"""A custom loss is refused where it is no sum over rows; one that is the next token's gives the next token's step."""
+"""A custom loss is refused if it is not a sum over rows; next-token prediction as a custom loss gives the same step."""
 
 import json
 
@@ -94,7 +94,7 @@ def half(predictions, rows):
 
 @pytest.mark.parametrize("keys", [(), ("enable_diloco=true", "diloco_sync_period=2")], ids=["", "DiLoCo"])
 def test_a_run_counts_weights_in_part_and_evaluates_by_the_loss(keys, tmp_path):
-    """Half the weight is twice the loss, of steps and of evaluations; on replicas of their own, too."""
+    """Half the weight is twice the loss, in steps and evaluations, and with local updates too."""
 
     def records(name, **own):
         config = load_config(None, [*TINY, *keys, "dataset_type=synthetic", "steps=2", "warmup_steps=1",

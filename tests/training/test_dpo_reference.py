@@ -1,4 +1,4 @@
-"""Runs of DPO: the reference is the first parameters, found once, kept, and the same after a restart."""
+"""DPO runs: the reference comes from the first parameters, is computed once, stored, and the same after a restart."""
 
 import json
 import re
@@ -24,7 +24,7 @@ def lines():
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, lines):
-    """A function that trains in one directory, and gives the run and its lines of metrics."""
+    """A function that trains in one directory and returns the run and its lines of metrics.jsonl."""
     directory = tmp_path_factory.mktemp("runs")
     (directory / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     keys = [
@@ -41,7 +41,7 @@ def runs(tmp_path_factory, lines):
 
 
 def tables_of(result):
-    """The reference's log-probabilities of a run, of the fewer pairs first."""
+    """The reference's log-probabilities of a run, the smaller table first."""
     with np.load(result.run_directory / FILE) as tables:
         return sorted(tables.values(), key=len)
 
@@ -86,7 +86,7 @@ def test_stopped_and_resumed_equals_whole_to_the_bit(runs, whole, capsys):
     ["per_device_batch_size=0.25", "ici_data_parallelism=2", "ici_fsdp_parallelism=2", "ici_pipeline_parallelism=2",
      "pipeline_schedule=1f1b"],
 ], ids=["A=2 on data 2 fsdp 2 tensor 2", "A=4 on data 2 fsdp 2 stages 2"])  # fmt: skip
-def test_the_split_of_a_batch_shows_nowhere(split, runs, whole):
+def test_the_split_of_a_batch_changes_nothing(split, runs, whole):
     _, lines = runs(f"split{len(split)}", *split)
     for line, want in zip(lines, whole[1], strict=True):
         for name in {"loss", "grad_norm", "eval_loss"} & set(want):

@@ -1,4 +1,4 @@
-"""What environment.json says is so."""
+"""environment.json tells the truth."""
 
 import importlib.metadata
 import json

@@ -1,4 +1,4 @@
-"""What is split otherwise agrees; a planted bug, what does not run and what cannot be planned are told apart.
+"""Splits agree with the whole; planted bugs, failed runs and impossible splits get verdicts of their own.
 
 Each of eight bugs is planted by tests/invariance/test_planted_bugs.py.
 """
@@ -13,7 +13,7 @@ from tests.planted_bugs import train_all
 
 @pytest.fixture
 def found(monkeypatch, tmp_path):
-    """Verdicts on a split, two with bugs, data that are not there and what no device count allows."""
+    """Verdicts on a split, on two with bugs, on missing data and on a split that no number of devices allows."""
     fsdp = {"ici_fsdp_parallelism": 4, "ici_data_parallelism": 2}
     ways = [
         Split("fsdp 4 x data 2", fsdp, 2),

@@ -1,4 +1,4 @@
-"""The train step is compiled once for each number of row slots, in the background, and a failure is not lost."""
+"""The train step is compiled once per number of row slots, in the background, and a failure is not lost."""
 
 import contextlib
 import json
@@ -67,7 +67,7 @@ def test_a_run_compiles_its_train_step_once_for_each_number_of_row_slots(overrid
 
 
 class Step:
-    """Stands in for a jitted train step: notes what it is lowered for, and where; waits before it is done."""
+    """A stand-in for a jitted train step that records its lowerings and their threads, and waits before it finishes."""
 
     def __init__(self, *, waits=False, error=None):
         self.lowered, self.error = [], error

@@ -1,4 +1,4 @@
-"""What could not be written: the first of it is kept, and raised by every host with what is safe."""
+"""Failed writes: the first is kept, and raised by every host with a sentence on what is safe."""
 
 import errno
 

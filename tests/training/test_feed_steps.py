@@ -1,4 +1,4 @@
-"""Steps from the data feed: which examples each takes, from where a run left off, and when an executable is needed."""
+"""Steps from the data feed: their examples, where a resumed run continues, and when an executable is needed."""
 
 import contextlib
 

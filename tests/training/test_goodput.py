@@ -1,4 +1,4 @@
-"""goodput.json: what a start leaves there, and what the next one makes of it."""
+"""goodput.json: one start's entry, and how the next start continues it."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Batches that come one by one add up to the step of all at once, whatever the step, and cross the data axis once."""
+"""Batches in chunks add up to the same step as all at once, and their gradients cross the data axis once."""
 
 import dataclasses
 import re
@@ -17,7 +17,7 @@ ACCUMULATION = 4
 
 
 class Chunked:
-    """A step in pieces, compiled for chunks of the shape of a micro-batch of `batch`."""
+    """A chunked step, compiled for chunks of the shape of a micro-batch of `batch`."""
 
     def __init__(self, it, batch, expected, objective=NEXT_TOKEN):
         self.it, parts = it, dataclasses.replace(it.parts, objective=objective)
@@ -68,7 +68,7 @@ STEPS = {
 
 @pytest.mark.parametrize("name", STEPS)
 def test_chunks_one_by_one_are_the_step_of_all_micro_batches(name, setup, rows, agrees):
-    """Also where what is expected is not what is counted; where it is, no number differs in the last bit."""
+    """Also if the expected count differs from the actual one; if they are equal, results are equal to the bit."""
     keys, mesh, pipeline, excess = STEPS[name]
     it = setup(*SGD, *keys, **mesh, pipeline=pipeline)
     batch = it.batch(rows, ACCUMULATION, 4)

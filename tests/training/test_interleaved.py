@@ -1,4 +1,4 @@
-"""One forward and one backward piece a tick: the same gradients, in memory that does not grow with the step."""
+"""One forward and one backward piece per tick: the same gradients, in memory that does not grow with the step."""
 
 import jax
 import numpy as np
@@ -49,7 +49,7 @@ def test_gradients_are_those_of_no_pipeline(
 
 
 def test_five_steps_with_a_traced_number_of_micro_batches_agree(setup, rows, plain, agrees):
-    """One executable for a capacity of 4, of which 2 are in use; what stands beyond is not looked at."""
+    """One executable for a capacity of 4, of which 2 are in use; the others are not read."""
     it = setup(*FOUR_LAYERS, "z_loss_multiplier=1e-3", data=2, pipeline=one_f_one_b(2, 2))
     few = it.batch(rows, 2, 8)
     batch = {

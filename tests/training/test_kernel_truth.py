@@ -1,4 +1,4 @@
-"""Planted kernels are told from right ones, and a run with one does not begin."""
+"""Wrong kernels are told from right ones, and a run with a wrong one is refused."""
 
 import dataclasses
 import functools
@@ -44,7 +44,7 @@ def kernels():
 
 @pytest.mark.parametrize(("dtype", "names"), [("float32", ["right"]), ("bfloat16", list(kernels()))])
 def test_each_planted_mistake_is_beyond_its_bound_and_what_is_right_is_not(dtype, names):
-    """In the wider of the bounds; what is right is so in the narrower one too."""
+    """With the wider bound; a right kernel passes with the narrower one too."""
     plain = functools.partial(plain_attention, segment_BT=jnp.asarray(SEGMENT), place_T=np.arange(T), scoring=Scoring())
     rng = np.random.default_rng(0)
     arrays = [jnp.asarray(rng.normal(size=(1, T, heads, H)), dtype) for heads in (N, K, K)]
@@ -68,7 +68,7 @@ def test_each_planted_mistake_is_beyond_its_bound_and_what_is_right_is_not(dtype
 
 @pytest.fixture
 def begun(setup, rows, tmp_path):
-    """A function: what comes before the first step of a run whose decoder has been given an attention of that name."""
+    """A function that checks the kernels of a run whose decoder has an attention kernel of that name."""
     about = tmp_path / "environment.json"
     about.write_text('{"python": "3"}')
 

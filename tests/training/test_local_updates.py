@@ -15,7 +15,7 @@ from maxtext_lite.xla.hlo import collectives
 
 
 def _run(it, compiled, batch, steps):
-    """State after `steps` steps with a meeting every sync_period, and each step's metrics for the whole step."""
+    """State after `steps` steps, synchronised every sync_period, and each step's metrics for the whole step."""
     with jax.set_mesh(it.mesh):
         synchronise = make_synchronise(it.parts)
         summarise = make_summarise(it.parts)
@@ -43,8 +43,8 @@ def test_one_replica_that_averages_with_itself_is_plain_training(optimizer, setu
         np.testing.assert_allclose([m[name] for m in got_metrics], [m[name] for m in want_metrics], rtol=1e-5)
 
 
-def test_replicas_train_on_their_own_rows_and_meet_in_the_mean(setup, rows, agrees):
-    """Four replicas on two data shards, three steps and a meeting: each as a plain run on its quarter of the rows."""
+def test_replicas_train_on_their_own_rows_and_are_averaged(setup, rows, agrees):
+    """Four replicas on two data shards, three steps, one synchronisation: each trains on its quarter of the rows."""
     keys = ("optimizer=sgd", "diloco_outer_lr=1", "diloco_outer_momentum=0", "diloco_sync_period=3")
     it, one = setup(*keys, data=2, fsdp=2, replicas=4), setup(*keys)
     state, metrics = _run(it, it.compile_step(it.batch(rows, 1, 16)), it.batch(rows, 1, 16), 3)
@@ -127,8 +127,8 @@ def test_nothing_crosses_the_replicas_between_synchronisations(setup, rows):
     assert found  # within a replica, over fsdp
     assert not [c.line for c in found if c.crosses(it.mesh, "data")]
     with jax.set_mesh(it.mesh):
-        meeting = make_synchronise(it.parts).lower(it.abstract).compile()
-    assert [c for c in collectives(meeting.as_text()) if c.crosses(it.mesh, "data")]
+        synchronise = make_synchronise(it.parts).lower(it.abstract).compile()
+    assert [c for c in collectives(synchronise.as_text()) if c.crosses(it.mesh, "data")]
 
 
 def test_a_replica_skips_for_itself(setup, rows):

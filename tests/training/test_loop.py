@@ -1,4 +1,4 @@
-"""Whole runs: what they write, how they resume, and that the split of a batch shows nowhere."""
+"""Whole runs: their files, their resumption, and that the split of a batch changes nothing."""
 
 import itertools
 import json
@@ -101,7 +101,7 @@ FOUR_ON_THREE_AXES = ("per_device_batch_size=0.25", "ici_fsdp_parallelism=2", "i
     ["per_device_batch_size=0.5", "ici_fsdp_parallelism=1", "ici_data_parallelism=8"],  # 4 rows in 8 slots
     FOUR_ON_THREE_AXES,
 ], ids=["A=2 on data 8", "A=4 on data 2 fsdp 2 tensor 2"])  # fmt: skip
-def test_the_split_of_a_batch_shows_nowhere(split, whole, tmp_path, documents):
+def test_the_split_of_a_batch_changes_nothing(split, whole, tmp_path, documents):
     other = _train(tmp_path, documents, *split)
     (steps, evaluations), (want, want_evaluations) = _records(other), _records(whole)
     assert steps[0]["gradient_accumulation_steps"] != want[0]["gradient_accumulation_steps"]
@@ -126,7 +126,7 @@ CONSTANT = "learning_rate_schedule=constant"
 
 
 def _cut_off(result, step, directory):
-    """Where a run of the default name in `directory` is that run as a kill after its checkpoint of `step` leaves it."""
+    """Copies a run into `directory` under the default name, as a kill after its checkpoint of `step` would leave it."""
     shutil.copytree(result.run_directory, directory / "default")
     for path in (directory / "default" / "checkpoints").iterdir():
         if path.name.isdigit() and int(path.name) > step:
@@ -149,7 +149,7 @@ def test_stopped_and_resumed_equals_whole_to_the_bit(whole, tmp_path, documents,
     assert (resumed.run_directory / "metrics.jsonl").read_text() == before
 
 
-def test_whether_a_step_is_recorded_at_once_or_while_the_next_is_under_way_shows_nowhere(
+def test_recording_a_step_at_once_or_while_the_next_one_runs_gives_the_same_run(
     whole, tmp_path, documents, monkeypatch
 ):
     assert FeedSteps.ahead
@@ -162,7 +162,7 @@ def test_whether_a_step_is_recorded_at_once_or_while_the_next_is_under_way_shows
     assert got_evaluations == want_evaluations
 
 
-def test_resumed_on_another_mesh_and_accumulation_the_run_goes_on_as_it_would_have(whole, tmp_path, documents):
+def test_resumed_on_another_mesh_and_accumulation_a_run_continues_unchanged(whole, tmp_path, documents):
     """Three steps as A = 1 on 8 devices, three more as A = 4 on data 2, fsdp 2, tensor 2."""
     _cut_off(whole, 3, tmp_path)
     moved = _train(tmp_path, documents, *FOUR_ON_THREE_AXES)
@@ -214,10 +214,10 @@ def test_a_signal_stops_after_the_step_and_saves(tmp_path, documents):
     assert 2 <= result.step < 100000
     assert (run / "checkpoints" / str(result.step)).is_dir()
     assert [record["step"] for record in _records(result)[0]] == list(range(1, result.step + 1))
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # handed back
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # restored
 
 
-def test_tokens_split_over_devices_show_nowhere(whole, tmp_path, documents):
+def test_the_split_of_tokens_over_devices_changes_nothing(whole, tmp_path, documents):
     """The run of the 8 devices of fsdp again, each example on two of them."""
     split = _train(tmp_path, documents, "ici_context_parallelism=2", "context_parallel_strategy=ring")
     for got, want in zip(_records(split), _records(whole), strict=True):
@@ -234,7 +234,7 @@ def test_parameters_of_another_run_start_a_new_one(whole, tmp_path, documents):
     assert _records(fresh)[0][0]["loss"] < _records(whole)[0][0]["loss"] - 0.1
 
 
-def test_a_loss_that_is_no_number_stops_the_run_and_saves_nothing(tmp_path, documents):
+def test_a_non_finite_loss_stops_the_run_and_saves_nothing(tmp_path, documents):
     with pytest.raises(NonFiniteLoss, match=r"step 1 left param_norm inf"):
         _train(
             tmp_path,
@@ -280,7 +280,7 @@ def test_both_ramps_train_the_same_examples_to_the_same_losses(tmp_path, documen
 
 
 def _poisoned(monkeypatch, *poisoned, without=(), huge=()):
-    """Every run's training source: weights of some examples are not numbers, of others 1e15, and some are not there."""
+    """Replaces every run's training source: examples with NaN weights, with weights of 1e15, and missing ones."""
 
     class Poisoned:
         def __init__(self, source):
@@ -342,7 +342,7 @@ def test_a_skipped_step_leaves_no_trace_but_in_the_log(tmp_path, documents, monk
 def test_a_gradient_that_is_not_finite_ends_the_run_and_is_named(tmp_path, documents, monkeypatch):
     """With A = 2, examples 19 and 21 of step 3 are in micro-batch 1, after 16 and 18 in micro-batch 0.
 
-    Step 4 is on its way when step 3 is looked at: applied, it would leave parameters with which nothing is finite.
+    Step 4 is already running when step 3 is checked; its update would leave parameters that make everything infinite.
     """
     _poisoned(monkeypatch, 19, 21, huge=range(24, 32))
     message = (
@@ -356,7 +356,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_is_named(tmp_path, docum
 
 
 def test_too_many_skipped_steps_in_a_row_end_the_run(tmp_path, documents, monkeypatch):
-    """Steps 2, 3 and then 5, 6, 7 hold a poisoned example: the third in a row is one too many, also when resumed."""
+    """Steps 2, 3 and then 5, 6, 7 hold a poisoned example: the third in a row is one too many, even after a resume."""
     _poisoned(monkeypatch, 8, 16, 32, 40, 48)
     keys = (*SKIP, "skip_nonfinite_updates=true", "max_skipped_updates=3", "checkpoint_period=1")
     _train(tmp_path, documents, *keys, "steps=6")
@@ -397,7 +397,8 @@ def test_local_updates_resume_mid_period_to_the_bit(tmp_path, documents, capsys)
     start, end = (
         jax.tree.leaves(jax.device_get(tree)) for tree in (straight.state.outer.params, straight.state.params)
     )
-    assert any(not np.array_equal(p, own[0]) for p, own in zip(start, end, strict=True))  # two steps after a meeting
+    # The last synchronisation was two steps ago.
+    assert any(not np.array_equal(p, own[0]) for p, own in zip(start, end, strict=True))
 
 
 def test_epochs_train_on_each_example_once_down_to_the_last(tmp_path, documents, capsys):

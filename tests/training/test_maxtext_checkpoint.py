@@ -1,4 +1,4 @@
-"""Checkpoints of MaxText have MaxText's logits here, with scanned layers or without; others are refused by name.
+"""MaxText's checkpoints give MaxText's logits, with or without scanned layers; others are refused by name.
 
 tests/training/maxtext.npz holds what maxtext 0.2.5 made, in float32 at the highest precision: for each of its models,
 as small as can be, the names and shapes in the checkpoint that it saved, and its logits of TOKENS. Their numbers are
@@ -55,7 +55,7 @@ def drawn(name, shape):
 
 
 def checkpoint(directory, recorded, case, change=lambda name, x: x):
-    """What MaxText's trainer writes: a step with `items`, among which are its parameters."""
+    """A checkpoint as MaxText's trainer writes it: a step with `items`, which include its parameters."""
     tree = {}
     for name, shape in json.loads(str(recorded[f"{case}/shapes"])).items():
         parent = tree

@@ -1,4 +1,4 @@
-"""metrics.jsonl holds each step once; FLOPs and MFU are those of the formulas."""
+"""metrics.jsonl has each step once; FLOPs and MFU follow the formulas."""
 
 import contextlib
 import io
@@ -145,7 +145,7 @@ def test_other_processes_are_silent(capsys):
 
 
 def on_a_terminal(columns, record, monkeypatch):
-    """What a run of 3 steps shows on a terminal: its lines, and how wide the widest is."""
+    """The lines of a run of 3 steps on a terminal, and the width of the widest."""
     screen = io.StringIO()
     screen.isatty = lambda: True
     monkeypatch.setattr("sys.stdout", screen)

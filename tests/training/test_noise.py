@@ -14,7 +14,7 @@ DEVIATIONS = RNG.uniform(0.5, 4.0, size=DIM)  # of one token's gradient, by coor
 
 
 def _step(rng, tokens, mean, deviations):
-    """What a step of groups with these numbers of tokens reports: sum of w/W |m|^2, groups, norm."""
+    """The report of a step of groups with these numbers of tokens: sum of w/W |m|^2, groups, norm."""
     tokens = np.asarray(tokens)
     used = tokens[tokens > 0]
     groups = mean + rng.normal(size=(len(used), len(mean))) * deviations / np.sqrt(used)[:, None]
@@ -96,7 +96,7 @@ def test_the_interval_holds_the_estimate_and_has_no_end_where_the_gradient_may_b
 
 
 def test_a_ramp_does_not_show():
-    """S is kept per example: a batch that grows changes the ratio, not the noise scale."""
+    """S is per example: a growing batch changes the ratio, not the noise scale."""
     rng, noise = np.random.default_rng(0), NoiseScale()
     for step in range(2000):
         groups = 2 if step < 1000 else 8

@@ -1,4 +1,4 @@
-"""A run opened: planned for the devices that are there, and for the memory that is named."""
+"""An opened run is planned for the attached devices and for the given memory."""
 
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import load_config

@@ -1,4 +1,4 @@
-"""What can be asked of a forward pass: logits and likelihoods, whole or in shares, and weights that rows share out."""
+"""The outputs of a forward pass: logits and likelihoods, whole or split, and rows' weights spread over targets."""
 
 import dataclasses
 

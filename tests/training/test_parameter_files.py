@@ -1,4 +1,4 @@
-"""Parameters are read from any checkpoint that is whole; readers rename nothing."""
+"""Parameters are read from any intact checkpoint; readers rename nothing."""
 
 import functools
 import math
@@ -100,7 +100,7 @@ def test_parameters_that_a_mesh_does_not_split_evenly_are_refused_by_name():
 
 
 def test_stacks_of_two_kinds_of_layers_are_dealt_each_by_its_own_length():
-    """Two of three layers have experts: in a pipeline that goes round twice, and back in one row of layers."""
+    """Two of three layers have experts: to a circular pipeline of two rounds, and back to one stack of layers."""
     mesh = make_mesh(dict.fromkeys(MESH_AXES, 1), dict.fromkeys(MESH_AXES, 1), jax.devices()[:1])
     where = sharding(mesh)
 

@@ -1,4 +1,4 @@
-"""DPO's loss, rewards and gradients are those of the formula, and no split of a batch shows in them."""
+"""DPO's loss, rewards and gradients follow the formula, however a batch is split."""
 
 import math
 import types

@@ -1,4 +1,4 @@
-"""Which steps are traced: those that the config names, and those that somebody asks for."""
+"""Traced steps: those of the config, and those on demand."""
 
 import jax
 import pytest

@@ -1,4 +1,4 @@
-"""Which steps can be done again; tests/test_replay.py does some."""
+"""Which steps can be replayed; tests/test_replay.py replays some."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Rows of a step alone, beside plain derivatives of each."""
+"""Single rows of a step, compared with plain derivatives of each."""
 
 import types
 

@@ -1,4 +1,4 @@
-"""What a run is made of before its first step: refusals that cost nothing, the schedule's units, where it starts."""
+"""A run before its first step: early refusals, the schedule's units, and where it starts."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Two runs are compared line by line and array by array; what is made different is what is named."""
+"""Two runs are compared line by line and array by array; exactly the planted differences are named."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What a run writes beside its checkpoints: in place on a file system, spooled and uploaded whole for a bucket."""
+"""The files of a run other than checkpoints: written in place on a file system, spooled and uploaded for a bucket."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def test_on_a_file_system_files_are_where_they_are_written(tmp_path):
 
 
 def test_in_a_bucket_they_are_uploaded_whole_and_what_was_not_is_gone_at_the_next_start(bucket):
-    """As after a kill: lines that were not uploaded are of steps that no checkpoint has."""
+    """As after a kill: lines that were not uploaded belong to steps after the last checkpoint."""
     url = bucket / "run"
     killed, after = RunFiles(url), RunFiles(url)
     killed.make()

@@ -1,4 +1,4 @@
-"""A checkpoint gets its name last; what is looked through is the same on all hosts."""
+"""A checkpoint gets its name last; all hosts check the same files."""
 
 import errno
 import os
@@ -53,7 +53,7 @@ def test_a_run_that_lost_its_directory_names_no_checkpoint_there(items, tmp_path
 
 
 def test_replicas_share_the_writing_of_large_arrays_alone(tmp_path):
-    """By the chunks on disk: each slice that a replica writes is one."""
+    """By the chunks on disk, one per slice that a replica writes."""
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     replicated = jax.NamedSharding(mesh, jax.P())
     arrays = {"small": np.ones((2, 2**17), np.float32), "large": np.ones((2, 2**18), np.float32)}

@@ -1,4 +1,4 @@
-"""Every shipped model becomes one that trains in seconds, of the same kind, and that can be split in many ways."""
+"""Every shipped model shrinks to one of the same kind that trains in seconds and can be split in many ways."""
 
 import os
 
@@ -14,7 +14,7 @@ ALL = sorted(path.stem for path in (packaged_directory("configs") / "models").gl
 
 
 def small(*words):
-    """A config, and what makes the shrunk config of a split of it."""
+    """A config, and a function from a split to its shrunk config."""
     config = load_config(None, words)
     keys = shrunk(config)
 

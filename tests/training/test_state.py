@@ -1,4 +1,4 @@
-"""The state is created where it lives, and its values do not depend on where that is."""
+"""The state is created on its own devices, and its values do not depend on them."""
 
 import jax
 import numpy as np
@@ -34,7 +34,7 @@ def test_parameters_are_created_on_their_devices(setup):
 
 
 def test_shapes_of_the_state_are_found_without_running_anything(setup):
-    """Where a step is compiled for devices that are not there, nothing can run on the default device."""
+    """While a step is compiled for unattached devices, nothing may run on the default device."""
     it = setup("optimizer=adamw", data=2, fsdp=2, tensor=2)
     with jax.transfer_guard("disallow"):
         abstract_state(it.parts)

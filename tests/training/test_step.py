@@ -1,4 +1,4 @@
-"""The update does not depend on how a batch is split; what is compiled is what was promised."""
+"""The update does not depend on how a batch is split; the compiled program has the promised collectives and memory."""
 
 import functools
 import re
@@ -216,7 +216,7 @@ def test_metrics_are_those_of_the_update(plain, by_hand):
 
 @pytest.mark.parametrize("mesh", [{}, {"data": 2, "fsdp": 2}], ids=str)
 def test_one_executable_serves_any_accumulation(mesh, setup, rows, agrees, plain, groups_by_hand):
-    """The first n of 4 micro-batches, n being an argument of the compiled step, equal a step that is told no number."""
+    """The first n of 4 micro-batches, n being an argument of the compiled step, equal a step without that argument."""
     want, want_metrics = plain[0].run(plain[2], plain[1], 3)
     it = setup(*PLAIN, **mesh)
     padded = {name: np.concatenate([array, np.zeros((48, LENGTH), array.dtype)]) for name, array in rows.items()}
@@ -417,7 +417,7 @@ TIED = ("logits_via_embedding=true",)
     ids=str,
 )
 def test_bfloat16_steps_run_and_stay_close_to_float32(accumulation, mesh, model, overrides, five_steps):
-    """Compiled and run: some bfloat16 matmuls that compile on a CPU fail when they run (docs/performance.md).
+    """Compiled and run, as some bfloat16 matmuls compile on a CPU but fail when run (docs/performance.md).
 
     In float32 the losses are those of one device, to 1e-5."""
     narrow = five_steps("sgd", accumulation, ROWS // accumulation, "dtype=bfloat16", *model, *overrides, **mesh)
@@ -452,7 +452,7 @@ def test_tensor_parallelism_splits_what_stands_between_blocks(setup):
 
 @pytest.mark.parametrize("policy", ["none", "minimal", "save_qkv_proj", "full"])
 def test_the_plan_estimates_what_the_compiler_allocates(policy, setup):
-    """All that the plan counts beside the state is within a tenth of the step's temporaries."""
+    """The plan's memory other than the state is within a tenth of the step's temporaries."""
     keys = ["base_num_decoder_layers=8", "base_emb_dim=64", "base_num_query_heads=4", "base_num_kv_heads=2",
             "head_dim=16", "base_mlp_dim=192", "max_target_length=128", "per_device_batch_size=8", "steps=20",
             f"remat_policy={policy}"]  # fmt: skip
@@ -548,7 +548,7 @@ def test_bfloat16_parameters_have_float32_masters_and_the_same_however_the_optim
 
 
 def test_after_the_skipped_step_that_ends_the_run_nothing_is_applied(setup, rows):
-    """Of two in a row that may be skipped. Steps are under way before the host has looked at those before them."""
+    """With two allowed in a row. Steps are dispatched before the host has read those before them."""
     it = setup("optimizer=sgd", "skip_nonfinite_updates=true", "max_skipped_updates=2")
     good = it.batch(rows, 1, 16)
     bad = good | {"weights": good["weights"] * np.nan}

@@ -1,4 +1,4 @@
-"""The step log: what a step's record holds, how counts go on, and when a run ends for a gradient that is not finite."""
+"""The step log: a step's record, the counts, and when a non-finite gradient ends the run."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""A run that does not fit goes down its ladder, ends as one that fitted from the start, and resumes where it fitted."""
+"""A run that does not fit descends its ladder, ends like one that fits from the start, and resumes where it fits."""
 
 import json
 
@@ -32,7 +32,7 @@ def metrics(result):
 
 @pytest.fixture(scope="module")
 def fitted(tmp_path_factory):
-    """A run that fits, and what it says of its memory."""
+    """A run that fits, and its memory.json."""
     return run(tmp_path_factory.mktemp("runs"), "fitted", *FITS)
 
 
@@ -70,7 +70,7 @@ def test_a_split_that_is_left_open_is_chosen_once(fitted, tmp_path, monkeypatch,
 
 
 def test_a_first_step_that_finds_no_room_is_taken_again_with_less(fitted, tmp_path, monkeypatch):
-    """The state that it was given is lost, as an allocation fails after the donation."""
+    """Its argument is lost, as when an allocation fails after the donation."""
     compiled_of, taken = Executables.of, []
 
     def without_room(self, stage):

@@ -1,4 +1,4 @@
-"""A signal is a request, the second one acts as usual, and handlers are handed back."""
+"""A signal is a request, the second one has its usual effect, and handlers are restored."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ BOTH = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 
 @pytest.fixture(autouse=True)
 def _handlers():
-    """Whatever a test leaves behind, the test session's own handlers return."""
+    """Restores the test session's own handlers after each test."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield
     for number, handler in before.items():

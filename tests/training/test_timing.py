@@ -1,4 +1,4 @@
-"""A short run gives the median of its steps, and what does not fit no time."""
+"""A short run gives the median time of its steps; one that does not fit gives none."""
 
 import json
 import statistics
