@@ -1,9 +1,8 @@
 """From example sources to batches on the devices.
 
 The plan and the number of examples seen decide which examples a step consumes (`order`); the layout decides which of
-their rows this process reads (`layout`), in one or several loads per step. Grain reads ahead, in threads or processes,
-and the next batch is transferred while the current step runs. Everything before the transfer is numpy, so that worker
-processes can read.
+their rows this process reads (`layout`), in one or several loads per step. Grain reads ahead, in threads or processes
+(so all is numpy before the transfer), and the next batch is transferred while the current step runs.
 """
 
 from __future__ import annotations
@@ -37,11 +36,8 @@ from maxtext_lite.data.sources import ExampleSource
 
 _READ_AHEAD_THREADS = 2
 _READ_AHEAD_STEPS = 4  # per reading process; host memory: the host's rows of this many steps, 20 bytes per token
-
 _BATCHES_KNOWN = 2  # read on the host beyond the one handed out, because hosts agree to stop one step late
-
 _MOST_READS = 2**62  # each load is an item of a sequence, and a Python sequence has fewer than 2**63 items
-
 # Bytes from which Grain passes an array in shared memory: never. It was no faster than a pipe (27 against 26
 # milliseconds for 64 x 4096 tokens), leaves segments behind, and the /dev/shm of a container often has only 64 MB.
 _NO_SHARED_MEMORY = 2**62
@@ -55,14 +51,12 @@ class DeviceBatch:
       arrays: the source's fields; global arrays [A, B, T] for training, [B, T] for evaluation. B counts row slots, and
         empty slots are all 0; T is the source's `num_tokens`.
       example_ids: int64 [num_examples], of the whole step over all hosts. Example j of a training step is in
-        micro-batch j % M, slot j // M, where M is `num_micro_batches`; a host that does not read knows only the order
-        before balancing.
+        micro-batch j % M, slot j // M (M: num_micro_batches); a host that does not read knows the unbalanced order.
       num_examples: examples of the whole step, without empty slots.
       num_micro_batches: the first micro-batches of A that are in use; 1 for evaluation.
       data_seconds: how long the consumer waited for this batch.
-      problem: why this host cannot read one of the next `_BATCHES_KNOWN` batches, for which `next` will raise it; None
-        if it can. So hosts have time to stop together before that batch. Evaluation batches also report it for
-        themselves and earlier batches; they are handed out without the rows.
+      problem: why this host cannot read one of the next `_BATCHES_KNOWN` batches, so that hosts can stop together
+        before `next` raises it; None if it can. Evaluation batches are handed out without such rows, and report them.
       attention_imbalance: see `Balance.arranged`; None if unknown.
     """
 
@@ -96,8 +90,7 @@ def training_batches(
       balance: assigns a step's rows to shards; None: rows stay in the order of the run.
       excluded: ids of examples whose slots are empty, each with the position of the run from which this holds.
     Returns:
-      An iterator of DeviceBatch [A, B, T]; close it, or use it as a context manager. B is the stage's, A the target's;
-      a stage that ramps up the accumulation uses only the first of the A micro-batches.
+      An iterator of DeviceBatch [A, B, T]; close it, or use it as a context manager. B is the stage's, A the target's.
     """
     segments: list[_Segment] = []
     num_steps = min(num_steps, _MOST_READS // plan.loads_per_step)  # no run has that many
@@ -168,8 +161,7 @@ class HostRows(NamedTuple):
 
     Attributes:
       example_ids: of the whole step or evaluation batch, over all hosts and loads.
-      cells: where the rows of this load belong: micro-batch (0 for evaluation) and index among the host's slots; int64
-        [2, n].
+      cells: int64 [2, n]: each row's micro-batch (0 for evaluation) and its index among the host's slots.
       rows: the fields of `packing.build_row`, [n, T].
       problem: why rows are missing.
       attention_imbalance: as in DeviceBatch.
@@ -301,10 +293,10 @@ class BatchIterator(Iterator[DeviceBatch]):
             raise StopIteration
         self._ahead = self._thread.submit(self._load)
         batch, problem = loaded
-        ids, layout = batch.example_ids, batch.segment.layout
+        ids, imbalance, fields, segment = batch
         # Not in the thread: all hosts must begin their collective operations in the same order.
-        arrays, count = layout.hand_out(batch.fields), batch.segment.num_micro_batches
-        return DeviceBatch(arrays, ids, len(ids), count, data_seconds, problem, batch.attention_imbalance)
+        arrays = segment.layout.hand_out(fields)
+        return DeviceBatch(arrays, ids, len(ids), segment.num_micro_batches, data_seconds, problem, imbalance)
 
     def first_problem(self) -> str | None:
         """Waits for the first batches; returns why this host cannot read one of them, or None."""
@@ -393,8 +385,7 @@ def _start_worker(worker_index: int, worker_count: int) -> None:
     """Makes a reading process end with its parent, and only then.
 
     Ctrl-C reaches every process of the terminal, and some schedulers send SIGTERM to every process of a job; only the
-    training loop decides what then happens, because it saves first. And a killed parent cannot stop its workers, which
-    would otherwise run forever.
+    training loop decides what then happens, because it saves first. A killed parent cannot stop its workers.
     """
     del worker_index, worker_count
     signal.signal(signal.SIGINT, signal.SIG_IGN)
