@@ -29,7 +29,8 @@ class Device:
       torus_dims: of the links; 0: a switch, which gives each device its full rate to any other.
       network_bytes_per_second: send rate per device beyond the links, likewise.
       host_bytes_per_second: send rate to the memory of its host, likewise.
-      on_chip_bytes: on-chip memory in which XLA keeps arrays between operations; 0: none, or unknown.
+      on_chip_bytes: on-chip memory in which XLA keeps arrays between operations: of a v5e's and v6e's 128 MiB
+        (jax's tpu_info), what `xla.compiler_flags` leaves of it to arrays. 0: none, or unknown.
     """
 
     name: str
@@ -96,12 +97,13 @@ def _tpu(
     network_gbits: float | None,
     host_gbs: float | None,
     source: str,
+    on_chip_mib: int = 0,
 ) -> Device:
     """A TPU; `links_gbs` is bidirectional."""
     clock, network = clock_ghz and clock_ghz * 1e9, network_gbits and network_gbits * 1e9 / 8
     return Device(
         name, "tpu", kinds, peaks, gigabytes * 10**9, memory_gbs * 1e9, links_gbs * 1e9 / 2, clock, source,
-        pod, torus, network, host_gbs and host_gbs * 1e9,
+        pod, torus, network, host_gbs and host_gbs * 1e9, on_chip_mib << 20,
     )  # fmt: skip
 
 
@@ -138,7 +140,7 @@ DEVICES: tuple[Device, ...] = (
     ),
     _tpu(
         "v5e", ("TPU v5 lite", "TPU v5e"), _peaks(197, int8=393), gigabytes=16, memory_gbs=819, links_gbs=400,
-        clock_ghz=1.5, pod=256, torus=2, network_gbits=25, host_gbs=16,
+        clock_ghz=1.5, pod=256, torus=2, network_gbits=25, host_gbs=16, on_chip_mib=32,
         source="Google Cloud's page on v5e; clock: the peak over 4 x 128 x 128 products a cycle; "
         "network: the pod's over its chips; host: as v4",
     ),
@@ -150,7 +152,7 @@ DEVICES: tuple[Device, ...] = (
     ),
     _tpu(
         "v6e", ("TPU v6 lite", "TPU v6e"), _peaks(918, int8=1836), gigabytes=32, memory_gbs=1638, links_gbs=800,
-        clock_ghz=1.75, pod=256, torus=2, network_gbits=100, host_gbs=32,
+        clock_ghz=1.75, pod=256, torus=2, network_gbits=100, host_gbs=32, on_chip_mib=32,
         source="Google Cloud's page on v6e; clock: the peak over 4 x 256 x 256 products a cycle, the fewest with "
         "which the compiler's cycles of a large matmul stay below that peak; network: the pod's over its chips; "
         "host: as v4",

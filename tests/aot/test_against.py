@@ -24,7 +24,7 @@ def test_a_slice_is_as_square_as_it_can_be(name, devices, topology):
 @pytest.fixture
 def ranked():
     config = load_config(None, ["global_batch_size=8", "per_device_batch_size=-1", "gradient_accumulation_steps=-1",
-                                "dtype=bfloat16"])  # fmt: skip
+                                "dtype=bfloat16", "ici_fsdp_parallelism=2", "ici_data_parallelism=2"])  # fmt: skip
     return rank(config, Topology(4), DEVICE, lambda each: make_plan(each, num_devices=4, platform="tpu"), most=2)
 
 

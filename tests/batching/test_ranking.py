@@ -69,7 +69,7 @@ def test_it_finds_the_best_of_all_that_fit(memory_gb):
 
 def test_less_memory_leaves_slower_plans():
     config = load_config(None, MODEL)
-    best = [ranked(config, 4, memory_gb, most=1)[0].time.seconds for memory_gb in (32, 0.3, 0.2)]
+    best = [ranked(config, 4, memory_gb, most=1)[0].time.seconds for memory_gb in (32, 0.15, 0.1)]
     assert best[0] < best[1] < best[2]
 
 

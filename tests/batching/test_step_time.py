@@ -135,7 +135,23 @@ def test_a_tpu_reads_one_side_of_each_gradient_again_for_every_shard():
     # Sums in float32 are read, added to, sent and received; all of a gradient would be written in float32 and read.
     results = ROWS * T * L * sum((into + out) / 2 for into, out in SHAPES)
     gradients = (4 * 2 - (4 + 2)) * matrices
-    assert wider == pytest.approx(beside + gradients - 3 * 8 * results)
+    assert wider == pytest.approx(beside + gradients - 2 * 8 * results)  # forward, and the gradient of the inputs
+
+
+def test_of_an_array_that_fits_on_the_chip_its_share_of_that_size_is_moved():
+    def memory(on_chip):
+        return step(device=dataclasses.replace(DEVICE, on_chip_bytes=on_chip)).memory_seconds
+
+    assert memory(1) == memory(0)
+    large = ROWS * T * V * 2  # no array is larger: what is moved of them halves with each doubling
+    first, second, third = (memory(large * times) for times in (1, 2, 4))
+    assert first < memory(0)
+    assert first - second == pytest.approx(2 * (second - third))
+
+
+def test_every_tile_of_the_loss_reads_the_head_and_adds_to_its_gradient():
+    one, four = (step(f"num_vocab_tiling={tiles}").memory_seconds for tiles in (1, 4))
+    assert four - one == pytest.approx(3 * D * V * (2 * 2 + 8))  # read forward and for the inputs' gradient
 
 
 SHAPES = [(D, N * H), (D, K * H), (D, K * H), (N * H, D), (D, F), (D, F), (F, D)]

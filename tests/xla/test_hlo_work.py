@@ -199,3 +199,29 @@ kind=kLoop, calls=%updated
 def test_a_fusion_that_runs_beside_others_moves_what_it_would_alone():
     row = 4 * 64
     assert work(parse(ASYNC)).memory_bytes == row + 4 + row  # the row and its index are read, the row is written
+
+
+BESIDE_A_GATHER = """HloModule beside, num_partitions=2
+
+%both (a: f32[8,64], p: bf16[32,64], whole: bf16[64,64]) -> (f32[8,64], bf16[32,64], bf16[64,64], bf16[64,64]) {
+  %a = f32[8,64]{1,0} parameter(0)
+  %p = bf16[32,64]{1,0} parameter(1)
+  %whole = bf16[64,64]{1,0} parameter(2)
+  %twice = f32[8,64]{1,0} add(%a, %a)
+  %gather = bf16[64,64]{1,0} all-gather(%p), channel_id=1, replica_groups={{0,1}}, dimensions={0}
+  ROOT %t = (f32[8,64]{1,0}, bf16[32,64]{1,0}, bf16[64,64]{1,0}, bf16[64,64]{1,0}) tuple(%twice, %p, %whole, %gather)
+}
+
+ENTRY %main (a: f32[8,64], p: bf16[32,64], whole: bf16[64,64]) -> f32[8,64] {
+  %a = f32[8,64]{1,0} parameter(0)
+  %p = bf16[32,64]{1,0} parameter(1)
+  %whole = bf16[64,64]{1,0} parameter(2)
+  %f = (f32[8,64]{1,0}, bf16[32,64]{1,0}, bf16[64,64]{1,0}, bf16[64,64]{1,0}) fusion(%a, %p, %whole), kind=kLoop, \
+calls=%both
+  ROOT %r = f32[8,64]{1,0} get-tuple-element(%f), index=0
+}
+"""
+
+
+def test_the_buffers_of_a_gather_that_runs_beside_a_fusion_only_pass_through_it():
+    assert work(parse(BESIDE_A_GATHER)).memory_bytes == 2 * 8 * 64 * 4
