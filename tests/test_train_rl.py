@@ -164,7 +164,7 @@ def test_each_command_names_the_other_for_its_configs(tmp_path):
     result = _run(_command(tmp_path, config="base.yml", python=[sys.executable])[:4], tmp_path)
     assert result.returncode == 2
     assert result.stderr == (
-        "error: base.yml is not a config of reinforcement learning: it needs the line `base: post_train/rl.yml`. "
+        "error: base.yml is not a config of reinforcement learning, which needs the line `base: post_train/rl.yml`. "
         "`train` takes it as it is.\n"
     )
     result = _run([*quick_python(), "-m", "maxtext_lite.train", "post_train/rl.yml"], tmp_path)
