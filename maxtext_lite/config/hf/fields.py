@@ -124,7 +124,7 @@ class Fields:
         if odd:
             self.refuse("layer_types", odd[0], f"cannot be expressed: a layer is {any_of(known)}.")
         if "sliding_attention" in kinds and not window:
-            self.refuse("layer_types", "sliding_attention", "needs a sliding_window.")
+            self.refuse("layer_types", "sliding_attention", "needs a sliding_window that is switched on.")
 
     def need(self, name: str) -> Any:
         """The field's value; 1 and a problem if it is missing."""

@@ -343,7 +343,8 @@ class WithoutRotation(Part):
                 fields.refuse("no_rope_layers", stated, f"is not a list of 1 or 0 for each of the {layers} layers.")
         types = fields.listed("layer_types")
         if types is not None:
-            fields.check_layer_types(types, layers, window, (_LOCAL, GLOBAL))
+            # transformers masks by layer_types even without the switch, which its fused kernels go by.
+            fields.check_layer_types(types, layers, window if on else 0, (_LOCAL, GLOBAL))
         if types is None or len(types) != layers:
             types = [GLOBAL if turned or not window else _LOCAL for turned in rotated]
         names = {(GLOBAL, 1): "global", (GLOBAL, 0): "nope", (_LOCAL, 1): "local", (_LOCAL, 0): "local_nope"}

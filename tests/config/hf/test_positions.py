@@ -61,7 +61,10 @@ def test_layers_that_are_not_rotated():
     assert part.read(Fields({**every_second, **window}))["layer_pattern"] == "global,local_nope"
     listed = {"layer_types": [LOCAL, LOCAL, GLOBAL, GLOBAL]}
     assert part.read(Fields({**every_second, **window, **listed}))["layer_pattern"] == "local,local_nope,global,nope"
-    assert part.read(Fields({**every_second, **window, **listed, "use_sliding_window": False})) == {
+    (refusal,) = problems(part, **every_second, **listed, sliding_window=9, use_sliding_window=False)
+    assert refusal.startswith("layer_types=sliding_attention needs a sliding_window that is switched on.")
+    every_layer = {"layer_types": [GLOBAL] * 4, "use_sliding_window": False}
+    assert part.read(Fields({**every_second, **window, **every_layer})) == {
         "layer_pattern": "global,nope", "sliding_window_size": 0
     }  # fmt: skip
 
