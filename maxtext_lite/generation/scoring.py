@@ -25,7 +25,7 @@ from maxtext_lite.generation.text_tokens import TextTokens
 from maxtext_lite.models import Decoder
 from maxtext_lite.models.decoder import Params
 from maxtext_lite.parallel import start_devices
-from maxtext_lite.training.loss import likeliest_tokens, token_losses
+from maxtext_lite.training.loss import Readout, likeliest_tokens, token_losses
 
 _PADDED_TO = 64  # rows are padded to a power of two times this, so that few shapes are compiled
 _TILE_TOKENS = 64  # of each row, whose logits exist at one time
@@ -96,9 +96,10 @@ def _row_scores(
     x_BTD = decoder.hidden(params, token_BT, is_real_BT.astype(jnp.int32), position_BT)
     head, shape = decoder.output_head(params, x_BTD.dtype), decoder.shape
     tiles = T // _TILE_TOKENS
-    nll_BT = token_losses(x_BTD, head, target_BT, tiles, shape.final_soft_cap, 1.0, shape.logits_multiplier)
+    how = Readout(tiles, shape.final_soft_cap, multiplier=shape.logits_multiplier)
+    nll_BT = token_losses(x_BTD, head, target_BT, how)
     is_scored_BT = (position_BT >= first_B[:, None]) & (position_BT < end_B[:, None])
-    is_likeliest_BT = likeliest_tokens(x_BTD, head, tiles) == target_BT  # multiplier and soft cap preserve the order
+    is_likeliest_BT = likeliest_tokens(x_BTD, head, tiles) == target_BT
     return -jnp.sum(jnp.where(is_scored_BT, nll_BT, 0), axis=1), jnp.all(is_likeliest_BT | ~is_scored_BT, axis=1)
 
 

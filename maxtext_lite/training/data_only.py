@@ -19,7 +19,7 @@ from maxtext_lite.training.step import TRAIN_BATCH_AXES
 _SECONDS_BETWEEN_LINES = 1.0
 
 
-def read_data(config: Config, *, with_ids: bool = False) -> None:
+def read_data(config: Config, *, with_ids: bool) -> None:
     """Reads the batches of a run onto its devices, from its first step, and prints rows and target tokens per second.
 
     The run directory is neither made nor read.

@@ -232,6 +232,39 @@ class GradientLoop:
             )
         return result
 
+    def of_step(
+        self,
+        params: Params,
+        batch: Rows,
+        num_micro_batches: jax.Array | int | None = None,
+        loss_scale: jax.Array | None = None,
+        frozen: Params | None = None,
+    ) -> StepGradients:
+        """The gradients of a step whose whole batch, [A, B, T], is at hand; its count is known beforehand.
+
+        Only the first `num_micro_batches` of the A are computed (None: all; may be traced), so that one executable
+        serves any accumulation; weights and segments of the others must be 0.
+
+        Args:
+          params: the parameters to differentiate by.
+          frozen: the decoder's other parameters (see `TrainState`).
+        """
+        rows = self.rows(batch)
+        counts = self.counts(rows)
+        whole_R = self.whole(counts)
+        sums = self.added(
+            self.start(),
+            params,
+            frozen,
+            rows,
+            counts=counts,
+            whole_R=whole_R,
+            loss_scale=loss_scale,
+            num_micro_batches=num_micro_batches,
+            is_all=True,
+        )
+        return self.total(sums, whole_R=whole_R, loss_scale=loss_scale, is_expected=False)
+
     def _loss_share(
         self, params: Params, frozen: Params | None, factor: jax.Array, rows: Rows
     ) -> tuple[jax.Array, LossSums]:
@@ -263,40 +296,8 @@ class GradientLoop:
 
 
 def accumulate_gradients(parts: StepParts) -> Callable[..., StepGradients]:
-    """A function (params, batch, num_micro_batches=None, loss_scale=None, frozen=None) -> StepGradients of one step.
-
-    `params` are differentiated; `frozen` are the decoder's other parameters (see `TrainState`).
-
-    `batch` arrays are [A, B, T]. Only the first `num_micro_batches` of the A are computed (None: all; may be traced),
-    so that one executable serves any accumulation; weights and segments of the others must be 0. The step's count is
-    known before its first micro-batch (see `GradientLoop`).
-    """
-    loop = GradientLoop(parts)
-
-    def step_gradients(
-        params: Params,
-        batch: Rows,
-        num_micro_batches: jax.Array | int | None = None,
-        loss_scale: jax.Array | None = None,
-        frozen: Params | None = None,
-    ) -> StepGradients:
-        rows = loop.rows(batch)
-        counts = loop.counts(rows)
-        whole_R = loop.whole(counts)
-        sums = loop.added(
-            loop.start(),
-            params,
-            frozen,
-            rows,
-            counts=counts,
-            whole_R=whole_R,
-            loss_scale=loss_scale,
-            num_micro_batches=num_micro_batches,
-            is_all=True,
-        )
-        return loop.total(sums, whole_R=whole_R, loss_scale=loss_scale, is_expected=False)
-
-    return step_gradients
+    """`GradientLoop.of_step` for these parts."""
+    return GradientLoop(parts).of_step
 
 
 def _lay_out(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:

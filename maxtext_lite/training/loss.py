@@ -34,14 +34,33 @@ class LossSums(NamedTuple):
     aux: dict[str, jax.Array]
 
 
-def tile_logits(
-    x_BTD: jax.Array, head: OutputHead, soft_cap: float, temperature: float = 1.0, multiplier: float = 1.0
-) -> jax.Array:
-    """Logits [B, T, V] in float32: multiplied, then capped, then divided by the temperature."""
-    logits_BTV = constrain(projected(x_BTD, head), ("end_batch", "length", "activation_vocab"))
-    logits_BTV = logits_BTV if multiplier == 1 else multiplier * logits_BTV
-    logits_BTV = soft_capped(logits_BTV, soft_cap) if soft_cap else logits_BTV
-    return logits_BTV if temperature == 1 else logits_BTV / temperature
+@dataclasses.dataclass(frozen=True)
+class Readout:
+    """How likelihoods are computed from hidden states.
+
+    Attributes:
+      num_tiles: tiles of the sequence, of which one has logits at a time: a divisor of a context shard's tokens, or -1
+        (`batching.vocab_tiles`).
+      soft_cap: of the logits; 0: none.
+      temperature: divides the capped logits.
+      grad_dtype: dtype in which partial sums of the head's gradient cross `fsdp`.
+      z_loss_multiplier: of the squared log-partition, in `cross_entropy`.
+      multiplier: of the logits, before the cap.
+    """
+
+    num_tiles: int = 1
+    soft_cap: float = 0.0
+    temperature: float = 1.0
+    grad_dtype: DTypeLike = jnp.float32
+    z_loss_multiplier: float = 0.0
+    multiplier: float = 1.0
+
+    def logits(self, x_BTD: jax.Array, head: OutputHead) -> jax.Array:
+        """Logits [B, T, V] in float32: multiplied, then capped, then divided by the temperature."""
+        logits_BTV = constrain(projected(x_BTD, head), ("end_batch", "length", "activation_vocab"))
+        logits_BTV = logits_BTV if self.multiplier == 1 else self.multiplier * logits_BTV
+        logits_BTV = soft_capped(logits_BTV, self.soft_cap) if self.soft_cap else logits_BTV
+        return logits_BTV if self.temperature == 1 else logits_BTV / self.temperature
 
 
 class _TileLosses(NamedTuple):
@@ -117,63 +136,31 @@ def _tiles_at_once(x_BTD: jax.Array, num_tiles: int) -> int:
     return tiles_kept(num_tiles, tokens=tokens, emb_dim=D)
 
 
-def token_losses(
-    x_BTD: jax.Array,
-    head: OutputHead,
-    target_BT: jax.Array,
-    num_tiles: int = 1,
-    soft_cap: float = 0.0,
-    temperature: float = 1.0,
-    multiplier: float = 1.0,
-) -> jax.Array:
+def token_losses(x_BTD: jax.Array, head: OutputHead, target_BT: jax.Array, how: Readout = Readout()) -> jax.Array:
     """The negative log-likelihood [B, T], float32, of each target; to differentiate, use `token_nll`.
 
     Args:
       head: the output projection, in the dtype of x_BTD, and the logits' bias.
-      num_tiles: tiles of the sequence, of which one has logits at a time: a divisor of a context shard's tokens, or -1
-        (`batching.vocab_tiles`).
-      soft_cap: of the logits; 0: none.
-      temperature: divides the capped logits.
-      multiplier: of the logits, before the cap.
     """
 
     def tile(carry: None, arrays: tuple[jax.Array, ...]) -> tuple[None, jax.Array]:
         x, target = arrays
-        return carry, _tile_losses(tile_logits(x, head, soft_cap, temperature, multiplier), target).nll_BT
+        return carry, _tile_losses(how.logits(x, head), target).nll_BT
 
-    return _over_tiles(tile, None, _num_tiles(x_BTD, head, num_tiles), x_BTD, target_BT)[1]
+    return _over_tiles(tile, None, _num_tiles(x_BTD, head, how.num_tiles), x_BTD, target_BT)[1]
 
 
-def likeliest_tokens(x_BTD: jax.Array, head: OutputHead, num_tiles: int = 1) -> jax.Array:
-    """The token with the largest logit at each position, int32 [B, T], tile by tile as in `token_losses`."""
+def likeliest_tokens(x_BTD: jax.Array, head: OutputHead, num_tiles: int) -> jax.Array:
+    """The token with the largest logit at each position, int32 [B, T], tile by tile as in `token_losses`.
+
+    The logits are not multiplied or capped, which would keep their order, apart from rounding.
+    """
 
     def tile(carry: None, arrays: tuple[jax.Array, ...]) -> tuple[None, jax.Array]:
         (x,) = arrays
-        return carry, jnp.argmax(tile_logits(x, head, 0.0), axis=-1).astype(jnp.int32)
+        return carry, jnp.argmax(Readout().logits(x, head), axis=-1).astype(jnp.int32)
 
     return _over_tiles(tile, None, _num_tiles(x_BTD, head, num_tiles), x_BTD)[1]
-
-
-@dataclasses.dataclass(frozen=True)
-class Readout:
-    """How likelihoods are computed from hidden states.
-
-    Attributes:
-      num_tiles, soft_cap, temperature, multiplier: as in `token_losses`.
-      grad_dtype: dtype in which partial sums of the head's gradient cross `fsdp`.
-      z_loss_multiplier: of the squared log-partition, in `cross_entropy`.
-    """
-
-    num_tiles: int = 1
-    soft_cap: float = 0.0
-    temperature: float = 1.0
-    grad_dtype: DTypeLike = jnp.float32
-    z_loss_multiplier: float = 0.0
-    multiplier: float = 1.0
-
-    def logits(self, x_BTD: jax.Array, head: OutputHead) -> jax.Array:
-        """`tile_logits` with these settings."""
-        return tile_logits(x_BTD, head, self.soft_cap, self.temperature, self.multiplier)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -295,7 +282,7 @@ def token_nll(x_BTD: jax.Array, head: OutputHead, target_BT: jax.Array, how: Rea
 
     The backward pass recomputes each tile's logits; only one tile's exist at a time.
     """
-    return token_losses(x_BTD, head, target_BT, how.num_tiles, how.soft_cap, how.temperature, how.multiplier)
+    return token_losses(x_BTD, head, target_BT, how)
 
 
 def _token_nll_forward(

@@ -68,7 +68,7 @@ def open_data(
     return make_plan(config, **machine, num_examples=len(sources[0]), device_memory_gb=device_memory_gb), sources
 
 
-def chosen_split(config: Config, device_memory_gb: float | None = None) -> dict[str, Any]:
+def chosen_split(config: Config, device_memory_gb: float | None) -> dict[str, Any]:
     """The keys of the chosen split of the global batch for the devices: see `batching.choose`.
 
     Args:

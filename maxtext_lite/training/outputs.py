@@ -77,9 +77,8 @@ class Outputs:
 
     def scored_nll(self, target_BT: jax.Array) -> jax.Array:
         """`nll` for evaluations, not sharded for a gradient."""
-        head, shape = self.decoder.output_head(self.params, self.x_BTD.dtype), self.decoder.shape
-        how = shape.final_soft_cap, 1.0, shape.logits_multiplier
-        return token_losses(self.x_BTD, head, target_BT, self.config.num_vocab_tiling, *how)
+        head = self.decoder.output_head(self.params, self.x_BTD.dtype)
+        return token_losses(self.x_BTD, head, target_BT, self._readout())
 
     def auxiliary_loss(
         self, weight_BT: jax.Array, example_weight_B: jax.Array

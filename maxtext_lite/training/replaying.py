@@ -68,10 +68,10 @@ class _Kept:
 def replayed(
     directory: Path,
     step: int,
-    overrides: Sequence[str] = (),
+    overrides: Sequence[str],
     *,
-    tolerance: float | None = None,
-    with_rows: bool = False,
+    tolerance: float | None,
+    with_rows: bool,
     say: Callable[[str], None],
 ) -> Replay:
     """Replays a step of a run from the nearest checkpoint before it; writes nothing. All hosts call it.

@@ -78,7 +78,7 @@ def test_a_bias_and_a_multiplier_act_before_the_soft_cap(num_tiles):
             return cross_entropy(x, BiasedHead(head, bias), jnp.asarray(target), jnp.asarray(weight, jnp.float32), how)
 
         (loss, _), gradients = jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True)(*arrays)
-        nll = token_losses(arrays[0], BiasedHead(*arrays[1:]), target, num_tiles, cap, temperature, multiplier)
+        nll = token_losses(arrays[0], BiasedHead(*arrays[1:]), target, how)
     assert float(loss) == pytest.approx(by_hand(x, head, bias), rel=1e-6)
     assert float(jnp.sum(weight * nll)) == pytest.approx(by_hand(x, head, bias), rel=1e-6)
     for at, gradient in enumerate(gradients):
@@ -117,7 +117,9 @@ def test_token_losses_are_in_order(num_tiles):
     x, head, target, _ = _inputs()
     logits = x @ head
     want = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, target[..., None], -1)[..., 0]
-    got = token_losses(jnp.asarray(x, jnp.float32), jnp.asarray(head, jnp.float32), jnp.asarray(target), num_tiles)
+    got = token_losses(
+        jnp.asarray(x, jnp.float32), jnp.asarray(head, jnp.float32), jnp.asarray(target), Readout(num_tiles)
+    )
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-5)
 
 
@@ -148,7 +150,7 @@ def test_a_temperature_divides_the_logits_after_the_soft_cap(num_tiles, soft_cap
         how = Readout(num_tiles, soft_cap, 0.6, z_loss_multiplier=Z)
         loss = lambda x, head: cross_entropy(x, head, target, weight, how)  # noqa: E731
         found = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(x, head)
-        return *found, loss(x, head)[0], token_losses(x, head, target, num_tiles, soft_cap, 0.6)
+        return *found, loss(x, head)[0], token_losses(x, head, target, how)
 
     with jax.default_matmul_precision("highest"):
         (loss, _), (dx, dhead), forward_only, nll = everything(*narrow)
