@@ -211,6 +211,10 @@ class StepModel:
         return sum(times * size * self._off_chip(size) for size, times in arrays)
 
     def _off_chip(self, size: float) -> float:
+        """The share of the traffic of an array of `size` bytes that goes through memory.
+
+        A compiler decides this array by array; the share by size is the average of programs that libtpu compiled.
+        """
         on_chip = self._device.on_chip_bytes
         return min(1.0, size / on_chip) if on_chip else 1.0
 

@@ -149,6 +149,15 @@ def test_of_an_array_that_fits_on_the_chip_its_share_of_that_size_is_moved():
     assert first - second == pytest.approx(2 * (second - third))
 
 
+def test_each_micro_batch_casts_the_head_where_weights_are_wider():
+    def besides_the_update(dtype):
+        key = f"weight_dtype={dtype}"
+        held = make_plan(load_config(None, [*MODEL, key]), num_devices=1).memory
+        return step(key).memory_seconds - 2 * (held.params + held.optimizer_state)
+
+    assert besides_the_update("float32") - besides_the_update("bfloat16") == pytest.approx(D * V * (4 + 2))
+
+
 def test_every_tile_of_the_loss_reads_the_head_and_adds_to_its_gradient():
     one, four = (step(f"num_vocab_tiling={tiles}").memory_seconds for tiles in (1, 4))
     assert four - one == pytest.approx(3 * D * V * (2 * 2 + 8))  # read forward and for the inputs' gradient
