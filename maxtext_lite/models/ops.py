@@ -90,10 +90,10 @@ def dtype_of_sums(dtype: DTypeLike, axis: str) -> DTypeLike:
 
 
 def weight_gradient(x: jax.Array, g: jax.Array, grad_dtype: DTypeLike = jnp.float32) -> jax.Array:
-    """x^T g [in, out] of x [..., in] and g [..., out], in float32; if `fsdp` splits weights, in `grad_dtype`, in which
+    """x^T g [in, out] of x [B, T, in] and g [B, T, out], in float32; if `fsdp` splits weights, in `grad_dtype`, in which
     the devices' sums are then reduced."""
-    dtype, tokens = grad_dtype if num_shards("embed") > 1 else jnp.float32, "ABT"[-(x.ndim - 1) :]
-    return jnp.einsum(f"{tokens}i,{tokens}o->io", x, g, preferred_element_type=dtype)
+    dtype = grad_dtype if num_shards("embed") > 1 else jnp.float32
+    return jnp.einsum("BTi,BTo->io", x, g, preferred_element_type=dtype)
 
 
 def _project_backward(

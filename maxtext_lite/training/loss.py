@@ -5,6 +5,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -12,11 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from maxtext_lite.batching import tiles_kept, vocab_tiles
+from maxtext_lite.batching import vocab_tiles
 from maxtext_lite.models import soft_capped
 from maxtext_lite.models.layers import BiasedHead, OutputHead, projected
-from maxtext_lite.models.ops import dtype_of_sums, weight_gradient
-from maxtext_lite.parallel import constrain, context_shards, num_shards
+from maxtext_lite.models.ops import dtype_of_sums
+from maxtext_lite.parallel import AS_IT_IS, constrain, context_shards, num_shards
 from maxtext_lite.training.arrays import Tree
 
 HEAD_AXES = ("embed", "vocab")
@@ -127,13 +128,20 @@ def _num_tiles(x_BTD: jax.Array, head: OutputHead, num_vocab_tiling: int) -> int
     )
 
 
-def _tiles_at_once(x_BTD: jax.Array, num_tiles: int) -> int:
-    """The number of tiles whose logits' gradients are kept before the head's gradient is summed."""
-    if num_shards("embed") == 1:
-        return 1
-    B, T, D = x_BTD.shape
-    tokens = -(-B // num_shards("end_batch")) * (T // context_shards())
-    return tiles_kept(num_tiles, tokens=tokens, emb_dim=D)
+def _token_shards(num_rows: int) -> tuple[int, int]:
+    """The shards of that many rows, and of their sequence."""
+    return math.gcd(num_rows, num_shards("end_batch")), context_shards()
+
+
+def _own_gradient(x_BTD: jax.Array, dlogits_BTV: jax.Array) -> jax.Array:
+    """The head's gradient [shards, D, V], float32, from each shard's own tokens."""
+    (B, T), (R, C) = x_BTD.shape[:2], _token_shards(len(x_BTD))
+
+    def own(x: jax.Array) -> jax.Array:
+        return constrain(x.reshape(R, B // R, C, T // C, -1), ("end_batch", None, "length", None, AS_IT_IS))
+
+    sums_RCDV = jnp.einsum("RBCTD,RBCTV->RCDV", own(x_BTD), own(dlogits_BTV), preferred_element_type=jnp.float32)
+    return constrain(sums_RCDV.reshape(R * C, *sums_RCDV.shape[2:]), ("token_shards", None, HEAD_AXES[1]))
 
 
 def token_losses(x_BTD: jax.Array, head: OutputHead, target_BT: jax.Array, how: Readout = Readout()) -> jax.Array:
@@ -176,8 +184,8 @@ def cross_entropy(
     The forward pass computes the gradient together with the loss, tile by tile: each tile's logits are computed once,
     and only one tile's exist at a time. Only the first result is differentiated, with respect to x_BTD and the head.
 
-    The head's gradient crosses the shards of `fsdp` once per group of tiles; the group keeps its logits' gradients in
-    the dtype of x_BTD (`batching.tiles_kept`).
+    Each device sums the head's gradient of its own tokens over all tiles, in float32, before the devices' sums are
+    reduced once.
 
     Args:
       weight_BT: float32 loss weight of each target; 0 without one.
@@ -215,8 +223,8 @@ def _cross_entropy_forward(
 ) -> tuple[tuple[jax.Array, LossSums], tuple[jax.Array, OutputHead]]:
     soft_cap, temperature, z_loss_multiplier = how.soft_cap, how.temperature, how.z_loss_multiplier
 
-    def tile(sums: LossSums, arrays: tuple[jax.Array, ...]) -> tuple[LossSums, tuple[jax.Array, jax.Array]]:
-        x, target, weight = arrays
+    def tile(carry: Tree, arrays: tuple[jax.Array, ...]) -> tuple[Tree, jax.Array]:
+        (sums, own_SDV, dbias_V), (x, target, weight) = carry, arrays
         logits_BTV = how.logits(x, head)
         losses = _tile_losses(logits_BTV, target)
         scale_BT = weight * (1 + 2 * z_loss_multiplier * losses.log_partition_BT) / losses.sum_BT
@@ -231,28 +239,17 @@ def _cross_entropy_forward(
         dlogits_BTV = (dlogits_BTV if how.multiplier == 1 else how.multiplier * dlogits_BTV).astype(x.dtype)
         dtype = dtype_of_sums(x.dtype, "vocab")
         dx_BTD = jnp.einsum("BTV,DV->BTD", dlogits_BTV, _projection(head), preferred_element_type=dtype).astype(x.dtype)
-        return _add_sums(sums, losses, weight), (dx_BTD, dlogits_BTV)
-
-    num_tiles = _num_tiles(x_BTD, head, how.num_tiles)
-    at_once = _tiles_at_once(x_BTD, num_tiles)
-
-    def some_tiles(carry: Tree, arrays: tuple[jax.Array, ...]) -> tuple[Tree, jax.Array]:
-        sums, (dhead_DV, dbias_V) = carry
-        if at_once > 1:
-            arrays = tuple(_pieces(x, at_once) for x in arrays)
-            sums, (dx, dlogits) = jax.lax.scan(tile, sums, arrays)
-        else:
-            sums, (dx, dlogits) = tile(sums, arrays)
-        dhead_DV += constrain(weight_gradient(arrays[0], dlogits, how.grad_dtype), HEAD_AXES)
         if dbias_V is not None:
-            dbias_V += jnp.sum(dlogits, axis=tuple(range(dlogits.ndim - 1)), dtype=jnp.float32)
-        return (sums, (dhead_DV, dbias_V)), _joined(dx) if at_once > 1 else dx
+            dbias_V += jnp.sum(dlogits_BTV, axis=(0, 1), dtype=jnp.float32)
+        return (_add_sums(sums, losses, weight), own_SDV + _own_gradient(x, dlogits_BTV), dbias_V), dx_BTD
 
+    own_SDV = jnp.zeros((math.prod(_token_shards(len(x_BTD))), *_projection(head).shape), jnp.float32)
     bias_V = jnp.zeros(head.bias_V.shape, jnp.float32) if isinstance(head, BiasedHead) else None
-    carry = _zero_sums(), (jnp.zeros(_projection(head).shape, jnp.float32), bias_V)
-    (sums, (dhead_DV, dbias_V)), dx_BTD = _over_tiles(
-        some_tiles, carry, num_tiles // at_once, x_BTD, target_BT, weight_BT
-    )
+    carry = _zero_sums(), own_SDV, bias_V
+    num_tiles = _num_tiles(x_BTD, head, how.num_tiles)
+    (sums, own_SDV, dbias_V), dx_BTD = _over_tiles(tile, carry, num_tiles, x_BTD, target_BT, weight_BT)
+    dtype = how.grad_dtype if num_shards("embed") > 1 else jnp.float32
+    dhead_DV = constrain(jnp.sum(own_SDV.astype(dtype), axis=0, dtype=dtype), HEAD_AXES)
     loss = sums.nll + z_loss_multiplier * sums.log_partition_squared
     dhead_DV = dhead_DV.astype(_projection(head).dtype)
     if not isinstance(head, BiasedHead):

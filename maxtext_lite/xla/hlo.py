@@ -102,10 +102,9 @@ def collectives(hlo: str | Module, *, trips_where_unknown: int | None = None) ->
     for name, runs in module.runs.items():
         for it in module.computations[name].instructions.values():
             kind = it.opcode.removesuffix("-start")
-            is_fused = "async_collective_fusion_config" in it.attributes
-            if is_fused and kind in KINDS:
-                # On a TPU, an overlapped collective appears in every part of the work that it overlaps.
-                part = (it.attribute(r'\bchain_id="(\d+)"') or it.attribute(r"\bchannel_id=(\d+)"), kind)
+            is_fused = kind in KINDS and chain_of(it) is not None
+            if is_fused:
+                part = (chain_of(it), kind)
                 if part in parts:
                     continue
                 parts.add(part)
@@ -131,6 +130,13 @@ def collectives(hlo: str | Module, *, trips_where_unknown: int | None = None) ->
                 )
             )
     return found
+
+
+def chain_of(it: Instruction) -> str | None:
+    """What the parts of a TPU's overlapped collective share: it appears in each part of the work that it overlaps."""
+    if "async_collective_fusion_config" not in it.attributes:
+        return None
+    return it.attribute(r'\bchain_id="(\d+)"') or it.attribute(r"\bchannel_id=(\d+)")
 
 
 def _payload(it: Instruction, groups: tuple[tuple[int, ...], ...]) -> dict[str, int]:
