@@ -7,7 +7,7 @@ from maxtext_lite.batching.advice import batch_size_advice, laws_beside
 from maxtext_lite.batching.batch_plan import BatchPlan, row_slots
 from maxtext_lite.batching.ledger import MemoryEstimate
 from maxtext_lite.batching.length import RunLength
-from maxtext_lite.batching.memory import tiles_kept, vocab_tiles
+from maxtext_lite.batching.memory import vocab_tiles
 from maxtext_lite.batching.parameters import (
     ParameterCount,
     active_parameters,
@@ -50,7 +50,6 @@ __all__ = [
     "rank",
     "row_slots",
     "scaled_optimizer",
-    "tiles_kept",
     "vocab_tiles",
     "wants_solving",
 ]

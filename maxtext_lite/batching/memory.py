@@ -43,18 +43,6 @@ def vocab_tiles(num_vocab_tiling: int, *, rows: int, tokens: int, vocab_size: in
     return next(fits, tokens)
 
 
-def tiles_kept(num_tiles: int, *, tokens: int, emb_dim: int) -> int:
-    """Tiles whose logits' gradients are kept until one matmul turns them into the head's gradient.
-
-    This is the largest divisor of `num_tiles` with at most `emb_dim` tokens, so that the gradients take no more memory
-    than the head in use.
-
-    Args:
-      tokens: tokens of a device, in all tiles.
-    """
-    return max((count for count in divisors(num_tiles) if tokens * count // num_tiles <= emb_dim), default=1)
-
-
 def estimate_memory(
     config: Config,
     mesh: Mapping[str, int],
@@ -205,8 +193,8 @@ def _gradient_lines(
 
 def loss_tiles(
     config: Config, mesh: Mapping[str, int], micro_batch_slots: int, num_pieces: int
-) -> tuple[int, int, int]:
-    """(tokens whose loss a device computes at once, their tiles, tiles whose logits' gradients are kept together)."""
+) -> tuple[int, int]:
+    """(tokens whose loss a device computes at once, their tiles)."""
     tokens = tokens_of_device(config, mesh, micro_batch_slots) // num_pieces // mesh["stage"]  # stages share them
     parts = mesh["stage"] if config.pipeline_schedule == "1f1b" else 1  # that schedule splits rows for the loss
     in_a_row = config.max_target_length // (mesh["context"] * parts)
@@ -214,36 +202,31 @@ def loss_tiles(
     tiles = vocab_tiles(
         config.num_vocab_tiling, rows=max(tokens // in_a_row, 1), tokens=in_a_row, vocab_size=vocab_size
     )
-    split = weight_shards(mesh) > 1
-    return tokens, tiles, tiles_kept(tiles, tokens=tokens, emb_dim=config.base_emb_dim) if split else 1
+    return tokens, tiles
 
 
 def _loss_lines(
     config: Config, mesh: Mapping[str, int], micro_batch_slots: int, num_pieces: int, accelerator: Accelerator
 ) -> Iterator[MemoryLine]:
     """What the loss works with, tile by tile of the sequence; stages share the tokens."""
-    tokens, tiles, kept = loss_tiles(config, mesh, micro_batch_slots, num_pieces)
+    tokens, tiles = loss_tiles(config, mesh, micro_batch_slots, num_pieces)
     vocab_size, width = config.vocab_size // mesh["tensor"], BYTES[config.dtype]
     head, shard = vocab_size * config.base_emb_dim, vocab_size * config.base_emb_dim // weight_shards(mesh)
     tile = tokens * vocab_size // tiles
-    waiting = width * tokens * kept // tiles * vocab_size
-    if weight_shards(mesh) > 1 and accelerator.platform != "tpu":
-        waiting = max(waiting, 4 * shard)
-    why = "of a tile, or of all that wait to become the head's gradient, or that gradient's reduce-scatter"
-    yield _loss_line("gradients of logits", waiting, why)
-    # A TPU sends off the head's gradient shard by shard while it computes it; others compute all of it first.
-    whole = BYTES[config.grad_dtype] * head if weight_shards(mesh) > 1 and accelerator.platform != "tpu" else 0
-    if whole > 4 * tile:
-        yield _loss_line("head's gradient, whole", whole, "before its reduce-scatter, in grad_dtype; no logits then")
+    logits = (4 * (2 if accelerator.platform == "cpu" else 1) + width) * tile
+    narrow = config.grad_dtype != "float32" and weight_shards(mesh) > 1
+    reduced = 0
+    if config.lora_rank == 0:
+        yield _loss_line("head's gradient", 4 * head, "of the device's own tokens, summed over tiles in float32")
+        if weight_shards(mesh) * mesh["stage"] > 1:
+            reduced = 4 * shard + (BYTES[config.grad_dtype] * head if narrow else 0)
+    if reduced > logits:
+        yield _loss_line("head's gradient, reduced", reduced, "over the devices' tokens; no logits then")
     else:
-        copies = 2 if accelerator.platform == "cpu" else 1
-        yield _loss_line("logits of a tile", copies * 4 * tile, "in float32, and on a CPU their exponentials")
+        why = "in float32, and on a CPU their exponentials; their gradient in `dtype`"
+        yield _loss_line("logits of a tile", logits, why)
     if weight_shards(mesh) > 1 or config.dtype != config.weight_dtype:
         yield MemoryLine("head as used", "weights", width * head, "split over tensor only, in `dtype`", ("loss",))
-    if config.lora_rank == 0:
-        # On a TPU two more, on their way round the devices.
-        parts = 3 if weight_shards(mesh) > 1 and accelerator.platform == "tpu" else 1
-        yield _loss_line("head's gradient", 4 * shard * parts, "summed over tiles in float32")
     hidden = 4 * tokens * config.base_emb_dim * width
     yield _loss_line("last hidden states", hidden, "as they come, normed, in tiles, and their gradient")
 

@@ -116,8 +116,7 @@ class StepModel:
             self._gathered += 2 * self._width * numbers if self._shards(axes) > 1 else 0
         shards = self._shards(_EMBED_AXES)
         head = config.vocab_size * config.base_emb_dim / self._sizes["tensor"]
-        self._head_sent = self._ring(_EMBED_AXES, self._width * head)
-        self._head_gradient_sent = self._ring(_EMBED_AXES, grad_width * head)
+        self._head_sent = self._ring(_EMBED_AXES, width * head)
         self._head_gathered = 2 * self._width * head if shards > 1 else 0
         # Each micro-batch casts the head, and scatters into zeros for the embedding's gradient.
         cast = BYTES[config.weight_dtype] + self._width if config.weight_dtype != config.dtype else 0
@@ -126,8 +125,9 @@ class StepModel:
         # to, sent and received. GPUs compute all of it in float32 before the reduce-scatter.
         self._windows = self._width * (shards - 1) * trains if on_tpu else 0
         self._gradient_bytes = (4 * grad_width if on_tpu else 4 + grad_width) if shards > 1 else 4 * trains
-        # Groups of tiles add to a sum in float32.
-        self._head_gradient_bytes = self._gradient_bytes if shards > 1 else 8 * trains
+        # Tiles add to the device's own sum in float32, which starts at zero and is read when it is reduced.
+        self._head_gradient_bytes = 8 * trains
+        self._head_summed = (8 if shards * self._sizes["stage"] > 1 else 4) * trains * head
         self._float32_results = 0 if on_tpu else 8  # cuBLAS writes results in float32, then cast to `dtype`
         count = count_parameters(config, tiled=False, **self._sizes)
         shard = count.total if trains else count.adapters
@@ -163,27 +163,25 @@ class StepModel:
         kept = kept_names(config)
         matmul = attention = memory = compute = 0.0
         losses = pieces if config.pipeline_schedule == "1f1b" else 1
-        _, tiles, together = loss_tiles(config, sizes, rows, losses)
+        _, tiles = loss_tiles(config, sizes, rows, losses)
         for each in self._operations:
             times = 1 + each.backward + (each.name not in kept if kept is not None else 0)
             quantized = each.name not in ("context", "logits")
             products = 2 * tokens * each.products / (self._peak if quantized else self._plain_peak)
             attention += times * products if each.name == "context" else 0
-            reads, gradient_bytes = runs, runs * self._gradient_bytes
-            if each.name == "logits":  # every tile reads the head, every group of tiles adds to its gradient
-                reads, gradient_bytes = losses * tiles, losses * tiles // together * self._head_gradient_bytes
+            reads, gradient_bytes, windows = runs, runs * self._gradient_bytes, self._windows
+            if each.name == "logits":  # every tile reads the head and adds to its gradient
+                reads, gradient_bytes, windows = losses * tiles, losses * tiles * self._head_gradient_bytes, 0
             moved = self._moved(tokens, each) / self._rate
             # One pass computes the weights' gradient, the others read the weights and compute tokens.
             forth = (reads * self._width * each.weights + tokens * self._float32_results * each.results) / self._rate
-            gradient = (tokens * self._windows * each.beside + gradient_bytes * each.weights) / self._rate
+            gradient = (tokens * windows * each.beside + gradient_bytes * each.weights) / self._rate
             matmul, memory = matmul + times * products, memory + times * moved + (times - 1) * forth + gradient
             compute += (times - 1) * max(products, moved + forth) + max(products, moved + gradient)
         stored = 2 * (tokens * self._layers * per_token + offloaded)  # written to and read from where it is kept
-        gathered = runs * self._gathered + losses * self._head_gathered
+        gathered = runs * self._gathered + losses * (self._head_gathered + self._head_summed)
         alone = (gathered + stored + self._tables + (self._accumulated if passes > 1 else 0)) / self._rate
-        # The head's gradient is reduced once per group of tiles.
-        sent = runs * self._weights_sent
-        sent += losses * (2 * self._head_sent + tiles // together * self._head_gradient_sent)
+        sent = runs * self._weights_sent + losses * self._head_sent
         blocking = self._blocking(tokens, kept)
         to_host = self._to_host(offloaded)
         busy = max(compute + alone, sent, to_host) + blocking
