@@ -37,10 +37,10 @@ class Operation(NamedTuple):
     Attributes:
       name: of its result in remat policies; "": unnamed, recomputed under every policy but `none`.
       arrays: of each array: (its elements per token, how often it is read or written, all layers together).
+      apart: likewise of what instructions without a matmul read or write.
       products: multiplications per token.
       weights: elements of its matrices, which are read once for all tokens.
       backward: cost of its backward pass, relative to the forward pass.
-      results: elements per token of its matmul's result, on average of the forward pass and the gradient of its input.
       beside: elements per token on the side of the matrix that is not sharded over `embed`.
     """
 
@@ -49,7 +49,7 @@ class Operation(NamedTuple):
     products: float = 0
     weights: float = 0
     backward: float = 2
-    results: float = 0
+    apart: tuple[tuple[float, float], ...] = ()
     beside: float = 0
 
 
@@ -128,7 +128,6 @@ class StepModel:
         # Tiles add to the device's own sum in float32, which starts at zero and is read when it is reduced.
         self._head_gradient_bytes = 8 * trains
         self._head_summed = (8 if shards * self._sizes["stage"] > 1 else 4) * trains * head
-        self._float32_results = 0 if on_tpu else 8  # cuBLAS writes results in float32, then cast to `dtype`
         count = count_parameters(config, tiled=False, **self._sizes)
         shard = count.total if trains else count.adapters
         self._accumulated = 12 * shard  # reads and writes a float32 sum, reads a gradient
@@ -172,12 +171,13 @@ class StepModel:
             reads, gradient_bytes, windows = runs, runs * self._gradient_bytes, self._windows
             if each.name == "logits":  # every tile reads the head and adds to its gradient
                 reads, gradient_bytes, windows = losses * tiles, losses * tiles * self._head_gradient_bytes, 0
-            moved = self._moved(tokens, each) / self._rate
+            moved, apart = (self._moved(tokens, arrays) / self._rate for arrays in (each.arrays, each.apart))
             # One pass computes the weights' gradient, the others read the weights and compute tokens.
-            forth = (reads * self._width * each.weights + tokens * self._float32_results * each.results) / self._rate
+            forth = reads * self._width * each.weights / self._rate
             gradient = (tokens * windows * each.beside + gradient_bytes * each.weights) / self._rate
-            matmul, memory = matmul + times * products, memory + times * moved + (times - 1) * forth + gradient
-            compute += (times - 1) * max(products, moved + forth) + max(products, moved + gradient)
+            matmul += times * products
+            memory += times * (moved + apart) + (times - 1) * forth + gradient
+            compute += (times - 1) * max(products, moved + forth) + max(products, moved + gradient) + times * apart
         stored = 2 * (tokens * self._layers * per_token + offloaded)  # written to and read from where it is kept
         gathered = runs * self._gathered + losses * (self._head_gathered + self._head_summed)
         alone = (gathered + stored + self._tables + (self._accumulated if passes > 1 else 0)) / self._rate
@@ -203,10 +203,10 @@ class StepModel:
     def _shards(self, axes: tuple[str, ...]) -> int:
         return math.prod(self._sizes[axis] for axis in axes)
 
-    def _moved(self, tokens: int, operation: Operation) -> float:
-        """Bytes of an operation's arrays of tokens that one pass reads from or writes to memory."""
-        arrays = ((tokens * self._width * size, times) for size, times in operation.arrays)
-        return sum(times * size * self._off_chip(size) for size, times in arrays)
+    def _moved(self, tokens: int, arrays: tuple[tuple[float, float], ...]) -> float:
+        """Bytes of arrays of tokens, as in `Operation`, that one pass reads from or writes to memory."""
+        sizes = ((tokens * self._width * elements, times) for elements, times in arrays)
+        return sum(times * size * self._off_chip(size) for size, times in sizes)
 
     def _off_chip(self, size: float) -> float:
         """The share of the traffic of an array of `size` bytes that goes through memory.
@@ -304,21 +304,36 @@ def _operations(
     scores = pairs * heads * (config.head_dim + config.value_dim)
     attended = tuple((size, layers) for size in (queries, keys, values, heads * config.value_dim))
     yield False, Operation("context", attended, scores, backward=2.5)  # recomputes the scores
+    if not on_tpu and sizes["context"] > 1:
+        others = (sizes["context"] - 1) * layers / BYTES[config.dtype]
+        merged = ((queries, 19 * others), (keys + values, 5 * others))
+        yield False, Operation("context", (), backward=1.8, apart=merged)
+    wide = 4 / BYTES[config.dtype]
     for stack, (count, table) in stacks_of(model_shape(config)).items():
         here = count / (num_parts(stack.partition("/")[0], sizes) if stack else 1)
         for path, weight in table.items():
             if stack and weight.is_normal:
                 of_experts = weight.axes[0] == "experts"
                 tokens = rows if of_experts else 1
-                yield from ((of_experts, each) for each in _matmul(path, weight, here, sizes, tokens))
-    # Logits are written once and read twice in float32; their gradient likewise in `dtype`, read by two matmuls.
+                yield from ((of_experts, each) for each in _matmul(path, weight, here, sizes, tokens, 1 if on_tpu else wide))
+    # Matmuls write logits in float32, and read their gradient twice. In between, a TPU reads logits once, and once more
+    # in a matmul that also writes the gradient; a GPU reads them three times, and writes the gradient.
     shard, stages = config.vocab_size / tensor, sizes["stage"]
-    arrays = ((shard, (12 / BYTES[config.dtype] + 3) / 3 / stages), (emb, 1 / stages))
-    yield False, Operation("logits", arrays, shard * emb / stages, shard * emb, beside=shard)
+    with_matmuls, apart = (2 * wide + 3, wide) if on_tpu else (wide + 2, 3 * wide + 1)
+    arrays = ((shard, with_matmuls / 3 / stages), (emb, 1 / stages))
+    yield False, Operation(
+        "logits", arrays, shard * emb / stages, shard * emb, apart=((shard, apart / 3 / stages),), beside=shard
+    )
 
 
-def _matmul(path: str, weight: Weight, layers: float, sizes: Mapping[str, int], rows: float) -> Iterator[Operation]:
-    """The matmul with one of a layer's matrices, for `rows` rows per token; and after `up`, the mlp's activation."""
+def _matmul(
+    path: str, weight: Weight, layers: float, sizes: Mapping[str, int], rows: float, wide: float
+) -> Iterator[Operation]:
+    """The matmul with one of a layer's matrices, for `rows` rows per token; and after `up`, the mlp's activation.
+
+    Args:
+      wide: width of its results relative to `dtype`; if they are wider, they are cast afterwards.
+    """
     axes = of_one(weight.axes)
     dims, cut = weight.sizes[len(weight.sizes) - len(axes) :], num_inputs(axes)
     into = math.prod(dims[:cut]) / _used(axes[:cut], sizes)
@@ -326,9 +341,11 @@ def _matmul(path: str, weight: Weight, layers: float, sizes: Mapping[str, int], 
     name = path.rpartition("/")[2]
     elements = layers * math.prod(weight.sizes) / _used(weight.axes, sizes)
     beside = {"embed": out}.get(axes[0], into if axes[-1] == "embed" else 0)
+    # One of three passes has `out` as its result, one `into`.
+    inside, apart = layers * (2 + wide) / 3, layers * (wide + 1) / 3 if wide > 1 else 0
     yield Operation(
-        _NAMES.get(name, ""), ((rows * into, layers), (rows * out, layers)), layers * rows * into * out, elements,
-        results=layers * rows * (into + out) / 2, beside=layers * beside,
+        _NAMES.get(name, ""), ((rows * into, inside), (rows * out, inside)), layers * rows * into * out, elements,
+        apart=((rows * into, apart), (rows * out, apart)), beside=layers * beside,
     )  # fmt: skip
     if name == "up":  # the activation reads gate and up, and writes the input of down
         yield Operation("", ((rows * out, 3 * layers),))
