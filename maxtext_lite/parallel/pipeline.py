@@ -101,25 +101,22 @@ class Pipeline:
             outputs_P = self._lay_out(run_stages(params_RP, repeat_P, inputs_P), axes)
             outputs_P = self._lay_out(jax.tree.map(lambda x: jnp.roll(x, 1, axis=0), outputs_P), axes)
             back = time - (num_stages - 1)  # the pass that the last stage has just run, whose piece is now at the first
+            kept = jax.tree.map(lambda x, out: _put(x, out, back % num_pieces, back >= 0), pieces_PM, outputs_P)
+            pieces_PM, next_P = take(self._lay_out(kept, axes, None), time + 1)
+            inputs_P = jax.tree.map(lambda x, out: jnp.where(_of_first_stage(x), x, out), next_P, outputs_P)
+            return (pieces_PM, self._lay_out(inputs_P, axes)), None
 
-            def keep(pieces: jax.Array, outputs: jax.Array) -> jax.Array:
-                slot = back % num_pieces
-                kept = jax.lax.dynamic_index_in_dim(pieces, slot, axis=1, keepdims=False)
-                kept = jnp.where(back >= 0, outputs, kept)
-                return jax.lax.dynamic_update_index_in_dim(pieces, kept, slot, axis=1)
-
-            def give(pieces: jax.Array, outputs: jax.Array) -> jax.Array:
-                next_piece = jax.lax.dynamic_index_in_dim(pieces, (time + 1) % num_pieces, axis=1, keepdims=False)
-                return jnp.where(_of_first_stage(outputs), next_piece, outputs)
-
-            pieces_PM = self._lay_out(jax.tree.map(keep, pieces_PM, outputs_P), axes, None)
-            return (pieces_PM, self._lay_out(jax.tree.map(give, pieces_PM, outputs_P), axes)), None
+        def take(pieces_PM: Any, time: jax.Array) -> tuple[Any, Any]:
+            """The pieces that are left, and the one that enters at a tick, if one does."""
+            enters = time < num_pieces * self.num_repeats
+            pairs = jax.tree.map(lambda x: _take(x, time % num_pieces, enters), pieces_PM)
+            return jax.tree.transpose(jax.tree.structure(pieces_PM), jax.tree.structure((0, 0)), pairs)
 
         pieces_PM = jax.tree.map(
             lambda x: jnp.broadcast_to(x, (num_stages, *x.shape)), jax.tree.map(self._pieces, rows, axes)
         )
-        pieces_PM = self._lay_out(pieces_PM, axes, None)
-        first_P = jax.tree.map(lambda x: jnp.where(_of_first_stage(x[:, 0]), x[:, 0], 0), pieces_PM)
+        pieces_PM, first_P = take(self._lay_out(pieces_PM, axes, None), jnp.int32(0))
+        first_P = jax.tree.map(lambda x: jnp.where(_of_first_stage(x), x, 0), first_P)
         carry = pieces_PM, self._lay_out(first_P, axes)
         (pieces_PM, _), _ = jax.lax.scan(tick, carry, jnp.arange(self.num_ticks))
         return jax.tree.map(self._joined, pieces_PM, axes)
@@ -231,6 +228,44 @@ class Pipeline:
         shards = num_shards("batch")
         x = x_M.reshape(x_M.shape[0], shards, -1, *x_M.shape[2:]).swapaxes(0, 1)
         return constrain(x.reshape(-1, *x_M.shape[2:]), ("end_batch", *axes[1:]))
+
+
+@jax.custom_vjp
+def _put(pieces_PM: jax.Array, new_P: jax.Array, slot: jax.Array, is_there: jax.Array) -> jax.Array:
+    """`pieces_PM` with a piece, if there is one, in a slot from which the one before was taken.
+
+    Nothing reads a slot after `_take` and before the next `_put`. So its cotangent does not matter, and each of the two
+    has the other as its transpose: in place, where automatic differentiation adds up whole arrays of pieces.
+    """
+    new_P = jnp.where(is_there, new_P, _at(pieces_PM, slot))
+    return jax.lax.dynamic_update_index_in_dim(pieces_PM, new_P, slot, axis=1)
+
+
+@jax.custom_vjp
+def _take(pieces_PM: jax.Array, slot: jax.Array, is_there: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The pieces, and the one in a slot, which leaves it; what is returned if there is none has a gradient of 0."""
+    del is_there
+    return pieces_PM, _at(pieces_PM, slot)
+
+
+def _at(pieces_PM: jax.Array, slot: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(pieces_PM, slot, axis=1, keepdims=False)
+
+
+def _put_backward(how: tuple[jax.Array, jax.Array], g_PM: jax.Array) -> tuple[Any, ...]:
+    slot, is_there = how
+    if not _is_moving(g_PM):
+        return None, None, None, None
+    return g_PM, jnp.where(is_there, _at(g_PM, slot), 0), None, None
+
+
+def _take_backward(how: tuple[jax.Array, jax.Array], cotangents: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
+    g_PM, g_P = cotangents
+    return _put(g_PM, g_P, *how) if _is_moving(g_PM) else None, None, None
+
+
+_put.defvjp(lambda pieces_PM, new_P, *how: (_put(pieces_PM, new_P, *how), how), _put_backward)
+_take.defvjp(lambda pieces_PM, *how: (_take(pieces_PM, *how), how), _take_backward)
 
 
 def _back_through(stage: Callable[[Any, Any, Any], Any]) -> Callable[..., tuple[Any, list[jax.Array]]]:
