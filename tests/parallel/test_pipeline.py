@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from maxtext_lite.parallel import MESH_AXES, Pipeline, make_mesh, over_replicas
+from maxtext_lite.xla.hlo_text import parse
 
 AXES = {"x": ("batch", None), "label": ("batch",)}
 
@@ -48,24 +49,44 @@ def problem():
 def test_rows_and_gradients_are_those_of_all_layers_in_turn(pipeline, mesh, problem):
     stack, rows, weight = problem
 
-    def total(stack, rows, weight, run):
-        return jnp.sum(weight * run(stack, rows)["x"])
+    def total(stack, x, run):
+        return jnp.sum(weight * run(stack, rows | {"x": x})["x"])
 
     with jax.default_matmul_precision("highest"):
         want_rows = layers(stack, rows)
-        want = jax.grad(total, argnums=0)(stack, rows, weight, layers)
+        want = jax.grad(total, argnums=(0, 1))(stack, rows["x"], layers)
         replicas = mesh.get("data", 1)
 
-        def piped(stack, rows, weight):
+        def piped(stack, x):
             run = over_replicas(lambda stack, rows: pipeline.run(layers, stack, rows, axes=AXES), replicas, rows=(1,))
-            dealt = pipeline.in_stages(stack)
-            out = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), run(dealt, rows))
+            stored = pipeline.in_stages(stack)
+            out = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), run(stored, rows | {"x": x}))
             return jnp.sum(weight * out["x"]), out
 
         with jax.set_mesh(mesh_of(**mesh)):
-            gradient, got_rows = jax.jit(jax.grad(piped, has_aux=True))(stack, rows, weight)
+            got, got_rows = jax.jit(jax.grad(piped, (0, 1), has_aux=True))(stack, rows["x"])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), got_rows, want_rows)
-    np.testing.assert_allclose(gradient, want, rtol=1e-4, atol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
+
+
+@pytest.mark.parametrize("pipeline", [Pipeline(2, 8), Pipeline(2, 8, 2)])
+def test_no_tick_copies_or_adds_up_all_pieces(pipeline, problem):
+    """Each stage has 8 pieces of 4 rows. All of them are touched before the loops over ticks, and after."""
+    stack, rows, weight = problem
+
+    def total(stack, x):
+        return jnp.sum(weight * pipeline.run(layers, pipeline.in_stages(stack), rows | {"x": x}, axes=AXES)["x"])
+
+    with jax.set_mesh(mesh_of(stage=2)):
+        module = parse(jax.jit(jax.grad(total, (0, 1))).lower(stack, rows["x"]).compile().as_text())
+    ticks = [it for computation, it, times in module.scheduled() if (times or 0) > 1
+             and it.opcode not in ("parameter", "get-tuple-element", "bitcast", "tuple", "while")
+             for array in it.arrays if array.dims == (1, 8, 4, 6)]  # fmt: skip
+    assert ticks, "the pieces are not found"
+    for it in ticks:
+        assert it.opcode == "fusion", it.line
+        root = module.computations[dict(it.called)["calls"]].root
+        assert root.opcode == "dynamic-update-slice", it.line
 
 
 def test_layers_are_assigned_round_after_round():
