@@ -99,7 +99,7 @@ class Pipeline:
             pieces_PM, inputs_P = carry
             repeat_P = jnp.clip((time - stage_P) // num_pieces, 0, self.num_repeats - 1)
             outputs_P = self._lay_out(run_stages(params_RP, repeat_P, inputs_P), axes)
-            outputs_P = self._lay_out(jax.tree.map(lambda x: jnp.roll(x, 1, axis=0), outputs_P), axes)
+            outputs_P = self._lay_out(jax.tree.map(_to_next_stage, outputs_P), axes)
             back = time - (num_stages - 1)  # the pass that the last stage has just run, whose piece is now at the first
             kept = jax.tree.map(lambda x, out: _put(x, out, back % num_pieces, back >= 0), pieces_PM, outputs_P)
             pieces_PM, next_P = take(self._lay_out(kept, axes, None), time + 1)
@@ -228,6 +228,19 @@ class Pipeline:
         shards = num_shards("batch")
         x = x_M.reshape(x_M.shape[0], shards, -1, *x_M.shape[2:]).swapaxes(0, 1)
         return constrain(x.reshape(-1, *x_M.shape[2:]), ("end_batch", *axes[1:]))
+
+
+@jax.custom_vjp
+def _to_next_stage(x_P: jax.Array) -> jax.Array:
+    """Each stage's part at the next one, the last one's at the first. Backward it is one exchange, too, where the
+    transpose of `jnp.roll` would be two."""
+    return jnp.roll(x_P, 1, axis=0)
+
+
+_to_next_stage.defvjp(
+    lambda x_P: (_to_next_stage(x_P), None),
+    lambda _, g_P: (jnp.roll(g_P, -1, axis=0) if _is_moving(g_P) else None,),
+)
 
 
 @jax.custom_vjp

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from maxtext_lite.parallel import MESH_AXES, Pipeline, make_mesh, over_replicas
+from maxtext_lite.xla.hlo import collectives
 from maxtext_lite.xla.hlo_text import parse
 
 AXES = {"x": ("batch", None), "label": ("batch",)}
@@ -70,7 +71,7 @@ def test_rows_and_gradients_are_those_of_all_layers_in_turn(pipeline, mesh, prob
 
 
 @pytest.mark.parametrize("pipeline", [Pipeline(2, 8), Pipeline(2, 8, 2)])
-def test_no_tick_copies_or_adds_up_all_pieces(pipeline, problem):
+def test_a_tick_neither_copies_nor_adds_up_all_pieces_and_sends_one(pipeline, problem):
     """Each stage has 8 pieces of 4 rows. All of them are touched before the loops over ticks, and after."""
     stack, rows, weight = problem
 
@@ -87,6 +88,8 @@ def test_no_tick_copies_or_adds_up_all_pieces(pipeline, problem):
         assert it.opcode == "fusion", it.line
         root = module.computations[dict(it.called)["calls"]].root
         assert root.opcode == "dynamic-update-slice", it.line
+    sent = [c.times for c in collectives(module) if c.kind == "collective-permute" and "f32" in c.payload]
+    assert sent == [pipeline.num_ticks] * 2  # forward and backward
 
 
 def test_layers_are_assigned_round_after_round():
