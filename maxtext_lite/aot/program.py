@@ -29,7 +29,7 @@ from maxtext_lite.training.state import TrainState, abstract_state, make_parts
 from maxtext_lite.training.step import make_synchronise, make_train_step
 from maxtext_lite.xla import assumed_of, topology_devices
 from maxtext_lite.xla.hlo import Collective, collectives
-from maxtext_lite.xla.hlo_text import parse
+from maxtext_lite.xla.hlo_text import Module, parse
 from maxtext_lite.xla.hlo_work import ProgramWork, work
 from maxtext_lite.xla.program_memory import ProgramMemory
 
@@ -84,6 +84,7 @@ class Program:
     Attributes:
       plan: of the run.
       compiled: the executable; it can run if the devices are attached.
+      module: its HLO.
       state_bytes: bytes per device of `params`, frozen ones included, `opt_state` and, with local updates, `outer`.
       collectives: of one step, the most bytes first.
       synchronization: collectives of one synchronization, every `diloco_sync_period` steps; None without local updates.
@@ -96,6 +97,7 @@ class Program:
 
     plan: BatchPlan
     compiled: Compiled
+    module: Module
     compile_seconds: float
     mesh: Mesh
     parameters: tuple[ParameterLayout, ...]
@@ -215,7 +217,7 @@ def compile_program(config: Config, plan: BatchPlan, devices: Sequence[Any]) -> 
     text = compiled.as_text()
     assert text is not None
     module = parse(text, trips_where_unknown=_open_trips(plan), not_run=FURTHER_ROUNDS)
-    done = work(module, memory_spaces=(0, 1) if devices[0].platform == "gpu" else (0,))
+    done = work(module, memory_spaces=MEMORY_SPACES[devices[0].platform])
     traffic = total_traffic(collectives(module), mesh)
     model_flops = (
         flops_per_example(config, config.max_target_length) * config.rows_per_example * stage.global_batch_to_train
@@ -224,6 +226,7 @@ def compile_program(config: Config, plan: BatchPlan, devices: Sequence[Any]) -> 
     return Program(
         plan=plan,
         compiled=compiled,
+        module=module,
         compile_seconds=seconds,
         mesh=mesh,
         parameters=(

@@ -117,6 +117,7 @@ class StepModel:
         shards = self._shards(_EMBED_AXES)
         head = config.vocab_size * config.base_emb_dim / self._sizes["tensor"]
         self._head_sent = self._ring(_EMBED_AXES, width * head)
+        self._head_sent += self._ring(("stage",), 2 * grad_width * head / shards)  # its gradient, over the stages' rows
         self._head_gathered = 2 * self._width * head if shards > 1 else 0
         # Each micro-batch casts the head, and scatters into zeros for the embedding's gradient.
         cast = BYTES[config.weight_dtype] + self._width if config.weight_dtype != config.dtype else 0
@@ -181,8 +182,8 @@ class StepModel:
         stored = 2 * (tokens * self._layers * per_token + offloaded)  # written to and read from where it is kept
         gathered = runs * self._gathered + losses * (self._head_gathered + self._head_summed)
         alone = (gathered + stored + self._tables + (self._accumulated if passes > 1 else 0)) / self._rate
-        sent = runs * self._weights_sent + losses * self._head_sent
-        blocking = self._blocking(tokens, kept)
+        sent = runs * self._weights_sent
+        blocking = losses * self._head_sent + self._blocking(tokens, kept)  # the head is used between loops over layers
         to_host = self._to_host(offloaded)
         busy = max(compute + alone, sent, to_host) + blocking
         update = self._updated / self._rate
@@ -245,7 +246,8 @@ class StepModel:
             total += self._ring(("expert",), (4 + again[2]) * stream * self._rows)
         stages, at_once = sizes["stage"], config.num_layers_per_pipeline_stage
         rounds = 1 if config.pipeline_schedule == "1f1b" else config.num_stacked_layers / (stages * at_once)
-        between = self._ring(("stage",), 2 * rounds * stream * stages / max(stages - 1, 1))
+        # Rows are gathered and scattered over stages before and after the layers, five times in all.
+        between = self._ring(("stage",), (2 * rounds * stages / max(stages - 1, 1) + 5) * stream)
         return self._layers * total + between
 
 

@@ -36,7 +36,16 @@ _OF_TPUS = (
     ),
 )
 
-FLAGS: Mapping[Compiler, tuple[Flag, ...]] = MappingProxyType({"gpu": (), "tpu": _OF_TPUS})
+_OF_GPUS = (
+    Flag(
+        "xla_gpu_reduce_scatter_combine_threshold_bytes",
+        str(2 << 20),
+        "a layer's gradients are reduced one by one beside its matmuls, not all at once after them: 1 to 7 % less of a "
+        "step is spent waiting",
+    ),
+)
+
+FLAGS: Mapping[Compiler, tuple[Flag, ...]] = MappingProxyType({"gpu": _OF_GPUS, "tpu": _OF_TPUS})
 """What is set on each platform unless its variable names the flag already. docs/performance.md has the figures."""
 
 

@@ -143,11 +143,13 @@ class Module:
     """A compiled module.
 
     Attributes:
+      entry: the name of the computation that a run executes.
       runs: by computation, for those that are called.
       num_partitions: devices that run it together; with several TPU slices, those of one slice.
     """
 
     computations: Mapping[str, Computation]
+    entry: str
     runs: Mapping[str, Runs]
     num_partitions: int
 
@@ -176,7 +178,7 @@ def parse(hlo: str, *, trips_where_unknown: int | None = None, not_run: str | No
     computations = {match[2]: _computation(match[2], match[3]) for match in matches}
     header = re.search(r"\bnum_partitions=(\d+)", hlo)
     runs = _runs(computations, entries[0], trips_where_unknown, not_run)
-    return Module(computations, runs, int(header[1]) if header else 1)
+    return Module(computations, entries[0], runs, int(header[1]) if header else 1)
 
 
 def _computation(name: str, body: str) -> Computation:

@@ -14,7 +14,7 @@ class Schedule:
 
     Args:
       found: `collectives(module)`.
-      busy: seconds that an instruction occupies the device, or its copy engine; of a collective, without its links.
+      busy: seconds that an instruction which is no collective occupies the device, or its copy engine.
       sent: seconds that a collective occupies the links.
     """
 
@@ -29,8 +29,9 @@ class Schedule:
         self._module, self._busy, self._sent = module, busy, sent
         self._collectives = {each.line: each for each in found}
 
-    def seconds(self, name: str) -> float:
-        """The time of one run of a computation."""
+    def seconds(self, name: str | None = None) -> float:
+        """The time of one run of a computation; None: of the module."""
+        name = name or self._module.entry
         computation = self._module.computations[name]
         parts = {it.name: dict(self._parts(it)) for it in computation.instructions.values()}
         last = {key: at for at, keys in parts.items() for key in keys}
@@ -40,7 +41,7 @@ class Schedule:
             for key, collective in parts[it.name].items():
                 if collective is not None:
                     links = ends[key] = max(now, links) + self._sent(collective)
-            spent = self._nested(it, name) or self._busy(computation, it)
+            spent = 0.0 if _kind(it) in KINDS else self._nested(it, name) or self._busy(computation, it)
             if _is_copy(it):
                 copies = ends[it.name] = max(now, copies) + spent
             else:
@@ -63,7 +64,7 @@ class Schedule:
 
     def _parts(self, it: Instruction) -> Iterator[tuple[str, Collective | None]]:
         """Keys of what an instruction starts, continues or awaits, with a collective that it starts."""
-        if it.opcode.removesuffix("-start") in KINDS:
+        if _kind(it) in KINDS and not it.opcode.endswith("-done"):
             yield chain_of(it) or it.name, self._collectives.get(it.line)
         elif it.opcode.endswith("-done"):
             yield it.operands[0], None
@@ -76,6 +77,10 @@ class Schedule:
                         yield (it.name if key == inner.name else key), collective
 
 
+def _kind(it: Instruction) -> str:
+    return it.opcode.removesuffix("-start").removesuffix("-done")
+
+
 def _is_copy(it: Instruction) -> bool:
     """Whether it starts a copy that runs beside other instructions."""
-    return it.opcode.endswith("-start") and it.opcode.removesuffix("-start") not in KINDS and it.opcode != "async-start"
+    return it.opcode.endswith("-start") and _kind(it) not in KINDS and it.opcode != "async-start"

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from maxtext_lite.xla.hlo import KINDS
 from maxtext_lite.xla.hlo_text import Array, Computation, Instruction, Module
@@ -17,7 +17,11 @@ _NOTHING_MOVES = frozenset({
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "after-all",
     "opt-barrier", "optimization-barrier", "partition-id", "replica-id", "domain", "async-start", "async-update",
 })  # fmt: skip
+_SCHEDULED_CALLS = frozenset({"while", "conditional", "call"})
+"""Instructions whose computations are scheduled instruction by instruction."""
 _TAKE_A_PART = frozenset({"slice", "dynamic-slice", "gather"})
+MEMORY_SPACES: Mapping[str, tuple[int, ...]] = {"cpu": (0,), "gpu": (0, 1), "tpu": (0,)}
+"""HLO's numbers of the memory of a device of each platform."""
 KERNEL_SCOPE = "kernel_"
 """Prefix of the scopes that name kernels which share one target, as all Pallas kernels on GPUs do."""
 _LARGEST = 5
@@ -85,28 +89,69 @@ class ProgramWork:
         return tuple(kernel.name for kernel in self.kernels if kernel.flops is None)
 
 
+@dataclasses.dataclass(frozen=True)
+class InstructionWork:
+    """The work of one execution of a scheduled instruction, with what is fused into it.
+
+    Attributes:
+      matmul_flops: as in `ProgramWork`.
+      kernels: (name, FLOPs by its own cost estimate) of each kernel; None without one.
+      memory_bytes: as in `ProgramWork`.
+    """
+
+    matmul_flops: Mapping[str, float]
+    kernels: Sequence[tuple[str, float | None]]
+    memory_bytes: float
+
+
+def instruction_work(
+    it: Instruction, computation: Computation, module: Module, spaces: frozenset[int]
+) -> InstructionWork:
+    """The work of one execution of an instruction of a scheduled computation."""
+    flops: dict[str, float] = {}
+    kernels: list[tuple[str, float | None]] = []
+    for around, part in _with_fused(it, computation, module):
+        if part.opcode in ("dot", "convolution") or "__cublas$" in part.attributes:
+            lhs, rhs = (_array(operand, around) for operand in part.operands[:2])
+            if lhs is not None and rhs is not None:
+                dtype = "x".join(sorted({lhs.dtype, rhs.dtype}))
+                flops[dtype] = flops.get(dtype, 0) + _matmul_flops(part, lhs, rhs)
+        elif part.opcode == "custom-call" and (name := _kernel_name(part)) is not None:
+            stated = part.attribute(r'"cost_estimate":\{[^}]*"flops":"?(\d+)')
+            kernels.append((name, float(stated) if stated else None))
+    return InstructionWork(flops, kernels, _moved_bytes(it, computation, module, spaces))
+
+
+def _with_fused(
+    it: Instruction, computation: Computation, module: Module
+) -> Iterator[tuple[Computation, Instruction]]:
+    """An instruction and all those that it runs without scheduling them, each with its computation."""
+    yield computation, it
+    if it.opcode not in _SCHEDULED_CALLS:
+        for _, target in it.called:
+            for inner in module.computations[target].instructions.values() if target in module.computations else ():
+                yield from _with_fused(inner, module.computations[target], module)
+
+
 def work(module: Module, *, memory_spaces: Sequence[int] = (0,)) -> ProgramWork:
     """Counts the work of a module.
 
     Args:
-      memory_spaces: HLO's numbers of the device's memory: 0, and on GPUs also 1.
+      memory_spaces: those of the device's memory, as in MEMORY_SPACES.
     """
     flops: dict[str, list[float | None]] = {}
-    for name, runs in module.runs.items():
-        computation = module.computations[name]
-        for it in computation.instructions.values():
-            if it.opcode in ("dot", "convolution") or "__cublas$" in it.attributes:
-                lhs, rhs = (_array(operand, computation) for operand in it.operands[:2])
-                if lhs is not None and rhs is not None:
-                    dtype = "x".join(sorted({lhs.dtype, rhs.dtype}))
-                    flops.setdefault(dtype, []).append(_times(_matmul_flops(it, lhs, rhs), runs.times))
+    calls: dict[str, list[tuple[int | None, float | None]]] = {}
     moved: list[float | None] = []
     cycles: list[float | None] = []
-    calls: dict[str, list[tuple[int | None, float | None]]] = {}
     spaces = frozenset(memory_spaces)
     made: dict[str, LargeArray] = {}
     for computation, it, times in module.scheduled():
-        moved.append(_times(_moved_bytes(it, computation, module, spaces), times))
+        done = instruction_work(it, computation, module, spaces)
+        moved.append(_times(done.memory_bytes, times))
+        for dtype, each in done.matmul_flops.items():
+            flops.setdefault(dtype, []).append(_times(each, times))
+        for kernel, each in done.kernels:
+            calls.setdefault(kernel, []).append((times, each))
         if it.opcode not in _NOTHING_MOVES and not it.opcode.endswith("-done"):
             for array in it.arrays:
                 if array.space in spaces:
@@ -115,12 +160,6 @@ def work(module: Module, *, memory_spaces: Sequence[int] = (0,)) -> ProgramWork:
                     made.setdefault(type_, LargeArray(type_, array.num_bytes, source))
         if estimate := it.attribute(r'"estimated_cycles":"(\d+)"'):
             cycles.append(_times(int(estimate), times))
-    for name, runs in module.runs.items():
-        for it in module.computations[name].instructions.values():
-            kernel = _kernel_name(it) if it.opcode == "custom-call" else None
-            if kernel is not None:
-                stated = it.attribute(r'"cost_estimate":\{[^}]*"flops":"?(\d+)')
-                calls.setdefault(kernel, []).append((runs.times, float(stated) if stated else None))
     return ProgramWork(
         matmul_flops={dtype: _total(each) for dtype, each in sorted(flops.items())},
         kernels=tuple(sorted((_kernel(name, each) for name, each in calls.items()), key=_most_runs_first)),
