@@ -30,7 +30,7 @@ from maxtext_lite.training.step import make_synchronise, make_train_step
 from maxtext_lite.xla import assumed_of, topology_devices
 from maxtext_lite.xla.hlo import Collective, collectives
 from maxtext_lite.xla.hlo_text import Module, parse
-from maxtext_lite.xla.hlo_work import ProgramWork, work
+from maxtext_lite.xla.hlo_work import MEMORY_SPACES, ProgramWork, work
 from maxtext_lite.xla.program_memory import ProgramMemory
 
 

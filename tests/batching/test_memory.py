@@ -1,6 +1,6 @@
 import pytest
 
-from maxtext_lite.batching.memory import estimate_memory, tiles_kept, vocab_tiles
+from maxtext_lite.batching.memory import estimate_memory, vocab_tiles
 from maxtext_lite.config import load_config
 from maxtext_lite.config.kernels import Accelerator
 
@@ -118,12 +118,12 @@ def test_activations_and_logits_follow_the_rows_of_a_device():
     one = estimate(slots=16)
     assert estimate(slots=32).activations == 2 * one.activations
     assert estimate(slots=32, mesh={"data": 2}).activations == one.activations
-    tile = ("logits of a tile", "gradients of logits")
-    assert held(one, *tile) == 2 * 4 * 16 * 256 * 320
-    assert held(estimate(["num_vocab_tiling=4"]), *tile) == held(one, *tile) // 4
-    assert held(estimate(accelerator=Accelerator("cpu")), *tile) == 3 * 4 * 16 * 256 * 320
+    tile = "logits of a tile"  # and their gradients
+    assert held(one, tile) == 2 * 4 * 16 * 256 * 320
+    assert held(estimate(["num_vocab_tiling=4"]), tile) == held(one, tile) // 4
+    assert held(estimate(accelerator=Accelerator("cpu")), tile) == 3 * 4 * 16 * 256 * 320
     # Beside them four times the hidden states, 128 wide, and the head's gradient.
-    assert one.logits == held(one, *tile) + 4 * 4 * 16 * 256 * 128 + 4 * 320 * 128
+    assert one.logits == held(one, tile) + 4 * 4 * 16 * 256 * 128 + 4 * 320 * 128
     assert estimate(slots=16, accumulation=8).activations == one.activations
 
 
@@ -136,30 +136,25 @@ def test_logits_are_split_into_the_fewest_tiles_of_half_a_gib():
     assert vocab_tiles(5, rows=10**6, tokens=4096, vocab_size=128_256) == 5
 
 
-def test_gradients_of_logits_are_kept_for_up_to_emb_dim_tokens():
-    assert [tiles_kept(8, tokens=tokens, emb_dim=4096) for tokens in (1000, 4096, 4097, 8192, 32_768, 10**6)] == [
-        8, 8, 4, 4, 1, 1]  # fmt: skip
-
-
-def test_fsdp_shards_gather_the_head_and_keep_gradients_of_logits():
-    """16 rows of 256 tokens a device, D 128, V 320: of 64 tiles of 64 tokens, two have 128 of them."""
+def test_a_device_sums_the_whole_heads_gradient_before_its_shard_of_it():
+    """16 rows of 256 tokens a device, D 128, V 320, in 64 tiles."""
     mesh, keys = {"fsdp": 4}, ["num_vocab_tiling=64", "dtype=bfloat16"]
-    logits, head, waiting = 4 * 64 * 320, 2 * 128 * 320, 2 * 128 * 320
-    names = ("logits of a tile", "gradients of logits", "head as used", "head's gradient")
+    tile, head = 64 * 320, 128 * 320
+    names = ("logits of a tile", "head as used", "head's gradient", "head's gradient, reduced")
 
     def loss(*arguments, **options):
         return [held(estimate(*arguments, **options), name) for name in names]
 
-    tpu = Accelerator("tpu")
-    assert loss(keys, mesh, slots=64, accelerator=tpu) == [logits, waiting, head, 3 * 4 * 128 * 320 // 4]
-    assert loss(["num_vocab_tiling=64"]) == [logits, logits, 0, 4 * 128 * 320]
-    # If none is kept, a tile's gradient in bfloat16 is held with its logits.
-    assert loss(["dtype=bfloat16"], mesh, slots=64) == [64 * logits, 32 * logits, head, 4 * 128 * 320 // 4]
-    # Except on a TPU, the whole gradient of the head precedes its reduce-scatter: larger than a tile here.
-    on_gpu = estimate(keys, mesh, slots=64)
-    assert held(on_gpu, "head's gradient, whole") == 4 * 128 * 320 > logits
-    assert held(on_gpu, "logits of a tile") == 0
-    assert held(estimate([*keys, "grad_dtype=bfloat16"], mesh, slots=64), "logits of a tile") == logits
+    # In float32; its shard is smaller than a tile's logits and their gradients in bfloat16.
+    assert loss(keys, mesh, slots=64) == [(4 + 2) * tile, 2 * head, 4 * head, 0]
+    assert loss(["num_vocab_tiling=64"]) == [(4 + 4) * tile, 0, 4 * head, 0]
+    # In half the tiles' size it is larger. With grad_dtype the whole is cast, too, before it is reduced.
+    assert loss([*keys, "num_vocab_tiling=256"], mesh, slots=64) == [0, 2 * head, 4 * head, head]
+    assert loss([*keys, "grad_dtype=bfloat16"], mesh, slots=64) == [(4 + 2) * tile, 2 * head, 4 * head, 0]
+    narrow = loss([*keys, "num_vocab_tiling=256", "grad_dtype=bfloat16"], mesh, slots=64)
+    assert narrow == [0, 2 * head, 4 * head, head + 2 * head]
+    # A frozen head has no gradient.
+    assert loss([*keys, "lora_rank=4"], mesh, slots=64)[2:] == [0, 0]
 
 
 def test_fsdp_shards_gather_the_widest_weights_of_a_layer():
@@ -201,7 +196,7 @@ def test_gpipe_keeps_every_tick_and_1f1b_the_inputs_of_twice_the_stages():
     # Stages share the tokens for the loss: those of a whole micro-batch, or of one piece at a time.
     logits = [held(estimate([*keys, f"pipeline_schedule={schedule}"], mesh, slots=8, pieces=2), "logits of a tile")
               for schedule in ("gpipe", "1f1b")]  # fmt: skip
-    assert logits == [4 * 8 * 256 * 320 // 2, 4 * 4 * 256 * 320 // 2]
+    assert logits == [(4 + 4) * 8 * 256 * 320 // 2, (4 + 4) * 4 * 256 * 320 // 2]
 
 
 def test_circular_stages_keep_their_weights_of_every_tick():
