@@ -4,9 +4,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from jax.sharding import Mesh
-
-from maxtext_lite.aot.program import Traffic, compile_for
+from maxtext_lite.aot.program import Program, Traffic, compile_for
 from maxtext_lite.batching import RankedPlan
 from maxtext_lite.batching.devices import Device
 from maxtext_lite.batching.roofline import matmul_peak
@@ -14,9 +12,9 @@ from maxtext_lite.batching.step_time import ring_bytes_per_second
 from maxtext_lite.batching.topology import MeshSizes, resolve_mesh
 from maxtext_lite.config.violation import divisors
 from maxtext_lite.xla.hlo import Collective, collectives
-from maxtext_lite.xla.hlo_text import Computation, Instruction, Module
+from maxtext_lite.xla.hlo_text import Computation, Instruction
 from maxtext_lite.xla.hlo_time import Schedule
-from maxtext_lite.xla.hlo_work import MEMORY_SPACES, instruction_work, work
+from maxtext_lite.xla.hlo_work import MEMORY_SPACES, instruction_work
 
 
 def topology_of(device: Device, num_devices: int) -> str:
@@ -45,7 +43,7 @@ def compare(ranked: Sequence[RankedPlan], device: Device) -> list[dict[str, Any]
         roof, time, links = program.roofline, each.time, _links_seconds(program.collectives, device, mesh)
         silent = time.attention_seconds if program.work.silent_kernels else 0
         known = None not in (roof.matmul_seconds, roof.memory_seconds, links)
-        step = step_seconds(program.module, program.mesh, device, mesh, each.config.dtype, silent) if known else None
+        step = step_seconds(program, device, mesh, each.config.dtype, silent_seconds=silent) if known else None
         rows.append(
             {
                 "keys": " ".join(each.settings),
@@ -74,9 +72,7 @@ def _links_seconds(collectives: Sequence[Traffic], device: Device, mesh: MeshSiz
     return total
 
 
-def step_seconds(
-    module: Module, mesh: Mesh, device: Device, sizes: MeshSizes, dtype: str, silent_seconds: float
-) -> float:
+def step_seconds(program: Program, device: Device, sizes: MeshSizes, dtype: str, *, silent_seconds: float) -> float:
     """The time of a compiled step, if each instruction takes as long as its FLOPs or its memory traffic, and each
     collective as long as its bytes, in the order and with the overlap in which the compiler scheduled them.
 
@@ -84,9 +80,8 @@ def step_seconds(
       dtype: of the activations, in which kernels compute.
       silent_seconds: of the kernels that do not state their FLOPs, all together.
     """
-    spaces = frozenset(MEMORY_SPACES[device.platform])
-    done = work(module, memory_spaces=MEMORY_SPACES[device.platform])
-    silent = sum(kernel.times or 0 for kernel in done.kernels if kernel.flops is None)
+    module, spaces = program.module, frozenset(MEMORY_SPACES[device.platform])
+    silent = sum(kernel.times or 0 for kernel in program.work.kernels if kernel.flops is None)
 
     def busy(computation: Computation, it: Instruction) -> float:
         each = instruction_work(it, computation, module, spaces)
@@ -98,7 +93,7 @@ def step_seconds(
         return max(matmuls + kernels, each.memory_bytes / device.memory_bytes_per_second)
 
     def sent(collective: Collective) -> float:
-        rate = ring_bytes_per_second(device, sizes, collective.axes(mesh))
+        rate = ring_bytes_per_second(device, sizes, collective.axes(program.mesh))
         return (collective.sent_bytes or 0) / rate if rate else 0.0
 
     return Schedule(module, collectives(module), busy=busy, sent=sent).seconds()

@@ -191,9 +191,7 @@ def _gradient_lines(
     yield MemoryLine("gradients of tables", "gradients", copies * rest * BYTES[config.weight_dtype], why, when)
 
 
-def loss_tiles(
-    config: Config, mesh: Mapping[str, int], micro_batch_slots: int, num_pieces: int
-) -> tuple[int, int]:
+def loss_tiles(config: Config, mesh: Mapping[str, int], micro_batch_slots: int, num_pieces: int) -> tuple[int, int]:
     """(tokens whose loss a device computes at once, their tiles)."""
     tokens = tokens_of_device(config, mesh, micro_batch_slots) // num_pieces // mesh["stage"]  # stages share them
     parts = mesh["stage"] if config.pipeline_schedule == "1f1b" else 1  # that schedule splits rows for the loss

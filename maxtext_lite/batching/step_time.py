@@ -317,14 +317,18 @@ def _operations(
             if stack and weight.is_normal:
                 of_experts = weight.axes[0] == "experts"
                 tokens = rows if of_experts else 1
-                yield from ((of_experts, each) for each in _matmul(path, weight, here, sizes, tokens, 1 if on_tpu else wide))
+                matmul = _matmul(path, weight, here, sizes, tokens, 1 if on_tpu else wide)
+                yield from ((of_experts, each) for each in matmul)
     # Matmuls write logits in float32, and read their gradient twice. In between, a TPU reads logits once, and once more
     # in a matmul that also writes the gradient; a GPU reads them three times, and writes the gradient.
     shard, stages = config.vocab_size / tensor, sizes["stage"]
     with_matmuls, apart = (2 * wide + 3, wide) if on_tpu else (wide + 2, 3 * wide + 1)
     arrays = ((shard, with_matmuls / 3 / stages), (emb, 1 / stages))
-    yield False, Operation(
-        "logits", arrays, shard * emb / stages, shard * emb, apart=((shard, apart / 3 / stages),), beside=shard
+    yield (
+        False,
+        Operation(
+            "logits", arrays, shard * emb / stages, shard * emb, apart=((shard, apart / 3 / stages),), beside=shard
+        ),
     )
 
 

@@ -9,7 +9,7 @@ The names of arrays of rank 2 and more end in one letter per dim (global sizes),
     A accumulation        E experts             R data replicas       G query heads per kv head
     J experts of a token  C slots of an expert  U rows given to experts, one for each choice of a token
     W value width (H if the two are equal)      r rank of an adapter
-    I ints of a request's key
+    I ints of a request's key               Z shards of tokens: X of rows times Y of the sequence
 """
 
 from maxtext_lite.config.weight_axes import is_matrix, num_inputs, of_one, unstacked

@@ -90,8 +90,8 @@ def dtype_of_sums(dtype: DTypeLike, axis: str) -> DTypeLike:
 
 
 def weight_gradient(x: jax.Array, g: jax.Array, grad_dtype: DTypeLike = jnp.float32) -> jax.Array:
-    """x^T g [in, out] of x [B, T, in] and g [B, T, out], in float32; if `fsdp` splits weights, in `grad_dtype`, in which
-    the devices' sums are then reduced."""
+    """x^T g [in, out] of x [B, T, in] and g [B, T, out], in float32; if `fsdp` splits weights, in `grad_dtype`, in
+    which the devices' sums are then reduced."""
     dtype = grad_dtype if num_shards("embed") > 1 else jnp.float32
     return jnp.einsum("BTi,BTo->io", x, g, preferred_element_type=dtype)
 

@@ -30,7 +30,7 @@ MESH_AXES_OF: dict[str, tuple[str, ...]] = {
     "embed_without_fsdp": ("expert", "context"),
     "embed_of_expert": ("expert",),
     "end_batch": ("fsdp", "expert", "stage"),  # outside the layers, where pipeline stages share the rows
-    "token_shards": ("fsdp", "expert", "stage", "context"),  # sums over the tokens of each shard of end_batch and length
+    "token_shards": ("fsdp", "expert", "stage", "context"),  # sums over each device's own tokens outside the layers
     "stages": ("stage",),
     "length": ("context",),
     "residual_length": ("context", "tensor"),  # between blocks, where tokens are independent

@@ -134,14 +134,14 @@ def _token_shards(num_rows: int) -> tuple[int, int]:
 
 
 def _own_gradient(x_BTD: jax.Array, dlogits_BTV: jax.Array) -> jax.Array:
-    """The head's gradient [shards, D, V], float32, from each shard's own tokens."""
-    (B, T), (R, C) = x_BTD.shape[:2], _token_shards(len(x_BTD))
+    """The head's gradient [Z, D, V], float32, from each shard's own tokens."""
+    (B, T), (X, Y) = x_BTD.shape[:2], _token_shards(len(x_BTD))
 
     def own(x: jax.Array) -> jax.Array:
-        return constrain(x.reshape(R, B // R, C, T // C, -1), ("end_batch", None, "length", None, AS_IT_IS))
+        return constrain(x.reshape(X, B // X, Y, T // Y, -1), ("end_batch", None, "length", None, AS_IT_IS))
 
-    sums_RCDV = jnp.einsum("RBCTD,RBCTV->RCDV", own(x_BTD), own(dlogits_BTV), preferred_element_type=jnp.float32)
-    return constrain(sums_RCDV.reshape(R * C, *sums_RCDV.shape[2:]), ("token_shards", None, HEAD_AXES[1]))
+    sums_XYDV = jnp.einsum("XBYTD,XBYTV->XYDV", own(x_BTD), own(dlogits_BTV), preferred_element_type=jnp.float32)
+    return constrain(sums_XYDV.reshape(X * Y, *sums_XYDV.shape[2:]), ("token_shards", None, HEAD_AXES[1]))
 
 
 def token_losses(x_BTD: jax.Array, head: OutputHead, target_BT: jax.Array, how: Readout = Readout()) -> jax.Array:
@@ -224,7 +224,7 @@ def _cross_entropy_forward(
     soft_cap, temperature, z_loss_multiplier = how.soft_cap, how.temperature, how.z_loss_multiplier
 
     def tile(carry: Tree, arrays: tuple[jax.Array, ...]) -> tuple[Tree, jax.Array]:
-        (sums, own_SDV, dbias_V), (x, target, weight) = carry, arrays
+        (sums, own_ZDV, dbias_V), (x, target, weight) = carry, arrays
         logits_BTV = how.logits(x, head)
         losses = _tile_losses(logits_BTV, target)
         scale_BT = weight * (1 + 2 * z_loss_multiplier * losses.log_partition_BT) / losses.sum_BT
@@ -241,15 +241,15 @@ def _cross_entropy_forward(
         dx_BTD = jnp.einsum("BTV,DV->BTD", dlogits_BTV, _projection(head), preferred_element_type=dtype).astype(x.dtype)
         if dbias_V is not None:
             dbias_V += jnp.sum(dlogits_BTV, axis=(0, 1), dtype=jnp.float32)
-        return (_add_sums(sums, losses, weight), own_SDV + _own_gradient(x, dlogits_BTV), dbias_V), dx_BTD
+        return (_add_sums(sums, losses, weight), own_ZDV + _own_gradient(x, dlogits_BTV), dbias_V), dx_BTD
 
-    own_SDV = jnp.zeros((math.prod(_token_shards(len(x_BTD))), *_projection(head).shape), jnp.float32)
+    own_ZDV = jnp.zeros((math.prod(_token_shards(len(x_BTD))), *_projection(head).shape), jnp.float32)
     bias_V = jnp.zeros(head.bias_V.shape, jnp.float32) if isinstance(head, BiasedHead) else None
-    carry = _zero_sums(), own_SDV, bias_V
+    carry = _zero_sums(), own_ZDV, bias_V
     num_tiles = _num_tiles(x_BTD, head, how.num_tiles)
-    (sums, own_SDV, dbias_V), dx_BTD = _over_tiles(tile, carry, num_tiles, x_BTD, target_BT, weight_BT)
+    (sums, own_ZDV, dbias_V), dx_BTD = _over_tiles(tile, carry, num_tiles, x_BTD, target_BT, weight_BT)
     dtype = how.grad_dtype if num_shards("embed") > 1 else jnp.float32
-    dhead_DV = constrain(jnp.sum(own_SDV.astype(dtype), axis=0, dtype=dtype), HEAD_AXES)
+    dhead_DV = constrain(jnp.sum(own_ZDV.astype(dtype), axis=0, dtype=dtype), HEAD_AXES)
     loss = sums.nll + z_loss_multiplier * sums.log_partition_squared
     dhead_DV = dhead_DV.astype(_projection(head).dtype)
     if not isinstance(head, BiasedHead):

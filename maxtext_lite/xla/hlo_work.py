@@ -122,9 +122,7 @@ def instruction_work(
     return InstructionWork(flops, kernels, _moved_bytes(it, computation, module, spaces))
 
 
-def _with_fused(
-    it: Instruction, computation: Computation, module: Module
-) -> Iterator[tuple[Computation, Instruction]]:
+def _with_fused(it: Instruction, computation: Computation, module: Module) -> Iterator[tuple[Computation, Instruction]]:
     """An instruction and all those that it runs without scheduling them, each with its computation."""
     yield computation, it
     if it.opcode not in _SCHEDULED_CALLS:

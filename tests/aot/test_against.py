@@ -2,6 +2,7 @@
 
 import types
 
+import numpy as np
 import pytest
 
 from maxtext_lite import load_config, make_plan
@@ -9,8 +10,31 @@ from maxtext_lite.aot import against
 from maxtext_lite.aot.program import Traffic
 from maxtext_lite.batching import Topology, rank
 from maxtext_lite.batching.devices import device_named
+from maxtext_lite.xla.hlo_text import parse
+from maxtext_lite.xla.hlo_work import KernelCalls
 
 DEVICE = device_named("v5e", option="--device")
+HLO = """HloModule m, is_scheduled=true, num_partitions=4
+
+%body (x: bf16[8192,8192]) -> bf16[8192,8192] {{
+  %x = bf16[8192,8192]{{1,0}} parameter(0)
+  %g = (f32[250000000], f32[500000000]) all-gather-start(%x), dimensions={{0}}, replica_groups={{{{0,1}},{{2,3}}}}
+  %k = bf16[8,8]{{1,0}} custom-call(%x), custom_call_target="{kernel}"
+  %d = bf16[8192,8192]{{1,0}} dot(%x, %x), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+  %e = f32[500000000] all-gather-done(%g)
+  ROOT %y = bf16[8192,8192]{{1,0}} bitcast(%d)
+}}
+
+%test (y: bf16[8192,8192]) -> pred[] {{
+  %z = bf16[8192,8192]{{1,0}} parameter(0)
+  ROOT %t = pred[] constant(true)
+}}
+
+ENTRY %main (p: bf16[8192,8192]) -> bf16[8192,8192] {{
+  %p = bf16[8192,8192]{{1,0}} parameter(0)
+  ROOT %l = bf16[8192,8192] while(%p), condition=%test, body=%body, backend_config={{"known_trip_count":{{"n":"2"}}}}
+}}
+"""
 
 
 @pytest.mark.parametrize(("name", "devices", "topology"), [
@@ -31,17 +55,23 @@ def ranked():
 @pytest.mark.parametrize("memory_seconds", [None, 1e-6, 1.0])
 @pytest.mark.parametrize("silent", [(), ("splash",)])
 def test_attention_is_left_out_of_both_where_its_kernel_does_not_tell(ranked, silent, memory_seconds, monkeypatch):
-    asked = []
+    asked, plan, module = [], ranked[0].plan, parse(HLO.format(kernel="splash" if silent else "Sharding"))
 
     def compile_for(config, *, topology):
         asked.append((config, topology))
         return types.SimpleNamespace(
+            module=module,
+            mesh=types.SimpleNamespace(
+                devices=np.arange(4).reshape([*plan.mesh.values()]), axis_names=tuple(plan.mesh), size=4
+            ),
             roofline=types.SimpleNamespace(matmul_seconds=1e-3, memory_seconds=memory_seconds),
             collectives=[
                 Traffic("all-gather", ("fsdp",), 1, 1, 0, 10**8, {}, sent_bytes=1e8),
                 Traffic("all-reduce", ("data", "fsdp"), 1, 1, 0, 10**8, {}, sent_bytes=2e8),
             ],
-            work=types.SimpleNamespace(silent_kernels=silent),
+            work=types.SimpleNamespace(
+                silent_kernels=silent, kernels=tuple(KernelCalls(name, 2, None) for name in silent)
+            ),
             memory=types.SimpleNamespace(total=10**9),
         )
 
@@ -56,8 +86,10 @@ def test_attention_is_left_out_of_both_where_its_kernel_does_not_tell(ranked, si
     # Of the links of 200 GB/s a ring has its share of the two dims, in logarithms; data x fsdp is all four devices.
     links = {2: 1e8 / 100e9, 4: 1e8 / 200e9}.get(ranked[0].plan.mesh["fsdp"], 1e8 / 100e9) + 2e8 / 200e9
     assert found["collectives_seconds"]["compiled"] == pytest.approx(links)
-    attention = time.attention_seconds if silent else 0
-    step = None if memory_seconds is None else pytest.approx(max(1e-3 + attention, memory_seconds) + links)
+    # Two trips, each with a matmul of 2 x 8192^3 FLOPs and one of two kernels, beside or before a gather of 2 GB.
+    matmul, rate = 2 * 8192**3 / 197e12, {2: 100e9, 4: 200e9}.get(plan.mesh["fsdp"], 100e9)
+    trip = max(matmul + left_out / 2, 1e9 / rate)
+    step = None if memory_seconds is None else pytest.approx(2 * trip, rel=1e-6)
     assert found["step_seconds"] == {"predicted": time.seconds, "compiled": step}
     lines = against.comparison_text(compared).splitlines()
     assert lines[0] == f"compiled: {' '.join(ranked[0].settings)}"

@@ -117,7 +117,7 @@ def test_the_heads_gradient_crosses_the_shards_once_for_all_tiles_and_is_the_sam
     assert 1e-4 < off < 1e-2
     whole = D * V // axes.get("tensor", 1)
     summed = [c for c in collectives(tiled.as_text()) if "reduce" in c.kind and c.payload_bytes >= 4 * whole]
-    print([(c.kind,c.times,c.payload,c.groups) for c in summed])
+    print([(c.kind, c.times, c.payload, c.groups) for c in summed])
     assert [c.times for c in summed] == [1]
     assert summed[0].payload_bytes == 4 * whole
 

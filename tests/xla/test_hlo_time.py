@@ -17,7 +17,8 @@ def seconds(body, *more):
     """Of an entry computation; what its custom calls, copies, fusions and additions take is BUSY, a collective SENT."""
     text = "\n".join([
         "HloModule m, is_scheduled=true, num_partitions=2", "", *more,
-        "ENTRY %main (p: f32[4]) -> f32[4] {", "  %p = f32[4]{0} parameter(0)", *(f"  {line}" for line in body), "}", "",
+        "ENTRY %main (p: f32[4]) -> f32[4] {", "  %p = f32[4]{0} parameter(0)",
+        *(f"  {line}" for line in body), "}", "",
     ])  # fmt: skip
     module = parse(text)
 
@@ -53,9 +54,7 @@ def test_loops_wait_for_their_own_and_branches_take_the_longest():
         "  %a = f32[4] add(%x, %x)", "  ROOT %d = f32[8] all-gather-done(%g)", "}",
         "%test (y: f32[4]) -> pred[] {", "  %y = f32[4]{0} parameter(0)", "  ROOT %t = pred[] constant(true)", "}",
     ]  # fmt: skip
-    loop = (
-        '%l = f32[4] while(%p), condition=%test, body=%body, backend_config={"known_trip_count":{"n":"3"}}'
-    )
+    loop = '%l = f32[4] while(%p), condition=%test, body=%body, backend_config={"known_trip_count":{"n":"3"}}'
     assert seconds([loop], *body) == 3 * 7
     branches = [
         "%one (x: f32[4]) -> f32[4] {", "  %x1 = f32[4]{0} parameter(0)", "  ROOT %a1 = f32[4] add(%x1, %x1)", "}",
