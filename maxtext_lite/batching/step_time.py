@@ -310,18 +310,16 @@ def _operations(
         others = (sizes["context"] - 1) * layers / BYTES[config.dtype]
         merged = ((queries, 19 * others), (keys + values, 5 * others))
         yield False, Operation("context", (), backward=1.8, apart=merged)
-    wide = 4 / BYTES[config.dtype]
     for stack, (count, table) in stacks_of(model_shape(config)).items():
         here = count / (num_parts(stack.partition("/")[0], sizes) if stack else 1)
         for path, weight in table.items():
             if stack and weight.is_normal:
                 of_experts = weight.axes[0] == "experts"
                 tokens = rows if of_experts else 1
-                matmul = _matmul(path, weight, here, sizes, tokens, 1 if on_tpu else wide)
-                yield from ((of_experts, each) for each in matmul)
+                yield from ((of_experts, each) for each in _matmul(path, weight, here, sizes, tokens))
     # Matmuls write logits in float32, and read their gradient twice. In between, a TPU reads logits once, and once more
     # in a matmul that also writes the gradient; a GPU reads them three times, and writes the gradient.
-    shard, stages = config.vocab_size / tensor, sizes["stage"]
+    shard, stages, wide = config.vocab_size / tensor, sizes["stage"], 4 / BYTES[config.dtype]
     with_matmuls, apart = (2 * wide + 3, wide) if on_tpu else (wide + 2, 3 * wide + 1)
     arrays = ((shard, with_matmuls / 3 / stages), (emb, 1 / stages))
     yield (
@@ -332,14 +330,8 @@ def _operations(
     )
 
 
-def _matmul(
-    path: str, weight: Weight, layers: float, sizes: Mapping[str, int], rows: float, wide: float
-) -> Iterator[Operation]:
-    """The matmul with one of a layer's matrices, for `rows` rows per token; and after `up`, the mlp's activation.
-
-    Args:
-      wide: width of its results relative to `dtype`; if they are wider, they are cast afterwards.
-    """
+def _matmul(path: str, weight: Weight, layers: float, sizes: Mapping[str, int], rows: float) -> Iterator[Operation]:
+    """The matmul with one of a layer's matrices, for `rows` rows per token; and after `up`, the mlp's activation."""
     axes = of_one(weight.axes)
     dims, cut = weight.sizes[len(weight.sizes) - len(axes) :], num_inputs(axes)
     into = math.prod(dims[:cut]) / _used(axes[:cut], sizes)
@@ -347,11 +339,9 @@ def _matmul(
     name = path.rpartition("/")[2]
     elements = layers * math.prod(weight.sizes) / _used(weight.axes, sizes)
     beside = {"embed": out}.get(axes[0], into if axes[-1] == "embed" else 0)
-    # One of three passes has `out` as its result, one `into`.
-    inside, apart = layers * (2 + wide) / 3, layers * (wide + 1) / 3 if wide > 1 else 0
     yield Operation(
-        _NAMES.get(name, ""), ((rows * into, inside), (rows * out, inside)), layers * rows * into * out, elements,
-        apart=((rows * into, apart), (rows * out, apart)), beside=layers * beside,
+        _NAMES.get(name, ""), ((rows * into, layers), (rows * out, layers)), layers * rows * into * out, elements,
+        beside=layers * beside,
     )  # fmt: skip
     if name == "up":  # the activation reads gate and up, and writes the input of down
         yield Operation("", ((rows * out, 3 * layers),))

@@ -64,8 +64,7 @@ def project_array(
     if formats:
         y_BTo = eight_bits.times(x_BTi, eight_bits.scaled_weight(weight_io, ends, formats), ends, formats)
     else:
-        weight_io = _in_use(weight_io, ends, x.dtype)
-        y_BTo = jnp.einsum("BTi,io->BTo", x_BTi, weight_io, preferred_element_type=dtype_of_sums(x.dtype, axes[0]))
+        y_BTo = product("BTi,io->BTo", x_BTi, _in_use(weight_io, ends, x.dtype), axes[0])
     return y_BTo.astype(x.dtype).reshape(*x.shape[:2], *weight.shape[num_inputs(axes) :])
 
 
@@ -83,10 +82,23 @@ def _in_use(weight_io: jax.Array, ends: tuple[str, str], dtype: DTypeLike) -> ja
     return constrain(weight_io.astype(dtype), axes_in_use(ends))
 
 
-def dtype_of_sums(dtype: DTypeLike, axis: str) -> DTypeLike:
-    """The dtype of sums over a weight's axis: float32, or the activations' dtype if devices along `tensor` add theirs
-    up, so that they cross the mesh in it."""
-    return jnp.float32 if axes_in_use((axis,)) == (None,) or num_shards(axis) == 1 else dtype
+def product(equation: str, x: jax.Array, weight: jax.Array, axis: str) -> jax.Array:
+    """An einsum of two arrays of one dtype, in that dtype: sums in float32, rounded once.
+
+    A CPU's matmuls are two times faster with float32 results. A GPU's would be written in float32, and cast by a kernel
+    of its own. Sums that devices along `tensor` add up cross the mesh in the arrays' dtype on both.
+
+    Args:
+      axis: of the weight, over which it sums.
+    """
+    plain = functools.partial(jnp.einsum, equation)
+    if x.dtype == jnp.float32 or (axes_in_use((axis,)) != (None,) and num_shards(axis) > 1):
+        return plain(x, weight)
+
+    def cast(x: jax.Array, weight: jax.Array) -> jax.Array:
+        return plain(x, weight, preferred_element_type=jnp.float32).astype(x.dtype)
+
+    return jax.lax.platform_dependent(x, weight, cpu=cast, default=plain)
 
 
 def weight_gradient(x: jax.Array, g: jax.Array, grad_dtype: DTypeLike = jnp.float32) -> jax.Array:
@@ -115,8 +127,7 @@ def _project_backward(
         scaled = eight_bits.scaled_weight(weight_io, ends, formats)
         dx_BTi = eight_bits.times_transposed(g_BTo, scaled, ends, formats)
     else:
-        weight_io, dtype = _in_use(weight_io, ends, x.dtype), dtype_of_sums(x.dtype, ends[1])
-        dx_BTi = jnp.einsum("BTo,io->BTi", g_BTo, weight_io, preferred_element_type=dtype)
+        dx_BTi = product("BTo,io->BTi", g_BTo, _in_use(weight_io, ends, x.dtype), ends[1])
     if formats and formats.weight_gradient:
         dweight_io = eight_bits.weight_gradient(x_BTi, g_BTo, ends, tokens, formats, grad_dtype)
     else:

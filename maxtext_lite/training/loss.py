@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from maxtext_lite.batching import vocab_tiles
 from maxtext_lite.models import soft_capped
 from maxtext_lite.models.layers import BiasedHead, OutputHead, projected
-from maxtext_lite.models.ops import dtype_of_sums
+from maxtext_lite.models.ops import product
 from maxtext_lite.parallel import AS_IT_IS, constrain, context_shards, num_shards
 from maxtext_lite.training.arrays import Tree
 
@@ -237,8 +237,7 @@ def _cross_entropy_forward(
         if soft_cap:  # the derivative of c tanh(x / c), from its value
             dlogits_BTV *= 1 - jnp.square(logits_BTV / soft_cap)
         dlogits_BTV = (dlogits_BTV if how.multiplier == 1 else how.multiplier * dlogits_BTV).astype(x.dtype)
-        dtype = dtype_of_sums(x.dtype, "vocab")
-        dx_BTD = jnp.einsum("BTV,DV->BTD", dlogits_BTV, _projection(head), preferred_element_type=dtype).astype(x.dtype)
+        dx_BTD = product("BTV,DV->BTD", dlogits_BTV, _projection(head), "vocab")
         if dbias_V is not None:
             dbias_V += jnp.sum(dlogits_BTV, axis=(0, 1), dtype=jnp.float32)
         return (_add_sums(sums, losses, weight), own_ZDV + _own_gradient(x, dlogits_BTV), dbias_V), dx_BTD
