@@ -108,24 +108,27 @@ class StepModel:
         self._operations = [each for _, each in operations]
         # Weights are gathered in both passes, their gradients reduced in one.
         grad_width = trains * BYTES[config.grad_dtype]
-        width = 2 * self._width + grad_width
-        self._weights_sent = self._gathered = 0.0
+        self._weights_sent = self._gradients_sent = self._gathered = 0.0
         for of_experts, axes in ((False, _EMBED_AXES), (True, ("fsdp", "context"))):
             numbers = sum(each.weights for kind, each in operations if kind == of_experts and each.name != "logits")
-            self._weights_sent += self._ring(axes, width * numbers)
+            self._weights_sent += self._ring(axes, 2 * self._width * numbers)
+            self._gradients_sent += self._ring(axes, grad_width * numbers)
             self._gathered += 2 * self._width * numbers if self._shards(axes) > 1 else 0
         shards = self._shards(_EMBED_AXES)
         head = config.vocab_size * config.base_emb_dim / self._sizes["tensor"]
-        self._head_sent = self._ring(_EMBED_AXES, width * head)
+        self._head_sent = self._ring(_EMBED_AXES, (2 * self._width + grad_width) * head)
         self._head_sent += self._ring(("stage",), 2 * grad_width * head / shards)  # its gradient, over the stages' rows
         self._head_gathered = 2 * self._width * head if shards > 1 else 0
         # Each micro-batch casts the head, and scatters into zeros for the embedding's gradient.
         cast = BYTES[config.weight_dtype] + self._width if config.weight_dtype != config.dtype else 0
         self._tables = (cast + 8 * trains) * head / shards
-        # A TPU computes a gradient shard by shard: each shard rereads the unsharded side, and its sum is read, added
-        # to, sent and received. GPUs compute all of it in float32 before the reduce-scatter.
-        self._windows = self._width * (shards - 1) * trains if on_tpu else 0
-        self._gradient_bytes = (4 * grad_width if on_tpu else 4 + grad_width) if shards > 1 else 4 * trains
+        # For more than two shards a TPU computes a gradient shard by shard: each shard rereads the unsharded side, and
+        # its sum is read, added to, sent and received. GPUs compute all of it in float32 before the reduce-scatter; so
+        # does a TPU for two shards, with an all-reduce that nothing overlaps.
+        self._copies = 4 if on_tpu else 2
+        by_shard, self._waits = on_tpu and shards > 2, on_tpu and shards == 2
+        self._windows = self._width * (shards - 1) * trains if by_shard else 0
+        self._gradient_bytes = (4 * grad_width if by_shard else 4 + grad_width) if shards > 1 else 4 * trains
         # Tiles add to the device's own sum in float32, which starts at zero and is read when it is reduced.
         self._head_gradient_bytes = 8 * trains
         self._head_summed = (8 if shards * self._sizes["stage"] > 1 else 4) * trains * head
@@ -179,11 +182,13 @@ class StepModel:
             matmul += times * products
             memory += times * (moved + apart) + (times - 1) * forth + gradient
             compute += (times - 1) * max(products, moved + forth) + max(products, moved + gradient) + times * apart
-        stored = 2 * (tokens * self._layers * per_token + offloaded)  # written to and read from where it is kept
+        # Written to and read from where it is kept; a TPU has an array of its own before and after.
+        stored = self._copies * (tokens * self._layers * per_token + offloaded)
         gathered = runs * self._gathered + losses * (self._head_gathered + self._head_summed)
         alone = (gathered + stored + self._tables + (self._accumulated if passes > 1 else 0)) / self._rate
-        sent = runs * self._weights_sent
+        sent = runs * (self._weights_sent + (0 if self._waits else self._gradients_sent))
         blocking = losses * self._head_sent + self._blocking(tokens, kept)  # the head is used between loops over layers
+        blocking += 2 * runs * self._gradients_sent if self._waits else 0
         to_host = self._to_host(offloaded)
         busy = max(compute + alone, sent, to_host) + blocking
         update = self._updated / self._rate

@@ -123,19 +123,31 @@ def test_an_operation_takes_the_longer_of_its_matmul_and_its_memory():
     assert time_of < step().seconds
 
 
-def memory_bytes(*keys, platform):
-    # One byte a second: seconds are bytes. Two devices, so that matrices are gathered or their gradients shared out.
-    return step(*keys, devices=2, device=dataclasses.replace(DEVICE, platform=platform)).memory_seconds
+@pytest.mark.parametrize("shards", [2, 4])
+def test_a_tpu_computes_gradients_for_more_than_two_shards_one_by_one(shards):
+    """One byte a second: seconds are bytes. Each shard reads the side that is not split once more."""
 
+    def memory(platform):
+        device = dataclasses.replace(DEVICE, platform=platform)
+        keys = f"ici_fsdp_parallelism={shards}", "remat_policy=full"
+        return step(*keys, devices=shards, device=device).memory_seconds
 
-def test_a_tpu_reads_one_side_of_each_gradient_again_for_every_shard():
-    wider = memory_bytes("ici_fsdp_parallelism=2", platform="tpu") - memory_bytes(platform="gpu")
-    beside = ROWS * T * L * (N * H + 2 * K * H + N * H + 3 * F) * 2  # the side that is not split, once more
-    matrices = L * LAYER  # the head's gradient is the device's own until all tiles are through, on both
-    logits = ROWS * T * V * 4  # read once less in float32, as one of a TPU's matmuls writes their gradient
+    tokens = ROWS * T
+    beside = tokens * L * (N * H + 2 * K * H + N * H + 3 * F) * 2 * (shards - 1) if shards > 2 else 0
     # Sums in float32 are read, added to, sent and received; all of a gradient would be written in float32 and read.
-    gradients = (4 * 2 - (4 + 2)) * matrices
-    assert wider == pytest.approx(beside + gradients - logits)
+    gradients = (4 * 2 - (4 + 2)) * L * LAYER if shards > 2 else 0
+    logits = tokens * V * 4  # read once less in float32, as one of a TPU's matmuls writes their gradient
+    kept = 2 * tokens * L * D * 2  # inputs of layers, copied in and out
+    assert memory("tpu") - memory("gpu") == pytest.approx(beside + gradients - logits + kept)
+
+
+def test_a_tpu_waits_for_gradients_of_two_shards_and_any_device_for_the_head():
+    """Where matmuls take longer than links: what waits comes on top. Two shards all-reduce all of each gradient."""
+    device = dataclasses.replace(DEVICE, platform="tpu", memory_bytes_per_second=1e30)
+    for shards, gradients in ((2, 2 * 2 * L * LAYER / 2), (4, 0)):
+        time = step(f"ici_fsdp_parallelism={shards}", devices=shards, device=device)
+        head = 3 * 2 * D * V * (shards - 1) / shards
+        assert time.seconds - time.matmul_seconds == pytest.approx(head + gradients)
 
 
 def test_of_an_array_that_fits_on_the_chip_its_share_of_that_size_is_moved():
@@ -161,8 +173,11 @@ def test_each_micro_batch_casts_the_head_where_weights_are_wider():
 def test_reads_of_logits_without_a_matmul_take_time_of_their_own():
     """Where matmuls take far longer than their memory traffic. A TPU's last matmul reads logits and writes gradients."""
     slow = dataclasses.replace(DEVICE, peak_flops={"bfloat16": 1e-3})
-    gpu, tpu = (step(device=dataclasses.replace(slow, platform=platform)) for platform in ("gpu", "tpu"))
-    assert gpu.seconds - tpu.seconds == pytest.approx(ROWS * T * V * (3 * 4 + 2 - 4), rel=1e-3)
+    gpu, tpu = (
+        step("remat_policy=full", device=dataclasses.replace(slow, platform=platform)) for platform in ("gpu", "tpu")
+    )
+    kept = 2 * ROWS * T * L * D * 2  # inputs of layers, which a TPU copies in and out
+    assert gpu.seconds - tpu.seconds == pytest.approx(ROWS * T * V * (3 * 4 + 2 - 4) - kept, rel=1e-3)
 
 
 def test_every_tile_of_the_loss_reads_the_head_and_adds_to_its_gradient():
@@ -179,9 +194,9 @@ def test_heads_with_a_norm_of_their_own_are_read_once_more_and_on_a_tpu_pass_in_
         return step(*keys, device=dataclasses.replace(DEVICE, platform=platform)).memory_seconds
 
     heads = ROWS * T * L * (N + K) * H * 2
-    for platform, times in (("gpu", 1), ("tpu", 4)):
+    for platform, times, copies in (("gpu", 1, 2), ("tpu", 4, 4)):
         more = memory(platform, "qk_norm=head") - memory(platform)
-        passes, kept, weights = 3 * times * heads, 2 * heads, 2 * L * H * 40  # at most; the norms are small
+        passes, kept, weights = 3 * times * heads, copies * heads, 2 * L * H * 40  # at most; the norms are small
         assert passes + kept <= more <= passes + kept + weights
 
 
