@@ -1,5 +1,6 @@
 """Whole runs: their files, their resumption, and that the split of a batch changes nothing."""
 
+import errno
 import itertools
 import json
 import os
@@ -18,6 +19,8 @@ from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data import example_ids, examples_hash, open_sources_on_hosts, token_stream
 from maxtext_lite.training import NonFiniteLoss, opening, train
 from maxtext_lite.training.feed_steps import FeedSteps
+from maxtext_lite.training.goodput import Goodput
+from maxtext_lite.training.metrics import JsonLines
 from tests.prepared import byte_shards, write_prepared
 from tests.training.conftest import TINY
 
@@ -494,6 +497,33 @@ def test_what_cannot_be_read_from_the_start_trains_nothing(tmp_path):
     with pytest.raises(UserError, match=r"record 0 is damaged \(.*\)\. Copy or prepare the data again\.$"):
         _train(tmp_path, tmp_path / "data", *keys)
     assert not list((tmp_path / "unread" / "checkpoints").glob("[0-9]*"))
+
+
+@pytest.mark.parametrize(("name", "problem"), [
+    ("goodput.json", "Is a directory"), ("metrics.jsonl", "Is a directory"), ("lease", "Not a directory"),
+    ("memory.json", "Is a directory"), ("tensorboard", "File exists"), ("checkpoints", "File exists"),
+])  # fmt: skip
+def test_what_stands_in_the_way_of_an_output_is_one_sentence(name, problem, tmp_path, documents):
+    path = tmp_path / "blocked" / name
+    path.parent.mkdir()
+    path.mkdir() if problem == "Is a directory" else path.write_text("x")
+    with pytest.raises(UserError, match=rf"blocked/{name} cannot be written: {problem}\.") as refusal:
+        _train(tmp_path, documents, "run_name=blocked", "eval_interval=-1")
+    assert len(refusal.value.problems) == 1
+
+
+@pytest.mark.parametrize(("of", "close"), [(JsonLines, "close"), (Goodput, "close")])
+def test_a_file_that_is_full_only_as_it_is_closed_ends_the_run_too(of, close, tmp_path, documents, monkeypatch):
+    closes = getattr(of, close)
+
+    def full(self):
+        with self._failures.of_writing(self._path):
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        return closes(self)
+
+    monkeypatch.setattr(of, close, full)
+    with pytest.raises(UserError, match=r"written: Disk quota exceeded\. What is safe: the checkpoint of step 2,"):
+        _train(tmp_path, documents, "run_name=full", "eval_interval=-1", "steps=2")
 
 
 def test_an_evaluation_that_meets_a_damaged_record_ends_the_run_which_is_saved_and_goes_on(tmp_path):
