@@ -341,7 +341,7 @@ class _Loop:
         # All steps are on record before the checkpoint: a restart only appends.
         self._record(state)
         if stops:
-            run.failures.raise_together()
+            run.wait()
         # The checkpoint follows its evaluation, so that a kill between them repeats both. When stopping, save first.
         if stops:
             self._save(state)

@@ -21,20 +21,32 @@ def test_the_first_failure_is_kept_and_says_what_is_safe():
     for name in ("metrics.jsonl", "tensorboard"):
         with found.of_writing(f"run/{name}"):
             full(name)
-    found.newest = 60  # came to be after it
+    found.newest = 60  # its save was under way, and ended well
     assert found.found
     with pytest.raises(UserError) as raised:
         found.raise_together()
     assert raised.value.problems == (
-        "run/metrics.jsonl cannot be written: No space left on device. What is safe: the checkpoint of step 40, from "
+        "run/metrics.jsonl cannot be written: No space left on device. What is safe: the checkpoint of step 60, from "
         "which the same command goes on.",
     )
 
 
 def test_what_another_host_could_not_write_is_raised_here_too(monkeypatch):
-    monkeypatch.setattr(failures, "exchange", lambda mine: [mine, [True, "host 1's problem"], [False, None]])
-    with pytest.raises(UserError, match="host 1's problem"):
-        Failures().raise_together()
+    monkeypatch.setattr(
+        failures, "exchange", lambda mine: [mine, [True, ["host 1's problem", unwritten]], [False, None]]
+    )
+    found = Failures()
+    for newest, safe in (
+        (None, "nothing, as there is no checkpoint yet."),
+        (8, "the checkpoint of step 8, from which"),
+    ):
+        found.newest = newest
+        unwritten = True
+        with pytest.raises(UserError, match=f"^host 1's problem What is safe: {safe}"):
+            found.raise_together()
+        unwritten = False
+        with pytest.raises(UserError, match=r"^host 1's problem$"):
+            found.raise_together()
     monkeypatch.setattr(failures, "exchange", lambda mine: [mine, [True, None]])
     assert Failures().raise_together() is True
 

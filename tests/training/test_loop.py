@@ -17,7 +17,7 @@ import pytest
 
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data import example_ids, examples_hash, open_sources_on_hosts, token_stream
-from maxtext_lite.training import NonFiniteLoss, opening, train
+from maxtext_lite.training import NonFiniteLoss, opening, saving, train
 from maxtext_lite.training.feed_steps import FeedSteps
 from maxtext_lite.training.goodput import Goodput
 from maxtext_lite.training.metrics import JsonLines
@@ -547,3 +547,25 @@ def test_an_evaluation_that_meets_a_damaged_record_ends_the_run_which_is_saved_a
     ids = [np.arange(8 * step, 8 * step + 8) for step in range(6)]
     assert [record["examples_hash"] for record in steps] == [examples_hash(numbers) for numbers in ids]
     assert [record["step"] for record in evaluations] == [6]
+
+
+def test_a_full_disk_is_told_with_the_checkpoint_whose_save_was_under_way(tmp_path, documents, monkeypatch):
+    """The line of step 4 cannot be written while the checkpoint of step 3 waits for its checksums."""
+    fails, write, write_part = threading.Event(), JsonLines.write, saving.write_part
+
+    def writes(self, record):
+        if record["step"] == 4:
+            with self._failures.of_writing(self._path):
+                fails.set()
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(self, record)
+
+    def hashes(*about):
+        assert fails.wait(60)
+        time.sleep(1)
+        return write_part(*about)
+
+    monkeypatch.setattr(JsonLines, "write", writes)
+    monkeypatch.setattr(saving, "write_part", hashes)
+    with pytest.raises(UserError, match=r"metrics.jsonl cannot be written: No space .* the checkpoint of step 3, from"):
+        _train(tmp_path, documents, "run_name=under_way", "eval_interval=-1")
