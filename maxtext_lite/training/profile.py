@@ -1,6 +1,6 @@
 """Profiler traces of the configured steps, and on demand."""
 
-# pyright: reportUnknownMemberType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # jax, optax and orbax declare some of their functions in part.
 
 import contextlib
