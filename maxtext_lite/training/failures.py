@@ -111,6 +111,7 @@ class Failures:
         problems = [problem for _, problem in of_hosts if problem is not None]
         if problems:
             problem, is_unwritten = problems[0]
+            self.add(problem, is_unwritten=is_unwritten)  # `found` on all: nobody waits for a host that has failed
             raise UserError(f"{problem} {self._safe()}" if is_unwritten else problem)
         return any(busy for busy, _ in of_hosts)
 
