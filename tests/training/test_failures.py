@@ -32,19 +32,18 @@ def test_the_first_failure_is_kept_and_says_what_is_safe():
 
 
 def test_what_another_host_could_not_write_is_raised_here_too(monkeypatch):
-    monkeypatch.setattr(
-        failures, "exchange", lambda mine: [mine, [True, ["host 1's problem", unwritten]], [False, None]]
+    nothing, of_step_8 = (
+        "What is safe: nothing, as there is no checkpoint yet.",
+        "What is safe: the checkpoint of step 8, ",
     )
-    for newest, safe in (
-        (None, "nothing, as there is no checkpoint yet."),
-        (8, "the checkpoint of step 8, from which"),
-    ):
-        for unwritten, text in ((True, f"^host 1's problem What is safe: {safe}"), (False, "^host 1's problem$")):
-            found = Failures()
-            found.newest = newest
-            with pytest.raises(UserError, match=text):
-                found.raise_together()
-            assert found.found  # else a host that is fine would wait in its part of a save for one that has ended
+    for newest, unwritten, text in ((None, True, nothing), (8, True, of_step_8), (8, False, "$")):
+        theirs = [True, ["host 1's problem", unwritten]]
+        monkeypatch.setattr(failures, "exchange", lambda mine, theirs=theirs: [mine, theirs, [False, None]])
+        found = Failures()
+        found.newest = newest
+        with pytest.raises(UserError, match=rf"^host 1's problem ?{text}"):
+            found.raise_together()
+        assert found.found  # else a host that is fine would wait in its part of a save for one that has ended
     monkeypatch.setattr(failures, "exchange", lambda mine: [mine, [True, None]])
     assert Failures().raise_together() is True
 
