@@ -43,7 +43,7 @@ ENDING = 2.0  # seconds that a process may take to end after its last words
 MOST_GROWTH = {"MB": (statistics.median, statistics.median, 4.0), "threads": (max, min, 1.0), "files": (max, min, 1.0)}
 
 Samples = list[tuple[float, dict[str, float]]]
-"""What a process held, so many seconds after its start."""
+"""What a process held, so many seconds after its start; from its first step on, which a busy machine delays."""
 
 
 def held(process: int) -> dict[str, float]:
@@ -94,7 +94,7 @@ class Trial:
         at = random.uniform(0, self.startup)
         while run.runs:
             passed = time.monotonic() - run.began
-            if not samples or passed - samples[-1][0] >= 1:
+            if begins and (not samples or passed - samples[-1][0] >= 1):
                 with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                     samples.append((passed, held(run.processes[0].pid)))
             if time.monotonic() > self.until:
@@ -115,9 +115,14 @@ class Trial:
         self.samples.append(samples)
 
 
+def lasted(samples: Samples) -> float:
+    """Seconds from the first to the last."""
+    return samples[-1][0] - samples[0][0] if samples else 0.0
+
+
 def growth(samples: Samples) -> dict[str, tuple[float, float, float]]:
     """Of each thing held: its first half, its last quarter, and the slope a minute; less the warm-up."""
-    late = [(at / 60, each) for at, each in samples if at > WARM_UP]
+    late = [(at / 60, each) for at, each in samples if at > samples[0][0] + WARM_UP]
     found = {}
     for name, (of_first, of_last, _) in MOST_GROWTH.items():
         first = of_first(each[name] for _, each in late[: len(late) // 2])
@@ -146,9 +151,9 @@ def problems_of(trial: Trial, whole: Run) -> list[str]:
     if abs(added - wall) > max(0.01 * wall, ENDING):
         found.append("goodput.json does not add up")
     for number, samples in enumerate(trial.samples, 1):
-        for name, (first, second, slope) in growth(samples).items() if samples and samples[-1][0] >= LONG else ():
+        for name, (first, second, slope) in growth(samples).items() if lasted(samples) >= LONG else ():
             said = f"{first:.1f} {name}, then {second:.1f}; {slope:+.2f} a minute"
-            print(f"start {number}, {samples[-1][0]:.0f} s: {said}")
+            print(f"start {number}, {lasted(samples):.0f} s of steps: {said}")
             if second > first + MOST_GROWTH[name][2]:
                 found.append(f"{name} grew in start {number}")
     kills = sum(-signal.SIGKILL in codes for codes in trial.codes)

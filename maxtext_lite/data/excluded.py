@@ -1,6 +1,7 @@
 """Rows that a run leaves out: their list in JSON lines, and the ids of their examples. Imports no jax."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
@@ -47,13 +48,13 @@ def read_excluded(path: Path, where: str = "") -> list[ExcludedRow]:
     """
     try:
         with storage_errors(path):
-            lines = path.read_text(encoding="utf-8").splitlines()
+            text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         if isinstance(error, FileNotFoundError) and not where:
             return []
         raise UserError(f"{where or path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
     rows: list[ExcludedRow] = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(StringIO(text), start=1):  # str.splitlines would also split within a name
         try:
             rows.append(ExcludedRow.model_validate_json(line))
         except ValidationError as error:

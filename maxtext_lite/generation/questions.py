@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from io import StringIO
 from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -89,7 +90,7 @@ def read_questions(path: str, kind: Literal["choices", "cloze"]) -> list[Questio
     """
     model = Question if kind == "choices" else Cloze
     questions: list[Question | Cloze] = []
-    for number, line in enumerate(read_text(kind, path).splitlines(), 1):
+    for number, line in enumerate(StringIO(read_text(kind, path)), 1):  # str.splitlines would also split within a text
         if not line.strip():
             continue
         try:

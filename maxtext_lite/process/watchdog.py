@@ -84,8 +84,8 @@ class Watchdog:
         self._seen: dict[int, tuple[Stamp | None, float]] = {}
         self._answered = 0.0
         self._verdict: Verdict | None = None
-        self._has_crashed = self._says_end = self._has_left = False
-        self._cause = ""
+        self._has_left = False
+        self._crash = ""  # a clause on it, once this process has failed
         self._ending, self._wake = threading.Lock(), threading.Event()
         self._directory: Path | None = None
 
@@ -174,10 +174,9 @@ class Watchdog:
 
     def look_for_the_lost(self, error: BaseException) -> None:
         """Returns if nobody is missing; otherwise the thread ends the process during the wait."""
-        if self._store and not self._has_crashed:
+        if self._store and not self._crash:
             first_line = str(error).partition("\n")[0]
-            self._cause = f", which failed with {type(error).__name__}: {first_line}"[:300]
-            self._has_crashed = True
+            self._crash = f", which failed with {type(error).__name__}: {first_line}"[:300]
             time.sleep(GRACE_SECONDS)
 
     def stamp(self) -> Stamp:
@@ -189,13 +188,12 @@ class Watchdog:
 
     def tick(self) -> None:
         """Advances time. Time in which the whole process was suspended or starved does not count."""
-        now, cpu = self._clock(), self._cpu()
-        passed, computed = now - self._ticked, cpu - self._cpu_at_tick
-        counted = min(passed, 5 * self._period)
-        self._now += counted
-        self._ticked, self._cpu_at_tick = now, cpu
+        before, passed, computed = self._now, self._clock() - self._ticked, self._cpu() - self._cpu_at_tick
+        self._now += min(passed, 5 * self._period)
+        self._ticked += passed
+        self._cpu_at_tick += computed
         if self._phase in COMPUTES and computed > _BUSY * passed:
-            self._computed += counted
+            self._computed += self._now - before
 
     def exchange(self, store: Store) -> None:
         """Publishes the state of this process and reads those of the others."""
@@ -207,7 +205,6 @@ class Watchdog:
         store.put(f"{store.process}", json.dumps(stamp))
         found = store.all()
         self._answered = self._time()
-        self._says_end = stamp.phase == "end"
         if _VERDICT in found:
             self._verdict = self._verdict or Verdict(*json.loads(found[_VERDICT]))
         for process, (before, _) in self._seen.items():
@@ -219,8 +216,8 @@ class Watchdog:
         """The verdict that ends the run; None while it moves."""
         if self._verdict or self._phase == "end":
             return self._verdict
-        grace = GRACE_SECONDS / 2 if self._has_crashed else GRACE_SECONDS
-        silent_after = grace if self._has_crashed else self._least
+        grace = GRACE_SECONDS / 2 if self._crash else GRACE_SECONDS
+        silent_after = grace if self._crash else self._least
         if self._store is None:
             return judge({0: Seen(self.stamp(), 0.0)}, silent_after=silent_after, grace=grace)
         now, me = self._time(), self._store.process
@@ -245,7 +242,7 @@ class Watchdog:
             self._verdict = self._verdict or verdict
             self._wake.set()
             me = self._store.process if self._store else 0
-            about = f"process {me} on {self._host} in {self.stamp().where}{self._cause}"
+            about = f"process {me} on {self._host} in {self.stamp().where}{self._crash}"
             text = f"error: {verdict.text}. Exit code {verdict.code}. Stacks of {about}:\n"
             with contextlib.suppress(OSError):  # stderr has no reader
                 _write_stacks(2, text)
@@ -265,16 +262,12 @@ class Watchdog:
 
     def _may_leave(self) -> bool:
         assert self._store is not None
-        if not self._says_end:
-            return self._time() - self._answered > 2 * self._period + 1  # the store is out of reach
-        if self._store.process:
-            return True
-        now = self._time()
-        return all(
-            (stamp is not None and stamp.phase == "end") or now - since > 3 * self._period + 1
-            for process, (stamp, since) in self._seen.items()
-            if process
-        )
+        now, me = self._time(), self._store.process
+        mine, _ = self._seen[me]
+        if mine is None or not mine.has_ended:  # in the store
+            return now - self._answered > 2 * self._period + 1  # it is out of reach
+        late = now - 3 * self._period - 1
+        return me > 0 or all(since < late or (stamp and stamp.has_ended) for stamp, since in self._seen.values())
 
     def _tell(self, store: Store) -> None:
         while not self._has_left:

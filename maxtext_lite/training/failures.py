@@ -12,7 +12,7 @@ import jax
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import writing
-from maxtext_lite.parallel import exchange
+from maxtext_lite.parallel import exchange, value_of_host
 
 Result = TypeVar("Result")
 
@@ -38,12 +38,12 @@ class Failures:
     when one of them is asked to stop, before a checkpoint, and at the end.
 
     Attributes:
-      newest: step of the newest checkpoint that counts, to say what is safe; None: there is none.
+      newest: on the first host, step of the newest checkpoint that counts, to say what is safe; None: there is none.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._first: str | None = None
+        self._first: tuple[str, bool] | None = None  # with whether a sentence on what is safe follows
         self._unread: str | None = None
         self.newest: int | None = None
 
@@ -71,17 +71,14 @@ class Failures:
         """
         raise_unread(self._unread, safe)
 
-    def add(self, problem: str) -> None:
+    def add(self, problem: str, *, is_unwritten: bool = False) -> None:
         """Records a problem, unless there is one already: later ones follow from the first."""
         with self._lock:
-            self._first = self._first or problem
+            self._first = self._first or (problem, is_unwritten)
 
     def add_unwritten(self, problem: str) -> None:
-        """Records a problem with writing, with a sentence on what is safe."""
-        safe = "nothing, as there is no checkpoint yet"
-        if self.newest is not None:
-            safe = f"the checkpoint of step {self.newest}, from which the same command goes on"
-        self.add(f"{problem} What is safe: {safe}.")
+        """Records a problem with writing; the error adds what is safe by then."""
+        self.add(problem, is_unwritten=True)
 
     @contextlib.contextmanager
     def of_writing(self, path: object) -> Generator[None]:
@@ -113,5 +110,14 @@ class Failures:
         of_hosts = exchange([is_busy, self._first])
         problems = [problem for _, problem in of_hosts if problem is not None]
         if problems:
-            raise UserError(problems[0])
+            problem, is_unwritten = problems[0]
+            self.add(problem, is_unwritten=is_unwritten)  # `found` on all: nobody waits for a host that has failed
+            raise UserError(f"{problem} {self._safe()}" if is_unwritten else problem)
         return any(busy for busy, _ in of_hosts)
+
+    def _safe(self) -> str:
+        """A sentence on what is safe. All hosts call it, as only the first one knows when a checkpoint counts."""
+        newest = value_of_host(0, self.newest)
+        if newest is None:
+            return "What is safe: nothing, as there is no checkpoint yet."
+        return f"What is safe: the checkpoint of step {newest}, from which the same command goes on."

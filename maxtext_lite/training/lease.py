@@ -48,7 +48,7 @@ MISSED_RENEWALS = 9
 
 _POLL_SECONDS = 0.5
 _NAME = re.compile(r"(\d{1,18})\.json")
-_GONE = (errno.ENOENT, errno.ESTALE)  # the second is how a network file system says it
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)  # the last is how a network file system says it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +166,9 @@ class Lease:
         except OSError as error:
             ours = error.errno not in _GONE  # a file system that does not answer has not granted it to another either
         if not ours:
-            holders = [Holder.from_json(found.text) for found in self._found() if found.name != self._name]
+            holders = list[Holder | None]()
+            with contextlib.suppress(OSError):  # their directory is gone as well
+                holders = [Holder.from_json(found.text) for found in self._found() if found.name != self._name]
             taken = f"was taken over by {holders[0]}" if holders and holders[0] else "is gone"
             self._failures.add(
                 f"the lease of {self._run_directory} {taken}: this process did not renew it for a while, as when it "

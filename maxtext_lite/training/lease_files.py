@@ -38,8 +38,10 @@ class LeaseFiles:
 
     def found(self) -> list[LeaseFile]:
         """All files, of any name."""
-        found: list[LeaseFile] = []
-        for path in self._directory.iterdir() if self._directory.exists() else ():
+        found, paths = list[LeaseFile](), list[Path]()
+        with contextlib.suppress(FileNotFoundError):  # the last holder removes the directory
+            paths = list(self._directory.iterdir())
+        for path in paths:
             with contextlib.suppress(FileNotFoundError):  # removed meanwhile
                 about = path.stat()
                 text = b"" if path.is_dir() else path.read_bytes()[:_MOST_BYTES]

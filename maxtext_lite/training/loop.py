@@ -219,7 +219,8 @@ def train_run(
         signals = open_things.enter_context(watch_signals())
         open_things.callback(terminal.close)
         open_things.enter_context(run.opened(terminal.say))
-        goodput = Goodput(run.files.directory, run.failures) if run.is_first else None
+        files, failures = run.files.directory, run.failures
+        goodput = failures.on_first_host(files, lambda: Goodput(files, failures))
         if go_back:
             go_back(run, terminal)
             phases.fold()
@@ -243,14 +244,21 @@ def train_run(
         step_log = StepLog(run, terminal, log, counts, goodput)
         loop = _Loop(run, terminal, step_log, signals, steps, evaluation, callbacks)
         with watchdog.looking_for_the_lost(UserError, LossSpike, OutOfMemory):
-            return loop.train_from(state)
+            result = loop.train_from(state)
+    failures.raise_together()  # a file server may report a full disk only as a file is closed
+    return result
 
 
 def _metrics_log(run: TrainingRun[Any], after_step: int, say: Callable[[str], None]) -> MetricsLog:
     directory = run.files.directory
     about = {"config": (directory / "config.yml").read_text(encoding="utf-8"), "plan": format_plan(run.plan)}
-    trackers = open_trackers(run.config, directory, after_step, run.failures, about, say)
-    return MetricsLog(directory, after_step, run.failures, trackers)
+    with contextlib.ExitStack() as opened:
+        trackers = open_trackers(run.config, directory, after_step, run.failures, about, say)
+        for tracker in trackers:
+            opened.callback(tracker.close)
+        log = MetricsLog(directory, after_step, run.failures, trackers)
+        opened.pop_all()
+    return log
 
 
 @dataclasses.dataclass
@@ -333,7 +341,7 @@ class _Loop:
         # All steps are on record before the checkpoint: a restart only appends.
         self._record(state)
         if stops:
-            run.failures.raise_together()
+            run.wait()
         # The checkpoint follows its evaluation, so that a kill between them repeats both. When stopping, save first.
         if stops:
             self._save(state)

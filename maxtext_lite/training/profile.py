@@ -1,6 +1,6 @@
 """Profiler traces of the configured steps, and on demand."""
 
-# pyright: reportUnknownMemberType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # jax, optax and orbax declare some of their functions in part.
 
 import contextlib
@@ -50,8 +50,12 @@ class Profile:
         """Ends the current trace, if there is one, and writes it."""
         if self._last is not None:
             self._last = None
-            with self._failures.of_writing(self._directory):
+            try:
                 jax.profiler.stop_trace()
+            except jax.errors.JaxRuntimeError as error:  # XLA writes the file
+                if str(self._directory) not in str(error):
+                    raise
+                self._failures.add_unwritten(f"{self._directory} cannot be written: {error}.")
 
     def _demanded(self, step: int) -> int | None:
         """The last step of a trace demanded since the last look, at most one look per second; None without a demand."""

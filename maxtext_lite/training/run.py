@@ -206,9 +206,10 @@ class TrainingRun(Generic[Data]):
         Raises:
           UserError: a host could not write something; on all hosts.
         """
-        self.failures.raise_together()
         if self.checkpointer:
             self.checkpointer.wait()
+        else:
+            self.failures.raise_together()
 
     @property
     def _fingerprint(self) -> dict[str, Any]:

@@ -44,6 +44,7 @@ _ENVIRONMENT = (
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE,
     errno.ENOENT, errno.ENOTDIR, errno.EISDIR,
 )  # fmt: skip
+_VANISHED = re.compile(r'NOT_FOUND: .* local file "([^"]+)"', re.DOTALL)  # as TensorStore says it
 _WAKE_SECONDS = 0.2
 _SLICE_BYTES = 1 << 20
 
@@ -233,8 +234,7 @@ def reading(directory: Path) -> Generator[None]:
         raise
     except Exception as error:
         has_checksums = any(directory.glob("sha256.*"))
-        known = isinstance(error, OSError) or any(os.strerror(number) in str(error) for number in _ENVIRONMENT)
-        if has_checksums and not known:
+        if has_checksums and not isinstance(error, OSError) and _environments(directory, error) is None:
             raise
         why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:300]
         hint = "" if has_checksums else " It has no checksums that say which of its files is damaged."
@@ -285,6 +285,8 @@ def _environments(path: Path, error: BaseException) -> str | None:
     known = [number for number in _ENVIRONMENT if os.strerror(number) in text]
     if known:
         return cannot_write(path, OSError(known[0], os.strerror(known[0])))
+    if vanished := _VANISHED.search(text):
+        return cannot_write(vanished[1], OSError(errno.ENOENT, os.strerror(errno.ENOENT)))
     theirs = isinstance(error, OSError) or re.search(r"HTTP|CURL|UNAVAILABLE|PERMISSION_DENIED", text)  # TensorStore's
     if is_bucket(path) and theirs:
         return f"{path} cannot be written: {' '.join(text.split())[:300]}."

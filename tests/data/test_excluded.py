@@ -42,6 +42,17 @@ def test_written_lists_are_read_back_and_a_minimal_line_is_enough(tmp_path):
     assert read_excluded(path, "x") == [ExcludedRow(row=3)]
 
 
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c", "\n", "\r", "\r\n"])
+def test_a_name_with_a_line_separator_is_one_name(separator, tmp_path):
+    rows = [ExcludedRow(row=3, source=f"web{separator}code", data=f"text:{separator}"), ExcludedRow(row=4)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text(excluded_text(rows), encoding="utf-8")
+    assert read_excluded(path) == rows
+    path.write_text('{"row": 3, "source": "web\u2028"}\n{"row": -1}\n', encoding="utf-8")
+    with pytest.raises(UserError, match="line 2: row"):
+        read_excluded(path)
+
+
 @pytest.mark.parametrize(("text", "message"), [
     (None, "excluded_rows=x cannot be read: No such file or directory."),
     ('{"row": 1}\n{"row": -1}\n', "excluded_rows=x line 2: row: Input should be greater than or equal to 0."),

@@ -22,6 +22,17 @@ def test_words_are_parted_by_one_blank(context, continuation, want):
     assert with_blank(context, continuation) == want
 
 
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85"])
+def test_a_line_separator_within_a_text_ends_no_line(separator, tmp_path):
+    path = tmp_path / "q.jsonl"
+    path.write_text(f'{{"context": "a{separator}b", "target": "c"}}\n\n{{"target": ""}}\n', encoding="utf-8")
+    with pytest.raises(UserError, match="line 3: context: Field required"):
+        read_questions(str(path), "cloze")
+    path.write_text(f'{{"context": "a{separator}b", "target": "c"}}\n', encoding="utf-8")
+    (cloze,) = read_questions(str(path), "cloze")
+    assert cloze.context == f"a{separator}b"
+
+
 @pytest.mark.parametrize(("kind", "line", "message"), [
     ("choices", "{", "line 2: Invalid JSON"),
     ("choices", '{"context": "a", "choices": ["b"], "answer": 0}', "line 2: choices: List should have at least 2"),

@@ -1,6 +1,7 @@
 """Two processes of one run: one of them killed, all of them told to stop, or one of them told to stop."""
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -132,3 +133,34 @@ def test_what_one_process_asks_for_or_cannot_read_ends_all_after_the_same_step(t
     assert two.sequence(*EXACT)[:4] == one.sequence(*EXACT)
     losses = [[record["loss"] for record in run.steps[:4]] for run in (two, one)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+# The command `train`; the last process finds its disk full as it begins to save step 4.
+FULL = """
+import resource, sys
+import jax
+from maxtext_lite.cli import run_command
+from maxtext_lite.train import main
+from maxtext_lite.training import saving
+start = saving.Saver.start
+def full(self, directory, *more, **named):
+    if directory.name == "4" and jax.process_index() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+    start(self, directory, *more, **named)
+saving.Saver.start = full
+sys.exit(run_command(main))
+"""
+
+
+def test_a_disk_that_is_full_on_one_host_alone_ends_all_with_2_and_the_same_line(tmp_path):
+    """Nobody waits for that host's part of the save, and what is safe is what the first host knows of."""
+    words = [*MODEL, "steps=100000", "learning_rate_schedule=constant", "per_device_batch_size=1", "eval_interval=-1",
+             "checkpoint_period=2", "log_to=", f"base_output_directory={tmp_path}", "run_name=full"]  # fmt: skip
+    command, variables = launched([*quick_python(), "-c", FULL, *words], processes=2, devices=1)
+    ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert ended.returncode == 2, ended.stderr[-4000:]
+    line = r"error: \S+/unfinished-4\S* cannot be written: File too large\. What is safe: the checkpoint of step 2, .*"
+    said = [re.findall(rf"^\[{process}\] (error: .*)", ended.stderr, re.MULTILINE) for process in range(2)]
+    assert said[0] == said[1]
+    assert re.fullmatch(line, *said[0])
+    assert "Traceback" not in ended.stderr

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -144,6 +145,19 @@ def test_a_holder_renews_and_learns_that_it_was_taken_over(new, tmp_path):
         failures.raise_together()
     first.release()
     assert (tmp_path / "run" / "lease" / "2.json").exists()
+
+
+@pytest.mark.parametrize("instead", ["", "a file"])
+def test_a_holder_whose_directory_is_gone_stops(instead, new, tmp_path):
+    failures = Failures()
+    lease = new(failures)
+    assert lease.attempt() is None
+    shutil.rmtree(tmp_path / "run" / "lease")
+    if instead:
+        (tmp_path / "run" / "lease").write_text(instead)
+    assert lease.check() is False
+    with pytest.raises(UserError, match=r"lease of .*run is gone: .*its file was removed.*writes nothing more"):
+        failures.raise_together()
 
 
 @pytest.mark.parametrize("dead", [False, True])

@@ -1,5 +1,6 @@
 """Whole runs: their files, their resumption, and that the split of a batch changes nothing."""
 
+import errno
 import itertools
 import json
 import os
@@ -16,8 +17,10 @@ import pytest
 
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data import example_ids, examples_hash, open_sources_on_hosts, token_stream
-from maxtext_lite.training import NonFiniteLoss, opening, train
+from maxtext_lite.training import NonFiniteLoss, opening, saving, train
 from maxtext_lite.training.feed_steps import FeedSteps
+from maxtext_lite.training.goodput import Goodput
+from maxtext_lite.training.metrics import JsonLines
 from tests.prepared import byte_shards, write_prepared
 from tests.training.conftest import TINY
 
@@ -496,6 +499,33 @@ def test_what_cannot_be_read_from_the_start_trains_nothing(tmp_path):
     assert not list((tmp_path / "unread" / "checkpoints").glob("[0-9]*"))
 
 
+@pytest.mark.parametrize(("name", "problem"), [
+    ("goodput.json", "Is a directory"), ("metrics.jsonl", "Is a directory"), ("lease", "Not a directory"),
+    ("memory.json", "Is a directory"), ("tensorboard", "File exists"), ("checkpoints", "File exists"),
+])  # fmt: skip
+def test_what_stands_in_the_way_of_an_output_is_one_sentence(name, problem, tmp_path, documents):
+    path = tmp_path / "blocked" / name
+    path.parent.mkdir()
+    path.mkdir() if problem == "Is a directory" else path.write_text("x")
+    with pytest.raises(UserError, match=rf"blocked/{name} cannot be written: {problem}\.") as refusal:
+        _train(tmp_path, documents, "run_name=blocked", "eval_interval=-1")
+    assert len(refusal.value.problems) == 1
+
+
+@pytest.mark.parametrize(("of", "close"), [(JsonLines, "close"), (Goodput, "close")])
+def test_a_file_that_is_full_only_as_it_is_closed_ends_the_run_too(of, close, tmp_path, documents, monkeypatch):
+    closes = getattr(of, close)
+
+    def full(self):
+        with self._failures.of_writing(self._path):
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        return closes(self)
+
+    monkeypatch.setattr(of, close, full)
+    with pytest.raises(UserError, match=r"written: Disk quota exceeded\. What is safe: the checkpoint of step 2,"):
+        _train(tmp_path, documents, "run_name=full", "eval_interval=-1", "steps=2")
+
+
 def test_an_evaluation_that_meets_a_damaged_record_ends_the_run_which_is_saved_and_goes_on(tmp_path):
     text = "".join(np.random.default_rng(0).choice(list("abcdefgh"), 8000))
     write_prepared(tmp_path / "data", byte_shards([text], 1), tokens_per_record=64, options="group_size:1,uncompressed")
@@ -517,3 +547,25 @@ def test_an_evaluation_that_meets_a_damaged_record_ends_the_run_which_is_saved_a
     ids = [np.arange(8 * step, 8 * step + 8) for step in range(6)]
     assert [record["examples_hash"] for record in steps] == [examples_hash(numbers) for numbers in ids]
     assert [record["step"] for record in evaluations] == [6]
+
+
+def test_a_full_disk_is_told_with_the_checkpoint_whose_save_was_under_way(tmp_path, documents, monkeypatch):
+    """The line of step 4 cannot be written while the checkpoint of step 3 waits for its checksums."""
+    fails, write, write_part = threading.Event(), JsonLines.write, saving.write_part
+
+    def writes(self, record):
+        if record["step"] == 4:
+            with self._failures.of_writing(self._path):
+                fails.set()
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(self, record)
+
+    def hashes(*about):
+        assert fails.wait(60)
+        time.sleep(1)
+        return write_part(*about)
+
+    monkeypatch.setattr(JsonLines, "write", writes)
+    monkeypatch.setattr(saving, "write_part", hashes)
+    with pytest.raises(UserError, match=r"metrics.jsonl cannot be written: No space .* the checkpoint of step 3, from"):
+        _train(tmp_path, documents, "run_name=under_way", "eval_interval=-1")

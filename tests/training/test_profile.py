@@ -3,6 +3,7 @@
 import jax
 import pytest
 
+from maxtext_lite.config import UserError
 from maxtext_lite.config.shown import TracedSteps
 from maxtext_lite.training import profile as module
 from maxtext_lite.training.failures import Failures
@@ -66,3 +67,28 @@ def test_it_is_looked_for_once_a_second(tmp_path, traced, monkeypatch):
     run_through(profile, now, 1, 3)
     assert steps == []
     assert (tmp_path / "profile").exists()
+
+
+def test_a_trace_that_cannot_be_written_is_kept_for_the_run_to_end_on(tmp_path):
+    """XLA writes it, and reports the operating system's errors in its own way."""
+    (tmp_path / "tensorboard" / "plugins").mkdir(parents=True)
+    (tmp_path / "tensorboard" / "plugins" / "profile").write_text("no directory")
+    failures = Failures()
+    profile = Profile(tmp_path, TracedSteps(1), failures, None)
+    try:
+        for step in (3, 4):
+            profile.before_step(step, step)
+    finally:
+        jax._src.profiler._profile_state.reset()  # jax keeps a session whose trace it could not write
+    with pytest.raises(UserError, match=r"tensorboard cannot be written: .*profile is not a directory\. What is safe"):
+        failures.raise_together()
+
+
+def test_an_error_of_the_profiler_itself_is_not_told_as_a_full_disk(tmp_path, monkeypatch, traced):
+    def broken():
+        raise jax.errors.JaxRuntimeError("FAILED_PRECONDITION: no session")
+
+    now, _ = traced
+    monkeypatch.setattr(jax.profiler, "stop_trace", broken)
+    with pytest.raises(RuntimeError, match="no session"):
+        run_through(Profile(tmp_path, TracedSteps(1), Failures(), None), now, 1, 5)

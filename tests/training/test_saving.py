@@ -14,7 +14,7 @@ from maxtext_lite.training import saving
 from maxtext_lite.training.commit import remove
 from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.manifest import write_part
-from maxtext_lite.training.saving import Saver, check, save_alone
+from maxtext_lite.training.saving import Saver, check, read_arrays, save_alone
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +71,23 @@ def test_a_full_disk_is_raised_by_whoever_waits(items, tmp_path, monkeypatch):
     monkeypatch.setattr(saving, "write_part", full)
     with pytest.raises(UserError, match=r"unfinished-3 cannot be written: No space left on device. What is safe:"):
         save_alone(tmp_path / "3", items)
+
+
+def test_files_that_vanish_are_the_users_to_find(items, tmp_path, monkeypatch):
+    save_alone(tmp_path / "3", items)
+    for path in (tmp_path / "3" / "params").rglob("d/*"):
+        path.unlink()
+    abstract = {"params": {"w": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=jnp.zeros(8).sharding)}}
+    with pytest.raises(UserError, match=r"3 cannot be read \(ValueError: NOT_FOUND: "):
+        read_arrays(tmp_path / "3", abstract)
+    text = 'NOT_FOUND: Error reading Byte range [18987, 26817) of local file "/runs/unfinished-4/d/56e1"'
+
+    def vanished(*_):
+        raise ValueError(text)  # of Orbax, where it gathers what the processes wrote
+
+    monkeypatch.setattr(saving, "write_part", vanished)
+    with pytest.raises(UserError, match=r"^/runs/unfinished-4/d/56e1 cannot be written: No such file or directory\. W"):
+        save_alone(tmp_path / "4", items)
 
 
 def test_a_bug_is_not_told_as_a_full_disk(items, tmp_path, monkeypatch):
