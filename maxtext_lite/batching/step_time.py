@@ -108,9 +108,10 @@ class StepModel:
         self._operations = [each for _, each in operations]
         # Weights are gathered in both passes, their gradients reduced in one.
         grad_width = trains * BYTES[config.grad_dtype]
-        self._weights_sent = self._gradients_sent = self._gathered = 0.0
+        self._weights_sent = self._gradients_sent = self._gathered = self._weights = 0.0
         for of_experts, axes in ((False, _EMBED_AXES), (True, ("fsdp", "context"))):
             numbers = sum(each.weights for kind, each in operations if kind == of_experts and each.name != "logits")
+            self._weights += self._width * numbers
             self._weights_sent += self._ring(axes, 2 * self._width * numbers)
             self._gradients_sent += self._ring(axes, grad_width * numbers)
             self._gathered += 2 * self._width * numbers if self._shards(axes) > 1 else 0
@@ -185,6 +186,8 @@ class StepModel:
         # Written to and read from where it is kept; a TPU has an array of its own before and after.
         stored = self._copies * (tokens * self._layers * per_token + offloaded)
         gathered = runs * self._gathered + losses * (self._head_gathered + self._head_summed)
+        # With several repeats, each tick picks its weights, keeps them, and adds to their gradients where they lie.
+        gathered += 10 * runs * self._weights if shape.num_repeats > 1 else 0
         alone = (gathered + stored + self._tables + (self._accumulated if passes > 1 else 0)) / self._rate
         sent = runs * (self._weights_sent + (0 if self._waits else self._gradients_sent))
         blocking = losses * self._head_sent + self._blocking(tokens, kept)  # the head is used between loops over layers

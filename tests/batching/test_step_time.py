@@ -7,6 +7,7 @@ import pytest
 from maxtext_lite import load_config, make_plan
 from maxtext_lite.batching import Topology, flops_per_example
 from maxtext_lite.batching.devices import Device
+from maxtext_lite.batching.parameters import count_parameters
 from maxtext_lite.batching.solve import resolve
 from maxtext_lite.batching.step_time import StepModel
 
@@ -100,6 +101,30 @@ def test_stages_wait_for_each_other():
     update = step(*keys, "gradient_accumulation_steps=2", devices=2)
     passes = update.seconds - update.bubble_seconds - busy  # one more
     assert few.bubble_seconds == pytest.approx(passes / 2, rel=0.05)
+
+
+def test_stages_share_rows_for_the_loss_and_pass_on_pieces():
+    """Matmuls hide no exchange between stages. Each sends every piece forward and back in each round, one of five ticks
+    in vain, shares out and gathers the rows five times, and all-reduces the head's gradient of its rows."""
+    device = dataclasses.replace(DEVICE, memory_bytes_per_second=1e30)
+    for per_stage, rounds in ((2, 1), (1, 2)):
+        keys = (f"num_layers_per_pipeline_stage={per_stage}", "ici_pipeline_parallelism=2", "ici_fsdp_parallelism=1")
+        time = step(*keys, "num_pipeline_microbatches=2", devices=2, device=device)
+        rows = 2 * ROWS * T * D * 2  # of both devices
+        ticks = (2 * rounds + 1) / (2 * rounds)
+        sent = ticks * (2 * rounds * rows + 5 * rows / 2 + 2 * 2 * D * V / 2)
+        assert time.collectives_seconds == pytest.approx(sent)
+        assert time.seconds == pytest.approx(time.matmul_seconds + sent)
+
+
+def test_with_several_rounds_a_stage_copies_the_weights_of_each_tick():
+    keys = "ici_pipeline_parallelism=2", "ici_fsdp_parallelism=1", "num_pipeline_microbatches=4", "remat_policy=full"
+    one, two = (step(*keys, f"num_layers_per_pipeline_stage={layers}", devices=2) for layers in (2, 1))
+    idle = {1: 5 / 4, 2: 9 / 8}  # of four pieces in each round, one tick more in all
+    held = make_plan(load_config(None, [*MODEL, *keys, "num_layers_per_pipeline_stage=2"]), num_devices=2).memory
+    update = 2 * (held.params + held.optimizer_state) + 8 * count_parameters(load_config(None, MODEL), stage=2).total
+    copies = 4 * 10 * 2 * L / 2 * LAYER
+    assert (two.memory_seconds - update) / idle[2] - (one.memory_seconds - update) / idle[1] == pytest.approx(copies)
 
 
 def test_what_is_offloaded_goes_to_the_host_in_every_micro_batch_and_the_optimizer_once():
