@@ -237,6 +237,11 @@ class Fields:
         return problems
 
 
+def without_experts(keys: Keys) -> Keys:
+    """The keys of a model none of whose layers has experts: those of a dense model."""
+    return {**keys, "num_experts": 1, **{key: DEFAULTS[key] for key in _OF_EXPERTS}}
+
+
 def is_whole(value: object, least: int, most: int = _LARGEST) -> TypeGuard[int]:
     """Whether a value is an integer, not true or false, in this range."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
