@@ -67,7 +67,7 @@ NEVER_NULL = frozenset({
     "attn_temperature_tuning", "decoder_sparse_step", "embedding_multiplier", "first_k_dense_replace", "floor_scale",
     "hidden_act", "interleave_moe_layer_step", "intermediate_size_mlp", "layer_norm_eps",
     "layer_norm_epsilon", "lm_head_bias", "logit_scale", "logits_scaling", "mlp_bias", "moe_layer_end_index",
-    "moe_layer_interval", "moe_layer_start_index", "moe_norm_min", "moe_num_shared_experts", "n_shared_experts",
+    "moe_layer_interval", "moe_layer_start_index", "moe_norm_min", "moe_num_shared_experts",
     "no_rope_layer_interval", "norm_eps", "norm_epsilon", "norm_topk_prob", "qk_layernorm", "qkv_bias",
     "query_pre_attn_scalar", "residual_multiplier", "rms_norm_eps", "rope_interleave", "routed_scaling_factor",
     "scale_attn_by_inverse_layer_idx", "scale_attn_weights", "shared_intermediate_size", "swiglu_alpha", "swiglu_limit",
