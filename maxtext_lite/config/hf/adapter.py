@@ -127,16 +127,19 @@ def adapter_of(path: str | Path) -> Adapter | None:
 
 def _rank_of(module: str, fields: dict[str, Any]) -> ModuleRank:
     rank, alpha = int(fields.get("r", 8)), float(fields.get("lora_alpha", 8))
-    whole, own_alpha = (
-        next((value for end, value in patterns.items() if re.match(rf"(.*\.)?({end})$", module)), usual)
-        for patterns, usual in ((fields.get("rank_pattern", {}), rank), (fields.get("alpha_pattern", {}), alpha))
-    )
+    whole = int(_matched(module, fields.get("rank_pattern", {}), rank))
+    own_alpha = _matched(module, fields.get("alpha_pattern", {}), alpha)
     scale, usual = (
         a / (math.sqrt(r) if fields.get("use_rslora") else r) for a, r in ((own_alpha, whole), (alpha, rank))
     )
     # A module of several weights, each with an adapter of its own of rank r: what export writes.
     beside = whole % rank == 0 and scale == usual and whole // rank <= len(_targets(module).split(","))
     return ModuleRank(whole, rank if beside else whole, scale / usual)
+
+
+def _matched(module: str, patterns: dict[str, Any], usual: float) -> float:
+    """The value of the first pattern that matches the end of a module's name."""
+    return next((value for end, value in patterns.items() if re.match(rf"(.*\.)?({end})$", module)), usual)
 
 
 def _problems(fields: dict[str, Any]) -> list[str]:
@@ -228,7 +231,7 @@ def _targets(module: str) -> str:
 
 def _left_out(module: str, fields: dict[str, Any]) -> str:
     """The field by which PEFT gives a module no adapter; "" if it gives it one."""
-    excluded = fields.get("exclude_modules") or []
+    excluded = cast("str | list[Any]", fields.get("exclude_modules") or [])
     if re.fullmatch(excluded, module) if isinstance(excluded, str) else _ends(module, excluded):
         return "exclude_modules"
     targets = fields.get("target_modules")
@@ -241,7 +244,7 @@ def _left_out(module: str, fields: dict[str, Any]) -> str:
     layers = fields.get("layers_to_transform", [])
     if layers == [] or module in names:
         return ""
-    patterns = fields.get("layers_pattern") or []
+    patterns = cast("str | list[str]", fields.get("layers_pattern") or [])
     for pattern in ([patterns] if isinstance(patterns, str) else patterns) or [r"[^.]*"]:
         if found := re.match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", module):
             numbers = [layers] if isinstance(layers, int) else layers
