@@ -23,6 +23,10 @@ EXPERT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4_5_moe": ("Ernie4_5_Moe", {**_ERNIE, "num_hidden_layers": 3, "moe_layer_interval": 2}),
     "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 0.4}),
     "granitemoe": ("GraniteMoe", {**_GRANITE, "tie_word_embeddings": True}),
+    "deepseek_v3-dense": ("DeepseekV3", {
+        **_SMALL, "n_routed_experts": 4, "first_k_dense_replace": 2, "num_key_value_heads": 4, "q_lora_rank": 16,
+        "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "n_group": 2,
+        "topk_group": 1}),
     "dots1": ("Dots1", {**_GLM, "num_hidden_layers": 3, "first_k_dense_replace": 1, "norm_topk_prob": True,
                         "routed_scaling_factor": 2.5}),
     "solar_open": ("SolarOpen", {**_GLM, "n_shared_experts": 1, "routed_scaling_factor": 1.5}),

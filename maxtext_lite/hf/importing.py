@@ -165,7 +165,8 @@ def _refuse_other_tensors(
         if found:
             more = f", and {len(found) - _NAMED_AT_MOST} more" if len(found) > _NAMED_AT_MOST else ""
             named = ", ".join(map(value_text, found[:_NAMED_AT_MOST]))
-            problems.append(f"{where} {what}: {named}{more}.")
+            hint = " If the embedding table is also the head, set tie_word_embeddings=true in its config.json."
+            problems.append(f"{where} {what}: {named}{more}.{hint * (found == [_HEAD])}")
     if problems:
         raise UserError(problems)
 

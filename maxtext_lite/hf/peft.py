@@ -175,9 +175,13 @@ def read_peft_adapters(adapter: Adapter, shapes: Mapping[str, tuple[int, ...]]) 
     }
     entries = [entry for entry in entries_of(TABLES[kind], shapes, model, kind) if inputs.keys() & set(entry.paths)]
     read = _matrices(adapter, {_module_name(name) for entry in entries for name, _, _ in entry.tensor_names()})
-    if any(len(entry.paths) > 1 for entry in entries) and not adapter.ranks:
+    beside = any(each.whole != each.own for each in adapter.ranks.values())
+    if any(len(entry.paths) > 1 for entry in entries) and not beside:
         note = f"{adapter.directory}: the matrix A of a module that holds several weights is copied to each of them"
         print(f"{note}; training changes the copies one by one", file=sys.stderr)
+    if any(each.factor != 1 for each in adapter.ranks.values()):
+        note = f"{adapter.directory}: B takes in the factor of a module whose alpha / r is not that of the others"
+        print(f"{note}; training goes on with the same scale for all", file=sys.stderr)
     found: dict[str, Any] = {}
     for entry in entries:
         for part, path in enumerate(entry.paths):
@@ -197,11 +201,14 @@ def _matrices(adapter: Adapter, modules: set[str]) -> Callable[[str, str, tuple[
     file, where = adapter.directory / WEIGHTS, f"{adapter.directory / WEIGHTS} (target_modules of {CONFIG})"
     stored = stored_in(file)
     for names, what in (
-        (modules - set(adapter.modules), "has no matrices for"),
-        (set(adapter.modules) - modules, "has matrices for modules without adapters in this model:"),
+        ({module for module in modules - adapter.ranks.keys() if adapter.adapts(module)}, "has no matrices for"),
+        (adapter.ranks.keys() - modules, "has matrices for modules without adapters in this model:"),
     ):
         if names:
-            raise UserError(f"{where} {what} {any_of(sorted(names)[:3])}. All layers have them, or none.")
+            raise UserError(
+                f"{where} {what} {any_of(sorted(names)[:3])}. All layers have them, or none, but for what "
+                "exclude_modules and layers_to_transform leave out."
+            )
 
     def read(module: str, which: str, shape: tuple[int, int]) -> np.ndarray:
         name = f"base_model.model.{module}.lora_{which}.weight"
@@ -226,28 +233,32 @@ def _layers_of(
     sizes: Sizes,
 ) -> dict[str, np.ndarray]:
     """The adapter of a weight of this shape; in each layer it is a part of one of the entry's modules."""
-    rank, counted, parts = adapter.rank, len(entry.layer_dims), len(entry.paths)
+    counted, parts = len(entry.layer_dims), len(entry.paths)
     lengths = shape[counted : counted + inputs]
-    of_a = np.empty((*shape[:counted], *lengths, rank), np.float32)
-    of_b = np.empty((*shape[:counted], rank, *shape[counted + inputs :]), np.float32)
+    # Zeros for a module without an adapter: there the gradients of both matrices are 0.
+    of_a = np.zeros((*shape[:counted], *lengths, adapter.rank), np.float32)
+    of_b = np.zeros((*shape[:counted], adapter.rank, *shape[counted + inputs :]), np.float32)
     num_in, num_out = _widths(entry.name, sizes, inputs)
     for name, layer, _ in entry.tensor_names():
         module = _module_name(name)
-        width = next((wide for end, wide in adapter.ranks.items() if module.endswith(f".{end}")), rank)
-        a, b = read(module, "A", (width, num_in)), read(module, "B", (num_out, width))
+        if module not in adapter.ranks:
+            continue
+        width, rank, factor = adapter.ranks[module]
+        a, b = read(module, "A", (width, num_in)), np.float32(factor) * read(module, "B", (num_out, width))
         ours = [
             _to_columns(entry.name, part, b[:, start : start + rank], sizes, inputs) for start in range(0, width, rank)
         ]
         # One adapter for all parts, or several side by side: B is zero in the rows of all parts but its own.
         of_part = [number for number, each in enumerate(ours) if each.any()]
         own = of_part[0] if of_part else part if len(ours) == parts else 0
-        if width % rank or len(of_part) > 1:
+        if len(of_part) > 1:
             raise UserError(
                 f"{adapter.directory / CONFIG}: rank_pattern gives {module} {width} columns, not {rank} for each of "
                 f"{', '.join(entry.paths)} alone."
             )
         at = np.unravel_index(layer, entry.layer_dims)
-        of_a[at], of_b[at] = _to_rows(entry.name, a[own * rank : (own + 1) * rank], lengths), ours[own]
+        of_a[at][..., :rank] = _to_rows(entry.name, a[own * rank : (own + 1) * rank], lengths)
+        of_b[at][:rank] = ours[own]
     return {"a": of_a, "b": of_b}
 
 

@@ -88,6 +88,43 @@ def test_dynamic_rotation_goes_on_as_transformers_does_with_its_cache(factor, tm
         assert scorer.score([Span(tokens, 1)])[0].log_likelihood == pytest.approx(likelihood, abs=1e-3)
 
 
+_NARROW = {
+    "window 1": {"model_type": "mistral", "sliding_window": 1, "hidden_act": "silu"},
+    "window 2 and none": {"model_type": "cohere2", "sliding_window": 2, "logit_scale": 0.3,
+                          "layer_types": ["sliding_attention", "full_attention"]},
+    "chunks of 1": {"model_type": "llama4_text", "attention_chunk_size": 1, "intermediate_size_mlp": 40,
+                    "num_local_experts": 4, "no_rope_layer_interval": 2, "interleave_moe_layer_step": 2, "head_dim": 8},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _NARROW)
+def test_the_narrowest_windows_and_chunks_need_no_cache_to_be_right(name, tmp_path):
+    """Against whole passes of transformers over the growing text, in float64.
+
+    Its own generate is no reference: with a window of 1 its dynamic cache keeps the last 1 - 1 = 0 keys, which Python
+    reads as all of them, and every token sees the whole text. Its static cache is right.
+    """
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3, "pad_token_id": 0,
+             "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 64}  # fmt: skip
+    fields = {**sizes, **_NARROW[name]}
+    transformers.set_seed(0)
+    theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**fields)).eval()
+    theirs.save_pretrained(tmp_path)
+    theirs.config._experts_implementation = "eager"  # the others know no float64
+    theirs.double()
+    prompts = [[7], [40, 41, 5], [17, 3, 90, 4, 6, 8]]
+    texts = _texts(Sampler(*load_on_mesh(tmp_path, hf_config(tmp_path), {})), prompts, max_new_tokens=5, temperature=0)
+    for prompt, text in zip(prompts, texts, strict=True):
+        tokens = [*prompt, *(token for token, _ in text)]
+        with torch.no_grad():
+            whole = torch.log_softmax(theirs(torch.tensor([tokens]), use_cache=False).logits[0, :-1], -1)
+        found = whole[len(prompt) - 1 :]
+        assert found.argmax(-1).tolist() == tokens[len(prompt) :]
+        np.testing.assert_allclose([p for _, p in text], found.max(-1).values, atol=1e-5)
+
+
 def test_greedy_tokens_are_the_argmax_of_the_whole_sequence(run, sampler):
     texts = _texts(sampler, PROMPTS, max_new_tokens=6, temperature=0)
     decoder, params = make_setup().decoder, jax.device_get(run.state.params)

@@ -137,6 +137,9 @@ def rewrite(directory, change):
 @pytest.mark.parametrize(("change", "message"), [
     (lambda t: {n: x for n, x in t.items() if "0.mlp.up" not in n},
      "HF_DIR={0} lacks tensors of the model: model.layers.0.mlp.up_proj.weight."),
+    (lambda t: {n: x for n, x in t.items() if n != "lm_head.weight"},
+     "HF_DIR={0} lacks tensors of the model: lm_head.weight. If the embedding table is also the head, set "
+     "tie_word_embeddings=true in its config.json."),
     (lambda t: t | {"model.layers.0.surprise": np.zeros(3, np.float32)},
      "HF_DIR={0} has tensors that the model has no place for: model.layers.0.surprise."),
     (lambda t: t | {"model.layers.3.input_layernorm.weight": np.zeros(32, np.float32)},

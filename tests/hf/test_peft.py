@@ -23,6 +23,7 @@ from tests.hf_models import logits, model, save
 torch = pytest.importorskip("torch")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
+TOKEN_ROWS, PLACES = np.array([TOKENS]), np.arange(len(TOKENS))[None]
 LLAMA = ("query", "key", "value", "out", "gate", "up", "down")
 TARGETS = {
     "llama": LLAMA,
@@ -132,6 +133,93 @@ def test_one_matrix_for_several_weights_is_each_ones(tmp_path, capsys):
         theirs = call(model("phi3"), changed, (torch.tensor([TOKENS]),)).logits[0].numpy()
     ours = logits_of(decoder, jax.tree.map(lambda x: np.asarray(x), params))[0]
     np.testing.assert_allclose(ours, theirs, atol=5e-6 * np.abs(theirs).max())
+
+
+def of_every_module(directory, out, **fields):
+    """An adapter whose modules have ranks, scales and layers of their own, by PEFT's rules worked out by hand."""
+    ranks = {"q_proj": (2, 4), "down_proj": (5, 10), "v_proj": (3, 1.5)}  # with alpha; r=3 and lora_alpha=6 give 2
+    ranks |= {"layers.2.self_attn.q_proj": (1, 6)}
+    widths = {"q_proj": (32, 32), "v_proj": (32, 16), "down_proj": (48, 32), "up_proj": (32, 48)}
+    rng, tensors, scales = np.random.default_rng(4), {}, {}
+    for layer, module in [(1, "self_attn.q_proj"), (2, "self_attn.q_proj"), (1, "mlp.down_proj"), (1, "mlp.up_proj"),
+                          (2, "mlp.up_proj"), (2, "self_attn.v_proj")]:  # fmt: skip
+        path, end = f"model.layers.{layer}.{module}", module.rpartition(".")[2]
+        rank, alpha = ranks.get(f"layers.{layer}.{module}", ranks.get(end, (3, 6)))
+        scales[path] = alpha / rank
+        for which, shape in (("A", (rank, widths[end][0])), ("B", (widths[end][1], rank))):
+            name = f"base_model.model.{path}.lora_{which}.weight"
+            tensors[name] = 0.2 * rng.standard_normal(shape).astype(np.float32)
+    out.mkdir()
+    safetensors.numpy.save_file(tensors, out / "adapter_model.safetensors")
+    about = {
+        "peft_type": "LORA", "base_model_name_or_path": str(directory), "r": 3, "lora_alpha": 6,
+        "target_modules": ["q_proj", "v_proj", "up_proj", "down_proj"], "layers_to_transform": [1, 2],
+        "exclude_modules": r".*layers\.(2\.mlp\.down_proj|1\..*v_proj)",
+        "rank_pattern": {r"layers\.2\..*q_proj": 1, "q_proj": 2, "down_proj": 5},
+        "alpha_pattern": {r"layers\.2\..*q_proj": 6, "self_attn.q_proj": 4, "down_proj": 10, "v_proj": 1.5},
+        "fan_in_fan_out": False, "bias": "none", **fields,
+    }  # fmt: skip
+    (out / "adapter_config.json").write_text(json.dumps(about))
+    return tensors, scales
+
+
+def test_modules_have_ranks_scales_and_layers_of_their_own(tmp_path, capsys):
+    directory = save("llama", tmp_path / "base")
+    tensors, scales = of_every_module(directory, tmp_path / "adapters")
+    config = directory_config(tmp_path / "adapters", "float32")
+    assert (config.lora_rank, config.lora_alpha) == (5, 10)
+    decoder, params, _ = load_on_mesh(tmp_path / "adapters", config, {"fsdp": 2})
+    assert "B takes in the factor of a module whose alpha / r is not that of the others" in capsys.readouterr().err
+    weights, changed = model("llama").state_dict(), {}
+    for path, scale in scales.items():
+        a, b = (torch.from_numpy(tensors[f"base_model.model.{path}.lora_{which}.weight"]) for which in "AB")
+        changed[f"{path}.weight"] = weights[f"{path}.weight"] + scale * (b @ a)
+    with torch.no_grad():
+        of_all = torch.func.functional_call(model("llama"), changed, (torch.tensor([TOKENS]),))
+    theirs = of_all.logits[0].numpy()
+    ours = logits_of(decoder, jax.tree.map(lambda x: np.asarray(x), params))[0]
+    np.testing.assert_allclose(ours, theirs, atol=5e-6 * np.abs(theirs).max())
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # between the library and transformers
+def test_peft_gives_the_same_modules_the_same_ranks_and_scales(tmp_path):
+    """Where the library is installed, which nothing else needs."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    _, scales = of_every_module(save("llama", tmp_path / "base"), tmp_path / "adapters")
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapters")
+    found = {
+        name.removeprefix("base_model.model."): layer.scaling["default"]
+        for name, layer in theirs.named_modules()
+        if hasattr(layer, "lora_A")
+    }
+    assert found == scales
+
+
+def test_what_a_narrower_adapter_is_padded_with_never_changes(tmp_path):
+    directory = save("llama", tmp_path / "base")
+    of_every_module(directory, tmp_path / "adapters")
+    found = adapter_of(tmp_path / "adapters")
+    assert found is not None
+    plain, params = load(directory)
+    shape: DecoderShape = plain.shape
+    lora = Lora(found.rank, found.alpha, tuple(found.targets.split(",")))
+    decoder = Decoder(type(shape)(**{**vars(shape), "lora": lora}))
+    adapters = read_peft_adapters(found, {path: leaf.shape for path, leaf in flat(plain.abstract_params).items()})
+
+    def nonlinear(adapters):
+        x = decoder.hidden(decoder.joined(adapters, params), TOKEN_ROWS, TOKEN_ROWS * 0 + 1, PLACES)
+        return (decoder.logits(decoder.joined(adapters, params), x) ** 2).mean()
+
+    gradients = flat(jax.jit(jax.grad(nonlinear))(adapters))
+    for path, x in flat(adapters).items():
+        both = [flat(adapters)[path.rpartition("/")[0] + f"/{which}"] for which in "ab"]
+        unused = (both[0] == 0).all(axis=tuple(range(1, both[0].ndim - 1)))  # [L, r]
+        assert unused.any()
+        ranks_first = np.moveaxis(np.asarray(gradients[path]), -1 if path.endswith("/a") else 1, 1)
+        assert not ranks_first[unused].any(), path
+        assert ranks_first[~unused].any(), path
+        assert x.shape == gradients[path].shape
 
 
 @pytest.mark.parametrize(("fields", "message"), [

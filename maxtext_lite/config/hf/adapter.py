@@ -22,8 +22,9 @@ _PICKLED = "adapter_model.bin"
 _SUFFIXES = (".lora_A.weight", ".lora_B.weight")
 _PREFIX = "base_model.model."
 _KNOWN = (
-    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "fan_in_fan_out",
-    "inference_mode", "init_lora_weights", "lora_alpha", "lora_dropout", "megatron_core", "peft_type", "peft_version",
+    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "exclude_modules",
+    "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha",
+    "lora_dropout", "megatron_core", "peft_type", "peft_version",
     "qalora_group_size", "r", "rank_pattern", "revision", "runtime_config", "target_modules", "task_type", "use_rslora",
 )  # fmt: skip
 _KEEP_THE_MODEL = ("true", "false", "gaussian", "eva", "orthogonal")
@@ -38,17 +39,31 @@ _MODULES = {
 }  # fmt: skip
 
 
+class ModuleRank(NamedTuple):
+    """The ranks of a module's matrices.
+
+    Attributes:
+      whole: of the matrices in the file.
+      own: of the adapter of each weight in it; less than `whole` if the file has those side by side.
+      factor: its scale over that of the whole adapter.
+    """
+
+    whole: int
+    own: int
+    factor: float
+
+
 class Adapter(NamedTuple):
     """An adapter.
 
     Attributes:
       directory: of the adapter.
       base: the Hugging Face directory of its base model.
-      rank: r.
-      alpha: its product is multiplied by alpha / r, after `use_rslora` is taken into account.
+      rank: the largest rank of a weight; narrower adapters are padded with zeros, whose gradients are 0.
+      alpha: a product is multiplied by alpha / rank, after `use_rslora` is taken into account.
       targets: the weights that it adapts, in the names of `lora_targets`.
-      modules: the modules that its file has matrices for, from the model's root.
-      ranks: the ranks of modules with another one, by the end of their name.
+      ranks: of the modules that its file has matrices for, by their names from the model's root.
+      fields: its adapter_config.json, without nulls.
     """
 
     directory: Path
@@ -56,13 +71,17 @@ class Adapter(NamedTuple):
     rank: int
     alpha: float
     targets: str
-    modules: tuple[str, ...]
-    ranks: dict[str, int]
+    ranks: dict[str, ModuleRank]
+    fields: dict[str, Any]
 
     @property
     def keys(self) -> dict[str, Any]:
         """The LoRA keys that it decides."""
         return {"lora_rank": self.rank, "lora_alpha": self.alpha, "lora_targets": self.targets}
+
+    def adapts(self, module: str) -> bool:
+        """Whether the file must have matrices for a module, by PEFT's rules."""
+        return not _left_out(module, self.fields)
 
 
 def adapter_of(path: str | Path) -> Adapter | None:
@@ -88,20 +107,39 @@ def adapter_of(path: str | Path) -> Adapter | None:
     modules = _modules(root / WEIGHTS)
     names = {target for module in modules for target in _targets(module).split(",")}
     unknown = [module for module in modules if not _targets(module)]
-    unmatched = [module for module in modules if not _is_target(module, fields.get("target_modules"))]
     if unknown:
         problems.append(f"target_modules has {value_text(unknown[0])}, which is no weight of layers that has adapters.")
-    elif unmatched:
-        problems.append(
-            f"target_modules={value_text(fields.get('target_modules'))} does not name {value_text(unmatched[0])}, "
-            f"which {WEIGHTS} has matrices for."
-        )
+    for module in () if unknown else modules:
+        if field := _left_out(module, fields):
+            how = "does not name" if field == "target_modules" else "leaves out"
+            problems.append(
+                f"{field}={value_text(fields.get(field))} {how} {value_text(module)}, which {WEIGHTS} has matrices for."
+            )
+            break
     if problems:
         raise UserError([f"{root / CONFIG}: {problem}" for problem in problems])
+    ranks = {module: _rank_of(module, fields) for module in modules}
+    rank, stated = max(each.own for each in ranks.values()), int(fields.get("r", 8))
+    scaled = float(fields.get("lora_alpha", 8)) * (math.sqrt(stated) if fields.get("use_rslora") else 1)
+    alpha = scaled if rank == stated else scaled * rank / stated
+    return Adapter(root, base, rank, alpha, ",".join(sorted(names)), ranks, fields)
+
+
+def _rank_of(module: str, fields: dict[str, Any]) -> ModuleRank:
     rank, alpha = int(fields.get("r", 8)), float(fields.get("lora_alpha", 8))
-    scaled = alpha * math.sqrt(rank) if fields.get("use_rslora") else alpha
-    ranks = _pattern(fields.get("rank_pattern"))
-    return Adapter(root, base, rank, scaled, ",".join(sorted(names)), modules, ranks)
+    whole = int(_matched(module, fields.get("rank_pattern", {}), rank))
+    own_alpha = _matched(module, fields.get("alpha_pattern", {}), alpha)
+    scale, usual = (
+        a / (math.sqrt(r) if fields.get("use_rslora") else r) for a, r in ((own_alpha, whole), (alpha, rank))
+    )
+    # A module of several weights, each with an adapter of its own of rank r: what export writes.
+    beside = whole % rank == 0 and scale == usual and whole // rank <= len(_targets(module).split(","))
+    return ModuleRank(whole, rank if beside else whole, scale / usual)
+
+
+def _matched(module: str, patterns: dict[str, Any], usual: float) -> float:
+    """The value of the first pattern that matches the end of a module's name."""
+    return next((value for end, value in patterns.items() if re.match(rf"(.*\.)?({end})$", module)), usual)
 
 
 def _problems(fields: dict[str, Any]) -> list[str]:
@@ -128,18 +166,32 @@ def _problems(fields: dict[str, Any]) -> list[str]:
         return problems
     if str(fields.get("init_lora_weights", True)).lower() not in _KEEP_THE_MODEL:
         refuse("init_lora_weights", f"changes the model: it must be {any_of(_KEEP_THE_MODEL)}. Convert it with peft.")
-    ranks, alphas = (_pattern(fields.get(name)) for name in ("rank_pattern", "alpha_pattern"))
-    # A module of several weights, each with an adapter of its own of rank r: what export writes.
-    if ranks.keys() != alphas.keys() or any(
-        type(wider) is not int or wider % rank or alphas[module] != alpha * wider / rank or fields.get("use_rslora")
-        for module, wider in ranks.items()
-    ):
-        refuse("rank_pattern", f"with alpha_pattern={value_text(alphas)} is more than one rank and one scale.")
+    for name, least in (("rank_pattern", 1), ("alpha_pattern", 0)):
+        patterns = fields.get(name, {})
+        if not isinstance(patterns, dict) or not all(
+            _is_pattern(end) and (type(each) is int or (type(each) is float and not least)) and each >= least and each
+            for end, each in cast("dict[str, Any]", patterns).items()
+        ):
+            refuse(name, f"is not an object of {'integers of at least 1' if least else 'numbers above 0'} by module.")
+    for name in ("exclude_modules", "layers_pattern"):
+        names = fields.get(name, [])
+        if not (isinstance(names, str) and _is_pattern(names)) and not _all_are(names, str):
+            refuse(name, "is not a list of names or a pattern.")
+    if type(fields.get("layers_to_transform", 0)) is not int and not _all_are(fields["layers_to_transform"], int):
+        refuse("layers_to_transform", "is not a list of layers' numbers.")
     return problems
 
 
-def _pattern(value: object) -> dict[str, Any]:
-    return cast("dict[str, Any]", value) if isinstance(value, dict) else {} if value is None else {"": value}
+def _all_are(values: object, kind: type) -> bool:
+    return isinstance(values, list) and all(type(each) is kind for each in cast("list[Any]", values))
+
+
+def _is_pattern(text: str) -> bool:
+    try:
+        re.compile(text)
+    except re.error:
+        return False
+    return True
 
 
 def _base(root: Path, fields: dict[str, Any], problems: list[str]) -> Path:
@@ -177,12 +229,28 @@ def _targets(module: str) -> str:
     return _MODULES.get(parts[-1]) or _MODULES.get(".".join(parts[-2:]), "")
 
 
-def _is_target(module: str, targets: object) -> bool:
-    """Whether PEFT gives a module an adapter."""
+def _left_out(module: str, fields: dict[str, Any]) -> str:
+    """The field by which PEFT gives a module no adapter; "" if it gives it one."""
+    excluded = cast("str | list[Any]", fields.get("exclude_modules") or [])
+    if re.fullmatch(excluded, module) if isinstance(excluded, str) else _ends(module, excluded):
+        return "exclude_modules"
+    targets = fields.get("target_modules")
     if isinstance(targets, str):
-        try:
-            return targets == "all-linear" or re.fullmatch(targets, module) is not None
-        except re.error:
-            return False
+        is_named = targets == "all-linear" or (_is_pattern(targets) and re.fullmatch(targets, module))
+        return "" if is_named else "target_modules"
     names = cast("list[Any]", targets) if isinstance(targets, list) else []
+    if not _ends(module, names):
+        return "target_modules"
+    layers = fields.get("layers_to_transform", [])
+    if layers == [] or module in names:
+        return ""
+    patterns = cast("str | list[str]", fields.get("layers_pattern") or [])
+    for pattern in ([patterns] if isinstance(patterns, str) else patterns) or [r"[^.]*"]:
+        if found := re.match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", module):
+            numbers = [layers] if isinstance(layers, int) else layers
+            return "" if int(found[1]) in numbers else "layers_to_transform"
+    return "layers_to_transform"
+
+
+def _ends(module: str, names: list[Any]) -> bool:
     return any(module == name or module.endswith(f".{name}") for name in names)

@@ -13,7 +13,16 @@ from maxtext_lite.config.bucket import local_copy
 from maxtext_lite.config.errors import UserError, any_of, value_text
 from maxtext_lite.config.hf.adapter import CONFIG, adapter_of
 from maxtext_lite.config.hf.families import FAMILIES
-from maxtext_lite.config.hf.fields import DEFAULTS, WITHOUT_EFFECT, Fields, JsonObject, Keys, same_architecture
+from maxtext_lite.config.hf.fields import (
+    DEFAULTS,
+    WITHOUT_EFFECT,
+    Fields,
+    JsonObject,
+    Keys,
+    is_whole,
+    same_architecture,
+    without_experts,
+)
 from maxtext_lite.config.hf.quantized import FIELD, check_quantization, quantization_of
 from maxtext_lite.config.hf.text_tower import text_fields, unbuilt
 from maxtext_lite.config.hf.weight_files import weight_files
@@ -78,6 +87,11 @@ def _read(fields: JsonObject, where: str) -> tuple[Fields, Keys]:
     left, keys = Fields(text_fields(fields)), dict(DEFAULTS)
     for part in FAMILIES[kind].parts:
         keys |= part.read(left)
+    first = keys["first_num_dense_layers"]
+    if left.num_layers and is_whole(first, left.num_layers) and is_whole(keys["num_experts"], 1):
+        keys = dict(without_experts(keys))
+    elif keys["num_experts"] == 1 and (name := left.names.get("num_experts")):
+        left.refuse(name, 1, "cannot be expressed in a layer with experts. Nearest that works: 2.")
     left.check_stored(FAMILIES[kind].architecture)
     check_quantization(left)
     left.check_keys(keys)

@@ -14,7 +14,7 @@ from maxtext_lite.config.hf.family import (
     family,
     ties,
 )
-from maxtext_lite.config.hf.layer_lists import ChunkedLayers, InterleavedStep, LayerInterval, SparseStep
+from maxtext_lite.config.hf.layer_lists import ChunkedLayers, FirstDense, InterleavedStep, LayerInterval, SparseStep
 from maxtext_lite.config.hf.parts import (
     Activation,
     Bias,
@@ -61,12 +61,12 @@ EXPERT_FAMILIES: Mapping[str, Family] = {
         Switch("use_qk_norm", "qk_norm", "head", "none"),
         RopeFields(10_000.0, partial=0.5), *_SIGMOID_MIXTURE,
         Defaulted("norm_topk_prob", "norm_topk_prob", True),
-        Defaulted("first_k_dense_replace", "first_num_dense_layers", 1), epsilon=1e-5,
+        FirstDense(1), epsilon=1e-5,
     ),
     "dots1": family(
         "Dots1ForCausalLM", Heads(), SILU, BIASES, NORMED_HEADS, RopeFields(10_000.0),
         LayerTypes("from", 4096), *_SIGMOID_MIXTURE, Defaulted("norm_topk_prob", "norm_topk_prob", False),
-        Defaulted("first_k_dense_replace", "first_num_dense_layers", 0),
+        FirstDense(0),
     ),
     "solar_open": Family("SolarOpenForCausalLM", (
         Rename(vocab_size="vocab_size", hidden_size="base_emb_dim", moe_intermediate_size="base_mlp_dim",

@@ -16,7 +16,7 @@ from maxtext_lite.config.hf.family import (
     family,
     ties,
 )
-from maxtext_lite.config.hf.layer_lists import SparseStep
+from maxtext_lite.config.hf.layer_lists import FirstDense, SparseStep
 from maxtext_lite.config.hf.parts import (
     Activation,
     Bias,
@@ -169,7 +169,7 @@ FAMILIES: Mapping[str, Family] = {
         ExpertGroups(), Only("scoring_func", "softmax"), Ignored("norm_topk_prob"),
         Defaulted("routed_scaling_factor", "routed_scaling_factor", 1.0),
         Defaulted("n_shared_experts", "shared_experts", 2),
-        Defaulted("first_k_dense_replace", "first_num_dense_layers", 0),
+        FirstDense(0),
     ),
     "deepseek_v3": _deepseek(
         "DeepseekV3ForCausalLM", Fixed(routed_score_func="sigmoid", routed_bias=True),
@@ -177,7 +177,7 @@ FAMILIES: Mapping[str, Family] = {
         Defaulted("norm_topk_prob", "norm_topk_prob", True),
         Defaulted("routed_scaling_factor", "routed_scaling_factor", 2.5),
         Defaulted("n_shared_experts", "shared_experts", 1),
-        Defaulted("first_k_dense_replace", "first_num_dense_layers", 3),
+        FirstDense(3),
         Defaulted("n_group", "n_routing_groups", 8), Defaulted("topk_group", "topk_routing_group", 4),
     ),
     "gemma": family(

@@ -62,6 +62,18 @@ WITHOUT_EFFECT = frozenset({
 })  # fmt: skip
 """Fields that do not change a model's logits."""
 
+NEVER_NULL = frozenset({
+    "activation_function", "attention_bias", "attention_multiplier", "attention_out_bias", "attn_scale",
+    "attn_temperature_tuning", "decoder_sparse_step", "embedding_multiplier", "first_k_dense_replace", "floor_scale",
+    "hidden_act", "interleave_moe_layer_step", "intermediate_size_mlp", "layer_norm_eps",
+    "layer_norm_epsilon", "lm_head_bias", "logit_scale", "logits_scaling", "mlp_bias", "moe_layer_end_index",
+    "moe_layer_interval", "moe_layer_start_index", "moe_norm_min", "moe_num_shared_experts",
+    "no_rope_layer_interval", "norm_eps", "norm_epsilon", "norm_topk_prob", "qk_layernorm", "qkv_bias",
+    "query_pre_attn_scalar", "residual_multiplier", "rms_norm_eps", "rope_interleave", "routed_scaling_factor",
+    "scale_attn_by_inverse_layer_idx", "scale_attn_weights", "shared_intermediate_size", "swiglu_alpha", "swiglu_limit",
+    "use_parallel_residual", "use_qkv_bias", "use_sliding_window",
+})  # fmt: skip
+"""Fields with a default that transformers does not use for a null: it fails, or null counts as false or 0."""
 
 MOST_LAYERS = 10_000
 """The most layers of a model: a bound for what grows with them, such as `layer_types`."""
@@ -73,7 +85,7 @@ _FLOATS = ("float32", "bfloat16", "float16", "float64")
 class Fields:
     """The fields of a config.json that are still unread, and the problems of those that were read.
 
-    A null field counts as missing.
+    A null field counts as missing, except for those of NEVER_NULL.
 
     Attributes:
       problems: sentences, each with the field and its value.
@@ -90,6 +102,8 @@ class Fields:
 
     def take(self, name: str, default: object = None) -> Any:
         """The field's value, marked as read; `default` if it is missing."""
+        if name in NEVER_NULL and self.is_null(name):
+            self.refuse(name, None, "is not a value of this field. Remove it for its default.")
         return self._left.pop(name, default)
 
     def take_entry(self, name: str, entry: str, default: object) -> Any:
@@ -235,6 +249,11 @@ class Fields:
                 "change the logits. If it does not, remove it."
             )
         return problems
+
+
+def without_experts(keys: Keys) -> Keys:
+    """The keys of a model none of whose layers has experts: those of a dense model."""
+    return {**keys, "num_experts": 1, **{key: DEFAULTS[key] for key in _OF_EXPERTS}}
 
 
 def is_whole(value: object, least: int, most: int = _LARGEST) -> TypeGuard[int]:

@@ -1,6 +1,7 @@
 """The parts of config.json about which layers have experts, and which attend within chunks."""
 
 from collections.abc import Sequence
+from types import MappingProxyType
 
 from maxtext_lite.config.hf.fields import Fields, JsonObject, Keys, is_whole
 from maxtext_lite.config.hf.parts import Part
@@ -9,24 +10,23 @@ from maxtext_lite.config.sections import ModelConfig
 
 
 def layers_with_experts(config: ModelConfig) -> list[bool]:
-    """Whether each layer of a model with experts has them."""
+    """Whether each layer has experts."""
     kinds, first = config.mlp_kinds, config.first_num_dense_layers
+    if config.num_experts == 1:
+        first = config.base_num_decoder_layers
     layers = range(config.base_num_decoder_layers)
     return [layer >= first and kinds[layer % len(kinds)] == "moe" for layer in layers]
 
 
 def _keys(has_experts: Sequence[bool], fields: Fields, name: str) -> Keys:
-    """The keys for these layers: the number of dense layers before all others, or a pattern.
+    """The keys for these layers: the number of dense layers before all others, maybe none, or a pattern.
 
     Args:
       name: the field that decides.
     """
     layers = len(has_experts)
     fields.names |= {"first_num_dense_layers": name, "mlp_pattern": name}
-    if layers and not any(has_experts):
-        fields.refuse(name, fields.peek(name, None), "leaves no layer with experts.")
-        return {"first_num_dense_layers": 0, "mlp_pattern": "moe"}
-    first = next((layer for layer, has in enumerate(has_experts) if has), 0)
+    first = next((layer for layer, has in enumerate(has_experts) if has), layers)
     if all(has_experts[first:]):
         return {"first_num_dense_layers": first, "mlp_pattern": "moe"}
     kinds = ["moe" if has else "dense" for has in has_experts]
@@ -42,6 +42,24 @@ def _numbers(name: str, fields: Fields) -> list[int] | None:
         fields.refuse(name, wrong[0], "is not the number of a layer.")
         return None
     return stated
+
+
+class FirstDense(Part):
+    """DeepSeek's: the layers from `first_k_dense_replace` on have experts."""
+
+    keys = MappingProxyType({"first_k_dense_replace": "first_num_dense_layers"})
+
+    def __init__(self, default: int) -> None:
+        self._default = default
+
+    def read(self, fields: Fields) -> Keys:
+        """See Part."""
+        self._note_names(fields)
+        return {"first_num_dense_layers": fields.take("first_k_dense_replace", self._default)}
+
+    def write(self, config: ModelConfig) -> JsonObject:
+        """See Part."""
+        return {"first_k_dense_replace": (*layers_with_experts(config), True).index(True)}
 
 
 class SparseStep(Part):
@@ -76,7 +94,7 @@ class LayerInterval(Part):
     def write(self, config: ModelConfig) -> JsonObject:
         """See Part."""
         has = layers_with_experts(config)
-        numbers = [layer for layer, each in enumerate(has) if each] or [0]
+        numbers = [layer for layer, each in enumerate(has) if each] or [len(has)]
         start, end = numbers[0], numbers[-1]
         fitting = [
             every

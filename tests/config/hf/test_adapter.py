@@ -33,24 +33,27 @@ def directory(path, modules=NAMES, **fields):
     return path / "adapter"
 
 
-@pytest.mark.parametrize(("fields", "alpha"), [
-    ({}, 6),
-    ({"use_rslora": True}, 12),  # alpha / sqrt(r) = 3 = 12 / 4
-    ({"target_modules": r".*self_attn\.[qv]_proj"}, 6),
-    ({"target_modules": "all-linear"}, 6),
-    ({"target_modules": ["self_attn.q_proj", "v_proj", "nothing"]}, 6),
+@pytest.mark.parametrize(("fields", "rank", "alpha"), [
+    ({}, 4, 6),
+    ({"use_rslora": True}, 4, 12),  # alpha / sqrt(r) = 3 = 12 / 4
+    ({"target_modules": r".*self_attn\.[qv]_proj"}, 4, 6),
+    ({"target_modules": "all-linear"}, 4, 6),
+    ({"target_modules": ["self_attn.q_proj", "v_proj", "nothing"]}, 4, 6),
+    ({"rank_pattern": {"q_proj": 8}}, 8, 12),  # the others' alpha / r = 1.5 = 12 / 8
+    ({"rank_pattern": {r"layers\.[01]\..*": 2}}, 2, 3),
+    ({"exclude_modules": ["k_proj"], "layers_to_transform": [0]}, 4, 6),
 ])  # fmt: skip
-def test_an_adapter_decides_the_lora_keys_and_its_base_the_rest(fields, alpha, tmp_path):
+def test_an_adapter_decides_the_lora_keys_and_its_base_the_rest(fields, rank, alpha, tmp_path):
     path = directory(tmp_path, **fields)
     found = adapter_of(path)
     assert found is not None
-    assert found.keys == {"lora_rank": 4, "lora_alpha": alpha, "lora_targets": "query,value"}
+    assert found.keys == {"lora_rank": rank, "lora_alpha": alpha, "lora_targets": "query,value"}
     assert has_hf_weights(path)
     base = hf_directory(path)
     assert base is not None
     assert base.resolve() == tmp_path / "its-base"
     config = load_config(None, [f"load_parameters_path={path}", "tokenizer_type=byte", "lora_targets=value, query"])
-    assert (config.lora_rank, config.lora_alpha, config.base_emb_dim) == (4, alpha, 4096)
+    assert (config.lora_rank, config.lora_alpha, config.base_emb_dim) == (rank, alpha, 4096)
 
 
 def test_a_stated_lora_key_may_not_contradict_it(tmp_path):
@@ -72,8 +75,15 @@ def test_a_stated_lora_key_may_not_contradict_it(tmp_path):
     ({"modules_to_save": ["lm_head"]}, "modules_to_save=[lm_head] cannot be expressed"),
     ({"r": 0}, "r=0 is not an integer of at least 1."),
     ({"lora_alpha": "x"}, "lora_alpha=x is not a number above 0."),
-    ({"rank_pattern": {"q_proj": 8}}, "rank_pattern={q_proj: 8} with alpha_pattern={} is more than one rank"),
-    ({"rank_pattern": [8]}, "rank_pattern=[8] with alpha_pattern={} is more than one rank"),
+    ({"rank_pattern": {"q_proj": 0}}, "rank_pattern={q_proj: 0} is not an object of integers of at least 1 by module."),
+    ({"rank_pattern": [8]}, "rank_pattern=[8] is not an object of integers of at least 1 by module."),
+    ({"rank_pattern": {"(": 8}}, "rank_pattern={(: 8} is not an object of integers of at least 1 by module."),
+    ({"alpha_pattern": {"q_proj": True}}, "alpha_pattern={q_proj: true} is not an object of numbers above 0"),
+    ({"exclude_modules": 3}, "exclude_modules=3 is not a list of names or a pattern."),
+    ({"exclude_modules": "("}, "exclude_modules=( is not a list of names or a pattern."),
+    ({"exclude_modules": ["v_proj"]}, "exclude_modules=[v_proj] leaves out model.layers.0.self_attn.v_proj, which"),
+    ({"layers_to_transform": ["1"]}, "layers_to_transform=[1] is not a list of layers' numbers."),
+    ({"layers_to_transform": 1}, "layers_to_transform=1 leaves out model.layers.0.self_attn.q_proj, which"),
     ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights=pissa_niter_4 changes the model: it must be true,"),
     ({"base_model_name_or_path": "meta-llama/Llama-3.1-8B"},
      "base_model_name_or_path=meta-llama/Llama-3.1-8B is not a directory here. Set it in that file to"),

@@ -56,6 +56,22 @@ def test_a_config_of_a_hub_is_the_model_of_that_name(name):
     assert odd == set()
 
 
+@pytest.mark.parametrize(("kind", "fields"), [
+    ("glm4_moe", {**GLM, "first_k_dense_replace": 9}),
+    ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "decoder_sparse_step": 7}),
+])  # fmt: skip
+def test_a_model_whose_layers_are_all_dense_is_a_dense_one(kind, fields):
+    keys = model_keys({"model_type": kind, **SIZES, **fields}, "x")
+    assert {key: keys[key] for key in ("num_experts", "base_mlp_dim", "first_num_dense_layers", "routed_bias")} == {
+        "num_experts": 1, "base_mlp_dim": 48, "first_num_dense_layers": 0, "routed_bias": False
+    }  # fmt: skip
+
+
+def test_one_expert_in_a_layer_is_refused_by_its_field():
+    with pytest.raises(UserError, match=r"x: n_routed_experts=1 cannot be expressed in a layer with experts\. Nearest"):
+        model_keys({"model_type": "glm4_moe", **SIZES, **GLM, "n_routed_experts": 1, "num_experts_per_tok": 1}, "x")
+
+
 def test_a_family_with_experts_is_one_of_all():
     assert EXPERT_FAMILIES.items() <= FAMILIES.items()
 

@@ -13,7 +13,10 @@ from maxtext_lite.config.hf.fields import JsonObject, same_architecture
 configuration = pytest.importorskip("transformers.models.auto.configuration_auto")
 StrictDataclassError = pytest.importorskip("huggingface_hub.errors").StrictDataclassError
 
-_NEEDED = {"deepseek_v2": {"num_experts_per_tok": 6}, "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2}}
+_NEEDED = {
+    "deepseek_v2": {"num_experts_per_tok": 6}, "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2},
+    "hunyuan_v1_moe": {"num_experts": 4},  # one expert, its default, is no model of ours
+}  # fmt: skip
 _WRONG = (
     "x", 5, 1.5, True, [1], {"rope_type": []}, {"full_attention": 5}, {"type": ["a"]}, {"rope_theta": "x"},
     {"rope_type": "longrope", "short_factor": [0], "long_factor": [1], "original_max_position_embeddings": 0},

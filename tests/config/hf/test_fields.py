@@ -2,7 +2,8 @@
 
 import pytest
 
-from maxtext_lite.config import load_config
+from maxtext_lite.config import UserError, load_config
+from maxtext_lite.config.hf.config import model_keys
 from maxtext_lite.config.hf.fields import DEFAULTS, Fields, same_architecture
 from maxtext_lite.config.model_parts import RopeScaling
 
@@ -17,6 +18,24 @@ def test_a_null_is_a_field_that_is_not_there_and_what_is_left_is_unknown():
     assert problem.startswith("c=2 is not a field of llama")
     fields.drop(["c"])
     assert fields.unknown("llama") == []
+
+
+@pytest.mark.parametrize(("kind", "name"), [
+    ("llama", "rms_norm_eps"), ("llama", "mlp_bias"), ("glm4_moe", "routed_scaling_factor"),
+    ("dots1", "norm_topk_prob"),  # null is false in transformers, and a missing field is not
+])  # fmt: skip
+def test_a_null_that_transformers_does_not_read_as_the_default_is_refused(kind, name):
+    fields = {
+        "model_type": kind, "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
+    }  # fmt: skip
+    known = fields if kind != "llama" else {name: fields[name] for name in list(fields)[:6]}
+    model_keys(known, "config.json")
+    with pytest.raises(UserError) as refusal:
+        model_keys({**known, name: None}, "config.json")
+    assert refusal.value.problems == (
+        f"config.json: {name}=null is not a value of this field. Remove it for its default.",
+    )
 
 
 def test_what_is_missing_or_no_count_is_a_problem():

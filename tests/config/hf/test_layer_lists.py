@@ -6,6 +6,7 @@ from maxtext_lite.config import load_config
 from maxtext_lite.config.hf.fields import Fields
 from maxtext_lite.config.hf.layer_lists import (
     ChunkedLayers,
+    FirstDense,
     InterleavedStep,
     LayerInterval,
     SparseStep,
@@ -74,12 +75,23 @@ def test_interleaved_layers(fields, expected):
     assert has_experts(InterleavedStep(), 4, **fields) == expected
 
 
+@pytest.mark.parametrize(("part", "fields"), [
+    (SparseStep(), {"decoder_sparse_step": 5}),
+    (SparseStep(), {"mlp_only_layers": [0, 1, 2, 3]}),
+    (InterleavedStep(), {"moe_layers": []}),
+    (LayerInterval(), {"moe_layer_start_index": 4}),
+    (FirstDense(3), {"first_k_dense_replace": 4}),
+])  # fmt: skip
+def test_all_layers_may_be_dense(part, fields):
+    keys = read(part, num_hidden_layers=4, **fields)
+    assert keys["first_num_dense_layers"] >= 4
+    written = part.write(load_config(None, ["num_experts=1", "base_num_decoder_layers=4"]))
+    assert read(part, num_hidden_layers=4, **written) == keys
+
+
 @pytest.mark.parametrize(("part", "fields", "message"), [
-    (SparseStep(), {"decoder_sparse_step": 5}, "decoder_sparse_step=5 leaves no layer with experts."),
     (SparseStep(), {"mlp_only_layers": ["1"]}, "mlp_only_layers=1 is not the number of a layer."),
     (SparseStep(), {"decoder_sparse_step": 0}, "decoder_sparse_step=0 is not an integer of at least 1."),
-    (InterleavedStep(), {"moe_layers": []}, "moe_layers=[] leaves no layer with experts."),
-    (LayerInterval(), {"moe_layer_start_index": 4}, "moe_layer_start_index=4 leaves no layer with experts."),
     (ChunkedLayers(), {"no_rope_layers": [1, 2, 1, 0]}, "no_rope_layers=[1, 2, 1, 0] is not a list of 1 or 0"),
     (ChunkedLayers(), {"layer_types": ["chunked_attention"] * 4}, "layer 3 has chunks, but no rotation."),
     (ChunkedLayers(), {"layer_types": ["sliding_attention"] * 4}, "layer_types=sliding_attention cannot be"),
