@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.stages import Compiled
 
-from maxtext_lite.batching import BatchPlan, flops_per_example, make_plan, scaled_optimizer
+from maxtext_lite.batching import BatchPlan, make_plan, scaled_optimizer
 from maxtext_lite.batching.devices import device_of_kind
 from maxtext_lite.batching.ledger import bytes_text
 from maxtext_lite.batching.roofline import Roofline, roofline
@@ -115,11 +115,6 @@ class Program:
         return str(self.mesh.devices.flat[0].device_kind)
 
     @property
-    def rows_per_micro_batch(self) -> int:
-        """Rows of a micro-batch of the last stage, empty slots included."""
-        return self.plan.rows_per_example * self.plan.micro_batch_slots
-
-    @property
     def sent_bytes(self) -> float | None:
         """Bytes that one device sends over links in a step; None if any is unknown or goes between slices."""
         return _total(row.sent_bytes for row in self.collectives)
@@ -217,9 +212,7 @@ def compile_program(config: Config, plan: BatchPlan, devices: Sequence[Any]) -> 
     module = parse(text, trips_where_unknown=_open_trips(plan), not_run=FURTHER_ROUNDS)
     done = work(module, memory_spaces=(0, 1) if devices[0].platform == "gpu" else (0,))
     traffic = total_traffic(collectives(module), mesh)
-    model_flops = (
-        flops_per_example(config, config.max_target_length) * config.rows_per_example * stage.global_batch_to_train
-    )
+    model_flops = plan.flops_of_step(stage)
     analysis = compiled.cost_analysis()
     return Program(
         plan=plan,
