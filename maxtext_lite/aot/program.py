@@ -207,9 +207,10 @@ def compile_program(config: Config, plan: BatchPlan, devices: Sequence[Any]) -> 
         synchronization = total_traffic(collectives(synchronise.as_text()), mesh)
     # With a ramp of the accumulation, the trip count of the loop over micro-batches is unknown to XLA.
     # Tokens are assumed to be routed evenly over experts.
+    open_trips = stage.gradient_accumulation_steps if plan.ramps_accumulation else None
     text = compiled.as_text()
     assert text is not None
-    module = parse(text, trips_where_unknown=_open_trips(plan), not_run=FURTHER_ROUNDS)
+    module = parse(text, trips_where_unknown=open_trips, not_run=FURTHER_ROUNDS)
     done = work(module, memory_spaces=(0, 1) if devices[0].platform == "gpu" else (0,))
     traffic = total_traffic(collectives(module), mesh)
     model_flops = plan.flops_of_step(stage)
@@ -249,10 +250,6 @@ def _roofline(
         memory_bytes=done.memory_bytes,
         sent_bytes=_total(row.sent_bytes for row in traffic),
     )
-
-
-def _open_trips(plan: BatchPlan) -> int | None:
-    return plan.stages[-1].gradient_accumulation_steps if plan.ramps_accumulation else None
 
 
 def parameter_layouts(params: Params, axes_tree: Any, local: LocalUpdates | None) -> Iterable[ParameterLayout]:
