@@ -58,8 +58,8 @@ def test_rows_and_gradients_are_those_of_all_layers_in_turn(pipeline, mesh, prob
 
         def piped(stack, rows, weight):
             run = over_replicas(lambda stack, rows: pipeline.run(layers, stack, rows, axes=AXES), replicas, rows=(1,))
-            dealt = pipeline.in_stages(stack)
-            out = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), run(dealt, rows))
+            in_rounds = pipeline.in_stages(stack)
+            out = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), run(in_rounds, rows))
             return jnp.sum(weight * out["x"]), out
 
         with jax.set_mesh(mesh_of(**mesh)):
