@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Prints known vulnerabilities of the versions in constraints.txt, asked of OSV (osv.dev) in one request.
 
-It reports and never fails: an advisory that appears must not break a change that has nothing to do with it.
+It reports and never fails: a new advisory must not break an unrelated change.
 """
 
 import json
@@ -14,7 +14,7 @@ LOCK = Path(__file__).resolve().parent.parent / "constraints.txt"
 
 
 def audit(lock: str, url: str = OSV) -> list[str]:
-    """What is to be said of the locked versions: a line for each that has advisories, or one that there are none."""
+    """The report on the locked versions: a line for each that has advisories, or one line that says there are none."""
     locked = re.findall(r"^([\w.-]+)==([^ ;\n]+)", lock, re.MULTILINE)
     asked = [{"package": {"name": name, "ecosystem": "PyPI"}, "version": version} for name, version in locked]
     request = urllib.request.Request(url, json.dumps({"queries": asked}).encode(), {"Content-Type": "application/json"})

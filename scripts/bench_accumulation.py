@@ -39,7 +39,7 @@ class Variant:
     """One way to run a step.
 
     Attributes:
-      norms: whether the step takes the norms from which the noise scale follows.
+      norms: whether the step computes the norms that the noise scale is derived from.
       microbatches: pipeline microbatches of a micro-batch; 0: as many as stages.
     """
 
@@ -56,9 +56,9 @@ class Subject:
 
     Attributes:
       run: runs one step and waits for it.
-      norms: takes the norms of one micro-batch's gradients, and waits for them.
+      norms: computes the norms of one micro-batch's gradients, and waits for them.
       examples: of a step.
-      memory: what the compiler says of it, in bytes per device.
+      memory: by the compiler's own analysis, in bytes per device.
     """
 
     run: Callable[[], None]
@@ -115,7 +115,7 @@ def subjects(variants: Sequence[Variant], num_devices: int, overrides: Sequence[
 
 
 def _norms(wanted: bool) -> Any:
-    """While a step is traced: takes the norms of the groups' gradients out of it."""
+    """A patch while a step is traced: it computes the norms of the groups' gradients, or else zeros."""
     import jax.numpy as jnp
 
     from maxtext_lite.training import gradients
@@ -190,7 +190,7 @@ def time_in_turns(found: dict[Variant, Subject], repeats: int) -> dict[Variant, 
 
 
 def norm_costs(with_norms: Subject, without: Subject, accumulation: int, repeats: int) -> dict[str, list[float]]:
-    """What the norms cost in each repeat, in percent of a step without them."""
+    """The cost of the norms in each repeat, in percent of a step without them."""
     turns = {"with": with_norms.run, "without": without.run, "alone": with_norms.norms}
     for turn in turns.values():
         turn()
@@ -214,7 +214,7 @@ def quartiles(values: Sequence[float], form: str) -> str:
 
 
 def ratios(seconds: Sequence[float], base: Sequence[float]) -> list[float]:
-    """Of times that were taken in the same round."""
+    """The ratio of times measured in the same round."""
     return [a / b for a, b in zip(seconds, base, strict=True)]
 
 

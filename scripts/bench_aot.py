@@ -1,4 +1,4 @@
-"""Compiles a list of configs for machines that are not there, and prints what the compiler makes of each.
+"""Compiles a list of configs for machines that are not attached, and prints the compiler's figures for each.
 
     python scripts/bench_aot.py scripts/aot_points.txt           models at full width: minutes each
     python scripts/bench_aot.py scripts/aot_points_small.txt     every kind of layer and mesh: half a minute each
@@ -84,7 +84,7 @@ def compile_point(topology: str, keys: list[str], timeout: float) -> dict[str, A
 
 
 def reason(stderr: str) -> str:
-    """The lines of a failure that say why, at most three."""
+    """The lines that say why a compilation failed, at most three."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     telling = [line for line in lines if any(word in line for word in ("rror:", "RESOURCE_EXHAUSTED", "Check failed"))]
     return " ".join((telling or lines)[-3:])[:600]

@@ -43,7 +43,7 @@ from maxtext_lite.data.manifest import (
 
 BATCH_ROWS = 32
 SHARDS = 4
-SCENES_OF = 3000  # characters of each document that the shipped text is cut into, at a line's end
+SCENES_OF = 3000  # characters of each document that the shipped text is split into, at a line's end
 
 
 def main() -> None:
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def rates(batches: Iterator[np.ndarray], due: int) -> tuple[float, float]:
-    """Rows/s and target tokens/s of a reader, from its start until it has given `due` target tokens.
+    """Rows/s and target tokens/s of a reader, from its start until it has yielded `due` target tokens.
 
     Args:
       batches: the weights of each batch, [rows, tokens].
@@ -93,7 +93,7 @@ def rates(batches: Iterator[np.ndarray], due: int) -> tuple[float, float]:
 
 
 def readers_of(directory: Path, num_tokens: int, workers: int) -> dict[str, Callable[[], Iterator[np.ndarray]]]:
-    """The readers by name; each gives batches without end."""
+    """The readers by name; each yields batches endlessly."""
     manifest = read_manifest(directory)
     files = [str(directory / shard.file) for shard in manifest.shards]
     end_of_text = 256

@@ -1,4 +1,4 @@
-"""Trains the default model on the shipped text with each `quantization`, and compares what they come to held out.
+"""Trains the default model on the shipped text with each `quantization`, and compares their held-out losses.
 
     python scripts/bench_eight_bits.py                                500 steps in bfloat16, three seeds of each
     python scripts/bench_eight_bits.py --seeds 1 steps=100            a shorter look

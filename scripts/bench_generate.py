@@ -76,7 +76,7 @@ def main() -> int:
 
 
 def _ask(part: str, directory: Path, dtype: str) -> Any:
-    """What a part of the bench finds in a process of its own."""
+    """The result of a part of the bench, run in a process of its own."""
     own = [word for word in sys.argv[1:] if word]
     command = [sys.executable, __file__, *own, "--part", part, str(directory), dtype]
     return json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()[-1])
@@ -118,7 +118,7 @@ def _load_rows(directory: Path, dtype: str, repeats: int) -> list[list[str]]:
 
 
 def _mark() -> tuple[float, float, float]:
-    """Seconds and CPU seconds since the process began, and the most memory that it has had, in MiB."""
+    """Seconds and CPU seconds since the process began, and its peak memory in MiB."""
     began = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
     now, used = float(Path("/proc/uptime").read_text().split()[0]), resource.getrusage(resource.RUSAGE_SELF)
     return now - began, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024
@@ -157,7 +157,7 @@ def _load_theirs(directory: Path, dtype: str) -> Any:
 
 
 def _steps(directory: Path, dtype: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Of each batch, both subjects' rounds of (seconds, CPU seconds) of a step, and how many tokens are equal."""
+    """For each batch, both subjects' rounds of (seconds, CPU seconds) of a step, and the number of equal tokens."""
     import numpy as np
     import torch
     from transformers import AutoModelForCausalLM
@@ -212,7 +212,7 @@ def _step(times: Times) -> list[float]:
 
 
 def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
-    """Of each column."""
+    """The median of each column."""
     return [statistics.median(column) for column in zip(*rows, strict=True)]
 
 

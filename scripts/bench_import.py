@@ -1,4 +1,4 @@
-"""Measures what reading a Hugging Face directory takes of the host: memory at its peak, and time.
+"""Measures the host's peak memory and the time of reading a Hugging Face directory.
 
     python scripts/bench_import.py                              Llama 3 8B on 8 simulated devices (22 GB of memory)
     python scripts/bench_import.py --layers 4                   the same, with fewer layers
@@ -102,7 +102,7 @@ def _make_checkpoint(directory: Path, config: Any, abstract: Any) -> tuple[int, 
 
 
 def _reset_peak() -> int:
-    """Makes the kernel forget the peak of this process's memory; returns what it has now, in bytes."""
+    """Resets the kernel's record of this process's peak memory; returns its memory now, in bytes."""
     Path("/proc/self/clear_refs").write_text("5")
     return _status("VmRSS")
 

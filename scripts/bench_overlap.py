@@ -41,7 +41,7 @@ class Way:
     """A way to run a batch.
 
     Attributes:
-      beside: sampling and training may go on at once.
+      beside: sampling and training may run at the same time.
     """
 
     name: str
@@ -78,7 +78,7 @@ def steps_of(way: Way, overrides: Sequence[str], sampling_seconds: float) -> lis
 
 @contextlib.contextmanager
 def _sampled_elsewhere(seconds: float) -> Iterator[None]:
-    """Adds a wait to each call of what samples."""
+    """Adds a wait to each call of the sampler."""
     from maxtext_lite.rl.rollout import LocalEngine
 
     generate = LocalEngine.generate
@@ -106,7 +106,7 @@ def _one_after_the_other(serial: bool) -> Iterator[None]:
 
 
 def row(way: Way, runs: Sequence[Sequence[dict[str, Any]]], serial: Sequence[float], predicted: float) -> list[str]:
-    """A way's line of the table: medians over runs of the medians of their steps."""
+    """One row of the table: medians over runs of the medians of their steps."""
     seconds = medians(runs, "step_seconds")
     ratios = [mine / theirs for mine, theirs in zip(seconds, serial, strict=True)]
     return [
@@ -120,7 +120,7 @@ def row(way: Way, runs: Sequence[Sequence[dict[str, Any]]], serial: Sequence[flo
 
 
 def medians(runs: Sequence[Sequence[dict[str, Any]]], metric: str) -> list[float]:
-    """Of each run, the median of its steps."""
+    """The median over the steps of each run."""
     return [statistics.median(step[metric] for step in steps) for steps in runs]
 
 

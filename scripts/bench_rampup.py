@@ -1,4 +1,4 @@
-"""Times the steps at which a ramp changes the batch, with the next stage compiled in the background and not so.
+"""Times the steps at which a ramp changes the batch, with and without compiling the next stage in the background.
 
     python scripts/bench_rampup.py                            the default model on one device, four stages
     python scripts/bench_rampup.py --devices 8 --samples 2400 on 8 simulated devices where there is no accelerator
@@ -44,7 +44,7 @@ RAMPS = {
 
 @dataclasses.dataclass(frozen=True)
 class Ramped:
-    """A run: its steps as metrics.jsonl has them, and the seconds of each compilation of its train step."""
+    """A run: its steps in metrics.jsonl, and the seconds of each compilation of its train step."""
 
     steps: list[dict[str, Any]]
     compilations: list[float]
@@ -52,7 +52,7 @@ class Ramped:
 
 
 def ramped(mode: str, foreground: bool, overrides: Sequence[str]) -> Ramped:
-    """Trains through a ramp and as many steps beyond as are compared with its last change."""
+    """Trains through a ramp and the steps after it that its last change is compared with."""
     import jax
 
     from maxtext_lite import make_plan
@@ -78,7 +78,7 @@ def ramped(mode: str, foreground: bool, overrides: Sequence[str]) -> Ramped:
 
 @contextlib.contextmanager
 def _compiled_in_the_foreground() -> Iterator[None]:
-    """Makes nothing of a request for the next stage: it is compiled when its first step needs it."""
+    """Ignores requests for the next stage, which is compiled when its first step needs it."""
     from maxtext_lite.training import loop
     from maxtext_lite.training.executables import Executables
 
@@ -99,7 +99,7 @@ def _compiled_in_the_foreground() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _compilations() -> Iterator[list[float]]:
-    """The seconds of each compilation of a train step meanwhile: XLA's part, without tracing."""
+    """The seconds of each compilation of a train step in the block: XLA's part, without tracing."""
     import jax
 
     found: list[float] = []
@@ -116,7 +116,7 @@ def _compilations() -> Iterator[list[float]]:
 
 
 def changes(steps: Sequence[dict[str, Any]]) -> list[int]:
-    """Positions of the steps that begin a stage, but the first."""
+    """Positions of the steps that begin a stage, except the first."""
     return [at for at in range(1, len(steps)) if steps[at]["examples"] != steps[at - 1]["examples"]]
 
 

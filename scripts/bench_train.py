@@ -251,7 +251,7 @@ def summary(work: Workload, seconds: list[float]) -> dict[str, float]:
 def measured(
     work: Workload, dtypes: Sequence[str], names: Sequence[str], repeats: int, *, loop: bool
 ) -> dict[str, Any]:
-    """The report of subjects that take turns."""
+    """The report of subjects that run in turns."""
     import jax
 
     from maxtext_lite.batching.devices import device_of_kind

@@ -50,7 +50,7 @@ def _style() -> str:
 
 
 def svg(name: str, title: str, description: str, width: int, height: int, body: Iterable[str]) -> str:
-    """A whole picture, one element to a line; light or dark as the page's reader has it."""
+    """A whole picture, one element per line; light or dark as the reader's page is."""
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f'role="img" aria-labelledby="{name}-title {name}-desc">',
@@ -150,7 +150,7 @@ def _staircase(
 
 
 def draw_rampup() -> str:
-    """Batch size against steps and samples, and what each mode makes of it."""
+    """Batch size over steps and samples, and the split in each mode."""
     plans = [plan_of(*RAMP, f"rampup_mode={mode}", num_devices=RAMP_DEVICES) for mode in _RAMP_MODES]
     stages, by_accumulation = (plan.stages for plan in plans)
     ramp = plans[0].rampup
@@ -219,7 +219,7 @@ def loading_plan(factor: str) -> BatchPlan:
 
 
 def rows_read(plan: BatchPlan) -> dict[tuple[int, int], list[int]]:
-    """The rows of a step that each (load, host) reads: loading hosts take equal shares and deal them to the loads."""
+    """The rows of a step that each (load, host) reads: loading hosts have equal shares, split over the loads."""
     rows_of_host = plan.global_batch_to_train // len(plan.loading_hosts)
     rows_of_load = -(-rows_of_host // plan.loads_per_step)
     found: dict[tuple[int, int], list[int]] = {}
@@ -372,7 +372,7 @@ def draw_accumulation() -> str:
     body.append(_text(24, top - 8, "The gradients of a step's micro-batches are summed; then the weights change, once.",
                       "quiet"))  # fmt: skip
     description = (
-        "Example j of a step is in micro-batch j mod A, slot j div A; slots are dealt to the devices in equal ranges. "
+        "Example j of a step is in micro-batch j mod A, slot j div A; devices have equal ranges of slots. "
         + " ".join(sentences)
     )
     return svg("accumulation", "One step's examples as micro-batches and slots, for equal global batches", description,
@@ -383,7 +383,7 @@ PICTURES = {"rampup": draw_rampup, "loading_hosts": draw_loading_hosts, "accumul
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes all pictures into docs/images, or the directory that is named."""
+    """Writes all pictures to docs/images, or to the directory given as an argument."""
     directory = Path(argv[0]) if argv else IMAGES
     directory.mkdir(parents=True, exist_ok=True)
     for name, draw in PICTURES.items():

@@ -4,9 +4,9 @@
   scripts/launch_local.py --processes 2 --devices-per-process 4 -- .venv/bin/python -m maxtext_lite.train steps=20
 
 Each line of output begins with the number of its process. SIGINT, SIGTERM and SIGHUP go to every process. When one
-fails, the others are ended. Exit code: that of the first process that failed of its own accord; 0 when none did; 75 or
-130 when a signal stopped the run and the processes answered with it (saved, or nothing to save yet); 130 for a signal
-before any start; 2 for wrong arguments, before any start.
+fails, the others are stopped. Exit code: that of the first process that failed of its own accord; 0 when none did; 75
+or 130 when a signal stopped the run and the processes answered with it (saved, or nothing to save yet); 130 for a
+signal before any start; 2 for wrong arguments, before any start.
 """
 
 import argparse
@@ -89,7 +89,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nothing listened on a moment ago."""
+    """A port of 127.0.0.1 on which nothing was listening a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -145,7 +145,7 @@ class _Process:
 
     @property
     def ended_by_us(self) -> bool:
-        """Whether a signal of ours ended it, or what it ran, as a shell reports by 128 + signal."""
+        """Whether one of our signals ended it, or its command, which a shell reports as 128 + signal."""
         return self.code is not None and self.exit_code - 128 in self.sent
 
     @property
@@ -161,13 +161,13 @@ class _Process:
         self.popen.send_signal(number)
 
     def kill_group(self) -> None:
-        """Ends it and all that it started in its session."""
+        """Kills it and everything that it started in its session."""
         self.sent.add(signal.SIGKILL)
         _kill_group(self.popen.pid)
 
 
 class _Guard:
-    """A process that outlives us by a moment: when we are gone without a goodbye, it kills what we started."""
+    """A process that outlives this one by a moment: if this one ends unexpectedly, it kills what was started."""
 
     def __init__(self) -> None:
         read, self._write = os.pipe()
@@ -182,7 +182,7 @@ class _Guard:
             for number in _FORWARDED:
                 signal.signal(number, signal.SIG_IGN)
             nothing = os.open(os.devnull, os.O_RDWR)
-            for descriptor in (0, 1, 2, self._write):  # whoever waits for our output to end does not wait for it
+            for descriptor in (0, 1, 2, self._write):  # does not hold our output open
                 os.dup2(nothing, descriptor)
             running: set[int] = set()
             with os.fdopen(read, "rb") as lines:
@@ -284,7 +284,7 @@ class Run:
         return min(self._failures, key=self._rank).exit_code if self._failures else 0
 
     def _rank(self, process: _Process) -> int:
-        """Which failure counts: of equal rank, the first."""
+        """The failure that decides; of equal rank, the first."""
         return 2 if process.ended_by_us else int(bool(process.sent) and process.code in _ANSWERS)
 
     def _may_still_be_saved(self, process: _Process) -> bool:
@@ -295,7 +295,7 @@ class Run:
         self._num_signals += 1
         for process in self._running:
             process.send(number)
-        if self._num_signals > 1:  # whoever asks twice does not want to wait
+        if self._num_signals > 1:  # a second signal means: do not wait
             self._start_the_clock()
 
     def _reap(self, process: _Process) -> None:

@@ -2,7 +2,7 @@
 
 Problems are sums and differences of numbers below 100 with results of 0 or more, each once, two thirds of them with a
 carry or a borrow in the ones. `answer` is right; `completion` is a careless pupil's, who forgets two such carries and
-borrows in three. Python's own generator draws all, from seed 0, so that the text is always the same
+borrows in three. Python's own generator draws everything, from seed 0, so that the text is always the same
 (maxtext_lite/assets/ORIGIN.md has its hash).
 """
 

@@ -24,7 +24,7 @@ TAGS = "%5E%28loss%7Ceval_loss%7Cglobal_batch_to_train%7Clearning_rate%29$"  # t
 
 
 def take(page: str, picture: Path, *, height: int, seconds: float) -> None:
-    """A picture of a page, so long after it was loaded.
+    """A picture of a page, taken some time after it has loaded.
 
     Raises:
       SystemExit: there is no browser, or the picture is too large for the repository.

@@ -1,4 +1,4 @@
-"""Writes what the packages vllm and sglang publish of the routes and fields that rollouts use (rl/server_kinds.py).
+"""Writes the schemas that vllm and sglang publish for the routes and fields that rollouts use (rl/server_kinds.py).
 
     python scripts/make_server_schemas.py vllm            # the vllm that this Python imports: pip install vllm
     python scripts/make_server_schemas.py sglang DIR      # the unpacked wheel of sglang, beside its package msgspec
@@ -54,7 +54,7 @@ FIELDS = {
 
 
 def pruned(schema: Any, known: dict[str, Any]) -> Any:
-    """A schema without its texts, references in place, of the fields that are used."""
+    """A schema of the fields that are used, with references resolved and without texts."""
     if isinstance(schema, list):
         return [pruned(each, known) for each in schema]
     if not isinstance(schema, dict):
@@ -100,7 +100,7 @@ def of_vllm() -> tuple[str, dict[str, Any]]:
 
 
 def schema_of(hint: Any) -> dict[str, Any]:
-    """Of a type hint."""
+    """The schema of a type hint."""
     plain = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
     if hint in plain:
         return {"type": plain[hint]}
@@ -117,7 +117,7 @@ def schema_of(hint: Any) -> dict[str, Any]:
 
 
 def struct_schema(cls: Any) -> dict[str, Any]:
-    """Of one of the generated types, whose docstring says whether it is an array and refuses unknown keys."""
+    """The schema of a generated type, whose docstring says whether it is an array and refuses unknown keys."""
     hints = typing.get_type_hints(cls)
     fields = {name: schema_of(hints[name]) for name in FIELDS.get(cls.__name__, " ".join(hints)).split()}
     if "positional array" in cls.__doc__:
@@ -126,7 +126,7 @@ def struct_schema(cls: Any) -> dict[str, Any]:
 
 
 def annotated(source: Path, name: str) -> dict[str, Any]:
-    """Of a class in a file that is read and not imported."""
+    """The schema of a class in a file that is parsed, not imported."""
     tree = ast.parse(source.read_text())
     (body,) = (node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
     fields = {node.target.id: node for node in body if isinstance(node, ast.AnnAssign)}  # type: ignore[union-attr]
@@ -166,7 +166,7 @@ def of_sglang(directory: Path) -> tuple[str, dict[str, Any]]:
 
 
 def main(words: list[str]) -> None:
-    """Adds an entry, or shows which there are."""
+    """Adds an entry, or lists the entries."""
     entries = json.loads(OUT.read_text()) if OUT.exists() else {}
     if words[:1] != ["show"]:
         version, routes = of_vllm() if words[0] == "vllm" else of_sglang(Path(words[1]))

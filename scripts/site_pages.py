@@ -13,7 +13,7 @@ LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
 
 
 def target_of(page: Path, link: str) -> str | None:
-    """The path on the site of what a page of the repository links to; None: it is not there."""
+    """The path on the site of a page's link target; None: the site does not have it."""
     path = (page.parent / link).resolve()
     if not path.exists() or not path.is_relative_to(REPOSITORY):
         return None
@@ -26,7 +26,7 @@ def target_of(page: Path, link: str) -> str | None:
 
 
 def _on_the_site(page: Path) -> str:
-    """A page's text, whose links lead to the site's own paths; those that lead nowhere stay, and mkdocs names them."""
+    """A page's text with links to the site's own paths; dead links stay, and mkdocs reports them."""
     text = page.read_text(encoding="utf-8")
     return LINK.sub(lambda link: target_of(page, link[1]) or link[1], text)
 
@@ -64,6 +64,6 @@ def _listing(config, files, directory: Path) -> str:
 
 
 def on_page_markdown(markdown, page, config, files):
-    """The page with links to the repository turned to the files on the site."""
+    """The page with its links to the repository changed to files on the site."""
     source = page.file.abs_src_path
     return _on_the_site(Path(source)) if source and Path(source).is_relative_to(REPOSITORY / "docs") else markdown

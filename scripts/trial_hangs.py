@@ -3,9 +3,9 @@
 
   python scripts/trial_hangs.py --processes 4 --phases step save --how block stop kill --who 0 2
 
-Each line: the phase, who, how; the exit code of each process; whether a restart ends with the losses of a run that
-nobody disturbed; and the error lines, as far as they differ. Exit code 1 where a process ended otherwise than the
-watchdog says, or a restart did.
+Each line: the phase, who, how; the exit code of each process; whether a restart ends with the losses of an
+undisturbed run; and the error lines, as far as they differ. Exit code 1 if a process ended otherwise than the watchdog
+says, or a restart did.
 """
 
 import argparse
@@ -65,7 +65,7 @@ runpy.run_module("maxtext_lite.train", run_name="__main__", alter_sys=True)
 
 
 def started(folder: Path, words_of: Callable[[int], Sequence[str]], *, count: int, devices: int) -> list[Popen]:
-    """Python with these words as so many processes of one run, each with its logN in the folder."""
+    """`count` Python processes of one run with these arguments, each with its own logN in the folder."""
     port, processes = free_port(), []
     for number in range(count):
         variables = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
@@ -104,17 +104,17 @@ class Run:
 
     @property
     def log(self) -> str:
-        """The end of what each process said."""
+        """The end of each process's output."""
         return "\n".join((self.folder / f"log{n}").read_text()[-1500:] for n in range(len(self.processes)))
 
     @property
     def lines(self) -> list[dict]:
-        """Of metrics.jsonl."""
+        """The lines of metrics.jsonl."""
         return [json.loads(line) for line in (self.directory / "metrics.jsonl").read_text().splitlines()]
 
     @property
     def last_line(self) -> dict:
-        """The last that is whole; {} before the first."""
+        """The last complete one; {} before the first."""
         with contextlib.suppress(FileNotFoundError, IndexError, ValueError):
             with (self.directory / "metrics.jsonl").open("rb") as file:
                 file.seek(-min(file.seek(0, os.SEEK_END), 8192), os.SEEK_END)
@@ -131,7 +131,7 @@ def compared(one: Run, other: Run, *options: str) -> tuple[bool, str]:
 
 
 def run(folder: Path, overrides: list[str], *, count: int, devices: int, who: int, phase: str, how: str) -> list[tuple]:
-    """Exit code and output of each process; one that is stopped ends at last."""
+    """Exit code and output of each process; a stopped process is continued once the others have ended."""
 
     def words_of(number: int) -> list[str]:
         return ["-c", PROGRAM, phase, how if number == who else "nothing", *TINY, *overrides]
@@ -151,14 +151,14 @@ def run(folder: Path, overrides: list[str], *, count: int, devices: int, who: in
 
 
 def losses(directory: Path) -> dict[int, float]:
-    """The loss of each step on record."""
+    """The recorded loss of each step."""
     path = directory / "metrics.jsonl"
     records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return {record["step"]: record["loss"] for record in records if "loss" in record}
 
 
 def main() -> int:
-    """The trials that were asked for; 1 where one ended otherwise than it should."""
+    """Runs the requested trials; returns 1 if one ended otherwise than it should."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--devices", type=int, default=1)

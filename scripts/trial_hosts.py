@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What only several hosts can get wrong: runs that go on with other processes and devices, and damaged checkpoints.
+"""Trials of several hosts: runs that resume on other processes and devices, and damaged checkpoints.
 
   python scripts/trial_hosts.py elastic
   python scripts/trial_hosts.py damage
@@ -58,7 +58,7 @@ def variants(folder: Path) -> dict[str, list[str]]:
 
 
 def elastic(folder: Path, names: list[str]) -> list[str]:
-    """What differs between runs that moved and runs that did not."""
+    """The differences between runs that moved and runs that did not."""
     found = []
     for name, words in variants(folder).items():
         if names and name not in names:
@@ -94,7 +94,7 @@ def flip(path: Path) -> None:
 
 
 def another_hosts(path: Path) -> None:
-    """Has in a host's checksums those of the next host."""
+    """Replaces a host's checksums with those of the next host."""
     process, _, count = path.name.removeprefix("sha256.").partition("-of-")
     shutil.copyfile(path.with_name(f"sha256.{(int(process) + 1) % int(count)}-of-{count}"), path)
 
@@ -119,7 +119,7 @@ def cases(newest: Path) -> list[tuple[str, str]]:
 
 
 def look(run: Path, scratch: Path, first_case: int = 0) -> None:
-    """As one process of several: what each damage comes to; the first prints it."""
+    """As one process of several: the effect of each damage, printed by the first process."""
     from maxtext_lite.config import load_config
     from maxtext_lite.parallel import exchange, start_devices
     from maxtext_lite.training.checkpoint import Checkpointer
@@ -163,7 +163,7 @@ def look(run: Path, scratch: Path, first_case: int = 0) -> None:
 
 
 def damage(folder: Path, names: list[str]) -> list[str]:
-    """What damage was not found, or not answered by the checkpoint before."""
+    """The damages that were not detected, or for which the checkpoint before was not used."""
     words = [*MODEL, "steps=6", "checkpoint_period=2", "eval_interval=-1", "global_batch_size=4"]
     whole = Run(folder, "whole", [*words, "ici_fsdp_parallelism=-1"])
     whole.start(4, 1)
@@ -189,7 +189,7 @@ def damage(folder: Path, names: list[str]) -> list[str]:
 
 
 def main() -> int:
-    """The trial that was asked for; 1 where it found something."""
+    """Runs the requested trial; returns 1 if it found something."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trial", choices=("elastic", "damage", "look"), help="look: as one process of `damage`")
     parser.add_argument("names", nargs="*", help=f"which: {', '.join(variants(Path('/tmp')))}; {', '.join(DAMAGES)}")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Kills a run at random moments, starts it again until it ends, and compares it with a run that nobody disturbed.
+"""Kills a run at random moments, starts it again until it ends, and compares it with an undisturbed run.
 
   python scripts/trial_kills.py --kills 50
   python scripts/trial_kills.py --kills 8 --minutes 20
@@ -30,7 +30,7 @@ from trial_hangs import MODEL, REPOSITORY, Run, compared
 sys.path.insert(0, str(REPOSITORY))
 from maxtext_lite.reporting.goodput import goodput_text, spent, starts_of
 
-EVALUATES = 5  # every so many steps
+EVALUATES = 5  # steps between evaluations
 RUN = [
     *MODEL, f"eval_interval={EVALUATES}", "eval_steps=8", "max_num_checkpoints_to_keep=2",
     "learning_rate_schedule=constant", "log_period=100",
@@ -43,13 +43,15 @@ ENDING = 2.0  # seconds that a process may take to end after its last words
 MOST_GROWTH = {"MB": (statistics.median, statistics.median, 4.0), "threads": (max, min, 1.0), "files": (max, min, 1.0)}
 
 Samples = list[tuple[float, dict[str, float]]]
-"""What a process held, so many seconds after its start; from its first step on, which a busy machine delays."""
+"""What a process held, and how many seconds after its start; from its first step on, which a busy machine delays."""
 
 
 def held(process: int) -> dict[str, float]:
-    """What a process holds now."""
+    """The memory, threads and open files of a process now."""
     about = Path(f"/proc/{process}")
-    resident, mapped = map(int, (about / "statm").read_text().split()[1:3])  # pages of files come and go as they may
+    resident, mapped = map(
+        int, (about / "statm").read_text().split()[1:3]
+    )  # the number of mapped file pages says nothing
     threads, files = (len(list((about / name).iterdir())) for name in ("task", "fd"))
     return {"MB": (resident - mapped) * os.sysconf("SC_PAGE_SIZE") / 1e6, "threads": threads, "files": files}
 
@@ -63,7 +65,7 @@ def is_in(run: Run, kind: str) -> bool:
 
 
 class Trial:
-    """A run that is killed over and over.
+    """A run that is killed again and again.
 
     Attributes:
       codes, samples: of each start.
@@ -121,7 +123,7 @@ def lasted(samples: Samples) -> float:
 
 
 def growth(samples: Samples) -> dict[str, tuple[float, float, float]]:
-    """Of each thing held: its first half, its last quarter, and the slope a minute; less the warm-up."""
+    """For each quantity: its first half, its last quarter, and the slope per minute, without the warm-up."""
     late = [(at / 60, each) for at, each in samples if at > samples[0][0] + WARM_UP]
     found = {}
     for name, (of_first, of_last, _) in MOST_GROWTH.items():
@@ -133,7 +135,7 @@ def growth(samples: Samples) -> dict[str, tuple[float, float, float]]:
 
 
 def problems_of(trial: Trial, whole: Run) -> list[str]:
-    """What is not as it should be; prints what was found."""
+    """What is not as it should be; prints all findings."""
     found, run, wall = [], trial.run, trial.wall
     steps, evaluated = ([line["step"] for line in run.lines if name in line] for name in ("loss", "eval_loss"))
     for what, numbers, every in (("steps", steps, 1), ("evaluations", evaluated, EVALUATES)):
@@ -166,7 +168,7 @@ def problems_of(trial: Trial, whole: Run) -> list[str]:
 
 
 def main() -> int:
-    """The trial; 1 where it found something."""
+    """Runs the trial; returns 1 if it found something."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--minutes", type=float, default=0)

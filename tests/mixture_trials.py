@@ -24,7 +24,7 @@ SEED = 4
 
 
 def write_texts(directory: Path, **most: int) -> Path:
-    """Texts by name, each of 40 documents of fewer than so many random letters; returns the directory."""
+    """Texts by name, each of 40 documents of random letters, fewer than the number given; returns the directory."""
     for number, (name, longest) in enumerate(most.items()):
         rng = np.random.default_rng(number)
         texts = ["".join(rng.choice(list("mixture "), length)) for length in rng.integers(1, longest, 40)]

@@ -91,14 +91,14 @@ def folder_of_python() -> Path:
 
 
 def environment(devices: int | None = None) -> dict[str, str]:
-    """For a process with so many simulated devices, and no help from conftest but its cache of compiled code."""
+    """The environment of a process with simulated devices, with conftest's cache of compiled code and nothing else."""
     kept = {key: value for key, value in os.environ.items() if key not in ("NPROC", "OMP_NUM_THREADS")}
     flags = [] if devices is None else [f"--xla_force_host_platform_device_count={devices}"]
     return kept | {"XLA_FLAGS": " ".join([*flags, *QUICK_COMPILATION]), "PYTHONPATH": str(REPOSITORY)}
 
 
 def launched(command: Sequence[str], *, processes: int, devices: int) -> tuple[list[str], dict[str, str]]:
-    """A command as so many processes with so many devices each, and its environment."""
+    """A command that runs as several processes with several devices each, and its environment."""
     if processes == 1:
         return list(command), environment(devices)
     launcher = [sys.executable, str(REPOSITORY / "scripts" / "launch_local.py"), "--processes", str(processes)]

@@ -126,7 +126,7 @@ def test_training_starts_from_the_directory_and_its_run_is_exported(hf, tmp_path
     step = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
     model = transformers.AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32).eval()
     assert step["loss"] == pytest.approx(mean_loss(model, load_config(None, overrides)), rel=1e-4)
-    with pytest.raises(UserError, match=r"merge_lora=false has no use with .*run, whose lora_rank is 0"):
+    with pytest.raises(UserError, match=r"merge_lora=false has no effect with .*run, whose lora_rank is 0"):
         main(["export", str(run), str(tmp_path / "out"), "merge_lora=false"])
     main(["export", str(run), str(tmp_path / "out")])
     assert_same_tensors(tmp_path / "out", hf)

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.stages import Compiled
 
-from maxtext_lite.batching import BatchPlan, flops_per_example, make_plan, scaled_optimizer
+from maxtext_lite.batching import BatchPlan, make_plan, scaled_optimizer
 from maxtext_lite.batching.devices import device_of_kind
 from maxtext_lite.batching.ledger import bytes_text
 from maxtext_lite.batching.roofline import Roofline, roofline
@@ -117,11 +117,6 @@ class Program:
         return str(self.mesh.devices.flat[0].device_kind)
 
     @property
-    def rows_per_micro_batch(self) -> int:
-        """Rows of a micro-batch of the last stage, empty slots included."""
-        return self.plan.rows_per_example * self.plan.micro_batch_slots
-
-    @property
     def sent_bytes(self) -> float | None:
         """Bytes that one device sends over links in a step; None if any is unknown or goes between slices."""
         return _total(row.sent_bytes for row in self.collectives)
@@ -214,14 +209,13 @@ def compile_program(config: Config, plan: BatchPlan, devices: Sequence[Any]) -> 
         synchronization = total_traffic(collectives(synchronise.as_text()), mesh)
     # With a ramp of the accumulation, the trip count of the loop over micro-batches is unknown to XLA.
     # Tokens are assumed to be routed evenly over experts.
+    open_trips = stage.gradient_accumulation_steps if plan.ramps_accumulation else None
     text = compiled.as_text()
     assert text is not None
-    module = parse(text, trips_where_unknown=_open_trips(plan), not_run=FURTHER_ROUNDS)
+    module = parse(text, trips_where_unknown=open_trips, not_run=FURTHER_ROUNDS)
     done = work(module, memory_spaces=MEMORY_SPACES[devices[0].platform])
     traffic = total_traffic(collectives(module), mesh)
-    model_flops = (
-        flops_per_example(config, config.max_target_length) * config.rows_per_example * stage.global_batch_to_train
-    )
+    model_flops = plan.flops_of_step(stage)
     analysis = compiled.cost_analysis()
     return Program(
         plan=plan,
@@ -259,10 +253,6 @@ def _roofline(
         memory_bytes=done.memory_bytes,
         sent_bytes=_total(row.sent_bytes for row in traffic),
     )
-
-
-def _open_trips(plan: BatchPlan) -> int | None:
-    return plan.stages[-1].gradient_accumulation_steps if plan.ramps_accumulation else None
 
 
 def parameter_layouts(params: Params, axes_tree: Any, local: LocalUpdates | None) -> Iterable[ParameterLayout]:

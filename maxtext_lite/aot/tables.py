@@ -18,7 +18,7 @@ def program_json(program: Program) -> dict[str, object]:
         "device_kind": program.device_kind,
         "mesh": dict(plan.mesh),
         "compile_seconds": program.compile_seconds,
-        "rows_per_micro_batch": program.rows_per_micro_batch,
+        "rows_per_micro_batch": plan.rows_per_micro_batch,
         "gradient_accumulation_steps": plan.stages[-1].gradient_accumulation_steps,
         "max_target_length": plan.max_target_length,
         "parameters": _fields(program.parameters),
@@ -71,7 +71,7 @@ def program_text(program: Program) -> str:
     hosts = f"{plan.num_hosts} host{'' if plan.num_hosts == 1 else 's'}"
     lines = [
         f"compiled for {plan.num_devices} x {program.device_kind} ({axes}) on {hosts}: "
-        f"a step of {stage.gradient_accumulation_steps} x {program.rows_per_micro_batch} rows x "
+        f"a step of {stage.gradient_accumulation_steps} x {plan.rows_per_micro_batch} rows x "
         f"{plan.max_target_length} tokens"
     ]
     if len(plan.stages) > 1:

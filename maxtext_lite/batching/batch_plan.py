@@ -45,6 +45,7 @@ class BatchPlan:
       rampup: the ramp, or None.
       diloco_num_replicas: copies of local updates; None where they are off, as is diloco_sync_period.
       rows_per_example: rows of max_target_length tokens in an example: two in DPO, otherwise one.
+      flops_per_example: of all its rows, by the model: forward and backward, without recomputation.
       attention_kernel: the kernel that `attention` selects on these devices.
       warnings: what works but is probably a mistake.
       rl: the batches of reinforcement learning; None in other runs. With it an example is a pair of a prompt and a
@@ -85,6 +86,7 @@ class BatchPlan:
     diloco_sync_period: int | None
     max_target_length: int
     rows_per_example: int
+    flops_per_example: float
     expansion_factor_real_data: Fraction
     rampup: RampupBatchManager | None
     memory: MemoryEstimate
@@ -120,6 +122,15 @@ class BatchPlan:
     def micro_batch_slots(self) -> int:
         """Rows in the arrays of one micro-batch: its examples and its empty slots."""
         return self.micro_batch_to_train + self.empty_slots_per_micro_batch
+
+    @property
+    def rows_per_micro_batch(self) -> int:
+        """Rows of max_target_length tokens in one micro-batch, empty slots included."""
+        return self.rows_per_example * self.micro_batch_slots
+
+    def flops_of_step(self, stage: BatchStage) -> float:
+        """`flops_per_example` of all examples of a step of a stage."""
+        return self.flops_per_example * stage.global_batch_to_train
 
     @property
     def eval_batch_slots(self) -> int:

@@ -10,6 +10,7 @@ from maxtext_lite.batching.batch_plan import BatchPlan, ScheduleCost, layout_sha
 from maxtext_lite.batching.ledger import MemoryEstimate, bytes_text
 from maxtext_lite.batching.length import RunLength
 from maxtext_lite.batching.memory import estimate_activations, estimate_memory, master_bytes
+from maxtext_lite.batching.parameters import flops_per_example
 from maxtext_lite.batching.pipeline_shape import SCHEDULES, PipelineShape, Schedule
 from maxtext_lite.batching.rl import RLBatch
 from maxtext_lite.batching.scaling import scaling_warnings
@@ -142,6 +143,7 @@ def _plan(config: Config, sizes: Sizes, num_examples: int | None, device_memory_
         diloco_sync_period=None if replicas is None else config.diloco_sync_period,
         max_target_length=config.max_target_length,
         rows_per_example=config.rows_per_example,
+        flops_per_example=flops_per_example(config, config.max_target_length) * config.rows_per_example,
         expansion_factor_real_data=loading.factor,
         rampup=sizes.rampup,
         memory=memory,

@@ -203,9 +203,9 @@ _WITHOUT_STAGES: Mapping[str, tuple[object, ...]] = {
 
 def _pipeline_violations(config: Config, num_stages: int, context: int) -> list[Violation]:
     if num_stages == 1:
-        no_use = "has no use with 1 pipeline stage (ici_pipeline_parallelism x dcn_pipeline_parallelism)."
+        no_effect = "has no effect with 1 pipeline stage (ici_pipeline_parallelism x dcn_pipeline_parallelism)."
         return [
-            Violation(key, f"{key}={value} {no_use}", plain[:1])
+            Violation(key, f"{key}={value} {no_effect}", plain[:1])
             for key, plain in _WITHOUT_STAGES.items()
             if (value := getattr(config, key)) not in plain
         ]
@@ -222,7 +222,7 @@ def _pipeline_violations(config: Config, num_stages: int, context: int) -> list[
 
 
 def _schedule_violations(config: Config, num_stages: int, context: int) -> list[Violation]:
-    """The demands of pipeline_schedule=1f1b: a micro-batch passes the stages once, and they can share its tokens."""
+    """What pipeline_schedule=1f1b requires: a micro-batch passes the stages once, and they can share its tokens."""
     key = "pipeline_schedule"
     broken: list[Violation] = []
     layers, at_once = config.num_stacked_layers, config.num_layers_per_pipeline_stage
@@ -241,7 +241,7 @@ def _schedule_violations(config: Config, num_stages: int, context: int) -> list[
         shards = f" x {context} context shards" if context > 1 else ""
         message = (
             f"max_target_length={tokens} is not a multiple of {num_stages} pipeline stages{shards}{tiles}, between "
-            f"which {key}=1f1b cuts the tokens of a microbatch for the loss."
+            f"which {key}=1f1b splits the tokens of a microbatch for the loss."
         )
         near = multiples("max_target_length", parts, tokens)
         broken.append(Violation("max_target_length", message, (near,), rule="1f1b tokens"))

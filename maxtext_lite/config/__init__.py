@@ -7,7 +7,6 @@ from maxtext_lite.config.load import ConfigError, load_config
 from maxtext_lite.config.model_parts import LayerKind, Mla, MlpKind, PositionTemperature, RopeScaling
 from maxtext_lite.config.remat import Remat, remat_of
 from maxtext_lite.config.resolved import describe, write_resolved
-from maxtext_lite.config.rl_sections import RLConfig
 from maxtext_lite.config.schema import KEYS, RL_KEYS, Config, RLRunConfig
 from maxtext_lite.config.sections import (
     BatchConfig,
@@ -17,12 +16,11 @@ from maxtext_lite.config.sections import (
     ModelConfig,
     NumericsConfig,
     OptimizerConfig,
-    PreferenceConfig,
     Quantization,
     RunConfig,
 )
-from maxtext_lite.config.source_list import MixtureEntry, SourceList, single_path
-from maxtext_lite.config.yaml_text import YamlValue, parse_value
+from maxtext_lite.config.source_list import SourceList, single_path
+from maxtext_lite.config.yaml_text import parse_value
 
 __all__ = [
     "KEYS",
@@ -34,16 +32,13 @@ __all__ = [
     "LayerKind",
     "LocalUpdatesConfig",
     "MeshConfig",
-    "MixtureEntry",
     "Mla",
     "MlpKind",
     "ModelConfig",
     "NumericsConfig",
     "OptimizerConfig",
     "PositionTemperature",
-    "PreferenceConfig",
     "Quantization",
-    "RLConfig",
     "RLRunConfig",
     "Refusal",
     "Remat",
@@ -51,7 +46,6 @@ __all__ = [
     "RunConfig",
     "SourceList",
     "UserError",
-    "YamlValue",
     "adapted_weights",
     "describe",
     "load_config",

@@ -15,13 +15,12 @@ from maxtext_lite.data.sources import ExampleSource, open_sources
 from maxtext_lite.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
 if TYPE_CHECKING:
-    from maxtext_lite.data.feed import BatchIterator, DeviceBatch, evaluation_batches, training_batches
+    from maxtext_lite.data.feed import DeviceBatch, evaluation_batches, training_batches
     from maxtext_lite.data.sources_on_hosts import open_sources_on_hosts, source_tokens_of_run, target_tokens_of_run
 
 __all__ = [
     "REFERENCE",
     "Balance",
-    "BatchIterator",
     "ChatTemplate",
     "DeviceBatch",
     "ExampleSource",
@@ -52,7 +51,6 @@ __all__ = [
 
 _WITH_JAX = {
     "DeviceBatch": "feed",
-    "BatchIterator": "feed",
     "evaluation_batches": "feed",
     "training_batches": "feed",
     "open_sources_on_hosts": "sources_on_hosts",

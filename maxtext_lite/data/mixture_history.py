@@ -128,7 +128,7 @@ class Stretch:
     given: tuple[int, ...]
 
     def counts(self, examples_seen: int) -> dict[str, int]:
-        """Rows that each source has given up to a position within the stretch or at its end."""
+        """Rows that each source has contributed up to a position within the stretch or at its end."""
         more = self.rule.counts(examples_seen - self.first)
         return {name: given + n for name, given, n in zip(self.sources, self.given, more, strict=True)}
 

@@ -14,22 +14,21 @@ The names of arrays of rank 2 and more end in one letter per dim (global sizes),
 
 from maxtext_lite.config.weight_axes import is_matrix, num_inputs, of_one, unstacked
 from maxtext_lite.models.attention import Scoring
-from maxtext_lite.models.block import Block, BlockFactory, DecoderLayer, decoder_layer
-from maxtext_lite.models.decoder import Decoder, Stream, stream_axes
+from maxtext_lite.models.block import Block, DecoderLayer
+from maxtext_lite.models.decoder import Decoder, Stream, empty_aux, stream_axes
 from maxtext_lite.models.decoding import KVCache, Sampling, sample_token
 from maxtext_lite.models.lora import Adapted, Lora, joined, merged
-from maxtext_lite.models.moe import BALANCE, DROPPED, LOAD, ROUTER_Z, ExpertShape
+from maxtext_lite.models.moe import BALANCE, DROPPED, EXPERT_COUNTS, ROUTER_Z, ExpertShape
 from maxtext_lite.models.ops import soft_capped
 from maxtext_lite.models.shape import DecoderShape
 
 __all__ = [
     "BALANCE",
     "DROPPED",
-    "LOAD",
+    "EXPERT_COUNTS",
     "ROUTER_Z",
     "Adapted",
     "Block",
-    "BlockFactory",
     "Decoder",
     "DecoderLayer",
     "DecoderShape",
@@ -39,7 +38,7 @@ __all__ = [
     "Sampling",
     "Scoring",
     "Stream",
-    "decoder_layer",
+    "empty_aux",
     "is_matrix",
     "joined",
     "merged",

@@ -36,6 +36,7 @@ from maxtext_lite.models.lora import (
     new_adapters,
     with_merged_experts,
 )
+from maxtext_lite.models.moe import EXPERT_COUNTS
 from maxtext_lite.models.ops import Rotation, soft_capped
 from maxtext_lite.models.rotary import rotary_angles
 from maxtext_lite.models.shape import DecoderShape
@@ -55,7 +56,8 @@ class Stream(NamedTuple):
       x_BTD: the residual stream, in `dtype`.
       segment_BT: document number of each token.
       position_BT: position of each token in its document.
-      aux: sums over the layers so far of what `moe.ExpertShape.aux_axes` names, [B] or [B, T]; {} without experts.
+      aux: sums over the layers so far of what `moe.ExpertShape.aux_axes` names, [B] or [B, T], and the EXPERT_COUNTS of
+        the last L layers with experts; {} without experts.
     """
 
     x_BTD: jax.Array
@@ -69,6 +71,27 @@ def stream_axes(shape: DecoderShape) -> Any:
     token_axes: Any = ("batch", "length")
     aux_axes: Any = {} if shape.experts is None else shape.experts.aux_axes
     return Stream(RESIDUAL_AXES, token_axes, token_axes, aux_axes)  # type: ignore[arg-type]
+
+
+def empty_aux(shape: DecoderShape, num_rows: int, num_tokens: int) -> dict[str, jax.Array]:
+    """The `aux` of a stream of rows of this many tokens before the first layer: zeros."""
+    experts = shape.experts
+    if experts is None:
+        return {}
+    sizes = num_rows, num_tokens
+    aux = {name: jnp.zeros(sizes[: len(axes)], jnp.float32) for name, axes in experts.aux_axes.items()}
+    if experts.biased:
+        aux[EXPERT_COUNTS] = jnp.zeros((num_rows, shape.num_expert_layers, experts.num_experts), jnp.int32)
+    return aux
+
+
+def _with_layer(aux: dict[str, jax.Array], more: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The stream's `aux` after a layer that adds `more`; its expert counts enter at the end, whichever layer it is."""
+    return aux | {
+        name: jnp.concatenate([aux[name][:, 1:], x[:, None]], axis=1) if name == EXPERT_COUNTS else aux[name] + x
+        for name, x in more.items()
+        if name in aux
+    }
 
 
 class _Modules(nnx.Module):
@@ -193,8 +216,7 @@ class Decoder:
         self, params: Params, token_BT: jax.Array, segment_BT: jax.Array, position_BT: jax.Array
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """`hidden`, and the stream's `aux` after all layers."""
-        aux_axes = stream_axes(self.shape).aux
-        aux = {name: jnp.zeros(token_BT.shape[: len(axes)], jnp.float32) for name, axes in aux_axes.items()}
+        aux = empty_aux(self.shape, *token_BT.shape)
         stream = Stream(self.embed(params, token_BT, position_BT), segment_BT, position_BT, aux)
         stream = self.dense_layers(params, stream)
         run = (
@@ -353,7 +375,7 @@ class Decoder:
                 attend = scaled_queries(attend, factor_BT)
             module = nnx.merge(graph, with_merged_experts(params))
             x_BTD, cache, more = module(x_BTD, rotations[kind], attend, real_BT, drop=drop)
-            return x_BTD, {name: aux[name] + more.get(name, 0) for name in aux}, cache
+            return x_BTD, _with_layer(aux, more), cache
 
         if shape.saved is not None:
             policy = jax.checkpoint_policies.save_and_offload_only_these_names(

@@ -18,10 +18,13 @@ from maxtext_lite.config.weights import EXPERT_BIASES, EXPERT_WEIGHTS, ExpertSiz
 from maxtext_lite.models.ops import Activation
 from maxtext_lite.parallel import over_shards
 
-BALANCE, ROUTER_Z, DROPPED, LOAD = "moe_balance", "router_z", "moe_dropped_fraction", "moe_load"
+BALANCE, ROUTER_Z, DROPPED = "moe_balance", "router_z", "moe_dropped_fraction"
 """Names of a layer's entries in the stream's `aux`, float32: the balance loss of each example [B]; the squared
-log-partition of the router for each token [B, T]; the share of each example's choices that were dropped; and for each
-example a zero whose derivative with respect to the router's bias is the number of tokens that chose each expert."""
+log-partition of the router for each token [B, T]; and the share of each example's choices that were dropped [B]."""
+
+EXPERT_COUNTS = "expert_counts"
+"""Likewise, int32: the tokens of each example that chose each expert; [B, E] of a layer, [B, L, E] in the stream, for
+the L layers with experts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,13 +66,13 @@ class ExpertShape(ExpertSizes):
         return self.score == "sparsemixer" or (self.on_input and self.num_groups == 1)
 
     @property
-    def aux_axes(self) -> dict[str, tuple[str, ...]]:
-        """Logical axes of a layer's entries in the stream's `aux`."""
-        axes: dict[str, tuple[str, ...]] = {BALANCE: ("batch",), ROUTER_Z: ("batch", "length")}
+    def aux_axes(self) -> dict[str, tuple[str | None, ...]]:
+        """Logical axes of the entries of the stream's `aux`."""
+        axes: dict[str, tuple[str | None, ...]] = {BALANCE: ("batch",), ROUTER_Z: ("batch", "length")}
         if self.capacity_factor is not None:
             axes[DROPPED] = ("batch",)
         if self.biased:
-            axes[LOAD] = ("batch",)
+            axes[EXPERT_COUNTS] = ("batch", None, None)
         return axes
 
 
@@ -156,7 +159,7 @@ def route(x_BTD: jax.Array, router: Router, real_BT: jax.Array, shape: ExpertSha
         ROUTER_Z: jnp.where(real_BT, jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1)), 0),
     }
     if bias_E is not None:
-        aux[LOAD] = _load(bias_E, count_BE)
+        aux[EXPERT_COUNTS] = count_BE
     return Routing(jnp.where(real_BT[..., None], expert_BTJ, shape.num_experts), shape.scaling * share_BTJ, aux)
 
 
@@ -201,8 +204,8 @@ def _sparse_shares(logits_BTE: jax.Array, chosen_BTJE: jax.Array) -> jax.Array:
 
 
 def _count(chosen_BTJE: jax.Array) -> jax.Array:
-    """Tokens of each example that chose each expert, float32."""
-    return jnp.sum(chosen_BTJE, axis=(1, 2), dtype=jnp.int32).astype(jnp.float32)
+    """Tokens of each example that chose each expert, int32."""
+    return jnp.sum(chosen_BTJE, axis=(1, 2), dtype=jnp.int32)
 
 
 def _balance(score_BTE: jax.Array, count_BE: jax.Array, real_BT: jax.Array, shape: ExpertShape) -> jax.Array:
@@ -212,19 +215,3 @@ def _balance(score_BTE: jax.Array, count_BE: jax.Array, real_BT: jax.Array, shap
     mean_BE = jnp.sum(jnp.where(real_BT[..., None], probability_BTE, 0), axis=1) / tokens_B1
     share_BE = count_BE / (shape.num_per_token * tokens_B1)
     return shape.num_experts * jnp.sum(share_BE * mean_BE, axis=1)
-
-
-@jax.custom_vjp
-def _load(bias_E: jax.Array, count_BE: jax.Array) -> jax.Array:
-    """Zero for each example, with `count_BE` as its derivative with respect to the bias.
-
-    The bias's "gradient" is then the number of tokens that chose each expert, and goes the way of all gradients
-    through accumulation, replicas and pipeline; the optimizer knows what to do with it.
-    """
-    return 0 * jnp.sum(bias_E * count_BE, axis=1)  # not a constant: under vmap, each copy has a derivative of its own
-
-
-_load.defvjp(
-    lambda bias_E, count_BE: (_load(bias_E, count_BE), count_BE),
-    lambda count_BE, g_B: (jnp.sum(g_B[:, None] * count_BE, axis=0), None),
-)

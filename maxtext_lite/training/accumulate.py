@@ -9,7 +9,6 @@ Also loss scaling, which keeps float16 gradients from underflowing.
 
 import dataclasses
 import operator
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -120,9 +119,9 @@ class GradientAccumulation(optax.MultiSteps):
       loss_scaling: None: gradients are not scaled.
       every_k_schedule: micro-batches that `update` sums, for callers without a loop of their own.
       max_skipped: consecutive steps skipped for a non-finite gradient after which the run ends; None: any number.
-      loads: a tree like the parameters, true for the routers' biases, whose "gradients" are expert counts: the tokens
-        that chose each expert. The inner optimizer does not see them. None where there are none.
-      load_rate: added to the bias of an expert with fewer tokens than the mean of its layer, and subtracted from one
+      biases: a tree like the parameters, true for the routers' biases, which have no gradient and follow the expert
+        counts instead. The inner optimizer does not see them. None where there are none.
+      bias_rate: added to the bias of an expert with fewer tokens than the mean of its layer, and subtracted from one
         with more: DeepSeek-AI 2024, arXiv:2412.19437, section 2.1.2.
       masters: parameters that are not float32 have a float32 master copy in the state, to which updates are added: a
         narrower weight would round small ones away.
@@ -139,18 +138,18 @@ class GradientAccumulation(optax.MultiSteps):
         *,
         every_k_schedule: int = 1,
         max_skipped: int | None = None,
-        loads: Tree = None,
-        load_rate: float = 0.0,
+        biases: Tree = None,
+        bias_rate: float = 0.0,
         masters: bool = True,
         over_data: bool = False,
         on_host: bool = False,
         has_rate: bool = False,
     ):
-        if loads is not None:
-            inner = optax.masked(inner, jax.tree.map(operator.not_, loads))
+        if biases is not None:
+            inner = optax.masked(inner, jax.tree.map(operator.not_, biases))
         super().__init__(inner, every_k_schedule, use_grad_mean=False, accumulator_dtype=jnp.float32)
         self._keeps_sum = every_k_schedule > 1
-        self._loads, self._load_rate = loads, load_rate
+        self._biases, self._bias_rate = biases, bias_rate
         self.loss_scaling, self.max_skipped = loss_scaling, max_skipped
         self._masters = masters
         self.over_data = over_data
@@ -168,30 +167,14 @@ class GradientAccumulation(optax.MultiSteps):
         scale = self.loss_scaling.init() if self.loss_scaling else ()
         return state._replace(acc_grads=state.acc_grads if self._keeps_sum else (), skip_state=scale)
 
-    def map_gradients(self, function: Callable[[jax.Array], jax.Array], gradients: Tree) -> Tree:
-        """`function` of each gradient; expert counts stay whole numbers."""
-        if self._loads is None:
-            return jax.tree.map(function, gradients)
-        return jax.tree.map(lambda is_load, g: g if is_load else function(g), self._loads, gradients)
-
-    def without_loads(self, gradients: Tree) -> list[jax.Array]:
-        """The gradients, without the expert counts."""
-        leaves = jax.tree.leaves(gradients)
-        if self._loads is None:
-            return leaves
-        return [g for g, is_load in zip(leaves, jax.tree.leaves(self._loads), strict=True) if not is_load]
-
-    def _with_biases(self, updates: Tree, gradients: Tree) -> Tree:
+    def _with_biases(self, updates: Tree, expert_counts: jax.Array | None) -> Tree:
         """The updates, those of the routers' biases included."""
-        if self._loads is None:
+        if self._biases is None:
             return updates
-
-        def towards_the_mean(load: jax.Array) -> jax.Array:
-            return self._load_rate * jnp.sign(jnp.mean(load, axis=-1, keepdims=True) - load)
-
-        return jax.tree.map(
-            lambda is_load, u, g: towards_the_mean(g) if is_load else u, self._loads, updates, gradients
-        )
+        assert expert_counts is not None
+        of_biases = self._bias_rate * jnp.sign(jnp.mean(expert_counts, axis=-1, keepdims=True) - expert_counts)
+        # In a pipeline with several rounds, a bias is stored by round.
+        return jax.tree.map(lambda is_bias, u: of_biases.reshape(u.shape) if is_bias else u, self._biases, updates)
 
     def loss_scale(self, state: optax.MultiStepsState) -> jax.Array | None:
         """The factor of the loss in the next backward pass; None without loss scaling."""
@@ -223,17 +206,26 @@ class GradientAccumulation(optax.MultiSteps):
         return self._masters and any(p.dtype != jnp.float32 for p in jax.tree.leaves(params))
 
     def finish(
-        self, gradients: Tree, state: optax.MultiStepsState, params: Tree, learning_rate: jax.Array
+        self,
+        gradients: Tree,
+        state: optax.MultiStepsState,
+        params: Tree,
+        learning_rate: jax.Array,
+        expert_counts: jax.Array | None = None,
     ) -> tuple[Tree, optax.MultiStepsState]:
         """The parameters and the state after an update with the whole step's float32 gradients.
 
         The loss scale is left to the caller, who decides whether the step is skipped.
+
+        Args:
+          expert_counts: the tokens that chose each expert in the step, [L, E] of the layers with experts; needed where
+            routers have biases.
         """
         inner, master = _parts(state)
         updates, inner = self.inner_opt.update(gradients, inner, as_float32(params) if master is None else master)
         if not self._has_rate:
             updates = jax.tree.map(lambda u: -learning_rate * u, updates)
-        updates = self._with_biases(updates, gradients)
+        updates = self._with_biases(updates, expert_counts)
         if master is None:
             new_params = optax.apply_updates(params, updates)
         else:

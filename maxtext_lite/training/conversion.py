@@ -55,7 +55,7 @@ def import_directory(source: Path, out: Path, overrides: Sequence[str]) -> str:
     stated = [word for word in overrides if word.partition("=")[0] not in CONVERSION_KEYS]
     if stated:
         raise UserError(
-            f"{stated[0]} has no use with {source}: only a checkpoint of MaxText, which has no config, takes it."
+            f"{stated[0]} has no effect with {source}: it is for a checkpoint of MaxText, which has no config."
         )
     adapter = adapter_of(source)
     base = adapter.base if adapter else source
@@ -109,7 +109,7 @@ def export_directory(source: Path, out: Path, overrides: Sequence[str], *, merge
     config = load_config(source / "config.yml", [*mesh, *overrides])
     if merge_lora is not None and not config.lora_rank:
         merge = f"merge_lora={str(merge_lora).lower()}"
-        raise UserError(f"{merge} has no use with {source}, whose lora_rank is 0. Remove it.")
+        raise UserError(f"{merge} has no effect with {source}, whose lora_rank is 0. Remove it.")
     fields = run_config_json(
         source,
         config,

@@ -159,6 +159,6 @@ class FeedSteps:
         return function(jax.block_until_ready(argument) if self._one_at_a_time else argument)
 
     def _find_cause(self, batch: DeviceBatch, state: TrainState) -> NonFinite | None:
-        # A loading host has the ids in the order in which it dealt out the rows.
+        # A loading host has the ids in the order in which it laid out the rows.
         ids = np.asarray(value_of_host(self._plan.loading_hosts[0], batch.example_ids.tolist()))
         return find_nonfinite(self._run.parts, state, batch.arrays, ids, micro_batches=batch.num_micro_batches)

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from maxtext_lite.models import EXPERT_COUNTS, empty_aux
 from maxtext_lite.parallel import constrain, in_context_order, over_replicas, per_replica, sharding, tree_shardings
-from maxtext_lite.training.accumulate import GradientAccumulation
 from maxtext_lite.training.arrays import Params, Rows
-from maxtext_lite.training.interleaved import InterleavedStep
+from maxtext_lite.training.interleaved import InterleavedStep, PieceSums
 from maxtext_lite.training.loss import LossSums
 from maxtext_lite.training.outputs import forward
 from maxtext_lite.training.state import StepParts, gradient_shardings
@@ -37,6 +37,7 @@ class StepGradients(NamedTuple):
       group_squares: sum over groups of W / w |G|^2, where a group is one replica's part of one micro-batch, w its
         count, W that of the step, and G its part of `gradients`; 0 where there is one group.
       groups: groups with a count above 0, int32.
+      expert_counts: `Outputs.expert_counts`.
     """
 
     gradients: Params
@@ -48,10 +49,11 @@ class StepGradients(NamedTuple):
     examples: jax.Array
     group_squares: jax.Array
     groups: jax.Array
+    expert_counts: jax.Array | None
 
 
 class GradientSums(NamedTuple):
-    """The sums so far: gradients [R, ...], and the other fields of `StepGradients` per replica, [R].
+    """The sums so far: gradients [R, ...], and the other fields of `StepGradients` per replica, [R, ...].
 
     `counts` has `target_tokens`, the objective's divisor, and `examples`.
     """
@@ -61,6 +63,7 @@ class GradientSums(NamedTuple):
     counts: dict[str, jax.Array]
     group_squares: jax.Array
     groups: jax.Array
+    expert_counts: jax.Array | None
 
 
 class GradientLoop:
@@ -122,7 +125,8 @@ class GradientLoop:
         losses = objective.zeros(self._decoder, zeros_R)
         counts = dict.fromkeys((*self._counted_names, "examples"), none_R)
         counts[objective.divisor] = none_R.astype(objective.divisor_dtype)
-        return GradientSums(zeros, losses, counts, zeros_R, none_R)
+        expert_counts = empty_aux(self._decoder.shape, self._num_replicas, 0).get(EXPERT_COUNTS)
+        return GradientSums(zeros, losses, counts, zeros_R, none_R, expert_counts)
 
     def shardings(self) -> GradientSums:
         """The shardings of the sums between batches: each replica's on its devices, gradients as the parameters."""
@@ -164,8 +168,8 @@ class GradientLoop:
             # Tied to the loop's rows, sharded weights are gathered where they are used; as loop constants, whole
             # embeddings would be gathered before the loop and kept until its end.
             micro_params, micro_frozen, here = jax.lax.optimization_barrier((cast_params, cast_frozen, here))
-            (_, losses), gradients = self._differentiate(micro_params, micro_frozen, factor_R, here)
-            sums = self._with_piece(sums, gradients, losses)
+            (_, found), gradients = self._differentiate(micro_params, micro_frozen, factor_R, here)
+            sums = self._with_piece(sums, gradients, found)
             if one_group or self._local:
                 return sums
             return self._with_groups(sums, gradients, self._counted(here), whole_R)
@@ -196,15 +200,14 @@ class GradientLoop:
         def all_reduce(x_R: jax.Array) -> jax.Array:
             return x_R if self._local else jnp.sum(x_R, axis=0)
 
-        optimizer = self._parts.optimizer
-        gradients = optimizer.map_gradients(lambda g: g.astype(self._parts.config.grad_dtype), sums.gradients)
-        gradients = jax.tree.map(all_reduce, gradients)
+        gradients = jax.tree.map(lambda g: g.astype(self._parts.config.grad_dtype), sums.gradients)
+        sums = jax.tree.map(all_reduce, sums._replace(gradients=gradients))
         if self._local:
-            gradients = jax.tree.map(_lay_out, gradients, self._trained_axes)
+            gradients = jax.tree.map(_lay_out, sums.gradients, self._trained_axes)
         else:  # with ZeRO-1 each replica receives only its share
-            gradients = jax.lax.with_sharding_constraint(gradients, gradient_shardings(self._parts))
+            gradients = jax.lax.with_sharding_constraint(sums.gradients, gradient_shardings(self._parts))
         gradients = jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
-        losses, counts = jax.tree.map(all_reduce, (sums.losses, sums.counts))
+        losses, counts = sums.losses, sums.counts
         result = StepGradients(
             gradients,
             losses.nll,
@@ -213,23 +216,20 @@ class GradientLoop:
             counts[self._parts.objective.divisor],
             counts["target_tokens"],
             counts["examples"],
-            all_reduce(sums.group_squares),
-            all_reduce(sums.groups),
+            sums.group_squares,
+            sums.groups,
+            sums.expert_counts,
         )
         if loss_scale is not None:
 
             def unscaled(x: jax.Array) -> jax.Array:
                 return x / loss_scale.reshape(loss_scale.shape + (1,) * (x.ndim - loss_scale.ndim))
 
-            result = _rescaled(result, unscaled, optimizer)._replace(
-                group_squares=unscaled(unscaled(result.group_squares))
-            )
+            result = _rescaled(result, unscaled)._replace(group_squares=unscaled(unscaled(result.group_squares)))
         if is_expected:  # the expected count also stood for W in group_squares
             assert not self._local
             ratio = whole_R[0] / jnp.maximum(result.num_counted, 1)
-            result = _rescaled(result, lambda x: x * ratio, optimizer)._replace(
-                group_squares=result.group_squares * ratio
-            )
+            result = _rescaled(result, lambda x: x * ratio)._replace(group_squares=result.group_squares * ratio)
         return result
 
     def of_step(
@@ -267,9 +267,10 @@ class GradientLoop:
 
     def _loss_share(
         self, params: Params, frozen: Params | None, factor: jax.Array, rows: Rows
-    ) -> tuple[jax.Array, LossSums]:
+    ) -> tuple[jax.Array, PieceSums]:
         outputs = forward(self._decoder, self._decoder.joined(params, frozen), rows, self._parts.config)
-        return self._parts.objective.loss(outputs, rows, factor)
+        loss, sums = self._parts.objective.loss(outputs, rows, factor)
+        return loss, (sums, outputs.expert_counts)
 
     def _per_replica_sum(self, x_AB: jax.Array) -> jax.Array:
         """[A, B] -> [R]."""
@@ -279,17 +280,18 @@ class GradientLoop:
         """A micro-batch's part of the divisor, [R]."""
         return self._per_replica_sum(self._parts.objective.counts(rows)[self._parts.objective.divisor][None])
 
-    def _with_piece(self, sums: GradientSums, gradients: Params, losses: LossSums) -> GradientSums:
+    def _with_piece(self, sums: GradientSums, gradients: Params, found: PieceSums) -> GradientSums:
         accumulator = self._parts.optimizer.accumulate(sums.gradients, gradients)
         accumulator = jax.tree.map(_lay_out, accumulator, self._trained_axes)
-        return sums._replace(gradients=accumulator, losses=jax.tree.map(jnp.add, sums.losses, losses))
+        losses, expert_counts = jax.tree.map(jnp.add, (sums.losses, sums.expert_counts), found)
+        return sums._replace(gradients=accumulator, losses=losses, expert_counts=expert_counts)
 
     def _with_groups(
         self, sums: GradientSums, gradients: Params, group_R: jax.Array, whole_R: jax.Array
     ) -> GradientSums:
         """The sums with one more group in each replica."""
         share_R = group_R / whole_R
-        squares_R = sum(_squares_by_replica(g) for g in self._parts.optimizer.without_loads(gradients))
+        squares_R = sum(_squares_by_replica(g) for g in jax.tree.leaves(gradients))
         group_squares = jnp.where(group_R > 0, squares_R / jnp.maximum(share_R, 1e-30), 0.0)
         groups = (group_R > 0).astype(jnp.int32)
         return sums._replace(group_squares=sums.group_squares + group_squares, groups=sums.groups + groups)
@@ -309,10 +311,7 @@ def _squares_by_replica(gradient: jax.Array) -> jax.Array:
     return jnp.sum(jnp.square(gradient.astype(jnp.float32)), axis=tuple(range(1, gradient.ndim)))
 
 
-def _rescaled(
-    step: StepGradients, function: Callable[[jax.Array], jax.Array], optimizer: GradientAccumulation
-) -> StepGradients:
+def _rescaled(step: StepGradients, function: Callable[[jax.Array], jax.Array]) -> StepGradients:
     """`function` applied to everything that scales with the loss, except `group_squares`."""
-    loss, z_loss, aux = jax.tree.map(function, (step.loss, step.z_loss, step.aux))
-    gradients = optimizer.map_gradients(function, step.gradients)
+    gradients, loss, z_loss, aux = jax.tree.map(function, (step.gradients, step.loss, step.z_loss, step.aux))
     return step._replace(gradients=gradients, loss=loss, z_loss=z_loss, aux=aux)

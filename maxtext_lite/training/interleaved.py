@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 import jax
 import jax.numpy as jnp
 
-from maxtext_lite.models import Stream, stream_axes
+from maxtext_lite.models import EXPERT_COUNTS, Stream, empty_aux, stream_axes
 from maxtext_lite.parallel import Flight, constrain, num_shards, over_replicas
 from maxtext_lite.training.arrays import Params, Rows
 from maxtext_lite.training.loss import LossSums
@@ -19,6 +19,8 @@ from maxtext_lite.training.state import StepParts
 
 Sums = TypeVar("Sums")
 Count: TypeAlias = jax.Array | int
+PieceSums: TypeAlias = tuple[LossSums, jax.Array | None]
+"""The sums and the expert counts of the rows of one forward pass."""
 
 
 class InterleavedStep:
@@ -44,9 +46,9 @@ class InterleavedStep:
         num_micro_batches: Count,
         *,
         start: Sums,
-        added: Callable[[Sums, Params, LossSums], Sums],
+        added: Callable[[Sums, Params, PieceSums], Sums],
     ) -> Sums:
-        """The sums after all ticks of a step: `added(sums, gradients, losses)` at each, beginning with `start`.
+        """The sums after all ticks of a step: `added(sums, gradients, of the piece)` at each, beginning with `start`.
 
         Args:
           params: the trained parameters as `Decoder.cast` gives them; [R, ...] where replicas have their own.
@@ -61,8 +63,8 @@ class InterleavedStep:
             rows = [self._piece_at(time - age, batch, num_micro_batches) for age in ages]
             # As in the loop over micro-batches.
             here, frozen_here, rows = jax.lax.optimization_barrier((params, frozen, rows))
-            flight, losses, gradients = self._tick(here, frozen_here, factor_R, flight, *rows, time)
-            return flight, added(sums, gradients, losses)
+            flight, found, gradients = self._tick(here, frozen_here, factor_R, flight, *rows, time)
+            return flight, added(sums, gradients, found)
 
         num_ticks = self._pipeline.num_ticks_1f1b(num_micro_batches)
         return jax.lax.fori_loop(0, num_ticks, tick, (self._no_flight(batch), start))[1]
@@ -72,9 +74,7 @@ class InterleavedStep:
         sizes = B // (self._num_replicas * self._pipeline.num_microbatches), T
         x_BTD = jax.ShapeDtypeStruct((*sizes, shape.emb_dim), shape.dtype)
         token_BT: Any = jax.ShapeDtypeStruct(sizes, jnp.int32)
-        aux: Any = {
-            name: jax.ShapeDtypeStruct(sizes[: len(axes)], jnp.float32) for name, axes in stream_axes(shape).aux.items()
-        }
+        aux = jax.eval_shape(lambda: empty_aux(shape, *sizes))
         stream = Stream(x_BTD, token_BT, token_BT, aux)  # type: ignore[arg-type]
         return self._pipeline.no_flight(stream, self._num_replicas)
 
@@ -104,7 +104,7 @@ class InterleavedStep:
         leaving: Rows,
         returning: Rows,
         time: jax.Array,
-    ) -> tuple[Flight, LossSums, Params]:
+    ) -> tuple[Flight, PieceSums, Params]:
         decoder, axes = self._decoder, stream_axes(self._decoder.shape)
         layers = params["layers"]
         ends = {name: value for name, value in params.items() if name != "layers"}
@@ -120,20 +120,22 @@ class InterleavedStep:
             stream = Stream(constrain(self._merge(x_BTD), axes.x_BTD), rows["segments"], rows["positions"], {})
             return decoder.dense_layers(whole(ends), stream).x_BTD
 
-        def loss(ends: Params, x_BTD: jax.Array, aux: dict[str, jax.Array]) -> tuple[jax.Array, LossSums]:
-            params = whole(ends)
-            x_BTD = decoder.final_norm(params, self._split(x_BTD))
-            outputs = Outputs(decoder, params, x_BTD, aux, self._parts.config, TokenSplit(self._split, self._merge))
-            return self._parts.objective.loss(outputs, leaving, factor)
+        def leave(stream: Stream) -> tuple[list[jax.Array], tuple[PieceSums, Params]]:
+            def loss(ends: Params, x_BTD: jax.Array, aux: dict[str, jax.Array]) -> tuple[jax.Array, PieceSums]:
+                params, tokens = whole(ends), TokenSplit(self._split, self._merge)
+                x_BTD = decoder.final_norm(params, self._split(x_BTD))
+                outputs = Outputs(decoder, params, x_BTD, stream.aux | aux, self._parts.config, tokens)
+                loss, sums = self._parts.objective.loss(outputs, leaving, factor)
+                return loss, (sums, outputs.expert_counts)
 
-        def leave(stream: Stream) -> tuple[list[jax.Array], tuple[LossSums, Params]]:
+            aux = {name: x for name, x in stream.aux.items() if name != EXPERT_COUNTS}
             differentiated = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
-            (_, losses), (ends_gradient, *cotangents) = differentiated(ends, stream.x_BTD, stream.aux)
-            laid_out = jax.tree.map(constrain, cotangents, [axes.x_BTD, axes.aux])
-            return jax.tree.leaves(laid_out), (losses, ends_gradient)
+            (_, found), (ends_gradient, *cotangents) = differentiated(ends, stream.x_BTD, aux)
+            laid_out = jax.tree.map(constrain, cotangents, [axes.x_BTD, {name: axes.aux[name] for name in aux}])
+            return jax.tree.leaves(laid_out), (found, ends_gradient)
 
-        aux = {name: jnp.zeros(entering["tokens"].shape[: len(names)], jnp.float32) for name, names in axes.aux.items()}
-        flight, layer_gradients, cotangents, (losses, loss_gradient) = self._pipeline.tick_1f1b(
+        aux = empty_aux(decoder.shape, *entering["tokens"].shape)
+        flight, layer_gradients, cotangents, (found, loss_gradient) = self._pipeline.tick_1f1b(
             run,
             layers,
             None if frozen is None else frozen["layers"],
@@ -145,7 +147,7 @@ class InterleavedStep:
         )
         (embed_gradient,) = jax.vjp(lambda ends: embed(ends, returning), ends)[1](cotangents[0])
         gradients = jax.tree.map(jnp.add, loss_gradient, embed_gradient)
-        return flight, losses, gradients | {"layers": layer_gradients}
+        return flight, found, gradients | {"layers": layer_gradients}
 
     def _split(self, x: jax.Array) -> jax.Array:
         """[b, T, ...] as [b P, T / P, ...], split over the stages."""

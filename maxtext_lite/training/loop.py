@@ -189,7 +189,7 @@ def _own_sources(config: Config, source: Examples | None, eval_source: Examples 
     _refuse_pairs(config, "source")
     if config.balance_attention:
         raise UserError(
-            "balance_attention=true has no use with source, whose documents are not known before its examples are "
+            "balance_attention=true has no effect with source, whose documents are not known before its examples are "
             "read. Nearest that works: false."
         )
     sizes = {"num_tokens": config.max_target_length, "vocab_size": config.vocab_size}

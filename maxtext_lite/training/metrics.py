@@ -18,7 +18,6 @@ from maxtext_lite.training.arrays import Record
 from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.trackers import Tracker
 
-_FLUSH_SECONDS = 30.0
 _SHOW_CURSOR = b"\x1b[?25h\n"  # rich hides it while it shows a bar
 _BESIDE_THE_BAR = 60  # columns
 _DISPENSABLE = ("TFLOP/s/device", "ETA ", "batch ", "grad ", "margin ", "lr ", "MFU ", "tokens/s")

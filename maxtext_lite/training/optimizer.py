@@ -17,7 +17,7 @@ from maxtext_lite.models import is_matrix, num_inputs, of_one, unstacked
 from maxtext_lite.training.accumulate import GradientAccumulation, loss_scaling
 from maxtext_lite.training.arrays import Path, Scalar, Tree
 
-_LOAD_AXES = ("router_bias",)
+_BIAS_AXES = ("router_bias",)
 
 Rate: TypeAlias = Callable[[Scalar], jax.Array]
 """Position u in the run, in steps (float or traced) -> learning rate of the update that reaches it."""
@@ -226,7 +226,7 @@ def make_optimizer(config: Config, axes: Tree, own: optax.GradientTransformation
       axes: the parameters' logical axes, which decide what is decayed.
       own: replaces all of it, the learning rate included; None: nothing does.
     """
-    loads = _over_axes(lambda leaf: unstacked(leaf) == _LOAD_AXES, axes)
+    biases = _over_axes(lambda leaf: unstacked(leaf) == _BIAS_AXES, axes)
     decayed = _over_axes(lambda leaf: config.weight_decay_on_norms_and_embeddings or is_matrix(leaf), axes)
     clipping = config.gradient_clipping_threshold
     return GradientAccumulation(
@@ -238,8 +238,8 @@ def make_optimizer(config: Config, axes: Tree, own: optax.GradientTransformation
         ),
         loss_scaling(config),
         max_skipped=config.max_skipped_updates if config.skip_nonfinite_updates else 1,
-        loads=loads if any(jax.tree.leaves(loads)) else None,
-        load_rate=config.routed_bias_update_rate,
+        biases=biases if any(jax.tree.leaves(biases)) else None,
+        bias_rate=config.routed_bias_update_rate,
         masters=config.master_weights,
         over_data=config.shard_optimizer_over_data,
         on_host=config.optimizer_memory_host_offload,

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_lite.config import NumericsConfig
-from maxtext_lite.models import BALANCE, DROPPED, LOAD, ROUTER_Z, Decoder
+from maxtext_lite.models import BALANCE, DROPPED, EXPERT_COUNTS, ROUTER_Z, Decoder
 from maxtext_lite.models.layers import BiasedHead, OutputHead
 from maxtext_lite.parallel import axes_in_use, constrain, gathered_for_use
 from maxtext_lite.training.arrays import Metrics, Params, Rows
@@ -80,6 +80,12 @@ class Outputs:
         head = self.decoder.output_head(self.params, self.x_BTD.dtype)
         return token_losses(self.x_BTD, head, target_BT, self._readout())
 
+    @property
+    def expert_counts(self) -> jax.Array | None:
+        """The tokens that chose each expert of each layer, int32 [L, E]; None where no router's bias needs them."""
+        counts_BLE = self.aux.get(EXPERT_COUNTS)
+        return None if counts_BLE is None else jnp.sum(counts_BLE, axis=0)
+
     def auxiliary_loss(
         self, weight_BT: jax.Array, example_weight_B: jax.Array
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -93,8 +99,6 @@ class Outputs:
         """
         multipliers = {BALANCE: self.config.load_balance_loss_weight, ROUTER_Z: self.config.router_z_loss_multiplier}
         loss = jnp.zeros([], jnp.float32)
-        if LOAD in self.aux:  # counts: neither weighted nor divided, so that they stay whole
-            loss += jnp.sum(self.aux[LOAD])
         sums = {}
         for name in auxiliary_names(self.decoder):
             weights = weight_BT if self.aux[name].ndim == 2 else example_weight_B
@@ -144,4 +148,4 @@ def auxiliary_metrics(aux: dict[str, jax.Array], config: NumericsConfig) -> Metr
 def auxiliary_names(decoder: Decoder) -> list[str]:
     """The names of the sums of `Outputs.auxiliary_loss`."""
     experts = decoder.shape.experts
-    return [] if experts is None else [name for name in experts.aux_axes if name != LOAD]
+    return [] if experts is None else [name for name in experts.aux_axes if name != EXPERT_COUNTS]

@@ -73,7 +73,7 @@ def make_row_losses(run: TrainingRun[ExampleSource]) -> Callable[[TrainState, in
     @jax.jit
     def alone(params: Params, frozen: Params | None, loss_scale: Scalar, batch: Rows) -> tuple[jax.Array, ...]:
         found = step_gradients(params, batch, None, loss_scale, frozen)
-        norm = optax.tree.norm(run.parts.optimizer.without_loads(found.gradients))
+        norm = optax.tree.norm(found.gradients)
         return found.loss, found.target_tokens, found.num_counted, norm
 
     def text(fields: dict[str, np.ndarray]) -> str:

@@ -15,7 +15,6 @@ import optax
 
 from maxtext_lite.batching import (
     BatchPlan,
-    flops_per_example,
     format_plan,
     scaled_optimizer,
 )
@@ -377,8 +376,7 @@ class TrainingRun(Generic[Data]):
     def speed(self) -> Speed:
         """The figures that turn a step's time into throughput."""
         return Speed(
-            flops_per_example=self.config.rows_per_example
-            * flops_per_example(self.config, self.config.max_target_length),
+            flops_per_example=self.plan.flops_per_example,
             num_devices=self.mesh.size,
             peak=peak_tflops(jax.devices()[0].device_kind, self.config.dtype),
         )

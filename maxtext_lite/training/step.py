@@ -106,7 +106,7 @@ def _updated(
 ) -> tuple[Params, optax.MultiStepsState, Progress, Metrics]:
     """One replica's parameters, optimizer state and progress after a step, unchanged if it is skipped; and metrics."""
     optimizer, config = parts.optimizer, parts.config
-    grad_norm = optax.tree.norm(optimizer.without_loads(step.gradients))
+    grad_norm = optax.tree.norm(step.gradients)
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(step.loss)
     has_ended = optimizer.has_ended(skipped_in_a_row)
     applied = finite & (step.num_counted > 0) & ~has_ended
@@ -115,7 +115,7 @@ def _updated(
     whole = params
     if optimizer.over_data:
         params = jax.lax.with_sharding_constraint(params, gradient_shardings(parts))
-    new_params, new_opt_state = optimizer.finish(step.gradients, opt_state, params, learning_rate)
+    new_params, new_opt_state = optimizer.finish(step.gradients, opt_state, params, learning_rate, step.expert_counts)
     new = (new_params, new_opt_state, new_progress)
     params, opt_state, progress = _where(applied, new, (params, opt_state, progress))
     param_norm = optax.tree.norm(params)

@@ -36,7 +36,7 @@ def test_evaluation_has_its_own_batch():
     assert sizes_of(8).eval_batch_examples == 128
 
 
-NO_USE = "has no use with 1 pipeline stage (ici_pipeline_parallelism x dcn_pipeline_parallelism)."
+NO_EFFECT = "has no effect with 1 pipeline stage (ici_pipeline_parallelism x dcn_pipeline_parallelism)."
 
 
 @pytest.mark.parametrize(
@@ -44,9 +44,9 @@ NO_USE = "has no use with 1 pipeline stage (ici_pipeline_parallelism x dcn_pipel
     [
         ({"ici_pipeline_parallelism": 2, "num_pipeline_microbatches": 3},
          "num_pipeline_microbatches=3 is not a multiple of the 2 pipeline stages."),
-        ({"num_pipeline_microbatches": 4}, f"num_pipeline_microbatches=4 {NO_USE}"),
-        ({"num_layers_per_pipeline_stage": 2}, f"num_layers_per_pipeline_stage=2 {NO_USE}"),
-        ({"num_pipeline_repeats": 2}, f"num_pipeline_repeats=2 {NO_USE}"),
+        ({"num_pipeline_microbatches": 4}, f"num_pipeline_microbatches=4 {NO_EFFECT}"),
+        ({"num_layers_per_pipeline_stage": 2}, f"num_layers_per_pipeline_stage=2 {NO_EFFECT}"),
+        ({"num_pipeline_repeats": 2}, f"num_pipeline_repeats=2 {NO_EFFECT}"),
         ({"ici_pipeline_parallelism": 8}, "base_num_decoder_layers=4 is not a multiple of 8 pipeline stages x "
                                           "num_layers_per_pipeline_stage=1."),
         ({"ici_pipeline_parallelism": 2, "num_layers_per_pipeline_stage": 3},
@@ -54,13 +54,13 @@ NO_USE = "has no use with 1 pipeline stage (ici_pipeline_parallelism x dcn_pipel
         ({"ici_pipeline_parallelism": 2, "num_pipeline_repeats": 3},
          "num_pipeline_repeats=3 x 2 pipeline stages x num_layers_per_pipeline_stage=1 = 6 layers, but "
          "base_num_decoder_layers=4."),
-        ({"pipeline_schedule": "1f1b"}, f"pipeline_schedule=1f1b {NO_USE}"),
+        ({"pipeline_schedule": "1f1b"}, f"pipeline_schedule=1f1b {NO_EFFECT}"),
         ({"ici_pipeline_parallelism": 2, "pipeline_schedule": "1f1b"},
          "pipeline_schedule=1f1b passes the stages once, but 4 layers on 2 stages with num_layers_per_pipeline_stage=1 "
          "go round 2 times."),
         ({"ici_pipeline_parallelism": 4, "pipeline_schedule": "1f1b", "num_vocab_tiling": 2, "max_target_length": 100},
          "max_target_length=100 is not a multiple of 4 pipeline stages x num_vocab_tiling=2, between which "
-         "pipeline_schedule=1f1b cuts the tokens of a microbatch for the loss."),
+         "pipeline_schedule=1f1b splits the tokens of a microbatch for the loss."),
         ({"ici_tensor_parallelism": 8}, "ici_tensor_parallelism=8 does not divide base_num_kv_heads=4."),
         ({"ici_tensor_parallelism": 4, "dcn_tensor_parallelism": 2},
          "ici_tensor_parallelism=4 x dcn_tensor_parallelism=2 = 8 does not divide base_num_kv_heads=4."),

@@ -163,15 +163,21 @@ def test_a_token_that_contains_the_beginning_of_an_answer_is_not_learned(tokeniz
     assert tokenized.num_cut == 1
 
 
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_plain_text_ends_with_end_of_text(elsewhere, tokenizer_path, plain, tmp_path):
+@pytest.fixture
+def beginning_with_s(tokenizer_path, tmp_path):
+    """The directory of a tokenizer whose texts begin with <s> and end with </s>."""
     path = tmp_path / "special"
     path.mkdir()
     source = tokenizers.Tokenizer.from_file(str(tokenizer_path / "tokenizer.json"))
     source.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 5)])
     source.save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
-    it = renderer(path, elsewhere=elsewhere)
+    return path
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_plain_text_ends_with_end_of_text(elsewhere, beginning_with_s, plain):
+    it = renderer(beginning_with_s, elsewhere=elsewhere)
     begin = "<s>" if elsewhere else ""
     texts, whole, _ = learned(it, it.sft_text("d:1", {"prompt": "user", "completion": " No."}), plain)
     assert (texts, whole) == ([" No.</s>"], f"{begin}user No.</s>")
@@ -258,14 +264,8 @@ def test_a_prompt_is_what_comes_before_its_answer(template, tokenizer_path, plai
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_plain_prompt_begins_as_a_text_does(elsewhere, tokenizer_path, plain, tmp_path):
-    path = tmp_path / "special"
-    path.mkdir()
-    source = tokenizers.Tokenizer.from_file(str(tokenizer_path / "tokenizer.json"))
-    source.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 5)])
-    source.save(str(path / "tokenizer.json"))
-    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
-    it = renderer(path, elsewhere=elsewhere)
+def test_a_plain_prompt_begins_as_a_text_does(elsewhere, beginning_with_s, plain):
+    it = renderer(beginning_with_s, elsewhere=elsewhere)
     some, none = it.prompt_tokens([it.prompt_text("d:1", "prompt", text) for text in ("user", "")])
     rendered = [plain.decode(tokens.tolist(), skip_special_tokens=False) for tokens in (some, none)]
     assert rendered == (["<s>user", "<s>"] if elsewhere else ["user", "</s>"])

@@ -75,10 +75,10 @@ def test_experts_biases_stay_float32_in_a_model_in_bfloat16(tmp_path):
 def test_layers_split_over_pipeline_stages_are_exported_in_their_order(tmp_path):
     source = save("llama", tmp_path / "source")
     _, params = load(source)
-    dealt = params | {"layers": jax.tree.map(lambda x: x.reshape(3, 1, *x.shape[1:]), params["layers"])}
+    in_rounds = params | {"layers": jax.tree.map(lambda x: x.reshape(3, 1, *x.shape[1:]), params["layers"])}
     fields = read_object(source / "config.json")
-    for name, tree in (("plain", params), ("dealt", dealt)):
+    for name, tree in (("plain", params), ("in_rounds", in_rounds)):
         (tmp_path / name).mkdir()
         export_parameters(tmp_path / name, tree, "llama", model_keys(fields, ""), dtype="float32")
-    contents = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("plain", "dealt")]
+    contents = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("plain", "in_rounds")]
     assert contents[0] == contents[1]

@@ -92,7 +92,7 @@ class Damage:
         self.counts["read" if problems is None else "refused"] += 1
 
     def try_all(self, file: Path, times: int, use) -> None:
-        """`use()` of the file in so many damaged forms: it returns, or raises a UserError of printable lines."""
+        """Calls `use()` with the file damaged in `times` ways: it returns, or raises a UserError of printable lines."""
         whole = file.read_bytes()
         lines = file.suffix in (".json", ".jsonl")
         for _ in range(times):

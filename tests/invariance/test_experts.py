@@ -1,4 +1,4 @@
-"""Experts do not notice how a batch is split: losses, gradients, loads, metrics and updates."""
+"""Experts do not notice how a batch is split: losses, gradients, expert counts, metrics and updates."""
 
 import json
 import re
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from maxtext_lite.config import load_config
-from maxtext_lite.models import BALANCE, DROPPED, LOAD, ROUTER_Z
+from maxtext_lite.models import BALANCE, DROPPED, EXPERT_COUNTS, ROUTER_Z
 from maxtext_lite.parallel import Pipeline
 from maxtext_lite.training import train
 from maxtext_lite.training.objective import NEXT_TOKEN
@@ -54,7 +54,7 @@ class Gradients:
 
 
 def _by_hand(it, params, rows):
-    """Objective of all rows at once from its definition, without accumulation, replicas or our losses; its parts."""
+    """The objective of all rows at once from its definition, without our losses; its parts and the expert counts."""
     x, aux = it.decoder.hidden_and_aux(params, rows["tokens"], rows["segments"], rows["positions"])
     log_probability = jax.nn.log_softmax(jnp.einsum("BTD,DV->BTV", x, it.decoder.head(params)))
     nll = -jnp.take_along_axis(log_probability, rows["targets"][..., None], -1)[..., 0]
@@ -64,7 +64,7 @@ def _by_hand(it, params, rows):
     parts = {name: mean(jnp.sum(tokens_B * aux[name])) / layers for name in (BALANCE, DROPPED) if name in aux}
     parts[ROUTER_Z] = mean(jnp.sum(rows["weights"] * aux[ROUTER_Z])) / layers
     loss = mean(jnp.sum(rows["weights"] * nll))
-    return loss + 0.5 * parts[BALANCE] + 0.05 * parts[ROUTER_Z] + jnp.sum(aux[LOAD]), (loss, parts)
+    return loss + 0.5 * parts[BALANCE] + 0.05 * parts[ROUTER_Z], (loss, parts, jnp.sum(aux[EXPERT_COUNTS], axis=0))
 
 
 CASES = [
@@ -87,12 +87,12 @@ def wanted(request, setup, rows):
         function = jax.jit(jax.value_and_grad(lambda p: _by_hand(it, p, rows), has_aux=True))
         results = [jax.device_get(function(p)) for p in (params, even)]
         nll_B, _ = jax.jit(lambda p: NEXT_TOKEN.scores(forward(it.decoder, p, rows, it.config), rows))(params)
-    loss, parts = results[0][0][1]
+    loss, parts, _ = results[0][0][1]
     assert nll_B.sum() / np.count_nonzero(rows["weights"]) == pytest.approx(loss, rel=1e-5)  # evaluation: the nll alone
     assert (DROPPED in parts) == (request.param == "capacity")
     assert parts.get(DROPPED, 1) > 0.05
-    loads = results[1][1]["layers"]["mlp"]["router_bias"]
-    np.testing.assert_array_equal(loads, np.count_nonzero(rows["segments"]) * np.array([[1, 1, 0, 0]] * 2))
+    counts_of_even = results[1][0][1][2]
+    np.testing.assert_array_equal(counts_of_even, np.count_nonzero(rows["segments"]) * np.array([[1, 1, 0, 0]] * 2))
     return keys, list(zip((params, even), results, strict=True))
 
 
@@ -103,10 +103,11 @@ def _apart(tree):
 
 
 def _same(got, result, agrees):
-    (_, (loss, parts)), gradients = result
-    (got_loads, got_gradients), (loads, gradients) = _apart(got.gradients), _apart(gradients)
-    np.testing.assert_array_equal(got_loads, loads)  # whole numbers, whatever the split and the loss scale
-    agrees(got_gradients, gradients)
+    (_, (loss, parts, counts)), gradients = result
+    np.testing.assert_array_equal(got.expert_counts, counts)  # whole numbers, whatever the split and the loss scale
+    bias_gradient, got_gradients = _apart(got.gradients)
+    np.testing.assert_array_equal(bias_gradient, 0)
+    agrees(got_gradients, _apart(gradients)[1])
     assert got.loss == pytest.approx(loss, rel=1e-5)
     assert got.aux.keys() == parts.keys()
     for name, part in parts.items():
@@ -201,14 +202,14 @@ def test_replicas_that_train_apart_have_experts_and_metrics_of_their_own(setup, 
         halves = [{name: array[part] for name, array in rows.items()} for part in (slice(0, 8), slice(8, 16))]
         own = [function(params, half) for half in halves]
     tokens = np.count_nonzero(rows["weights"].reshape(2, -1), axis=1)
-    for r, ((_, (loss, parts)), gradients) in enumerate(own):
+    for r, ((_, (loss, parts, count)), gradients) in enumerate(own):
         assert metrics["loss"][r] == pytest.approx(float(loss), rel=1e-5)
         assert metrics[BALANCE][r] == pytest.approx(float(parts[BALANCE]), rel=1e-5)
         assert metrics["router_z_loss"][r] == pytest.approx(0.05 * float(parts[ROUTER_Z]), rel=1e-5)
         bias, got = _apart(jax.tree.map(lambda leaf, r=r: leaf[r], state.params))
-        load, gradients = _apart(gradients)
-        np.testing.assert_allclose(bias, 0.01 * np.sign(load.mean(-1, keepdims=True) - load), rtol=1e-6)
-        want = jax.tree.map(lambda p, g: p - metrics["learning_rate"][0] * g, _apart(params)[1], gradients)
+        np.testing.assert_allclose(bias, 0.01 * np.sign(np.mean(count, -1, keepdims=True) - count), rtol=1e-6)
+        rest = _apart(params)[1], _apart(gradients)[1]
+        want = jax.tree.map(lambda p, g: p - metrics["learning_rate"][0] * g, *rest)
         jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, atol=2e-6), got, want)
     with jax.set_mesh(it.mesh):
         whole = make_summarise(it.parts)(metrics)

@@ -28,8 +28,8 @@ def rows_of_documents(*overrides):
 def runs(tmp_path_factory, documents):
     """Two runs by one process with 8 devices, both by two and the second by four with 2 each, which are then refused.
 
-    The second also with tokens split over both, and with `dcn` axes: in parts of one process each. Some deal the
-    rows of each step to shards, all hosts knowing the rows or two of four.
+    The second also with tokens split over both, and with `dcn` axes: in parts of one process each. Some balance
+    the rows of each step over shards, where all hosts know the rows or two of four do.
     """
     directory = tmp_path_factory.mktemp("runs")
     text = "dataset_path={}/{}/documents.jsonl".format(documents, "{process}")
@@ -95,11 +95,13 @@ def test_losses_agree(one, several, runs):
         np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
-def test_shards_of_dealt_rows_wait_less_for_each_other(runs):
+def test_shards_of_balanced_rows_wait_less_for_each_other(runs):
     """Both have 4 shards of rows; what it would be otherwise is in the other run's metrics."""
     run, *_ = runs
-    for dealt, other in (("packed-2", "packed"), ("rows-4", "rows-dcn-data")):
-        after, before = (np.mean([step["attention_imbalance"] for step in run(name).steps]) for name in (dealt, other))
+    for balanced, other in (("packed-2", "packed"), ("rows-4", "rows-dcn-data")):
+        after, before = (
+            np.mean([step["attention_imbalance"] for step in run(name).steps]) for name in (balanced, other)
+        )
         assert after < 0.7 * before
 
 

@@ -79,6 +79,7 @@ def test_the_step_is_that_of_one_device(number, setup, rows, agrees, on_one_devi
     assert sorted(got.aux) == sorted(want.aux)
     for name, value in want.aux.items():
         np.testing.assert_allclose(got.aux[name], value, rtol=1e-5, err_msg=name)
+    np.testing.assert_array_equal(got.expert_counts, want.expert_counts)
     assert (got.target_tokens, got.examples) == (want.target_tokens, want.examples)
 
 

@@ -1,4 +1,4 @@
-"""The updates of a batch of responses do not depend on how it is cut into chunks, nor on the mesh."""
+"""The updates of a batch of responses do not depend on how it is split into chunks, nor on the mesh."""
 
 import dataclasses
 

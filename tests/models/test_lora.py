@@ -157,9 +157,9 @@ def test_adapters_are_split_as_the_weights_that_they_stand_beside():
 def test_new_ones_are_uniform_in_a_and_zero_in_b_whatever_the_pipeline():
     params = decoder_of().init(jax.random.key(7))
     adapters = decoder_of().trained(params)["layers"]
-    dealt = decoder_of(pipeline=Pipeline(2, 2, 2)).init(jax.random.key(7))
-    dealt = decoder_of(pipeline=Pipeline(2, 2, 2)).trained(dealt)["layers"]
-    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, np.reshape(y, x.shape)), adapters, dealt)
+    in_rounds = decoder_of(pipeline=Pipeline(2, 2, 2)).init(jax.random.key(7))
+    in_rounds = decoder_of(pipeline=Pipeline(2, 2, 2)).trained(in_rounds)["layers"]
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, np.reshape(y, x.shape)), adapters, in_rounds)
     for path, inputs in ((("attention", "query"), 16), (("attention", "out"), 16), (("mlp", "down"), 24)):
         one = adapters[path[0]][path[1]]
         assert not np.any(one["b"])

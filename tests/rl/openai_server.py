@@ -1,11 +1,11 @@
 """A server that answers as vLLM and SGLang do, of a Hugging Face directory and our own engine: python FILE DIR.
 
-It prints its port, then serves until it is ended. POST /misbehave {"status": 500, "times": 2} makes it fail so many
-times, {"without": "token_ids"} leaves that out of its answers, {"choice": {"token_ids": [-5]}} puts that into them,
-{"route": {"/resume": {}}} has a route answer that, {"shift": -0.5} adds that to log-probabilities, {"noise": 0.1} draws
-from parameters with as much noise from the next update on, {} makes it behave. GET /requests says what it was asked
-since the last such word: completions as a number, and each other request with its body; and the last completion's
-request and answer.
+It prints its port, then serves until it is ended. POST /misbehave {"status": 500, "times": 2} makes it fail twice,
+{"without": "token_ids"} removes that field from its answers, {"choice": {"token_ids": [-5]}} puts that value into them,
+{"route": {"/resume": {}}} sets the answer of a route, {"shift": -0.5} adds that to log-probabilities, {"noise": 0.1}
+samples from parameters with that much noise after the next update, {} makes it behave. GET /requests lists the requests
+since the last POST /misbehave: the number of completions, and every other request with its body; and the last
+completion's request and answer.
 """
 
 import json

@@ -120,6 +120,6 @@ def test_pairs_have_an_objective_of_their_own(tmp_path):
 
 def test_examples_of_a_program_cannot_be_balanced(tmp_path):
     config = load_config(None, [*TINY, "balance_attention=true", f"base_output_directory={tmp_path}"])
-    with pytest.raises(UserError, match=r"^balance_attention=true has no use with source, whose documents"):
+    with pytest.raises(UserError, match=r"^balance_attention=true has no effect with source, whose documents"):
         train(config, source=[{}])
     assert not list(tmp_path.iterdir())
