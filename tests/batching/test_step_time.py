@@ -196,7 +196,7 @@ def test_each_micro_batch_casts_the_head_where_weights_are_wider():
 
 
 def test_reads_of_logits_without_a_matmul_take_time_of_their_own():
-    """Where matmuls take far longer than their memory traffic. A TPU's last matmul reads logits and writes gradients."""
+    """Where matmuls take far longer than memory traffic. A TPU's last matmul reads logits and writes gradients."""
     slow = dataclasses.replace(DEVICE, peak_flops={"bfloat16": 1e-3})
     gpu, tpu = (
         step("remat_policy=full", device=dataclasses.replace(slow, platform=platform)) for platform in ("gpu", "tpu")
