@@ -111,7 +111,7 @@ class StepModel:
         self._weights_sent = self._gradients_sent = self._gathered = self._weights = 0.0
         for of_experts, axes in ((False, _EMBED_AXES), (True, ("fsdp", "context"))):
             numbers = sum(each.weights for kind, each in operations if kind == of_experts and each.name != "logits")
-            self._weights += self._width * numbers
+            self._weights += self._width * numbers / self._shards(axes)
             self._weights_sent += self._ring(axes, 2 * self._width * numbers)
             self._gradients_sent += self._ring(axes, grad_width * numbers)
             self._gathered += 2 * self._width * numbers if self._shards(axes) > 1 else 0
@@ -126,7 +126,6 @@ class StepModel:
         # For more than two shards a TPU computes a gradient shard by shard: each shard rereads the unsharded side, and
         # its sum is read, added to, sent and received. GPUs compute all of it in float32 before the reduce-scatter; so
         # does a TPU for two shards, with an all-reduce that nothing overlaps.
-        self._copies = 4 if on_tpu else 2
         by_shard, self._waits = on_tpu and shards > 2, on_tpu and shards == 2
         self._windows = self._width * (shards - 1) * trains if by_shard else 0
         self._gradient_bytes = (4 * grad_width if by_shard else 4 + grad_width) if shards > 1 else 4 * trains
@@ -183,8 +182,8 @@ class StepModel:
             matmul += times * products
             memory += times * (moved + apart) + (times - 1) * forth + gradient
             compute += (times - 1) * max(products, moved + forth) + max(products, moved + gradient) + times * apart
-        # Written to and read from where it is kept; a TPU has an array of its own before and after.
-        stored = self._copies * (tokens * self._layers * per_token + offloaded)
+        # Copied, read and written, to where it is kept; a GPU has zeros written there before, a TPU copies what it reads.
+        stored = 3 * (tokens * self._layers * per_token + offloaded)
         gathered = runs * self._gathered + losses * (self._head_gathered + self._head_summed)
         # With several repeats, each tick picks its weights, keeps them, and adds to their gradients where they lie.
         gathered += 10 * runs * self._weights if shape.num_repeats > 1 else 0
@@ -315,9 +314,10 @@ def _operations(
     attended = tuple((size, layers) for size in (queries, keys, values, heads * config.value_dim))
     yield False, Operation("context", attended, scores, backward=2.5)  # recomputes the scores
     if not on_tpu and sizes["context"] > 1:
+        # For each other shard's keys, in bytes as compiled: gathers what sees each other, and merges it in float32.
         others = (sizes["context"] - 1) * layers / BYTES[config.dtype]
-        merged = ((queries, 19 * others), (keys + values, 5 * others))
-        yield False, Operation("context", (), backward=1.8, apart=merged)
+        merged = ((queries, 15 * others), (keys + values, 14 * others))
+        yield False, Operation("context", (), backward=2.2, apart=merged)
     for stack, (count, table) in stacks_of(model_shape(config)).items():
         here = count / (num_parts(stack.partition("/")[0], sizes) if stack else 1)
         for path, weight in table.items():
