@@ -182,7 +182,7 @@ class StepModel:
             matmul += times * products
             memory += times * (moved + apart) + (times - 1) * forth + gradient
             compute += (times - 1) * max(products, moved + forth) + max(products, moved + gradient) + times * apart
-        # Copied, read and written, to where it is kept; a GPU has zeros written there before, a TPU copies what it reads.
+        # Copied to where it is kept, with zeros written there before on a GPU, and a copy of what is read on a TPU.
         stored = 3 * (tokens * self._layers * per_token + offloaded)
         gathered = runs * self._gathered + losses * (self._head_gathered + self._head_summed)
         # With several repeats, each tick picks its weights, keeps them, and adds to their gradients where they lie.
