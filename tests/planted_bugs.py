@@ -136,8 +136,8 @@ def stale_optimizer_shard():
     """A replica's share of the optimizer's state stays as it was."""
     original = GradientAccumulation.finish
 
-    def but_for_one(self, gradients, state, params, learning_rate):
-        params, new = original(self, gradients, state, params, learning_rate)
+    def but_for_one(self, gradients, state, *rest):
+        params, new = original(self, gradients, state, *rest)
         if not self.over_data:
             return params, new
 
