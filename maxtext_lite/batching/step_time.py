@@ -253,8 +253,9 @@ class StepModel:
             total += self._ring(("expert",), (4 + again[2]) * stream * self._rows)
         stages, at_once = sizes["stage"], config.num_layers_per_pipeline_stage
         rounds = 1 if config.pipeline_schedule == "1f1b" else config.num_stacked_layers / (stages * at_once)
-        # Rows are gathered and scattered over stages before and after the layers, five times in all.
-        between = self._ring(("stage",), (2 * rounds * stages / max(stages - 1, 1) + 5) * stream)
+        # Between blocks each device along `tensor` has a part of the tokens. Rows are gathered and scattered over stages
+        # before and after the layers, five times in all.
+        between = self._ring(("stage",), (2 * rounds * stages / max(stages - 1, 1) + 5) * stream / sizes["tensor"])
         return self._layers * total + between
 
 
