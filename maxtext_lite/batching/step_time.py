@@ -104,6 +104,7 @@ class StepModel:
         self._rows = config.num_experts_per_tok * capacity
         self._width, trains = BYTES[config.dtype], config.lora_rank == 0
         on_tpu = device.platform == "tpu"
+        self._on_tpu = on_tpu
         operations = list(_operations(config, self._sizes, self._rows, on_tpu=on_tpu))
         self._operations = [each for _, each in operations]
         # Weights are gathered in both passes, their gradients reduced in one.
@@ -185,11 +186,15 @@ class StepModel:
         # Copied to where it is kept, with zeros written there before on a GPU, and a copy of what is read on a TPU.
         stored = 3 * (tokens * self._layers * per_token + offloaded)
         gathered = runs * self._gathered + losses * (self._head_gathered + self._head_summed)
-        # With several repeats, each tick picks its weights, keeps them, and adds to their gradients where they lie.
-        gathered += 10 * runs * self._weights if shape.num_repeats > 1 else 0
+        # With several repeats, each tick picks its weights, keeps them, and adds to their gradients where they lie: as
+        # compiled, 10 reads and writes on a GPU. A TPU keeps half of these arrays on the chip.
+        gathered += (4 if self._on_tpu else 10) * runs * self._weights if shape.num_repeats > 1 else 0
         alone = (gathered + stored + self._tables + (self._accumulated if passes > 1 else 0)) / self._rate
         sent = runs * (self._weights_sent + (0 if self._waits else self._gradients_sent))
         blocking = losses * self._head_sent + self._blocking(tokens, kept)  # the head is used between loops over layers
+        gathered_keys, reduced_keys = self._keys(tokens, kept)
+        blocking += reduced_keys + (0 if self._on_tpu else gathered_keys)
+        sent += gathered_keys if self._on_tpu else 0
         blocking += 2 * runs * self._gradients_sent if self._waits else 0
         to_host = self._to_host(offloaded)
         busy = max(compute + alone, sent, to_host) + blocking
@@ -238,23 +243,30 @@ class StepModel:
         """Seconds to send `size` bytes to the host while receiving as many."""
         return size / (self._device.host_bytes_per_second or 1) if size else 0.0
 
+    def _keys(self, tokens: int, kept: frozenset[str] | None) -> tuple[float, float]:
+        """Seconds per micro-batch of gathering keys and values over context, and of reducing their gradients, which a
+        GPU does in float32."""
+        config, sizes = self._config, self._sizes
+        elements = tokens * sizes["context"] * config.base_num_kv_heads / sizes["tensor"]
+        elements *= self._layers * (config.head_dim + config.value_dim)
+        gathers = 2 + (kept is not None and "context" not in kept)
+        width = self._width if self._on_tpu else 4
+        return self._ring(("context",), gathers * self._width * elements), self._ring(("context",), width * elements)
+
     def _blocking(self, tokens: int, kept: frozenset[str] | None) -> float:
-        """Seconds per micro-batch of collectives that block computation: tokens over tensor, keys and values over
-        context, rows over expert, pieces between stages."""
+        """Seconds per micro-batch of collectives that block computation: tokens over tensor, rows over expert, pieces
+        between stages."""
         config, sizes, width = self._config, self._sizes, self._width
-        again = [kept is not None and name not in kept for name in ("out_proj", "context", "mlpwi_1")]
+        again = [kept is not None and name not in kept for name in ("out_proj", "mlpwi_1")]
         stream = tokens * config.base_emb_dim * width
         # Four in the forward pass, five in the backward pass, and the gathered inputs of both halves again.
         total = self._ring(("tensor",), (11 + again[0]) * stream)
-        keys = tokens * sizes["context"] * config.base_num_kv_heads / sizes["tensor"]
-        keys *= config.head_dim + config.value_dim
-        total += self._ring(("context",), keys * ((2 + again[1]) * width + 4))  # gradients in float32
         if config.num_experts > 1:  # to the experts and back, in both passes
-            total += self._ring(("expert",), (4 + again[2]) * stream * self._rows)
+            total += self._ring(("expert",), (4 + again[1]) * stream * self._rows)
         stages, at_once = sizes["stage"], config.num_layers_per_pipeline_stage
         rounds = 1 if config.pipeline_schedule == "1f1b" else config.num_stacked_layers / (stages * at_once)
-        # Between blocks each device along `tensor` has a part of the tokens. Rows are gathered and scattered over stages
-        # before and after the layers, five times in all.
+        # Between blocks each device along `tensor` has its part of the tokens. Rows are gathered and scattered over
+        # stages before and after the layers, five times in all.
         between = self._ring(("stage",), (2 * rounds * stages / max(stages - 1, 1) + 5) * stream / sizes["tensor"])
         return self._layers * total + between
 

@@ -117,6 +117,15 @@ def test_stages_share_rows_for_the_loss_and_pass_on_pieces():
         assert time.seconds == pytest.approx(time.matmul_seconds + sent)
 
 
+def test_a_tpu_gathers_keys_beside_matmuls_and_reduces_their_gradients_in_the_activations_dtype():
+    for platform, waits in (("gpu", 2 * 2 + 4), ("tpu", 2)):  # bytes per element: a gather in both passes, a reduction
+        device = dataclasses.replace(DEVICE, platform=platform, memory_bytes_per_second=1e30)
+        time = step("ici_context_parallelism=4", devices=4, device=device)
+        gathered = 4 * ROWS * T * L * K * 2 * H  # keys and values of all four shards
+        head = 3 * 2 * D * V  # gathered in both passes, and its gradient
+        assert time.seconds - time.matmul_seconds == pytest.approx((waits * gathered + head) * 3 / 4)
+
+
 def test_with_several_rounds_a_stage_copies_the_weights_of_each_tick():
     keys = "ici_pipeline_parallelism=2", "ici_fsdp_parallelism=1", "num_pipeline_microbatches=4", "remat_policy=full"
     one, two = (step(*keys, f"num_layers_per_pipeline_stage={layers}", devices=2) for layers in (2, 1))
