@@ -16,7 +16,7 @@ from maxtext_lite.parallel.coordination import CoordinationStore, coordinator_ad
 from maxtext_lite.process.progress import EXIT_HANGS
 from maxtext_lite.process.roll_call import NotAllCame, RollCall
 from maxtext_lite.process.watchdog import watchdog
-from maxtext_lite.xla.compiler_flags import installed_compilers, set_compiler_flags
+from maxtext_lite.xla.compiler_flags import installed_compilers, set_compiler_flags, set_gpu_memory
 
 _SIMULATED = "--xla_force_host_platform_device_count="
 _EXIT_SECONDS = 5.0
@@ -38,6 +38,8 @@ def start_devices(*, timeout_seconds: float = 300) -> list[Any]:
     """
     for compiler in installed_compilers():
         set_compiler_flags(compiler)
+        if compiler == "gpu":
+            set_gpu_memory()
     for flag in os.environ.get("XLA_FLAGS", "").split():
         if flag.startswith(_SIMULATED):
             os.environ.setdefault("NPROC", str(2 * int(flag.removeprefix(_SIMULATED))))

@@ -59,6 +59,19 @@ def installed_compilers() -> tuple[Compiler, ...]:
     return tuple(compiler for compiler, names in _LIBRARIES.items() if any(map(importlib.util.find_spec, names)))
 
 
+GPU_MEMORY = "XLA_CLIENT_MEM_FRACTION", "0.94"
+"""The variable that says what share of a GPU's memory jax may use, and its value: the vendor's figure of an H100 or an
+H200, which plans fill, as a GPU has 6 to 7 % more. jax's default is 0.75. The rest is left to CUDA and NCCL."""
+_OLDER_NAME = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+
+
+def set_gpu_memory() -> None:
+    """Sets the share of a GPU's memory that jax may use, unless the environment says it. Call it before jax starts."""
+    variable, share = GPU_MEMORY
+    if not os.environ.get(variable) and not os.environ.get(_OLDER_NAME):
+        os.environ[variable] = share
+
+
 def set_compiler_flags(compiler: Compiler, flags: tuple[Flag, ...] | None = None) -> None:
     """Adds flags to the variable that a compiler reads, but those that it names already. Call it before jax starts.
 

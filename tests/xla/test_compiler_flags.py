@@ -7,7 +7,16 @@ import sys
 
 import pytest
 
-from maxtext_lite.xla.compiler_flags import FLAGS, VARIABLES, Flag, installed_compilers, set_compiler_flags
+from maxtext_lite.batching.devices import device_named
+from maxtext_lite.xla.compiler_flags import (
+    FLAGS,
+    GPU_MEMORY,
+    VARIABLES,
+    Flag,
+    installed_compilers,
+    set_compiler_flags,
+    set_gpu_memory,
+)
 from maxtext_lite.xla.described import _NOTHING_CAN_BE_TIMED
 from tests.processes import environment
 
@@ -48,6 +57,25 @@ def test_every_flag_is_named_once_without_dashes_and_says_why():
 def test_compilers_are_those_whose_library_is_installed(libraries, compilers, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in libraries else None)
     assert installed_compilers() == compilers
+
+
+@pytest.mark.parametrize(("given", "found"), [
+    ({}, {"XLA_CLIENT_MEM_FRACTION": "0.94"}),
+    ({"XLA_CLIENT_MEM_FRACTION": "0.5"}, {"XLA_CLIENT_MEM_FRACTION": "0.5"}),
+    ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}),
+])  # fmt: skip
+def test_jax_may_use_as_much_of_a_gpu_as_plans_do_unless_the_environment_says_otherwise(given, found, monkeypatch):
+    names = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"  # jaxlib refuses both at once
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    set_gpu_memory()
+    assert {name: os.environ[name] for name in names if name in os.environ} == found
+    for device, gib in (("h100", 79.1), ("h200", 140.4)):  # of an H100, as XLA sees it; nvidia-smi says 143,771 MiB
+        assert float(GPU_MEMORY[1]) * gib * 2**30 == pytest.approx(
+            device_named(device, option="--device").memory_bytes, rel=0.01
+        )
 
 
 def test_this_jax_knows_every_flag_of_xla():
