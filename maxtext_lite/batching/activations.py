@@ -189,13 +189,15 @@ class LayerOnDevice:
         """Bytes per token that attention keeps where everything is kept.
 
         These are its kernel's inputs and outputs with log-partitions in float32, the inputs of the norms of queries and
-        keys, and latent vectors before and after their norms. On a TPU the kernel's heads fill whole tiles, and the
-        context is kept a second time as the next matmul takes it.
+        keys, and latent vectors before and after their norms. On a TPU the kernel's heads fill whole tiles, the context
+        is kept a second time as the next matmul takes it, and the kernel's keys and values are those of all shards.
         """
         config = self.config
         elements = (self.heads + self.kv_heads) * (self.head_dim + self.value_dim)
         if self.accelerator.platform == "tpu":
             elements += self.heads * config.value_dim
+            if self.kernel == "splash" and config.context_parallel_strategy == "all_gather":
+                elements += (self.mesh["context"] - 1) * self.kv_heads * (self.head_dim + self.value_dim)
         if config.qk_norm != "none":
             elements += (self.heads + self.kv_heads) * config.head_dim
         if config.mla is not None:
