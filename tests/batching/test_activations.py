@@ -98,8 +98,8 @@ def test_a_tpus_kernel_keeps_heads_in_whole_tiles_and_its_context_twice():
 @pytest.mark.parametrize(("strategy", "kept"), [("all_gather", 4), ("ring", 1)])
 def test_a_tpus_kernel_keeps_the_gathered_keys_of_all_context_shards(strategy, kept):
     """K 4, H 16 as 128: keys and values of four shards instead of one, for each of 4,096 tokens and 4 layers."""
-    keys = ["remat_policy=none", f"context_parallel_strategy={strategy}"]
-    one, four = held(keys), held(keys, {"context": 4}, slots=64)
+    keys = ["remat_policy=none", f"context_parallel_strategy={strategy}", "max_target_length=2048"]
+    one, four = held(keys, slots=2), held(keys, {"context": 4}, slots=8)
     assert four["kept of layers"] - one["kept of layers"] == 4 * 4096 * 2 * (kept - 1) * 2 * 4 * 128
 
 
