@@ -85,8 +85,9 @@ def _in_use(weight_io: jax.Array, ends: tuple[str, str], dtype: DTypeLike) -> ja
 def product(equation: str, x: jax.Array, weight: jax.Array, axis: str) -> jax.Array:
     """An einsum of two arrays of one dtype, in that dtype: sums in float32, rounded once.
 
-    A CPU's matmuls are two times faster with float32 results. A GPU's would be written in float32, and cast by a kernel
-    of its own. Sums that devices along `tensor` add up cross the mesh in the arrays' dtype on both.
+    A CPU's matmuls are two times faster with float32 results that are cast, and a TPU casts within the matmul. A GPU
+    would write float32, for a kernel of its own to cast. Sums that devices along `tensor` add up cross the mesh in the
+    arrays' dtype on all.
 
     Args:
       axis: of the weight, over which it sums.
@@ -98,7 +99,7 @@ def product(equation: str, x: jax.Array, weight: jax.Array, axis: str) -> jax.Ar
     def cast(x: jax.Array, weight: jax.Array) -> jax.Array:
         return plain(x, weight, preferred_element_type=jnp.float32).astype(x.dtype)
 
-    return jax.lax.platform_dependent(x, weight, cpu=cast, default=plain)
+    return jax.lax.platform_dependent(x, weight, cuda=plain, rocm=plain, default=cast)
 
 
 def weight_gradient(x: jax.Array, g: jax.Array, grad_dtype: DTypeLike = jnp.float32) -> jax.Array:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxtext_lite.models.ops import layer_norm, mlp_hidden, project, rms_norm, rotate, soft_capped
+from maxtext_lite.models.ops import layer_norm, mlp_hidden, product, project, rms_norm, rotate, soft_capped
 from maxtext_lite.models.rotary import Rope, rotary_angles
 from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding
 from maxtext_lite.xla.hlo import collectives
@@ -147,3 +147,15 @@ def test_a_rotation_depends_on_relative_position_only():
 
     assert score(5, 3) == pytest.approx(score(105, 103), rel=1e-4)
     assert score(5, 3) != pytest.approx(score(5, 4), rel=1e-2)
+
+
+@pytest.mark.parametrize(("platform", "dtype", "result"), [
+    ("cpu", "bf16", "f32"), ("tpu", "bf16", "f32"), ("cuda", "bf16", "bf16"), ("cuda", "f32", "f32"),
+])  # fmt: skip
+def test_a_gpus_matmul_writes_the_dtype_and_others_cast(platform, dtype, result):
+    of = {"bf16": jnp.bfloat16, "f32": jnp.float32}[dtype]
+    arrays = [jax.ShapeDtypeStruct(shape, of) for shape in ((2, 8, 64), (64, 32))]
+    traced = jax.jit(lambda x, weight: product("BTi,io->BTo", x, weight, "embed")).trace(*arrays)
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert [line.rpartition("x")[2] for line in text.splitlines() if "dot_general" in line] == [f"{result}>"]
+    assert traced.out_info.dtype == of
