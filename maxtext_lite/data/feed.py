@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import dataclasses
-import multiprocessing
 import multiprocessing.connection
 import os
 import signal

@@ -36,7 +36,7 @@ from maxtext_lite.models.lora import (
     new_adapters,
     with_merged_experts,
 )
-from maxtext_lite.models.moe import EXPERT_COUNTS
+from maxtext_lite.models.moe import EXPERT_COUNTS, with_layer
 from maxtext_lite.models.ops import Rotation, soft_capped
 from maxtext_lite.models.rotary import rotary_angles
 from maxtext_lite.models.shape import DecoderShape
@@ -83,15 +83,6 @@ def empty_aux(shape: DecoderShape, num_rows: int, num_tokens: int) -> dict[str, 
     if experts.biased:
         aux[EXPERT_COUNTS] = jnp.zeros((num_rows, shape.num_expert_layers, experts.num_experts), jnp.int32)
     return aux
-
-
-def _with_layer(aux: dict[str, jax.Array], more: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The stream's `aux` after a layer that adds `more`; its expert counts enter at the end, whichever layer it is."""
-    return aux | {
-        name: jnp.concatenate([aux[name][:, 1:], x[:, None]], axis=1) if name == EXPERT_COUNTS else aux[name] + x
-        for name, x in more.items()
-        if name in aux
-    }
 
 
 class _Modules(nnx.Module):
@@ -375,7 +366,7 @@ class Decoder:
                 attend = scaled_queries(attend, factor_BT)
             module = nnx.merge(graph, with_merged_experts(params))
             x_BTD, cache, more = module(x_BTD, rotations[kind], attend, real_BT, drop=drop)
-            return x_BTD, _with_layer(aux, more), cache
+            return x_BTD, with_layer(aux, more), cache
 
         if shape.saved is not None:
             policy = jax.checkpoint_policies.save_and_offload_only_these_names(

@@ -27,6 +27,15 @@ EXPERT_COUNTS = "expert_counts"
 the L layers with experts."""
 
 
+def with_layer(aux: dict[str, jax.Array], more: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The stream's `aux` after a layer that adds `more`; its expert counts enter at the end, whichever layer it is."""
+    return aux | {
+        name: jnp.concatenate([aux[name][:, 1:], x[:, None]], axis=1) if name == EXPERT_COUNTS else aux[name] + x
+        for name, x in more.items()
+        if name in aux
+    }
+
+
 @dataclasses.dataclass(frozen=True)
 class ExpertShape(ExpertSizes):
     """Everything that decides a layer's experts and routing.

@@ -253,9 +253,8 @@ def _metrics_log(run: TrainingRun[Any], after_step: int, say: Callable[[str], No
     directory = run.files.directory
     about = {"config": (directory / "config.yml").read_text(encoding="utf-8"), "plan": format_plan(run.plan)}
     with contextlib.ExitStack() as opened:
-        trackers = open_trackers(run.config, directory, after_step, run.failures, about, say)
-        for tracker in trackers:
-            opened.callback(tracker.close)
+        found = open_trackers(run.config, directory, after_step, run.failures, about, say)
+        trackers = [opened.enter_context(contextlib.closing(tracker)) for tracker in found]
         log = MetricsLog(directory, after_step, run.failures, trackers)
         opened.pop_all()
     return log
