@@ -1,10 +1,12 @@
 """Where a text ends, piece by piece; and the speed of tokens."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 
 from maxtext_lite.data.tokenizer import ByteTokenizer
+from maxtext_lite.generation import stream_text
 from maxtext_lite.generation.stream_text import StopText, TimedTokens, WrittenText
 
 TEXT = "one, two.\nUser: three"
@@ -50,7 +52,7 @@ def test_neither_stop_tokens_nor_stop_strings_are_part_of_it():
 
 def test_tokens_are_timed_after_two_rounds(monkeypatch):
     clock = itertools.count()
-    monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr(stream_text, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
     tokens = [(row, 7, -1.0) for _ in range(4) for row in range(2)]
     timed = TimedTokens(iter(tokens))
     assert list(timed) == tokens

@@ -46,6 +46,9 @@ def test_each_knows_who_is_missing_until_all_have_come():
     wait_until("process 3 of 4 has not connected", 0, 1, 2)
     calls[3].start()
     wait_until("", 0, 1, 2, 3)
+    for call in calls:
+        call.join(60)
+        assert not call.is_alive()
 
 
 def test_all_that_have_come_end_with_process_0():

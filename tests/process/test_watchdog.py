@@ -5,6 +5,8 @@ import os
 import re
 import subprocess
 import sys
+import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -35,12 +37,23 @@ class Memory:
         return dict(self.values)
 
 
+def replace_sleep(monkeypatch, sleep):
+    """The watchdog's own `time.sleep`: threads that other tests have left go on with the real one."""
+    monkeypatch.setattr(module, "time", SimpleNamespace(sleep=sleep))
+
+
+def replace_threads(monkeypatch, start):
+    started = {"start": lambda self: start()}
+    threads = {kind.__name__: type(kind.__name__, (kind,), started) for kind in (threading.Thread, threading.Timer)}
+    monkeypatch.setattr(module, "threading", SimpleNamespace(**vars(threading) | threads))
+
+
 class Run:
     """So many watched processes, without threads: `passes` is what theirs do."""
 
     def __init__(self, num_processes, least, monkeypatch):
-        monkeypatch.setattr(module.threading.Thread, "start", lambda self: None)
-        monkeypatch.setattr(module.time, "sleep", lambda seconds: self.passes(seconds or 0.05))
+        replace_threads(monkeypatch, lambda: None)
+        replace_sleep(monkeypatch, lambda seconds: self.passes(seconds or 0.05))
         self.clocks = [Clock() for _ in range(num_processes)]
         self.dogs, self.stopped, self.codes, values = [], set(), {}, {}
         self.stores = [Memory(process, num_processes, values) for process in range(num_processes)]
@@ -171,7 +184,7 @@ def test_after_a_failed_collective_the_lost_are_found_within_the_grace_or_the_er
     with pytest.raises(ValueError, match="a bug"), two.dogs[1].looking_for_the_lost():
         raise ValueError("a bug")
     assert two.found() == [None, None]
-    monkeypatch.setattr(module.time, "sleep", lambda seconds: pytest.fail("waited"))
+    replace_sleep(monkeypatch, lambda seconds: pytest.fail("waited"))
     with pytest.raises(KeyError), run(2).dogs[1].looking_for_the_lost(KeyError):
         raise KeyError
 
@@ -246,7 +259,7 @@ def test_process_0_does_not_wait_for_one_that_is_stopped(run):
 
 
 def test_nothing_is_watched_that_nobody_has_started(monkeypatch):
-    monkeypatch.setattr(module.threading.Thread, "start", lambda self: pytest.fail("a thread"))
+    replace_threads(monkeypatch, lambda: pytest.fail("a thread"))
     dog = Watchdog()
     dog.start(0)
     dog.enter("step", 1)
