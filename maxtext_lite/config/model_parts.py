@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self, cast
 import pydantic.dataclasses
 from pydantic import BeforeValidator, ConfigDict, PlainSerializer
 
-from maxtext_lite.config.errors import WrongType, any_of, value_text
+from maxtext_lite.config.errors import WrongType, any_of, full_text, value_text
 from maxtext_lite.config.field_types import AtLeastOne, Count, CountOrZero, Flag, NotNegative, Positive, from_entries
 
 LayerKind = Literal["global", "local", "nope", "local_nope", "chunked"]
@@ -37,7 +37,7 @@ class _Part:
         return given | {name: list(entries[name]) for name in ("short_factor", "long_factor") if name in given}
 
     def __str__(self) -> str:
-        return value_text(self.to_mapping())
+        return full_text(self.to_mapping())
 
     @classmethod
     def checked(cls, values: Mapping[str, Any]) -> Self:

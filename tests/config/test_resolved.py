@@ -1,10 +1,14 @@
+import json
+
 import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from maxtext_lite.config import KEYS, UserError, describe, load_config, write_resolved
+from maxtext_lite.config.errors import setting_text
 from maxtext_lite.config.field_types import exact
+from tests.source_tree import REPOSITORY
 
 
 def test_config_yml_says_where_each_value_came_from(tmp_path):
@@ -48,6 +52,26 @@ def test_config_yml_loads_to_an_equal_config(tmp_path, per_device, rate, name, p
     assert set(again.origins.values()) == {str(tmp_path / "config.yml")}
     # Other YAML readers can read it too.
     assert set(yaml.safe_load((tmp_path / "config.yml").read_text(encoding="utf-8"))) == set(KEYS)
+
+
+LONGROPE = {
+    "rope_type": "longrope", "factor": 4, "original_max_position_embeddings": 64,
+    "short_factor": [1.0123456789 + i / 7 for i in range(16)], "long_factor": [2.5 + i / 3 for i in range(16)],
+}  # fmt: skip
+MODELS = sorted((REPOSITORY / "configs/models").glob("*.yml"))
+
+
+@pytest.mark.parametrize("words", [
+    *([f"model_name={path.stem}"] for path in MODELS if ": {" in path.read_text()),
+    ["head_dim=32", f"rope_scaling={json.dumps(LONGROPE)}"],
+])  # fmt: skip
+def test_keys_with_entries_are_written_in_full(tmp_path, words):
+    """Also those that a message would shorten."""
+    config = load_config(None, words)
+    write_resolved(config, tmp_path / "config.yml")
+    assert load_config(tmp_path / "config.yml") == config
+    said = [f"{key}={setting_text(getattr(config, key))}" for key in ("rope_scaling", "position_temperature", "mla")]
+    assert load_config(None, [*words, *said]) == config
 
 
 def test_the_table_shows_what_matters_and_what_differs():
