@@ -13,8 +13,7 @@ from typing import Any
 
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import Config, UserError, load_config, packaged_file
-from maxtext_lite.config.errors import setting_text
-from maxtext_lite.training.shrunk import DEVICES, WHOLE, Split, shrunk, splits
+from maxtext_lite.training.shrunk import DEVICES, WHOLE, Split, settings, shrunk, splits
 
 TOLERANCE = 1e-5
 """Relative, of losses, norms and each parameter array."""
@@ -96,7 +95,7 @@ def _compared(
     refused: dict[str, str] = {}
     for number, split in enumerate([WHOLE, *ways]):
         own = {**keys, **split.keys(config), "base_output_directory": str(directory), "run_name": str(number)}
-        words = [*overrides, *(f"{key}={_word(value)}" for key, value in own.items())]
+        words = [*overrides, *settings(config, own)]
         try:
             make_plan(load_config(path, words), num_devices=split.devices, platform="cpu")
         except UserError as error:
@@ -112,10 +111,6 @@ def _compared(
             yield Verdict(split.name, optimizer, refused=refused[split.name])
         else:
             yield _verdict(split.name, optimizer, directory, str(number))
-
-
-def _word(value: object) -> str:
-    return json.dumps(value) if isinstance(value, dict) else setting_text(value)
 
 
 def _run_on(devices: int, path: str | None, runs: list[tuple[str, list[str], bool]], directory: Path) -> None:

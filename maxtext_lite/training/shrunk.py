@@ -1,10 +1,14 @@
 """A user's config shrunk for simulated devices, and the ways to split its batch over eight of them."""
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from maxtext_lite.config import Config, RLRunConfig, UserError
+from maxtext_lite.config.errors import setting_text
+from maxtext_lite.config.sections import ModelConfig
 
 EXAMPLES = 16
 """Examples of a step."""
@@ -14,14 +18,16 @@ DEVICES = 8
 _TOKENS, _MOST_TOKENS = 64, 512
 _PRETRAINED = {
     "dataset_type": "text", "tokenizer_type": "byte", "tokenizer_path": "", "vocab_size": 320,
-    "eval_dataset_path": "", "mixture_exhausted": "error",
+    "eval_dataset_path": "", "mixture_exhausted": "error", "excluded_rows": "",
 }  # fmt: skip
 _RUN = {
-    "steps": STEPS, "num_epochs": 0, "warmup_steps": 1, "checkpoint_period": STEPS, "enable_checkpointing": True,
+    "steps": STEPS, "num_epochs": 0, "last_batch": "drop", "warmup_steps": 1, "checkpoint_period": STEPS, "enable_checkpointing": True,
     "async_checkpointing": False, "eval_interval": -1, "eval_fraction": 0.0, "profiler_steps": 0,
     "log_to": "", "prometheus_port": 0,
-    "load_parameters_path": "", "grain_worker_count": 0, "learning_rate_scaling": "none", "global_batch_size": 0,
-    "expansion_factor_real_data": -1, "eval_per_device_batch_size": 0, "num_pipeline_microbatches": -1,
+    "load_parameters_path": "", "grain_worker_count": 0, "learning_rate_scaling": "none",
+    "scale_adam_with_batch": False, "global_batch_size": 0, "expansion_factor_real_data": -1,
+    "eval_per_device_batch_size": 0, "pipeline_schedule": "gpipe", "num_pipeline_microbatches": -1,
+    "num_layers_per_pipeline_stage": 1, "num_pipeline_repeats": -1,
 }  # fmt: skip
 _EXACT = {
     "dtype": "float32", "weight_dtype": "float32", "grad_dtype": "float32", "quantization": "none", "loss_scale": 0,
@@ -74,12 +80,19 @@ def shrunk(config: Config) -> dict[str, object]:
         "trainable_position_size": num_tokens if config.trainable_position_size else 0,
         "lora_rank": min(config.lora_rank, 4),
     }
+    if config.num_vocab_tiling > 1:
+        changes["num_vocab_tiling"] = math.gcd(num_tokens, 4)
+    if not pretrains and num_tokens < config.max_target_length:
+        changes["long_examples"] = "truncate"
     if "offload" in config.remat_policy or config.remat_policy == "custom":
         changes |= {"remat_policy": "full", "remat_save": "", "remat_offload": ""}
     if config.mla:
         latent = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
         changes["mla"] = {"q_lora_rank": 16 if config.mla.q_lora_rank else 0, **latent}
         changes["head_dim"] = latent["qk_nope_head_dim"] + latent["qk_rope_head_dim"]
+    if config.rope_scaling and config.rope_scaling.short_factor:
+        planes = 2 if config.mla else int(rotated * config.partial_rotary_factor) // 2
+        changes["rope_scaling"] = _fewer_planes(config.rope_scaling.to_mapping(), planes)
     if config.num_experts > 1:
         groups = 2 if config.n_routing_groups > 1 else 1
         changes |= {
@@ -91,6 +104,22 @@ def shrunk(config: Config) -> dict[str, object]:
             "topk_routing_group": 1 if groups == 1 else min(config.topk_routing_group, groups),
         }
     return changes
+
+
+def settings(config: Config, changes: Mapping[str, object]) -> list[str]:
+    """Changes as `key=value`, after the config's own model, which may come from the files of load_parameters_path."""
+    model = {key: getattr(config, key) for key in ModelConfig.model_fields}
+    return [f"{key}={_setting(value)}" for key, value in {**model, **changes}.items()]
+
+
+def _setting(value: object) -> str:
+    return json.dumps(value) if isinstance(value, dict) else setting_text(value)
+
+
+def _fewer_planes(scaling: Mapping[str, Any], planes: int) -> dict[str, Any]:
+    """A longrope scaling with one factor for each of so many planes, spread over those of the model."""
+    lists = {name: scaling[name] for name in ("short_factor", "long_factor")}
+    return {**scaling, **{name: [each[len(each) * i // planes] for i in range(planes)] for name, each in lists.items()}}
 
 
 def _period(config: Config) -> int:

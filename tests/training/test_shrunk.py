@@ -1,5 +1,6 @@
 """Every shipped model shrinks to one of the same kind that trains in seconds and can be split in many ways."""
 
+import json
 import os
 
 import pytest
@@ -7,8 +8,7 @@ import pytest
 from maxtext_lite.batching import count_parameters, make_plan
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.config.files import packaged_directory
-from maxtext_lite.training.equivalence import _word
-from maxtext_lite.training.shrunk import EXAMPLES, WHOLE, shrunk, splits
+from maxtext_lite.training.shrunk import EXAMPLES, WHOLE, settings, shrunk, splits
 
 ALL = sorted(path.stem for path in (packaged_directory("configs") / "models").glob("*.yml"))
 
@@ -19,8 +19,7 @@ def small(*words):
     keys = shrunk(config)
 
     def of(split):
-        changes = (keys | split.keys(config)).items()
-        return load_config(None, [*words, *(f"{key}={_word(value)}" for key, value in changes)])
+        return load_config(None, [*words, *settings(config, keys | split.keys(config))])
 
     return config, of
 
@@ -75,6 +74,46 @@ def test_windows_stay_the_same_share_of_a_row():
     _, of = small("model_name=gemma3-12b", "max_target_length=4096")
     assert of(WHOLE).max_target_length == 64
     assert of(WHOLE).sliding_window_size == 16  # 1,024 of 4,096
+
+
+@pytest.mark.parametrize("words", [
+    "ici_pipeline_parallelism=2 pipeline_schedule=1f1b num_layers_per_pipeline_stage=2 per_device_batch_size=2",
+    "ici_pipeline_parallelism=4 num_pipeline_repeats=1",
+    "last_batch=train num_epochs=1 steps=-1",
+    "learning_rate_scaling=sqrt base_global_batch_size=64 scale_adam_with_batch=true",
+    "num_vocab_tiling=128",
+    "max_target_length=384 num_vocab_tiling=3",
+    "model_name=phi3-mini rope_scaling=" + json.dumps({
+        "rope_type": "longrope", "factor": 4, "original_max_position_embeddings": 4096,
+        "short_factor": [1 + i for i in range(48)], "long_factor": [2 + i for i in range(48)],
+    }, separators=(",", ":")),
+    "dataset_type=sft long_examples=refuse max_target_length=4096 dataset_path=lines.jsonl",
+])  # fmt: skip
+def test_what_a_machine_of_many_devices_allows_shrinks_to_one(words):
+    config, of = small(*words.split())
+    whole = of(WHOLE)
+    assert make_plan(whole, num_devices=1, platform="cpu").global_batch_to_train == EXAMPLES
+    assert (whole.num_vocab_tiling > 1) == (config.num_vocab_tiling > 1)
+    if config.rope_scaling:
+        assert whole.rope_scaling.short_factor == (1, 13, 25, 37)
+
+
+def test_a_model_from_the_files_of_a_directory_stays_that_model(tmp_path):
+    words = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rms_norm_eps": 3e-5, "vocab_size": 640,
+             "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+             "intermediate_size": 128, "max_position_embeddings": 512, "rope_theta": 12345.0,
+             "tie_word_embeddings": True}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(words))
+    (tmp_path / "model.safetensors").touch()
+    config, of = small(f"load_parameters_path={tmp_path}")
+    whole = of(WHOLE)
+    assert (config.attention_bias, config.normalization_layer_epsilon, config.rope_max_timescale) == (
+        "qkv",
+        3e-5,
+        12345,
+    )
+    for key in ("attention_bias", "normalization_layer_epsilon", "rope_max_timescale", "logits_via_embedding"):
+        assert getattr(whole, key) == getattr(config, key)
 
 
 def test_local_updates_are_refused():
