@@ -35,6 +35,7 @@ class PhaseClock:
         self.start_up: dict[str, float] = {}
         self._phase: Phase = "start-up"
         self._seconds: dict[Phase, float] = {}
+        self._watched.enter("start-up")
 
     def begin(self) -> None:
         """Starts the account of one run, where a process does several."""
@@ -59,6 +60,7 @@ class PhaseClock:
         spent = sum(self.seconds.values())
         self._phase, self._since = "start-up", self._clock()
         self._seconds = {"start-up": spent}
+        self._watched.enter("start-up")
 
     @property
     def seconds(self) -> dict[Phase, float]:

@@ -74,6 +74,15 @@ class CommandSignals:
         """
         self._ask = ask
 
+    def begin_again(self) -> None:
+        """Makes a signal end the process as before the first `ask`: another run begins, with nothing to save yet.
+
+        Ends it now if the run before was asked to stop and failed before it did.
+        """
+        self._ask = None
+        if self._asked:
+            self._end()
+
     def finish(self, code: int) -> None:
         """Makes a signal end the process with `code`: the work is done."""
         self._code, self._ask = code, None
@@ -87,7 +96,10 @@ class CommandSignals:
         if self._ask is not None and number not in self._asked:
             self._asked.add(number)
             self._ask(number)
-            return
+        else:
+            self._end()
+
+    def _end(self) -> None:
         if self._last_words:
             os.write(1, self._last_words)
         os._exit(self._code)

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxtext_lite.process.phases import phases
+from maxtext_lite.process.watchdog import watchdog
 from maxtext_lite.training.arrays import Params, Rows, Scalar, Tree
 from maxtext_lite.training.gradients import accumulate_gradients
 from maxtext_lite.training.state import StepParts, TrainState
@@ -70,11 +72,13 @@ def find_nonfinite(
         return jax.tree.map(lambda g: jnp.all(jnp.isfinite(g)), gradients)
 
     def bad_leaves(micro_batch: int, first: int, stop: int) -> list[str]:
+        watchdog.advance()
         leaves = jax.tree_util.tree_leaves_with_path(
             jax.device_get(finite_leaves(params, frozen, batch, micro_batch, first, stop))
         )
         return [jax.tree_util.keystr(path, simple=True, separator=".") for path, finite in leaves if not finite]
 
+    phases.enter("compile")
     num_slots = batch["weights"].shape[1]
     for micro_batch in range(micro_batches):
         names = bad_leaves(micro_batch, 0, num_slots)

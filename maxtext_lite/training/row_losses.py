@@ -16,6 +16,7 @@ from maxtext_lite.data import ExampleSource, MixtureSource, field_dtype, load_to
 from maxtext_lite.data.excluded import left_out
 from maxtext_lite.data.mixture_source import ids_of_run
 from maxtext_lite.parallel import sharding, value_of_host
+from maxtext_lite.process.phases import phases
 from maxtext_lite.process.watchdog import watchdog
 from maxtext_lite.training.arrays import Params, Rows, Scalar
 from maxtext_lite.training.gradients import TRAIN_BATCH_AXES, accumulate_gradients
@@ -87,6 +88,7 @@ def make_row_losses(run: TrainingRun[ExampleSource]) -> Callable[[TrainState, in
         params, frozen = jax.block_until_ready((state.params, state.frozen))
         loss_scale = run.parts.optimizer.loss_scale(state.opt_state)
         found: list[tuple[dict[str, np.ndarray], float, int, int, float]] = []
+        phases.enter("compile")  # the first row's
         for row in ids.tolist():
             watchdog.advance()
             read = {name: x.tolist() for name, x in source[row].items()} if jax.process_index() == reader else None

@@ -49,6 +49,7 @@ def watch_signals() -> Generator[Signals]:
     """
     signals = Signals()
     if command_signals.installed:
+        command_signals.begin_again()
         yield signals
         return
     try:

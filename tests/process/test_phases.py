@@ -5,6 +5,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from maxtext_lite.process.phases import PhaseClock, process_start
 
 
@@ -12,7 +14,7 @@ class Watched:
     def __init__(self):
         self.told = []
 
-    def enter(self, phase, step):
+    def enter(self, phase, step=0):
         self.told.append((phase, step))
 
 
@@ -38,7 +40,8 @@ def test_each_phase_has_what_passed_while_it_was_on_and_the_watchdog_is_told():
     clock.passes(0.5, "step", 3)
     assert clock.seconds == {"start-up": 4, "reading": 3, "step": 11.5}
     assert (clock.began, sum(clock.seconds.values())) == (100, 18.5)
-    assert clock.watched.told == [("reading", 1), ("step", 1), ("reading", 2), ("step", 2), ("step", 3)]
+    entered = [("start-up", 0), ("reading", 1), ("step", 1), ("reading", 2), ("step", 2), ("step", 3)]
+    assert clock.watched.told == entered
 
 
 def test_what_begins_has_an_account_of_its_own_but_the_first_after_the_processs_start():
@@ -73,6 +76,15 @@ def test_steps_on_the_way_back_are_start_up():
     clock.fold()
     clock.passes(1)
     assert clock.seconds == {"start-up": 3}
+
+
+@pytest.mark.parametrize("again", [PhaseClock.begin, PhaseClock.fold])
+def test_the_watchdog_gives_another_start_the_time_of_a_start(again):
+    """A restored checkpoint and a compilation may take longer than any step."""
+    clock = Clock()
+    clock.passes(2, "step", 7)
+    again(clock)
+    assert clock.watched.told[-1] == ("start-up", 0)
 
 
 def test_a_process_knows_when_it_started():

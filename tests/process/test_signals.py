@@ -81,6 +81,22 @@ def test_each_signal_is_a_request_of_its_own(of_a_command):
     assert asked == [signal.SIGTERM, signal.SIGINT]
 
 
+@BOTH
+def test_while_another_run_begins_a_signal_ends_the_process_again(of_a_command, number):
+    asked = []
+    of_a_command.ask(asked.append)
+    of_a_command.begin_again()
+    assert exit_code(of_a_command, number) == 130
+    assert not asked
+
+
+def test_a_request_that_a_failing_run_has_not_obeyed_ends_the_process_before_the_next(of_a_command):
+    of_a_command.ask(lambda number: None)
+    of_a_command.came(signal.SIGTERM)
+    with pytest.raises(Ended, match="130"):
+        of_a_command.begin_again()
+
+
 @pytest.mark.parametrize("code", [0, 2, 75])
 def test_when_all_is_done_a_signal_changes_no_exit_code(of_a_command, code):
     of_a_command.ask(lambda number: None)

@@ -91,6 +91,7 @@ def test_in_a_command_a_signal_is_a_request_only_once_there_is_something_to_save
     asked = []
     monkeypatch.setattr(command_signals, "installed", True)
     monkeypatch.setattr(command_signals, "ask", asked.append)
+    monkeypatch.setattr(command_signals, "_ask", lambda number: None)  # an earlier run's
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     with watch_signals() as signals:
         assert not asked
@@ -99,3 +100,5 @@ def test_in_a_command_a_signal_is_a_request_only_once_there_is_something_to_save
     (request,) = asked
     request(signal.SIGINT)
     assert signals.received is signal.SIGINT
+    with watch_signals():
+        assert command_signals._ask is None, "until the next run has something to save"
