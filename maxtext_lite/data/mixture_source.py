@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from maxtext_lite.config import DataConfig, SourceList, UserError
+from maxtext_lite.config import Config, DataConfig, SourceList, UserError
+from maxtext_lite.config.hf.config import comes_from_elsewhere
 from maxtext_lite.config.source_list import name_of_path
 from maxtext_lite.data.examples import check_id
 from maxtext_lite.data.mixture_history import RowStream, SourcePart
@@ -189,13 +190,19 @@ def joined(config: DataConfig, opened: Sequence[Opened]) -> Opened:
     return training, _in_order(*zip(*held_out, strict=True))
 
 
-def open_mixture(config: DataConfig, *, vocab_size: int | None = None) -> Opened:
-    """All sources that the config lists, opened by `open_sources`, as one.
+def open_mixture(config: Config, *, vocab_size: int | None = None) -> Opened:
+    """All sources that the config lists, opened by `open_sources` as for a run, as one.
 
     Raises:
       UserError: one cannot be opened, or two have the same rows.
     """
-    return joined(config, [open_sources(each, vocab_size=vocab_size) for each in each_config(config)])
+    return joined(config, opened_sources(config, vocab_size=vocab_size))
+
+
+def opened_sources(config: Config, *, vocab_size: int | None) -> list[Opened]:
+    """What a run has of each source that the config lists; arguments and errors as of `open_sources`."""
+    elsewhere = comes_from_elsewhere(config.load_parameters_path)
+    return [open_sources(each, vocab_size=vocab_size, begins_as_elsewhere=elsewhere) for each in each_config(config)]
 
 
 def parts_of(config: DataConfig, sources: Sequence[ExampleSource]) -> list[SourcePart]:

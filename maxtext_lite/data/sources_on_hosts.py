@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxtext_lite.config import DataConfig, UserError
+from maxtext_lite.config import Config, UserError
 from maxtext_lite.data.excluded import ExcludedRow, read_excluded
-from maxtext_lite.data.mixture_source import MixtureSource, Opened, each_config, joined, target_tokens_between
-from maxtext_lite.data.sources import ExampleSource, open_sources
+from maxtext_lite.data.mixture_source import MixtureSource, Opened, joined, opened_sources, target_tokens_between
+from maxtext_lite.data.sources import ExampleSource
 from maxtext_lite.parallel import exchange, value_of_host
 
 
@@ -45,7 +45,7 @@ class UnreadSource:
 
 
 def open_sources_on_hosts(
-    config: DataConfig, *, vocab_size: int, loading_hosts: Sequence[int], begins_as_elsewhere: bool = False
+    config: Config, *, vocab_size: int, loading_hosts: Sequence[int]
 ) -> tuple[ExampleSource, ExampleSource | None]:
     """`open_sources` on the loading hosts, whose summaries the other hosts receive. All hosts must call it.
 
@@ -56,8 +56,7 @@ def open_sources_on_hosts(
     opened: list[Opened] | None = None
     if jax.process_index() in loading_hosts:
         try:
-            keys = {"vocab_size": vocab_size, "begins_as_elsewhere": begins_as_elsewhere}
-            opened = [open_sources(each, **keys) for each in each_config(config)]
+            opened = opened_sources(config, vocab_size=vocab_size)
             outcome = {"found": [None if source is None else _summary(source) for pair in opened for source in pair]}
         except UserError as error:
             outcome = {"problems": list(error.problems)}

@@ -8,6 +8,7 @@ import jax
 
 from maxtext_lite.batching import RLBatch, batch_sizes, make_plan
 from maxtext_lite.config import RLRunConfig, UserError
+from maxtext_lite.config.hf.config import comes_from_elsewhere
 from maxtext_lite.config.rl_rules import endless_evaluation
 from maxtext_lite.data import Prompt, PromptSource, Tokenizer, check_vocabulary, load_tokenizer, open_prompts
 from maxtext_lite.generation.text_tokens import stop_tokens
@@ -19,7 +20,7 @@ from maxtext_lite.rl.policy import Policy
 from maxtext_lite.rl.rewards import RewardError, Rewards, Scores
 from maxtext_lite.rl.rollout import LocalEngine, Request, Response, RolloutEngine
 from maxtext_lite.rl.transfer import sampling_mesh
-from maxtext_lite.training.opening import comes_from_elsewhere, machine_of
+from maxtext_lite.training.opening import machine_of
 from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.run_files import run_directory
 from maxtext_lite.training.state import OwnParts, make_plain_decoder
@@ -114,7 +115,8 @@ def open_rl_run(config: RLRunConfig) -> RLRun:
     batch_sizes(config, **machine)  # refuses what is wrong before the data are opened
     tokenizer = load_tokenizer(config)
     check_vocabulary(tokenizer, config.vocab_size)
-    prompts = open_prompts(config, vocab_size=config.vocab_size, begins_as_elsewhere=comes_from_elsewhere(config))
+    elsewhere = comes_from_elsewhere(config.load_parameters_path)
+    prompts = open_prompts(config, vocab_size=config.vocab_size, begins_as_elsewhere=elsewhere)
     source, eval_source = prompts
     if eval_source is not None and (refusal := endless_evaluation(config, len(eval_source))):
         raise UserError(str(refusal))

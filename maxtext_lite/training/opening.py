@@ -14,7 +14,6 @@ from maxtext_lite.batching import BatchPlan, Topology, batch_sizes, choose, make
 from maxtext_lite.batching.devices import device_of_kind
 from maxtext_lite.config import Config
 from maxtext_lite.config.errors import setting_text
-from maxtext_lite.config.hf.config import hf_directory
 from maxtext_lite.config.kernels import Accelerator
 from maxtext_lite.data import ExampleSource, open_sources_on_hosts
 from maxtext_lite.data.mixture_of_run import in_run, steps_left
@@ -59,12 +58,8 @@ def open_data(
     """The plan of a config's run, and its data; arguments and errors as of `open_run`."""
     machine = machine_of(start_devices())
     sizes, _ = batch_sizes(config, **machine)  # refuses what is wrong before the data are opened
-    sources = sources or open_sources_on_hosts(
-        config,
-        vocab_size=config.vocab_size,
-        loading_hosts=sizes.loading.loading_hosts,
-        begins_as_elsewhere=comes_from_elsewhere(config),
-    )
+    hosts = sizes.loading.loading_hosts
+    sources = sources or open_sources_on_hosts(config, vocab_size=config.vocab_size, loading_hosts=hosts)
     return make_plan(config, **machine, num_examples=len(sources[0]), device_memory_gb=device_memory_gb), sources
 
 
@@ -96,11 +91,6 @@ def chosen_split(config: Config, device_memory_gb: float | None) -> dict[str, An
 def machine_of(devices: Sequence[Device]) -> dict[str, Any]:
     """The arguments of `make_plan` that describe the machine with these devices."""
     return {"num_devices": len(devices), "num_hosts": jax.process_count(), "platform": accelerator_of(devices[0])}
-
-
-def comes_from_elsewhere(config: Config) -> bool:
-    """Whether the run starts from an imported model, or from a run that did."""
-    return bool(config.load_parameters_path) and hf_directory(config.load_parameters_path) is not None
 
 
 def plan_on_devices(plan: BatchPlan) -> Callable[[Config], BatchPlan]:

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from maxtext_lite.config import UserError, load_config
-from maxtext_lite.data import example_ids, open_sources, open_sources_on_hosts, sources_on_hosts, target_tokens_of_run
+from maxtext_lite.data import (
+    example_ids,
+    mixture_source,
+    open_sources,
+    open_sources_on_hosts,
+    sources_on_hosts,
+    target_tokens_of_run,
+)
 
 
 @pytest.fixture
@@ -39,7 +46,7 @@ def test_a_host_that_does_not_read_opens_nothing_and_knows_all(config, be_host, 
     told = be_host(0, [{}])
     train, evaluation = open_sources_on_hosts(config, vocab_size=320, loading_hosts=[0])
     be_host(1, told)
-    monkeypatch.setattr(sources_on_hosts, "open_sources", lambda *_, **__: pytest.fail("it opened the data"))
+    monkeypatch.setattr(mixture_source, "open_sources", lambda *_, **__: pytest.fail("it opened the data"))
     other_train, other_evaluation = open_sources_on_hosts(config, vocab_size=320, loading_hosts=[0])
     for known, source in ((other_train, train), (other_evaluation, evaluation)):
         assert len(known) == len(source)
@@ -78,3 +85,17 @@ def test_the_target_tokens_of_a_run_are_counted_exactly(packing, config):
 def test_full_rows_need_no_counting():
     source, _ = open_sources(load_config(None, ["dataset_type=synthetic", "max_target_length=16"]))
     assert target_tokens_of_run(source, total_examples=10**9, seed=0, loading_hosts=[0]) == 16 * 10**9
+
+
+def test_what_is_planned_and_what_is_trained_on_are_opened_alike(config, be_host, tmp_path, monkeypatch):
+    """Texts for a model from elsewhere begin as its own tokenizer begins them."""
+    told = []
+    monkeypatch.setattr(mixture_source, "open_sources", lambda _, **keys: told.append(keys) or (None, None))
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf/config.json").write_text("{}")
+    for path, expected in (("", False), (str(tmp_path), True)):
+        of_run = config.model_copy(update={"load_parameters_path": path})
+        mixture_source.open_mixture(of_run, vocab_size=320)
+        sources_on_hosts.opened_sources(of_run, vocab_size=320)
+        assert told == [{"vocab_size": 320, "begins_as_elsewhere": expected}] * 2
+        told.clear()

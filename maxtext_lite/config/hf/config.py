@@ -199,6 +199,11 @@ def hf_directory(path: str | Path) -> Path | None:
     return root / "hf" if is_there(root / "hf" / "config.json") else None
 
 
+def comes_from_elsewhere(path: str) -> bool:
+    """Whether load_parameters_path is an imported model, or a run that started from one; "" is neither."""
+    return bool(path) and hf_directory(path) is not None
+
+
 def has_hf_weights(path: str | Path) -> bool:
     """Whether `path` is a Hugging Face directory, with weights in safetensors, or an adapter to one.
 
