@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from maxtext_lite.training.branches import BranchResult
 
 _MOST = 1024
+_MOST_LETTERS = 40  # of a factor; Fraction("1e999999999") would take all memory
 
 
 def _factors(text: str) -> list[Fraction]:
@@ -38,7 +39,9 @@ def _factors(text: str) -> list[Fraction]:
     found = list[Fraction]()
     for word in text.split(","):
         try:
-            found.append(Fraction(word[:16]))
+            if len(word) > _MOST_LETTERS:
+                raise ValueError
+            found.append(Fraction(word))
         except (ValueError, ZeroDivisionError):
             raise argparse.ArgumentTypeError(f"{value_text(word)} is not a number") from None
         if not Fraction(1, _MOST) <= found[-1] <= _MOST:

@@ -16,6 +16,7 @@ from maxtext_lite.config.bucket import is_bucket, local_copy
 from maxtext_lite.config.errors import WrongType, did_you_mean, echoed, value_text
 from maxtext_lite.config.field_types import path_problem
 from maxtext_lite.config.hints import key_hint, words_hint, words_meant
+from maxtext_lite.config.json_file import user_path
 from maxtext_lite.process.output import StdoutLost, complain, log_real_warnings, watch_stdout
 from maxtext_lite.process.signals import command_signals
 from maxtext_lite.process.watchdog import watchdog
@@ -176,7 +177,7 @@ def local_path(text: str) -> Path:
     """
     if problem := path_problem(text):
         raise argparse.ArgumentTypeError(f"{value_text(text)} {problem.rstrip('.')}")
-    return Path(text)
+    return user_path(text)
 
 
 def run_path(text: str) -> Path:

@@ -52,7 +52,7 @@ def write_run(directory: Path, lines: list[dict[str, Any]], overrides: list[str]
     write_metrics(directory, lines)
     config = load_config(None, [f"run_name={directory.name}", *overrides])
     write_resolved(config, directory / "config.yml")
-    plan = make_plan(config, num_devices=num_devices)
+    plan = make_plan(config, num_devices=num_devices, num_examples=64 if config.num_epochs else None)
     (directory / "plan.json").write_text(json.dumps(plan.to_json()), encoding="utf-8")
     environment = {
         "python": "3.11.7",

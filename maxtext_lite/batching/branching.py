@@ -7,6 +7,7 @@ from fractions import Fraction
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import number_text
+from maxtext_lite.config.violation import divisors
 
 WORSE = 0.01
 """The relative excess over the best loss from which a loss counts as worse."""
@@ -41,7 +42,7 @@ def branch_sizes(factors: Sequence[Fraction], *, batch: int, accumulation: int, 
         wanted = factor * batch
         if factor > 0 and wanted.denominator == 1 and examples % wanted.numerator == 0:
             continue
-        whole = [each for each in range(1, examples + 1) if examples % each == 0]
+        whole = divisors(examples)
         near = {
             max((e for e in whole if e < wanted), default=1),
             min((e for e in whole if e > wanted), default=examples),

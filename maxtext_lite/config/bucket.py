@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from maxtext_lite.config.errors import UserError, value_text
+from maxtext_lite.config.json_file import user_path
 
 _NEEDS = {"gs": ("gcs", "gcsfs"), "s3": ("s3", "s3fs")}  # the extra, and its package that reads and writes
 _LIBRARIES = ("gcsfs", "aiohttp", "botocore", "google", "requests", "fsspec")  # their errors are the storage's
@@ -45,7 +46,7 @@ def any_path(path: str | Path, key: str) -> Path:
     """
     scheme = bucket_scheme(path)
     if not scheme:
-        return Path(path)
+        return user_path(str(path))
     extra, package = _NEEDS[scheme]
     if importlib.util.find_spec(package) is None:
         raise UserError(f"{key}={value_text(str(path))} needs {package}: pip install 'maxtext-lite[{extra}]'.")
@@ -145,7 +146,7 @@ def local_copy(path: str | Path, key: str) -> Path:
       UserError: the bucket cannot be read; names `key`.
     """
     if not is_bucket(path):
-        return Path(path)
+        return user_path(str(path))
     url = str(path).rstrip("/")
     if url not in _copies:
         any_path(url, key)

@@ -29,6 +29,7 @@ from maxtext_lite.config.files import (
 )
 from maxtext_lite.config.hf.layer import directory_origin, directory_values, in_its_fields
 from maxtext_lite.config.hints import key_hint, missing_model, words_meant
+from maxtext_lite.config.json_file import is_there, user_path
 from maxtext_lite.config.schema import RL_KEYS, Config, RLRunConfig, keys_of
 from maxtext_lite.config.sections import ModelConfig
 from maxtext_lite.config.source_list import is_source_list
@@ -288,11 +289,18 @@ def _directory_layer(layers: Sequence[Layer], problems: list[Refusal]) -> list[L
     path = str(_merged(layers).get("load_parameters_path") or "")
     origin = None if path_problem(path, of_run=True) else directory_origin(path)  # a wrong path is refused as a value
     if origin is None:
+        if _is_missing(path) and not any(key in ModelConfig.model_fields for layer in stating for key in layer.values):
+            where = f"load_parameters_path={value_text(path)}: there is no such directory in {str(Path.cwd())!r}"
+            _refuse(problems, f"{where}, and no key says what the model is.")
         return []
     stated = {key: (value, layer.origin) for layer in stating for key, value in layer.values.items()}
     values, refusals = directory_values(path, stated, root.values["max_target_length"])
     problems.extend(refusals)
     return [Layer(origin, dict(values))]
+
+
+def _is_missing(path: str) -> bool:
+    return bool(path) and not path_problem(path) and not is_there(user_path(path))
 
 
 def _validate(kind: type[Config], layers: Sequence[Layer], defaults: Config) -> tuple[Config, list[Refusal]]:

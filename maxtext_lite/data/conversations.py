@@ -21,6 +21,8 @@ from maxtext_lite.data.tokenizer import PlacedTokens, Tokenizer
 ROLES = ("system", "user", "assistant")
 SFT_FIELDS = '"messages", or "prompt" and "completion"'
 """Fields of a line for SFT."""
+_NOT_LEARNED = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+"""Keys of a turn that say more than its content."""
 DPO_FIELDS = '"chosen" and "rejected", with their "prompt"'
 """Fields of a line for DPO."""
 
@@ -73,6 +75,7 @@ class Renderer:
         Raises:
           UserError: the line is invalid, or its turns cannot be rendered; names `where`.
         """
+        _refuse_tools(where, value)
         if "messages" in value:
             turns = _turns(where, "messages", value["messages"])
             return self._conversation(where, turns, 0)
@@ -92,6 +95,7 @@ class Renderer:
         Raises:
           UserError: the line is invalid, or its turns cannot be rendered; names `where`.
         """
+        _refuse_tools(where, value)
         prompt, chosen, rejected = (value.get(key) for key in ("prompt", "chosen", "rejected"))
         if isinstance(chosen, list) and isinstance(rejected, list):
             chosen_turns, rejected_turns = _turns(where, "chosen", chosen), _turns(where, "rejected", rejected)
@@ -248,6 +252,11 @@ def _plain(where: str, prompt: str, answer: str, key: str) -> Rendered:
     return Rendered(where, prompt + answer, ((len(prompt), len(prompt) + len(answer)),), True)
 
 
+def _refuse_tools(where: str, value: Mapping[str, Any]) -> None:
+    if offered := [name for name in ("tools", "functions") if value.get(name)]:
+        raise UserError(f'{where}: "{offered[0]}" would not be rendered: templates get turns alone.')
+
+
 def _turns(where: str, key: str, value: object) -> list[Turn]:
     """The turns of a list, reduced to role and content."""
     if not isinstance(value, list) or not value:
@@ -260,8 +269,10 @@ def _turns(where: str, key: str, value: object) -> list[Turn]:
         role, content = turn["role"], turn.get("content")
         if role not in ROLES:
             raise UserError(f"{named} has the role {role!r}, which is none of {', '.join(ROLES)}.")
-        if turn.get("tool_calls"):
-            raise UserError(f"{named} has tool_calls, which are not learned.")
+        if unlearned := [name for name in _NOT_LEARNED if turn.get(name)]:
+            raise UserError(f"{named} has {unlearned[0]}, which would not be learned.")
+        if turn.get("weight") not in (None, 1):
+            raise UserError(f"{named} has weight {turn['weight']!r}, but all answers are learned with weight 1.")
         if not isinstance(content, str):
             raise UserError(f"{named} has content that is not text.")
         check_unicode(named, "content", content)

@@ -13,6 +13,7 @@ from maxtext_lite.batching.branching import BranchSizes, branch_sizes, compared_
 from maxtext_lite.batching.scaling import scale_optimizer
 from maxtext_lite.config import Config, RLRunConfig, UserError, load_config
 from maxtext_lite.config.errors import setting_text, writing
+from maxtext_lite.config.json_file import read_object
 from maxtext_lite.reporting.records import Record, is_evaluation, read_records
 from maxtext_lite.training.commit import steps_in
 
@@ -85,6 +86,8 @@ class Branches:
         own = config.learning_rate_scaling
         self.rule: Rule = rule or (own if own != "none" else "linear" if config.optimizer == "sgd" else "sqrt")
         accumulation = int(self._at["gradient_accumulation_steps"])
+        devices = round(self.batch / (accumulation * self._at["per_device_batch_size"]))
+        self._per_device = Fraction(self.batch, accumulation * devices)
         sizes = branch_sizes(factors, batch=self.batch, accumulation=accumulation, steps=steps)
         self._compared, self._examples = compared_examples(sizes), steps * self.batch
         self.all = [self._branch(config, each) for each in sizes]
@@ -92,19 +95,21 @@ class Branches:
     def _branch(self, config: Config, sizes: BranchSizes) -> Branch:
         name = f"batch-{sizes.batch}"
         keys: dict[str, Any] = {
-            **scale_optimizer(config, self.batch).scaled,
+            **scale_optimizer(config, self._target_batch).scaled,
             "learning_rate": self._at["learning_rate"],
             "learning_rate_schedule": "constant",
             "warmup_steps": 0,
             "learning_rate_scaling": self.rule,
+            "scale_adam_with_batch": config.scale_adam_with_batch and self.rule == "sqrt",
             "base_global_batch_size": self.batch,
             "global_batch_size": sizes.batch,
             "per_device_batch_size": -1,
             "gradient_accumulation_steps": sizes.accumulation,
-            "eval_per_device_batch_size": config.eval_per_device_batch_size or self._at["per_device_batch_size"],
+            "eval_per_device_batch_size": config.eval_per_device_batch_size or self._per_device,
             "enable_rampup_batch_size": False,
             "steps": self._step + sizes.steps,
             "num_epochs": 0,
+            "last_batch": "drop",
             "enable_checkpointing": True,
             "prometheus_port": 0,
             "base_output_directory": str(self._output),
@@ -112,6 +117,11 @@ class Branches:
         }
         words = [f"{key}={setting_text(value)}" for key, value in keys.items()]
         return Branch(sizes, load_config(self._run / "config.yml", words), self._output / name)
+
+    @property
+    def _target_batch(self) -> int:
+        """The batch that the run's optimizer is scaled for: in a ramp-up that at its end."""
+        return int(read_object(self._run / "plan.json")["global_batch_to_train"])
 
     def prepare(self, machine: dict[str, Any]) -> None:
         """Plans all branches and makes missing run directories, each with a copy of the checkpoint.

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Generator, Sequence
-from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 import jax
@@ -24,6 +23,7 @@ from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import value_text, writing
 from maxtext_lite.config.hf.adapter import adapter_of
 from maxtext_lite.config.hf.config import CARRIED, has_hf_weights, hf_directory, tokenizer_keys
+from maxtext_lite.config.json_file import user_path
 from maxtext_lite.data import (
     ExampleSource,
     MixtureSource,
@@ -275,7 +275,7 @@ class TrainingRun(Generic[Data]):
             self._saved.mixtures = mixtures
         path, source = self.config.excluded_rows, cast(ExampleSource, self.source)
         key = f"excluded_rows={value_text(path)}" if path else ""
-        listed = excluded_rows_on_hosts(Path(path), key) if path else []
+        listed = excluded_rows_on_hosts(user_path(path), key) if path else []
         excluded_ids(source, listed, key)
         self.recorded = excluded_rows_on_hosts(self.directory / EXCLUDED)
         self.excluded = excluded_ids(source, [*listed, *self.recorded])

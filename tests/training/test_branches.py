@@ -5,6 +5,7 @@ from fractions import Fraction
 
 import pytest
 
+from maxtext_lite.batching import make_plan
 from maxtext_lite.config import UserError
 from maxtext_lite.training.branches import Branches
 from tests.run_directories import eval_line, step_line, write_run
@@ -51,6 +52,40 @@ def test_what_the_run_scaled_stays_scaled(run):
     scaled = ("learning_rate_scaling=sqrt", "base_global_batch_size=4", "scale_adam_with_batch=true")
     config = branches(run(*scaled)).all[0].config
     assert config.adam_b2 == pytest.approx(1 - 2 * 0.1)
+
+
+def test_in_a_ramp_adam_keeps_the_decays_of_the_run_which_are_those_of_its_full_batch(run):
+    scaled = ("learning_rate_scaling=sqrt", "base_global_batch_size=4", "scale_adam_with_batch=true")
+    ramp = ("per_device_batch_size=8", "enable_rampup_batch_size=true", "per_device_batch_size_start=4",
+            "per_device_batch_size_increment=4", "global_rampup_samples=64")  # fmt: skip
+    first, second = (branch.config for branch in branches(run(*scaled, *ramp)).all)
+    assert first.adam_b2 == second.adam_b2 == pytest.approx(1 - 4 * 0.1)
+    assert make_plan(second, num_devices=1).adam_b2 == pytest.approx(1 - 2 * 4 * 0.1)
+
+
+@pytest.mark.parametrize(("words", "rule"), [
+    (("num_epochs=1", "steps=-1", "last_batch=train"), None),
+    (("learning_rate_scaling=sqrt", "base_global_batch_size=4", "scale_adam_with_batch=true"), "linear"),
+    (("learning_rate_scaling=sqrt", "base_global_batch_size=4", "scale_adam_with_batch=true"), "none"),
+])  # fmt: skip
+def test_what_only_the_run_can_have_is_left_to_it(words, rule, run):
+    for branch in branches(run(*words), rule=rule).all:
+        assert make_plan(branch.config, num_devices=1).global_batch_to_train == branch.sizes.batch
+
+
+def test_a_batch_that_no_float_holds_is_evaluated_as_it_is(run, tmp_path):
+    lines = [step_line(step, examples=2, examples_seen=2 * step, global_batch_to_train=2, gradient_accumulation_steps=1,
+                       per_device_batch_size=2 / 3) for step in (1, 2)]  # fmt: skip
+    directory = write_run(
+        tmp_path / "thirds",
+        lines,
+        ["per_device_batch_size=2/3", "steps=2", "ici_fsdp_parallelism=1", "ici_data_parallelism=-1"],
+        num_devices=3,
+    )
+    (directory / "checkpoints" / "2").mkdir(parents=True)
+    config = branches(directory).all[0].config
+    assert config.eval_per_device_batch_size == Fraction(2, 3)
+    assert make_plan(config, num_devices=3).global_batch_to_train == 2
 
 
 def test_a_run_is_copied_up_to_the_step_once_and_stays_as_it_is(run):

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.config.hf.layer import directory_origin
+from maxtext_lite.training.run_files import run_directory
 from tests.config.hf.test_config import GPT2, LLAMA3_8B
 from tests.mutations import changed
 
@@ -44,6 +45,24 @@ def test_what_the_user_states_wins_where_it_does_not_contradict(directory, tmp_p
     file = tmp_path / "mine.yml"
     file.write_text("dtype: float32\nqk_norm: none\nlayer_pattern: global,global\n")
     assert load(directory, path=file).dtype == "float32"
+
+
+def test_a_directory_that_is_not_there_is_refused_unless_the_keys_say_what_the_model_is(tmp_path, monkeypatch):
+    """As those of a run do, whose directory may have moved since."""
+    absent = tmp_path / "absent"
+    with pytest.raises(UserError, match=r"load_parameters_path=.*absent: there is no such directory in .*, and no key"):
+        load(absent)
+    assert load(absent, "model_name=llama3-8b").base_emb_dim == 4096
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "absent").mkdir()
+    assert load("~/absent").base_emb_dim == load_config().base_emb_dim
+
+
+def test_a_home_directory_is_found(directory, monkeypatch):
+    monkeypatch.setenv("HOME", str(directory.parent))
+    assert load(f"~/{directory.name}").base_emb_dim == 64
+    config = load_config(None, ["base_output_directory=~/runs", "run_name=a"])
+    assert run_directory(config) == directory.parent / "runs" / "a"
 
 
 def test_every_key_that_contradicts_is_named(directory, tmp_path):
