@@ -21,7 +21,7 @@ from maxtext_lite.cli import ArgumentParser, config_arguments, machine_arguments
 from maxtext_lite.config import RLRunConfig, UserError, load_config
 
 _MOST = 1e21  # tokens or parameters
-_MOST_LOSS = 100
+_LEAST_LOSS, _MOST_LOSS = 0.01, 100
 
 
 def main(argv: Sequence[str]) -> int:
@@ -57,11 +57,10 @@ def _check(arguments: argparse.Namespace) -> None:
     problems: list[str] = []
     for name, most in (("tokens", _MOST), ("parameters", _MOST), ("loss", _MOST_LOSS)):
         value = getattr(arguments, name)
-        least = 0 if name == "loss" else 1
-        if value is not None and not (0 < value <= most and value >= least):
-            rule = f"above 0 and at most {most}" if name == "loss" else f"from 1 to {most:g}"
-            nearest = most if value > most else (1.0 if name == "loss" else 1)
-            problems.append(f"--{name}={value:g} must be {rule}. Nearest that works: {nearest:g}.")
+        least = _LEAST_LOSS if name == "loss" else 1
+        if value is not None and not least <= value <= most:
+            nearest = most if value > most else least
+            problems.append(f"--{name}={value:g} must be from {least:g} to {most:g}. Nearest that works: {nearest:g}.")
     if problems:
         raise UserError(problems)
 

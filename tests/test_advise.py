@@ -88,7 +88,9 @@ def test_muon_gets_no_ramp(capsys):
 @pytest.mark.parametrize(("argv", "error"), [
     (["--tokens", "0"], "error: --tokens=0 must be from 1 to 1e+21. Nearest that works: 1."),
     (["--tokens", "1e30"], "error: --tokens=1e+30 must be from 1 to 1e+21. Nearest that works: 1e+21."),
-    (["--tokens", "1e9", "--loss", "-1"], "error: --loss=-1 must be above 0 and at most 100. Nearest that works: 1."),
+    (["--tokens", "1e9", "--loss", "-1"], "error: --loss=-1 must be from 0.01 to 100. Nearest that works: 0.01."),
+    (["--tokens", "1e9", "--loss", "1e-300"],
+     "error: --loss=1e-300 must be from 0.01 to 100. Nearest that works: 0.01."),
     (["--tokens", "1e9", "--device", "h300"], "error: --device=h300 is no device."),
     (["--tokens", "many"], "error: argument --tokens: many is not a number."),
     ([], "error: the following arguments are required: --tokens."),

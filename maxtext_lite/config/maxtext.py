@@ -140,6 +140,7 @@ def _check_kinds(of: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         default = defaults[key]
         is_number = isinstance(value, int | float) and abs(value) < _LARGEST
         right = is_number if isinstance(default, int | float | None) else type(value) is type(default)
+        right &= default is None or isinstance(value, bool) == isinstance(default, bool)
         if value is not default and not right:
             problems.append(f"{key}={value_text(value)} is not of the kind of MaxText's {key}={value_text(default)}.")
     if problems:

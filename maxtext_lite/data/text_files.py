@@ -6,6 +6,7 @@ import contextlib
 import glob
 import gzip
 import importlib
+import os
 import pathlib
 import zlib
 from collections.abc import Iterable, Iterator
@@ -55,6 +56,10 @@ def find_files(key: str, path: str, kinds: tuple[str, ...] = TEXT_SUFFIXES) -> l
         if not name.endswith(kinds):
             raise UserError(f"{key}={path!r}: cannot read {name!r}. The files are {suffixes}.")
         check_file(file)
+    names: dict[str, str] = {}
+    for name, file in files:
+        if (first := names.setdefault(os.path.realpath(file), name)) != name:
+            raise UserError(f"{key}={path!r}: {name!r} is a link to {first!r}, which would be read twice.")
     return files
 
 

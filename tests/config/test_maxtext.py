@@ -182,6 +182,7 @@ def test_data_and_lora():
     ("stated", "message"),
     [
         ({"steps": "many"}, "steps=many is not of the kind of MaxText's steps=150001."),
+        ({"per_device_batch_size": True}, "per_device_batch_size=true is not of the kind"),
         ({"per_device_batch_size": float("inf")}, "per_device_batch_size=inf is not of the kind"),
         ({"mlp_activations": "silu"}, "mlp_activations=silu is not of the kind"),
         ({"model_name": "gpt3-175b"}, "model_name=gpt3-175b has no equivalent."),

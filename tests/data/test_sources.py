@@ -86,6 +86,15 @@ def test_a_directory_or_glob_is_read_in_the_order_of_names(tmp_path, monkeypatch
     assert texts_of(open_sources(config_for("'*.gz'"))[0]) == ["cc"]
 
 
+@pytest.mark.parametrize(("link", "target"), [("latest", "2024"), ("self", "."), ("2024/b.txt", "a.txt")])
+def test_a_file_by_two_names_is_not_read_twice(tmp_path, link, target):
+    write(tmp_path / "2024" / "a.txt", "once")
+    (tmp_path / link).symlink_to(target)
+    with pytest.raises(UserError, match=r"dataset_path=.* is a link to .*, which would be read twice"):
+        open_sources(config_for(tmp_path))
+    assert texts_of(open_sources(config_for(tmp_path / "2024" / "a.txt"))[0]) == ["once"]
+
+
 def test_a_name_with_brackets_is_a_name_before_it_is_a_glob(tmp_path):
     write(tmp_path / "a[1].txt", "brackets")
     assert texts_of(open_sources(config_for(f"'{tmp_path}/a[1].txt'"))[0]) == ["brackets"]

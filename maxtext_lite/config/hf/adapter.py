@@ -213,10 +213,12 @@ def _modules(file: Path) -> tuple[str, ...]:
     check_file(file)
     try:
         with file.open("rb") as opened:
-            names = list(json.loads(opened.read(min(int.from_bytes(opened.read(8), "little"), 10**8))))
+            header = json.loads(opened.read(min(int.from_bytes(opened.read(8), "little"), 10**8)))
+        if not isinstance(header, dict):
+            raise ValueError("its header is no object")
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is not a safetensors file, or is damaged or cut off ({value_text(error)}).") from None
-    names = [name for name in names if name != "__metadata__"]
+    names = [name for name in cast("dict[str, object]", header) if name != "__metadata__"]
     odd = [name for name in names if not (name.startswith(_PREFIX) and name.endswith(_SUFFIXES))]
     if odd or not names:
         raise UserError(f"{file} has {value_text(any_of(odd[:3]) or 'no tensors')}, where lora_A and lora_B are read.")

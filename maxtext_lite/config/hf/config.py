@@ -133,12 +133,20 @@ def config_json(
         if not problems:
             about = {"dtype": dtype, "torch_dtype": dtype}
             if original and not _differing(original, config):
-                return {**_of_old_versions(fields), **original, **about}
+                longer = _with_positions(original, max_position_embeddings, config)
+                return {**_of_old_versions(fields), **longer, **about}
             kept = {name: value for name, value in original.items() if name not in ("rope_scaling", "rope_parameters")}
             return {**tokens, **kept, **fields, **about}
         if nearest is None or len(problems) < len(nearest):  # the nearest family says what is in the way
             nearest = [f"model_type={kind} has no place for {problem}." for problem in problems]
     raise UserError(nearest or [])
+
+
+def _with_positions(original: JsonObject, count: int, config: ModelConfig) -> JsonObject:
+    """The fields with at least this many positions, unless a scaling of rotary positions follows from their number."""
+    name = "max_position_embeddings"
+    longer = {**original, name: max(count, original.get(name, count))}
+    return original if name not in original or _differing(longer, config) else longer
 
 
 def run_config_json(

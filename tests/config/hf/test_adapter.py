@@ -111,6 +111,10 @@ def test_other_files_are_refused(tmp_path):
     weights.write_bytes(b"\x00\x01")
     with pytest.raises(UserError, match="is not a safetensors file, or is damaged"):
         adapter_of(path)
+    for header in (b"5", b"null", b"[1]"):
+        weights.write_bytes(len(header).to_bytes(8, "little") + header)
+        with pytest.raises(UserError, match="or is damaged or cut off .its header is no object"):
+            adapter_of(path)
     safetensors.numpy.save_file({"base_model.model.lm_head.weight": np.zeros(1, np.float32)}, weights)
     with pytest.raises(UserError, match=r"has base_model\.model\.lm_head\.weight, where lora_A and lora_B are read"):
         adapter_of(path)

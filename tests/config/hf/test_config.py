@@ -302,6 +302,17 @@ def test_a_model_of_ones_own_is_written_as_the_first_family_that_expresses_it():
         kind("attention_sinks=true")
 
 
+def test_training_on_longer_rows_raises_the_number_of_positions_unless_a_scaling_follows_from_it():
+    yarn = {"rope_scaling": {"type": "yarn", "factor": 4, "original_max_position_embeddings": 2048}}
+    for scaling, expected in (({}, 9000), (yarn, 8192)):
+        original = LLAMA3_8B | scaling
+        keys = model_keys(original, "config.json").items()
+        config = load_config(None, [f"{key}={json.dumps(value)}" for key, value in keys])
+        of = {"dtype": "float32", "original": original}
+        assert config_json(config, max_position_embeddings=9000, **of)["max_position_embeddings"] == expected
+        assert config_json(config, max_position_embeddings=64, **of)["max_position_embeddings"] == 8192
+
+
 def test_the_defaults_are_those_of_base_yml_and_cover_every_key():
     base = load_config()
     sizes = set(model_keys(LLAMA3_8B, "x")) - set(DEFAULTS)
