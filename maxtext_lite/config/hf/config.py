@@ -99,6 +99,10 @@ def _read(fields: JsonObject, where: str) -> tuple[Fields, Keys]:
     return left, keys
 
 
+_SCALED_BY_LENGTH = ("dynamic", "yarn", "longrope")
+"""Scalings whose factor some versions of transformers take from max_position_embeddings."""
+
+
 def config_json(
     config: ModelConfig,
     *,
@@ -143,10 +147,11 @@ def config_json(
 
 
 def _with_positions(original: JsonObject, count: int, config: ModelConfig) -> JsonObject:
-    """The fields with at least this many positions, unless a scaling of rotary positions follows from their number."""
-    name = "max_position_embeddings"
-    longer = {**original, name: max(count, original.get(name, count))}
-    return original if name not in original or _differing(longer, config) else longer
+    """The fields with at least this many positions, unless a scaling of rotary positions depends on their number."""
+    name, scaling = "max_position_embeddings", config.rope_scaling
+    if name not in original or (scaling and scaling.rope_type in _SCALED_BY_LENGTH):
+        return original
+    return {**original, name: max(count, original[name])}
 
 
 def run_config_json(
