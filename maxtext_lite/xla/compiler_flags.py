@@ -64,12 +64,24 @@ GPU_MEMORY = "XLA_CLIENT_MEM_FRACTION", "0.94"
 H200, which plans fill, as a GPU has 6 to 7 % more. jax's default is 0.75. The rest is left to CUDA and NCCL."""
 _OLDER_NAME = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
+SCHEDULED_MEMORY = Flag(
+    "xla_gpu_memory_limit_slop_factor",
+    "115",
+    "XLA may fill 115 % of 80 % of the memory, within the share above; beyond its own 95 % of 80 % it overlaps no "
+    "collectives: a program of 82 to 90 % of an H200 takes 5 % less time, and 3 % more memory",
+)
+"""What XLA's scheduler may fill. It does not know how much jax may use."""
+
 
 def set_gpu_memory() -> None:
-    """Sets the share of a GPU's memory that jax may use, unless the environment says it. Call it before jax starts."""
+    """Sets the shares of a GPU's memory for jax and for XLA's scheduler, unless the environment says that for jax.
+
+    Call it before jax starts.
+    """
     variable, share = GPU_MEMORY
     if not os.environ.get(variable) and not os.environ.get(_OLDER_NAME):
         os.environ[variable] = share
+        set_compiler_flags("gpu", (SCHEDULED_MEMORY,))
 
 
 def set_compiler_flags(compiler: Compiler, flags: tuple[Flag, ...] | None = None) -> None:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from maxtext_lite.batching.devices import DEVICES, Device, device_named
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import did_you_mean, value_text
-from maxtext_lite.xla.compiler_flags import Flag, installed_compilers, set_compiler_flags
+from maxtext_lite.xla.compiler_flags import Flag, installed_compilers, set_compiler_flags, set_gpu_memory
 
 _FORM = re.compile(r"(?:(\d+)\*)?([\w-]+):(\d+(?:x\d+){0,2})")
 _WITHOUT_TPU = {
@@ -167,6 +167,7 @@ def _gpu_devices(machine: Described) -> list[Any]:
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
     set_compiler_flags("gpu", _NOTHING_CAN_BE_TIMED)
     set_compiler_flags("gpu")
+    set_gpu_memory()
     target = _GPUS[machine.device.name]
     found = topologies.get_topology_desc(platform="cuda", target_config=target, topology=f"1x1x{machine.shape}")
     return list(found.devices)

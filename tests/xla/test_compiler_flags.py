@@ -11,6 +11,7 @@ from maxtext_lite.batching.devices import device_named
 from maxtext_lite.xla.compiler_flags import (
     FLAGS,
     GPU_MEMORY,
+    SCHEDULED_MEMORY,
     VARIABLES,
     Flag,
     installed_compilers,
@@ -70,8 +71,12 @@ def test_jax_may_use_as_much_of_a_gpu_as_plans_do_unless_the_environment_says_ot
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
     set_gpu_memory()
     assert {name: os.environ[name] for name in names if name in os.environ} == found
+    # The scheduler is told only what jax may use: 80 % of the memory is its measure.
+    assert os.environ.get("XLA_FLAGS") == (None if given else "--xla_gpu_memory_limit_slop_factor=115")
+    assert 0.8 * int(SCHEDULED_MEMORY.value) / 100 < float(GPU_MEMORY[1])
     for device, gib in (("h100", 79.1), ("h200", 140.4)):  # of an H100, as XLA sees it; nvidia-smi says 143,771 MiB
         assert float(GPU_MEMORY[1]) * gib * 2**30 == pytest.approx(
             device_named(device, option="--device").memory_bytes, rel=0.01
@@ -80,7 +85,7 @@ def test_jax_may_use_as_much_of_a_gpu_as_plans_do_unless_the_environment_says_ot
 
 def test_this_jax_knows_every_flag_of_xla():
     """One that it does not know ends a process that starts jax."""
-    flags = [f"--{flag.name}={flag.value}" for flag in (*FLAGS["gpu"], *_NOTHING_CAN_BE_TIMED)]
+    flags = [f"--{flag.name}={flag.value}" for flag in (*FLAGS["gpu"], SCHEDULED_MEMORY, *_NOTHING_CAN_BE_TIMED)]
     start = "import jax; print(jax.device_count())"
     known, unknown = (
         subprocess.run(
