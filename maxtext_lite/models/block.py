@@ -90,7 +90,8 @@ class DecoderLayer(nnx.Module):
 
     def _plus(self, x_BTD: jax.Array, y_BTD: jax.Array) -> jax.Array:
         """The stream plus a block's output."""
-        y_BTD = y_BTD if self.multiplier == 1 else y_BTD * jnp.asarray(self.multiplier, y_BTD.dtype)
+        if self.multiplier != 1:  # which two bytes need not hold
+            y_BTD = (y_BTD.astype(jnp.float32) * self.multiplier).astype(y_BTD.dtype)
         return constrain(x_BTD + y_BTD, RESIDUAL_AXES)
 
 

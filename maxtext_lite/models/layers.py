@@ -248,8 +248,10 @@ class Embedding(nnx.Module):
     def __call__(self, token_BT: jax.Array, position_BT: jax.Array, dtype: DTypeLike) -> jax.Array:
         """The tokens' vectors [B, T, D], in `dtype`."""
         x_BTD = self._rows(self.table, token_BT, dtype)
-        for factor in (self.factor, self.multiplier):
-            x_BTD = x_BTD if factor == 1 else x_BTD * jnp.asarray(factor, dtype)
+        if self.factor != 1:  # in `dtype`, as Gemma was trained
+            x_BTD *= jnp.asarray(self.factor, dtype)
+        if self.multiplier != 1:
+            x_BTD = (x_BTD.astype(jnp.float32) * self.multiplier).astype(dtype)
         if self.positions is not None:
             x_BTD += self._rows(self.positions, position_BT, dtype)
         # Each device looks up the tokens in its part of the vocabulary before tokens are split over `tensor`: for its
@@ -261,10 +263,10 @@ class Embedding(nnx.Module):
         """Entries of a table [.., D], in `dtype`.
 
         Each device looks up all tokens of its replica in its part of `embed`. Tokens then cross the mesh, not the table
-        and its gradient.
+        and its gradient. That is a sum over tokens, so it is one of float32 whatever the table's dtype.
         """
         index_BT = constrain(index_BT, (None, None))
-        x_BTD = constrain(table[...][index_BT].astype(dtype), (None, None, "embed"))
+        x_BTD = constrain(table[...].astype(jnp.float32)[index_BT].astype(dtype), (None, None, "embed"))
         x_BTD = constrain(x_BTD, ("looked_up_batch", None, "embed_without_fsdp"))
         return constrain(x_BTD, ("looked_up_batch", "length", "embed_of_expert"))
 

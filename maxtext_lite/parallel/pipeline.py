@@ -89,16 +89,19 @@ class Pipeline:
         num_stages, num_pieces = self.num_stages, self.num_microbatches
         stage_P = jnp.arange(num_stages)
         params_RP = self._by_stage(params)
+        sums_RP = jax.tree.map(lambda w: w.astype(jnp.promote_types(w.dtype, jnp.float32)), params_RP)
 
-        def of_stage(params_R: Any, repeat: jax.Array, piece: Any) -> Any:
-            return stage(self._stack_of(params_R, repeat), piece)
+        def of_stage(params_R: Any, sums_R: Any, repeat: jax.Array, piece: Any) -> Any:
+            stack, sums = self._stack_of(params_R, repeat), self._stack_of(sums_R, repeat)
+            moving = jax.tree.map(lambda w, total: _summed_as(total, w) if _is_moving(w) else w, stack, sums)
+            return stage(moving, piece)
 
-        run_stages = over_stages(of_stage, in_axes=(1, 0, 0))
+        run_stages = over_stages(of_stage, in_axes=(1, 1, 0, 0))
 
         def tick(carry: Any, time: jax.Array) -> tuple[Any, None]:
             pieces_PM, inputs_P = carry
             repeat_P = jnp.clip((time - stage_P) // num_pieces, 0, self.num_repeats - 1)
-            outputs_P = self._lay_out(run_stages(params_RP, repeat_P, inputs_P), axes)
+            outputs_P = self._lay_out(run_stages(params_RP, sums_RP, repeat_P, inputs_P), axes)
             outputs_P = self._lay_out(jax.tree.map(_to_next_stage, outputs_P), axes)
             back = time - (num_stages - 1)  # the pass that the last stage has just run, whose piece is now at the first
             kept = jax.tree.map(lambda x, out: _put(x, out, back % num_pieces, back >= 0), pieces_PM, outputs_P)
@@ -228,6 +231,20 @@ class Pipeline:
         shards = num_shards("batch")
         x = x_M.reshape(x_M.shape[0], shards, -1, *x_M.shape[2:]).swapaxes(0, 1)
         return constrain(x.reshape(-1, *x_M.shape[2:]), ("end_batch", *axes[1:]))
+
+
+@jax.custom_vjp
+def _summed_as(sums: jax.Array, weight: jax.Array) -> jax.Array:
+    """`weight`, with its cotangent as that of `sums`: a scan adds up the ticks' in the dtype of `sums`, whose values
+    nothing reads."""
+    del sums
+    return weight
+
+
+_summed_as.defvjp(
+    lambda sums, weight: (weight, jnp.zeros((), sums.dtype)),
+    lambda dtype_of, g: (g.astype(dtype_of.dtype), None),
+)
 
 
 @jax.custom_vjp

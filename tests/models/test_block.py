@@ -26,6 +26,13 @@ def test_a_layer_with_silent_weights_is_the_identity():
     assert aux == {}
 
 
+def test_a_multiplier_that_two_bytes_do_not_hold_is_not_rounded():
+    layer = DecoderLayer(dataclasses.replace(SHAPE, residual_multiplier=0.22), rngs=nnx.Rngs(params=0))
+    y = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 8)), jnp.bfloat16)
+    want = (np.asarray(y, np.float64) * 0.22).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(layer._plus(jnp.zeros_like(y), y), want)
+
+
 def test_a_layer_with_experts_adds_their_shared_mlp_and_nothing_for_padding():
     experts = ExpertShape(num_experts=4, num_per_token=2, mlp_dim=6, num_shared=2, biased=True)
     layer = DecoderLayer(dataclasses.replace(SHAPE, experts=experts), rngs=nnx.Rngs(params=0))

@@ -42,6 +42,24 @@ def test_initial_weights_have_the_asked_deviation():
     np.testing.assert_array_equal(layer.mlp_norm.scale[...], np.ones(64))
 
 
+def test_the_gradient_of_an_embedding_is_summed_over_tokens_in_float32():
+    """In bfloat16 256 + 1 is 256."""
+    embedding = Embedding(dataclasses.replace(SHAPE, num_positions=4), rngs=nnx.Rngs(params=0))
+    graph, state = nnx.split(embedding)
+    state = jax.tree.map(lambda w: w.astype(jnp.bfloat16), state)
+    tokens, positions = jnp.full((2, 512), 3), jnp.ones((2, 512), jnp.int32)
+
+    def total(state):
+        return jnp.sum(nnx.merge(graph, state)(tokens, positions, jnp.bfloat16).astype(jnp.float32))
+
+    with jax.set_mesh(make_mesh(dict.fromkeys(MESH_AXES, 1), dict.fromkeys(MESH_AXES, 1), jax.devices()[:1])):
+        found = jax.jit(jax.grad(total))(state)
+    for name, row in (("table", 3), ("positions", 1)):
+        gradient = np.asarray(found[name][...], np.float32)
+        np.testing.assert_array_equal(gradient[row], np.full(8, 1024.0))
+        assert np.count_nonzero(gradient) == 8
+
+
 def constraints_in(jaxpr):
     """The PartitionSpec of every sharding constraint, also of those inside other equations."""
     for eqn in jaxpr.eqns:

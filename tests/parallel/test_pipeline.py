@@ -92,6 +92,23 @@ def test_a_tick_neither_copies_nor_adds_up_all_pieces_and_sends_one(pipeline, pr
     assert sent == [pipeline.num_ticks] * 2  # forward and backward
 
 
+@pytest.mark.parametrize("pipeline", [Pipeline(2, 512), Pipeline(2, 512, 2)])
+def test_gradients_of_many_pieces_are_summed_in_float32(pipeline):
+    """In bfloat16 256 + 1 is 256."""
+    rows = jnp.zeros((512, 6), jnp.bfloat16)
+
+    def shift(stack, rows):
+        return rows + jnp.sum(stack, axis=0)
+
+    def total(stack):
+        return jnp.sum(pipeline.run(shift, pipeline.in_stages(stack), rows, axes=("batch", None)).astype(jnp.float32))
+
+    with jax.set_mesh(mesh_of(stage=2)):
+        found = jax.jit(jax.grad(total))(jnp.zeros((4, 6), jnp.bfloat16))
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(found.astype(jnp.float32), np.full((4, 6), 512.0))
+
+
 def test_layers_are_assigned_round_after_round():
     """Layer l = (round x stages + stage) x layers per stack + place."""
     pipeline = Pipeline(2, 2, 2)
