@@ -203,5 +203,5 @@ def _standing_out(rows: Sequence[RowLoss], width: float) -> list[RowLoss]:
 
 def _is_within(rows: Sequence[RowLoss], limit: float) -> bool:
     """Whether the mean loss of rows is finite and within a limit."""
-    loss = math.fsum(row.loss_sum for row in rows) / max(sum(row.num_counted for row in rows), 1)
+    loss = math.fsum(row.loss_sum for row in rows) / (sum(row.num_counted for row in rows) or 1.0)
     return math.isfinite(loss) and loss <= limit

@@ -137,6 +137,7 @@ def _row(number, loss, grad_norm=1.0, tokens=10):
 
 
 ALIKE = [_row(number, 2.0) for number in range(8)]
+LIGHT = [_row(number, 9.0, tokens=0.01) for number in range(8)]
 
 
 @pytest.mark.parametrize(("rows", "before", "guilty"), [
@@ -152,6 +153,8 @@ ALIKE = [_row(number, 2.0) for number in range(8)]
     # By the parameters before the last update the step was in its band: the update is to blame.
     (ALIKE, RowsBefore(72, [*ALIKE[:7], _row(17, 2.0, grad_norm=50.0)], ALIKE), (72, [17])),
     (ALIKE, RowsBefore(72, ALIKE, ALIKE), (72, list(range(8)))),
+    # The same of a custom loss, whose weights are below 1.
+    (LIGHT, RowsBefore(72, ALIKE, LIGHT), (80, list(range(8)))),
     # By those it was out of it as well.
     ([*ALIKE, _row(8, 9.0)], RowsBefore(72, [*ALIKE[:7], _row(17, 9.0)], [*ALIKE, _row(8, 9.0)]), (80, [8])),
 ])  # fmt: skip
