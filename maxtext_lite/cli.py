@@ -17,6 +17,7 @@ from maxtext_lite.config.errors import WrongType, did_you_mean, echoed, value_te
 from maxtext_lite.config.field_types import path_problem
 from maxtext_lite.config.hints import key_hint, words_hint, words_meant
 from maxtext_lite.config.json_file import user_path
+from maxtext_lite.process.leaving import leave
 from maxtext_lite.process.output import StdoutLost, complain, log_real_warnings, watch_stdout
 from maxtext_lite.process.signals import command_signals
 from maxtext_lite.process.watchdog import watchdog
@@ -287,6 +288,8 @@ def run_command(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None
         end_soon(code)
     command_signals.finish(code)
     watchdog.finish(code)
+    if command_signals.installed:  # the process is the command's own
+        leave(code)
     return code
 
 

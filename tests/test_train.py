@@ -28,7 +28,7 @@ RUN = [
 
 
 def _command(directory, *overrides, python=None):
-    python = python or quick_python()
+    python = quick_python() if python is None else python
     return [
         *python,
         "-m",
@@ -179,6 +179,41 @@ def test_a_signal_ends_with_75_after_saving(tmp_path):
     assert process.returncode == 75
     assert "stopped by SIGINT after step" in rest
     assert "saved" in rest
+    assert len(list((tmp_path / "default" / "checkpoints").iterdir())) == 1
+
+
+# The command, in which the compilation for the second stage of a ramp takes forever.
+SLOW = """
+import sys, threading
+from maxtext_lite.cli import run_command
+from maxtext_lite.process.signals import command_signals
+from maxtext_lite.train import main
+from maxtext_lite.training.executables import Executables
+command_signals.install()
+of_first_stage = Executables._compile
+def compiled(self, slots):
+    if slots > 2:
+        threading.Event().wait()
+    return of_first_stage(self, slots)
+Executables._compile = compiled
+sys.exit(run_command(main))
+"""
+
+
+def test_a_signal_ends_with_75_although_the_next_stage_is_being_compiled(tmp_path):
+    ramp = ["enable_rampup_batch_size=true", "per_device_batch_size_start=1", "per_device_batch_size_increment=1",
+            "per_device_batch_size=2", "global_rampup_samples=1000000", "steps=1000000"]  # fmt: skip
+    words = _command(tmp_path, *ramp, "eval_interval=-1", "checkpoint_period=1000000", python=())[2:]
+    command = [*quick_python(), "-c", SLOW, *words]
+    with subprocess.Popen(command, env=_environment(), cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        next(line for line in process.stdout if line.startswith("step 2/"))
+        process.send_signal(signal.SIGTERM)
+        try:
+            rest, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 75
+    assert "stopped by SIGTERM after step" in rest
     assert len(list((tmp_path / "default" / "checkpoints").iterdir())) == 1
 
 

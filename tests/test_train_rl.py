@@ -97,7 +97,9 @@ def test_killed_at_any_moment_the_same_command_ends_in_the_same_bits(uninterrupt
     _killed(tmp_path, (run / "reference" / "checkpoints" / "0").exists)
     assert not list(checkpoints.iterdir())
 
-    (tmp_path / "deadly").write_text("7")  # one evaluation, the 4 chunks of steps 1 and 2, and 2 of steps 3 and 4
+    (tmp_path / "deadly").write_text(
+        "9"
+    )  # the 3 chunks of an evaluation, the 4 of steps 1 and 2, and 2 of steps 3 and 4
     _killed(tmp_path, lambda: False)
     assert RunFiles(run).last_step == 2
 

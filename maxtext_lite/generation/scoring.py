@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxtext_lite.config import Config, UserError
+from maxtext_lite.config.errors import value_text
 from maxtext_lite.generation.questions import (
     Scored,
     accuracy,
@@ -127,19 +128,19 @@ def windows(tokens: Sequence[int], *, length: int, stride: int) -> list[Span]:
 
 
 class TextScorer:
-    """The log-likelihoods of texts under a directory's model, with its tokenizer.
+    """The log-likelihoods of texts under a directory's model, with its tokenizer; loads the model at its first use.
 
     Args:
       config: of the directory, from `directory_config`.
       max_length: tokens of one forward pass.
       mesh: sizes of the mesh axes tensor and fsdp.
     Raises:
-      UserError: the model cannot take `max_length` tokens, cannot be sharded over the mesh, or lacks a tokenizer or
-        parameters.
+      UserError: the model cannot take `max_length` tokens, cannot be sharded over the mesh, or lacks a tokenizer; at
+        its first use, it lacks parameters.
     """
 
     def __init__(self, directory: Path, config: Config, *, max_length: int, rows_at_once: int, mesh: Mapping[str, int]):
-        positions = config.trainable_position_size
+        self._positions = positions = config.trainable_position_size
         if positions and max_length - 1 > positions:
             raise UserError(
                 f"max_length={max_length} is more than the model's {positions} learned positions and one. "
@@ -150,26 +151,56 @@ class TextScorer:
         self._precision = functools.partial(jax.default_matmul_precision, config.matmul_precision)
         if problems := mesh_problems(config, len(start_devices()), mesh):
             raise UserError(problems)
-        with self._precision():
-            self._model = load_on_mesh(directory, config, mesh)
-            self._scorer = Scorer(*self._model, rows_at_once=rows_at_once)
+        self._load = functools.partial(load_on_mesh, directory, config, mesh)
+        self._rows_at_once = rows_at_once
+
+    @functools.cached_property
+    def _model(self) -> tuple[Decoder, Params, jax.sharding.Mesh]:
+        return self._load()
+
+    @functools.cached_property
+    def _scorer(self) -> Scorer:
+        return Scorer(*self._model, rows_at_once=self._rows_at_once)
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, beginning as in training: as its tokenizer begins texts, or with end-of-text."""
         begin = [] if self._tokens.carried else [self._end_of_text_id]
         return begin + self._tokens.encode(text)
 
-    def continuations(self, pairs: Iterable[tuple[str, str]]) -> list[Scored]:
-        """The score of each (context, continuation); a long context is truncated at its beginning."""
-        spans = []
-        for context, continuation in pairs:
-            tokens, first = continued(self.encode, context, continuation)
-            if first == 0:  # no context, and the tokenizer adds no first token
-                tokens, first = [self._end_of_text_id, *tokens], 1
-            drop = max(min(len(tokens) - self._max_length, first - 1), 0)
-            spans.append(Span(tokens[drop:], first - drop))
+    def continuations(
+        self, pairs: Iterable[tuple[str, str]], name: Callable[[int], str] = "continuation {:,}".format
+    ) -> list[Scored]:
+        """The score of each (context, continuation); a long context is truncated at its beginning.
+
+        Args:
+          name: what a message calls a continuation by its number, which counts from 1.
+        Raises:
+          UserError: a continuation does not fit into `max_length` tokens after one of its context.
+        """
+        pairs = list(pairs)
+        spans = [self._span(*pair) for pair in pairs]
+        needed = [len(span.tokens) - span.first + 1 for span in spans]
+        for number, tokens in enumerate(needed):
+            if tokens > self._max_length:
+                fits = not self._positions or max(needed) - 1 <= self._positions
+                works = f"Nearest that works: {max(needed)}." if fits else (
+                    f"The model has {self._positions} learned positions, so no max_length works: shorten it."
+                )  # fmt: skip
+                raise UserError(
+                    f"{name(number + 1)} ({value_text(pairs[number][1])}) has {tokens - 1:,} tokens. "
+                    f"max_length={self._max_length} has room for {self._max_length - 1:,}, after one of the context. "
+                    f"{works}"
+                )
         with self._precision():
             return self._scorer.score(spans)
+
+    def _span(self, context: str, continuation: str) -> Span:
+        """The tokens of a continuation and, as far as they fit before it, of its context; at least one of these."""
+        tokens, first = continued(self.encode, context, continuation)
+        if first == 0:  # no context, and the tokenizer adds no first token
+            tokens, first = [self._end_of_text_id, *tokens], 1
+        drop = max(min(len(tokens) - self._max_length, first - 1), 0)
+        return Span(tokens[drop:], first - drop)
 
     def windows(self, text: str, stride: int) -> list[Scored]:
         """The score of each window of a text; windows advance by `stride` tokens.
@@ -221,5 +252,10 @@ def evaluate(directory: Path, config: Config, asked: EvaluateConfig) -> dict[str
     )
     if asked.text:
         return perplexity(scorer.windows(text, asked.stride or asked.max_length - 1), text)
-    pairs = ((each.context, with_blank(each.context, choice)) for each in questions for choice in each.choices)
-    return accuracy(questions, scorer.continuations(pairs))
+    pairs = [(each.context, with_blank(each.context, choice)) for each in questions for choice in each.choices]
+    names = [
+        f"{kind}={asked.choices or asked.cloze}, question {number:,}{f', choice {choice}' if asked.choices else ''}"
+        for number, each in enumerate(questions, 1)
+        for choice in range(len(each.choices))
+    ]
+    return accuracy(questions, scorer.continuations(pairs, lambda number: names[number - 1]))

@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from maxtext_lite.data import Prompt
+from maxtext_lite.process.watchdog import watchdog
 from maxtext_lite.rl.rewards import Scores
 from maxtext_lite.rl.rl_run import RLRun, shared
 from maxtext_lite.rl.rollout import Request
@@ -17,6 +19,9 @@ HELD_OUT = 1
 class HeldOutResponses:
     """Responses to a run's held-out prompts, or to the first `eval_steps` batches of them; see `loop.Evaluation`.
 
+    They are sampled and judged in chunks of as many pairs as a micro-batch has, so that `reward_timeout_seconds` and
+    `hang_timeout` limit the same amount of work as in training.
+
     Args:
       say: takes messages about reward functions.
     """
@@ -28,23 +33,33 @@ class HeldOutResponses:
 
     def of(self, state: TrainState, step: int) -> tuple[dict[str, float | int], str]:
         """See `loop.Evaluation`."""
+        rl, each = self._rl, self._rl.config.eval_num_generations
+        pairs, per_chunk = self._pairs(), rl.batch.pairs_per_micro_batch
+        rl.engine.update(rl.run.decoder.joined(state.params, state.frozen), step)
+        scores, tokens = list[Scores](), list[int]()
+        for first in range(0, len(pairs), per_chunk):
+            prompts, requests = zip(*pairs[first : first + per_chunk], strict=True)
+            sampled = rl.sample(prompts, requests, rl.eval_sampling)
+            scores.append(shared(rl.judge(sampled)))
+            for message in scores[-1].messages:
+                self._say(f"reward: {message}")
+            tokens += [len(response.token_ids) for response in sampled.responses]
+            watchdog.advance()
+        found = held_out_record(Scores.joined(scores), tokens, each)
+        return found, held_out_text(found)
+
+    def _pairs(self) -> list[tuple[Prompt, Request]]:
+        """Each prompt with each of its requests, those of one prompt adjacent."""
         rl, config, source = self._rl, self._rl.config, self._rl.run.eval_source
         assert source is not None
         count = len(source)
         if config.eval_steps != -1:
             count = min(count, config.eval_steps * rl.batch.prompts_per_batch)
-        each = config.eval_num_generations
-        prompts = [prompt for number in range(count) for prompt in [source[number]] * each]
-        requests = [
-            Request(prompt.token_ids, (HELD_OUT, prompt.number, at % each)) for at, prompt in enumerate(prompts)
+        return [
+            (prompt, Request(prompt.token_ids, (HELD_OUT, prompt.number, generation)))
+            for prompt in map(source.__getitem__, range(count))
+            for generation in range(config.eval_num_generations)
         ]
-        rl.engine.update(rl.run.decoder.joined(state.params, state.frozen), step)
-        sampled = rl.sample(prompts, requests, rl.eval_sampling)
-        scores = shared(rl.judge(sampled))
-        for message in scores.messages:
-            self._say(f"reward: {message}")
-        found = held_out_record(scores, [len(response.token_ids) for response in sampled.responses], each)
-        return found, held_out_text(found)
 
 
 def pass_at_k(num_responses: int, num_correct: int, k: int) -> float:

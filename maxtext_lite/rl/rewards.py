@@ -55,6 +55,15 @@ class Scores:
     errors: int
     messages: list[str]
 
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """The scores of the pairs of all parts, of which there is at least one, in order."""
+        by_name = {name: np.concatenate([part.by_name[name] for part in parts]) for name in parts[0].by_name}
+        messages = [message for part in parts for message in part.messages]
+        return cls(
+            np.concatenate([part.total for part in parts]), by_name, sum(part.errors for part in parts), messages
+        )
+
     def to_json(self) -> dict[str, Any]:
         """The argument of `from_json`."""
         by_name = {name: values.tolist() for name, values in self.by_name.items()}

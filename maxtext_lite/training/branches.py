@@ -151,8 +151,9 @@ class Branches:
         shutil.copytree(self._run / "checkpoints" / str(self._step), unfinished / "checkpoints" / str(self._step))
         if (self._run / "frozen").exists():
             shutil.copytree(self._run / "frozen", unfinished / "frozen")
-        if (excluded := self._run / "excluded_rows.jsonl").exists():
-            shutil.copy(excluded, unfinished)
+        for name in ("excluded_rows.jsonl", "reference.npz"):  # of loss spikes, and of DPO
+            if (self._run / name).exists():
+                shutil.copy(self._run / name, unfinished)
         (unfinished / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in self._lines))
         unfinished.rename(directory)
 

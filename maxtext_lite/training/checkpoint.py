@@ -155,14 +155,7 @@ class CheckpointReader:
         before = {"params": 0, "update_state": int(abstract.outer is not None)}
         restored = read_arrays(path, {name: layout.as_saved(tree, before[name]) for name, tree in wanted.items()})
         restored = {name: reshaped(restored[name], tree) for name, tree in wanted.items()}
-        counts = Counts(
-            about["step"],
-            about["examples_seen"],
-            about["tokens_seen"],
-            about.get("skipped_in_a_row", 0),  # older versions saved neither this
-            NoiseScale(**about["noise"]),
-            tuple(about.get("losses", ())),  # nor losses
-        )
+        counts = _counts(about)
         steps_done, skipped_in_a_row = (
             jax.device_put(jax.numpy.asarray(count, abstract.step.dtype), abstract.step.sharding)
             for count in (step, counts.skipped_in_a_row)
@@ -285,14 +278,20 @@ class Checkpointer(CheckpointReader):
         self.wait()
         return super().restore(abstract)
 
-    def go_back(self, before: int) -> None:
-        """Deletes all checkpoints after the newest intact one before this step; none if there is no such."""
+    def go_back(self, before: int, suits: Callable[[Counts, list[dict[str, Any]]], bool]) -> None:
+        """Deletes all checkpoints after the newest intact one before this step, if there is one and it suits.
+
+        `suits` is given its counts and its `mixtures`, and must return the same on all hosts.
+        """
         steps = value_of_host(0, steps_in(self._directory))
         for step in reversed([step for step in steps if step < before]):
-            if check(self._directory / str(step)).problem is None:
-                later = [self._directory / str(each) for each in steps if each > step]
-                self._failures.on_first_host(self._directory, lambda later=later: [*map(remove, later)])
-                self._newest = self._failures.newest = step
+            path = self._directory / str(step)
+            if check(path).problem is None:
+                about = read_about(path)
+                if suits(_counts(about), _mixtures(about)):
+                    later = [self._directory / str(each) for each in steps if each > step]
+                    self._failures.on_first_host(self._directory, lambda later=later: [*map(remove, later)])
+                    self._newest = self._failures.newest = step
                 return
 
     def wait(self) -> None:
@@ -352,6 +351,15 @@ class Checkpointer(CheckpointReader):
         self._say(f"saved step {step}: {said}")
         for old in [each for each in steps_in(self._directory) if each <= step][: -self._to_keep]:
             remove(self._directory / str(old))
+
+
+def _counts(about: Mapping[str, Any]) -> Counts:
+    return Counts(
+        **{name: about[name] for name in ("step", "examples_seen", "tokens_seen")},
+        skipped_in_a_row=about.get("skipped_in_a_row", 0),  # older versions saved neither this
+        noise=NoiseScale(**about["noise"]),
+        losses=tuple(about.get("losses", ())),  # nor losses
+    )
 
 
 def _mixtures(about: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from jax.stages import Wrapped
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.data import ExampleSource, PairSource, evaluation_batches
-from maxtext_lite.parallel import bytes_of_host, sharding, value_of_host
+from maxtext_lite.parallel import bytes_of_host, exchange, sharding, value_of_host
 from maxtext_lite.training.arrays import Params
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.held_out_loss import scores_of
@@ -35,10 +35,12 @@ FILE = "reference.npz"
 def add_reference(run: TrainingRun[ExampleSource], state: TrainState, counts: Counts, terminal: Terminal) -> None:
     """Adds the reference to the pairs of a DPO run: computed before the first step, read from its file after it.
 
+    Pairs that have it keep it: a run that goes back before a loss spike comes here twice. All hosts call it.
+
     Raises:
       UserError: a resumed run's pairs have changed, or its file is gone.
     """
-    if run.config.dataset_type != "dpo":
+    if run.config.dataset_type != "dpo" or _has_reference(run.source):
         return
     sources = [run.source] if run.eval_source is None else [run.source, run.eval_source]
     if counts.step:
@@ -55,6 +57,11 @@ def add_reference(run: TrainingRun[ExampleSource], state: TrainState, counts: Co
         )
     run.source = _with(run.source, tables)
     run.eval_source = None if run.eval_source is None else _with(run.eval_source, tables)
+
+
+def _has_reference(source: ExampleSource) -> bool:
+    """Whether the pairs have their reference, as hosts that read them say."""
+    return any(exchange(isinstance(source, PairSource) and source.reference is not None))
 
 
 def _with(source: ExampleSource, tables: Mapping[str, np.ndarray]) -> ExampleSource:

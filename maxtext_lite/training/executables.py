@@ -15,6 +15,7 @@ from maxtext_lite.batching import BatchPlan, BatchStage
 from maxtext_lite.batching.ledger import bytes_text
 from maxtext_lite.data import field_dtype
 from maxtext_lite.parallel import exchange, sharding
+from maxtext_lite.process.leaving import abandon
 from maxtext_lite.training.compilation_cache import num_found
 from maxtext_lite.training.state import StepParts, abstract_state
 from maxtext_lite.training.step import TRAIN_BATCH_AXES
@@ -90,8 +91,9 @@ class Executables:
         return compiling.result()
 
     def close(self) -> None:
-        """Cancels compilations that have not begun."""
+        """Cancels compilations that have not begun; a command does not wait for one that has."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+        abandon(self._compiled.values())
 
     def _compile(self, slots: int) -> Built:
         num_tokens, fields = self._example

@@ -34,7 +34,7 @@ from maxtext_lite.training.opening import Sources, chosen_split, open_run, plan_
 from maxtext_lite.training.optimizer import OptimizerFactory
 from maxtext_lite.training.profile import Profile
 from maxtext_lite.training.run import Data, TrainingRun
-from maxtext_lite.training.spikes import leave_out_guilty, refuse_to_go_back
+from maxtext_lite.training.spikes import Place, leave_out_guilty, refuse_to_go_back
 from maxtext_lite.training.state import OwnParts, TrainState
 from maxtext_lite.training.step_log import LossSpike, StepLog, Taken
 from maxtext_lite.training.step_memory import Ladder, OutOfMemory
@@ -169,8 +169,8 @@ def train(
             why = f"out of memory: {error}; the run starts again with {ladder.newest}"
         except LossSpike as error:
             refuse_to_go_back(run, error)
-            why, step, limit = f"{error}; the run goes back", error.step, error.limit
-            go_back = functools.partial(leave_out_guilty, step=step, limit=limit)
+            why, place = f"{error}; the run goes back", Place(error.step, error.examples_seen, run.mixtures)
+            go_back = functools.partial(leave_out_guilty, place=place, limit=error.limit)
         if run.is_first:
             print(why, flush=True)
 

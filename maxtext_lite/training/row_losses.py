@@ -39,7 +39,7 @@ class RowLoss:
       loss_sum: over its target tokens, or pairs.
       grad_norm: norm of its part of the step's gradient. The parts add up to that gradient, so the sum of their norms
         is at least the step's `grad_norm`, up to rounding.
-      num_counted: target tokens, or pairs.
+      num_counted: target tokens, or pairs; of a custom loss, its weight.
     """
 
     source: str
@@ -50,7 +50,7 @@ class RowLoss:
     loss: float
     loss_sum: float
     grad_norm: float
-    num_counted: int
+    num_counted: float
 
 
 def make_row_losses(run: TrainingRun[ExampleSource]) -> Callable[[TrainState, int, int], list[RowLoss]]:
@@ -87,8 +87,12 @@ def make_row_losses(run: TrainingRun[ExampleSource]) -> Callable[[TrainState, in
         names = source.named_rows(ids) if isinstance(source, MixtureSource) else [("", row) for row in ids.tolist()]
         params, frozen = jax.block_until_ready((state.params, state.frozen))
         loss_scale = run.parts.optimizer.loss_scale(state.opt_state)
+<<<<<<< HEAD
         found: list[tuple[dict[str, np.ndarray], float, int, int, float]] = []
         phases.enter("compile")  # the first row's
+=======
+        found: list[tuple[dict[str, np.ndarray], float, int, float, float]] = []
+>>>>>>> h/train
         for row in ids.tolist():
             watchdog.advance()
             read = {name: x.tolist() for name, x in source[row].items()} if jax.process_index() == reader else None
@@ -98,8 +102,8 @@ def make_row_losses(run: TrainingRun[ExampleSource]) -> Callable[[TrainState, in
                 batch[name][0, 0] = values
             arrays = {name: jax.make_array_from_callback(sizes, where, x.__getitem__) for name, x in batch.items()}
             loss, tokens, counted, norm = jax.device_get(alone(params, frozen, loss_scale, arrays))
-            found.append((fields, float(loss), int(tokens), int(counted), float(norm)))
-        whole = max(sum(counted for *_, counted, _ in found), 1)
+            found.append((fields, float(loss), int(tokens), float(counted), float(norm)))
+        whole = sum(counted for *_, counted, _ in found) or 1.0
         return [
             RowLoss(*name, text(fields), int(fields["segments"].max()), tokens, loss, loss * n, norm * n / whole, n)
             for name, (fields, loss, tokens, n, norm) in zip(names, found, strict=True)

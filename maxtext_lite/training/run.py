@@ -188,6 +188,11 @@ class TrainingRun(Generic[Data]):
         if self.checkpointer:
             self.checkpointer.save(state, counts, unfinished)
 
+    @property
+    def mixtures(self) -> list[dict[str, Any]]:
+        """The history of the run's mixtures as JSON; [] without checkpoints."""
+        return self._saved.mixtures if self._saved else []
+
     def open_log(self, open_it: Callable[[], Log], say: Callable[[str], None]) -> Log | None:
         """A log in the run directory, on the first host, with messages on its existing lines; None on the others.
 

@@ -4,23 +4,44 @@
 # jax declares some of its functions in part.
 
 import contextlib
+import functools
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from maxtext_lite.data import ExampleSource, named_sources
 from maxtext_lite.data.excluded import ExcludedRow, excluded_text
+from maxtext_lite.data.mixture_of_run import in_run
+from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.feed_steps import FeedSteps
 from maxtext_lite.training.loss_band import WINDOW, band_limit
 from maxtext_lite.training.metrics import Terminal
 from maxtext_lite.training.row_losses import RowLoss, make_row_losses
 from maxtext_lite.training.run import EXCLUDED, TrainingRun
-from maxtext_lite.training.step_log import LossSpike
+from maxtext_lite.training.step_log import NOTHING_SAVED, LossSpike
 
 MOST = 5
 """The most times that a run goes back within WINDOW steps."""
 _LEAST_ROWS = 4  # fewer cannot show an outlier
 _MOST_NAMED = 8
+
+
+class Place(NamedTuple):
+    """The place of a spike in a run.
+
+    Attributes:
+      step: that of the `LossSpike`.
+      examples_seen: before this step.
+      mixtures: the history of the run's mixtures up to it.
+    """
+
+    step: int
+    examples_seen: int
+    mixtures: Sequence[Mapping[str, Any]]
+
+
+class NoWayBack(LossSpike):
+    """A spike whose step cannot be reached again; the run ends."""
 
 
 class RowsBefore(NamedTuple):
@@ -46,26 +67,29 @@ class Guilty(NamedTuple):
 
 
 def refuse_to_go_back(run: TrainingRun[ExampleSource], spike: LossSpike) -> None:
-    """Raises the spike if the config says stop or the run has gone back too often."""
-    if not run.config.max_loss_spike or run.config.loss_spike_action == "stop":
+    """Raises the spike if the config says stop, its step cannot be reached, or the run has gone back too often."""
+    if isinstance(spike, NoWayBack) or not run.config.max_loss_spike or run.config.loss_spike_action == "stop":
         raise spike
     if len({row.spike for row in run.recorded if spike.step - WINDOW < row.step <= spike.step}) >= MOST:
         often = f"the run has gone back {MOST} times within {WINDOW} steps, as {run.directory / EXCLUDED} says"
-        raise LossSpike(f"{spike}; {often}", spike.step)
+        raise LossSpike(f"{spike}; {often}", spike.step, spike.examples_seen)
 
 
-def leave_out_guilty(run: TrainingRun[ExampleSource], terminal: Terminal, *, step: int, limit: float) -> None:
+def leave_out_guilty(run: TrainingRun[ExampleSource], terminal: Terminal, *, place: Place, limit: float) -> None:
     """Finds the rows that caused a spike and adds them to the run's list. All hosts call it.
 
-    Deletes first the checkpoints of the step before the spike and later, if there is an older one. Saves nothing while
-    it searches, so that a run killed here meets the same spike again.
+    Deletes first the checkpoints of the step before the spike and later, if there is an older one from which the run
+    takes the same steps again. Saves nothing while it searches, so that a run killed here meets the same spike again.
 
     Args:
-      step, limit: of the `LossSpike`.
+      limit: of the `LossSpike`.
+    Raises:
+      NoWayBack: the run's steps come to other examples than those of the spike.
     """
+    step = place.step
     if run.checkpointer:
-        run.checkpointer.go_back(step - 1)
-    guilty = find_guilty(*_rows_on_the_way(run, step), limit=limit, width=run.config.max_loss_spike)
+        run.checkpointer.go_back(step - 1, functools.partial(_leads_to, place, run))
+    guilty = find_guilty(*_rows_on_the_way(run, place), limit=limit, width=run.config.max_loss_spike)
     sources, number = named_sources(run.source), max((row.spike for row in run.recorded), default=0) + 1
     found = [
         ExcludedRow(
@@ -94,9 +118,33 @@ def leave_out_guilty(run: TrainingRun[ExampleSource], terminal: Terminal, *, ste
     terminal.say(f"left out from example {guilty.first:,} on: row {', '.join(named)}{more}: {guilty.why}")
 
 
-def _rows_on_the_way(run: TrainingRun[ExampleSource], step: int) -> tuple[int, Sequence[RowLoss], RowsBefore | None]:
-    """Repeats the steps before this one; returns its place in the run, its rows, and the step before if it ran."""
+def _leads_to(
+    place: Place, run: TrainingRun[ExampleSource], counts: Counts, mixtures: Sequence[Mapping[str, Any]]
+) -> bool:
+    """Whether the run's steps after these counts take the examples that it has taken up to a place.
+
+    They do not if the batch or the mixture changed at a later checkpoint.
+
+    Args:
+      mixtures: the history up to the counts.
+    """
+    _, after = in_run(run.config, run.source, mixtures, (counts.examples_seen, counts.tokens_seen))
+    comes_to = run.plan.examples_after(place.step - 1 - counts.step, counts.examples_seen)
+    return comes_to == place.examples_seen and after == list(place.mixtures)
+
+
+def _rows_on_the_way(run: TrainingRun[ExampleSource], spike: Place) -> tuple[int, Sequence[RowLoss], RowsBefore | None]:
+    """Repeats the steps before a spike; returns its place in the run, its rows, and the step before if it ran."""
+    step = spike.step
     state, counts = run.restore_or_init()
+    if not _leads_to(spike, run, counts, run.mixtures):
+        raise NoWayBack(
+            f"step {step} has a loss spike, and the run cannot go back before it: the checkpoint from which its batch "
+            f"or its mixture changed is gone, and from that of step {counts.step} it comes to other examples; "
+            f"{NOTHING_SAVED}",
+            step,
+            spike.examples_seen,
+        )
     place, before = counts.examples_seen, None
     examples = run.plan.step_examples
     quiet = Terminal(log_period=1, quiet=True)
@@ -155,5 +203,5 @@ def _standing_out(rows: Sequence[RowLoss], width: float) -> list[RowLoss]:
 
 def _is_within(rows: Sequence[RowLoss], limit: float) -> bool:
     """Whether the mean loss of rows is finite and within a limit."""
-    loss = math.fsum(row.loss_sum for row in rows) / max(sum(row.num_counted for row in rows), 1)
+    loss = math.fsum(row.loss_sum for row in rows) / (sum(row.num_counted for row in rows) or 1.0)
     return math.isfinite(loss) and loss <= limit

@@ -236,7 +236,7 @@ def make_synchronise(parts: StepParts) -> Wrapped:
 def make_summarise(parts: StepParts) -> Wrapped:
     """The jitted function from a step's metrics, each [R], to scalars for the whole step.
 
-    Losses are means over the target tokens or pairs of all replicas; norms and the learning rate are means over
+    Losses are means over the target tokens, pairs or weight of all replicas; norms and the learning rate are means over
     replicas; the step counts as skipped if any replica skipped it; the loss scale is the smallest, skipped_in_a_row the
     largest.
     """
@@ -244,7 +244,8 @@ def make_summarise(parts: StepParts) -> Wrapped:
 
     def summarise(metrics: Metrics) -> Metrics:
         counted_R = metrics[divisor]
-        share_R = counted_R / jnp.maximum(jnp.sum(counted_R), 1)
+        whole = jnp.sum(counted_R)
+        share_R = counted_R / jnp.where(whole > 0, whole, 1)  # a custom loss may have a weight between 0 and 1
 
         def weighted_mean(x_R: jax.Array) -> jax.Array:
             return jnp.sum(share_R * x_R)

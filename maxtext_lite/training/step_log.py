@@ -32,12 +32,13 @@ class LossSpike(Exception):
 
     Attributes:
       step: the first to show it; the cause is in its examples or in the update before it.
+      examples_seen: before this step.
       limit: the upper end of the band.
     """
 
-    def __init__(self, message: str, step: int, limit: float = math.inf):
+    def __init__(self, message: str, step: int, examples_seen: int, limit: float = math.inf):
         super().__init__(message)
-        self.step, self.limit = step, limit
+        self.step, self.examples_seen, self.limit = step, examples_seen, limit
 
 
 class NonFiniteLoss(LossSpike):
@@ -154,11 +155,12 @@ class StepLog:
             run.note_memory(measured=peak)
         self._terminal.step(record)
         if not finite:
-            self._skip_or_stop(step, values, lambda: taken.find_cause(state))
+            self._skip_or_stop(step, counts.examples_seen, values, lambda: taken.find_cause(state))
         elif not math.isfinite(values["param_norm"]):
-            raise NonFiniteLoss(f"step {step} left param_norm {values['param_norm']}; {NOTHING_SAVED}", step + 1)
+            left = f"step {step} left param_norm {values['param_norm']}; {NOTHING_SAVED}"
+            raise NonFiniteLoss(left, step + 1, self.counts.examples_seen)
         elif run.config.max_loss_spike and values["target_tokens"]:
-            self._compare(step, values["loss"])
+            self._compare(step, counts.examples_seen, values["loss"])
         return record
 
     def _batch_of(self, taken: Taken, stage: BatchStage) -> Record:
@@ -206,7 +208,9 @@ class StepLog:
         scaling = self._run.parts.optimizer.loss_scaling
         return scaling is not None and scaling.may_shrink(metrics["loss_scale"])
 
-    def _skip_or_stop(self, step: int, metrics: Record, find_cause: Callable[[], NonFinite | None]) -> None:
+    def _skip_or_stop(
+        self, step: int, examples_seen: int, metrics: Record, find_cause: Callable[[], NonFinite | None]
+    ) -> None:
         """Reports a step that was skipped for its gradient, or ends the run and names the gradient's origin."""
         config, in_a_row = self._run.config, self.counts.skipped_in_a_row
         if self._may_be_the_scale(metrics):
@@ -225,9 +229,10 @@ class StepLog:
             f"step {step} has loss {metrics['loss']} and grad_norm {metrics['grad_norm']}{skipped}: {where}; "
             f"{NOTHING_SAVED}",
             step,
+            examples_seen,
         )
 
-    def _compare(self, step: int, loss: float) -> None:
+    def _compare(self, step: int, examples_seen: int, loss: float) -> None:
         """Compares a loss with the band of the losses before it, then adds it to them."""
         losses, width = self.counts.losses, self._run.config.max_loss_spike
         if loss > (limit := band_limit(losses, width)):
@@ -235,6 +240,7 @@ class StepLog:
                 f"step {step} has loss {loss:.6g}, above {limit:.6g}: max_loss_spike={width:g} robust deviations "
                 f"over the median of the {len(losses)} losses before it; {NOTHING_SAVED}",
                 step,
+                examples_seen,
                 limit,
             )
         self.counts = dataclasses.replace(self.counts, losses=(*losses, loss)[-WINDOW:])

@@ -8,6 +8,7 @@ import importlib
 import json
 import math
 import os
+import re
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -229,7 +230,11 @@ class MLflow(Service):
 
 
 class Prometheus(Tracker):
-    """The newest value of each number, at http://127.0.0.1:PORT/metrics as maxtext_lite_NAME."""
+    """The newest value of each number, at http://127.0.0.1:PORT/metrics as maxtext_lite_NAME.
+
+    Characters that not every version of Prometheus takes in a name are `_` there, as in maxtext_lite_rewards_NAME. Of
+    several numbers with one such name, the last is shown.
+    """
 
     def __init__(self, port: int, run_name: str):
         import prometheus_client as client
@@ -242,10 +247,11 @@ class Prometheus(Tracker):
     def write(self, record: Record) -> None:
         """Takes a record."""
         for key, value in {"step": record["step"], **finite_numbers(record)}.items():
-            if key not in self._gauges:
-                gauge = self._client.Gauge(f"maxtext_lite_{key}", key, ["run_name"], registry=self._registry)
-                self._gauges[key] = gauge.labels(self._run_name)
-            self._gauges[key].set(value)
+            name = f"maxtext_lite_{re.sub('[^a-zA-Z0-9_:]', '_', key)}"
+            if name not in self._gauges:
+                gauge = self._client.Gauge(name, key, ["run_name"], registry=self._registry)
+                self._gauges[name] = gauge.labels(self._run_name)
+            self._gauges[name].set(value)
 
     def close(self) -> None:
         """Stops answering."""

@@ -1,11 +1,15 @@
 """Log-likelihoods against a plain log-softmax, whatever the rows beside them; windows that score each token once."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext_lite.generation.scoring import Scorer, Span, windows
+from maxtext_lite.config import UserError, load_config
+from maxtext_lite.generation.requests import EvaluateConfig
+from maxtext_lite.generation.scoring import Scorer, Span, TextScorer, evaluate, windows
 from maxtext_lite.models import Decoder, DecoderShape
 from maxtext_lite.parallel import MESH_AXES, make_mesh
 
@@ -62,3 +66,33 @@ def test_windows_score_each_token_once_after_as_much_context_as_they_hold(count,
         assert span.first == (1 if number == 0 else length - stride)
         scored += span.tokens[span.first :]
     assert scored == tokens[1:]
+
+
+SIZES = ["base_emb_dim=16", "base_mlp_dim=32", "base_num_decoder_layers=1", "base_num_query_heads=2",
+         "base_num_kv_heads=2", "head_dim=8", "max_target_length=32"]  # fmt: skip
+
+
+@pytest.mark.parametrize(("positions", "works"), [
+    (0, "Nearest that works: 42."),
+    (41, "Nearest that works: 42."),
+    (32, "The model has 32 learned positions, so no max_length works: shorten it."),
+])  # fmt: skip
+def test_a_continuation_longer_than_max_length_is_refused_before_the_model_is_loaded(positions, works, tmp_path):
+    """Its first tokens would have no context, or positions that the model has not learned."""
+    config = load_config(None, [*SIZES, f"trainable_position_size={positions}"])
+    texts = TextScorer(tmp_path, config, max_length=32, rows_at_once=1, mesh={"tensor": 1, "fsdp": 1})
+    said = f"has 40 tokens. max_length=32 has room for 31, after one of the context. {works}"
+    with pytest.raises(UserError) as refusal:
+        texts.continuations([("Q:" * 40, "a" * 31), ("Q:", "b" * 40), ("", "c" * 41)])
+    assert str(refusal.value) == f"continuation 2 ({'b' * 40}) {said}"
+
+    path = tmp_path / "questions.jsonl"
+    path.write_text(json.dumps({"context": "Q: ", "choices": ["yes", "b" * 40], "answer": 0}))
+    with pytest.raises(UserError) as refusal:
+        evaluate(tmp_path, config, EvaluateConfig(choices=str(path), max_length=32))
+    assert str(refusal.value).startswith(
+        f"choices={path}, question 1, choice 1 ({'b' * 40}) has 41 tokens"
+    )  # and a blank
+    path.write_text(json.dumps({"context": "Q:", "target": "b" * 40}))
+    with pytest.raises(UserError, match=r"question 1 \( b+\) has 41 tokens"):
+        evaluate(tmp_path, config, EvaluateConfig(cloze=str(path), max_length=32))

@@ -90,6 +90,9 @@ def test_a_batch_that_no_float_holds_is_evaluated_as_it_is(run, tmp_path):
 
 def test_a_run_is_copied_up_to_the_step_once_and_stays_as_it_is(run):
     source = run()
+    beside = {"reference.npz": b"of DPO", "excluded_rows.jsonl": b""}
+    for name, content in beside.items():
+        (source / name).write_bytes(content)
     before = {path: path.read_bytes() for path in source.rglob("*") if path.is_file()}
     found = branches(source)
     (source.parent / "out" / ".batch-8" / "checkpoints").mkdir(parents=True)  # of a copy that was killed
@@ -97,6 +100,7 @@ def test_a_run_is_copied_up_to_the_step_once_and_stays_as_it_is(run):
     found.prepare(machine)
     copied = found.all[0].directory
     assert (copied / "checkpoints" / "2" / "array").read_text() == "of step 2"
+    assert {name: (copied / name).read_bytes() for name in beside} == beside
     steps = [json.loads(line)["step"] for line in (copied / "metrics.jsonl").read_text().splitlines()]
     assert steps == [1, 2, 2]
     (copied / "mark").write_text("trained")

@@ -142,13 +142,22 @@ def test_going_back_deletes_what_follows_the_newest_whole_one_that_is_old_enough
     directory = shutil.copytree(saved[0], tmp_path / "run")
     shutil.copytree(directory / "checkpoints" / "7", directory / "checkpoints" / "9")
     checkpointer = _open(directory)
-    checkpointer.go_back(6)  # there is none before it
+    seen = []
+
+    def suits(counts, mixtures):
+        seen.append((counts, mixtures))
+        return len(seen) > 1
+
+    checkpointer.go_back(6, suits)  # there is none before it
+    assert not seen
+    checkpointer.go_back(9, suits)
+    assert seen == [(checkpointer.restore(saved[1].abstract)[1], checkpointer.mixtures)]
     assert checkpointer.latest_step() == 9
-    checkpointer.go_back(9)
+    checkpointer.go_back(9, suits)
     assert checkpointer.latest_step() == 7
     assert sorted(path.name for path in (directory / "checkpoints").iterdir()) == ["6", "7"]
     (directory / "checkpoints" / "7" / "sha256.0-of-1").unlink()
-    checkpointer.go_back(8)
+    checkpointer.go_back(8, suits)
     assert checkpointer.latest_step() == 6
     assert [path.name for path in (directory / "checkpoints").iterdir()] == ["6"]
     checkpointer.close()

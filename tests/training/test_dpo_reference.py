@@ -11,7 +11,9 @@ import pytest
 
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.training import dpo_reference, train
-from maxtext_lite.training.dpo_reference import FILE
+from maxtext_lite.training.dpo_reference import FILE, add_reference
+from maxtext_lite.training.metrics import Terminal
+from maxtext_lite.training.opening import open_run
 from tests.training.conftest import TINY
 
 
@@ -23,8 +25,8 @@ def lines():
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, lines):
-    """A function that trains in one directory and returns the run and its lines of metrics.jsonl."""
+def config_of(tmp_path_factory, lines):
+    """A function that returns the config of a run, all in one directory."""
     directory = tmp_path_factory.mktemp("runs")
     (directory / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     keys = [
@@ -33,8 +35,15 @@ def runs(tmp_path_factory, lines):
         "global_batch_size=8", "gradient_accumulation_steps=-1", "dpo_beta=0.5",
     ]  # fmt: skip
 
+    return lambda name, *overrides: load_config(None, [*keys, f"run_name={name}", *overrides])
+
+
+@pytest.fixture(scope="module")
+def runs(config_of):
+    """A function that trains and returns the run and its lines of metrics.jsonl."""
+
     def run(name, *overrides):
-        result = train(load_config(None, [*keys, f"run_name={name}", *overrides]))
+        result = train(config_of(name, *overrides))
         return result, [json.loads(line) for line in (result.run_directory / "metrics.jsonl").read_text().splitlines()]
 
     return run
@@ -79,6 +88,17 @@ def test_stopped_and_resumed_equals_whole_to_the_bit(runs, whole, capsys):
     for name in ("loss", "reward_margin", "examples_hash", "eval_loss", "eval_reward_margin"):
         found, want = ({line["step"]: line[name] for line in each if name in line} for each in (lines, whole[1]))
         assert {step: found[step] for step in want} == want
+
+
+def test_a_run_that_goes_back_before_its_first_checkpoint_keeps_the_reference(config_of, whole):
+    """The search for guilty rows and the steps after it both begin at step 0, with one source."""
+    run = open_run(config_of("back", ONE, "enable_checkpointing=false"))
+    with jax.set_mesh(run.mesh), run.opened(print):
+        for _ in range(2):
+            add_reference(run, *run.restore_or_init(), Terminal(log_period=1, quiet=True))
+            for found, want in zip((run.eval_source.reference, run.source.reference), tables_of(whole[0]), strict=True):
+                np.testing.assert_array_equal(found, want)
+        assert (run.directory / FILE).read_bytes() == (whole[0].run_directory / FILE).read_bytes()
 
 
 @pytest.mark.parametrize("split", [

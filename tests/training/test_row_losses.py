@@ -3,11 +3,13 @@
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import UserError
+from maxtext_lite.training.custom_loss import CustomLoss
 from maxtext_lite.training.row_losses import make_row_losses
 
 
@@ -24,8 +26,13 @@ class _Source:
         return {name: values[row] for name, values in self.rows.items()}
 
 
-def test_each_row_has_the_loss_and_the_gradient_that_it_has_alone(setup, rows, mean_loss):
-    it = setup("data_shuffle_seed=-1")
+def _light(predictions, rows):
+    return jnp.sum(rows["weights"] * predictions.nll()), jnp.sum(rows["weights"] > 0) / 1000
+
+
+@pytest.mark.parametrize(("objective", "weight"), [(None, 1), (CustomLoss(_light, 264, 16), 1e-3)])
+def test_each_row_has_the_loss_and_the_gradient_that_it_has_alone(objective, weight, setup, rows, mean_loss):
+    it = setup("data_shuffle_seed=-1", objective=objective)
     plan = make_plan(it.config, num_devices=1, platform="cpu")
     run = types.SimpleNamespace(
         config=it.config,
@@ -47,11 +54,11 @@ def test_each_row_has_the_loss_and_the_gradient_that_it_has_alone(setup, rows, m
             loss, gradient = jax.device_get(of_row(state.params, alone))
             norm = np.sqrt(sum(np.sum(np.square(leaf, dtype=np.float64)) for leaf in jax.tree.leaves(gradient)))
             assert (row.source, row.row, row.target_tokens) == ("", 8 + number, tokens[number])
-            assert row.num_counted == tokens[number]
+            assert row.num_counted == pytest.approx(weight * tokens[number], rel=1e-6)
             assert row.documents == rows["segments"][8 + number].max()
-            assert row.loss == pytest.approx(loss, rel=1e-5)
+            assert row.loss == pytest.approx(loss / weight, rel=1e-5)
             assert row.loss_sum == pytest.approx(loss * tokens[number], rel=1e-5)
-            assert row.grad_norm == pytest.approx(norm * tokens[number] / tokens.sum(), rel=1e-4)
+            assert row.grad_norm == pytest.approx(norm * tokens[number] / tokens.sum() / weight, rel=1e-4)
 
 
 def test_replicas_with_parameters_of_their_own_are_refused():

@@ -10,8 +10,9 @@ import pytest
 from maxtext_lite.config import load_config
 from maxtext_lite.data.excluded import ExcludedRow
 from maxtext_lite.training import LossSpike, spikes, train
+from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.row_losses import RowLoss
-from maxtext_lite.training.spikes import MOST, RowsBefore, find_guilty, refuse_to_go_back
+from maxtext_lite.training.spikes import MOST, NoWayBack, Place, RowsBefore, find_guilty, refuse_to_go_back
 
 SIZES = ["base_emb_dim=16", "base_mlp_dim=32", "base_num_decoder_layers=1", "base_num_query_heads=2",
          "base_num_kv_heads=1", "head_dim=8", "max_target_length=32", "per_device_batch_size=1", "warmup_steps=1",
@@ -79,10 +80,47 @@ def test_in_a_bucket_a_run_goes_back_and_reads_its_list_there(words, bucket):
     assert [line["target_tokens"] for line in lines[23:]] == [8 * 28, 7 * 28, 8 * 28]
 
 
+def test_in_the_first_step_with_another_batch_its_own_rows_are_guilty(words):
+    """From the checkpoint of step 16, eight steps of the new batch would come to other rows than those of step 25."""
+    keys = [*words, "run_name=batch", "max_loss_spike=1.5"]
+    train(load_config(None, [*keys, "steps=24"]))
+    result = train(load_config(None, [*keys, "steps=25", "per_device_batch_size=2", "max_loss_spike=0.1"]))
+    rows = [json.loads(line) for line in (result.run_directory / "excluded_rows.jsonl").read_text().splitlines()]
+    (row,) = rows
+    assert (row["source"], row["row"], row["from_example"], row["step"]) == ("odd", (24 * 8 + 3) // 2, 24 * 8, 25)
+    assert [line["examples_seen"] for line in _steps(result)[22:]] == [23 * 8, 24 * 8, 26 * 8]
+
+
+@pytest.mark.parametrize(("step", "batch", "mixture", "leads"), [
+    (16, 8, "same", True), (16, 16, "same", False), (16, 8, "changed", False), (24, 16, "changed", True),
+])  # fmt: skip
+def test_a_checkpoint_suits_if_the_steps_after_it_take_the_same_examples(step, batch, mixture, leads, monkeypatch):
+    def in_run(config, source, saved, seen):
+        assert seen == (step * 8, step * 80)
+        return source, saved if mixture == "same" else [*saved, {"examples_seen": seen[0]}]
+
+    monkeypatch.setattr(spikes, "in_run", in_run)
+    plan = types.SimpleNamespace(examples_after=lambda steps, seen: seen + steps * batch)
+    run = types.SimpleNamespace(config=None, source=None, plan=plan)
+    history = [{"examples_seen": 0}]
+    place = Place(25, 24 * 8, history if mixture == "same" else [*history, {"examples_seen": 24 * 8}])
+    assert spikes._leads_to(place, run, Counts(step, step * 8, step * 80), history) == leads
+
+
+def test_a_run_that_comes_to_other_rows_ends_there(monkeypatch, tmp_path):
+    """The checkpoint from which its batch changed was damaged since."""
+    monkeypatch.setattr(spikes, "_leads_to", lambda *_: False)
+    run = types.SimpleNamespace(checkpointer=None, restore_or_init=lambda: (None, Counts(16)), mixtures=[])
+    with pytest.raises(NoWayBack, match=r"step 25 has a loss spike, .* is gone, and from that of step 16") as spike:
+        spikes.leave_out_guilty(run, None, place=Place(25, 192, []), limit=1.0)
+    with pytest.raises(NoWayBack):
+        refuse_to_go_back(_run(tmp_path, "exclude", []), spike.value)
+
+
 def test_a_run_that_is_killed_while_it_looks_has_gone_back_and_left_nothing_out(tmp_path, monkeypatch):
     """Started again, it comes to the same spike."""
     went = []
-    checkpointer = types.SimpleNamespace(go_back=lambda before: went.append(before))
+    checkpointer = types.SimpleNamespace(go_back=lambda before, suits: went.append(before))
 
     def killed():
         assert went == [24]  # a checkpoint of step 24 may be of an update that is to blame
@@ -90,7 +128,7 @@ def test_a_run_that_is_killed_while_it_looks_has_gone_back_and_left_nothing_out(
 
     run = types.SimpleNamespace(checkpointer=checkpointer, restore_or_init=killed, directory=tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        spikes.leave_out_guilty(run, None, step=25, limit=1.0)
+        spikes.leave_out_guilty(run, None, place=Place(25, 192, []), limit=1.0)
     assert not list(tmp_path.iterdir())
 
 
@@ -99,6 +137,7 @@ def _row(number, loss, grad_norm=1.0, tokens=10):
 
 
 ALIKE = [_row(number, 2.0) for number in range(8)]
+LIGHT = [_row(number, 9.0, tokens=0.01) for number in range(8)]
 
 
 @pytest.mark.parametrize(("rows", "before", "guilty"), [
@@ -114,6 +153,8 @@ ALIKE = [_row(number, 2.0) for number in range(8)]
     # By the parameters before the last update the step was in its band: the update is to blame.
     (ALIKE, RowsBefore(72, [*ALIKE[:7], _row(17, 2.0, grad_norm=50.0)], ALIKE), (72, [17])),
     (ALIKE, RowsBefore(72, ALIKE, ALIKE), (72, list(range(8)))),
+    # The same of a custom loss, whose weights are below 1.
+    (LIGHT, RowsBefore(72, ALIKE, LIGHT), (80, list(range(8)))),
     # By those it was out of it as well.
     ([*ALIKE, _row(8, 9.0)], RowsBefore(72, [*ALIKE[:7], _row(17, 9.0)], [*ALIKE, _row(8, 9.0)]), (80, [8])),
 ])  # fmt: skip
@@ -129,7 +170,7 @@ def _run(tmp_path, action, steps):
 
 
 def test_a_run_goes_back_a_few_times_only(tmp_path):
-    spike = LossSpike("step 100 has loss 9", 100, 2.5)
+    spike = LossSpike("step 100 has loss 9", 100, 792, 2.5)
     refuse_to_go_back(_run(tmp_path, "exclude", [1] * 9 + [100] * (MOST - 1)), spike)  # long ago does not count
     with pytest.raises(LossSpike, match="step 100 has loss 9; the run has gone back 5 times within 32 steps"):
         refuse_to_go_back(_run(tmp_path, "exclude", [98, 98, 99, 100, 100]), spike)

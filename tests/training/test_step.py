@@ -2,6 +2,7 @@
 
 import functools
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,9 @@ import pytest
 from maxtext_lite.batching import make_plan
 from maxtext_lite.parallel import sharding
 from maxtext_lite.training.accumulate import master_of
-from maxtext_lite.training.step import EVAL_BATCH_AXES, TRAIN_BATCH_AXES, make_eval_step
+from maxtext_lite.training.step import EVAL_BATCH_AXES, TRAIN_BATCH_AXES, make_eval_step, make_summarise
 from maxtext_lite.xla.hlo import collectives
-from tests.training.conftest import LENGTH, ROWS
+from tests.training.conftest import LENGTH, ONE_DEVICE, ROWS
 
 # (accumulation, row slots of a micro-batch, mesh); 16 rows in all, so that the last two leave slots empty
 SPLITS = {
@@ -565,3 +566,14 @@ def test_after_the_skipped_step_that_ends_the_run_nothing_is_applied(setup, rows
             number,
         )
         assert is_skipped == all(map(np.array_equal, jax.tree.leaves(before), jax.tree.leaves(after)))
+
+
+@pytest.mark.parametrize("weights", [(1, 3), (0.1, 0.3), (1e-6, 3e-6)])
+def test_the_loss_of_replicas_is_their_weighted_mean_however_small_the_weights(weights):
+    parts = SimpleNamespace(objective=SimpleNamespace(divisor="loss_weight"), mesh=ONE_DEVICE)
+    metrics = {"loss": jnp.array([2.0, 4.0]), "loss_weight": jnp.array(weights)}
+    found = jax.device_get(make_summarise(parts)(metrics))
+    assert found["loss"] == pytest.approx(3.5)
+    assert found["loss_weight"] == pytest.approx(sum(weights))
+    nothing = make_summarise(parts)(metrics | {"loss_weight": jnp.zeros(2)})
+    assert nothing["loss"] == 0

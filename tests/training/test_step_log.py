@@ -96,6 +96,7 @@ def test_a_loss_above_the_band_of_those_before_it_ends_the_run(log_of):
     with pytest.raises(LossSpike, match=r"step 5 has loss 4\.966, above 4\.9652: max_loss_spike=2 robust") as spike:
         log.add(5, step(loss=4.966), STATE)
     assert (spike.value.step, spike.value.limit) == (5, pytest.approx(4.9652))
+    assert spike.value.examples_seen == lines(log)[3]["examples_seen"]
     assert len(lines(log)) == 5  # on record all the same
 
 
@@ -106,5 +107,6 @@ def test_without_a_band_a_run_goes_on_and_keeps_no_losses(log_of):
 
 
 def test_parameters_that_are_not_finite_end_the_run(log_of):
-    with pytest.raises(NonFiniteLoss, match="step 1 left param_norm inf"):
-        log_of().add(1, step(param_norm=float("inf")), STATE)
+    with pytest.raises(NonFiniteLoss, match="step 1 left param_norm inf") as spike:
+        (log := log_of()).add(1, step(param_norm=float("inf")), STATE)
+    assert (spike.value.step, spike.value.examples_seen) == (2, lines(log)[0]["examples_seen"])

@@ -150,13 +150,14 @@ def test_prometheus_reads_the_newest_numbers_on_this_machine_alone(tmp_path):
     address, port = tracker._server.server_address
     assert address == "127.0.0.1"
     for loss in (0.25, 0.5):
-        tracker.write({**RECORD, "loss": loss})
+        tracker.write({**RECORD, "loss": loss, "rewards/a.b": 1.0, "rewards/a_b": 2.0})
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         lines = [line for line in answer.read().decode().splitlines() if not line.startswith("#")]
     assert lines == [
         'maxtext_lite_step{run_name="here"} 4.0',
         'maxtext_lite_loss{run_name="here"} 0.5',
         'maxtext_lite_tokens{run_name="here"} 7.0',
+        'maxtext_lite_rewards_a_b{run_name="here"} 2.0',  # of both: their names are the same there
     ]
     with pytest.raises(UserError, match=rf"^prometheus_port={port} does not work here: .*in use"):
         open_trackers(config("log_to=", f"prometheus_port={port}"), tmp_path, 0, Failures(), {}, pytest.fail)
