@@ -87,12 +87,8 @@ def make_row_losses(run: TrainingRun[ExampleSource]) -> Callable[[TrainState, in
         names = source.named_rows(ids) if isinstance(source, MixtureSource) else [("", row) for row in ids.tolist()]
         params, frozen = jax.block_until_ready((state.params, state.frozen))
         loss_scale = run.parts.optimizer.loss_scale(state.opt_state)
-<<<<<<< HEAD
-        found: list[tuple[dict[str, np.ndarray], float, int, int, float]] = []
-        phases.enter("compile")  # the first row's
-=======
         found: list[tuple[dict[str, np.ndarray], float, int, float, float]] = []
->>>>>>> h/train
+        phases.enter("compile")  # the first row's
         for row in ids.tolist():
             watchdog.advance()
             read = {name: x.tolist() for name, x in source[row].items()} if jax.process_index() == reader else None
