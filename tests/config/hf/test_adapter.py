@@ -113,7 +113,7 @@ def test_other_files_are_refused(tmp_path):
         adapter_of(path)
     for header in (b"5", b"null", b"[1]"):
         weights.write_bytes(len(header).to_bytes(8, "little") + header)
-        with pytest.raises(UserError, match="or is damaged or cut off .its header is no object"):
+        with pytest.raises(UserError, match=r"or is damaged or cut off .its header is no object"):
             adapter_of(path)
     safetensors.numpy.save_file({"base_model.model.lm_head.weight": np.zeros(1, np.float32)}, weights)
     with pytest.raises(UserError, match=r"has base_model\.model\.lm_head\.weight, where lora_A and lora_B are read"):
