@@ -48,7 +48,7 @@ phase, how = sys.argv.pop(1), sys.argv.pop(1)
 enter = watchdog.enter
 def hang(now, step=0, *, enter=enter):
     enter(now, step)
-    if now == phase and (step >= 3 or now in ("start-up", "compile")):
+    if now == phase and (step >= 3 or now == "compile"):
         os.write(2, f"HERE {os.getpid()}\\n".encode())
         if how == "block":
             os.read(os.pipe()[0], 1)
@@ -59,7 +59,7 @@ if how != "nothing":
     if phase == "start-up":
         from maxtext_lite.training import opening
         first = opening.machine_of
-        opening.machine_of = lambda devices: (hang("start-up", enter=lambda *_: None), first(devices))[1]
+        opening.machine_of = lambda devices: (hang("start-up", 3, enter=lambda *_: None), first(devices))[1]
 runpy.run_module("maxtext_lite.train", run_name="__main__", alter_sys=True)
 """
 
