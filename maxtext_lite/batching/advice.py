@@ -45,7 +45,6 @@ def batch_size_advice(noise_scale: float | None, relative_error: float | None, g
     if noise_scale is None:
         return (
             f"The gradient noise scale is not known, so it says nothing about {batch}. Measuring it takes at least two "
-            f"The gradient noise scale is not known, so it says nothing about {batch}. Measuring it takes at least two "
             "gradients per step (data replicas, or gradient_accumulation_steps of 2 or more) and enough steps for the "
             "estimate to settle."
         )

@@ -25,7 +25,7 @@ _MACHINE = (
 _SPLIT_AND_SHOWN = frozenset({
     *RunConfig.model_fields, *BatchConfig.model_fields, *MeshConfig.model_fields, "optimizer_memory_host_offload",
     "remat_policy", "remat_save", "remat_offload", "attention", "num_vocab_tiling", "balance_attention",
-    "grain_worker_count", "eval_dataset_path", "micro_batch_size", "trainer_devices_fraction",
+    "grain_worker_count", "eval_dataset_path", "eval_fraction", "micro_batch_size", "trainer_devices_fraction",
     "sampler_devices_fraction", "rollout_slots", "rollout_tensor_parallelism", "rollout_fsdp_parallelism",
     "rollout_engine", "rollout_url", "eval_num_generations", "eval_sampling_temperature",
 }) - {"seed"}  # fmt: skip
@@ -113,11 +113,18 @@ def changed_settings(run: Config, config: Config) -> dict[str, tuple[Any, Any]]:
     Keys that the plan itself has are left out.
     """
     one, other = (each.model_dump(mode="json") for each in (run, config))
-    return {
+    found = {
         key: (value, other[key])
         for key, value in one.items()
         if value != other[key] and key not in _SPLIT_AND_SHOWN and key not in _TRAINING
     }
+    held_out = held_out_fraction(run), held_out_fraction(config)
+    return found if held_out[0] == held_out[1] else found | {"eval_fraction": held_out}
+
+
+def held_out_fraction(config: Config) -> float:
+    """The share of the training examples that is held out: none where held-out examples have a path of their own."""
+    return 0.0 if config.eval_dataset_path else config.eval_fraction
 
 
 def _compared(plan: Mapping[str, Any]) -> dict[str, Any]:

@@ -96,7 +96,7 @@ def rank(config: Config, topology: Topology, device: Device, plan_of: Plan, *, m
       UserError: nothing is legal; nothing fits (the message names the nearest); or the device's figures do not suffice.
     """
     variants = [(keys, config.model_copy(update=keys)) for keys in _variants(config, device)]
-    leanest = {key: choices[-1] for key, choices in _choices(config).items()}
+    leanest, _ = variants[-1]
     order = itertools.count()
     waiting: list[tuple[float, int, _Split, dict[str, Any] | None, StepTime]] = []
     for split in _splits(config, topology, device, plan_of):

@@ -184,7 +184,7 @@ def recommend(config: Config, budget: Budget, machine: Machine) -> Recommendatio
         flops = 6 * budget.parameters
         legal = [dataclasses.replace(each, days=_days(config, flops, each, machine)) for each in legal]
     ramp = ramp_of(config.optimizer, best.middle, budget.tokens)
-    if ramp.starts:
+    if len(ramp.starts) == _DOUBLINGS and ramp.starts[-1].middle < budget.tokens:  # the last is that to legal[2]
         ramp = dataclasses.replace(ramp, overrides=_doubled_once(config, legal[2], ramp.starts[-1], machine))
     return Recommendation(
         budget,

@@ -248,11 +248,19 @@ def _fitted(
                 if config.long_examples == "drop":
                     continue
                 tokenized = tuple(_first_tokens(each, most) for each in tokenized)
-            if all(each.is_answer[1:].any() for each in tokenized):
-                kept.append(tokenized)
-            else:
+            if not all(each.is_answer[1:].any() for each in tokenized):
                 counts["without"] += 1
+            elif len(tokenized) > 1 and _are_alike(*tokenized):
+                counts["alike"] += 1
+            else:
+                kept.append(tokenized)
     return kept, _sentences(config, len(lines), counts)
+
+
+def _are_alike(chosen: Tokenized, rejected: Tokenized) -> bool:
+    """Whether the answers of a pair do not differ, at least not as far as they fit."""
+    pairs = ((chosen.token_ids, rejected.token_ids), (chosen.is_answer, rejected.is_answer))
+    return all(np.array_equal(one, other) for one, other in pairs)
 
 
 def _first_tokens(tokenized: Tokenized, most: int) -> Tokenized:
@@ -265,6 +273,7 @@ def _sentences(config: DataConfig, num_lines: int, counts: Mapping[str, int]) ->
     sentences = {
         "long": f"of {num_lines} lines are longer than max_target_length={config.max_target_length} and were {long}.",
         "without": f"of {num_lines} lines have no token of an answer in their row and were dropped.",
+        "alike": f"of {num_lines} lines have answers that do not differ in their tokens in a row and were dropped.",
         "same": f"of {num_lines} lines have the same chosen and rejected answer and were dropped.",
         "cut": "answers begin or end inside a token, which is not learned.",
     }

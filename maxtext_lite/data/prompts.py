@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, NamedTuple, Protocol
 
 from maxtext_lite.config import RLRunConfig, UserError, single_path
@@ -280,7 +281,7 @@ def _line(maker: _PromptMaker, where: str, value: Mapping[str, Any]) -> _PromptL
     if isinstance(answer, float) and not math.isfinite(answer):
         raise UserError(f'{where}: "answer" is too large a number. Give it as text.')
     if isinstance(answer, int | float) and not isinstance(answer, bool):
-        answer = json.dumps(answer)
+        answer = format(Decimal(repr(answer)), "f")
     if answer is not None:
         fields["answer"] = answer
     return _PromptLine(maker.rendered(where, key, asked), fields)

@@ -15,9 +15,17 @@ _NUMERAL = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 # A minus after a letter, a digit or a bracket is subtraction: 12-5 ends in 5.
 _NUMBER = re.compile(
     rf"(?:(?<![\w.)\]}}])(?P<sign>[-+\u2212]))?(?:\$ ?(?P<after>[-+\u2212])?)?(?P<whole>{_NUMERAL})"
+    r"(?P<exponent>[eE][-+]?[0-9]+(?!\w))?"
     rf"(?: ?/ ?(?P<parts>{_NUMERAL}))?"
 )
-_FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
+_FRACTION = re.compile(
+    r"(?:(?<![\w.,])([0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)\s*)?\\[dt]?frac\s*(?:\{([^{}\\]*)\}|([0-9]))\s*(?:\{([^{}\\]*)\}|([0-9]))"
+)
+_HALF = r"\s*(?:\{(?:[^{}]|\{[^{}]*\})*\}|\S)"
+_OTHER_FRACTION = re.compile(rf"\\[dt]?frac{_HALF}{_HALF}")
+_PART = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:/[0-9]*[1-9][0-9]*)?")
+_SIGNS, _IN_NUMBERS = ("-", "+", "\u2212"), tuple("0123456789.,")
+_UNREADABLE = " 1/0"
 _LATEX = (("\\$", "$"), ("\\%", "%"), ("{,}", ","), ("\\,", ""), ("\\!", ""), ("\\;", " "), ("\\ ", " "))
 _MOST_DIGITS = 1000  # of a numeral; Python parses no integer of more than 4300
 
@@ -109,15 +117,34 @@ def _numbers(text: str) -> list[Fraction | None]:
     """All numbers of a text; None for those divided by 0 or with too many digits."""
     for latex, plain in _LATEX:
         text = text.replace(latex, plain)
-    return [_number(match) for match in _NUMBER.finditer(_FRACTION.sub(r"\1/\2", text))]
+    before = None
+    while before != text:  # fractions within fractions: the inner ones first
+        before, text = text, _FRACTION.sub(_divided, text)
+    text = _OTHER_FRACTION.sub(_UNREADABLE, text)
+    return [_number(match) for match in _NUMBER.finditer(text)]
+
+
+def _divided(match: re.Match[str]) -> str:
+    """A fraction of LaTeX as a/b, with the whole number before it; `_UNREADABLE` if it is no number."""
+    whole, *halves = match.groups()
+    parts = [half.replace(",", "").replace("\u2212", "-").strip() for half in halves if half is not None]
+    if max(map(len, parts)) > _MOST_DIGITS or not all(map(_PART.fullmatch, parts)):
+        return _UNREADABLE
+    above, below = map(Fraction, parts)
+    before = match.string[: match.start()].rstrip()[-1:]
+    is_negative = below != 0 and above / below < 0
+    if below == 0 or (is_negative and (whole or before in _SIGNS)) or (not whole and before in _IN_NUMBERS):
+        return _UNREADABLE
+    total = Fraction((whole or "0").replace(",", "")) + above / below
+    return f"{'' if before in (*_SIGNS, '$') else ' '}{total.numerator}/{total.denominator}"
 
 
 def _number(match: re.Match[str]) -> Fraction | None:
-    whole, parts = match["whole"], match["parts"] or "1"
-    if max(len(whole), len(parts)) > _MOST_DIGITS:
+    whole, parts, exponent = match["whole"], match["parts"] or "1", match["exponent"] or ""
+    if max(len(whole), len(parts)) > _MOST_DIGITS or abs(int(exponent[1:][:5] or 0)) > _MOST_DIGITS:
         return None
     divisor = Fraction(parts.replace(",", ""))
     if divisor == 0:
         return None
     is_negative = (match["sign"] in ("-", "\u2212")) != (match["after"] in ("-", "\u2212"))
-    return (-1 if is_negative else 1) * Fraction(whole.replace(",", "")) / divisor
+    return (-1 if is_negative else 1) * Fraction(whole.replace(",", "") + exponent) / divisor

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from maxtext_lite.batching.elsewhere import held_out_fraction
 from maxtext_lite.config import Config, ModelConfig, RLRunConfig, RunConfig, UserError, adapted_weights
 from maxtext_lite.config.bucket import absolute, is_bucket
 from maxtext_lite.config.errors import full_text
@@ -87,7 +88,7 @@ def fingerprint(config: Config, data: str, num_replicas: int | None) -> dict[str
     if isinstance(config, RLRunConfig):  # they divide pairs into prompts and steps into batches
         values["num_generations"], values["num_iterations"] = config.num_generations, config.num_iterations
     # With a held-out text of its own, as without evaluation, all of the training text is trained on.
-    values["eval_fraction"] = 0.0 if config.eval_dataset_path else config.eval_fraction
+    values["eval_fraction"] = held_out_fraction(config)
     return values | {_DATA: data}
 
 

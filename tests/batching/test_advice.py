@@ -63,6 +63,7 @@ def test_an_unmeasured_noise_scale_is_explained(batch):
     text = batch_size_advice(None, None, batch)
     assert f"nothing about the batch of {batch} example{'' if batch == 1 else 's'}." in text
     assert "at least two gradients per step" in text
+    assert text.count("not known") == 1
 
 
 @pytest.mark.parametrize("noise", [0.0, -12.5])

@@ -34,6 +34,17 @@ def test_a_stated_batch_stays_and_its_accumulation_follows():
     assert "same examples in the same steps" in lines[-1]
 
 
+@pytest.mark.parametrize(("changed", "alike"), [
+    (["eval_dataset_path=other.txt"], True),
+    (["eval_dataset_path=other.txt", "eval_fraction=0.5"], True),
+    (["eval_dataset_path="], False),  # the training text itself has the held-out rows then
+])  # fmt: skip
+def test_held_out_rows_change_the_training_where_they_leave_it(changed, alike):
+    found = move([*STATED, "eval_dataset_path=held_out.txt", "eval_fraction=0.1"], to=8, changed=changed)
+    assert found.trains_alike == alike
+    assert ("eval_fraction" in found.changes) != alike
+
+
 def test_a_batch_of_each_device_grows_with_them():
     found = move(["per_device_batch_size=2"], to=16)
     assert not found.trains_alike

@@ -1,8 +1,10 @@
 """The ranking is that of all legal plans that fit, found here by trying every one; what the user stated is kept."""
 
+import dataclasses
 import functools
 import itertools
 import math
+import re
 
 import pytest
 
@@ -123,6 +125,20 @@ def test_links_that_are_not_known_are_an_error_and_not_a_guess():
     with pytest.raises(UserError, match="--device=l4: what it sends"):
         rank(load_config(None, MODEL), Topology(4), device, plan_of(4, 24))
     assert rank(load_config(None, MODEL), Topology(1), device, plan_of(1, 24))
+
+
+def test_where_the_rate_to_the_host_is_not_known_what_fits_only_there_is_not_counted_on():
+    device = dataclasses.replace(DEVICE, host_bytes_per_second=None)
+    topology = Topology(4, accelerator=Accelerator.planned("tpu"))
+
+    def least(device, memory_gb):
+        with pytest.raises(UserError, match="no legal plan fits") as refused:
+            rank(load_config(None, MODEL), topology, device, plan_of(4, memory_gb))
+        return float(re.search(r"needs ([\d.]+) MB", str(refused.value))[1])
+
+    with_host, without = least(DEVICE, 0.01), least(device, 0.01)
+    assert with_host < without
+    assert least(device, (with_host + without) / 2000) == without
 
 
 def test_a_run_takes_the_first_of_them():

@@ -110,6 +110,14 @@ def test_adamw_ramps_by_doublings_that_plan_and_muon_does_not():
     assert first.samples * 4096 == pytest.approx(found.ramp.starts[-1].middle, rel=1e-3)
 
 
+@pytest.mark.parametrize("tokens", [1e7, 2e8, 1e9])
+def test_a_ramp_that_the_run_would_not_finish_has_no_keys(tokens):
+    config = load_config(overrides=EIGHT_B)
+    ramp = recommend(config, budget_of(config, tokens=tokens, loss=None), Machine(64, 8, H200)).ramp
+    assert ramp.starts
+    assert not ramp.overrides
+
+
 def test_weight_decay_spans_from_the_smallest_batch_at_the_largest_rate_to_the_reverse():
     config = load_config(overrides=EIGHT_B)
     budget = Budget(8e9, 8e9, 160e9)

@@ -154,6 +154,14 @@ def test_a_pair_is_dropped_with_either_answer_or_if_both_are_equal(tmp_path):
     )
 
 
+def test_a_pair_whose_answers_differ_only_beyond_the_row_is_dropped(tmp_path):
+    """It has no gradient, but would count among the pairs."""
+    lines = [*PAIRS, {"prompt": "ab", "chosen": "cdefgh", "rejected": "cdefgi"}]
+    source, _ = opened(tmp_path, lines, "dpo", max_target_length=6)
+    assert len(source.columns[0]) == len(PAIRS)
+    assert "1 of 4 lines have answers that do not differ in their tokens in a row and were dropped." in source.notes
+
+
 def test_the_last_lines_are_held_out(tmp_path):
     lines = [sft(f"{number:03}", "y") for number in range(100)]
     training, held_out = opened(tmp_path, lines, eval_fraction=0.29, max_target_length=64)

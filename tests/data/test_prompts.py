@@ -53,6 +53,8 @@ HO, HA = {"role": "assistant", "content": "Ho"}, {"role": "assistant", "content"
     ({"prompt": "2+3=", "answer": "5", "level": 3}, "2+3=", {"prompt": "2+3=", "answer": "5", "level": 3}),
     ({"prompt": "2+3=", "answer": 5}, "2+3=", {"prompt": "2+3=", "answer": "5"}),
     ({"prompt": "2+3=", "answer": 0.5}, "2+3=", {"prompt": "2+3=", "answer": "0.5"}),
+    ({"prompt": "2+3=", "answer": 1e-05}, "2+3=", {"prompt": "2+3=", "answer": "0.00001"}),
+    ({"prompt": "2+3=", "answer": 1e16}, "2+3=", {"prompt": "2+3=", "answer": "10000000000000000"}),
     ({"prompt": "2+3=", "completion": "5"}, "2+3=", {"prompt": "2+3=", "completion": "5", "answer": "5"}),
     ({"prompt": "é", "completion": "5", "answer": "6"}, "é", {"prompt": "é", "completion": "5", "answer": "6"}),
     ({"prompt": "x", "answer": "a #### 5"}, "x", {"prompt": "x", "answer": "a #### 5"}),

@@ -26,7 +26,7 @@ from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import full_text, value_text, writing
 from maxtext_lite.config.json_file import is_there, read_object
 from maxtext_lite.data.bucket_directory import BucketDirectory
-from maxtext_lite.data.cache import TEMPORARY, cache_directory, write_whole
+from maxtext_lite.data.cache import TEMPORARY, cache_directory, partial_name, write_whole
 from maxtext_lite.data.chat import chat_template
 from maxtext_lite.data.manifest import (
     DOCUMENTS_FILE,
@@ -126,11 +126,11 @@ class Journal:
             self._remote.create(PLAN_FILE, _text(self._plan))
             self._look()
         elif not is_there(path):
-            partial = path.with_name(f"{PLAN_FILE}.{os.getpid()}{TEMPORARY}")
+            partial = partial_name(path)
             write_whole(partial, _text(self._plan))
             with contextlib.suppress(FileExistsError):  # another share's plan serves as well
                 os.link(partial, path)
-            partial.unlink()
+            partial.unlink(missing_ok=True)
         stated = read_object(path)
         problems = _differences(stated, json.loads(_text(self._plan)))
         if problems:

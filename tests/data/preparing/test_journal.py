@@ -1,5 +1,6 @@
 """One prepare at a time, or its shares, writes an output; a dead one locks nobody out."""
 
+import os
 import subprocess
 import sys
 
@@ -74,6 +75,19 @@ def test_a_plan_of_another_format_is_named(open_journal, tmp_path):
     plan.write_text(plan.read_text().replace('"format": 1', '"format": 2'))
     with pytest.raises(UserError, match=r"was begun differently: format=2, not 1\."):
         open_journal()
+
+
+def test_shares_with_one_process_id_do_not_meet(open_journal, tmp_path, monkeypatch):
+    """As in containers, each with its own."""
+    linked = os.link
+
+    def link(*arguments):
+        monkeypatch.undo()
+        open_journal()
+        linked(*arguments)
+
+    monkeypatch.setattr(os, "link", link)
+    assert open_journal().done() == {}
 
 
 def test_a_share_that_begins_while_another_does_takes_its_plan(open_journal, tmp_path, monkeypatch):
