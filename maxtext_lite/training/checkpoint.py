@@ -87,9 +87,7 @@ def fingerprint(config: Config, data: str, num_replicas: int | None) -> dict[str
         values["sgd_momentum is 0"] = config.sgd_momentum == 0
     if isinstance(config, RLRunConfig):  # they divide pairs into prompts and steps into batches
         values["num_generations"], values["num_iterations"] = config.num_generations, config.num_iterations
-    # With a held-out text of its own, as without evaluation, all of the training text is trained on.
-    values["eval_fraction"] = held_out_fraction(config)
-    return values | {_DATA: data}
+    return values | {"eval_fraction": held_out_fraction(config), _DATA: data}
 
 
 class CheckpointReader:
