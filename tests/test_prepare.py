@@ -41,6 +41,14 @@ def test_texts_become_a_dataset_that_a_run_reads(words, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["tokens"] == [*b"defg"]
 
 
+@pytest.mark.parametrize(("text", "paths"), [
+    ("*.txt", ["*.txt"]), ("2024", ["2024"]), ("txt/x: y.txt", ["txt/x: y.txt"]), ("txt/x #1.txt", ["txt/x #1.txt"]),
+    ("'a #1.txt'", ["a #1.txt"]), ("[a.txt, b.txt]", ["a.txt", "b.txt"]), ("[ab]*.txt", ["[ab]*.txt"]),
+])  # fmt: skip
+def test_a_path_is_the_text_as_it_is_unless_it_is_a_list(text, paths):
+    assert prepare.parse_prepare_config([f"input={text}", "output=x"]).input == paths
+
+
 def test_a_share_says_that_others_are_missing(words, tmp_path, capsys):
     assert main([*words, "--task", "1", "--of", "2"]) == 0
     assert capsys.readouterr().out == "share 1 of 2 is done; the last share to finish writes the manifest\n"

@@ -200,6 +200,11 @@ def test_text_keys_take_text_as_written():
     assert "run_name=null is not text" in problems_of(None, ["run_name=null"])[0]
 
 
+@pytest.mark.parametrize("text", ["r1 #2", "'r1' #2", "!!str 5", "&a x", "x: y"])
+def test_of_a_text_nothing_is_dropped(text):
+    assert load_config(None, [f"dataset_path={text}"]).dataset_path == text
+
+
 def test_base_is_no_key_of_the_command_line():
     assert problems_of(None, ["base=x.yml"])[0].startswith("base is a line of a config file")
 
