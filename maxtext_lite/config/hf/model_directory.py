@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from maxtext_lite.config.bucket import original
-from maxtext_lite.config.errors import UserError
+from maxtext_lite.config.errors import UserError, setting_text
 from maxtext_lite.config.hf.adapter import adapter_of
 from maxtext_lite.config.hf.config import has_hf_weights, hf_directory, stored_dtype, tokenizer_keys
 from maxtext_lite.config.json_file import read_object
@@ -26,7 +26,7 @@ def hf_config(directory: Path, overrides: Sequence[str] = ()) -> Config:
     formats = [f"weight_dtype={'bfloat16' if stored == 'bfloat16' else 'float32'}"]
     # Without a tokenizer the model still takes tokens.
     tokens = [] if tokenizer_keys(carried) else ["dataset_type=synthetic", "tokenizer_type=byte"]
-    return load_config(None, [f"load_parameters_path={directory}", *tokens, *formats, *overrides])
+    return load_config(None, [f"load_parameters_path={setting_text(str(directory))}", *tokens, *formats, *overrides])
 
 
 def directory_config(directory: Path, dtype: str) -> Config:

@@ -1,6 +1,7 @@
 """A directory's config is that of its run, or what its config.json and tokenizer say."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +26,15 @@ def test_a_hugging_face_directory_has_its_architecture_and_the_format_of_its_wei
     assert (config.base_emb_dim, config.weight_dtype, config.dtype) == (32, "bfloat16", "float32")
     assert (config.dataset_type, config.tokenizer_type) == ("synthetic", "byte"), "it has no tokenizer"
     assert hf_config(hf_directory(tmp_path / "two", torch_dtype="float16")).weight_dtype == "float32"
+
+
+@pytest.mark.parametrize("name", ["hf #1", "'hf'", "null", "[hf]", "a: b"])
+def test_the_name_of_a_directory_is_taken_as_it_is(tmp_path, monkeypatch, name):
+    hf_directory(tmp_path / "hf", hidden_size=64)
+    hf_directory(tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    config = hf_config(Path(name))
+    assert (config.load_parameters_path, config.base_emb_dim) == (name, 32)
 
 
 def test_a_run_directory_has_its_own_config_and_where_it_was_moved_its_tokenizer(tmp_path):
