@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -96,7 +96,16 @@ def is_of_evaluations(metric: str) -> bool:
 
 def record_text(record: Record) -> str:
     """A record as a line of such a file; numbers that are not finite become null, as JSON does not have them."""
-    return json.dumps(with_numbers(record, math.inf), allow_nan=False) + "\n"
+    return json_text(record) + "\n"
+
+
+def json_text(value: Any, *, indent: int | None = None, default: Callable[[Any], Any] | None = None) -> str:
+    """A value as JSON, which has no number that is not finite: such a number becomes null.
+
+    Args:
+      default: converts values of other types.
+    """
+    return json.dumps(with_numbers(value, math.inf), allow_nan=False, indent=indent, default=default)
 
 
 def with_numbers(value: Any, below: float) -> Any:
