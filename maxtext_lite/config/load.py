@@ -117,7 +117,7 @@ def read_config(path: str | Path | None = None, overrides: Iterable[str] = ()) -
     if kind is RLRunConfig:
         _refuse_training_batch(layers, problems)
     _spell_out_auto(layers)
-    layers[1:1] = _model_layer(layers, problems)
+    layers[1:1] = _model_layer(layers, problems, kind)
     layers[1:1] = _directory_layer(layers, problems)
     try:
         defaults = defaults_of(kind)
@@ -245,12 +245,17 @@ def _rl_keys_unknown(keys: Sequence[str], origin: str) -> str:
     )
 
 
-def _model_layer(layers: Sequence[Layer], problems: list[Refusal]) -> list[Layer]:
-    """The layer of configs/models/NAME.yml, for the model_name that wins; none for `default`."""
+def _model_layer(layers: Sequence[Layer], problems: list[Refusal], kind: type[Config]) -> list[Layer]:
+    """The layer of configs/models/NAME.yml, for the model_name that wins.
+
+    None for `default`, and none where a file with this model_name has every key, as the config.yml of a run does.
+    """
     naming = [layer for layer in layers if "model_name" in layer.values]
     name = naming[-1].values["model_name"] if naming else None
     if not name or not isinstance(name, str) or name == "default" or path_problem(name):
         return []  # a wrong name is refused as a value
+    if any(layer.values["model_name"] == name and layer.values.keys() >= {*keys_of(kind)} for layer in naming):
+        return []
     shipped = [file.removeprefix("models/").removesuffix(".yml") for file in shipped_configs() if "models/" in file]
     path = None
     if re.fullmatch(r"[\w][\w.-]*", name):
