@@ -19,7 +19,7 @@ RL_FILE = "post_train/rl.yml"
 """The base of every config of reinforcement learning."""
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-_LARGEST_FILE = 65_536  # bytes; base.yml has 16,000, and PyYAML takes a second for 200,000
+_LARGEST_FILE = 2**27  # bytes; two lists of 1000 sources, whose paths and names have 4,096 characters, take half of it
 _MOST_NAMED = 20
 _NO_BASE = object()
 

@@ -36,7 +36,6 @@ def test_a_name_that_no_file_can_have_is_that_of_no_file(here, name):
     (b"\x00\x01\x02" * 9, "is not YAML (unacceptable character #x0000: special characters are not allowed)."),
     (b"\xff\xfe", "is not UTF-8 text."),
     (b"5\n", "is not a list of `key: value` lines."),
-    (b"# " + b"x" * 70_000, "has 70,002 bytes; a config has at most 65,536."),
     (b"steps: " + b"[" * 9000, "is nested too deeply."),
     (b"steps: " + b"[" * 30 + b"]" * 30, "is nested too deeply."),
     (b"steps: !!int x", "has the tag !!int before a value that is not one (line 1)."),
@@ -46,6 +45,12 @@ def test_a_name_that_no_file_can_have_is_that_of_no_file(here, name):
 def test_what_is_no_config_is_refused_in_one_line(here, content, why):
     Path("my.yml").write_bytes(content)
     assert problems_of("my.yml") == (f"my.yml {why}",)
+
+
+def test_a_file_larger_than_any_config_is_not_read(here):
+    with Path("my.yml").open("wb") as file:
+        file.truncate(2**27 + 1)
+    assert problems_of("my.yml") == ("my.yml has 134,217,729 bytes; a config has at most 134,217,728.",)
 
 
 def test_an_empty_file_and_a_few_aliases_are_a_config(here):
