@@ -49,6 +49,13 @@ def test_a_path_is_the_text_as_it_is_unless_it_is_a_list(text, paths):
     assert prepare.parse_prepare_config([f"input={text}", "output=x"]).input == paths
 
 
+def test_the_output_may_be_below_the_home_directory(words, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert main([*words, "output=~/own", "num_workers=1"]) == 0
+    assert (tmp_path / "own" / "manifest.json").exists()
+
+
 def test_a_share_says_that_others_are_missing(words, tmp_path, capsys):
     assert main([*words, "--task", "1", "--of", "2"]) == 0
     assert capsys.readouterr().out == "share 1 of 2 is done; the last share to finish writes the manifest\n"

@@ -46,7 +46,8 @@ def test_text_is_left_out_of_json_where_tokens_are_asked_for(run, capsys):
 
 def test_each_line_of_a_conversation_is_answered_after_all_before_it(run, capsys, monkeypatch, tmp_path):
     (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}")
-    config = run[1].model_copy(update={"chat_template": str(tmp_path / "t.jinja")})
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = run[1].model_copy(update={"chat_template": "~/t.jinja"})
     monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n"))
     said = ask(run, capsys, config=config, chat=True, system="S", max_new_tokens=4, stop_token_ids=[]).out
     first = ask(run, capsys, prompt="s:S;u:one;", max_new_tokens=4, stop_token_ids=[]).out

@@ -52,6 +52,17 @@ def test_a_run_directory_has_its_own_config_and_where_it_was_moved_its_tokenizer
     assert directory_config(run, "").tokenizer_path == str(gone)
 
 
+def test_a_tokenizer_below_the_home_directory_is_the_runs_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    run = tmp_path / "run"
+    hf_directory(run / "hf")
+    (run / "hf" / "tokenizer.json").write_text("{}")
+    keys = ["vocab_size=96", "tokenizer_type=huggingface", "tokenizer_path=~/tokenizer.json"]
+    write_resolved(load_config(None, keys), run / "config.yml")
+    assert directory_config(run, "").tokenizer_path == "~/tokenizer.json"
+
+
 def test_a_directory_that_is_neither_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"is not a run directory: it has no config\.yml\. Nor is it a Hugging Face"):
         directory_config(tmp_path, "")
