@@ -220,6 +220,22 @@ class TextScorer:
         tokens = self.encode(text)
         if len(tokens) < 2:
             raise UserError(f"a text of {len(tokens)} token has no perplexity. It needs at least 2.")
+        return self._windows(tokens, stride, name)
+
+    def whole(self, text: str) -> list[Scored]:
+        """The scores of a text's windows, from its first token on; none for an empty text.
+
+        Where the tokenizer adds no first token, that of the text follows end-of-text.
+
+        Raises:
+          UserError: a window has a log-likelihood that is not finite.
+        """
+        tokens = self.encode(text)
+        if not self.encode(""):
+            tokens = [self._end_of_text_id, *tokens]
+        return self._windows(tokens, self._max_length - 1, value_text(text)) if len(tokens) > 1 else []
+
+    def _windows(self, tokens: Sequence[int], stride: int, name: str) -> list[Scored]:
         spans = windows(tokens, length=self._max_length, stride=stride)
         return self._scores(spans, lambda number: f"{name}, window {number:,} of {len(spans):,},")
 
@@ -228,17 +244,40 @@ class TextScorer:
         return Sampler(*self._model)
 
     def written(
-        self, context: str, *, stop_strings: Sequence[str], max_new_tokens: int, temperature: float = 0.0
+        self,
+        context: str,
+        *,
+        stop_strings: Sequence[str],
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
     ) -> str:
-        """The model's continuation of a context, up to a stop token or one of `stop_strings`."""
+        """The model's continuation of a context, up to a stop token or one of `stop_strings`.
+
+        A long context is truncated at its beginning, so that it fits into `max_length` with the new tokens.
+
+        Raises:
+          UserError: no token of a context fits, or a token's log-probability is not finite.
+        """
+        room = self._max_length - max_new_tokens
+        if room < 1:
+            raise UserError(
+                f"max_new_tokens={max_new_tokens} leaves no room for a prompt in max_length={self._max_length}. "
+                f"Nearest that works: {self._max_length - 1}."
+            )
         text = self._tokens.begin(stop_strings)
-        prompt = self.encode(context)[-max(self._max_length - max_new_tokens, 1) :] or [self._end_of_text_id]
+        prompt = self.encode(context)[-room:] or [self._end_of_text_id]
         with self._precision():
             for _, token, log_probability in self._sampler.stream(
                 [prompt],
                 max_new_tokens=max_new_tokens,
                 temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
                 stop_token_ids=self._tokens.stop_token_ids,
+                seed=seed,
             ):
                 check_finite(log_probability, f"the continuation of {value_text(context)!r}", self._dtype)
                 text.push(token)
