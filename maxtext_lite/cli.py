@@ -32,6 +32,7 @@ COMMANDS: dict[str, str] = {
     "compile": "the train step compiled ahead of time, for any machine: memory, collectives, kernels, a roofline",
     "generate": "text from a run directory or a Hugging Face directory",
     "evaluate": "perplexity of a text, and multiple choice or cloze questions by log-likelihood",
+    "harness": "the tasks of lm-evaluation-harness, with runs and Hugging Face directories as its models",
     "convert": "models from and to Hugging Face directories",
     "convert_config": "translates a MaxText config or command line into the keys of maxtext_lite",
     "tune": "short timed runs over the ways to split a batch on these devices",
