@@ -114,6 +114,10 @@ def _table(results: "Sequence[BranchResult]", losses: Mapping[int, float]) -> It
         shown = "-" if each.eval_loss is None else f"{each.eval_loss:.4f}"
         cells = f"{each.batch:>8} {each.learning_rate:>14.4g} {each.steps:>7} {each.tokens:>14,} {each.loss:>9.4f}"
         yield f"{cells} {shown:>9} {losses[each.batch] / first - 1:>+10.2%}"
+    for each in results:
+        if each.left_out:
+            steps = f"{each.left_out:,} step{'' if each.left_out == 1 else 's'}"
+            yield f"batch {each.batch}: the loss leaves out {steps} whose loss is not finite"
 
 
 if __name__ == "__main__":
