@@ -11,6 +11,9 @@ EVALUATION_METRICS = ("eval_loss", "eval_target_tokens", "eval_accuracy", "eval_
 EVALUATION_BY_SOURCE = ("eval_losses", "source_token_shares")
 """The objects of numbers by source on an evaluation's line."""
 
+INCOMPLETE = "ends with an incomplete line"
+"""In the note on a file whose last line was not written to its end, as after any kill."""
+
 _MOST_NAMED = 5
 _MOST_STEPS = 2**63
 
@@ -40,7 +43,7 @@ def read_records(path: Path, notes: list[str]) -> Iterator[Record]:
             elif line.endswith(b"\n") and line.strip():
                 bad.append(number)
             elif line.strip():
-                notes.append(f"{path.name} ends with an incomplete line: the run was writing it, or was killed.")
+                notes.append(f"{path.name} {INCOMPLETE}: the run was writing it, or was killed.")
     if bad:
         left_out = f"{len(bad)} of {number} lines have no step and are left out"
         notes.append(f"{path.name}: {left_out}: {_first([str(line) for line in bad])}.")
