@@ -60,6 +60,15 @@ def test_an_empty_file_and_a_few_aliases_are_a_config(here):
     assert load_config("my.yml").data_shuffle_seed == 7
 
 
+def test_a_file_or_its_base_may_be_below_the_home_directory(here, monkeypatch):
+    monkeypatch.setenv("HOME", str(here / "home"))
+    (here / "home").mkdir()
+    (here / "home" / "mine.yml").write_text("steps: 7\n")
+    Path("my.yml").write_text("base: ~/mine.yml\n")
+    assert load_config("my.yml").steps == load_config("~/mine.yml").steps == 7
+    assert load_config("my.yml").origins["steps"] == f"{here}/home/mine.yml"
+
+
 def test_a_file_of_a_shipped_name_is_the_users_own(here):
     Path("post_train").mkdir()
     own = Path("post_train/rl.yml")
