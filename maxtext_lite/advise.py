@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Callable, Sequence
 
@@ -19,6 +18,7 @@ from maxtext_lite.batching.recommendation import (
 )
 from maxtext_lite.cli import ArgumentParser, config_arguments, machine_arguments, real_number, run_command
 from maxtext_lite.config import RLRunConfig, UserError, load_config
+from maxtext_lite.reporting.records import json_text
 
 _MOST = 1e21  # tokens or parameters
 _LEAST_LOSS, _MOST_LOSS = 0.01, 100
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         budget = dataclasses.replace(budget, parameters=arguments.parameters, non_embedding=arguments.parameters)
     device = None if arguments.device is None else device_named(arguments.device, option="--device")
     found = recommend(config, budget, Machine(arguments.devices, arguments.hosts, device))
-    print(json.dumps(found.to_json(), indent=2, default=float) if arguments.json else _text(found))
+    print(json_text(found.to_json(), indent=2, default=float) if arguments.json else _text(found))
     return 0
 
 

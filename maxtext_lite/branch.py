@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import dataclasses
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
@@ -21,6 +20,7 @@ from maxtext_lite.cli import (
 )
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.reporting import read_runs, write_page
+from maxtext_lite.reporting.records import json_text
 from maxtext_lite.train import finish
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
     if arguments.json:
         rows = [dataclasses.asdict(each) for each in results]
         outcome = {"rule": branches.rule, "by": by, "critical_batch": critical, "branches": rows, "report": str(page)}
-        print(json.dumps(outcome))
+        print(json_text(outcome))
         return 0
     print("\n".join(_table(results, losses)))
     found = f"beyond {results[-1].batch}" if critical is None else f"about {critical:.0f} examples"
@@ -114,6 +114,10 @@ def _table(results: "Sequence[BranchResult]", losses: Mapping[int, float]) -> It
         shown = "-" if each.eval_loss is None else f"{each.eval_loss:.4f}"
         cells = f"{each.batch:>8} {each.learning_rate:>14.4g} {each.steps:>7} {each.tokens:>14,} {each.loss:>9.4f}"
         yield f"{cells} {shown:>9} {losses[each.batch] / first - 1:>+10.2%}"
+    for each in results:
+        if each.left_out:
+            steps = f"{each.left_out:,} step{'' if each.left_out == 1 else 's'}"
+            yield f"batch {each.batch}: the loss leaves out {steps} whose loss is not finite"
 
 
 if __name__ == "__main__":

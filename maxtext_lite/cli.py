@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
 
@@ -17,6 +17,7 @@ from maxtext_lite.config.errors import WrongType, did_you_mean, echoed, value_te
 from maxtext_lite.config.field_types import path_problem
 from maxtext_lite.config.hints import key_hint, words_hint, words_meant
 from maxtext_lite.config.json_file import user_path
+from maxtext_lite.config.yaml_text import is_one_scalar
 from maxtext_lite.process.leaving import leave
 from maxtext_lite.process.output import StdoutLost, complain, log_real_warnings, watch_stdout
 from maxtext_lite.process.signals import command_signals
@@ -31,6 +32,7 @@ COMMANDS: dict[str, str] = {
     "compile": "the train step compiled ahead of time, for any machine: memory, collectives, kernels, a roofline",
     "generate": "text from a run directory or a Hugging Face directory",
     "evaluate": "perplexity of a text, and multiple choice or cloze questions by log-likelihood",
+    "harness": "the tasks of lm-evaluation-harness, with runs and Hugging Face directories as its models",
     "convert": "models from and to Hugging Face directories",
     "convert_config": "translates a MaxText config or command line into the keys of maxtext_lite",
     "tune": "short timed runs over the ways to split a batch on these devices",
@@ -228,12 +230,13 @@ Keys = TypeVar("Keys", bound=BaseModel)
 
 
 def parse_keys(
-    kind: type[Keys], words: Sequence[str], *, texts: Collection[str], example: str
+    kind: type[Keys], words: Sequence[str], *, texts: Collection[str], paths: Collection[str] = (), example: str
 ) -> tuple[Keys, list[str]]:
     """The keys of a command that takes no config, from key=value words; of several for a key, the last wins.
 
     Args:
       texts: keys whose value is the text as it is, not YAML.
+      paths: keys whose value is a path or a list of paths.
       example: a command, for the message about a word without `=`.
     Returns:
       The keys, and the problems of words that give no value, to which the caller adds its own.
@@ -251,7 +254,7 @@ def parse_keys(
             problems.append(f"unknown key '{key}' (command line).{key_hint(key, kind.model_fields)}")
         else:
             try:
-                values[key] = text if key in texts else parse_value(text).value
+                values[key] = text if key in texts else _paths(text) if key in paths else _plain(text)
             except ValueError as error:
                 problems.append(f"{key}={text} {error}.")
     try:
@@ -263,6 +266,25 @@ def parse_keys(
             said = f" {own}" if isinstance(own, WrongType) else f": {detail['msg']}."
             problems.append(f"{key}={value_text(detail['input'])}{said}")
         raise UserError(problems) from None
+
+
+def _plain(text: str) -> object:
+    """The YAML value of a text; for a text of which YAML drops a part, such as `x #1`, the whole of it."""
+    value = parse_value(text).value
+    return text if isinstance(value, str) and not is_one_scalar(text) else value
+
+
+def _paths(text: str) -> object:
+    """A list of paths, null, or a path: the text as it is, so 2024, *.txt, `x: y.txt` and `x #1.txt` are paths."""
+    try:
+        value = parse_value(text)
+    except ValueError:
+        return text
+    if isinstance(value.value, list):
+        return cast("list[object]", value.value)
+    if value.text is None or not is_one_scalar(text):
+        return text
+    return None if value.value is None else value.text
 
 
 def run_command(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> int:

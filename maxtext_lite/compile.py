@@ -1,13 +1,13 @@
 """The command `compile`: the train step compiled ahead of time, for this machine or a described one."""
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 
 from maxtext_lite.cli import ArgumentParser, check_at_least_one, config_arguments, run_command, whole_number
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.config.errors import value_text
+from maxtext_lite.reporting.records import json_text
 
 
 def main(argv: Sequence[str]) -> int:
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
         num_slices=arguments.slices,
     )
     if jax.process_index() == 0:
-        print(json.dumps(program_json(program), indent=2) if arguments.json else program_text(program))
+        print(json_text(program_json(program), indent=2) if arguments.json else program_text(program))
     return 0
 
 

@@ -1,7 +1,6 @@
 """The command `equiv`: proves on simulated devices that splitting a config's batch differently changes nothing."""
 
 import dataclasses
-import json
 import os
 import sys
 import tempfile
@@ -9,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from maxtext_lite.cli import EXIT_FAILED, ArgumentParser, config_arguments, run_command
+from maxtext_lite.reporting.records import json_text
 
 
 def main(argv: Sequence[str]) -> int:
@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
             count += not verdict.refused
             worst = max(worst, verdict.loss or 0.0, verdict.parameters or 0.0)
             if arguments.json:
-                print(json.dumps({**dataclasses.asdict(verdict), "agrees": verdict.agrees}), flush=True)
+                print(json_text({**dataclasses.asdict(verdict), "agrees": verdict.agrees}), flush=True)
                 continue
             said = f"refused: {verdict.refused}" if verdict.refused else verdict.difference or "agrees"
             apart = "" if verdict.loss is None else f"  loss {verdict.loss:.1e}"

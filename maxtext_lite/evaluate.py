@@ -1,6 +1,5 @@
 """The command `evaluate`: perplexity of a text, multiple-choice and cloze questions by log-likelihood."""
 
-import json
 import sys
 from collections.abc import Sequence
 
@@ -8,6 +7,7 @@ from maxtext_lite.cli import ArgumentParser, model_arguments, parse_keys, run_co
 from maxtext_lite.config import UserError
 from maxtext_lite.config.hf.model_directory import directory_config
 from maxtext_lite.generation.requests import EvaluateConfig
+from maxtext_lite.reporting.records import json_text
 
 EXAMPLE = "evaluate RUN_DIR text=held_out.txt max_length=1024"
 _PATHS = ("text", "choices", "cloze")
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
 
     found = evaluate(arguments.directory, config, asked)
     if arguments.json:
-        print(json.dumps(found))
+        print(json_text(found))
     else:
         print("  ".join(f"{name} {value:,.6g}" for name, value in found.items()))
     return 0

@@ -59,6 +59,8 @@ def main(argv: Sequence[str]) -> int:
     )
     arguments = parser.parse_intermixed_args(argv)
     asked = parse_generate_config([*(["chat=true"] if arguments.chat else []), *arguments.overrides])
+    if arguments.json and asked.chat and not asked.model_fields_set & {"prompt", "prompts"}:
+        raise UserError("--json needs a prompt: with chat and without one, each line of the input is answered as text.")
     config = directory_config(arguments.directory, asked.dtype)
     from maxtext_lite.generation.answering import generate  # imports jax, once the config is known to be right
 

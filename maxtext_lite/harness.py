@@ -1,17 +1,30 @@
-"""Models for lm-evaluation-harness (the extra `harness`): its command line, with our models added.
+"""The command `harness`: lm-evaluation-harness (the extra `harness`) with our models added, as `--model maxtext_lite`.
 
 python -m maxtext_lite.harness run --model maxtext_lite --model_args path=DIR,max_length=1024 --tasks TASK
 """
 
-from collections.abc import Sequence
+import importlib.util
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from pydantic import ValidationError
+
+from maxtext_lite.cli import run_command
+from maxtext_lite.config import UserError
 from maxtext_lite.config.bucket import local_copy
+from maxtext_lite.config.errors import did_you_mean, value_text
 from maxtext_lite.config.hf.model_directory import directory_config
-from maxtext_lite.generation.scoring import TextScorer
+from maxtext_lite.generation.requests import GenerateConfig
 
 NAME = "maxtext_lite"
 """The name of our models for `--model`."""
+
+_ARGUMENTS = ("path", "max_length", "batch_size", "dtype", "tensor", "fsdp")
+_NO_MEANING = ("device", "max_batch_size")  # the harness adds them to --model_args by itself
+_MOST_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the harness has four names
+_OPTIONS = ("until", *_MOST_TOKENS, "do_sample", "temperature", "top_k", "top_p")
+_USUAL_MOST_TOKENS = 256
 
 
 class HarnessRequest(Protocol):
@@ -28,30 +41,37 @@ class HarnessModel:
 
     Args:
       path: a run directory or a Hugging Face directory.
+      max_length: tokens of one forward pass.
       batch_size: sequences per forward pass.
       tensor, fsdp: sizes of these mesh axes.
+      others: `device` and `max_batch_size`, which have no meaning here.
+    Raises:
+      UserError: an argument is unknown or wrong, or the directory is neither.
     """
 
     def __init__(
         self,
         path: str,
-        max_length: int = 1024,
-        batch_size: int = 4,
+        max_length: int | str = 1024,
+        batch_size: int | str = 4,
         dtype: str = "",
-        tensor: int = 1,
-        fsdp: int = 1,
-        **unused: object,
+        tensor: int | str = 1,
+        fsdp: int | str = 1,
+        **others: object,
     ) -> None:
         super().__init__()
-        del unused  # such as `device`
-        directory, self._max_length = local_copy(path, "path"), int(max_length)
-        self._scorer = TextScorer(
-            directory,
-            directory_config(directory, dtype),
-            max_length=self._max_length,
-            rows_at_once=int(batch_size),
-            mesh={"tensor": int(tensor), "fsdp": int(fsdp)},
-        )
+        if unknown := [key for key in others if key not in _NO_MEANING]:
+            raise UserError(
+                f"--model_args has the unknown key '{value_text(key)}'.{did_you_mean(key, _ARGUMENTS)}"
+                for key in unknown
+            )
+        from maxtext_lite.generation.scoring import TextScorer  # imports jax, once the arguments are known
+
+        directory, self._max_length = local_copy(path, "path"), _count("max_length", max_length, 2)
+        rows = _count("batch_size", batch_size)
+        mesh = {"tensor": _count("tensor", tensor), "fsdp": _count("fsdp", fsdp)}
+        config = directory_config(directory, dtype)
+        self._scorer = TextScorer(directory, config, max_length=self._max_length, rows_at_once=rows, mesh=mesh)
 
     def loglikelihood(self, requests: Sequence[HarnessRequest]) -> list[tuple[float, bool]]:
         """For each (context, continuation), the log-likelihood and whether greedy decoding gives the continuation."""
@@ -61,34 +81,100 @@ class HarnessModel:
     def loglikelihood_rolling(self, requests: Sequence[HarnessRequest]) -> list[float]:
         """For each text, its whole log-likelihood."""
         texts = [request.args[0] for request in requests]
-        return [sum(one.log_likelihood for one in self._scorer.windows(text, self._max_length - 1)) for text in texts]
+        return [sum(one.log_likelihood for one in self._scorer.whole(text)) for text in texts]
 
     def generate_until(self, requests: Sequence[HarnessRequest]) -> list[str]:
-        """For each (context, options), the generated text up to the first of the texts in `until`."""
-        answers = []
-        for request in requests:
-            context, options = request.args
-            until = options.get("until") or []
-            answers.append(
-                self._scorer.written(
-                    context,
-                    stop_strings=[until] if isinstance(until, str) else list(until),
-                    max_new_tokens=int(options.get("max_gen_toks", 256)),
-                    temperature=float(options.get("temperature", 0.0)) if options.get("do_sample") else 0.0,
-                )
+        """For each (context, options), the generated text up to the first of the texts in `until`.
+
+        The draws of a request depend on its number, so repeated requests have different answers.
+
+        Raises:
+          UserError: an option is unknown or wrong.
+        """
+        asked = [_asked(number, *request.args) for number, request in enumerate(requests)]
+        return [
+            self._scorer.written(
+                each.prompt,
+                stop_strings=each.stop_strings,
+                max_new_tokens=each.max_new_tokens,
+                temperature=each.temperature,
+                top_k=each.top_k,
+                top_p=each.top_p,
+                seed=each.seed,
             )
-        return answers
+            for each in asked
+        ]
 
 
-def main() -> None:
-    """Runs the command line of the harness."""
+def _count(key: str, value: int | str, least: int = 1) -> int:
+    """The whole number of a model argument, of at least `least`.
+
+    Raises:
+      UserError: it is not one.
+    """
+    try:
+        count = int(value)
+    except ValueError:
+        raise UserError(f"{key}={value_text(value)} is not a whole number. Nearest that works: {least}.") from None
+    if count < least:
+        raise UserError(f"{key}={count} must be at least {least}. Nearest that works: {least}.")
+    return count
+
+
+def _asked(number: int, context: str, options: Mapping[str, Any]) -> GenerateConfig:
+    """A request of `generate_until`, its options read as the harness reads them for its own `hf` models.
+
+    Without do_sample, a temperature above 0 means sampling. The temperature of sampling is 1 where none is given, as in
+    transformers.
+
+    Raises:
+      UserError: an option is unknown or wrong.
+    """
+    if unknown := [key for key in options if key not in _OPTIONS]:
+        raise UserError(
+            f"generation option {value_text(key)}={value_text(options[key])} has no meaning here. Those that have one: "
+            f"{', '.join(_OPTIONS)}."
+            for key in unknown
+        )
+    given = {key: value for key, value in options.items() if value is not None}
+    most = next((key for key in _MOST_TOKENS if key in given), _MOST_TOKENS[0])
+    until = given.get("until", [])
+    is_sampled = given.get("do_sample", given.get("temperature", 0.0) != 0)
+    values = {
+        "prompt": context,
+        "stop_strings": [until] if isinstance(until, str) else list(until),
+        "max_new_tokens": given.get(most, _USUAL_MOST_TOKENS),
+        "temperature": given.get("temperature", 1.0) if is_sampled else 0.0,
+        "seed": number,
+        **{key: given[key] for key in ("top_k", "top_p") if key in given},
+    }
+    try:
+        return GenerateConfig.model_validate(values)
+    except ValidationError as error:
+        raise UserError(
+            f"generation option {str(detail['loc'][0]).replace('max_new_tokens', most)}="
+            f"{value_text(detail['input'])}: {detail['msg']}."
+            for detail in error.errors()
+        ) from None
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command line of the harness; returns the exit code.
+
+    Raises:
+      UserError: the harness is not installed, or a model's argument, its directory or an option of a task is wrong.
+    """
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UserError("harness needs lm_eval: pip install 'maxtext-lite[harness]'.")
     from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports]
     from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
     from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
 
     register_model(NAME)(type("MaxTextLite", (HarnessModel, LM), {}))
+    sys.argv = ["maxtext-lite harness", *argv]  # which the harness reads itself
     cli_evaluate()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command(main))

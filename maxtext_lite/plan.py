@@ -2,7 +2,6 @@
 
 import argparse
 import functools
-import json
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -38,6 +37,7 @@ from maxtext_lite.config.kernels import Accelerator
 from maxtext_lite.config.load import read_config
 from maxtext_lite.config.violation import divisors
 from maxtext_lite.reporting.pipeline_view import pipeline_svg, pipeline_text
+from maxtext_lite.reporting.records import json_text
 
 _MOST_DRAWN = 50_000
 
@@ -78,11 +78,11 @@ def main(argv: Sequence[str]) -> int:
         return _draw(config, plan, arguments.draw_to)
     if before is not None:
         move = moved(before, plan, changed_settings(read_config(arguments.config).config, config))
-        print(json.dumps(move.to_json(), indent=2) if arguments.json else "\n".join(move.lines()))
+        print(json_text(move.to_json(), indent=2) if arguments.json else "\n".join(move.lines()))
         return 0
     mixture, sentences = _mixture(config, plan) if arguments.examples is None else ({}, [])
     if arguments.json:
-        print(json.dumps(plan.to_json() | mixture, indent=2))
+        print(json_text(plan.to_json() | mixture, indent=2))
         return 0
     print("\n".join([format_plan(plan), *sentences]))
     return 0
@@ -167,7 +167,7 @@ def _solve(arguments: argparse.Namespace, device: Device | None, memory_gb: floa
 
         compared = compare(found[: arguments.compile], device)
         outcome["compiled"], lines = compared, [*lines, "", comparison_text(compared)]
-    print(json.dumps(outcome, indent=2) if arguments.json else "\n".join(lines))
+    print(json_text(outcome, indent=2) if arguments.json else "\n".join(lines))
     return 0
 
 

@@ -14,6 +14,7 @@ from maxtext_lite.data.preparing.keys import InspectConfig, PrepareConfig, Token
 
 EXAMPLE = "prepare input=texts/*.jsonl.zst output=data/texts tokenizer_type=huggingface tokenizer_path=tokenizer.json"
 _TEXTS = ("output", "tokenizer_path", "chat_template", "text_field")
+_PATHS = ("input",)
 
 
 def parse_prepare_config(words: Sequence[str]) -> PrepareConfig:
@@ -22,7 +23,7 @@ def parse_prepare_config(words: Sequence[str]) -> PrepareConfig:
     Raises:
       UserError: with every problem.
     """
-    config, problems = parse_keys(PrepareConfig, words, texts=_TEXTS, example=EXAMPLE)
+    config, problems = parse_keys(PrepareConfig, words, texts=_TEXTS, paths=_PATHS, example=EXAMPLE)
     problems += [f"{key} is missing. Example: {EXAMPLE}" for key in ("input", "output") if not getattr(config, key)]
     if (config.tokenizer_type == "byte") != (config.tokenizer_path == ""):
         said = "is empty" if config.tokenizer_path == "" else "has no effect"
@@ -159,7 +160,9 @@ def _train_tokenizer(argv: Sequence[str]) -> int:
     parser.keys = TokenizerConfig.model_fields
     parser.add_argument("words", nargs="*", metavar="key=value", help=", ".join(TokenizerConfig.model_fields))
     arguments = parser.parse_intermixed_args(argv)
-    config, problems = parse_keys(TokenizerConfig, arguments.words, texts=("output", "text_field"), example=example)
+    config, problems = parse_keys(
+        TokenizerConfig, arguments.words, texts=("output", "text_field"), paths=_PATHS, example=example
+    )
     problems += [f"{key} is missing. Example: {example}" for key in ("input", "output") if not getattr(config, key)]
     if problems:
         raise UserError(problems)

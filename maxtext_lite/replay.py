@@ -1,7 +1,6 @@
 """The command `replay`: a step of a run repeated and compared with its record, and each of its rows by itself."""
 
 import dataclasses
-import json
 import math
 import operator
 import sys
@@ -20,7 +19,7 @@ from maxtext_lite.cli import (
 from maxtext_lite.config import RLRunConfig
 from maxtext_lite.config.errors import full_text
 from maxtext_lite.process.output import complain
-from maxtext_lite.reporting.records import with_numbers
+from maxtext_lite.reporting.records import json_text
 
 if TYPE_CHECKING:
     from maxtext_lite.training.replaying import Replay
@@ -62,9 +61,7 @@ def main(argv: Sequence[str]) -> int:
         by = operator.attrgetter(arguments.by)
         rows = sorted(found.rows, key=lambda row: (math.isnan(by(row)), by(row)), reverse=True)
         found = dataclasses.replace(found, rows=rows)
-    print(
-        json.dumps(with_numbers(_as_json(found), math.inf)) if arguments.json else "\n".join(_text(found, arguments.by))
-    )
+    print(json_text(_as_json(found)) if arguments.json else "\n".join(_text(found, arguments.by)))
     return EXIT_FAILED if _differing(found) else 0
 
 

@@ -1,7 +1,6 @@
 """The command `tune`: short timed runs over the ways to split one global batch on these devices."""
 
 import contextlib
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from maxtext_lite.cli import (
 from maxtext_lite.config import RLRunConfig, UserError, load_config, write_resolved
 from maxtext_lite.config.errors import setting_text
 from maxtext_lite.reporting import read_runs, write_page
+from maxtext_lite.reporting.records import json_text
 
 
 def main(argv: Sequence[str]) -> int:
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
     write_resolved(config.model_copy(update=found[0][0].keys).with_origins(origins), best)
     write_page(read_runs(ran[:8]), page)
     if arguments.json:
-        print(json.dumps({"ways": [_to_json(*each) for each in found], "best": str(best), "report": str(page)}))
+        print(json_text({"ways": [_to_json(*each) for each in found], "best": str(best), "report": str(page)}))
         return 0
     print("\n".join(["", *_table(found)]))
     print(f"wrote {best} and {page}")

@@ -1,11 +1,11 @@
 """The command `verify_resume`: the first step at which two runs differ, in which fields, and with which rows."""
 
-import json
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from maxtext_lite.cli import EXIT_FAILED, ArgumentParser, check_tolerance, local_path, real_number, run_command
+from maxtext_lite.reporting.records import json_text
 
 if TYPE_CHECKING:
     from maxtext_lite.training.run_difference import Comparison, SavedDifference
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     saved = [] if found is not None else compare_checkpoints(runs, tolerance)
     same = found is None and not any(each.arrays for each in saved)
     if arguments.json:
-        print(json.dumps(_as_json(metrics, saved, rows, same)))
+        print(json_text(_as_json(metrics, saved, rows, same)))
     else:
         print("\n".join(_text(metrics, saved, rows, tolerance)))
     return 0 if same else EXIT_FAILED

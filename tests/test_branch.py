@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from maxtext_lite.branch import main
+from maxtext_lite.branch import _table, main
 from maxtext_lite.cli import run_command
 from maxtext_lite.train import main as train
+from maxtext_lite.training.branches import BranchResult
 from tests.test_verify_resume import SIZES
 
 
@@ -40,6 +41,21 @@ def run_loss(*lines):
     """The mean over the target tokens of several steps."""
     tokens = [line["target_tokens"] for line in lines]
     return pytest.approx(sum(n * line["loss"] for n, line in zip(tokens, lines, strict=True)) / sum(tokens))
+
+
+def test_the_table_says_where_steps_are_left_out():
+    measured = BranchResult(
+        factor=1.0,
+        batch=8,
+        learning_rate=0.1,
+        steps=4,
+        tokens=32,
+        loss=2.0,
+        left_out=2,
+        eval_loss=None,
+        run_directory="",
+    )
+    assert list(_table([measured], {8: 2.0}))[2:] == ["batch 8: the loss leaves out 2 steps whose loss is not finite"]
 
 
 @pytest.mark.parametrize(("words", "error"), [

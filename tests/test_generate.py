@@ -66,6 +66,7 @@ def test_an_empty_prompt_starts_a_new_document(run, capsys):
     (["prompt=x", "prompts=[y]"], "prompt and prompts contradict each other"),
     (["prompts=[]"], "prompts is empty"),
     (["prompt_ids=[[1]]", "--chat"], "chat and prompt_ids contradict each other"),
+    (["--chat", "--json"], "--json needs a prompt: with chat and without one"),
     (["system=x"], "system has no effect without chat=true"),
     (["stop_strings=['']"], "stop_strings has an empty text"),
     (["prompt=x", "--chat"], "has no chat template: it did not come from a Hugging Face directory"),

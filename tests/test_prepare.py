@@ -41,6 +41,21 @@ def test_texts_become_a_dataset_that_a_run_reads(words, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["tokens"] == [*b"defg"]
 
 
+@pytest.mark.parametrize(("text", "paths"), [
+    ("*.txt", ["*.txt"]), ("2024", ["2024"]), ("txt/x: y.txt", ["txt/x: y.txt"]), ("txt/x #1.txt", ["txt/x #1.txt"]),
+    ("'a #1.txt'", ["a #1.txt"]), ("[a.txt, b.txt]", ["a.txt", "b.txt"]), ("[ab]*.txt", ["[ab]*.txt"]),
+])  # fmt: skip
+def test_a_path_is_the_text_as_it_is_unless_it_is_a_list(text, paths):
+    assert prepare.parse_prepare_config([f"input={text}", "output=x"]).input == paths
+
+
+def test_the_output_may_be_below_the_home_directory(words, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert main([*words, "output=~/own", "num_workers=1"]) == 0
+    assert (tmp_path / "own" / "manifest.json").exists()
+
+
 def test_a_share_says_that_others_are_missing(words, tmp_path, capsys):
     assert main([*words, "--task", "1", "--of", "2"]) == 0
     assert capsys.readouterr().out == "share 1 of 2 is done; the last share to finish writes the manifest\n"

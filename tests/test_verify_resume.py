@@ -1,13 +1,16 @@
 """The command `verify_resume`."""
 
 import json
+import math
 import re
 import shutil
 
 import pytest
 
 from maxtext_lite.cli import run_command
+from maxtext_lite.config.json_file import parse_json
 from maxtext_lite.train import main as train
+from maxtext_lite.training.run_difference import SavedDifference
 from maxtext_lite.verify_resume import main
 
 SIZES = ["base_emb_dim=16", "base_mlp_dim=32", "base_num_decoder_layers=1", "base_num_query_heads=2",
@@ -55,6 +58,15 @@ def test_other_rows_are_named_first(runs, capsys):
     said = capsys.readouterr().out
     assert "the first difference is at step 1" in said
     assert f"rows of step 1 in run 1: {', '.join(map(str, first['rows'][0]))}\n" in said
+
+
+def test_an_infinite_difference_is_null_in_json(runs, capsys, monkeypatch):
+    saved = [SavedDifference(step=4, compared=2, arrays={"params/a": math.inf}, largest=math.inf)]
+    monkeypatch.setattr("maxtext_lite.training.run_difference.compare_checkpoints", lambda *_: saved)
+    capsys.readouterr()
+    assert main([runs[0], runs[1], "--json"]) == 1
+    (checkpoint,) = parse_json(capsys.readouterr().out)["checkpoints"]
+    assert checkpoint["differing"] == {"params/a": None}
 
 
 @pytest.mark.parametrize(("argv", "error"), [

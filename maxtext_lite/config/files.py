@@ -9,6 +9,7 @@ from typing import Literal, get_args, get_origin
 
 from maxtext_lite.config.errors import Refusal, value_text
 from maxtext_lite.config.hints import missing_file
+from maxtext_lite.config.json_file import user_path
 from maxtext_lite.config.schema import RLRunConfig
 from maxtext_lite.config.source_list import SourceList
 from maxtext_lite.config.yaml_text import YamlValue, parse_mapping
@@ -19,7 +20,7 @@ RL_FILE = "post_train/rl.yml"
 """The base of every config of reinforcement learning."""
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-_LARGEST_FILE = 65_536  # bytes; base.yml has 16,000, and PyYAML takes a second for 200,000
+_LARGEST_FILE = 2**27  # bytes; two lists of 1000 sources, whose paths and names have 4,096 characters, take half of it
 _MOST_NAMED = 20
 _NO_BASE = object()
 
@@ -65,7 +66,7 @@ def is_file(path: Path) -> bool:
 
 def find_config(name: str, namer: Path | None = None) -> Path | None:
     """A config file: beside the file that names it or in the working directory, otherwise among the shipped ones."""
-    candidate = Path(name) if namer is None else namer.parent / name
+    candidate = user_path(name) if namer is None else namer.parent / user_path(name)
     itself = namer is not None and is_file(candidate) and candidate.resolve() == namer.resolve()
     shipped = packaged_file("configs", name)
     if is_file(candidate) and not (itself and shipped not in (None, namer)):
@@ -153,7 +154,7 @@ def file_layers(name: str, problems: list[Refusal]) -> list[Layer]:
         if path is None:
             problems.append(Refusal("", missing_file(name, by, shipped_configs())))
             break
-        layer = read_layer(path, name if namer is None else str(namer.parent / name), problems)
+        layer = read_layer(path, name if namer is None else str(namer.parent / user_path(name)), problems)
         if path.resolve() in seen:
             first = seen[path.resolve()]
             message = f"base: {value_text(name)} in {by} leads back to {first}: files may not be each other's base."

@@ -34,7 +34,7 @@ from maxtext_lite.config.schema import RL_KEYS, Config, RLRunConfig, keys_of
 from maxtext_lite.config.sections import ModelConfig
 from maxtext_lite.config.source_list import is_source_list
 from maxtext_lite.config.suggest import ConfigRequest, suggest
-from maxtext_lite.config.yaml_text import YamlValue, parse_value
+from maxtext_lite.config.yaml_text import YamlValue, is_one_scalar, parse_value
 
 _COMMAND_LINE = "command line"
 _PER_DEVICE, _ACCUMULATION = "per_device_batch_size", "gradient_accumulation_steps"
@@ -117,7 +117,7 @@ def read_config(path: str | Path | None = None, overrides: Iterable[str] = ()) -
     if kind is RLRunConfig:
         _refuse_training_batch(layers, problems)
     _spell_out_auto(layers)
-    layers[1:1] = _model_layer(layers, problems)
+    layers[1:1] = _model_layer(layers, problems, kind)
     layers[1:1] = _directory_layer(layers, problems)
     try:
         defaults = defaults_of(kind)
@@ -203,17 +203,21 @@ def _override_layer(
 
 
 def _override_value(key: str, text: str) -> object:
-    """The value of `key=text`: a path such as *.txt or [ab].txt is text, though YAML reads an alias or a list."""
+    """The value of `key=text`: *.txt, [ab].txt and `x #1.txt` are text, of which YAML makes something else."""
     try:
         value = parse_value(text)
     except ValueError:
         if not takes_text(key) or (may_list_sources(key) and text.lstrip().startswith("[{")):
             raise
         return text
-    is_list = may_list_sources(key) and is_source_list(value.value)
-    if takes_text(key) and not is_list and (value.text is None or value == YamlValue(None, "")):
+    if takes_text(key) and not is_one_scalar(text) and not (may_list_sources(key) and _lists_sources(text, value)):
         return text
     return plain_value(key, value)
+
+
+def _lists_sources(text: str, value: YamlValue) -> bool:
+    """Whether the text is meant as a list of sources; `x: y.txt` is a path, though YAML reads a mapping."""
+    return is_source_list(value.value) and (isinstance(value.value, list) or text.lstrip().startswith("{"))
 
 
 def _drop_unknown_keys(layer: Layer, problems: list[Refusal], kind: type[Config] = Config) -> None:
@@ -241,12 +245,17 @@ def _rl_keys_unknown(keys: Sequence[str], origin: str) -> str:
     )
 
 
-def _model_layer(layers: Sequence[Layer], problems: list[Refusal]) -> list[Layer]:
-    """The layer of configs/models/NAME.yml, for the model_name that wins; none for `default`."""
+def _model_layer(layers: Sequence[Layer], problems: list[Refusal], kind: type[Config]) -> list[Layer]:
+    """The layer of configs/models/NAME.yml, for the model_name that wins.
+
+    None for `default`, and none where a file with this model_name has every key, as the config.yml of a run does.
+    """
     naming = [layer for layer in layers if "model_name" in layer.values]
     name = naming[-1].values["model_name"] if naming else None
     if not name or not isinstance(name, str) or name == "default" or path_problem(name):
         return []  # a wrong name is refused as a value
+    if any(layer.values["model_name"] == name and layer.values.keys() >= {*keys_of(kind)} for layer in naming):
+        return []
     shipped = [file.removeprefix("models/").removesuffix(".yml") for file in shipped_configs() if "models/" in file]
     path = None
     if re.fullmatch(r"[\w][\w.-]*", name):

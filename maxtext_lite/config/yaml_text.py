@@ -74,6 +74,19 @@ def parse_value(text: str) -> YamlValue:
     return YamlValue(None, "") if node is None else _value(node, _Read())
 
 
+def is_one_scalar(text: str) -> bool:
+    """Whether `text` is a scalar and nothing that YAML leaves out of its value: no comment, tag or anchor.
+
+    Raises:
+      ValueError: it is not YAML.
+    """
+    node = _compose(text)
+    if not isinstance(node, yaml.ScalarNode):
+        return False
+    whole = text[node.start_mark.index : node.end_mark.index] if node.style in ("'", '"') else node.value
+    return text.strip() == whole
+
+
 def parse_mapping(text: str) -> list[tuple[str, YamlValue]]:
     """The entries of a YAML mapping in order, duplicates included; an empty document has none.
 

@@ -1,8 +1,7 @@
 """A model's continuations of prompts: streamed to the terminal, as JSON, or as turns of a conversation."""
 
-import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,14 @@ from typing import Any
 import jax
 
 from maxtext_lite.config import Config, UserError
+from maxtext_lite.config.json_file import user_path
 from maxtext_lite.data import ChatTemplate
 from maxtext_lite.generation.requests import GenerateConfig
-from maxtext_lite.generation.sampler import Sampler, load_on_mesh, mesh_problems
+from maxtext_lite.generation.sampler import Sampler, check_finite, load_on_mesh, mesh_problems
 from maxtext_lite.generation.stream_text import TimedTokens, WrittenText
 from maxtext_lite.generation.text_tokens import TextTokens
 from maxtext_lite.parallel import start_devices
+from maxtext_lite.reporting.records import json_text
 
 Turns = list[dict[str, str]]
 
@@ -37,7 +38,7 @@ class _Prompter:
         tokens = TextTokens.of(directory, config)
         if not asked.chat:
             return cls(asked, tokens, None)
-        file = Path(config.chat_template) if config.chat_template else None
+        file = user_path(config.chat_template) if config.chat_template else None
         if tokens.carried is None and file is None:
             raise UserError(f"{directory} has no chat template: it did not come from a Hugging Face directory.")
         return cls(asked, tokens, ChatTemplate(tokens.carried, file=file))
@@ -80,7 +81,7 @@ def generate(directory: Path, config: Config, asked: GenerateConfig, *, as_json:
 
     Raises:
       UserError: the model does not allow the request, or lacks parameters, a tokenizer or a chat template; lists every
-        problem of the prompts and the mesh.
+        problem of the prompts and the mesh. Or a token's log-probability is not finite.
     """
     prompter = None if asked.prompt_ids is not None else _Prompter.of(directory, config, asked)
     texts = [asked.prompt] if asked.prompts is None else asked.prompts
@@ -94,28 +95,38 @@ def generate(directory: Path, config: Config, asked: GenerateConfig, *, as_json:
         sampler = Sampler(*load_on_mesh(directory, config, asked.mesh))
 
         def stream(prompts: list[list[int]]) -> TimedTokens:
-            return TimedTokens(
-                sampler.stream(
-                    prompts,
-                    max_new_tokens=asked.max_new_tokens,
-                    temperature=asked.temperature,
-                    top_k=asked.top_k,
-                    top_p=asked.top_p,
-                    stop_token_ids=prompter.stop_token_ids if prompter else asked.stop_token_ids or [],
-                    seed=asked.seed,
-                )
+            tokens = sampler.stream(
+                prompts,
+                max_new_tokens=asked.max_new_tokens,
+                temperature=asked.temperature,
+                top_k=asked.top_k,
+                top_p=asked.top_p,
+                stop_token_ids=prompter.stop_token_ids if prompter else asked.stop_token_ids or [],
+                seed=asked.seed,
             )
+            return TimedTokens(_finite(tokens, config.dtype))
 
         if prompter and asked.chat and not asked.model_fields_set & {"prompt", "prompts"}:
             _converse(stream, prompter)
             return
         tokens = stream(prompts)
         if as_json or prompter is None:
-            print(json.dumps(_answers(tokens, len(prompts), prompter)))
+            print(json_text(_answers(tokens, len(prompts), prompter)))
         else:
             # A continued text includes its prompt; an answer does not.
             _print_texts(tokens, prompter, ["" if asked.chat else text for text in texts])
     print(tokens, file=sys.stderr)
+
+
+def _finite(tokens: Iterator[tuple[int, int, float]], dtype: str) -> Iterator[tuple[int, int, float]]:
+    """The tokens of `Sampler.stream`.
+
+    Raises:
+      UserError: the log-probability of one is not finite; names its prompt.
+    """
+    for number, token, log_probability in tokens:
+        check_finite(log_probability, f"the continuation of prompt {number}", dtype)
+        yield number, token, log_probability
 
 
 def _converse(stream: Callable[[list[list[int]]], TimedTokens], prompter: _Prompter) -> None:

@@ -121,12 +121,20 @@ def with_blank(context: str, continuation: str) -> str:
     return continuation if parted else f" {continuation}"
 
 
+def _exp(exponent: float) -> float:
+    """`math.exp`, infinite where no float is large enough."""
+    try:
+        return math.exp(exponent)
+    except OverflowError:
+        return math.inf
+
+
 def perplexity(scored: Sequence[Scored], text: str) -> dict[str, float]:
-    """The perplexity of a text, from the scores of all its parts."""
+    """The perplexity of a text, from the scores of all its parts; infinite beyond 709 nats per token."""
     nll, tokens = -sum(part.log_likelihood for part in scored), sum(part.num_tokens for part in scored)
     return {
         "loss": nll / tokens,
-        "perplexity": math.exp(nll / tokens),
+        "perplexity": _exp(nll / tokens),
         "bits_per_byte": nll / math.log(2) / len(text.encode()),
         "tokens": tokens,
     }
@@ -149,7 +157,7 @@ def accuracy(questions: Sequence[Question | Cloze], scored: Sequence[Scored]) ->
         greedy += answer.is_greedy
         nll, tokens = nll - answer.log_likelihood, tokens + answer.num_tokens
     number = len(questions)
-    about = {"answer_perplexity": math.exp(nll / tokens), "questions": number}
+    about = {"answer_perplexity": _exp(nll / tokens), "questions": number}
     if all(len(question.choices) == 1 for question in questions):
         return {"accuracy": greedy / number, **about}
     return {"accuracy": right / number, "accuracy_per_byte": right_by_byte / number, **about}

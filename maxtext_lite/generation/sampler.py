@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxtext_lite.config import Config
-from maxtext_lite.config.errors import value_text
+from maxtext_lite.config import Config, UserError
+from maxtext_lite.config.errors import nearest_clause, value_text
 from maxtext_lite.config.hf.adapter import adapter_of
 from maxtext_lite.config.hf.config import has_hf_weights
 from maxtext_lite.hf import load_hf_parameters
@@ -43,6 +43,21 @@ def load_on_mesh(
 
     with jax.set_mesh(mesh):
         return decoder, load(directory, abstract, "run_directory"), mesh
+
+
+def check_finite(value: float, what: str, dtype: str) -> None:
+    """Refuses a log-probability that is not finite: nothing can be sampled or scored by it.
+
+    Args:
+      what: what the log-probability is of.
+      dtype: of the activations.
+    Raises:
+      UserError: `value` is NaN or infinite.
+    """
+    if not math.isfinite(value):
+        wider = {"float16": ("dtype=float32", "dtype=bfloat16"), "bfloat16": ("dtype=float32",)}.get(dtype, ())
+        why = "the activations overflow, or the parameters are not finite"
+        raise UserError(f"{what} has the log-probability {value} in dtype={dtype}: {why}.{nearest_clause(wider)}")
 
 
 def cast_once(decoder: Decoder, params: Params) -> Params:

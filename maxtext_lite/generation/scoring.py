@@ -21,7 +21,7 @@ from maxtext_lite.generation.questions import (
     with_blank,
 )
 from maxtext_lite.generation.requests import EvaluateConfig
-from maxtext_lite.generation.sampler import Sampler, cast_once, load_on_mesh, mesh_problems
+from maxtext_lite.generation.sampler import Sampler, cast_once, check_finite, load_on_mesh, mesh_problems
 from maxtext_lite.generation.text_tokens import TextTokens
 from maxtext_lite.models import Decoder
 from maxtext_lite.models.decoder import Params
@@ -146,7 +146,7 @@ class TextScorer:
                 f"max_length={max_length} is more than the model's {positions} learned positions and one. "
                 f"Nearest that works: {positions + 1}."
             )
-        self._tokens, self._max_length = TextTokens.of(directory, config), max_length
+        self._tokens, self._max_length, self._dtype = TextTokens.of(directory, config), max_length, config.dtype
         self._end_of_text_id = self._tokens.tokenizer.end_of_text_id
         self._precision = functools.partial(jax.default_matmul_precision, config.matmul_precision)
         if problems := mesh_problems(config, len(start_devices()), mesh):
@@ -175,7 +175,8 @@ class TextScorer:
         Args:
           name: what a message calls a continuation by its number, which counts from 1.
         Raises:
-          UserError: a continuation does not fit into `max_length` tokens after one of its context.
+          UserError: a continuation does not fit into `max_length` tokens after one of its context, or has a
+            log-likelihood that is not finite.
         """
         pairs = list(pairs)
         spans = [self._span(*pair) for pair in pairs]
@@ -191,8 +192,14 @@ class TextScorer:
                     f"max_length={self._max_length} has room for {self._max_length - 1:,}, after one of the context. "
                     f"{works}"
                 )
+        return self._scores(spans, lambda number: f"{name(number)} ({value_text(pairs[number - 1][1])})")
+
+    def _scores(self, spans: Sequence[Span], name: Callable[[int], str]) -> list[Scored]:
         with self._precision():
-            return self._scorer.score(spans)
+            found = self._scorer.score(spans)
+        for number, scored in enumerate(found, 1):
+            check_finite(scored.log_likelihood, name(number), self._dtype)
+        return found
 
     def _span(self, context: str, continuation: str) -> Span:
         """The tokens of a continuation and, as far as they fit before it, of its context; at least one of these."""
@@ -202,35 +209,77 @@ class TextScorer:
         drop = max(min(len(tokens) - self._max_length, first - 1), 0)
         return Span(tokens[drop:], first - drop)
 
-    def windows(self, text: str, stride: int) -> list[Scored]:
+    def windows(self, text: str, stride: int, name: str = "the text") -> list[Scored]:
         """The score of each window of a text; windows advance by `stride` tokens.
 
+        Args:
+          name: what a message calls the text.
         Raises:
-          UserError: the text has fewer than two tokens.
+          UserError: the text has fewer than two tokens, or a window a log-likelihood that is not finite.
         """
         tokens = self.encode(text)
         if len(tokens) < 2:
             raise UserError(f"a text of {len(tokens)} token has no perplexity. It needs at least 2.")
-        with self._precision():
-            return self._scorer.score(windows(tokens, length=self._max_length, stride=stride))
+        return self._windows(tokens, stride, name)
+
+    def whole(self, text: str) -> list[Scored]:
+        """The scores of a text's windows, from its first token on; none for an empty text.
+
+        Where the tokenizer adds no first token, that of the text follows end-of-text.
+
+        Raises:
+          UserError: a window has a log-likelihood that is not finite.
+        """
+        tokens = self.encode(text)
+        if not self.encode(""):
+            tokens = [self._end_of_text_id, *tokens]
+        return self._windows(tokens, self._max_length - 1, value_text(text)) if len(tokens) > 1 else []
+
+    def _windows(self, tokens: Sequence[int], stride: int, name: str) -> list[Scored]:
+        spans = windows(tokens, length=self._max_length, stride=stride)
+        return self._scores(spans, lambda number: f"{name}, window {number:,} of {len(spans):,},")
 
     @functools.cached_property
     def _sampler(self) -> Sampler:
         return Sampler(*self._model)
 
     def written(
-        self, context: str, *, stop_strings: Sequence[str], max_new_tokens: int, temperature: float = 0.0
+        self,
+        context: str,
+        *,
+        stop_strings: Sequence[str],
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
     ) -> str:
-        """The model's continuation of a context, up to a stop token or one of `stop_strings`."""
+        """The model's continuation of a context, up to a stop token or one of `stop_strings`.
+
+        A long context is truncated at its beginning, so that it fits into `max_length` with the new tokens.
+
+        Raises:
+          UserError: no token of a context fits, or a token's log-probability is not finite.
+        """
+        room = self._max_length - max_new_tokens
+        if room < 1:
+            raise UserError(
+                f"max_new_tokens={max_new_tokens} leaves no room for a prompt in max_length={self._max_length}. "
+                f"Nearest that works: {self._max_length - 1}."
+            )
         text = self._tokens.begin(stop_strings)
-        prompt = self.encode(context)[-max(self._max_length - max_new_tokens, 1) :] or [self._end_of_text_id]
+        prompt = self.encode(context)[-room:] or [self._end_of_text_id]
         with self._precision():
-            for _, token, _ in self._sampler.stream(
+            for _, token, log_probability in self._sampler.stream(
                 [prompt],
                 max_new_tokens=max_new_tokens,
                 temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
                 stop_token_ids=self._tokens.stop_token_ids,
+                seed=seed,
             ):
+                check_finite(log_probability, f"the continuation of {value_text(context)!r}", self._dtype)
                 text.push(token)
                 if text.ended:
                     break
@@ -251,7 +300,7 @@ def evaluate(directory: Path, config: Config, asked: EvaluateConfig) -> dict[str
         directory, config, max_length=asked.max_length, rows_at_once=asked.rows_at_once, mesh=asked.mesh
     )
     if asked.text:
-        return perplexity(scorer.windows(text, asked.stride or asked.max_length - 1), text)
+        return perplexity(scorer.windows(text, asked.stride or asked.max_length - 1, f"text={asked.text}"), text)
     pairs = [(each.context, with_blank(each.context, choice)) for each in questions for choice in each.choices]
     names = [
         f"{kind}={asked.choices or asked.cloze}, question {number:,}{f', choice {choice}' if asked.choices else ''}"

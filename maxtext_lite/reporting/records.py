@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,6 +10,9 @@ EVALUATION_METRICS = ("eval_loss", "eval_target_tokens", "eval_accuracy", "eval_
 """The numbers on an evaluation's line that a report shows; no other line has them."""
 EVALUATION_BY_SOURCE = ("eval_losses", "source_token_shares")
 """The objects of numbers by source on an evaluation's line."""
+
+INCOMPLETE = "ends with an incomplete line"
+"""In the note on a file whose last line was not written to its end, as after any kill."""
 
 _MOST_NAMED = 5
 _MOST_STEPS = 2**63
@@ -40,7 +43,7 @@ def read_records(path: Path, notes: list[str]) -> Iterator[Record]:
             elif line.endswith(b"\n") and line.strip():
                 bad.append(number)
             elif line.strip():
-                notes.append(f"{path.name} ends with an incomplete line: the run was writing it, or was killed.")
+                notes.append(f"{path.name} {INCOMPLETE}: the run was writing it, or was killed.")
     if bad:
         left_out = f"{len(bad)} of {number} lines have no step and are left out"
         notes.append(f"{path.name}: {left_out}: {_first([str(line) for line in bad])}.")
@@ -96,7 +99,16 @@ def is_of_evaluations(metric: str) -> bool:
 
 def record_text(record: Record) -> str:
     """A record as a line of such a file; numbers that are not finite become null, as JSON does not have them."""
-    return json.dumps(with_numbers(record, math.inf), allow_nan=False) + "\n"
+    return json_text(record) + "\n"
+
+
+def json_text(value: Any, *, indent: int | None = None, default: Callable[[Any], Any] | None = None) -> str:
+    """A value as JSON, which has no number that is not finite: such a number becomes null.
+
+    Args:
+      default: converts values of other types.
+    """
+    return json.dumps(with_numbers(value, math.inf), allow_nan=False, indent=indent, default=default)
 
 
 def with_numbers(value: Any, below: float) -> Any:

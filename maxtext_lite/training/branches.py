@@ -40,6 +40,7 @@ class BranchResult:
     Attributes:
       tokens: target tokens of the branch alone.
       loss: mean training loss over the last `compared_examples`.
+      left_out: steps among those of `loss` that have no finite loss, and are not in it.
       eval_loss: held-out loss after the last step; None where the run does not evaluate.
     """
 
@@ -49,6 +50,7 @@ class BranchResult:
     steps: int
     tokens: int
     loss: float
+    left_out: int
     eval_loss: float | None
     run_directory: str
 
@@ -135,7 +137,7 @@ class Branches:
         path = self._output / "branch.json"
         with writing(self._output):
             self._output.mkdir(parents=True, exist_ok=True)
-            if path.exists() and (there := json.loads(path.read_text())) != about:
+            if path.exists() and (there := read_object(path)) != about:
                 raise UserError(f"--output={self._output} holds branches of {there}, not of {about}: name another.")
             unfinished = path.with_suffix(".unfinished")
             unfinished.write_text(json.dumps(about))
@@ -158,11 +160,18 @@ class Branches:
         unfinished.rename(directory)
 
     def result(self, branch: Branch) -> BranchResult:
-        """The result of a finished branch."""
+        """The result of a finished branch.
+
+        Raises:
+          UserError: none of the compared steps has a finite loss.
+        """
         lines = [x for x in read_records(branch.directory / "metrics.jsonl", []) if x["step"] > self._step]
         trained = [line for line in lines if not is_evaluation(line)]
         after = self._at["examples_seen"] + self._examples - self._compared
-        last = [line for line in trained if line["examples_seen"] - line["examples"] >= after]
+        compared = [line for line in trained if line["examples_seen"] - line["examples"] >= after]
+        last = [line for line in compared if line["loss"] is not None]  # null where it is not finite
+        if not last:
+            raise UserError(f"{branch.directory} has no finite loss in the last {self._compared:,} examples.")
         weights = [line.get("pairs", line["target_tokens"]) for line in last]  # the counts that divided each loss
         evaluations = [
             line["eval_loss"] for line in lines if line["step"] == trained[-1]["step"] and "eval_loss" in line
@@ -174,6 +183,7 @@ class Branches:
             steps=len(trained),
             tokens=sum(line["target_tokens"] for line in trained),
             loss=sum(w * line["loss"] for w, line in zip(weights, last, strict=True)) / sum(weights),
+            left_out=len(compared) - len(last),
             eval_loss=evaluations[-1] if evaluations else None,
             run_directory=str(branch.directory),
         )

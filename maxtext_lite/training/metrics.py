@@ -13,7 +13,7 @@ import rich.console
 import rich.progress
 
 from maxtext_lite.process.signals import command_signals
-from maxtext_lite.reporting.records import Steps, is_evaluation, read_records, record_text
+from maxtext_lite.reporting.records import INCOMPLETE, Steps, is_evaluation, read_records, record_text
 from maxtext_lite.training.arrays import Record
 from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.trackers import Tracker
@@ -49,7 +49,7 @@ class JsonLines:
                     if not is_evaluation(record):
                         self.steps.add(record["step"])
         scratch.replace(path)
-        self.notes = tuple(note for note in notes if "cut short" not in note)  # any kill may cut a line short
+        self.notes = tuple(note for note in notes if INCOMPLETE not in note)  # any kill leaves one
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: Record) -> None:

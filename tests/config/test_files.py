@@ -36,7 +36,6 @@ def test_a_name_that_no_file_can_have_is_that_of_no_file(here, name):
     (b"\x00\x01\x02" * 9, "is not YAML (unacceptable character #x0000: special characters are not allowed)."),
     (b"\xff\xfe", "is not UTF-8 text."),
     (b"5\n", "is not a list of `key: value` lines."),
-    (b"# " + b"x" * 70_000, "has 70,002 bytes; a config has at most 65,536."),
     (b"steps: " + b"[" * 9000, "is nested too deeply."),
     (b"steps: " + b"[" * 30 + b"]" * 30, "is nested too deeply."),
     (b"steps: !!int x", "has the tag !!int before a value that is not one (line 1)."),
@@ -48,11 +47,26 @@ def test_what_is_no_config_is_refused_in_one_line(here, content, why):
     assert problems_of("my.yml") == (f"my.yml {why}",)
 
 
+def test_a_file_larger_than_any_config_is_not_read(here):
+    with Path("my.yml").open("wb") as file:
+        file.truncate(2**27 + 1)
+    assert problems_of("my.yml") == ("my.yml has 134,217,729 bytes; a config has at most 134,217,728.",)
+
+
 def test_an_empty_file_and_a_few_aliases_are_a_config(here):
     Path("my.yml").write_text("")
     assert load_config("my.yml") == load_config()
     Path("my.yml").write_text("seed: &a 7\ndata_shuffle_seed: *a\n")
     assert load_config("my.yml").data_shuffle_seed == 7
+
+
+def test_a_file_or_its_base_may_be_below_the_home_directory(here, monkeypatch):
+    monkeypatch.setenv("HOME", str(here / "home"))
+    (here / "home").mkdir()
+    (here / "home" / "mine.yml").write_text("steps: 7\n")
+    Path("my.yml").write_text("base: ~/mine.yml\n")
+    assert load_config("my.yml").steps == load_config("~/mine.yml").steps == 7
+    assert load_config("my.yml").origins["steps"] == f"{here}/home/mine.yml"
 
 
 def test_a_file_of_a_shipped_name_is_the_users_own(here):

@@ -11,7 +11,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from maxtext_lite.config import ConfigError, UserError, load_config, packaged_directory, packaged_file
+from maxtext_lite.config import ConfigError, UserError, load_config, packaged_directory, packaged_file, write_resolved
 from maxtext_lite.config.schema import RLRunConfig
 from tests.mutations import VALUES
 from tests.refusals import changes
@@ -78,6 +78,18 @@ def test_a_model_of_the_working_directory_is_found(here):
     config = load_config(None, ["model_name=mine"])
     assert config.base_emb_dim == 64
     assert config.origins["base_emb_dim"] == "configs/models/mine.yml"
+
+
+def test_a_config_with_every_key_needs_no_file_of_its_model(here, monkeypatch):
+    Path("configs/models").mkdir(parents=True)
+    Path("configs/models/mine.yml").write_text("base_emb_dim: 64\n")
+    config = load_config(None, ["model_name=mine"])
+    write_resolved(config, here / "config.yml")
+    (here / "elsewhere").mkdir()
+    monkeypatch.chdir(here / "elsewhere")
+    assert load_config(here / "config.yml") == config
+    assert load_config(here / "config.yml", ["model_name=mine", "steps=5"]).base_emb_dim == 64
+    assert "model_name=other has no file" in problems_of(here / "config.yml", ["model_name=other"])[0]
 
 
 def test_an_unknown_model_is_refused_with_those_there_are():
@@ -198,6 +210,11 @@ def test_text_keys_take_text_as_written():
     assert load_config(None, ["run_name=#5"]).run_name == "#5"
     assert load_config(None, ["tokenizer_path=''"]).tokenizer_path == ""
     assert "run_name=null is not text" in problems_of(None, ["run_name=null"])[0]
+
+
+@pytest.mark.parametrize("text", ["r1 #2", "'r1' #2", "!!str 5", "&a x", "x: y"])
+def test_of_a_text_nothing_is_dropped(text):
+    assert load_config(None, [f"dataset_path={text}"]).dataset_path == text
 
 
 def test_base_is_no_key_of_the_command_line():

@@ -74,6 +74,14 @@ def test_keys_with_entries_are_written_in_full(tmp_path, words):
     assert load_config(None, [*words, *said]) == config
 
 
+def test_a_config_of_many_sources_is_read_back(tmp_path):
+    sources = [{"path": f"/data/{'directory/' * 60}{number}.txt", "weight": 1} for number in range(120)]
+    config = load_config(None, [f"dataset_path={json.dumps(sources)}"])
+    write_resolved(config, tmp_path / "config.yml")
+    assert (tmp_path / "config.yml").stat().st_size > 65_536
+    assert load_config(tmp_path / "config.yml") == config
+
+
 def test_the_table_shows_what_matters_and_what_differs():
     table = describe(load_config(None, ["adam_b1=0.8", "steps=400"]))
     rows = {line.split()[0]: line.split()[1:] for line in table.splitlines()}

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxtext_lite.config.yaml_text import parse_mapping, parse_value
+from maxtext_lite.config.yaml_text import is_one_scalar, parse_mapping, parse_value
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,11 @@ def test_the_text_of_a_scalar_is_kept():
     assert parse_value("007").text == "007"
     assert parse_value("'007'").text == "007"
     assert parse_value("[1]").text is None
+
+
+def test_a_scalar_is_alone_where_yaml_drops_nothing():
+    alone, beside = ["a", " a ", "'a # b'", '"a"\n', "~"], ["a # b", "'a' # b", "!!str a", "&a b", "", "# a", "[a]"]
+    assert [is_one_scalar(text) for text in (*alone, *beside)] == [True] * len(alone) + [False] * len(beside)
 
 
 def test_entries_come_in_order_with_duplicates():

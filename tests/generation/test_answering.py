@@ -2,12 +2,15 @@
 
 import io
 import json
+import math
 
+import jax
 import pytest
 
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.generation.answering import generate
 from maxtext_lite.generation.requests import GenerateConfig
+from maxtext_lite.generation.sampler import load_on_mesh
 from maxtext_lite.training import train
 from tests.training.conftest import TINY
 
@@ -43,13 +46,30 @@ def test_text_is_left_out_of_json_where_tokens_are_asked_for(run, capsys):
 
 def test_each_line_of_a_conversation_is_answered_after_all_before_it(run, capsys, monkeypatch, tmp_path):
     (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}")
-    config = run[1].model_copy(update={"chat_template": str(tmp_path / "t.jinja")})
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = run[1].model_copy(update={"chat_template": "~/t.jinja"})
     monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n"))
     said = ask(run, capsys, config=config, chat=True, system="S", max_new_tokens=4, stop_token_ids=[]).out
     first = ask(run, capsys, prompt="s:S;u:one;", max_new_tokens=4, stop_token_ids=[]).out
     answer = first.removeprefix("s:S;u:one;").removesuffix("\n")
     second = ask(run, capsys, prompt=f"s:S;u:one;a:{answer};u:two;", max_new_tokens=4, stop_token_ids=[]).out
     assert said == f"{answer}\n" + second.removeprefix(f"s:S;u:one;a:{answer};u:two;")
+
+
+def test_a_token_without_a_probability_ends_the_answers(run, capsys, monkeypatch):
+    def damaged(*arguments):
+        decoder, params, mesh = load_on_mesh(*arguments)
+        return decoder, jax.tree.map(lambda x: x * math.nan, params), mesh
+
+    monkeypatch.setattr("maxtext_lite.generation.answering.load_on_mesh", damaged)
+    config = run[1].model_copy(update={"dtype": "float16"})
+    for as_json in (True, False):
+        with pytest.raises(UserError) as refusal:
+            ask(run, capsys, as_json=as_json, config=config, prompts=["To", "be"], max_new_tokens=3)
+        assert str(refusal.value) == (
+            "the continuation of prompt 0 has the log-probability nan in dtype=float16: the activations overflow, or "
+            "the parameters are not finite. Nearest that work: dtype=float32 or dtype=bfloat16."
+        )
 
 
 def test_what_is_wrong_with_prompts_and_mesh_is_said_at_once(run, capsys):

@@ -1,9 +1,19 @@
 """Continuations are tokenized with their contexts; a wrong question is refused by its line."""
 
+import math
+
 import pytest
 
 from maxtext_lite.config import UserError
-from maxtext_lite.generation.questions import continued, read_questions, with_blank
+from maxtext_lite.generation.questions import (
+    Cloze,
+    Scored,
+    accuracy,
+    continued,
+    perplexity,
+    read_questions,
+    with_blank,
+)
 
 
 def test_a_continuation_is_read_with_its_context():
@@ -13,6 +23,13 @@ def test_a_continuation_is_read_with_its_context():
     assert continued(letters, "", "c") == (letters("c"), 0)
     merged = lambda text: [1] if text == "ab c" else letters(text)  # noqa: E731
     assert continued(merged, "ab", " c") == ([1], 0)  # a tokenizer that joins them
+
+
+def test_a_perplexity_beyond_every_float_is_infinite():
+    scored = [Scored(-1600.0, is_greedy=False, num_tokens=2)]
+    found = perplexity(scored, "ab")
+    assert (found["loss"], found["perplexity"], found["tokens"]) == (800.0, math.inf, 2)
+    assert accuracy([Cloze(context="a", target="b")], scored)["answer_perplexity"] == math.inf
 
 
 @pytest.mark.parametrize(("context", "continuation", "want"), [

@@ -1,6 +1,7 @@
 """Log-likelihoods against a plain log-softmax, whatever the rows beside them; windows that score each token once."""
 
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from maxtext_lite.generation.requests import EvaluateConfig
 from maxtext_lite.generation.scoring import Scorer, Span, TextScorer, evaluate, windows
 from maxtext_lite.models import Decoder, DecoderShape
 from maxtext_lite.parallel import MESH_AXES, make_mesh
+from maxtext_lite.training.state import make_plain_decoder
 
 SHAPE = DecoderShape(
     vocab_size=61, emb_dim=16, num_query_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=24, num_layers=2,
@@ -96,3 +98,22 @@ def test_a_continuation_longer_than_max_length_is_refused_before_the_model_is_lo
     path.write_text(json.dumps({"context": "Q:", "target": "b" * 40}))
     with pytest.raises(UserError, match=r"question 1 \( b+\) has 41 tokens"):
         evaluate(tmp_path, config, EvaluateConfig(cloze=str(path), max_length=32))
+
+
+@pytest.mark.parametrize(("key", "content", "what"), [
+    ("text", "abc", "text={path}, window 1 of 1,"),
+    ("cloze", '{"context": "a", "target": "b"}', "cloze={path}, question 1 ( b)"),
+])  # fmt: skip
+def test_a_score_that_is_not_a_number_is_refused(key, content, what, tmp_path, monkeypatch):
+    def damaged(directory, config, mesh):
+        decoder = make_plain_decoder(config)
+        params = jax.tree.map(lambda x: x * math.nan, jax.jit(decoder.init)(jax.random.key(0)))
+        return decoder, params, make_mesh(dict.fromkeys(MESH_AXES, 1), dict.fromkeys(MESH_AXES, 1), jax.devices()[:1])
+
+    monkeypatch.setattr("maxtext_lite.generation.scoring.load_on_mesh", damaged)
+    path = tmp_path / "a"
+    path.write_text(content)
+    with pytest.raises(UserError) as refusal:
+        evaluate(tmp_path, load_config(None, SIZES), EvaluateConfig(max_length=32, **{key: str(path)}))
+    said = "has the log-probability nan in dtype=float32: the activations overflow, or the parameters are not finite."
+    assert str(refusal.value) == f"{what.format(path=path)} {said}"

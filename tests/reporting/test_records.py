@@ -1,10 +1,12 @@
 """Lines of JSON are read one by one: an unreadable line is noted and does not affect the others."""
 
 import json
+import math
+from fractions import Fraction
 
 import pytest
 
-from maxtext_lite.reporting.records import Steps, as_list, as_object, read_records, record_text, with_numbers
+from maxtext_lite.reporting.records import Steps, as_list, as_object, json_text, read_records, record_text, with_numbers
 
 
 def read(path):
@@ -61,3 +63,8 @@ def test_json_of_another_form_is_empty():
 def test_numbers_out_of_reach_become_null_at_any_depth():
     value = {"a": [1e301, -2, True, float("nan"), {"b": 10**400}], "c": "1e999"}
     assert with_numbers(value, 1e300) == {"a": [None, -2, True, None, {"b": None}], "c": "1e999"}
+
+
+def test_json_has_no_number_that_is_not_finite():
+    value = {"a": [math.inf, (math.nan, 1.5)], "b": Fraction(1, 4)}
+    assert json_text(value, default=float) == '{"a": [null, [null, 1.5]], "b": 0.25}'

@@ -128,6 +128,32 @@ def test_losses_are_means_over_the_same_last_examples(run):
     assert (first.steps, second.steps, first.eval_loss) == (8, 4, 3.5)
 
 
+def test_a_step_without_a_finite_loss_is_left_out_and_counted(run):
+    found = branches(run(), factors=(1,))
+    (branch,) = found.all
+    branch.directory.mkdir(parents=True)
+
+    def result(*losses):
+        lines = [step_line(3 + i, loss=loss, examples=8, examples_seen=24 + 8 * i, target_tokens=8)
+                 for i, loss in enumerate([9.0] * (8 - len(losses)) + list(losses))]  # fmt: skip
+        (branch.directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return found.result(branch)
+
+    before, within = result(None, 2.0, 4.0), result(1.0, None)  # the last 16 of 64 examples: two steps
+    assert (before.loss, before.left_out, within.loss, within.left_out) == (3, 0, 1, 1)
+    with pytest.raises(UserError, match=r"batch-8 has no finite loss in the last 16 examples\."):
+        result(*[None] * 8)
+
+
+def test_a_damaged_branch_json_is_refused(run):
+    source = run()
+    found = branches(source)
+    (source.parent / "out").mkdir()
+    (source.parent / "out" / "branch.json").write_text('{"run"')
+    with pytest.raises(UserError, match=r"branch\.json is not JSON"):
+        found.prepare({"num_devices": 1, "num_hosts": 1, "platform": "cpu"})
+
+
 @pytest.mark.parametrize(("words", "asked", "error"), [
     ((), {"step": 3}, r"--step=3 is no checkpoint of RUN_DIR=.*run\. Nearest that works: 2\."),
     ((), {"factors": (1, 3)}, r"--factors=3: .* Nearest that work: 2 \(16\) or 4 \(32\)\."),

@@ -23,6 +23,7 @@ def test_lines_after_the_restored_step_and_a_broken_one_are_removed(tmp_path):
         "".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in (1, 2, 2, 3, 4)) + '{"step": 5, "lo'
     )
     log = MetricsLog(tmp_path, 3, Failures())
+    assert log.notes == ()
     log.write({"step": 4, "loss": math.nan, "skipped": False, "name": "x"})
     log.close()
     assert _steps(path) == [1, 2, 2, 3, 4]  # step 2 has its evaluation's line too

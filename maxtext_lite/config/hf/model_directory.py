@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from maxtext_lite.config.bucket import original
-from maxtext_lite.config.errors import UserError
+from maxtext_lite.config.errors import UserError, setting_text
 from maxtext_lite.config.hf.adapter import adapter_of
 from maxtext_lite.config.hf.config import has_hf_weights, hf_directory, stored_dtype, tokenizer_keys
-from maxtext_lite.config.json_file import read_object
+from maxtext_lite.config.json_file import read_object, user_path
 from maxtext_lite.config.load import load_config
 from maxtext_lite.config.schema import Config
 
@@ -26,7 +26,7 @@ def hf_config(directory: Path, overrides: Sequence[str] = ()) -> Config:
     formats = [f"weight_dtype={'bfloat16' if stored == 'bfloat16' else 'float32'}"]
     # Without a tokenizer the model still takes tokens.
     tokens = [] if tokenizer_keys(carried) else ["dataset_type=synthetic", "tokenizer_type=byte"]
-    return load_config(None, [f"load_parameters_path={directory}", *tokens, *formats, *overrides])
+    return load_config(None, [f"load_parameters_path={setting_text(str(directory))}", *tokens, *formats, *overrides])
 
 
 def directory_config(directory: Path, dtype: str) -> Config:
@@ -48,6 +48,6 @@ def directory_config(directory: Path, dtype: str) -> Config:
             "directory: it has no config.json."
         )
     carried = hf_directory(directory)
-    if carried is None or not config.tokenizer_path or Path(config.tokenizer_path).exists():
+    if carried is None or not config.tokenizer_path or user_path(config.tokenizer_path).exists():
         return config
     return config.model_copy(update=tokenizer_keys(carried))  # the directory was moved

@@ -24,7 +24,7 @@ import numpy as np
 from maxtext_lite.config import UserError
 from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import full_text, value_text, writing
-from maxtext_lite.config.json_file import is_there, read_object
+from maxtext_lite.config.json_file import is_there, read_object, user_path
 from maxtext_lite.data.bucket_directory import BucketDirectory
 from maxtext_lite.data.cache import TEMPORARY, cache_directory, partial_name, write_whole
 from maxtext_lite.data.chat import chat_template
@@ -76,7 +76,7 @@ class Journal:
     def __init__(self, config: PrepareConfig, files: list[InputFile], tasks: list[Task], tokenizer: Tokenizer) -> None:
         self._plan = _plan(config, files, tasks, tokenizer)
         self._output, self._remote = config.output, None
-        self.directory = Path(config.output)
+        self.directory = user_path(config.output)
         if is_bucket(config.output):
             self._remote = BucketDirectory("output", config.output.rstrip("/"))
             known_by = hashlib.sha256(json.dumps([self._remote.url, self._plan]).encode()).hexdigest()[:32]

@@ -10,7 +10,7 @@ from typing import Any
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import writing
-from maxtext_lite.config.json_file import is_there
+from maxtext_lite.config.json_file import is_there, user_path
 from maxtext_lite.data.cache import write_whole
 from maxtext_lite.data.preparing.documents import BadLine, DocumentReader
 from maxtext_lite.data.preparing.keys import PrepareConfig, TokenizerConfig
@@ -34,7 +34,7 @@ def train_tokenizer(config: TokenizerConfig) -> Path:
         not yield a vocabulary of this size.
     """
     name = "tokenizer.json" if config.tokenizer_type == "huggingface" else "tokenizer.model"
-    path = Path(config.output) / name
+    path = user_path(config.output) / name
     if is_there(path):
         raise UserError(f"output={config.output!r} already contains {name}.")
     train = _byte_level if config.tokenizer_type == "huggingface" else _sentencepiece

@@ -1,6 +1,7 @@
 """A directory's config is that of its run, or what its config.json and tokenizer say."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -27,6 +28,15 @@ def test_a_hugging_face_directory_has_its_architecture_and_the_format_of_its_wei
     assert hf_config(hf_directory(tmp_path / "two", torch_dtype="float16")).weight_dtype == "float32"
 
 
+@pytest.mark.parametrize("name", ["hf #1", "'hf'", "null", "[hf]", "a: b"])
+def test_the_name_of_a_directory_is_taken_as_it_is(tmp_path, monkeypatch, name):
+    hf_directory(tmp_path / "hf", hidden_size=64)
+    hf_directory(tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    config = hf_config(Path(name))
+    assert (config.load_parameters_path, config.base_emb_dim) == (name, 32)
+
+
 def test_a_run_directory_has_its_own_config_and_where_it_was_moved_its_tokenizer(tmp_path):
     gone = tmp_path / "gone" / "tokenizer.json"
     run = tmp_path / "run"
@@ -40,6 +50,17 @@ def test_a_run_directory_has_its_own_config_and_where_it_was_moved_its_tokenizer
     gone.parent.mkdir()
     gone.write_text("{}")
     assert directory_config(run, "").tokenizer_path == str(gone)
+
+
+def test_a_tokenizer_below_the_home_directory_is_the_runs_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    run = tmp_path / "run"
+    hf_directory(run / "hf")
+    (run / "hf" / "tokenizer.json").write_text("{}")
+    keys = ["vocab_size=96", "tokenizer_type=huggingface", "tokenizer_path=~/tokenizer.json"]
+    write_resolved(load_config(None, keys), run / "config.yml")
+    assert directory_config(run, "").tokenizer_path == "~/tokenizer.json"
 
 
 def test_a_directory_that_is_neither_is_refused(tmp_path):
