@@ -14,7 +14,7 @@ from typing import cast
 _MOST_BITS = 256
 _LONGEST_NAME = 100
 _MOST_DIGITS, _MOST_DECIMALS = 17, 12  # of a float, and of a fraction
-_AMBIGUOUS = re.compile(r"^['\"\[{]|^(?:~|null|Null|NULL)$|, | or |\s#|(^|\s)\w+=")
+_AMBIGUOUS = re.compile(r"^['\"\[]|^(?:~|null|Null|NULL)$|, | or |\s#|(^|\s)\w+=")
 
 
 class UserError(Exception):
