@@ -219,11 +219,13 @@ def _mixture(config: Config, plan: BatchPlan) -> tuple[dict[str, Any], list[str]
     """
     if not isinstance(config.dataset_path, SourceList):
         return {}, []
-    from maxtext_lite.data.mixture_of_run import in_run, mixture_sentences, mixture_table, steps_left
+    from maxtext_lite.data.mixture_of_run import early_end, in_run, mixture_sentences, mixture_table, steps_left
 
     source, _ = in_run(config, _training_source(config))
-    end = plan.examples_after(steps_left(config, plan, source, step=0, examples_seen=0), 0)
-    return {"mixture": mixture_table(source, 0, end)}, mixture_sentences(config, source, 0, end)
+    steps = steps_left(config, plan, source, step=0, examples_seen=0)
+    end = plan.examples_after(steps, 0)
+    sentences = mixture_sentences(config, source, 0, end) + early_end(config, plan, steps=steps, examples_seen=end)
+    return {"mixture": mixture_table(source, 0, end)}, sentences
 
 
 def _count_examples(config: Config) -> int:

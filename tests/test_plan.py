@@ -215,6 +215,9 @@ def test_a_mixture_is_shown_and_a_source_that_would_pass_its_max_epochs_refused(
     assert main([*keys, listed(tmp_path, 3), "mixture_exhausted=stop", "--json"]) == 0
     stopped = json.loads(capsys.readouterr().out)["mixture"]
     assert sum(row["rows"] for row in stopped) == 28
+    assert main([*keys, listed(tmp_path, 3), "mixture_exhausted=stop", "learning_rate_schedule=linear"]) == 0
+    early = "the run ends after 7 of steps=10, for which its learning rate is scheduled: the rate is then still about "
+    assert early in capsys.readouterr().out
     # The data need not exist where the number of examples is stated.
     assert main([*keys, listed("nowhere", 3), "--examples", "16"]) == 0
 

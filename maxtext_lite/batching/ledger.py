@@ -4,14 +4,17 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-Moment = Literal["loss", "mlp", "attention", "update"]
+Moment = Literal["loss", "mlp", "attention", "update", "rollout"]
 """The moments at which most may be held: between the forward and the backward pass, during the backward pass of a
-layer's mlp or experts, during that of its attention, and while the optimizer runs."""
+layer's mlp or experts, during that of its attention, while the optimizer runs, and in reinforcement learning while the
+same devices sample."""
 LAYERS: tuple[Moment, ...] = ("mlp", "attention")
 PASSES: tuple[Moment, ...] = ("loss", *LAYERS)
 MOMENTS: tuple[Moment, ...] = (*PASSES, "update")
+"""Those of a training step."""
+_ALL: tuple[Moment, ...] = (*MOMENTS, "rollout")
 
-Part = Literal["params", "optimizer_state", "gradients", "weights", "activations", "logits"]
+Part = Literal["params", "optimizer_state", "gradients", "weights", "activations", "logits", "rollout"]
 PARTS: dict[Part, str] = {
     "params": "parameters",
     "optimizer_state": "optimizer",
@@ -19,6 +22,7 @@ PARTS: dict[Part, str] = {
     "weights": "weights in use (estimate)",
     "activations": "activations (estimate)",
     "logits": "logits (estimate)",
+    "rollout": "sampler and reference",
 }
 """The parts into which lines are summed, and their names in tables."""
 
@@ -61,7 +65,7 @@ class MemoryEstimate:
     @property
     def peak(self) -> Moment:
         """The moment at which most is held."""
-        return max(MOMENTS, key=lambda moment: sum(line.bytes for line in self.at(moment)))
+        return max(_ALL, key=lambda moment: sum(line.bytes for line in self.at(moment)))
 
     @property
     def total(self) -> int:
@@ -71,7 +75,7 @@ class MemoryEstimate:
     @property
     def held(self) -> int:
         """Bytes of parameters and optimizer state that a step receives and leaves on the device."""
-        lasting = (line for line in self.lines if line.moments == MOMENTS)
+        lasting = (line for line in self.lines if set(MOMENTS) <= set(line.moments))
         return sum(line.bytes for line in lasting if line.part in ("params", "optimizer_state"))
 
     def at_peak(self, part: Part) -> int:
@@ -80,7 +84,7 @@ class MemoryEstimate:
 
     def most(self, part: Part) -> int:
         """Bytes of a part at its own maximum, which need not be at the peak."""
-        return max(sum(line.bytes for line in self.at(moment) if line.part == part) for moment in MOMENTS)
+        return max(sum(line.bytes for line in self.at(moment) if line.part == part) for moment in _ALL)
 
     @property
     def params(self) -> int:
@@ -113,11 +117,12 @@ class MemoryEstimate:
         return self.most("logits")
 
     def to_json(self) -> dict[str, object]:
-        """Each part at its maximum and at the peak, the total, and the lines."""
-        parts: dict[str, object] = {part: self.most(part) for part in PARTS}
+        """Each part at its maximum and at the peak, the total, and the lines; of RL also the part `rollout`."""
+        names: list[Part] = [part for part in PARTS if part != "rollout" or self.most(part)]
+        parts: dict[str, object] = {part: self.most(part) for part in names}
         lines = [dataclasses.asdict(line) | {"moments": list(line.moments)} for line in self.lines]
         rest = {"total": self.total, "limit": self.limit, "offloaded": self.offloaded, "peak": self.peak}
-        at_peak = {part: self.at_peak(part) for part in PARTS}
+        at_peak = {part: self.at_peak(part) for part in names}
         return parts | rest | {"at_peak": at_peak, "lines": lines}
 
 

@@ -13,6 +13,7 @@ from maxtext_lite.batching.memory import estimate_activations, estimate_memory, 
 from maxtext_lite.batching.parameters import flops_per_example
 from maxtext_lite.batching.pipeline_shape import SCHEDULES, PipelineShape, Schedule
 from maxtext_lite.batching.rl import RLBatch
+from maxtext_lite.batching.rl_memory import memory_warnings, with_rollout
 from maxtext_lite.batching.scaling import scaling_warnings
 from maxtext_lite.batching.sizes import Sizes
 from maxtext_lite.batching.solve import refusals, resolve
@@ -52,8 +53,8 @@ def make_plan(
         config, num_devices=num_devices, num_hosts=num_hosts, num_examples=num_examples, platform=platform
     )
     if rl is not None:
-        return _rl_plan(_plan(config, sizes, None, device_memory_gb), rl, num_examples)
-    return _plan(config, sizes, num_examples, device_memory_gb)
+        return _rl_plan(_plan(config, sizes, rl, None, device_memory_gb), rl, num_examples)
+    return _plan(config, sizes, None, num_examples, device_memory_gb)
 
 
 def batch_sizes(
@@ -90,7 +91,9 @@ def _check_data_and_memory(num_examples: int | None, device_memory_gb: float | N
         raise UserError(map(str, problems))
 
 
-def _plan(config: Config, sizes: Sizes, num_examples: int | None, device_memory_gb: float | None) -> BatchPlan:
+def _plan(
+    config: Config, sizes: Sizes, rl: RLBatch | None, num_examples: int | None, device_memory_gb: float | None
+) -> BatchPlan:
     if sizes.length is None:
         raise UserError(
             f"num_epochs={number_text(config.num_epochs)} gives no steps without the number of training examples. "
@@ -102,12 +105,10 @@ def _plan(config: Config, sizes: Sizes, num_examples: int | None, device_memory_
     slots = row_slots(batch.micro_batch_to_train, shards, topology.num_hosts, pieces)
     rows, accelerator = slots * config.rows_per_example, topology.accelerator
     accumulation, total = batch.gradient_accumulation_steps, batch.global_batch_to_train
-    memory = estimate_memory(
-        config, mesh.total, rows, accumulation, pieces, device_memory_gb, replicas, accelerator=accelerator
-    )
+    memory = _memory(config, sizes, rl, rows, device_memory_gb)
     shape = PipelineShape(sizes.num_pipeline_stages, pieces, sizes.num_pipeline_repeats, accumulation)
     kernel = planned_kernel(config, accelerator, mesh.total["context"])
-    warnings = _warnings(config, sizes, sizes.length, slots, memory)
+    warnings = [*_warnings(config, sizes, sizes.length, slots), *memory_warnings(memory, rl)]
     return BatchPlan(
         num_devices=topology.num_devices,
         num_hosts=topology.num_hosts,
@@ -150,6 +151,17 @@ def _plan(config: Config, sizes: Sizes, num_examples: int | None, device_memory_
         attention_kernel=kernel,
         warnings=(*warnings, *_kernel_warnings(config, kernel.name, shards // (replicas or 1))),
     )
+
+
+def _memory(
+    config: Config, sizes: Sizes, rl: RLBatch | None, rows: int, device_memory_gb: float | None
+) -> MemoryEstimate:
+    mesh, accumulation = sizes.mesh.total, sizes.batch.gradient_accumulation_steps
+    pieces, replicas = sizes.num_pipeline_microbatches, sizes.diloco_num_replicas
+    of_step = estimate_memory(
+        config, mesh, rows, accumulation, pieces, device_memory_gb, replicas, accelerator=sizes.topology.accelerator
+    )
+    return with_rollout(of_step, config, rl, mesh)
 
 
 def _schedule_costs(
@@ -223,7 +235,7 @@ def scaled_optimizer(config: Config, plan: BatchPlan) -> Config:
     return config.model_copy(update={**plan.scaling.scaled, **unscaled})
 
 
-def _warnings(config: Config, sizes: Sizes, length: RunLength, slots: int, memory: MemoryEstimate) -> list[str]:
+def _warnings(config: Config, sizes: Sizes, length: RunLength, slots: int) -> list[str]:
     warnings = [*_length_warnings(config, sizes, length), *scaling_warnings(config, sizes.scaling)]
     warnings += _diloco_warnings(config, sizes, length)
     micro, pieces = sizes.batch.micro_batch_to_train, sizes.num_pipeline_microbatches
@@ -244,12 +256,6 @@ def _warnings(config: Config, sizes: Sizes, length: RunLength, slots: int, memor
             f"master_weights=false with weight_dtype={config.weight_dtype}: an update smaller than 2^-9 of its weight "
             "is rounded away, and so is the sum of many such updates; this saves 4 bytes per parameter, "
             f"{bytes_text(saved)} per device."
-        )
-    if memory.limit is not None and memory.total > memory.limit:
-        warnings.append(
-            f"about {bytes_text(memory.total)} per device are needed, more than the "
-            f"{bytes_text(memory.limit)} it has: lower per_device_batch_size, raise "
-            "gradient_accumulation_steps, or set remat_policy=full."
         )
     return warnings
 

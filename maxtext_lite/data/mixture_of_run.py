@@ -6,8 +6,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from maxtext_lite.batching import BatchPlan
-from maxtext_lite.config import DataConfig, UserError
+from maxtext_lite.batching.rate_shape import decay, warm_up
+from maxtext_lite.config import Config, DataConfig, UserError
 from maxtext_lite.config.errors import any_of
 from maxtext_lite.config.source_list import MIXABLE
 from maxtext_lite.data.mixture_history import Mixture, RowStream, as_json, continued, history_of
@@ -116,4 +119,29 @@ def mixture_sentences(config: DataConfig, source: Any, first: int, end: int) -> 
     ] + [
         f"source {name} has given all rows of its max_epochs when its turn comes at example {position:,}: {what}"
         for name, position in (ended[:1] if stops else ended)
+    ]
+
+
+def early_end(config: Config, plan: BatchPlan, *, steps: int, examples_seen: int) -> list[str]:
+    """A sentence on the learning rate of a run that its data end before its schedule does; [] for any other run.
+
+    The schedule stays that of the plan, as a run that resumes with more data needs it.
+
+    Args:
+      steps, examples_seen: at the end of the run.
+    """
+    if not plan.steps_left(steps, examples_seen):
+        return []
+    last = float(plan.steps) if config.schedule_unit == "steps" else plan.steps_at_target
+    # Tokens are taken to be as many in each example.
+    end = steps if config.schedule_unit == "steps" else examples_seen / plan.global_batch_to_train
+    at_end, planned = (
+        float(decay(config, np.float64(u), last, np) * warm_up(config, np.float64(u), np)) for u in (end, last)
+    )
+    if at_end <= planned:
+        return []
+    return [
+        f"the run ends after {steps:,} of steps={plan.steps}, for which its learning rate is scheduled: the rate is "
+        f"then still about {at_end:.1%} of its peak, not {planned:.1%}. A new run with steps={steps} completes its "
+        "schedule."
     ]

@@ -20,7 +20,8 @@ class HeldOutResponses:
     """Responses to a run's held-out prompts, or to the first `eval_steps` batches of them; see `loop.Evaluation`.
 
     They are sampled and judged in chunks of as many pairs as a micro-batch has, so that `reward_timeout_seconds` and
-    `hang_timeout` limit the same amount of work as in training.
+    `hang_timeout` limit the same amount of work as in training. A chunk may end between the responses to one prompt, so
+    a call of a reward function that fails is repeated for each response alone.
 
     Args:
       say: takes messages about reward functions.
@@ -40,7 +41,7 @@ class HeldOutResponses:
         for first in range(0, len(pairs), per_chunk):
             prompts, requests = zip(*pairs[first : first + per_chunk], strict=True)
             sampled = rl.sample(prompts, requests, rl.eval_sampling)
-            scores.append(shared(rl.judge(sampled)))
+            scores.append(shared(rl.judge(sampled, 1)))
             for message in scores[-1].messages:
                 self._say(f"reward: {message}")
             tokens += [len(response.token_ids) for response in sampled.responses]

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -94,9 +95,11 @@ class Rewards:
         self._is_closed = False
         self._start()
 
-    def of(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> Scores:
+    def of(self, prompts: Sequence[Prompt], completions: Sequence[str], unit: int | None = None) -> Scores:
         """The rewards of N pairs: completion i answers prompt i.
 
+        Args:
+          unit: adjacent pairs that have no reward if a call for them alone fails; None: all.
         Raises:
           RewardError: a function fails and reward_error=stop.
           ValueError: the numbers of prompts and completions differ, or `close` was called.
@@ -109,7 +112,9 @@ class Rewards:
             if self._is_closed:
                 raise ValueError("these rewards are closed")
             for name in self._names if prompts else ():
-                by_name[name], problems = self._ask(name, prompts, completions)
+                outcomes = self._ask(name, prompts, completions, unit or len(prompts))
+                by_name[name] = np.array([0.0 if isinstance(each, str) else each for each in outcomes], np.float64)
+                problems = _problems(name, outcomes)
                 failed += problems
                 if problems and self._stops:
                     raise RewardError(f"{problem} Mend it, or set reward_error=zero." for _, problem in problems)
@@ -151,35 +156,61 @@ class Rewards:
         self._worker = worker
         return worker
 
-    def _ask(
-        self, name: str, prompts: Sequence[Prompt], completions: Sequence[str]
-    ) -> tuple[np.ndarray, list[tuple[int, str]]]:
-        """One function's rewards, float64 [N], and for each kind of failure the number of pairs and a sentence."""
-        count = len(prompts)
+    def _ask(self, name: str, prompts: Sequence[Prompt], completions: Sequence[str], unit: int) -> list[float | str]:
+        """For each pair, one function's reward or what went wrong.
+
+        A call that fails is repeated in parts of `unit` pairs, so that only the parts that fail have no reward,
+        however many pairs a call has. All parts together may take as long as one call, lest hanging parts add up.
+        """
+        count, said = len(prompts), number_text(self._seconds)
+        late = f"did not return within reward_timeout_seconds={said}"
+        found = self._restarted() or self._call(name, prompts, completions, self._seconds, late)
+        if isinstance(found, list):
+            return found
+        if self._stops or count <= unit:
+            return [found] * count
+        late = f"did not return within its share of reward_timeout_seconds={said}"
+        left, outcomes = self._seconds, list[float | str]()
+        for first in range(0, count, unit):
+            part = slice(first, first + unit)
+            if wrong := self._restarted():
+                return [*outcomes, *[wrong] * (count - first)]
+            started, seconds = time.monotonic(), left / -(-(count - first) // unit)
+            found = self._call(name, prompts[part], completions[part], seconds, late)
+            left = max(left - (time.monotonic() - started), 0.0)
+            outcomes += found if isinstance(found, list) else [found] * len(prompts[part])
+        return outcomes
+
+    def _restarted(self) -> str:
+        """Starts the process if it has ended; returns what went wrong, "" if nothing."""
         try:
-            worker = self._worker or self._start()
-            reply: dict[str, Any] = worker.asked(_request(name, prompts, completions), self._seconds)
+            self._worker = self._worker or self._start()
+        except UserError as error:  # a function can no longer be imported
+            return f"could not be started again: {' '.join(error.problems)}"
+        return ""
+
+    def _call(
+        self, name: str, prompts: Sequence[Prompt], completions: Sequence[str], seconds: float, late: str
+    ) -> list[float | str] | str:
+        """One call: for each pair the reward or what went wrong, or what went wrong with the call.
+
+        Args:
+          late: what goes wrong if it takes more than `seconds`.
+        """
+        assert self._worker is not None, "a call needs a process"
+        try:
+            reply: dict[str, Any] = self._worker.asked(_request(name, prompts, completions), seconds)
         except _Lost as error:
             self._worker = None
-            why = error.reason or f"did not return within reward_timeout_seconds={number_text(self._seconds)}"
-            reply = {"error": why}
-        except UserError as error:  # a function can no longer be imported
-            reply = {"error": f"could not be started again: {' '.join(error.problems)}"}
+            return error.reason or late
         except BaseException:  # such as Ctrl-C: a late answer must not be taken for the next call's
-            if self._worker is not None:
-                self._worker.kill()
-                self._worker = None
+            self._worker.kill()
+            self._worker = None
             raise
         if "error" in reply:
-            return np.zeros(count), [(count, _sentence(name, reply["error"], count, count))]
+            return reply["error"]
         rewards: list[float | None] = reply["rewards"]
-        wrong = [str(reward) for reward in rewards if reward is None or not math.isfinite(reward)]
-        problems = [
-            (wrong.count(each), _sentence(name, f"returned {each}", wrong.count(each), count))
-            for each in dict.fromkeys(wrong)
-        ]
-        kept = [0.0 if reward is None or not math.isfinite(reward) else reward for reward in rewards]
-        return np.array(kept, np.float64), problems
+        return [f"returned {each}" if each is None or not math.isfinite(each) else each for each in rewards]
 
 
 def _request(name: str, prompts: Sequence[Prompt], completions: Sequence[str]) -> dict[str, Any]:
@@ -192,8 +223,13 @@ def _request(name: str, prompts: Sequence[Prompt], completions: Sequence[str]) -
     }
 
 
-def _sentence(name: str, what: str, failed: int, count: int) -> str:
-    return f"Reward function {name} {what}: no reward for {failed} of {count} pairs."
+def _problems(name: str, outcomes: Sequence[float | str]) -> list[tuple[int, str]]:
+    """For each kind of failure the number of pairs and a sentence."""
+    wrong = Counter(each for each in outcomes if isinstance(each, str))
+    return [
+        (failed, f"Reward function {name} {what}: no reward for {failed} of {len(outcomes)} pairs.")
+        for what, failed in wrong.items()
+    ]
 
 
 class _Lost(Exception):

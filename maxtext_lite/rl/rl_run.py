@@ -75,12 +75,12 @@ class RLRun:
             responses = self.engine.generate(requests, sampling=sampling, max_new_tokens=self.batch.max_response_tokens)
         return Sampled(prompts, responses, [self.text_of(response) for response in responses])
 
-    def judge(self, sampled: Sampled) -> Verdict:
-        """The verdict on sampled pairs; any thread may call it."""
+    def judge(self, sampled: Sampled, unit: int) -> Verdict:
+        """The verdict on sampled pairs; any thread may call it. For `unit` see `Rewards.of`."""
         if not self.run.is_first:
             return None
         try:
-            return self.rewards.of(sampled.prompts, sampled.texts)
+            return self.rewards.of(sampled.prompts, sampled.texts, unit)
         except RewardError as error:
             return error
 

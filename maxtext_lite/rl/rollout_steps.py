@@ -204,7 +204,7 @@ class RolloutSteps:
 
         def judge(chunk: int, sampled: Sampled) -> Judged:
             with timeline.phase("reward", chunk):
-                return sampled, rl.judge(sampled)
+                return sampled, rl.judge(sampled, config.num_generations)
 
         for sampled, verdict in _ahead(self._batch.micro_batches, sample, judge, beside=self.samples_beside):
             scores = shared(verdict)

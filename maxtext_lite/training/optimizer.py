@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from maxtext_lite.batching.rate_shape import decay, warm_up
 from maxtext_lite.config import Config, OptimizerConfig, UserError
 from maxtext_lite.models import is_matrix, num_inputs, of_one, unstacked
 from maxtext_lite.training.accumulate import GradientAccumulation, loss_scaling
@@ -71,28 +72,12 @@ def learning_rate_schedule(config: OptimizerConfig, *, last: float, units_per_st
 
     The rate rises as u/warmup_steps, reaches the peak at u = warmup_steps and its final fraction at u = last. Neither
     point is rounded: the curve is continuous in u. Update 1 has rate peak/warmup_steps.
-    Source: wsd is Hu et al. 2024, arXiv:2404.06395, section 4, with a linear decay.
     """
-    peak, final = config.learning_rate, config.learning_rate_final_fraction
-    warmup, last = float(config.warmup_steps), float(last)  # jax takes no integer above 2**31
-
-    def shape(u: jax.Array) -> jax.Array:
-        decay_steps = max(last - warmup, 1)
-        match config.learning_rate_schedule:
-            case "cosine":
-                progress = jnp.clip((u - warmup) / decay_steps, 0, 1)
-                return final + (1 - final) * 0.5 * (1 + jnp.cos(jnp.pi * progress))
-            case "linear":
-                return 1 - (1 - final) * jnp.clip((u - warmup) / decay_steps, 0, 1)
-            case "wsd":
-                wsd_steps = max(config.wsd_decay_steps_fraction * last, 1)
-                return 1 - (1 - final) * jnp.clip((u - (last - wsd_steps)) / wsd_steps, 0, 1)
-            case "constant":
-                return jnp.ones_like(u)
+    peak, last = config.learning_rate, float(last)  # jax takes no integer above 2**31
 
     def rate(u: Scalar) -> jax.Array:
         u = jnp.asarray(u, jnp.float32)
-        return peak * shape(u) * jnp.minimum(u / max(warmup, 1), 1)
+        return peak * decay(config, u, last, jnp) * warm_up(config, u, jnp)
 
     return Schedule(config.schedule_unit, units_per_step, rate)
 

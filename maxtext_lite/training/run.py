@@ -31,7 +31,7 @@ from maxtext_lite.data import (
     target_tokens_of_run,
 )
 from maxtext_lite.data.excluded import ExcludedRow, excluded_ids
-from maxtext_lite.data.mixture_of_run import in_run, mixture_sentences, mixture_table, steps_left
+from maxtext_lite.data.mixture_of_run import early_end, in_run, mixture_sentences, mixture_table, steps_left
 from maxtext_lite.data.preparing.inspecting import summaries
 from maxtext_lite.data.sources_on_hosts import excluded_rows_on_hosts
 from maxtext_lite.hf import carry_files
@@ -314,7 +314,8 @@ class TrainingRun(Generic[Data]):
         Raises:
           UserError: they cannot be written; on all hosts.
         """
-        end = self.plan.examples_after(self.steps_left(counts), counts.examples_seen)
+        left = self.steps_left(counts)
+        end = self.plan.examples_after(left, counts.examples_seen)
         self.failures.on_first_host(self.directory, lambda: self._write_about(end))
         if not self.is_first:
             return
@@ -333,6 +334,10 @@ class TrainingRun(Generic[Data]):
             for note in () if source is None else source.notes:
                 terminal.say(f"{name} data: {note}")
         for sentence in mixture_sentences(self.config, self.source, counts.examples_seen, end):
+            terminal.say(sentence)
+        own_schedule = isinstance(self._own.optimizer, optax.GradientTransformation)
+        last = counts.step + left
+        for sentence in () if own_schedule else early_end(self.config, self.plan, steps=last, examples_seen=end):
             terminal.say(sentence)
         unknown = why_unknown(
             num_replicas=self.plan.mesh["data"],

@@ -3,7 +3,7 @@ import pytest
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data.mixture_history import as_json, history_of
-from maxtext_lite.data.mixture_of_run import in_run, mixture_sentences, mixture_table, steps_left
+from maxtext_lite.data.mixture_of_run import early_end, in_run, mixture_sentences, mixture_table, steps_left
 from maxtext_lite.data.mixture_source import MixtureSource, parts_of
 from tests.data.test_feed import NumberedSource
 
@@ -50,6 +50,23 @@ def test_a_run_that_stops_there_has_the_whole_batches_before_it():
     ramp = ["enable_rampup_batch_size=true", "per_device_batch_size_start=4", "per_device_batch_size_increment=4",
             "global_rampup_samples=16"]  # fmt: skip
     assert left(begun("steps=20", "mixture_exhausted=stop", *ramp)) == 4 + 5  # 4 x 4 + 5 x 8 = 56
+
+
+@pytest.mark.parametrize(("keys", "rate"), [
+    (["learning_rate_schedule=linear"], "about 68.5% of its peak, not 10.0%"),  # 1 - 0.9 x 7/20
+    (["learning_rate_schedule=cosine"], "about 75.4% of its peak, not 10.0%"),  # 0.1 + 0.45 x (1 + cos(0.35 pi))
+    (["learning_rate_schedule=linear", "schedule_unit=examples"], "about 68.5% of its peak, not 10.0%"),
+    (["learning_rate_schedule=linear", "warmup_steps=10"], "about 70.0% of its peak, not 10.0%"),
+    (["learning_rate_schedule=constant"], None),
+])  # fmt: skip
+def test_a_run_that_stops_there_says_how_high_its_learning_rate_still_is(keys, rate):
+    """The schedule is that of 20 steps, also for a run that resumes with more data; the run has 7."""
+    config, plan, _ = begun("steps=20", "mixture_exhausted=stop", "learning_rate_final_fraction=0.1", *keys)
+    assert early_end(config, plan, steps=7, examples_seen=56) == ([] if rate is None else [
+        "the run ends after 7 of steps=20, for which its learning rate is scheduled: the rate is then still "
+        f"{rate}. A new run with steps=7 completes its schedule."
+    ])  # fmt: skip
+    assert early_end(config, plan, steps=20, examples_seen=160) == []
 
 
 def test_a_run_that_drops_it_continues_until_no_source_is_left():

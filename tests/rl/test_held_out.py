@@ -55,7 +55,8 @@ def test_prompts_are_sampled_and_judged_in_chunks_of_a_micro_batch_with_the_reco
         lengths = [prompt.number + request.key[2] for prompt, request in zip(prompts, requests, strict=True)]
         return SimpleNamespace(prompts=prompts, responses=[SimpleNamespace(token_ids=[0] * n) for n in lengths])
 
-    def judge(sampled):
+    def judge(sampled, unit):
+        assert unit == 1  # a chunk may end between the responses to one prompt
         rewards = np.array([len(response.token_ids) / 10 for response in sampled.responses])
         return Scores(rewards, {"exact_answer": rewards}, 1, ["one has none"])
 

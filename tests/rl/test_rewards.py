@@ -11,7 +11,7 @@ import pytest
 
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data.prompts import Prompt
-from maxtext_lite.rl.rewards import RewardError, Rewards
+from maxtext_lite.rl.rewards import RewardError, Rewards, _Worker
 from tests.source_tree import REPOSITORY
 
 MODULE = '''
@@ -40,6 +40,11 @@ def fails(completions):
     if what == "signal": os.kill(os.getpid(), 11)
     if what == "silence": os.closerange(3, 100)
     return rewards
+def numbers(completions):
+    """The completions as numbers: one that is none takes down the call, the words below also the process."""
+    if "hang" in completions: time.sleep(600)
+    if "crash" in completions: os._exit(5)
+    return [float(each) for each in completions]
 '''
 
 
@@ -158,6 +163,44 @@ def test_each_way_of_failing_is_said_once():
             "Reward function exact_answer returned None: no reward for 2 of 8 pairs.",
             "Reward function mine:fails returned nan: no reward for 1 of 8 pairs.",
         ]
+
+
+@pytest.mark.parametrize(("word", "seconds", "sentence"), [
+    ("x", 30, "raised ValueError: could not convert string to float: 'x' (mine.py:31)"),
+    ("crash", 30, "ended its process (exit code 5)"),
+    ("hang", 3, "did not return within its share of reward_timeout_seconds=3"),
+])  # fmt: skip
+def test_a_failure_costs_the_responses_to_one_prompt_however_many_a_call_has(word, seconds, sentence):
+    """Which pairs count 0 decides the update, and micro_batch_size must not."""
+    asked, texts = [prompt for prompt in ANSWERS for _ in range(2)], ["1", "2", "3", word, "5", "6", "7", "8"]
+    keys = ("reward_functions=mine:numbers", f"reward_timeout_seconds={seconds}")
+    with rewards(*keys) as judge:
+        for pairs in (2, 4, 8):
+            calls = [slice(first, first + pairs) for first in range(0, 8, pairs)]
+            scores = [judge.of(asked[call], texts[call], 2) for call in calls]
+            assert np.concatenate([each.total for each in scores]).tolist() == [1, 2, 0, 0, 5, 6, 7, 8]
+            assert sum(each.errors for each in scores) == 2
+        assert scores[0].messages == [f"Reward function mine:numbers {sentence}: no reward for 2 of 8 pairs."]
+        alone = judge.of(asked, texts, 1)
+        assert (alone.total.tolist(), alone.errors) == ([1, 2, 3, 0, 5, 6, 7, 8], 1)
+
+
+def test_a_function_that_hangs_everywhere_takes_twice_its_time_not_more_for_more_responses():
+    with rewards("reward_functions=mine:numbers", "reward_timeout_seconds=1") as judge:
+        waited: list[float] = []
+        asked = _Worker.asked
+
+        def timed(worker, request, limit):
+            if "completions" in request:
+                waited.append(limit)
+            return asked(worker, request, limit)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_Worker, "asked", timed)
+            scores = judge.of([*ANSWERS, *ANSWERS], ["hang"] * 8, 2)
+    assert (scores.total.tolist(), scores.errors) == ([0] * 8, 8)
+    assert len(waited) == 5
+    assert sum(waited) <= 2.001
 
 
 def test_an_answer_that_was_not_waited_for_is_not_that_to_the_next_question():

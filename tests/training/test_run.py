@@ -51,6 +51,22 @@ def test_a_run_holds_its_directory_with_and_without_checkpoints(tmp_path):
         two.failures = one.failures = Failures()  # else they would end on the refusal
 
 
+def test_a_run_that_its_data_end_says_how_high_the_rate_still_is(tmp_path, capsys):
+    """40 rows of a, half of all, last until example 80: 2 of 6 steps of 32; of an own optimizer no rate is known."""
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text(f'{{"text": "one row of {name}"}}\n' * 40)
+    sources = f"{{path: {tmp_path}/a.jsonl, weight: 1, max_epochs: 1}}, {{path: {tmp_path}/b.jsonl, weight: 1}}"
+    keys = [*TINY, f"base_output_directory={tmp_path}", f"dataset_path=[{sources}]", "dataset_type=text",
+            "packing=none", "eval_fraction=0", "mixture_exhausted=stop", "per_device_batch_size=4",
+            "warmup_steps=0"]  # fmt: skip
+    for own, said in ((OwnParts(), 1), (OwnParts(optimizer=optax.sgd(0.1)), 0)):
+        run = open_run(load_config(None, [*keys, f"run_name=said_{said}"]), own=own)
+        with run.opened(print):
+            run._mix(Counts())
+            run.introduce(Terminal(log_period=1, quiet=False), Counts())
+        assert capsys.readouterr().out.count("the rate is then still about 66.7% of its peak, not 0.0%") == said
+
+
 @pytest.mark.parametrize("name", ["config.yml", "plan.json", "environment.json", "memory.json"])
 def test_what_cannot_be_written_at_the_start_is_one_sentence(name, tmp_path):
     (tmp_path / "here" / name).mkdir(parents=True)

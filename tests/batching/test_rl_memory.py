@@ -1,0 +1,83 @@
+"""What RL holds besides a training step, by hand, and the keys that its warnings name."""
+
+import json
+
+import pytest
+
+from maxtext_lite.batching import load_plan
+
+PARAMETERS = 8_030_261_248  # of Llama 3 8B: 2 tables of 128,256 x 4,096, and norms of 32 layers and the last one
+TABLES, NORMS = 2 * 128_256 * 4_096, (2 * 32 + 1) * 4_096
+SLOT = 2 * 2_048 * 32 * 8 * (128 + 128)  # bytes of a sequence's keys and values: 32 layers, 8 kv heads of 128
+WORDS = (
+    "model_name=llama3-8b", "dtype=bfloat16", "remat_policy=full", "tokenizer_type=huggingface", "tokenizer_path=x",
+    "max_target_length=2048", "max_prefill_predict_length=512", "batch_size=32", "num_generations=8",
+    "micro_batch_size=8",
+)  # fmt: skip
+APART = ("trainer_devices_fraction=0.5", "sampler_devices_fraction=0.5")
+SERVER = ("rollout_engine=http", "rollout_url=http://x/v1")
+
+
+def plan(*overrides, gigabytes=80.0):
+    return load_plan("configs/post_train/rl.yml", [*WORDS, *overrides], num_devices=8, device_memory_gb=gigabytes)[1]
+
+
+def lines(*overrides):
+    found = plan(*overrides).memory.lines
+    return {line.name: (line.bytes, len(line.moments)) for line in found if line.part == "rollout"}
+
+
+def warning(*overrides, gigabytes=80.0):
+    return [text for text in plan(*overrides, gigabytes=gigabytes).warnings if "are needed" in text]
+
+
+def test_on_the_same_devices_the_samplers_parameters_stay_and_its_cache_is_there_while_it_samples():
+    assert lines() == {"sampler's parameters": (2 * PARAMETERS, 5), "keys and values": (SLOT, 1)}
+    shared = lines("rollout_fsdp_parallelism=8", "rollout_slots=64")
+    assert shared == {"sampler's parameters": (2 * PARAMETERS // 8, 5), "keys and values": (8 * SLOT, 1)}
+    assert lines(*APART) == lines(*SERVER) == {}
+    of_step = plan(*SERVER).memory
+    assert plan().memory.total == of_step.total + 2 * PARAMETERS
+    assert plan().memory.held == of_step.held
+
+
+def test_the_peak_may_be_the_rollout():
+    memory = plan("rollout_slots=2048").memory
+    throughout = sum(line.bytes for line in plan(*SERVER).memory.lines if len(line.moments) == 5)
+    assert (memory.peak, memory.total) == ("rollout", throughout + 2 * PARAMETERS + 256 * SLOT)
+    found = json.loads(json.dumps(memory.to_json()))
+    assert found["rollout"] == found["at_peak"]["rollout"] == 2 * PARAMETERS + 256 * SLOT
+    assert sum(found["at_peak"].values()) == found["total"]
+    assert "rollout" not in plan(*SERVER).memory.to_json()
+
+
+@pytest.mark.parametrize("fsdp", [1, 8])
+@pytest.mark.parametrize("adapters", [(), ("lora_rank=8",)])
+def test_the_reference_is_a_copy_of_the_matrices_in_dtype_and_of_all_else_as_it_is_stored(fsdp, adapters):
+    """`Reference` copies the frozen parameters of LoRA too; norms are not split."""
+    mesh = (f"ici_fsdp_parallelism={fsdp}", f"ici_data_parallelism={8 // fsdp}")
+    expected = 2 * (PARAMETERS - TABLES - NORMS) // fsdp + 4 * TABLES // fsdp + 4 * NORMS
+    assert lines("grpo_beta=0.1", *SERVER, *mesh, *adapters) == {"KL reference": (expected, 5)}
+    assert lines("grpo_beta=0", *SERVER, *mesh, *adapters) == {}
+
+
+def test_warnings_name_keys_of_rl():
+    assert warning() == []
+    (text,) = warning("rollout_slots=2048")
+    assert text.startswith("about 100.8 GB per device")
+    for overrides in (["rollout_slots=2048"], ["micro_batch_size=-1", "remat_policy=none"]):
+        (text,) = warning(*overrides)
+        assert text.endswith(
+            " GB per device are needed, more than the 80.0 GB it has: lower micro_batch_size or rollout_slots, raise "
+            "rollout_fsdp_parallelism, or set remat_policy=full."
+        )
+    (text,) = warning(*SERVER, gigabytes=5.0)
+    assert text.endswith("more than the 5.0 GB it has: lower micro_batch_size, or set remat_policy=full.")
+
+
+def test_devices_that_sample_only_are_compared_with_the_limit_too():
+    assert warning(*APART) == []
+    assert warning(*APART, "rollout_slots=2048") == [
+        "about 153.5 GB per device that samples are needed, more than the 80.0 GB it has: lower micro_batch_size or "
+        "rollout_slots, or raise rollout_fsdp_parallelism."
+    ]
