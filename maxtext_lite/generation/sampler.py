@@ -128,25 +128,26 @@ class Sampler:
         root = jax.random.key(seed)
         key_B = jax.vmap(lambda number: jax.random.fold_in(root, number))(jnp.arange(len(prompts)))
         running = [number < num_asked for number in range(len(prompts))]
+        # The mesh is set for each call, not around a yield: whoever takes the tokens may stop at any.
         with jax.set_mesh(self._mesh):
             token_B, log_probability_B, cache = self._prefill(
                 self._params, token_BT, jnp.asarray(lengths), key_B, num_positions=num_positions, sampling=sampling
             )
-            for added in range(max_new_tokens):
-                following = None
-                if added + 1 < max_new_tokens:  # dispatched before this token is read, so that the device never waits
+        for added in range(max_new_tokens):
+            following = None
+            if added + 1 < max_new_tokens:  # dispatched before this token is read, so that the device never waits
+                with jax.set_mesh(self._mesh):
                     following = self._extend(
                         self._params, token_B, cache, jnp.asarray(lengths + added), key_B, sampling=sampling
                     )
-                for number, (token, log_probability) in enumerate(
-                    zip(*jax.device_get((token_B, log_probability_B)), strict=True)
-                ):
-                    if running[number]:
-                        yield number, int(token), float(log_probability)
-                        running[number] = int(token) not in stop_token_ids
-                if following is None or not any(running):
-                    return
-                token_B, log_probability_B, cache = following
+            read = zip(*jax.device_get((token_B, log_probability_B)), strict=True)
+            for number, (token, log_probability) in enumerate(read):
+                if running[number]:
+                    yield number, int(token), float(log_probability)
+                    running[number] = int(token) not in stop_token_ids
+            if following is None or not any(running):
+                return
+            token_B, log_probability_B, cache = following
 
     def _first(
         self,

@@ -156,6 +156,13 @@ def test_a_draw_depends_on_its_own_prompt_and_number_only(sampler):
     assert [token for token, _ in together[0]] != [token for token, _ in other_seed[0]]
 
 
+def test_whoever_takes_no_more_tokens_is_left_with_no_mesh(sampler):
+    before = jax.sharding.get_abstract_mesh()
+    tokens = sampler.stream(PROMPTS, max_new_tokens=5, temperature=0)
+    next(tokens)
+    assert jax.sharding.get_abstract_mesh() == before
+
+
 def test_a_stop_token_ends_its_own_text_only(sampler):
     free = _texts(sampler, PROMPTS, max_new_tokens=8, temperature=0)
     stop = free[0][2][0]
