@@ -282,6 +282,8 @@ def _paths(text: str) -> object:
         return text
     if isinstance(value.value, list):
         return cast("list[object]", value.value)
+    if not text.strip():
+        return None
     if value.text is None or not is_one_scalar(text):
         return text
     return None if value.value is None else value.text
