@@ -20,7 +20,7 @@ RL_FILE = "post_train/rl.yml"
 """The base of every config of reinforcement learning."""
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-_LARGEST_FILE = 2**27  # bytes; two lists of 1000 sources, whose paths and names have 4,096 characters, take half of it
+_LARGEST_FILE = 2**22  # bytes, which PyYAML reads in 20 s; 1000 sources with paths of 600 characters take half of it
 _MOST_NAMED = 20
 _NO_BASE = object()
 

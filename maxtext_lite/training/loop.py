@@ -339,10 +339,9 @@ class _Loop:
             return
         # All steps are on record before the checkpoint: a restart only appends.
         self._record(state)
-        if stops:
-            run.wait()
         # The checkpoint follows its evaluation, so that a kill between them repeats both. When stopping, save first.
         if stops:
+            run.wait()
             self._save(state)
         if evaluates:
             self._evaluate(state)

@@ -49,8 +49,8 @@ def test_what_is_no_config_is_refused_in_one_line(here, content, why):
 
 def test_a_file_larger_than_any_config_is_not_read(here):
     with Path("my.yml").open("wb") as file:
-        file.truncate(2**27 + 1)
-    assert problems_of("my.yml") == ("my.yml has 134,217,729 bytes; a config has at most 134,217,728.",)
+        file.truncate(2**22 + 1)
+    assert problems_of("my.yml") == ("my.yml has 4,194,305 bytes; a config has at most 4,194,304.",)
 
 
 def test_an_empty_file_and_a_few_aliases_are_a_config(here):
