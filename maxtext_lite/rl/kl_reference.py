@@ -27,8 +27,8 @@ DIRECTORY = "reference"
 class Reference:
     """The log-probabilities of given tokens under the model from which the run started.
 
-    With LoRA that is the frozen model. Otherwise it is a copy of the parameters before the first step, in `dtype`, on
-    the devices that train, and in the run directory for restarts.
+    Its parameters are a copy in `dtype` on the devices that train: with LoRA of the frozen model, otherwise of the
+    parameters before the first step, which are also saved in the run directory for restarts.
 
     Args:
       state: the run's, restored or new, after `step` steps.
