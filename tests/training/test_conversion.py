@@ -3,11 +3,14 @@
 import json
 
 import numpy as np
+import pytest
 import safetensors.numpy
 
-from maxtext_lite.config import load_config
+from maxtext_lite.config import UserError, load_config
+from maxtext_lite.data.chat import ChatTemplate
 from maxtext_lite.training import train
 from maxtext_lite.training.conversion import export_directory, import_directory
+from tests.hf.test_carried import USER, save_words
 from tests.training.conftest import TINY
 
 WITHOUT_TEXT = ("dataset_type=synthetic", "eval_interval=-1", "per_device_batch_size=1", "steps=2")
@@ -27,3 +30,25 @@ def test_a_run_goes_out_comes_in_and_goes_out_with_the_same_numbers(tmp_path):
     assert one.keys() == other.keys()
     for name, x in one.items():
         np.testing.assert_array_equal(x, other[name], err_msg=name)
+
+
+def test_a_run_goes_out_with_its_own_tokenizer_and_template_from_any_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own = save_words(tmp_path / "own", ["a", "b", "</s>"], ["</s>"])
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}a {{ m.content }} {% endfor %}")
+    turns = [*USER, {"role": "assistant", "content": "b"}]
+    (tmp_path / "chats.jsonl").write_text(f"{json.dumps({'messages': turns})}\n" * 32)
+    keys = ["dataset_type=sft", "dataset_path=chats.jsonl", "tokenizer_type=huggingface", "tokenizer_path=own",
+            "chat_template=t.jinja", "base_output_directory=runs", "eval_interval=-1", "per_device_batch_size=1",
+            "steps=1", "warmup_steps=0"]  # fmt: skip
+    run = train(load_config(None, [*TINY, *keys])).run_directory.resolve()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    export_directory(run, tmp_path / "out", [], merge_lora=None)
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == own.read_bytes()
+    assert ChatTemplate(tmp_path / "out").render(USER) == "a hi "
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 2
+    (run / "hf" / "tokenizer.json").unlink()  # as of an older run
+    with pytest.raises(UserError, match=r"tokenizer_path='own': there is no file 'own'"):
+        export_directory(run, tmp_path / "nothing", [], merge_lora=None)
+    assert not (tmp_path / "nothing").exists()

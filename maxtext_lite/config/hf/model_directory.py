@@ -6,10 +6,13 @@ from pathlib import Path
 from maxtext_lite.config.bucket import original
 from maxtext_lite.config.errors import UserError, setting_text
 from maxtext_lite.config.hf.adapter import adapter_of
-from maxtext_lite.config.hf.config import has_hf_weights, hf_directory, stored_dtype, tokenizer_keys
-from maxtext_lite.config.json_file import read_object, user_path
+from maxtext_lite.config.hf.config import TOKENIZER_FILES, has_hf_weights, hf_directory, stored_dtype, tokenizer_keys
+from maxtext_lite.config.json_file import is_there, read_object, user_path
 from maxtext_lite.config.load import load_config
 from maxtext_lite.config.schema import Config
+
+WORKING_DIRECTORY = "working_directory"
+"""The entry of a run's environment.json for the directory that its relative paths are in."""
 
 
 def hf_config(directory: Path, overrides: Sequence[str] = ()) -> Config:
@@ -39,15 +42,40 @@ def directory_config(directory: Path, dtype: str) -> Config:
     """
     overrides = [f"dtype={dtype}"] if dtype else []
     if (directory / "config.yml").is_file():
-        config = load_config(directory / "config.yml", overrides)
-    elif (directory / "config.json").is_file() or adapter_of(directory):
-        config = hf_config(directory, overrides)
-    else:
-        raise UserError(
-            f"{original(directory, 'RUN_DIR')} is not a run directory: it has no config.yml. Nor is it a Hugging Face "
-            "directory: it has no config.json."
-        )
-    carried = hf_directory(directory)
-    if carried is None or not config.tokenizer_path or user_path(config.tokenizer_path).exists():
-        return config
-    return config.model_copy(update=tokenizer_keys(carried))  # the directory was moved
+        return config_of_run(directory, overrides)
+    if (directory / "config.json").is_file() or adapter_of(directory):
+        return hf_config(directory, overrides)
+    raise UserError(
+        f"{original(directory, 'RUN_DIR')} is not a run directory: it has no config.yml. Nor is it a Hugging Face "
+        "directory: it has no config.json."
+    )
+
+
+def config_of_run(directory: Path, overrides: Sequence[str] = ()) -> Config:
+    """The config of a run or an imported model, with the tokenizer and chat template that are stored in its directory.
+
+    Raises:
+      UserError: the config is wrong.
+    """
+    config = load_config(directory / "config.yml", overrides)
+    stated = {word.partition("=")[0] for word in overrides}
+    record = directory / "environment.json"
+    recorded = read_object(record).get(WORKING_DIRECTORY) if is_there(record) else None
+    found = _stored_tokens(config, directory / "hf", is_whole=recorded is not None)
+    return config.model_copy(update={key: value for key, value in found.items() if key not in stated})
+
+
+def _stored_tokens(config: Config, stored: Path, *, is_whole: bool) -> dict[str, object]:
+    """The keys of the tokenizer and the template that a run has stored.
+
+    Args:
+      is_whole: what is in use is stored. Older runs stored only what came with their model, for use where the
+        tokenizer's own file is gone.
+    """
+    found = dict[str, object]()
+    name, template = TOKENIZER_FILES.get(config.tokenizer_type, ""), stored / "chat_template.jinja"
+    if name and is_there(stored / name) and (is_whole or not user_path(config.tokenizer_path).exists()):
+        found["tokenizer_path"] = str(stored / name)
+    if is_whole and config.chat_template and is_there(template):
+        found["chat_template"] = str(template)
+    return found
