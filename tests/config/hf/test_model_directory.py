@@ -89,6 +89,32 @@ def test_a_run_has_the_tokenizer_and_the_template_that_it_stored_whatever_has_th
     assert directory_config(run, "").chat_template == "t.jinja"
 
 
+@pytest.mark.parametrize(("stated", "here", "expected"), [
+    ("texts/*.txt", None, "{glob}/texts/*.txt"),
+    ("texts/*.txt", "texts/c.txt", "texts/*.txt"),
+    ("texts", None, "{there}/texts"),
+    ("[{path: texts/a.txt, weight: 1}, {path: 'texts/b*', weight: 2}]", None,
+     '[{"path": "{there}/texts/a.txt", "weight": 1, "max_epochs": -1, "name": "a"}, '
+     '{"path": "{glob}/texts/b*", "weight": 2, "max_epochs": -1, "name": "b*"}]'),
+    ("{there}/gone/*.txt", None, "{there}/gone/*.txt"),
+    ("gone/*.txt", None, "gone/*.txt"),
+    ("shakespeare.jsonl.gz", None, "shakespeare.jsonl.gz"),
+])  # fmt: skip
+def test_data_that_are_not_here_are_those_of_the_runs_working_directory(stated, here, expected, tmp_path, monkeypatch):
+    there = tmp_path / "of [the] run"
+    (there / "texts").mkdir(parents=True)
+    for name in ("a.txt", "b.txt"):
+        (there / "texts" / name).write_text("x")
+    run = run_directory(tmp_path / "run", there, f"dataset_path={stated.replace('{there}', str(there))}")
+    monkeypatch.chdir(run)
+    if here:
+        (run / here).parent.mkdir()
+        (run / here).write_text("x")
+    expected = expected.replace("{there}", str(there)).replace("{glob}", f"{tmp_path}/of [[]the] run")
+    assert str(config_of_run(run).dataset_path) == expected
+    assert config_of_run(run, ["dataset_path=other.txt"]).dataset_path == "other.txt"
+
+
 def test_a_directory_that_is_neither_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"is not a run directory: it has no config\.yml\. Nor is it a Hugging Face"):
         directory_config(tmp_path, "")
