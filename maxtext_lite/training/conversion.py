@@ -4,6 +4,7 @@
 # jax declares some of its functions in part.
 
 import math
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,8 +12,9 @@ import jax
 
 from maxtext_lite.batching.topology import resolve_mesh
 from maxtext_lite.config import Config, UserError, load_config, write_resolved
+from maxtext_lite.config.bucket import absolute, any_path
 from maxtext_lite.config.errors import writing
-from maxtext_lite.config.hf.adapter import adapter_of
+from maxtext_lite.config.hf.adapter import CONFIG, adapter_of
 from maxtext_lite.config.hf.config import hf_directory, model_keys, run_config_json, tokenizer_keys
 from maxtext_lite.config.hf.fields import JsonObject
 from maxtext_lite.config.hf.model_directory import config_of_run, hf_config
@@ -135,11 +137,23 @@ def _export_adapters(source: Path, out: Path, abstract: Params, fields: JsonObje
         raise UserError(f"{source} has lora_rank={config.lora_rank} in its config.yml, but no adapters.")
     lora, adapters = found
     shapes = {path: tuple(leaf.shape) for path, leaf in flat(abstract).items()}
-    adapter = adapter_of(config.load_parameters_path) if config.load_parameters_path else None
-    base = str(adapter.base) if adapter else config.load_parameters_path
+    base, note = _base(config)
     with writing(out):
         export_adapters(out, adapters, lora, kind, keys, shapes=shapes, base=base)
-    return f"{_count(adapters):,} parameters of adapters in {out}, for {kind} in PEFT's layout, in float32"
+    return f"{_count(adapters):,} parameters of adapters in {out}, for {kind} in PEFT's layout, in float32{note}"
+
+
+def _base(config: Config) -> tuple[str, str]:
+    """The model that a run's adapters belong to, "" if it has no path; and a line for the user if it is a run."""
+    path = config.load_parameters_path
+    if not path:
+        return "", ""
+    adapter = adapter_of(path)
+    base = absolute(adapter.base if adapter else any_path(path, "load_parameters_path"))
+    if not (base / "config.yml").is_file():
+        return str(base), ""
+    export = f"convert export {shlex.quote(str(base))} BASE"
+    return str(base), f"\nTheir base is a run: {export}, and name BASE as base_model_name_or_path in {CONFIG}"
 
 
 def _abstract_params(config: Config) -> Params:

@@ -230,7 +230,8 @@ def has_hf_weights(path: str | Path) -> bool:
     if adapter := adapter_of(root):
         if has_hf_weights(adapter.base):
             return True
-        raise UserError(f"{root / CONFIG}: base_model_name_or_path={adapter.base} has no config.json.")
+        run = " It is a run directory: convert export it, and name that." * is_there(adapter.base / "config.yml")
+        raise UserError(f"{root / CONFIG}: base_model_name_or_path={adapter.base} has no config.json.{run}")
     if not is_there(root / "config.json") or (root / "checkpoints").is_dir():
         return False
     check_file(root / "config.json")
