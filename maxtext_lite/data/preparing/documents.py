@@ -23,6 +23,7 @@ from maxtext_lite.data.text_files import (
 from maxtext_lite.data.tokenizer import Tokenizer
 
 _ROWS_AT_ONCE = 1024
+_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # optional in Arrow's format, but every writer's close() adds it
 
 
 class BadLine(NamedTuple):
@@ -93,7 +94,7 @@ class DocumentReader:
                     check_column(piece.name, batch.schema, self._field)
                     for value in batch.column(self._field):
                         yield value.as_py
-        except (OSError, arrow.ArrowException) as error:
+        except (OSError, EOFError, arrow.ArrowException) as error:
             raise UserError(f"{piece.name}: cannot be read ({error}).") from error
 
 
@@ -104,6 +105,9 @@ def _arrow_batches(opened: Any, arrow: Any) -> Iterator[Any]:
         reader = arrow.ipc.open_file(opened)
         yield from (reader.get_batch(number) for number in range(reader.num_record_batches))
         return
+    opened.seek(max(opened.size() - len(_END_OF_STREAM), 0))
+    if opened.read() != _END_OF_STREAM:  # pyarrow would take a cut between two batches for the end
+        raise EOFError("it is cut short")
     opened.seek(0)
     yield from arrow.ipc.open_stream(opened)
 

@@ -81,6 +81,21 @@ def test_rows(kind, tmp_path):
         read(path)
 
 
+def test_a_stream_cut_off_between_batches_ends_it(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    table = pyarrow.table({"text": TEXTS})
+    with (tmp_path / "a.arrow").open("wb") as opened, pyarrow.ipc.new_stream(opened, table.schema) as writer:
+        writer.write_table(table.slice(0, 3))
+        after_one = opened.tell()
+        writer.write_table(table.slice(3))
+    whole = (tmp_path / "a.arrow").read_bytes()
+    assert read(tmp_path / "a.arrow") == TEXTS
+    for size in (0, 5, after_one - 1, after_one, len(whole) - 8, len(whole) - 1):
+        (tmp_path / "a.arrow").write_bytes(whole[:size])
+        with pytest.raises(UserError, match=r"a\.arrow: cannot be read \("):
+            read(tmp_path / "a.arrow")
+
+
 def test_messages_about_bad_lines(tmp_path):
     lines = [b'{"text": "good"}', b"{", b'{"text": 3}', b'{"text": "\xff"}', b'{"text": "\\ud800"}', b"[]"]
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
