@@ -31,7 +31,7 @@ class ChatTemplate:
       file: a file with a template, which takes precedence.
       today: the date that templates see; None: the date of rendering.
     Attributes:
-      fingerprint: hash of the template's text.
+      fingerprint: hash of the template's text, and of the special tokens that it names.
     Raises:
       UserError: there is no template, or it is invalid.
     """
@@ -44,7 +44,6 @@ class ChatTemplate:
         from maxtext_lite.data.template import BoundedEnvironment, Unstated
 
         self._file, source = _source(directory) if file is None else (file, _read(file))
-        self.fingerprint = hashlib.sha256(source.encode("utf-8", "replace")).hexdigest()
         self._environment = BoundedEnvironment(
             trim_blocks=True, lstrip_blocks=True, undefined=jinja2.Undefined if directory is None else Unstated
         )
@@ -62,6 +61,9 @@ class ChatTemplate:
             name: each.text if isinstance(each.text, str) else jinja2.Undefined(name=name)
             for name, each in stated.items()
         }
+        named = {name: each.text for name, each in sorted(stated.items()) if name in source}
+        known_by = f"{source}{json.dumps(named) if named else ''}"
+        self.fingerprint = hashlib.sha256(known_by.encode("utf-8", "replace")).hexdigest()
 
     def render(self, turns: Sequence[Turn], *, answer_follows: bool = True) -> str:
         """The text of these turns, followed by what precedes an answer if one follows.

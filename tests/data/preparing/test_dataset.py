@@ -279,6 +279,27 @@ def test_a_changed_input_or_setting_is_named(texts, tmp_path):
         )
 
 
+def test_a_special_token_that_the_template_prints_is_a_setting(tmp_path):
+    turns = [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": turns}))
+    written = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+
+    def prepare_chat(tokens, template=written, output="out"):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, **tokens}))
+        inputs = {"input": [str(tmp_path / "a.jsonl")], "output": str(tmp_path / output), "chat": True}
+        keys = inputs | {"tokenizer_type": "huggingface", "tokenizer_path": str(tmp_path)}
+        return prepare_dataset(PrepareConfig(**keys), tokenizer=ByteTokenizer())
+
+    first = prepare_chat({"bos_token": "<s>", "eos_token": "</s>"})
+    assert prepare_chat({"bos_token": "<s>", "eos_token": "<stop>"}) == first  # not printed
+    with pytest.raises(UserError, match=r"was begun differently: with chat_template="):
+        prepare_chat({"bos_token": "<begin>", "eos_token": "</s>"})
+    without = written.replace("{{ bos_token }}", "")
+    prepare_chat({"bos_token": "<s>"}, without, "other")
+    stated = json.loads((tmp_path / "other" / "prepare.json").read_text())["settings"]["chat_template"]
+    assert stated == hashlib.sha256(without.encode()).hexdigest()  # as outputs of earlier versions have it
+
+
 def test_an_input_that_changes_meanwhile_is_named(texts, tmp_path, monkeypatch):
     class Slow(ByteTokenizer):
         def encode_documents(self, texts):
