@@ -14,7 +14,7 @@ from maxtext_lite.data.special_tokens import CONFIG_FILE, special_tokens
 from maxtext_lite.data.tokenizer import TokenizerKeys
 
 Turn = dict[str, str]
-"""{"role": "user", "content": ...}; the roles that templates know are system, user and assistant."""
+"""{"role": "user", "content": ...}, and possibly "name"; the roles that templates know are system, user, assistant."""
 
 DATE_OF_TRAINING_DATA = datetime.datetime(2024, 7, 26, tzinfo=datetime.UTC)
 """The date for templates that print today's, where a text must not depend on the day; Llama's own default."""

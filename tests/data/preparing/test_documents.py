@@ -126,8 +126,26 @@ def test_a_line_that_is_too_long_ends_it(tmp_path, monkeypatch):
 def test_conversations_are_written_by_the_chat_template(tmp_path):
     (tmp_path / "t.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
     turns = [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}]
-    lines = [json.dumps({"messages": turns}), json.dumps({"messages": turns[:0]})]
-    (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    text, bad = read(tmp_path / "a.jsonl", chat=True, chat_template=str(tmp_path / "t.jinja"))
+    lines = [{"messages": turns}, {"messages": turns[:0]}, {"messages": turns, "tools": [{"type": "function"}]}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    text, bad, with_tools = read(tmp_path / "a.jsonl", chat=True, chat_template=str(tmp_path / "t.jinja"))
     assert text == "<user>2 + 3?<assistant>5"
     assert 'line at byte 93: "messages" is not a list of turns' in bad.problem
+    assert 'line at byte 110: "tools" would not be rendered' in with_tools.problem
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_conversations_in_rows_are_refused_with_tools(kind, tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}<{{ m.name or m.role }}>{{ m.content }}{% endfor %}")
+    turns = [{"role": "user", "content": "2 + 3?", "name": "bob"}, {"role": "assistant", "content": "5"}]
+    table = pyarrow.table({"id": [1, 2], "messages": [turns, turns], "tools": [[], ["add"]]})
+    if kind == "parquet":
+        parquet.write_table(table, tmp_path / "a.parquet")
+    else:
+        with pyarrow.ipc.new_stream(str(tmp_path / "a.arrow"), table.schema) as writer:
+            writer.write_table(table)
+    text, bad = read(tmp_path / f"a.{kind}", chat=True, chat_template=str(tmp_path / "t.jinja"))
+    assert text == "<bob>2 + 3?<assistant>5"
+    assert 'row 2: "tools" would not be rendered' in bad.problem
