@@ -323,3 +323,15 @@ def test_bad_lines_are_counted_and_named_up_to_their_share(texts, tmp_path):
     assert bad > 0.05 * lines
     outcome = prepare(tmp_path, max_bad_fraction=0.5)  # the share may change: the bytes do not depend on it
     assert (outcome.bad, len(outcome.problems), outcome.manifest.documents) == (2, 2, sum(map(bool, texts)))
+    with pytest.raises(UserError, match=r"2 of the \d+ lines of \S+out are bad, more than max_bad_fraction=0 of them"):
+        prepare(tmp_path)
+    assert prepare(tmp_path, max_bad_fraction=0.9) == outcome
+
+
+def test_a_smaller_share_of_bad_lines_holds_for_tasks_that_are_done_too(texts, tmp_path):
+    (tmp_path / "in" / "a.jsonl").write_text('no\n{"text": "good"}\n' + (tmp_path / "in" / "a.jsonl").read_text())
+    with killed_at(40):
+        prepare(tmp_path, max_bad_fraction=0.5)
+    with pytest.raises(UserError, match=r"1 of the \d+ lines of task 0 are bad, more than max_bad_fraction=0 of them"):
+        prepare(tmp_path)
+    assert prepare(tmp_path, max_bad_fraction=0.5).bad == 1
