@@ -91,8 +91,9 @@ class DocumentReader:
                 else:
                     batches = _arrow_batches(stack.enter_context(arrow.memory_map(piece.path)), arrow)
                 for batch in batches:
-                    check_column(piece.name, batch.schema, self._field)
                     names = [name for name in self._columns if name in batch.schema.names]
+                    for name in (self._field, *names):
+                        check_column(piece.name, batch.schema, name)
                     for values in zip(*(batch.column(name) for name in names), strict=True):
                         yield functools.partial(_row, names, values)
         except (OSError, EOFError, arrow.ArrowException) as error:

@@ -81,6 +81,21 @@ def test_rows(kind, tmp_path):
         read(path)
 
 
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_two_columns_of_one_name_are_refused(kind, tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
+    path = tmp_path / f"a.{kind}"
+    if kind == "parquet":
+        parquet.write_table(table, path)
+    else:
+        with pyarrow.ipc.new_stream(str(path), table.schema) as writer:
+            writer.write_table(table)
+    with pytest.raises(UserError, match=rf"a\.{kind} has 2 columns 'text'\."):
+        read(path)
+
+
 def test_a_stream_cut_off_between_batches_ends_it(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     table = pyarrow.table({"text": TEXTS})
