@@ -242,6 +242,8 @@ class HuggingFaceTokenizer(Tokenizer):
             ) from error
         self._tokenizer.no_truncation()  # a file may request either, but documents are neither truncated nor padded
         self._tokenizer.no_padding()
+        if getattr(self._tokenizer.model, "dropout", None):  # of BPE: merges left out at random
+            self._tokenizer.model.dropout = None
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
