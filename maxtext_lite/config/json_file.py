@@ -3,6 +3,7 @@
 import json
 import os
 import stat
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -20,11 +21,12 @@ def parse_json(text: str, *, allow_nan: bool = False) -> Any:
     Args:
       allow_nan: NaN and Infinity, which are not JSON but written by Python, are numbers, for the caller to check.
     Raises:
-      ValueError: the text is not JSON, has a key twice, or is nested deeper than MOST_LEVELS; the message is a clause.
+      ValueError: the text is not JSON, has a key twice, a whole number with more digits than Python reads, or is
+        nested deeper than MOST_LEVELS; the message is a clause.
     """
     constant = None if allow_nan else _refuse_constant
     try:
-        value = json.loads(text, object_pairs_hook=_object, parse_constant=constant)
+        value = json.loads(text, object_pairs_hook=_object, parse_int=_whole, parse_constant=constant)
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
     except json.JSONDecodeError as error:
@@ -45,6 +47,13 @@ def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"the key '{value_text(twice)}' occurs twice in one object")
     return found
+
+
+def _whole(digits: str) -> int:
+    try:
+        return int(digits)
+    except ValueError:
+        raise ValueError(f"it has a number of more than {sys.get_int_max_str_digits():,} digits") from None
 
 
 def _refuse_constant(name: str) -> NoReturn:

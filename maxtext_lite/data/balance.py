@@ -51,32 +51,34 @@ class Balance:
         return cls(config.balance_attention, cost, *sizes)
 
     def arranged(self, source: ExampleSource, ids: np.ndarray, micro_batches: int) -> tuple[np.ndarray, float | None]:
-        """The examples of a step in the order in which they are laid out, and the imbalance of attention.
+        """The order in which the examples of a step are laid out, and the imbalance of attention.
 
         The imbalance says how much longer attention takes than if all shards had equal work: the cost of the costliest
         shard, summed over turns, divided by that of the mean shard, minus 1. None if the source does not know it.
 
         Args:
-          ids: example j is in micro-batch j % micro_batches, slot j // micro_batches; the same holds for the result.
+          ids: of the examples.
+        Returns:
+          For each place its example, as an index of `ids`; place j is in micro-batch j % micro_batches, slot
+          j // micro_batches.
         """
-        documents = source.documents(ids)
+        order, documents = np.arange(len(ids)), source.documents(ids)
         if documents is None:
-            return ids, None
+            return order, None
         costs = np.bincount(documents.rows, weights=self.cost(documents.lengths), minlength=len(ids))
         slots, micro_batch = np.divmod(np.arange(len(ids)), micro_batches)
         shards, piece = np.divmod(slots // (self.num_slots // (self.num_shards * self.num_pieces)), self.num_pieces)
         turns = micro_batch * self.num_pieces + piece
         if self.is_on:
-            order = np.arange(len(ids))
             replicas = shards * self.num_replicas // self.num_shards
             for replica in range(self.num_replicas):
                 own = np.flatnonzero(replicas == replica)
                 order[own] = own[assign_rows(costs[own], turns[own], shards[own])]
-            ids, costs = ids[order], costs[order]
+            costs = costs[order]
         num_cells, together = micro_batches * self.num_pieces * self.num_shards, self.num_shards // self.num_replicas
         totals = np.bincount(turns * self.num_shards + shards, weights=costs, minlength=num_cells)
         waited = totals.reshape(-1, together).max(axis=1).sum()
-        return ids, float(waited * together / totals.sum() - 1)
+        return order, float(waited * together / totals.sum() - 1)
 
 
 def assign_rows(costs: np.ndarray, turns: np.ndarray, shards: np.ndarray) -> np.ndarray:

@@ -10,13 +10,11 @@ from typing import Any, NoReturn, Protocol
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.json_file import is_directory, is_there, read_object, read_text, user_path
+from maxtext_lite.data.special_tokens import CONFIG_FILE, special_tokens
 from maxtext_lite.data.tokenizer import TokenizerKeys
 
 Turn = dict[str, str]
-"""{"role": "user", "content": ...}; the roles that templates know are system, user and assistant."""
-
-_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
+"""{"role": "user", "content": ...}, and possibly "name"; the roles that templates know are system, user, assistant."""
 
 DATE_OF_TRAINING_DATA = datetime.datetime(2024, 7, 26, tzinfo=datetime.UTC)
 """The date for templates that print today's, where a text must not depend on the day; Llama's own default."""
@@ -28,11 +26,12 @@ class ChatTemplate:
     It comes from chat_template.jinja, tokenizer_config.json or chat_template.json, whichever exists first.
 
     Args:
-      directory: directory of the tokenizer, which spells the special tokens; None if the tokenizer has none.
+      directory: directory of the tokenizer, whose files spell the special tokens that the template prints; None if
+        the tokenizer has none, and they print nothing.
       file: a file with a template, which takes precedence.
       today: the date that templates see; None: the date of rendering.
     Attributes:
-      fingerprint: hash of the template's text.
+      fingerprint: hash of the template's text, and of the special tokens that it names.
     Raises:
       UserError: there is no template, or it is invalid.
     """
@@ -40,12 +39,14 @@ class ChatTemplate:
     def __init__(
         self, directory: Path | None, *, file: Path | None = None, today: datetime.datetime | None = None
     ) -> None:
-        from maxtext_lite.data.template import BoundedEnvironment
+        import jinja2
 
-        config = {} if directory is None else _fields(directory / "tokenizer_config.json")
-        self._file, source = _source(directory, config) if file is None else (file, _read(file))
-        self.fingerprint = hashlib.sha256(source.encode("utf-8", "replace")).hexdigest()
-        self._environment = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        from maxtext_lite.data.template import BoundedEnvironment, Unstated
+
+        self._file, source = _source(directory) if file is None else (file, _read(file))
+        self._environment = BoundedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, undefined=jinja2.Undefined if directory is None else Unstated
+        )
         self._environment.add_filter("tojson", _to_json)
         self._environment.globals["raise_exception"] = _refuse
         self._environment.globals["strftime_now"] = lambda form: (
@@ -55,7 +56,14 @@ class ChatTemplate:
             self._template = self._environment.compiled(source)
         except Exception as error:  # jinja's own, and what Python's compiler makes of a program like this
             raise UserError(f"{self._file}: its chat template is invalid ({_reason(error)}).") from error
-        self._special = {name: text for name in _SPECIAL if (text := _content(config.get(name))) is not None}
+        stated = {} if directory is None else special_tokens(directory)
+        self._special = {
+            name: each.text if isinstance(each.text, str) else jinja2.Undefined(name=name)
+            for name, each in stated.items()
+        }
+        named = {name: each.text for name, each in sorted(stated.items()) if name in source}
+        known_by = f"{source}{json.dumps(named) if named else ''}"
+        self.fingerprint = hashlib.sha256(known_by.encode("utf-8", "replace")).hexdigest()
 
     def render(self, turns: Sequence[Turn], *, answer_follows: bool = True) -> str:
         """The text of these turns, followed by what precedes an answer if one follows.
@@ -84,9 +92,8 @@ class ChatTemplate:
     def _pieces(self, turns: Sequence[Turn], *, answer_follows: bool) -> Iterator[str]:
         self._environment.allow(sum(len(text) for turn in turns for text in turn.values()))
         try:
-            yield from self._template.generate(
-                messages=list(turns), tools=None, documents=None, add_generation_prompt=answer_follows, **self._special
-            )
+            given = {"messages": list(turns), "tools": None, "documents": None, "add_generation_prompt": answer_follows}
+            yield from self._template.generate({**self._special, **given})
         except Exception as error:  # a template is a program, and may raise what any program may
             raise UserError(f"{self._file}: its chat template refuses these turns: {_reason(error)}.") from error
 
@@ -129,7 +136,7 @@ def _read(file: Path) -> str:
         raise UserError(f"chat_template='{value_text(str(file))}' cannot be read: {error}") from None
 
 
-def _source(directory: Path | None, config: dict[str, Any]) -> tuple[Path, str]:
+def _source(directory: Path | None) -> tuple[Path, str]:
     """The file of a directory's chat template, and the template."""
     if directory is None:
         raise UserError(
@@ -138,7 +145,8 @@ def _source(directory: Path | None, config: dict[str, Any]) -> tuple[Path, str]:
         )
     if is_there(directory / "chat_template.jinja"):
         return directory / "chat_template.jinja", read_text(directory / "chat_template.jinja")
-    file, stated = directory / "tokenizer_config.json", config.get("chat_template")
+    file = directory / CONFIG_FILE
+    stated = _fields(file).get("chat_template")
     if not stated:
         file = directory / "chat_template.json"
         stated = _fields(file).get("chat_template")
@@ -156,11 +164,6 @@ def _source(directory: Path | None, config: dict[str, Any]) -> tuple[Path, str]:
 
 def _fields(path: Path) -> dict[str, Any]:
     return read_object(path) if is_there(path) else {}
-
-
-def _content(token: object) -> str | None:
-    text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) else None
 
 
 def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = None, **how: Any) -> str:

@@ -21,7 +21,9 @@ from maxtext_lite.data.tokenizer import PlacedTokens, Tokenizer
 ROLES = ("system", "user", "assistant")
 SFT_FIELDS = '"messages", or "prompt" and "completion"'
 """Fields of a line for SFT."""
-_NOT_LEARNED = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+UNRENDERED = ("tools", "functions", "documents", "chat_template_kwargs")
+"""Keys of a line that are for a template beside its turns."""
+_NOT_LEARNED = ("tool_calls", "tool_call_id", "function_call", "reasoning_content", "reasoning", "thinking")
 """Keys of a turn that say more than its content."""
 DPO_FIELDS = '"chosen" and "rejected", with their "prompt"'
 """Fields of a line for DPO."""
@@ -75,7 +77,7 @@ class Renderer:
         Raises:
           UserError: the line is invalid, or its turns cannot be rendered; names `where`.
         """
-        _refuse_tools(where, value)
+        _refuse_unrendered(where, value)
         if "messages" in value:
             turns = _turns(where, "messages", value["messages"])
             return self._conversation(where, turns, 0)
@@ -95,7 +97,7 @@ class Renderer:
         Raises:
           UserError: the line is invalid, or its turns cannot be rendered; names `where`.
         """
-        _refuse_tools(where, value)
+        _refuse_unrendered(where, value)
         prompt, chosen, rejected = (value.get(key) for key in ("prompt", "chosen", "rejected"))
         if isinstance(chosen, list) and isinstance(rejected, list):
             chosen_turns, rejected_turns = _turns(where, "chosen", chosen), _turns(where, "rejected", rejected)
@@ -126,13 +128,16 @@ class Renderer:
             raise UserError(f"{where}: the last turn of \"{key}\" is the {turns[-1]['role']}'s, not the user's.")
         return Rendered(where, self._render(where, turns, answer_follows=True), (), False)
 
-    def document(self, where: str, key: str, value: object) -> str:
-        """The text of a conversation that is learned as a whole.
+    def document(self, where: str, key: str, value: Mapping[str, Any]) -> str:
+        """The text of the conversation in a line or row, which is learned as a whole.
 
+        Args:
+          key: of its turns.
         Raises:
           UserError: it is invalid, or its turns cannot be rendered; names `where`.
         """
-        turns = _turns(where, key, value)
+        _refuse_unrendered(where, value)
+        turns = _turns(where, key, value.get(key))
         _check_order(where, turns)
         return self._render(where, turns, answer_follows=False)
 
@@ -252,13 +257,13 @@ def _plain(where: str, prompt: str, answer: str, key: str) -> Rendered:
     return Rendered(where, prompt + answer, ((len(prompt), len(prompt) + len(answer)),), True)
 
 
-def _refuse_tools(where: str, value: Mapping[str, Any]) -> None:
-    if offered := [name for name in ("tools", "functions") if value.get(name)]:
+def _refuse_unrendered(where: str, value: Mapping[str, Any]) -> None:
+    if offered := [name for name in UNRENDERED if value.get(name)]:
         raise UserError(f'{where}: "{offered[0]}" would not be rendered: templates get turns alone.')
 
 
 def _turns(where: str, key: str, value: object) -> list[Turn]:
-    """The turns of a list, reduced to role and content."""
+    """The turns of a list, reduced to role, content and, where there is one, the name of who says it."""
     if not isinstance(value, list) or not value:
         raise UserError(f'{where}: "{key}" is not a list of turns, {{"role": ..., "content": ...}}.')
     turns = []
@@ -266,19 +271,25 @@ def _turns(where: str, key: str, value: object) -> list[Turn]:
         named = f'{where}: turn {number} of "{key}"'
         if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
             raise UserError(f'{named} is not an object with a "role" and a "content".')
-        role, content = turn["role"], turn.get("content")
+        role = turn["role"]
         if role not in ROLES:
             raise UserError(f"{named} has the role {role!r}, which is none of {', '.join(ROLES)}.")
         if unlearned := [name for name in _NOT_LEARNED if turn.get(name)]:
             raise UserError(f"{named} has {unlearned[0]}, which would not be learned.")
         if turn.get("weight") not in (None, 1):
             raise UserError(f"{named} has weight {turn['weight']!r}, but all answers are learned with weight 1.")
-        if not isinstance(content, str):
-            raise UserError(f"{named} has content that is not text.")
-        check_unicode(named, "content", content)
-        if role == "assistant" and not content.strip():
+        if turn.get("train") not in (None, True):
+            raise UserError(f"{named} has train {turn['train']!r}, but all answers are learned.")
+        given: Turn = {"role": role, "content": turn.get("content")} | (
+            {"name": turn["name"]} if turn.get("name") else {}
+        )
+        for key_of_turn, text in given.items():
+            if not isinstance(text, str):
+                raise UserError(f"{named} has {key_of_turn} that is not text.")
+            check_unicode(named, key_of_turn, text)
+        if role == "assistant" and not given["content"].strip():
             raise UserError(f"{named} is empty: there is no answer to learn from.")
-        turns.append({"role": role, "content": content})
+        turns.append(given)
     return turns
 
 

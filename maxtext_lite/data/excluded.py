@@ -91,8 +91,8 @@ def excluded_ids(source: ExampleSource, rows: Sequence[ExcludedRow], key: str = 
     return ids
 
 
-def left_out(ids: np.ndarray, first: int, excluded: Mapping[int, int]) -> list[int]:
-    """The ids, at positions `first` and on, that `excluded_ids` leaves out there."""
+def left_out(ids: np.ndarray, first: int, excluded: Mapping[int, int]) -> np.ndarray:
+    """For each of the ids, at positions `first` and on, whether `excluded_ids` leaves it out there; bool."""
     if not excluded:
-        return []
-    return [row for place, row in enumerate(ids.tolist(), first) if place >= excluded.get(row, place + 1)]
+        return np.zeros(len(ids), bool)
+    return np.array([place >= excluded.get(row, place + 1) for place, row in enumerate(ids.tolist(), first)], bool)

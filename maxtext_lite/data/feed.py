@@ -207,13 +207,14 @@ class TrainingReads:
         step, load = divmod(index, self.loads_per_step)
         first = self.first_example + step * self.step_examples
         ids, imbalance = ids_of_run(self.source, first, self.step_examples, seed=self.seed), None
-        excluded = left_out(ids, first, self.excluded or {})
+        is_out = left_out(ids, first, self.excluded or {})
         if self.balance:
-            ids, imbalance = self.balance.arranged(self.source, ids, self.micro_batches)
+            order, imbalance = self.balance.arranged(self.source, ids, self.micro_batches)
+            ids, is_out = ids[order], is_out[order]
         # Example j is in micro-batch j % A, slot j // A: without balancing, a device has the same examples for every A.
         slots, micro_batches = np.divmod(np.arange(self.step_examples), self.micro_batches)
-        own = np.array_split(np.flatnonzero(np.isin(slots, self.host_slots)), self.loads_per_step)[load]
-        own = own[~np.isin(ids[own], excluded)]  # their slots stay empty
+        is_own = np.isin(slots, self.host_slots) & ~is_out  # the slots of examples that are left out stay empty
+        own = np.array_split(np.flatnonzero(is_own), self.loads_per_step)[load]
         read = _read_rows(self.source, ids, own, np.stack([micro_batches[own], slots[own]]), self.host_slots)
         return read._replace(attention_imbalance=imbalance)
 
@@ -291,8 +292,7 @@ class BatchIterator(Iterator[DeviceBatch]):
         if loaded is None:
             raise StopIteration
         self._ahead = self._thread.submit(self._load)
-        batch, problem = loaded
-        ids, imbalance, fields, segment = batch
+        (ids, imbalance, fields, segment), problem = loaded
         # Not in the thread: all hosts must begin their collective operations in the same order.
         arrays = segment.layout.hand_out(fields)
         return DeviceBatch(arrays, ids, len(ids), segment.num_micro_batches, data_seconds, problem, imbalance)

@@ -29,9 +29,9 @@ class Examples(Protocol):
     def __getitem__(self, example_id: int) -> Mapping[str, np.ndarray]:
         """Arrays [max_target_length]: `tokens`, and `targets`, the token to predict at each position.
 
-        Optional are `weights` of targets, 0 where there is none (default: 1); `segments`, the number of each token's
-        document from 1, 0 for padding (default: 1); `positions` within it (default: from 0); and float32 fields of any
-        other name for a custom objective.
+        Optional are `weights` of targets, at least 0, and 0 where there is none (default: 1); `segments`, the number of
+        each token's document from 1, 0 for padding (default: 1); `positions` within it (default: from 0); and float32
+        fields of any other name for a custom objective.
         """
         ...
 
@@ -86,13 +86,36 @@ class OwnExamples:
                 raise UserError(
                     f"{where}: {name} has the shape {np.shape(x)}, not (max_target_length,) = ({self.num_tokens},)."
                 )
-        for name in ("tokens", "targets"):
-            least, most = int(np.min(row[name])), int(np.max(row[name]))
-            if not 0 <= least <= most < self.vocab_size:
-                raise UserError(
-                    f"{where}: {name} are {least} to {most}, not 0 to vocab_size - 1 = {self.vocab_size - 1}."
-                )
-        return {name: np.asarray(row[name], field_dtype(name)) for name in self.fields}
+        return {name: self._checked(where, name, np.asarray(row[name])) for name in self.fields}
+
+    def _checked(self, where: str, name: str, given: np.ndarray) -> np.ndarray:
+        """A field in its dtype; refuses values that this would change, and those that no field of this name has."""
+        if field_dtype(name) is np.float32:
+            return _floats(f"{where}: {name}", given, weights=name == "weights")
+        if given.dtype.kind not in "biu":
+            raise UserError(f"{where}: {name} have the type {given.dtype}, not one of whole numbers.")
+        ids = name in ("tokens", "targets")
+        limit, rule = (self.vocab_size, "vocab_size - 1 =") if ids else (2**31, "2^31 - 1 =")
+        least, most = int(given.min()), int(given.max())
+        if not 0 <= least <= most < limit:
+            raise UserError(f"{where}: {name} are {least} to {most}, not 0 to {rule} {limit - 1}.")
+        return given.astype(np.int32)
+
+
+def _floats(named: str, given: np.ndarray, *, weights: bool) -> np.ndarray:
+    """A field of float32; only fields other than the weights may be negative or not finite."""
+    if given.dtype.kind in "cmMOSU":
+        raise UserError(f"{named} have the type {given.dtype}, not one of numbers.")
+    with np.errstate(over="ignore", under="ignore"):
+        cast = given.astype(np.float32)
+    if weights and not (np.isfinite(given) & (given >= 0)).all():
+        raise UserError(f"{named} are {given.min()} to {given.max()}, not finite numbers of at least 0.")
+    kept = cast == given if given.dtype.kind in "iu" else (np.isfinite(cast) == np.isfinite(given))
+    if weights:
+        kept &= (cast > 0) == (given > 0)
+    if not kept.all():
+        raise UserError(f"{named} have the value {given[~kept][0]}, which float32 cannot represent.")
+    return cast
 
 
 def own_examples(examples: Examples, *, key: str, num_tokens: int, vocab_size: int) -> OwnExamples:

@@ -228,11 +228,13 @@ def _windows(document_starts: np.ndarray, num_tokens: int) -> Iterator[_Window]:
         stop = int(np.searchsorted(np.asarray(document_starts), document_starts[first] + _WINDOW_TOKENS, "right")) - 1
         stop = min(max(stop, first + 1), first + _WINDOW_DOCUMENTS, count)
         starts = np.asarray(document_starts[first : stop + 1])
-        pieces, keys = _fitted(starts, num_tokens)
+        first, (pieces, keys) = stop, _fitted(starts, num_tokens)
+        if not len(pieces):  # every document is a single token
+            continue
         row_ends = np.append(np.flatnonzero(np.diff(keys)) + 1, len(keys))
         rows = end + np.stack([row_ends, np.cumsum(pieces[:, 1])[row_ends - 1]], axis=1)
         yield _Window(pieces, rows, int((np.diff(starts) - 1 > num_tokens).sum()))
-        first, end = stop, rows[-1]
+        end = rows[-1]
 
 
 def _fitted(document_starts: np.ndarray, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:

@@ -114,7 +114,12 @@ def open_sources(
     held_out = num_held_out(config.eval_fraction, len(everything), what, more="text, a smaller max_target_length or")
     if not held_out:
         return everything, None
-    return everything.rows(0, len(everything) - held_out), everything.rows(len(everything) - held_out, len(everything))
+    first = len(everything) - held_out
+    parts = everything.rows(0, first), everything.rows(first, len(everything))
+    for part, use in zip(parts, ("train on", "hold out"), strict=True):
+        if not part.num_target_tokens:
+            raise UserError(f"eval_fraction={config.eval_fraction} leaves no target token to {use}.")
+    return parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,9 +284,9 @@ def _source(
     empty: int = 0,
     notes: tuple[str, ...] = (),
 ) -> TextSource:
-    """The source of all rows of a stream; refuses one without rows, in the words of `nothing`."""
+    """The source of all rows of a stream; refuses one without targets, in the words of `nothing`."""
     layout = rows_of(config.packing, document_starts, config.max_target_length, place)
-    if len(layout) == 0:
+    if len(layout) == 0 or not layout.count_targets_between(0, len(layout)):
         raise UserError(nothing)
     if isinstance(layout, FittedRows):
         notes = (*notes, layout.note)

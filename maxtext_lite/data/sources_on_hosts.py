@@ -11,7 +11,9 @@ import jax
 import numpy as np
 
 from maxtext_lite.config import Config, UserError
-from maxtext_lite.data.excluded import ExcludedRow, read_excluded
+from maxtext_lite.config.errors import value_text
+from maxtext_lite.config.json_file import user_path
+from maxtext_lite.data.excluded import ExcludedRow, excluded_ids, read_excluded
 from maxtext_lite.data.mixture_source import MixtureSource, Opened, joined, opened_sources, target_tokens_between
 from maxtext_lite.data.sources import ExampleSource
 from maxtext_lite.parallel import exchange, value_of_host
@@ -102,6 +104,21 @@ def excluded_rows_on_hosts(path: Path, where: str = "") -> list[ExcludedRow]:
     if "problems" in found:
         raise UserError(found["problems"])
     return [ExcludedRow(**row) for row in found["rows"]]
+
+
+def listed_rows_on_hosts(config: Config, source: ExampleSource) -> list[ExcludedRow]:
+    """The rows that `excluded_rows` lists, of a run's source. All hosts must call it.
+
+    Raises:
+      UserError: on every host, if the first cannot read the list, or the source lacks a row.
+    """
+    path = config.excluded_rows
+    if not path:
+        return []
+    key = f"excluded_rows={value_text(path)}"
+    listed = excluded_rows_on_hosts(user_path(path), key)
+    excluded_ids(source, listed, key)
+    return listed
 
 
 def target_tokens_of_run(source: ExampleSource, *, total_examples: int, seed: int, loading_hosts: Sequence[int]) -> int:

@@ -18,7 +18,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
+from jinja2.utils import Namespace, missing
 from jinja2.visitor import NodeTransformer
 
 from maxtext_lite.data.causal import loop_over_turns
@@ -41,6 +41,21 @@ _PERCENT = re.compile(r"%(?:\([^)]*\))?[-+ #0]*[\d*]*(?:\.[\d*]*)?")
 
 class TooMuchWorkError(Exception):
     """A template has used up its budget, or requests something that would."""
+
+
+class Unstated(jinja2.Undefined):
+    """An undefined name: it prints nothing, but that of a special token, whose text is unknown, refuses to be printed.
+
+    Tests like `bos_token is defined` and `if bos_token` are false, as for any undefined name.
+    """
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        name = self._undefined_name
+        if self._undefined_obj is missing and name is not None and name.endswith("_token"):
+            raise jinja2.UndefinedError(f"it prints {name}, which tokenizer_config.json does not state (null: none)")
+        return super().__str__()
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):

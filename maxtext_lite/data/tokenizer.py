@@ -17,8 +17,9 @@ import numpy as np
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import value_text
-from maxtext_lite.config.json_file import check_file, is_directory, is_there, read_bytes, read_object, user_path
+from maxtext_lite.config.json_file import check_file, is_directory, is_there, read_bytes, user_path
 from maxtext_lite.data import splitting
+from maxtext_lite.data.special_tokens import CONFIG_FILE, special_tokens
 
 # Names of the end-of-text token in published tokenizers, the most specific first.
 END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<|end▁of▁sentence|>", "</s>", "<eos>", "<|im_end|>")
@@ -222,8 +223,8 @@ class _PrefixStream:
 class HuggingFaceTokenizer(Tokenizer):
     """A `tokenizer.json`, read by the `tokenizers` library, which recognizes special tokens in a text.
 
-    End-of-text is the `eos_token` of a tokenizer_config.json in the same directory; without one, it is the first of
-    `END_OF_TEXT_NAMES` that is a special token of the tokenizer.
+    End-of-text is the `eos_token` of a tokenizer_config.json or special_tokens_map.json in the same directory (see
+    `special_tokens`); without one, it is the first of `END_OF_TEXT_NAMES` that is a special token of the tokenizer.
 
     Raises:
       UserError: the file cannot be read, or no end-of-text token is found.
@@ -241,6 +242,8 @@ class HuggingFaceTokenizer(Tokenizer):
             ) from error
         self._tokenizer.no_truncation()  # a file may request either, but documents are neither truncated nor padded
         self._tokenizer.no_padding()
+        if getattr(self._tokenizer.model, "dropout", None):  # of BPE: merges left out at random
+            self._tokenizer.model.dropout = None
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -249,23 +252,21 @@ class HuggingFaceTokenizer(Tokenizer):
         self.fingerprint = f"huggingface:{hashlib.sha256(content).hexdigest()}:{self.end_of_text_id}"
 
     def _find_end_of_text(self, path: pathlib.Path) -> int:
-        special_tokens = {t.content: i for i, t in self._tokenizer.get_added_tokens_decoder().items() if t.special}
-        config_path = path.parent / "tokenizer_config.json"
-        if is_there(config_path):
-            stated = read_object(config_path).get("eos_token")
-            name = stated.get("content") if isinstance(stated, dict) else stated
-            if name is not None:
-                token_id = self._tokenizer.token_to_id(name) if _is_text(name) else None
-                if token_id is None:
-                    raise UserError(f"{str(config_path)!r}: the tokenizer has no token eos_token='{value_text(name)}'.")
-                return token_id
+        names = {t.content: i for i, t in self._tokenizer.get_added_tokens_decoder().items() if t.special}
+        stated = special_tokens(path.parent).get("eos_token")
+        if stated is not None and stated.text is not None:
+            token_id = self._tokenizer.token_to_id(stated.text) if _is_text(stated.text) else None
+            if token_id is None:
+                name = value_text(stated.text)
+                raise UserError(f"{str(stated.file)!r}: the tokenizer has no token eos_token='{name}'.")
+            return token_id
         for name in END_OF_TEXT_NAMES:
-            if name in special_tokens:
-                return special_tokens[name]
+            if name in names:
+                return names[name]
         raise UserError(
             f"tokenizer_path={str(path)!r} has no end-of-text token: none of its special tokens "
-            f"({', '.join(sorted(special_tokens)) or 'it has none'}) is one of {', '.join(END_OF_TEXT_NAMES)}. "
-            f"Name it as eos_token in {str(config_path)!r}."
+            f"({', '.join(sorted(names)) or 'it has none'}) is one of {', '.join(END_OF_TEXT_NAMES)}. "
+            f"Name it as eos_token in {str(path.parent / CONFIG_FILE)!r}."
         )
 
     def encode(self, text: str) -> np.ndarray:

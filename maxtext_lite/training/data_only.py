@@ -10,7 +10,9 @@ import jax
 
 from maxtext_lite.config import Config
 from maxtext_lite.data import Balance, MixtureSource, hash_of_run, target_tokens_of_run, training_batches
+from maxtext_lite.data.excluded import excluded_ids
 from maxtext_lite.data.mixture_of_run import in_run, steps_left
+from maxtext_lite.data.sources_on_hosts import listed_rows_on_hosts
 from maxtext_lite.parallel import make_mesh, sharding
 from maxtext_lite.process.output import complain
 from maxtext_lite.training.opening import open_data
@@ -28,10 +30,12 @@ def read_data(config: Config, *, with_ids: bool) -> None:
       with_ids: print only a line of JSON for each step, and the speed to stderr. The line has `step`, `examples_hash`
         as in metrics.jsonl, and `ids`; of a mixture, pairs of a source's name and the example's number there.
     Raises:
-      UserError: the data cannot be read, or the batches cannot be planned for these devices.
+      UserError: the data or the list of excluded rows cannot be read, or the batches cannot be planned for these
+        devices.
     """
     plan, (source, _) = open_data(config)
     source, _ = in_run(config, source)
+    excluded = excluded_ids(source, listed_rows_on_hosts(config, source))
     num_steps = steps_left(config, plan, source, step=0, examples_seen=0)
     is_first, seed = jax.process_index() == 0, config.data_shuffle_seed
     seen, shown, since, imbalances = 0, 0, time.perf_counter(), list[float]()
@@ -45,6 +49,7 @@ def read_data(config: Config, *, with_ids: bool) -> None:
         seed=seed,
         worker_count=config.grain_worker_count,
         balance=Balance.of(config, plan),
+        excluded=excluded,
     ) as batches:
         for step, batch in enumerate(batches, start=1):
             jax.block_until_ready(batch.arrays)

@@ -23,7 +23,6 @@ from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import value_text, writing
 from maxtext_lite.config.hf.adapter import adapter_of
 from maxtext_lite.config.hf.config import has_hf_weights
-from maxtext_lite.config.json_file import user_path
 from maxtext_lite.data import (
     ExampleSource,
     MixtureSource,
@@ -33,7 +32,7 @@ from maxtext_lite.data import (
 from maxtext_lite.data.excluded import ExcludedRow, excluded_ids
 from maxtext_lite.data.mixture_of_run import early_end, in_run, mixture_sentences, mixture_table, steps_left
 from maxtext_lite.data.preparing.inspecting import summaries
-from maxtext_lite.data.sources_on_hosts import excluded_rows_on_hosts
+from maxtext_lite.data.sources_on_hosts import excluded_rows_on_hosts, listed_rows_on_hosts
 from maxtext_lite.hf import store_files
 from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import tree_shardings
@@ -278,10 +277,8 @@ class TrainingRun(Generic[Data]):
         self.source, mixtures = in_run(self.config, self.source, saved, (counts.examples_seen, counts.tokens_seen))
         if self._saved:
             self._saved.mixtures = mixtures
-        path, source = self.config.excluded_rows, cast(ExampleSource, self.source)
-        key = f"excluded_rows={value_text(path)}" if path else ""
-        listed = excluded_rows_on_hosts(user_path(path), key) if path else []
-        excluded_ids(source, listed, key)
+        source = cast(ExampleSource, self.source)
+        listed = listed_rows_on_hosts(self.config, source)
         self.recorded = excluded_rows_on_hosts(self.directory / EXCLUDED)
         self.excluded = excluded_ids(source, [*listed, *self.recorded])
 

@@ -37,7 +37,7 @@ def test_json_is_read_as_its_library_reads_it():
     ("[-Infinity]", "-Infinity is not a JSON value"),
     ("{\n  'a': 1}", "Expecting property name enclosed in double quotes at line 2 column 3"),
     ("{", "Expecting property name enclosed in double quotes at column 2"),
-    ("9" * 5000, "Exceeds the limit"),
+    ("9" * 5000, r"^it has a number of more than 4,300 digits$"),
 ])  # fmt: skip
 def test_what_is_no_json_or_too_deep_is_refused(text, reason):
     with pytest.raises(ValueError, match=reason):

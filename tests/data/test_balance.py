@@ -140,9 +140,10 @@ def test_every_row_is_assigned_once_and_stays_with_its_replica(
     source = Rows(np.random.default_rng(0).integers(1, 100, 200))
     balance = Balance(True, np.square, shards, replicas, pieces, slots)
     ids = np.random.default_rng(1).permutation(200)[:examples]
-    arranged, imbalance = balance.arranged(source, ids, micro_batches)
+    order, imbalance = balance.arranged(source, ids, micro_batches)
     off, before = dataclasses.replace(balance, is_on=False).arranged(source, ids, micro_batches)
-    assert off.tolist() == ids.tolist()
+    assert off.tolist() == list(range(examples))
+    arranged = ids[order]
     assert 0 <= imbalance <= before
     costs, was = np.zeros((2, micro_batches, slots))
     for grid, which in ((costs, arranged), (was, ids)):
@@ -192,8 +193,9 @@ def test_one_shard_and_sources_that_do_not_know_have_no_imbalance(texts):
     assert Balance.of(config, make_plan(config, num_devices=1)) is None
     assert Balance.of(config, make_plan(config, num_devices=8)) is not None
     synthetic = config_of(texts, "synthetic", "dataset_path=")
-    balance, ids = Balance.of(synthetic, make_plan(synthetic, num_devices=8)), np.arange(4)
-    assert balance.arranged(source_of(synthetic), ids, 1) == (ids, None)
+    balance = Balance.of(synthetic, make_plan(synthetic, num_devices=8))
+    order, imbalance = balance.arranged(source_of(synthetic), np.array([5, 2, 2, 7]), 1)
+    assert (order.tolist(), imbalance) == ([0, 1, 2, 3], None)
 
 
 def test_a_setting_without_effect_is_warned_of(texts):

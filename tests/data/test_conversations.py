@@ -215,6 +215,12 @@ USER, ASSISTANT = {"role": "user", "content": "Hi"}, {"role": "assistant", "cont
     ({"messages": [USER, ASSISTANT | {"thinking": "Hm."}]}, "has thinking, which would not be learned"),
     ({"messages": [USER, ASSISTANT | {"weight": 0}]}, "has weight 0, but all answers are learned with weight 1"),
     ({"messages": [USER, ASSISTANT], "tools": [{}]}, '"tools" would not be rendered'),
+    ({"messages": [USER, ASSISTANT], "chat_template_kwargs": {"a": 1}}, '"chat_template_kwargs" would not be rendered'),
+    ({"messages": [USER, ASSISTANT], "documents": ["x"]}, '"documents" would not be rendered'),
+    ({"messages": [USER, ASSISTANT | {"train": False}]}, "has train False, but all answers are learned"),
+    ({"messages": [USER | {"tool_call_id": "a"}, ASSISTANT]}, "has tool_call_id, which would not be learned"),
+    ({"messages": [USER | {"name": 3}, ASSISTANT]}, 'turn 1 of "messages" has name that is not text'),
+    ({"messages": [USER | {"name": "\ud83d"}, ASSISTANT]}, '"name" is not valid Unicode'),
     ({"messages": [USER, ASSISTANT | {"content": " "}]}, 'turn 2 of "messages" is empty'),
     ({"messages": [USER, USER, ASSISTANT]}, "turn 2 of the conversation is the user's, but the assistant's is due"),
     ({"messages": [ASSISTANT, USER]}, "turn 1 of the conversation is the assistant's, but the user's is due"),
@@ -226,6 +232,13 @@ def test_an_invalid_sft_line_is_refused_with_its_place(value, message, tokenizer
         renderer(tokenizer_path, CHATML, tmp_path).sft_text("d.jsonl:7", value)
     assert str(refused.value).startswith("d.jsonl:7: ")
     assert message in str(refused.value)
+
+
+def test_a_template_gets_the_name_of_who_says_a_turn(tokenizer_path, tmp_path):
+    template = "{% for m in messages %}<{{ m.name or m.role }}>{{ m.content }}{% endfor %}"
+    turns = [USER | {"name": "bob"}, ASSISTANT | {"name": "", "train": True}]
+    rendered = renderer(tokenizer_path, template, tmp_path).sft_text("d.jsonl:7", {"messages": turns})
+    assert rendered.text == "<bob>Hi<assistant>Ho"
 
 
 @pytest.mark.parametrize("value", [

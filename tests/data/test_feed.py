@@ -15,8 +15,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import UserError, load_config
+from maxtext_lite.data.balance import Balance
 from maxtext_lite.data.feed import EvaluationReads, TrainingReads, evaluation_batches, training_batches
 from maxtext_lite.data.order import example_ids, examples_hash
+from maxtext_lite.data.packing import Documents
 
 T = 8
 FIELDS = {"tokens", "targets", "segments", "positions", "weights"}
@@ -177,6 +179,36 @@ def test_an_excluded_row_leaves_its_slot_empty_from_its_position_on(keys):
                 is_out = example == 5 or (example == 2 and 8 * step + place >= 6)
                 for values in batch.arrays.values():
                     assert (np.asarray(values)[place % 2, place // 2] == (0 if is_out else example + 1)).all()
+
+
+class Unequal(NumberedSource):
+    """Rows of one document each, the first the costliest."""
+
+    def documents(self, example_ids):
+        return Documents(10 - np.asarray(example_ids), np.arange(len(example_ids)))
+
+
+@pytest.mark.parametrize("is_balanced", [False, True])
+@pytest.mark.parametrize("step_examples", [2, 4, 8])
+def test_a_row_twice_in_a_step_is_left_out_only_from_its_position_on(step_examples, is_balanced):
+    """5 examples in order, 8 positions, two hosts: 1 is at positions 1 and 6, and left out from 3 on."""
+    source = Unequal(5)
+    for host_slots in np.split(np.arange(step_examples), 2):
+        steps = TrainingReads(
+            source,
+            host_slots=host_slots,
+            first_example=0,
+            num_steps=8 // step_examples,
+            step_examples=step_examples,
+            loads_per_step=1,
+            micro_batches=1,
+            seed=-1,
+            balance=Balance(True, np.square, 2, 1, 1, step_examples) if is_balanced else None,
+            excluded={1: 3},
+        )
+        for step in range(len(steps)):
+            steps[step]
+    assert sorted(source.read) == [0, 0, 1, 2, 2, 3, 4]
 
 
 def test_a_host_reads_the_rows_of_its_slots_and_no_others():

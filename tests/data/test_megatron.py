@@ -117,3 +117,21 @@ def test_files_of_another_kind_are_refused(tmp_path):
     assert refusal(tokens) == expected
     write_megatron(tmp_path / "m.x", [])
     assert refusal(tokens) == f"dataset_path='{tokens}' has no document of two tokens."
+
+
+@pytest.mark.parametrize("packing", ["concat", "none", "best_fit"])
+def test_documents_without_a_target_are_no_data(packing, tmp_path):
+    write_megatron(tmp_path / "m.x", [[256]] * 10)
+    said = refusal(tmp_path / "m.bin", packing=packing)
+    assert said == f"dataset_path='{tmp_path}/m.bin' has no document of two tokens."
+
+
+def test_neither_part_of_the_data_is_without_a_target(tmp_path):
+    for name, documents, use in (
+        ("a", [[256]] * 40 + [[1, 2]], "train on"),
+        ("b", [[1, 2]] + [[256]] * 40, "hold out"),
+    ):
+        write_megatron(tmp_path / f"{name}.x", documents)
+        keys = {"packing": "concat", "eval_fraction": 0.1, "eval_interval": 10}
+        said = refusal(tmp_path / f"{name}.bin", **keys)
+        assert said == f"eval_fraction=0.1 leaves no target token to {use}."

@@ -41,11 +41,31 @@ def test_custom_fields_are_float32_and_targets_are_counted():
     assert source.count_targets(np.array([1, 1])) == 4
 
 
+def test_any_type_that_keeps_the_values_is_accepted():
+    mask = np.array([True, True, False, False])
+    given = example(segments=mask, positions=np.arange(4, dtype=np.uint64), weights=mask, price=[-0.1, np.nan, 1, 2])
+    row = own_examples(Examples([given]), **SIZES)[0]
+    assert (row["segments"].tolist(), row["weights"].tolist()) == ([1, 1, 0, 0], [1, 1, 0, 0])
+    np.testing.assert_array_equal(row["price"], np.float32([-0.1, np.nan, 1, 2]))  # rounded, as any float64 is
+
+
 @pytest.mark.parametrize(("examples", "message"), [
     ([], "source has no examples"),
     ([{"tokens": np.arange(4)}], r"source\[0\] has no targets"),
     ([example(weights=np.ones(3))], r"source\[0\]: weights has the shape \(3,\), not \(max_target_length,\) = \(4,\)"),
     ([example(tokens=np.arange(7, 11))], r"source\[0\]: tokens are 7 to 10, not 0 to vocab_size - 1 = 9"),
+    ([example(tokens=[1.7, 2.9, 3, 4])], r"source\[0\]: tokens have the type float64, not one of whole numbers"),
+    ([example(tokens=["1", "2", "3", "4"])], r"source\[0\]: tokens have the type <U1, not one of whole numbers"),
+    ([example(segments=[1, 1, 2, 2**32 + 1])], r"source\[0\]: segments are 1 to 4294967297, not 0 to 2\^31 - 1 = "),
+    ([example(segments=[1, 1.5, 2, 2])], r"source\[0\]: segments have the type float64"),
+    ([example(positions=[0, 1, 2, 2**31])], r"source\[0\]: positions are 0 to 2147483648, not 0 to 2\^31 - 1 = "),
+    ([example(positions=[-1, 0, 1, 2])], r"source\[0\]: positions are -1 to 2, not 0 to 2\^31 - 1 = 2147483647"),
+    ([example(weights=[1, 1, -1, 1])], r"source\[0\]: weights are -1 to 1, not finite numbers of at least 0"),
+    ([example(weights=[1, 1, np.nan, 1])], r"source\[0\]: weights are nan to nan, not finite numbers of at least 0"),
+    ([example(weights=[1, 1, 1e-60, 1])], r"source\[0\]: weights have the value 1e-60, which float32 cannot"),
+    ([example(weights=["a"] * 4)], r"source\[0\]: weights have the type <U1, not one of numbers"),
+    ([example(price=[1, 2**24 + 1, 2, 3])], r"source\[0\]: price have the value 16777217, which float32 cannot"),
+    ([example(price=[1, 1e39, 2, 3])], r"source\[0\]: price have the value 1e\+39, which float32 cannot"),
     ([example(), example(price=np.ones(4))], r"source\[1\] has the fields .*price.*, not"),
 ])  # fmt: skip
 def test_an_invalid_example_is_refused(examples, message):

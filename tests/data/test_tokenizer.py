@@ -185,6 +185,18 @@ def test_the_library_gives_the_same_ids(tmp_path):
     assert load_tokenizer(config_for("sentencepiece", path)).encode(UNICODE).tolist() == direct
 
 
+def test_a_file_that_asks_for_dropout_gets_none(tmp_path):
+    path = train_bpe(tmp_path, ["<|endoftext|>"])
+    expected = load_tokenizer(config_for("huggingface", path)).encode(UNICODE).tolist()
+    content = json.loads(path.read_text())
+    content["model"]["dropout"] = 1.0
+    path.write_text(json.dumps(content))
+    assert len(tokenizers.Tokenizer.from_file(str(path)).encode(UNICODE).ids) > len(expected)
+    tokenizer = load_tokenizer(config_for("huggingface", path))
+    assert tokenizer.encode(UNICODE).tolist() == expected
+    assert [ids.tolist() for ids in tokenizer.encode_documents([UNICODE] * 3)] == [expected] * 3
+
+
 def test_a_file_that_asks_for_truncation_and_padding_gets_neither(tmp_path):
     path = train_bpe(tmp_path, ["<|endoftext|>"])
     whole = load_tokenizer(config_for("huggingface", path))

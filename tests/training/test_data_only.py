@@ -7,7 +7,9 @@ import pytest
 
 from maxtext_lite.config import UserError
 from maxtext_lite.data import example_ids, examples_hash
+from maxtext_lite.data.feed import training_batches
 from maxtext_lite.train import main
+from maxtext_lite.training import data_only
 
 SIZES = ["max_target_length=32", "per_device_batch_size=1", "ici_fsdp_parallelism=4", "ici_data_parallelism=2"]
 
@@ -54,6 +56,20 @@ def test_ids_of_a_mixture_name_the_source(tmp_path, capsys):
     ids = [tuple(pair) for step in lines(capsys) for pair in step["ids"]]
     assert len(set(ids)) == 40
     assert [sum(name == source for name, _ in ids) for source in "ab"] == [10, 30]
+
+
+def test_listed_rows_are_left_out_and_the_list_must_be_readable(tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr(
+        data_only, "training_batches", lambda *words, **keys: given.append(keys) or training_batches(*words, **keys)
+    )
+    rows = tmp_path / "rows.jsonl"
+    words = [*SIZES, "dataset_type=synthetic", "steps=1", "warmup_steps=1", "data_only=true", f"excluded_rows={rows}"]
+    with pytest.raises(UserError, match=r"excluded_rows=\S+ cannot be read: No such file"):
+        main(words)
+    rows.write_text('{"row": 28, "from_example": 4}\n')
+    assert main(words) == 0
+    assert [keys["excluded"] for keys in given] == [{28: 4}]
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from maxtext_lite.config import UserError
-from maxtext_lite.data.conversations import Renderer
+from maxtext_lite.data.conversations import UNRENDERED, Renderer
 from maxtext_lite.data.preparing.keys import PrepareConfig
 from maxtext_lite.data.preparing.tasks import WHOLE, Piece, check_column, parquet_file
 from maxtext_lite.data.text_files import (
@@ -23,6 +24,7 @@ from maxtext_lite.data.text_files import (
 from maxtext_lite.data.tokenizer import Tokenizer
 
 _ROWS_AT_ONCE = 1024
+_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # optional in Arrow's format, but every writer's close() adds it
 
 
 class BadLine(NamedTuple):
@@ -37,6 +39,7 @@ class DocumentReader:
     def __init__(self, config: PrepareConfig, tokenizer: Tokenizer) -> None:
         self._field = config.field
         self._renderer = Renderer(config, tokenizer, begins_as_elsewhere=False) if config.chat else None
+        self._columns = [config.field, *(UNRENDERED if config.chat else ())]
 
     def read(self, piece: Piece) -> Iterator[str | BadLine]:
         """Each document as it stands, including empty ones; blank lines are skipped.
@@ -58,16 +61,14 @@ class DocumentReader:
             if line.strip():
                 yield self._document(f"{piece.name}{': line at byte ' if of_range else ':'}{place}", line)
 
-    def _document(self, where: str, value: Any) -> str | BadLine:
+    def _document(self, where: str, given: bytes | Callable[[], dict[str, Any]]) -> str | BadLine:
         wanted = f'{"a list" if self._renderer else "a string"} under "{self._field}"'
-        of = "a JSON object" if isinstance(value, bytes) else "a row"
+        of = "a JSON object" if isinstance(given, bytes) else "a row"
         try:
-            if isinstance(value, bytes):
-                value = json_object(where, value, wanted=wanted).get(self._field)
-            elif callable(value):
-                value = value()
+            line = json_object(where, given, wanted=wanted) if isinstance(given, bytes) else given()
             if self._renderer:
-                return self._renderer.document(where, self._field, value)
+                return self._renderer.document(where, self._field, line)
+            value = line.get(self._field)
             if not isinstance(value, str):
                 raise UserError(f"{where}: not {of} with {wanted}.")
             check_unicode(where, self._field, value)
@@ -77,24 +78,30 @@ class DocumentReader:
             return BadLine(" ".join(error.problems))
         return value
 
-    def _rows(self, piece: Piece) -> Iterator[Callable[[], Any]]:
-        """For each row, a function that returns its value."""
+    def _rows(self, piece: Piece) -> Iterator[Callable[[], dict[str, Any]]]:
+        """For each row, a function that returns its values by column, of those that matter."""
         arrow = extra_module(piece.name, "pyarrow")
         try:
             with contextlib.ExitStack() as stack:
                 if piece.name.endswith(".parquet"):
                     opened = stack.enter_context(parquet_file(piece.name, piece.path))
-                    batches = opened.iter_batches(
-                        _ROWS_AT_ONCE, range(piece.start, piece.stop), [self._field], use_threads=False
-                    )
+                    names = [name for name in self._columns if name in opened.schema_arrow.names]
+                    groups = range(piece.start, piece.stop)
+                    batches = opened.iter_batches(_ROWS_AT_ONCE, groups, names, use_threads=False)
                 else:
                     batches = _arrow_batches(stack.enter_context(arrow.memory_map(piece.path)), arrow)
                 for batch in batches:
-                    check_column(piece.name, batch.schema, self._field)
-                    for value in batch.column(self._field):
-                        yield value.as_py
-        except (OSError, arrow.ArrowException) as error:
+                    names = [name for name in self._columns if name in batch.schema.names]
+                    for name in (self._field, *names):
+                        check_column(piece.name, batch.schema, name)
+                    for values in zip(*(batch.column(name) for name in names), strict=True):
+                        yield functools.partial(_row, names, values)
+        except (OSError, EOFError, arrow.ArrowException) as error:
             raise UserError(f"{piece.name}: cannot be read ({error}).") from error
+
+
+def _row(names: Sequence[str], values: Sequence[Any]) -> dict[str, Any]:
+    return {name: value.as_py() for name, value in zip(names, values, strict=True)}
 
 
 def _arrow_batches(opened: Any, arrow: Any) -> Iterator[Any]:
@@ -104,6 +111,9 @@ def _arrow_batches(opened: Any, arrow: Any) -> Iterator[Any]:
         reader = arrow.ipc.open_file(opened)
         yield from (reader.get_batch(number) for number in range(reader.num_record_batches))
         return
+    opened.seek(max(opened.size() - len(_END_OF_STREAM), 0))
+    if opened.read() != _END_OF_STREAM:  # pyarrow would take a cut between two batches for the end
+        raise EOFError("it is cut short")
     opened.seek(0)
     yield from arrow.ipc.open_stream(opened)
 

@@ -40,7 +40,7 @@ from maxtext_lite.data.manifest import (
     token_dtype,
 )
 from maxtext_lite.data.preparing.keys import PrepareConfig
-from maxtext_lite.data.preparing.shards import Entry, Workshop
+from maxtext_lite.data.preparing.shards import Entry, Workshop, check_bad
 from maxtext_lite.data.preparing.tasks import InputFile, Task
 from maxtext_lite.data.tokenizer import Tokenizer
 
@@ -164,7 +164,11 @@ class Journal:
         return self._has(MANIFEST_FILE)
 
     def done(self) -> dict[int, Entry]:
-        """The completed tasks, by number."""
+        """The completed tasks, by number.
+
+        Raises:
+          UserError: one has more bad lines than the config allows now.
+        """
         return {entry.number: entry for task in self.tasks if (entry := self._entry(task.number)) is not None}
 
     def _entry(self, number: int) -> Entry | None:
@@ -175,7 +179,10 @@ class Journal:
         shard = None if stated["shard"] is None else Shard(**stated["shard"])
         if shard is not None and not (self._has(shard.file) and self._has(f"{name}.lengths")):
             return None  # its files were removed; the task is done again
-        return Entry(number, shard, stated["empty"], stated["bad"], tuple(stated["problems"]))
+        entry = Entry(number, shard, stated["empty"], stated["bad"], tuple(stated["problems"]))
+        lines = (shard.documents if shard else 0) + entry.empty + entry.bad
+        check_bad(f"task {number}", entry.bad, lines, entry.problems, self.workshop.max_bad_fraction)
+        return entry
 
     def record(self, entry: Entry) -> None:
         """Records that a task is done; its files exist."""
@@ -233,13 +240,19 @@ class Journal:
         return path.read_bytes() if self._remote is None else self._remote.read(f"{_JOURNAL}/{path.name}")
 
     def outcome(self) -> Outcome:
-        """The contents of a complete output, whose journal is removed."""
+        """The contents of a complete output, whose journal is removed.
+
+        Raises:
+          UserError: it has more bad lines than the config allows now.
+        """
         shutil.rmtree(self._journal, ignore_errors=True)
         if self._remote is not None:
             self._remote.remove([name for name in self._in_bucket if name.startswith(f"{_JOURNAL}/")])
             (self.directory / DOCUMENTS_FILE).unlink(missing_ok=True)
         counts: dict[str, Any] = read_object(self.directory / PLAN_FILE)["counts"]
-        manifest = read_manifest(self.directory)
+        manifest, allowed = read_manifest(self.directory), self.workshop.max_bad_fraction
+        lines = manifest.documents + counts["empty"] + counts["bad"]
+        check_bad(full_text(self._output), counts["bad"], lines, counts["problems"], allowed)
         return Outcome(manifest, counts["empty"], counts["bad"], tuple(counts["problems"]))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,12 +137,7 @@ def _written(
         stream.write(ids)
         made(len(ids))
     of_documents = np.concatenate([np.zeros(0, "<i8"), *lengths]).astype("<i8")
-    total = len(of_documents) + empty + bad
-    if bad > workshop.max_bad_fraction * total:
-        raise UserError([
-            f"{bad} of the {total} lines of task {task.number} are bad, more than "
-            f"max_bad_fraction={workshop.max_bad_fraction:g} of them. The first:", *problems,
-        ])  # fmt: skip
+    check_bad(f"task {task.number}", bad, len(of_documents) + empty + bad, problems, workshop.max_bad_fraction)
     tokens = stream.close()
     _check_inputs(task, workshop)
     if not tokens:
@@ -163,6 +158,15 @@ def _written(
         workshop.deliver(path)
     shard = dataclasses.replace(shard, file=paths[0].name)
     return Entry(task.number, shard, empty, bad, tuple(problems))
+
+
+def check_bad(where: str, bad: int, lines: int, problems: Sequence[str], max_bad_fraction: float) -> None:
+    """Refuses bad lines, described by `problems`, if they are more than this fraction of all lines."""
+    if bad > max_bad_fraction * lines:
+        raise UserError([
+            f"{bad} of the {lines} lines of {where} are bad, more than max_bad_fraction={max_bad_fraction:g} of them. "
+            "The first:", *problems,
+        ])  # fmt: skip
 
 
 _HOW_TO_GO_ON = "Correct or remove the line, or allow a share of bad lines with max_bad_fraction=0.001."

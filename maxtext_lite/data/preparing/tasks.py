@@ -162,10 +162,12 @@ def parquet_file(name: str, path: str) -> Any:
 
 
 def check_column(name: str, schema: Any, field: str) -> None:
-    """Refuses rows without the requested column.
+    """Refuses rows without exactly one column of this name.
 
     Raises:
-      UserError: the column is missing.
+      UserError: the column is missing, or there are several.
     """
     if field not in schema.names:
         raise UserError(f"{name} has no column {field!r}; set text_field to one of {', '.join(schema.names)}.")
+    if schema.names.count(field) > 1:
+        raise UserError(f"{name} has {schema.names.count(field)} columns {field!r}.")

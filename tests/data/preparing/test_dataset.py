@@ -279,6 +279,27 @@ def test_a_changed_input_or_setting_is_named(texts, tmp_path):
         )
 
 
+def test_a_special_token_that_the_template_prints_is_a_setting(tmp_path):
+    turns = [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": turns}))
+    written = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+
+    def prepare_chat(tokens, template=written, output="out"):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, **tokens}))
+        inputs = {"input": [str(tmp_path / "a.jsonl")], "output": str(tmp_path / output), "chat": True}
+        keys = inputs | {"tokenizer_type": "huggingface", "tokenizer_path": str(tmp_path)}
+        return prepare_dataset(PrepareConfig(**keys), tokenizer=ByteTokenizer())
+
+    first = prepare_chat({"bos_token": "<s>", "eos_token": "</s>"})
+    assert prepare_chat({"bos_token": "<s>", "eos_token": "<stop>"}) == first  # not printed
+    with pytest.raises(UserError, match=r"was begun differently: with chat_template="):
+        prepare_chat({"bos_token": "<begin>", "eos_token": "</s>"})
+    without = written.replace("{{ bos_token }}", "")
+    prepare_chat({"bos_token": "<s>"}, without, "other")
+    stated = json.loads((tmp_path / "other" / "prepare.json").read_text())["settings"]["chat_template"]
+    assert stated == hashlib.sha256(without.encode()).hexdigest()  # as outputs of earlier versions have it
+
+
 def test_an_input_that_changes_meanwhile_is_named(texts, tmp_path, monkeypatch):
     class Slow(ByteTokenizer):
         def encode_documents(self, texts):
@@ -302,3 +323,15 @@ def test_bad_lines_are_counted_and_named_up_to_their_share(texts, tmp_path):
     assert bad > 0.05 * lines
     outcome = prepare(tmp_path, max_bad_fraction=0.5)  # the share may change: the bytes do not depend on it
     assert (outcome.bad, len(outcome.problems), outcome.manifest.documents) == (2, 2, sum(map(bool, texts)))
+    with pytest.raises(UserError, match=r"2 of the \d+ lines of \S+out are bad, more than max_bad_fraction=0 of them"):
+        prepare(tmp_path)
+    assert prepare(tmp_path, max_bad_fraction=0.9) == outcome
+
+
+def test_a_smaller_share_of_bad_lines_holds_for_tasks_that_are_done_too(texts, tmp_path):
+    (tmp_path / "in" / "a.jsonl").write_text('no\n{"text": "good"}\n' + (tmp_path / "in" / "a.jsonl").read_text())
+    with killed_at(40):
+        prepare(tmp_path, max_bad_fraction=0.5)
+    with pytest.raises(UserError, match=r"1 of the \d+ lines of task 0 are bad, more than max_bad_fraction=0 of them"):
+        prepare(tmp_path)
+    assert prepare(tmp_path, max_bad_fraction=0.5).bad == 1

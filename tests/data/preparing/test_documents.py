@@ -81,6 +81,36 @@ def test_rows(kind, tmp_path):
         read(path)
 
 
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_two_columns_of_one_name_are_refused(kind, tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
+    path = tmp_path / f"a.{kind}"
+    if kind == "parquet":
+        parquet.write_table(table, path)
+    else:
+        with pyarrow.ipc.new_stream(str(path), table.schema) as writer:
+            writer.write_table(table)
+    with pytest.raises(UserError, match=rf"a\.{kind} has 2 columns 'text'\."):
+        read(path)
+
+
+def test_a_stream_cut_off_between_batches_ends_it(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    table = pyarrow.table({"text": TEXTS})
+    with (tmp_path / "a.arrow").open("wb") as opened, pyarrow.ipc.new_stream(opened, table.schema) as writer:
+        writer.write_table(table.slice(0, 3))
+        after_one = opened.tell()
+        writer.write_table(table.slice(3))
+    whole = (tmp_path / "a.arrow").read_bytes()
+    assert read(tmp_path / "a.arrow") == TEXTS
+    for size in (0, 5, after_one - 1, after_one, len(whole) - 8, len(whole) - 1):
+        (tmp_path / "a.arrow").write_bytes(whole[:size])
+        with pytest.raises(UserError, match=r"a\.arrow: cannot be read \("):
+            read(tmp_path / "a.arrow")
+
+
 def test_messages_about_bad_lines(tmp_path):
     lines = [b'{"text": "good"}', b"{", b'{"text": 3}', b'{"text": "\xff"}', b'{"text": "\\ud800"}', b"[]"]
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
@@ -111,8 +141,26 @@ def test_a_line_that_is_too_long_ends_it(tmp_path, monkeypatch):
 def test_conversations_are_written_by_the_chat_template(tmp_path):
     (tmp_path / "t.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
     turns = [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}]
-    lines = [json.dumps({"messages": turns}), json.dumps({"messages": turns[:0]})]
-    (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    text, bad = read(tmp_path / "a.jsonl", chat=True, chat_template=str(tmp_path / "t.jinja"))
+    lines = [{"messages": turns}, {"messages": turns[:0]}, {"messages": turns, "tools": [{"type": "function"}]}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    text, bad, with_tools = read(tmp_path / "a.jsonl", chat=True, chat_template=str(tmp_path / "t.jinja"))
     assert text == "<user>2 + 3?<assistant>5"
     assert 'line at byte 93: "messages" is not a list of turns' in bad.problem
+    assert 'line at byte 110: "tools" would not be rendered' in with_tools.problem
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_conversations_in_rows_are_refused_with_tools(kind, tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}<{{ m.name or m.role }}>{{ m.content }}{% endfor %}")
+    turns = [{"role": "user", "content": "2 + 3?", "name": "bob"}, {"role": "assistant", "content": "5"}]
+    table = pyarrow.table({"id": [1, 2], "messages": [turns, turns], "tools": [[], ["add"]]})
+    if kind == "parquet":
+        parquet.write_table(table, tmp_path / "a.parquet")
+    else:
+        with pyarrow.ipc.new_stream(str(tmp_path / "a.arrow"), table.schema) as writer:
+            writer.write_table(table)
+    text, bad = read(tmp_path / f"a.{kind}", chat=True, chat_template=str(tmp_path / "t.jinja"))
+    assert text == "<bob>2 + 3?<assistant>5"
+    assert 'row 2: "tools" would not be rendered' in bad.problem
