@@ -27,7 +27,7 @@ from maxtext_lite.config.files import (
     shipped_configs,
     takes_text,
 )
-from maxtext_lite.config.hf.layer import directory_origin, directory_values, in_its_fields
+from maxtext_lite.config.hf.layer import directory_origin, directory_values, in_its_fields, tokenizer_values
 from maxtext_lite.config.hints import key_hint, missing_model, words_meant
 from maxtext_lite.config.json_file import is_there, user_path
 from maxtext_lite.config.schema import RL_KEYS, Config, RLRunConfig, keys_of
@@ -293,16 +293,19 @@ def _refuse_stale_architecture(naming: Sequence[Layer], root: Layer, model: Laye
 
 
 def _directory_layer(layers: Sequence[Layer], problems: list[Refusal]) -> list[Layer]:
-    """The layer of the config.json in the directory named by load_parameters_path, where there is one."""
+    """The layer of the directory named by load_parameters_path: its config.json, if any, and its tokenizer."""
     root, *stating = layers
     path = str(_merged(layers).get("load_parameters_path") or "")
-    origin = None if path_problem(path, of_run=True) else directory_origin(path)  # a wrong path is refused as a value
+    if path_problem(path, of_run=True):
+        return []  # a wrong path is refused as a value
+    stated = {key: (value, layer.origin) for layer in stating for key, value in layer.values.items()}
+    origin = directory_origin(path)
     if origin is None:
         if _is_missing(path) and not any(key in ModelConfig.model_fields for layer in stating for key in layer.values):
             where = f"load_parameters_path={value_text(path)}: there is no such directory in {str(Path.cwd())!r}"
             _refuse(problems, f"{where}, and no key says what the model is.")
-        return []
-    stated = {key: (value, layer.origin) for layer in stating for key, value in layer.values.items()}
+        tokenizer = tokenizer_values(path, stated) if path else {}
+        return [Layer(f"{path}/hf", dict(tokenizer))] if tokenizer else []
     values, refusals = directory_values(path, stated, root.values["max_target_length"])
     problems.extend(refusals)
     return [Layer(origin, dict(values))]

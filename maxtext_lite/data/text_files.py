@@ -49,7 +49,7 @@ def find_files(key: str, path: str, kinds: tuple[str, ...] = TEXT_SUFFIXES) -> l
     elif glob.has_magic(path):
         files = [(str(file), file) for file in _matches(str(place))]
         if not files:
-            raise UserError(f"{key}={path!r} matches no file.")
+            raise UserError(f"{key}={path!r} matches no file in {str(pathlib.Path.cwd())!r}.")
     else:
         files = [(path, _packaged_text(key, path))]
     for name, file in files:

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 
 from maxtext_lite.config import Config, UserError
-from maxtext_lite.config.json_file import user_path
 from maxtext_lite.data import ChatTemplate
+from maxtext_lite.data.chat import chat_template
 from maxtext_lite.generation.requests import GenerateConfig
 from maxtext_lite.generation.sampler import Sampler, check_finite, load_on_mesh, mesh_problems
 from maxtext_lite.generation.stream_text import TimedTokens, WrittenText
@@ -38,10 +38,11 @@ class _Prompter:
         tokens = TextTokens.of(directory, config)
         if not asked.chat:
             return cls(asked, tokens, None)
-        file = user_path(config.chat_template) if config.chat_template else None
-        if tokens.carried is None and file is None:
+        if config.tokenizer_path or config.chat_template:
+            return cls(asked, tokens, chat_template(config))
+        if tokens.carried is None:
             raise UserError(f"{directory} has no chat template: it did not come from a Hugging Face directory.")
-        return cls(asked, tokens, ChatTemplate(tokens.carried, file=file))
+        return cls(asked, tokens, ChatTemplate(tokens.carried))
 
     @property
     def stop_token_ids(self) -> Sequence[int]:

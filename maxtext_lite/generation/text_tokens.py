@@ -10,7 +10,7 @@ from maxtext_lite.config import Config
 from maxtext_lite.config.hf.config import hf_directory
 from maxtext_lite.data import Tokenizer, check_vocabulary, load_tokenizer
 from maxtext_lite.generation.stream_text import WrittenText
-from maxtext_lite.hf import stop_ids_of
+from maxtext_lite.hf import stop_ids_with
 
 
 def stop_tokens(directory: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -20,7 +20,7 @@ def stop_tokens(directory: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:
       directory: of the model; "": it has no files.
     """
     carried = hf_directory(directory) if directory else None
-    return tuple(dict.fromkeys([*(stop_ids_of(carried) if carried else ()), tokenizer.end_of_text_id]))
+    return tuple(dict.fromkeys([*(stop_ids_with(carried, tokenizer) if carried else ()), tokenizer.end_of_text_id]))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Hugging Face directories: their tensors onto the mesh and back, by one table of names for each family."""
 
-from maxtext_lite.hf.carried import carry_files, stop_ids_of
+from maxtext_lite.hf.carried import carry_files, stop_ids_with, store_files
 from maxtext_lite.hf.entries import flat
 from maxtext_lite.hf.export import export_model, export_parameters
 from maxtext_lite.hf.importing import load_hf_parameters
@@ -14,5 +14,6 @@ __all__ = [
     "flat",
     "load_hf_parameters",
     "read_peft_adapters",
-    "stop_ids_of",
+    "stop_ids_with",
+    "store_files",
 ]

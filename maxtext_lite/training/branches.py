@@ -11,8 +11,9 @@ from typing import Any, Literal
 from maxtext_lite.batching import make_plan
 from maxtext_lite.batching.branching import BranchSizes, branch_sizes, compared_examples
 from maxtext_lite.batching.scaling import scale_optimizer
-from maxtext_lite.config import Config, RLRunConfig, UserError, load_config
+from maxtext_lite.config import Config, RLRunConfig, UserError
 from maxtext_lite.config.errors import setting_text, writing
+from maxtext_lite.config.hf.model_directory import config_of_run
 from maxtext_lite.config.json_file import read_object
 from maxtext_lite.reporting.records import Record, is_evaluation, read_records
 from maxtext_lite.training.commit import steps_in
@@ -76,7 +77,7 @@ class Branches:
         if step not in there:
             near = f"Nearest that works: {min(there, key=lambda each: abs(each - step))}." if there else "It has none."
             raise UserError(f"--step={step} is no checkpoint of RUN_DIR={run}. {near}")
-        config = load_config(run / "config.yml")
+        config = config_of_run(run)
         if isinstance(config, RLRunConfig) or config.enable_diloco:
             raise UserError(f"RUN_DIR={run}: branch covers neither reinforcement learning nor enable_diloco.")
         self._lines = [line for line in read_records(run / "metrics.jsonl", []) if line["step"] <= step]
@@ -118,7 +119,7 @@ class Branches:
             "run_name": name,
         }
         words = [f"{key}={setting_text(value)}" for key, value in keys.items()]
-        return Branch(sizes, load_config(self._run / "config.yml", words), self._output / name)
+        return Branch(sizes, config_of_run(self._run, words), self._output / name)
 
     @property
     def _target_batch(self) -> int:

@@ -4,6 +4,7 @@
 # jax declares some of its functions in part.
 
 import math
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,16 +12,16 @@ import jax
 
 from maxtext_lite.batching.topology import resolve_mesh
 from maxtext_lite.config import Config, UserError, load_config, write_resolved
+from maxtext_lite.config.bucket import absolute, any_path
 from maxtext_lite.config.errors import writing
-from maxtext_lite.config.hf.adapter import adapter_of
+from maxtext_lite.config.hf.adapter import CONFIG, adapter_of
 from maxtext_lite.config.hf.config import hf_directory, model_keys, run_config_json, tokenizer_keys
 from maxtext_lite.config.hf.fields import JsonObject
-from maxtext_lite.config.hf.model_directory import hf_config
+from maxtext_lite.config.hf.model_directory import config_of_run, hf_config
 from maxtext_lite.config.sections import MeshConfig
 from maxtext_lite.config.violation import Violation
-from maxtext_lite.data import load_tokenizer
 from maxtext_lite.hf import carry_files, export_adapters, export_model, flat
-from maxtext_lite.hf.carried import carry_tokenizer, tokenizer_file
+from maxtext_lite.hf.carried import carry_tokens, end_of_text_of
 from maxtext_lite.models.decoder import Params
 from maxtext_lite.parallel import make_mesh, start_devices
 from maxtext_lite.training.maxtext_checkpoint import load_maxtext_parameters, maxtext_dtype, maxtext_items
@@ -106,7 +107,7 @@ def export_directory(source: Path, out: Path, overrides: Sequence[str], *, merge
         raise UserError(f"{source} is neither a run directory nor an imported one: it has no config.yml.")
     # The mesh is this machine's, not that of the training run.
     mesh = [f"{key}={-1 if key == 'ici_fsdp_parallelism' else 1}" for key in MESH_KEYS]
-    config = load_config(source / "config.yml", [*mesh, *overrides])
+    config = config_of_run(source, [*mesh, *overrides])
     if merge_lora is not None and not config.lora_rank:
         merge = f"merge_lora={str(merge_lora).lower()}"
         raise UserError(f"{merge} has no effect with {source}, whose lora_rank is 0. Remove it.")
@@ -115,7 +116,7 @@ def export_directory(source: Path, out: Path, overrides: Sequence[str], *, merge
         config,
         num_positions=config.max_target_length,
         dtype=config.weight_dtype,
-        end_of_text_id=_end_of_text_id(config),
+        end_of_text_id=end_of_text_of(config),
     )
     abstract = _abstract_params(config)
     if config.lora_rank and not merge_lora:
@@ -124,7 +125,7 @@ def export_directory(source: Path, out: Path, overrides: Sequence[str], *, merge
     with writing(out):
         export_model(out, params, fields, dtype=config.weight_dtype)
         if jax.process_index() == 0:
-            carry_tokenizer(out, hf_directory(source), config)
+            carry_tokens(config, hf_directory(source), out)
     return f"{_count(params):,} parameters in {out}, as {fields['model_type']} in {config.weight_dtype}"
 
 
@@ -136,17 +137,23 @@ def _export_adapters(source: Path, out: Path, abstract: Params, fields: JsonObje
         raise UserError(f"{source} has lora_rank={config.lora_rank} in its config.yml, but no adapters.")
     lora, adapters = found
     shapes = {path: tuple(leaf.shape) for path, leaf in flat(abstract).items()}
-    adapter = adapter_of(config.load_parameters_path) if config.load_parameters_path else None
-    base = str(adapter.base) if adapter else config.load_parameters_path
+    base, note = _base(config)
     with writing(out):
         export_adapters(out, adapters, lora, kind, keys, shapes=shapes, base=base)
-    return f"{_count(adapters):,} parameters of adapters in {out}, for {kind} in PEFT's layout, in float32"
+    return f"{_count(adapters):,} parameters of adapters in {out}, for {kind} in PEFT's layout, in float32{note}"
 
 
-def _end_of_text_id(config: Config) -> int | None:
-    there = config.tokenizer_type == "byte" or tokenizer_file(config)
-    end = load_tokenizer(config).end_of_text_id if there else None
-    return end if end is not None and end < config.vocab_size else None
+def _base(config: Config) -> tuple[str, str]:
+    """The model that a run's adapters belong to, "" if it has no path; and a line for the user if it is a run."""
+    path = config.load_parameters_path
+    if not path:
+        return "", ""
+    adapter = adapter_of(path)
+    base = absolute(adapter.base if adapter else any_path(path, "load_parameters_path"))
+    if not (base / "config.yml").is_file():
+        return str(base), ""
+    export = f"convert export {shlex.quote(str(base))} BASE"
+    return str(base), f"\nTheir base is a run: {export}, and name BASE as base_model_name_or_path in {CONFIG}"
 
 
 def _abstract_params(config: Config) -> Params:

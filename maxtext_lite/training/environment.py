@@ -1,4 +1,4 @@
-"""The environment of a run: versions, devices and the git commit."""
+"""The environment of a run: versions, devices, the git commit and the working directory."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # jax, optax and orbax declare some of their functions in part.
@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+
+from maxtext_lite.config.hf.model_directory import WORKING_DIRECTORY
 
 _COMMIT = re.compile(rb"[0-9a-f]{40}|[0-9a-f]{64}")
 _SECONDS_FOR_GIT = 10.0
@@ -32,6 +34,7 @@ def environment() -> dict[str, Any]:
         "devices": [device.device_kind for device in jax.devices()],
         "num_processes": jax.process_count(),
         "git_commit": _git_commit(),
+        WORKING_DIRECTORY: str(Path.cwd()),
     }
 
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import jax
 
-from maxtext_lite.config import Config, RLRunConfig, UserError, load_config
+from maxtext_lite.config import Config, RLRunConfig, UserError
 from maxtext_lite.config.bucket import absolute, original
+from maxtext_lite.config.hf.model_directory import config_of_run
 from maxtext_lite.config.json_file import read_object
 from maxtext_lite.reporting.records import Record, record_text
 from maxtext_lite.training.environment import environment
@@ -131,7 +132,7 @@ def _config(directory: Path, overrides: Sequence[str]) -> Config:
     """A run's config with the given directory as its run directory, wherever it was written."""
     if not (directory / "config.yml").is_file():
         raise UserError(f"RUN_DIR={original(directory, 'RUN_DIR')} is not a run directory: it has no config.yml.")
-    config = load_config(directory / "config.yml", overrides)
+    config = config_of_run(directory, overrides)
     kind = "reinforcement learning" if isinstance(config, RLRunConfig) else config.dataset_type
     reasons = {
         "reinforcement learning": "its responses were sampled and are not stored",

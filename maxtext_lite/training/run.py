@@ -22,7 +22,7 @@ from maxtext_lite.config import Config, UserError, describe, write_resolved
 from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import value_text, writing
 from maxtext_lite.config.hf.adapter import adapter_of
-from maxtext_lite.config.hf.config import CARRIED, has_hf_weights, hf_directory, tokenizer_keys
+from maxtext_lite.config.hf.config import has_hf_weights
 from maxtext_lite.data import (
     ExampleSource,
     MixtureSource,
@@ -33,7 +33,7 @@ from maxtext_lite.data.excluded import ExcludedRow, excluded_ids
 from maxtext_lite.data.mixture_of_run import early_end, in_run, mixture_sentences, mixture_table, steps_left
 from maxtext_lite.data.preparing.inspecting import summaries
 from maxtext_lite.data.sources_on_hosts import excluded_rows_on_hosts, listed_rows_on_hosts
-from maxtext_lite.hf import carry_files
+from maxtext_lite.hf import store_files
 from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import tree_shardings
 from maxtext_lite.process.watchdog import watchdog
@@ -348,17 +348,14 @@ class TrainingRun(Generic[Data]):
             terminal.say(f"resuming {self.directory} after step {counts.step}")
 
     def _write_about(self, end: int) -> None:
-        """Writes the config, the plan, the environment, and the files that came with the parameters.
+        """Writes the config, the plan, the environment, and the files that export and generation need besides.
 
         Args:
           end: examples that the run will have seen at its end.
         """
         with writing((files := self.files.directory) / "config.yml"):
             write_resolved(self.config, files / "config.yml")
-        path = self.config.load_parameters_path
-        if carried := hf_directory(path) if path else None:  # for export and for generation
-            own = self.config.tokenizer_path == tokenizer_keys(carried).get("tokenizer_path", "")
-            carry_files(carried, files / "hf", but=() if own else CARRIED[1:])
+        store_files(self.config, files / "hf")
         data = {"mixture": mixture_table(self.source, 0, end), "data": summaries(self.source)}
         write_json(files / "plan.json", self.plan.to_json() | {name: each for name, each in data.items() if each})
         write_json(files / "environment.json", environment())

@@ -14,7 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxtext_lite.config import UserError, load_config
+from maxtext_lite.config import UserError
+from maxtext_lite.config.hf.model_directory import config_of_run
 from maxtext_lite.data import MixtureSource, hash_of_run, open_mixture
 from maxtext_lite.data.mixture_of_run import in_run
 from maxtext_lite.data.mixture_source import ids_of_run
@@ -161,7 +162,7 @@ def rows_of_step(run: Path, step: int) -> list[Any] | str:
     if record is None:
         return f"metrics.jsonl has no step {step}"
     try:
-        config = load_config(run / "config.yml")
+        config = config_of_run(run)
         source, _ = in_run(config, open_mixture(config, vocab_size=config.vocab_size)[0])
     except UserError as error:
         return str(error)

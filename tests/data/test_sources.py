@@ -289,7 +289,7 @@ def test_missing_files_are_refused(tmp_path, monkeypatch):
         f"dataset_path='none.txt': there is no such file or directory in '{tmp_path}', "
         f"nor among the texts that ship with the package ({packaged})."
     )
-    assert refusal("'no*.txt'") == "dataset_path='no*.txt' matches no file."
+    assert refusal("'no*.txt'") == f"dataset_path='no*.txt' matches no file in '{tmp_path}'."
     (tmp_path / "empty").mkdir()
     assert refusal("empty") == "dataset_path='empty' is a directory without a .txt, .txt.gz, .jsonl, .jsonl.gz file."
     write(tmp_path / "a.pdf", "x")

@@ -1,13 +1,18 @@
 """The summary of a conversion; and a model keeps its numbers there and back."""
 
 import json
+import shutil
 
 import numpy as np
+import pytest
 import safetensors.numpy
 
-from maxtext_lite.config import load_config
+from maxtext_lite.config import UserError, load_config
+from maxtext_lite.config.hf.model_directory import hf_config
+from maxtext_lite.data.chat import ChatTemplate
 from maxtext_lite.training import train
 from maxtext_lite.training.conversion import export_directory, import_directory
+from tests.hf.test_carried import USER, save_words
 from tests.training.conftest import TINY
 
 WITHOUT_TEXT = ("dataset_type=synthetic", "eval_interval=-1", "per_device_batch_size=1", "steps=2")
@@ -27,3 +32,54 @@ def test_a_run_goes_out_comes_in_and_goes_out_with_the_same_numbers(tmp_path):
     assert one.keys() == other.keys()
     for name, x in one.items():
         np.testing.assert_array_equal(x, other[name], err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def chatting(tmp_path_factory):
+    """A directory in which a run, `first`, used a tokenizer and a template of its own; and its keys but for those."""
+    directory = tmp_path_factory.mktemp("chatting")
+    save_words(directory / "own", ["a", "b", "</s>"], ["</s>"])
+    (directory / "t.jinja").write_text("{% for m in messages %}a {{ m.content }} {% endfor %}")
+    turns = [*USER, {"role": "assistant", "content": "b"}]
+    (directory / "chats.jsonl").write_text(f"{json.dumps({'messages': turns})}\n" * 32)
+    keys = [*TINY, "dataset_type=sft", "dataset_path=chats.jsonl", "base_output_directory=runs", "eval_interval=-1",
+            "per_device_batch_size=1", "steps=1", "warmup_steps=0"]  # fmt: skip
+    own = ["tokenizer_type=huggingface", "tokenizer_path=own", "chat_template=t.jinja"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(directory)
+        train(load_config(None, [*keys, *own, "run_name=first"]))
+    return directory, keys
+
+
+def test_a_run_goes_out_with_its_own_tokenizer_and_template_from_any_directory(chatting, tmp_path, monkeypatch):
+    directory, _ = chatting
+    run = shutil.copytree(directory / "runs" / "first", tmp_path / "moved")
+    monkeypatch.chdir(tmp_path)
+    export_directory(run, tmp_path / "out", [], merge_lora=None)
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (directory / "own" / "tokenizer.json").read_bytes()
+    assert ChatTemplate(tmp_path / "out").render(USER) == "a hi "
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 2
+    (run / "hf" / "tokenizer.json").unlink()  # as of an older run
+    with pytest.raises(UserError, match=r"tokenizer_path='own': there is no file 'own'"):
+        export_directory(run, tmp_path / "nothing", [], merge_lora=None)
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_adapters_of_a_run_after_another_name_it_as_their_base_and_say_how_to_make_it_one(
+    chatting, tmp_path, monkeypatch
+):
+    directory, keys = chatting
+    first = directory / "runs" / "first"
+    monkeypatch.chdir(directory)
+    config = load_config(None, [*keys, "load_parameters_path=runs/first", "lora_rank=2", "run_name=second"])
+    second = train(config).run_directory
+    assert (second / "hf" / "chat_template.jinja").read_text() == (directory / "t.jinja").read_text()
+    said = export_directory(second, tmp_path / "out", [], merge_lora=None)
+    assert said.endswith(
+        f"\nTheir base is a run: convert export {first} BASE, and name BASE as base_model_name_or_path in "
+        "adapter_config.json"
+    )
+    stated = json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert stated == str(first)
+    with pytest.raises(UserError, match=r"has no config\.json\. It is a run directory: convert export it"):
+        hf_config(tmp_path / "out")

@@ -197,6 +197,9 @@ CARRIED = (
 )  # fmt: skip
 """Files that are copied along with a model's weights; all but the first are about its tokens."""
 
+TOKENIZER_FILES = {"huggingface": "tokenizer.json", "sentencepiece": "tokenizer.model"}
+"""The tokenizer's file in such a directory, by tokenizer_type; the first that is there counts."""
+
 
 def hf_directory(path: str | Path) -> Path | None:
     """The directory with the config.json and the tokenizer of `path`; None if there is none.
@@ -227,7 +230,8 @@ def has_hf_weights(path: str | Path) -> bool:
     if adapter := adapter_of(root):
         if has_hf_weights(adapter.base):
             return True
-        raise UserError(f"{root / CONFIG}: base_model_name_or_path={adapter.base} has no config.json.")
+        run = " It is a run directory: convert export it, and name that." * is_there(adapter.base / "config.yml")
+        raise UserError(f"{root / CONFIG}: base_model_name_or_path={adapter.base} has no config.json.{run}")
     if not is_there(root / "config.json") or (root / "checkpoints").is_dir():
         return False
     check_file(root / "config.json")
@@ -254,7 +258,7 @@ def stored_dtype(fields: JsonObject) -> str:
 
 def tokenizer_keys(directory: Path) -> dict[str, str]:
     """The tokenizer keys for the files of a Hugging Face directory; {} if it has none."""
-    for kind, name in (("huggingface", "tokenizer.json"), ("sentencepiece", "tokenizer.model")):
+    for kind, name in TOKENIZER_FILES.items():
         if is_there(directory / name):
             return {"tokenizer_type": kind, "tokenizer_path": str(directory / name)}
     return {}

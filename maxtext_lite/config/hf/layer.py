@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from maxtext_lite.config.bucket import local_copy
 from maxtext_lite.config.errors import Refusal, UserError, value_text
 from maxtext_lite.config.hf.adapter import CONFIG, adapter_of
 from maxtext_lite.config.hf.config import field_names, has_hf_weights, hf_directory, model_keys, stored_dtype
@@ -72,7 +73,7 @@ def directory_values(
     if rows and isinstance(max_target_length, int) and rows < max_target_length:
         values["max_target_length"] = rows
     if not any(key in stated for key in TOKENIZER_KEYS):
-        values |= tokenizer_keys_of(directory)
+        values |= tokenizer_values(path, stated)
         if "tokenizer_type" not in values and (directory / "vocab.json").is_file():
             refusals.append(
                 Refusal(
@@ -82,6 +83,13 @@ def directory_values(
                 )
             )
     return values, refusals
+
+
+def tokenizer_values(path: str, stated: Mapping[str, object]) -> dict[str, str]:
+    """The tokenizer that came with a model, or that the run of one trained from scratch stored; {} if one is stated."""
+    if any(key in stated for key in TOKENIZER_KEYS):
+        return {}
+    return tokenizer_keys_of(hf_directory(path) or local_copy(path, "load_parameters_path") / "hf")
 
 
 def in_its_fields(path: str, refusals: list[Refusal], origins: Mapping[str, str]) -> list[Refusal]:

@@ -1,15 +1,20 @@
 """The config for the model of a directory, made by a run or from elsewhere."""
 
+import glob
 from collections.abc import Sequence
 from pathlib import Path
 
-from maxtext_lite.config.bucket import original
+from maxtext_lite.config.bucket import is_bucket, original
 from maxtext_lite.config.errors import UserError, setting_text
 from maxtext_lite.config.hf.adapter import adapter_of
-from maxtext_lite.config.hf.config import has_hf_weights, hf_directory, stored_dtype, tokenizer_keys
-from maxtext_lite.config.json_file import read_object, user_path
+from maxtext_lite.config.hf.config import TOKENIZER_FILES, has_hf_weights, hf_directory, stored_dtype, tokenizer_keys
+from maxtext_lite.config.json_file import is_there, read_object, user_path
 from maxtext_lite.config.load import load_config
 from maxtext_lite.config.schema import Config
+from maxtext_lite.config.source_list import SourceList
+
+WORKING_DIRECTORY = "working_directory"
+"""The entry of a run's environment.json for the directory that its relative paths are in."""
 
 
 def hf_config(directory: Path, overrides: Sequence[str] = ()) -> Config:
@@ -39,15 +44,67 @@ def directory_config(directory: Path, dtype: str) -> Config:
     """
     overrides = [f"dtype={dtype}"] if dtype else []
     if (directory / "config.yml").is_file():
-        config = load_config(directory / "config.yml", overrides)
-    elif (directory / "config.json").is_file() or adapter_of(directory):
-        config = hf_config(directory, overrides)
-    else:
-        raise UserError(
-            f"{original(directory, 'RUN_DIR')} is not a run directory: it has no config.yml. Nor is it a Hugging Face "
-            "directory: it has no config.json."
-        )
-    carried = hf_directory(directory)
-    if carried is None or not config.tokenizer_path or user_path(config.tokenizer_path).exists():
-        return config
-    return config.model_copy(update=tokenizer_keys(carried))  # the directory was moved
+        return config_of_run(directory, overrides)
+    if (directory / "config.json").is_file() or adapter_of(directory):
+        return hf_config(directory, overrides)
+    raise UserError(
+        f"{original(directory, 'RUN_DIR')} is not a run directory: it has no config.yml. Nor is it a Hugging Face "
+        "directory: it has no config.json."
+    )
+
+
+def config_of_run(directory: Path, overrides: Sequence[str] = ()) -> Config:
+    """The config of a run or an imported model, wherever its directory and the working directory are now.
+
+    Its tokenizer and chat template are those stored in the run directory. Other relative paths that are not here are
+    taken from the working directory that the run recorded.
+
+    Raises:
+      UserError: the config is wrong.
+    """
+    config = load_config(directory / "config.yml", overrides)
+    stated = {word.partition("=")[0] for word in overrides}
+    record = directory / "environment.json"
+    recorded = read_object(record).get(WORKING_DIRECTORY) if is_there(record) else None
+    there = Path(recorded) if isinstance(recorded, str) else None
+    found = _stored_tokens(config, directory / "hf", is_whole=there is not None)
+    if there is not None:
+        for key in ("dataset_path", "eval_dataset_path", "excluded_rows", "load_parameters_path"):
+            found[key] = _found(getattr(config, key), there)
+    return config.model_copy(update={key: value for key, value in found.items() if key not in stated})
+
+
+def _stored_tokens(config: Config, stored: Path, *, is_whole: bool) -> dict[str, object]:
+    """The keys of the tokenizer and the template that a run has stored.
+
+    Args:
+      is_whole: what is in use is stored. Older runs stored only what came with their model, for use where the
+        tokenizer's own file is gone.
+    """
+    found = dict[str, object]()
+    name, template = TOKENIZER_FILES.get(config.tokenizer_type, ""), stored / "chat_template.jinja"
+    if name and is_there(stored / name) and (is_whole or not user_path(config.tokenizer_path).exists()):
+        found["tokenizer_path"] = str(stored / name)
+    if is_whole and config.chat_template and is_there(template):
+        found["chat_template"] = str(template)
+    return found
+
+
+def _found(path: str | SourceList, there: Path) -> str | SourceList:
+    """The path of a key; a relative one that names nothing here, but something in the directory `there`, is from there.
+
+    The same goes for each path of a list of sources.
+    """
+    if isinstance(path, SourceList):
+        return SourceList(tuple(each.model_copy(update={"path": _found(each.path, there)}) for each in path.entries))
+    place = user_path(path)
+    if not path or place.is_absolute() or is_bucket(path) or is_there(place) or _matches(path):
+        return path
+    if is_there(there / place):
+        return str(there / place)
+    pattern = f"{glob.escape(str(there))}/{path}"
+    return pattern if _matches(pattern) else path
+
+
+def _matches(pattern: str) -> bool:
+    return bool(glob.glob(pattern, recursive=True))  # noqa: PTH207 as the reader of texts does

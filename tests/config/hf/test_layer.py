@@ -103,6 +103,17 @@ def test_examples_are_no_longer_than_learned_positions(directory):
     assert load(directory).max_target_length == 256
 
 
+def test_the_tokenizer_of_a_run_from_scratch_is_that_which_it_stored(tmp_path):
+    (tmp_path / "run" / "hf").mkdir(parents=True)
+    assert load(tmp_path / "run").tokenizer_type == "byte"
+    stored = tmp_path / "run" / "hf" / "tokenizer.model"
+    stored.write_text("")
+    config = load(tmp_path / "run", "base_emb_dim=64")
+    assert (config.tokenizer_type, config.tokenizer_path) == ("sentencepiece", str(stored))
+    assert config.origins["tokenizer_path"] == str(tmp_path / "run" / "hf")
+    assert load(tmp_path / "run", "tokenizer_type=byte").tokenizer_path == ""
+
+
 def test_a_tokenizer_in_another_form_is_not_replaced_in_silence(directory):
     (directory / "tokenizer.json").unlink()
     (directory / "vocab.json").write_text("{}")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from maxtext_lite.config import UserError, load_config, write_resolved
-from maxtext_lite.config.hf.model_directory import directory_config, hf_config
+from maxtext_lite.config.hf.model_directory import config_of_run, directory_config, hf_config
 
 LLAMA = {
     "model_type": "llama", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -61,6 +61,58 @@ def test_a_tokenizer_below_the_home_directory_is_the_runs_own(tmp_path, monkeypa
     keys = ["vocab_size=96", "tokenizer_type=huggingface", "tokenizer_path=~/tokenizer.json"]
     write_resolved(load_config(None, keys), run / "config.yml")
     assert directory_config(run, "").tokenizer_path == "~/tokenizer.json"
+
+
+def run_directory(run, working_directory, *keys):
+    """A run directory with a tokenizer and a template, as a run in a working directory leaves it."""
+    (run / "hf").mkdir(parents=True)
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        (run / "hf" / name).write_text("{}")
+    write_resolved(load_config(None, keys), run / "config.yml")
+    (run / "environment.json").write_text(json.dumps({"working_directory": str(working_directory)}))
+    return run
+
+
+def test_a_run_has_the_tokenizer_and_the_template_that_it_stored_whatever_has_their_names_here(tmp_path, monkeypatch):
+    keys = ["dataset_type=sft", "dataset_path=x.jsonl", "tokenizer_type=huggingface", "tokenizer_path=tokenizer.json",
+            "chat_template=t.jinja"]  # fmt: skip
+    run = run_directory(tmp_path / "run", tmp_path / "gone", *keys)
+    monkeypatch.chdir(tmp_path)
+    for name in ("tokenizer.json", "t.jinja"):
+        (tmp_path / name).write_text("another")
+    stored = (str(run / "hf" / "tokenizer.json"), str(run / "hf" / "chat_template.jinja"))
+    config = directory_config(run, "")
+    assert (config.tokenizer_path, config.chat_template) == stored
+    config = config_of_run(run, ["chat_template=t.jinja", "dtype=float16"])
+    assert (config.tokenizer_path, config.chat_template, config.dtype) == (stored[0], "t.jinja", "float16")
+    (run / "environment.json").unlink()  # as imported: only what is gone comes from there
+    assert directory_config(run, "").chat_template == "t.jinja"
+
+
+@pytest.mark.parametrize(("stated", "here", "expected"), [
+    ("texts/*.txt", None, "{glob}/texts/*.txt"),
+    ("texts/*.txt", "texts/c.txt", "texts/*.txt"),
+    ("texts", None, "{there}/texts"),
+    ("[{path: texts/a.txt, weight: 1}, {path: 'texts/b*', weight: 2}]", None,
+     '[{"path": "{there}/texts/a.txt", "weight": 1, "max_epochs": -1, "name": "a"}, '
+     '{"path": "{glob}/texts/b*", "weight": 2, "max_epochs": -1, "name": "b*"}]'),
+    ("{there}/gone/*.txt", None, "{there}/gone/*.txt"),
+    ("gone/*.txt", None, "gone/*.txt"),
+    ("shakespeare.jsonl.gz", None, "shakespeare.jsonl.gz"),
+])  # fmt: skip
+def test_data_that_are_not_here_are_those_of_the_runs_working_directory(stated, here, expected, tmp_path, monkeypatch):
+    there = tmp_path / "of [the] run"
+    (there / "texts").mkdir(parents=True)
+    for name in ("a.txt", "b.txt"):
+        (there / "texts" / name).write_text("x")
+    run = run_directory(tmp_path / "run", there, f"dataset_path={stated.replace('{there}', str(there))}")
+    monkeypatch.chdir(run)
+    if here:
+        (run / here).parent.mkdir()
+        (run / here).write_text("x")
+    expected = expected.replace("{there}", str(there)).replace("{glob}", f"{tmp_path}/of [[]the] run")
+    assert str(config_of_run(run).dataset_path) == expected
+    assert config_of_run(run, ["dataset_path=other.txt"]).dataset_path == "other.txt"
 
 
 def test_a_directory_that_is_neither_is_refused(tmp_path):
