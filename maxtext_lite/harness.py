@@ -10,10 +10,11 @@ from typing import Any, Protocol
 
 from pydantic import ValidationError
 
-from maxtext_lite.cli import broken_rule, run_command
+from maxtext_lite.cli import run_command
 from maxtext_lite.config import UserError
 from maxtext_lite.config.bucket import local_copy
 from maxtext_lite.config.errors import did_you_mean, value_text
+from maxtext_lite.config.field_types import wrong_value
 from maxtext_lite.config.hf.model_directory import directory_config
 from maxtext_lite.generation.requests import GenerateConfig
 
@@ -151,11 +152,11 @@ def _asked(number: int, context: str, options: Mapping[str, Any]) -> GenerateCon
     try:
         return GenerateConfig.model_validate(values)
     except ValidationError as error:
-        raise UserError(
-            f"generation option {str(detail['loc'][0]).replace('max_new_tokens', most)}="
-            f"{value_text(detail['input'])}{broken_rule(detail)}"
+        refusals = (
+            wrong_value(GenerateConfig, detail, str(detail["loc"][0]).replace("max_new_tokens", most))
             for detail in error.errors()
-        ) from None
+        )
+        raise UserError(f"generation option {refusal}" for refusal in refusals) from None
 
 
 def main(argv: Sequence[str]) -> int:
