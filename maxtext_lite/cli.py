@@ -117,14 +117,14 @@ def version_text() -> str:
     return f"maxtext_lite {__version__} (jax {of_jax}, Python {sys.version.split()[0]})"
 
 
-def config_arguments(parser: ArgumentParser) -> None:
+def config_arguments(parser: ArgumentParser, default: str = "configs/base.yml") -> None:
     """Adds `[CONFIG.yml] [key=value ...]`; `ArgumentParser.parse` gives them as `config` and `overrides`."""
     parser.keys = RLRunConfig.model_fields
     parser.add_argument(
         "words",
         nargs="*",
         metavar="[CONFIG.yml] [key=value ...]",
-        help="a config (default: configs/base.yml) and values that win over it",
+        help=f"a config (default: {default}) and values that win over it",
     )
 
 
