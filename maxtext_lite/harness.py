@@ -166,7 +166,11 @@ def main(argv: Sequence[str]) -> int:
       UserError: the harness is not installed, or a model's argument, its directory or an option of a task is wrong.
     """
     if importlib.util.find_spec("lm_eval") is None:
-        raise UserError("harness needs lm_eval: pip install 'maxtext-lite[harness]'.")
+        needed = "harness needs lm_eval: pip install 'maxtext-lite[harness]'."
+        if {"-h", "--help"}.isdisjoint(argv):
+            raise UserError(needed)
+        print(f"{__doc__}\n{needed} It then lists its arguments.")
+        return 0
     from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports]
     from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
     from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]

@@ -117,6 +117,8 @@ def test_without_the_harness_the_command_names_its_extra(monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["harness", "run"]) == 2
     assert capsys.readouterr().err == "error: harness needs lm_eval: pip install 'maxtext-lite[harness]'.\n"
+    assert main(["harness", "--help"]) == 0
+    assert "--model maxtext_lite" in capsys.readouterr().out
 
 
 def test_a_wrong_argument_of_a_model_is_an_error_line_of_the_command(monkeypatch, capsys):
