@@ -50,6 +50,13 @@ def test_a_devices_memory_and_time_are_looked_at(capsys):
     assert "the plan needs more memory than the device has" in printed(capsys, *words[:-1], "8", "--device", "v5e")
 
 
+def test_empty_slots_are_named(capsys):
+    words = ["--tokens", "2e9", "--parameters", "1e8", "--devices", "4096", "ici_fsdp_parallelism=64"]
+    out = printed(capsys, *words, "ici_data_parallelism=64", "max_target_length=8192")
+    (line,) = (line for line in out.splitlines() if " = 8 examples: " in line)
+    assert "; 4,088 of 4,096 slots empty" in line
+
+
 def test_of_a_number_of_parameters_the_days_are_those_of_6_n_d_and_memory_is_not_looked_at(capsys):
     words = ["--tokens", "20e9", "--parameters", "1e9", "--devices", "8", "--device", "v5e", "dtype=bfloat16"]
     found = json.loads(printed(capsys, *words, "--json"))

@@ -75,6 +75,7 @@ class LegalBatch:
     Attributes:
       tokens, examples: size of the batch.
       per_device_batch_size, gradient_accumulation_steps: the keys that make it.
+      empty_slots: slots of a step without an example; they take as long as those with one.
       steps: steps for the tokens of the run.
       overrides: command-line settings for it, including those that undo contradicting keys of the config.
       fits: whether the planned memory is within the device's; None if that or the model's shapes are unknown.
@@ -85,6 +86,7 @@ class LegalBatch:
     examples: int
     per_device_batch_size: Fraction
     gradient_accumulation_steps: int
+    empty_slots: int
     steps: int
     overrides: tuple[str, ...]
     fits: bool | None
@@ -221,8 +223,9 @@ def ramp_of(optimizer: str, batch: float, tokens: float) -> Ramp:
 def nearest_legal(config: Config, tokens: float, run_tokens: float, machine: Machine) -> LegalBatch:
     """A plannable batch of about `tokens` tokens.
 
-    The first choice is the largest per-device batch, not above the config's if it states one, whose total comes within
-    20 % and fits. Otherwise it is the nearest batch that fits, or else the nearest that can be planned.
+    The first choice is the largest per-device batch, not above the config's if it states one and that leaves no slot
+    empty, whose total comes within 20 % and fits. Otherwise it is the nearest batch that fits, or else the nearest that
+    can be planned. Slots per example count as the distance does: twice as many are as bad as twice the batch.
 
     Raises:
       UserError: no candidate can be planned.
@@ -230,8 +233,8 @@ def nearest_legal(config: Config, tokens: float, run_tokens: float, machine: Mac
     if topology_violations(Topology(machine.num_devices, machine.num_hosts)):
         machine.plan(config)  # raises with what is wrong
     refused: UserError | None = None
-    planned: list[tuple[bool, float, Config, BatchPlan]] = []
-    for change in _candidates(config, tokens, machine.num_devices):
+    planned: list[tuple[bool, float, float, Config, BatchPlan]] = []
+    for change in _candidates(config, tokens, machine):
         changed = config.model_copy(update=change)
         try:
             plan = machine.plan(changed)
@@ -239,26 +242,33 @@ def nearest_legal(config: Config, tokens: float, run_tokens: float, machine: Mac
             refused = refused or error
             continue
         unfit = plan.memory.limit is not None and plan.memory.total > plan.memory.limit
-        planned.append((unfit, abs(math.log(plan.tokens_per_step / tokens)), changed, plan))
-        if not unfit and planned[-1][1] <= _NEAR:
+        distance = abs(math.log(plan.tokens_per_step / tokens))
+        cost = distance + math.log(plan.micro_batch_slots / plan.micro_batch_to_train)
+        planned.append((unfit, round(cost, 9), distance, changed, plan))
+        if not unfit and cost <= _NEAR:
             break
     if not planned:
         assert refused is not None
         raise refused
-    near = [each for each in planned if not each[0] and each[1] <= _NEAR]
-    *_, chosen, plan = near[0] if near else min(planned, key=lambda each: each[:2])
+    unfit, cost, *_ = planned[-1]
+    near = not unfit and cost <= _NEAR
+    *_, chosen, plan = planned[-1] if near else min(planned, key=lambda each: each[:3])
     return _legal(config, chosen, plan, run_tokens, machine)
 
 
-def _candidates(config: Config, tokens: float, num_devices: int) -> Iterator[dict[str, object]]:
-    """Changes to batches of about `tokens` tokens: the largest per-device batch first, each half of the one before."""
+def _candidates(config: Config, tokens: float, machine: Machine) -> Iterator[dict[str, object]]:
+    """Changes to batches of about `tokens` tokens: the largest per-device batch first, each half of the one before.
+
+    No micro-batch has fewer examples than slots, unless the batch has.
+    """
+    num_devices, slots = machine.num_devices, _fewest_slots(config, machine)
     examples = max(round(tokens / (config.max_target_length * config.rows_per_example)), 1)
     most = config.per_device_batch_size
     if most == -1:
         derived = derive_batch(config, num_devices)
         shares = Fraction(-(-examples // num_devices))  # all in one micro-batch, if nothing limits it
         most = derived.per_device_batch_size if isinstance(derived, Batch) else shares
-    micro = max(most, Fraction(1, num_devices)) * num_devices
+    micro, least = max(most * num_devices, Fraction(slots)), Fraction(min(slots, examples))
     for _ in range(_MOST_TRIED):
         exact = Fraction(examples) / micro
         for accumulation in sorted({max(math.floor(exact), 1), max(math.ceil(exact), 1)}):
@@ -267,9 +277,22 @@ def _candidates(config: Config, tokens: float, num_devices: int) -> Iterator[dic
                 "per_device_batch_size": micro / num_devices,
                 "gradient_accumulation_steps": accumulation,
             }
-        if micro <= 1:
+        if micro <= least:
             return
-        micro = max(Fraction(math.floor(micro / 2)), Fraction(1))
+        micro = max(Fraction(math.floor(micro / 2)), least)
+
+
+def _fewest_slots(config: Config, machine: Machine) -> int:
+    """Slots of a micro-batch of one example, whose memory is that of as many examples; 1 if it cannot be planned."""
+    one: dict[str, object] = {
+        **_TOKENS_SAY,
+        "per_device_batch_size": Fraction(1, machine.num_devices),
+        "gradient_accumulation_steps": 1,
+    }
+    try:
+        return machine.plan(config.model_copy(update=one)).micro_batch_slots
+    except UserError:
+        return 1
 
 
 def _legal(config: Config, chosen: Config, plan: BatchPlan, run_tokens: float, machine: Machine) -> LegalBatch:
@@ -286,6 +309,7 @@ def _legal(config: Config, chosen: Config, plan: BatchPlan, run_tokens: float, m
         plan.global_batch_to_train,
         plan.per_device_batch_size,
         plan.gradient_accumulation_steps,
+        plan.gradient_accumulation_steps * plan.empty_slots_per_micro_batch,
         steps,
         _settings(keys),
         None if plan.memory.limit is None else plan.memory.total <= plan.memory.limit,
@@ -299,7 +323,8 @@ def _days(config: Config, flops_per_token: float, legal: LegalBatch, machine: Ma
     peak = machine.device.peak(config.dtype) if machine.device else None
     if peak is None:
         return None
-    busy = legal.steps * legal.tokens * flops_per_token / (machine.num_devices * peak) / 86_400
+    tokens = legal.steps * legal.tokens * (1 + legal.empty_slots / legal.examples)
+    busy = tokens * flops_per_token / (machine.num_devices * peak) / 86_400
     return Interval(busy / UTILIZATION.high, busy / UTILIZATION.low)
 
 
