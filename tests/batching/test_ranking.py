@@ -163,3 +163,39 @@ def test_where_a_device_has_no_figures_it_is_the_fewest_micro_batches_that_fit()
     config = load_config(None, [*MODEL, "base_num_query_heads=8", "ici_tensor_parallelism=3"])
     with pytest.raises(UserError, match="ici_tensor_parallelism=3"):
         choose(config, topology, None, plan_of(4, None))
+
+
+RAMP = ["enable_rampup_batch_size=true", "per_device_batch_size_start=1", "per_device_batch_size_increment=1",
+        "global_rampup_samples=20"]  # fmt: skip
+
+
+@pytest.mark.parametrize("device", [DEVICE, None])
+@pytest.mark.parametrize(("words", "refusals"), [
+    ([*RAMP, "num_epochs=1"], [
+        "enable_rampup_batch_size=true: the batches of a ramp follow from per_device_batch_size and "
+        "gradient_accumulation_steps, both open. Nearest that work: gradient_accumulation_steps=1 or "
+        "enable_rampup_batch_size=false."]),
+    (["enable_diloco=true"], [
+        "diloco_num_replicas=-1: the number of replicas follows from the data axis, which is open. "
+        "Nearest that works: 1."]),
+    (["enable_diloco=true", "ici_data_parallelism=-1", "ici_fsdp_parallelism=2"], [
+        "diloco_num_replicas=-1: the number of replicas follows from the data axis, which is open. "
+        "Nearest that works: 2."]),
+])  # fmt: skip
+def test_what_would_let_the_choice_change_the_training_is_refused(words, refusals, device):
+    def plan(config):
+        return make_plan(config, num_devices=4, num_examples=20, device_memory_gb=32, platform="tpu")
+
+    topology = Topology(4, accelerator=Accelerator.planned("tpu"))
+    with pytest.raises(UserError) as refused:
+        choose(load_config(None, [*MODEL, *words]), topology, device, plan)
+    assert list(refused.value.problems) == refusals
+    for near in str(refused.value).partition("work: ")[2].rstrip(".").split(" or ") if "ramp" in words[0] else []:
+        mended = load_config(None, [*MODEL, *words, near])
+        assert choose(mended, topology, device, plan) if wants_solving(mended) else plan(mended)
+
+
+@pytest.mark.parametrize("words", [["diloco_num_replicas=2"], ["ici_data_parallelism=2"]])
+def test_all_that_are_ranked_have_the_replicas_that_were_stated(words):
+    found = ranked(load_config(None, [*MODEL, "enable_diloco=true", *words]), 4, 32)
+    assert {each.plan.diloco_num_replicas for each in found} == {2}
