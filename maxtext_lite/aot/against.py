@@ -38,6 +38,7 @@ def compare(ranked: Sequence[RankedPlan], device: Device) -> list[dict[str, Any]
     rows: list[dict[str, Any]] = []
     for each in ranked:
         program = compile_for(each.config, topology=topology_of(device, each.plan.num_devices))
+        device = device.in_hosts(each.plan.num_devices, each.plan.num_hosts)
         mesh = resolve_mesh(each.config, each.plan.num_devices)
         assert isinstance(mesh, MeshSizes)  # it is planned
         roof, time, links = program.roofline, each.time, _links_seconds(program.collectives, device, mesh)

@@ -98,6 +98,7 @@ def rank(config: Config, topology: Topology, device: Device, plan_of: Plan, *, m
         or the device's figures do not suffice.
     """
     _check_training_is_stated(config, topology, plan_of)
+    device = device.in_hosts(topology.num_devices, topology.num_hosts)
     variants = [(keys, config.model_copy(update=keys)) for keys in _variants(config, device)]
     leanest, _ = variants[-1]
     order = itertools.count()

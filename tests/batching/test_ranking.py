@@ -165,6 +165,20 @@ def test_where_a_device_has_no_figures_it_is_the_fewest_micro_batches_that_fit()
         choose(config, topology, None, plan_of(4, None))
 
 
+def test_devices_of_different_hosts_send_over_the_network():
+    device = device_named("h100", option="--device")
+    config = load_config(None, [*MODEL, "ici_fsdp_parallelism=4", "remat_policy=full"])
+
+    def collectives(num_hosts):
+        def plan(config):
+            return make_plan(config, num_devices=4, num_hosts=num_hosts)
+
+        return rank(config, Topology(4, num_hosts), device, plan, most=1)[0].time.collectives_seconds
+
+    assert collectives(4) == pytest.approx(9 * collectives(1))  # 50 GB/s, and not 450
+    assert collectives(2) == pytest.approx(4.5 * collectives(1))  # two devices of a host send at once
+
+
 RAMP = ["enable_rampup_batch_size=true", "per_device_batch_size_start=1", "per_device_batch_size_increment=1",
         "global_rampup_samples=20"]  # fmt: skip
 
