@@ -75,16 +75,19 @@ def test_of_a_number_of_parameters_the_days_are_those_of_6_n_d_and_memory_is_not
     ["global_batch_size=64", "per_device_batch_size=auto"],
     ["enable_rampup_batch_size=true"],
     ["num_epochs=2", "last_batch=train"],
+    ["num_epochs=1", "steps=-1"],
     ["warmup_steps=9000", "steps=10000"],
 ])  # fmt: skip
 def test_what_is_printed_plans_behind_the_words_of_the_command_line(words, capsys):
     out = printed(capsys, *words, "--tokens", "2e9", "--parameters", "1e8", "--devices", "8")
-    legal = [re.findall(r"\w+=\S+", line) for line in out.splitlines() if " steps=" in line]
+    legal = [re.findall(r"\w+=\S+", line) for line in out.splitlines() if " examples: " in line]
     ramp = [re.findall(r"\w+=\S+", line) for line in out.splitlines() if "global_rampup_samples=" in line]
     assert len(legal) == 5
     assert ramp
-    for settings in [*legal, *([*legal[2], *keys] for keys in ramp)]:
-        make_plan(load_config(None, [*words, *settings]), num_devices=8)
+    for settings in [*legal, *ramp]:  # as many whole batches as the tokens need
+        plan = make_plan(load_config(None, [*words, *settings]), num_devices=8)
+        assert 2e9 / 256 <= plan.total_examples < 2e9 / 256 + plan.global_batch_to_train
+        assert bool(plan.rampup) == (settings in ramp)
 
 
 def test_muon_gets_no_ramp(capsys):

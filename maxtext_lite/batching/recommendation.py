@@ -43,6 +43,8 @@ _TOKENS_SAY: dict[str, object] = {
     "last_batch": "drop",
 }
 """Values for the keys that would otherwise contradict a batch and a number of tokens."""
+_ANY_STEPS: dict[str, object] = {**_TOKENS_SAY, "steps": 1}
+"""The same, and a length for configs that have one in epochs only; a batch is planned before its steps are known."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +189,8 @@ def recommend(config: Config, budget: Budget, machine: Machine) -> Recommendatio
         legal = [dataclasses.replace(each, days=_days(config, flops, each, machine)) for each in legal]
     ramp = ramp_of(config.optimizer, best.middle, budget.tokens)
     if len(ramp.starts) == _DOUBLINGS and ramp.starts[-1].middle < budget.tokens:  # the last is that to legal[2]
-        ramp = dataclasses.replace(ramp, overrides=_doubled_once(config, legal[2], ramp.starts[-1], machine))
+        overrides = _doubled_once(config, legal[2], ramp.starts[-1].middle, budget.tokens, machine)
+        ramp = dataclasses.replace(ramp, overrides=overrides)
     return Recommendation(
         budget,
         best,
@@ -273,7 +276,7 @@ def _candidates(config: Config, tokens: float, machine: Machine) -> Iterator[dic
         exact = Fraction(examples) / micro
         for accumulation in sorted({max(math.floor(exact), 1), max(math.ceil(exact), 1)}):
             yield {
-                **_TOKENS_SAY,
+                **_ANY_STEPS,
                 "per_device_batch_size": micro / num_devices,
                 "gradient_accumulation_steps": accumulation,
             }
@@ -285,7 +288,7 @@ def _candidates(config: Config, tokens: float, machine: Machine) -> Iterator[dic
 def _fewest_slots(config: Config, machine: Machine) -> int:
     """Slots of a micro-batch of one example, whose memory is that of as many examples; 1 if it cannot be planned."""
     one: dict[str, object] = {
-        **_TOKENS_SAY,
+        **_ANY_STEPS,
         "per_device_batch_size": Fraction(1, machine.num_devices),
         "gradient_accumulation_steps": 1,
     }
@@ -297,12 +300,9 @@ def _fewest_slots(config: Config, machine: Machine) -> int:
 
 def _legal(config: Config, chosen: Config, plan: BatchPlan, run_tokens: float, machine: Machine) -> LegalBatch:
     steps = math.ceil(run_tokens / plan.tokens_per_step)
-    keys = {
+    keys: dict[str, object] = {
         "per_device_batch_size": plan.per_device_batch_size,
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
-        "steps": steps,
-        **{key: value for key, value in _TOKENS_SAY.items() if getattr(config, key) != value},
-        **({"warmup_steps": steps} if config.warmup_steps > steps else {}),
     }
     legal = LegalBatch(
         plan.tokens_per_step,
@@ -311,7 +311,7 @@ def _legal(config: Config, chosen: Config, plan: BatchPlan, run_tokens: float, m
         plan.gradient_accumulation_steps,
         plan.gradient_accumulation_steps * plan.empty_slots_per_micro_batch,
         steps,
-        _settings(keys),
+        _settings(_for_steps(config, keys, steps)),
         None if plan.memory.limit is None else plan.memory.total <= plan.memory.limit,
         days=None,
     )
@@ -328,29 +328,40 @@ def _days(config: Config, flops_per_token: float, legal: LegalBatch, machine: Ma
     return Interval(busy / UTILIZATION.high, busy / UTILIZATION.low)
 
 
+def _for_steps(config: Config, keys: dict[str, object], steps: int) -> dict[str, object]:
+    """The keys of a batch with those of a run of that many steps, and what else of the config would contradict them."""
+    said = {key: value for key, value in _TOKENS_SAY.items() if key not in keys and getattr(config, key) != value}
+    return {**keys, "steps": steps, **said, **({"warmup_steps": steps} if config.warmup_steps > steps else {})}
+
+
 def _settings(keys: Mapping[str, object]) -> tuple[str, ...]:
     return tuple(f"{key}={setting_text(value)}" for key, value in keys.items())
 
 
-def _doubled_once(config: Config, legal: LegalBatch, start: Interval, machine: Machine) -> tuple[str, ...]:
-    """The settings of a ramp from half of a legal batch to that batch, or () if there is none."""
+def _doubled_once(
+    config: Config, legal: LegalBatch, start: float, run_tokens: float, machine: Machine
+) -> tuple[str, ...]:
+    """The settings of a ramp from half of a legal batch, after `start` tokens, to that batch; () if there is none."""
     half = legal.per_device_batch_size / 2
-    samples = round(start.middle / (config.max_target_length * config.rows_per_example))
+    example_tokens = config.max_target_length * config.rows_per_example
+    samples = max(round(start / example_tokens), 1)
+    first = math.ceil(Fraction(2 * samples, legal.examples))  # steps of half the batch
+    rest = math.ceil((run_tokens / example_tokens - first * legal.examples / 2) / legal.examples)
     for mode in ("gradient_accumulation_steps", "per_device_batch_size"):
-        keys: dict[str, object] = {
+        batch: dict[str, object] = {
             "per_device_batch_size": legal.per_device_batch_size,
             "gradient_accumulation_steps": legal.gradient_accumulation_steps,
             "enable_rampup_batch_size": True,
             "rampup_mode": mode,
             "per_device_batch_size_start": half,
             "per_device_batch_size_increment": half,
-            "global_rampup_samples": max(samples, 1),
-            **({"global_batch_size": 0} if config.global_batch_size else {}),
+            "global_rampup_samples": samples,
         }
+        keys = _for_steps(config, batch, first + max(rest, 0))
         if not ConfigRequest(config, config).allows(keys):
-            return ()  # more samples than the key may count
+            return ()  # more samples or steps than the key may count
         try:
-            machine.plan(config.model_copy(update=_TOKENS_SAY | keys))
+            machine.plan(config.model_copy(update=keys))
         except UserError:
             continue  # the accumulation or the number of examples is odd
         return _settings(keys)
