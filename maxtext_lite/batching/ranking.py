@@ -85,19 +85,52 @@ def wants_solving(config: Config) -> bool:
     return config.global_batch_size > 0 and config.per_device_batch_size == -1 == config.gradient_accumulation_steps
 
 
+class _Unpredictable(UserError):
+    """The figures of a device do not suffice to predict a step."""
+
+
 def rank(config: Config, topology: Topology, device: Device, plan_of: Plan, *, most: int = 10) -> list[RankedPlan]:
     """The `most` plans with the shortest predicted steps among those that are legal and fit, the best first.
-
-    A best-first search: each split is queued with a lower bound of its time, without recomputation, and is expanded
-    only when no other entry of the queue can be faster.
 
     Args:
       plan_of: makes plans that know the memory of a device.
     Raises:
       UserError: the choice would change the training; nothing is legal; nothing fits (the message names the nearest);
-        or the device's figures do not suffice.
+        or the device's figures do not suffice (the message names the fewest micro-batches that fit).
     """
     _check_training_is_stated(config, topology, plan_of)
+    try:
+        return _fastest(config, topology, device, plan_of, most)
+    except _Unpredictable as error:
+        near: list[str] = []
+        with contextlib.suppress(UserError):
+            keys = _fewest_micro_batches(config, topology, plan_of)
+            near = [" ".join(f"{key}={setting_text(value)}" for key, value in keys.items())]
+        raise UserError(str(Refusal("", str(error), tuple(near)))) from None
+
+
+def choose(config: Config, topology: Topology, device: Device | None, plan_of: Plan) -> tuple[dict[str, Any], str]:
+    """The keys of the fastest plan that fits, or without enough figures of the device of the one with the fewest
+    micro-batches; and which of the two it is, in words.
+
+    Args:
+      plan_of: makes plans that know the memory of a device, if it is known.
+    Raises:
+      UserError: as in `rank`, except that no figures are needed.
+    """
+    _check_training_is_stated(config, topology, plan_of)
+    if device is not None:
+        with contextlib.suppress(_Unpredictable):
+            return dict(_fastest(config, topology, device, plan_of, 1)[0].keys), "predicted to be the fastest"
+    return _fewest_micro_batches(config, topology, plan_of), "the fewest micro-batches"
+
+
+def _fastest(config: Config, topology: Topology, device: Device, plan_of: Plan, most: int) -> list[RankedPlan]:
+    """The plans of `rank`, by a best-first search.
+
+    Each split is queued with a lower bound of its time, without recomputation, and is expanded only when no other entry
+    of the queue can be faster.
+    """
     device = device.in_hosts(topology.num_devices, topology.num_hosts)
     variants = [(keys, config.model_copy(update=keys)) for keys in _variants(config, device)]
     leanest, _ = variants[-1]
@@ -132,17 +165,8 @@ def rank(config: Config, topology: Topology, device: Device, plan_of: Plan, *, m
     return found
 
 
-def choose(config: Config, topology: Topology, device: Device | None, plan_of: Plan) -> dict[str, Any]:
-    """The keys of the fastest plan that fits; on a device without figures, of the one with the fewest micro-batches.
-
-    Args:
-      plan_of: makes plans that know the memory of a device, if it is known.
-    Raises:
-      UserError: as in `rank`.
-    """
-    if device is not None:
-        return dict(rank(config, topology, device, plan_of, most=1)[0].keys)
-    _check_training_is_stated(config, topology, plan_of)
+def _fewest_micro_batches(config: Config, topology: Topology, plan_of: Plan) -> dict[str, Any]:
+    """The keys of the plan with the fewest micro-batches that fits, on the config's own mesh."""
     nearest: tuple[int, Config, BatchPlan] | None = None
     for chosen, plan in _on_own_mesh(config, topology, plan_of):
         if plan.memory.limit is None or plan.memory.total <= plan.memory.limit:
@@ -254,7 +278,7 @@ def _model(config: Config, mesh: MeshSizes, device: Device, held: MemoryEstimate
     try:
         return StepModel(config, mesh, device, held)
     except ValueError as error:
-        raise UserError(f"--device={device.name}: {error}, so that no step can be predicted.") from None
+        raise _Unpredictable(f"--device={device.name}: {error}, so that no step can be predicted.") from None
 
 
 def _meshes(config: Config, num_devices: int) -> Iterator[dict[str, int]]:
