@@ -279,6 +279,14 @@ def test_what_cannot_be_solved_is_one_error_line(argv, error, capsys):
     assert capsys.readouterr().err == f"error: {error}\n"
 
 
+def test_what_was_found_is_printed_before_it_is_compiled(capsys):
+    words = ["gb200" if word == "v5e" else word for word in SOLVED]
+    assert run_command(main, [*words, "--compile", "1"]) == 2
+    said = capsys.readouterr()
+    assert "\nbest: model_name=llama3.2-1b" in said.out
+    assert "names no device that can be compiled for here" in said.err
+
+
 def test_solving_imports_no_jax():
     program = f"import sys; from maxtext_lite.plan import main; main({SOLVED}); sys.exit('jax' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)

@@ -31,6 +31,7 @@ class Device:
       network_bytes_per_second: send rate per device beyond the links, likewise.
       host_bytes_per_second: send rate to the memory of its host, likewise.
       links_hosts: whether these links also join hosts.
+      per_chip: jax devices of a chip.
       on_chip_bytes: on-chip memory in which XLA keeps arrays between operations: of a v5e's and v6e's 128 MiB
         (jax's tpu_info), what `xla.compiler_flags` leaves of it to arrays. 0: none, or unknown.
     """
@@ -50,6 +51,7 @@ class Device:
     host_bytes_per_second: float | None = None
     on_chip_bytes: int = 0
     links_hosts: bool = False
+    per_chip: int = 1
 
     def in_hosts(self, num_devices: int, num_hosts: int) -> "Device":
         """The same device on a machine with that many: links that end at a host join no more than its devices."""
@@ -107,12 +109,14 @@ def _tpu(
     host_gbs: float | None,
     source: str,
     on_chip_mib: int = 0,
+    per_chip: int = 1,
 ) -> Device:
     """A TPU; `links_gbs` is bidirectional."""
     clock, network = clock_ghz and clock_ghz * 1e9, network_gbits and network_gbits * 1e9 / 8
     return Device(
         name, "tpu", kinds, peaks, gigabytes * 10**9, memory_gbs * 1e9, links_gbs * 1e9 / 2, clock, source,
         pod, torus, network, host_gbs and host_gbs * 1e9, on_chip_mib << 20, links_hosts=True,
+        per_chip=per_chip,
     )  # fmt: skip
 
 
@@ -169,7 +173,7 @@ DEVICES: tuple[Device, ...] = (
     ),
     _tpu(
         "7x", ("TPU7x", "TPU v7x"), _peaks(2307 / 2, float8=4614 / 2), gigabytes=96, memory_gbs=7380 / 2,
-        links_gbs=1200 / 2, clock_ghz=None, pod=18432, torus=3, network_gbits=None, host_gbs=None,
+        links_gbs=1200 / 2, clock_ghz=None, pod=18432, torus=3, network_gbits=None, host_gbs=None, per_chip=2,
         source="Google Cloud's page on TPU7x (Ironwood), halved: jax has two devices for each chip",
     ),
     _gpu(
