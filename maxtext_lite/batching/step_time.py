@@ -13,6 +13,7 @@ from maxtext_lite.batching.activations import BYTES, kept_bytes, offloaded_activ
 from maxtext_lite.batching.devices import Device
 from maxtext_lite.batching.ledger import MemoryEstimate
 from maxtext_lite.batching.memory import loss_tiles
+from maxtext_lite.batching.newton_schulz import orthogonalized
 from maxtext_lite.batching.parameters import attended_pairs, count_parameters, flops_per_example
 from maxtext_lite.batching.pipeline_shape import PipelineShape
 from maxtext_lite.batching.roofline import matmul_peak
@@ -141,6 +142,7 @@ class StepModel:
         self._updated = 2 * (held.params + held.optimizer_state) + 8 * shard
         period = config.diloco_sync_period if config.enable_diloco else 1
         self._synchronised = self._ring(("data",), 2 * BYTES[config.grad_dtype] * shard) / period
+        self._orthogonal, self._orthogonal_sent = self._newton_schulz() if config.optimizer == "muon" else (0.0, 0.0)
         self._layers = config.base_num_decoder_layers / self._sizes["stage"]
         self._flops = flops_per_example(config, config.max_target_length) * config.rows_per_example
 
@@ -204,17 +206,29 @@ class StepModel:
         update = self._updated / self._rate
         state = self._to_host(self._state if config.optimizer_memory_host_offload else 0)
         ticks = passes / (1 - float(shape.bubble_fraction(config.pipeline_schedule)))  # idle ticks compute too
-        seconds = ticks * busy + max(update, state) + self._synchronised
+        seconds = ticks * busy + max(update, state) + self._orthogonal + self._orthogonal_sent + self._synchronised
         return StepTime(
-            matmul_seconds=ticks * matmul,
+            matmul_seconds=ticks * matmul + self._orthogonal,
             attention_seconds=ticks * attention,
             memory_seconds=ticks * (memory + alone) + update,
-            collectives_seconds=ticks * (sent + blocking) + self._synchronised,
+            collectives_seconds=ticks * (sent + blocking) + self._orthogonal_sent + self._synchronised,
             host_seconds=ticks * to_host + state,
             bubble_seconds=(ticks - passes) * busy,
             seconds=seconds,
             mfu=self._flops * examples / math.prod(sizes.values()) / self._plain_peak / seconds,
         )
+
+    def _newton_schulz(self) -> tuple[float, float]:
+        """Seconds of the products and of the collectives of Muon's update.
+
+        GPUs compute it in float32, and gather a matrix for each of its two products; TPUs in bfloat16, and once.
+        """
+        dtype, width, gathers = ("bfloat16", 2, 1) if self._on_tpu else ("float32", 4, 2)
+        stacks = list(orthogonalized(self._config, self._sizes))
+        sent = (self._ring(each.rows, width * (gathers * each.matrix + each.square)) for each in stacks)
+        reduced = (self._ring(each.columns, 2 * 4 * each.reduced) for each in stacks)
+        peak = matmul_peak(self._device, dtype) or self._plain_peak
+        return sum(2 * each.products for each in stacks) / peak, sum(sent) + sum(reduced)
 
     def _shards(self, axes: tuple[str, ...]) -> int:
         return math.prod(self._sizes[axis] for axis in axes)

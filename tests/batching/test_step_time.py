@@ -67,6 +67,24 @@ def test_frozen_weights_have_no_bytes_of_gradients(platform, shards):
     assert memory(F + 64) - memory(F) == pytest.approx(weights + tokens)
 
 
+def test_muon_makes_matrices_orthogonal_once_a_step():
+    """Five steps of 2 m^2 n + m^3 products; with fsdp on m = D of mlp, query and out, and on n = D of key and value."""
+    heads = "base_num_query_heads=8"
+    shapes = [(D, 8 * H)] * 2 + [(K * H, D)] * 2 + [(D, F)] * 3
+    for steps in (1, 2):
+        times = [step(heads, f"optimizer={name}", f"gradient_accumulation_steps={steps}") for name in ("sgd", "muon")]
+        more = times[1].matmul_seconds - times[0].matmul_seconds
+        assert more == pytest.approx(2 * 5 * L * sum(2 * m * m * n + m**3 for m, n in shapes))
+    plain, muon = (step(heads, f"optimizer={name}", "ici_fsdp_parallelism=4", devices=4) for name in ("sgd", "muon"))
+    gathered = 5 * L * 4 * sum(2 * m * n + m * m for m, n in shapes if m == D)  # X twice and X X^T, in float32
+    reduced = 5 * L * 2 * 4 * sum(m * m for m, _ in shapes if m != D)
+    sent = muon.collectives_seconds - plain.collectives_seconds
+    assert sent == pytest.approx((gathered + reduced) * 3 / 4)
+    more = muon.matmul_seconds - plain.matmul_seconds
+    products = [2 * m * m * n / 4 + m**3 / (4 if m == D else 1) for m, n in shapes]
+    assert more == pytest.approx(2 * 5 * L * sum(products))
+
+
 @pytest.mark.parametrize(("policy", "again"), [
     ("full", QKVO * T + 2 * D * F * T + SCORES),
     ("minimal", SCORES),
