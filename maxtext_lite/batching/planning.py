@@ -9,7 +9,7 @@ from maxtext_lite.batching.activations import splits_residual
 from maxtext_lite.batching.batch_plan import BatchPlan, ScheduleCost, layout_shards, row_slots
 from maxtext_lite.batching.ledger import MemoryEstimate, bytes_text
 from maxtext_lite.batching.length import RunLength
-from maxtext_lite.batching.memory import estimate_activations, estimate_memory, master_bytes
+from maxtext_lite.batching.memory import estimate_activations, estimate_memory, evaluation_bytes, master_bytes
 from maxtext_lite.batching.parameters import flops_per_example
 from maxtext_lite.batching.pipeline_shape import SCHEDULES, PipelineShape, Schedule
 from maxtext_lite.batching.rl import RLBatch
@@ -109,6 +109,7 @@ def _plan(
     shape = PipelineShape(sizes.num_pipeline_stages, pieces, sizes.num_pipeline_repeats, accumulation)
     kernel = planned_kernel(config, accelerator, mesh.total["context"])
     warnings = [*_warnings(config, sizes, sizes.length, slots), *memory_warnings(memory, rl)]
+    warnings += [] if rl else _evaluation_warnings(config, sizes, memory)
     return BatchPlan(
         num_devices=topology.num_devices,
         num_hosts=topology.num_hosts,
@@ -162,6 +163,23 @@ def _memory(
         config, mesh, rows, accumulation, pieces, device_memory_gb, replicas, accelerator=sizes.topology.accelerator
     )
     return with_rollout(of_step, config, rl, mesh)
+
+
+def _evaluation_warnings(config: Config, sizes: Sizes, memory: MemoryEstimate) -> list[str]:
+    """A warning of an evaluation batch, larger than a micro-batch, for which devices lack memory."""
+    examples, limit = sizes.eval_batch_examples, memory.limit
+    if limit is None or config.eval_interval == -1 or examples <= sizes.batch.micro_batch_to_train:
+        return []
+    mesh, pieces, topology = sizes.mesh.total, sizes.num_pipeline_microbatches, sizes.topology
+    slots = row_slots(examples, layout_shards(mesh, sizes.diloco_num_replicas), topology.num_hosts, pieces)
+    rows = slots * config.rows_per_example
+    needed = memory.held + evaluation_bytes(config, mesh, rows, pieces, topology.accelerator)
+    if needed <= limit:
+        return []
+    return [
+        f"at least {bytes_text(needed)} per device are needed in an evaluation, more than the {bytes_text(limit)} it "
+        "has: lower eval_per_device_batch_size."
+    ]
 
 
 def _schedule_costs(

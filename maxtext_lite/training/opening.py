@@ -80,10 +80,9 @@ def chosen_split(config: Config, device_memory_gb: float | None) -> dict[str, An
         config = config.model_copy(update={"num_epochs": Fraction(0), "steps": _ANY_STEPS})
     topology = Topology(machine["num_devices"], machine["num_hosts"], Accelerator.planned(machine["platform"]))
     plan_of = functools.partial(make_plan, **machine, device_memory_gb=device_memory_gb)
-    keys = choose(config, topology, device, plan_of)
+    keys, how = choose(config, topology, device, plan_of)
     if jax.process_index() == 0:
         said = " ".join(f"{key}={setting_text(value)}" for key, value in keys.items())
-        how = "predicted to be the fastest" if device else "the fewest micro-batches"
         print(f"global_batch_size={config.global_batch_size} on {len(devices)} x {kind}: {said}, {how} that fit")
     return keys
 
