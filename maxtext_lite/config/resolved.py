@@ -66,6 +66,6 @@ def _yaml_text(value: object) -> str:
         return str(value)
     if not isinstance(value, str):
         return full_text(value)
-    if re.fullmatch(r"[A-Za-z_./][\w./-]*", value, flags=re.ASCII) and parse_value(value).value == value:
+    if re.fullmatch(r"[A-Za-z_/][\w./-]*", value, flags=re.ASCII) and parse_value(value).value == value:
         return value
     return yaml.dump(value, default_style='"', allow_unicode=True, width=10**9).strip()

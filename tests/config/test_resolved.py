@@ -109,6 +109,13 @@ def test_a_password_in_an_address_does_not_reach_the_run_directory_or_the_log(tm
         assert "planted" not in text
 
 
+@pytest.mark.parametrize("name", ["...", "---", "null", "~", "1e5", "0x1", "'", '"', "- a", "a: b", "[", "@", "%"])
+def test_a_text_that_is_something_else_in_yaml_is_read_back_as_it_is(tmp_path, name):
+    config = load_config().model_copy(update={"run_name": name})
+    write_resolved(config, tmp_path / "config.yml")
+    assert read_config(tmp_path / "config.yml").config.run_name == name
+
+
 @pytest.mark.parametrize("words", [
     ["prompt_template=http://a.b/?sig={prompt}"],
     [r"reward_format=.*https?://[^:]*:[^@]*@.*"],
