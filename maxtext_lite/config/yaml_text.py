@@ -98,6 +98,7 @@ def parse_mapping(text: str) -> list[tuple[str, YamlValue]]:
         return []
     if not isinstance(node, yaml.MappingNode):
         raise ValueError("is not a list of `key: value` lines")
+    _check_tag(node)
     entries: list[tuple[str, YamlValue]] = []
     read = _Read()
     for key_node, value_node in cast("list[tuple[yaml.Node, yaml.Node]]", node.value):
@@ -145,18 +146,22 @@ def _value(node: yaml.Node, read: _Read, inside: tuple[yaml.Node, ...] = ()) -> 
     inside = (*inside, node)
     if len(inside) > _DEEPEST:  # by aliases
         raise ValueError(f"is nested too deeply{_where(node)}")
+    _check_tag(node)
     if isinstance(node, yaml.SequenceNode):
         return YamlValue([_value(item, read, inside).value for item in cast("list[yaml.Node]", node.value)], None)
     pairs = cast("list[tuple[yaml.Node, yaml.Node]]", node.value)
-    for key, _ in pairs:
+    values: dict[str, object] = {}
+    for key, value in pairs:
         if not isinstance(key, yaml.ScalarNode):
             raise ValueError(f"has a key that is not a word{_where(key)}")
-    return YamlValue({str(key.value): _value(value, read, inside).value for key, value in pairs}, None)
+        if key.value in values:
+            raise ValueError(f"has the key '{value_text(key.value, 40)}' twice{_where(key)}")
+        values[key.value] = _value(value, read, inside).value
+    return YamlValue(values, None)
 
 
 def _scalar(node: yaml.ScalarNode) -> object:
-    text, tag = str(node.value), str(node.tag)
-    kind = tag.removeprefix(_TAG_PREFIX)
+    text, kind = str(node.value), str(node.tag).removeprefix(_TAG_PREFIX)
     if kind in _PATTERNS and not _PATTERNS[kind].match(text):
         raise ValueError(f"has the tag !!{kind} before a value that is not one{_where(node)}")
     match kind:
@@ -174,4 +179,13 @@ def _scalar(node: yaml.ScalarNode) -> object:
         case "str":
             return text
         case _:
-            raise ValueError(f"has the tag {value_text(tag)}, which means nothing here{_where(node)}")
+            raise ValueError(_unknown_tag(node))
+
+
+def _check_tag(node: yaml.Node) -> None:
+    if node.tag.removeprefix(_TAG_PREFIX) != ("map" if isinstance(node, yaml.MappingNode) else "seq"):
+        raise ValueError(_unknown_tag(node))
+
+
+def _unknown_tag(node: yaml.Node) -> str:
+    return f"has the tag {value_text(node.tag)}, which means nothing here{_where(node)}"
