@@ -13,7 +13,7 @@ from typing import Annotated, Self, cast, get_args
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from maxtext_lite.config.errors import Refusal, number_text, setting_text
+from maxtext_lite.config.errors import Refusal, decimal_text, number_text, setting_text
 from maxtext_lite.config.rules import rule_violations
 from maxtext_lite.config.schema import Config
 from maxtext_lite.config.sections import ModelConfig
@@ -52,11 +52,10 @@ class ConfigRequest:
         try:
             for key in change.keys() & type(self.config).model_fields.keys():
                 value = change[key]
-                if isinstance(value, Fraction):  # with no more digits than a config may have
-                    text = number_text(value)
-                    if "." in text and Fraction(str(float(text))) != value:
-                        return False
-                    value = text if "/" in text else value
+                if isinstance(value, Fraction) and "/" in (text := number_text(value)):
+                    if decimal_text(value):
+                        return False  # more digits than a float has
+                    value = text  # with no more digits than a config may have
                 _type_of(type(self.config), key).validate_python(value)
         except ValidationError:
             return False
