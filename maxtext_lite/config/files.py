@@ -157,7 +157,8 @@ def file_layers(name: str, problems: list[Refusal]) -> list[Layer]:
     while True:
         path = find_config(name, namer)
         if path is None:
-            problems.append(Refusal("", missing_file(name, by, shipped_configs())))
+            directory = Path() if namer is None else namer.parent
+            problems.append(Refusal("", missing_file(name, by, shipped_configs(), directory)))
             break
         layer = read_layer(path, name if namer is None else str(namer.parent / user_path(name)), problems)
         if path.resolve() in seen:
