@@ -158,9 +158,22 @@ def suggest(request: ConfigRequest, wrong: Sequence[Refusal]) -> list[Refusal]:
     # A later change may have changed the same key again: suggest its final value.
     for line in lines:
         line.changes[:1] = [{key: request.value(key) for key in change} for change in line.changes[:1]]
+    for line in lines[len(wrong) :]:
+        line.changes[:1] = [_with_later(change, lines, start) for change in line.changes[:1]]
     for line in lines:
         line.changes[1:] = _alternatives(line, lines, start)
     return [Refusal(line.key, line.message, tuple(_named(line))) for line in lines]
+
+
+def _with_later(change: Change, lines: Sequence[_Line], start: ConfigRequest) -> Change:
+    """A change, or where a later one has undone it, that one."""
+
+    def is_change(change: Change) -> bool:
+        return any(value != start.value(key) for key, value in change.items())
+
+    firsts = [each for line in lines for each in line.changes[:1]]
+    later = (each for each in firsts if is_change(each) and each.keys() & change.keys())
+    return change if is_change(change) else next(later, change)
 
 
 def _changes(request: ConfigRequest, violation: Violation, tries: Iterator[int]) -> list[Change]:
