@@ -5,13 +5,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args, get_origin
+from typing import Literal, cast, get_args, get_origin
 
 from maxtext_lite.config.errors import Refusal, value_text
 from maxtext_lite.config.hints import missing_file
 from maxtext_lite.config.json_file import user_path
 from maxtext_lite.config.schema import RLRunConfig
-from maxtext_lite.config.source_list import SourceList
+from maxtext_lite.config.source_list import SourceList, with_texts
 from maxtext_lite.config.yaml_text import YamlValue, parse_mapping
 
 ROOT_FILE = "base.yml"
@@ -138,6 +138,9 @@ def may_list_sources(key: str) -> bool:
 
 def plain_value(key: str, value: YamlValue) -> object:
     """The value of a key in a Layer."""
+    sources = value.value
+    if may_list_sources(key) and isinstance(sources, list):
+        return with_texts(cast("list[object]", sources), cast("list[object]", value.texts))
     is_null = value.value is None and value.text != ""  # as written: null or ~
     return value.text if takes_text(key) and value.text is not None and not is_null else value.value
 

@@ -58,10 +58,12 @@ class YamlValue:
     Attributes:
       value: the Python value (None, bool, int, float, str, list or dict).
       text: the text of a scalar as written (unquoted); None for a list or a mapping.
+      texts: a list or a mapping with the text of each scalar in place of its value; None for a scalar.
     """
 
     value: object
     text: str | None
+    texts: object = None
 
 
 def parse_value(text: str) -> YamlValue:
@@ -148,16 +150,22 @@ def _value(node: yaml.Node, read: _Read, inside: tuple[yaml.Node, ...] = ()) -> 
         raise ValueError(f"is nested too deeply{_where(node)}")
     _check_tag(node)
     if isinstance(node, yaml.SequenceNode):
-        return YamlValue([_value(item, read, inside).value for item in cast("list[yaml.Node]", node.value)], None)
+        items = [_value(item, read, inside) for item in cast("list[yaml.Node]", node.value)]
+        return YamlValue([item.value for item in items], None, [_as_written(item) for item in items])
     pairs = cast("list[tuple[yaml.Node, yaml.Node]]", node.value)
-    values: dict[str, object] = {}
+    entries: dict[str, YamlValue] = {}
     for key, value in pairs:
         if not isinstance(key, yaml.ScalarNode):
             raise ValueError(f"has a key that is not a word{_where(key)}")
-        if key.value in values:
+        if key.value in entries:
             raise ValueError(f"has the key '{value_text(key.value, 40)}' twice{_where(key)}")
-        values[key.value] = _value(value, read, inside).value
-    return YamlValue(values, None)
+        entries[key.value] = _value(value, read, inside)
+    values = {name: entry.value for name, entry in entries.items()}
+    return YamlValue(values, None, {name: _as_written(entry) for name, entry in entries.items()})
+
+
+def _as_written(value: YamlValue) -> object:
+    return value.texts if value.text is None else value.text
 
 
 def _scalar(node: yaml.ScalarNode) -> object:
