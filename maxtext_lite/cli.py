@@ -68,8 +68,11 @@ class ArgumentParser(argparse.ArgumentParser):
         self._argv: Sequence[str] = ()
 
     def parse_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse's."""
+        """As argparse's, which makes a list of the value of --option=-- instead of refusing it."""
         self._argv = args or ()
+        for option, _, value in (word.partition("=") for word in self._argv):
+            if option.startswith("-") and value == "--":
+                self.error(f"argument {option}: expected one argument")
         return super().parse_intermixed_args(args, namespace)
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
