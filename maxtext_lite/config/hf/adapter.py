@@ -18,6 +18,7 @@ from maxtext_lite.config.json_file import check_file, is_directory, is_there, re
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """The two files of an adapter."""
 
+_LARGEST_ALPHA = 1e30  # of the key lora_alpha
 _PICKLED = "adapter_model.bin"
 _SUFFIXES = (".lora_A.weight", ".lora_B.weight")
 _PREFIX = "base_model.model."
@@ -161,18 +162,21 @@ def _problems(fields: dict[str, Any]) -> list[str]:
         refuse("r", "is not an integer of at least 1.")
         return problems
     alpha = fields.get("lora_alpha", 8)
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
+    if type(alpha) not in (int, float) or not 0 < alpha < _LARGEST_ALPHA:
         refuse("lora_alpha", "is not a number above 0.")
         return problems
+    if not isinstance(fields.get("use_rslora", False), bool):
+        refuse("use_rslora", "is not true or false.")
     if str(fields.get("init_lora_weights", True)).lower() not in _KEEP_THE_MODEL:
         refuse("init_lora_weights", f"changes the model: it must be {any_of(_KEEP_THE_MODEL)}. Convert it with peft.")
-    for name, least in (("rank_pattern", 1), ("alpha_pattern", 0)):
+    for name, kinds, above in (("rank_pattern", (int,), 2**31), ("alpha_pattern", (int, float), _LARGEST_ALPHA)):
         patterns = fields.get(name, {})
         if not isinstance(patterns, dict) or not all(
-            _is_pattern(end) and (type(each) is int or (type(each) is float and not least)) and each >= least and each
+            _is_pattern(end) and type(each) in kinds and 0 < each < above
             for end, each in cast("dict[str, Any]", patterns).items()
         ):
-            refuse(name, f"is not an object of {'integers of at least 1' if least else 'numbers above 0'} by module.")
+            what = "numbers above 0" if float in kinds else "integers of at least 1"
+            refuse(name, f"is not an object of {what} by module.")
     for name in ("exclude_modules", "layers_pattern"):
         names = fields.get(name, [])
         if not (isinstance(names, str) and _is_pattern(names)) and not _all_are(names, str):

@@ -8,6 +8,7 @@ bad one.
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from maxtext_lite.config.bucket import local_copy
 from maxtext_lite.config.errors import UserError, any_of, value_text
@@ -123,7 +124,7 @@ def config_json(
     without = {name: value for name, value in original.items() if name != FIELD}  # what is written is plain numbers
     original = text_fields(without)
     kinds = [family_of(original, "config.json")] if original else list(FAMILIES)
-    nearest: list[str] | None = None
+    nearest: _Obstacles | None = None
     for kind in kinds:
         family = FAMILIES[kind]
         written: JsonObject = {}
@@ -133,17 +134,17 @@ def config_json(
         # Written even as null: transformers would otherwise fill in the tokens of the family's own models.
         tokens = {"bos_token_id": None, "eos_token_id": end_of_text_id, "pad_token_id": None}
         fields = {"architectures": [family.architecture], "model_type": kind, **positions, **written}
-        problems = _differing(fields, config)
-        if not problems:
+        found = _obstacles(fields, config)
+        if not found.problems:
             about = {"dtype": dtype, "torch_dtype": dtype}
-            if original and not _differing(original, config):
+            if original and not _obstacles(original, config).problems:
                 longer = _with_positions(original, max_position_embeddings, config)
                 return {**_of_old_versions(fields), **longer, **about}
             kept = {name: value for name, value in original.items() if name not in ("rope_scaling", "rope_parameters")}
             return {**tokens, **kept, **fields, **about}
-        if nearest is None or len(problems) < len(nearest):  # the nearest family says what is in the way
-            nearest = [f"model_type={kind} has no place for {problem}." for problem in problems]
-    raise UserError(nearest or [])
+        if nearest is None or found.rank < nearest.rank:  # the nearest family says what is in the way
+            nearest = found
+    raise UserError(nearest.problems if nearest else [])
 
 
 def _with_positions(original: JsonObject, count: int, config: ModelConfig) -> JsonObject:
@@ -180,14 +181,33 @@ def _of_old_versions(fields: JsonObject) -> JsonObject:
     return {name: fields[name] for name in old if name in fields}
 
 
-def _differing(fields: JsonObject, config: ModelConfig) -> list[str]:
+class _Obstacles(NamedTuple):
+    """Why a config.json does not express a model.
+
+    Attributes:
+      is_refused: whether it would not be read at all, so that there may be more than these.
+      problems: each in a sentence that begins with its model_type.
+    """
+
+    is_refused: bool
+    problems: list[str]
+
+    @property
+    def rank(self) -> tuple[bool, int]:
+        """Less for what is nearer to the model."""
+        return self.is_refused, len(self.problems)
+
+
+def _obstacles(fields: JsonObject, config: ModelConfig) -> _Obstacles:
     """The keys that do not survive a round trip through these fields."""
+    named = f"model_type={fields['model_type']}"
     try:
-        keys = model_keys(fields, "config.json")
+        keys = model_keys(fields, named)
     except UserError as error:
-        return list(error.problems)
+        return _Obstacles(True, [problem.partition(" Nearest that work")[0] for problem in error.problems])
     here = {key: getattr(config, key) for key in keys}
-    return [f"{key}={value_text(here[key])}" for key in same_architecture(keys, here)]
+    differing = same_architecture(keys, here)
+    return _Obstacles(False, [f"{named} has no place for {key}={value_text(here[key])}." for key in differing])
 
 
 CARRIED = (

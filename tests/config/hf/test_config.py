@@ -300,6 +300,11 @@ def test_a_model_of_ones_own_is_written_as_the_first_family_that_expresses_it():
     assert kind("num_experts=4")["model_type"] == "mixtral"
     with pytest.raises(UserError, match="model_type=llama has no place for attention_sinks=true"):
         kind("attention_sinks=true")
+    with pytest.raises(UserError) as refusal:  # mixtral's config.json would be refused for its one expert alone
+        kind("attention_sinks=true", "clip_qkv=8")
+    assert refusal.value.problems == tuple(
+        f"model_type=llama has no place for {key}." for key in ("attention_sinks=true", "clip_qkv=8")
+    )
 
 
 def test_training_on_longer_rows_raises_the_number_of_positions_unless_a_scaling_follows_from_it():
