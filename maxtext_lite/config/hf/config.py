@@ -13,6 +13,7 @@ from maxtext_lite.config.bucket import local_copy
 from maxtext_lite.config.errors import UserError, any_of, value_text
 from maxtext_lite.config.hf.adapter import CONFIG, adapter_of
 from maxtext_lite.config.hf.families import FAMILIES
+from maxtext_lite.config.hf.family import CAUSAL
 from maxtext_lite.config.hf.fields import (
     DEFAULTS,
     WITHOUT_EFFECT,
@@ -85,7 +86,7 @@ def _read(fields: JsonObject, where: str) -> tuple[Fields, Keys]:
     """The fields that no part has read, with the problems of the others, and the keys that those decide."""
     kind = family_of(fields, where)
     left, keys = Fields(text_fields(fields)), dict(DEFAULTS)
-    for part in FAMILIES[kind].parts:
+    for part in (*FAMILIES[kind].parts, CAUSAL):
         keys |= part.read(left)
     first = keys["first_num_dense_layers"]
     if left.num_layers and is_whole(first, left.num_layers) and is_whole(keys["num_experts"], 1):
