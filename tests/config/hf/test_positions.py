@@ -46,6 +46,23 @@ def test_layers_with_a_window(style, fields, pattern, window):
     assert again == {"layer_pattern": pattern, "sliding_window_size": window}
 
 
+@pytest.mark.parametrize("part", [
+    LayerTypes("window", 9), LayerTypes("window", 0), LayerTypes("alternating", 9), LayerTypes("switched", 9),
+    LayerTypes("fourth", 9, rotated=False), WithoutRotation(),
+])  # fmt: skip
+def test_only_null_is_no_window(part):
+    fields = {"num_hidden_layers": 4, "use_sliding_window": True}
+    assert part.read(Fields({**fields, "sliding_window": None}))["sliding_window_size"] == 0
+    assert problems(part, **fields, sliding_window=0) == [
+        "sliding_window=0 lets no token see even itself. Nearest that works: null, for no window."
+    ]
+
+
+def test_a_window_that_is_switched_off_may_have_any_width():
+    for part in (LayerTypes("switched", 9), WithoutRotation()):
+        assert problems(part, num_hidden_layers=4, use_sliding_window=False, sliding_window=0) == []
+
+
 def test_layers_that_are_not_rotated():
     part = WithoutRotation()
     assert part.read(Fields({"num_hidden_layers": 4, "no_rope_layer_interval": 2})) == {
