@@ -261,7 +261,8 @@ class LayerTypes(Part):
         is true, and otherwise none, switched: as from; "switched window": as window; "switched alternating": the
         first, third, ... before `max_window_layers`.
       window: the default of `sliding_window`; 0: none.
-      rotated: layers without a window are rotated; False: not in a model that has a window.
+      rotated: layers without a window are rotated always, never, or alone: only in a model without any window. With
+        never, a model must have one.
     """
 
     def __init__(
@@ -280,7 +281,7 @@ class LayerTypes(Part):
         ],
         window: int,
         *,
-        rotated: bool = True,
+        rotated: Literal["always", "alone", "never"] = "always",
     ) -> None:
         self._style, self._window, self._rotated = style, window, rotated
         self._every = {"alternating": 2, "sixth": 6, "fourth": 4, "fixed fourth": 4}.get(style, 0)
@@ -310,7 +311,10 @@ class LayerTypes(Part):
             fields.check_layer_types(stated, layers, window, (_LOCAL, GLOBAL))
             kinds = stated if len(stated) == layers and set(map(str, stated)) <= {_LOCAL, GLOBAL} else kinds
         fields.has_local_layers = _LOCAL in kinds
-        if window and not self._rotated:
+        if self._rotated == "never" and fields.is_null("sliding_window"):
+            why = "is a model that transformers does not run. State one even if layer_types has no sliding_attention."
+            fields.refuse("sliding_window", None, why)
+        if window and self._rotated != "always":
             kinds = ["nope" if kind == GLOBAL else kind for kind in kinds]
         return {
             "layer_pattern": pattern_of(kinds),
@@ -328,11 +332,10 @@ class LayerTypes(Part):
             return {
                 "sliding_window": window, "max_window_layers": first, "layer_types": kinds,
             } | ({} if self._style == "from" else {"use_sliding_window": bool(window)})  # fmt: skip
-        if not self._rotated:
-            plain = GLOBAL in kinds  # rotated without a window, as all layers are if none has a window
+        alone = self._rotated == "alone" and GLOBAL in kinds
+        if self._rotated != "always":
             kinds = [GLOBAL if kind == "nope" else kind for kind in kinds]
-            return {"sliding_window": None if plain else window or self._window, "layer_types": kinds}
-        return {"sliding_window": window or self._window, "layer_types": kinds}
+        return {"sliding_window": None if alone else window or self._window, "layer_types": kinds}
 
 
 class WithoutRotation(Part):
