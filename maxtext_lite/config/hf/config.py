@@ -26,7 +26,7 @@ from maxtext_lite.config.hf.fields import (
 )
 from maxtext_lite.config.hf.quantized import FIELD, check_quantization, quantization_of
 from maxtext_lite.config.hf.text_tower import text_fields, unbuilt
-from maxtext_lite.config.hf.weight_files import weight_files
+from maxtext_lite.config.hf.weight_files import STATED, weight_files
 from maxtext_lite.config.json_file import check_file, is_there, read_object
 from maxtext_lite.config.sections import ModelConfig
 
@@ -121,7 +121,8 @@ def config_json(
     Raises:
       UserError: no family, or not that of `original`, expresses the keys; names the keys in the way.
     """
-    without = {name: value for name, value in original.items() if name != FIELD}  # what is written is plain numbers
+    # What is written is plain numbers, in files of the usual names.
+    without = {name: value for name, value in original.items() if name not in (FIELD, STATED)}
     original = text_fields(without)
     kinds = [family_of(original, "config.json")] if original else list(FAMILIES)
     nearest: list[str] | None = None

@@ -315,6 +315,13 @@ def test_training_on_longer_rows_raises_the_number_of_positions_unless_a_scaling
         assert config_json(config, max_position_embeddings=64, **of)["max_position_embeddings"] == 8192
 
 
+def test_the_name_of_the_weights_file_is_not_carried_on():
+    original = LLAMA3_8B | {"transformers_weights": "model.safetensors"}
+    config = load_config(None, [f"{key}={json.dumps(value)}" for key, value in model_keys(original, "x").items()])
+    fields = config_json(config, max_position_embeddings=64, dtype="float32", original=original)
+    assert fields.keys() == LLAMA3_8B.keys() | {"dtype"}
+
+
 def test_the_defaults_are_those_of_base_yml_and_cover_every_key():
     base = load_config()
     sizes = set(model_keys(LLAMA3_8B, "x")) - set(DEFAULTS)
