@@ -14,6 +14,7 @@ from maxtext_lite.config.bucket import local_copy
 from maxtext_lite.config.errors import UserError, any_of, value_text
 from maxtext_lite.config.hf.adapter import CONFIG, adapter_of
 from maxtext_lite.config.hf.families import FAMILIES
+from maxtext_lite.config.hf.family import CAUSAL
 from maxtext_lite.config.hf.fields import (
     DEFAULTS,
     WITHOUT_EFFECT,
@@ -26,7 +27,7 @@ from maxtext_lite.config.hf.fields import (
 )
 from maxtext_lite.config.hf.quantized import FIELD, check_quantization, quantization_of
 from maxtext_lite.config.hf.text_tower import text_fields, unbuilt
-from maxtext_lite.config.hf.weight_files import weight_files
+from maxtext_lite.config.hf.weight_files import STATED, weight_files
 from maxtext_lite.config.json_file import check_file, is_there, read_object
 from maxtext_lite.config.sections import ModelConfig
 
@@ -86,7 +87,7 @@ def _read(fields: JsonObject, where: str) -> tuple[Fields, Keys]:
     """The fields that no part has read, with the problems of the others, and the keys that those decide."""
     kind = family_of(fields, where)
     left, keys = Fields(text_fields(fields)), dict(DEFAULTS)
-    for part in FAMILIES[kind].parts:
+    for part in (*FAMILIES[kind].parts, CAUSAL):
         keys |= part.read(left)
     first = keys["first_num_dense_layers"]
     if left.num_layers and is_whole(first, left.num_layers) and is_whole(keys["num_experts"], 1):
@@ -121,7 +122,8 @@ def config_json(
     Raises:
       UserError: no family, or not that of `original`, expresses the keys; names the keys in the way.
     """
-    without = {name: value for name, value in original.items() if name != FIELD}  # what is written is plain numbers
+    # What is written is plain numbers, in files of the usual names.
+    without = {name: value for name, value in original.items() if name not in (FIELD, STATED)}
     original = text_fields(without)
     kinds = [family_of(original, "config.json")] if original else list(FAMILIES)
     nearest: _Obstacles | None = None
