@@ -3,14 +3,13 @@
 import dataclasses
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
 
 from maxtext_lite.batching.batch import Batch
 from maxtext_lite.batching.rollout_sizes import Rollout, rollout_of
 from maxtext_lite.batching.topology import Topology
 from maxtext_lite.config import RLRunConfig, UserError
 from maxtext_lite.config.errors import number_text
-from maxtext_lite.config.hf.config import run_config_json
+from maxtext_lite.config.hf.config import files_of_model, run_config_json
 from maxtext_lite.config.violation import Violation, multiples
 
 _FRACTIONS: tuple[str, ...] = ("trainer_devices_fraction", "sampler_devices_fraction")
@@ -132,9 +131,8 @@ def rl_batch(config: RLRunConfig, topology: Topology) -> RLBatch | list[Violatio
 
 def _inexpressible(config: RLRunConfig) -> str | None:
     """The setting that no family of Hugging Face models can express, as the run would find when exporting the model."""
-    directory = config.load_parameters_path or f"{config.base_output_directory}/{config.run_name}"
     try:
-        run_config_json(Path(directory), config, num_positions=config.max_target_length, dtype="float32")
+        run_config_json(files_of_model(config), config, num_positions=config.max_target_length, dtype="float32")
     except UserError as error:
         return error.problems[0]
     return None

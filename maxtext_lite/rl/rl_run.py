@@ -8,7 +8,7 @@ import jax
 
 from maxtext_lite.batching import RLBatch, batch_sizes, make_plan
 from maxtext_lite.config import RLRunConfig, UserError
-from maxtext_lite.config.hf.config import comes_from_elsewhere
+from maxtext_lite.config.hf.config import files_of_model
 from maxtext_lite.config.rl_rules import endless_evaluation
 from maxtext_lite.data import Prompt, PromptSource, Tokenizer, check_vocabulary, load_tokenizer, open_prompts
 from maxtext_lite.generation.text_tokens import stop_tokens
@@ -115,14 +115,14 @@ def open_rl_run(config: RLRunConfig) -> RLRun:
     batch_sizes(config, **machine)  # refuses what is wrong before the data are opened
     tokenizer = load_tokenizer(config)
     check_vocabulary(tokenizer, config.vocab_size)
-    elsewhere = comes_from_elsewhere(config.load_parameters_path)
-    prompts = open_prompts(config, vocab_size=config.vocab_size, begins_as_elsewhere=elsewhere)
+    carried = files_of_model(config)
+    prompts = open_prompts(config, vocab_size=config.vocab_size, begins_as_elsewhere=carried is not None)
     source, eval_source = prompts
     if eval_source is not None and (refusal := endless_evaluation(config, len(eval_source))):
         raise UserError(str(refusal))
     plan = make_plan(config, **machine, num_examples=len(source))
     assert plan.rl is not None, "a config of reinforcement learning has a plan of it"
-    stop_token_ids = stop_tokens(config.load_parameters_path, tokenizer)
+    stop_token_ids = stop_tokens(carried, tokenizer)
     rewards = Rewards(config)
     try:
         policy = policy_of(config, plan.rl)
