@@ -210,9 +210,11 @@ def _prompt_problems(prompts: list[list[int]], asked: GenerateConfig, config: Co
 
 def _length_problems(prompts: list[list[int]], asked: GenerateConfig, config: Config) -> list[str]:
     positions, longest = config.trainable_position_size, max(map(len, prompts))
-    if not positions or longest + asked.max_new_tokens <= positions:
+    most = positions + 1 - longest  # the last token is not fed back
+    if not positions or asked.max_new_tokens <= most:
         return []
+    works = f"Nearest that works: {most}." if most > 0 else "No max_new_tokens works: shorten the prompt."
     return [
-        f"max_new_tokens={asked.max_new_tokens} after a prompt of {longest} tokens goes past the model's "
-        f"{positions} learned positions. Nearest that works: {max(positions - longest, 1)}."
+        f"max_new_tokens={asked.max_new_tokens} after a prompt of {longest} tokens goes past the model's {positions} "
+        f"learned positions. {works}"
     ]
