@@ -14,7 +14,7 @@ from maxtext_lite.config.errors import nearest_clause, value_text
 from maxtext_lite.config.hf.adapter import adapter_of
 from maxtext_lite.config.hf.config import has_hf_weights
 from maxtext_lite.hf import load_hf_parameters
-from maxtext_lite.models import Decoder, KVCache, Sampling, sample_token
+from maxtext_lite.models import Decoder, KVCache, Sampling, root_key, sample_token
 from maxtext_lite.models.decoder import Params
 from maxtext_lite.parallel import MESH_AXES, make_mesh
 from maxtext_lite.training.state import abstract_on_mesh, make_plain_decoder
@@ -125,7 +125,7 @@ class Sampler:
         for row, prompt in zip(token_BT, prompts, strict=True):
             row[: len(prompt)] = prompt
         num_positions = _round_up(lengths.max() + max_new_tokens)
-        root = jax.random.key(seed)
+        root = root_key(seed)
         key_B = jax.vmap(lambda number: jax.random.fold_in(root, number))(jnp.arange(len(prompts)))
         running = [number < num_asked for number in range(len(prompts))]
         # The mesh is set for each call, not around a yield: whoever takes the tokens may stop at any.
