@@ -26,6 +26,7 @@ _OPERATIONS = "+-*"
 _FRACTIONS = ("trainer_devices_fraction", "sampler_devices_fraction")
 _SAMPLING = ("temperature", "top_k", "nucleus_p")  # decode_sampling_
 _MOST_HELD_OUT = 100_000
+_LARGEST_WEIGHT = 1e6
 _MOST_PROBLEMS = 2**62  # an example's number is a 64-bit integer, and the order needs one more than there are
 
 
@@ -207,11 +208,15 @@ def _reward_names(config: RLRunConfig) -> Violation | None:
 def _reward_weights(config: RLRunConfig) -> Violation | None:
     key, count = "reward_weights", len(reward_names(config))
     try:
-        weights = reward_weights(config)
+        weights = (math.nan,) if "_" in config.reward_weights else reward_weights(config)  # float reads 1_0 as 10
     except ValueError:
         weights = (math.nan,)
     if not all(math.isfinite(weight) for weight in weights):
         return violates(config, key, "has something that is not a finite number", ",".join(["1"] * count))
+    bounded = [min(max(weight, -_LARGEST_WEIGHT), _LARGEST_WEIGHT) for weight in weights]
+    if [*weights] != bounded:
+        rule = f"has a weight beyond {number_text(_LARGEST_WEIGHT)}, the largest in size"
+        return violates(config, key, rule, ",".join(map(number_text, bounded)))
     if len(weights) == count:
         return None
     near = ",".join(number_text(weight) for weight in (*weights, *[1.0] * count)[:count])

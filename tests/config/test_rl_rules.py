@@ -49,6 +49,9 @@ REFUSED = {
     "reward_weights=1,2": "reward_weights=1,2 has 2 for the 1 of reward_functions=exact_answer. Nearest that work: 1 "
                           "or reward_weights=.",
     "reward_weights=much": "reward_weights=much has something that is not a finite number. Nearest that works: 1.",
+    "reward_weights=1_0": "reward_weights=1_0 has something that is not a finite number. Nearest that works: 1.",
+    "reward_weights=-1e308": "reward_weights=-1e308 has a weight beyond 1000000, the largest in size. Nearest that "
+                             "works: -1000000.",
     "reward_weights=inf": "reward_weights=inf has something that is not a finite number. Nearest that works: 1.",
     "reward_functions=format": "reward_format is empty, but reward_functions names format, which compares responses "
                                "with it. Nearest that works: reward_format=.*.",
