@@ -35,6 +35,9 @@ Result = TypeVar("Result")
 WEIGHTS = "rollout_weights"
 """In the run directory: two alternating Hugging Face directories from which the server reads parameters."""
 
+ANSWER_SECONDS = 1800.0
+"""The longest time for an answer, with all attempts."""
+
 _TOKEN_BYTES = 2**10  # of an answer: id, text and log-probability of the token, and of the likeliest one
 _MORE_BYTES = 2**20  # of the rest of an answer
 
@@ -71,7 +74,7 @@ class HttpEngine:
         requests_in_flight: int = 64,
         attempts: int = 6,
         wait_seconds: float = 0.5,
-        timeout_seconds: float = 1800,
+        timeout_seconds: float = ANSWER_SECONDS,
     ):
         self._kind = SERVER_KINDS[kind]
         self._server = Server(

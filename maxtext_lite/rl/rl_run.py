@@ -9,12 +9,12 @@ import jax
 from maxtext_lite.batching import RLBatch, batch_sizes, make_plan
 from maxtext_lite.config import RLRunConfig, UserError
 from maxtext_lite.config.hf.config import files_of_model
-from maxtext_lite.config.rl_rules import endless_evaluation
+from maxtext_lite.config.rl_rules import endless_evaluation, reward_names
 from maxtext_lite.data import Prompt, PromptSource, Tokenizer, check_vocabulary, load_tokenizer, open_prompts
 from maxtext_lite.generation.text_tokens import stop_tokens
 from maxtext_lite.models import Sampling
 from maxtext_lite.parallel import start_devices, value_of_host
-from maxtext_lite.rl.http_engine import HttpEngine
+from maxtext_lite.rl.http_engine import ANSWER_SECONDS, HttpEngine
 from maxtext_lite.rl.pairs import Sampled
 from maxtext_lite.rl.policy import Policy
 from maxtext_lite.rl.rewards import RewardError, Rewards, Scores
@@ -63,6 +63,12 @@ class RLRun:
     def eval_sampling(self) -> Sampling:
         """The sampling of responses to held-out prompts."""
         return dataclasses.replace(self.sampling, temperature=self.config.eval_sampling_temperature)
+
+    @property
+    def waiting_seconds(self) -> float:
+        """The longest time that the rewards of a chunk may take, each function called again, and a server's answer."""
+        functions = 2 * len(reward_names(self.config)) * self.config.reward_timeout_seconds
+        return functions + (0.0 if self.config.rollout_engine == "local" else ANSWER_SECONDS)
 
     def text_of(self, response: Response) -> str:
         """The text of a response for reward functions, without the stop token."""

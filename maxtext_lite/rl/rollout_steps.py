@@ -58,6 +58,8 @@ def train_rl(config: RLRunConfig, *, callbacks: Sequence[Callback] = ()) -> RunR
     """
     phases.begin()
     with contextlib.closing(open_rl_run(config)) as rl:
+        watchdog.allow("rollout", rl.waiting_seconds)
+        watchdog.allow("evaluation", rl.waiting_seconds)
         return train_run(
             rl.run,
             lambda terminal, state, counts: (
