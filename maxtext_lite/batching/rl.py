@@ -7,7 +7,7 @@ from fractions import Fraction
 from maxtext_lite.batching.batch import Batch
 from maxtext_lite.batching.rollout_sizes import Rollout, rollout_of
 from maxtext_lite.batching.topology import Topology
-from maxtext_lite.config import RLRunConfig, UserError
+from maxtext_lite.config import Config, RLRunConfig, UserError
 from maxtext_lite.config.errors import number_text
 from maxtext_lite.config.hf.config import files_of_model, run_config_json
 from maxtext_lite.config.violation import Violation, multiples
@@ -127,6 +127,18 @@ def rl_batch(config: RLRunConfig, topology: Topology) -> RLBatch | list[Violatio
         takes_turns=takes_turns,
         rollout=rollout,
     )
+
+
+def rl_warnings(config: Config, batch: RLBatch) -> list[str]:
+    """What works but is probably a mistake."""
+    assert isinstance(config, RLRunConfig), "only its configs have such a batch"
+    warnings: list[str] = []
+    num_devices = int(batch.trainer_devices / config.trainer_devices_fraction)
+    idle = 0 if batch.takes_turns else num_devices - batch.trainer_devices - batch.sampler_devices
+    if idle:
+        stated = " and ".join(f"{key}={number_text(getattr(config, key))}" for key in _FRACTIONS)
+        warnings.append(f"{stated}: {idle} of {num_devices} devices neither train nor sample.")
+    return warnings
 
 
 def _inexpressible(config: RLRunConfig) -> str | None:

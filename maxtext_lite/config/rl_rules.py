@@ -88,7 +88,13 @@ def _steps(config: RLRunConfig) -> Violation | None:
 def _devices(config: RLRunConfig) -> Violation | None:
     """Either all devices both train and sample, in turn, or each does one of the two."""
     trainer, sampler = config.trainer_devices_fraction, config.sampler_devices_fraction
-    if trainer == sampler == 1 or trainer + sampler <= 1:
+    if trainer == sampler == 1:
+        return None
+    if config.rollout_engine != "local":
+        wrong = [key for key in _FRACTIONS if getattr(config, key) != 1]
+        rule = f"leaves devices without work: with rollout_engine={config.rollout_engine} a server samples"
+        return violates(config, wrong[0], rule, dict.fromkeys(wrong, Fraction(1)))
+    if trainer + sampler <= 1:
         return None
     rest = 1 - trainer
     near = {"sampler_devices_fraction": rest} if rest > 0 else dict.fromkeys(_FRACTIONS, Fraction(1))
@@ -301,7 +307,8 @@ def _rollout(config: RLRunConfig) -> Violation | None:
         )
         return Violation("base_output_directory", message, ({"rollout_engine": "local", "rollout_url": ""},))
     reason = f"has no effect with rollout_engine={engine}, whose server has its own devices"
-    return unused(config, {"rollout_tensor_parallelism": 1, "rollout_fsdp_parallelism": 1}, reason)
+    usual = {"rollout_slots": -1, "rollout_tensor_parallelism": 1, "rollout_fsdp_parallelism": 1}
+    return unused(config, usual, reason)
 
 
 def _reported(config: RLRunConfig) -> Violation | None:

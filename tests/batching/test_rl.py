@@ -75,6 +75,13 @@ def test_contradictions_are_refused(words, message):
     assert message in str(refusal.value)
 
 
+def test_devices_without_work_are_a_warning():
+    words = ("trainer_devices_fraction=0.5", "sampler_devices_fraction=0.25")
+    said = "trainer_devices_fraction=0.5 and sampler_devices_fraction=0.25: 2 of 8 devices neither train nor sample."
+    assert said in make_plan(config(*words), num_devices=8).warnings
+    assert not make_plan(config(words[0], "sampler_devices_fraction=0.5"), num_devices=8).warnings
+
+
 def test_separate_trainer_and_sampler_devices_need_one_host():
     words = ("trainer_devices_fraction=0.5", "sampler_devices_fraction=0.5")
     with pytest.raises(UserError) as refusal:

@@ -108,6 +108,12 @@ def test_a_contradiction_is_refused_and_what_is_named_works(override):
     (["rollout_engine=http", "rollout_url=https://x/v1", "rollout_fsdp_parallelism=2"],
      "rollout_fsdp_parallelism=2 has no effect with rollout_engine=http, whose server has its own devices. Nearest "
      "that works: 1."),
+    (["rollout_engine=vllm", "rollout_url=http://x", "rollout_slots=64"],
+     "rollout_slots=64 has no effect with rollout_engine=vllm, whose server has its own devices. Nearest that works: "
+     "-1."),
+    (["rollout_engine=vllm", "rollout_url=http://x", "sampler_devices_fraction=0.5"],
+     "sampler_devices_fraction=0.5 leaves devices without work: with rollout_engine=vllm a server samples. Nearest "
+     "that works: 1."),
     (["rollout_engine=sglang", "rollout_url=http://x", "rollout_tensor_parallelism=2"],
      "rollout_tensor_parallelism=2 has no effect with rollout_engine=sglang, whose server has its own devices. Nearest "
      "that works: 1."),
@@ -172,6 +178,16 @@ def test_each_function_has_its_weight(names, weights, expected):
     config = load_config(FILE, [f"reward_functions={names}", f"reward_weights={weights}"])
     assert isinstance(config, RLRunConfig)
     assert dict(zip(reward_names(config), reward_weights(config), strict=True)) == expected
+
+
+def test_with_a_server_all_devices_train():
+    both = ["trainer_devices_fraction=0.5", "sampler_devices_fraction=0.5"]
+    with pytest.raises(UserError) as refused:
+        load_config(FILE, ["rollout_engine=vllm", "rollout_url=http://x", *both])
+    assert refused.value.problems == (
+        "trainer_devices_fraction=0.5 leaves devices without work: with rollout_engine=vllm a server samples. Nearest "
+        "that works: trainer_devices_fraction=1 sampler_devices_fraction=1.",
+    )
 
 
 def test_no_rule_is_asked_twice():
