@@ -138,6 +138,12 @@ def rl_warnings(config: Config, batch: RLBatch) -> list[str]:
     if idle:
         stated = " and ".join(f"{key}={number_text(getattr(config, key))}" for key in _FRACTIONS)
         warnings.append(f"{stated}: {idle} of {num_devices} devices neither train nor sample.")
+    if config.capacity_factor != -1 and config.rollout_correction == "none":
+        warnings.append(
+            f"capacity_factor={number_text(config.capacity_factor)}: only training drops tokens, so responses are "
+            "sampled from another policy than the loss has (rollout_mismatch). Set capacity_factor=-1 or "
+            "rollout_correction=truncated."
+        )
     return warnings
 
 

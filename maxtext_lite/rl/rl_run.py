@@ -152,6 +152,7 @@ def open_rl_run(config: RLRunConfig) -> RLRun:
 
 def policy_of(config: RLRunConfig, batch: RLBatch) -> Policy:
     """The objective of a config's steps."""
+    may_differ = config.rollout_engine != "local" or config.capacity_factor != -1  # only training drops tokens
     return Policy(
         algo=config.loss_algo,
         epsilon_low=config.grpo_epsilon,
@@ -161,7 +162,7 @@ def policy_of(config: RLRunConfig, batch: RLBatch) -> Policy:
         temperature=config.decode_sampling_temperature,
         max_response_tokens=batch.max_response_tokens,
         on_policy=config.num_iterations == 1,
-        compares=config.rollout_engine != "local" or config.rollout_correction != "none",
+        compares=may_differ or config.rollout_correction != "none",
         correction_cap=config.rollout_correction_cap if config.rollout_correction == "truncated" else None,
     )
 

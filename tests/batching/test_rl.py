@@ -82,6 +82,17 @@ def test_devices_without_work_are_a_warning():
     assert not make_plan(config(words[0], "sampler_devices_fraction=0.5"), num_devices=8).warnings
 
 
+def test_training_that_drops_tokens_of_experts_is_a_warning():
+    def warned(*words):
+        plan = make_plan(config("num_experts=4", *words), num_devices=8)
+        return [text for text in plan.warnings if "only training drops tokens" in text]
+
+    (said,) = warned("capacity_factor=1.5")
+    assert said.startswith("capacity_factor=1.5: only")
+    assert not warned("capacity_factor=1.5", "rollout_correction=truncated")
+    assert not warned()
+
+
 def test_separate_trainer_and_sampler_devices_need_one_host():
     words = ("trainer_devices_fraction=0.5", "sampler_devices_fraction=0.5")
     with pytest.raises(UserError) as refusal:

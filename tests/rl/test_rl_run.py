@@ -52,6 +52,8 @@ def test_what_a_step_minimises_follows_from_the_keys(tmp_path, config_of):
 
 @pytest.mark.parametrize(("words", "expected"), [
     (["rollout_correction=truncated"], (True, 2.0)),
+    (["num_experts=4", "capacity_factor=1.5"], (True, None)),
+    (["num_experts=4"], (False, None)),
     (["rollout_engine=vllm", "rollout_url=http://x"], (True, None)),
     (["rollout_engine=sglang", "rollout_url=http://x", "rollout_correction=truncated", "rollout_correction_cap=5"],
      (True, 5.0)),
