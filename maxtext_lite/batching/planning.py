@@ -54,7 +54,7 @@ def make_plan(
     )
     if rl is not None:
         plan = _plan(config, sizes, rl, None, device_memory_gb)
-        plan = dataclasses.replace(plan, warnings=(*plan.warnings, *rl_warnings(config, rl)))
+        plan = dataclasses.replace(plan, warnings=(*plan.warnings, *rl_warnings(config, rl, num_examples)))
         return _rl_plan(plan, rl, num_examples)
     return _plan(config, sizes, None, num_examples, device_memory_gb)
 

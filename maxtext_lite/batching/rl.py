@@ -20,7 +20,7 @@ class RLBatch:
     """What a step of reinforcement learning samples and trains on.
 
     Attributes:
-      prompts_per_batch: unique prompts.
+      prompts_per_batch: prompts; the same one may be in a batch again where an epoch ends.
       num_generations: responses to each prompt.
       pairs_per_batch: pairs of prompt and response, the run's `global_batch_to_train`.
       pairs_per_micro_batch: whole groups of responses to one prompt; one micro-batch is sampled while the previous one
@@ -129,8 +129,12 @@ def rl_batch(config: RLRunConfig, topology: Topology) -> RLBatch | list[Violatio
     )
 
 
-def rl_warnings(config: Config, batch: RLBatch) -> list[str]:
-    """What works but is probably a mistake."""
+def rl_warnings(config: Config, batch: RLBatch, num_prompts: int | None) -> list[str]:
+    """What works but is probably a mistake.
+
+    Args:
+      num_prompts: to train on; None: unknown.
+    """
     assert isinstance(config, RLRunConfig), "only its configs have such a batch"
     warnings: list[str] = []
     num_devices = int(batch.trainer_devices / config.trainer_devices_fraction)
@@ -143,6 +147,11 @@ def rl_warnings(config: Config, batch: RLBatch) -> list[str]:
             f"capacity_factor={number_text(config.capacity_factor)}: only training drops tokens, so responses are "
             "sampled from another policy than the loss has (rollout_mismatch). Set capacity_factor=-1 or "
             "rollout_correction=truncated."
+        )
+    if num_prompts is not None and batch.prompts_per_batch > num_prompts:
+        warnings.append(
+            f"batch_size={batch.prompts_per_batch} is more than the {num_prompts} prompts: a batch has some of them "
+            "several times, each with groups of its own."
         )
     return warnings
 

@@ -93,6 +93,13 @@ def test_training_that_drops_tokens_of_experts_is_a_warning():
     assert not warned()
 
 
+def test_a_batch_with_more_prompts_than_there_are_is_a_warning():
+    said = "batch_size=32 is more than the 31 prompts: a batch has some of them several times, each with groups of its "
+    (warning,) = make_plan(config(), num_devices=8, num_examples=31).warnings
+    assert warning.startswith(said)
+    assert not make_plan(config(), num_devices=8, num_examples=32).warnings
+
+
 def test_separate_trainer_and_sampler_devices_need_one_host():
     words = ("trainer_devices_fraction=0.5", "sampler_devices_fraction=0.5")
     with pytest.raises(UserError) as refusal:
