@@ -280,12 +280,17 @@ def _eval_sampling(config: RLRunConfig) -> Violation | None:
     return violates(config, "eval_num_generations", rule, 1, {"eval_sampling_temperature": 1.0})
 
 
-def _is_address(url: str) -> bool:
+def server_address(url: str) -> urllib.parse.SplitResult | None:
+    """The parts of a server's url; None if it is invalid."""
+    # urlsplit drops some control characters, and a request's line would end at a space.
+    if not (url.isascii() and url.isprintable() and " " not in url):
+        return None
     try:
         parts = urllib.parse.urlsplit(url)
-        return bool(parts.hostname) and (parts.port is None or parts.port > 0)
+        named = bool(parts.hostname) and parts.port != 0  # an invalid port is a ValueError
     except ValueError:
-        return False
+        return None
+    return parts if named and parts.scheme in ("http", "https") and not (parts.query or parts.fragment) else None
 
 
 def _rollout(config: RLRunConfig) -> Violation | None:
@@ -294,12 +299,13 @@ def _rollout(config: RLRunConfig) -> Violation | None:
     if engine == "local":
         reason = "has no effect with rollout_engine=local, which samples in this process"
         return unused(config, {"rollout_url": ""}, reason)
-    example = {"rollout_url": "http://127.0.0.1:8000" + ("/v1" if engine == "http" else "")}
+    example = {"rollout_url": "http://127.0.0.1:8000"}
     if not url:
         message = f"rollout_url is empty, but rollout_engine={engine} asks a server."
         return Violation("rollout_url", message, (example, {"rollout_engine": "local"}))
-    if not re.match(r"https?://[^/\s]", url) or not _is_address(url):
-        return violates(config, "rollout_url", "does not begin with http:// or https:// and a host", example)
+    if server_address(url) is None:
+        rule = "is not http:// or https:// and a host, perhaps with a port and a path"
+        return violates(config, "rollout_url", rule, example)
     if is_bucket(config.base_output_directory):
         message = (
             f"base_output_directory={config.base_output_directory}: with rollout_engine={engine} the weights for the "

@@ -67,7 +67,7 @@ REFUSED = {
                               "would be the same. Nearest that work: eval_num_generations=1 or "
                               "eval_sampling_temperature=1.",
     "rollout_engine=http": "rollout_url is empty, but rollout_engine=http asks a server. Nearest that work: "
-                           "rollout_url=http://127.0.0.1:8000/v1 or rollout_engine=local.",
+                           "rollout_url=http://127.0.0.1:8000 or rollout_engine=local.",
     "rollout_engine=vllm": "rollout_url is empty, but rollout_engine=vllm asks a server. Nearest that work: "
                            "rollout_url=http://127.0.0.1:8000 or rollout_engine=local.",
     "rollout_correction_cap=3": "rollout_correction_cap=3 has no effect with rollout_correction=none. Nearest that "
@@ -103,8 +103,11 @@ def test_a_contradiction_is_refused_and_what_is_named_works(override):
      "reward_weights=0.5 has 1 for the 2 of reward_functions=exact_answer,m:f. Nearest that work: 0.5,1 or "
      "reward_weights=."),
     (["rollout_engine=http", "rollout_url=127.0.0.1:8000"],
-     "rollout_url=127.0.0.1:8000 does not begin with http:// or https:// and a host. Nearest that works: "
-     "http://127.0.0.1:8000/v1."),
+     "rollout_url=127.0.0.1:8000 is not http:// or https:// and a host, perhaps with a port and a path. Nearest that "
+     "works: http://127.0.0.1:8000."),
+    (["rollout_engine=http", "rollout_url=http://x/v1?a=1"],
+     "rollout_url=http://x/v1?a=1 is not http:// or https:// and a host, perhaps with a port and a path. Nearest that "
+     "works: http://127.0.0.1:8000."),
     (["rollout_engine=http", "rollout_url=https://x/v1", "rollout_fsdp_parallelism=2"],
      "rollout_fsdp_parallelism=2 has no effect with rollout_engine=http, whose server has its own devices. Nearest "
      "that works: 1."),
