@@ -174,8 +174,12 @@ def sample_token(
             ordered_BV = -jnp.sort(-scaled_BV, axis=-1)
             probability_BV = jax.nn.softmax(ordered_BV, axis=-1)
             before_BV = jnp.cumsum(probability_BV, axis=-1) - probability_BV
-            least_B1 = jnp.min(jnp.where(before_BV < sampling.top_p, ordered_BV, jnp.inf), axis=-1, keepdims=True)
-            scaled_BV = jnp.where(scaled_BV < least_B1, -jnp.inf, scaled_BV)
+            kept_BV = before_BV < sampling.top_p
+            least_B1 = jnp.min(jnp.where(kept_BV, ordered_BV, jnp.inf), axis=-1, keepdims=True)
+            # Of equally likely tokens the first ones are kept.
+            above_BV, equal_BV = scaled_BV > least_B1, scaled_BV == least_B1
+            left_B1 = (kept_BV.sum(axis=-1) - above_BV.sum(axis=-1))[:, None]
+            scaled_BV = jnp.where(above_BV | (equal_BV & (equal_BV.cumsum(axis=-1) <= left_B1)), scaled_BV, -jnp.inf)
         token_B = jax.vmap(jax.random.categorical)(key_B, scaled_BV)
     chosen_B = jnp.take_along_axis(log_probability_BV, token_B[:, None], axis=-1)[:, 0]
     return token_B.astype(jnp.int32), chosen_B

@@ -62,6 +62,9 @@ REFUSED = {
                                      "works: 1.",
     "decode_sampling_top_k=1": "decode_sampling_top_k=1 always samples the likeliest token: the num_generations=8 "
                                "responses to a prompt would all be the same. Nearest that work: 0 or 2.",
+    "decode_sampling_nucleus_p=0.003": "decode_sampling_nucleus_p=0.003 always samples the likeliest token: the "
+                                       "num_generations=8 responses to a prompt would all be the same. Nearest that "
+                                       "works: 1.",
     "decode_sampling_top_k=321": "decode_sampling_top_k=321 is more than vocab_size=320. Nearest that work: 320 or 0.",
     "eval_num_generations=2": "eval_num_generations=2 with eval_sampling_temperature=0: all responses to a prompt "
                               "would be the same. Nearest that work: eval_num_generations=1 or "
