@@ -129,7 +129,8 @@ def _as_numbers(returned: Any, count: int) -> list[float | None]:
 def _as_number(value: Any) -> float | None:
     if value is None:
         return None
-    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+    is_complex = isinstance(value, complex) or "complex" in str(getattr(value, "dtype", ""))
+    if isinstance(value, str | bytes) or is_complex or not hasattr(value, "__float__"):
         raise _NotNumbers(f"a list with {_kind(value)} in it, not a number")
     try:
         return float(value)

@@ -103,6 +103,13 @@ def test_what_is_no_list_is_refused(module):
     assert functions.rewards("m:stream", *GIVEN)["error"].startswith("returned a generator (<generator object")
 
 
+@pytest.mark.parametrize("returned", [[1.0, 1j], np.array([1.0, 2.0 + 1j]), np.array([1, 0], np.complex64)])
+def test_complex_numbers_are_no_rewards(returned, module, monkeypatch):
+    functions = Functions(["m:judge"], "")
+    monkeypatch.setattr(sys.modules["m"].Judge, "__call__", lambda self, **given: returned)
+    assert "complex" in functions.rewards("m:judge", *GIVEN)["error"]
+
+
 @pytest.mark.parametrize("returned", [[Fraction(1, 2), np.float32(1)], (0.5, True)])
 def test_numbers_of_any_kind_are_numbers(returned, module, monkeypatch):
     functions = Functions(["m:judge"], "")
