@@ -42,6 +42,15 @@ class KVCache(NamedTuple):
         value = None if value_dim is None else jnp.zeros((*sizes, value_dim), dtype)
         return KVCache(jnp.zeros((*sizes, key_dim), dtype), value)
 
+    def grown(self, num_positions: int) -> "KVCache":
+        """The cache with room for sequences of at most this many tokens, more than before."""
+
+        def grown(x_LBKSH: jax.Array) -> jax.Array:
+            more = num_positions - x_LBKSH.shape[3]
+            return jnp.pad(x_LBKSH, ((0, 0), (0, 0), (0, 0), (0, more), (0, 0)))
+
+        return KVCache(grown(self.key), None if self.value is None else grown(self.value))
+
 
 @dataclasses.dataclass(frozen=True)
 class CachedAttend:
