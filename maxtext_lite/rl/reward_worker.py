@@ -129,8 +129,11 @@ def _as_numbers(returned: Any, count: int) -> list[float | None]:
 def _as_number(value: Any) -> float | None:
     if value is None:
         return None
-    is_complex = isinstance(value, complex) or "complex" in str(getattr(value, "dtype", ""))
-    if isinstance(value, str | bytes) or is_complex or not hasattr(value, "__float__"):
+    if (
+        isinstance(value, str | bytes)
+        or not hasattr(value, "__float__")
+        or "complex" in str(getattr(value, "dtype", ""))
+    ):
         raise _NotNumbers(f"a list with {_kind(value)} in it, not a number")
     try:
         return float(value)

@@ -141,8 +141,8 @@ class RolloutSteps:
         self._say(
             f"rollout: the sampler's log-probabilities differ from the trainer's by {mismatch:.3g} a token "
             "(rollout_mismatch): it has other parameters or less precise ones, lacks the drops of capacity_factor, or "
-            "reports others than those of softmax(logits / decode_sampling_temperature). docs/post_training.md says how "
-            "to start a server."
+            "reports others than those of softmax(logits / decode_sampling_temperature). docs/post_training.md says "
+            "how to start a server."
         )
 
     def unfinished(self, step: int) -> Rows | None:

@@ -159,11 +159,13 @@ def _check_end(response: Response, by: Any, name: str, tokens: str) -> None:
     Args:
       by: the token, the tokens or the text that ended it; None: it is not said.
     """
+    if by is None or not response.ended:
+        return
     ends = cast(list[Any], by) if isinstance(by, list) else [by]
-    if response.ended and by is not None and response.token_ids[-len(ends) :] != ends:
+    if response.token_ids[-len(ends) :] != ends:
         raise ValueError(
-            f"{name}={shown(by)}, where {tokens} ends in {response.token_ids[-1]}: the ids must include the token that "
-            "ended the response"
+            f"{name}={shown(cast(object, by))}, where {tokens} ends in {response.token_ids[-1]}: the ids must include "
+            "the token that ended the response"
         )
 
 

@@ -88,7 +88,7 @@ def test_full_rows_need_no_counting():
 
 
 def test_what_is_planned_and_what_is_trained_on_are_opened_alike(config, be_host, tmp_path, monkeypatch):
-    """Texts for a model from elsewhere begin as its own tokenizer begins them, also in a resumed run without its path."""
+    """Texts for a model from elsewhere begin as its own tokenizer begins them, also without the path on resumption."""
     told = []
     monkeypatch.setattr(mixture_source, "open_sources", lambda _, **keys: told.append(keys) or (None, None))
     (tmp_path / "run/hf").mkdir(parents=True)

@@ -263,7 +263,9 @@ def test_a_server_that_reports_others_is_refused_before_it_is_believed(server, t
     engine.close()
 
 
-@pytest.mark.parametrize("url", ["http://host:8000", "http://host:8000/", "http://host:8000/v1", "http://host:8000/v1/"])
+@pytest.mark.parametrize(
+    "url", ["http://host:8000", "http://host:8000/", "http://host:8000/v1", "http://host:8000/v1/"]
+)
 def test_a_url_may_be_the_servers_or_its_apis(url):
     server = Server("rollout_url", url, attempts=1, wait_seconds=0, timeout_seconds=1)
     paths = {name: kind.path(server) for name, kind in SERVER_KINDS.items()}
