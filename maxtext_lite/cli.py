@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from maxtext_lite import __version__
 from maxtext_lite.config import RLRunConfig, UserError, parse_value
 from maxtext_lite.config.bucket import is_bucket, local_copy
-from maxtext_lite.config.errors import WrongType, did_you_mean, echoed, value_text
+from maxtext_lite.config.errors import WrongType, did_you_mean, echoed, nearest_clause, value_text
 from maxtext_lite.config.field_types import path_problem
 from maxtext_lite.config.hints import key_hint, words_hint, words_meant
 from maxtext_lite.config.json_file import user_path
@@ -276,10 +277,14 @@ def parse_keys(
     except ValidationError as error:
         for detail in error.errors():
             key = ".".join(str(part) for part in detail["loc"])
-            own = detail.get("ctx", {}).get("error")
-            said = f" {own}" if isinstance(own, WrongType) else f": {detail['msg']}."
-            problems.append(f"{key}={value_text(detail['input'])}{said}")
+            problems.append(f"{key}={value_text(detail['input'])}{broken_rule(detail)}")
         raise UserError(problems) from None
+
+
+def broken_rule(detail: ErrorDetails) -> str:
+    """What an error of pydantic says about a value, as a sentence that begins with the value."""
+    own = detail.get("ctx", {}).get("error")
+    return f" {own}{nearest_clause(own.nearest)}" if isinstance(own, WrongType) else f": {detail['msg']}."
 
 
 def _plain(text: str) -> object:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from pydantic import ValidationError
 
-from maxtext_lite.cli import run_command
+from maxtext_lite.cli import broken_rule, run_command
 from maxtext_lite.config import UserError
 from maxtext_lite.config.bucket import local_copy
 from maxtext_lite.config.errors import did_you_mean, value_text
@@ -153,7 +153,7 @@ def _asked(number: int, context: str, options: Mapping[str, Any]) -> GenerateCon
     except ValidationError as error:
         raise UserError(
             f"generation option {str(detail['loc'][0]).replace('max_new_tokens', most)}="
-            f"{value_text(detail['input'])}: {detail['msg']}."
+            f"{value_text(detail['input'])}{broken_rule(detail)}"
             for detail in error.errors()
         ) from None
 

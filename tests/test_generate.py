@@ -58,7 +58,8 @@ def test_an_empty_prompt_starts_a_new_document(run, capsys):
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (["prompt_idz=[[1]]"], "unknown key 'prompt_idz' (command line). Did you mean 'prompt_ids'?"),
-    (["temperature=-1"], "temperature=-1"),
+    (["temperature=-1"], "temperature=-1 must be at least 0 and at most 1000000. Nearest that works: 0."),
+    (["temperature=1e-40"], "temperature=1e-40 must be at least 1e-06, or 0. Nearest that works: 1e-06."),
     (["top_p=0"], "top_p=0"),
     (["max_new_tokens=1.5"], "max_new_tokens=1.5"),
     (["prompt_ids=[[1],[]]"], "prompt_ids has an empty prompt"),

@@ -90,6 +90,7 @@ def test_options_of_sampling_mean_what_they_mean_to_the_harness(model):
 
 @pytest.mark.parametrize(("options", "message"), [
     ({"num_beams": 4}, "generation option num_beams=4 has no meaning here. Those that have one: until, max_gen_toks, "),
+    ({"temperature": 1e-40}, "generation option temperature=1e-40 must be at least 1e-06, or 0. Nearest that works:"),
     ({"max_tokens": 0}, "generation option max_tokens=0: Input should be greater than or equal to 1."),
     ({"do_sample": True, "top_p": 2}, "generation option top_p=2: Input should be less than or equal to 1."),
     ({"max_gen_toks": 24}, "max_new_tokens=24 leaves no room for a prompt in max_length=24. Nearest that works: 23."),

@@ -12,7 +12,7 @@ from maxtext_lite.batching.length import RunLength
 from maxtext_lite.batching.memory import estimate_activations, estimate_memory, evaluation_bytes, master_bytes
 from maxtext_lite.batching.parameters import flops_per_example
 from maxtext_lite.batching.pipeline_shape import SCHEDULES, PipelineShape, Schedule
-from maxtext_lite.batching.rl import RLBatch
+from maxtext_lite.batching.rl import RLBatch, rl_warnings
 from maxtext_lite.batching.rl_memory import memory_warnings, with_rollout
 from maxtext_lite.batching.scaling import scaling_warnings
 from maxtext_lite.batching.sizes import Sizes
@@ -53,7 +53,9 @@ def make_plan(
         config, num_devices=num_devices, num_hosts=num_hosts, num_examples=num_examples, platform=platform
     )
     if rl is not None:
-        return _rl_plan(_plan(config, sizes, rl, None, device_memory_gb), rl, num_examples)
+        plan = _plan(config, sizes, rl, None, device_memory_gb)
+        plan = dataclasses.replace(plan, warnings=(*plan.warnings, *rl_warnings(config, rl, num_examples)))
+        return _rl_plan(plan, rl, num_examples)
     return _plan(config, sizes, None, num_examples, device_memory_gb)
 
 

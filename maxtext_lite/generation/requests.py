@@ -1,11 +1,10 @@
 """The keys of the commands `generate` and `evaluate`."""
 
-import math
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from maxtext_lite.config.field_types import PathText
+from maxtext_lite.config.field_types import PathText, Temperature
 
 
 class GenerateConfig(BaseModel):
@@ -19,7 +18,7 @@ class GenerateConfig(BaseModel):
         which each line of the input is the user's turn.
       system: with chat, the system's turn.
       max_new_tokens: tokens to add.
-      temperature: divides the logits; 0: always the likeliest token.
+      temperature: divides the logits, from 1e-6 to 1e6; 0: always the likeliest token.
       top_k: sample among the k likeliest tokens; 0: all.
       top_p: sample among the fewest tokens whose probabilities reach p; 1: all.
       stop_token_ids: tokens after which a text ends; for text, the default is end-of-text and the model's own.
@@ -39,7 +38,7 @@ class GenerateConfig(BaseModel):
     chat: bool = False
     system: str = ""
     max_new_tokens: int = Field(200, ge=1, lt=2**31)
-    temperature: float = Field(0.8, ge=0, lt=math.inf)
+    temperature: Temperature = 0.8
     top_k: int = Field(0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
     stop_token_ids: list[int] | None = None

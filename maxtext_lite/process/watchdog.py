@@ -77,6 +77,7 @@ class Watchdog:
         self._host = socket.gethostname()
         self._least = 0.0
         self._longest: dict[Phase, float] = {}
+        self._allowed: dict[Phase, float] = {}
         self._now = self._ticked = self._cpu_at_tick = self._computed = self._began = self._longest_here = 0.0
         self._phase: Phase = "start-up"
         self._step = self._position = self._beat = self._code = 0
@@ -103,6 +104,10 @@ class Watchdog:
         if least_seconds and not self.is_on:
             self._least, self._ticked, self._cpu_at_tick = least_seconds, self._clock(), self._cpu()
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def allow(self, phase: Phase, seconds: float) -> None:
+        """Adds to the limit of a phase the time of waits in it that have limits of their own."""
+        self._allowed[phase] = seconds
 
     def enter(self, phase: Phase, step: int = 0) -> None:
         """Reports that this process begins a phase; costs a few assignments."""
@@ -184,7 +189,8 @@ class Watchdog:
         seconds = self._time() - self._began - self._computed
         limit = limit_of(self._longest.get(self._phase), self._least)
         where = self._host, self._phase, self._step, self._position
-        return Stamp(*where, round(seconds, 1), round(limit, 1), self._beat, self._code)
+        most = limit + self._allowed.get(self._phase, 0.0)
+        return Stamp(*where, round(seconds, 1), round(most, 1), self._beat, self._code)
 
     def tick(self) -> None:
         """Advances time. Time in which the whole process was suspended or starved does not count."""

@@ -58,6 +58,8 @@ def train_rl(config: RLRunConfig, *, callbacks: Sequence[Callback] = ()) -> RunR
     """
     phases.begin()
     with contextlib.closing(open_rl_run(config)) as rl:
+        watchdog.allow("rollout", rl.waiting_seconds)
+        watchdog.allow("evaluation", rl.waiting_seconds)
         return train_run(
             rl.run,
             lambda terminal, state, counts: (
@@ -138,8 +140,9 @@ class RolloutSteps:
         self._has_said = True
         self._say(
             f"rollout: the sampler's log-probabilities differ from the trainer's by {mismatch:.3g} a token "
-            "(rollout_mismatch): it has other parameters or less precise ones, or reports others than those of "
-            "softmax(logits / decode_sampling_temperature). docs/post_training.md says how to start a server."
+            "(rollout_mismatch): it has other parameters or less precise ones, lacks the drops of capacity_factor, or "
+            "reports others than those of softmax(logits / decode_sampling_temperature). docs/post_training.md says "
+            "how to start a server."
         )
 
     def unfinished(self, step: int) -> Rows | None:

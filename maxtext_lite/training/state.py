@@ -18,7 +18,7 @@ from maxtext_lite.config import Config, NumericsConfig, UserError, adapted_weigh
 from maxtext_lite.config.experts import grouped_matmul_kernel
 from maxtext_lite.config.kernels import Accelerator, attention_kernel
 from maxtext_lite.config.weights import ExpertSizes, model_shape
-from maxtext_lite.models import Decoder, DecoderShape, ExpertShape, Lora
+from maxtext_lite.models import Decoder, DecoderShape, ExpertShape, Lora, root_key
 from maxtext_lite.parallel import (
     Pipeline,
     accelerator_of,
@@ -342,7 +342,7 @@ def init_state(parts: StepParts, seed: int) -> TrainState:
     """The state before the first step, each leaf created on its own devices; its values depend on the seed alone."""
     create = jax.jit(lambda key: create_state(parts, key), out_shardings=state_shardings(parts))
     with jax.set_mesh(parts.mesh):
-        return create(jax.random.key(seed))
+        return create(root_key(seed))
 
 
 def state_from(parts: StepParts, params: Params, seed: int, adapters: Params | None = None) -> TrainState:
@@ -360,4 +360,4 @@ def state_from(parts: StepParts, params: Params, seed: int, adapters: Params | N
 
     create = jax.jit(state, donate_argnums=(0, 1), out_shardings=state_shardings(parts))
     with jax.set_mesh(parts.mesh):
-        return create(params, adapters, jax.random.key(seed))
+        return create(params, adapters, root_key(seed))

@@ -13,7 +13,8 @@ def test_the_keys_of_the_mesh_are_its_sizes_by_axis():
 
 
 @pytest.mark.parametrize(("kind", "key", "value"), [
-    (GenerateConfig, "temperature", -1.0), (GenerateConfig, "top_p", 0.0), (GenerateConfig, "max_new_tokens", 0),
+    (GenerateConfig, "temperature", -1.0), (GenerateConfig, "temperature", 1e-40),
+    (GenerateConfig, "temperature", 1e7), (GenerateConfig, "top_p", 0.0), (GenerateConfig, "max_new_tokens", 0),
     (GenerateConfig, "seed", 2**32), (EvaluateConfig, "max_length", 1), (EvaluateConfig, "rows_at_once", 0),
     (EvaluateConfig, "dtype", "int8"), (EvaluateConfig, "prompt", "x"),
 ])  # fmt: skip

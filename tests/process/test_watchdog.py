@@ -125,6 +125,18 @@ def test_a_long_evaluation_whose_batches_go_on_is_no_hang(run):
     assert "in evaluation of step 4 for" in verdict.text
 
 
+def test_a_phase_may_take_the_time_of_waits_with_their_own_limits_as_well(run):
+    one = run(num_processes=1, least=10)
+    (dog,) = one.dogs
+    dog.allow("rollout", 200)
+    for phase, limit in (("rollout", 240), ("evaluation", 40)):
+        dog.enter(phase, 1)
+        one.passes(limit - 2)
+        assert one.found() == [None]
+        one.passes(4)
+        assert f"in {phase} of step 1" in one.found()[0].text
+
+
 def test_the_first_evaluation_has_four_times_the_limit_also_after_its_first_batch_and_later_ones_have_not(run):
     """What an evaluation compiles it compiles after it has read a batch."""
     for first, limit in ((0, 40), (1, 10)):

@@ -29,7 +29,7 @@ from maxtext_lite.config.hf.quantized import FIELD, check_quantization, quantiza
 from maxtext_lite.config.hf.text_tower import text_fields, unbuilt
 from maxtext_lite.config.hf.weight_files import STATED, weight_files
 from maxtext_lite.config.json_file import check_file, is_there, read_object
-from maxtext_lite.config.sections import ModelConfig
+from maxtext_lite.config.sections import ModelConfig, RunConfig
 
 _ALSO_WITHOUT_EFFECT: Mapping[str, frozenset[str]] = {
     "gpt_oss": frozenset({"initial_context_length"}),
@@ -158,16 +158,17 @@ def _with_positions(original: JsonObject, count: int, config: ModelConfig) -> Js
 
 
 def run_config_json(
-    directory: Path, config: ModelConfig, *, num_positions: int, dtype: str, end_of_text_id: int | None = None
+    directory: Path | None, config: ModelConfig, *, num_positions: int, dtype: str, end_of_text_id: int | None = None
 ) -> JsonObject:
     """`config_json` of a run's or an imported model, with the fields of the config.json that it came with, if any.
 
     Args:
+      directory: that has the config.json, as of `hf_directory`; None: there is none.
       num_positions: in training; the model may have come with more.
     Raises:
       UserError: as `config_json`.
     """
-    carried = hf_directory(directory)
+    carried = hf_directory(directory) if directory else None
     original = read_object(carried / "config.json") if carried else {}
     return config_json(
         config,
@@ -223,13 +224,16 @@ TOKENIZER_FILES = {"huggingface": "tokenizer.json", "sentencepiece": "tokenizer.
 """The tokenizer's file in such a directory, by tokenizer_type; the first that is there counts."""
 
 
-def hf_directory(path: str | Path) -> Path | None:
+def hf_directory(path: str | Path, key: str = "load_parameters_path") -> Path | None:
     """The directory with the config.json and the tokenizer of `path`; None if there is none.
 
     It is a Hugging Face directory itself, the base model's for an adapter, and hf/ of a run or an imported model that
     came from one.
+
+    Raises:
+      UserError: it is in a bucket that cannot be read; names `key`.
     """
-    root = local_copy(path, "load_parameters_path")
+    root = local_copy(path, key)
     if adapter := adapter_of(root):
         root = adapter.base
     if is_there(root / "config.json"):
@@ -237,9 +241,14 @@ def hf_directory(path: str | Path) -> Path | None:
     return root / "hf" if is_there(root / "hf" / "config.json") else None
 
 
-def comes_from_elsewhere(path: str) -> bool:
-    """Whether load_parameters_path is an imported model, or a run that started from one; "" is neither."""
-    return bool(path) and hf_directory(path) is not None
+def files_of_model(config: RunConfig) -> Path | None:
+    """The `hf_directory` of a run's model, which came from elsewhere then; None if it was trained from scratch.
+
+    A resumed run needs no load_parameters_path, but has a copy of the files.
+    """
+    if path := config.load_parameters_path:
+        return hf_directory(path)
+    return hf_directory(f"{config.base_output_directory}/{config.run_name}/hf", "base_output_directory")
 
 
 def has_hf_weights(path: str | Path) -> bool:
