@@ -31,6 +31,14 @@ def test_optional_fields_default_to_one_document_of_weight_1():
     assert row["weights"].dtype == np.float32
 
 
+def test_padding_is_no_target_wherever_it_is():
+    """Also where the caller does not give weights."""
+    for segments in ([1, 1, 2, 0], [0, 0, 1, 1]):
+        source = own_examples(Examples([example(segments=np.array(segments))]), **SIZES)
+        assert source[0]["weights"].tolist() == [float(segment > 0) for segment in segments]
+        assert source[0]["weights"].dtype == np.float32
+
+
 def test_custom_fields_are_float32_and_targets_are_counted():
     examples = [example(weights=np.array([0, 1, 0.5, 0]), price=np.full(4, 0.25 * number)) for number in range(3)]
     source = own_examples(Examples(examples), **SIZES)
@@ -45,6 +53,9 @@ def test_custom_fields_are_float32_and_targets_are_counted():
     ([], "source has no examples"),
     ([{"tokens": np.arange(4)}], r"source\[0\] has no targets"),
     ([example(weights=np.ones(3))], r"source\[0\]: weights has the shape \(3,\), not \(max_target_length,\) = \(4,\)"),
+    ([example(weights=np.ones(4), segments=np.array([0, 1, 1, 0]))],
+     r"source\[0\]: weights are above 0 at 2 places of padding, the first of which is 0"),
+    ([example(segments=np.ones(3))], r"source\[0\]: segments has the shape \(3,\)"),
     ([example(tokens=np.arange(7, 11))], r"source\[0\]: tokens are 7 to 10, not 0 to vocab_size - 1 = 9"),
     ([example(), example(price=np.ones(4))], r"source\[1\] has the fields .*price.*, not"),
 ])  # fmt: skip
