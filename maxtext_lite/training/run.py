@@ -255,14 +255,14 @@ class TrainingRun(Generic[Data]):
             self._mix(counts)
             done = counts.step, counts.examples_seen
             self.parts = ending_after(self.parts, self.config, self.plan, self._own, last=self.plan.end_after(*done)[0])
-            self._saved.starts = with_start(self._saved.starts, self.plan, *done)
+            self._saved.starts = with_start(self._saved.starts, self.config, self.plan, *done)
             if self.parts.optimizer.has_ended(counts.skipped_in_a_row):  # if the limit has been lowered
                 none = jax.device_put(jax.numpy.int32(0), abstract.skipped_in_a_row.sharding)
                 state = dataclasses.replace(state, skipped_in_a_row=none)
             return state, counts
         self._mix(Counts())
         if self._saved:
-            self._saved.starts = with_start([], self.plan, 0, 0)
+            self._saved.starts = with_start([], self.config, self.plan, 0, 0)
         path = self.config.load_parameters_path
         if path:  # before any compilation, as it may be missing or not fit
             adapter = adapter_of(path)

@@ -121,7 +121,7 @@ def compared_fields(first: Record, second: Record, tolerance: float) -> dict[str
     A value is None where its line lacks it. `tolerance` is that of `compare_metrics`.
     """
     flat = [dict(_flat(record)) for record in (first, second)]
-    names = dict.fromkeys(itertools.chain(_EXACT, *flat))
+    names = dict.fromkeys(itertools.chain(_EXACT, ("learning_rate",), *flat))
     pairs = {name: (flat[0].get(name), flat[1].get(name)) for name in names if _counts(name, tolerance)}
     if tolerance and all(abs(each.get("reward_margin", 1.0)) <= tolerance for each in flat):  # its sign is rounding
         pairs.pop("reward_accuracy", None)

@@ -1,4 +1,4 @@
-"""The starts of a run that changed its end, as each checkpoint lists them, and what a resume says of its schedule."""
+"""The starts of a run that changed it, as each checkpoint lists them, and what a resume says of its schedule."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,19 +7,34 @@ import numpy as np
 
 from maxtext_lite.batching import BatchPlan
 from maxtext_lite.batching.rate_shape import decay, warm_up
-from maxtext_lite.config import OptimizerConfig
+from maxtext_lite.config import Config, DataConfig, ModelConfig, OptimizerConfig, RunConfig
+from maxtext_lite.config.errors import setting_text
+
+_OF_STEPS = ("steps", "num_epochs", "last_batch", "seed")
+_OTHERS = {*DataConfig.model_fields, *ModelConfig.model_fields, *RunConfig.model_fields}.difference(_OF_STEPS)
+"""Keys that change no step, that no start may change, or that have a history of their own, as mixtures do."""
 
 Starts = list[dict[str, Any]]
 """For each start that changed something, first to last: `step`, those done before it; `end`, the (steps, examples) at
-which the run then was to end; `batch`, examples of a step of the target."""
+which the run then was to end; `batch`, examples of a step of the target; `settings`, the config's keys that decide its
+steps, each as on a command line."""
 
 
-def with_start(before: Sequence[Mapping[str, Any]], plan: BatchPlan, step: int, examples_seen: int) -> Starts:
+def with_start(
+    before: Sequence[Mapping[str, Any]], config: Config, plan: BatchPlan, step: int, examples_seen: int
+) -> Starts:
     """The starts with this one, which begins after `step` steps, if it differs from the last."""
+    settings = {key: setting_text(getattr(config, key)) for key in Config.model_fields if key not in _OTHERS}
     end, batch = list(plan.end_after(step, examples_seen)), plan.global_batch_to_train
-    now = {"step": step, "end": end, "batch": batch}
+    now = {"step": step, "end": end, "batch": batch, "settings": settings}
     same = before and {**before[-1], "step": step} == now
     return [*map(dict, before)] if same else [*map(dict, before), now]
+
+
+def settings_at(starts: Sequence[Mapping[str, Any]], step: int) -> list[str]:
+    """The settings with which a step was taken, as `key=value`; [] if it is older than all starts."""
+    found = [start["settings"] for start in starts if start["step"] < step]
+    return [f"{key}={value}" for key, value in found[-1].items() if key in Config.model_fields] if found else []
 
 
 def moved_schedule(

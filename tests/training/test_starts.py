@@ -1,10 +1,10 @@
-"""Which starts a run lists, and what a resume says of the learning rate."""
+"""Which starts a run lists, the settings of its steps, and what a resume says of the learning rate."""
 
 import pytest
 
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import load_config
-from maxtext_lite.training.starts import moved_schedule, with_start
+from maxtext_lite.training.starts import moved_schedule, settings_at, with_start
 
 
 def start(before, step, seen, *overrides):
@@ -12,7 +12,7 @@ def start(before, step, seen, *overrides):
     words = ["warmup_steps=0", "learning_rate_schedule=linear", "learning_rate_final_fraction=0", "num_epochs=1",
              "global_batch_size=4", "per_device_batch_size=-1", *overrides]  # fmt: skip
     config = load_config(None, words)
-    return config, with_start(before, make_plan(config, num_devices=1, num_examples=64), step, seen)
+    return config, with_start(before, config, make_plan(config, num_devices=1, num_examples=64), step, seen)
 
 
 @pytest.mark.parametrize(("overrides", "end", "rate"), [
@@ -46,3 +46,23 @@ def test_a_new_run_and_one_of_an_earlier_version_say_nothing():
         config, starts = start([], step, seen, "global_batch_size=8")
         assert [entry["step"] for entry in starts] == [step]
         assert moved_schedule(config, starts, step, seen) == []
+
+
+def test_a_step_has_the_settings_of_the_start_that_took_it():
+    _, starts = start([], 2, 8)
+    for step, seen, *words in ((4, 16, "learning_rate=0.1"), (5, 20, "learning_rate=0.1", "log_period=7"), (6, 24)):
+        config, starts = start(starts, step, seen, *words)
+    assert [each["step"] for each in starts] == [2, 4, 6]
+    assert settings_at(starts, 2) == []
+    for step, rate in (
+        (3, config.learning_rate),
+        (4, config.learning_rate),
+        (5, 0.1),
+        (6, 0.1),
+        (7, config.learning_rate),
+    ):
+        found = load_config(None, ["global_batch_size=1", *settings_at(starts, step)])
+        assert (found.learning_rate, found.global_batch_size, found.log_period) == (rate, 4, config.log_period)
+    assert not [
+        word for word in settings_at(starts, 3) if word.startswith(("dataset_path", "run_name", "base_emb_dim"))
+    ]
