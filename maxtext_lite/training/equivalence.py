@@ -140,6 +140,8 @@ def _train_all(path: str | None, runs: list[tuple[str, list[str], bool]], direct
     class End(Callback):
         """Ends a run after its first step."""
 
+        wants_state = True  # so that no second one is under way
+
         def after_step(self, step: int, record: Any, state: Any) -> bool:
             return step == 1
 
