@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxtext_lite.config import UserError, load_config
+from maxtext_lite.config import RLRunConfig, UserError, load_config
 from maxtext_lite.data import MixtureSource, hash_of_run, open_mixture
 from maxtext_lite.data.mixture_of_run import in_run
 from maxtext_lite.data.mixture_source import ids_of_run
@@ -162,6 +162,8 @@ def rows_of_step(run: Path, step: int) -> list[Any] | str:
         return f"metrics.jsonl has no step {step}"
     try:
         config = load_config(run / "config.yml")
+        if isinstance(config, RLRunConfig):
+            return "reinforcement learning reads prompts and samples its rows, some of which are in rollouts.jsonl"
         source, _ = in_run(config, open_mixture(config, vocab_size=config.vocab_size)[0])
     except UserError as error:
         return str(error)

@@ -112,6 +112,8 @@ def test_rows_of_a_step_are_those_of_its_hash_or_not_known(run, tmp_path):
     assert rows_of_step(first, 9) == "metrics.jsonl has no step 9"
     (tmp_path / "a.txt").unlink()
     assert "a.txt" in rows_of_step(first, 7)
+    (first / "config.yml").write_text("base: post_train/rl.yml\n")
+    assert "reinforcement learning reads prompts" in rows_of_step(first, 7)
 
 
 def save(run, step, params, moments):
