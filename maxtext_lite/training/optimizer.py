@@ -169,7 +169,8 @@ def _of_each_tensor(inner: optax.GradientTransformation, axes: Tree) -> optax.Gr
 
 
 def _muon(config: OptimizerConfig, axes: Tree) -> optax.GradientTransformation:
-    """Muon on the layers' matrices, each expert by itself, and Adam on embeddings, head and norms.
+    """Muon on the layers' matrices, each expert by itself, and Adam on embeddings, head and norms, both with Nesterov's
+    momentum, which Optax applies to either or neither.
 
     Source: Jordan et al. 2024.
     """

@@ -176,6 +176,10 @@ def test_muon_orthogonalises_each_layer_and_leaves_ends_to_adam():
         assert singular.min() > 0.6 * singular.max()  # Newton-Schulz brings them near each other, not together
     adam = _updates("optimizer=adamw", "weight_decay=0", gradients=gradients)
     np.testing.assert_array_equal(np.sign(updates["head"]["projection"]), np.sign(adam["head"]["projection"]))
+    # Nesterov's momentum: after the first gradient g, 0.9 x 0.1 g / (1 - 0.9^2) + g, over its root mean square |g|.
+    for name, part in (("embedding", "table"), ("head", "projection")):
+        step = -0.1 * (0.09 / 0.19 + 1) * np.sign(gradients[name][part])
+        np.testing.assert_allclose(updates[name][part], step, rtol=1e-4)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adafactor", "muon", "lion"])
