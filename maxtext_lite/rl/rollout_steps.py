@@ -86,7 +86,7 @@ class RolloutSteps:
         run, config = rl.run, rl.config
         self._rl, self._run, self._config, self._batch, self._say = rl, run, config, rl.batch, terminal.say
         expected = rl.policy.expected(rl.batch.pairs_per_batch)
-        step = ChunkedStep(run.parts, run.schedule, expected=expected)
+        step = ChunkedStep(run.parts, run.schedule(counts), expected=expected)
         self._new_sums: Callable[[], GradientSums] = step.start
         self._add: Callable[[TrainState, GradientSums, Rows], GradientSums] = step.add
         self._update: Callable[[TrainState, GradientSums], tuple[TrainState, Metrics]] = step.update

@@ -33,6 +33,7 @@ from maxtext_lite.training.parameter_files import (
     reshaped,
 )
 from maxtext_lite.training.saving import FORMAT, Saver, check, read_about, read_arrays, reading, saved_shapes
+from maxtext_lite.training.starts import Starts
 from maxtext_lite.training.state import TrainState
 
 _OLDEST_FORMAT = 2  # that can be read
@@ -96,6 +97,7 @@ class CheckpointReader:
     Attributes:
       mixtures: the history of the run's mixtures as JSON, from the restored checkpoint or, after `find_before`, the
         newest; later checkpoints are saved with it.
+      starts: the run's, from the restored checkpoint, likewise saved with later ones; see `starts`.
     """
 
     def __init__(self, run_directory: Path, fingerprint: dict[str, Any]):
@@ -103,6 +105,7 @@ class CheckpointReader:
         self._frozen_directory = frozen_directory(run_directory)
         self._fingerprint = fingerprint
         self.mixtures: list[dict[str, Any]] = []
+        self.starts: Starts = []
         self._newest: int | None = None
 
     def find_before(self, before: int, say: Callable[[str], None]) -> "CheckpointReader":
@@ -113,8 +116,7 @@ class CheckpointReader:
             if problem is not None:
                 say(f"the checkpoint of step {step} is damaged: {full_text(problem)}. It is passed over")
                 continue
-            if not self.mixtures:
-                self.mixtures = _mixtures(read_about(path))
+            self.mixtures = self.mixtures or _mixtures(read_about(path))
             if step < before:
                 self._newest = step
                 break
@@ -147,7 +149,7 @@ class CheckpointReader:
                 f"load_parameters_path={self._directory.parent} for its parameters."
             )
         self._refuse_other_run(step, about["fingerprint"])
-        self.mixtures = self.mixtures or _mixtures(about)
+        self.mixtures, self.starts = self.mixtures or _mixtures(about), about.get("starts", [])
         wanted = {"params": abstract.model_params, "update_state": _update_state(abstract)}
         layout = StageLayout.of(abstract.plain_params, tuple(about["layer_dims"]))
         # With local updates, the dim of replicas comes before those of layers in all of the update's state.
@@ -235,10 +237,9 @@ class Checkpointer(CheckpointReader):
             return
         if state.frozen is not None and self._newest is None:
             self._saver.start(self._frozen_directory, parameter_items(state.frozen), on_commit=lambda _: None)
-        layer_dims = list(layer_dims_of(state.plain_params))
-        counted = dataclasses.asdict(counts)
-        about = {"format": FORMAT, **counted, "layer_dims": layer_dims, "fingerprint": self._fingerprint}
-        about["mixtures"] = self.mixtures
+        about = {"format": FORMAT, **dataclasses.asdict(counts), "fingerprint": self._fingerprint}
+        about["layer_dims"] = list(layer_dims_of(state.plain_params))
+        about |= {"mixtures": self.mixtures, "starts": self.starts}
         items = {
             "params": ocp.args.StandardSave(state.model_params),
             "update_state": ocp.args.StandardSave(_update_state(state)),
@@ -246,9 +247,8 @@ class Checkpointer(CheckpointReader):
         }
         if unfinished is not None:
             items["unfinished"] = ocp.args.StandardSave(unfinished)
-        where = self._directory / str(counts.step)
-        self._saver.start(where, items, on_commit=lambda said: self._counts_now(counts.step, said))
         self._newest = counts.step
+        self._saver.start(self._directory / str(counts.step), items, lambda said: self._counts_now(counts.step, said))
         if self._waits:
             self.wait()
 

@@ -242,9 +242,8 @@ def train_run(
         open_things.enter_context(contextlib.closing(steps))
         terminal.start(counts.step, counts.step + left)
         step_log = StepLog(run, terminal, log, counts, goodput)
-        loop = _Loop(run, terminal, step_log, signals, steps, evaluation, callbacks)
         with watchdog.looking_for_the_lost(UserError, LossSpike, OutOfMemory):
-            result = loop.train_from(state)
+            result = _Loop(run, terminal, step_log, signals, steps, evaluation, callbacks).train_from(state)
     failures.raise_together()  # a file server may report a full disk only as a file is closed
     return result
 
@@ -282,16 +281,16 @@ class _Loop:
     def __post_init__(self) -> None:
         self.shows_state = any(callback.wants_state for callback in self.callbacks)
         self.evaluates = self.run.eval_source is not None and self.run.config.eval_interval > 0
+        self.ending = Stop(self.run.mesh, lambda: self.asked_to_end) if self.callbacks else None
+        self.saved = "saved" if self.run.checkpointer else "not saved (enable_checkpointing=false)"
 
     def train_from(self, state: TrainState) -> RunResult:
         """Takes the steps after those of the log, up to the last, or until a signal or a callback ends the run."""
         run, log, steps, last_step = self.run, self.log, self.steps, self.terminal.last_step
         stopping = Stop(run.mesh, lambda: self.signals.received is not None or run.failures.ends_run)
-        ending = Stop(run.mesh, lambda: self.asked_to_end) if self.callbacks else None
-        ends = False
         asked, demands = TracedSteps.of(run.config.profiler_steps), None if is_bucket(run.directory) else run.directory
         profile = Profile(run.files.directory, asked, run.failures, demands) if run.is_first else None
-        before = log.counts.step
+        before, ends = log.counts.step, False
         if before == 0 and self.evaluates and self.evaluation.before_first_step:
             self._evaluate(state)
         steps.prepare(before + 1)
@@ -309,8 +308,8 @@ class _Loop:
             if self.shows_state or not steps.ahead:
                 self._record(state)
             stops = stopping.after_this_step()
-            ends = ending is not None and ending.after_this_step() and not stops
-            self._pause(state, step, stops=stops, is_last=ends or step == last_step)
+            ends = self.ending is not None and self.ending.after_this_step() and not stops
+            ends |= self._pause(state, step, stops=stops, is_last=ends or step == last_step)
             if stops or ends:
                 break
         if profile:
@@ -324,19 +323,15 @@ class _Loop:
         self.log.flush()
         self.run.wait()
         self.log.say_goodput()
-        self.run.failures.raise_unread(f"The run ended after step {self.log.counts.step}, {self._saved}.")
+        self.run.failures.raise_unread(f"The run ended after step {self.log.counts.step}, {self.saved}.")
 
-    @property
-    def _saved(self) -> str:
-        return "saved" if self.run.checkpointer else "not saved (enable_checkpointing=false)"
-
-    def _pause(self, state: TrainState, step: int, *, stops: bool, is_last: bool) -> None:
-        """Evaluates and saves if they are due after this step."""
+    def _pause(self, state: TrainState, step: int, *, stops: bool, is_last: bool) -> bool:
+        """Evaluates and saves if they are due after this step, or a callback now ends the run; whether one does."""
         run, config = self.run, self.run.config
         saves = run.checkpointer is not None and (step % config.checkpoint_period == 0 or is_last)
         evaluates = self.evaluates and (step % config.eval_interval == 0 or is_last)
         if not (saves or evaluates or stops or is_last):
-            return
+            return False
         # All steps are on record before the checkpoint: a restart only appends.
         self._record(state)
         # The checkpoint follows its evaluation, so that a kill between them repeats both. When stopping, save first.
@@ -347,7 +342,13 @@ class _Loop:
             self._evaluate(state)
         if saves:
             self._save(state)
+        ends = self.ending is not None and self.ending.between_steps() and not stops
+        if ends and self.evaluates and not evaluates:
+            self._evaluate(state)
+        if ends:
+            self._save(state)
         self.log.restart_clock()
+        return ends
 
     def _record(self, state: TrainState) -> None:
         """Waits for the step in flight, if there is one, and records it; `state` is that after the newest step."""
@@ -358,9 +359,7 @@ class _Loop:
             self._tell(lambda callback: callback.after_step(step, record, state if self.shows_state else None))
 
     def _tell(self, event: Callable[[Callback], bool | None]) -> None:
-        for callback in self.callbacks:
-            if event(callback):
-                self.asked_to_end = True
+        self.asked_to_end |= any(list(map(event, self.callbacks)))  # a list, as each is to be told
 
     def _save(self, state: TrainState) -> None:
         counts, checkpointer = self.log.counts, self.run.checkpointer
@@ -391,7 +390,7 @@ class _Loop:
         run, log, interrupted = self.run, self.log, left > 0 and not ended
         if left:
             by = self.signals.received.name if self.signals.received else "another host"
-            self.terminal.say(f"stopped by {'a callback' if ended else by} after step {log.counts.step}, {self._saved}")
+            self.terminal.say(f"stopped by {'a callback' if ended else by} after step {log.counts.step}, {self.saved}")
         for shares in run.token_shares(log.counts).values():
             said = ", ".join(f"{source} {share:.4%}" for source, share in shares.items())
             self.terminal.say(f"target tokens by source since the mixture last changed: {said}")

@@ -122,18 +122,27 @@ def make_parts(
     """
     mesh = make_mesh(plan.ici_mesh, plan.dcn_mesh, devices)
     decoder = make_decoder(config, accelerator_of(mesh.devices.flat[0]), plan, own.model)
-    trained_axes, inner = decoder.trained(decoder.axes), None
-    scaled = scaled_optimizer(config, plan)
-    if own.optimizer is not None:
-        inner = own_optimizer(own.optimizer, scaled, trained_axes, last=plan.steps)
     return StepParts(
         decoder,
-        make_optimizer(scaled, trained_axes, inner),
+        _optimizer(config, plan, decoder, own, last=plan.steps),
         mesh,
         config,
         own.objective or objective_of(config),
         local_updates(config, plan.diloco_num_replicas),
     )
+
+
+def ending_after(parts: StepParts, config: Config, plan: BatchPlan, own: OwnParts, *, last: int) -> StepParts:
+    """The parts of a run that ends after `last` steps, on which an own optimizer with the config's schedule depends."""
+    if own.optimizer is None or last == plan.steps:
+        return parts
+    return dataclasses.replace(parts, optimizer=_optimizer(config, plan, parts.decoder, own, last=last))
+
+
+def _optimizer(config: Config, plan: BatchPlan, decoder: Decoder, own: OwnParts, *, last: int) -> GradientAccumulation:
+    axes, scaled = decoder.trained(decoder.axes), scaled_optimizer(config, plan)
+    inner = None if own.optimizer is None else own_optimizer(own.optimizer, scaled, axes, last=last)
+    return make_optimizer(scaled, axes, inner)
 
 
 def make_decoder(

@@ -83,3 +83,7 @@ class Stop:
         if jax.default_backend() == "cpu":
             jax.block_until_ready(self._asked)
         return before is not None and bool(before)
+
+    def between_steps(self) -> bool:
+        """Whether to stop where no step is under way; several hosts only agree after a step."""
+        return self._any_host is None and self._is_asked()
