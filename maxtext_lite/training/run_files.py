@@ -15,7 +15,15 @@ import threading
 from pathlib import Path
 
 from maxtext_lite.config import RunConfig
-from maxtext_lite.config.bucket import any_path, fetch, file_system, is_bucket, reaching, storage_errors
+from maxtext_lite.config.bucket import (
+    any_path,
+    fetch,
+    file_system,
+    is_bucket,
+    reaching,
+    refuse_patterns,
+    storage_errors,
+)
 from maxtext_lite.config.errors import writing
 
 
@@ -23,9 +31,12 @@ def run_directory(config: RunConfig) -> Path:
     """The directory of everything that a run writes.
 
     Raises:
-      UserError: it is in a bucket, and the extra for buckets is not installed.
+      UserError: it is in a bucket, and the extra for buckets is not installed, or its name has a pattern.
     """
-    return any_path(config.base_output_directory, "base_output_directory") / config.run_name
+    base = any_path(config.base_output_directory, "base_output_directory")
+    if is_bucket(base):
+        refuse_patterns(config.run_name, "run_name")
+    return base / config.run_name
 
 
 def write_json(path: Path, value: object) -> None:

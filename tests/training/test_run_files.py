@@ -65,6 +65,13 @@ def test_a_bucket_that_is_not_there_is_one_line(bucket):
     assert has_checkpoints(bucket / "run")
 
 
+def test_the_name_of_a_run_in_a_bucket_has_no_mark_of_a_pattern():
+    """What follows # would be a generation: a resume would find none of the run's files."""
+    config = load_config(None, ["base_output_directory=gs://bucket/runs", "run_name=a#1"])
+    with pytest.raises(UserError, match=r"^run_name=a#1 has # in a path of a bucket.* Nearest that works: a_1\.$"):
+        run_directory(config)
+
+
 def test_a_spool_that_another_user_made_is_not_used(bucket, monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     (tmp_path / "maxtext_lite-4000000").mkdir()
