@@ -13,7 +13,7 @@ from maxtext_lite.config import ConfigError, UserError, load_config
 from maxtext_lite.config.bucket import original
 from maxtext_lite.config.errors import full_text, nearest_clause
 from maxtext_lite.config.files import packaged_directory
-from maxtext_lite.config.yaml_text import parse_mapping
+from maxtext_lite.config.yaml_text import YamlValue, parse_mapping
 from maxtext_lite.reporting.charts import STEP_METRICS, STEPS_BY_SOURCE
 from maxtext_lite.reporting.goodput import goodput_text, starts_of
 from maxtext_lite.reporting.records import (
@@ -279,7 +279,13 @@ def _records(path: Path, notes: list[str]) -> Iterator[Record]:
 
 def _read_settings(path: Path, notes: list[str]) -> dict[str, Setting]:
     """Every key of config.yml, in its order, compared with configs/base.yml."""
-    text, entries = _parsed(path, notes, lambda text: (text, parse_mapping(text)), ("", []))
+
+    def parse(text: str) -> tuple[str, list[tuple[str, YamlValue]]]:
+        if entries := parse_mapping(text):
+            return text, entries
+        raise ValueError("it has no keys")
+
+    text, entries = _parsed(path, notes, parse, ("", []))
     base_text = (packaged_directory("configs") / "base.yml").read_text(encoding="utf-8")
     base = {key: full_text(entry.value) for key, entry in parse_mapping(base_text)}
     # The origin of a value is the comment that ends its line.

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from maxtext_lite.config.whole_file import replacing
 from maxtext_lite.process.phases import PhaseClock, phases
 from maxtext_lite.reporting.goodput import Start, goodput_text, spent, starts_of
 from maxtext_lite.training.failures import Failures
@@ -53,11 +54,9 @@ class Goodput:
 
     def write(self) -> None:
         """Writes all starts, with this one up to now."""
-        scratch = self._path.with_name(f"{FILE}.tmp")
-        with self._failures.of_writing(self._path):
+        with self._failures.of_writing(self._path), replacing(self._path) as partial:
             text = json.dumps({"starts": [dataclasses.asdict(start) for start in self._starts]}, indent=1)
-            scratch.write_text(f"{text}\n", encoding="utf-8")
-            scratch.replace(self._path)
+            partial.write_text(f"{text}\n", encoding="utf-8")
         self._written = time.monotonic()
 
     def close(self) -> str:

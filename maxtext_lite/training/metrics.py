@@ -12,6 +12,7 @@ from pathlib import Path
 import rich.console
 import rich.progress
 
+from maxtext_lite.config.whole_file import replacing
 from maxtext_lite.process.signals import command_signals
 from maxtext_lite.reporting.records import INCOMPLETE, Steps, is_evaluation, read_records, record_text
 from maxtext_lite.training.arrays import Record
@@ -40,15 +41,13 @@ class JsonLines:
     def __init__(self, path: Path, after_step: int, failures: Failures):
         self._path, self._failures = path, failures
         notes: list[str] = []
-        scratch = path.with_suffix(".jsonl.tmp")
-        with scratch.open("w", encoding="utf-8") as kept:
+        with replacing(path) as partial, partial.open("w", encoding="utf-8") as kept:
             self.steps = Steps()
             for record in read_records(path, notes):
                 if record["step"] <= after_step:
                     kept.write(record_text(record))
                     if not is_evaluation(record):
                         self.steps.add(record["step"])
-        scratch.replace(path)
         self.notes = tuple(note for note in notes if INCOMPLETE not in note)  # any kill leaves one
         self._file = path.open("a", encoding="utf-8")
 

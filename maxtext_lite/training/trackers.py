@@ -19,6 +19,7 @@ from typing import Any
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import without_secrets, writing
 from maxtext_lite.config.shown import tracker_names
+from maxtext_lite.config.whole_file import write_whole
 from maxtext_lite.training.arrays import Record
 from maxtext_lite.training.failures import Failures
 
@@ -156,7 +157,7 @@ class Service(Tracker):
         found = self._start(module, config, directory, known)
         if found != known:
             with writing(path):
-                path.write_text(json.dumps(ids | {self._name: found}) + "\n", encoding="utf-8")
+                write_whole(path, json.dumps(ids | {self._name: found}) + "\n")
 
     @abstractmethod
     def _start(self, module: Any, config: Config, directory: Path, known: str | None) -> str:
