@@ -148,6 +148,10 @@ def _read_run(directory: Path, label: str) -> Run:
         notes.append(f"the run went back before step {at} and excluded {len(excluded):,} rows: excluded_rows.jsonl.")
     steps, skipped, evaluations = _read_metrics(metrics, notes)
     settings = _read_settings(directory / "config.yml", notes)
+    found = _read_object(directory / "goodput.json", notes, optional=True)
+    starts = starts_of(found)
+    if found and not starts:
+        notes.append("goodput.json is damaged.")
     try:
         num_parameters = count_parameters(load_config((directory / "config.yml").resolve())).total if settings else None
     except ConfigError:  # from another version of maxtext_lite: its keys are shown, but cannot be interpreted
@@ -162,7 +166,7 @@ def _read_run(directory: Path, label: str) -> Run:
         plan=_read_object(directory / "plan.json", notes),
         environment=_read_object(directory / "environment.json", notes),
         memory=_read_object(directory / "memory.json", notes, optional=True),
-        goodput=goodput_text(starts_of(_read_object(directory / "goodput.json", notes, optional=True))),
+        goodput=goodput_text(starts),
         settings=settings,
         timeline=_read_timeline(directory / "timeline.jsonl", notes),
         num_parameters=num_parameters,

@@ -27,7 +27,7 @@ class Goodput:
         self._path, self._failures, self._clock = directory / FILE, failures, clock
         found: object = None
         self._content = self._read()
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             found = json.loads(self._content or b"null")
         self._before, self._written = starts_of(found), 0.0
         self._first = self._last = 0

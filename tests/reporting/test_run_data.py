@@ -107,11 +107,13 @@ def test_files_that_are_missing_or_damaged_are_noted(tmp_path):
         assert said in text
     (directory / "plan.json").write_text("[]")
     (directory / "config.yml").write_text("")
+    (directory / "goodput.json").write_text('{"starts": [{"began": null}]}')
     (directory / "metrics.jsonl").unlink()
     notes = {
         "plan.json is not a JSON object.",
         "metrics.jsonl is missing.",
         "config.yml cannot be read: it has no keys.",
+        "goodput.json is damaged.",
     }
     assert notes < set(read(directory).notes)
 
