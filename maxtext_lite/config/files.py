@@ -16,6 +16,8 @@ from maxtext_lite.config.yaml_text import YamlValue, parse_mapping
 
 ROOT_FILE = "base.yml"
 """The base of every config."""
+RUN_FILE = "config.yml"
+"""The name of the config of a run directory, which has every key."""
 RL_FILE = "post_train/rl.yml"
 """The base of every config of reinforcement learning."""
 LARGEST_FILE = 2**22
@@ -107,6 +109,11 @@ def _read(path: Path, origin: str) -> tuple[dict[str, object], list[Refusal]]:
         if size > LARGEST_FILE:
             return {}, [Refusal("", f"{origin} has {size:,} bytes; a config has at most {LARGEST_FILE:,}.")]
         entries = parse_mapping(path.read_text(encoding="utf-8"))
+        if path.name == RUN_FILE and not entries:
+            why = (
+                "has no keys, as if it had been cut short; that of a run has all. The run's own command writes it again"
+            )
+            return {}, [Refusal("", f"{origin} {why}.")]
     except OSError as error:
         return {}, [Refusal("", f"{origin}: {error.strerror}.")]
     except UnicodeDecodeError:

@@ -9,6 +9,7 @@ from maxtext_lite.config.errors import full_text, value_text, without_secrets
 from maxtext_lite.config.load import defaults_of
 from maxtext_lite.config.schema import Config, RLRunConfig, sections_of
 from maxtext_lite.config.source_list import SourceList
+from maxtext_lite.config.whole_file import write_whole
 from maxtext_lite.config.yaml_text import parse_value
 
 _ALWAYS_SHOWN = (
@@ -36,7 +37,7 @@ def write_resolved(config: Config, path: str | Path) -> None:
             entry = f"{key}: {_yaml_text(without_secrets(value) if key in _ADDRESSES else value)}"
             origin = " ".join(config.origins.get(key, "not loaded from a file").split())
             lines.append(f"{entry:<55} # {origin}")
-    Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_whole(Path(path), "\n".join(lines) + "\n")
 
 
 def describe(config: Config) -> str:

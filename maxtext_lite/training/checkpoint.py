@@ -143,14 +143,13 @@ class CheckpointReader:
         self, step: int, path: Path, about: dict[str, Any], abstract: TrainState
     ) -> tuple[TrainState, Counts]:
         if not _OLDEST_FORMAT <= about["format"] <= FORMAT:
-            raise UserError(
-                f"the checkpoint of step {step} in {self._directory} has format {about['format']}; this version "
-                f"reads {_OLDEST_FORMAT} to {FORMAT}. Use another run_name, with "
-                f"load_parameters_path={self._directory.parent} for its parameters."
-            )
+            range_read = f"{_OLDEST_FORMAT} to {FORMAT}"
+            raise self._only_parameters(step, f"has format {about['format']}; this version reads {range_read}")
+        if "fingerprint" not in about:
+            raise self._only_parameters(step, "holds parameters alone, as `convert import` writes them")
         self._refuse_other_run(step, about["fingerprint"])
         self.mixtures, self.starts = self.mixtures or _mixtures(about), about.get("starts", [])
-        wanted = {"params": abstract.model_params, "update_state": _update_state(abstract)}
+        wanted = {"params": abstract.model_params, "update_state": abstract.update_state}
         layout = StageLayout.of(abstract.plain_params, tuple(about["layer_dims"]))
         # With local updates, the dim of replicas comes before those of layers in all of the update's state.
         before = {"params": 0, "update_state": int(abstract.outer is not None)}
@@ -167,6 +166,13 @@ class CheckpointReader:
             state = dataclasses.replace(state, frozen=frozen)
         return state, counts
 
+    def _only_parameters(self, step: int, why: str) -> UserError:
+        """The refusal of a checkpoint of which a run can take the parameters alone."""
+        return UserError(
+            f"the checkpoint of step {step} in {self._directory} {why}. Use another run_name, with "
+            f"load_parameters_path={self._directory.parent} for its parameters."
+        )
+
     def _refuse_other_run(self, step: int, saved: dict[str, Any]) -> None:
         here, saved = self._fingerprint, _as_written_now(saved)
         keys = sorted(key for key in saved.keys() | here.keys() if saved.get(key) != here.get(key))
@@ -174,11 +180,8 @@ class CheckpointReader:
             keys = [key for key in keys if key != _DATA]  # the history identifies the sources
         where = f"the checkpoint of step {step} in {self._directory}"
         if _ADAFACTOR in here and saved.get("optimizer") == here["optimizer"] and _ADAFACTOR not in saved:
-            raise UserError(
-                f"{where} has adafactor's state of whole stacks of layers, as in older versions; this one has it for "
-                f"each layer. Use another run_name, with load_parameters_path={self._directory.parent} for its "
-                "parameters."
-            )
+            whole = "has adafactor's state of whole stacks of layers, as in older versions"
+            raise self._only_parameters(step, f"{whole}; this one has it for each layer")
         differing = [
             f"{key}={here.get(key)} contradicts {where}, which has {key}={saved.get(key)}. "
             f"Use {key}={saved.get(key)}, or another run_name."
@@ -242,7 +245,7 @@ class Checkpointer(CheckpointReader):
         about |= {"mixtures": self.mixtures, "starts": self.starts}
         items = {
             "params": ocp.args.StandardSave(state.model_params),
-            "update_state": ocp.args.StandardSave(_update_state(state)),
+            "update_state": ocp.args.StandardSave(state.update_state),
             "about": ocp.args.JsonSave(about),
         }
         if unfinished is not None:
@@ -378,20 +381,8 @@ def _as_written_now(fingerprint: dict[str, Any]) -> dict[str, Any]:
     return now
 
 
-def _update_state(state: TrainState) -> dict[str, Any]:
-    """The parts of a state other than the evaluated parameters and the numbers of steps, which are in the counts."""
-    parts: dict[str, Any] = {"opt_state": state.opt_state, "progress": state.progress}
-    if state.outer is not None:
-        parts["replica_params"] = state.params
-        if state.outer.momentum is not None:
-            parts["outer_momentum"] = state.outer.momentum
-        if state.outer.master is not None:
-            parts["outer_master"] = state.outer.master
-    return parts
-
-
 def _joined(params: Any, parts: dict[str, Any], step: jax.Array, skipped_in_a_row: jax.Array) -> TrainState:
-    """The state with these `model_params`, `_update_state` and numbers of steps."""
+    """The state with these `model_params`, `update_state` and numbers of steps."""
     common = parts["opt_state"], parts["progress"], step, skipped_in_a_row
     if "replica_params" not in parts:
         return TrainState(params, *common)

@@ -105,6 +105,18 @@ class TrainState:
         return self.params if self.outer is None else self.outer.params
 
     @property
+    def update_state(self) -> dict[str, Any]:
+        """The parts of a checkpoint beside `model_params` and the numbers of steps."""
+        parts: dict[str, Any] = {"opt_state": self.opt_state, "progress": self.progress}
+        if self.outer is not None:
+            parts["replica_params"] = self.params
+            if self.outer.momentum is not None:
+                parts["outer_momentum"] = self.outer.momentum
+            if self.outer.master is not None:
+                parts["outer_master"] = self.outer.master
+        return parts
+
+    @property
     def plain_params(self) -> Params:
         """The parameters without adapters, from which a run may start."""
         return self.model_params if self.frozen is None else self.frozen

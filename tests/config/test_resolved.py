@@ -26,6 +26,20 @@ def test_config_yml_says_where_each_value_came_from(tmp_path):
     assert lines["seed"].split() == ["0", "#", "base.yml"]
 
 
+def test_what_cannot_be_written_leaves_config_yml_as_it_was(tmp_path, monkeypatch):
+    """So that a start on a full disk does not make a whole run unusable."""
+    write_resolved(load_config(), tmp_path / "config.yml")
+    before = (tmp_path / "config.yml").read_text()
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_resolved(load_config(None, ["steps=30"]), tmp_path / "config.yml")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"config.yml": before}
+
+
 texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(
     lambda text: text.isprintable() and text.strip()
 )

@@ -201,6 +201,34 @@ def test_after_a_failed_collective_the_lost_are_found_within_the_grace_or_the_er
         raise KeyError
 
 
+@pytest.mark.parametrize("crash", [False, True])
+def test_where_beats_are_far_apart_one_that_moves_is_neither_hung_nor_silent(monkeypatch, crash):
+    """As with 800 processes, of which process 2 is killed; the others are seen a beat or two late."""
+    monkeypatch.setattr(module, "PROCESSES_PER_BEAT", 0.5)
+    four = Run(4, 5, monkeypatch)
+    assert four.dogs[0]._period == 8
+    for second in range(200):
+        for clock in four.clocks:
+            clock.seconds += 1.0
+        for process, (dog, store) in enumerate(zip(four.dogs, four.stores, strict=True)):
+            if process == 2 and crash and second > 100:
+                continue
+            dog.tick()
+            dog.enter("step", second)
+            if (second + 2 * process) % 8 == 0:
+                dog.exchange(store)
+            if crash and second == 102:
+                dog._crash = ", which failed"
+            verdict = dog.look()
+            if not crash or second < 102:
+                assert verdict is None
+            elif verdict is not None:
+                assert verdict.text.count("does not answer") == 1
+                assert verdict.text.startswith("process 2 on ")
+                return
+    assert not crash
+
+
 def test_compiling_may_take_any_time_as_long_as_it_computes(run):
     one = run(1)
     one.dogs[0].enter("compile", 1)
