@@ -18,7 +18,7 @@ from maxtext_lite.batching.scaling import scaling_warnings
 from maxtext_lite.batching.sizes import Sizes
 from maxtext_lite.batching.solve import refusals, resolve
 from maxtext_lite.batching.topology import Topology
-from maxtext_lite.config import Config, Refusal, UserError, remat_of
+from maxtext_lite.config import Config, Refusal, RLRunConfig, UserError, remat_of
 from maxtext_lite.config.errors import number_text, value_text
 from maxtext_lite.config.kernels import KERNELS, Accelerator, Platform, planned_kernel
 from maxtext_lite.config.load import read_config
@@ -110,8 +110,7 @@ def _plan(
     memory = _memory(config, sizes, rl, rows, device_memory_gb)
     shape = PipelineShape(sizes.num_pipeline_stages, pieces, sizes.num_pipeline_repeats, accumulation)
     kernel = planned_kernel(config, accelerator, mesh.total["context"])
-    warnings = [*_warnings(config, sizes, sizes.length, slots), *memory_warnings(memory, rl)]
-    warnings += [] if rl else _evaluation_warnings(config, sizes, memory)
+    warnings = [*_warnings(config, sizes, sizes.length, slots, memory), *memory_warnings(memory, rl)]
     return BatchPlan(
         num_devices=topology.num_devices,
         num_hosts=topology.num_hosts,
@@ -255,9 +254,10 @@ def scaled_optimizer(config: Config, plan: BatchPlan) -> Config:
     return config.model_copy(update={**plan.scaling.scaled, **unscaled})
 
 
-def _warnings(config: Config, sizes: Sizes, length: RunLength, slots: int) -> list[str]:
+def _warnings(config: Config, sizes: Sizes, length: RunLength, slots: int, memory: MemoryEstimate) -> list[str]:
     warnings = [*_length_warnings(config, sizes, length), *scaling_warnings(config, sizes.scaling)]
     warnings += _diloco_warnings(config, sizes, length)
+    warnings += [] if isinstance(config, RLRunConfig) else _evaluation_warnings(config, sizes, memory)
     micro, pieces = sizes.batch.micro_batch_to_train, sizes.num_pipeline_microbatches
     if micro % pieces:
         warnings.append(
