@@ -130,7 +130,9 @@ def test_a_text_that_is_something_else_in_yaml_is_read_back_as_it_is(tmp_path, n
     assert read_config(tmp_path / "config.yml").config.run_name == name
 
 
-@pytest.mark.parametrize("number", ["10000000001/4096", "100000000000000001/1000000", "1/3", "999999999999999999/7000000"])
+@pytest.mark.parametrize(
+    "number", ["10000000001/4096", "100000000000000001/1000000", "1/3", "999999999999999999/7000000"]
+)
 def test_a_number_of_more_digits_than_a_float_has_is_read_back_exactly(tmp_path, number):
     sources = f"dataset_path=[{{path: a.txt, weight: {number}}}, {{path: b.txt, weight: 1}}]"
     config = read_config(None, [f"per_device_batch_size={number}", f"capacity_factor={number}", sources]).config

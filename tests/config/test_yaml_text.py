@@ -14,7 +14,8 @@ from maxtext_lite.config.yaml_text import is_one_scalar, parse_mapping, parse_va
         ("0x1F", 31), ("on", "on"), ("off", "off"), ("yes", "yes"), ("no", "no"), ("y", "y"), ("1_000", "1_000"),
         ("1:30", "1:30"), ("2024-01-01", "2024-01-01"), ("true", True), ("False", False), ("~", None), ("null", None),
         ("", None), ("none", "none"), ('"5"', "5"), ("'true'", "true"), ("[[1, 2], [3]]", [[1, 2], [3]]),
-        ("{a: 1}", {"a": 1}), ("!!seq [!!map {a: 1}]", [{"a": 1}]), ("-.inf", -math.inf), ("a # comment", "a"), ("1e", "1e"), ("0b1", "0b1"),
+        ("{a: 1}", {"a": 1}),
+        ("!!seq [!!map {a: 1}]", [{"a": 1}]), ("-.inf", -math.inf), ("a # comment", "a"), ("1e", "1e"), ("0b1", "0b1"),
     ],
 )  # fmt: skip
 def test_scalars_are_those_of_yaml_1_2(text, value):

@@ -63,7 +63,9 @@ def test_the_gradient_of_an_embedding_is_summed_over_tokens_in_float32():
 
 def test_the_largest_offset_of_a_position_does_not_wrap():
     tuning = PositionTemperature(scale=0.5, floor_scale=8, offset=2**31 - 1)
-    factor_BT = query_factor(dataclasses.replace(SHAPE, position_temperature=tuning), "global", jnp.arange(3)[None], None)
+    factor_BT = query_factor(
+        dataclasses.replace(SHAPE, position_temperature=tuning), "global", jnp.arange(3)[None], None
+    )
     np.testing.assert_allclose(factor_BT, np.full((1, 3), 1 + 0.5 * np.log1p(2**28)), rtol=1e-6)
 
 
