@@ -139,6 +139,8 @@ def _of_time(found: Recommendation) -> str:
 
 def _legal_line(legal: LegalBatch) -> str:
     line = f"  {_count(legal.tokens):>9} = {legal.examples:,} examples: {' '.join(legal.overrides)}"
+    if legal.empty_slots:
+        line += f"; {legal.empty_slots:,} of {legal.examples + legal.empty_slots:,} slots empty"
     if legal.days is not None:
         line += f"; {_ends(legal.days, '{:.3g}'.format)} days"
     return line + ("" if legal.fits is not False else "  (the plan needs more memory than the device has)")

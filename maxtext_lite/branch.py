@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
@@ -27,7 +28,10 @@ if TYPE_CHECKING:
     from maxtext_lite.training.branches import BranchResult
 
 _MOST = 1024
-_MOST_LETTERS = 40  # of a factor; Fraction("1e999999999") would take all memory
+_FACTOR = re.compile(
+    r"[0-9]{1,20}/[0-9]{1,20}|[-+]?(?=\.?[0-9])[0-9]{0,20}(\.[0-9]{0,20})?(e[-+]?[0-9]{1,2})?", re.IGNORECASE
+)
+"""A factor as text: Fraction("1e999999999") would take all memory."""
 
 
 def _factors(text: str) -> list[Fraction]:
@@ -39,7 +43,7 @@ def _factors(text: str) -> list[Fraction]:
     found = list[Fraction]()
     for word in text.split(","):
         try:
-            if len(word) > _MOST_LETTERS:
+            if not _FACTOR.fullmatch(word.strip()):
                 raise ValueError
             found.append(Fraction(word))
         except (ValueError, ZeroDivisionError):

@@ -68,8 +68,11 @@ class ArgumentParser(argparse.ArgumentParser):
         self._argv: Sequence[str] = ()
 
     def parse_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse's."""
+        """As argparse's, which makes a list of the value of --option=-- instead of refusing it."""
         self._argv = args or ()
+        for option, _, value in (word.partition("=") for word in self._argv):
+            if option.startswith("-") and value == "--":
+                self.error(f"argument {option}: expected one argument")
         return super().parse_intermixed_args(args, namespace)
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
@@ -152,7 +155,7 @@ def whole_number(text: str) -> int:
       argparse.ArgumentTypeError: it is not a whole number.
     """
     try:
-        return int(text[:_MOST_DIGITS])
+        return int(_number_text(text))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{value_text(text)} is not a whole number") from None
 
@@ -164,12 +167,23 @@ def real_number(text: str) -> float:
       argparse.ArgumentTypeError: it is not a number.
     """
     try:
-        value = float(text[:_MOST_DIGITS])
+        value = float(_number_text(text))
     except ValueError:
         value = math.nan
     if math.isnan(value):
         raise argparse.ArgumentTypeError(f"{value_text(text)} is not a number")
     return value
+
+
+def _number_text(text: str) -> str:
+    """The first digits of a number, without those that Python reads and YAML does not: 1_000 and ١٢.
+
+    Raises:
+      ValueError: it has such digits.
+    """
+    if "_" in text or not text.isascii():
+        raise ValueError(text)
+    return text[:_MOST_DIGITS]
 
 
 def local_path(text: str) -> Path:

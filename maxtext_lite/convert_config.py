@@ -1,5 +1,6 @@
 """The command `convert-config`: translates a config or command line of MaxText into our keys. Imports no jax."""
 
+import contextlib
 import json
 import re
 import sys
@@ -10,6 +11,7 @@ from typing import Any, cast
 from maxtext_lite.cli import ArgumentParser, run_command, whole_number
 from maxtext_lite.config import Config, ConfigError, Refusal, UserError, load_config, packaged_directory, parse_value
 from maxtext_lite.config.errors import full_text, setting_text, value_text
+from maxtext_lite.config.files import LARGEST_FILE, keys_twice
 from maxtext_lite.config.maxtext import Translation, maxtext_defaults, translate
 from maxtext_lite.config.yaml_text import YamlValue, parse_mapping
 
@@ -81,12 +83,20 @@ def _file_values(name: str, depth: int = 0) -> dict[str, Any]:
     if path.name == "base.yml" and (not path.exists() or path.resolve() == ours.resolve()):
         return {}  # MaxText's own file of defaults
     try:
-        text = sys.stdin.read() if name == "-" else path.read_text(encoding="utf-8")
-        entries = dict(parse_mapping(text))
+        with contextlib.nullcontext(sys.stdin) if name == "-" else path.open(encoding="utf-8") as opened:
+            text = opened.read(LARGEST_FILE + 1)
+        if len(text) > LARGEST_FILE:
+            raise ValueError(f"has more than the {LARGEST_FILE:,} characters of the largest config")
+        stated = parse_mapping(text)
     except OSError as error:
         raise UserError(f"{value_text(name)} cannot be read: {error.strerror}.") from None
-    except ValueError as error:  # of its encoding, too
+    except UnicodeDecodeError:
+        raise UserError(f"{value_text(name)} is not UTF-8 text.") from None
+    except ValueError as error:
         raise UserError(f"{value_text(name)} {error}.") from None
+    if twice := keys_twice(stated, value_text(name)):
+        raise UserError(twice)
+    entries = dict(stated)
     found: dict[str, Any] = {}
     base = entries["base_config"].text if "base_config" in entries else ""
     if base:  # relative to its own directory or one above

@@ -3,6 +3,7 @@
 python -m maxtext_lite.harness run --model maxtext_lite --model_args path=DIR,max_length=1024 --tasks TASK
 """
 
+import argparse
 import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,11 +11,11 @@ from typing import Any, Protocol
 
 from pydantic import ValidationError
 
-from maxtext_lite.cli import run_command
+from maxtext_lite.cli import run_command, whole_number
 from maxtext_lite.config import UserError
 from maxtext_lite.config.bucket import local_copy
 from maxtext_lite.config.errors import did_you_mean, value_text
-from maxtext_lite.config.field_types import wrong_value
+from maxtext_lite.config.field_types import path_problem, wrong_value
 from maxtext_lite.config.hf.model_directory import directory_config
 from maxtext_lite.generation.requests import GenerateConfig
 
@@ -26,6 +27,7 @@ _NO_MEANING = ("device", "max_batch_size")  # the harness adds them to --model_a
 _MOST_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the harness has four names
 _OPTIONS = ("until", *_MOST_TOKENS, "do_sample", "temperature", "top_k", "top_p")
 _USUAL_MOST_TOKENS = 256
+_MOST = 2**31 - 1  # of a model argument, as of keys
 
 
 class HarnessRequest(Protocol):
@@ -66,6 +68,8 @@ class HarnessModel:
                 f"--model_args has the unknown key '{value_text(key)}'.{did_you_mean(key, _ARGUMENTS)}"
                 for key in unknown
             )
+        if problem := path_problem(str(path), of_run=True):
+            raise UserError(f"path={value_text(path)} {problem}")
         from maxtext_lite.generation.scoring import TextScorer  # imports jax, once the arguments are known
 
         directory, self._max_length = local_copy(path, "path"), _count("max_length", max_length, 2)
@@ -107,18 +111,19 @@ class HarnessModel:
         ]
 
 
-def _count(key: str, value: int | str, least: int = 1) -> int:
-    """The whole number of a model argument, of at least `least`.
+def _count(key: str, value: float | str, least: int = 1) -> int:
+    """The whole number of a model argument, from `least` to 2**31 - 1.
 
     Raises:
       UserError: it is not one.
     """
     try:
-        count = int(value)
-    except ValueError:
+        count = whole_number(str(value))  # the harness makes 1.5 and 1e400 numbers
+    except argparse.ArgumentTypeError:
         raise UserError(f"{key}={value_text(value)} is not a whole number. Nearest that works: {least}.") from None
-    if count < least:
-        raise UserError(f"{key}={count} must be at least {least}. Nearest that works: {least}.")
+    if not least <= count <= _MOST:
+        rule, bound = ("least", least) if count < least else ("most", _MOST)
+        raise UserError(f"{key}={value_text(count)} must be at {rule} {bound}. Nearest that works: {bound}.")
     return count
 
 

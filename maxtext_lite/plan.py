@@ -161,13 +161,17 @@ def _solve(arguments: argparse.Namespace, device: Device | None, memory_gb: floa
     found = rank(config, topology, device, plan_of)
     line = _arguments_of(found[0], arguments)
     outcome: dict[str, Any] = {"best": line, "plans": [each.to_json() for each in found]}
-    lines = [format_ranking(found), "", f"best: {line}"]
+    if not arguments.json:  # before what may not compile
+        print(f"{format_ranking(found)}\n\nbest: {line}", flush=True)
     if arguments.compile is not None:
         from maxtext_lite.aot.against import compare, comparison_text  # imports jax, only when requested
 
         compared = compare(found[: arguments.compile], device)
-        outcome["compiled"], lines = compared, [*lines, "", comparison_text(compared)]
-    print(json_text(outcome, indent=2) if arguments.json else "\n".join(lines))
+        outcome["compiled"] = compared
+        if not arguments.json:
+            print(f"\n{comparison_text(compared)}")
+    if arguments.json:
+        print(json_text(outcome, indent=2))
     return 0
 
 

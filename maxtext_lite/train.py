@@ -47,11 +47,11 @@ def parse_data_only(words: Sequence[str]) -> DataOnly:
     return asked
 
 
-def main(argv: Sequence[str]) -> int:
-    """Trains and returns the exit code: 0, 3 (non-finite loss or a spike) or 75 (stopped by a signal).
+def read_arguments(argv: Sequence[str]) -> tuple[Config, DataOnly, float | None]:
+    """The config, the words beside it, and `--device-memory-gb`.
 
     Raises:
-      UserError: with every problem of the config or the data.
+      UserError: with every problem of the arguments and the config.
     """
     parser = ArgumentParser(prog="maxtext-lite train", description=__doc__)
     config_arguments(parser)
@@ -66,6 +66,16 @@ def main(argv: Sequence[str]) -> int:
     config = load_config(arguments.config, [word for word in arguments.overrides if word not in own])
     if isinstance(config, RLRunConfig):
         raise UserError("a config of reinforcement learning is not for train, but for train_rl.")
+    return config, asked, arguments.device_memory_gb
+
+
+def main(argv: Sequence[str]) -> int:
+    """Trains and returns the exit code: 0, 3 (non-finite loss or a spike) or 75 (stopped by a signal).
+
+    Raises:
+      UserError: with every problem of the config or the data.
+    """
+    config, asked, device_memory_gb = read_arguments(argv)
     if asked.data_only:
         from maxtext_lite.training.data_only import read_data
 
@@ -77,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
 
     keep_compiled(config)
     phases.mark("import")
-    return finish(lambda config: train(config, device_memory_gb=arguments.device_memory_gb), config)
+    return finish(lambda config: train(config, device_memory_gb=device_memory_gb), config)
 
 
 def start_watchdog(config: Config) -> None:

@@ -20,7 +20,7 @@ def main(argv: Sequence[str]) -> int:
     parser = ArgumentParser(prog="maxtext-lite train_rl", description=__doc__)
     config_arguments(parser, DEFAULT_CONFIG)
     arguments = parser.parse(argv)
-    config = load_config(arguments.config or DEFAULT_CONFIG, arguments.overrides)
+    config = load_config(DEFAULT_CONFIG if arguments.config is None else arguments.config, arguments.overrides)
     if not isinstance(config, RLRunConfig):
         raise UserError(
             f"{arguments.config} is not a config of reinforcement learning, which needs the line "

@@ -32,16 +32,18 @@ fi
 
 run_and_forward_signals "$venv_python" -m maxtext_lite.train "$config" "$@"
 
-# The run directory as the training command resolved it; empty if the run keeps no checkpoint to sample from.
+# The run directory as the training command resolved it; empty if there is no checkpoint to sample from. Without a
+# sample the training has succeeded all the same.
 run_directory=$("$venv_python" -c '
 import sys
-from maxtext_lite import load_config
-config = load_config(sys.argv[1], sys.argv[2:])
-print(f"{config.base_output_directory}/{config.run_name}" if config.enable_checkpointing else "")
-' "$config" "$@")
+from maxtext_lite.train import read_arguments
+config, asked, _ = read_arguments(sys.argv[1:])
+has_checkpoints = config.enable_checkpointing and not asked.data_only
+print(f"{config.base_output_directory}/{config.run_name}" if has_checkpoints else "")
+' "$config" "$@") || run_directory=""
 if [ -n "$run_directory" ]; then
   echo
   echo "A sample (python -m maxtext_lite.generate $run_directory prompt=... for more):"
   run_and_forward_signals "$venv_python" -m maxtext_lite.generate "$run_directory" \
-    prompt=ROMEO: max_new_tokens=200 temperature=0.8
+    prompt=ROMEO: max_new_tokens=200 temperature=0.8 || true
 fi

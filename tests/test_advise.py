@@ -50,6 +50,13 @@ def test_a_devices_memory_and_time_are_looked_at(capsys):
     assert "the plan needs more memory than the device has" in printed(capsys, *words[:-1], "8", "--device", "v5e")
 
 
+def test_empty_slots_are_named(capsys):
+    words = ["--tokens", "2e9", "--parameters", "1e8", "--devices", "4096", "ici_fsdp_parallelism=64"]
+    out = printed(capsys, *words, "ici_data_parallelism=64", "max_target_length=8192")
+    (line,) = (line for line in out.splitlines() if " = 8 examples: " in line)
+    assert "; 4,088 of 4,096 slots empty" in line
+
+
 def test_of_a_number_of_parameters_the_days_are_those_of_6_n_d_and_memory_is_not_looked_at(capsys):
     words = ["--tokens", "20e9", "--parameters", "1e9", "--devices", "8", "--device", "v5e", "dtype=bfloat16"]
     found = json.loads(printed(capsys, *words, "--json"))
@@ -68,16 +75,19 @@ def test_of_a_number_of_parameters_the_days_are_those_of_6_n_d_and_memory_is_not
     ["global_batch_size=64", "per_device_batch_size=auto"],
     ["enable_rampup_batch_size=true"],
     ["num_epochs=2", "last_batch=train"],
+    ["num_epochs=1", "steps=-1"],
     ["warmup_steps=9000", "steps=10000"],
 ])  # fmt: skip
 def test_what_is_printed_plans_behind_the_words_of_the_command_line(words, capsys):
     out = printed(capsys, *words, "--tokens", "2e9", "--parameters", "1e8", "--devices", "8")
-    legal = [re.findall(r"\w+=\S+", line) for line in out.splitlines() if " steps=" in line]
+    legal = [re.findall(r"\w+=\S+", line) for line in out.splitlines() if " examples: " in line]
     ramp = [re.findall(r"\w+=\S+", line) for line in out.splitlines() if "global_rampup_samples=" in line]
     assert len(legal) == 5
     assert ramp
-    for settings in [*legal, *([*legal[2], *keys] for keys in ramp)]:
-        make_plan(load_config(None, [*words, *settings]), num_devices=8)
+    for settings in [*legal, *ramp]:  # as many whole batches as the tokens need
+        plan = make_plan(load_config(None, [*words, *settings]), num_devices=8)
+        assert 2e9 / 256 <= plan.total_examples < 2e9 / 256 + plan.global_batch_to_train
+        assert bool(plan.rampup) == (settings in ramp)
 
 
 def test_muon_gets_no_ramp(capsys):

@@ -61,6 +61,10 @@ def test_the_table_says_where_steps_are_left_out():
 @pytest.mark.parametrize(("words", "error"), [
     (["--steps", "0"], "error: --steps=0 must be at least 1"),
     (["--steps", "2", "--factors", "1,x"], "error: argument --factors: x is not a number"),
+    (["--steps", "2", "--factors", "1e999999999"], "error: argument --factors: 1e999999999 is not a number"),
+    (["--steps", "2", "--factors", "1_0"], "error: argument --factors: 1_0 is not a number"),
+    (["--steps", "2", "--factors=-1"], "error: argument --factors: -1 must be from 1/1024 to 1024"),
+    (["--steps", "2", "--factors", "1., .5,1e-1,1/3,1e2"], "error: --step=2 is no checkpoint of RUN_DIR="),
     (["--steps", "2", "--factors", "1,1/9999"], "error: argument --factors: 1/9999 must be from 1/1024 to 1024"),
     (["--steps", "2"], "error: --step=2 is no checkpoint of RUN_DIR="),
 ])  # fmt: skip

@@ -128,6 +128,7 @@ def test_every_command_says_its_version_and_needs_nothing_else_for_it(words, cap
         (["--steps", "5"], "unrecognized arguments: --steps. Did you mean 'steps=5'?"),
         (["steps:5"], "'steps:5' (command line) is not of the form key=value. Did you mean 'steps=5'?"),
         (["steps", "5"], "'steps' (command line) is not of the form key=value. Did you mean 'steps=5'?"),
+        (["--devices=--"], "argument --devices: expected one argument. `maxtext-lite plan --help`"),
         (["bse.yaml"], "no config file 'bse.yaml'. Did you mean 'base.yml'?"),
         (["\x1b[2Jsteps=5"], r"unknown key '\x1b[2Jsteps' (command line). Did you mean 'steps'?"),
         (
@@ -160,6 +161,12 @@ def test_what_may_be_meant_is_said_in_one_line(words, message, capsys):
 def test_no_command_takes_a_url_for_a_path(words, capsys):
     assert main(words) == 2
     assert "is a URL (" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["train", "train_rl"])
+def test_an_empty_name_is_no_config(command, capsys):
+    assert main([command, "", "steps=1"]) == 2
+    assert capsys.readouterr().err == "error: no config file ''.\n"
 
 
 def _more_than_any_device_has(_):

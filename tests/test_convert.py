@@ -243,5 +243,5 @@ def test_a_model_without_a_tokenizer_takes_tokens(tmp_path, capsys):
     directory = save("gpt2", tmp_path / "gpt2")
     answers = greedy(directory, capsys, "prompt_ids=[[5,6,7]]", "ici_fsdp_parallelism=2")
     assert len(answers[0]["tokens"]) == 12
-    with pytest.raises(UserError, match=r"goes past the model's 64 learned positions\. Nearest that works: 61"):
-        generate([str(directory), "prompt_ids=[[5,6,7]]", "max_new_tokens=62"])
+    with pytest.raises(UserError, match=r"goes past the model's 64 learned positions\. Nearest that works: 62"):
+        generate([str(directory), "prompt_ids=[[5,6,7]]", "max_new_tokens=63"])

@@ -64,6 +64,9 @@ def test_stdin_is_a_file_and_devices_round_as_maxtext_does(capsys, tmp_path, mon
         (["none.yml"], "none.yml cannot be read: No such file or directory."),
         (["loop.yml"], "loop.yml is the base_config of itself."),
         (["list.yml"], "list.yml is not a list of `key: value` lines."),
+        (["twice.yml"], "key 'steps' occurs twice in twice.yml. Keep one of them."),
+        (["bytes.yml"], "bytes.yml is not UTF-8 text."),
+        (["/dev/zero"], "/dev/zero has more than the 4,194,304 characters of the largest config."),
         (["--devices", "0"], "--devices=0 must be from 1 to 1000000. Nearest that works: 1."),
         (["--devices", "1000001"], "--devices=1000001 must be from 1 to 1000000. Nearest that works: 1000000."),
     ],
@@ -72,6 +75,8 @@ def test_what_is_wrong_is_said_in_one_line(words, message, capsys, tmp_path, mon
     monkeypatch.chdir(tmp_path)
     (tmp_path / "loop.yml").write_text("base_config: loop.yml\n")
     (tmp_path / "list.yml").write_text("- 1\n")
+    (tmp_path / "twice.yml").write_text("steps: 5\nseed: 1\nsteps: 7\n")
+    (tmp_path / "bytes.yml").write_bytes(b"\xff")
     assert run_command(convert_config, words) == 2
     assert capsys.readouterr().err.startswith(f"error: {message}")
 

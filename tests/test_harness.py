@@ -104,6 +104,10 @@ def test_wrong_options_of_a_request_are_refused(options, message, model):
 @pytest.mark.parametrize(("arguments", "message"), [
     ({"max_lenght": 24}, "--model_args has the unknown key 'max_lenght'. Did you mean 'max_length'?"),
     ({"batch_size": "auto"}, "batch_size=auto is not a whole number. Nearest that works: 1."),
+    ({"batch_size": 10**20}, "batch_size=100000000000000000000 must be at most 2147483647. Nearest that works: "),
+    ({"batch_size": 1.5}, "batch_size=1.5 is not a whole number. Nearest that works: 1."),
+    ({"fsdp": float("inf")}, "fsdp=inf is not a whole number. Nearest that works: 1."),
+    ({"path": "a" * 256}, f"path={'a' * 60}... (256 characters) names a file of 256 bytes, more than the 255"),
     ({"max_length": 1}, "max_length=1 must be at least 2. Nearest that works: 2."),
     ({"path": "nowhere"}, "nowhere is not a run directory"),
 ])  # fmt: skip

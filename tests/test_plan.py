@@ -70,6 +70,9 @@ HELP = "`maxtext-lite plan --help` lists all arguments."
          ["--platform=gpu contradicts --device=v5e. Nearest that works: --platform=tpu."]),
         (["--devices", "0"], ["num_devices=0 must be at least 1. Nearest that works: 1."]),
         (["--devices", "x"], [f"argument --devices: x is not a whole number. {HELP}"]),
+        (["--devices", "1_000"], [f"argument --devices: 1_000 is not a whole number. {HELP}"]),
+        (["--devices", "\u0661\u0662"], [f"argument --devices: \u0661\u0662 is not a whole number. {HELP}"]),
+        (["--device-memory-gb", "1_000"], [f"argument --device-memory-gb: 1_000 is not a number. {HELP}"]),
         (["--device-memory-gb", "nan"], [f"argument --device-memory-gb: nan is not a number. {HELP}"]),
         (["--device-memory-gb", "0"],
          ["device_memory_gb=0 must be above 0 and at most 1000000. Nearest that works: 1."]),
@@ -270,12 +273,21 @@ def test_both_batch_keys_are_found_and_the_line_plans_what_was_found(capsys):
     (["--compile", "2"], "--compile checks the plans for per_device_batch_size=-1 "
                          "gradient_accumulation_steps=-1."),
     (["--devices", "2", "--device", "l4", "global_batch_size=32", "per_device_batch_size=auto"],
-     "--device=l4: what it sends to others on a machine of so many is not known, so that no step can be predicted."),
+     "--device=l4: what it sends to others on a machine of so many is not known, so that no step can be predicted. "
+     "Nearest that works: per_device_batch_size=16 gradient_accumulation_steps=1."),
     ([*SOLVED, "steps=0"], "steps=0 must be at least 1, or -1. Nearest that works: 1."),
 ])  # fmt: skip
 def test_what_cannot_be_solved_is_one_error_line(argv, error, capsys):
     assert run_command(main, argv) == 2
     assert capsys.readouterr().err == f"error: {error}\n"
+
+
+def test_what_was_found_is_printed_before_it_is_compiled(capsys):
+    words = ["gb200" if word == "v5e" else word for word in SOLVED]
+    assert run_command(main, [*words, "--compile", "1"]) == 2
+    said = capsys.readouterr()
+    assert "\nbest: model_name=llama3.2-1b" in said.out
+    assert "names no device that can be compiled for here" in said.err
 
 
 def test_solving_imports_no_jax():

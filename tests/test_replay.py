@@ -58,6 +58,20 @@ def test_a_spiked_step_is_done_again_to_the_bit_and_names_the_planted_row(run, c
     assert 2 * max(norms) - sum(norms) < record["grad_norm"] < sum(norms)
 
 
+def test_a_step_is_repeated_with_the_settings_of_its_own_start(run, capsys, tmp_path):
+    """config.yml is that of the newest start, here one with another learning rate and batch after step 4."""
+    later = tmp_path / "later"
+    shutil.copytree(run, later)
+    text = (later / "config.yml").read_text()
+    for key in ("learning_rate: 0.1", "gradient_accumulation_steps: 2", "steps: 4"):
+        assert f"\n{key} " in text
+        text = text.replace(f"\n{key} ", f"\n{key}0 ".replace("0.10", "0.2"))
+    (later / "config.yml").write_text(text)
+    capsys.readouterr()
+    assert main([str(later), "--step", "4"]) == 0
+    assert "step 4, from the checkpoint of step 2: equal to the bit" in capsys.readouterr().out
+
+
 def test_the_first_field_and_the_first_step_that_differ_are_named(run, capsys, tmp_path):
     moved = tmp_path / "moved"
     shutil.copytree(run, moved)

@@ -167,6 +167,28 @@ def test_the_exit_code_of_training_is_that_of_the_script_and_nothing_is_sampled(
     assert not any("generate" in call for call in checkout.calls)
 
 
+@pytest.mark.parametrize(
+    ("words", "directory"),
+    [
+        (["run_name=g", "--device-memory-gb", "4"], "runs/g"),
+        (["data_only=true", "ids=true"], ""),
+        (["enable_checkpointing=false"], ""),
+    ],
+)
+def test_the_run_to_sample_is_read_from_all_that_train_takes(words, directory, monkeypatch, capsys):
+    code = re.search(r" -c '\n(.*?)\n' ", (REPOSITORY / "scripts/train.sh").read_text(), re.DOTALL)
+    assert code
+    monkeypatch.setattr("sys.argv", ["-c", "configs/base.yml", *words])
+    exec(code[1], {})
+    assert capsys.readouterr().out == f"{directory}\n"
+
+
+def test_a_sample_that_fails_does_not_make_a_training_fail(checkout: Checkout):
+    checkout.answer("maxtext_lite.generate", "exit 2")
+    code, output = checkout.run("scripts/train.sh")
+    assert code == 0, output
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("whole_group", [False, True], ids=["script_only", "as_ctrl_c"])
 def test_a_signal_reaches_training_once_and_its_exit_code_comes_back(

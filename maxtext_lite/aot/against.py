@@ -1,5 +1,6 @@
 """Ranked plans compared with their programs, compiled ahead of time."""
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from maxtext_lite.batching.devices import Device
 from maxtext_lite.batching.roofline import matmul_peak
 from maxtext_lite.batching.step_time import ring_bytes_per_second
 from maxtext_lite.batching.topology import MeshSizes, resolve_mesh
+from maxtext_lite.config import UserError
 from maxtext_lite.config.violation import divisors
 from maxtext_lite.xla.hlo import Collective, collectives
 from maxtext_lite.xla.hlo_text import Computation, Instruction
@@ -17,13 +19,24 @@ from maxtext_lite.xla.hlo_time import Schedule
 from maxtext_lite.xla.hlo_work import MEMORY_SPACES, instruction_work
 
 
-def topology_of(device: Device, num_devices: int) -> str:
-    """The name of a machine with that many devices, as for `compile --topology`: a slice as square as possible."""
+def topology_of(device: Device, num_devices: int, num_slices: int = 1) -> str:
+    """The name of a machine with that many devices, as for `compile --topology`: slices as square as possible.
+
+    Raises:
+      UserError: the devices are not whole chips.
+    """
+    chips, rest = divmod(num_devices // num_slices, device.per_chip)
+    if rest:
+        raise UserError(
+            f"--compile for {num_devices // num_slices} of {device.name}: a chip has {device.per_chip} of these "
+            f"devices. Nearest that works: {(chips + 1) * device.per_chip}."
+        )
     sizes: list[int] = []
     for dims in range(device.torus_dims, 1, -1):
-        sizes.append(max(size for size in divisors(num_devices) if size**dims <= num_devices))
-        num_devices //= sizes[-1]
-    return f"{device.name}:{'x'.join(map(str, [*sizes, num_devices]))}"
+        sizes.append(max(size for size in divisors(chips) if size**dims <= chips))
+        chips //= sizes[-1]
+    slices = f"{num_slices}*" if num_slices > 1 else ""
+    return f"{slices}{device.name}:{'x'.join(map(str, [*sizes, chips]))}"
 
 
 def compare(ranked: Sequence[RankedPlan], device: Device) -> list[dict[str, Any]]:
@@ -33,11 +46,14 @@ def compare(ranked: Sequence[RankedPlan], device: Device) -> list[dict[str, Any]
     the compiled step has the predicted attention. Links have the rate of their mesh axes, as in the prediction.
 
     Raises:
-      UserError: the library that compiles for the device is not installed, or its compiler says a step does not fit.
+      UserError: the library that compiles for the device is not installed, its compiler says a step does not fit, or
+        the devices are not whole chips.
     """
     rows: list[dict[str, Any]] = []
     for each in ranked:
-        program = compile_for(each.config, topology=topology_of(device, each.plan.num_devices))
+        slices = math.prod(each.plan.dcn_mesh.values()) if device.platform == "tpu" else 1
+        program = compile_for(each.config, topology=topology_of(device, each.plan.num_devices, slices))
+        device = device.in_hosts(each.plan.num_devices, each.plan.num_hosts)
         mesh = resolve_mesh(each.config, each.plan.num_devices)
         assert isinstance(mesh, MeshSizes)  # it is planned
         roof, time, links = program.roofline, each.time, _links_seconds(program.collectives, device, mesh)

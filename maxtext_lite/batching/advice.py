@@ -70,8 +70,9 @@ def batch_size_advice(noise_scale: float | None, relative_error: float | None, g
 def laws_beside(config: Config, tokens: int) -> str:
     """A sentence on what the laws say about a run of `tokens` tokens, for comparison with a measured noise scale."""
     budget = budget_of(config, tokens=tokens, loss=None)
+    example_tokens = config.max_target_length * config.rows_per_example
     best, critical = (
-        " to ".join(_count(end / config.max_target_length) for end in (interval.low, interval.high))
+        " to ".join(_count(end / example_tokens) for end in (interval.low, interval.high))
         for interval in (batch_interval(budget, "best"), batch_interval(budget, "critical"))
     )
     return (

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Literal
 
 from maxtext_lite.batching.ledger import MemoryEstimate
 from maxtext_lite.batching.length import RunLength
@@ -179,6 +180,10 @@ class BatchPlan:
         """
         return self.length.steps_left(step, examples_seen)
 
+    def end_after(self, step: int, examples_seen: int) -> tuple[int, int]:
+        """(steps, examples) at the end of a run that has come this far; see `RunLength.end_after`."""
+        return self.length.end_after(step, examples_seen)
+
     def examples_after(self, steps: int, examples_seen: int) -> int:
         """Examples seen after `steps` further steps; see `RunLength.examples_after`."""
         return self.length.examples_after(steps, examples_seen)
@@ -192,10 +197,15 @@ class BatchPlan:
         """Examples of the whole run, including a short last batch."""
         return self.length.total_examples
 
-    @property
-    def steps_at_target(self) -> float:
-        """Steps of the target batch that would consume the examples of the whole run."""
-        return self.total_examples / self.global_batch_to_train
+    def schedule_end(self, unit: Literal["steps", "examples", "tokens"], step: int, examples_seen: int) -> float:
+        """The position at which the schedule of a run ends, in steps of the target batch: at the end of the run.
+
+        Args:
+          unit: `schedule_unit`.
+          step, examples_seen: done so far; the result is the same after each step of a run.
+        """
+        last, examples = self.end_after(step, examples_seen)
+        return float(last) if unit == "steps" else examples / self.global_batch_to_train
 
     @property
     def last_batch_examples(self) -> int | None:

@@ -1,6 +1,5 @@
 """Batches of other sizes over the same examples, and the size from which the loss suffers."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -20,7 +19,7 @@ class BranchSizes:
 
     Attributes:
       batch: examples per step, `factor` times the run's.
-      accumulation: micro-batches per step, as few as possible without one larger than the run's.
+      accumulation: micro-batches per step, equal and as few as possible without one larger than the run's.
     """
 
     factor: Fraction
@@ -54,10 +53,13 @@ def branch_sizes(factors: Sequence[Fraction], *, batch: int, accumulation: int, 
         )
     if problems:
         raise UserError(problems)
-    return [
-        BranchSizes(factor, int(factor * batch), math.ceil(factor * accumulation), int(steps / factor))
-        for factor in sorted(set(factors))
-    ]
+
+    def sizes(factor: Fraction) -> BranchSizes:
+        branch = int(factor * batch)
+        fewest = next(each for each in divisors(branch) if each >= factor * accumulation)
+        return BranchSizes(factor, branch, fewest, int(steps / factor))
+
+    return [sizes(factor) for factor in sorted(set(factors))]
 
 
 def compared_examples(sizes: Sequence[BranchSizes]) -> int:

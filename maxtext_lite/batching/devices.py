@@ -1,5 +1,6 @@
 """Accelerators by name and jax device kind: peak FLOP/s, memory, links and clock of one jax device."""
 
+import dataclasses
 import fnmatch
 import math
 from collections.abc import Mapping
@@ -29,6 +30,8 @@ class Device:
       torus_dims: of the links; 0: a switch, which gives each device its full rate to any other.
       network_bytes_per_second: send rate per device beyond the links, likewise.
       host_bytes_per_second: send rate to the memory of its host, likewise.
+      links_hosts: whether these links also join hosts.
+      per_chip: jax devices of a chip.
       on_chip_bytes: on-chip memory in which XLA keeps arrays between operations: of a v5e's and v6e's 128 MiB
         (jax's tpu_info), what `xla.compiler_flags` leaves of it to arrays. 0: none, or unknown.
     """
@@ -47,6 +50,14 @@ class Device:
     network_bytes_per_second: float | None = None
     host_bytes_per_second: float | None = None
     on_chip_bytes: int = 0
+    links_hosts: bool = False
+    per_chip: int = 1
+
+    def in_hosts(self, num_devices: int, num_hosts: int) -> "Device":
+        """The same device on a machine with that many: links that end at a host join no more than its devices."""
+        if self.links_hosts:
+            return self
+        return dataclasses.replace(self, most_linked=min(self.most_linked, max(num_devices // num_hosts, 1)))
 
     def axis_bytes_per_second(self, size: int, *, stride: int, in_slice: int, slices: int = 1) -> float | None:
         """Send rate of a device in a ring along a mesh axis; None if unknown.
@@ -98,12 +109,14 @@ def _tpu(
     host_gbs: float | None,
     source: str,
     on_chip_mib: int = 0,
+    per_chip: int = 1,
 ) -> Device:
     """A TPU; `links_gbs` is bidirectional."""
     clock, network = clock_ghz and clock_ghz * 1e9, network_gbits and network_gbits * 1e9 / 8
     return Device(
         name, "tpu", kinds, peaks, gigabytes * 10**9, memory_gbs * 1e9, links_gbs * 1e9 / 2, clock, source,
-        pod, torus, network, host_gbs and host_gbs * 1e9, on_chip_mib << 20,
+        pod, torus, network, host_gbs and host_gbs * 1e9, on_chip_mib << 20, links_hosts=True,
+        per_chip=per_chip,
     )  # fmt: skip
 
 
@@ -116,6 +129,7 @@ def _gpu(
     memory_gbs: float,
     nvlink_gbs: float | None,
     linked: int = 8,
+    links_hosts: bool = False,
     network_gbits: float | None = None,
     host_gbs: float,
     source: str,
@@ -124,7 +138,7 @@ def _gpu(
     links, network = nvlink_gbs and nvlink_gbs * 1e9 / 2, network_gbits and network_gbits * 1e9 / 8
     return Device(
         name, "gpu", kinds, peaks, gigabytes * 10**9, memory_gbs * 1e9, links, None, source, linked, 0, network,
-        host_gbs * 1e9 / 2,
+        host_gbs * 1e9 / 2, links_hosts=links_hosts,
     )  # fmt: skip
 
 
@@ -159,7 +173,7 @@ DEVICES: tuple[Device, ...] = (
     ),
     _tpu(
         "7x", ("TPU7x", "TPU v7x"), _peaks(2307 / 2, float8=4614 / 2), gigabytes=96, memory_gbs=7380 / 2,
-        links_gbs=1200 / 2, clock_ghz=None, pod=18432, torus=3, network_gbits=None, host_gbs=None,
+        links_gbs=1200 / 2, clock_ghz=None, pod=18432, torus=3, network_gbits=None, host_gbs=None, per_chip=2,
         source="Google Cloud's page on TPU7x (Ironwood), halved: jax has two devices for each chip",
     ),
     _gpu(
@@ -199,7 +213,7 @@ DEVICES: tuple[Device, ...] = (
     ),
     _gpu(
         "gb200", ("NVIDIA GB200*",), _peaks(2500, float8=5000, int8=5000, float32=1250), gigabytes=186,
-        memory_gbs=8000, nvlink_gbs=1800, linked=72, network_gbits=400, host_gbs=450,
+        memory_gbs=8000, nvlink_gbs=1800, linked=72, links_hosts=True, network_gbits=400, host_gbs=450,
         source="NVIDIA's data sheet of the GB200 NVL72, a 72nd, without sparsity; network: ConnectX-7; "
         "host: half a Grace",
     ),

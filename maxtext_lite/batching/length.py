@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from maxtext_lite.batching.batch import SmallerBatch
-from maxtext_lite.batching.rampup import BatchStage, samples_before, stage_at
+from maxtext_lite.batching.rampup import BatchStage, stage_at
 from maxtext_lite.config import Config
 from maxtext_lite.config.errors import number_text, unwhole_text
 from maxtext_lite.config.rules import NOTHING_STATES_THE_LENGTH
@@ -32,14 +32,12 @@ class RunLength:
     @property
     def steps(self) -> int:
         """Steps of the whole run, unless an interruption changes its plan."""
-        return self.steps_left(0, 0)
+        return self.end_after(0, 0)[0]
 
     @property
     def total_examples(self) -> int:
-        """Examples of the whole run, including a short last batch."""
-        if self.stated_examples is None:
-            return samples_before(self.stages, self.steps + 1)
-        return self.stated_examples - (0 if self.trains_short_batch else self.short_batch_examples)
+        """Examples of the whole run, including a short last batch, unless an interruption changes its plan."""
+        return self.end_after(0, 0)[1]
 
     @property
     def short_batch_examples(self) -> int:
@@ -74,6 +72,17 @@ class RunLength:
             return max(self.stated_steps - step, 0)
         steps, seen = self._whole_batches(examples_seen)
         return steps + (self.trains_short_batch and seen < self.stated_examples)
+
+    def end_after(self, step: int, examples_seen: int) -> tuple[int, int]:
+        """(steps, examples) at the end of a run after `step` steps that consumed `examples_seen` examples.
+
+        It is the same after each step of a run, and another one after a change of its batches or of its length.
+
+        Raises:
+          ValueError: step or examples_seen is negative.
+        """
+        left = self.steps_left(step, examples_seen)
+        return step + left, self.examples_after(left, examples_seen)
 
     def examples_after(self, steps: int, examples_seen: int) -> int:
         """Examples seen after `steps` further steps, which must be among the `steps_left` after `examples_seen`."""

@@ -7,7 +7,13 @@ line follows from shapes; XLA fuses, reuses and copies, so its own figures (`mem
 
 from collections.abc import Iterator, Mapping
 
-from maxtext_lite.batching.activations import BYTES, activation_lines, offloaded_activations, tokens_of_device
+from maxtext_lite.batching.activations import (
+    BYTES,
+    LayerOnDevice,
+    activation_lines,
+    offloaded_activations,
+    tokens_of_device,
+)
 from maxtext_lite.batching.ledger import LAYERS, MOMENTS, PASSES, MemoryEstimate, MemoryLine
 from maxtext_lite.batching.parameters import (
     ParameterCount,
@@ -77,6 +83,25 @@ def estimate_memory(
         offloaded += sum(line.bytes for line in lines if line.part == "optimizer_state")
     limit = None if device_memory_gb is None else int(device_memory_gb * 1e9)
     return MemoryEstimate(tuple(line for line in lines if line.bytes), limit, offloaded)
+
+
+def evaluation_bytes(
+    config: Config, mesh: Mapping[str, int], rows: int, num_pipeline_microbatches: int, accelerator: Accelerator = _GPU
+) -> int:
+    """Bytes per device that an evaluation of `rows` rows needs at least, beside the state of training.
+
+    That is the more of two: the layers' matrices in `dtype`, the stream before and after a layer and the projections of
+    its mlp or of its heads; or the logits of a tile.
+    """
+    tokens = tokens_of_device(config, mesh, rows)
+    layer = LayerOnDevice(config, mesh, tokens // num_pipeline_microbatches, accelerator)
+    sizes = layer.named_bytes()
+    heads = sizes["query_proj"] + sizes["key_proj"] + sizes["value_proj"]
+    projections = layer.tokens * max(sizes["mlpwi_0"] + sizes["mlpwi_1"], heads)
+    of_loss, tiles = loss_tiles(config, mesh, rows, 1)
+    logits = 4 * (2 if accelerator.platform == "cpu" else 1) * of_loss * (config.vocab_size // mesh["tensor"]) // tiles
+    cast = BYTES[config.dtype] * _count(config, mesh).matrices if config.dtype != config.weight_dtype else 0
+    return max(cast + 2 * tokens * layer.stream * layer.width + projections, logits)
 
 
 def estimate_activations(

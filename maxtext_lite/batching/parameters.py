@@ -75,13 +75,18 @@ def count_orthogonalized(config: ModelConfig, **mesh: int) -> int:
     """
     whole = {axis: mesh.get(axis, 1) for axis in ("tensor", "expert")}
     elements = 0
-    for part, count, weight in _weights(config, mesh):
-        if part == ("adapters" if config.lora_rank else "matrices"):
-            here = math.prod(_parts(weight, mesh))
-            parts = [1 if axis.endswith("embed") else num_parts(axis, whole) for axis in weight.axes]
-            gathered = math.prod(weight.sizes) // math.prod(parts)
-            elements += count * (2 * gathered + (2 * here if here < gathered else 0))
+    for count, weight in trained_matrices(config, mesh):
+        here = math.prod(_parts(weight, mesh))
+        parts = [1 if axis.endswith("embed") else num_parts(axis, whole) for axis in weight.axes]
+        gathered = math.prod(weight.sizes) // math.prod(parts)
+        elements += count * (2 * gathered + (2 * here if here < gathered else 0))
     return elements
+
+
+def trained_matrices(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[tuple[int, Weight]]:
+    """The trained matrices of a layer, each with the number of a device's layers that have it."""
+    part = "adapters" if config.lora_rank else "matrices"
+    return ((count, weight) for kind, count, weight in _weights(config, mesh) if kind == part)
 
 
 def active_parameters(config: ModelConfig) -> int:

@@ -9,16 +9,16 @@ from maxtext_lite.batching.activations import splits_residual
 from maxtext_lite.batching.batch_plan import BatchPlan, ScheduleCost, layout_shards, row_slots
 from maxtext_lite.batching.ledger import MemoryEstimate, bytes_text
 from maxtext_lite.batching.length import RunLength
-from maxtext_lite.batching.memory import estimate_activations, estimate_memory, master_bytes
+from maxtext_lite.batching.memory import estimate_activations, estimate_memory, evaluation_bytes, master_bytes
 from maxtext_lite.batching.parameters import flops_per_example
 from maxtext_lite.batching.pipeline_shape import SCHEDULES, PipelineShape, Schedule
-from maxtext_lite.batching.rl import RLBatch
+from maxtext_lite.batching.rl import RLBatch, rl_warnings
 from maxtext_lite.batching.rl_memory import memory_warnings, with_rollout
 from maxtext_lite.batching.scaling import scaling_warnings
 from maxtext_lite.batching.sizes import Sizes
 from maxtext_lite.batching.solve import refusals, resolve
 from maxtext_lite.batching.topology import Topology
-from maxtext_lite.config import Config, Refusal, UserError, remat_of
+from maxtext_lite.config import Config, Refusal, RLRunConfig, UserError, remat_of
 from maxtext_lite.config.errors import number_text, value_text
 from maxtext_lite.config.kernels import KERNELS, Accelerator, Platform, planned_kernel
 from maxtext_lite.config.load import read_config
@@ -53,7 +53,9 @@ def make_plan(
         config, num_devices=num_devices, num_hosts=num_hosts, num_examples=num_examples, platform=platform
     )
     if rl is not None:
-        return _rl_plan(_plan(config, sizes, rl, None, device_memory_gb), rl, num_examples)
+        plan = _plan(config, sizes, rl, None, device_memory_gb)
+        plan = dataclasses.replace(plan, warnings=(*plan.warnings, *rl_warnings(config, rl, num_examples)))
+        return _rl_plan(plan, rl, num_examples)
     return _plan(config, sizes, None, num_examples, device_memory_gb)
 
 
@@ -108,7 +110,7 @@ def _plan(
     memory = _memory(config, sizes, rl, rows, device_memory_gb)
     shape = PipelineShape(sizes.num_pipeline_stages, pieces, sizes.num_pipeline_repeats, accumulation)
     kernel = planned_kernel(config, accelerator, mesh.total["context"])
-    warnings = [*_warnings(config, sizes, sizes.length, slots), *memory_warnings(memory, rl)]
+    warnings = [*_warnings(config, sizes, sizes.length, slots, memory), *memory_warnings(memory, rl)]
     return BatchPlan(
         num_devices=topology.num_devices,
         num_hosts=topology.num_hosts,
@@ -162,6 +164,23 @@ def _memory(
         config, mesh, rows, accumulation, pieces, device_memory_gb, replicas, accelerator=sizes.topology.accelerator
     )
     return with_rollout(of_step, config, rl, mesh)
+
+
+def _evaluation_warnings(config: Config, sizes: Sizes, memory: MemoryEstimate) -> list[str]:
+    """A warning of an evaluation batch, larger than a micro-batch, for which devices lack memory."""
+    examples, limit = sizes.eval_batch_examples, memory.limit
+    if limit is None or config.eval_interval == -1 or examples <= sizes.batch.micro_batch_to_train:
+        return []
+    mesh, pieces, topology = sizes.mesh.total, sizes.num_pipeline_microbatches, sizes.topology
+    slots = row_slots(examples, layout_shards(mesh, sizes.diloco_num_replicas), topology.num_hosts, pieces)
+    rows = slots * config.rows_per_example
+    needed = memory.held + evaluation_bytes(config, mesh, rows, pieces, topology.accelerator)
+    if needed <= limit:
+        return []
+    return [
+        f"at least {bytes_text(needed)} per device are needed in an evaluation, more than the {bytes_text(limit)} it "
+        "has: lower eval_per_device_batch_size."
+    ]
 
 
 def _schedule_costs(
@@ -235,9 +254,10 @@ def scaled_optimizer(config: Config, plan: BatchPlan) -> Config:
     return config.model_copy(update={**plan.scaling.scaled, **unscaled})
 
 
-def _warnings(config: Config, sizes: Sizes, length: RunLength, slots: int) -> list[str]:
+def _warnings(config: Config, sizes: Sizes, length: RunLength, slots: int, memory: MemoryEstimate) -> list[str]:
     warnings = [*_length_warnings(config, sizes, length), *scaling_warnings(config, sizes.scaling)]
     warnings += _diloco_warnings(config, sizes, length)
+    warnings += [] if isinstance(config, RLRunConfig) else _evaluation_warnings(config, sizes, memory)
     micro, pieces = sizes.batch.micro_batch_to_train, sizes.num_pipeline_microbatches
     if micro % pieces:
         warnings.append(

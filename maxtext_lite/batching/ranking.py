@@ -1,5 +1,6 @@
 """Legal plans of a global batch on a machine, ranked by predicted step time: the solver behind `plan`."""
 
+import contextlib
 import dataclasses
 import heapq
 import itertools
@@ -15,7 +16,7 @@ from maxtext_lite.batching.sizes import Sizes
 from maxtext_lite.batching.solve import resolve
 from maxtext_lite.batching.step_time import StepModel, StepTime
 from maxtext_lite.batching.topology import MESH_AXES, MESH_KEYS, MeshSizes, Topology, mesh_key
-from maxtext_lite.config import Config, UserError
+from maxtext_lite.config import Config, Refusal, UserError
 from maxtext_lite.config.errors import setting_text
 from maxtext_lite.config.load import defaults_of
 from maxtext_lite.config.remat import REMAT_POLICIES
@@ -84,17 +85,53 @@ def wants_solving(config: Config) -> bool:
     return config.global_batch_size > 0 and config.per_device_batch_size == -1 == config.gradient_accumulation_steps
 
 
+class _Unpredictable(UserError):
+    """The figures of a device do not suffice to predict a step."""
+
+
 def rank(config: Config, topology: Topology, device: Device, plan_of: Plan, *, most: int = 10) -> list[RankedPlan]:
     """The `most` plans with the shortest predicted steps among those that are legal and fit, the best first.
-
-    A best-first search: each split is queued with a lower bound of its time, without recomputation, and is expanded
-    only when no other entry of the queue can be faster.
 
     Args:
       plan_of: makes plans that know the memory of a device.
     Raises:
-      UserError: nothing is legal; nothing fits (the message names the nearest); or the device's figures do not suffice.
+      UserError: the choice would change the training; nothing is legal; nothing fits (the message names the nearest);
+        or the device's figures do not suffice (the message names the fewest micro-batches that fit).
     """
+    _check_training_is_stated(config, topology, plan_of)
+    try:
+        return _fastest(config, topology, device, plan_of, most)
+    except _Unpredictable as error:
+        near: list[str] = []
+        with contextlib.suppress(UserError):
+            keys = _fewest_micro_batches(config, topology, plan_of)
+            near = [" ".join(f"{key}={setting_text(value)}" for key, value in keys.items())]
+        raise UserError(str(Refusal("", str(error), tuple(near)))) from None
+
+
+def choose(config: Config, topology: Topology, device: Device | None, plan_of: Plan) -> tuple[dict[str, Any], str]:
+    """The keys of the fastest plan that fits, or without enough figures of the device of the one with the fewest
+    micro-batches; and which of the two it is, in words.
+
+    Args:
+      plan_of: makes plans that know the memory of a device, if it is known.
+    Raises:
+      UserError: as in `rank`, except that no figures are needed.
+    """
+    _check_training_is_stated(config, topology, plan_of)
+    if device is not None:
+        with contextlib.suppress(_Unpredictable):
+            return dict(_fastest(config, topology, device, plan_of, 1)[0].keys), "predicted to be the fastest"
+    return _fewest_micro_batches(config, topology, plan_of), "the fewest micro-batches"
+
+
+def _fastest(config: Config, topology: Topology, device: Device, plan_of: Plan, most: int) -> list[RankedPlan]:
+    """The plans of `rank`, by a best-first search.
+
+    Each split is queued with a lower bound of its time, without recomputation, and is expanded only when no other entry
+    of the queue can be faster.
+    """
+    device = device.in_hosts(topology.num_devices, topology.num_hosts)
     variants = [(keys, config.model_copy(update=keys)) for keys in _variants(config, device)]
     leanest, _ = variants[-1]
     order = itertools.count()
@@ -128,22 +165,10 @@ def rank(config: Config, topology: Topology, device: Device, plan_of: Plan, *, m
     return found
 
 
-def choose(config: Config, topology: Topology, device: Device | None, plan_of: Plan) -> dict[str, Any]:
-    """The keys of the fastest plan that fits; on a device without figures, of the one with the fewest micro-batches.
-
-    Args:
-      plan_of: makes plans that know the memory of a device, if it is known.
-    Raises:
-      UserError: as in `rank`.
-    """
-    if device is not None:
-        return dict(rank(config, topology, device, plan_of, most=1)[0].keys)
+def _fewest_micro_batches(config: Config, topology: Topology, plan_of: Plan) -> dict[str, Any]:
+    """The keys of the plan with the fewest micro-batches that fits, on the config's own mesh."""
     nearest: tuple[int, Config, BatchPlan] | None = None
-    for steps in divisors(config.global_batch_size):
-        chosen = config.model_copy(update={_STEPS: steps})
-        if isinstance(resolve(chosen, topology), list):
-            continue
-        plan = plan_of(chosen)
+    for chosen, plan in _on_own_mesh(config, topology, plan_of):
         if plan.memory.limit is None or plan.memory.total <= plan.memory.limit:
             return _stated(config, chosen, plan)
         if nearest is None or plan.memory.total < nearest[0]:
@@ -152,6 +177,35 @@ def choose(config: Config, topology: Topology, device: Device | None, plan_of: P
         raise UserError(_nothing_fits(config, nearest))
     plan_of(config.model_copy(update={_STEPS: 1}))  # raises the specific violation
     raise UserError("no number of micro-batches is legal on these devices.")
+
+
+def _on_own_mesh(config: Config, topology: Topology, plan_of: Plan) -> Iterator[tuple[Config, BatchPlan]]:
+    """The legal plans on the config's own mesh, those with the fewest micro-batches first."""
+    for steps in divisors(config.global_batch_size):
+        chosen = config.model_copy(update={_STEPS: steps})
+        if not isinstance(resolve(chosen, topology), list):
+            yield chosen, plan_of(chosen)
+
+
+def _check_training_is_stated(config: Config, topology: Topology, plan_of: Plan) -> None:
+    """Raises UserError where batches or replicas are open: a choice may change nothing but time and memory."""
+    data, replicas = mesh_key("ici", "data"), "diloco_num_replicas"
+    data_stated = not is_open(config, data) and -1 not in (getattr(config, data), config.dcn_data_parallelism)
+    replicas_open = config.enable_diloco and config.diloco_num_replicas == -1 and not data_stated
+    if not config.enable_rampup_batch_size and not replicas_open:
+        return
+    own: BatchPlan | None = None
+    with contextlib.suppress(UserError):
+        own = next((plan for _, plan in _on_own_mesh(config, topology, plan_of)), None)
+    problems: list[Refusal] = []
+    if config.enable_rampup_batch_size:
+        message = f"enable_rampup_batch_size=true: the batches of a ramp follow from {_PER} and {_STEPS}, both open."
+        near = [] if own is None else [f"{_STEPS}={own.gradient_accumulation_steps}"]
+        problems.append(Refusal("", message, (*near, "enable_rampup_batch_size=false")))
+    if replicas_open:
+        message = f"{replicas}=-1: the number of replicas follows from the data axis, which is open."
+        problems.append(Refusal(replicas, message, (1 if own is None else own.diloco_num_replicas,)))
+    raise UserError(map(str, problems))
 
 
 def _stated(config: Config, chosen: Config, plan: BatchPlan) -> dict[str, Any]:
@@ -224,7 +278,7 @@ def _model(config: Config, mesh: MeshSizes, device: Device, held: MemoryEstimate
     try:
         return StepModel(config, mesh, device, held)
     except ValueError as error:
-        raise UserError(f"--device={device.name}: {error}, so that no step can be predicted.") from None
+        raise _Unpredictable(f"--device={device.name}: {error}, so that no step can be predicted.") from None
 
 
 def _meshes(config: Config, num_devices: int) -> Iterator[dict[str, int]]:

@@ -43,6 +43,8 @@ _TOKENS_SAY: dict[str, object] = {
     "last_batch": "drop",
 }
 """Values for the keys that would otherwise contradict a batch and a number of tokens."""
+_ANY_STEPS: dict[str, object] = {**_TOKENS_SAY, "steps": 1}
+"""The same, and a length for configs that have one in epochs only; a batch is planned before its steps are known."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +77,7 @@ class LegalBatch:
     Attributes:
       tokens, examples: size of the batch.
       per_device_batch_size, gradient_accumulation_steps: the keys that make it.
+      empty_slots: slots of a step without an example; they take as long as those with one.
       steps: steps for the tokens of the run.
       overrides: command-line settings for it, including those that undo contradicting keys of the config.
       fits: whether the planned memory is within the device's; None if that or the model's shapes are unknown.
@@ -85,6 +88,7 @@ class LegalBatch:
     examples: int
     per_device_batch_size: Fraction
     gradient_accumulation_steps: int
+    empty_slots: int
     steps: int
     overrides: tuple[str, ...]
     fits: bool | None
@@ -185,7 +189,8 @@ def recommend(config: Config, budget: Budget, machine: Machine) -> Recommendatio
         legal = [dataclasses.replace(each, days=_days(config, flops, each, machine)) for each in legal]
     ramp = ramp_of(config.optimizer, best.middle, budget.tokens)
     if len(ramp.starts) == _DOUBLINGS and ramp.starts[-1].middle < budget.tokens:  # the last is that to legal[2]
-        ramp = dataclasses.replace(ramp, overrides=_doubled_once(config, legal[2], ramp.starts[-1], machine))
+        overrides = _doubled_once(config, legal[2], ramp.starts[-1].middle, budget.tokens, machine)
+        ramp = dataclasses.replace(ramp, overrides=overrides)
     return Recommendation(
         budget,
         best,
@@ -221,8 +226,9 @@ def ramp_of(optimizer: str, batch: float, tokens: float) -> Ramp:
 def nearest_legal(config: Config, tokens: float, run_tokens: float, machine: Machine) -> LegalBatch:
     """A plannable batch of about `tokens` tokens.
 
-    The first choice is the largest per-device batch, not above the config's if it states one, whose total comes within
-    20 % and fits. Otherwise it is the nearest batch that fits, or else the nearest that can be planned.
+    The first choice is the largest per-device batch, not above the config's if it states one and that leaves no slot
+    empty, whose total comes within 20 % and fits. Otherwise it is the nearest batch that fits, or else the nearest that
+    can be planned. Slots per example count as the distance does: twice as many are as bad as twice the batch.
 
     Raises:
       UserError: no candidate can be planned.
@@ -230,8 +236,8 @@ def nearest_legal(config: Config, tokens: float, run_tokens: float, machine: Mac
     if topology_violations(Topology(machine.num_devices, machine.num_hosts)):
         machine.plan(config)  # raises with what is wrong
     refused: UserError | None = None
-    planned: list[tuple[bool, float, Config, BatchPlan]] = []
-    for change in _candidates(config, tokens, machine.num_devices):
+    planned: list[tuple[bool, float, float, Config, BatchPlan]] = []
+    for change in _candidates(config, tokens, machine):
         changed = config.model_copy(update=change)
         try:
             plan = machine.plan(changed)
@@ -239,55 +245,73 @@ def nearest_legal(config: Config, tokens: float, run_tokens: float, machine: Mac
             refused = refused or error
             continue
         unfit = plan.memory.limit is not None and plan.memory.total > plan.memory.limit
-        planned.append((unfit, abs(math.log(plan.tokens_per_step / tokens)), changed, plan))
-        if not unfit and planned[-1][1] <= _NEAR:
+        distance = abs(math.log(plan.tokens_per_step / tokens))
+        cost = distance + math.log(plan.micro_batch_slots / plan.micro_batch_to_train)
+        planned.append((unfit, round(cost, 9), distance, changed, plan))
+        if not unfit and cost <= _NEAR:
             break
     if not planned:
         assert refused is not None
         raise refused
-    near = [each for each in planned if not each[0] and each[1] <= _NEAR]
-    *_, chosen, plan = near[0] if near else min(planned, key=lambda each: each[:2])
+    unfit, cost, *_ = planned[-1]
+    near = not unfit and cost <= _NEAR
+    *_, chosen, plan = planned[-1] if near else min(planned, key=lambda each: each[:3])
     return _legal(config, chosen, plan, run_tokens, machine)
 
 
-def _candidates(config: Config, tokens: float, num_devices: int) -> Iterator[dict[str, object]]:
-    """Changes to batches of about `tokens` tokens: the largest per-device batch first, each half of the one before."""
+def _candidates(config: Config, tokens: float, machine: Machine) -> Iterator[dict[str, object]]:
+    """Changes to batches of about `tokens` tokens: the largest per-device batch first, each half of the one before.
+
+    No micro-batch has fewer examples than slots, unless the batch has.
+    """
+    num_devices, slots = machine.num_devices, _fewest_slots(config, machine)
     examples = max(round(tokens / (config.max_target_length * config.rows_per_example)), 1)
     most = config.per_device_batch_size
     if most == -1:
         derived = derive_batch(config, num_devices)
         shares = Fraction(-(-examples // num_devices))  # all in one micro-batch, if nothing limits it
         most = derived.per_device_batch_size if isinstance(derived, Batch) else shares
-    micro = max(most, Fraction(1, num_devices)) * num_devices
+    micro, least = max(most * num_devices, Fraction(slots)), Fraction(min(slots, examples))
     for _ in range(_MOST_TRIED):
         exact = Fraction(examples) / micro
         for accumulation in sorted({max(math.floor(exact), 1), max(math.ceil(exact), 1)}):
             yield {
-                **_TOKENS_SAY,
+                **_ANY_STEPS,
                 "per_device_batch_size": micro / num_devices,
                 "gradient_accumulation_steps": accumulation,
             }
-        if micro <= 1:
+        if micro <= least:
             return
-        micro = max(Fraction(math.floor(micro / 2)), Fraction(1))
+        micro = max(Fraction(math.floor(micro / 2)), least)
+
+
+def _fewest_slots(config: Config, machine: Machine) -> int:
+    """Slots of a micro-batch of one example, whose memory is that of as many examples; 1 if it cannot be planned."""
+    one: dict[str, object] = {
+        **_ANY_STEPS,
+        "per_device_batch_size": Fraction(1, machine.num_devices),
+        "gradient_accumulation_steps": 1,
+    }
+    try:
+        return machine.plan(config.model_copy(update=one)).micro_batch_slots
+    except UserError:
+        return 1
 
 
 def _legal(config: Config, chosen: Config, plan: BatchPlan, run_tokens: float, machine: Machine) -> LegalBatch:
     steps = math.ceil(run_tokens / plan.tokens_per_step)
-    keys = {
+    keys: dict[str, object] = {
         "per_device_batch_size": plan.per_device_batch_size,
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
-        "steps": steps,
-        **{key: value for key, value in _TOKENS_SAY.items() if getattr(config, key) != value},
-        **({"warmup_steps": steps} if config.warmup_steps > steps else {}),
     }
     legal = LegalBatch(
         plan.tokens_per_step,
         plan.global_batch_to_train,
         plan.per_device_batch_size,
         plan.gradient_accumulation_steps,
+        plan.gradient_accumulation_steps * plan.empty_slots_per_micro_batch,
         steps,
-        _settings(keys),
+        _settings(_for_steps(config, keys, steps)),
         None if plan.memory.limit is None else plan.memory.total <= plan.memory.limit,
         days=None,
     )
@@ -299,33 +323,45 @@ def _days(config: Config, flops_per_token: float, legal: LegalBatch, machine: Ma
     peak = machine.device.peak(config.dtype) if machine.device else None
     if peak is None:
         return None
-    busy = legal.steps * legal.tokens * flops_per_token / (machine.num_devices * peak) / 86_400
+    tokens = legal.steps * legal.tokens * (1 + legal.empty_slots / legal.examples)
+    busy = tokens * flops_per_token / (machine.num_devices * peak) / 86_400
     return Interval(busy / UTILIZATION.high, busy / UTILIZATION.low)
+
+
+def _for_steps(config: Config, keys: dict[str, object], steps: int) -> dict[str, object]:
+    """The keys of a batch with those of a run of that many steps, and what else of the config would contradict them."""
+    said = {key: value for key, value in _TOKENS_SAY.items() if key not in keys and getattr(config, key) != value}
+    return {**keys, "steps": steps, **said, **({"warmup_steps": steps} if config.warmup_steps > steps else {})}
 
 
 def _settings(keys: Mapping[str, object]) -> tuple[str, ...]:
     return tuple(f"{key}={setting_text(value)}" for key, value in keys.items())
 
 
-def _doubled_once(config: Config, legal: LegalBatch, start: Interval, machine: Machine) -> tuple[str, ...]:
-    """The settings of a ramp from half of a legal batch to that batch, or () if there is none."""
+def _doubled_once(
+    config: Config, legal: LegalBatch, start: float, run_tokens: float, machine: Machine
+) -> tuple[str, ...]:
+    """The settings of a ramp from half of a legal batch, after `start` tokens, to that batch; () if there is none."""
     half = legal.per_device_batch_size / 2
-    samples = round(start.middle / (config.max_target_length * config.rows_per_example))
+    example_tokens = config.max_target_length * config.rows_per_example
+    samples = max(round(start / example_tokens), 1)
+    first = math.ceil(Fraction(2 * samples, legal.examples))  # steps of half the batch
+    rest = math.ceil((run_tokens / example_tokens - first * legal.examples / 2) / legal.examples)
     for mode in ("gradient_accumulation_steps", "per_device_batch_size"):
-        keys: dict[str, object] = {
+        batch: dict[str, object] = {
             "per_device_batch_size": legal.per_device_batch_size,
             "gradient_accumulation_steps": legal.gradient_accumulation_steps,
             "enable_rampup_batch_size": True,
             "rampup_mode": mode,
             "per_device_batch_size_start": half,
             "per_device_batch_size_increment": half,
-            "global_rampup_samples": max(samples, 1),
-            **({"global_batch_size": 0} if config.global_batch_size else {}),
+            "global_rampup_samples": samples,
         }
+        keys = _for_steps(config, batch, first + max(rest, 0))
         if not ConfigRequest(config, config).allows(keys):
-            return ()  # more samples than the key may count
+            return ()  # more samples or steps than the key may count
         try:
-            machine.plan(config.model_copy(update=_TOKENS_SAY | keys))
+            machine.plan(config.model_copy(update=keys))
         except UserError:
             continue  # the accumulation or the number of examples is odd
         return _settings(keys)

@@ -3,14 +3,13 @@
 import dataclasses
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
 
 from maxtext_lite.batching.batch import Batch
 from maxtext_lite.batching.rollout_sizes import Rollout, rollout_of
 from maxtext_lite.batching.topology import Topology
-from maxtext_lite.config import RLRunConfig, UserError
+from maxtext_lite.config import Config, RLRunConfig, UserError
 from maxtext_lite.config.errors import number_text
-from maxtext_lite.config.hf.config import run_config_json
+from maxtext_lite.config.hf.config import files_of_model, run_config_json
 from maxtext_lite.config.violation import Violation, multiples
 
 _FRACTIONS: tuple[str, ...] = ("trainer_devices_fraction", "sampler_devices_fraction")
@@ -21,7 +20,7 @@ class RLBatch:
     """What a step of reinforcement learning samples and trains on.
 
     Attributes:
-      prompts_per_batch: unique prompts.
+      prompts_per_batch: prompts; the same one may be in a batch again where an epoch ends.
       num_generations: responses to each prompt.
       pairs_per_batch: pairs of prompt and response, the run's `global_batch_to_train`.
       pairs_per_micro_batch: whole groups of responses to one prompt; one micro-batch is sampled while the previous one
@@ -130,11 +129,37 @@ def rl_batch(config: RLRunConfig, topology: Topology) -> RLBatch | list[Violatio
     )
 
 
+def rl_warnings(config: Config, batch: RLBatch, num_prompts: int | None) -> list[str]:
+    """What works but is probably a mistake.
+
+    Args:
+      num_prompts: to train on; None: unknown.
+    """
+    assert isinstance(config, RLRunConfig), "only its configs have such a batch"
+    warnings: list[str] = []
+    num_devices = int(batch.trainer_devices / config.trainer_devices_fraction)
+    idle = 0 if batch.takes_turns else num_devices - batch.trainer_devices - batch.sampler_devices
+    if idle:
+        stated = " and ".join(f"{key}={number_text(getattr(config, key))}" for key in _FRACTIONS)
+        warnings.append(f"{stated}: {idle} of {num_devices} devices neither train nor sample.")
+    if config.capacity_factor != -1 and config.rollout_correction == "none":
+        warnings.append(
+            f"capacity_factor={number_text(config.capacity_factor)}: only training drops tokens, so responses are "
+            "sampled from another policy than the loss has (rollout_mismatch). Set capacity_factor=-1 or "
+            "rollout_correction=truncated."
+        )
+    if num_prompts is not None and batch.prompts_per_batch > num_prompts:
+        warnings.append(
+            f"batch_size={batch.prompts_per_batch} is more than the {num_prompts} prompts: a batch has some of them "
+            "several times, each with groups of its own."
+        )
+    return warnings
+
+
 def _inexpressible(config: RLRunConfig) -> str | None:
     """The setting that no family of Hugging Face models can express, as the run would find when exporting the model."""
-    directory = config.load_parameters_path or f"{config.base_output_directory}/{config.run_name}"
     try:
-        run_config_json(Path(directory), config, num_positions=config.max_target_length, dtype="float32")
+        run_config_json(files_of_model(config), config, num_positions=config.max_target_length, dtype="float32")
     except UserError as error:
         return error.problems[0]
     return None

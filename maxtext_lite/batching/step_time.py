@@ -1,7 +1,7 @@
 """The least time of a train step, predicted from shapes: matmuls, memory, collectives of each axis, pipeline bubble.
 
 A layer is a list of operations, each with its matmul and its memory traffic. The backward pass costs twice the forward
-pass, and repeats those operations whose results remat_policy does not keep.
+pass, or as much where the weights are frozen, and repeats those operations whose results remat_policy does not keep.
 """
 
 import dataclasses
@@ -13,11 +13,12 @@ from maxtext_lite.batching.activations import BYTES, kept_bytes, offloaded_activ
 from maxtext_lite.batching.devices import Device
 from maxtext_lite.batching.ledger import MemoryEstimate
 from maxtext_lite.batching.memory import loss_tiles
+from maxtext_lite.batching.newton_schulz import orthogonalized
 from maxtext_lite.batching.parameters import attended_pairs, count_parameters, flops_per_example
 from maxtext_lite.batching.pipeline_shape import PipelineShape
 from maxtext_lite.batching.roofline import matmul_peak
 from maxtext_lite.batching.topology import MESH_AXES, MeshSizes
-from maxtext_lite.config import Config, remat_of
+from maxtext_lite.config import Config, adapted_weights, remat_of
 from maxtext_lite.config.weight_axes import num_inputs, num_parts, of_one
 from maxtext_lite.config.weights import Weight, model_shape, stacks_of
 
@@ -103,6 +104,7 @@ class StepModel:
         capacity = 1.0 if config.capacity_factor == -1 else float(config.capacity_factor)
         self._rows = config.num_experts_per_tok * capacity
         self._width, trains = BYTES[config.dtype], config.lora_rank == 0
+        self._trains = trains
         on_tpu = device.platform == "tpu"
         self._on_tpu = on_tpu
         operations = list(_operations(config, self._sizes, self._rows, on_tpu=on_tpu))
@@ -129,7 +131,7 @@ class StepModel:
         # does a TPU for two shards, with an all-reduce that nothing overlaps.
         by_shard, self._waits = on_tpu and shards > 2, on_tpu and shards == 2
         self._windows = self._width * (shards - 1) * trains if by_shard else 0
-        self._gradient_bytes = (4 * grad_width if by_shard else 4 + grad_width) if shards > 1 else 4 * trains
+        self._gradient_bytes = (4 * grad_width if by_shard else 4 * trains + grad_width) if shards > 1 else 4 * trains
         # Tiles add to the device's own sum in float32, which starts at zero and is read when it is reduced.
         self._head_gradient_bytes = 8 * trains
         self._head_summed = (8 if shards * self._sizes["stage"] > 1 else 4) * trains * head
@@ -140,6 +142,7 @@ class StepModel:
         self._updated = 2 * (held.params + held.optimizer_state) + 8 * shard
         period = config.diloco_sync_period if config.enable_diloco else 1
         self._synchronised = self._ring(("data",), 2 * BYTES[config.grad_dtype] * shard) / period
+        self._orthogonal, self._orthogonal_sent = self._newton_schulz() if config.optimizer == "muon" else (0.0, 0.0)
         self._layers = config.base_num_decoder_layers / self._sizes["stage"]
         self._flops = flops_per_example(config, config.max_target_length) * config.rows_per_example
 
@@ -177,12 +180,14 @@ class StepModel:
             if each.name == "logits":  # every tile reads the head and adds to its gradient
                 reads, gradient_bytes, windows = losses * tiles, losses * tiles * self._head_gradient_bytes, 0
             moved, apart = (self._moved(tokens, arrays) / self._rate for arrays in (each.arrays, each.apart))
-            # One pass computes the weights' gradient, the others read the weights and compute tokens.
+            # One pass computes the gradient of weights that are trained, the others read weights and compute tokens.
             forth = reads * self._width * each.weights / self._rate
             gradient = (tokens * windows * each.beside + gradient_bytes * each.weights) / self._rate
             matmul += times * products
-            memory += times * (moved + apart) + (times - 1) * forth + gradient
-            compute += (times - 1) * max(products, moved + forth) + max(products, moved + gradient) + times * apart
+            of_tokens = times - self._trains
+            memory += times * (moved + apart) + of_tokens * forth + gradient
+            compute += of_tokens * max(products, moved + forth) + self._trains * max(products, moved + gradient)
+            compute += times * apart
         # Copied to where it is kept, with zeros written there before on a GPU, and a copy of what is read on a TPU.
         stored = 3 * (tokens * self._layers * per_token + offloaded)
         gathered = runs * self._gathered + losses * (self._head_gathered + self._head_summed)
@@ -201,17 +206,29 @@ class StepModel:
         update = self._updated / self._rate
         state = self._to_host(self._state if config.optimizer_memory_host_offload else 0)
         ticks = passes / (1 - float(shape.bubble_fraction(config.pipeline_schedule)))  # idle ticks compute too
-        seconds = ticks * busy + max(update, state) + self._synchronised
+        seconds = ticks * busy + max(update, state) + self._orthogonal + self._orthogonal_sent + self._synchronised
         return StepTime(
-            matmul_seconds=ticks * matmul,
+            matmul_seconds=ticks * matmul + self._orthogonal,
             attention_seconds=ticks * attention,
             memory_seconds=ticks * (memory + alone) + update,
-            collectives_seconds=ticks * (sent + blocking) + self._synchronised,
+            collectives_seconds=ticks * (sent + blocking) + self._orthogonal_sent + self._synchronised,
             host_seconds=ticks * to_host + state,
             bubble_seconds=(ticks - passes) * busy,
             seconds=seconds,
             mfu=self._flops * examples / math.prod(sizes.values()) / self._plain_peak / seconds,
         )
+
+    def _newton_schulz(self) -> tuple[float, float]:
+        """Seconds of the products and of the collectives of Muon's update.
+
+        GPUs compute it in float32, and gather a matrix for each of its two products; TPUs in bfloat16, and once.
+        """
+        dtype, width, gathers = ("bfloat16", 2, 1) if self._on_tpu else ("float32", 4, 2)
+        stacks = list(orthogonalized(self._config, self._sizes))
+        sent = (self._ring(each.rows, width * (gathers * each.matrix + each.square)) for each in stacks)
+        reduced = (self._ring(each.columns, 2 * 4 * each.reduced) for each in stacks)
+        peak = matmul_peak(self._device, dtype) or self._plain_peak
+        return sum(2 * each.products for each in stacks) / peak, sum(sent) + sum(reduced)
 
     def _shards(self, axes: tuple[str, ...]) -> int:
         return math.prod(self._sizes[axis] for axis in axes)
@@ -331,27 +348,33 @@ def _operations(
         others = (sizes["context"] - 1) * layers / BYTES[config.dtype]
         merged = ((queries, 15 * others), (keys + values, 14 * others))
         yield False, Operation("context", (), backward=2.2, apart=merged)
+    backward, adapted = 1 if config.lora_rank else 2, adapted_weights(config)
     for stack, (count, table) in stacks_of(model_shape(config)).items():
         here = count / (num_parts(stack.partition("/")[0], sizes) if stack else 1)
         for path, weight in table.items():
             if stack and weight.is_normal:
                 of_experts = weight.axes[0] == "experts"
                 tokens = rows if of_experts else 1
-                yield from ((of_experts, each) for each in _matmul(path, weight, here, sizes, tokens))
+                yield from ((of_experts, each) for each in _matmul(path, weight, here, sizes, tokens, backward))
+                for adapter in weight.adapters(config.lora_rank) if path.rpartition("/")[2] in adapted else ():
+                    yield from ((of_experts, each) for each in _matmul("", adapter, here, sizes, tokens, 2))
     # Matmuls write logits in float32, and read their gradient twice. In between, a TPU reads logits once, and once more
     # in a matmul that also writes the gradient; a GPU reads them three times, and writes the gradient.
     shard, stages, wide = config.vocab_size / tensor, sizes["stage"], 4 / BYTES[config.dtype]
     with_matmuls, apart = (2 * wide + 3, wide) if on_tpu else (wide + 2, 3 * wide + 1)
-    arrays = ((shard, with_matmuls / 3 / stages), (emb, 1 / stages))
+    times = stages * (1 + backward)
+    arrays = ((shard, (with_matmuls + backward - 2) / times), (emb, 1 / stages))
     yield (
         False,
         Operation(
-            "logits", arrays, shard * emb / stages, shard * emb, apart=((shard, apart / 3 / stages),), beside=shard
+            "logits", arrays, shard * emb / stages, shard * emb, backward, apart=((shard, apart / times),), beside=shard
         ),
     )
 
 
-def _matmul(path: str, weight: Weight, layers: float, sizes: Mapping[str, int], rows: float) -> Iterator[Operation]:
+def _matmul(
+    path: str, weight: Weight, layers: float, sizes: Mapping[str, int], rows: float, backward: int
+) -> Iterator[Operation]:
     """The matmul with one of a layer's matrices, for `rows` rows per token; and after `up`, the mlp's activation."""
     axes = of_one(weight.axes)
     dims, cut = weight.sizes[len(weight.sizes) - len(axes) :], num_inputs(axes)
@@ -362,7 +385,7 @@ def _matmul(path: str, weight: Weight, layers: float, sizes: Mapping[str, int], 
     beside = {"embed": out}.get(axes[0], into if axes[-1] == "embed" else 0)
     yield Operation(
         _NAMES.get(name, ""), ((rows * into, layers), (rows * out, layers)), layers * rows * into * out, elements,
-        beside=layers * beside,
+        backward, beside=layers * beside,
     )  # fmt: skip
     if name == "up":  # the activation reads gate and up, and writes the input of down
         yield Operation("", ((rows * out, 3 * layers),))

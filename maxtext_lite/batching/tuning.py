@@ -55,9 +55,10 @@ def tune(
 ) -> list[tuple[Candidate, Timing]]:
     """Measures ways to split the config's global batch; returns the fastest first and those that do not fit last.
 
-    First every legal accumulation, with every number of pipeline microbatches from one to eight per stage, is measured
-    under the remat_policy that keeps most and fits. Then the two fastest are measured under each of the other policies.
-    Then the three fastest are measured again; the shorter of two medians counts. Keys that the user stated stay.
+    First every legal accumulation that leaves as few slots empty as any, with every number of pipeline microbatches
+    from one to eight per stage, is measured under the remat_policy that keeps most and fits. Then the two fastest are
+    measured under each of the other policies. Then the three fastest are measured again; the shorter of two medians
+    counts. Keys that the user stated stay.
 
     Args:
       plan_of: plans a config for the devices; raises UserError if there is no plan.
@@ -82,8 +83,7 @@ def tune(
             found[name] = candidate, measure(candidate)
         return found[name][1]
 
-    splits = list(_splits(config, plan))
-    for split in splits:
+    for split in _fullest(config, plan, plan_of):
         for policy in policies:
             timing = look(split, policy)
             if timing is None or (timing.seconds is not None and not full):
@@ -106,6 +106,13 @@ def _sorted(found: Found) -> list[tuple[Candidate, Timing]]:
     return sorted(found.values(), key=lambda each: (each[1].seconds is None, each[1].seconds))
 
 
+def _fullest(config: Config, plan: BatchPlan, plan_of: Callable[[Config], BatchPlan]) -> list[dict[str, Any]]:
+    """The legal splits with the fewest empty slots in a step, since an idle device makes no step faster."""
+    legal = [found for split in _splits(config, plan) if (found := _planned(config, split, plan_of))]
+    empty = [each.plan.empty_slots_per_micro_batch * each.plan.gradient_accumulation_steps for each in legal]
+    return [each.keys for each, slots in zip(legal, empty, strict=True) if slots == min(empty)]
+
+
 def _splits(config: Config, plan: BatchPlan) -> Iterator[dict[str, Any]]:
     """From the fewest micro-batches to the most."""
     micro = plan.per_device_batch_size * plan.gradient_accumulation_steps
@@ -119,9 +126,6 @@ def _splits(config: Config, plan: BatchPlan) -> Iterator[dict[str, Any]]:
 def _planned(config: Config, keys: dict[str, Any], plan_of: Callable[[Config], BatchPlan]) -> Candidate | None:
     changed = config.model_copy(update=keys)
     try:
-        plan = plan_of(changed)
+        return Candidate(keys, changed, plan_of(changed))
     except UserError:
         return None
-    if plan.empty_slots_per_micro_batch:  # idle devices make no step faster
-        return None
-    return Candidate(keys, changed, plan)

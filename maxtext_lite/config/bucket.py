@@ -12,18 +12,20 @@ import contextlib
 import errno
 import importlib.util
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from maxtext_lite.config.errors import UserError, value_text
+from maxtext_lite.config.errors import Refusal, UserError, value_text
 from maxtext_lite.config.json_file import user_path
 
 _NEEDS = {"gs": ("gcs", "gcsfs"), "s3": ("s3", "s3fs")}  # the extra, and its package that reads and writes
 _LIBRARIES = ("gcsfs", "aiohttp", "botocore", "google", "requests", "fsspec")  # their errors are the storage's
 _WEIGHTS = (".safetensors", ".bin", ".npz")  # endings of the names of files with weights
+_PATTERN = re.compile(r"[*?\[\]#]")
 _copies: dict[str, Path] = {}
 
 
@@ -38,15 +40,27 @@ def is_bucket(path: object) -> bool:
     return bucket_scheme(path) != ""
 
 
+def refuse_patterns(text: str, key: str) -> None:
+    """Refuses `* ? [ ] #` in a path in a bucket: fsspec and etils take them for patterns and generations of objects.
+
+    Raises:
+      UserError: the text has one of them; names `key`.
+    """
+    if found := _PATTERN.search(text):
+        problem = f"{key}={value_text(text)} has {found[0]} in a path of a bucket, where * ? [ ] # name other objects."
+        raise UserError(str(Refusal(key, problem, (_PATTERN.sub("_", text),))))
+
+
 def any_path(path: str | Path, key: str) -> Path:
     """A path as an object of pathlib, or for a bucket of etils: the same methods, but no rename and no append.
 
     Raises:
-      UserError: the extra for the bucket is not installed; names `key`.
+      UserError: the extra for the bucket is not installed, or see `refuse_patterns`; names `key`.
     """
     scheme = bucket_scheme(path)
     if not scheme:
         return user_path(str(path))
+    refuse_patterns(str(path), key)
     extra, package = _NEEDS[scheme]
     if importlib.util.find_spec(package) is None:
         raise UserError(f"{key}={value_text(str(path))} needs {package}: pip install 'maxtext-lite[{extra}]'.")
@@ -110,7 +124,7 @@ def remove_objects(directory: Path) -> None:
     Raises:
       OSError: it cannot be removed.
     """
-    system, root = file_system(directory)
+    system, root = file_system(directory)  # which refuses patterns: `rm` would remove what they match
     with storage_errors(directory):
         if system.exists(root):
             system.rm(root, recursive=True)

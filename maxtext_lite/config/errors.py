@@ -39,13 +39,20 @@ def number_text(value: int | float | Fraction) -> str:
     if isinstance(value, float):
         return str(int(value)) if value.is_integer() and abs(value) < 1e15 else repr(value)
     fraction = Fraction(value)
-    unit = 10**_MOST_DECIMALS
-    if unit % fraction.denominator == 0:
-        whole, rest = divmod(abs(fraction.numerator) * (unit // fraction.denominator), unit)
-        decimals = f".{rest:0{_MOST_DECIMALS}}".rstrip(".0")
-        return f"{'-' if fraction < 0 else ''}{whole}{decimals}"
     is_float = abs(fraction) < 10**15 and Fraction(repr(float(fraction))) == fraction
-    return repr(float(fraction)) if is_float else str(fraction)
+    if fraction.denominator == 1 or is_float:
+        return decimal_text(fraction) or repr(float(fraction))
+    return str(fraction)
+
+
+def decimal_text(fraction: Fraction) -> str:
+    """A fraction with a point and at most 12 decimals; "" where these are not exact."""
+    unit = 10**_MOST_DECIMALS
+    if unit % fraction.denominator:
+        return ""
+    whole, rest = divmod(abs(fraction.numerator) * (unit // fraction.denominator), unit)
+    decimals = f".{rest:0{_MOST_DECIMALS}}".rstrip(".0")
+    return f"{'-' if fraction < 0 else ''}{whole}{decimals}"
 
 
 def unwhole_text(value: Fraction, digits: int = 4) -> str:
@@ -54,7 +61,7 @@ def unwhole_text(value: Fraction, digits: int = 4) -> str:
         text = f"{float(value):.{enough}g}"
         if Fraction(text).denominator != 1:
             return text
-    return number_text(value)
+    return decimal_text(value) or number_text(value)
 
 
 _LOGIN = re.compile(r"(?:(?<=http)|(?<=https))://[^/?#\s]*@|://[^/?#\s:]*:[^/?#\s]*@")  # but not abfs://CONTAINER@

@@ -5,22 +5,25 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args, get_origin
+from typing import Literal, cast, get_args, get_origin
 
 from maxtext_lite.config.errors import Refusal, value_text
 from maxtext_lite.config.hints import missing_file
 from maxtext_lite.config.json_file import user_path
 from maxtext_lite.config.schema import RLRunConfig
-from maxtext_lite.config.source_list import SourceList
+from maxtext_lite.config.source_list import SourceList, with_texts
 from maxtext_lite.config.yaml_text import YamlValue, parse_mapping
 
 ROOT_FILE = "base.yml"
 """The base of every config."""
+RUN_FILE = "config.yml"
+"""The name of the config of a run directory, which has every key."""
 RL_FILE = "post_train/rl.yml"
 """The base of every config of reinforcement learning."""
+LARGEST_FILE = 2**22
+"""Bytes of a config, which PyYAML reads in 20 s; 1000 sources with paths of 600 characters take half of it."""
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-_LARGEST_FILE = 2**22  # bytes, which PyYAML reads in 20 s; 1000 sources with paths of 600 characters take half of it
 _MOST_NAMED = 20
 _NO_BASE = object()
 
@@ -103,19 +106,28 @@ def _read_shipped(path: Path, origin: str) -> tuple[dict[str, object], list[Refu
 def _read(path: Path, origin: str) -> tuple[dict[str, object], list[Refusal]]:
     try:
         size = path.stat().st_size
-        if size > _LARGEST_FILE:
-            return {}, [Refusal("", f"{origin} has {size:,} bytes; a config has at most {_LARGEST_FILE:,}.")]
+        if size > LARGEST_FILE:
+            return {}, [Refusal("", f"{origin} has {size:,} bytes; a config has at most {LARGEST_FILE:,}.")]
         entries = parse_mapping(path.read_text(encoding="utf-8"))
+        if path.name == RUN_FILE and not entries:
+            why = (
+                "has no keys, as if it had been cut short; that of a run has all. The run's own command writes it again"
+            )
+            return {}, [Refusal("", f"{origin} {why}.")]
     except OSError as error:
         return {}, [Refusal("", f"{origin}: {error.strerror}.")]
     except UnicodeDecodeError:
         return {}, [Refusal("", f"{origin} is not UTF-8 text.")]
     except ValueError as error:
         return {}, [Refusal("", f"{origin} {error}.")]
-    twice = [key for key, count in Counter(key for key, _ in entries).items() if count > 1]
-    wrong = [f"key '{value_text(key)}' occurs twice in {origin}. Keep one of them." for key in twice]
     values = {key: plain_value(key, value) for key, value in entries}
-    return values, [Refusal("", message) for message in first_of(wrong, origin)]
+    return values, [Refusal("", message) for message in keys_twice(entries, origin)]
+
+
+def keys_twice(entries: Sequence[tuple[str, YamlValue]], origin: str) -> list[str]:
+    """The problems with the keys that occur several times in a file."""
+    twice = [key for key, count in Counter(key for key, _ in entries).items() if count > 1]
+    return first_of([f"key '{value_text(key)}' occurs twice in {origin}. Keep one of them." for key in twice], origin)
 
 
 def takes_text(key: str) -> bool:
@@ -133,6 +145,9 @@ def may_list_sources(key: str) -> bool:
 
 def plain_value(key: str, value: YamlValue) -> object:
     """The value of a key in a Layer."""
+    sources = value.value
+    if may_list_sources(key) and isinstance(sources, list):
+        return with_texts(cast("list[object]", sources), cast("list[object]", value.texts))
     is_null = value.value is None and value.text != ""  # as written: null or ~
     return value.text if takes_text(key) and value.text is not None and not is_null else value.value
 
@@ -152,7 +167,8 @@ def file_layers(name: str, problems: list[Refusal]) -> list[Layer]:
     while True:
         path = find_config(name, namer)
         if path is None:
-            problems.append(Refusal("", missing_file(name, by, shipped_configs())))
+            directory = Path() if namer is None else namer.parent
+            problems.append(Refusal("", missing_file(name, by, shipped_configs(), directory)))
             break
         layer = read_layer(path, name if namer is None else str(namer.parent / user_path(name)), problems)
         if path.resolve() in seen:

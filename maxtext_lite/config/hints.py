@@ -6,6 +6,7 @@ from pathlib import Path
 
 from maxtext_lite.config.errors import did_you_mean, value_text
 from maxtext_lite.config.field_types import path_problem
+from maxtext_lite.config.json_file import user_path
 
 _ELSEWHERE = {
     "batch_size": "per_device_batch_size",
@@ -99,19 +100,20 @@ def words_hint(words: Sequence[str], known: Collection[str]) -> str:
     return f" Did you mean '{meant[0]}'?" if meant else ""
 
 
-def missing_file(name: str, namer: str, shipped: Sequence[str]) -> str:
+def missing_file(name: str, namer: str, shipped: Sequence[str], directory: Path = Path()) -> str:
     """The problem with a missing config file, and which one may be meant.
 
     Args:
       namer: the file whose `base` it is; "": it was named on the command line.
+      directory: of the namer, from which the name is looked up.
     """
     named_by = f" (base of {namer})" if namer else ""
     problem = path_problem(name)
     if problem:
         return f"the config file '{value_text(name)}'{named_by} {problem}"
-    beside = Path(name).parent
+    beside = (directory / user_path(name)).parent
     found = (file for pattern in ("*.yml", "*.yaml") for file in beside.glob(pattern) if not file.is_dir())
-    files = sorted(found)[:_MOST_FILES]
+    files = [Path(name).parent / file.name for file in sorted(found)[:_MOST_FILES]]
     same = [str(file) for file in files if file.stem == Path(name).stem]
     hint = did_you_mean(name, same) or did_you_mean(name, [*map(str, files), *shipped])
     return f"no config file '{value_text(name)}'{named_by}.{hint}"

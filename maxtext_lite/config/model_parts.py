@@ -94,6 +94,9 @@ class RopeScaling(_Part):
         part = from_entries(cls, values, f"rope_type={kind}", ("rope_type", *needed), optional)
         if (part.low_freq_factor or 0) > (part.high_freq_factor or 0):
             raise WrongType("has a low_freq_factor above its high_freq_factor.")
+        is_undecided = part.original_max_position_embeddings == 1 and (part.factor or 0) > 1
+        if kind == "longrope" and is_undecided and part.attention_factor is None:
+            raise WrongType("lacks attention_factor, which original_max_position_embeddings=1 does not decide.")
         return part
 
 

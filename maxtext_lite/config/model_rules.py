@@ -156,6 +156,13 @@ def _longrope(config: Config) -> Violation | None:
     return None
 
 
+def _yarn(config: Config) -> Violation | None:
+    """It counts the planes between two wavelengths, of which there must be more than one."""
+    if config.rope_scaling is None or config.rope_scaling.rope_type != "yarn" or config.rope_max_timescale != 1:
+        return None
+    return violates(config, "rope_max_timescale", "with rope_type=yarn: all wavelengths are the same", 10_000.0)
+
+
 def _temperature(config: Config) -> Violation | None:
     tuning = config.position_temperature
     if tuning is None or any(tuning.of(kind) for kind in config.pattern):
@@ -253,6 +260,7 @@ MODEL_RULES: tuple[Callable[[Config], Violation | None], ...] = (
     _latent_attention,
     _parallel_block,
     _longrope,
+    _yarn,
     _temperature,
     _inverse_layers,
     _gated_activation,

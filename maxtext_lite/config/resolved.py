@@ -8,6 +8,8 @@ import yaml
 from maxtext_lite.config.errors import full_text, value_text, without_secrets
 from maxtext_lite.config.load import defaults_of
 from maxtext_lite.config.schema import Config, RLRunConfig, sections_of
+from maxtext_lite.config.source_list import SourceList
+from maxtext_lite.config.whole_file import write_whole
 from maxtext_lite.config.yaml_text import parse_value
 
 _ALWAYS_SHOWN = (
@@ -16,13 +18,14 @@ _ALWAYS_SHOWN = (
     "ici_fsdp_parallelism", "ici_tensor_parallelism",
 )  # fmt: skip
 _SHOWN_IN_RL = ("batch_size", "num_generations", "micro_batch_size", "reward_functions")
+_ADDRESSES = ("rollout_url",)  # the only ones with a name and a password: a path with them is refused
 _FOLLOW_IN_RL = ("per_device_batch_size", "gradient_accumulation_steps")
 
 
 def write_resolved(config: Config, path: str | Path) -> None:
     """Writes every value, with its origin as a comment; `load_config(path)` gives an equal config.
 
-    Passwords and signatures in addresses are written as ***.
+    Passwords and signatures in the address of a server are written as ***.
     """
     lines = ["# Every key of this run and where its value came from. `load_config` of this file gives the same config."]
     if isinstance(config, RLRunConfig):
@@ -30,10 +33,11 @@ def write_resolved(config: Config, path: str | Path) -> None:
     for heading, section in sections_of(config):
         lines += ["", f"# ---- {heading} ----"]
         for key in section.model_fields:
-            entry = f"{key}: {_yaml_text(getattr(config, key))}"
+            value = getattr(config, key)
+            entry = f"{key}: {_yaml_text(without_secrets(value) if key in _ADDRESSES else value)}"
             origin = " ".join(config.origins.get(key, "not loaded from a file").split())
             lines.append(f"{entry:<55} # {origin}")
-    Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_whole(Path(path), "\n".join(lines) + "\n")
 
 
 def describe(config: Config) -> str:
@@ -59,9 +63,10 @@ def describe(config: Config) -> str:
 
 def _yaml_text(value: object) -> str:
     """The value as a scalar that YAML 1.2 reads back unchanged."""
+    if isinstance(value, SourceList):
+        return str(value)
     if not isinstance(value, str):
         return full_text(value)
-    value = without_secrets(value)
-    if re.fullmatch(r"[A-Za-z_./][\w./-]*", value, flags=re.ASCII) and parse_value(value).value == value:
+    if re.fullmatch(r"[A-Za-z_/][\w./-]*", value, flags=re.ASCII) and parse_value(value).value == value:
         return value
     return yaml.dump(value, default_style='"', allow_unicode=True, width=10**9).strip()

@@ -26,6 +26,7 @@ _OPERATIONS = "+-*"
 _FRACTIONS = ("trainer_devices_fraction", "sampler_devices_fraction")
 _SAMPLING = ("temperature", "top_k", "nucleus_p")  # decode_sampling_
 _MOST_HELD_OUT = 100_000
+_LARGEST_WEIGHT = 1e6
 _MOST_PROBLEMS = 2**62  # an example's number is a 64-bit integer, and the order needs one more than there are
 
 
@@ -87,7 +88,13 @@ def _steps(config: RLRunConfig) -> Violation | None:
 def _devices(config: RLRunConfig) -> Violation | None:
     """Either all devices both train and sample, in turn, or each does one of the two."""
     trainer, sampler = config.trainer_devices_fraction, config.sampler_devices_fraction
-    if trainer == sampler == 1 or trainer + sampler <= 1:
+    if trainer == sampler == 1:
+        return None
+    if config.rollout_engine != "local":
+        wrong = [key for key in _FRACTIONS if getattr(config, key) != 1]
+        rule = f"leaves devices without work: with rollout_engine={config.rollout_engine} a server samples"
+        return violates(config, wrong[0], rule, dict.fromkeys(wrong, Fraction(1)))
+    if trainer + sampler <= 1:
         return None
     rest = 1 - trainer
     near = {"sampler_devices_fraction": rest} if rest > 0 else dict.fromkeys(_FRACTIONS, Fraction(1))
@@ -207,11 +214,15 @@ def _reward_names(config: RLRunConfig) -> Violation | None:
 def _reward_weights(config: RLRunConfig) -> Violation | None:
     key, count = "reward_weights", len(reward_names(config))
     try:
-        weights = reward_weights(config)
+        weights = (math.nan,) if "_" in config.reward_weights else reward_weights(config)  # float reads 1_0 as 10
     except ValueError:
         weights = (math.nan,)
     if not all(math.isfinite(weight) for weight in weights):
         return violates(config, key, "has something that is not a finite number", ",".join(["1"] * count))
+    bounded = [min(max(weight, -_LARGEST_WEIGHT), _LARGEST_WEIGHT) for weight in weights]
+    if [*weights] != bounded:
+        rule = f"has a weight beyond {number_text(_LARGEST_WEIGHT)}, the largest in size"
+        return violates(config, key, rule, ",".join(map(number_text, bounded)))
     if len(weights) == count:
         return None
     near = ",".join(number_text(weight) for weight in (*weights, *[1.0] * count)[:count])
@@ -257,6 +268,8 @@ def _sampling(config: RLRunConfig) -> Violation | None:
         return violates(config, "decode_sampling_temperature", rule, 1)
     if top_k == 1:
         return violates(config, "decode_sampling_top_k", rule, 0, 2)
+    if config.decode_sampling_nucleus_p <= 1 / vocabulary:  # the likeliest token has at least this probability
+        return violates(config, "decode_sampling_nucleus_p", rule, 1)
     if top_k > vocabulary:
         return violates(config, "decode_sampling_top_k", f"is more than vocab_size={vocabulary}", vocabulary, 0)
     return None
@@ -269,12 +282,17 @@ def _eval_sampling(config: RLRunConfig) -> Violation | None:
     return violates(config, "eval_num_generations", rule, 1, {"eval_sampling_temperature": 1.0})
 
 
-def _is_address(url: str) -> bool:
+def server_address(url: str) -> urllib.parse.SplitResult | None:
+    """The parts of a server's url; None if it is invalid."""
+    # urlsplit drops some control characters, and a request's line would end at a space.
+    if not (url.isascii() and url.isprintable() and " " not in url):
+        return None
     try:
         parts = urllib.parse.urlsplit(url)
-        return bool(parts.hostname) and (parts.port is None or parts.port > 0)
+        named = bool(parts.hostname) and parts.port != 0  # an invalid port is a ValueError
     except ValueError:
-        return False
+        return None
+    return parts if named and parts.scheme in ("http", "https") and not (parts.query or parts.fragment) else None
 
 
 def _rollout(config: RLRunConfig) -> Violation | None:
@@ -283,12 +301,13 @@ def _rollout(config: RLRunConfig) -> Violation | None:
     if engine == "local":
         reason = "has no effect with rollout_engine=local, which samples in this process"
         return unused(config, {"rollout_url": ""}, reason)
-    example = {"rollout_url": "http://127.0.0.1:8000" + ("/v1" if engine == "http" else "")}
+    example = {"rollout_url": "http://127.0.0.1:8000"}
     if not url:
         message = f"rollout_url is empty, but rollout_engine={engine} asks a server."
         return Violation("rollout_url", message, (example, {"rollout_engine": "local"}))
-    if not re.match(r"https?://[^/\s]", url) or not _is_address(url):
-        return violates(config, "rollout_url", "does not begin with http:// or https:// and a host", example)
+    if server_address(url) is None:
+        rule = "is not http:// or https:// and a host, perhaps with a port and a path"
+        return violates(config, "rollout_url", rule, example)
     if is_bucket(config.base_output_directory):
         message = (
             f"base_output_directory={config.base_output_directory}: with rollout_engine={engine} the weights for the "
@@ -296,7 +315,8 @@ def _rollout(config: RLRunConfig) -> Violation | None:
         )
         return Violation("base_output_directory", message, ({"rollout_engine": "local", "rollout_url": ""},))
     reason = f"has no effect with rollout_engine={engine}, whose server has its own devices"
-    return unused(config, {"rollout_tensor_parallelism": 1, "rollout_fsdp_parallelism": 1}, reason)
+    usual = {"rollout_slots": -1, "rollout_tensor_parallelism": 1, "rollout_fsdp_parallelism": 1}
+    return unused(config, usual, reason)
 
 
 def _reported(config: RLRunConfig) -> Violation | None:

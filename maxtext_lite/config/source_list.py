@@ -24,6 +24,7 @@ MIXABLE = ("text", "array_record", "megatron", "sft")
 """The values of dataset_type whose sources may be mixed."""
 
 _MOST_SOURCES = 1000
+_TEXTS = ("path", "name")
 
 
 class MixtureEntry(Section):
@@ -64,6 +65,23 @@ def is_source_list(value: object) -> bool:
         return isinstance(value, dict)
     entries = cast("list[object]", value)
     return not entries or any(isinstance(entry, dict) for entry in entries)
+
+
+def with_texts(sources: Sequence[object], texts: Sequence[object]) -> list[object]:
+    """Sources with their texts as written, as those of keys are: the path 007 stays 007.
+
+    Args:
+      texts: the sources with the text of each scalar in place of its value.
+    """
+
+    def entry(source: object, text: object) -> object:
+        if not isinstance(source, dict):
+            return source
+        values, written = cast("dict[str, object]", source), cast("dict[str, object]", text)
+        texts = {name: written[name] for name in _TEXTS if isinstance(values.get(name), bool | int | float)}
+        return values | texts
+
+    return [entry(source, text) for source, text in zip(sources, texts, strict=True)]
 
 
 def _checked(value: object) -> object:

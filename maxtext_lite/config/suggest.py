@@ -13,7 +13,7 @@ from typing import Annotated, Self, cast, get_args
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from maxtext_lite.config.errors import Refusal, number_text, setting_text
+from maxtext_lite.config.errors import Refusal, decimal_text, number_text, setting_text
 from maxtext_lite.config.rules import rule_violations
 from maxtext_lite.config.schema import Config
 from maxtext_lite.config.sections import ModelConfig
@@ -52,11 +52,10 @@ class ConfigRequest:
         try:
             for key in change.keys() & type(self.config).model_fields.keys():
                 value = change[key]
-                if isinstance(value, Fraction):  # with no more digits than a config may have
-                    text = number_text(value)
-                    if "." in text and Fraction(str(float(text))) != value:
-                        return False
-                    value = text if "/" in text else value
+                if isinstance(value, Fraction) and "/" in (text := number_text(value)):
+                    if decimal_text(value):
+                        return False  # more digits than a float has
+                    value = text  # with no more digits than a config may have
                 _type_of(type(self.config), key).validate_python(value)
         except ValidationError:
             return False
@@ -159,9 +158,22 @@ def suggest(request: ConfigRequest, wrong: Sequence[Refusal]) -> list[Refusal]:
     # A later change may have changed the same key again: suggest its final value.
     for line in lines:
         line.changes[:1] = [{key: request.value(key) for key in change} for change in line.changes[:1]]
+    for line in lines[len(wrong) :]:
+        line.changes[:1] = [_with_later(change, lines, start) for change in line.changes[:1]]
     for line in lines:
         line.changes[1:] = _alternatives(line, lines, start)
     return [Refusal(line.key, line.message, tuple(_named(line))) for line in lines]
+
+
+def _with_later(change: Change, lines: Sequence[_Line], start: ConfigRequest) -> Change:
+    """A change, or where a later one has undone it, that one."""
+
+    def is_change(change: Change) -> bool:
+        return any(value != start.value(key) for key, value in change.items())
+
+    firsts = [each for line in lines for each in line.changes[:1]]
+    later = (each for each in firsts if is_change(each) and each.keys() & change.keys())
+    return change if is_change(change) else next(later, change)
 
 
 def _changes(request: ConfigRequest, violation: Violation, tries: Iterator[int]) -> list[Change]:

@@ -58,10 +58,12 @@ class YamlValue:
     Attributes:
       value: the Python value (None, bool, int, float, str, list or dict).
       text: the text of a scalar as written (unquoted); None for a list or a mapping.
+      texts: a list or a mapping with the text of each scalar in place of its value; None for a scalar.
     """
 
     value: object
     text: str | None
+    texts: object = None
 
 
 def parse_value(text: str) -> YamlValue:
@@ -98,6 +100,7 @@ def parse_mapping(text: str) -> list[tuple[str, YamlValue]]:
         return []
     if not isinstance(node, yaml.MappingNode):
         raise ValueError("is not a list of `key: value` lines")
+    _check_tag(node)
     entries: list[tuple[str, YamlValue]] = []
     read = _Read()
     for key_node, value_node in cast("list[tuple[yaml.Node, yaml.Node]]", node.value):
@@ -145,18 +148,28 @@ def _value(node: yaml.Node, read: _Read, inside: tuple[yaml.Node, ...] = ()) -> 
     inside = (*inside, node)
     if len(inside) > _DEEPEST:  # by aliases
         raise ValueError(f"is nested too deeply{_where(node)}")
+    _check_tag(node)
     if isinstance(node, yaml.SequenceNode):
-        return YamlValue([_value(item, read, inside).value for item in cast("list[yaml.Node]", node.value)], None)
+        items = [_value(item, read, inside) for item in cast("list[yaml.Node]", node.value)]
+        return YamlValue([item.value for item in items], None, [_as_written(item) for item in items])
     pairs = cast("list[tuple[yaml.Node, yaml.Node]]", node.value)
-    for key, _ in pairs:
+    entries: dict[str, YamlValue] = {}
+    for key, value in pairs:
         if not isinstance(key, yaml.ScalarNode):
             raise ValueError(f"has a key that is not a word{_where(key)}")
-    return YamlValue({str(key.value): _value(value, read, inside).value for key, value in pairs}, None)
+        if key.value in entries:
+            raise ValueError(f"has the key '{value_text(key.value, 40)}' twice{_where(key)}")
+        entries[key.value] = _value(value, read, inside)
+    values = {name: entry.value for name, entry in entries.items()}
+    return YamlValue(values, None, {name: _as_written(entry) for name, entry in entries.items()})
+
+
+def _as_written(value: YamlValue) -> object:
+    return value.texts if value.text is None else value.text
 
 
 def _scalar(node: yaml.ScalarNode) -> object:
-    text, tag = str(node.value), str(node.tag)
-    kind = tag.removeprefix(_TAG_PREFIX)
+    text, kind = str(node.value), str(node.tag).removeprefix(_TAG_PREFIX)
     if kind in _PATTERNS and not _PATTERNS[kind].match(text):
         raise ValueError(f"has the tag !!{kind} before a value that is not one{_where(node)}")
     match kind:
@@ -174,4 +187,13 @@ def _scalar(node: yaml.ScalarNode) -> object:
         case "str":
             return text
         case _:
-            raise ValueError(f"has the tag {value_text(tag)}, which means nothing here{_where(node)}")
+            raise ValueError(_unknown_tag(node))
+
+
+def _check_tag(node: yaml.Node) -> None:
+    if node.tag.removeprefix(_TAG_PREFIX) != ("map" if isinstance(node, yaml.MappingNode) else "seq"):
+        raise ValueError(_unknown_tag(node))
+
+
+def _unknown_tag(node: yaml.Node) -> str:
+    return f"has the tag {value_text(node.tag)}, which means nothing here{_where(node)}"

@@ -12,8 +12,9 @@ from maxtext_lite.config import UserError
 from maxtext_lite.config.bucket import any_path, bucket_scheme, is_bucket
 from maxtext_lite.config.errors import full_text, writing
 from maxtext_lite.config.json_file import user_path
+from maxtext_lite.config.whole_file import TEMPORARY, write_whole
 from maxtext_lite.data.bucket_directory import BucketDirectory
-from maxtext_lite.data.cache import TEMPORARY, cache_directory, locked, write_whole
+from maxtext_lite.data.cache import cache_directory, locked
 from maxtext_lite.data.manifest import (
     DOCUMENTS_FILE,
     END_BYTES,

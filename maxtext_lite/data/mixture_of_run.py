@@ -125,14 +125,14 @@ def mixture_sentences(config: DataConfig, source: Any, first: int, end: int) -> 
 def early_end(config: Config, plan: BatchPlan, *, steps: int, examples_seen: int) -> list[str]:
     """A sentence on the learning rate of a run that its data end before its schedule does; [] for any other run.
 
-    The schedule stays that of the plan, as a run that resumes with more data needs it.
+    The schedule ends where the run would without a limit of its data, as a run that resumes with more needs it.
 
     Args:
       steps, examples_seen: at the end of the run.
     """
     if not plan.steps_left(steps, examples_seen):
         return []
-    last = float(plan.steps) if config.schedule_unit == "steps" else plan.steps_at_target
+    last = plan.schedule_end(config.schedule_unit, steps, examples_seen)
     # Tokens are taken to be as many in each example.
     end = steps if config.schedule_unit == "steps" else examples_seen / plan.global_batch_to_train
     at_end, planned = (

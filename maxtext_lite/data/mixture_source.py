@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from maxtext_lite.config import Config, DataConfig, SourceList, UserError
-from maxtext_lite.config.hf.config import comes_from_elsewhere
+from maxtext_lite.config.hf.config import files_of_model
 from maxtext_lite.config.source_list import name_of_path
 from maxtext_lite.data.examples import check_id
 from maxtext_lite.data.mixture_history import RowStream, SourcePart
@@ -201,7 +201,8 @@ def open_mixture(config: Config, *, vocab_size: int | None = None) -> Opened:
 
 def opened_sources(config: Config, *, vocab_size: int | None) -> list[Opened]:
     """What a run has of each source that the config lists; arguments and errors as of `open_sources`."""
-    elsewhere = comes_from_elsewhere(config.load_parameters_path)
+    # It matters to these texts alone, and a look into a run directory in a bucket takes time.
+    elsewhere = config.dataset_type in ("sft", "dpo") and files_of_model(config) is not None
     return [open_sources(each, vocab_size=vocab_size, begins_as_elsewhere=elsewhere) for each in each_config(config)]
 
 

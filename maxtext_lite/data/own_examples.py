@@ -29,9 +29,10 @@ class Examples(Protocol):
     def __getitem__(self, example_id: int) -> Mapping[str, np.ndarray]:
         """Arrays [max_target_length]: `tokens`, and `targets`, the token to predict at each position.
 
-        Optional are `weights` of targets, at least 0, and 0 where there is none (default: 1); `segments`, the number of
-        each token's document from 1, 0 for padding (default: 1); `positions` within it (default: from 0); and float32
-        fields of any other name for a custom objective.
+        Optional are `segments`, the number of each token's document from 1, 0 for padding (default: 1); `positions`
+        within it (default: from 0); `weights` of targets, at least 0, and 0 where there is none, as in padding
+        (default: 1, in padding 0); and float32 fields of any other name for a custom objective. Weights multiply
+        losses, whose sum is divided by the number of weights above 0, whatever they are.
         """
         ...
 
@@ -78,7 +79,8 @@ class OwnExamples:
         given = self.examples[example_id]
         where = f"{self.key}[{example_id}]"
         ones = np.ones(self.num_tokens, np.int32)
-        row = {"weights": ones, "segments": ones, "positions": np.arange(self.num_tokens), **given}
+        row = {"segments": ones, "positions": np.arange(self.num_tokens), **given}
+        row.setdefault("weights", np.asarray(row["segments"]) != 0)
         if set(row) != set(self.fields):
             raise UserError(f"{where} has the fields {', '.join(sorted(row))}, not {', '.join(sorted(self.fields))}.")
         for name, x in row.items():
@@ -86,7 +88,14 @@ class OwnExamples:
                 raise UserError(
                     f"{where}: {name} has the shape {np.shape(x)}, not (max_target_length,) = ({self.num_tokens},)."
                 )
-        return {name: self._checked(where, name, np.asarray(row[name])) for name in self.fields}
+        fields = {name: self._checked(where, name, np.asarray(row[name])) for name in self.fields}
+        wrong = np.flatnonzero((fields["weights"] > 0) & (fields["segments"] == 0))
+        if wrong.size:
+            raise UserError(
+                f"{where}: weights are above 0 at {wrong.size} places of padding, the first of which is {wrong[0]}, as "
+                "segments are 0 there. Nearest that work: weights of 0."
+            )
+        return fields
 
     def _checked(self, where: str, name: str, given: np.ndarray) -> np.ndarray:
         """A field in its dtype; refuses values that this would change, and those that no field of this name has."""

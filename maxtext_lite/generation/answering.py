@@ -82,7 +82,8 @@ def generate(directory: Path, config: Config, asked: GenerateConfig, *, as_json:
 
     Raises:
       UserError: the model does not allow the request, or lacks parameters, a tokenizer or a chat template; lists every
-        problem of the prompts and the mesh. Or a token's log-probability is not finite.
+        problem of the prompts and the mesh. Or a token's log-probability is not finite, or a conversation has become
+        too long.
     """
     prompter = None if asked.prompt_ids is not None else _Prompter.of(directory, config, asked)
     texts = [asked.prompt] if asked.prompts is None else asked.prompts
@@ -96,6 +97,8 @@ def generate(directory: Path, config: Config, asked: GenerateConfig, *, as_json:
         sampler = Sampler(*load_on_mesh(directory, config, asked.mesh))
 
         def stream(prompts: list[list[int]]) -> TimedTokens:
+            if problems := _length_problems(prompts, asked, config):  # of a later turn
+                raise UserError(problems)
             tokens = sampler.stream(
                 prompts,
                 max_new_tokens=asked.max_new_tokens,
@@ -203,10 +206,16 @@ def _prompt_problems(prompts: list[list[int]], asked: GenerateConfig, config: Co
         for token in tokens
         if not 0 <= token < config.vocab_size
     ]
+    return problems + _length_problems(prompts, asked, config)
+
+
+def _length_problems(prompts: list[list[int]], asked: GenerateConfig, config: Config) -> list[str]:
     positions, longest = config.trainable_position_size, max(map(len, prompts))
-    if positions and longest + asked.max_new_tokens > positions:
-        problems.append(
-            f"max_new_tokens={asked.max_new_tokens} after a prompt of {longest} tokens goes past the model's "
-            f"{positions} learned positions. Nearest that works: {max(positions - longest, 1)}."
-        )
-    return problems
+    most = positions + 1 - longest  # the last token is not fed back
+    if not positions or asked.max_new_tokens <= most:
+        return []
+    works = f"Nearest that works: {most}." if most > 0 else "No max_new_tokens works: shorten the prompt."
+    return [
+        f"max_new_tokens={asked.max_new_tokens} after a prompt of {longest} tokens goes past the model's {positions} "
+        f"learned positions. {works}"
+    ]

@@ -14,12 +14,13 @@ from maxtext_lite.config.errors import nearest_clause, value_text
 from maxtext_lite.config.hf.adapter import adapter_of
 from maxtext_lite.config.hf.config import has_hf_weights
 from maxtext_lite.hf import load_hf_parameters
-from maxtext_lite.models import Decoder, KVCache, Sampling, sample_token
+from maxtext_lite.models import Decoder, KVCache, Sampling, root_key, sample_token
 from maxtext_lite.models.decoder import Params
 from maxtext_lite.parallel import MESH_AXES, make_mesh
 from maxtext_lite.training.state import abstract_on_mesh, make_plain_decoder
 
 _PADDED_TO = 64  # prompts and caches are padded to a multiple of it, so that few shapes are compiled
+_FIRST_ROOM = 2**15  # new tokens that a cache has room for at first; it doubles whenever it is full
 
 
 def load_on_mesh(
@@ -100,6 +101,7 @@ class Sampler:
         self._prefill = jax.jit(self._first, static_argnames=("num_positions", "sampling"))
         extend = functools.partial(next_token, decoder)
         self._extend = jax.jit(extend, donate_argnums=2, static_argnames=("sampling",))
+        self._grow = jax.jit(KVCache.grown, static_argnames=("num_positions",))
 
     def stream(
         self,
@@ -124,8 +126,9 @@ class Sampler:
         token_BT = np.zeros((len(prompts), _round_up(lengths.max())), np.int32)
         for row, prompt in zip(token_BT, prompts, strict=True):
             row[: len(prompt)] = prompt
-        num_positions = _round_up(lengths.max() + max_new_tokens)
-        root = jax.random.key(seed)
+        most_positions = lengths.max() + max_new_tokens
+        num_positions = _round_up(min(most_positions, lengths.max() + _FIRST_ROOM))
+        root = root_key(seed)
         key_B = jax.vmap(lambda number: jax.random.fold_in(root, number))(jnp.arange(len(prompts)))
         running = [number < num_asked for number in range(len(prompts))]
         # The mesh is set for each call, not around a yield: whoever takes the tokens may stop at any.
@@ -137,6 +140,9 @@ class Sampler:
             following = None
             if added + 1 < max_new_tokens:  # dispatched before this token is read, so that the device never waits
                 with jax.set_mesh(self._mesh):
+                    if lengths.max() + added == num_positions:
+                        num_positions = _round_up(min(most_positions, 2 * num_positions))
+                        cache = self._grow(cache, num_positions=num_positions)
                     following = self._extend(
                         self._params, token_B, cache, jnp.asarray(lengths + added), key_B, sampling=sampling
                     )

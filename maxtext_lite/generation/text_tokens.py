@@ -13,13 +13,12 @@ from maxtext_lite.generation.stream_text import WrittenText
 from maxtext_lite.hf import stop_ids_with
 
 
-def stop_tokens(directory: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:
+def stop_tokens(carried: Path | None, tokenizer: Tokenizer) -> tuple[int, ...]:
     """The tokens after which a text ends: those in the model's files, and end-of-text.
 
     Args:
-      directory: of the model; "": it has no files.
+      carried: the directory of the files that came with the model; None if it was trained from scratch.
     """
-    carried = hf_directory(directory) if directory else None
     return tuple(dict.fromkeys([*(stop_ids_with(carried, tokenizer) if carried else ()), tokenizer.end_of_text_id]))
 
 
@@ -45,7 +44,8 @@ class TextTokens:
         """
         tokenizer = load_tokenizer(config)
         check_vocabulary(tokenizer, config.vocab_size)
-        return cls(tokenizer, hf_directory(directory), stop_tokens(directory, tokenizer))
+        carried = hf_directory(directory)
+        return cls(tokenizer, carried, stop_tokens(carried, tokenizer))
 
     def encode(self, text: str, *, plain: bool = False) -> list[int]:
         """The tokens of a text, with the special tokens that its tokenizer puts first in training.

@@ -1,9 +1,9 @@
 """LoRA's adapters in the PEFT library's files: adapter_model.safetensors and adapter_config.json.
 
 Each adapted module of the family's model has lora_A [r, in] and lora_B [out, r]. A module whose weight is several
-parameters, one after another, is written with the adapters of all of them side by side: a wider r, of which each part
-of the output uses its own stretch. An adapter from elsewhere has one A for such a module, and each parameter gets a
-copy of it.
+parameters, one after another, is written with the adapters of those that have one side by side: a wider r, of which
+each part of the output uses its own stretch. The file's metadata names them. An adapter from elsewhere has one A for
+such a module, and each parameter gets a copy of it.
 Source: https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
 
@@ -19,7 +19,7 @@ import numpy as np
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import any_of
-from maxtext_lite.config.hf.adapter import CONFIG, WEIGHTS, Adapter
+from maxtext_lite.config.hf.adapter import CONFIG, SIDE_BY_SIDE, WEIGHTS, Adapter
 from maxtext_lite.config.hf.config import family_of, model_keys
 from maxtext_lite.config.hf.fields import Keys
 from maxtext_lite.config.json_file import read_object
@@ -67,16 +67,17 @@ def export_adapters(
             f"lora_targets={','.join(lora.targets)} of the run adapts experts, {', '.join(of_experts)}, which PEFT "
             "has no modules for. Nearest that works: merge_lora=true."
         )
-    tensors, ranks = [], {}
+    tensors, ranks, names = [], {}, set()
     for entry in entries:
         present = [part for part, path in enumerate(entry.paths) if path in adapted]
+        names |= {_weight(entry.paths[part]) for part in present}
         if len(present) > 1:
             ranks[_module(entry.name.theirs)] = len(present) * lora.rank
         tensors += _tensors(entry, present, leaves, sizes, lora.rank)
     if jax.process_index() != 0:
         return
     directory.mkdir(parents=True, exist_ok=True)
-    write_file(directory / WEIGHTS, tensors)
+    write_file(directory / WEIGHTS, tensors, **{SIDE_BY_SIDE: ",".join(sorted(names))})
     about = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -97,6 +98,11 @@ def export_adapters(
 
 def _whole(value: float) -> int | float:
     return int(value) if float(value).is_integer() else value
+
+
+def _weight(path: str) -> str:
+    """The name of a parameter among `lora_targets`."""
+    return path.rpartition("/")[2]
 
 
 def _module(theirs: str) -> str:
@@ -171,12 +177,11 @@ def read_peft_adapters(adapter: Adapter, shapes: Mapping[str, tuple[int, ...]]) 
         f"{stack}/{path}": num_inputs(of_one(weight.axes))
         for stack, (_, weights) in stacks_of(model).items()
         for path, weight in weights.items()
-        if stack and path.rpartition("/")[2] in adapter.targets.split(",")
+        if stack and _weight(path) in adapter.targets.split(",")
     }
     entries = [entry for entry in entries_of(TABLES[kind], shapes, model, kind) if inputs.keys() & set(entry.paths)]
     read = _matrices(adapter, {_module_name(name) for entry in entries for name, _, _ in entry.tensor_names()})
-    beside = any(each.whole != each.own for each in adapter.ranks.values())
-    if any(len(entry.paths) > 1 for entry in entries) and not beside:
+    if any(len(each.targets) > 1 and each.own == each.whole for each in adapter.ranks.values()):
         note = f"{adapter.directory}: the matrix A of a module that holds several weights is copied to each of them"
         print(f"{note}; training changes the copies one by one", file=sys.stderr)
     if any(each.factor != 1 for each in adapter.ranks.values()):
@@ -185,6 +190,8 @@ def read_peft_adapters(adapter: Adapter, shapes: Mapping[str, tuple[int, ...]]) 
     found: dict[str, Any] = {}
     for entry in entries:
         for part, path in enumerate(entry.paths):
+            if path not in inputs:
+                continue
             parent = found
             for step in path.split("/"):
                 parent = parent.setdefault(step, {})
@@ -233,7 +240,7 @@ def _layers_of(
     sizes: Sizes,
 ) -> dict[str, np.ndarray]:
     """The adapter of a weight of this shape; in each layer it is a part of one of the entry's modules."""
-    counted, parts = len(entry.layer_dims), len(entry.paths)
+    counted, weights = len(entry.layer_dims), [_weight(path) for path in entry.paths]
     lengths = shape[counted : counted + inputs]
     # Zeros for a module without an adapter: there the gradients of both matrices are 0.
     of_a = np.zeros((*shape[:counted], *lengths, adapter.rank), np.float32)
@@ -243,22 +250,20 @@ def _layers_of(
         module = _module_name(name)
         if module not in adapter.ranks:
             continue
-        width, rank, factor = adapter.ranks[module]
+        targets, width, rank, factor = adapter.ranks[module]
         a, b = read(module, "A", (width, num_in)), np.float32(factor) * read(module, "B", (num_out, width))
-        ours = [
-            _to_columns(entry.name, part, b[:, start : start + rank], sizes, inputs) for start in range(0, width, rank)
-        ]
-        # One adapter for all parts, or several side by side: B is zero in the rows of all parts but its own.
-        of_part = [number for number, each in enumerate(ours) if each.any()]
-        own = of_part[0] if of_part else part if len(ours) == parts else 0
-        if len(of_part) > 1:
+        present = [weight for weight in weights if weight in targets]
+        start = present.index(weights[part]) * rank if rank < width else 0
+        b = b[:, start : start + rank]
+        others = [other for other in range(len(weights)) if other != part] if rank < width or present != weights else []
+        if any(_to_columns(entry.name, other, b, sizes, inputs).any() for other in others):
             raise UserError(
-                f"{adapter.directory / CONFIG}: rank_pattern gives {module} {width} columns, not {rank} for each of "
-                f"{', '.join(entry.paths)} alone."
+                f"{adapter.directory / WEIGHTS}: columns {start} to {start + rank - 1} of lora_B of {module} are not "
+                f"those of {weights[part]} alone, as {SIDE_BY_SIDE} in its metadata says."
             )
         at = np.unravel_index(layer, entry.layer_dims)
-        of_a[at][..., :rank] = _to_rows(entry.name, a[own * rank : (own + 1) * rank], lengths)
-        of_b[at][:rank] = ours[own]
+        of_a[at][..., :rank] = _to_rows(entry.name, a[start : start + rank], lengths)
+        of_b[at][:rank] = _to_columns(entry.name, part, b, sizes, inputs)
     return {"a": of_a, "b": of_b}
 
 

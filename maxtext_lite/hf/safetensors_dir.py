@@ -187,10 +187,10 @@ def write_safetensors(directory: Path, tensors: Iterable[Tensor], *, file_bytes:
     (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def write_file(file: Path, tensors: list[Tensor]) -> None:
-    """Writes tensors one by one into a file, which gets its name only when it is complete."""
+def write_file(file: Path, tensors: list[Tensor], **about: str) -> None:
+    """Writes tensors one by one into a file, which gets its name only when it is complete; `about` is metadata."""
     names = {dtype: name for name, dtype in DTYPES.items()}
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **about}}
     start = 0
     for tensor in tensors:
         end = start + tensor.num_bytes

@@ -20,6 +20,7 @@ from maxtext_lite.models.decoding import KVCache, Sampling, sample_token
 from maxtext_lite.models.lora import Adapted, Lora, joined, merged
 from maxtext_lite.models.moe import BALANCE, DROPPED, EXPERT_COUNTS, ROUTER_Z, ExpertShape
 from maxtext_lite.models.ops import soft_capped
+from maxtext_lite.models.seed import root_key
 from maxtext_lite.models.shape import DecoderShape
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "merged",
     "num_inputs",
     "of_one",
+    "root_key",
     "sample_token",
     "soft_capped",
     "stream_axes",

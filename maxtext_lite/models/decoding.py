@@ -42,6 +42,15 @@ class KVCache(NamedTuple):
         value = None if value_dim is None else jnp.zeros((*sizes, value_dim), dtype)
         return KVCache(jnp.zeros((*sizes, key_dim), dtype), value)
 
+    def grown(self, num_positions: int) -> "KVCache":
+        """The cache with room for sequences of at most this many tokens, more than before."""
+
+        def grown(x_LBKSH: jax.Array) -> jax.Array:
+            more = num_positions - x_LBKSH.shape[3]
+            return jnp.pad(x_LBKSH, ((0, 0), (0, 0), (0, 0), (0, more), (0, 0)))
+
+        return KVCache(grown(self.key), None if self.value is None else grown(self.value))
+
 
 @dataclasses.dataclass(frozen=True)
 class CachedAttend:
@@ -174,8 +183,12 @@ def sample_token(
             ordered_BV = -jnp.sort(-scaled_BV, axis=-1)
             probability_BV = jax.nn.softmax(ordered_BV, axis=-1)
             before_BV = jnp.cumsum(probability_BV, axis=-1) - probability_BV
-            least_B1 = jnp.min(jnp.where(before_BV < sampling.top_p, ordered_BV, jnp.inf), axis=-1, keepdims=True)
-            scaled_BV = jnp.where(scaled_BV < least_B1, -jnp.inf, scaled_BV)
+            kept_BV = before_BV < sampling.top_p
+            least_B1 = jnp.min(jnp.where(kept_BV, ordered_BV, jnp.inf), axis=-1, keepdims=True)
+            # Of equally likely tokens the first ones are kept.
+            above_BV, equal_BV = scaled_BV > least_B1, scaled_BV == least_B1
+            left_B1 = (kept_BV.sum(axis=-1) - above_BV.sum(axis=-1))[:, None]
+            scaled_BV = jnp.where(above_BV | (equal_BV & (equal_BV.cumsum(axis=-1) <= left_B1)), scaled_BV, -jnp.inf)
         token_B = jax.vmap(jax.random.categorical)(key_B, scaled_BV)
     chosen_B = jnp.take_along_axis(log_probability_BV, token_B[:, None], axis=-1)[:, 0]
     return token_B.astype(jnp.int32), chosen_B

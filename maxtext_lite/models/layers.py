@@ -184,7 +184,7 @@ def query_factor(
     """
     factor_BT = None
     if (tuning := shape.position_temperature) is not None and tuning.of(kind):
-        steps_BT = jnp.floor((position_BT + tuning.offset).astype(jnp.float32) / tuning.floor_scale)
+        steps_BT = jnp.floor((position_BT.astype(jnp.float32) + tuning.offset) / tuning.floor_scale)
         factor_BT = 1 + tuning.scale * jnp.log1p(steps_BT)
     if shape.inverse_layer_scaling:
         assert number is not None

@@ -77,6 +77,7 @@ class Watchdog:
         self._host = socket.gethostname()
         self._least = 0.0
         self._longest: dict[Phase, float] = {}
+        self._allowed: dict[Phase, float] = {}
         self._now = self._ticked = self._cpu_at_tick = self._computed = self._began = self._longest_here = 0.0
         self._phase: Phase = "start-up"
         self._step = self._position = self._beat = self._code = 0
@@ -103,6 +104,10 @@ class Watchdog:
         if least_seconds and not self.is_on:
             self._least, self._ticked, self._cpu_at_tick = least_seconds, self._clock(), self._cpu()
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def allow(self, phase: Phase, seconds: float) -> None:
+        """Adds to the limit of a phase the time of waits in it that have limits of their own."""
+        self._allowed[phase] = seconds
 
     def enter(self, phase: Phase, step: int = 0) -> None:
         """Reports that this process begins a phase; costs a few assignments."""
@@ -149,7 +154,7 @@ class Watchdog:
         self._code = code
         if self.is_on:
             self.enter("end")
-            self.wait_for_the_others(GRACE_SECONDS if code in ENDS_WELL else 2 * BEAT_SECONDS)
+            self.wait_for_the_others(max(GRACE_SECONDS, self._stale) if code in ENDS_WELL else 2 * self._period)
             self._has_left = True  # jax closes its client next
 
     def wait_for_the_others(self, seconds: float) -> None:
@@ -177,14 +182,15 @@ class Watchdog:
         if self._store and not self._crash:
             first_line = str(error).partition("\n")[0]
             self._crash = f", which failed with {type(error).__name__}: {first_line}"[:300]
-            time.sleep(GRACE_SECONDS)
+            time.sleep(max(GRACE_SECONDS, 2 * self._stale))
 
     def stamp(self) -> Stamp:
         """The current state of this process."""
         seconds = self._time() - self._began - self._computed
-        limit = limit_of(self._longest.get(self._phase), self._least)
+        limit = limit_of(self._longest.get(self._phase), max(self._least, self._stale))
         where = self._host, self._phase, self._step, self._position
-        return Stamp(*where, round(seconds, 1), round(limit, 1), self._beat, self._code)
+        most = limit + self._allowed.get(self._phase, 0.0)
+        return Stamp(*where, round(seconds, 1), round(most, 1), self._beat, self._code)
 
     def tick(self) -> None:
         """Advances time. Time in which the whole process was suspended or starved does not count."""
@@ -216,12 +222,13 @@ class Watchdog:
         """The verdict that ends the run; None while it moves."""
         if self._verdict or self._phase == "end":
             return self._verdict
-        grace = GRACE_SECONDS / 2 if self._crash else GRACE_SECONDS
-        silent_after = grace if self._crash else self._least
+        grace = max(GRACE_SECONDS / 2 if self._crash else GRACE_SECONDS, self._stale)
+        silent_after = grace if self._crash else max(self._least, self._stale)
         if self._store is None:
             return judge({0: Seen(self.stamp(), 0.0)}, silent_after=silent_after, grace=grace)
         now, me = self._time(), self._store.process
-        if me and (silence := now - self._answered) > GRACE_SECONDS / 2:  # the stamps of the others are stale
+        silence = now - self._answered
+        if me and silence > max(GRACE_SECONDS / 2, self._stale):  # the stamps of the others are stale
             return coordinator_lost(self._seen[0][0]) if silence > silent_after else None
         seen = {process: Seen(stamp, now - since) for process, (stamp, since) in self._seen.items()}
         return judge(seen, silent_after=silent_after, grace=grace)
@@ -249,12 +256,17 @@ class Watchdog:
             if self._directory:
                 with contextlib.suppress(OSError), (self._directory / f"stacks-{me}.txt").open("w") as file:
                     _write_stacks(file.fileno(), text)
-            self.wait_for_the_others(GRACE_SECONDS)
+            self.wait_for_the_others(max(GRACE_SECONDS, self._stale))
             self._exit(verdict.code)
 
     @property
     def _period(self) -> float:
         return BEAT_SECONDS * max(1.0, len(self._seen) / PROCESSES_PER_BEAT)
+
+    @property
+    def _stale(self) -> float:
+        """The age in seconds of a stamp that is late: its process and this one each exchange once in a period."""
+        return 3 * self._period
 
     def _time(self) -> float:
         """Seconds that count, up to now."""

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 STEP = "step"
+_LARGEST = 1e15  # of a sound number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +77,15 @@ def goodput_text(starts: Sequence[Start]) -> str:
 def starts_of(found: Any) -> list[Start]:
     """The starts in the content of goodput.json; none where it is damaged."""
     try:
-        return [Start(**each) for each in found["starts"]]
-    except (KeyError, TypeError):
+        starts = [Start(**each) for each in found["starts"]]
+        return starts if all(map(_is_sound, starts)) else []
+    except (KeyError, TypeError, AttributeError):
         return []
+
+
+def _is_sound(start: Start) -> bool:
+    steps = start.first_step, start.last_step, start.kept_step
+    numbers = [start.began, start.ended, *steps, *start.seconds.values()]
+    return all(type(each) is int for each in steps) and all(
+        type(each) in (int, float) and -_LARGEST < each < _LARGEST for each in numbers
+    )

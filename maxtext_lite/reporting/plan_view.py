@@ -41,7 +41,7 @@ _MEANINGS = {
     "learning_rate": "from the config, before the multiplier",
     "learning_rate_multiplier": "from learning_rate_scaling",
     **dict.fromkeys(("adam_b1", "adam_b2", "adam_eps"), "after scale_adam_with_batch"),
-    "prompts_per_batch": "unique prompts",
+    "prompts_per_batch": "prompts",
     "num_generations": "responses to each prompt",
     "pairs_per_batch": "pairs of a prompt and a response = prompts_per_batch × num_generations = global_batch_to_train",
     "pairs_per_micro_batch": "pairs in a chunk: one chunk is sampled while the previous one trains",

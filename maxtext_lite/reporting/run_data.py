@@ -13,7 +13,7 @@ from maxtext_lite.config import ConfigError, UserError, load_config
 from maxtext_lite.config.bucket import original
 from maxtext_lite.config.errors import full_text, nearest_clause
 from maxtext_lite.config.files import packaged_directory
-from maxtext_lite.config.yaml_text import parse_mapping
+from maxtext_lite.config.yaml_text import YamlValue, parse_mapping
 from maxtext_lite.reporting.charts import STEP_METRICS, STEPS_BY_SOURCE
 from maxtext_lite.reporting.goodput import goodput_text, starts_of
 from maxtext_lite.reporting.records import (
@@ -148,6 +148,10 @@ def _read_run(directory: Path, label: str) -> Run:
         notes.append(f"the run went back before step {at} and excluded {len(excluded):,} rows: excluded_rows.jsonl.")
     steps, skipped, evaluations = _read_metrics(metrics, notes)
     settings = _read_settings(directory / "config.yml", notes)
+    found = _read_object(directory / "goodput.json", notes, optional=True)
+    starts = starts_of(found)
+    if found and not starts:
+        notes.append("goodput.json is damaged.")
     try:
         num_parameters = count_parameters(load_config((directory / "config.yml").resolve())).total if settings else None
     except ConfigError:  # from another version of maxtext_lite: its keys are shown, but cannot be interpreted
@@ -162,7 +166,7 @@ def _read_run(directory: Path, label: str) -> Run:
         plan=_read_object(directory / "plan.json", notes),
         environment=_read_object(directory / "environment.json", notes),
         memory=_read_object(directory / "memory.json", notes, optional=True),
-        goodput=goodput_text(starts_of(_read_object(directory / "goodput.json", notes, optional=True))),
+        goodput=goodput_text(starts),
         settings=settings,
         timeline=_read_timeline(directory / "timeline.jsonl", notes),
         num_parameters=num_parameters,
@@ -279,7 +283,13 @@ def _records(path: Path, notes: list[str]) -> Iterator[Record]:
 
 def _read_settings(path: Path, notes: list[str]) -> dict[str, Setting]:
     """Every key of config.yml, in its order, compared with configs/base.yml."""
-    text, entries = _parsed(path, notes, lambda text: (text, parse_mapping(text)), ("", []))
+
+    def parse(text: str) -> tuple[str, list[tuple[str, YamlValue]]]:
+        if entries := parse_mapping(text):
+            return text, entries
+        raise ValueError("it has no keys")
+
+    text, entries = _parsed(path, notes, parse, ("", []))
     base_text = (packaged_directory("configs") / "base.yml").read_text(encoding="utf-8")
     base = {key: full_text(entry.value) for key, entry in parse_mapping(base_text)}
     # The origin of a value is the comment that ends its line.

@@ -18,6 +18,7 @@ from typing import Any, cast
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import value_text
+from maxtext_lite.config.rl_rules import server_address
 
 _LOOK_UP_SECONDS = 0.5  # between checks whether a waiting request is still wanted
 _CONNECTING_SECONDS = 60.0
@@ -44,7 +45,7 @@ class Server:
 
     def __init__(self, key: str, url: str, *, attempts: int, wait_seconds: float, timeout_seconds: float):
         self.name = f"{key}={_shown(url.rstrip('/'))}"
-        parts = _parts_of(url)
+        parts = server_address(url)
         if parts is None:
             raise UserError(f"{self.name} is not the address of a server. One that works: http://HOST:8000/v1.")
         assert parts.hostname is not None
@@ -171,19 +172,6 @@ def _still_wanted(deadline: float, ends: threading.Event) -> Callable[[], float]
         return left
 
     return seconds_left
-
-
-def _parts_of(url: str) -> urllib.parse.SplitResult | None:
-    """The parts of a url; None if it is invalid."""
-    # urlsplit drops some control characters, and a request's line would end at a space.
-    if not (url.isascii() and url.isprintable() and " " not in url):
-        return None
-    try:
-        parts = urllib.parse.urlsplit(url)
-        named = bool(parts.hostname) and parts.port != 0  # an invalid port is a ValueError
-    except ValueError:
-        return None
-    return parts if named and parts.scheme in ("http", "https") and not (parts.query or parts.fragment) else None
 
 
 def _shown(said: str | bytes) -> str:

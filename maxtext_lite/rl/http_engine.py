@@ -19,9 +19,8 @@ from typing import TypeVar, cast
 import jax
 
 from maxtext_lite.config import Config, UserError
-from maxtext_lite.config.bucket import local_copy
 from maxtext_lite.config.errors import value_text, writing
-from maxtext_lite.config.hf.config import run_config_json
+from maxtext_lite.config.hf.config import files_of_model, run_config_json
 from maxtext_lite.hf import export_model
 from maxtext_lite.models import Adapted, Sampling, merged
 from maxtext_lite.models.decoder import Params
@@ -35,6 +34,9 @@ Result = TypeVar("Result")
 
 WEIGHTS = "rollout_weights"
 """In the run directory: two alternating Hugging Face directories from which the server reads parameters."""
+
+ANSWER_SECONDS = 1800.0
+"""The longest time for an answer, with all attempts."""
 
 _TOKEN_BYTES = 2**10  # of an answer: id, text and log-probability of the token, and of the likeliest one
 _MORE_BYTES = 2**20  # of the rest of an answer
@@ -72,17 +74,16 @@ class HttpEngine:
         requests_in_flight: int = 64,
         attempts: int = 6,
         wait_seconds: float = 0.5,
-        timeout_seconds: float = 1800,
+        timeout_seconds: float = ANSWER_SECONDS,
     ):
         self._kind = SERVER_KINDS[kind]
         self._server = Server(
             "rollout_url", url, attempts=attempts, wait_seconds=wait_seconds, timeout_seconds=timeout_seconds
         )
         self._dtype = "bfloat16" if config.dtype == "bfloat16" else "float32"
-        # The model's own files: at its first start, the run has not copied them yet.
-        path = config.load_parameters_path
-        origin = local_copy(path, "load_parameters_path") if path else run_directory
-        self._fields = run_config_json(origin, config, num_positions=config.max_target_length, dtype=self._dtype)
+        self._fields = run_config_json(
+            files_of_model(config), config, num_positions=config.max_target_length, dtype=self._dtype
+        )
         self._directory, self._turn = (run_directory / WEIGHTS).absolute(), 0
         self._stop_token_ids, self._seed = list(stop_token_ids), seed
         self._vocab_size = config.vocab_size

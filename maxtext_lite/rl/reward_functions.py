@@ -24,6 +24,7 @@ _FRACTION = re.compile(
 _HALF = r"\s*(?:\{(?:[^{}]|\{[^{}]*\})*\}|\S)"
 _OTHER_FRACTION = re.compile(rf"\\[dt]?frac{_HALF}{_HALF}")
 _PART = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:/[0-9]*[1-9][0-9]*)?")
+_MIXED = re.compile(r"(?<![\w.,/])([0-9]{1,15}) ([0-9]{1,15})/([0-9]{1,15})(?![\w/]|[.,][0-9])")
 _SIGNS, _IN_NUMBERS = ("-", "+", "\u2212"), tuple("0123456789.,")
 _UNREADABLE = " 1/0"
 _LATEX = (("\\$", "$"), ("\\%", "%"), ("{,}", ","), ("\\,", ""), ("\\!", ""), ("\\;", " "), ("\\ ", " "))
@@ -90,7 +91,7 @@ def number_in(text: str) -> Fraction | None:
 
     It is the first number after the last "####"; failing that, the last one in the last \boxed{}; failing that, the
     last one of all. Numbers may have signs, commas before groups of three digits and decimals, and may be fractions
-    a/b or \frac{a}{b}; $ and % are ignored.
+    a/b or \frac{a}{b}, also after a whole number as in 3 1/2; $ and % are ignored.
     """
     _, marked, after = text.rpartition("####")
     if marked:
@@ -120,7 +121,7 @@ def _numbers(text: str) -> list[Fraction | None]:
     before = None
     while before != text:  # fractions within fractions: the inner ones first
         before, text = text, _FRACTION.sub(_divided, text)
-    text = _OTHER_FRACTION.sub(_UNREADABLE, text)
+    text = _MIXED.sub(_mixed, _OTHER_FRACTION.sub(_UNREADABLE, text))
     return [_number(match) for match in _NUMBER.finditer(text)]
 
 
@@ -137,6 +138,12 @@ def _divided(match: re.Match[str]) -> str:
         return _UNREADABLE
     total = Fraction((whole or "0").replace(",", "")) + above / below
     return f"{'' if before in (*_SIGNS, '$') else ' '}{total.numerator}/{total.denominator}"
+
+
+def _mixed(match: re.Match[str]) -> str:
+    """A whole number and a proper fraction, such as 3 1/2, as a/b; anything else as it is."""
+    whole, above, below = map(int, match.groups())
+    return f"{whole * below + above}/{below}" if 0 < above < below else match[0]
 
 
 def _number(match: re.Match[str]) -> Fraction | None:

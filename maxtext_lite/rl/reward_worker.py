@@ -65,11 +65,12 @@ class Functions:
           fields: the values of each key in the prompts' lines; None where a line lacks it.
         """
         function, wanted = self._functions[name]
+        count = len(completions)  # before the call, as the function may change the list
         given = {**fields, "prompts": prompts, "completions": completions}
         if wanted is not None:
             given = {key: value for key, value in given.items() if key in wanted}
         try:
-            return {"rewards": _as_numbers(function(**given), len(completions))}
+            return {"rewards": _as_numbers(function(**given), count)}
         except _NotNumbers as error:
             return {"error": f"returned {error}"}
         except BaseException as error:  # noqa: BLE001  (including SystemExit: a user's bug must not end the run)
@@ -128,7 +129,11 @@ def _as_numbers(returned: Any, count: int) -> list[float | None]:
 def _as_number(value: Any) -> float | None:
     if value is None:
         return None
-    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+    if (
+        isinstance(value, str | bytes)
+        or not hasattr(value, "__float__")
+        or "complex" in str(getattr(value, "dtype", ""))
+    ):
         raise _NotNumbers(f"a list with {_kind(value)} in it, not a number")
     try:
         return float(value)

@@ -34,6 +34,7 @@ from maxtext_lite.data.prompts import Prompt
 
 _START_SECONDS = 300.0  # to import functions and their dependencies from a slow disk
 _SECONDS_TO_END = 5.0
+_LARGEST = 1e12  # of a reward; times the largest weight, its square is finite in float32
 
 
 class RewardError(UserError):
@@ -210,7 +211,14 @@ class Rewards:
         if "error" in reply:
             return reply["error"]
         rewards: list[float | None] = reply["rewards"]
-        return [f"returned {each}" if each is None or not math.isfinite(each) else each for each in rewards]
+        return [_outcome(each) for each in rewards]
+
+
+def _outcome(reward: float | None) -> float | str:
+    """A reward, or what is wrong with it."""
+    if reward is None or not math.isfinite(reward):
+        return f"returned {reward}"
+    return reward if abs(reward) <= _LARGEST else f"returned a number beyond {_LARGEST:g}, the largest in size"
 
 
 def _request(name: str, prompts: Sequence[Prompt], completions: Sequence[str]) -> dict[str, Any]:

@@ -8,13 +8,13 @@ import jax
 
 from maxtext_lite.batching import RLBatch, batch_sizes, make_plan
 from maxtext_lite.config import RLRunConfig, UserError
-from maxtext_lite.config.hf.config import comes_from_elsewhere
-from maxtext_lite.config.rl_rules import endless_evaluation
+from maxtext_lite.config.hf.config import files_of_model
+from maxtext_lite.config.rl_rules import endless_evaluation, reward_names
 from maxtext_lite.data import Prompt, PromptSource, Tokenizer, check_vocabulary, load_tokenizer, open_prompts
 from maxtext_lite.generation.text_tokens import stop_tokens
 from maxtext_lite.models import Sampling
 from maxtext_lite.parallel import start_devices, value_of_host
-from maxtext_lite.rl.http_engine import HttpEngine
+from maxtext_lite.rl.http_engine import ANSWER_SECONDS, HttpEngine
 from maxtext_lite.rl.pairs import Sampled
 from maxtext_lite.rl.policy import Policy
 from maxtext_lite.rl.rewards import RewardError, Rewards, Scores
@@ -63,6 +63,12 @@ class RLRun:
     def eval_sampling(self) -> Sampling:
         """The sampling of responses to held-out prompts."""
         return dataclasses.replace(self.sampling, temperature=self.config.eval_sampling_temperature)
+
+    @property
+    def waiting_seconds(self) -> float:
+        """The longest time that the rewards of a chunk may take, each function called again, and a server's answer."""
+        functions = 2 * len(reward_names(self.config)) * self.config.reward_timeout_seconds
+        return functions + (0.0 if self.config.rollout_engine == "local" else ANSWER_SECONDS)
 
     def text_of(self, response: Response) -> str:
         """The text of a response for reward functions, without the stop token."""
@@ -115,14 +121,14 @@ def open_rl_run(config: RLRunConfig) -> RLRun:
     batch_sizes(config, **machine)  # refuses what is wrong before the data are opened
     tokenizer = load_tokenizer(config)
     check_vocabulary(tokenizer, config.vocab_size)
-    elsewhere = comes_from_elsewhere(config.load_parameters_path)
-    prompts = open_prompts(config, vocab_size=config.vocab_size, begins_as_elsewhere=elsewhere)
+    carried = files_of_model(config)
+    prompts = open_prompts(config, vocab_size=config.vocab_size, begins_as_elsewhere=carried is not None)
     source, eval_source = prompts
     if eval_source is not None and (refusal := endless_evaluation(config, len(eval_source))):
         raise UserError(str(refusal))
     plan = make_plan(config, **machine, num_examples=len(source))
     assert plan.rl is not None, "a config of reinforcement learning has a plan of it"
-    stop_token_ids = stop_tokens(config.load_parameters_path, tokenizer)
+    stop_token_ids = stop_tokens(carried, tokenizer)
     rewards = Rewards(config)
     try:
         policy = policy_of(config, plan.rl)
@@ -146,6 +152,7 @@ def open_rl_run(config: RLRunConfig) -> RLRun:
 
 def policy_of(config: RLRunConfig, batch: RLBatch) -> Policy:
     """The objective of a config's steps."""
+    may_differ = config.rollout_engine != "local" or config.capacity_factor != -1  # only training drops tokens
     return Policy(
         algo=config.loss_algo,
         epsilon_low=config.grpo_epsilon,
@@ -155,7 +162,7 @@ def policy_of(config: RLRunConfig, batch: RLBatch) -> Policy:
         temperature=config.decode_sampling_temperature,
         max_response_tokens=batch.max_response_tokens,
         on_policy=config.num_iterations == 1,
-        compares=config.rollout_engine != "local" or config.rollout_correction != "none",
+        compares=may_differ or config.rollout_correction != "none",
         correction_cap=config.rollout_correction_cap if config.rollout_correction == "truncated" else None,
     )
 

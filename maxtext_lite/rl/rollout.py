@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import nearest_clause
 from maxtext_lite.generation.sampler import first_token, next_token
-from maxtext_lite.models import Decoder, KVCache, Sampling
+from maxtext_lite.models import Decoder, KVCache, Sampling, root_key
 from maxtext_lite.models.decoder import Params
 from maxtext_lite.parallel import num_shards, over_replicas, sharding
 from maxtext_lite.rl.transfer import Transfer
@@ -285,7 +285,7 @@ class LocalEngine:
             KVCache(*cache),  # type: ignore[arg-type]
             zero_RB,
             zero_RB,
-            jnp.broadcast_to(jax.random.key(self._seed), rows),
+            jnp.broadcast_to(root_key(self._seed), rows),
             zero_RB,
             jnp.zeros(rows, bool),
             jnp.zeros((*rows, self._max_new_tokens), jnp.int32),
@@ -299,7 +299,7 @@ class LocalEngine:
 
         def of_replica(params: Params, slots: _Slots, prompts: _Prompts) -> _Slots:
             token_BT, length_B, slot_B, key_int_BI = (jnp.asarray(x) for x in prompts)
-            key_B = jnp.broadcast_to(jax.random.key(self._seed), slot_B.shape)
+            key_B = jnp.broadcast_to(root_key(self._seed), slot_B.shape)
             for place in range(key_int_BI.shape[1]):
                 key_B = jax.vmap(jax.random.fold_in)(key_B, key_int_BI[:, place])
             cache = self._decoder.new_cache(*token_BT.shape)

@@ -60,6 +60,8 @@ def train_rl(config: RLRunConfig, *, callbacks: Sequence[Callback] = ()) -> RunR
     """
     phases.begin()
     with contextlib.closing(open_rl_run(config)) as rl:
+        watchdog.allow("rollout", rl.waiting_seconds)
+        watchdog.allow("evaluation", rl.waiting_seconds)
         return train_run(
             rl.run,
             lambda terminal, state, counts: (
@@ -86,7 +88,7 @@ class RolloutSteps:
         run, config = rl.run, rl.config
         self._rl, self._run, self._config, self._batch, self._say = rl, run, config, rl.batch, terminal.say
         expected = rl.policy.expected(rl.batch.pairs_per_batch)
-        step = ChunkedStep(run.parts, run.schedule, expected=expected)
+        step = ChunkedStep(run.parts, run.schedule(counts), expected=expected)
         self._new_sums: Callable[[], GradientSums] = step.start
         self._add: Callable[[TrainState, GradientSums, Rows], GradientSums] = step.add
         self._update: Callable[[TrainState, GradientSums], tuple[TrainState, Metrics]] = step.update
@@ -142,8 +144,9 @@ class RolloutSteps:
         self._has_said = True
         self._say(
             f"rollout: the sampler's log-probabilities differ from the trainer's by {mismatch:.3g} a token "
-            "(rollout_mismatch): it has other parameters or less precise ones, or reports others than those of "
-            "softmax(logits / decode_sampling_temperature). docs/post_training.md says how to start a server."
+            "(rollout_mismatch): it has other parameters or less precise ones, lacks the drops of capacity_factor, or "
+            "reports others than those of softmax(logits / decode_sampling_temperature). docs/post_training.md says "
+            "how to start a server."
         )
 
     def unfinished(self, step: int) -> Rows | None:

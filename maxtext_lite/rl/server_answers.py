@@ -41,9 +41,20 @@ def read_completion(answer: Mapping[str, Any], asked: Asked) -> Response:
     """The response in an answer of OpenAI's protocol, with the `token_ids` that vLLM and SGLang add.
 
     Raises:
-      ValueError: it is not a completion of the prompt by tokens of the vocabulary, each with a log-probability; the
-        message is the end of a sentence.
+      ValueError: it is not a completion of the prompt by tokens of the vocabulary, each with a log-probability, the
+        token that ended it included; the message is the end of a sentence.
     """
+    response, by = _completion(answer, asked), answer["choices"][0].get("stop_reason")
+    if response.ended and by is None and response.token_ids[-1] not in asked.stop_token_ids:
+        raise ValueError(
+            f"choices[0].finish_reason=stop after {response.token_ids[-1]}, which is none of stop_token_ids="
+            f"{shown(asked.stop_token_ids)}, nor named by stop_reason: token_ids must include the token that ended the "
+            "response"
+        )
+    return response
+
+
+def _completion(answer: Mapping[str, Any], asked: Asked) -> Response:
     entry = functools.partial(_entry, hint=_COMPLETIONS)
     choices = entry(answer, "choices", list, "")
     if len(choices) != 1 or not isinstance(choices[0], dict):
@@ -56,7 +67,9 @@ def read_completion(answer: Mapping[str, Any], asked: Asked) -> Response:
     token_ids = entry(choice, "token_ids", list, at)
     values = entry(entry(choice, "logprobs", dict, at), "token_logprobs", list, f"{at}logprobs.")
     names = {"tokens": f"{at}token_ids", "values": f"{at}logprobs.token_logprobs", "reason": f"{at}finish_reason"}
-    return _response(token_ids, values, choice.get("finish_reason"), asked, **names)
+    response = _response(token_ids, values, choice.get("finish_reason"), asked, **names)
+    _check_end(response, choice.get("stop_reason"), f"{at}stop_reason", f"{at}token_ids")
+    return response
 
 
 def read_vllm_completion(answer: Mapping[str, Any], asked: Asked) -> Response:
@@ -64,7 +77,7 @@ def read_vllm_completion(answer: Mapping[str, Any], asked: Asked) -> Response:
 
     They name the token of each log-probability, repeat the prompt and, from 0.33 on, give the parameters' labels.
     """
-    response = read_completion(answer, asked)
+    response = _completion(answer, asked)
     choice, at = answer["choices"][0], "choices[0]."
     _entry(choice, "prompt_token_ids", list, at)  # required; `read_completion` has compared it
     named, expected = choice["logprobs"].get("tokens"), [f"token_id:{token_id}" for token_id in response.token_ids]
@@ -92,12 +105,14 @@ def read_generation(answer: Mapping[str, Any], asked: Asked) -> Response:
     count = about.get("prompt_tokens")
     if count is not None and count != len(asked.prompt):
         raise ValueError(f"{at}prompt_tokens={shown(count)}, where the prompt has {len(asked.prompt):,}")
-    reason = _entry(about, "finish_reason", dict, at).get("type")
+    finish = _entry(about, "finish_reason", dict, at)
     _check_weights(about.get("weight_versions"), f"{at}weight_versions", asked)
     if about.get("weight_version") not in (None, asked.weights):
         raise ValueError(_other_weights(f"{at}weight_version", about["weight_version"], asked))
     names = {"tokens": "output_ids", "values": f"{at}output_token_logprobs", "reason": f"{at}finish_reason.type"}
-    return _response(token_ids, [each[0] for each in scored], reason, asked, **names)
+    response = _response(token_ids, [each[0] for each in scored], finish.get("type"), asked, **names)
+    _check_end(response, finish.get("matched"), f"{at}finish_reason.matched", "output_ids")
+    return response
 
 
 def _response(
@@ -136,6 +151,22 @@ def _response(
             "a limit of its own, which must be raised"
         )
     return Response(token_ids, [float(value) for value in log_probabilities], finish == "stop" or stopped)
+
+
+def _check_end(response: Response, by: Any, name: str, tokens: str) -> None:
+    """Raises ValueError if the server reports that something else than the last token ended the response.
+
+    Args:
+      by: the token, the tokens or the text that ended it; None: it is not said.
+    """
+    if by is None or not response.ended:
+        return
+    ends = cast(list[Any], by) if isinstance(by, list) else [by]
+    if response.token_ids[-len(ends) :] != ends:
+        raise ValueError(
+            f"{name}={shown(cast(object, by))}, where {tokens} ends in {response.token_ids[-1]}: the ids must include "
+            "the token that ended the response"
+        )
 
 
 def _check_prompt(echo: Any, name: str, asked: Asked) -> None:

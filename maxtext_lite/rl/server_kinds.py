@@ -33,7 +33,7 @@ class ServerKind:
     """One interface.
 
     Attributes:
-      route: of requests for responses, after the url; with a leading slash, after the url without its v1.
+      route: of requests for responses, after the url without its v1.
       body: makes the body of a request.
       read: parses the response in an answer; raises ValueError.
       take: has the server load parameters under their label; raises UserError.
@@ -48,7 +48,7 @@ class ServerKind:
 
     def path(self, server: Server) -> str:
         """The path of the route on a server."""
-        return _root(server) + self.route if self.route.startswith("/") else f"{server.path}/{self.route}"
+        return _root(server) + self.route
 
 
 def _root(server: Server) -> str:
@@ -186,7 +186,7 @@ def _check_vllm(server: Server, sampling: Sampling) -> None:
 
 
 SERVER_KINDS = {
-    "http": ServerKind("completions", _openai_body, read_completion, _update_from_disk, _no_check),
+    "http": ServerKind("/v1/completions", _openai_body, read_completion, _update_from_disk, _no_check),
     "vllm": ServerKind("/v1/completions", _vllm_body, read_vllm_completion, _take_as_vllm, _check_vllm),
     "sglang": ServerKind("/generate", _sglang_body, read_generation, _take_as_sglang, _no_check),
 }

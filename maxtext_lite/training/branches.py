@@ -67,8 +67,8 @@ class Branches:
       steps: of the branch with factor 1.
       output: directory of the branches; branches of the same kind in it are continued.
     Raises:
-      UserError: the run has no such checkpoint, a factor does not give whole batches, a batch cannot be planned for
-        these devices, or the output contains branches of another kind.
+      UserError: the run has no such checkpoint, its learning rate there is 0 or not known, a factor does not give whole
+        batches, a batch cannot be planned for these devices, or the output contains branches of another kind.
     """
 
     def __init__(self, run: Path, step: int, factors: Sequence[Fraction], steps: int, rule: Rule | None, output: Path):
@@ -80,11 +80,15 @@ class Branches:
         config = config_of_run(run)
         if isinstance(config, RLRunConfig) or config.enable_diloco:
             raise UserError(f"RUN_DIR={run}: branch covers neither reinforcement learning nor enable_diloco.")
-        self._lines = [line for line in read_records(run / "metrics.jsonl", []) if line["step"] <= step]
-        found = [line for line in self._lines if line["step"] == step and not is_evaluation(line)]
-        if not found:
+        lines = list(read_records(run / "metrics.jsonl", []))
+        self._lines = [line for line in lines if line["step"] <= step]
+        steps_taken = {line["step"]: line for line in lines if not is_evaluation(line)}
+        if step not in steps_taken:
             raise UserError(f"RUN_DIR={run} has no step {step} in its metrics.jsonl.")
-        self._at: Record = found[0]
+        self._at: Record = steps_taken[step]
+        if not self._at["learning_rate"]:
+            trains = [each for each in there if each in steps_taken and steps_taken[each]["learning_rate"]]
+            raise UserError(_without_rate(run, step, self._at["learning_rate"], trains))
         self.batch = int(self._at["global_batch_to_train"])
         own = config.learning_rate_scaling
         self.rule: Rule = rule or (own if own != "none" else "linear" if config.optimizer == "sgd" else "sqrt")
@@ -188,3 +192,13 @@ class Branches:
             eval_loss=evaluations[-1] if evaluations else None,
             run_directory=str(branch.directory),
         )
+
+
+def _without_rate(run: Path, step: int, rate: float | None, others: Sequence[int]) -> str:
+    """Why nothing can branch off a step whose rate is 0 or None; `others`: checkpoints of steps with another."""
+    near = "No checkpoint has another."
+    if others:
+        near = f"Nearest that works: {min(others, key=lambda each: abs(each - step))}."
+    is_own = rate is None
+    said = "is its own optimizer's, which is not known" if is_own else "is 0, at which no branch would train"
+    return f"--step={step}: the learning rate of RUN_DIR={run} {said}. {near}"

@@ -8,8 +8,10 @@ class Callback:
     """An observer of a run. A subclass overrides the methods it needs; the methods here do nothing.
 
     Every host of a run makes the same callbacks, and each is called on every host, in the same order. If one returns
-    True, on any host, the run ends as if it had reached its last step: after the current step (with several hosts the
-    one after it), with an evaluation if it evaluates and a checkpoint if it saves any. The same config continues it.
+    True, on any host, the run ends as if it had reached its last step, with an evaluation if it evaluates and a
+    checkpoint if it saves any. The same config continues it. It ends after the step that is under way, the one after
+    that of `after_step`; where none is, as at an evaluation, at a checkpoint, or if a callback `wants_state`, it ends
+    at once. With several hosts it ends one step later.
 
     A state's arrays are on the devices and will be donated to the next step: copy what must outlast the call, with
     `jax.device_get` or `jnp.copy`. To read an array waits for the devices.

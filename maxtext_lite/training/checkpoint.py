@@ -33,6 +33,7 @@ from maxtext_lite.training.parameter_files import (
     reshaped,
 )
 from maxtext_lite.training.saving import FORMAT, Saver, check, read_about, read_arrays, reading, saved_shapes
+from maxtext_lite.training.starts import Starts
 from maxtext_lite.training.state import TrainState
 
 _OLDEST_FORMAT = 2  # that can be read
@@ -97,6 +98,7 @@ class CheckpointReader:
     Attributes:
       mixtures: the history of the run's mixtures as JSON, from the restored checkpoint or, after `find_before`, the
         newest; later checkpoints are saved with it.
+      starts: the run's, from the restored checkpoint, likewise saved with later ones; see `starts`.
     """
 
     def __init__(self, run_directory: Path, fingerprint: dict[str, Any]):
@@ -104,6 +106,7 @@ class CheckpointReader:
         self._frozen_directory = frozen_directory(run_directory)
         self._fingerprint = fingerprint
         self.mixtures: list[dict[str, Any]] = []
+        self.starts: Starts = []
         self._newest: int | None = None
 
     def find_before(self, before: int, say: Callable[[str], None]) -> "CheckpointReader":
@@ -114,8 +117,7 @@ class CheckpointReader:
             if problem is not None:
                 say(f"the checkpoint of step {step} is damaged: {full_text(problem)}. It is passed over")
                 continue
-            if not self.mixtures:
-                self.mixtures = _mixtures(read_about(path))
+            self.mixtures = self.mixtures or _mixtures(read_about(path))
             if step < before:
                 self._newest = step
                 break
@@ -142,14 +144,13 @@ class CheckpointReader:
         self, step: int, path: Path, about: dict[str, Any], abstract: TrainState
     ) -> tuple[TrainState, Counts]:
         if not _OLDEST_FORMAT <= about["format"] <= FORMAT:
-            raise UserError(
-                f"the checkpoint of step {step} in {self._directory} has format {about['format']}; this version "
-                f"reads {_OLDEST_FORMAT} to {FORMAT}. Use another run_name, with "
-                f"load_parameters_path={self._directory.parent} for its parameters."
-            )
+            range_read = f"{_OLDEST_FORMAT} to {FORMAT}"
+            raise self._only_parameters(step, f"has format {about['format']}; this version reads {range_read}")
+        if "fingerprint" not in about:
+            raise self._only_parameters(step, "holds parameters alone, as `convert import` writes them")
         self._refuse_other_run(step, about["fingerprint"])
-        self.mixtures = self.mixtures or _mixtures(about)
-        wanted = {"params": abstract.model_params, "update_state": _update_state(abstract)}
+        self.mixtures, self.starts = self.mixtures or _mixtures(about), about.get("starts", [])
+        wanted = {"params": abstract.model_params, "update_state": abstract.update_state}
         layout = StageLayout.of(abstract.plain_params, tuple(about["layer_dims"]))
         # With local updates, the dim of replicas comes before those of layers in all of the update's state.
         before = {"params": 0, "update_state": int(abstract.outer is not None)}
@@ -166,6 +167,13 @@ class CheckpointReader:
             state = dataclasses.replace(state, frozen=frozen)
         return state, counts
 
+    def _only_parameters(self, step: int, why: str) -> UserError:
+        """The refusal of a checkpoint of which a run can take the parameters alone."""
+        return UserError(
+            f"the checkpoint of step {step} in {self._directory} {why}. Use another run_name, with "
+            f"load_parameters_path={self._directory.parent} for its parameters."
+        )
+
     def _refuse_other_run(self, step: int, saved: dict[str, Any]) -> None:
         here, saved = self._fingerprint, _as_written_now(saved)
         keys = sorted(key for key in saved.keys() | here.keys() if saved.get(key) != here.get(key))
@@ -173,11 +181,8 @@ class CheckpointReader:
             keys = [key for key in keys if key != _DATA]  # the history identifies the sources
         where = f"the checkpoint of step {step} in {self._directory}"
         if _ADAFACTOR in here and saved.get("optimizer") == here["optimizer"] and _ADAFACTOR not in saved:
-            raise UserError(
-                f"{where} has adafactor's state of whole stacks of layers, as in older versions; this one has it for "
-                f"each layer. Use another run_name, with load_parameters_path={self._directory.parent} for its "
-                "parameters."
-            )
+            whole = "has adafactor's state of whole stacks of layers, as in older versions"
+            raise self._only_parameters(step, f"{whole}; this one has it for each layer")
         if told := [key for key in keys if key != _DATA] or keys:  # if another key differs, the content does too
             raise UserError(_contradiction(key, here.get(key), saved.get(key), where) for key in told)
 
@@ -225,20 +230,18 @@ class Checkpointer(CheckpointReader):
             return
         if state.frozen is not None and self._newest is None:
             self._saver.start(self._frozen_directory, parameter_items(state.frozen), on_commit=lambda _: None)
-        layer_dims = list(layer_dims_of(state.plain_params))
-        counted = dataclasses.asdict(counts)
-        about = {"format": FORMAT, **counted, "layer_dims": layer_dims, "fingerprint": self._fingerprint}
-        about["mixtures"] = self.mixtures
+        about = {"format": FORMAT, **dataclasses.asdict(counts), "fingerprint": self._fingerprint}
+        about["layer_dims"] = list(layer_dims_of(state.plain_params))
+        about |= {"mixtures": self.mixtures, "starts": self.starts}
         items = {
             "params": ocp.args.StandardSave(state.model_params),
-            "update_state": ocp.args.StandardSave(_update_state(state)),
+            "update_state": ocp.args.StandardSave(state.update_state),
             "about": ocp.args.JsonSave(about),
         }
         if unfinished is not None:
             items["unfinished"] = ocp.args.StandardSave(unfinished)
-        where = self._directory / str(counts.step)
-        self._saver.start(where, items, on_commit=lambda said: self._counts_now(counts.step, said))
         self._newest = counts.step
+        self._saver.start(self._directory / str(counts.step), items, lambda said: self._counts_now(counts.step, said))
         if self._waits:
             self.wait()
 
@@ -378,20 +381,8 @@ def _as_written_now(fingerprint: dict[str, Any]) -> dict[str, Any]:
     return now
 
 
-def _update_state(state: TrainState) -> dict[str, Any]:
-    """The parts of a state other than the evaluated parameters and the numbers of steps, which are in the counts."""
-    parts: dict[str, Any] = {"opt_state": state.opt_state, "progress": state.progress}
-    if state.outer is not None:
-        parts["replica_params"] = state.params
-        if state.outer.momentum is not None:
-            parts["outer_momentum"] = state.outer.momentum
-        if state.outer.master is not None:
-            parts["outer_master"] = state.outer.master
-    return parts
-
-
 def _joined(params: Any, parts: dict[str, Any], step: jax.Array, skipped_in_a_row: jax.Array) -> TrainState:
-    """The state with these `model_params`, `_update_state` and numbers of steps."""
+    """The state with these `model_params`, `update_state` and numbers of steps."""
     common = parts["opt_state"], parts["progress"], step, skipped_in_a_row
     if "replica_params" not in parts:
         return TrainState(params, *common)

@@ -6,10 +6,11 @@ Tested with jax 0.10.2 and 0.11.2, in which `LRUCache` is private.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
 # jax declares some of its functions in part.
 
+import contextlib
 import hashlib
-import os
 import platform
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -18,9 +19,11 @@ from jax._src.lru_cache import LRUCache
 
 from maxtext_lite.config import RunConfig
 from maxtext_lite.config.bucket import is_bucket
+from maxtext_lite.config.whole_file import replacing
 from maxtext_lite.training.run_files import run_directory
 
 DIRECTORY = ".compiled"
+_ABANDONED_SECONDS = 3600.0
 _CPU = Path("/proc/cpuinfo")
 
 _found: Counter[int] = Counter()
@@ -35,7 +38,9 @@ def keep_compiled(config: RunConfig) -> None:
     """
     base = run_directory(config).parent
     if not is_bucket(base) and jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
-        jax.config.update("jax_compilation_cache_dir", str(base.absolute() / DIRECTORY / _processor()))
+        kept = base.absolute() / DIRECTORY / _processor()
+        _remove_parts(kept)
+        jax.config.update("jax_compilation_cache_dir", str(kept))
     jax.monitoring.register_event_listener(_note)
     LRUCache.put = _put_whole
 
@@ -52,9 +57,16 @@ def _put_whole(self: LRUCache, key: str, value: bytes) -> None:
     if self.eviction_enabled or not entry.parent.is_dir():  # with a file beside each entry, or in a bucket
         _put(self, key, value)
     elif not entry.exists():
-        part = entry.with_name(f"{entry.name}.{os.getpid()}")
-        part.write_bytes(value)
-        part.replace(entry)
+        with replacing(entry) as part:
+            part.write_bytes(value)
+
+
+def _remove_parts(kept: Path) -> None:
+    """Removes what killed processes, on any machine, left half-written more than an hour ago."""
+    for part in kept.glob("*-cache.*"):
+        with contextlib.suppress(OSError):  # another start removes it too, or may not
+            if time.time() - part.stat().st_mtime > _ABANDONED_SECONDS:
+                part.unlink()
 
 
 def _note(event: str, **_: object) -> None:

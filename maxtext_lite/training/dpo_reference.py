@@ -17,6 +17,7 @@ from jax.stages import Wrapped
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import value_text
+from maxtext_lite.config.whole_file import replacing
 from maxtext_lite.data import ExampleSource, PairSource, evaluation_batches
 from maxtext_lite.parallel import bytes_of_host, exchange, sharding, value_of_host
 from maxtext_lite.training.arrays import Params
@@ -82,10 +83,8 @@ def _find(run: TrainingRun[ExampleSource], eval_step: Wrapped, params: Params, s
 
 
 def _write(path: Path, tables: Mapping[str, np.ndarray]) -> None:
-    scratch = path.with_name(f"{path.name}.tmp")
-    with scratch.open("wb") as file:
+    with replacing(path) as partial, partial.open("wb") as file:
         np.savez(file, allow_pickle=False, **tables)
-    scratch.replace(path)
 
 
 def _read(run: TrainingRun[ExampleSource], sources: Sequence[ExampleSource]) -> dict[str, np.ndarray]:

@@ -57,7 +57,7 @@ def verdicts(path: str | None, overrides: Sequence[str], directory: Path) -> Ite
     Args:
       directory: for the runs.
     Raises:
-      UserError: the config is wrong, or cannot be shrunk.
+      UserError: the config is wrong, cannot be shrunk, or does not run with its batch whole.
     """
     config = load_config(path, overrides)
     small = shrunk(config)
@@ -106,6 +106,8 @@ def _compared(
         runs[split.devices].append((str(number), words, split.restarts))
     for devices, each in runs.items():
         _run_on(devices, path, each, directory)
+    if why := _failure(directory / "0"):
+        raise UserError(f"the shrunk config does not run with its batch whole: {why}")
     for number, split in enumerate(ways, start=1):
         if split.name in refused:
             yield Verdict(split.name, optimizer, refused=refused[split.name])
@@ -138,6 +140,8 @@ def _train_all(path: str | None, runs: list[tuple[str, list[str], bool]], direct
     class End(Callback):
         """Ends a run after its first step."""
 
+        wants_state = True  # so that no second one is under way
+
         def after_step(self, step: int, record: Any, state: Any) -> bool:
             return step == 1
 
@@ -153,22 +157,33 @@ def _train_all(path: str | None, runs: list[tuple[str, list[str], bool]], direct
             (directory / name / "failed.txt").write_text(f"{type(error).__name__}: {error}")
 
 
-def _verdict(split: str, optimizer: str, directory: Path, name: str) -> Verdict:
-    from maxtext_lite.training.run_difference import compare_checkpoints, compare_metrics
+def _failure(run: Path) -> str:
+    """Why a run has no metrics to compare; "" if it has some."""
+    failed = run / "failed.txt"
+    if failed.exists():
+        return failed.read_text().partition("\n")[0]
+    return "" if (run / "metrics.jsonl").exists() else "the process ended"
 
-    failed = directory / name / "failed.txt"
-    if failed.exists() or not (directory / name / "metrics.jsonl").exists():
-        why = failed.read_text().partition("\n")[0] if failed.exists() else "the process ended"
+
+def _verdict(split: str, optimizer: str, directory: Path, name: str) -> Verdict:
+    from maxtext_lite.training.run_difference import compare_checkpoints, compare_metrics, lines_of
+
+    if why := _failure(directory / name):
         return Verdict(split, optimizer, difference=f"it does not run: {why}")
     runs = directory / "0", directory / name
-    found = compare_metrics(runs, TOLERANCE).difference
-    lines = [(run / "metrics.jsonl").read_text().splitlines() for run in runs]
-    losses = [[json.loads(line)["loss"] for line in each] for each in lines]
-    loss = max(abs(b - a) / abs(a) for a, b in zip(*losses, strict=True))
+    compared = compare_metrics(runs, TOLERANCE)
+    found, (last, last_of_split) = compared.difference, compared.last
+    whole, other = (lines_of(run) for run in runs)
+    pairs = [(whole[key].get("loss"), other[key].get("loss")) for key in whole.keys() & other.keys()]
+    # A loss is null where it is not finite, and 0 in a step without targets.
+    loss = max((abs(b - a) / (abs(a) or 1.0) for a, b in pairs if a is not None and b is not None), default=0.0)
     said = ""
     if found is not None:
         field, (first, second) = next(iter(found.fields.items()))
         said = f"step {found.step}: {field} {first} and {second}"
+    elif last != last_of_split:
+        said = f"the run ends after step {last_of_split}, not {last}"
+        return Verdict(split, optimizer, difference=said, loss=loss)
     if optimizer != "sgd":
         return Verdict(split, optimizer, difference=said, loss=loss)
     saved = compare_checkpoints(runs, TOLERANCE)[-1]  # both have saved their last step

@@ -60,7 +60,7 @@ class FeedSteps:
         # The simulated devices of a CPU share a few threads: with two steps running, a collective of one can wait
         # forever for a device whose thread the other holds. There, each step finishes before the next begins.
         self._one_at_a_time = jax.default_backend() == "cpu" and jax.device_count() > 1
-        step = make_train_step(run.parts, run.schedule)
+        step = make_train_step(run.parts, run.schedule(counts))
         self._executables = Executables(step, run.parts, run.plan, example=(run.source.num_tokens, run.source.fields))
         self._proves_kernels, self._first = proves_kernels, list[DeviceBatch]()
         self._stage: BatchStage | None = None

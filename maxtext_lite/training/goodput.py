@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from maxtext_lite.config.whole_file import replacing
 from maxtext_lite.process.phases import PhaseClock, phases
 from maxtext_lite.reporting.goodput import Start, goodput_text, spent, starts_of
 from maxtext_lite.training.failures import Failures
@@ -25,8 +26,9 @@ class Goodput:
     def __init__(self, directory: Path, failures: Failures, clock: PhaseClock = phases):
         self._path, self._failures, self._clock = directory / FILE, failures, clock
         found: object = None
-        with contextlib.suppress(FileNotFoundError, ValueError):
-            found = json.loads(self._path.read_text(encoding="utf-8"))
+        self._content = self._read()
+        with contextlib.suppress(ValueError, RecursionError):
+            found = json.loads(self._content or b"null")
         self._before, self._written = starts_of(found), 0.0
         self._first = self._last = 0
         if not self._before:  # on a later start, one that ends early shows as time between two others
@@ -52,18 +54,27 @@ class Goodput:
         return {"run_seconds": sum(seconds.values()), "training_seconds": seconds["training"]}
 
     def write(self) -> None:
-        """Writes all starts, with this one up to now."""
-        scratch = self._path.with_name(f"{FILE}.tmp")
-        with self._failures.of_writing(self._path):
-            text = json.dumps({"starts": [dataclasses.asdict(start) for start in self._starts]}, indent=1)
-            scratch.write_text(f"{text}\n", encoding="utf-8")
-            scratch.replace(self._path)
+        """Writes all starts, with this one up to now, unless another run has taken over the directory and the file."""
         self._written = time.monotonic()
+        with self._failures.of_writing(self._path):
+            if self._read() not in (None, self._content):
+                return
+            text = json.dumps({"starts": [dataclasses.asdict(start) for start in self._starts]}, indent=1)
+            content = f"{text}\n".encode()
+            with replacing(self._path) as partial:
+                partial.write_bytes(content)
+            self._content = content
 
     def close(self) -> str:
         """Writes for the last time; returns a summary of the time."""
         self.write()
         return goodput_text(self._starts)
+
+    def _read(self) -> bytes | None:
+        """The content of the file; None if there is none."""
+        with contextlib.suppress(FileNotFoundError):
+            return self._path.read_bytes()
+        return None
 
     @property
     def _starts(self) -> list[Start]:

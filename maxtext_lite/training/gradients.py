@@ -100,8 +100,11 @@ class GradientLoop:
         return in_context_order(self._parts.objective.rows(batch, TRAIN_BATCH_AXES), TRAIN_BATCH_AXES)
 
     def counts(self, rows: Rows) -> dict[str, jax.Array]:
-        """Counts over all rows of each replica, [R]: target tokens, the divisor and `examples`."""
-        has_example_AB = rows["segments"][..., 0] > 0
+        """Counts over all rows of each replica, [R]: target tokens, the divisor and `examples`.
+
+        A row with any token is one of an example, wherever its padding is.
+        """
+        has_example_AB = jnp.any(rows["segments"] > 0, axis=-1)
         examples_R = self._per_replica_sum(has_example_AB.astype(jnp.int32)) // self._parts.objective.rows_per_example
         counts = self._parts.objective.counts(rows)
         return {name: self._per_replica_sum(counts[name]) for name in self._counted_names} | {"examples": examples_R}

@@ -1,6 +1,6 @@
 """The exact held-out loss: each held-out example counts once, whatever the batch size and the mesh."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import cast
 
 import jax
@@ -18,17 +18,21 @@ from maxtext_lite.training.state import TrainState
 from maxtext_lite.training.step import EVAL_BATCH_AXES, make_eval_step
 
 
-def scores_of(eval_step: Wrapped, params: Params, batches: Iterable[DeviceBatch]) -> Iterator[Tree]:
+def scores_of(
+    eval_step: Wrapped, params: Params, batches: Iterable[DeviceBatch], between: Callable[[], None] = lambda: None
+) -> Iterator[Tree]:
     """The scores of each batch, on the host.
 
     Args:
       eval_step: made by `step.make_eval_step`.
+      between: called before each batch.
     Raises:
       UnreadError: after the last batch, if a host could not read all rows; on all hosts.
     """
     problem = None
     for batch in batches:
         watchdog.advance()
+        between()
         problem = problem or batch.problem
         yield jax.device_get(eval_step(params, batch.arrays))
     raise_unread(problem)
@@ -43,7 +47,7 @@ class HeldOutLoss:
         self._run, self._objective = run, cast(ScoredObjective, run.parts.objective)
         self._eval_step = make_eval_step(run.parts)
 
-    def of(self, state: TrainState, step: int) -> tuple[Record, str]:
+    def of(self, state: TrainState, step: int, between: Callable[[], None]) -> tuple[Record, str]:
         """See `loop.Evaluation`."""
         del step
         run = self._run
@@ -53,7 +57,7 @@ class HeldOutLoss:
         scores: dict[str, list[Tree]] = {}
         for name, source in named_sources(run.eval_source).items():
             with evaluation_batches(source, run.plan, sharding=where, eval_steps=run.config.eval_steps) as batches:
-                scores[name] = list(scores_of(self._eval_step, params, batches))
+                scores[name] = list(scores_of(self._eval_step, params, batches, between))
         found: Record = {**self._objective.evaluation([each for of_source in scores.values() for each in of_source])}
         text = evaluation_text(found)
         if isinstance(run.eval_source, MixtureSource):

@@ -136,9 +136,12 @@ class Lease:
         """
         with writing(self._directory):
             dead = set(self._found())
-            for found in dead:
-                if (waits := self._why_to_wait(found)) is not None:
-                    return waits
+            try:
+                waits = next((why for why in map(self._why_to_wait, dead) if why is not None), None)
+            except FileNotFoundError:  # its holder has just released it, with the directory
+                waits = ""
+            if waits is not None:
+                return waits
             name = f"{1 + max((_number(found) for found in dead), default=0)}.json"
             text = json.dumps(dataclasses.asdict(Holder.this_process())).encode()
             try:

@@ -17,7 +17,7 @@ from maxtext_lite.batching import format_plan, wants_solving
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.shown import TracedSteps
-from maxtext_lite.data import Examples, ExampleSource, example_shape, own_examples
+from maxtext_lite.data import Examples, ExampleSource, example_shape
 from maxtext_lite.models import Decoder, DecoderShape
 from maxtext_lite.parallel import Pipeline, start_devices
 from maxtext_lite.process.phases import phases
@@ -30,7 +30,7 @@ from maxtext_lite.training.feed_steps import FeedSteps
 from maxtext_lite.training.goodput import Goodput
 from maxtext_lite.training.held_out_loss import HeldOutLoss
 from maxtext_lite.training.metrics import MetricsLog, Terminal
-from maxtext_lite.training.opening import Sources, chosen_split, open_run, plan_on_devices
+from maxtext_lite.training.opening import chosen_split, open_run, own_sources, plan_on_devices, refuse_pairs
 from maxtext_lite.training.optimizer import OptimizerFactory
 from maxtext_lite.training.profile import Profile
 from maxtext_lite.training.run import Data, TrainingRun
@@ -38,7 +38,7 @@ from maxtext_lite.training.spikes import Place, leave_out_guilty, refuse_to_go_b
 from maxtext_lite.training.state import OwnParts, TrainState
 from maxtext_lite.training.step_log import LossSpike, StepLog, Taken
 from maxtext_lite.training.step_memory import Ladder, OutOfMemory
-from maxtext_lite.training.stopping import Signals, Stop, watch_signals
+from maxtext_lite.training.stopping import BrokenOff, Signals, Stop, watch_signals
 from maxtext_lite.training.trackers import open_trackers
 
 
@@ -80,9 +80,11 @@ class Evaluation(Protocol):
         """Whether the untrained model is evaluated too, at step 0."""
         ...
 
-    def of(self, state: TrainState, step: int) -> tuple[Mapping[str, Any], str]:
+    def of(self, state: TrainState, step: int, between: Callable[[], None]) -> tuple[Mapping[str, Any], str]:
         """The entries of an evaluation's record, and its line on the terminal. All hosts call it.
 
+        Args:
+          between: all hosts call it before each batch; it may raise `BrokenOff`.
         Raises:
           UnreadError: the held-out data cannot be read; on all hosts.
         """
@@ -145,10 +147,10 @@ def train(
         breaks its protocol.
       LossSpike: the loss became non-finite or left its band, and the run did not go back.
     """
-    sources = _own_sources(config, source, eval_source)
+    sources = own_sources(config, source, eval_source)
     own_objective = None
     if objective is not None:
-        _refuse_pairs(config, "objective")
+        refuse_pairs(config, "objective")
         start_devices()  # processes must join before any of them computes
         fields = sources[0].fields if sources else example_shape(config)[1]
         sizes = {"vocab_size": config.vocab_size, "emb_dim": config.base_emb_dim}
@@ -178,31 +180,6 @@ def train(
 def steps_of_feed(run: TrainingRun[ExampleSource], *start: Any) -> tuple[FeedSteps, HeldOutLoss]:
     """The steps and the evaluation of a run that reads its batches; see `Begin`."""
     return FeedSteps(run, *start), HeldOutLoss(run)
-
-
-def _own_sources(config: Config, source: Examples | None, eval_source: Examples | None) -> Sources | None:
-    """The caller's own examples; None: those of the config are used."""
-    if source is None:
-        if eval_source is not None:
-            raise UserError("eval_source without source: pass both, or eval_dataset_path in the config.")
-        return None
-    _refuse_pairs(config, "source")
-    if config.balance_attention:
-        raise UserError(
-            "balance_attention=true has no effect with source, whose documents are not known before its examples are "
-            "read. Nearest that works: false."
-        )
-    sizes = {"num_tokens": config.max_target_length, "vocab_size": config.vocab_size}
-    held_out = None if eval_source is None else own_examples(eval_source, key="eval_source", **sizes)
-    return own_examples(source, key="source", **sizes), held_out
-
-
-def _refuse_pairs(config: Config, name: str) -> None:
-    if config.dataset_type == "dpo":
-        raise UserError(
-            f"dataset_type=dpo is about pairs of rows; {name} is about single ones. Nearest that work: "
-            "dataset_type=text or sft."
-        )
 
 
 def train_run(
@@ -242,9 +219,8 @@ def train_run(
         open_things.enter_context(contextlib.closing(steps))
         terminal.start(counts.step, counts.step + left)
         step_log = StepLog(run, terminal, log, counts, goodput)
-        loop = _Loop(run, terminal, step_log, signals, steps, evaluation, callbacks)
         with watchdog.looking_for_the_lost(UserError, LossSpike, OutOfMemory):
-            result = loop.train_from(state)
+            result = _Loop(run, terminal, step_log, signals, steps, evaluation, callbacks).train_from(state)
     failures.raise_together()  # a file server may report a full disk only as a file is closed
     return result
 
@@ -282,18 +258,18 @@ class _Loop:
     def __post_init__(self) -> None:
         self.shows_state = any(callback.wants_state for callback in self.callbacks)
         self.evaluates = self.run.eval_source is not None and self.run.config.eval_interval > 0
+        self.ending = Stop(self.run.mesh, lambda: self.asked_to_end) if self.callbacks else None
+        self.saved = "saved" if self.run.checkpointer else "not saved (enable_checkpointing=false)"
+        self.stopping = Stop(self.run.mesh, lambda: self.signals.received is not None or self.run.failures.ends_run)
 
     def train_from(self, state: TrainState) -> RunResult:
         """Takes the steps after those of the log, up to the last, or until a signal or a callback ends the run."""
         run, log, steps, last_step = self.run, self.log, self.steps, self.terminal.last_step
-        stopping = Stop(run.mesh, lambda: self.signals.received is not None or run.failures.ends_run)
-        ending = Stop(run.mesh, lambda: self.asked_to_end) if self.callbacks else None
-        ends = False
         asked, demands = TracedSteps.of(run.config.profiler_steps), None if is_bucket(run.directory) else run.directory
         profile = Profile(run.files.directory, asked, run.failures, demands) if run.is_first else None
-        before = log.counts.step
-        if before == 0 and self.evaluates and self.evaluation.before_first_step:
-            self._evaluate(state)
+        before, ends = log.counts.step, False
+        if self.evaluates and self._owes_evaluation(before):
+            self._evaluate(state, lambda: None)
         steps.prepare(before + 1)
         log.restart_clock()
         for step in range(before + 1, last_step + 1):
@@ -308,9 +284,10 @@ class _Loop:
             self.in_flight = step, taken
             if self.shows_state or not steps.ahead:
                 self._record(state)
-            stops = stopping.after_this_step()
-            ends = ending is not None and ending.after_this_step() and not stops
-            self._pause(state, step, stops=stops, is_last=ends or step == last_step)
+            stops = self.stopping.after_this_step()
+            ends = self.ending is not None and self.ending.after_this_step() and not stops
+            stops, asked_since = self._pause(state, step, stops=stops, is_last=ends or step == last_step)
+            ends |= asked_since
             if stops or ends:
                 break
         if profile:
@@ -324,30 +301,39 @@ class _Loop:
         self.log.flush()
         self.run.wait()
         self.log.say_goodput()
-        self.run.failures.raise_unread(f"The run ended after step {self.log.counts.step}, {self._saved}.")
+        self.run.failures.raise_unread(f"The run ended after step {self.log.counts.step}, {self.saved}.")
 
-    @property
-    def _saved(self) -> str:
-        return "saved" if self.run.checkpointer else "not saved (enable_checkpointing=false)"
+    def _owes_evaluation(self, step: int) -> bool:
+        """Whether the state from which this start begins is to be evaluated first. All hosts call it."""
+        if step == 0:
+            return self.evaluation.before_first_step
+        return step % self.run.config.eval_interval == 0 and self.log.lacks_evaluation()
 
-    def _pause(self, state: TrainState, step: int, *, stops: bool, is_last: bool) -> None:
-        """Evaluates and saves if they are due after this step."""
+    def _pause(self, state: TrainState, step: int, *, stops: bool, is_last: bool) -> tuple[bool, bool]:
+        """Evaluates and saves if they are due after this step; returns whether the run now stops, and whether a
+        callback now ends it. An evaluation during which it is to stop is left to the next start."""
         run, config = self.run, self.run.config
         saves = run.checkpointer is not None and (step % config.checkpoint_period == 0 or is_last)
         evaluates = self.evaluates and (step % config.eval_interval == 0 or is_last)
         if not (saves or evaluates or stops or is_last):
-            return
+            return stops, False
         # All steps are on record before the checkpoint: a restart only appends.
         self._record(state)
-        # The checkpoint follows its evaluation, so that a kill between them repeats both. When stopping, save first.
+        # The checkpoint follows its evaluation, so that a kill between them repeats both.
+        if evaluates and (stops or not self._evaluate(state, self.stopping.break_off)):
+            self.terminal.say(f"step {step}/{self.terminal.last_step}  no evaluation, as the run stops")
+            stops = True
         if stops:
             run.wait()
+        if saves or stops:
             self._save(state)
-        if evaluates:
-            self._evaluate(state)
-        if saves:
+        ends = self.ending is not None and self.ending.between_steps() and not stops
+        if ends and self.evaluates and not evaluates:
+            stops = not self._evaluate(state, self.stopping.break_off)
+        if ends:
             self._save(state)
         self.log.restart_clock()
+        return stops, ends
 
     def _record(self, state: TrainState) -> None:
         """Waits for the step in flight, if there is one, and records it; `state` is that after the newest step."""
@@ -358,9 +344,7 @@ class _Loop:
             self._tell(lambda callback: callback.after_step(step, record, state if self.shows_state else None))
 
     def _tell(self, event: Callable[[Callback], bool | None]) -> None:
-        for callback in self.callbacks:
-            if event(callback):
-                self.asked_to_end = True
+        self.asked_to_end |= any(list(map(event, self.callbacks)))  # a list, as each is to be told
 
     def _save(self, state: TrainState) -> None:
         counts, checkpointer = self.log.counts, self.run.checkpointer
@@ -370,11 +354,14 @@ class _Loop:
         if is_new:
             self._tell(lambda callback: callback.after_checkpoint(counts.step, state))
 
-    def _evaluate(self, state: TrainState) -> None:
+    def _evaluate(self, state: TrainState, between: Callable[[], None]) -> bool:
+        """Evaluates and records it; returns whether it came to its end, which `between` may prevent."""
         step = self.log.counts.step
         phases.enter("evaluation", step)
         try:
-            found, text = self.evaluation.of(state, step)
+            found, text = self.evaluation.of(state, step, between)
+        except BrokenOff:
+            return False
         except UnreadError as error:
             self.run.failures.add_unread(str(error))
             self._save(state)
@@ -385,13 +372,14 @@ class _Loop:
         self.log.write(record)
         self.terminal.say(f"step {step}/{self.terminal.last_step}  {text}")
         self._tell(lambda callback: callback.after_evaluation(step, record, state))
+        return True
 
     def _result(self, state: TrainState, *, left: int, ended: bool) -> RunResult:
         """The result of the run; if steps are left, reports that a signal or, if `ended`, a callback stopped it."""
         run, log, interrupted = self.run, self.log, left > 0 and not ended
         if left:
             by = self.signals.received.name if self.signals.received else "another host"
-            self.terminal.say(f"stopped by {'a callback' if ended else by} after step {log.counts.step}, {self._saved}")
+            self.terminal.say(f"stopped by {'a callback' if ended else by} after step {log.counts.step}, {self.saved}")
         for shares in run.token_shares(log.counts).values():
             said = ", ".join(f"{source} {share:.4%}" for source, share in shares.items())
             self.terminal.say(f"target tokens by source since the mixture last changed: {said}")

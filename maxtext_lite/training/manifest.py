@@ -10,10 +10,12 @@ in 4 billion.
 # jax, optax and orbax declare some of their functions in part.
 
 import concurrent.futures
+import contextlib
+import errno
 import hashlib
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Generator, Mapping
 from pathlib import Path
 
 from maxtext_lite.config.bucket import is_bucket, names_below, storage_errors
@@ -22,11 +24,31 @@ from maxtext_lite.config.errors import value_text
 _PART = re.compile(r"sha256\.(\d{1,6})-of-([1-9]\d{0,5})")
 _LAST_LINE = "# sha256 of the lines above: "
 _OWNER = re.compile(r"(?:ocdbt\.)?process_(\d{1,6})")
+_LOST = (errno.EIO, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)  # on a disk; in a bucket EIO is any refusal
 _THREADS = min(8, os.cpu_count() or 1)
 
 
 class Damaged(Exception):
     """A checkpoint file that differs from what was written; says which one and how."""
+
+
+@contextlib.contextmanager
+def finding_damage(path: Path, name: str) -> Generator[None]:
+    """A block that reads a file of a checkpoint, which messages call `name`.
+
+    Raises:
+      Damaged: it is gone, or the disk cannot read it.
+      OSError: it cannot be read now, by this process or over this network, and may be whole.
+    """
+    try:
+        with storage_errors(path):
+            yield
+    except FileNotFoundError:
+        raise Damaged(f"{name} is missing") from None
+    except OSError as error:
+        if is_bucket(path) or error.errno not in _LOST:
+            raise
+        raise Damaged(f"{name} cannot be read: {error.strerror or error}") from None
 
 
 def part_name(process: int, num_processes: int) -> str:
@@ -67,8 +89,9 @@ def read_manifest(directory: Path) -> dict[str, str] | None:
 
     Raises:
       Damaged: the part of a process is missing, changed, or that of another process.
+      OSError: see `finding_damage`.
     """
-    with storage_errors(directory):
+    with finding_damage(directory, directory.name):
         parts = {path.name: path for path in directory.iterdir() if _PART.fullmatch(path.name)}
     if not parts:
         return None
@@ -92,6 +115,8 @@ def damage(
 
     Args:
       digests: of the files to check, by name.
+    Raises:
+      OSError: see `finding_damage`.
     """
     own = sorted(digests)[share::num_shares]
     try:
@@ -109,10 +134,10 @@ def in_items(digests: Mapping[str, str], items: Collection[str]) -> dict[str, st
 
 def _read_part(path: Path) -> dict[str, str]:
     try:
-        with storage_errors(path):
+        with finding_damage(path, path.name):
             text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise Damaged(f"{path.name} cannot be read: {_why(error)}") from None
+    except UnicodeDecodeError:
+        raise Damaged(f"{path.name} cannot be read: it is not UTF-8 text") from None
     lines, mark, digest = text.rpartition(_LAST_LINE)
     if not mark or digest != hashlib.sha256(lines.encode()).hexdigest() + "\n":
         raise Damaged(f"{path.name} is not as it was written")
@@ -140,14 +165,5 @@ def _digests(directory: Path, names: Collection[str]) -> dict[str, tuple[str, in
 
 
 def _digest(path: Path, name: str) -> tuple[str, int]:
-    try:
-        with storage_errors(path), path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest(), file.tell()
-    except FileNotFoundError:
-        raise Damaged(f"{name} is missing") from None
-    except OSError as error:
-        raise Damaged(f"{name} cannot be read: {_why(error)}") from None
-
-
-def _why(error: Exception) -> str:
-    return error.strerror or str(error) if isinstance(error, OSError) else "it is not UTF-8 text"
+    with finding_damage(path, name), path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest(), file.tell()

@@ -33,6 +33,8 @@ _EXPRESSED: Mapping[str, tuple[object, ...]] = {
     "normalization": ("rms_norm", "rms_norm_plus_one"), "norm_placement": ("pre", "both"), "gated_mlp": (True,),
     "mlp_bias": (False,), "attention_bias": ("none", "qkv"), "qk_norm": ("none", "head"), "num_experts": (1,),
     "attention_sinks": (False,), "mla": (None,), "trainable_position_size": (0,), "partial_rotary_factor": (1.0,),
+    "parallel_block": ("none",), "residual_multiplier": (1.0,), "embedding_multiplier": (1.0,),
+    "logits_multiplier": (1.0,), "clip_qkv": (0.0,), "inverse_layer_scaling": (False,), "position_temperature": (None,),
 }  # fmt: skip
 _ROOT = {
     "embedding/table": "token_embedder/embedding",
@@ -137,6 +139,9 @@ def _refuse_keys(config: Config) -> None:
         for key, values in _EXPRESSED.items()
         if getattr(config, key) not in values
     ]
+    if any(kind not in ("global", "local") for kind in config.pattern):
+        pattern = value_text(config.layer_pattern)
+        problems.append(f"layer_pattern={pattern} is not of a MaxText model that is read: it must be global or local.")
     kind = None if config.rope_scaling is None else config.rope_scaling.rope_type
     if kind not in (None, "llama3", "linear"):
         problems.append(f"rope_scaling={kind} is not of a MaxText model that is read: it must be llama3 or linear.")

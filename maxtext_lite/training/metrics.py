@@ -13,6 +13,7 @@ from pathlib import Path
 import rich.console
 import rich.progress
 
+from maxtext_lite.config.whole_file import replacing
 from maxtext_lite.process.signals import command_signals
 from maxtext_lite.reporting.records import INCOMPLETE, Steps, is_evaluation, read_records, record_text
 from maxtext_lite.training.arrays import Record
@@ -34,6 +35,7 @@ class JsonLines:
     Attributes:
       notes: sentences on problems with the existing lines.
       steps: those of the kept lines, evaluations not included.
+      lacks_evaluation: the step from which the run continues has a line, and no evaluation of it has.
     Raises:
       OSError: the file cannot be read or written.
     """
@@ -41,15 +43,17 @@ class JsonLines:
     def __init__(self, path: Path, after_step: int, failures: Failures):
         self._path, self._failures = path, failures
         notes: list[str] = []
-        scratch = path.with_suffix(".jsonl.tmp")
-        with scratch.open("w", encoding="utf-8") as kept:
-            self.steps = Steps()
+        with replacing(path) as partial, partial.open("w", encoding="utf-8") as kept:
+            self.steps, evaluated, last = Steps(), -1, -1
             for record in read_records(path, notes):
                 if record["step"] <= after_step:
                     kept.write(record_text(record))
-                    if not is_evaluation(record):
-                        self.steps.add(record["step"])
-        scratch.replace(path)
+                    if is_evaluation(record):
+                        evaluated = record["step"]
+                    else:
+                        last = record["step"]
+                        self.steps.add(last)
+        self.lacks_evaluation = evaluated < last == after_step
         self.notes = tuple(note for note in notes if INCOMPLETE not in note)  # any kill leaves one
         self._file = path.open("a", encoding="utf-8")
 
@@ -72,13 +76,13 @@ class MetricsLog:
       after_step, failures: see `JsonLines`.
       trackers: closed together with the file.
     Attributes:
-      notes: see `JsonLines`.
+      notes, lacks_evaluation: see `JsonLines`.
     """
 
     def __init__(self, run_directory: Path, after_step: int, failures: Failures, trackers: Sequence[Tracker] = ()):
         self._lines = JsonLines(run_directory / "metrics.jsonl", after_step, failures)
         self._trackers = trackers
-        self.notes = self._lines.notes
+        self.notes, self.lacks_evaluation = self._lines.notes, self._lines.lacks_evaluation
         if missing := self._lines.steps.missing(after_step):
             self.notes += (f"metrics.jsonl holds no {missing} any more.",)
 

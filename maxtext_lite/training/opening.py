@@ -12,10 +12,10 @@ import jax
 
 from maxtext_lite.batching import BatchPlan, Topology, batch_sizes, choose, make_plan
 from maxtext_lite.batching.devices import device_of_kind
-from maxtext_lite.config import Config
+from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import setting_text
 from maxtext_lite.config.kernels import Accelerator
-from maxtext_lite.data import ExampleSource, open_sources_on_hosts
+from maxtext_lite.data import Examples, ExampleSource, open_sources_on_hosts, own_examples
 from maxtext_lite.data.mixture_of_run import in_run, steps_left
 from maxtext_lite.parallel import accelerator_of, start_devices
 from maxtext_lite.training.arrays import Device
@@ -52,6 +52,40 @@ def open_run(
     return run
 
 
+def own_sources(config: Config, source: Examples | None, eval_source: Examples | None) -> Sources | None:
+    """The caller's own examples; None: those of the config are used.
+
+    Raises:
+      UserError: the config is about other data.
+    """
+    if source is None:
+        if eval_source is not None:
+            raise UserError("eval_source without source: pass both, or eval_dataset_path in the config.")
+        return None
+    refuse_pairs(config, "source")
+    if config.balance_attention:
+        raise UserError(
+            "balance_attention=true has no effect with source, whose documents are not known before its examples are "
+            "read. Nearest that works: false."
+        )
+    sizes = {"num_tokens": config.max_target_length, "vocab_size": config.vocab_size}
+    held_out = None if eval_source is None else own_examples(eval_source, key="eval_source", **sizes)
+    return own_examples(source, key="source", **sizes), held_out
+
+
+def refuse_pairs(config: Config, name: str) -> None:
+    """Refuses an object for single rows where the config is about pairs.
+
+    Raises:
+      UserError: the config is that of DPO.
+    """
+    if config.dataset_type == "dpo":
+        raise UserError(
+            f"dataset_type=dpo is about pairs of rows; {name} is about single ones. Nearest that work: "
+            "dataset_type=text or sft."
+        )
+
+
 def open_data(
     config: Config, sources: Sources | None = None, device_memory_gb: float | None = None
 ) -> tuple[BatchPlan, Sources]:
@@ -80,10 +114,9 @@ def chosen_split(config: Config, device_memory_gb: float | None) -> dict[str, An
         config = config.model_copy(update={"num_epochs": Fraction(0), "steps": _ANY_STEPS})
     topology = Topology(machine["num_devices"], machine["num_hosts"], Accelerator.planned(machine["platform"]))
     plan_of = functools.partial(make_plan, **machine, device_memory_gb=device_memory_gb)
-    keys = choose(config, topology, device, plan_of)
+    keys, how = choose(config, topology, device, plan_of)
     if jax.process_index() == 0:
         said = " ".join(f"{key}={setting_text(value)}" for key, value in keys.items())
-        how = "predicted to be the fastest" if device else "the fewest micro-batches"
         print(f"global_batch_size={config.global_batch_size} on {len(devices)} x {kind}: {said}, {how} that fit")
     return keys
 

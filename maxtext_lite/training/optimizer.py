@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from maxtext_lite.batching import BatchPlan
 from maxtext_lite.batching.rate_shape import decay, warm_up
 from maxtext_lite.config import Config, OptimizerConfig, UserError
+from maxtext_lite.data import ExampleSource, target_tokens_of_run
 from maxtext_lite.models import is_matrix, num_inputs, of_one, unstacked
 from maxtext_lite.training.accumulate import GradientAccumulation, loss_scaling
 from maxtext_lite.training.arrays import Path, Scalar, Tree
@@ -82,6 +84,29 @@ def learning_rate_schedule(config: OptimizerConfig, *, last: float, units_per_st
     return Schedule(config.schedule_unit, units_per_step, rate)
 
 
+def schedule_of_run(
+    config: OptimizerConfig, plan: BatchPlan, source: ExampleSource, *, seed: int, step: int, examples_seen: int
+) -> Schedule:
+    """The config's schedule over a run that has come this far: it ends with the run.
+
+    A restart with the same config leaves it as it is, to the bit; one that changes the batch or the length moves the
+    end.
+
+    Args:
+      config: with the optimizer's settings as `plan` scales them.
+      source: its target tokens are counted with schedule_unit=tokens; all hosts then call this.
+      seed: of the data's order.
+    """
+    unit = config.schedule_unit
+    last = plan.schedule_end(unit, step, examples_seen)
+    if unit == "steps":
+        return learning_rate_schedule(config, last=last)
+    _, total = plan.end_after(step, examples_seen)
+    if unit == "tokens":
+        total = target_tokens_of_run(source, total_examples=total, seed=seed, loading_hosts=plan.loading_hosts)
+    return learning_rate_schedule(config, last=last, units_per_step=total / last)
+
+
 def _direction(config: OptimizerConfig, axes: Tree) -> optax.GradientTransformation:
     """The transformation of a gradient into an undecayed step of learning rate 1."""
     match config.optimizer:
@@ -144,7 +169,8 @@ def _of_each_tensor(inner: optax.GradientTransformation, axes: Tree) -> optax.Gr
 
 
 def _muon(config: OptimizerConfig, axes: Tree) -> optax.GradientTransformation:
-    """Muon on the layers' matrices, each expert by itself, and Adam on embeddings, head and norms.
+    """Muon on the layers' matrices, each expert by itself, and Adam on embeddings, head and norms, both with Nesterov's
+    momentum, which Optax applies to either or neither.
 
     Source: Jordan et al. 2024.
     """

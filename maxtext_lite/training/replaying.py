@@ -17,12 +17,15 @@ from maxtext_lite.config.bucket import absolute, original
 from maxtext_lite.config.hf.model_directory import config_of_run
 from maxtext_lite.config.json_file import read_object
 from maxtext_lite.reporting.records import Record, record_text
+from maxtext_lite.training.commit import steps_in
 from maxtext_lite.training.environment import environment
 from maxtext_lite.training.feed_steps import FeedSteps
 from maxtext_lite.training.metrics import Terminal
 from maxtext_lite.training.opening import open_run
 from maxtext_lite.training.row_losses import RowLoss, make_row_losses
 from maxtext_lite.training.run_difference import compared_fields, lines_of
+from maxtext_lite.training.saving import check, read_about
+from maxtext_lite.training.starts import settings_at
 from maxtext_lite.training.step_log import LossSpike, StepLog
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-2}
@@ -56,6 +59,8 @@ class Replay:
 class _Kept:
     """The records of steps in memory, in place of metrics.jsonl."""
 
+    lacks_evaluation = False
+
     def __init__(self) -> None:
         self.records: list[Record] = []
 
@@ -85,7 +90,7 @@ def replayed(
     Raises:
       UserError: the run cannot be replayed, or has no such step.
     """
-    config, lines = _config(directory, overrides), lines_of(directory)
+    config, lines = _config(directory, step, overrides), lines_of(directory)
     if (step, False) not in lines:
         steps = sorted(step for step, is_evaluation in lines if not is_evaluation)
         has = f"steps {steps[0]:,} to {steps[-1]:,}" if steps else "none"
@@ -128,11 +133,15 @@ def replayed(
     return Replay(step, after, elsewhere, tolerance, compared[step], differing[0] if differing else None, rows)
 
 
-def _config(directory: Path, overrides: Sequence[str]) -> Config:
-    """A run's config with the given directory as its run directory, wherever it was written."""
+def _config(directory: Path, step: int, overrides: Sequence[str]) -> Config:
+    """The config with which a run took a step, with the given directory as its run directory, wherever it was written.
+
+    config.yml is that of the newest start; the newest checkpoint lists earlier ones that differed.
+    """
     if not (directory / "config.yml").is_file():
         raise UserError(f"RUN_DIR={original(directory, 'RUN_DIR')} is not a run directory: it has no config.yml.")
-    config = config_of_run(directory, overrides)
+    where = absolute(original(directory, "RUN_DIR"))
+    config = config_of_run(directory, [*_settings(where / "checkpoints", step), *overrides])
     kind = "reinforcement learning" if isinstance(config, RLRunConfig) else config.dataset_type
     reasons = {
         "reinforcement learning": "its responses were sampled and are not stored",
@@ -140,8 +149,15 @@ def _config(directory: Path, overrides: Sequence[str]) -> Config:
     }
     if kind in reasons:
         raise UserError(f"RUN_DIR={directory} is a run of {kind}: {reasons[kind]}. replay takes pre-training and SFT.")
-    where = absolute(original(directory, "RUN_DIR"))
     return config.model_copy(update={"base_output_directory": str(where.parent), "run_name": where.name})
+
+
+def _settings(checkpoints: Path, step: int) -> list[str]:
+    """The settings of a step as the newest intact checkpoint lists them; [] if it is older than the step."""
+    for saved in reversed(steps_in(checkpoints)):
+        if check(checkpoints / str(saved), ("about",)).problem is None:
+            return settings_at(read_about(checkpoints / str(saved)).get("starts", []), step) if step <= saved else []
+    return []
 
 
 def _other_environment(directory: Path) -> str:

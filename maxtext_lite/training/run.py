@@ -27,7 +27,6 @@ from maxtext_lite.data import (
     ExampleSource,
     MixtureSource,
     source_tokens_of_run,
-    target_tokens_of_run,
 )
 from maxtext_lite.data.excluded import ExcludedRow, excluded_ids
 from maxtext_lite.data.mixture_of_run import early_end, in_run, mixture_sentences, mixture_table, steps_left
@@ -44,14 +43,16 @@ from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.lease import Lease, hold
 from maxtext_lite.training.metrics import Speed, Terminal
 from maxtext_lite.training.noise import why_unknown
-from maxtext_lite.training.optimizer import UNKNOWN_RATE, Schedule, learning_rate_schedule
+from maxtext_lite.training.optimizer import UNKNOWN_RATE, Schedule, schedule_of_run
 from maxtext_lite.training.parameter_files import checkpoints_in, load_parameters, load_peft_adapters
 from maxtext_lite.training.run_files import RunFiles, has_checkpoints, run_directory, write_json
+from maxtext_lite.training.starts import moved_schedule, with_start
 from maxtext_lite.training.state import (
     CONFIGURED,
     OwnParts,
     TrainState,
     abstract_state,
+    ending_after,
     init_state,
     make_parts,
     state_from,
@@ -228,25 +229,18 @@ class TrainingRun(Generic[Data]):
         """Shapes and shardings of the state."""
         return abstract_state(self.parts)
 
-    @property
-    def schedule(self) -> Schedule:
-        """The learning rate over the whole run."""
-        config, plan = scaled_optimizer(self.config, self.plan), self.plan
+    def schedule(self, counts: Counts) -> Schedule:
+        """The learning rate over the whole run, which has come to `counts`. All hosts call it."""
         if isinstance(self._own.optimizer, optax.GradientTransformation):
             return UNKNOWN_RATE
-        if config.schedule_unit == "steps":
-            return learning_rate_schedule(config, last=plan.steps)
-        # Positions are counted in steps at the target batch size, of which the run has this many.
-        last = plan.steps_at_target
-        total = plan.total_examples
-        if config.schedule_unit == "tokens":
-            total = target_tokens_of_run(
-                cast(ExampleSource, self.source),
-                total_examples=plan.total_examples,
-                seed=config.data_shuffle_seed,
-                loading_hosts=plan.loading_hosts,
-            )
-        return learning_rate_schedule(config, last=last, units_per_step=total / last)
+        return schedule_of_run(
+            scaled_optimizer(self.config, self.plan),
+            self.plan,
+            cast(ExampleSource, self.source),
+            seed=self.config.data_shuffle_seed,
+            step=counts.step,
+            examples_seen=counts.examples_seen,
+        )
 
     def restore_or_init(self) -> tuple[TrainState, Counts]:
         """The state and counts of the newest checkpoint, or those of a new run; also restores the source's history.
@@ -258,11 +252,16 @@ class TrainingRun(Generic[Data]):
         if self._saved and self._saved.latest_step() is not None:
             state, counts = self._saved.restore(abstract)
             self._mix(counts)
+            done = counts.step, counts.examples_seen
+            self.parts = ending_after(self.parts, self.config, self.plan, self._own, last=self.plan.end_after(*done)[0])
+            self._saved.starts = with_start(self._saved.starts, self.config, self.plan, *done)
             if self.parts.optimizer.has_ended(counts.skipped_in_a_row):  # if the limit has been lowered
                 none = jax.device_put(jax.numpy.int32(0), abstract.skipped_in_a_row.sharding)
                 state = dataclasses.replace(state, skipped_in_a_row=none)
             return state, counts
         self._mix(Counts())
+        if self._saved:
+            self._saved.starts = with_start([], self.config, self.plan, 0, 0)
         path = self.config.load_parameters_path
         if path:  # before any compilation, as it may be missing or not fit
             adapter = adapter_of(path)
@@ -332,10 +331,14 @@ class TrainingRun(Generic[Data]):
                 terminal.say(f"{name} data: {note}")
         for sentence in mixture_sentences(self.config, self.source, counts.examples_seen, end):
             terminal.say(sentence)
-        own_schedule = isinstance(self._own.optimizer, optax.GradientTransformation)
-        last = counts.step + left
-        for sentence in () if own_schedule else early_end(self.config, self.plan, steps=last, examples_seen=end):
-            terminal.say(sentence)
+        if not isinstance(self._own.optimizer, optax.GradientTransformation):  # it has a schedule of its own
+            starts, done = self._saved.starts if self._saved else [], (counts.step, counts.examples_seen)
+            last = counts.step + left
+            for sentence in (
+                *moved_schedule(self.config, starts, *done),
+                *early_end(self.config, self.plan, steps=last, examples_seen=end),
+            ):
+                terminal.say(sentence)
         unknown = why_unknown(
             num_replicas=self.plan.mesh["data"],
             accumulation=self.plan.gradient_accumulation_steps,

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxtext_lite.config import UserError
+from maxtext_lite.config import RLRunConfig, UserError
 from maxtext_lite.config.hf.model_directory import config_of_run
 from maxtext_lite.data import MixtureSource, hash_of_run, open_mixture
 from maxtext_lite.data.mixture_of_run import in_run
@@ -122,7 +122,7 @@ def compared_fields(first: Record, second: Record, tolerance: float) -> dict[str
     A value is None where its line lacks it. `tolerance` is that of `compare_metrics`.
     """
     flat = [dict(_flat(record)) for record in (first, second)]
-    names = dict.fromkeys(itertools.chain(_EXACT, *flat))
+    names = dict.fromkeys(itertools.chain(_EXACT, ("learning_rate",), *flat))
     pairs = {name: (flat[0].get(name), flat[1].get(name)) for name in names if _counts(name, tolerance)}
     if tolerance and all(abs(each.get("reward_margin", 1.0)) <= tolerance for each in flat):  # its sign is rounding
         pairs.pop("reward_accuracy", None)
@@ -163,6 +163,8 @@ def rows_of_step(run: Path, step: int) -> list[Any] | str:
         return f"metrics.jsonl has no step {step}"
     try:
         config = config_of_run(run)
+        if isinstance(config, RLRunConfig):
+            return "reinforcement learning reads prompts and samples its rows, some of which are in rollouts.jsonl"
         source, _ = in_run(config, open_mixture(config, vocab_size=config.vocab_size)[0])
     except UserError as error:
         return str(error)

@@ -15,17 +15,29 @@ import threading
 from pathlib import Path
 
 from maxtext_lite.config import RunConfig
-from maxtext_lite.config.bucket import any_path, fetch, file_system, is_bucket, reaching, storage_errors
+from maxtext_lite.config.bucket import (
+    any_path,
+    fetch,
+    file_system,
+    is_bucket,
+    reaching,
+    refuse_patterns,
+    storage_errors,
+)
 from maxtext_lite.config.errors import writing
+from maxtext_lite.config.whole_file import TEMPORARY, write_whole
 
 
 def run_directory(config: RunConfig) -> Path:
     """The directory of everything that a run writes.
 
     Raises:
-      UserError: it is in a bucket, and the extra for buckets is not installed.
+      UserError: it is in a bucket, and the extra for buckets is not installed, or its name has a pattern.
     """
-    return any_path(config.base_output_directory, "base_output_directory") / config.run_name
+    base = any_path(config.base_output_directory, "base_output_directory")
+    if is_bucket(base):
+        refuse_patterns(config.run_name, "run_name")
+    return base / config.run_name
 
 
 def write_json(path: Path, value: object) -> None:
@@ -35,7 +47,7 @@ def write_json(path: Path, value: object) -> None:
       UserError: it cannot be written.
     """
     with writing(path):
-        path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(value, indent=2) + "\n")
 
 
 def has_checkpoints(directory: Path) -> bool:
@@ -73,7 +85,9 @@ class RunFiles:
         self.directory.mkdir(parents=True, exist_ok=True)
 
     def fetch(self) -> None:
-        """Downloads the bucket's files; whatever a killed process did not upload is written again."""
+        """Downloads the bucket's files; whatever a killed process did not write or upload is written again."""
+        for partial in self.directory.glob(f"*{TEMPORARY}"):
+            partial.unlink(missing_ok=True)
         if self._bucket:
             shutil.rmtree(self.directory)
             self.directory.mkdir()
@@ -101,5 +115,5 @@ class RunFiles:
 
     def _states(self) -> list[tuple[Path, tuple[int, int]]]:
         """Each file, with its size and modification time."""
-        paths = sorted(path for path in self.directory.rglob("*") if path.is_file() and path.suffix != ".tmp")
+        paths = sorted(path for path in self.directory.rglob("*") if path.is_file() and path.suffix != TEMPORARY)
         return [(path, (about.st_size, about.st_mtime_ns)) for path in paths for about in [path.stat()]]

@@ -34,7 +34,7 @@ from maxtext_lite.parallel import exchange
 from maxtext_lite.process.watchdog import watchdog
 from maxtext_lite.training.commit import commit, make_room, while_unfinished
 from maxtext_lite.training.failures import Failures
-from maxtext_lite.training.manifest import Damaged, damage, in_items, read_manifest, write_part
+from maxtext_lite.training.manifest import Damaged, damage, finding_damage, in_items, read_manifest, write_part
 
 FORMAT = 3
 """2 had no checksums; 1 no progress, noise scale or local updates."""
@@ -42,7 +42,7 @@ FORMAT = 3
 _TIMEOUT_SECONDS = 1200  # for the slowest process to reach a barrier
 _ENVIRONMENT = (
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE,
-    errno.ENOENT, errno.ENOTDIR, errno.EISDIR,
+    errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETIMEDOUT,
 )  # fmt: skip
 _VANISHED = re.compile(r'NOT_FOUND: .* local file "([^"]+)"', re.DOTALL)  # as TensorStore says it
 _WAKE_SECONDS = 0.2
@@ -188,20 +188,24 @@ def check(directory: Path, items: Collection[str] = ()) -> Check:
     Args:
       items: the items that will be read; empty: all.
     Raises:
-      UserError: the hosts do not see the same files.
+      UserError: the hosts do not see the same files, or one cannot read them now.
     """
     began = time.perf_counter()
-    problem, digests = None, None
+    problem, unread, digests = None, None, None
     try:
-        digests = read_manifest(directory)
-        if digests is None and not _is_older(directory):
-            problem = "its checksums are missing"
-        elif not (directory / "params").is_dir():
-            problem = "params is missing"
-    except (Damaged, OSError) as error:
+        with finding_damage(directory, directory.name):
+            digests = read_manifest(directory)
+            if digests is None and not _is_older(directory):
+                problem = "its checksums are missing"
+            elif not (directory / "params").is_dir():
+                problem = "params is missing"
+    except Damaged as error:
         problem = str(error)
+    except OSError as error:
+        unread = _unread(directory, error)
     contents = None if digests is None else hashlib.sha256(json.dumps(sorted(digests.items())).encode()).hexdigest()
-    views = exchange([problem, contents])
+    views = exchange([unread, problem, contents])
+    _raise_first([unread for unread, _, _ in views])
     for host, view in enumerate(views):
         if view != views[0]:
             raise UserError(
@@ -212,12 +216,29 @@ def check(directory: Path, items: Collection[str] = ()) -> Check:
         return Check(problem, "no checksums, as an earlier version wrote it; it is taken as it is")
     read = in_items(digests, items) if items else digests
     share, num_shares = jax.process_index(), jax.process_count()
-    found = exchange(damage(directory, read, share=share, num_shares=num_shares))
-    problem = next((problem for problem, _ in found if problem is not None), None)
+    size = 0
+    try:
+        problem, size = damage(directory, read, share=share, num_shares=num_shares)
+    except OSError as error:
+        unread = _unread(directory, error)
+    found = exchange((unread, problem, size))
+    _raise_first([unread for unread, _, _ in found])
+    problem = next((problem for _, problem, _ in found if problem is not None), None)
     if problem is not None:
         return Check(problem, "")
-    checked = sum(size for _, size in found)
+    checked = sum(size for _, _, size in found)
     return Check(None, f"{bytes_text(checked)} checked at {_rate(checked, time.perf_counter() - began)}")
+
+
+def _unread(directory: Path, error: OSError) -> str:
+    why = error.strerror or str(error)
+    return f"{error.filename or directory} cannot be read: {why}. Nothing is set aside: start again once it can be."
+
+
+def _raise_first(problems: list[str | None]) -> None:
+    """Raises the first of the hosts' problems as a UserError, if there is one."""
+    if problem := next((each for each in problems if each is not None), None):
+        raise UserError(problem)
 
 
 @contextlib.contextmanager
@@ -270,7 +291,7 @@ def _is_older(directory: Path) -> bool:
     try:
         about_it = json.loads(about.read_bytes())
         return bool(about_it["format"] < FORMAT)
-    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+    except (ValueError, RecursionError, KeyError, TypeError):
         return False
 
 

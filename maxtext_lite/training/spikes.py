@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from maxtext_lite.config.whole_file import write_whole
 from maxtext_lite.data import ExampleSource, named_sources
 from maxtext_lite.data.excluded import ExcludedRow, excluded_text
 from maxtext_lite.data.mixture_of_run import in_run
@@ -107,9 +108,7 @@ def leave_out_guilty(run: TrainingRun[ExampleSource], terminal: Terminal, *, pla
     path = run.files.directory / EXCLUDED
 
     def write() -> None:
-        scratch = path.with_name(f"{path.name}.tmp")
-        scratch.write_text(excluded_text([*run.recorded, *found]), encoding="utf-8")
-        scratch.replace(path)
+        write_whole(path, excluded_text([*run.recorded, *found]))
         run.files.upload()
 
     run.failures.on_first_host(path, write)

@@ -18,7 +18,7 @@ from maxtext_lite.config import Config, NumericsConfig, UserError, adapted_weigh
 from maxtext_lite.config.experts import grouped_matmul_kernel
 from maxtext_lite.config.kernels import Accelerator, attention_kernel
 from maxtext_lite.config.weights import ExpertSizes, model_shape
-from maxtext_lite.models import Decoder, DecoderShape, ExpertShape, Lora
+from maxtext_lite.models import Decoder, DecoderShape, ExpertShape, Lora, root_key
 from maxtext_lite.parallel import (
     Pipeline,
     accelerator_of,
@@ -105,6 +105,18 @@ class TrainState:
         return self.params if self.outer is None else self.outer.params
 
     @property
+    def update_state(self) -> dict[str, Any]:
+        """The parts of a checkpoint beside `model_params` and the numbers of steps."""
+        parts: dict[str, Any] = {"opt_state": self.opt_state, "progress": self.progress}
+        if self.outer is not None:
+            parts["replica_params"] = self.params
+            if self.outer.momentum is not None:
+                parts["outer_momentum"] = self.outer.momentum
+            if self.outer.master is not None:
+                parts["outer_master"] = self.outer.master
+        return parts
+
+    @property
     def plain_params(self) -> Params:
         """The parameters without adapters, from which a run may start."""
         return self.model_params if self.frozen is None else self.frozen
@@ -122,18 +134,27 @@ def make_parts(
     """
     mesh = make_mesh(plan.ici_mesh, plan.dcn_mesh, devices)
     decoder = make_decoder(config, accelerator_of(mesh.devices.flat[0]), plan, own.model)
-    trained_axes, inner = decoder.trained(decoder.axes), None
-    scaled = scaled_optimizer(config, plan)
-    if own.optimizer is not None:
-        inner = own_optimizer(own.optimizer, scaled, trained_axes, last=plan.steps)
     return StepParts(
         decoder,
-        make_optimizer(scaled, trained_axes, inner),
+        _optimizer(config, plan, decoder, own, last=plan.steps),
         mesh,
         config,
         own.objective or objective_of(config),
         local_updates(config, plan.diloco_num_replicas),
     )
+
+
+def ending_after(parts: StepParts, config: Config, plan: BatchPlan, own: OwnParts, *, last: int) -> StepParts:
+    """The parts of a run that ends after `last` steps, on which an own optimizer with the config's schedule depends."""
+    if own.optimizer is None or last == plan.steps:
+        return parts
+    return dataclasses.replace(parts, optimizer=_optimizer(config, plan, parts.decoder, own, last=last))
+
+
+def _optimizer(config: Config, plan: BatchPlan, decoder: Decoder, own: OwnParts, *, last: int) -> GradientAccumulation:
+    axes, scaled = decoder.trained(decoder.axes), scaled_optimizer(config, plan)
+    inner = None if own.optimizer is None else own_optimizer(own.optimizer, scaled, axes, last=last)
+    return make_optimizer(scaled, axes, inner)
 
 
 def make_decoder(
@@ -342,7 +363,7 @@ def init_state(parts: StepParts, seed: int) -> TrainState:
     """The state before the first step, each leaf created on its own devices; its values depend on the seed alone."""
     create = jax.jit(lambda key: create_state(parts, key), out_shardings=state_shardings(parts))
     with jax.set_mesh(parts.mesh):
-        return create(jax.random.key(seed))
+        return create(root_key(seed))
 
 
 def state_from(parts: StepParts, params: Params, seed: int, adapters: Params | None = None) -> TrainState:
@@ -360,4 +381,4 @@ def state_from(parts: StepParts, params: Params, seed: int, adapters: Params | N
 
     create = jax.jit(state, donate_argnums=(0, 1), out_shardings=state_shardings(parts))
     with jax.set_mesh(parts.mesh):
-        return create(params, adapters, jax.random.key(seed))
+        return create(params, adapters, root_key(seed))

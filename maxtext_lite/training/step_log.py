@@ -13,6 +13,7 @@ import numpy as np
 
 from maxtext_lite.batching import BatchStage, batch_size_advice, laws_beside
 from maxtext_lite.data import MixtureSource, hash_of_run
+from maxtext_lite.parallel import value_of_host
 from maxtext_lite.process.phases import phases
 from maxtext_lite.training.arrays import Record
 from maxtext_lite.training.checkpoint import Counts
@@ -69,6 +70,11 @@ class Taken(NamedTuple):
 class Log(Protocol):
     """A receiver of the lines of metrics.jsonl."""
 
+    @property
+    def lacks_evaluation(self) -> bool:
+        """Whether the step from which the run continues has a line, and no evaluation of it has."""
+        ...
+
     def write(self, record: Record) -> None:
         """Appends a record."""
         ...
@@ -103,6 +109,10 @@ class StepLog:
     def directory(self) -> Path:
         """The run directory."""
         return self._run.directory
+
+    def lacks_evaluation(self) -> bool:
+        """Whether the step from which the run continues has not been evaluated. All hosts call it."""
+        return bool(value_of_host(0, self._log is not None and self._log.lacks_evaluation))
 
     def restart_clock(self) -> None:
         """Excludes the time since the last step from the next step's."""
@@ -252,5 +262,6 @@ class StepLog:
             batch = self._run.plan.stage_at(self.counts.examples_seen).global_batch_to_train
             self._terminal.say(batch_size_advice(noise.examples, noise.relative_error, batch))
             if self._run.config.objective == "pretrain":
-                tokens = self._run.plan.total_examples * self._run.config.max_target_length
+                _, examples = self._run.plan.end_after(self.counts.step, self.counts.examples_seen)
+                tokens = examples * self._run.config.max_target_length
                 self._terminal.say(laws_beside(self._run.config, tokens))

@@ -63,10 +63,14 @@ def watch_signals() -> Generator[Signals]:
             signal.signal(number, handler)
 
 
-class Stop:
-    """Whether to stop after a step: all hosts agree, though a signal may reach only one of them.
+class BrokenOff(Exception):
+    """An evaluation has ended before its last batch, on all hosts after the same one, because the run is to stop."""
 
-    With several hosts the answer is one step late; to wait for this step's would leave the devices idle.
+
+class Stop:
+    """Whether to stop after a step or a batch: all hosts agree, though a signal may reach only one of them.
+
+    With several hosts the answer is one call late; to wait for this one's would leave the devices idle.
     """
 
     def __init__(self, mesh: Mesh, is_asked: Callable[[], bool]):
@@ -74,8 +78,17 @@ class Stop:
         self._any_host = make_any_host(mesh) if jax.process_count() > 1 else None
         self._asked: jax.Array | None = None
 
+    def break_off(self) -> None:
+        """Ends an evaluation if the run is to stop. All hosts call it, between the same batches.
+
+        Raises:
+          BrokenOff: on all hosts, if one is asked to stop.
+        """
+        if self.after_this_step():
+            raise BrokenOff
+
     def after_this_step(self) -> bool:
-        """Whether to stop. All hosts call it, once a step."""
+        """Whether to stop. All hosts call it, at the same steps and batches."""
         received = self._is_asked()
         if self._any_host is None:
             return received
@@ -83,3 +96,7 @@ class Stop:
         if jax.default_backend() == "cpu":
             jax.block_until_ready(self._asked)
         return before is not None and bool(before)
+
+    def between_steps(self) -> bool:
+        """Whether to stop where no step is under way; several hosts only agree after a step."""
+        return self._any_host is None and self._is_asked()

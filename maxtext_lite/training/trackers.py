@@ -19,6 +19,8 @@ from typing import Any
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import without_secrets, writing
 from maxtext_lite.config.shown import tracker_names
+from maxtext_lite.config.whole_file import write_whole
+from maxtext_lite.reporting.records import as_object
 from maxtext_lite.training.arrays import Record
 from maxtext_lite.training.failures import Failures
 
@@ -149,14 +151,16 @@ class Service(Tracker):
 
     def __init__(self, module: Any, config: Config, directory: Path, say: Callable[[str], None]):
         self._name, self._say, self._lost = type(self).__name__.lower(), say, False
-        path, ids = directory / FILE, dict[str, str]()
-        with contextlib.suppress(FileNotFoundError, ValueError):
-            ids = dict(json.loads(path.read_text(encoding="utf-8")))
+        path = directory / FILE
+        ids = _known_ids(path)
+        if ids is None:
+            say(f"warning: {FILE} is damaged: from here on this is a new run at {self._name}.")
+            ids = {}
         known = ids.get(self._name)
         found = self._start(module, config, directory, known)
         if found != known:
             with writing(path):
-                path.write_text(json.dumps(ids | {self._name: found}) + "\n", encoding="utf-8")
+                write_whole(path, json.dumps(ids | {self._name: found}) + "\n")
 
     @abstractmethod
     def _start(self, module: Any, config: Config, directory: Path, known: str | None) -> str:
@@ -258,6 +262,18 @@ class Prometheus(Tracker):
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+def _known_ids(path: Path) -> dict[str, str] | None:
+    """The id of the run at each service; None where the file is damaged."""
+    try:
+        found: object = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (ValueError, RecursionError):
+        return None
+    ids = as_object(found)
+    return ids if isinstance(found, dict) and all(isinstance(each, str) for each in ids.values()) else None
 
 
 def _stated(config: Config) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from maxtext_lite.aot import against
 from maxtext_lite.aot.program import Traffic
 from maxtext_lite.batching import Topology, rank
 from maxtext_lite.batching.devices import device_named
+from maxtext_lite.config import UserError
 from maxtext_lite.xla.hlo_text import parse
 from maxtext_lite.xla.hlo_work import KernelCalls
 
@@ -43,6 +44,27 @@ ENTRY %main (p: bf16[8192,8192]) -> bf16[8192,8192] {{
 ])  # fmt: skip
 def test_a_slice_is_as_square_as_it_can_be(name, devices, topology):
     assert against.topology_of(device_named(name, option="--device"), devices) == topology
+
+
+def test_slices_are_told_and_chips_counted_that_have_two_devices():
+    v5e, tpu7x = (device_named(name, option="--device") for name in ("v5e", "7x"))
+    assert against.topology_of(v5e, 16, 2) == "2*v5e:2x4"
+    assert against.topology_of(tpu7x, 8) == "7x:1x2x2"
+    with pytest.raises(UserError, match=r"--compile for 7 of 7x: a chip has 2 .* Nearest that works: 8\."):
+        against.topology_of(tpu7x, 7)
+
+
+def test_the_slices_are_those_of_the_mesh(monkeypatch):
+    config = load_config(None, ["global_batch_size=8", "per_device_batch_size=-1", "gradient_accumulation_steps=-1",
+                                "dtype=bfloat16", "dcn_data_parallelism=2"])  # fmt: skip
+    found = rank(config, Topology(4), DEVICE, lambda each: make_plan(each, num_devices=4, platform="tpu"), most=1)
+
+    def compile_for(config, *, topology):
+        raise UserError(topology)
+
+    monkeypatch.setattr(against, "compile_for", compile_for)
+    with pytest.raises(UserError, match=r"^2\*v5e:1x2$"):
+        against.compare(found, DEVICE)
 
 
 @pytest.fixture

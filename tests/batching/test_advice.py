@@ -79,3 +79,10 @@ def test_a_sentence_beside_the_noise_scale():
     assert said.startswith("For this model and 160,000,000,000 tokens, published laws put the best batch at ")
     assert "299 to 1,415 examples and the critical one at 800 to 3,534" in said
     assert "underestimates" in said
+
+
+def test_the_batches_of_the_laws_are_counted_in_examples_of_all_their_rows():
+    pairs = load_config("post_train/dpo.yml")
+    rows = pairs.model_copy(update={"dataset_type": "sft", "max_target_length": 2 * pairs.max_target_length})
+    assert (pairs.rows_per_example, rows.rows_per_example) == (2, 1)
+    assert laws_beside(pairs, 10**9) == laws_beside(rows, 10**9)

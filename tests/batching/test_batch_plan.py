@@ -60,7 +60,7 @@ def test_the_length_of_a_ramped_run_in_steps_of_the_target():
     ramp = ("enable_rampup_batch_size=true", "per_device_batch_size_start=4", "per_device_batch_size_increment=4")
     plan = plan_of("per_device_batch_size=16", *ramp, "global_rampup_samples=90", "steps=10", num_devices=1)
     # 8 steps of 4, 4 of 8 would follow, of which two are left: 32 + 16 examples = 3 steps of 16.
-    assert (plan.total_examples, plan.steps_at_target) == (48, 3.0)
+    assert (plan.total_examples, plan.schedule_end("examples", 0, 0), plan.schedule_end("steps", 0, 0)) == (48, 3, 10)
 
 
 def test_the_bubble_is_that_of_one_micro_batch():

@@ -14,10 +14,23 @@ def test_every_branch_sees_the_same_examples_in_micro_batches_that_are_no_larger
     found = branch_sizes(factors, batch=24, accumulation=3, steps=12)
     assert [each.batch for each in found] == [12, 24, 36, 96]
     assert [each.steps for each in found] == [24, 12, 8, 3]
-    assert [each.accumulation for each in found] == [2, 3, 5, 12]  # micro-batches of 6, 8, 7.2 and 8 examples
+    assert [each.accumulation for each in found] == [2, 3, 6, 12]  # micro-batches of 6, 8, 6 and 8 examples
     assert all(each.batch * each.steps == 288 for each in found)
     assert compared_examples(found) == 96  # a step of the largest; a quarter is 72
     assert compared_examples(found[:2]) == 72
+
+
+@pytest.mark.parametrize(("batch", "accumulation", "expected"), [
+    (20, 5, [5, 5, 10, 10]),  # 10 examples are not 3 micro-batches, nor 30 examples 8
+    (24, 3, [2, 3, 6, 6]), (12, 2, [1, 2, 3, 4]), (14, 7, [7, 7, 21, 14]),
+])  # fmt: skip
+def test_micro_batches_are_whole(batch, accumulation, expected):
+    factors = [Fraction(text) for text in ("0.5", "1", "1.5", "2")]
+    found = branch_sizes(factors, batch=batch, accumulation=accumulation, steps=12)
+    assert [each.accumulation for each in found] == expected
+    for each in found:
+        assert each.batch % each.accumulation == 0
+        assert each.batch / each.accumulation <= batch / accumulation
 
 
 @pytest.mark.parametrize(("factors", "error"), [

@@ -64,6 +64,16 @@ def test_an_axis_has_the_links_or_the_network_that_its_neighbours_are_on(name, a
     assert rate == (None if gigabytes is None else pytest.approx(gigabytes * 1e9))
 
 
+@pytest.mark.parametrize(("name", "devices", "hosts", "gigabytes"), [
+    ("h100", 8, 1, 450), ("h100", 8, 2, 200), ("h100", 8, 8, 50), ("h100", 64, 1, 450), ("h100-nvl", 8, 8, None),
+    ("gb200", 8, 2, 900), ("v5e", 8, 2, 200),
+])  # fmt: skip
+def test_links_end_at_the_host_except_on_tpus_and_gb200(name, devices, hosts, gigabytes):
+    device = device_named(name, option="--device").in_hosts(devices, hosts)
+    rate = device.axis_bytes_per_second(8, stride=1, in_slice=8)
+    assert rate == (None if gigabytes is None else gigabytes * 1e9)
+
+
 def test_a_name_that_is_none_is_refused_with_the_nearest():
     with pytest.raises(UserError, match=r"--device=v5 is no device\. Did you mean 'v5"):
         device_named("v5", option="--device")

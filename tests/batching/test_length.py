@@ -97,10 +97,13 @@ def test_the_closed_form_equals_replay_from_anywhere():
         length = epochs(examples, short=short, stages=stages)
         whole_run, rest = replay(stages, examples, short), replay(stages, examples, short, seen)
         assert (length.steps, length.total_examples) == (len(whole_run), sum(whole_run))
-        assert length.steps_left(rng.randint(0, 9), seen) == len(rest)
+        step = rng.randint(0, 9)
+        assert length.steps_left(step, seen) == len(rest)
+        end = (step + len(rest), seen + sum(rest))
         for batch in [*rest, 0]:
             assert length.step_examples(seen) == batch
-            seen += batch
+            assert length.end_after(step, seen) == end
+            step, seen = step + 1, seen + batch
 
 
 def test_epochs_derive_the_steps_of_a_plan():

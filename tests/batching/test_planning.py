@@ -58,6 +58,27 @@ def test_probable_mistakes_are_warned_of():
     assert uneven.memory.activations > plan_of("ici_tensor_parallelism=4", "max_target_length=248").memory.activations
 
 
+def test_an_evaluation_that_cannot_fit_is_warned_of():
+    """64 times the rows of a micro-batch: the stream twice, and gate and up, beside the state; or a tile's logits."""
+    keys = ("eval_per_device_batch_size=64", "per_device_batch_size=1", "base_mlp_dim=4096", "remat_policy=full",
+            "num_vocab_tiling=-1", "ici_fsdp_parallelism=8")  # fmt: skip
+    config, held = load_config(None, keys), plan_of(*keys).memory.held
+    tokens = 64 * config.max_target_length
+    needed = held + tokens * 4 * (2 * config.base_emb_dim + 2 * 4096)
+    start = f"at least {bytes_text(needed)} per device are needed in an evaluation, more than the "
+    (warning,) = plan_of(*keys, device_memory_gb=(needed - 1) / 1e9).warnings
+    assert warning.startswith(start)
+    assert warning.endswith("lower eval_per_device_batch_size.")
+    assert plan_of(*keys, device_memory_gb=needed / 1e9).warnings == ()
+    for never in ("eval_interval=-1", "eval_per_device_batch_size=1"):
+        assert plan_of(*keys, never, device_memory_gb=(needed - 1) / 1e9).warnings == ()
+    large = (*keys, "vocab_size=65536", "base_mlp_dim=64", "num_vocab_tiling=1")
+    logits = plan_of(*large).memory.held + tokens * 4 * 65536
+    assert plan_of(*large, device_memory_gb=logits / 1e9).warnings == ()
+    (warning,) = plan_of(*large, device_memory_gb=(logits - 1) / 1e9).warnings
+    assert warning.startswith(f"at least {bytes_text(logits)} per device")
+
+
 def test_a_plan_without_masters_says_what_is_lost_and_what_is_saved():
     keys = ("weight_dtype=bfloat16", "master_weights=false", "steps=100")
     plan, whole = plan_of(*keys), plan_of(*keys[:1], *keys[2:])

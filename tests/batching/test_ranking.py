@@ -122,8 +122,12 @@ def test_what_no_mesh_can_mend_is_refused_as_make_plan_does():
 
 def test_links_that_are_not_known_are_an_error_and_not_a_guess():
     device = device_named("l4", option="--device")
-    with pytest.raises(UserError, match="--device=l4: what it sends"):
+    with pytest.raises(UserError) as refused:
         rank(load_config(None, MODEL), Topology(4), device, plan_of(4, 24))
+    assert str(refused.value) == (
+        "--device=l4: what it sends to others on a machine of so many is not known, so that no step can be predicted. "
+        "Nearest that works: per_device_batch_size=2 gradient_accumulation_steps=1."
+    )
     assert rank(load_config(None, MODEL), Topology(1), device, plan_of(1, 24))
 
 
@@ -143,23 +147,76 @@ def test_where_the_rate_to_the_host_is_not_known_what_fits_only_there_is_not_cou
 
 def test_a_run_takes_the_first_of_them():
     config, topology = load_config(None, MODEL), Topology(4, accelerator=Accelerator.planned("tpu"))
-    assert choose(config, topology, DEVICE, plan_of(4, 32)) == dict(ranked(config, 4, 32)[0].keys)
+    assert choose(config, topology, DEVICE, plan_of(4, 32)) == (
+        dict(ranked(config, 4, 32)[0].keys), "predicted to be the fastest"
+    )  # fmt: skip
 
 
-def test_where_a_device_has_no_figures_it_is_the_fewest_micro_batches_that_fit():
+@pytest.mark.parametrize("device", [None, device_named("l4", option="--device")])
+def test_where_a_device_has_too_few_figures_it_is_the_fewest_micro_batches_that_fit(device):
     config, topology = load_config(None, MODEL), Topology(4)
     sizes = [
         plan_of(4, None)(config.model_copy(update={"gradient_accumulation_steps": steps})).memory.total
         for steps in (1, 2)
     ]
     assert sizes[1] < sizes[0]
-    assert choose(config, topology, None, plan_of(4, None)) == {
-        "per_device_batch_size": 2, "gradient_accumulation_steps": 1
-    }  # fmt: skip
+    assert choose(config, topology, device, plan_of(4, None)) == (
+        {"per_device_batch_size": 2, "gradient_accumulation_steps": 1}, "the fewest micro-batches"
+    )  # fmt: skip
     between = sum(sizes) / 2e9
-    assert choose(config, topology, None, plan_of(4, between))["gradient_accumulation_steps"] == 2
+    assert choose(config, topology, device, plan_of(4, between))[0]["gradient_accumulation_steps"] == 2
     with pytest.raises(UserError, match=r"no legal plan fits into the 1\.0 MB of a device"):
-        choose(config, topology, None, plan_of(4, 1e-3))
+        choose(config, topology, device, plan_of(4, 1e-3))
     config = load_config(None, [*MODEL, "base_num_query_heads=8", "ici_tensor_parallelism=3"])
     with pytest.raises(UserError, match="ici_tensor_parallelism=3"):
-        choose(config, topology, None, plan_of(4, None))
+        choose(config, topology, device, plan_of(4, None))
+
+
+def test_devices_of_different_hosts_send_over_the_network():
+    device = device_named("h100", option="--device")
+    config = load_config(None, [*MODEL, "ici_fsdp_parallelism=4", "remat_policy=full"])
+
+    def collectives(num_hosts):
+        def plan(config):
+            return make_plan(config, num_devices=4, num_hosts=num_hosts)
+
+        return rank(config, Topology(4, num_hosts), device, plan, most=1)[0].time.collectives_seconds
+
+    assert collectives(4) == pytest.approx(9 * collectives(1))  # 50 GB/s, and not 450
+    assert collectives(2) == pytest.approx(4.5 * collectives(1))  # two devices of a host send at once
+
+
+RAMP = ["enable_rampup_batch_size=true", "per_device_batch_size_start=1", "per_device_batch_size_increment=1",
+        "global_rampup_samples=20"]  # fmt: skip
+
+
+@pytest.mark.parametrize("device", [DEVICE, None])
+@pytest.mark.parametrize(("words", "refusals"), [
+    ([*RAMP, "num_epochs=1"], [
+        "enable_rampup_batch_size=true: the batches of a ramp follow from per_device_batch_size and "
+        "gradient_accumulation_steps, both open. Nearest that work: gradient_accumulation_steps=1 or "
+        "enable_rampup_batch_size=false."]),
+    (["enable_diloco=true"], [
+        "diloco_num_replicas=-1: the number of replicas follows from the data axis, which is open. "
+        "Nearest that works: 1."]),
+    (["enable_diloco=true", "ici_data_parallelism=-1", "ici_fsdp_parallelism=2"], [
+        "diloco_num_replicas=-1: the number of replicas follows from the data axis, which is open. "
+        "Nearest that works: 2."]),
+])  # fmt: skip
+def test_what_would_let_the_choice_change_the_training_is_refused(words, refusals, device):
+    def plan(config):
+        return make_plan(config, num_devices=4, num_examples=20, device_memory_gb=32, platform="tpu")
+
+    topology = Topology(4, accelerator=Accelerator.planned("tpu"))
+    with pytest.raises(UserError) as refused:
+        choose(load_config(None, [*MODEL, *words]), topology, device, plan)
+    assert list(refused.value.problems) == refusals
+    for near in str(refused.value).partition("work: ")[2].rstrip(".").split(" or ") if "ramp" in words[0] else []:
+        mended = load_config(None, [*MODEL, *words, near])
+        assert choose(mended, topology, device, plan) if wants_solving(mended) else plan(mended)
+
+
+@pytest.mark.parametrize("words", [["diloco_num_replicas=2"], ["ici_data_parallelism=2"]])
+def test_all_that_are_ranked_have_the_replicas_that_were_stated(words):
+    found = ranked(load_config(None, [*MODEL, "enable_diloco=true", *words]), 4, 32)
+    assert {each.plan.diloco_num_replicas for each in found} == {2}

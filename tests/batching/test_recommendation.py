@@ -69,6 +69,29 @@ def test_the_nearest_batch_on_any_machine(devices, tokens):
     assert legal.per_device_batch_size <= 4
 
 
+@pytest.mark.parametrize(("words", "examples", "per_device", "accumulation", "empty"), [
+    (["per_device_batch_size=1", "ici_fsdp_parallelism=8"], 12, 1, 2, 0),  # not 3 x 4, in 8 slots each
+    (["per_device_batch_size=0.5", "ici_fsdp_parallelism=8"], 64, 1, 8, 0),  # as much memory as half full
+    (["per_device_batch_size=1", "ici_fsdp_parallelism=8"], 2, Fraction(1, 4), 1, 6),  # the laws want no more
+    (["per_device_batch_size=1", "ici_fsdp_parallelism=4", "ici_tensor_parallelism=2"], 4, Fraction(1, 2), 1, 0),
+])  # fmt: skip
+def test_slots_are_full_where_the_batch_has_as_many_examples_and_days_count_the_empty(
+    words, examples, per_device, accumulation, empty
+):
+    config = load_config(overrides=[*words, "dtype=bfloat16", "ici_data_parallelism=1"])
+    legal = nearest_legal(config, examples * 256, 2.56e9, Machine(8, 1, H200))
+    assert (legal.per_device_batch_size, legal.gradient_accumulation_steps) == (per_device, accumulation)
+    assert legal.empty_slots == empty
+    rows = legal.steps * (legal.examples + legal.empty_slots)
+    assert legal.days.low == pytest.approx(rows * flops_per_example(config, 256) / (0.5 * 8 * 989.4e12) / 86_400)
+
+
+def test_of_batches_that_do_not_fit_none_has_empty_slots_without_need():
+    config = load_config(overrides=[*EIGHT_B, "model_name=llama3-70b"])
+    legal = nearest_legal(config, 343 * 4096, 1.4e12, Machine(256, 1, device_named("v5e", option="--device")))
+    assert (legal.fits, legal.examples, legal.empty_slots) == (False, 256, 0)
+
+
 @pytest.mark.parametrize(("words", "per_device"), [
     (["per_device_batch_size=auto"], 15),  # 117 examples on 8 devices, in one micro-batch
     (["per_device_batch_size=-1", "gradient_accumulation_steps=4"], 2),  # 64 / 4 / 8

@@ -75,6 +75,31 @@ def test_contradictions_are_refused(words, message):
     assert message in str(refusal.value)
 
 
+def test_devices_without_work_are_a_warning():
+    words = ("trainer_devices_fraction=0.5", "sampler_devices_fraction=0.25")
+    said = "trainer_devices_fraction=0.5 and sampler_devices_fraction=0.25: 2 of 8 devices neither train nor sample."
+    assert said in make_plan(config(*words), num_devices=8).warnings
+    assert not make_plan(config(words[0], "sampler_devices_fraction=0.5"), num_devices=8).warnings
+
+
+def test_training_that_drops_tokens_of_experts_is_a_warning():
+    def warned(*words):
+        plan = make_plan(config("num_experts=4", *words), num_devices=8)
+        return [text for text in plan.warnings if "only training drops tokens" in text]
+
+    (said,) = warned("capacity_factor=1.5")
+    assert said.startswith("capacity_factor=1.5: only")
+    assert not warned("capacity_factor=1.5", "rollout_correction=truncated")
+    assert not warned()
+
+
+def test_a_batch_with_more_prompts_than_there_are_is_a_warning():
+    said = "batch_size=32 is more than the 31 prompts: a batch has some of them several times, each with groups of its "
+    (warning,) = make_plan(config(), num_devices=8, num_examples=31).warnings
+    assert warning.startswith(said)
+    assert not make_plan(config(), num_devices=8, num_examples=32).warnings
+
+
 def test_separate_trainer_and_sampler_devices_need_one_host():
     words = ("trainer_devices_fraction=0.5", "sampler_devices_fraction=0.5")
     with pytest.raises(UserError) as refusal:

@@ -41,6 +41,50 @@ def test_matmuls_are_the_models_and_the_scores_once_more():
     assert time.mfu == pytest.approx(ROWS * examples / time.seconds)
 
 
+def test_frozen_weights_have_no_gradients_and_adapters_do():
+    """The head and the layers' matrices in two passes instead of three; an adapter is in, rank and out."""
+    lora = ("lora_rank=8", "lora_targets=query,down")
+    plain, adapted = step(), step(*lora)
+    frozen, adapters = L * LAYER + D * V, L * 8 * ((D + N * H) + (F + D))
+    assert plain.matmul_seconds - adapted.matmul_seconds == pytest.approx(2 * ROWS * T * (frozen - 3 * adapters))
+    examples = flops_per_example(load_config(None, [*MODEL, *lora]), T)
+    assert adapted.matmul_seconds == pytest.approx(ROWS * (examples + 2 * L * SCORES / 2))
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4])
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_frozen_weights_have_no_bytes_of_gradients(platform, shards):
+    """64 more columns of gate and up, which are made again, and rows of down, which is not."""
+    device = dataclasses.replace(DEVICE, platform=platform)
+    keys = ("lora_rank=1", "lora_targets=query", "remat_policy=full", f"ici_fsdp_parallelism={shards}")
+
+    def memory(mlp):
+        held = make_plan(load_config(None, [*MODEL, *keys, f"base_mlp_dim={mlp}"]), num_devices=shards).memory.params
+        return step(*keys, f"base_mlp_dim={mlp}", devices=shards, device=device).memory_seconds - 2 * held
+
+    weights = L * D * 64 * 2 * (3 + 3 + 2 + (2 * 3 if shards > 1 else 0))  # read in each pass, gathered in two
+    tokens = ROWS * T * L * 64 * 2 * (3 + 3 + 2 + 4 * 3)  # read or written, and in four passes of the activation
+    assert memory(F + 64) - memory(F) == pytest.approx(weights + tokens)
+
+
+def test_muon_makes_matrices_orthogonal_once_a_step():
+    """Five steps of 2 m^2 n + m^3 products; with fsdp on m = D of mlp, query and out, and on n = D of key and value."""
+    heads = "base_num_query_heads=8"
+    shapes = [(D, 8 * H)] * 2 + [(K * H, D)] * 2 + [(D, F)] * 3
+    for steps in (1, 2):
+        times = [step(heads, f"optimizer={name}", f"gradient_accumulation_steps={steps}") for name in ("sgd", "muon")]
+        more = times[1].matmul_seconds - times[0].matmul_seconds
+        assert more == pytest.approx(2 * 5 * L * sum(2 * m * m * n + m**3 for m, n in shapes))
+    plain, muon = (step(heads, f"optimizer={name}", "ici_fsdp_parallelism=4", devices=4) for name in ("sgd", "muon"))
+    gathered = 5 * L * 4 * sum(2 * m * n + m * m for m, n in shapes if m == D)  # X twice and X X^T, in float32
+    reduced = 5 * L * 2 * 4 * sum(m * m for m, _ in shapes if m != D)
+    sent = muon.collectives_seconds - plain.collectives_seconds
+    assert sent == pytest.approx((gathered + reduced) * 3 / 4)
+    more = muon.matmul_seconds - plain.matmul_seconds
+    products = [2 * m * m * n / 4 + m**3 / (4 if m == D else 1) for m, n in shapes]
+    assert more == pytest.approx(2 * 5 * L * sum(products))
+
+
 @pytest.mark.parametrize(("policy", "again"), [
     ("full", QKVO * T + 2 * D * F * T + SCORES),
     ("minimal", SCORES),

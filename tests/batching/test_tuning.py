@@ -59,6 +59,23 @@ def test_candidates_that_do_not_fit_retry_with_less_kept_and_come_last():
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(("batch", "devices", "expected"), [
+    (12, 8, [1, 2]),  # 16 slots in each of these, but 3 x 8, 4 x 8, 6 x 8 and 12 x 8 otherwise
+    (13, 7, [1]), (100, 8, [1]), (64, 8, [1, 2, 4, 8]),
+])  # fmt: skip
+def test_of_batches_that_leave_slots_empty_those_that_leave_the_fewest_are_measured(batch, devices, expected):
+    words = ["per_device_batch_size=-1", "gradient_accumulation_steps=1", f"global_batch_size={batch}",
+             "remat_policy=full", "ici_fsdp_parallelism=1", "ici_data_parallelism=-1"]  # fmt: skip
+    config, measured = load_config(None, words), []
+
+    def measure(candidate):
+        measured.append(candidate.plan.gradient_accumulation_steps)
+        return Timing(1.0, 1)
+
+    assert tune(config, lambda config: make_plan(config, num_devices=devices), measure)
+    assert list(dict.fromkeys(measured)) == expected
+
+
 def test_stated_keys_stay():
     machine = Machine("remat_policy=full")
     found = machine.tune()

@@ -53,9 +53,14 @@ def test_a_file_larger_than_any_config_is_not_read(here):
     assert problems_of("my.yml") == ("my.yml has 4,194,305 bytes; a config has at most 4,194,304.",)
 
 
-def test_an_empty_file_and_a_few_aliases_are_a_config(here):
+def test_an_empty_file_is_a_config_but_not_that_of_a_run_and_so_are_a_few_aliases(here):
     Path("my.yml").write_text("")
     assert load_config("my.yml") == load_config()
+    Path("config.yml").write_text("# of a run\n")
+    assert problems_of("config.yml") == (
+        "config.yml has no keys, as if it had been cut short; that of a run has all. The run's own command writes it "
+        "again.",
+    )
     Path("my.yml").write_text("seed: &a 7\ndata_shuffle_seed: *a\n")
     assert load_config("my.yml").data_shuffle_seed == 7
 

@@ -148,6 +148,15 @@ def test_the_first_suggestions_of_all_lines_make_a_config():
     assert (config.steps, config.optimizer, config.base_num_kv_heads) == (1, "adamw", 2)
 
 
+def test_a_missing_base_is_held_against_the_files_beside_the_one_that_names_it(here):
+    Path("sub").mkdir()
+    for name in ("othr.yml", "sub/othre.yml"):
+        Path(name).touch()
+    Path("sub/my.yml").write_text("base: other.yml\n")
+    (problem,) = problems_of("sub/my.yml")
+    assert problem == "no config file 'other.yml' (base of sub/my.yml). Did you mean 'othre.yml'?"
+
+
 @pytest.mark.parametrize(
     ("files", "why"),
     [

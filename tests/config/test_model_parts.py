@@ -47,6 +47,8 @@ def test_a_mapping_comes_back_from_a_file_a_pickle_and_json(tmp_path):
     ("rope_scaling={rope_type: [yarn]}", "needs a rope_type"),
     ("rope_scaling={rope_type: linear, factor: }", "has no value for factor."),
     (f"rope_scaling={LLAMA3.replace('low_freq_factor: 1', 'low_freq_factor: 5')}", "above its high_freq_factor"),
+    ("rope_scaling={rope_type: longrope, factor: 2, original_max_position_embeddings: 1, short_factor: [1], "
+     "long_factor: [2]}", "lacks attention_factor, which original_max_position_embeddings=1 does not decide. Nearest"),
     ("rope_scaling=2", "rope_scaling=2 is not a mapping, as {name: value}. Nearest that works: {}."),
     ("mla={kv_lora_rank: 16}", "lacks q_lora_rank, which latent attention needs"),
     (f"mla={MLA.replace('rope_head_dim: 4', 'rope_head_dim: 3')}", "has an odd qk_rope_head_dim"),

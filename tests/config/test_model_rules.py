@@ -43,6 +43,8 @@ LATENT = "mla={q_lora_rank: 0, kv_lora_rank: 16, qk_nope_head_dim: 12, qk_rope_h
     ([LATENT], "base_num_kv_heads=4 with " + LATENT + ": latent attention has its own. Nearest that works: 8."),
     ([LATENT, "base_num_kv_heads=8", "layer_pattern=nope"],
      "layer_pattern=nope has layers without rotation beside mla. Nearest that works: global."),
+    (["rope_max_timescale=1", "rope_scaling={rope_type: yarn, factor: 2, original_max_position_embeddings: 8}"],
+     "rope_max_timescale=1 with rope_type=yarn: all wavelengths are the same. Nearest that works: 10000."),
     (["trainable_position_size=256", "rope_scaling={rope_type: ntk, factor: 2}"],
      "trainable_position_size=256 contradicts rope_scaling={rope_type: ntk, factor: 2}, which is about rotation. "
      "Nearest that works: 0."),

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from maxtext_lite.config import KEYS, UserError, describe, load_config, write_resolved
 from maxtext_lite.config.errors import setting_text
 from maxtext_lite.config.field_types import exact
+from maxtext_lite.config.load import read_config
 from tests.source_tree import REPOSITORY
 
 
@@ -23,6 +24,20 @@ def test_config_yml_says_where_each_value_came_from(tmp_path):
     assert lines["steps"].split() == ["30", "#", "command", "line"]
     assert lines["base_emb_dim"].split() == ["576", "#", "models/smollm2-135m.yml"]
     assert lines["seed"].split() == ["0", "#", "base.yml"]
+
+
+def test_what_cannot_be_written_leaves_config_yml_as_it_was(tmp_path, monkeypatch):
+    """So that a start on a full disk does not make a whole run unusable."""
+    write_resolved(load_config(), tmp_path / "config.yml")
+    before = (tmp_path / "config.yml").read_text()
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_resolved(load_config(None, ["steps=30"]), tmp_path / "config.yml")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"config.yml": before}
 
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(
@@ -106,6 +121,36 @@ def test_a_password_in_an_address_does_not_reach_the_run_directory_or_the_log(tm
     for text in ((tmp_path / "config.yml").read_text(), describe(config)):
         assert "http://***@host:8000" in text
         assert "planted" not in text
+
+
+@pytest.mark.parametrize("name", ["...", "---", "null", "~", "1e5", "0x1", "'", '"', "- a", "a: b", "[", "@", "%"])
+def test_a_text_that_is_something_else_in_yaml_is_read_back_as_it_is(tmp_path, name):
+    config = load_config().model_copy(update={"run_name": name})
+    write_resolved(config, tmp_path / "config.yml")
+    assert read_config(tmp_path / "config.yml").config.run_name == name
+
+
+@pytest.mark.parametrize(
+    "number", ["10000000001/4096", "100000000000000001/1000000", "1/3", "999999999999999999/7000000"]
+)
+def test_a_number_of_more_digits_than_a_float_has_is_read_back_exactly(tmp_path, number):
+    sources = f"dataset_path=[{{path: a.txt, weight: {number}}}, {{path: b.txt, weight: 1}}]"
+    config = read_config(None, [f"per_device_batch_size={number}", f"capacity_factor={number}", sources]).config
+    write_resolved(config, tmp_path / "config.yml")
+    assert read_config(tmp_path / "config.yml").config == config
+    assert config.per_device_batch_size == config.capacity_factor == exact(number)
+
+
+@pytest.mark.parametrize("words", [
+    ["prompt_template=http://a.b/?sig={prompt}"],
+    [r"reward_format=.*https?://[^:]*:[^@]*@.*"],
+    ["dataset_path=a/?://y?token=abc"],
+    ["dataset_path=[{path: 'a/?://y?token=abc', weight: 1}]"],
+])  # fmt: skip
+def test_a_text_that_looks_like_an_address_is_read_back_as_it_is(tmp_path, words):
+    config = read_config("configs/post_train/rl.yml", words).config
+    write_resolved(config, tmp_path / "config.yml")
+    assert read_config(tmp_path / "config.yml").config == config
 
 
 @pytest.mark.parametrize("setting", [

@@ -49,6 +49,9 @@ REFUSED = {
     "reward_weights=1,2": "reward_weights=1,2 has 2 for the 1 of reward_functions=exact_answer. Nearest that work: 1 "
                           "or reward_weights=.",
     "reward_weights=much": "reward_weights=much has something that is not a finite number. Nearest that works: 1.",
+    "reward_weights=1_0": "reward_weights=1_0 has something that is not a finite number. Nearest that works: 1.",
+    "reward_weights=-1e308": "reward_weights=-1e308 has a weight beyond 1000000, the largest in size. Nearest that "
+                             "works: -1000000.",
     "reward_weights=inf": "reward_weights=inf has something that is not a finite number. Nearest that works: 1.",
     "reward_functions=format": "reward_format is empty, but reward_functions names format, which compares responses "
                                "with it. Nearest that works: reward_format=.*.",
@@ -59,12 +62,15 @@ REFUSED = {
                                      "works: 1.",
     "decode_sampling_top_k=1": "decode_sampling_top_k=1 always samples the likeliest token: the num_generations=8 "
                                "responses to a prompt would all be the same. Nearest that work: 0 or 2.",
+    "decode_sampling_nucleus_p=0.003": "decode_sampling_nucleus_p=0.003 always samples the likeliest token: the "
+                                       "num_generations=8 responses to a prompt would all be the same. Nearest that "
+                                       "works: 1.",
     "decode_sampling_top_k=321": "decode_sampling_top_k=321 is more than vocab_size=320. Nearest that work: 320 or 0.",
     "eval_num_generations=2": "eval_num_generations=2 with eval_sampling_temperature=0: all responses to a prompt "
                               "would be the same. Nearest that work: eval_num_generations=1 or "
                               "eval_sampling_temperature=1.",
     "rollout_engine=http": "rollout_url is empty, but rollout_engine=http asks a server. Nearest that work: "
-                           "rollout_url=http://127.0.0.1:8000/v1 or rollout_engine=local.",
+                           "rollout_url=http://127.0.0.1:8000 or rollout_engine=local.",
     "rollout_engine=vllm": "rollout_url is empty, but rollout_engine=vllm asks a server. Nearest that work: "
                            "rollout_url=http://127.0.0.1:8000 or rollout_engine=local.",
     "rollout_correction_cap=3": "rollout_correction_cap=3 has no effect with rollout_correction=none. Nearest that "
@@ -100,10 +106,19 @@ def test_a_contradiction_is_refused_and_what_is_named_works(override):
      "reward_weights=0.5 has 1 for the 2 of reward_functions=exact_answer,m:f. Nearest that work: 0.5,1 or "
      "reward_weights=."),
     (["rollout_engine=http", "rollout_url=127.0.0.1:8000"],
-     "rollout_url=127.0.0.1:8000 does not begin with http:// or https:// and a host. Nearest that works: "
-     "http://127.0.0.1:8000/v1."),
+     "rollout_url=127.0.0.1:8000 is not http:// or https:// and a host, perhaps with a port and a path. Nearest that "
+     "works: http://127.0.0.1:8000."),
+    (["rollout_engine=http", "rollout_url=http://x/v1?a=1"],
+     "rollout_url=http://x/v1?a=1 is not http:// or https:// and a host, perhaps with a port and a path. Nearest that "
+     "works: http://127.0.0.1:8000."),
     (["rollout_engine=http", "rollout_url=https://x/v1", "rollout_fsdp_parallelism=2"],
      "rollout_fsdp_parallelism=2 has no effect with rollout_engine=http, whose server has its own devices. Nearest "
+     "that works: 1."),
+    (["rollout_engine=vllm", "rollout_url=http://x", "rollout_slots=64"],
+     "rollout_slots=64 has no effect with rollout_engine=vllm, whose server has its own devices. Nearest that works: "
+     "-1."),
+    (["rollout_engine=vllm", "rollout_url=http://x", "sampler_devices_fraction=0.5"],
+     "sampler_devices_fraction=0.5 leaves devices without work: with rollout_engine=vllm a server samples. Nearest "
      "that works: 1."),
     (["rollout_engine=sglang", "rollout_url=http://x", "rollout_tensor_parallelism=2"],
      "rollout_tensor_parallelism=2 has no effect with rollout_engine=sglang, whose server has its own devices. Nearest "
@@ -169,6 +184,16 @@ def test_each_function_has_its_weight(names, weights, expected):
     config = load_config(FILE, [f"reward_functions={names}", f"reward_weights={weights}"])
     assert isinstance(config, RLRunConfig)
     assert dict(zip(reward_names(config), reward_weights(config), strict=True)) == expected
+
+
+def test_with_a_server_all_devices_train():
+    both = ["trainer_devices_fraction=0.5", "sampler_devices_fraction=0.5"]
+    with pytest.raises(UserError) as refused:
+        load_config(FILE, ["rollout_engine=vllm", "rollout_url=http://x", *both])
+    assert refused.value.problems == (
+        "trainer_devices_fraction=0.5 leaves devices without work: with rollout_engine=vllm a server samples. Nearest "
+        "that works: trainer_devices_fraction=1 sampler_devices_fraction=1.",
+    )
 
 
 def test_no_rule_is_asked_twice():

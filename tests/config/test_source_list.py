@@ -37,6 +37,14 @@ def test_a_list_of_sources_has_exact_weights_and_names_by_default():
     ]
 
 
+def test_texts_of_a_source_are_kept_as_written():
+    entries = load_config(None, ["dataset_path=[{path: 007, weight: 0x2}, {path: a, weight: 1, name: 1.50}]"])
+    assert [(each.path, each.weight, each.name) for each in entries.dataset_path.entries] == [
+        ("007", 2, "007"),
+        ("a", 1, "1.50"),
+    ]
+
+
 @pytest.mark.parametrize("value", WRONG)
 def test_what_is_no_mixture_is_refused_in_a_line(value):
     with pytest.raises(UserError) as error:

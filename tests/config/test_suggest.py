@@ -74,6 +74,24 @@ def test_lines_agree_with_each_other():
                                             "c=1 is not above. Nearest that works: 8."]  # fmt: skip
 
 
+class Server(Numbers):
+    """A request in which a=1 needs a c, but cannot be had."""
+
+    def allows(self, change):
+        return True
+
+    def violations(self):
+        empty = Violation("c", "c is empty.", (5,), rule="empty")
+        found = [empty] if self.a and not self.c else []
+        return [*found, Violation("a", "a=1 has no place.", ({"a": 0, "c": 0},))] if self.a else found
+
+
+def test_a_line_whose_change_a_later_one_undoes_names_the_later_one():
+    assert said(Server(a=1, c=0)) == ["c is empty. Nearest that works: a=0 c=0.",
+                                      "a=1 has no place. Nearest that works: a=0 c=0."]  # fmt: skip
+    assert said(Server(a=1, c=5)) == ["a=1 has no place. Nearest that works: a=0 c=0."]
+
+
 def test_a_wrong_value_is_replaced_with_the_one_that_breaks_least():
     assert said(Numbers(b=4), [Refusal("a", "a=x is none.", (3, 4))]) == ["a=x is none. Nearest that works: 4."]
     assert said(Numbers(b=4), [Refusal("a", "a=x is none.", (3, 5))]) == ["a=x is none. Nearest that works: 2."]

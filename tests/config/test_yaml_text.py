@@ -14,7 +14,8 @@ from maxtext_lite.config.yaml_text import is_one_scalar, parse_mapping, parse_va
         ("0x1F", 31), ("on", "on"), ("off", "off"), ("yes", "yes"), ("no", "no"), ("y", "y"), ("1_000", "1_000"),
         ("1:30", "1:30"), ("2024-01-01", "2024-01-01"), ("true", True), ("False", False), ("~", None), ("null", None),
         ("", None), ("none", "none"), ('"5"', "5"), ("'true'", "true"), ("[[1, 2], [3]]", [[1, 2], [3]]),
-        ("{a: 1}", {"a": 1}), ("-.inf", -math.inf), ("a # comment", "a"), ("1e", "1e"), ("0b1", "0b1"),
+        ("{a: 1}", {"a": 1}),
+        ("!!seq [!!map {a: 1}]", [{"a": 1}]), ("-.inf", -math.inf), ("a # comment", "a"), ("1e", "1e"), ("0b1", "0b1"),
     ],
 )  # fmt: skip
 def test_scalars_are_those_of_yaml_1_2(text, value):
@@ -55,7 +56,8 @@ def test_entries_come_in_order_with_duplicates():
     ("text", "why"),
     [
         ("[1", "is not YAML"), ("&a [*a]", "contains itself"), ("*a", "is not YAML"),
-        ("!!python/name:os 1", "has the tag"),
+        ("!!python/name:os 1", "has the tag"), ("!foo {a: 1}", "has the tag !foo"), ("[!foo [a]]", "has the tag !foo"),
+        ("{a: 1, b: 2, a: 3}", r"has the key 'a' twice \(line 1\)"), ("- a: 1\n  'a': 1\n", r"'a' twice \(line 2\)"),
         ("\0", "is not YAML"), ("a: b: c", "is not YAML"), ("--- 1\n--- 2\n", "is not YAML"), ("[" * 2000, "is n"),
     ],
 )  # fmt: skip
@@ -64,7 +66,7 @@ def test_what_is_not_yaml_is_refused(text, why):
         parse_value(text)
 
 
-@pytest.mark.parametrize("text", ["- a\n", "text", "? [a]\n: 1\n"])
+@pytest.mark.parametrize("text", ["- a\n", "text", "? [a]\n: 1\n", "!foo\na: 1\n"])
 def test_a_file_that_is_no_mapping_is_refused(text):
-    with pytest.raises(ValueError, match=r"is not a list|is not a word"):
+    with pytest.raises(ValueError, match=r"is not a list|is not a word|has the tag"):
         parse_mapping(text)

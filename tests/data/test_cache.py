@@ -1,12 +1,11 @@
-"""Files made once: their directory, their lock, and writes that appear only when complete."""
+"""Files made once: their directory and their lock."""
 
 import fcntl
 from pathlib import Path
 
 import pytest
 
-from maxtext_lite.data import cache
-from maxtext_lite.data.cache import CACHE_VARIABLE, cache_directory, locked, write_whole
+from maxtext_lite.data.cache import CACHE_VARIABLE, cache_directory, locked
 
 
 def test_the_directory_is_the_variables_or_the_users(monkeypatch, tmp_path):
@@ -23,14 +22,3 @@ def test_an_entry_is_locked_against_others(tmp_path):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     with entry.with_suffix(".lock").open("ab") as other:
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def test_an_incomplete_write_leaves_no_file(tmp_path, monkeypatch):
-    def full(_):
-        raise OSError(28, "No space left on device")
-
-    write_whole(tmp_path / "a", b"before")
-    monkeypatch.setattr(cache.os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
-        write_whole(tmp_path / "a", b"content")
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"a": b"before"}

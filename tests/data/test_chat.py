@@ -8,7 +8,6 @@ import tokenizers
 
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data.chat import DATE_OF_TRAINING_DATA, ChatTemplate, chat_template
-from maxtext_lite.data.tokenizer import HuggingFaceTokenizer
 
 transformers = pytest.importorskip("transformers")
 
@@ -58,29 +57,6 @@ def test_a_template_is_rendered_as_transformers_does(template, tmp_path):
     expected = tokenizer.apply_chat_template(TURNS, tokenize=False, add_generation_prompt=True)
     assert ChatTemplate(tmp_path).render(TURNS) == expected
     assert "Yes." in expected
-
-
-PRINTS = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}{{ eos_token }}"
-NONE = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": None, "eos_token": "</s>"}
-
-
-@pytest.mark.parametrize(("template", "config", "mapped"), [
-    (PRINTS, {"bos_token": "a", "eos_token": None}, {"bos_token": "<s>", "eos_token": {"content": "</s>"}}),
-    (PRINTS, {"bos_token": "a", "eos_token": "</s>", "added_tokens_decoder": {}}, {"bos_token": "<s>"}),
-    (PRINTS, NONE, None),
-    ("{{ image_token }}" + PRINTS, NONE | {"extra_special_tokens": {"image_token": "<s>"}}, None),
-    ("{{ mark_token }}" + PRINTS, NONE | {"mark_token": "<s>"}, None),
-])  # fmt: skip
-def test_special_tokens_are_those_that_transformers_reads(template, config, mapped, tmp_path):
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<s>": 1, "</s>": 2}, unk_token="a"))
-    words.save(str(tmp_path / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template, **config}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    if mapped:
-        (tmp_path / "special_tokens_map.json").write_text(json.dumps(mapped))
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    assert ChatTemplate(tmp_path).render(TURNS) == tokenizer.apply_chat_template(TURNS, tokenize=False)
-    assert HuggingFaceTokenizer(tmp_path / "tokenizer.json").end_of_text_id == tokenizer.eos_token_id == 2
 
 
 @pytest.mark.parametrize("template", [

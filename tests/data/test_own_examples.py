@@ -31,6 +31,14 @@ def test_optional_fields_default_to_one_document_of_weight_1():
     assert row["weights"].dtype == np.float32
 
 
+def test_padding_is_no_target_wherever_it_is():
+    """Also where the caller does not give weights."""
+    for segments in ([1, 1, 2, 0], [0, 0, 1, 1]):
+        source = own_examples(Examples([example(segments=np.array(segments))]), **SIZES)
+        assert source[0]["weights"].tolist() == [float(segment > 0) for segment in segments]
+        assert source[0]["weights"].dtype == np.float32
+
+
 def test_custom_fields_are_float32_and_targets_are_counted():
     examples = [example(weights=np.array([0, 1, 0.5, 0]), price=np.full(4, 0.25 * number)) for number in range(3)]
     source = own_examples(Examples(examples), **SIZES)
@@ -53,6 +61,9 @@ def test_any_type_that_keeps_the_values_is_accepted():
     ([], "source has no examples"),
     ([{"tokens": np.arange(4)}], r"source\[0\] has no targets"),
     ([example(weights=np.ones(3))], r"source\[0\]: weights has the shape \(3,\), not \(max_target_length,\) = \(4,\)"),
+    ([example(weights=np.ones(4), segments=np.array([0, 1, 1, 0]))],
+     r"source\[0\]: weights are above 0 at 2 places of padding, the first of which is 0"),
+    ([example(segments=np.ones(3))], r"source\[0\]: segments has the shape \(3,\)"),
     ([example(tokens=np.arange(7, 11))], r"source\[0\]: tokens are 7 to 10, not 0 to vocab_size - 1 = 9"),
     ([example(tokens=[1.7, 2.9, 3, 4])], r"source\[0\]: tokens have the type float64, not one of whole numbers"),
     ([example(tokens=["1", "2", "3", "4"])], r"source\[0\]: tokens have the type <U1, not one of whole numbers"),

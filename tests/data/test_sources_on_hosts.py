@@ -88,13 +88,14 @@ def test_full_rows_need_no_counting():
 
 
 def test_what_is_planned_and_what_is_trained_on_are_opened_alike(config, be_host, tmp_path, monkeypatch):
-    """Texts for a model from elsewhere begin as its own tokenizer begins them."""
+    """Texts for a model from elsewhere begin as its own tokenizer begins them, also without the path on resumption."""
     told = []
     monkeypatch.setattr(mixture_source, "open_sources", lambda _, **keys: told.append(keys) or (None, None))
-    (tmp_path / "hf").mkdir()
-    (tmp_path / "hf/config.json").write_text("{}")
-    for path, expected in (("", False), (str(tmp_path), True)):
-        of_run = config.model_copy(update={"load_parameters_path": path})
+    (tmp_path / "run/hf").mkdir(parents=True)
+    (tmp_path / "run/hf/config.json").write_text("{}")
+    for path, run_name, expected in (("", "new", False), (f"{tmp_path}/run", "new", True), ("", "run", True)):
+        where = {"load_parameters_path": path, "base_output_directory": str(tmp_path), "run_name": run_name}
+        of_run = config.model_copy(update={"dataset_type": "sft", **where})
         mixture_source.open_mixture(of_run, vocab_size=320)
         sources_on_hosts.opened_sources(of_run, vocab_size=320)
         assert told == [{"vocab_size": 320, "begins_as_elsewhere": expected}] * 2

@@ -56,6 +56,33 @@ def test_each_line_of_a_conversation_is_answered_after_all_before_it(run, capsys
     assert said == f"{answer}\n" + second.removeprefix(f"s:S;u:one;a:{answer};u:two;")
 
 
+def test_as_many_tokens_are_added_as_the_learned_positions_allow(run, capsys, monkeypatch):
+    """The last one is not fed back and needs no position."""
+    monkeypatch.setattr("maxtext_lite.generation.answering.load_on_mesh", lambda *_: load_on_mesh(*run, {}))
+    config = run[1].model_copy(update={"trainable_position_size": 20})
+
+    def after(length, added):
+        said = ask(run, capsys, as_json=True, config=config, prompt_ids=[[5] * length], max_new_tokens=added).out
+        return len(json.loads(said)[0]["tokens"])
+
+    for length, most in ((17, 4), (20, 1)):
+        assert after(length, most) == most
+        with pytest.raises(UserError, match=rf"20 learned positions\. Nearest that works: {most}\."):
+            after(length, most + 1)
+    with pytest.raises(UserError, match=r"a prompt of 21 tokens .* No max_new_tokens works: shorten the prompt\."):
+        after(21, 1)
+
+
+def test_a_conversation_ends_at_the_turn_that_goes_past_the_learned_positions(run, capsys, monkeypatch, tmp_path):
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m['content'] }};{% endfor %}")
+    config = run[1].model_copy(update={"chat_template": f"{tmp_path}/t.jinja", "trainable_position_size": 20})
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\nand two is too long\nthree\n"))
+    monkeypatch.setattr("maxtext_lite.generation.answering.load_on_mesh", lambda *_: load_on_mesh(*run, {}))
+    with pytest.raises(UserError, match=r"max_new_tokens=4 after a prompt of \d\d tokens goes past .* 20 learned"):
+        ask(run, capsys, config=config, chat=True, max_new_tokens=4)
+    assert capsys.readouterr().out.count("\n") == 1
+
+
 def test_a_token_without_a_probability_ends_the_answers(run, capsys, monkeypatch):
     def damaged(*arguments):
         decoder, params, mesh = load_on_mesh(*arguments)

@@ -173,6 +173,25 @@ def test_a_stop_token_ends_its_own_text_only(sampler):
         assert [token for token, _ in cut] == expected
 
 
+@pytest.mark.parametrize("mesh", [{}, {"tensor": 2, "fsdp": 2}])
+def test_a_cache_that_grows_gives_the_same_text(mesh, run, sampler, monkeypatch):
+    """However many tokens are asked for, the first one does not wait for room for all of them."""
+    how = {"max_new_tokens": 70, "temperature": 1.0, "seed": 1}
+    whole = _texts(sampler, PROMPTS, **how)
+    monkeypatch.setattr("maxtext_lite.generation.sampler._FIRST_ROOM", 1)
+    again = Sampler(*load_on_mesh(run.run_directory, load_config(run.run_directory / "config.yml"), mesh))
+    rooms = []
+    grow = again._grow
+    monkeypatch.setattr(again, "_grow", lambda cache, *, num_positions: rooms.append(num_positions) or grow(
+        cache, num_positions=num_positions))  # fmt: skip
+    grown = _texts(again, PROMPTS, **how)
+    assert rooms == [128]  # from 64 positions, for a prompt of 5 tokens
+    for one, other in zip(whole, grown, strict=True):
+        assert [token for token, _ in one] == [token for token, _ in other]
+        np.testing.assert_allclose([x for _, x in one], [x for _, x in other], atol=1e-5)
+    next(again.stream(PROMPTS, **how | {"max_new_tokens": 2**31 - 1}))
+
+
 def test_tensor_parallel_sampling_gives_the_same_text(run, sampler):
     config = load_config(run.run_directory / "config.yml")
     on_two = Sampler(*load_on_mesh(run.run_directory, config, {"tensor": 2}))

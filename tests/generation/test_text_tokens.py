@@ -13,10 +13,10 @@ BYTES = load_config(None, ["vocab_size=264"])
 
 def test_a_text_ends_at_what_the_models_files_name_and_at_end_of_text(tmp_path):
     tokenizer = load_tokenizer(BYTES)
-    assert stop_tokens("", tokenizer) == stop_tokens(tmp_path, tokenizer) == (256,)
+    assert stop_tokens(None, tokenizer) == TextTokens.of(tmp_path, BYTES).stop_token_ids == (256,)
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text(json.dumps({"eos_token_id": [2, 256]}))
-    assert stop_tokens(tmp_path, tokenizer) == (2, 256)
+    assert stop_tokens(tmp_path / "hf", tokenizer) == TextTokens.of(tmp_path, BYTES).stop_token_ids == (2, 256)
 
 
 def test_a_text_is_encoded_with_what_its_own_tokenizer_puts_first(tmp_path):

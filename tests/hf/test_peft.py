@@ -91,11 +91,47 @@ def test_adapters_add_in_transformers_what_they_add_here(name, tmp_path):
     assert found is not None
     assert (found.rank, found.alpha) == (3, 6)
     back, given = flat(read_peft_adapters(found, shapes)), flat(adapters)
-    assert given.keys() <= back.keys()
-    for path, x in back.items():  # a part of a module of which other parts have adapters has one that adds nothing
-        if path in given or path.endswith("/b"):
-            np.testing.assert_array_equal(x, given.get(path, np.zeros_like(x)), err_msg=path)
-    assert (name == "phi3") == (given.keys() != back.keys())
+    assert given.keys() == back.keys()
+    for path, x in back.items():
+        np.testing.assert_array_equal(x, given[path], err_msg=path)
+
+
+def test_matrices_that_add_nothing_yet_are_read_back_as_each_weights_own(tmp_path):
+    directory = save("phi3", tmp_path / "base")
+    _, decoder, adapters, _ = adapted(directory, ("key", "value", "up"))
+    given = {path: np.zeros_like(x) if path.endswith("/b") else x for path, x in flat(adapters).items()}
+    for path, x in flat(adapters).items():
+        x[...] = given[path]
+    export(directory, tmp_path / "adapters", decoder, adapters)
+    shapes = {path: leaf.shape for path, leaf in flat(decoder.frozen(decoder.abstract_params)).items()}
+    found = adapter_of(tmp_path / "adapters")
+    assert found is not None
+    assert found.targets == "key,up,value"
+    back = flat(read_peft_adapters(found, shapes))
+    assert back.keys() == given.keys()
+    for path, x in back.items():
+        np.testing.assert_array_equal(x, given[path], err_msg=path)
+
+
+def test_columns_that_are_not_of_the_weight_that_the_metadata_names_are_refused(tmp_path):
+    directory = save("phi3", tmp_path / "base")
+    _, decoder, adapters, _ = adapted(directory, ("key", "value"))
+    export(directory, tmp_path / "adapters", decoder, adapters)
+    file = tmp_path / "adapters" / "adapter_model.safetensors"
+    tensors = safetensors.numpy.load_file(file)
+    name = "base_model.model.model.layers.1.self_attn.qkv_proj.lora_B.weight"
+    assert tensors[name].shape == (64, 6)
+    tensors[name][0, 4] = 1  # a row of the query, in the columns of the value
+    safetensors.numpy.save_file(tensors, file, {"lora_targets": "key,value"})
+    shapes = {path: leaf.shape for path, leaf in flat(decoder.frozen(decoder.abstract_params)).items()}
+    found = adapter_of(tmp_path / "adapters")
+    assert found is not None
+    with pytest.raises(UserError, match=r"columns 3 to 5 of lora_B of model\.layers\.1\.self_attn\.qkv_proj are not"):
+        read_peft_adapters(found, shapes)
+    safetensors.numpy.save_file(tensors, file)  # as others write it: one adapter of a larger rank
+    found = adapter_of(tmp_path / "adapters")
+    assert found is not None
+    assert (found.rank, found.alpha, found.targets) == (6, 12, "key,query,value")
 
 
 def outside(directory, out, modules, *, rank, alpha, **fields):
@@ -119,12 +155,18 @@ def outside(directory, out, modules, *, rank, alpha, **fields):
     return out
 
 
-def test_one_matrix_for_several_weights_is_each_ones(tmp_path, capsys):
+@pytest.mark.parametrize("wide", [4, 8])
+def test_one_matrix_for_several_weights_is_each_ones(wide, tmp_path, capsys):
+    """Also one that is wider than r as an export's are, with the same scale."""
     directory = save("phi3", tmp_path / "base")
     modules = ["self_attn.qkv_proj", "mlp.gate_up_proj", "mlp.down_proj"]
-    out = outside(directory, tmp_path / "adapters", modules, rank=4, alpha=5, use_rslora=True)
+    fields = {"r": 4, "rank_pattern": {}, "alpha_pattern": {}}
+    if wide == 8:
+        ends = [module.rpartition(".")[2] for module in modules]
+        fields |= {"rank_pattern": dict.fromkeys(ends, 8), "alpha_pattern": dict.fromkeys(ends, 5 * 2**0.5)}
+    out = outside(directory, tmp_path / "adapters", modules, rank=wide, alpha=5, use_rslora=True, **fields)
     config = directory_config(out, "float32")
-    assert (config.lora_rank, config.lora_alpha) == (4, 10)  # alpha / sqrt(r) = 2.5 = 10 / 4
+    assert (config.lora_rank, config.lora_alpha) == (wide, 2.5 * wide)  # alpha / sqrt(r) = 2.5 = 10 / 4
     assert sorted(config.lora_targets.split(",")) == ["down", "gate", "key", "query", "up", "value"]
     decoder, params, _ = load_on_mesh(out, config, {"fsdp": 2, "tensor": 2})
     assert "is copied to each of them" in capsys.readouterr().err

@@ -119,6 +119,7 @@ def broken(tmp_path, kind):
         case "huge":
             whole.write_bytes(whole_file({"a": entry(0, 16, [2**62, 8])}, 16))
         case "missing file":
+            whole.unlink()
             index.write_text('{"weight_map": {"a": "model-1.safetensors"}}')
         case "elsewhere":
             index.write_text('{"weight_map": {"a": "../x.safetensors"}}')

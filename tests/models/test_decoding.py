@@ -148,6 +148,12 @@ def test_draws_follow_the_asked_distribution(sampling, expected):
     np.testing.assert_allclose(_frequencies(sampling), expected, atol=0.015)
 
 
+def test_of_equally_likely_tokens_top_p_keeps_the_fewest():
+    keys, logits = jax.random.split(jax.random.key(0), 200), jnp.zeros((200, 8)).at[:, 5].set(-1)
+    drawn, _ = jax.jit(lambda l, k: sample_token(l, k, Sampling(top_p=0.3)))(logits, keys)
+    assert set(drawn.tolist()) == {0, 1, 2}  # 0.136 each
+
+
 @pytest.mark.parametrize(
     "sampling", [Sampling(temperature=0.5), Sampling(temperature=0.5, top_k=2), Sampling(0)], ids=str
 )

@@ -8,9 +8,10 @@ import numpy as np
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
+from maxtext_lite.config import PositionTemperature
 from maxtext_lite.models import DecoderShape
 from maxtext_lite.models.block import DecoderLayer
-from maxtext_lite.models.layers import RESIDUAL_AXES, Embedding, Head, projections
+from maxtext_lite.models.layers import RESIDUAL_AXES, Embedding, Head, projections, query_factor
 from maxtext_lite.models.moe import ExpertShape
 from maxtext_lite.parallel import MESH_AXES, make_mesh
 from maxtext_lite.parallel.axes import partition_spec
@@ -58,6 +59,14 @@ def test_the_gradient_of_an_embedding_is_summed_over_tokens_in_float32():
         gradient = np.asarray(found[name][...], np.float32)
         np.testing.assert_array_equal(gradient[row], np.full(8, 1024.0))
         assert np.count_nonzero(gradient) == 8
+
+
+def test_the_largest_offset_of_a_position_does_not_wrap():
+    tuning = PositionTemperature(scale=0.5, floor_scale=8, offset=2**31 - 1)
+    factor_BT = query_factor(
+        dataclasses.replace(SHAPE, position_temperature=tuning), "global", jnp.arange(3)[None], None
+    )
+    np.testing.assert_allclose(factor_BT, np.full((1, 3), 1 + 0.5 * np.log1p(2**28)), rtol=1e-6)
 
 
 def constraints_in(jaxpr):

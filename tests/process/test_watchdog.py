@@ -125,6 +125,18 @@ def test_a_long_evaluation_whose_batches_go_on_is_no_hang(run):
     assert "in evaluation of step 4 for" in verdict.text
 
 
+def test_a_phase_may_take_the_time_of_waits_with_their_own_limits_as_well(run):
+    one = run(num_processes=1, least=10)
+    (dog,) = one.dogs
+    dog.allow("rollout", 200)
+    for phase, limit in (("rollout", 240), ("evaluation", 40)):
+        dog.enter(phase, 1)
+        one.passes(limit - 2)
+        assert one.found() == [None]
+        one.passes(4)
+        assert f"in {phase} of step 1" in one.found()[0].text
+
+
 def test_the_first_evaluation_has_four_times_the_limit_also_after_its_first_batch_and_later_ones_have_not(run):
     """What an evaluation compiles it compiles after it has read a batch."""
     for first, limit in ((0, 40), (1, 10)):
@@ -187,6 +199,34 @@ def test_after_a_failed_collective_the_lost_are_found_within_the_grace_or_the_er
     replace_sleep(monkeypatch, lambda seconds: pytest.fail("waited"))
     with pytest.raises(KeyError), run(2).dogs[1].looking_for_the_lost(KeyError):
         raise KeyError
+
+
+@pytest.mark.parametrize("crash", [False, True])
+def test_where_beats_are_far_apart_one_that_moves_is_neither_hung_nor_silent(monkeypatch, crash):
+    """As with 800 processes, of which process 2 is killed; the others are seen a beat or two late."""
+    monkeypatch.setattr(module, "PROCESSES_PER_BEAT", 0.5)
+    four = Run(4, 5, monkeypatch)
+    assert four.dogs[0]._period == 8
+    for second in range(200):
+        for clock in four.clocks:
+            clock.seconds += 1.0
+        for process, (dog, store) in enumerate(zip(four.dogs, four.stores, strict=True)):
+            if process == 2 and crash and second > 100:
+                continue
+            dog.tick()
+            dog.enter("step", second)
+            if (second + 2 * process) % 8 == 0:
+                dog.exchange(store)
+            if crash and second == 102:
+                dog._crash = ", which failed"
+            verdict = dog.look()
+            if not crash or second < 102:
+                assert verdict is None
+            elif verdict is not None:
+                assert verdict.text.count("does not answer") == 1
+                assert verdict.text.startswith("process 2 on ")
+                return
+    assert not crash
 
 
 def test_compiling_may_take_any_time_as_long_as_it_computes(run):

@@ -47,5 +47,12 @@ def test_what_is_damaged_has_no_starts(found):
     assert starts_of(found) == []
 
 
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Start)])
+@pytest.mark.parametrize("wrong", [None, "3", True, [1], {"step": None}, {"step": "3"}, 1e301, 10**400, float("nan")])
+def test_a_start_with_anything_but_numbers_is_damaged(name, wrong):
+    start = dataclasses.asdict(FIRST)
+    assert starts_of({"starts": [start, start | {name: wrong}]}) == []
+
+
 def test_starts_are_read_as_they_are_written():
     assert starts_of({"starts": [dataclasses.asdict(FIRST)]}) == [FIRST]

@@ -106,8 +106,16 @@ def test_files_that_are_missing_or_damaged_are_noted(tmp_path):
     ):
         assert said in text
     (directory / "plan.json").write_text("[]")
+    (directory / "config.yml").write_text("")
+    (directory / "goodput.json").write_text('{"starts": [{"began": null}]}')
     (directory / "metrics.jsonl").unlink()
-    assert {"plan.json is not a JSON object.", "metrics.jsonl is missing."} < set(read(directory).notes)
+    notes = {
+        "plan.json is not a JSON object.",
+        "metrics.jsonl is missing.",
+        "config.yml cannot be read: it has no keys.",
+        "goodput.json is damaged.",
+    }
+    assert notes < set(read(directory).notes)
 
 
 @pytest.mark.parametrize("number", ["1" + "0" * 400, "-1e308", "Infinity", "NaN", "1e999"])

@@ -34,6 +34,14 @@ def test_equal_rewards_are_exactly_zero_though_their_mean_is_rounded(scale):
     assert not np.any(group_advantages(rewards, 6, scale))
 
 
+@pytest.mark.parametrize("scale", ["group", "none"])
+def test_the_largest_rewards_have_finite_advantages(scale):
+    """The largest reward times the largest weight, in either direction."""
+    found = group_advantages(np.array([1e18, -1e18, 1e18, -1e18]), 4, scale)
+    assert np.isfinite(np.square(found)).all()
+    assert (np.sign(found) == [1, -1, 1, -1]).all()
+
+
 def test_the_fraction_of_groups_that_teach_nothing():
     assert equal_groups_fraction(np.array([1.0, 1, 0, 1, 0, 0, 3, 2]), 2) == 0.5
     assert equal_groups_fraction(np.array([1.0, 1, 0, 1]), 4) == 0

@@ -67,11 +67,12 @@ def test_prompts_are_sampled_and_judged_in_chunks_of_a_micro_batch_with_the_reco
         engine=SimpleNamespace(update=lambda params, step: did.append((params, step))),
         sample=sample, judge=judge, eval_sampling=None,
     )  # fmt: skip
-    record, text = HeldOutResponses(rl, said.append).of(SimpleNamespace(params="params", frozen=None), 7)
+    state = SimpleNamespace(params="params", frozen=None)
+    record, text = HeldOutResponses(rl, said.append).of(state, 7, lambda: did.append("between"))
 
     keys = [(HELD_OUT, number, generation) for number in (3, 5, 8, 9) for generation in range(3)]
     chunks = [keys[first : first + at_once] for first in range(0, 12, at_once)]
-    assert did == [("params", 7), *(each for chunk in chunks for each in (chunk, "advance"))]
+    assert did == [("params", 7), *(each for chunk in chunks for each in ("between", chunk, "advance"))]
     lengths = [number + generation for _, number, generation in keys]
     whole = Scores(np.array(lengths) / 10, {"exact_answer": np.array(lengths) / 10}, len(chunks), [])
     assert record == held_out_record(whole, lengths, 3)

@@ -1,5 +1,6 @@
 """The protocol of the process: its input, its output, and nothing else."""
 
+import copy
 import json
 import os
 import signal
@@ -49,6 +50,10 @@ def ends_what_it_starts(completions):
     return [-process.wait()] * len(completions)
 def starts(completions):
     return [float(subprocess.Popen(["sleep", "600"]).pid)] * len(completions)
+def takes_all(completions): return [len(completions.pop(0)) for _ in range(len(completions))]
+def leaves_one(completions):
+    del completions[1:]
+    return [2.0]
 """
 
 
@@ -81,6 +86,8 @@ GIVEN = (["P", "PP"], ["a", "bb"], {"answer": ["x", None], "other": [1, 2]})
     ("m:mapping", {"error": "returned a dict ({0: 1.0, 1: 2.0}), not a list of numbers"}),
     ("m:texts", {"error": "returned a list with a str ('b') in it, not a number"}),
     ("m:short", {"error": "returned 1 number for 2 pairs"}),
+    ("m:takes_all", {"rewards": [1, 2]}),
+    ("m:leaves_one", {"error": "returned 1 number for 2 pairs"}),
     ("m:raises", {"error": "raised ValueError: no way (m.py:24)"}),
     ("m:exits", {"error": "raised SystemExit: 3 (m.py:25)"}),
     ("exact_answer", {"rewards": [0, None]}),
@@ -88,12 +95,19 @@ GIVEN = (["P", "PP"], ["a", "bb"], {"answer": ["x", None], "other": [1, 2]})
 def test_what_a_function_says(name, reply, module):
     functions = Functions([name], "")
     assert functions.problems == []
-    assert functions.rewards(name, *GIVEN) == reply
+    assert functions.rewards(name, *copy.deepcopy(GIVEN)) == reply
 
 
 def test_what_is_no_list_is_refused(module):
     functions = Functions(["m:stream"], "")
     assert functions.rewards("m:stream", *GIVEN)["error"].startswith("returned a generator (<generator object")
+
+
+@pytest.mark.parametrize("returned", [[1.0, 1j], np.array([1.0, 2.0 + 1j]), np.array([1, 0], np.complex64)])
+def test_complex_numbers_are_no_rewards(returned, module, monkeypatch):
+    functions = Functions(["m:judge"], "")
+    monkeypatch.setattr(sys.modules["m"].Judge, "__call__", lambda self, **given: returned)
+    assert "complex" in functions.rewards("m:judge", *GIVEN)["error"]
 
 
 @pytest.mark.parametrize("returned", [[Fraction(1, 2), np.float32(1)], (0.5, True)])

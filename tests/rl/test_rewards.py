@@ -39,6 +39,7 @@ def fails(completions):
     if what == "crash": os._exit(5)
     if what == "signal": os.kill(os.getpid(), 11)
     if what == "silence": os.closerange(3, 100)
+    if what == "huge": rewards[:3] = [1e200, -2e12, 1e12]
     return rewards
 def numbers(completions):
     """The completions as numbers: one that is none takes down the call, the words below also the process."""
@@ -101,6 +102,7 @@ FAILURES = {
     "nan": (1, "returned nan: no reward for 1 of 4 pairs."),
     "inf": (1, "returned inf: no reward for 1 of 4 pairs."),
     "none": (2, "returned None: no reward for 2 of 4 pairs."),
+    "huge": (2, "returned a number beyond 1e+12, the largest in size: no reward for 2 of 4 pairs."),
     "short": (4, "returned 3 numbers for 4 pairs" + NONE_OF),
     "text": (4, "returned a str ('good'), not a list of numbers" + NONE_OF),
     "exit": (4, "raised SystemExit: done (mine.py:22)" + NONE_OF),
@@ -134,7 +136,8 @@ def test_what_fails_counts_nothing_and_the_run_goes_on(what, judges):
     count, sentence = FAILURES[what]
     judge = judges["zero", 1 if what in ENDLESS else 30]
     scores = judge.of(ANSWERS, [what, "b", "c", "d"])
-    assert scores.by_name["mine:fails"].tolist() == [0] * count + [1] * (4 - count)
+    rest = [1e12, 1] if what == "huge" else [1] * (4 - count)
+    assert scores.by_name["mine:fails"].tolist() == [0] * count + rest
     assert scores.by_name["mine:length"].tolist() == [len(what), 1, 1, 1]
     assert scores.total.tolist() == (scores.by_name["mine:fails"] + 10 * scores.by_name["mine:length"]).tolist()
     assert scores.errors == count
@@ -166,7 +169,7 @@ def test_each_way_of_failing_is_said_once():
 
 
 @pytest.mark.parametrize(("word", "seconds", "sentence"), [
-    ("x", 30, "raised ValueError: could not convert string to float: 'x' (mine.py:31)"),
+    ("x", 30, "raised ValueError: could not convert string to float: 'x' (mine.py:32)"),
     ("crash", 30, "ended its process (exit code 5)"),
     ("hang", 3, "did not return within its share of reward_timeout_seconds=3"),
 ])  # fmt: skip

@@ -31,6 +31,14 @@ def test_a_response_ends_at_end_of_text_which_is_no_part_of_its_text(tmp_path, c
         assert rl.text_of(Response([49, 50], [0, 0], False)) == "12"
 
 
+def test_a_resumed_run_ends_responses_where_its_models_files_say(tmp_path, config_of):
+    """It needs no load_parameters_path, from which these files were copied."""
+    (tmp_path / "run/hf").mkdir(parents=True)
+    (tmp_path / "run/hf/config.json").write_text('{"eos_token_id": [2, 3]}')
+    with contextlib.closing(open_rl_run(config_of(tmp_path, "run_name=run"))) as rl:
+        assert rl.stop_token_ids == (2, 3, 256)
+
+
 def test_what_a_step_minimises_follows_from_the_keys(tmp_path, config_of):
     words = ["grpo_epsilon=0.1", "loss_algo=gspo", "num_iterations=2", "decode_sampling_temperature=0.7"]
     with contextlib.closing(open_rl_run(config_of(tmp_path, *words))) as rl:
@@ -44,6 +52,8 @@ def test_what_a_step_minimises_follows_from_the_keys(tmp_path, config_of):
 
 @pytest.mark.parametrize(("words", "expected"), [
     (["rollout_correction=truncated"], (True, 2.0)),
+    (["num_experts=4", "capacity_factor=1.5"], (True, None)),
+    (["num_experts=4"], (False, None)),
     (["rollout_engine=vllm", "rollout_url=http://x"], (True, None)),
     (["rollout_engine=sglang", "rollout_url=http://x", "rollout_correction=truncated", "rollout_correction_cap=5"],
      (True, 5.0)),

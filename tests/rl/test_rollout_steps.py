@@ -213,3 +213,17 @@ def test_with_lora_the_reference_is_the_frozen_model(tmp_path, config_of):
     first, second, third = steps(result.run_directory)
     assert first["kl"] == pytest.approx(0, abs=1e-7)
     assert 0 < second["kl"] < third["kl"]
+
+
+@pytest.mark.parametrize(("words", "seconds"), [
+    (["reward_functions=exact_answer,numeric_answer", "reward_timeout_seconds=100"], 400),
+    (["rollout_engine=http", "rollout_url=http://x/v1", "reward_timeout_seconds=10"], 1820),
+])  # fmt: skip
+def test_the_watchdog_ends_no_run_that_waits_for_rewards_or_a_server_within_their_limits(
+    words, seconds, tmp_path, config_of, monkeypatch
+):
+    told = {}
+    monkeypatch.setattr(rollout_steps.watchdog, "allow", told.__setitem__)
+    monkeypatch.setattr(rollout_steps, "train_run", lambda *_: None)
+    train_rl(config_of(tmp_path, *words))
+    assert told == {"rollout": seconds, "evaluation": seconds}

@@ -33,7 +33,8 @@ def read(answer, reader=read_completion):
 @pytest.mark.parametrize(("said", "response"), [
     (choice(1, 0, 46, 5), ([1, 0, 46, 5], [-0.5] * 4, False)),
     (choice(1, STOP, finish_reason="stop"), ([1, STOP], [-0.5] * 2, True)),
-    (choice(9, finish_reason="stop"), ([9], [-0.5], True)),  # after a token that the server itself knows
+    (choice(9, finish_reason="stop", stop_reason=9), ([9], [-0.5], True)),  # a token that the server itself knows
+    (choice(1, STOP, finish_reason="stop", stop_reason=STOP), ([1, STOP], [-0.5] * 2, True)),
     (choice(1, 1, 1, 47), ([1, 1, 1, 47], [-0.5] * 4, True)),  # both, as an engine of ours says too
     (choice(1, 2, 4, 5, logprobs=logprobs(0, -3, 1e-7, -999.5)), ([1, 2, 4, 5], [0.0, -3.0, 1e-7, -999.5], False)),
     (choice(1, 2, 4, 5, prompt_token_ids=PROMPT, stop_reason=None), ([1, 2, 4, 5], [-0.5] * 4, False)),
@@ -73,6 +74,11 @@ ONE = choice(1, 2, 4, 5)
     ({"choices": [choice(1, 2, logprobs={})]}, "choices[0].logprobs.token_logprobs is missing"),
     *(({"choices": [choice(1, 2, finish_reason=wrong)]}, "is neither stop nor length")
       for wrong in (None, "abort", "", 1, ["stop"])),
+    ({"choices": [choice(9, finish_reason="stop")]},
+     "finish_reason=stop after 9, which is none of stop_token_ids=[3, 47], nor named by stop_reason: token_ids must"),
+    ({"choices": [choice(1, 9, finish_reason="stop", stop_reason=STOP)]},
+     "choices[0].stop_reason=3, where choices[0].token_ids ends in 9: the ids must include the token that ended"),
+    ({"choices": [choice(1, 9, finish_reason="stop", stop_reason="###")]}, 'stop_reason="###", where choices[0].'),
     ({"choices": [choice(1, STOP, 4, 5)]}, "goes on after one of stop_token_ids=[3, 47]"),
     ({"choices": [choice(1, 2)]}, "finish_reason=length after 2 tokens, where max_tokens=4"),
 ])  # fmt: skip
@@ -104,6 +110,9 @@ def test_what_vllm_and_sglang_say_is_taken():
         assert read(answer, read_vllm_completion) == ([1, 2, 4, 5], [-0.5] * 4, False)
     matched = {"type": "stop", "matched": STOP}
     assert read(generation(1, 2, 4, 5), read_generation) == ([1, 2, 4, 5], [-0.5] * 4, False)
+    assert read(generation(1, STOP, finish_reason=matched), read_generation) == ([1, STOP], [-0.5] * 2, True)
+    assert read(completion(9, finish_reason="stop"), read_vllm_completion) == ([9], [-0.5], True)  # its end-of-text
+    matched = {"type": "stop", "matched": [STOP]}
     assert read(generation(1, STOP, finish_reason=matched), read_generation) == ([1, STOP], [-0.5] * 2, True)
     spans = [{"version": "b-2", "start": 0, "end": 4}]
     assert read(generation(1, 2, 4, 5, weight_versions=spans), read_generation)[0] == [1, 2, 4, 5]
@@ -141,6 +150,9 @@ NAMES = [f"token_id:{token_id}" for token_id in (1, 2, 4, 6)]
      'meta_info.weight_version="default", where the last update was "b-2"'),
     (generation(1, 2, 4, 5, weight_versions=[{"version": "b-1"}, {"version": "b-2"}]), read_generation,
      'meta_info.weight_versions="b-1", where'),
+    (completion(1, 9, finish_reason="stop", stop_reason=STOP), read_vllm_completion, "stop_reason=3, where"),
+    (generation(1, 9, finish_reason={"type": "stop", "matched": STOP}), read_generation,
+     "meta_info.finish_reason.matched=3, where output_ids ends in 9"),
     (generation(1, 2), read_generation, "finish_reason.type=length after 2 tokens, where max_tokens=4"),
     (generation(1, 2, 4, 5, 6), read_generation, "output_ids has 5 tokens, where 1 to 4 were asked for"),
     (generation(1, 2, 4, True), read_generation, "output_ids[3]=true is not an id"),

@@ -11,6 +11,7 @@ import pytest
 from maxtext_lite.config import UserError
 from maxtext_lite.models import Sampling
 from maxtext_lite.rl import http_engine
+from maxtext_lite.rl.http_client import Server
 from maxtext_lite.rl.rollout_steps import train_rl
 from maxtext_lite.rl.server_kinds import SERVER_KINDS
 from maxtext_lite.training import Callback
@@ -260,3 +261,12 @@ def test_a_server_that_reports_others_is_refused_before_it_is_believed(server, t
     misbehave(server, logprobs_mode="processed_logprobs")
     assert generate(engine, Sampling(temperature=0.7), REQUESTS[:1])
     engine.close()
+
+
+@pytest.mark.parametrize(
+    "url", ["http://host:8000", "http://host:8000/", "http://host:8000/v1", "http://host:8000/v1/"]
+)
+def test_a_url_may_be_the_servers_or_its_apis(url):
+    server = Server("rollout_url", url, attempts=1, wait_seconds=0, timeout_seconds=1)
+    paths = {name: kind.path(server) for name, kind in SERVER_KINDS.items()}
+    assert paths == {"http": "/v1/completions", "vllm": "/v1/completions", "sglang": "/generate"}

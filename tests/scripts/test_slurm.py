@@ -162,6 +162,19 @@ def test_the_number_of_restarts_is_limited(cluster: Cluster, restarts: str, queu
     assert ("not queued again after 2 restarts" in output) == (not queued)
 
 
+@pytest.mark.parametrize("code", [134, 135, 139, 143])
+def test_a_task_that_crashed_beside_others_is_as_one_that_was_killed(cluster: Cluster, code: int):
+    cluster.trains(f"exit {code}")
+    assert cluster.run(SLURM_JOB_NUM_NODES="2")[0] == 76
+    assert ["scontrol", "requeue", "77"] in cluster.calls
+
+
+def test_with_more_tasks_than_cores_each_gets_one(cluster: Cluster):
+    code, output = cluster.run("--dry-run", job=False, SLURM_NTASKS_PER_NODE="8", SLURM_CPUS_ON_NODE="4")
+    assert code == 0
+    assert " --cpus-per-task=1 " in output
+
+
 @pytest.mark.parametrize(("job", "exit_code"), [
     ({"SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS_PER_NODE": "1"}, 76),
     ({"SLURM_JOB_NUM_NODES": "1", "SLURM_NTASKS_PER_NODE": "8"}, 76),

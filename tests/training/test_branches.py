@@ -162,3 +162,19 @@ def test_a_damaged_branch_json_is_refused(run):
 def test_what_cannot_be_branched_is_refused(words, asked, error, run):
     with pytest.raises(UserError, match=error):
         branches(run(*words), **asked)
+
+
+@pytest.mark.parametrize(("rates", "said"), [
+    ((0.2, 0.1, 0.0), r"is 0, at which no branch would train\. Nearest that works: 2\."),
+    ((0.0, 0.1, 0.0), r"is 0, at which no branch would train\. Nearest that works: 2\."),
+    ((0.0, 0.0, 0.0), r"is 0, at which no branch would train\. No checkpoint has another\."),
+    ((None, None, None), r"is its own optimizer's, which is not known\. No checkpoint has another\."),
+])  # fmt: skip
+def test_nothing_branches_off_a_step_without_a_learning_rate(rates, said, tmp_path):
+    """The newest checkpoint of a run whose schedule ends at 0 is one."""
+    lines = [step_line(step, learning_rate=rate) for step, rate in enumerate(rates, start=1)]
+    directory = write_run(tmp_path / "run", lines, ADAM)
+    for step in (1, 2, 3):
+        (directory / "checkpoints" / str(step)).mkdir(parents=True)
+    with pytest.raises(UserError, match=rf"--step=3: the learning rate of RUN_DIR=\S+ {said}"):
+        branches(directory, step=3)

@@ -15,8 +15,9 @@ RUN = (*TINY, "dataset_type=synthetic", "eval_interval=2", "eval_steps=1", "chec
 
 
 class Seen(Callback):
-    def __init__(self, *, ends_after=None, wants_state=False):
+    def __init__(self, *, ends_after=None, ends_at=None, wants_state=False):
         self.ends_after, self.wants_state, self.events, self.states = ends_after, wants_state, [], {}
+        self.ends_at = ends_at  # the kind of an event at step 2 or 3
 
     def after_step(self, step, record, state):
         self.events.append(("step", step, record["loss"]))
@@ -27,14 +28,16 @@ class Seen(Callback):
     def after_evaluation(self, step, record, state):
         self.events.append(("evaluation", step, record["eval_loss"]))
         assert int(state.step) == step
+        return self.ends_at == "evaluation"
 
     def after_checkpoint(self, step, state):
         self.events.append(("checkpoint", step, None))
         assert int(state.step) == step
+        return self.ends_at == "checkpoint"
 
 
-def _train(tmp_path, name, *callbacks, steps=5):
-    words = [*RUN, f"steps={steps}", f"base_output_directory={tmp_path}", f"run_name={name}"]
+def _train(tmp_path, name, *callbacks, steps=5, words=()):
+    words = [*RUN, *words, f"steps={steps}", f"base_output_directory={tmp_path}", f"run_name={name}"]
     result = train(load_config(None, words), callbacks=callbacks)
     lines = [json.loads(line) for line in (result.run_directory / "metrics.jsonl").read_text().splitlines()]
     return result, lines
@@ -83,3 +86,16 @@ def test_the_run_ends_evaluated_and_saved_and_goes_on_as_if_it_had_not_ended(
     losses = [[line["loss"] for line in each if "loss" in line] for each in (lines, whole[1])]
     assert losses[0] == losses[1]
     jax.tree.map(np.testing.assert_array_equal, *(jax.device_get(each.state) for each in (again, whole[0])))
+
+
+@pytest.mark.parametrize(("ends", "words", "want"), [
+    ({"ends_at": "evaluation"}, ["checkpoint_period=100"], ["step 1", "step 2", "evaluation 2", "checkpoint 2"]),
+    ({"ends_at": "checkpoint"}, ["eval_interval=100"], ["step 1", "step 2", "checkpoint 2", "evaluation 2"]),
+])  # fmt: skip
+def test_the_run_ends_at_once_where_no_step_is_under_way(ends, words, want, tmp_path):
+    """Evaluated and saved once, whichever of the two was due."""
+    seen = Seen(**ends)
+    result, lines = _train(tmp_path, "ended", seen, words=words)
+    assert (result.step, result.interrupted) == (2, False)
+    assert [f"{kind} {step}" for kind, step, _ in seen.events] == want
+    assert [line["step"] for line in lines] == [1, 2, 2]

@@ -16,7 +16,7 @@ from maxtext_lite.parallel import Pipeline
 from maxtext_lite.training import manifest, saving
 from maxtext_lite.training.checkpoint import OWN, Checkpointer, CheckpointReader, fingerprint
 from maxtext_lite.training.optimizer import make_optimizer
-from maxtext_lite.training.parameter_files import load_adapters, load_parameters
+from maxtext_lite.training.parameter_files import load_adapters, load_parameters, save_parameters
 from maxtext_lite.training.state import abstract_state
 from tests.training.conftest import COUNTS, TINY
 
@@ -372,6 +372,16 @@ def test_a_checkpoint_of_another_format_is_refused(saved, tmp_path):
     about.write_text(about.read_text().replace('"format": 3', '"format": 1'))
     checkpointer = _open(run)
     with pytest.raises(UserError, match="has format 1; this version reads 2 to 3"):
+        checkpointer.restore(saved[1].abstract)
+    checkpointer.close()
+
+
+def test_a_directory_of_parameters_alone_is_not_continued_but_begun_from(saved, tmp_path):
+    """As of `convert import`, whose config.yml names the directory itself as the run's."""
+    state = saved[1].state()
+    save_parameters(tmp_path, state.params)
+    checkpointer = _open(tmp_path)
+    with pytest.raises(UserError, match=rf"step 0 in .* holds parameters alone.* load_parameters_path={tmp_path} for"):
         checkpointer.restore(saved[1].abstract)
     checkpointer.close()
 

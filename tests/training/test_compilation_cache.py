@@ -1,6 +1,8 @@
 """A start finds what an earlier one compiled for the same program, and trains to the same bits."""
 
 import contextlib
+import os
+import time
 from pathlib import Path
 
 import jax
@@ -69,6 +71,19 @@ def test_an_entry_counts_once_it_is_whole(settings, tmp_path, monkeypatch):
             jax.clear_caches()
             jax.jit(lambda x: x * 5 + 1)(np.arange(7.0))
         assert bool([*tmp_path.rglob("jit__lambda*-cache")]) != killed
+    assert not [*tmp_path.rglob("*-cache.*")]  # nor does a full disk keep the part
+
+
+def test_a_start_removes_the_parts_that_killed_ones_left(settings, tmp_path):
+    keep_compiled(config(tmp_path, "a"))
+    kept = Path(jax.config.jax_compilation_cache_dir)
+    kept.mkdir(parents=True)
+    for name, age in (("old-cache", 9e9), ("old-cache.7", 4000), ("old-cache.7-ab.partial", 4000), ("new-cache.8", 0)):
+        (kept / name).write_bytes(b"x")
+        os.utime(kept / name, (time.time() - min(age, 1e9),) * 2)
+    jax.config.update(KEYS[0], None)
+    keep_compiled(config(tmp_path, "b"))
+    assert {path.name for path in kept.iterdir()} == {"old-cache", "new-cache.8"}
 
 
 def test_what_is_found_is_counted_in_the_thread_that_compiles(settings, tmp_path):

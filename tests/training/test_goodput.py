@@ -52,6 +52,16 @@ def test_lines_of_one_second_are_written_once(tmp_path):
     assert starts(tmp_path)[0]["last_step"] == 4
 
 
+def test_a_run_that_has_lost_its_directory_does_not_write_over_the_accounts_of_the_next(tmp_path):
+    suspended = Goodput(tmp_path, Failures(), Clock())
+    suspended.write()
+    following = Goodput(tmp_path, Failures(), Clock())
+    following.resume(7)
+    following.write()
+    suspended.close()
+    assert [each["first_step"] for each in starts(tmp_path)] == [0, 7]
+
+
 def test_what_is_half_written_is_begun_anew_and_a_full_disk_ends_the_run(tmp_path):
     (tmp_path / FILE).write_text('{"starts": [')
     failures = Failures()

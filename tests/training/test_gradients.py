@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from maxtext_lite.parallel import Pipeline, sharding
+from maxtext_lite.training.gradients import GradientLoop
 from maxtext_lite.training.objective import NEXT_TOKEN
 from maxtext_lite.training.optimizer import learning_rate_schedule
 from maxtext_lite.training.step import TRAIN_BATCH_AXES, ChunkedStep
@@ -86,6 +87,19 @@ def test_chunks_one_by_one_are_the_step_of_all_micro_batches(name, setup, rows, 
         agrees(got.params, want.params)
     assert got.progress.tokens.tolist() == want.progress.tokens.tolist()
     assert got.progress.examples.tolist() == want.progress.examples.tolist() == [0, 32]
+
+
+@pytest.mark.parametrize("mesh", [{}, {"data": 2, "context": 2}])
+def test_an_example_counts_wherever_its_padding_is(mesh, setup, rows):
+    """In half of the rows at the beginning; 2 of 16 slots have no example."""
+    moved = {name: np.where(np.arange(16)[:, None] % 2, x, x[:, ::-1]) for name, x in rows.items()}
+    assert np.count_nonzero(moved["segments"][:, 0]) < 14
+    moved["segments"][[4, 9]] = 0
+    it = setup(**mesh)
+    with jax.set_mesh(it.mesh):
+        loop = GradientLoop(it.parts)
+        counts = loop.counts(loop.rows(it.batch(moved, ACCUMULATION, 4)))
+    assert int(counts["examples"].sum()) == 14
 
 
 def test_a_step_that_counts_nothing_is_skipped_and_one_that_is_not_finite_too(setup, rows):

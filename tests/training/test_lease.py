@@ -111,6 +111,20 @@ def test_elsewhere_a_fresh_lease_is_waited_for_and_refused_once_it_is_renewed(ne
         other.attempt()
 
 
+def test_one_that_is_released_while_it_is_looked_at_is_taken_next(new, tmp_path, monkeypatch):
+    leave(tmp_path, machine="")
+
+    def released(files):
+        shutil.rmtree(tmp_path / "run" / "lease")
+        monkeypatch.undo()
+        return files.now_ns()
+
+    monkeypatch.setattr(lease_module.lease_files(tmp_path / "run" / "lease").__class__, "now_ns", released)
+    waiting = new()
+    assert waiting.attempt() == ""
+    assert waiting.attempt() is None
+
+
 def test_a_clock_that_is_ahead_does_not_keep_the_dead_alive(new, tmp_path):
     leave(tmp_path, machine="another", age=-1000)
     other = new(renewal_seconds=FAST)

@@ -18,8 +18,10 @@ import pytest
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data import example_ids, examples_hash, open_sources_on_hosts, token_stream
 from maxtext_lite.training import NonFiniteLoss, opening, saving, train
+from maxtext_lite.training.callbacks import Callback
 from maxtext_lite.training.feed_steps import FeedSteps
 from maxtext_lite.training.goodput import Goodput
+from maxtext_lite.training.held_out_loss import HeldOutLoss
 from maxtext_lite.training.metrics import JsonLines
 from tests.prepared import byte_shards, write_prepared
 from tests.training.conftest import TINY
@@ -41,10 +43,9 @@ def documents(tmp_path_factory):
     return path
 
 
-def _train(tmp_path, documents, *overrides):
-    return train(
-        load_config(None, [*RUN, f"base_output_directory={tmp_path}", f"dataset_path={documents}", *overrides])
-    )
+def _train(tmp_path, documents, *overrides, **objects):
+    config = load_config(None, [*RUN, f"base_output_directory={tmp_path}", f"dataset_path={documents}", *overrides])
+    return train(config, **objects)
 
 
 def _records(result):
@@ -222,6 +223,33 @@ def test_a_signal_stops_after_the_step_and_saves(tmp_path, documents):
     assert (run / "checkpoints" / str(result.step)).is_dir()
     assert [record["step"] for record in _records(result)[0]] == list(range(1, result.step + 1))
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # restored
+
+
+def test_a_signal_breaks_off_an_evaluation_and_the_next_start_makes_up_for_it_unless_all_steps_are_done(
+    whole, tmp_path, documents, monkeypatch, capsys
+):
+    class Interrupt(Callback):
+        def after_step(self, step, record, state):
+            if step == 5:  # while step 6 runs
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def of(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(*arguments)
+
+    evaluate = HeldOutLoss.of
+    with monkeypatch.context() as patch:
+        patch.setattr(HeldOutLoss, "of", of)
+        stopped = _train(tmp_path, documents)
+    assert (stopped.interrupted, stopped.step, stopped.eval_loss) == (True, 3, None)
+    assert "step 3/6  no evaluation, as the run stops" in capsys.readouterr().out
+    assert [path.name for path in (stopped.run_directory / "checkpoints").iterdir()] == ["3"]
+    resumed = _train(tmp_path, documents, callbacks=[Interrupt()])
+    assert (resumed.interrupted, resumed.step) == (False, 6)
+    (steps, evaluations), (all_steps, all_evaluations) = _records(resumed), _records(whole)
+    assert [step["loss"] for step in steps] == [step["loss"] for step in all_steps]
+    assert [each["eval_loss"] for each in evaluations] == [each["eval_loss"] for each in all_evaluations[:1]]
+    assert (resumed.run_directory / "checkpoints" / "6").is_dir()
 
 
 def test_the_split_of_tokens_over_devices_changes_nothing(whole, tmp_path, documents):
@@ -549,7 +577,7 @@ def test_an_evaluation_that_meets_a_damaged_record_ends_the_run_which_is_saved_a
     steps, evaluations = _records(_train(tmp_path, tmp_path / "data", *keys))
     ids = [np.arange(8 * step, 8 * step + 8) for step in range(6)]
     assert [record["examples_hash"] for record in steps] == [examples_hash(numbers) for numbers in ids]
-    assert [record["step"] for record in evaluations] == [6]
+    assert [record["step"] for record in evaluations] == [3, 6]
 
 
 def test_a_full_disk_is_told_with_the_checkpoint_whose_save_was_under_way(tmp_path, documents, monkeypatch):

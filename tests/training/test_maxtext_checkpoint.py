@@ -128,6 +128,8 @@ def test_a_run_has_the_same_losses_from_the_checkpoint_and_from_the_hugging_face
     (["logits_via_embedding=true"], {}, "has arrays that the model has no place for: decoder/logits_dense/kernel."),
     (["qk_norm=head"], {}, "lacks arrays of the model: decoder/layers_0/self_attention/key_norm/scale"),
     (["num_experts=4"], {}, "num_experts=4 is not of a MaxText model that is read: it must be 1."),
+    (["layer_pattern=global,global,nope"], {}, "layer_pattern=global,global,nope is not of a MaxText model"),
+    (["residual_multiplier=0.5"], {}, "residual_multiplier=0.5 is not of a MaxText model that is read: it must be 1."),
     (["norm_placement=post"], {}, "norm_placement=post is not of a MaxText model that is read: it must be pre or"),
     (["rope_scaling={rope_type: dynamic, factor: 2.0, original_max_position_embeddings: 8}"], {},
      "rope_scaling=dynamic is not of a MaxText model that is read: it must be llama3 or linear."),

@@ -30,6 +30,23 @@ def test_lines_after_the_restored_step_and_a_broken_one_are_removed(tmp_path):
     assert json.loads(path.read_text().splitlines()[-1])["loss"] is None
 
 
+@pytest.mark.parametrize(
+    ("lines", "lacks"),
+    [
+        ([{"step": 2, "eval_loss": 1.0}, {"step": 3}], True),
+        ([{"step": 3}, {"step": 3, "eval_loss": 1.0}, {"step": 4}], False),
+        ([{"step": 2}], False),  # the line of the step is gone
+        ([{"step": 3}, {"step": 4, "eval_loss": 1.0}], True),
+        ([], False),
+    ],
+)
+def test_the_log_knows_whether_the_step_to_go_on_from_lacks_its_evaluation(lines, lacks, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    log = MetricsLog(tmp_path, 3, Failures())
+    assert log.lacks_evaluation == lacks
+    log.close()
+
+
 @pytest.mark.parametrize("damaged", [
     b"{", b"[1]", b'"step"', b'{"step": "3"}', b'{"step": 2.5}', b'{"step": true}', b'{"step": -1}', b"\xff\xfe\x00",
     b'{"step": 3, "name": "\xff"}', b'{"step": 1' + b"0" * 5000 + b"}", b'{"step": 1' + b"0" * 50 + b"}", b"[" * 100000,

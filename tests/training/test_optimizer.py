@@ -6,8 +6,15 @@ import numpy as np
 import optax
 import pytest
 
+from maxtext_lite.batching import make_plan
 from maxtext_lite.config import UserError, load_config
-from maxtext_lite.training.optimizer import learning_rate_schedule, make_optimizer, own_optimizer
+from maxtext_lite.training.optimizer import (
+    Progress,
+    learning_rate_schedule,
+    make_optimizer,
+    own_optimizer,
+    schedule_of_run,
+)
 from maxtext_lite.training.state import make_decoder
 
 
@@ -40,6 +47,64 @@ def test_no_warm_up_starts_at_the_peak_and_one_longer_than_the_run_never_reaches
     short = load_config(None, ["steps=5", "learning_rate=1e-3"])  # base.yml's warm-up is longer
     rates = [float(learning_rate_schedule(short, last=5).rate(step)) for step in range(1, 6)]
     np.testing.assert_allclose(rates, [1e-3 * step / short.warmup_steps for step in range(1, 6)], rtol=1e-6)
+
+
+class Full:
+    """Examples of 8 target tokens each."""
+
+    tokens_per_row = 8
+
+    def __len__(self):
+        return 64
+
+
+def _schedule(unit, step, examples_seen, *overrides):
+    """The schedule of a run of 64 examples, or of 16 steps, that has come this far."""
+    words = ["learning_rate=1", "warmup_steps=0", "learning_rate_schedule=linear", "learning_rate_final_fraction=0",
+             f"schedule_unit={unit}", "global_batch_size=4", "per_device_batch_size=-1", *overrides]  # fmt: skip
+    config = load_config(None, words)
+    plan = make_plan(config, num_devices=1, num_examples=64)
+    return schedule_of_run(config, plan, Full(), seed=0, step=step, examples_seen=examples_seen), plan
+
+
+@pytest.mark.parametrize("unit", ["steps", "examples"])
+@pytest.mark.parametrize(("length", "batch", "end"), [
+    ("num_epochs=1", 8, (12, 64)), ("num_epochs=1", 2, (24, 64)), ("num_epochs=1", 5, (14, 62)),
+    ("steps=16", 8, (16, 96)), ("steps=16", 2, (16, 48)), ("steps=20", 4, (20, 80)),
+])  # fmt: skip
+def test_a_run_that_continues_with_another_batch_has_a_schedule_that_ends_with_it(unit, length, batch, end):
+    """8 steps of 4 examples, then others, down to 0 at the last; from each of them on, the schedule is the same."""
+    length_before = "steps=16" if length.startswith("steps") else length
+    before, _ = _schedule(unit, 0, 0, length_before)
+    words = [length, f"global_batch_size={batch}"]
+    schedule, plan = _schedule(unit, 8, 32, *words)
+    assert plan.end_after(8, 32) == end
+    for left in range(end[0] - 8):
+        step, seen = 9 + left, 32 + batch * (1 + left)
+        restarted, _ = _schedule(unit, step - 1, seen - batch, *words)
+        progress = Progress.start().plus(jnp.int32(seen), jnp.int32(8 * seen))
+        done = step / end[0] if unit == "steps" else seen / end[1]
+        assert float(schedule(step, progress)) == float(restarted(step, progress)) == pytest.approx(1 - done, abs=1e-6)
+    at_resume = Progress.start().plus(jnp.int32(32), jnp.int32(0))
+    assert float(before(8, at_resume)) == 0.5
+
+
+@pytest.mark.parametrize("unit", ["steps", "examples"])
+def test_a_restart_in_a_ramp_leaves_the_schedule_as_it_is(unit):
+    """1, 2, 3, then 4 examples per step, the last step short; 3 skipped updates are not counted by either."""
+    ramp = ["enable_rampup_batch_size=true", "per_device_batch_size=4", "global_batch_size=0",
+            "per_device_batch_size_start=1", "per_device_batch_size_increment=1", "global_rampup_samples=15",
+            "num_epochs=1", "last_batch=train"]  # fmt: skip
+    schedule, plan = _schedule(unit, 0, 0, *ramp)
+    seen = 0
+    for step in range(1, plan.steps + 1):
+        restarted, _ = _schedule(unit, step - 1, seen, *ramp)
+        seen += plan.step_examples(seen)
+        progress = Progress.start().plus(jnp.int32(seen), jnp.int32(seen))
+        for done in (step, max(step - 3, 1)):
+            assert float(schedule(done, progress)) == float(restarted(done, progress))
+        assert restarted.units_per_step == schedule.units_per_step
+    assert (seen, float(schedule(step, progress))) == (64, 0)
 
 
 AXES = {
@@ -111,6 +176,10 @@ def test_muon_orthogonalises_each_layer_and_leaves_ends_to_adam():
         assert singular.min() > 0.6 * singular.max()  # Newton-Schulz brings them near each other, not together
     adam = _updates("optimizer=adamw", "weight_decay=0", gradients=gradients)
     np.testing.assert_array_equal(np.sign(updates["head"]["projection"]), np.sign(adam["head"]["projection"]))
+    # Nesterov's momentum: after the first gradient g, 0.9 x 0.1 g / (1 - 0.9^2) + g, over its root mean square |g|.
+    for name, part in (("embedding", "table"), ("head", "projection")):
+        step = -0.1 * (0.09 / 0.19 + 1) * np.sign(gradients[name][part])
+        np.testing.assert_allclose(updates[name][part], step, rtol=1e-4)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adafactor", "muon", "lion"])

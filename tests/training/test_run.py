@@ -86,12 +86,12 @@ def test_without_checkpointing_a_run_with_checkpoints_is_not_started_over(tmp_pa
 def test_the_schedule_ends_at_its_end_in_every_unit(unit, tmp_path):
     """Peak after two of six steps of the target batch, 0 after the last; synthetic examples are full of targets."""
     run = run_of(tmp_path, f"schedule_unit={unit}", "enable_checkpointing=false")
-    state, _ = run.restore_or_init()
+    state, counts = run.restore_or_init()
     batch, length = run.plan.global_batch_to_train, run.config.max_target_length
     progress, rates = state.progress, []
     for update in range(1, 7):
         progress = progress.plus(np.int32(batch), np.int32(batch * length))
-        rates.append(float(run.schedule(np.int32(update), progress)))
+        rates.append(float(run.schedule(counts)(np.int32(update), progress)))
     np.testing.assert_allclose(rates, [0.005, 0.01, 0.0075, 0.005, 0.0025, 0], atol=1e-7)
 
 
@@ -111,6 +111,35 @@ def test_a_new_run_starts_from_its_seed_and_says_what_it_is(tmp_path, capsys):
     assert f"{parameters:,} parameters on {jax.device_count()} x cpu" in said
     assert json.loads((run.directory / "plan.json").read_text()) == json.loads(json.dumps(run.plan.to_json()))
     assert {"config.yml", "environment.json"} <= {path.name for path in run.directory.iterdir()}
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_resume_with_another_batch_moves_the_end_of_the_schedule_to_that_of_the_run(own, tmp_path, capsys):
+    """64 rows: after 4 steps of 8, two of 16 are left. An optimizer made with the schedule has the same one."""
+    (tmp_path / "rows.jsonl").write_text('{"text": "a row"}\n' * 64)
+    keys = [*TINY, f"base_output_directory={tmp_path}", "run_name=here", f"dataset_path={tmp_path}/rows.jsonl",
+            "dataset_type=text", "packing=none", "eval_fraction=0", "warmup_steps=0", "num_epochs=1", "steps=-1",
+            "per_device_batch_size=-1"]  # fmt: skip
+    given = []
+
+    def factory(rate, axes):
+        given.append(rate)
+        return optax.sgd(rate)
+
+    parts, rates = OwnParts(optimizer=factory if own else None), []
+    done = ((Counts(), 8), (Counts(step=4, examples_seen=32), 16), (Counts(step=5, examples_seen=48), 16))
+    for (counts, batch), (following, _) in zip(done, [*done[1:], done[0]], strict=True):
+        run = open_run(load_config(None, [*keys, f"global_batch_size={batch}"]), own=parts)
+        with run.opened(print):
+            state, found = run.restore_or_init()
+            assert (found.step, found.examples_seen) == (counts.step, counts.examples_seen)
+            run.introduce(Terminal(log_period=1, quiet=False), found)
+            schedule = run.schedule(counts)
+            rates.append([float(given[-1](step) if own else schedule.rate(step + 1)) / 0.01 for step in (3, 4, 5)])
+            run.save(state, following)
+    np.testing.assert_allclose(rates, [[4 / 8, 3 / 8, 2 / 8], [2 / 6, 1 / 6, 0], [2 / 6, 1 / 6, 0]], atol=1e-6)
+    said = "schedule ends with this run, at step 6 instead of 8: after step 4 the rate is about 33.3% of its peak"
+    assert capsys.readouterr().out.count(said) == 1
 
 
 def test_parts_of_ones_own_are_what_a_run_goes_on_with(tmp_path):

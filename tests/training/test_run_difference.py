@@ -80,6 +80,8 @@ def test_within_a_tolerance_splits_and_roundings_agree_but_counts_and_hashes_mus
     found = compare_metrics((first, hashed), 1e-5).difference
     assert found.step == 2
     assert list(found.fields) == ["examples_hash", "examples", "loss"]  # what explains comes first
+    rated = run("rated", [lines[0], line(2, loss=1.0, learning_rate=0.5)])
+    assert list(compare_metrics((first, rated), 1e-5).difference.fields) == ["learning_rate", "loss"]
 
 
 def test_rewards_at_the_reference_are_rounding_and_later_ones_are_not(run):
@@ -110,6 +112,8 @@ def test_rows_of_a_step_are_those_of_its_hash_or_not_known(run, tmp_path):
     assert rows_of_step(first, 9) == "metrics.jsonl has no step 9"
     (tmp_path / "a.txt").unlink()
     assert "a.txt" in rows_of_step(first, 7)
+    (first / "config.yml").write_text("base: post_train/rl.yml\n")
+    assert "reinforcement learning reads prompts" in rows_of_step(first, 7)
 
 
 def save(run, step, params, moments):

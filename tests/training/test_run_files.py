@@ -3,7 +3,7 @@
 import pytest
 
 from maxtext_lite.config import UserError, load_config
-from maxtext_lite.training.run_files import RunFiles, has_checkpoints, run_directory
+from maxtext_lite.training.run_files import RunFiles, has_checkpoints, run_directory, write_json
 
 
 def test_on_a_file_system_files_are_where_they_are_written(tmp_path):
@@ -63,6 +63,24 @@ def test_a_bucket_that_is_not_there_is_one_line(bucket):
     assert not has_checkpoints(bucket / "run")
     (bucket / "run" / "checkpoints" / "unfinished-1").write_text("-")
     assert has_checkpoints(bucket / "run")
+
+
+def test_what_a_kill_left_half_written_is_removed_and_json_is_replaced_whole(tmp_path, monkeypatch):
+    files = RunFiles(tmp_path)
+    write_json(tmp_path / "plan.json", {"a": 1})
+    (tmp_path / "plan.json.1-abcd.partial").write_text("{")
+    files.fetch()
+    monkeypatch.setattr("os.fsync", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        write_json(tmp_path / "plan.json", {"a": 2})
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"plan.json": '{\n  "a": 1\n}\n'}
+
+
+def test_the_name_of_a_run_in_a_bucket_has_no_mark_of_a_pattern():
+    """What follows # would be a generation: a resume would find none of the run's files."""
+    config = load_config(None, ["base_output_directory=gs://bucket/runs", "run_name=a#1"])
+    with pytest.raises(UserError, match=r"^run_name=a#1 has # in a path of a bucket.* Nearest that works: a_1\.$"):
+        run_directory(config)
 
 
 def test_a_spool_that_another_user_made_is_not_used(bucket, monkeypatch, tmp_path):

@@ -2,6 +2,7 @@
 
 import errno
 import os
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -101,16 +102,49 @@ def test_a_bug_is_not_told_as_a_full_disk(items, tmp_path, monkeypatch):
 
 def test_hosts_that_see_other_files_are_not_taken_for_damage(items, tmp_path, monkeypatch):
     save_alone(tmp_path / "3", items)
-    monkeypatch.setattr(saving, "exchange", lambda mine: [mine, ["its checksums are missing", None]])
+    monkeypatch.setattr(saving, "exchange", lambda mine: [mine, [None, "its checksums are missing", None]])
     with pytest.raises(UserError, match=r"host 1 does not see the same files in .*/3 as host 0"):
         check(tmp_path / "3")
 
 
 def test_damage_that_only_another_host_found_counts(items, tmp_path, monkeypatch):
     save_alone(tmp_path / "3", items)
-    other = "about/metadata is missing", 0
+    other = None, "about/metadata is missing", 0
     monkeypatch.setattr(saving, "exchange", lambda mine: [mine, other if isinstance(mine, tuple) else mine])
     assert check(tmp_path / "3").problem == "about/metadata is missing"
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM, errno.EACCES, errno.ESTALE, errno.ETIMEDOUT])
+@pytest.mark.parametrize("reader", ["iterdir", "read_text", "open"], ids=["listed", "checksums", "hashed"])
+def test_what_cannot_be_read_for_now_is_not_taken_for_damage(items, tmp_path, monkeypatch, reader, number):
+    save_alone(tmp_path / "3", items)
+
+    def fail(path, *_, **__):
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(Path, reader, fail)
+    with pytest.raises(UserError, match=rf"/3\S* cannot be read: {os.strerror(number)}\. Nothing is set aside"):
+        check(tmp_path / "3")
+
+
+def test_what_a_disk_cannot_read_is_damage(items, tmp_path, monkeypatch):
+    save_alone(tmp_path / "3", items)
+
+    def fail(path, *_, **__):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    monkeypatch.setattr(Path, "read_text", fail)
+    assert check(tmp_path / "3").problem == "sha256.0-of-1 cannot be read: Input/output error"
+
+
+@pytest.mark.parametrize("found", [["a cannot be read: Too many open files.", None, None],
+                                   ("a cannot be read: Too many open files.", None, 0)],
+                         ids=["listed", "hashed"])  # fmt: skip
+def test_a_passing_error_of_another_host_ends_the_start_on_all(items, tmp_path, monkeypatch, found):
+    save_alone(tmp_path / "3", items)
+    monkeypatch.setattr(saving, "exchange", lambda mine: [mine, found if type(mine) is type(found) else mine])
+    with pytest.raises(UserError, match=r"^a cannot be read: Too many open files\.$"):
+        check(tmp_path / "3")
 
 
 def test_without_checksums_a_new_checkpoint_is_damaged_and_an_old_one_is_not(items, tmp_path):

@@ -33,6 +33,12 @@ def test_parameters_are_created_on_their_devices(setup):
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), setup("optimizer=adamw").initial)
 
 
+def test_every_bit_of_a_seed_changes_the_parameters(setup):
+    parts = setup("optimizer=adamw").parts
+    tables = [init_state(parts, seed).params["embedding"]["table"] for seed in (0, 2**32)]
+    assert not np.array_equal(*tables)
+
+
 def test_shapes_of_the_state_are_found_without_running_anything(setup):
     """While a step is compiled for unattached devices, nothing may run on the default device."""
     it = setup("optimizer=adamw", data=2, fsdp=2, tensor=2)

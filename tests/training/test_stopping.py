@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from maxtext_lite.process.signals import command_signals
-from maxtext_lite.training.stopping import Signals, Stop, watch_signals
+from maxtext_lite.training.stopping import BrokenOff, Signals, Stop, watch_signals
 
 BOTH = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 
@@ -82,9 +82,12 @@ def test_one_process_stops_after_the_step_in_which_it_was_asked(setup):
     signals = Signals()
     stop = Stop(setup().mesh, lambda: signals.received is not None)
     assert not stop.after_this_step()
+    stop.break_off()
     signals(signal.SIGTERM, None)
     assert stop.after_this_step()
     assert stop.after_this_step()  # and does not forget
+    with pytest.raises(BrokenOff):
+        stop.break_off()
 
 
 def test_in_a_command_a_signal_is_a_request_only_once_there_is_something_to_save(monkeypatch):

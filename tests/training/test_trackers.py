@@ -86,6 +86,17 @@ def test_a_run_that_goes_on_is_the_same_run_for_a_service(tracker, opens, known,
     assert json.loads((tmp_path / "trackers.json").read_text()) == {tracker.__name__.lower(): "abc"}
 
 
+@pytest.mark.parametrize("damaged", ["null", "[1]", '"ab"', '{"wandb": 5}', '{"wandb": "x"', "", '{"wandb": "x"}' * 2])
+def test_where_the_ids_are_damaged_a_service_gets_a_new_run_and_it_is_told(damaged, tmp_path):
+    (tmp_path / "trackers.json").write_text(damaged)
+    service, said = Service(), []
+    WandB(service, config(), tmp_path, said.append)
+    assert said == ["warning: trackers.json is damaged: from here on this is a new run at wandb."]
+    ((_, named),) = service.calls("init")
+    assert named["id"] is None
+    assert json.loads((tmp_path / "trackers.json").read_text()) == {"wandb": "abc"}
+
+
 def test_wandb_is_given_the_config_and_each_record_by_the_runs_own_step(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
     service = Service()

@@ -8,6 +8,7 @@ Source: https://huggingface.co/docs/peft/package_reference/lora
 import json
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -17,7 +18,13 @@ from maxtext_lite.config.json_file import check_file, is_directory, is_there, re
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """The two files of an adapter."""
+SIDE_BY_SIDE = "lora_targets"
+"""The entry of the weights' metadata with which an export names the weights that have adapters of their own.
 
+Those of one module then are side by side: the first columns of its B are for the first of them alone.
+"""
+
+_LARGEST_ALPHA = 1e30  # of the key lora_alpha
 _PICKLED = "adapter_model.bin"
 _SUFFIXES = (".lora_A.weight", ".lora_B.weight")
 _PREFIX = "base_model.model."
@@ -43,11 +50,13 @@ class ModuleRank(NamedTuple):
     """The ranks of a module's matrices.
 
     Attributes:
+      targets: the weights in it that have adapters, in our names.
       whole: of the matrices in the file.
-      own: of the adapter of each weight in it; less than `whole` if the file has those side by side.
+      own: of the adapter of each weight; less than `whole` if the file has those of several side by side.
       factor: its scale over that of the whole adapter.
     """
 
+    targets: tuple[str, ...]
     whole: int
     own: int
     factor: float
@@ -104,8 +113,7 @@ def adapter_of(path: str | Path) -> Adapter | None:
     base = _base(root, fields, problems)
     if problems:
         raise UserError([f"{root / CONFIG}: {problem}" for problem in problems])
-    modules = _modules(root / WEIGHTS)
-    names = {target for module in modules for target in _targets(module).split(",")}
+    modules, stated_targets = _modules(root / WEIGHTS)
     unknown = [module for module in modules if not _targets(module)]
     if unknown:
         problems.append(f"target_modules has {value_text(unknown[0])}, which is no weight of layers that has adapters.")
@@ -118,23 +126,26 @@ def adapter_of(path: str | Path) -> Adapter | None:
             break
     if problems:
         raise UserError([f"{root / CONFIG}: {problem}" for problem in problems])
-    ranks = {module: _rank_of(module, fields) for module in modules}
+    ranks = {module: _rank_of(module, fields, stated_targets) for module in modules}
+    names = {target for each in ranks.values() for target in each.targets}
     rank, stated = max(each.own for each in ranks.values()), int(fields.get("r", 8))
     scaled = float(fields.get("lora_alpha", 8)) * (math.sqrt(stated) if fields.get("use_rslora") else 1)
     alpha = scaled if rank == stated else scaled * rank / stated
     return Adapter(root, base, rank, alpha, ",".join(sorted(names)), ranks, fields)
 
 
-def _rank_of(module: str, fields: dict[str, Any]) -> ModuleRank:
+def _rank_of(module: str, fields: dict[str, Any], side_by_side: Sequence[str]) -> ModuleRank:
     rank, alpha = int(fields.get("r", 8)), float(fields.get("lora_alpha", 8))
     whole = int(_matched(module, fields.get("rank_pattern", {}), rank))
     own_alpha = _matched(module, fields.get("alpha_pattern", {}), alpha)
     scale, usual = (
         a / (math.sqrt(r) if fields.get("use_rslora") else r) for a, r in ((own_alpha, whole), (alpha, rank))
     )
-    # A module of several weights, each with an adapter of its own of rank r: what export writes.
-    beside = whole % rank == 0 and scale == usual and whole // rank <= len(_targets(module).split(","))
-    return ModuleRank(whole, rank if beside else whole, scale / usual)
+    targets = tuple(_targets(module).split(","))
+    own = tuple(target for target in targets if target in side_by_side)
+    if own and whole % len(own) == 0:
+        return ModuleRank(own, whole, whole // len(own), scale / usual)
+    return ModuleRank(targets, whole, whole, scale / usual)
 
 
 def _matched(module: str, patterns: dict[str, Any], usual: float) -> float:
@@ -161,18 +172,21 @@ def _problems(fields: dict[str, Any]) -> list[str]:
         refuse("r", "is not an integer of at least 1.")
         return problems
     alpha = fields.get("lora_alpha", 8)
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
+    if type(alpha) not in (int, float) or not 0 < alpha < _LARGEST_ALPHA:
         refuse("lora_alpha", "is not a number above 0.")
         return problems
+    if not isinstance(fields.get("use_rslora", False), bool):
+        refuse("use_rslora", "is not true or false.")
     if str(fields.get("init_lora_weights", True)).lower() not in _KEEP_THE_MODEL:
         refuse("init_lora_weights", f"changes the model: it must be {any_of(_KEEP_THE_MODEL)}. Convert it with peft.")
-    for name, least in (("rank_pattern", 1), ("alpha_pattern", 0)):
+    for name, kinds, above in (("rank_pattern", (int,), 2**31), ("alpha_pattern", (int, float), _LARGEST_ALPHA)):
         patterns = fields.get(name, {})
         if not isinstance(patterns, dict) or not all(
-            _is_pattern(end) and (type(each) is int or (type(each) is float and not least)) and each >= least and each
+            _is_pattern(end) and type(each) in kinds and 0 < each < above
             for end, each in cast("dict[str, Any]", patterns).items()
         ):
-            refuse(name, f"is not an object of {'integers of at least 1' if least else 'numbers above 0'} by module.")
+            what = "numbers above 0" if float in kinds else "integers of at least 1"
+            refuse(name, f"is not an object of {what} by module.")
     for name in ("exclude_modules", "layers_pattern"):
         names = fields.get(name, [])
         if not (isinstance(names, str) and _is_pattern(names)) and not _all_are(names, str):
@@ -208,8 +222,8 @@ def _base(root: Path, fields: dict[str, Any], problems: list[str]) -> Path:
     return root
 
 
-def _modules(file: Path) -> tuple[str, ...]:
-    """The modules that a file has matrices for, sorted."""
+def _modules(file: Path) -> tuple[tuple[str, ...], list[str]]:
+    """The modules that a file has matrices for, sorted, and the weights that its metadata names."""
     check_file(file)
     try:
         with file.open("rb") as opened:
@@ -218,11 +232,14 @@ def _modules(file: Path) -> tuple[str, ...]:
             raise ValueError("its header is no object")
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is not a safetensors file, or is damaged or cut off ({value_text(error)}).") from None
-    names = [name for name in cast("dict[str, object]", header) if name != "__metadata__"]
+    names = dict(cast("dict[str, Any]", header))
+    about = names.pop("__metadata__", {})
+    targets = cast("dict[str, Any]", about).get(SIDE_BY_SIDE) if isinstance(about, dict) else None
     odd = [name for name in names if not (name.startswith(_PREFIX) and name.endswith(_SUFFIXES))]
     if odd or not names:
         raise UserError(f"{file} has {value_text(any_of(odd[:3]) or 'no tensors')}, where lora_A and lora_B are read.")
-    return tuple(sorted({name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in names}))
+    modules = tuple(sorted({name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in names}))
+    return modules, targets.split(",") if isinstance(targets, str) else []
 
 
 def _targets(module: str) -> str:

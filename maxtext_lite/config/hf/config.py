@@ -8,11 +8,13 @@ bad one.
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from maxtext_lite.config.bucket import local_copy
 from maxtext_lite.config.errors import UserError, any_of, value_text
 from maxtext_lite.config.hf.adapter import CONFIG, adapter_of
 from maxtext_lite.config.hf.families import FAMILIES
+from maxtext_lite.config.hf.family import CAUSAL
 from maxtext_lite.config.hf.fields import (
     DEFAULTS,
     WITHOUT_EFFECT,
@@ -25,9 +27,9 @@ from maxtext_lite.config.hf.fields import (
 )
 from maxtext_lite.config.hf.quantized import FIELD, check_quantization, quantization_of
 from maxtext_lite.config.hf.text_tower import text_fields, unbuilt
-from maxtext_lite.config.hf.weight_files import weight_files
+from maxtext_lite.config.hf.weight_files import STATED, weight_files
 from maxtext_lite.config.json_file import check_file, is_there, read_object
-from maxtext_lite.config.sections import ModelConfig
+from maxtext_lite.config.sections import ModelConfig, RunConfig
 
 _ALSO_WITHOUT_EFFECT: Mapping[str, frozenset[str]] = {
     "gpt_oss": frozenset({"initial_context_length"}),
@@ -85,7 +87,7 @@ def _read(fields: JsonObject, where: str) -> tuple[Fields, Keys]:
     """The fields that no part has read, with the problems of the others, and the keys that those decide."""
     kind = family_of(fields, where)
     left, keys = Fields(text_fields(fields)), dict(DEFAULTS)
-    for part in FAMILIES[kind].parts:
+    for part in (*FAMILIES[kind].parts, CAUSAL):
         keys |= part.read(left)
     first = keys["first_num_dense_layers"]
     if left.num_layers and is_whole(first, left.num_layers) and is_whole(keys["num_experts"], 1):
@@ -120,10 +122,11 @@ def config_json(
     Raises:
       UserError: no family, or not that of `original`, expresses the keys; names the keys in the way.
     """
-    without = {name: value for name, value in original.items() if name != FIELD}  # what is written is plain numbers
+    # What is written is plain numbers, in files of the usual names.
+    without = {name: value for name, value in original.items() if name not in (FIELD, STATED)}
     original = text_fields(without)
     kinds = [family_of(original, "config.json")] if original else list(FAMILIES)
-    nearest: list[str] | None = None
+    nearest: _Obstacles | None = None
     for kind in kinds:
         family = FAMILIES[kind]
         written: JsonObject = {}
@@ -133,17 +136,17 @@ def config_json(
         # Written even as null: transformers would otherwise fill in the tokens of the family's own models.
         tokens = {"bos_token_id": None, "eos_token_id": end_of_text_id, "pad_token_id": None}
         fields = {"architectures": [family.architecture], "model_type": kind, **positions, **written}
-        problems = _differing(fields, config)
-        if not problems:
+        found = _obstacles(fields, config)
+        if not found.problems:
             about = {"dtype": dtype, "torch_dtype": dtype}
-            if original and not _differing(original, config):
+            if original and not _obstacles(original, config).problems:
                 longer = _with_positions(original, max_position_embeddings, config)
                 return {**_of_old_versions(fields), **longer, **about}
             kept = {name: value for name, value in original.items() if name not in ("rope_scaling", "rope_parameters")}
             return {**tokens, **kept, **fields, **about}
-        if nearest is None or len(problems) < len(nearest):  # the nearest family says what is in the way
-            nearest = [f"model_type={kind} has no place for {problem}." for problem in problems]
-    raise UserError(nearest or [])
+        if nearest is None or found.rank < nearest.rank:  # the nearest family says what is in the way
+            nearest = found
+    raise UserError(nearest.problems if nearest else [])
 
 
 def _with_positions(original: JsonObject, count: int, config: ModelConfig) -> JsonObject:
@@ -155,16 +158,17 @@ def _with_positions(original: JsonObject, count: int, config: ModelConfig) -> Js
 
 
 def run_config_json(
-    directory: Path, config: ModelConfig, *, num_positions: int, dtype: str, end_of_text_id: int | None = None
+    directory: Path | None, config: ModelConfig, *, num_positions: int, dtype: str, end_of_text_id: int | None = None
 ) -> JsonObject:
     """`config_json` of a run's or an imported model, with the fields of the config.json that it came with, if any.
 
     Args:
+      directory: that has the config.json, as of `hf_directory`; None: there is none.
       num_positions: in training; the model may have come with more.
     Raises:
       UserError: as `config_json`.
     """
-    carried = hf_directory(directory)
+    carried = hf_directory(directory) if directory else None
     original = read_object(carried / "config.json") if carried else {}
     return config_json(
         config,
@@ -180,14 +184,33 @@ def _of_old_versions(fields: JsonObject) -> JsonObject:
     return {name: fields[name] for name in old if name in fields}
 
 
-def _differing(fields: JsonObject, config: ModelConfig) -> list[str]:
+class _Obstacles(NamedTuple):
+    """Why a config.json does not express a model.
+
+    Attributes:
+      is_refused: whether it would not be read at all, so that there may be more than these.
+      problems: each in a sentence that begins with its model_type.
+    """
+
+    is_refused: bool
+    problems: list[str]
+
+    @property
+    def rank(self) -> tuple[bool, int]:
+        """Less for what is nearer to the model."""
+        return self.is_refused, len(self.problems)
+
+
+def _obstacles(fields: JsonObject, config: ModelConfig) -> _Obstacles:
     """The keys that do not survive a round trip through these fields."""
+    named = f"model_type={fields['model_type']}"
     try:
-        keys = model_keys(fields, "config.json")
+        keys = model_keys(fields, named)
     except UserError as error:
-        return list(error.problems)
+        return _Obstacles(True, [problem.partition(" Nearest that work")[0] for problem in error.problems])
     here = {key: getattr(config, key) for key in keys}
-    return [f"{key}={value_text(here[key])}" for key in same_architecture(keys, here)]
+    differing = same_architecture(keys, here)
+    return _Obstacles(False, [f"{named} has no place for {key}={value_text(here[key])}." for key in differing])
 
 
 CARRIED = (
@@ -201,13 +224,16 @@ TOKENIZER_FILES = {"huggingface": "tokenizer.json", "sentencepiece": "tokenizer.
 """The tokenizer's file in such a directory, by tokenizer_type; the first that is there counts."""
 
 
-def hf_directory(path: str | Path) -> Path | None:
+def hf_directory(path: str | Path, key: str = "load_parameters_path") -> Path | None:
     """The directory with the config.json and the tokenizer of `path`; None if there is none.
 
     It is a Hugging Face directory itself, the base model's for an adapter, and hf/ of a run or an imported model that
     came from one.
+
+    Raises:
+      UserError: it is in a bucket that cannot be read; names `key`.
     """
-    root = local_copy(path, "load_parameters_path")
+    root = local_copy(path, key)
     if adapter := adapter_of(root):
         root = adapter.base
     if is_there(root / "config.json"):
@@ -215,9 +241,14 @@ def hf_directory(path: str | Path) -> Path | None:
     return root / "hf" if is_there(root / "hf" / "config.json") else None
 
 
-def comes_from_elsewhere(path: str) -> bool:
-    """Whether load_parameters_path is an imported model, or a run that started from one; "" is neither."""
-    return bool(path) and hf_directory(path) is not None
+def files_of_model(config: RunConfig) -> Path | None:
+    """The `hf_directory` of a run's model, which came from elsewhere then; None if it was trained from scratch.
+
+    A resumed run needs no load_parameters_path, but has a copy of the files.
+    """
+    if path := config.load_parameters_path:
+        return hf_directory(path)
+    return hf_directory(f"{config.base_output_directory}/{config.run_name}/hf", "base_output_directory")
 
 
 def has_hf_weights(path: str | Path) -> bool:

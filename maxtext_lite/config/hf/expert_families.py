@@ -73,7 +73,7 @@ EXPERT_FAMILIES: Mapping[str, Family] = {
                num_hidden_layers="base_num_decoder_layers"),
         RANGE, ties(False), Defaulted("rms_norm_eps", "normalization_layer_epsilon", 1e-5),
         Heads(kv_heads=8, head_dim=128), SILU, Bias("attention_bias", "qkv"),
-        RopeFields(1_000_000.0, partial=1.0), *_SIGMOID_ROUTING, Defaulted("norm_topk_prob", "norm_topk_prob", True),
+        RopeFields(1_000_000.0), *_SIGMOID_ROUTING, Defaulted("norm_topk_prob", "norm_topk_prob", True),
         Ignored("first_k_dense_replace", "intermediate_size", "use_qk_norm"),
     )),
     "minimax_m2": family(

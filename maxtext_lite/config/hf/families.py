@@ -222,7 +222,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "cohere2": _layer_normed(
         "Cohere2ForCausalLM", Heads(shared_out=True), SILU, BIASES, _MEAN_NORMS, _LOGIT_SCALE,
-        RopeFields(10_000.0), LayerTypes("fourth", 4096, rotated=False), tied=True,
+        RopeFields(10_000.0), LayerTypes("fourth", 4096, rotated="never"), tied=True,
     ),
     "phi": _layer_normed(
         "PhiForCausalLM", Heads(), Activation("hidden_act", "gelu_new"), _LAYER_NORMS, _PLAIN_MLP,
@@ -263,7 +263,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "exaone4": family(
         "Exaone4ForCausalLM", Heads(kv_heads=32), SILU, NORMED_HEADS, Fixed(norm_placement="post"),
-        RopeFields(10_000.0), LayerTypes("fourth", 4096, rotated=False), epsilon=1e-5,
+        RopeFields(10_000.0), LayerTypes("fourth", 4096, rotated="alone"), epsilon=1e-5,
     ),
     "apertus": family(
         "ApertusForCausalLM", Heads(), Activation("hidden_act", "xielu"), _PLAIN_MLP, BIASES, NORMED_HEADS,

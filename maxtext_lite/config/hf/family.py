@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from maxtext_lite.config.hf.parts import Activation, Bias, Defaulted, Fixed, OrNull, Part, Rename
+from maxtext_lite.config.hf.parts import Activation, Bias, Defaulted, Fixed, Only, OrNull, Part, Rename
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ EXPERTS_PER_TOKEN = Rename(num_experts_per_tok="num_experts_per_tok")
 EXPERT_WIDTH = Rename(moe_intermediate_size="base_moe_mlp_dim")
 CLIP = OrNull("clip_qkv", "clip_qkv", 0.0)
 NORMED_HEADS = Fixed(qk_norm="head")
+CAUSAL = Only("is_causal", True)
+"""Of every family: with false, transformers lets each token see the later ones too."""
 
 
 def ties(default: bool) -> Part:

@@ -65,7 +65,7 @@ WITHOUT_EFFECT = frozenset({
 NEVER_NULL = frozenset({
     "activation_function", "attention_bias", "attention_multiplier", "attention_out_bias", "attn_scale",
     "attn_temperature_tuning", "decoder_sparse_step", "embedding_multiplier", "first_k_dense_replace", "floor_scale",
-    "hidden_act", "interleave_moe_layer_step", "intermediate_size_mlp", "layer_norm_eps",
+    "hidden_act", "interleave_moe_layer_step", "intermediate_size_mlp", "is_causal", "layer_norm_eps",
     "layer_norm_epsilon", "lm_head_bias", "logit_scale", "logits_scaling", "mlp_bias", "moe_layer_end_index",
     "moe_layer_interval", "moe_layer_start_index", "moe_norm_min", "moe_num_shared_experts",
     "no_rope_layer_interval", "norm_eps", "norm_epsilon", "norm_topk_prob", "qk_layernorm", "qkv_bias",

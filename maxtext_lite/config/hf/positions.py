@@ -235,6 +235,22 @@ def layer_kinds(config: ModelConfig) -> list[str]:
     return [kinds.get(pattern[layer % len(pattern)], "?") for layer in range(config.base_num_decoder_layers)]
 
 
+def _window(fields: Fields, usual: int, *, switched: bool) -> int:
+    """The width of a model's sliding windows; 0: none, which a config.json says with null, or with its switch.
+
+    Args:
+      usual: if `sliding_window` is missing.
+      switched: the family has the switch, `use_sliding_window`, which is off if it is missing.
+    """
+    on, stated = fields.flag("use_sliding_window", False) if switched else True, fields.peek("sliding_window", None)
+    if stated is None:
+        return usual if on and not fields.is_null("sliding_window") else 0
+    width = fields.whole("sliding_window", least=0)
+    if on and is_whole(stated, 0, 0):
+        fields.refuse("sliding_window", 0, "lets no token see even itself. Nearest that works: null, for no window.")
+    return width if on else 0
+
+
 class LayerTypes(Part):
     """Which layers have a sliding window.
 
@@ -245,7 +261,8 @@ class LayerTypes(Part):
         is true, and otherwise none, switched: as from; "switched window": as window; "switched alternating": the
         first, third, ... before `max_window_layers`.
       window: the default of `sliding_window`; 0: none.
-      rotated: layers without a window are rotated; False: not in a model that has a window.
+      rotated: layers without a window are rotated always, never, or alone: only in a model without any window. With
+        never, a model must have one.
     """
 
     def __init__(
@@ -264,7 +281,7 @@ class LayerTypes(Part):
         ],
         window: int,
         *,
-        rotated: bool = True,
+        rotated: Literal["always", "alone", "never"] = "always",
     ) -> None:
         self._style, self._window, self._rotated = style, window, rotated
         self._every = {"alternating": 2, "sixth": 6, "fourth": 4, "fixed fourth": 4}.get(style, 0)
@@ -272,9 +289,7 @@ class LayerTypes(Part):
     def read(self, fields: Fields) -> Keys:
         """See Part."""
         layers = fields.num_layers
-        default = None if fields.is_null("sliding_window") else self._window
-        window = 0 if default is None else fields.whole("sliding_window", default, least=0)
-        on = fields.flag("use_sliding_window", False) if self._style.startswith("switched") else True
+        window = _window(fields, self._window, switched=self._style.startswith("switched"))
         since = {"switched": 28, "from": 62, "switched alternating": 28}.get(self._style)
         first = 0 if since is None else fields.whole("max_window_layers", since, least=0)
         fields.drop(["max_window_layers"] if self._style == "switched window" else [])
@@ -284,7 +299,7 @@ class LayerTypes(Part):
             fields.drop(["sliding_window_pattern"] if stated is not None or not window else [])  # not read then
             every = fields.whole("sliding_window_pattern", every)
         fields.names |= {"layer_pattern": "layer_types", "sliding_window_size": "sliding_window"}
-        if not (on and window):
+        if not window:
             kinds = [GLOBAL] * layers
         elif self._style == "switched alternating":
             kinds = [GLOBAL if layer % 2 or layer >= first else _LOCAL for layer in range(layers)]
@@ -293,10 +308,13 @@ class LayerTypes(Part):
         else:
             kinds = [_LOCAL if layer >= first else GLOBAL for layer in range(layers)]
         if stated is not None:
-            fields.check_layer_types(stated, layers, window if on else 0, (_LOCAL, GLOBAL))
+            fields.check_layer_types(stated, layers, window, (_LOCAL, GLOBAL))
             kinds = stated if len(stated) == layers and set(map(str, stated)) <= {_LOCAL, GLOBAL} else kinds
         fields.has_local_layers = _LOCAL in kinds
-        if window and not self._rotated:
+        if self._rotated == "never" and fields.is_null("sliding_window"):
+            why = "is a model that transformers does not run. State one even if layer_types has no sliding_attention."
+            fields.refuse("sliding_window", None, why)
+        if window and self._rotated != "always":
             kinds = ["nope" if kind == GLOBAL else kind for kind in kinds]
         return {
             "layer_pattern": pattern_of(kinds),
@@ -314,11 +332,10 @@ class LayerTypes(Part):
             return {
                 "sliding_window": window, "max_window_layers": first, "layer_types": kinds,
             } | ({} if self._style == "from" else {"use_sliding_window": bool(window)})  # fmt: skip
-        if not self._rotated:
-            plain = GLOBAL in kinds  # rotated without a window, as all layers are if none has a window
+        alone = self._rotated == "alone" and GLOBAL in kinds
+        if self._rotated != "always":
             kinds = [GLOBAL if kind == "nope" else kind for kind in kinds]
-            return {"sliding_window": None if plain else window or self._window, "layer_types": kinds}
-        return {"sliding_window": window or self._window, "layer_types": kinds}
+        return {"sliding_window": None if alone else window or self._window, "layer_types": kinds}
 
 
 class WithoutRotation(Part):
@@ -333,7 +350,7 @@ class WithoutRotation(Part):
         every = fields.whole("no_rope_layer_interval", 4)
         rotated = [int((layer + 1) % every != 0) for layer in range(layers)]
         stated = fields.listed("no_rope_layers")
-        window, on = fields.whole("sliding_window", 0, least=0), fields.flag("use_sliding_window", False)
+        window = _window(fields, 0, switched=True)
         fields.drop(["max_window_layers"])
         fields.names |= {"layer_pattern": "no_rope_layers", "sliding_window_size": "sliding_window"}
         if stated is not None and layers:
@@ -344,12 +361,12 @@ class WithoutRotation(Part):
         types = fields.listed("layer_types")
         if types is not None:
             # transformers masks by layer_types even without the switch, which its fused kernels go by.
-            fields.check_layer_types(types, layers, window if on else 0, (_LOCAL, GLOBAL))
+            fields.check_layer_types(types, layers, window, (_LOCAL, GLOBAL))
         if types is None or len(types) != layers:
             types = [GLOBAL if turned or not window else _LOCAL for turned in rotated]
         names = {(GLOBAL, 1): "global", (GLOBAL, 0): "nope", (_LOCAL, 1): "local", (_LOCAL, 0): "local_nope"}
         kinds = [
-            names[_LOCAL if on and window and kind == _LOCAL else GLOBAL, turned]
+            names[_LOCAL if window and kind == _LOCAL else GLOBAL, turned]
             for kind, turned in zip(types, rotated, strict=True)
         ]
         fields.has_local_layers = any(kind.startswith("local") for kind in kinds)

@@ -1,6 +1,6 @@
 """The parts of config.json that state a term of the decoder another way: switches, inverses, temperatures."""
 
-from typing import Any
+from typing import Any, TypeGuard
 
 from maxtext_lite.config.hf.fields import Fields, JsonObject, Keys
 from maxtext_lite.config.hf.parts import Part
@@ -68,6 +68,11 @@ def _rounded(value: float) -> float:
     return float(f"{value:.12g}")
 
 
+def _is_real(value: object) -> TypeGuard[int | float]:
+    """Whether a field's value is a number from 0 to 1e15."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e15
+
+
 class Inverse(Part):
     """A field that is 1 over a key, or 1 over a key's square root.
 
@@ -82,7 +87,7 @@ class Inverse(Part):
         """See Part."""
         value = fields.take(self._name, self._default)
         fields.names[self._key] = self._name
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e15:
+        if not _is_real(value) or not value:
             fields.refuse(self._name, value, "is not a number above 0.")
             value = 1
         return {self._key: float(value) ** self._power if self._power == -1 else _rounded(float(value) ** self._power)}
@@ -115,7 +120,7 @@ class PositionScaling(Part):
             scale = 0.1
         keys = self._rope.read(fields)
         length = keys["rope_scaling"].get("original_max_position_embeddings")
-        if isinstance(scale, bool) or not isinstance(scale, int | float) or scale < 0 or length is None:
+        if not _is_real(scale) or length is None:
             fields.refuse(self._ENTRY, scale, "must be a number beside an original_max_position_embeddings.")
             return keys
         return {**keys, "position_temperature": {"scale": float(scale), "floor_scale": length} if scale else {}}
@@ -160,7 +165,7 @@ class MultipliedRope(Part):
                 fields.refuse("rope_scaling", scaling["rope_type"], "cannot be expressed: it must be longrope.")
             return keys
         short, long = values
-        if isinstance(short, bool) or not isinstance(short, int | float) or short <= 0 or short != long:
+        if not _is_real(short) or not short or short != long:
             why = "cannot be expressed: it must be a number above 0, and both the same."
             fields.refuse("short_mscale and long_mscale", values, why)
             return keys

@@ -25,8 +25,9 @@ from maxtext_lite.config import UserError
 from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import full_text, value_text, writing
 from maxtext_lite.config.json_file import is_there, read_object, user_path
+from maxtext_lite.config.whole_file import TEMPORARY, partial_name, write_whole
 from maxtext_lite.data.bucket_directory import BucketDirectory
-from maxtext_lite.data.cache import TEMPORARY, cache_directory, partial_name, write_whole
+from maxtext_lite.data.cache import cache_directory
 from maxtext_lite.data.chat import chat_template
 from maxtext_lite.data.manifest import (
     DOCUMENTS_FILE,

@@ -17,8 +17,8 @@ from array_record.python.array_record_module import ArrayRecordWriter
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import writing
+from maxtext_lite.config.whole_file import partial_name, write_whole
 from maxtext_lite.data.bucket_directory import BucketDirectory
-from maxtext_lite.data.cache import partial_name, write_whole
 from maxtext_lite.data.manifest import TOKENS_PER_RECORD, Shard, stored_shard, token_dtype
 from maxtext_lite.data.preparing.documents import BadLine, DocumentReader
 from maxtext_lite.data.preparing.tasks import InputFile, Task

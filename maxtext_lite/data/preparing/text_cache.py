@@ -21,7 +21,8 @@ from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import full_text
 from maxtext_lite.config.json_file import read_object, user_path
 from maxtext_lite.config.sections import RunConfig
-from maxtext_lite.data.cache import CACHE_VARIABLE, cache_directory, locked, write_whole
+from maxtext_lite.config.whole_file import write_whole
+from maxtext_lite.data.cache import CACHE_VARIABLE, cache_directory, locked
 from maxtext_lite.data.manifest import DOCUMENTS_FILE, MANIFEST_FILE, file_sha256
 from maxtext_lite.data.packing import TokenStream
 from maxtext_lite.data.row_index import IndexPlace

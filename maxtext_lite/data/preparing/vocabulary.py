@@ -11,7 +11,7 @@ from typing import Any
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import writing
 from maxtext_lite.config.json_file import is_there, user_path
-from maxtext_lite.data.cache import write_whole
+from maxtext_lite.config.whole_file import write_whole
 from maxtext_lite.data.preparing.documents import BadLine, DocumentReader
 from maxtext_lite.data.preparing.keys import PrepareConfig, TokenizerConfig
 from maxtext_lite.data.preparing.tasks import find_inputs, split_into_tasks

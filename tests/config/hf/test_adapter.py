@@ -1,6 +1,7 @@
 """An adapter's directory decides the LoRA keys; what they cannot express is refused by its field."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -75,6 +76,11 @@ def test_a_stated_lora_key_may_not_contradict_it(tmp_path):
     ({"modules_to_save": ["lm_head"]}, "modules_to_save=[lm_head] cannot be expressed"),
     ({"r": 0}, "r=0 is not an integer of at least 1."),
     ({"lora_alpha": "x"}, "lora_alpha=x is not a number above 0."),
+    ({"lora_alpha": 10**400}, "lora_alpha=1.000000e+400 is not a number above 0."),
+    ({"alpha_pattern": {"q_proj": 10**400}}, "alpha_pattern={q_proj: 1.000000e+400} is not an object of numbers above"),
+    ({"alpha_pattern": {"q_proj": math.inf}}, "alpha_pattern={q_proj: inf} is not an object of numbers above 0"),
+    ({"rank_pattern": {"q_proj": 2**31}}, "rank_pattern={q_proj: 2147483648} is not an object of integers of at"),
+    ({"use_rslora": "yes"}, "use_rslora=yes is not true or false."),
     ({"rank_pattern": {"q_proj": 0}}, "rank_pattern={q_proj: 0} is not an object of integers of at least 1 by module."),
     ({"rank_pattern": [8]}, "rank_pattern=[8] is not an object of integers of at least 1 by module."),
     ({"rank_pattern": {"(": 8}}, "rank_pattern={(: 8} is not an object of integers of at least 1 by module."),

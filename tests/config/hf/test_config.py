@@ -217,6 +217,8 @@ def test_a_published_model_is_the_file_of_configs_models(name, fields):
     (GPT_OSS_20B, {"swiglu_limit": 6.0}, "swiglu_limit=6 cannot be expressed: it must be 7."),
     (GPT_OSS_20B, {"experts_per_token": 2}, "experts_per_token=2 contradicts num_experts_per_tok=4."),
     (GEMMA2_2B, {"use_bidirectional_attention": True}, "use_bidirectional_attention=true cannot be expressed"),
+    (LLAMA3_8B, {"is_causal": False}, "is_causal=false cannot be expressed: it must be true."),
+    (QWEN25_7B, {"is_causal": None}, "is_causal=null is not a value of this field. Remove it for its default."),
     (GEMMA2_2B, {"layer_types": ["chunked_attention"] * 26}, "layer_types=chunked_attention cannot be expressed"),
     (GEMMA2_2B, {"layer_types": ["full_attention"] * 25}, "do not name the 26 layers"),
     (SMOLLM3, {"layer_types": ["chunked_attention"] * 36}, "layer_types=chunked_attention cannot be expressed"),
@@ -266,7 +268,7 @@ def test_every_problem_is_named_at_once():
 def test_what_is_off_or_empty_or_about_other_things_changes_nothing():
     plain = model_keys(LLAMA3_8B, "x")
     more = {
-        "use_zeta": False, "zeta": None, "zetas": [], "id2label": {"0": "a"}, "temperature": 0.7,
+        "use_zeta": False, "zeta": None, "zetas": [], "is_causal": True, "id2label": {"0": "a"}, "temperature": 0.7,
         "quantization_config": {}, "auto_map": {"AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM"},
     }  # fmt: skip
     assert model_keys(LLAMA3_8B | more, "x") == plain
@@ -300,6 +302,11 @@ def test_a_model_of_ones_own_is_written_as_the_first_family_that_expresses_it():
     assert kind("num_experts=4")["model_type"] == "mixtral"
     with pytest.raises(UserError, match="model_type=llama has no place for attention_sinks=true"):
         kind("attention_sinks=true")
+    with pytest.raises(UserError) as refusal:  # mixtral's config.json would be refused for its one expert alone
+        kind("attention_sinks=true", "clip_qkv=8")
+    assert refusal.value.problems == tuple(
+        f"model_type=llama has no place for {key}." for key in ("attention_sinks=true", "clip_qkv=8")
+    )
 
 
 def test_training_on_longer_rows_raises_the_number_of_positions_unless_a_scaling_follows_from_it():
@@ -311,6 +318,13 @@ def test_training_on_longer_rows_raises_the_number_of_positions_unless_a_scaling
         of = {"dtype": "float32", "original": original}
         assert config_json(config, max_position_embeddings=9000, **of)["max_position_embeddings"] == expected
         assert config_json(config, max_position_embeddings=64, **of)["max_position_embeddings"] == 8192
+
+
+def test_the_name_of_the_weights_file_is_not_carried_on():
+    original = LLAMA3_8B | {"transformers_weights": "model.safetensors"}
+    config = load_config(None, [f"{key}={json.dumps(value)}" for key, value in model_keys(original, "x").items()])
+    fields = config_json(config, max_position_embeddings=64, dtype="float32", original=original)
+    assert fields.keys() == LLAMA3_8B.keys() | {"dtype"}
 
 
 def test_the_defaults_are_those_of_base_yml_and_cover_every_key():

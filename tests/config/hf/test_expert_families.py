@@ -82,6 +82,9 @@ def test_a_family_with_experts_is_one_of_all():
     ("phimoe", {"num_local_experts": 4, "rope_scaling": {
         "type": "longrope", "short_factor": [1] * 4, "long_factor": [1] * 4, "short_mscale": 1.0, "long_mscale": 1.1,
         "original_max_position_embeddings": 8, "factor": 2.0}}, "short_mscale and long_mscale=[1, 1.1] cannot be"),
+    ("phimoe", {"num_local_experts": 4, "rope_scaling": {
+        "type": "longrope", "short_factor": [1] * 4, "long_factor": [1] * 4, "short_mscale": 10**400,
+        "long_mscale": 10**400, "original_max_position_embeddings": 8, "factor": 2.0}}, "cannot be expressed: it must"),
     ("ernie4_5_moe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 8, "use_bias": True},
      "use_bias=true cannot be expressed"),
     ("ernie4_5_moe", {"moe_num_experts": 4, "num_experts": 5, "moe_k": 2, "moe_intermediate_size": 8},

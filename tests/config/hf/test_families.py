@@ -73,6 +73,8 @@ def test_rotary_positions_of_the_wrong_kind_are_refused(kind):
                "max_position_embeddings": None}, "lacks max_position_embeddings beside it."),
     ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling=linear is not of this family"),
     ("qwen2", {"layer_types": ["sliding_attention"] * 32, "sliding_window": 5}, "sliding_attention needs a sliding_"),
+    ("solar_open", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 has no effect in this family"),
+    ("cohere2", {"sliding_window": None, "layer_types": ["full_attention"] * 40}, "sliding_window=null is a model"),
 ])  # fmt: skip
 def test_what_transformers_passes_over_is_refused(kind, fields, message):
     plain = of_transformers(kind, {})

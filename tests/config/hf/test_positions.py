@@ -46,6 +46,23 @@ def test_layers_with_a_window(style, fields, pattern, window):
     assert again == {"layer_pattern": pattern, "sliding_window_size": window}
 
 
+@pytest.mark.parametrize("part", [
+    LayerTypes("window", 9), LayerTypes("window", 0), LayerTypes("alternating", 9), LayerTypes("switched", 9),
+    LayerTypes("fourth", 9, rotated="alone"), WithoutRotation(),
+])  # fmt: skip
+def test_only_null_is_no_window(part):
+    fields = {"num_hidden_layers": 4, "use_sliding_window": True}
+    assert part.read(Fields({**fields, "sliding_window": None}))["sliding_window_size"] == 0
+    assert problems(part, **fields, sliding_window=0) == [
+        "sliding_window=0 lets no token see even itself. Nearest that works: null, for no window."
+    ]
+
+
+def test_a_window_that_is_switched_off_may_have_any_width():
+    for part in (LayerTypes("switched", 9), WithoutRotation()):
+        assert problems(part, num_hidden_layers=4, use_sliding_window=False, sliding_window=0) == []
+
+
 def test_layers_that_are_not_rotated():
     part = WithoutRotation()
     assert part.read(Fields({"num_hidden_layers": 4, "no_rope_layer_interval": 2})) == {
@@ -70,7 +87,7 @@ def test_layers_that_are_not_rotated():
 
 
 def test_layers_that_are_rotated_where_they_have_a_window():
-    part = LayerTypes("fourth", 9, rotated=False)
+    part = LayerTypes("fourth", 9, rotated="alone")
     assert part.read(Fields({"num_hidden_layers": 8})) == {
         "layer_pattern": "local,local,local,nope", "sliding_window_size": 9
     }  # fmt: skip
@@ -85,6 +102,17 @@ def test_layers_that_are_rotated_where_they_have_a_window():
         config = load_config(None, keys)
         again = part.read(Fields({"num_hidden_layers": 4, **part.write(config)}))
         assert again == {"layer_pattern": config.layer_pattern, "sliding_window_size": config.sliding_window_size}
+
+
+def test_layers_that_are_never_rotated_without_a_window():
+    part = LayerTypes("fourth", 9, rotated="never")
+    (refusal,) = problems(part, num_hidden_layers=4, sliding_window=None)
+    assert refusal.startswith("sliding_window=null is a model that transformers does not run. State one even if")
+    for pattern, again in (("local,local,local,nope", "local,local,local,nope"), ("nope", "nope"), ("global", "nope")):
+        window = 9 * pattern.startswith("local")
+        config = load_config(None, [f"layer_pattern={pattern}", f"sliding_window_size={window}"])
+        keys = part.read(Fields({"num_hidden_layers": 4, **part.write(config)}))
+        assert keys == {"layer_pattern": again, "sliding_window_size": window}
 
 
 @pytest.mark.parametrize(

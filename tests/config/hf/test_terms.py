@@ -62,6 +62,9 @@ def test_queries_grow_with_every_original_length():
     assert keys["position_temperature"] == {"scale": 0.2, "floor_scale": 8}
     assert read(part)["position_temperature"] == {"scale": 0.1, "floor_scale": 16384}
     assert read(part, rope_scaling={**scaling, "llama_4_scaling_beta": 0.0})["position_temperature"] == {}
+    for wrong in (10**400, math.inf):
+        beta = {"llama_4_scaling_beta": wrong}
+        assert "must be a number beside" in problems(part, rope_parameters={**scaling, **beta})[0]
     assert "llama_4_scaling_beta=null must be" in problems(part, rope_parameters=scaling)[0]
     scaling = "rope_scaling={rope_type: yarn, factor: 2, original_max_position_embeddings: 8}"
     config = load_config(None, ["position_temperature={scale: 0.2, floor_scale: 8}", "rope_max_timescale=1e4", scaling])

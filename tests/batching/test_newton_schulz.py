@@ -1,0 +1,48 @@
+"""The work of Muon's update is that of the program which libtpu 0.0.50.1 compiled for it: what a step of v5e:2x4 with
+optimizer=muon has more than one with adamw."""
+
+import pytest
+
+from maxtext_lite.batching.newton_schulz import orthogonalized
+from maxtext_lite.batching.topology import MeshSizes, resolve_mesh
+from maxtext_lite.config import load_config
+
+MODEL = ["base_emb_dim=256", "base_mlp_dim=512", "base_num_decoder_layers=4", "base_num_query_heads=4", "head_dim=32",
+         "base_num_kv_heads=2", "vocab_size=512", "optimizer=muon", "ici_fsdp_parallelism=1"]  # fmt: skip
+EMBED = ("expert", "context", "fsdp")
+
+
+def stacks(*words, devices=8):
+    config = load_config(None, [*MODEL, *words])
+    sizes = resolve_mesh(config, devices)
+    assert isinstance(sizes, MeshSizes)
+    return list(orthogonalized(config, sizes.total))
+
+
+@pytest.mark.parametrize(("words", "flops", "within"), [
+    (["ici_data_parallelism=8"], 11_093_934_080, 0),
+    (["ici_fsdp_parallelism=8"], 1_551_892_480, 0),
+    (["ici_fsdp_parallelism=4", "ici_data_parallelism=2"], 2_915_041_280, 0),
+    (["ici_fsdp_parallelism=4", "ici_tensor_parallelism=2"], 1_638_400_000, 0.05),
+    (["ici_tensor_parallelism=2", "ici_data_parallelism=4"], 6_325_534_720, 0.05),
+])  # fmt: skip
+def test_products_are_those_that_were_compiled(words, flops, within):
+    assert sum(2 * each.products for each in stacks(*words)) == pytest.approx(flops, rel=within)
+
+
+def test_a_tpu_gathers_once_in_bfloat16_and_a_gpu_twice_in_float32():
+    found = stacks("ici_fsdp_parallelism=8")
+    assert sum(2 * (each.matrix + each.square) for each in found if each.rows == EMBED) == 23_592_960
+    of_h100 = 78_643_200  # by jax 0.12.0.1's CUDA plugin
+    assert sum(4 * (2 * each.matrix + each.square) for each in found if each.rows == EMBED) == of_h100
+    assert sum(4 * each.reduced for each in found if each.columns == EMBED) == 3_276_800
+
+
+def test_every_expert_is_a_matrix_and_adapters_are_instead_of_what_is_frozen():
+    keys = ("num_experts=8", "ici_expert_parallelism=2", "ici_data_parallelism=4")
+    experts = [each for each in stacks(*keys) if ("context", "fsdp") in (each.rows, each.columns)]
+    of_one = 2 * 256**2 * 512 + 256**3
+    assert [each.products for each in experts] == [5 * 4 * 8 / 2 * of_one] * 3
+    (a, b) = stacks("lora_rank=2", "lora_targets=down", devices=1)
+    assert a.products == 5 * 4 * (2 * 2**2 * 512 + 2**3)
+    assert b.products == 5 * 4 * (2 * 2**2 * 256 + 2**3)

@@ -1,0 +1,42 @@
+"""Files that appear only when complete."""
+
+import pytest
+
+from maxtext_lite.config import whole_file
+from maxtext_lite.config.whole_file import replacing, write_whole
+
+
+@pytest.mark.parametrize(("content", "written"), [("ü", b"\xc3\xbc"), (b"\0", b"\0")])
+def test_a_text_or_bytes_take_the_place_of_what_was_there(tmp_path, content, written):
+    write_whole(tmp_path / "a", b"before")
+    write_whole(tmp_path / "a", content)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"a": written}
+
+
+def test_an_incomplete_write_leaves_no_file(tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    write_whole(tmp_path / "a", b"before")
+    monkeypatch.setattr(whole_file.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_whole(tmp_path / "a", b"content")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"a": b"before"}
+
+
+def test_an_error_names_the_file_that_was_to_be_written(tmp_path):
+    with pytest.raises(FileNotFoundError) as error:
+        write_whole(tmp_path / "no" / "a", "")
+    assert error.value.filename == str(tmp_path / "no" / "a")
+
+
+def test_a_block_that_fails_leaves_what_was_there(tmp_path):
+    def fail():
+        with replacing(tmp_path / "a") as partial:
+            partial.write_text("half")
+            raise ZeroDivisionError
+
+    (tmp_path / "a").write_text("before")
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a": "before"}

@@ -1,0 +1,68 @@
+"""Which starts a run lists, the settings of its steps, and what a resume says of the learning rate."""
+
+import pytest
+
+from maxtext_lite.batching import make_plan
+from maxtext_lite.config import load_config
+from maxtext_lite.training.starts import moved_schedule, settings_at, with_start
+
+
+def start(before, step, seen, *overrides):
+    """The config and the starts of a run of 64 examples, or with stated steps, that begins again after `step` steps."""
+    words = ["warmup_steps=0", "learning_rate_schedule=linear", "learning_rate_final_fraction=0", "num_epochs=1",
+             "global_batch_size=4", "per_device_batch_size=-1", *overrides]  # fmt: skip
+    config = load_config(None, words)
+    return config, with_start(before, config, make_plan(config, num_devices=1, num_examples=64), step, seen)
+
+
+@pytest.mark.parametrize(("overrides", "end", "rate"), [
+    (["global_batch_size=8"], "step 12", 33.3),
+    (["global_batch_size=2"], "step 24", 66.7),
+    (["num_epochs=2"], "step 32", 75),
+    (["global_batch_size=8", "schedule_unit=examples"], None, None),
+    (["num_epochs=0", "steps=16", "global_batch_size=8", "schedule_unit=examples"], "example 96", 66.7),
+    (["num_epochs=0", "steps=16", "global_batch_size=8"], None, None),
+    (["global_batch_size=8", "learning_rate_schedule=constant"], None, None),
+    (["seed=5"], None, None),
+])  # fmt: skip
+def test_a_resume_that_moves_the_end_of_the_schedule_says_so_once(overrides, end, rate):
+    """The run of 16 steps and 64 examples is half done, and its rate half its peak."""
+    _, first = start([], 0, 0)
+    config, starts = start(first, 8, 32, *overrides)
+    before = 64 if end and end.startswith("example") else 16
+    sentence = (
+        f"the learning rate's schedule ends with this run, at {end} instead of {before}: after step 8 the rate is "
+        f"about {rate or 0:.1f}% of its peak instead of 50.0%"
+    )
+    assert moved_schedule(config, starts, 8, 32) == ([] if end is None else [sentence])
+    batch = config.global_batch_size
+    config, again = start(starts, 9, 32 + batch, *overrides)
+    assert again == starts
+    assert moved_schedule(config, again, 9, 32 + batch) == []
+
+
+def test_a_new_run_and_one_of_an_earlier_version_say_nothing():
+    for step, seen in ((0, 0), (8, 32)):
+        config, starts = start([], step, seen, "global_batch_size=8")
+        assert [entry["step"] for entry in starts] == [step]
+        assert moved_schedule(config, starts, step, seen) == []
+
+
+def test_a_step_has_the_settings_of_the_start_that_took_it():
+    _, starts = start([], 2, 8)
+    for step, seen, *words in ((4, 16, "learning_rate=0.1"), (5, 20, "learning_rate=0.1", "log_period=7"), (6, 24)):
+        config, starts = start(starts, step, seen, *words)
+    assert [each["step"] for each in starts] == [2, 4, 6]
+    assert settings_at(starts, 2) == []
+    for step, rate in (
+        (3, config.learning_rate),
+        (4, config.learning_rate),
+        (5, 0.1),
+        (6, 0.1),
+        (7, config.learning_rate),
+    ):
+        found = load_config(None, ["global_batch_size=1", *settings_at(starts, step)])
+        assert (found.learning_rate, found.global_batch_size, found.log_period) == (rate, 4, config.log_period)
+    assert not [
+        word for word in settings_at(starts, 3) if word.startswith(("dataset_path", "run_name", "base_emb_dim"))
+    ]
