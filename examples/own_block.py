@@ -30,4 +30,5 @@ class ParallelBlock(DecoderLayer):
 
 
 if __name__ == "__main__":
-    train(load_config(None, sys.argv[1:]), model=functools.partial(Decoder, block=ParallelBlock))
+    config = load_config(None, ["run_name=own_block", *sys.argv[1:]])
+    train(config, model=functools.partial(Decoder, block=ParallelBlock))

@@ -28,5 +28,5 @@ class EarlyStopping(Callback):
 
 
 if __name__ == "__main__":
-    result = train(load_config(None, sys.argv[1:]), callbacks=[EarlyStopping(patience=3)])
+    result = train(load_config(None, ["run_name=own_callback", *sys.argv[1:]]), callbacks=[EarlyStopping(patience=3)])
     print(f"held-out loss {result.eval_loss:.4f} after {result.step} steps")

@@ -34,6 +34,6 @@ class Additions:
 
 
 if __name__ == "__main__":
-    config = load_config(None, sys.argv[1:])
+    config = load_config(None, ["run_name=own_data", *sys.argv[1:]])
     sources = (Additions(part, config.max_target_length) for part in ("train", "eval"))
     train(config, **dict(zip(("source", "eval_source"), sources, strict=True)))

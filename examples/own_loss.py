@@ -22,4 +22,4 @@ def focal_loss(predictions: Predictions, rows: dict) -> tuple:
 
 
 if __name__ == "__main__":
-    train(load_config(None, sys.argv[1:]), objective=focal_loss)
+    train(load_config(None, ["run_name=own_loss", *sys.argv[1:]]), objective=focal_loss)

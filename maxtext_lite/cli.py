@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
 
 from maxtext_lite import __version__
 from maxtext_lite.config import RLRunConfig, UserError, parse_value
 from maxtext_lite.config.bucket import is_bucket, local_copy
-from maxtext_lite.config.errors import WrongType, did_you_mean, echoed, nearest_clause, value_text
-from maxtext_lite.config.field_types import path_problem
+from maxtext_lite.config.errors import did_you_mean, echoed, value_text
+from maxtext_lite.config.field_types import path_problem, wrong_value
 from maxtext_lite.config.hints import key_hint, words_hint, words_meant
 from maxtext_lite.config.json_file import user_path
 from maxtext_lite.config.yaml_text import is_one_scalar
@@ -121,14 +120,14 @@ def version_text() -> str:
     return f"maxtext_lite {__version__} (jax {of_jax}, Python {sys.version.split()[0]})"
 
 
-def config_arguments(parser: ArgumentParser) -> None:
+def config_arguments(parser: ArgumentParser, default: str = "configs/base.yml") -> None:
     """Adds `[CONFIG.yml] [key=value ...]`; `ArgumentParser.parse` gives them as `config` and `overrides`."""
     parser.keys = RLRunConfig.model_fields
     parser.add_argument(
         "words",
         nargs="*",
         metavar="[CONFIG.yml] [key=value ...]",
-        help="a config (default: configs/base.yml) and values that win over it",
+        help=f"a config (default: {default}) and values that win over it",
     )
 
 
@@ -275,16 +274,7 @@ def parse_keys(
     try:
         return kind.model_validate(values), problems
     except ValidationError as error:
-        for detail in error.errors():
-            key = ".".join(str(part) for part in detail["loc"])
-            problems.append(f"{key}={value_text(detail['input'])}{broken_rule(detail)}")
-        raise UserError(problems) from None
-
-
-def broken_rule(detail: ErrorDetails) -> str:
-    """What an error of pydantic says about a value, as a sentence that begins with the value."""
-    own = detail.get("ctx", {}).get("error")
-    return f" {own}{nearest_clause(own.nearest)}" if isinstance(own, WrongType) else f": {detail['msg']}."
+        raise UserError(problems + [str(wrong_value(kind, detail)) for detail in error.errors()]) from None
 
 
 def _plain(text: str) -> object:

@@ -11,11 +11,11 @@ from typing import Any, Protocol
 
 from pydantic import ValidationError
 
-from maxtext_lite.cli import broken_rule, run_command, whole_number
+from maxtext_lite.cli import run_command, whole_number
 from maxtext_lite.config import UserError
 from maxtext_lite.config.bucket import local_copy
 from maxtext_lite.config.errors import did_you_mean, value_text
-from maxtext_lite.config.field_types import path_problem
+from maxtext_lite.config.field_types import path_problem, wrong_value
 from maxtext_lite.config.hf.model_directory import directory_config
 from maxtext_lite.generation.requests import GenerateConfig
 
@@ -157,11 +157,11 @@ def _asked(number: int, context: str, options: Mapping[str, Any]) -> GenerateCon
     try:
         return GenerateConfig.model_validate(values)
     except ValidationError as error:
-        raise UserError(
-            f"generation option {str(detail['loc'][0]).replace('max_new_tokens', most)}="
-            f"{value_text(detail['input'])}{broken_rule(detail)}"
+        refusals = (
+            wrong_value(GenerateConfig, detail, str(detail["loc"][0]).replace("max_new_tokens", most))
             for detail in error.errors()
-        ) from None
+        )
+        raise UserError(f"generation option {refusal}" for refusal in refusals) from None
 
 
 def main(argv: Sequence[str]) -> int:
@@ -171,7 +171,11 @@ def main(argv: Sequence[str]) -> int:
       UserError: the harness is not installed, or a model's argument, its directory or an option of a task is wrong.
     """
     if importlib.util.find_spec("lm_eval") is None:
-        raise UserError("harness needs lm_eval: pip install 'maxtext-lite[harness]'.")
+        needed = "harness needs lm_eval: pip install 'maxtext-lite[harness]'."
+        if {"-h", "--help"}.isdisjoint(argv):
+            raise UserError(needed)
+        print(f"{__doc__}\n{needed} It then lists its arguments.")
+        return 0
     from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports]
     from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
     from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]

@@ -3,6 +3,7 @@
 import argparse
 import os
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -169,7 +170,8 @@ def _train_tokenizer(argv: Sequence[str]) -> int:
     from maxtext_lite.data.preparing.vocabulary import train_tokenizer
 
     path = train_tokenizer(config)
-    print(f"tokenizer_type={config.tokenizer_type} tokenizer_path={path}: {config.vocab_size:,} ids")
+    words = shlex.join([f"tokenizer_type={config.tokenizer_type}", f"tokenizer_path={path}"])
+    print(f"{words}: {config.vocab_size:,} ids")
     return 0
 
 

@@ -18,7 +18,7 @@ def main(argv: Sequence[str]) -> int:
       UserError: with every problem of the config, the prompts or the rewards.
     """
     parser = ArgumentParser(prog="maxtext-lite train_rl", description=__doc__)
-    config_arguments(parser)
+    config_arguments(parser, DEFAULT_CONFIG)
     arguments = parser.parse(argv)
     config = load_config(DEFAULT_CONFIG if arguments.config is None else arguments.config, arguments.overrides)
     if not isinstance(config, RLRunConfig):

@@ -34,6 +34,12 @@ def test_options_and_overrides_come_in_any_order(argv, config, overrides, flag):
     assert (arguments.config, arguments.overrides, arguments.flag) == (config, overrides, flag)
 
 
+def test_the_help_names_the_config_that_a_command_takes_by_default(capsys):
+    for command, config in (("train", "configs/base.yml"), ("train_rl", "configs/post_train/rl.yml")):
+        assert main([command, "--help"]) == 0
+        assert f"(default: {config})" in " ".join(capsys.readouterr().out.split())
+
+
 def test_options_are_not_abbreviated():
     with pytest.raises(UserError, match="unrecognized arguments: --fla"):
         parsed(["--fla"])

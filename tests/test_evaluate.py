@@ -105,8 +105,8 @@ def test_a_cloze_is_right_where_it_is_what_the_model_would_write(directory, tmp_
     (["cloze=a", "stride=8"], "stride=8 has no effect without text. Nearest that works: 0."),
     (["txt=a"], "unknown key 'txt' (command line). Did you mean 'text'?"),
     (["text"], "'text' is not of the form key=value."),
-    (["text=a", "max_length=1"], "max_length=1: Input should be greater than or equal to 2."),
-    (["text=a", "rows_at_once=10000000000"], "rows_at_once=10000000000: Input should be less than 2147483648."),
+    (["text=a", "max_length=1"], "max_length=1 must be at least 2. Nearest that works: 2."),
+    (["text=a", "rows_at_once=10000000000"], "rows_at_once=10000000000 must be at most 2147483647. Nearest"),
 ])  # fmt: skip
 def test_wrong_arguments_are_refused(overrides, message):
     with pytest.raises(UserError) as refusal:

@@ -60,8 +60,13 @@ def test_an_empty_prompt_starts_a_new_document(run, capsys):
     (["prompt_idz=[[1]]"], "unknown key 'prompt_idz' (command line). Did you mean 'prompt_ids'?"),
     (["temperature=-1"], "temperature=-1 must be at least 0 and at most 1000000. Nearest that works: 0."),
     (["temperature=1e-40"], "temperature=1e-40 must be at least 1e-06, or 0. Nearest that works: 1e-06."),
-    (["top_p=0"], "top_p=0"),
-    (["max_new_tokens=1.5"], "max_new_tokens=1.5"),
+    (["top_p=0"], "top_p=0 must be above 0 and at most 1. Nearest that works: 1."),
+    (["max_new_tokens=1.5"], "max_new_tokens=1.5 is not an integer. Nearest that work: 1 or 2."),
+    (["max_new_tokens=0"], "max_new_tokens=0 must be at least 1. Nearest that works: 1."),
+    (["seed=4294967296"], "seed=4294967296 must be at most 4294967295. Nearest that works: 4294967295."),
+    (["dtype=float64"], "dtype=float64 is not one of float32, bfloat16, float16. Nearest that works: float16."),
+    (["chat=1"], "chat=1 is not true or false. Nearest that work: true or false."),
+    (["prompt_ids=[[1,a]]"], "prompt_ids.0.1=a must be a valid integer."),
     (["prompt_ids=[[1],[]]"], "prompt_ids has an empty prompt"),
     (["prompt=x", "prompt_ids=[[1]]"], "prompt and prompt_ids contradict each other"),
     (["prompt=x", "prompts=[y]"], "prompt and prompts contradict each other"),
@@ -75,7 +80,7 @@ def test_an_empty_prompt_starts_a_new_document(run, capsys):
     (["ici_data_parallelism=9"], "ici_data_parallelism=9 does not divide the model's copies over 8 devices."),
     (["prompt_ids=[[1,999]]"], "prompt_ids: token 999 is not in 0..263 (vocab_size). Nearest that works: 263."),
     (["ici_tensor_parallelism=3"], "ici_tensor_parallelism=3 does not divide"),
-    (["max_new_tokens=10000000000"], "max_new_tokens=10000000000: Input should be less than 2147483648."),
+    (["max_new_tokens=10000000000"], "max_new_tokens=10000000000 must be at most 2147483647."),
 ])  # fmt: skip
 def test_mistakes_are_named(arguments, message, run):
     with pytest.raises(UserError) as refusal:

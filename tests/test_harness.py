@@ -91,8 +91,8 @@ def test_options_of_sampling_mean_what_they_mean_to_the_harness(model):
 @pytest.mark.parametrize(("options", "message"), [
     ({"num_beams": 4}, "generation option num_beams=4 has no meaning here. Those that have one: until, max_gen_toks, "),
     ({"temperature": 1e-40}, "generation option temperature=1e-40 must be at least 1e-06, or 0. Nearest that works:"),
-    ({"max_tokens": 0}, "generation option max_tokens=0: Input should be greater than or equal to 1."),
-    ({"do_sample": True, "top_p": 2}, "generation option top_p=2: Input should be less than or equal to 1."),
+    ({"max_tokens": 0}, "generation option max_tokens=0 must be at least 1. Nearest that works: 1."),
+    ({"do_sample": True, "top_p": 2}, "generation option top_p=2 must be above 0 and at most 1. Nearest"),
     ({"max_gen_toks": 24}, "max_new_tokens=24 leaves no room for a prompt in max_length=24. Nearest that works: 23."),
 ])  # fmt: skip
 def test_wrong_options_of_a_request_are_refused(options, message, model):
@@ -121,6 +121,8 @@ def test_without_the_harness_the_command_names_its_extra(monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["harness", "run"]) == 2
     assert capsys.readouterr().err == "error: harness needs lm_eval: pip install 'maxtext-lite[harness]'.\n"
+    assert main(["harness", "--help"]) == 0
+    assert "--model maxtext_lite" in capsys.readouterr().out
 
 
 def test_a_wrong_argument_of_a_model_is_an_error_line_of_the_command(monkeypatch, capsys):

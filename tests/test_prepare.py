@@ -98,6 +98,15 @@ def test_a_wrong_argument_is_named(arguments, message):
     assert any(problem.startswith(message) for problem in refused.value.problems), refused.value.problems
 
 
+def test_the_keys_of_a_trained_tokenizer_are_words_of_a_shell(monkeypatch, capsys):
+    monkeypatch.setattr(
+        "maxtext_lite.data.preparing.vocabulary.train_tokenizer", lambda config: "my tok/tokenizer.json"
+    )
+    assert main(["tokenizer", "input=x", "output=my tok", "vocab_size=300"]) == 0
+    said = capsys.readouterr().out
+    assert said == "tokenizer_type=huggingface 'tokenizer_path=my tok/tokenizer.json': 300 ids\n"
+
+
 def test_the_commands_of_the_page_are_understood(monkeypatch):
     whole = (REPOSITORY / "docs" / "data.md").read_text(encoding="utf-8")
     page = "".join(re.findall(r"^## (?:Preparing|Inspecting)$.*?(?=^## |\Z)", whole, re.MULTILINE | re.DOTALL))

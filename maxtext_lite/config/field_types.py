@@ -3,13 +3,15 @@
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from difflib import SequenceMatcher
 from fractions import Fraction
-from typing import Annotated, TypeVar
+from typing import Annotated, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, ValidationError
+from pydantic_core import ErrorDetails
 
 from maxtext_lite.config.bucket import bucket_scheme
-from maxtext_lite.config.errors import WrongType, did_you_mean, number_text, value_text
+from maxtext_lite.config.errors import Refusal, WrongType, did_you_mean, number_text, value_text
 
 _LARGEST_COUNT = 2**31 - 1  # the range of jax's and optax's counters
 _LARGEST_SEED = 2**63 - 1
@@ -275,6 +277,8 @@ CountOrMinusOne = Annotated[int, BeforeValidator(_whole(1, -1))]
 """An integer of at least 1, or -1: derived or off."""
 Seed = Annotated[int, BeforeValidator(_whole(0, maximum=_LARGEST_SEED))]
 """An integer of at least 0 and below 2**63."""
+DrawSeed = Annotated[int, BeforeValidator(_whole(0, maximum=2**32 - 1))]
+"""A seed of 32 bits."""
 SeedOrMinusOne = Annotated[int, BeforeValidator(_whole(0, -1, maximum=_LARGEST_SEED))]
 """A seed, or -1: none."""
 Positive = Annotated[float, BeforeValidator(_real(above=0.0))]
@@ -349,3 +353,22 @@ def from_entries(
         wrong = error.errors()[0]
         rule = wrong["msg"].removeprefix("Value error, ")
         raise WrongType(f"has {wrong['loc'][0]}={value_text(wrong['input'])}, which {rule}") from None
+
+
+def wrong_value(kind: type[BaseModel], detail: ErrorDetails, name: str = "") -> Refusal:
+    """The refusal of a value that is not of its key's type, by pydantic's error.
+
+    Args:
+      kind: has the key.
+      name: of the key for the user; "": that in `kind`.
+    """
+    key, value = name or ".".join(map(str, detail["loc"])), value_text(detail["input"])
+    if detail["type"] == "literal_error":
+        choices = [str(choice) for choice in get_args(kind.model_fields[str(detail["loc"][0])].annotation) if choice]
+        near = max(choices, key=lambda choice: SequenceMatcher(None, value.lower(), choice).ratio())
+        return Refusal(key, f"{key}={value} is not one of {', '.join(choices)}.", (near,))
+    cause = detail.get("ctx", {}).get("error")
+    if isinstance(cause, WrongType):
+        return Refusal(key, f"{key}={value} {cause}", cause.nearest)
+    rule = detail["msg"].removeprefix("Value error, ").replace("Input should be", "must be").removesuffix(".")
+    return Refusal(key, f"{key}={value} {rule}.")

@@ -3,16 +3,13 @@
 import functools
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from difflib import SequenceMatcher
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import get_args
 
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
-from maxtext_lite.config.errors import Refusal, UserError, WrongType, value_text
-from maxtext_lite.config.field_types import path_problem
+from maxtext_lite.config.errors import Refusal, UserError, value_text
+from maxtext_lite.config.field_types import path_problem, wrong_value
 from maxtext_lite.config.files import (
     RL_FILE,
     ROOT_FILE,
@@ -327,19 +324,7 @@ def _validate(kind: type[Config], layers: Sequence[Layer], defaults: Config) -> 
     wrong: list[Refusal] = []
     for key in keys_of(kind):
         if key in details:
-            message, near = _wrong_type(key, details[key])
-            right = [getattr(kind.model_validate({**legal, **usual, key: value}), key) for value in near]
-            wrong.append(Refusal(key, message, tuple(right)))
+            refusal = wrong_value(kind, details[key], key)
+            right = [getattr(kind.model_validate({**legal, **usual, key: value}), key) for value in refusal.nearest]
+            wrong.append(replace(refusal, nearest=tuple(right)))
     return kind.model_validate({**legal, **usual}), wrong
-
-
-def _wrong_type(key: str, detail: ErrorDetails) -> tuple[str, Sequence[object]]:
-    """The message about a value that is not of its key's type, and values that are."""
-    value = value_text(detail.get("input"))
-    if detail["type"] == "literal_error":
-        choices = [str(choice) for choice in get_args(RLRunConfig.model_fields[key].annotation)]
-        near = max(choices, key=lambda choice: SequenceMatcher(None, value.lower(), choice).ratio())
-        return f"{key}={value} is not one of {', '.join(choices)}.", (near,)
-    cause = detail.get("ctx", {}).get("error")
-    nearest = cause.nearest if isinstance(cause, WrongType) else ()
-    return f"{key}={value} {detail['msg'].removeprefix('Value error, ')}", nearest

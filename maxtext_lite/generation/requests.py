@@ -2,9 +2,18 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
-from maxtext_lite.config.field_types import PathText, Temperature
+from maxtext_lite.config.field_types import (
+    AtLeastTwo,
+    Count,
+    CountOrZero,
+    DrawSeed,
+    Flag,
+    PathText,
+    PositiveShare,
+    Temperature,
+)
 
 
 class GenerateConfig(BaseModel):
@@ -35,19 +44,19 @@ class GenerateConfig(BaseModel):
     prompt: str = ""
     prompts: list[str] | None = None
     prompt_ids: list[list[int]] | None = None
-    chat: bool = False
+    chat: Flag = False
     system: str = ""
-    max_new_tokens: int = Field(200, ge=1, lt=2**31)
+    max_new_tokens: Count = 200
     temperature: Temperature = 0.8
-    top_k: int = Field(0, ge=0)
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: CountOrZero = 0
+    top_p: PositiveShare = 1.0
     stop_token_ids: list[int] | None = None
     stop_strings: list[str] = []
-    seed: int = Field(0, ge=0, lt=2**32)
+    seed: DrawSeed = 0
     dtype: Literal["", "float32", "bfloat16", "float16"] = ""
-    ici_tensor_parallelism: int = Field(1, ge=1)
-    ici_fsdp_parallelism: int = Field(1, ge=1)
-    ici_data_parallelism: int = Field(1, ge=1)
+    ici_tensor_parallelism: Count = 1
+    ici_fsdp_parallelism: Count = 1
+    ici_data_parallelism: Count = 1
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -75,12 +84,12 @@ class EvaluateConfig(BaseModel):
     text: PathText = ""
     choices: PathText = ""
     cloze: PathText = ""
-    max_length: int = Field(1024, ge=2)
-    stride: int = Field(0, ge=0)
-    rows_at_once: int = Field(4, ge=1, lt=2**31)
+    max_length: AtLeastTwo = 1024
+    stride: CountOrZero = 0
+    rows_at_once: Count = 4
     dtype: Literal["", "float32", "bfloat16", "float16"] = ""
-    ici_tensor_parallelism: int = Field(1, ge=1)
-    ici_fsdp_parallelism: int = Field(1, ge=1)
+    ici_tensor_parallelism: Count = 1
+    ici_fsdp_parallelism: Count = 1
 
     @property
     def mesh(self) -> dict[str, int]:

@@ -1,13 +1,12 @@
 """Hugging Face directories: their tensors onto the mesh and back, by one table of names for each family."""
 
-from maxtext_lite.hf.carried import carry_files, stop_ids_with, store_files
+from maxtext_lite.hf.carried import stop_ids_with, store_files
 from maxtext_lite.hf.entries import flat
 from maxtext_lite.hf.export import export_model, export_parameters
 from maxtext_lite.hf.importing import load_hf_parameters
 from maxtext_lite.hf.peft import export_adapters, read_peft_adapters
 
 __all__ = [
-    "carry_files",
     "export_adapters",
     "export_model",
     "export_parameters",

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,26 +10,11 @@ from maxtext_lite.config import Config, DataConfig, UserError
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.hf.config import CARRIED, TOKENIZER_FILES, hf_directory, tokenizer_keys
 from maxtext_lite.config.hf.fields import JsonObject, is_whole
-from maxtext_lite.config.json_file import check_file, is_there, read_bytes, read_object, user_path
+from maxtext_lite.config.json_file import is_there, read_bytes, read_object, user_path
 from maxtext_lite.data import Tokenizer, load_tokenizer
 
 _MODEL_FILES = ("config.json", "generation_config.json")
 _TOKENIZER_CONFIG, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
-
-
-def carry_files(source: Path, destination: Path, *, but: Iterable[str] = ()) -> list[str]:
-    """Copies the files of CARRIED that `source` has, except `but`; returns their names.
-
-    Raises:
-      UserError: one of them is not a file.
-    """
-    names = [name for name in CARRIED if name not in set(but) and is_there(source / name)]
-    for name in names:
-        check_file(source / name)
-    destination.mkdir(parents=True, exist_ok=True)
-    for name in names:
-        shutil.copyfile(source / name, destination / name)
-    return names
 
 
 def stop_ids_of(directory: Path) -> list[int]:
@@ -91,7 +75,7 @@ def end_of_text_of(config: Config) -> int | None:
 
 
 def store_files(config: Config, out: Path) -> None:
-    """Stores the tokenizer and the chat template of a run, and the config.json that its model came with, if any.
+    """Stores the tokenizer and the chat template of a model, and the config.json that it came with, if any.
 
     What an earlier start stored is removed where it is no longer in use.
 
@@ -120,6 +104,13 @@ def carry_tokens(config: Config, carried: Path | None, out: Path) -> None:
     if carried and is_there(carried / "generation_config.json"):
         contents["generation_config.json"] = read_bytes(carried / "generation_config.json")
     _write(out, contents)
+
+
+def carry_own_tokens(config: DataConfig, base: Path, out: Path) -> None:
+    """Writes the tokenizer and the chat template of adapters that were not trained with those of their base."""
+    contents, stored = _token_files(config, None), hf_directory(base) or base / "hf"
+    if any(not is_there(stored / name) or read_bytes(stored / name) != each for name, each in contents.items()):
+        _write(out, contents)
 
 
 def _token_files(config: DataConfig, origin: Path | None) -> dict[str, bytes]:

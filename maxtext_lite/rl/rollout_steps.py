@@ -41,6 +41,8 @@ TRAINING = 0
 
 _LARGEST_MISMATCH = 0.1  # nats, several times that of bfloat16 in a model of tens of layers
 
+_EQUAL_BATCHES = 10  # in a row; a policy that learns has such a batch now and then
+
 Result = TypeVar("Result")
 Judged = tuple[Sampled, Verdict]
 
@@ -97,7 +99,9 @@ class RolloutSteps:
         # Several hosts sample in their main threads, where their collectives have one order.
         apart = not rl.batch.takes_turns or config.rollout_engine != "local"
         self.samples_beside = apart and jax.process_count() == 1
-        self._has_said = False
+        self._has_said, self._equal_batches = False, 0
+        if not (counts.step or config.load_parameters_path):
+            self._say("the policy begins with random weights: load_parameters_path names no model")
         self._prompts_seen = rl.batch.prompts_before(counts.step, counts.examples_seen)
         self._chunks: list[Rows] = self._restored() if counts.step % config.num_iterations else []
         # An evaluation before the first step has step 0.
@@ -179,7 +183,18 @@ class RolloutSteps:
             judged.append(chunk)
             self._chunks.append(rows)
         self._log_pairs(step, judged)
-        return sums, {"prompts_seen": self._prompts_seen + self._batch.prompts_per_batch, **batch_record(judged)}
+        record = batch_record(judged)
+        self._say_equal(record["equal_reward_groups"] == 1)
+        return sums, {"prompts_seen": self._prompts_seen + self._batch.prompts_per_batch, **record}
+
+    def _say_equal(self, equal: bool) -> None:
+        """Warns when as many batches in a row had equal rewards in every group."""
+        self._equal_batches = self._equal_batches + 1 if equal else 0
+        if self._equal_batches == _EQUAL_BATCHES:
+            self._say(
+                f"reward: in the last {_EQUAL_BATCHES} batches all responses to the same prompt had equal rewards, "
+                "from which nothing is learned; rollouts.jsonl has responses with their rewards"
+            )
 
     def _sums_again(self, state: TrainState, timeline: Timeline) -> GradientSums:
         """The sums of the gradients of the current batch."""

@@ -38,6 +38,7 @@ from maxtext_lite.training.state import TrainState
 
 _OLDEST_FORMAT = 2  # that can be read
 _ADAFACTOR = "adafactor's means are over"  # older versions took them over whole stacks of layers, without this key
+OWN = "own"  # in a fingerprint: a part that is not configured, but passed from Python
 _DATA = "dataset_path"  # a continuation must share its content, not its name
 
 
@@ -182,19 +183,8 @@ class CheckpointReader:
         if _ADAFACTOR in here and saved.get("optimizer") == here["optimizer"] and _ADAFACTOR not in saved:
             whole = "has adafactor's state of whole stacks of layers, as in older versions"
             raise self._only_parameters(step, f"{whole}; this one has it for each layer")
-        differing = [
-            f"{key}={here.get(key)} contradicts {where}, which has {key}={saved.get(key)}. "
-            f"Use {key}={saved.get(key)}, or another run_name."
-            for key in keys
-            if key != _DATA
-        ]
-        if keys == [_DATA]:  # if another key differs, the content does too
-            differing = [
-                f"{_DATA}: its content or its tokenizer is not that of {where}. Use the text and the tokenizer that "
-                "the run began with, or another run_name."
-            ]
-        if differing:
-            raise UserError(differing)
+        if told := [key for key in keys if key != _DATA] or keys:  # if another key differs, the content does too
+            raise UserError(_contradiction(key, here.get(key), saved.get(key), where) for key in told)
 
 
 class Checkpointer(CheckpointReader):
@@ -319,9 +309,8 @@ class Checkpointer(CheckpointReader):
         Raises:
           UserError: there are checkpoints, but all are damaged.
         """
-        steps = value_of_host(0, steps_in(self._directory))
         damaged: dict[int, str] = {}
-        for step in reversed(steps):
+        for step in reversed(value_of_host(0, steps_in(self._directory))):
             found = check(self._directory / str(step))
             if found.problem is None:
                 self._set_aside(damaged)
@@ -366,6 +355,17 @@ def _counts(about: Mapping[str, Any]) -> Counts:
 
 def _mixtures(about: Mapping[str, Any]) -> list[dict[str, Any]]:
     return about.get("mixtures") or as_json(history_before_names(about["fingerprint"][_DATA]))
+
+
+def _contradiction(key: str, here: object, saved: object, where: str) -> str:
+    """The refusal of a key of the fingerprint whose value is not that of a checkpoint."""
+    if key == _DATA:
+        use = "Use the text and the tokenizer that the run began with"
+        return f"{_DATA}: its content or its tokenizer is not that of {where}. {use}, or another run_name."
+    if OWN in (here, saved):
+        began, use = ("with", "Pass it again") if saved == OWN else ("without", "Leave it out")
+        return f"{where} is of a run that began {began} {key}=... passed from Python. {use}, or use another run_name."
+    return f"{key}={here} contradicts {where}, which has {key}={saved}. Use {key}={saved}, or another run_name."
 
 
 def _as_written_now(fingerprint: dict[str, Any]) -> dict[str, Any]:

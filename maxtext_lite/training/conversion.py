@@ -17,11 +17,12 @@ from maxtext_lite.config.errors import writing
 from maxtext_lite.config.hf.adapter import CONFIG, adapter_of
 from maxtext_lite.config.hf.config import hf_directory, model_keys, run_config_json, tokenizer_keys
 from maxtext_lite.config.hf.fields import JsonObject
+from maxtext_lite.config.hf.layer import tokenizer_values
 from maxtext_lite.config.hf.model_directory import config_of_run, hf_config
 from maxtext_lite.config.sections import MeshConfig
 from maxtext_lite.config.violation import Violation
-from maxtext_lite.hf import carry_files, export_adapters, export_model, flat
-from maxtext_lite.hf.carried import carry_tokens, end_of_text_of
+from maxtext_lite.hf import export_adapters, export_model, flat, store_files
+from maxtext_lite.hf.carried import carry_own_tokens, carry_tokens, end_of_text_of
 from maxtext_lite.models.decoder import Params
 from maxtext_lite.parallel import make_mesh, start_devices
 from maxtext_lite.training.maxtext_checkpoint import load_maxtext_parameters, maxtext_dtype, maxtext_items
@@ -64,7 +65,8 @@ def import_directory(source: Path, out: Path, overrides: Sequence[str]) -> str:
     params = load_parameters(source, _abstract_params(config), "HF_DIR")
     if jax.process_index() == 0:
         with writing(out):
-            carry_files(base, out / "hf")
+            tokens = tokenizer_values(str(source), {})  # an adapter may have its own
+            store_files(config.model_copy(update=tokens), out / "hf")
             _write_config(out, config)
     save_parameters(out, params)
     merged = f", with the adapter of {source} merged" if adapter else ""
@@ -140,6 +142,8 @@ def _export_adapters(source: Path, out: Path, abstract: Params, fields: JsonObje
     base, note = _base(config)
     with writing(out):
         export_adapters(out, adapters, lora, kind, keys, shapes=shapes, base=base)
+        if jax.process_index() == 0:
+            carry_own_tokens(config, Path(base), out)
     return f"{_count(adapters):,} parameters of adapters in {out}, for {kind} in PEFT's layout, in float32{note}"
 
 

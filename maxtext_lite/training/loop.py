@@ -203,9 +203,9 @@ def train_run(
             phases.fold()
         state, counts = run.restore_or_init()
         phases.mark("restore" if counts.step else "init")
-        left = run.steps_left(counts)
-        if not left:
-            terminal.say(f"nothing to do: {run.directory} has {counts.step} steps already, which is all")
+        if not (left := run.steps_left(counts)):
+            done = f"{run.directory} has {counts.step} steps already"
+            terminal.say(f"nothing to do: {done}, and none is left of the {run.plan.steps} that are asked for")
             return RunResult(run.directory, counts.step, None, None, False, run.is_first, state)
         run.introduce(terminal, counts)
         # An evaluation before the first step has step 0.

@@ -4,6 +4,7 @@
 # jax, optax and orbax declare some of their functions in part.
 
 import dataclasses
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -197,6 +198,7 @@ def _shown_loss(record: Record) -> float:
 
 def _step_parts(record: Record) -> list[str]:
     mfu = [] if record["mfu"] is None else [f"MFU {record['mfu']:.1%}"]
+    rate = [] if math.isnan(record["learning_rate"]) else [f"lr {record['learning_rate']:.3g}"]
     reward = []
     if "reward" in record:
         reward = [f"reward {record['reward']:.3f}"]
@@ -208,7 +210,7 @@ def _step_parts(record: Record) -> list[str]:
         f"{record['tokens_per_second']:,.0f} tokens/s",
         f"{record['tflops_per_device']:.3g} TFLOP/s/device",
         *mfu,
-        f"lr {record['learning_rate']:.3g}",
+        *rate,
         f"grad {record['grad_norm']:.3g}",
         f"batch {record['global_batch_to_train']}",
     ]

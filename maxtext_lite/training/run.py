@@ -37,7 +37,7 @@ from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import tree_shardings
 from maxtext_lite.process.watchdog import watchdog
 from maxtext_lite.training.arrays import Device, Rows, num_elements
-from maxtext_lite.training.checkpoint import Checkpointer, CheckpointReader, Counts, fingerprint
+from maxtext_lite.training.checkpoint import OWN, Checkpointer, CheckpointReader, Counts, fingerprint
 from maxtext_lite.training.environment import environment
 from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.lease import Lease, hold
@@ -219,9 +219,9 @@ class TrainingRun(Generic[Data]):
     def _fingerprint(self) -> dict[str, Any]:
         own = {}
         if self._own.optimizer is not None:
-            own["optimizer"] = "own"
+            own["optimizer"] = OWN
         if self._own.model is not Decoder:
-            own["model"] = "own"
+            own["model"] = OWN
         return fingerprint(self.config, self.source.fingerprint, self.plan.diloco_num_replicas) | own
 
     @property

@@ -16,7 +16,7 @@ TINY = (
     "tokenizer_type=byte", "vocab_size=264", "max_target_length=16", "base_emb_dim=16", "base_num_query_heads=2",
     "base_num_kv_heads=2", "head_dim=8", "base_mlp_dim=32", "base_num_decoder_layers=2", "warmup_steps=1",
     "per_device_batch_size=1", "gradient_accumulation_steps=2", "dataset_type=synthetic", "eval_steps=2",
-    "eval_interval=2", "run_name=run", "base_output_directory=.",
+    "eval_interval=2", "base_output_directory=.",
 )  # fmt: skip
 
 
@@ -65,12 +65,12 @@ def test_there_are_the_four_examples_that_the_page_names_and_each_is_short():
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_every_example_runs(example, tmp_path, monkeypatch, capsys):
+def test_every_example_runs_in_a_directory_of_its_own(example, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     steps = 20 if example.stem == "own_callback" else 4
     monkeypatch.setattr(sys, "argv", [str(example), *TINY, f"steps={steps}"])
     runpy.run_path(str(example), run_name="__main__")
-    found = records(tmp_path / "run")
+    found = records(tmp_path / example.stem)
     steps_done = [record["step"] for record in found if "loss" in record]
     evaluations = [record["eval_loss"] for record in found if "eval_loss" in record]
     assert all(record["loss"] > 0 for record in found if "loss" in record)

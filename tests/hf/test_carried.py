@@ -8,7 +8,7 @@ import tokenizers
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data import load_tokenizer
 from maxtext_lite.data.chat import ChatTemplate
-from maxtext_lite.hf.carried import carry_files, carry_tokens, stop_ids_of, stop_ids_with, store_files
+from maxtext_lite.hf.carried import carry_tokens, stop_ids_of, stop_ids_with, store_files
 
 LLAMA = {
     "model_type": "llama", "vocab_size": 264, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -44,17 +44,6 @@ def stored(tmp_path, *words):
     return {file.name: file.read_text() for file in out.iterdir()} if out.exists() else {}
 
 
-def test_files_about_a_model_go_with_it_and_weights_do_not(tmp_path):
-    source, out = tmp_path / "source", tmp_path / "out" / "hf"
-    source.mkdir()
-    for name in ("config.json", "tokenizer.json", "merges.txt", "model.safetensors", "modeling.py"):
-        (source / name).write_text(name)
-    assert carry_files(source, out, but=["merges.txt"]) == ["config.json", "tokenizer.json"]
-    assert {file.name: file.read_text() for file in out.iterdir()} == {
-        name: name for name in ("config.json", "tokenizer.json")
-    }
-
-
 @pytest.mark.parametrize(("generation", "config", "expected"), [
     (None, {"eos_token_id": 2}, [2]), ({"eos_token_id": [7, 5]}, {"eos_token_id": 5}, [7, 5]), ({}, {}, []),
     ({"eos_token_id": None}, {"eos_token_id": None}, []),
@@ -74,9 +63,10 @@ def test_what_is_no_token_is_named_with_its_file(value, tmp_path):
 
 
 def test_a_link_to_nothing_is_not_passed_over(tmp_path):
-    (tmp_path / "tokenizer.json").symlink_to(tmp_path / "gone")
-    with pytest.raises(UserError, match=r"tokenizer\.json is a link to"):
-        carry_files(tmp_path, tmp_path / "out")
+    model = save_model(tmp_path / "model")
+    (model / "merges.txt").symlink_to(tmp_path / "gone")
+    with pytest.raises(UserError, match=r"merges\.txt is a link to"):
+        stored(tmp_path, f"load_parameters_path={model}")
     (tmp_path / "generation_config.json").mkdir()
     with pytest.raises(UserError, match=r"generation_config\.json is a directory"):
         stop_ids_of(tmp_path)
@@ -84,6 +74,7 @@ def test_a_link_to_nothing_is_not_passed_over(tmp_path):
 
 def test_a_run_stores_its_model_and_tokenizer_as_they_are(tmp_path):
     model = save_model(tmp_path / "model")
+    (model / "modeling.py").write_text("")
     (tmp_path / "run" / "hf").mkdir(parents=True)
     (tmp_path / "run" / "hf" / "merges.txt").write_text("of an earlier start")
     files = stored(tmp_path, f"load_parameters_path={model}")

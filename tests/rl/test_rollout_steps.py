@@ -83,12 +83,13 @@ def stopped_after(monkeypatch, num_steps):
     monkeypatch.setattr(loop, "Stop", StopAfter)
 
 
-def test_stopped_after_any_step_a_run_continues_to_the_same_bits(whole, tmp_path, config_of, monkeypatch):
+def test_stopped_after_any_step_a_run_continues_to_the_same_bits(whole, tmp_path, config_of, monkeypatch, capsys):
     for here, after in ((1, 1), (1, 2), (1, 3), (9, 6)):  # within a batch, between batches, within the next
         stopped_after(monkeypatch, here)
         result = train_rl(config_of(tmp_path, *WHOLE))
         assert result.step == after
         assert result.interrupted == (after < 6)
+    assert capsys.readouterr().out.count("random weights") == 1  # of the first start alone
     assert timeless(steps(result.run_directory)) == timeless(steps(whole.run_directory))
     assert evaluations(result.run_directory) == evaluations(whole.run_directory)
     assert lines(result.run_directory, "rollouts.jsonl") == lines(whole.run_directory, "rollouts.jsonl")
@@ -187,15 +188,19 @@ def failing(completions):
     raise RuntimeError("no opinion")
 
 
-def test_a_reward_that_fails_counts_nothing_or_ends_the_run(tmp_path, config_of):
+def test_a_reward_that_fails_counts_nothing_or_ends_the_run(tmp_path, config_of, monkeypatch, capsys):
+    monkeypatch.setattr(rollout_steps, "_EQUAL_BATCHES", 2)
     words = [
         "reward_functions=tests.rl.test_rollout_steps:failing",
-        "steps=1",
+        "steps=3",
         "eval_interval=-1",
         "ici_fsdp_parallelism=8",
     ]
     result = train_rl(config_of(tmp_path, *words))
-    (line,) = steps(result.run_directory)
+    line, *_ = steps(result.run_directory)
+    said = capsys.readouterr().out
+    assert said.count("in the last 2 batches all responses to the same prompt had equal rewards") == 1
+    assert said.count("the policy begins with random weights: load_parameters_path names no model") == 1
     assert (line["reward"], line["reward_errors"], line["equal_reward_groups"], line["grad_norm"]) == (0, 16, 1, 0)
     with pytest.raises(RewardError, match=r"failing.*no opinion"):
         train_rl(config_of(tmp_path, *words, "reward_error=stop", "run_name=stops"))

@@ -14,7 +14,7 @@ import pytest
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.parallel import Pipeline
 from maxtext_lite.training import manifest, saving
-from maxtext_lite.training.checkpoint import Checkpointer, fingerprint
+from maxtext_lite.training.checkpoint import OWN, Checkpointer, CheckpointReader, fingerprint
 from maxtext_lite.training.optimizer import make_optimizer
 from maxtext_lite.training.parameter_files import load_adapters, load_parameters, save_parameters
 from maxtext_lite.training.state import abstract_state
@@ -68,6 +68,19 @@ def test_refuses_another_run(overrides, data, differs, saved):
     checkpointer.close()
     assert "or another run_name" in str(refusal.value)
     assert len(refusal.value.problems) == 1
+
+
+def test_what_python_passed_is_no_key_to_set(saved, tmp_path):
+    directory, it = saved
+    began = fingerprint(_config(), "text", None)
+    with pytest.raises(UserError, match=r"step 7 .* began without model=\.\.\. passed from Python. Leave it out, or"):
+        CheckpointReader(directory, began | {"model": OWN}).find_before(8, print).restore(abstract_state(it.parts))
+    run = _copy(saved, tmp_path)
+    reader = Checkpointer(run, _config(), began | {"optimizer": OWN})
+    reader.save(it.initial, dataclasses.replace(COUNTS, step=8))
+    reader.close()
+    with pytest.raises(UserError, match=r"step 8 .* began with optimizer=\.\.\. passed from Python. Pass it again, or"):
+        _open(run).restore(abstract_state(it.parts))
 
 
 @pytest.mark.parametrize("override", ["steps=99", "learning_rate=1e-5", "checkpoint_period=3",

@@ -2,14 +2,15 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 import safetensors.numpy
 
 from maxtext_lite.config import UserError, load_config
-from maxtext_lite.config.hf.model_directory import hf_config
-from maxtext_lite.data.chat import ChatTemplate
+from maxtext_lite.config.hf.model_directory import config_of_run, hf_config
+from maxtext_lite.data.chat import ChatTemplate, chat_template
 from maxtext_lite.training import train
 from maxtext_lite.training.conversion import export_directory, import_directory
 from tests.hf.test_carried import USER, save_words
@@ -83,3 +84,26 @@ def test_adapters_of_a_run_after_another_name_it_as_their_base_and_say_how_to_ma
     assert stated == str(first)
     with pytest.raises(UserError, match=r"has no config\.json\. It is a run directory: convert export it"):
         hf_config(tmp_path / "out")
+
+
+def test_adapters_go_out_with_a_template_of_their_own_and_are_read_with_it(chatting, tmp_path, monkeypatch):
+    directory, keys = chatting
+    monkeypatch.chdir(directory)
+    export_directory(Path("runs/first"), tmp_path / "base", [], merge_lora=None)
+    (tmp_path / "new.jinja").write_text("{% for m in messages %}new {{ m.content }} {% endfor %}")
+    lora = [f"load_parameters_path={tmp_path / 'base'}", "lora_rank=2"]
+    plain = train(load_config(None, [*keys, *lora, "run_name=plain"])).run_directory
+    export_directory(plain, tmp_path / "plain", [], merge_lora=None)
+    assert {file.name for file in (tmp_path / "plain").iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    run = train(
+        load_config(None, [*keys, *lora, f"chat_template={tmp_path / 'new.jinja'}", "run_name=new"])
+    ).run_directory
+    export_directory(run, tmp_path / "new", [], merge_lora=None)
+    assert ChatTemplate(tmp_path / "new").render(USER) == "new hi "
+    import_directory(tmp_path / "new", tmp_path / "merged", [])
+    for path, text in (("plain", "a hi "), ("new", "new hi "), ("merged", "new hi ")):
+        find = config_of_run if path == "merged" else hf_config
+        assert chat_template(find(tmp_path / path)).render(USER) == text, path

@@ -157,6 +157,11 @@ def test_plain_lines_every_period_and_at_the_end(capsys):
         assert part in lines[0]
 
 
+def test_a_learning_rate_that_is_not_known_is_not_shown(capsys):
+    Terminal(log_period=1, quiet=False).step({"step": 1, **RECORD, "learning_rate": math.nan})
+    assert "lr" not in capsys.readouterr().out
+
+
 def test_other_processes_are_silent(capsys):
     Terminal(log_period=1, quiet=True).say("hello")
     assert capsys.readouterr().out == ""

@@ -86,9 +86,12 @@ def directory_values(
 
 
 def tokenizer_values(path: str, stated: Mapping[str, object]) -> dict[str, str]:
-    """The tokenizer that came with a model, or that the run of one trained from scratch stored; {} if one is stated."""
+    """The tokenizer of an adapter, of the model that it came with, or of a run from scratch; {} if one is stated."""
     if any(key in stated for key in TOKENIZER_KEYS):
         return {}
+    adapter = adapter_of(path)
+    if adapter and (own := tokenizer_keys_of(adapter.directory)):
+        return own
     return tokenizer_keys_of(hf_directory(path) or local_copy(path, "load_parameters_path") / "hf")
 
 
