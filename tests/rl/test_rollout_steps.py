@@ -80,6 +80,9 @@ def stopped_after(monkeypatch, num_steps):
             self.left -= 1
             return self.left == 0
 
+        def break_off(self):
+            """Never: the evaluations of these runs come to their end."""
+
     monkeypatch.setattr(loop, "Stop", StopAfter)
 
 

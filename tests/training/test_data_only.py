@@ -76,7 +76,7 @@ def test_listed_rows_are_left_out_and_the_list_must_be_readable(tmp_path, monkey
     ("words", "problem"),
     [
         (["ids=true"], "ids=true has no effect without data_only=true."),
-        (["data_only=3"], "data_only=3 is not true or false."),
+        (["data_only=3"], "data_only=3 is not true or false. Nearest that work: true or false."),
     ],
 )
 def test_wrong_words_are_refused(words, problem):
