@@ -36,8 +36,10 @@ def orthogonalized(config: Config, mesh: Mapping[str, int]) -> Iterator[Orthogon
     """Every stack of trained matrices of the layers.
 
     Args:
-      mesh: size of each mesh axis; replicas along `data` all do the same.
+      mesh: size of each mesh axis; replicas along `data` all do the same, and a device does it for each replica of local
+        updates that it holds.
     """
+    copies = max(1, config.diloco_num_replicas // mesh["data"]) if config.enable_diloco else 1
     for count, weight in trained_matrices(config, mesh):
         axes = of_one(weight.axes)
         dims, cut = weight.sizes[len(weight.sizes) - len(axes) :], num_inputs(axes)
@@ -45,7 +47,7 @@ def orthogonalized(config: Config, mesh: Mapping[str, int]) -> Iterator[Orthogon
         (m, of_rows), (n, of_columns) = sorted((inputs, outputs), key=lambda side: side[0])
         rows, columns = (math.prod(num_parts(axis, mesh) for axis in side) for side in (of_rows, of_columns))
         experts = math.prod(weight.sizes) // (m * n) // (num_parts("experts", mesh) if "experts" in weight.axes else 1)
-        times = _STEPS * count * experts
+        times = _STEPS * copies * count * experts
         products = times * (2 * m * m * n / (rows * columns) + m**3 / rows)
         yield Orthogonalized(
             products,
