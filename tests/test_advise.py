@@ -114,6 +114,12 @@ def test_what_is_wrong_is_refused(argv, error, capsys):
     assert capsys.readouterr().err.startswith(error)
 
 
+def test_nothing_but_what_is_wrong_is_refused(capsys):
+    words = ("steps=200000", "warmup_steps=100000", "base_emb_dim=256", "ici_fsdp_parallelism=-1")
+    assert run_command(main, ["--devices", "7", "--tokens", "5e9", *words]) == 2
+    assert re.findall(r"error: (\w+)", capsys.readouterr().err) == ["ici_fsdp_parallelism"]
+
+
 def test_no_jax_is_imported():
     code = (
         "import sys; from maxtext_lite.advise import main; main(['--tokens', '1e9']); assert 'jax' not in sys.modules"

@@ -11,7 +11,7 @@ from fractions import Fraction
 
 from maxtext_lite.batching.ledger import LAYERS, PASSES, MemoryLine, Moment
 from maxtext_lite.batching.parameters import count_parameters, weight_shards
-from maxtext_lite.batching.pipeline_shape import Schedule
+from maxtext_lite.batching.pipeline_shape import Schedule, num_repeats
 from maxtext_lite.config import Config, remat_of
 from maxtext_lite.config.experts import exchanged_rows
 from maxtext_lite.config.kernels import Accelerator, planned_kernel
@@ -347,7 +347,7 @@ def _mean(layer: LayerOnDevice, bytes_of: Callable[[LayerOnDevice], int]) -> Fra
 
 def _repeats_and_ticks(config: Config, stages: int, num_pipeline_microbatches: int) -> tuple[int, int]:
     """With gpipe, how often a micro-batch goes round the stages, and how often all of them run for it."""
-    repeats = config.num_stacked_layers // (stages * config.num_layers_per_pipeline_stage) if stages > 1 else 1
+    repeats = num_repeats(config, stages)
     return repeats, repeats * num_pipeline_microbatches + stages - 1
 
 

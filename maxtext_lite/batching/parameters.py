@@ -8,8 +8,9 @@ from fractions import Fraction
 from itertools import permutations
 from typing import Any
 
+from maxtext_lite.batching.pipeline_shape import num_repeats
 from maxtext_lite.batching.topology import MESH_AXES
-from maxtext_lite.config import ModelConfig, adapted_weights
+from maxtext_lite.config import Config, ModelConfig, adapted_weights
 from maxtext_lite.config.weight_axes import num_parts
 from maxtext_lite.config.weights import Weight, model_shape, stacks_of
 
@@ -67,18 +68,20 @@ def count_factored(config: ModelConfig, **mesh: int) -> int:
     return sum(count * _factored(weight, mesh) for part, count, weight in weights if (part == "adapters") == lora)
 
 
-def count_orthogonalized(config: ModelConfig, **mesh: int) -> int:
+def count_orthogonalized(config: Config, **mesh: int) -> int:
     """Elements per device that Muon's Newton-Schulz steps work with, if all stacks run side by side as compiled.
 
     Each trained matrix counts before and after a step, split over tensor, expert and stage only, and in two layouts of
-    the device's own part where it is split further.
+    the device's own part where it is split further. With shard_optimizer_over_data a device has its share of the stack.
     """
     whole = {axis: mesh.get(axis, 1) for axis in ("tensor", "expert")}
     elements = 0
     for count, weight in trained_matrices(config, mesh):
         here = math.prod(_parts(weight, mesh))
         parts = [1 if axis.endswith("embed") else num_parts(axis, whole) for axis in weight.axes]
-        gathered = math.prod(weight.sizes) // math.prod(parts)
+        over_data = axis_over_data(config, mesh, count, weight)
+        here //= mesh["data"] if over_data else 1
+        gathered = math.prod(weight.sizes) // math.prod(parts) // (mesh["data"] if over_data == STACKED else 1)
         elements += count * (2 * gathered + (2 * here if here < gathered else 0))
     return elements
 
@@ -87,6 +90,22 @@ def trained_matrices(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[t
     """The trained matrices of a layer, each with the number of a device's layers that have it."""
     part = "adapters" if config.lora_rank else "matrices"
     return ((count, weight) for kind, count, weight in _weights(config, mesh) if kind == part)
+
+
+STACKED = "stacked"
+"""Of a stack of matrices, what is split over `data` if it is whole matrices."""
+
+
+def axis_over_data(config: Config, mesh: Mapping[str, int], count: int, weight: Weight) -> str | None:
+    """The axis that shard_optimizer_over_data splits in a stack of `count` matrices on a device, or STACKED; None
+    without that key, or where none divides. See `parallel.also_over_data`."""
+    data = mesh.get("data", 1)
+    if not config.shard_optimizer_over_data or data == 1:
+        return None
+    repeats = num_repeats(config, mesh.get("stage", 1))
+    stack = [(STACKED, repeats), (STACKED, count // repeats)]
+    own = zip((STACKED if axis == "experts" else axis for axis in weight.axes), _parts(weight, mesh), strict=True)
+    return next((axis for axis, size in (*stack, *own) if size % data == 0), None)
 
 
 def active_parameters(config: ModelConfig) -> int:

@@ -4,9 +4,16 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
+from maxtext_lite.config import Config
+
 Schedule = Literal["gpipe", "1f1b"]
 SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b")
 """Orders of the work of a train step on a pipeline, described in `parallel.Pipeline`."""
+
+
+def num_repeats(config: Config, num_stages: int) -> int:
+    """The rounds of a micro-batch through the stages; 1 without a pipeline."""
+    return config.num_stacked_layers // (num_stages * config.num_layers_per_pipeline_stage) if num_stages > 1 else 1
 
 
 @dataclass(frozen=True)

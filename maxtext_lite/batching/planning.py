@@ -167,15 +167,20 @@ def _memory(
 
 
 def _evaluation_warnings(config: Config, sizes: Sizes, memory: MemoryEstimate) -> list[str]:
-    """A warning of an evaluation batch, larger than a micro-batch, for which devices lack memory."""
+    """A warning of an evaluation batch, larger than a micro-batch, for which devices lack memory, though not for one
+    example."""
     examples, limit = sizes.eval_batch_examples, memory.limit
     if limit is None or config.eval_interval == -1 or examples <= sizes.batch.micro_batch_to_train:
         return []
     mesh, pieces, topology = sizes.mesh.total, sizes.num_pipeline_microbatches, sizes.topology
-    slots = row_slots(examples, layout_shards(mesh, sizes.diloco_num_replicas), topology.num_hosts, pieces)
-    rows = slots * config.rows_per_example
-    needed = memory.held + evaluation_bytes(config, mesh, rows, pieces, topology.accelerator)
-    if needed <= limit:
+    shards = layout_shards(mesh, sizes.diloco_num_replicas)
+
+    def needed_for(examples: int) -> int:
+        rows = row_slots(examples, shards, topology.num_hosts, pieces) * config.rows_per_example
+        return memory.held + evaluation_bytes(config, mesh, rows, pieces, topology.accelerator)
+
+    needed = needed_for(examples)
+    if needed <= limit or needed_for(1) > limit:
         return []
     return [
         f"at least {bytes_text(needed)} per device are needed in an evaluation, more than the {bytes_text(limit)} it "

@@ -148,7 +148,7 @@ def _fastest(config: Config, topology: Topology, device: Device, plan_of: Plan, 
         if keys is None and isinstance(resolve(chosen, topology), list):
             continue
         plan = plan_of(chosen)
-        fits = plan.memory.limit is None or plan.memory.total <= plan.memory.limit
+        fits = _fits(plan)
         if keys is None and fits:
             for changes, variant in variants:
                 time = split.time(variant)
@@ -169,7 +169,7 @@ def _fewest_micro_batches(config: Config, topology: Topology, plan_of: Plan) -> 
     """The keys of the plan with the fewest micro-batches that fits, on the config's own mesh."""
     nearest: tuple[int, Config, BatchPlan] | None = None
     for chosen, plan in _on_own_mesh(config, topology, plan_of):
-        if plan.memory.limit is None or plan.memory.total <= plan.memory.limit:
+        if _fits(plan):
             return _stated(config, chosen, plan)
         if nearest is None or plan.memory.total < nearest[0]:
             nearest = plan.memory.total, chosen, plan
@@ -187,6 +187,10 @@ def _on_own_mesh(config: Config, topology: Topology, plan_of: Plan) -> Iterator[
             yield chosen, plan_of(chosen)
 
 
+def _fits(plan: BatchPlan) -> bool:
+    return plan.memory.limit is None or plan.memory.total <= plan.memory.limit
+
+
 def _check_training_is_stated(config: Config, topology: Topology, plan_of: Plan) -> None:
     """Raises UserError where batches or replicas are open: a choice may change nothing but time and memory."""
     data, replicas = mesh_key("ici", "data"), "diloco_num_replicas"
@@ -196,7 +200,10 @@ def _check_training_is_stated(config: Config, topology: Topology, plan_of: Plan)
         return
     own: BatchPlan | None = None
     with contextlib.suppress(UserError):
-        own = next((plan for _, plan in _on_own_mesh(config, topology, plan_of)), None)
+        for _, plan in _on_own_mesh(config, topology, plan_of):
+            own = plan if own is None or _fits(plan) else own
+            if _fits(own):
+                break
     problems: list[Refusal] = []
     if config.enable_rampup_batch_size:
         message = f"enable_rampup_batch_size=true: the batches of a ramp follow from {_PER} and {_STEPS}, both open."

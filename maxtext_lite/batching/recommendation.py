@@ -43,8 +43,9 @@ _TOKENS_SAY: dict[str, object] = {
     "last_batch": "drop",
 }
 """Values for the keys that would otherwise contradict a batch and a number of tokens."""
-_ANY_STEPS: dict[str, object] = {**_TOKENS_SAY, "steps": 1}
-"""The same, and a length for configs that have one in epochs only; a batch is planned before its steps are known."""
+_ANY_STEPS: dict[str, object] = {**_TOKENS_SAY, "steps": 1, "warmup_steps": 0}
+"""The same, and a length without warm-up, for configs that have it in epochs only too; a batch is planned before its
+steps are known."""
 
 
 @dataclasses.dataclass(frozen=True)

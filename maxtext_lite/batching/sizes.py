@@ -9,6 +9,7 @@ from typing import TypeVar, cast
 from maxtext_lite.batching.batch import Batch, derive_batch, not_whole, stated_batch
 from maxtext_lite.batching.length import RunLength, derive_length, epochs_violation
 from maxtext_lite.batching.loading import Loading, loading_hosts
+from maxtext_lite.batching.pipeline_shape import num_repeats
 from maxtext_lite.batching.rampup import RampupBatchManager, make_rampup, only_stage
 from maxtext_lite.batching.scaling import OptimizerScaling, scale_optimizer, scaling_violations
 from maxtext_lite.batching.topology import (
@@ -103,9 +104,7 @@ def derive_sizes(
         eval_batch_examples=int(per_eval * num_devices),
         num_pipeline_stages=stages,
         num_pipeline_microbatches=stages if pieces == -1 else pieces,
-        num_pipeline_repeats=config.num_stacked_layers // (stages * config.num_layers_per_pipeline_stage)
-        if stages > 1
-        else 1,
+        num_pipeline_repeats=num_repeats(config, stages),
         loading=loading,
         rampup=rampup,
         scaling=scale_optimizer(config, batch.global_batch_to_train),

@@ -56,7 +56,8 @@ def tune(
     """Measures ways to split the config's global batch; returns the fastest first and those that do not fit last.
 
     First every legal accumulation that leaves as few slots empty as any, with every number of pipeline microbatches
-    from one to eight per stage, is measured under the remat_policy that keeps most and fits. Then the two fastest are
+    from one to eight per stage, is measured under the remat_policy that keeps most and fits; if none of these fits,
+    those that leave the next fewest, and so on. Then the two fastest are
     measured under each of the other policies. Then the three fastest are measured again; the shorter of two medians
     counts. Keys that the user stated stay.
 
@@ -83,11 +84,14 @@ def tune(
             found[name] = candidate, measure(candidate)
         return found[name][1]
 
-    for split in _fullest(config, plan, plan_of):
-        for policy in policies:
-            timing = look(split, policy)
-            if timing is None or (timing.seconds is not None and not full):
-                break
+    for splits in _by_empty_slots(config, plan, plan_of):
+        for split in splits:
+            for policy in policies:
+                timing = look(split, policy)
+                if timing is None or (timing.seconds is not None and not full):
+                    break
+        if any(timing.seconds is not None for _, timing in found.values()):
+            break
     fastest = [candidate for candidate, timing in _sorted(found) if timing.seconds is not None]
     for candidate in fastest[:_SPLITS_OF_ALL_POLICIES]:
         split = {key: value for key, value in candidate.keys.items() if key != _REMAT}
@@ -106,11 +110,17 @@ def _sorted(found: Found) -> list[tuple[Candidate, Timing]]:
     return sorted(found.values(), key=lambda each: (each[1].seconds is None, each[1].seconds))
 
 
-def _fullest(config: Config, plan: BatchPlan, plan_of: Callable[[Config], BatchPlan]) -> list[dict[str, Any]]:
-    """The legal splits with the fewest empty slots in a step, since an idle device makes no step faster."""
-    legal = [found for split in _splits(config, plan) if (found := _planned(config, split, plan_of))]
-    empty = [each.plan.empty_slots_per_micro_batch * each.plan.gradient_accumulation_steps for each in legal]
-    return [each.keys for each, slots in zip(legal, empty, strict=True) if slots == min(empty)]
+def _by_empty_slots(
+    config: Config, plan: BatchPlan, plan_of: Callable[[Config], BatchPlan]
+) -> Iterator[list[dict[str, Any]]]:
+    """The legal splits in groups with equally many empty slots in a step, the fewest first: an idle device makes no
+    step faster."""
+    groups: dict[int, list[dict[str, Any]]] = {}
+    for split in _splits(config, plan):
+        if found := _planned(config, split, plan_of):
+            empty = found.plan.empty_slots_per_micro_batch * found.plan.gradient_accumulation_steps
+            groups.setdefault(empty, []).append(split)
+    return (groups[empty] for empty in sorted(groups))
 
 
 def _splits(config: Config, plan: BatchPlan) -> Iterator[dict[str, Any]]:

@@ -268,7 +268,8 @@ def _sampling(config: RLRunConfig) -> Violation | None:
         return violates(config, "decode_sampling_temperature", rule, 1)
     if top_k == 1:
         return violates(config, "decode_sampling_top_k", rule, 0, 2)
-    if config.decode_sampling_nucleus_p <= 1 / vocabulary:  # the likeliest token has at least this probability
+    # Of the tokens that top_k leaves, the likeliest has at least this probability.
+    if config.decode_sampling_nucleus_p <= 1 / min(top_k or vocabulary, vocabulary):
         return violates(config, "decode_sampling_nucleus_p", rule, 1)
     if top_k > vocabulary:
         return violates(config, "decode_sampling_top_k", f"is more than vocab_size={vocabulary}", vocabulary, 0)

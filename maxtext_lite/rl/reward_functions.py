@@ -24,7 +24,9 @@ _FRACTION = re.compile(
 _HALF = r"\s*(?:\{(?:[^{}]|\{[^{}]*\})*\}|\S)"
 _OTHER_FRACTION = re.compile(rf"\\[dt]?frac{_HALF}{_HALF}")
 _PART = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:/[0-9]*[1-9][0-9]*)?")
-_MIXED = re.compile(r"(?<![\w.,/])([0-9]{1,15}) ([0-9]{1,15})/([0-9]{1,15})(?![\w/]|[.,][0-9])")
+_MIXED = re.compile(
+    r"(?<![\w.,/])([0-9]{1,3}(?:,[0-9]{3}){1,4}|[0-9]{1,15}) ([0-9]{1,15})/([0-9]{1,15})(?![\w/]|[.,][0-9])"
+)
 _SIGNS, _IN_NUMBERS = ("-", "+", "\u2212"), tuple("0123456789.,")
 _UNREADABLE = " 1/0"
 _LATEX = (("\\$", "$"), ("\\%", "%"), ("{,}", ","), ("\\,", ""), ("\\!", ""), ("\\;", " "), ("\\ ", " "))
@@ -141,8 +143,8 @@ def _divided(match: re.Match[str]) -> str:
 
 
 def _mixed(match: re.Match[str]) -> str:
-    """A whole number and a proper fraction, such as 3 1/2, as a/b; anything else as it is."""
-    whole, above, below = map(int, match.groups())
+    """A whole number and a proper fraction, such as 1,003 1/2, as a/b; anything else as it is."""
+    whole, above, below = (int(part.replace(",", "")) for part in match.groups())
     return f"{whole * below + above}/{below}" if 0 < above < below else match[0]
 
 

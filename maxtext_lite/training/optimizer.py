@@ -168,6 +168,27 @@ def _of_each_tensor(inner: optax.GradientTransformation, axes: Tree) -> optax.Gr
     return optax.GradientTransformation(init, update)
 
 
+def _along(name: str, inner: optax.GradientTransformation, axes: Tree) -> optax.GradientTransformation:
+    """`inner`, mapped over the dim `name` of the parameters that have one, so that it stays split as it is.
+
+    The state is that of `inner`. Counts are shared by all parameters.
+    """
+    places = _over_axes(lambda leaf: leaf.index(name) if name in leaf else None, axes)
+    at = dict(jax.tree_util.tree_leaves_with_path(places))
+
+    def dims(tree: Tree) -> Tree:
+        def dim(path: Path, _: jax.Array) -> int | None:  # the state's paths end in those of the parameters
+            return next((at[path[start:]] for start in range(len(path)) if path[start:] in at), None)
+
+        return jax.tree_util.tree_map_with_path(dim, tree)
+
+    def update(updates: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
+        of = (dims(updates), dims(state), dims(params))
+        return jax.vmap(inner.update, in_axes=of, out_axes=of[:2])(updates, state, params)
+
+    return optax.GradientTransformation(inner.init, update) if at else inner
+
+
 def _muon(config: OptimizerConfig, axes: Tree) -> optax.GradientTransformation:
     """Muon on the layers' matrices, each expert by itself, and Adam on embeddings, head and norms, both with Nesterov's
     momentum, which Optax applies to either or neither.
@@ -180,24 +201,25 @@ def _muon(config: OptimizerConfig, axes: Tree) -> optax.GradientTransformation:
         matrix = of_one(leaf)
         if unstacked(leaf) == leaf or not is_matrix(leaf):
             return None
-        dims = range(len(leaf) - len(matrix), len(leaf))
+        dims = range(-len(matrix), 0)
         split = num_inputs(matrix)
         inputs, outputs = tuple(dims[:split]), tuple(dims[split:])
         return optax.contrib.MuonDimensionNumbers(reduction_axis=inputs, output_axis=outputs)
 
     # Optax's muon applies a learning rate: 1 leaves it to the train step, and -1 undoes the sign.
-    return optax.chain(
-        optax.contrib.muon(
-            learning_rate=1.0,
-            beta=config.adam_b1,
-            adam_b1=config.adam_b1,
-            adam_b2=config.adam_b2,
-            eps=config.adam_eps,
-            consistent_rms=0.2,
-            muon_weight_dimension_numbers=_over_axes(dimension_numbers, axes),
-        ),
-        optax.scale(-1.0),
+    muon = optax.contrib.muon(
+        learning_rate=1.0,
+        beta=config.adam_b1,
+        adam_b1=config.adam_b1,
+        adam_b2=config.adam_b2,
+        eps=config.adam_eps,
+        consistent_rms=0.2,
+        muon_weight_dimension_numbers=_over_axes(dimension_numbers, axes),
     )
+    # It merges all dims before a matrix, of which only the first can stay split: that is to be the layers'.
+    for name in ("repeats", "experts"):
+        muon = _along(name, muon, axes)
+    return optax.chain(muon, optax.scale(-1.0))
 
 
 OptimizerFactory: TypeAlias = Callable[[optax.Schedule, Tree], optax.GradientTransformation]

@@ -238,6 +238,8 @@ def test_muon_updates_with_whole_matrices():
         )
         assert (line.bytes, line.moments) == (4 * elements, ("update",))
     assert held(estimate(), "matrices made orthogonal") == 0
+    shared = estimate(["optimizer=muon", "shard_optimizer_over_data=true"], {"data": 4})  # each has one of four layers
+    assert held(shared, "matrices made orthogonal") == 4 * 2 * MATRICES // 4
 
 
 def test_the_total_is_what_is_held_at_the_fullest_moment():

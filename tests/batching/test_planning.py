@@ -72,6 +72,9 @@ def test_an_evaluation_that_cannot_fit_is_warned_of():
     assert plan_of(*keys, device_memory_gb=needed / 1e9).warnings == ()
     for never in ("eval_interval=-1", "eval_per_device_batch_size=1"):
         assert plan_of(*keys, never, device_memory_gb=(needed - 1) / 1e9).warnings == ()
+    least = held + config.max_target_length * 4 * (2 * config.base_emb_dim + 2 * 4096)  # of one row on each device
+    assert "evaluation" in plan_of(*keys, device_memory_gb=least / 1e9).warnings[0]
+    assert not any("evaluation" in each for each in plan_of(*keys, device_memory_gb=(least - 1) / 1e9).warnings)
     large = (*keys, "vocab_size=65536", "base_mlp_dim=64", "num_vocab_tiling=1")
     logits = plan_of(*large).memory.held + tokens * 4 * 65536
     assert plan_of(*large, device_memory_gb=logits / 1e9).warnings == ()

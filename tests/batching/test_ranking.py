@@ -216,6 +216,14 @@ def test_what_would_let_the_choice_change_the_training_is_refused(words, refusal
         assert choose(mended, topology, device, plan) if wants_solving(mended) else plan(mended)
 
 
+def test_the_split_of_a_ramp_that_is_suggested_fits():
+    def plan(config):
+        return make_plan(config, num_devices=4, num_examples=20, device_memory_gb=1.5)
+
+    with pytest.raises(UserError, match=r"Nearest that work: gradient_accumulation_steps=8 or "):  # 4 need 1.93 GB
+        choose(load_config(None, [*MODEL, *RAMP, "global_batch_size=256"]), Topology(4), DEVICE, plan)
+
+
 @pytest.mark.parametrize("words", [["diloco_num_replicas=2"], ["ici_data_parallelism=2"]])
 def test_all_that_are_ranked_have_the_replicas_that_were_stated(words):
     found = ranked(load_config(None, [*MODEL, "enable_diloco=true", *words]), 4, 32)

@@ -76,6 +76,19 @@ def test_of_batches_that_leave_slots_empty_those_that_leave_the_fewest_are_measu
     assert list(dict.fromkeys(measured)) == expected
 
 
+def test_where_none_of_the_fullest_splits_fits_those_with_more_empty_slots_are_measured():
+    words = ["per_device_batch_size=-1", "gradient_accumulation_steps=1", "global_batch_size=100",
+             "remat_policy=full", "ici_fsdp_parallelism=1", "ici_data_parallelism=-1"]  # fmt: skip
+
+    def measure(candidate):
+        return Timing(1.0 if candidate.plan.per_device_batch_size < 10 else None, 1)
+
+    found = tune(load_config(None, words), lambda config: make_plan(config, num_devices=8), measure)
+    plans = [candidate.plan for candidate, _ in found]
+    assert [plan.gradient_accumulation_steps for plan in plans] == [2, 1]
+    assert [plan.empty_slots_per_micro_batch for plan in plans] == [6, 4]
+
+
 def test_stated_keys_stay():
     machine = Machine("remat_policy=full")
     found = machine.tune()

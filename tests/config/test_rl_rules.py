@@ -129,6 +129,11 @@ def test_a_contradiction_is_refused_and_what_is_named_works(override):
      "then. Nearest that work: decode_sampling_temperature=1 or decode_sampling_top_k=0 decode_sampling_nucleus_p=1."),
     (["rollout_correction=truncated", "rollout_correction_cap=0.5"],
      "rollout_correction_cap=0.5 must be at least 1. Nearest that works: 1."),
+    *((
+        [f"decode_sampling_top_k={top_k}", f"decode_sampling_nucleus_p={p}"],
+        f"decode_sampling_nucleus_p={p} always samples the likeliest token: the num_generations=8 responses to a "
+        "prompt would all be the same. Nearest that works: 1.",
+     ) for top_k, p in ((2, 0.5), (10, 0.1))),
     (['prompt_template="Q:\\nA:"'],
      r"prompt_template=Q:\nA: has {prompt} nowhere: it must have it once. Nearest that works: "
      r'"Q:\nA:{prompt}".'),

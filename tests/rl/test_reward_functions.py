@@ -30,6 +30,9 @@ from maxtext_lite.rl.reward_functions import exact_answer, format_of, number_in,
     ("1,000/2.5", 400),
     ("$3 1/2$ cups.", Fraction(7, 2)),
     ("-3 1/2", Fraction(-7, 2)),
+    ("12,000 1/2", Fraction(24001, 2)),
+    ("#### 1,000 1/2", Fraction(2001, 2)),
+    ("12,34 1/2", Fraction(1, 2)),  # no groups of three digits
     ("3 2/1", 2),  # no mixed number
     ("1/2 1/2", Fraction(1, 2)),
     ("3.5 1/2", Fraction(1, 2)),

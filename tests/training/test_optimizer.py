@@ -8,6 +8,7 @@ import pytest
 
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import UserError, load_config
+from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding
 from maxtext_lite.training.optimizer import (
     Progress,
     learning_rate_schedule,
@@ -16,6 +17,7 @@ from maxtext_lite.training.optimizer import (
     schedule_of_run,
 )
 from maxtext_lite.training.state import make_decoder
+from maxtext_lite.xla.hlo import collectives
 
 
 def _rates(*overrides):
@@ -278,6 +280,22 @@ def test_muon_orthogonalises_each_expert():
         for expert in np.asarray(got["layers"]["mlp"][name]).reshape(8, *params["layers"]["mlp"][name].shape[2:]):
             singular = np.linalg.svd(expert, compute_uv=False)
             assert singular.min() > 0.6 * singular.max()
+
+
+def test_muon_orthogonalises_experts_and_layers_of_stages_where_they_lie():
+    """On the devices of a pipeline of two repeats nothing is sent, and the step is that of one device."""
+    axes = {"gate": ("repeats", "layers", "experts", "expert_embed", "mlp")}
+    config = load_config(None, ["optimizer=muon", "weight_decay=0", "gradient_clipping_threshold=0"])
+    chosen = make_optimizer(config, axes)
+    params = {"gate": jnp.asarray(RNG.normal(size=(2, 2, 4, 6, 8)), jnp.float32)}
+    state, finish = chosen.init(params), jax.jit(chosen.finish)
+    want, _ = finish(params, state, params, 1.0)
+    mesh = make_mesh(dict.fromkeys(MESH_AXES, 1) | {"stage": 2, "expert": 4}, dict.fromkeys(MESH_AXES, 1))
+    split, whole = sharding(mesh, axes["gate"]), sharding(mesh)
+    params, state = jax.tree.map(lambda x: jax.device_put(x, split if x.ndim == 5 else whole), (params, state))
+    compiled = finish.lower(params, state, params, 1.0).compile()
+    assert not collectives(compiled.as_text())
+    np.testing.assert_allclose(compiled(params, state, params, 1.0)[0]["gate"], want["gate"], rtol=0, atol=1e-6)
 
 
 def test_an_optimizer_of_ones_own_updates_as_it_says_and_a_factory_by_the_config_s_schedule():
