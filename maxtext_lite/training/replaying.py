@@ -14,10 +14,10 @@ import jax
 
 from maxtext_lite.config import Config, RLRunConfig, UserError
 from maxtext_lite.config.bucket import absolute, original
+from maxtext_lite.config.checkpoint_steps import steps_in
 from maxtext_lite.config.hf.model_directory import config_of_run
 from maxtext_lite.config.json_file import read_object
 from maxtext_lite.reporting.records import Record, record_text
-from maxtext_lite.training.commit import steps_in
 from maxtext_lite.training.environment import environment
 from maxtext_lite.training.feed_steps import FeedSteps
 from maxtext_lite.training.metrics import Terminal
