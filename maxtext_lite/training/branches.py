@@ -156,8 +156,9 @@ class Branches:
         unfinished = directory.with_name(f".{directory.name}")
         shutil.rmtree(unfinished, ignore_errors=True)
         shutil.copytree(self._run / "checkpoints" / str(self._step), unfinished / "checkpoints" / str(self._step))
-        if (self._run / "frozen").exists():
-            shutil.copytree(self._run / "frozen", unfinished / "frozen")
+        for name in ("frozen", "hf"):  # of LoRA, and what the run resumes with of a model from elsewhere
+            if (self._run / name).exists():
+                shutil.copytree(self._run / name, unfinished / name)
         for name in ("excluded_rows.jsonl", "reference.npz"):  # of loss spikes, and of DPO
             if (self._run / name).exists():
                 shutil.copy(self._run / name, unfinished)

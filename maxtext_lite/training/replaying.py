@@ -149,7 +149,7 @@ def _config(directory: Path, step: int, overrides: Sequence[str]) -> Config:
     }
     if kind in reasons:
         raise UserError(f"RUN_DIR={directory} is a run of {kind}: {reasons[kind]}. replay takes pre-training and SFT.")
-    return config.model_copy(update={"base_output_directory": str(where.parent), "run_name": where.name})
+    return config
 
 
 def _settings(checkpoints: Path, step: int) -> list[str]:
