@@ -267,7 +267,8 @@ class TrainingRun(Generic[Data]):
             adapter = adapter_of(path)
             params = load_parameters(adapter.base if adapter else path, abstract.plain_params, "load_parameters_path")
             where = tree_shardings(self.mesh, self.decoder.trained(self.decoder.axes))
-            adapters = load_peft_adapters(adapter, params, where) if adapter else None
+            rank = self.config.lora_rank
+            adapters = load_peft_adapters(adapter.as_stated(rank), params, where) if adapter else None
             return state_from(self.parts, params, self.config.seed, adapters), Counts()
         return init_state(self.parts, self.config.seed), Counts()
 
