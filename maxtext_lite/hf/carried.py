@@ -65,11 +65,13 @@ def tokenizer_file(config: DataConfig) -> Path | None:
 
 
 def end_of_text_of(config: Config) -> int | None:
-    """The end-of-text of a config's tokenizer; None if the model has no such token.
+    """The end-of-text of a config's tokenizer; None if it names none, or the model has no such token.
 
     Raises:
       UserError: the tokenizer cannot be read.
     """
+    if config.tokenizer_type != "byte" and not config.tokenizer_path:
+        return None
     end = load_tokenizer(config).end_of_text_id
     return end if end < config.vocab_size else None
 
