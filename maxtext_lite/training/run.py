@@ -360,6 +360,7 @@ class TrainingRun(Generic[Data]):
         with writing((files := self.files.directory) / "config.yml"):
             write_resolved(self.config, files / "config.yml")
         store_files(self.config, files / "hf")
+        self.files.remove_gone()  # what an earlier start stored
         data = {"mixture": mixture_table(self.source, 0, end), "data": summaries(self.source)}
         write_json(files / "plan.json", self.plan.to_json() | {name: each for name, each in data.items() if each})
         write_json(files / "environment.json", environment())
