@@ -97,7 +97,8 @@ def test_what_is_planned_and_what_is_trained_on_are_opened_alike(config, be_host
     (tmp_path / "run/checkpoints/5").mkdir(parents=True)
     shutil.copytree(tmp_path / "run/hf", tmp_path / "killed/hf")  # before its first checkpoint
     for path, run_name, expected in (
-        ("", "new", False), (f"{tmp_path}/run", "new", True), ("", "run", True), ("", "killed", False)
+        ("", "new", False), (f"{tmp_path}/run", "new", True), ("", "run", True), ("", "killed", False),
+        (f"{tmp_path}/gone", "run", True), (f"{tmp_path}/gone", "killed", False),
     ):  # fmt: skip
         where = {"load_parameters_path": path, "base_output_directory": str(tmp_path), "run_name": run_name}
         of_run = config.model_copy(update={"dataset_type": "sft", **where})

@@ -245,14 +245,15 @@ def hf_directory(path: str | Path, key: str = "load_parameters_path") -> Path | 
 def files_of_model(config: RunConfig) -> Path | None:
     """The `hf_directory` of a run's model, which came from elsewhere then; None if it was trained from scratch.
 
-    A run that resumes needs no load_parameters_path, but has a copy of the files. Without a checkpoint to resume they
-    are those of another start.
+    A run that resumes has a copy of the files, for when load_parameters_path is not stated, or is gone. Without a
+    checkpoint to resume they are those of another start.
 
     Raises:
       UserError: it is in a bucket that cannot be read.
     """
-    if path := config.load_parameters_path:
-        return hf_directory(path)
+    path = config.load_parameters_path
+    if path and (origin := hf_directory(path)):
+        return origin
     run, key = f"{config.base_output_directory}/{config.run_name}", "base_output_directory"
     return hf_directory(f"{run}/hf", key) if steps_in(any_path(run, key) / "checkpoints") else None
 
