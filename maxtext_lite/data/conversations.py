@@ -23,6 +23,7 @@ SFT_FIELDS = '"messages", or "prompt" and "completion"'
 """Fields of a line for SFT."""
 UNRENDERED = ("tools", "functions", "documents", "chat_template_kwargs")
 """Keys of a line that are for a template beside its turns."""
+_NOTHING_IN_JSON = ("[]", "{}", "null")  # datasets with one type per column have such a key as JSON
 _NOT_LEARNED = ("tool_calls", "tool_call_id", "function_call", "reasoning_content", "reasoning", "thinking")
 """Keys of a turn that say more than its content."""
 DPO_FIELDS = '"chosen" and "rejected", with their "prompt"'
@@ -136,7 +137,7 @@ class Renderer:
         Raises:
           UserError: it is invalid, or its turns cannot be rendered; names `where`.
         """
-        _refuse_unrendered(where, value)
+        _refuse_unrendered(where, {name: each for name, each in value.items() if name != key})
         turns = _turns(where, key, value.get(key))
         _check_order(where, turns)
         return self._render(where, turns, answer_follows=False)
@@ -258,7 +259,7 @@ def _plain(where: str, prompt: str, answer: str, key: str) -> Rendered:
 
 
 def _refuse_unrendered(where: str, value: Mapping[str, Any]) -> None:
-    if offered := [name for name in UNRENDERED if value.get(name)]:
+    if offered := [name for name in UNRENDERED if value.get(name) and value[name] not in _NOTHING_IN_JSON]:
         raise UserError(f'{where}: "{offered[0]}" would not be rendered: templates get turns alone.')
 
 

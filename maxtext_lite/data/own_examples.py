@@ -76,19 +76,19 @@ class OwnExamples:
 
     def __getitem__(self, example_id: int) -> dict[str, np.ndarray]:
         """The example with all fields. Raises UserError if it violates `Examples`."""
-        given = self.examples[example_id]
         where = f"{self.key}[{example_id}]"
+        given = {name: _array(f"{where}: {name}", x) for name, x in self.examples[example_id].items()}
         ones = np.ones(self.num_tokens, np.int32)
         row = {"segments": ones, "positions": np.arange(self.num_tokens), **given}
-        row.setdefault("weights", np.asarray(row["segments"]) != 0)
+        row.setdefault("weights", row["segments"] != 0)
         if set(row) != set(self.fields):
             raise UserError(f"{where} has the fields {', '.join(sorted(row))}, not {', '.join(sorted(self.fields))}.")
         for name, x in row.items():
-            if np.shape(x) != (self.num_tokens,):
+            if x.shape != (self.num_tokens,):
                 raise UserError(
-                    f"{where}: {name} has the shape {np.shape(x)}, not (max_target_length,) = ({self.num_tokens},)."
+                    f"{where}: {name} has the shape {x.shape}, not (max_target_length,) = ({self.num_tokens},)."
                 )
-        fields = {name: self._checked(where, name, np.asarray(row[name])) for name in self.fields}
+        fields = {name: self._checked(where, name, row[name]) for name in self.fields}
         wrong = np.flatnonzero((fields["weights"] > 0) & (fields["segments"] == 0))
         if wrong.size:
             raise UserError(
@@ -111,15 +111,26 @@ class OwnExamples:
         return given.astype(np.int32)
 
 
+def _array(named: str, given: object) -> np.ndarray:
+    try:
+        return np.asarray(given)
+    except ValueError as error:
+        raise UserError(f"{named} is not an array: {error}") from None
+
+
 def _floats(named: str, given: np.ndarray, *, weights: bool) -> np.ndarray:
     """A field of float32; only fields other than the weights may be negative or not finite."""
-    if given.dtype.kind in "cmMOSU":
+    if given.dtype.kind in "cmMOSU" or given.dtype.type is np.void:
         raise UserError(f"{named} have the type {given.dtype}, not one of numbers.")
     with np.errstate(over="ignore", under="ignore"):
         cast = given.astype(np.float32)
     if weights and not (np.isfinite(given) & (given >= 0)).all():
         raise UserError(f"{named} are {given.min()} to {given.max()}, not finite numbers of at least 0.")
-    kept = cast == given if given.dtype.kind in "iu" else (np.isfinite(cast) == np.isfinite(given))
+    if given.dtype.kind in "iu":
+        kept = cast < float(np.iinfo(given.dtype).max) + 1  # others would wrap around
+        kept[kept] = cast[kept].astype(given.dtype) == given[kept]
+    else:
+        kept = np.isfinite(cast) == np.isfinite(given)
     if weights:
         kept &= (cast > 0) == (given > 0)
     if not kept.all():

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sized
-from typing import Any
+from typing import Any, ClassVar
 
 import jinja2
 from jinja2 import nodes
@@ -47,13 +47,19 @@ class Unstated(jinja2.Undefined):
     """An undefined name: it prints nothing, but that of a special token, whose text is unknown, refuses to be printed.
 
     Tests like `bos_token is defined` and `if bos_token` are false, as for any undefined name.
+
+    Attributes:
+      own: the names that the template sets.
     """
 
     __slots__ = ()
+    own: ClassVar[frozenset[str]] = frozenset()
 
     def __str__(self) -> str:
         name = self._undefined_name
-        if self._undefined_obj is missing and name is not None and name.endswith("_token"):
+        # A hint comes with an argument that a macro's caller left out.
+        is_asked_for = self._undefined_obj is missing and self._undefined_hint is None and name not in self.own
+        if is_asked_for and name is not None and name.endswith("_token"):
             raise jinja2.UndefinedError(f"it prints {name}, which tokenizer_config.json does not state (null: none)")
         return super().__str__()
 
@@ -96,6 +102,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         parsed = self.parse(source)
         loop = loop_over_turns(parsed)
         self.is_causal = loop is not None
+        if self.undefined is Unstated:
+            own = frozenset(name.name for name in parsed.find_all(nodes.Name) if name.ctx == "store")
+            self.undefined = type("UnstatedIn", (Unstated,), {"__slots__": (), "own": own})
         parsed = _Counting().visit(parsed)
         if loop is not None:
             loop.body.insert(0, nodes.ExprStmt(_through(_TURN, nodes.Const(0)), lineno=loop.lineno))

@@ -8,7 +8,7 @@ from typing import Any
 
 from maxtext_lite.config import Config, DataConfig, UserError
 from maxtext_lite.config.errors import value_text
-from maxtext_lite.config.hf.config import CARRIED, TOKENIZER_FILES, hf_directory, tokenizer_keys
+from maxtext_lite.config.hf.config import CARRIED, TOKENIZER_FILES, files_of_model, hf_directory, tokenizer_keys
 from maxtext_lite.config.hf.fields import JsonObject, is_whole
 from maxtext_lite.config.json_file import is_there, read_bytes, read_object, user_path
 from maxtext_lite.data import Tokenizer, load_tokenizer
@@ -65,11 +65,13 @@ def tokenizer_file(config: DataConfig) -> Path | None:
 
 
 def end_of_text_of(config: Config) -> int | None:
-    """The end-of-text of a config's tokenizer; None if the model has no such token.
+    """The end-of-text of a config's tokenizer; None if it names none, or the model has no such token.
 
     Raises:
       UserError: the tokenizer cannot be read.
     """
+    if config.tokenizer_type != "byte" and not config.tokenizer_path:
+        return None
     end = load_tokenizer(config).end_of_text_id
     return end if end < config.vocab_size else None
 
@@ -82,15 +84,11 @@ def store_files(config: Config, out: Path) -> None:
     Raises:
       UserError: a file cannot be read.
     """
-    path = config.load_parameters_path
-    origin = hf_directory(path) if path else None
-    contents = _token_files(config, origin)
-    kept: Iterable[str] = _MODEL_FILES  # a resumed run need not name what it started from
-    if origin:
-        contents, kept = contents | _model_files(config, origin), ()
+    origin = files_of_model(config)
+    contents = _token_files(config, origin) | (_model_files(config, origin) if origin else {})
     _write(out, contents)
     for name in CARRIED:
-        if name not in contents and name not in kept:
+        if name not in contents:
             (out / name).unlink(missing_ok=True)
 
 

@@ -181,7 +181,7 @@ def read_peft_adapters(adapter: Adapter, shapes: Mapping[str, tuple[int, ...]]) 
     }
     entries = [entry for entry in entries_of(TABLES[kind], shapes, model, kind) if inputs.keys() & set(entry.paths)]
     read = _matrices(adapter, {_module_name(name) for entry in entries for name, _, _ in entry.tensor_names()})
-    if any(len(each.targets) > 1 and each.own == each.whole for each in adapter.ranks.values()):
+    if any(len(each.targets) > 1 and each.whole == each.own <= adapter.rank for each in adapter.ranks.values()):
         note = f"{adapter.directory}: the matrix A of a module that holds several weights is copied to each of them"
         print(f"{note}; training changes the copies one by one", file=sys.stderr)
     if any(each.factor != 1 for each in adapter.ranks.values()):
@@ -262,9 +262,27 @@ def _layers_of(
                 f"those of {weights[part]} alone, as {SIDE_BY_SIDE} in its metadata says."
             )
         at = np.unravel_index(layer, entry.layer_dims)
-        of_a[at][..., :rank] = _to_rows(entry.name, a[start : start + rank], lengths)
-        of_b[at][:rank] = _to_columns(entry.name, part, b, sizes, inputs)
+        a, b = a[start : start + rank], _to_columns(entry.name, part, b, sizes, inputs)
+        if rank > adapter.rank:
+            at_own = _own_columns(b, adapter, module)
+            a, b, rank = a[at_own], b[at_own], adapter.rank
+        of_a[at][..., :rank] = _to_rows(entry.name, a, lengths)
+        of_b[at][:rank] = b
     return {"a": of_a, "b": of_b}
+
+
+def _own_columns(b: np.ndarray, adapter: Adapter, module: str) -> slice:
+    """Of B [several r, *out] of a weight the stretch that is not 0, or else the first."""
+    starts = range(0, len(b), adapter.rank)
+    own = [start for start in starts if b[start : start + adapter.rank].any()]
+    if len(own) > 1:
+        raise UserError(
+            f"{adapter.directory / CONFIG}: rank_pattern gives {module} {len(b)} columns, not {adapter.rank} for each "
+            f"of {', '.join(adapter.ranks[module].targets)} alone. Nearest that works: no lora_rank, as the adapter "
+            "decides it."
+        )
+    start = own[0] if own else 0
+    return slice(start, start + adapter.rank)
 
 
 def _to_rows(name: Name, a: np.ndarray, lengths: tuple[int, ...]) -> np.ndarray:

@@ -12,11 +12,11 @@ from maxtext_lite.batching import make_plan
 from maxtext_lite.batching.branching import BranchSizes, branch_sizes, compared_examples
 from maxtext_lite.batching.scaling import scale_optimizer
 from maxtext_lite.config import Config, RLRunConfig, UserError
+from maxtext_lite.config.checkpoint_steps import steps_in
 from maxtext_lite.config.errors import setting_text, writing
 from maxtext_lite.config.hf.model_directory import config_of_run
 from maxtext_lite.config.json_file import read_object
 from maxtext_lite.reporting.records import Record, is_evaluation, read_records
-from maxtext_lite.training.commit import steps_in
 
 Rule = Literal["none", "linear", "sqrt"]
 
@@ -156,8 +156,9 @@ class Branches:
         unfinished = directory.with_name(f".{directory.name}")
         shutil.rmtree(unfinished, ignore_errors=True)
         shutil.copytree(self._run / "checkpoints" / str(self._step), unfinished / "checkpoints" / str(self._step))
-        if (self._run / "frozen").exists():
-            shutil.copytree(self._run / "frozen", unfinished / "frozen")
+        for name in ("frozen", "hf"):  # of LoRA, and what the run resumes with of a model from elsewhere
+            if (self._run / name).exists():
+                shutil.copytree(self._run / name, unfinished / name)
         for name in ("excluded_rows.jsonl", "reference.npz"):  # of loss spikes, and of DPO
             if (self._run / name).exists():
                 shutil.copy(self._run / name, unfinished)

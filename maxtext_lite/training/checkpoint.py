@@ -15,12 +15,13 @@ import orbax.checkpoint as ocp
 from maxtext_lite.batching.elsewhere import held_out_fraction
 from maxtext_lite.config import Config, ModelConfig, RLRunConfig, RunConfig, UserError, adapted_weights
 from maxtext_lite.config.bucket import absolute, is_bucket
+from maxtext_lite.config.checkpoint_steps import steps_in
 from maxtext_lite.config.errors import full_text
 from maxtext_lite.config.load import defaults_of
 from maxtext_lite.data.mixture_history import as_json, history_before_names
 from maxtext_lite.data.mixture_source import MIXTURE
 from maxtext_lite.parallel import value_of_host
-from maxtext_lite.training.commit import remove, remove_leftovers, set_aside, steps_in
+from maxtext_lite.training.commit import remove, remove_leftovers, set_aside
 from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.local_updates import OuterState
 from maxtext_lite.training.noise import NoiseScale

@@ -13,16 +13,17 @@ import jax
 from maxtext_lite.batching.topology import resolve_mesh
 from maxtext_lite.config import Config, UserError, load_config, write_resolved
 from maxtext_lite.config.bucket import absolute, any_path
-from maxtext_lite.config.errors import writing
+from maxtext_lite.config.errors import value_text, writing
 from maxtext_lite.config.hf.adapter import CONFIG, adapter_of
 from maxtext_lite.config.hf.config import hf_directory, model_keys, run_config_json, tokenizer_keys
 from maxtext_lite.config.hf.fields import JsonObject
-from maxtext_lite.config.hf.layer import tokenizer_values
+from maxtext_lite.config.hf.layer import TOKENIZER_KEYS, tokenizer_values
 from maxtext_lite.config.hf.model_directory import config_of_run, hf_config
+from maxtext_lite.config.json_file import is_there, user_path
 from maxtext_lite.config.sections import MeshConfig
 from maxtext_lite.config.violation import Violation
 from maxtext_lite.hf import export_adapters, export_model, flat, store_files
-from maxtext_lite.hf.carried import carry_own_tokens, carry_tokens, end_of_text_of
+from maxtext_lite.hf.carried import carry_own_tokens, carry_tokens, end_of_text_of, tokenizer_file
 from maxtext_lite.models.decoder import Params
 from maxtext_lite.parallel import make_mesh, start_devices
 from maxtext_lite.training.maxtext_checkpoint import load_maxtext_parameters, maxtext_dtype, maxtext_items
@@ -109,7 +110,7 @@ def export_directory(source: Path, out: Path, overrides: Sequence[str], *, merge
         raise UserError(f"{source} is neither a run directory nor an imported one: it has no config.yml.")
     # The mesh is this machine's, not that of the training run.
     mesh = [f"{key}={-1 if key == 'ici_fsdp_parallelism' else 1}" for key in MESH_KEYS]
-    config = config_of_run(source, [*mesh, *overrides])
+    config, lost = _without_lost_files(config_of_run(source, [*mesh, *overrides]), overrides)
     if merge_lora is not None and not config.lora_rank:
         merge = f"merge_lora={str(merge_lora).lower()}"
         raise UserError(f"{merge} has no effect with {source}, whose lora_rank is 0. Remove it.")
@@ -122,13 +123,33 @@ def export_directory(source: Path, out: Path, overrides: Sequence[str], *, merge
     )
     abstract = _abstract_params(config)
     if config.lora_rank and not merge_lora:
-        return _export_adapters(source, out, abstract, fields, config)
+        return _export_adapters(source, out, abstract, fields, config) + lost
     params = load_parameters(source, abstract, "RUN_DIR")
     with writing(out):
-        export_model(out, params, fields, dtype=config.weight_dtype)
-        if jax.process_index() == 0:
+        if jax.process_index() == 0:  # before the weights, which take time: what cannot be read is refused
             carry_tokens(config, hf_directory(source), out)
-    return f"{_count(params):,} parameters in {out}, as {fields['model_type']} in {config.weight_dtype}"
+        export_model(out, params, fields, dtype=config.weight_dtype)
+    return f"{_count(params):,} parameters in {out}, as {fields['model_type']} in {config.weight_dtype}{lost}"
+
+
+def _without_lost_files(config: Config, overrides: Sequence[str]) -> tuple[Config, str]:
+    """The config of a run without the tokenizer or template that is gone, as older runs have no copy; and a note.
+
+    A file that an override names stays, to be refused.
+    """
+    stated, note = {word.partition("=")[0] for word in overrides}, ""
+    no_tokenizer = config.tokenizer_type != "byte" and tokenizer_file(config) is None
+    no_template = config.chat_template != "" and not is_there(user_path(config.chat_template))
+    for key, is_lost, keys in (
+        ("tokenizer_path", no_tokenizer, TOKENIZER_KEYS),
+        ("chat_template", no_template, ("chat_template",)),
+    ):
+        if is_lost and stated.isdisjoint(keys):
+            note += (
+                f"\n{key}={value_text(getattr(config, key))} of the run is gone, and is left out: name it with {key}="
+            )
+            config = config.model_copy(update={key: ""})
+    return config, note
 
 
 def _export_adapters(source: Path, out: Path, abstract: Params, fields: JsonObject, config: Config) -> str:

@@ -23,10 +23,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from maxtext_lite.config import Config, UserError
+from maxtext_lite.config.checkpoint_steps import steps_in
 from maxtext_lite.config.errors import any_of, value_text
 from maxtext_lite.hf import flat
 from maxtext_lite.models.decoder import Params
-from maxtext_lite.training.commit import steps_in
 from maxtext_lite.training.saving import reading
 
 _EXPRESSED: Mapping[str, tuple[object, ...]] = {

@@ -17,13 +17,13 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 
 from maxtext_lite.config import MlpKind, UserError
 from maxtext_lite.config.bucket import absolute, original, reaching
+from maxtext_lite.config.checkpoint_steps import steps_in
 from maxtext_lite.config.errors import full_text, value_text
 from maxtext_lite.config.hf.adapter import Adapter, adapter_of
 from maxtext_lite.config.hf.config import has_hf_weights
 from maxtext_lite.hf import flat, load_hf_parameters, read_peft_adapters
 from maxtext_lite.models import Lora, joined, merged
 from maxtext_lite.parallel import sharding, with_dims
-from maxtext_lite.training.commit import steps_in
 from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.saving import FORMAT, check, read_about, read_arrays, reading, save_alone, saved_shapes
 

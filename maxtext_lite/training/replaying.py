@@ -14,10 +14,10 @@ import jax
 
 from maxtext_lite.config import Config, RLRunConfig, UserError
 from maxtext_lite.config.bucket import absolute, original
+from maxtext_lite.config.checkpoint_steps import steps_in
 from maxtext_lite.config.hf.model_directory import config_of_run
 from maxtext_lite.config.json_file import read_object
 from maxtext_lite.reporting.records import Record, record_text
-from maxtext_lite.training.commit import steps_in
 from maxtext_lite.training.environment import environment
 from maxtext_lite.training.feed_steps import FeedSteps
 from maxtext_lite.training.metrics import Terminal
@@ -149,7 +149,7 @@ def _config(directory: Path, step: int, overrides: Sequence[str]) -> Config:
     }
     if kind in reasons:
         raise UserError(f"RUN_DIR={directory} is a run of {kind}: {reasons[kind]}. replay takes pre-training and SFT.")
-    return config.model_copy(update={"base_output_directory": str(where.parent), "run_name": where.name})
+    return config
 
 
 def _settings(checkpoints: Path, step: int) -> list[str]:

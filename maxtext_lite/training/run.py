@@ -267,7 +267,8 @@ class TrainingRun(Generic[Data]):
             adapter = adapter_of(path)
             params = load_parameters(adapter.base if adapter else path, abstract.plain_params, "load_parameters_path")
             where = tree_shardings(self.mesh, self.decoder.trained(self.decoder.axes))
-            adapters = load_peft_adapters(adapter, params, where) if adapter else None
+            rank = self.config.lora_rank
+            adapters = load_peft_adapters(adapter.as_stated(rank), params, where) if adapter else None
             return state_from(self.parts, params, self.config.seed, adapters), Counts()
         return init_state(self.parts, self.config.seed), Counts()
 
@@ -359,6 +360,7 @@ class TrainingRun(Generic[Data]):
         with writing((files := self.files.directory) / "config.yml"):
             write_resolved(self.config, files / "config.yml")
         store_files(self.config, files / "hf")
+        self.files.remove_gone()  # what an earlier start stored
         data = {"mixture": mixture_table(self.source, 0, end), "data": summaries(self.source)}
         write_json(files / "plan.json", self.plan.to_json() | {name: each for name, each in data.items() if each})
         write_json(files / "environment.json", environment())

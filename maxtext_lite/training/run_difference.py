@@ -15,12 +15,12 @@ import jax
 import numpy as np
 
 from maxtext_lite.config import RLRunConfig, UserError
+from maxtext_lite.config.checkpoint_steps import steps_in
 from maxtext_lite.config.hf.model_directory import config_of_run
 from maxtext_lite.data import MixtureSource, hash_of_run, open_mixture
 from maxtext_lite.data.mixture_of_run import in_run
 from maxtext_lite.data.mixture_source import ids_of_run
 from maxtext_lite.reporting.records import Record, is_evaluation, read_records
-from maxtext_lite.training.commit import steps_in
 from maxtext_lite.training.saving import read_arrays, saved_shapes
 
 _TIMES = ("_seconds", "_per_second", "_per_device", "mfu", "utilization", "_memory_bytes")

@@ -5,6 +5,7 @@ a whole: before each checkpoint counts, so that metrics.jsonl in the bucket alwa
 at the end of the run. A resumed run starts from the files in the bucket.
 """
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -91,7 +92,7 @@ class RunFiles:
         if self._bucket:
             shutil.rmtree(self.directory)
             self.directory.mkdir()
-            fetch(self._bucket, self.directory, parts=("",), but=())
+            fetch(self._bucket, self.directory, but=())
             self._uploaded = dict(self._states())
 
     def upload(self) -> None:
@@ -106,6 +107,15 @@ class RunFiles:
                     with storage_errors(self._bucket):
                         system.put_file(whole.name, f"{root}/{path.relative_to(self.directory).as_posix()}")
                 self._uploaded[path] = state
+
+    def remove_gone(self) -> None:
+        """Removes from the bucket the fetched files that are no longer here."""
+        with self._lock:
+            for path in [each for each in self._uploaded if not each.exists()]:
+                system, root = file_system(str(self._bucket))
+                with contextlib.suppress(FileNotFoundError), storage_errors(self._bucket):
+                    system.rm_file(f"{root}/{path.relative_to(self.directory).as_posix()}")
+                del self._uploaded[path]
 
     def close(self) -> None:
         """Uploads changed files and removes the local directory of a bucket."""

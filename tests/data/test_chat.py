@@ -63,12 +63,15 @@ def test_a_template_is_rendered_as_transformers_does(template, tmp_path):
     "{% if bos_token is defined %}{{ bos_token }}{% endif %}a", "{{ bos_token | default('') }}a",
     "{% if bos_token %}{{ bos_token + 'b' }}{% endif %}a", "{{ bos_token or '' }}a", "{{ (bos_token or '') + 'a' }}",
     "{{ other }}{{ messages[0].some_token }}a", "{{ bos_token if bos_token is defined }}a",
+    "{% macro f(a_token) %}{{ a_token }}{% endmacro %}{{ f() }}a",
+    "{% if not messages %}{% set my_token = 'b' %}{% endif %}{{ my_token }}a",
 ])  # fmt: skip
 def test_a_special_token_that_no_file_states_may_be_asked_about_but_not_printed(template, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text("{}")
     (tmp_path / "chat_template.jinja").write_text(template)
     assert ChatTemplate(tmp_path).render(TURNS) == "a"
-    for prints in ("{{ bos_token }}a", "{{ 'a' ~ bos_token }}", "{% set b = bos_token %}{{ b | trim }}"):
+    for prints in ("{{ bos_token }}a", "{{ 'a' ~ bos_token }}", "{% set b = bos_token %}{{ b | trim }}",
+                   "{% macro f(a_token) %}{{ a_token }}{% endmacro %}{{ f(bos_token) }}"):  # fmt: skip
         (tmp_path / "chat_template.jinja").write_text(prints)
         with pytest.raises(
             UserError, match=r"chat_template\.jinja: .* it prints bos_token, which \S+ does not state \(null: none\)\."

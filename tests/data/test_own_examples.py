@@ -49,6 +49,13 @@ def test_custom_fields_are_float32_and_targets_are_counted():
     assert source.count_targets(np.array([1, 1])) == 4
 
 
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64])
+def test_large_whole_numbers_that_float32_has_are_accepted(dtype):
+    given = np.array([0, 2**24, 2**62, 2**63 - 2**39], dtype)
+    row = own_examples(Examples([example(price=given)]), **SIZES)[0]
+    assert [int(x) for x in row["price"]] == [0, 2**24, 2**62, 2**63 - 2**39]
+
+
 def test_any_type_that_keeps_the_values_is_accepted():
     mask = np.array([True, True, False, False])
     given = example(segments=mask, positions=np.arange(4, dtype=np.uint64), weights=mask, price=[-0.1, np.nan, 1, 2])
@@ -76,6 +83,10 @@ def test_any_type_that_keeps_the_values_is_accepted():
     ([example(weights=[1, 1, 1e-60, 1])], r"source\[0\]: weights have the value 1e-60, which float32 cannot"),
     ([example(weights=["a"] * 4)], r"source\[0\]: weights have the type <U1, not one of numbers"),
     ([example(price=[1, 2**24 + 1, 2, 3])], r"source\[0\]: price have the value 16777217, which float32 cannot"),
+    ([example(price=np.full(4, 2**63 - 1))], "price have the value 9223372036854775807, which float32 cannot"),
+    ([example(price=np.full(4, 2**64 - 1, np.uint64))], "price have the value 18446744073709551615, which float32"),
+    ([example(price=np.zeros(4, [("a", "i4")]))], r"source\[0\]: price have the type .*, not one of numbers"),
+    ([example(targets=[[1], [2, 3], [4], [5]])], r"source\[0\]: targets is not an array: "),
     ([example(price=[1, 1e39, 2, 3])], r"source\[0\]: price have the value 1e\+39, which float32 cannot"),
     ([example(), example(price=np.ones(4))], r"source\[1\] has the fields .*price.*, not"),
 ])  # fmt: skip

@@ -39,8 +39,8 @@ def save_model(directory):
 
 def stored(tmp_path, *words):
     """What a run with these keys stores, as text by name."""
-    out = tmp_path / "run" / "hf"
-    store_files(load_config(None, ["dataset_type=sft", "dataset_path=x.jsonl", "vocab_size=264", *words]), out)
+    out, where = tmp_path / "run" / "hf", [f"base_output_directory={tmp_path}", "run_name=run"]
+    store_files(load_config(None, ["dataset_type=sft", "dataset_path=x.jsonl", "vocab_size=264", *where, *words]), out)
     return {file.name: file.read_text() for file in out.iterdir()} if out.exists() else {}
 
 
@@ -80,7 +80,12 @@ def test_a_run_stores_its_model_and_tokenizer_as_they_are(tmp_path):
     files = stored(tmp_path, f"load_parameters_path={model}")
     assert files == {file.name: file.read_text() for file in model.iterdir() if file.suffix == ".json"}
     again = ["tokenizer_type=huggingface", f"tokenizer_path={tmp_path / 'run/hf/tokenizer.json'}"]
+    (tmp_path / "run/checkpoints/3").mkdir(parents=True)
     assert stored(tmp_path, *again) == files, "its own files, and a resumed run need not name its model"
+    (tmp_path / "run/checkpoints/3").rename(tmp_path / "run/checkpoints/unfinished-3")
+    files = stored(tmp_path, *again)
+    assert "tokenizer.json" in files
+    assert not files.keys() & {"config.json", "generation_config.json"}, "it starts over, from scratch"
 
 
 @pytest.mark.parametrize(("words", "special", "first", "ends"), [

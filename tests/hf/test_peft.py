@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from maxtext_lite.config import UserError
+from maxtext_lite.config import UserError, load_config
 from maxtext_lite.config.hf.adapter import adapter_of
 from maxtext_lite.config.hf.config import model_keys
 from maxtext_lite.config.hf.model_directory import directory_config
@@ -111,6 +111,35 @@ def test_matrices_that_add_nothing_yet_are_read_back_as_each_weights_own(tmp_pat
     assert back.keys() == given.keys()
     for path, x in back.items():
         np.testing.assert_array_equal(x, given[path], err_msg=path)
+
+
+def test_an_export_without_metadata_is_of_the_rank_that_a_run_of_it_states(tmp_path, capsys):
+    """Older exports have none; read by themselves they are adapters of a wider matrix for all weights of a module."""
+    directory = save("phi3", tmp_path / "base")
+    plain, decoder, adapters, _ = adapted(directory, ("query", "value"))
+    export(directory, tmp_path / "adapters", decoder, adapters)
+    file = tmp_path / "adapters" / "adapter_model.safetensors"
+    safetensors.numpy.save_file(safetensors.numpy.load_file(file), file, {"format": "pt"})
+    words = [f"load_parameters_path={tmp_path / 'adapters'}", "dataset_type=synthetic", "max_target_length=32"]
+    assert load_config(None, words).lora_rank == 6
+    stated = {"lora_rank": 3, "lora_alpha": 6.0, "lora_targets": "key,query,value"}
+    config = load_config(None, [*words, *(f"{key}={value}" for key, value in stated.items())])
+    assert {key: getattr(config, key) for key in stated} == stated
+    with pytest.raises(UserError, match=r"lora_alpha=5 .* contradicts"):
+        load_config(None, [*words, "lora_rank=3", "lora_alpha=5"])
+    wide = adapter_of(tmp_path / "adapters")
+    assert wide is not None
+    found, shapes = wide.as_stated(3), {path: leaf.shape for path, leaf in flat(plain.abstract_params).items()}
+    capsys.readouterr()
+    back, given = flat(read_peft_adapters(found, shapes)), flat(adapters)
+    assert capsys.readouterr().err == "", "no matrix is copied"
+    for path, x in given.items():
+        np.testing.assert_array_equal(back[path], x, err_msg=path)
+    assert not any(back[path].any() for path in back.keys() - given.keys() if path.endswith("/b")), "the keys' own"
+    both = {name: np.ones_like(x) for name, x in safetensors.numpy.load_file(file).items()}
+    safetensors.numpy.save_file(both, file)
+    with pytest.raises(UserError, match=r"rank_pattern gives .*qkv_proj 6 columns, not 3 for each of query, key, valu"):
+        read_peft_adapters(found, shapes)
 
 
 def test_columns_that_are_not_of_the_weight_that_the_metadata_names_are_refused(tmp_path):

@@ -35,6 +35,7 @@ def test_a_resumed_run_ends_responses_where_its_models_files_say(tmp_path, confi
     """It needs no load_parameters_path, from which these files were copied."""
     (tmp_path / "run/hf").mkdir(parents=True)
     (tmp_path / "run/hf/config.json").write_text('{"eos_token_id": [2, 3]}')
+    (tmp_path / "run/checkpoints/5").mkdir(parents=True)
     with contextlib.closing(open_rl_run(config_of(tmp_path, "run_name=run"))) as rl:
         assert rl.stop_token_ids == (2, 3, 256)
 

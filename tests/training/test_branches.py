@@ -90,7 +90,8 @@ def test_a_batch_that_no_float_holds_is_evaluated_as_it_is(run, tmp_path):
 
 def test_a_run_is_copied_up_to_the_step_once_and_stays_as_it_is(run):
     source = run()
-    beside = {"reference.npz": b"of DPO", "excluded_rows.jsonl": b""}
+    beside = {"reference.npz": b"of DPO", "excluded_rows.jsonl": b"", "hf/config.json": b"of its model"}
+    (source / "hf").mkdir()
     for name, content in beside.items():
         (source / name).write_bytes(content)
     before = {path: path.read_bytes() for path in source.rglob("*") if path.is_file()}

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from maxtext_lite.config.checkpoint_steps import steps_in
 from maxtext_lite.training import commit
-from maxtext_lite.training.commit import make_room, remove, remove_leftovers, set_aside, steps_in, while_unfinished
+from maxtext_lite.training.commit import make_room, remove, remove_leftovers, set_aside, while_unfinished
 
 
 @pytest.fixture(params=["disk", "bucket"])

@@ -60,10 +60,22 @@ def test_a_run_goes_out_with_its_own_tokenizer_and_template_from_any_directory(c
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (directory / "own" / "tokenizer.json").read_bytes()
     assert ChatTemplate(tmp_path / "out").render(USER) == "a hi "
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 2
-    (run / "hf" / "tokenizer.json").unlink()  # as of an older run
-    with pytest.raises(UserError, match=r"tokenizer_path='own': there is no file 'own'"):
-        export_directory(run, tmp_path / "nothing", [], merge_lora=None)
-    assert not (tmp_path / "nothing").exists()
+    for name in ("tokenizer.json", "chat_template.jinja"):  # as of an older run
+        (run / "hf" / name).unlink()
+    said = export_directory(run, tmp_path / "bare", [], merge_lora=None)
+    assert [line.partition(" of the run is gone")[0] for line in said.splitlines()[1:]] == [
+        "tokenizer_path=own",
+        "chat_template=t.jinja",
+    ]
+    assert {file.name for file in (tmp_path / "bare").iterdir()} == {"config.json", "model.safetensors"}
+    assert json.loads((tmp_path / "bare" / "config.json").read_text()).get("eos_token_id") is None
+    for word, said in (
+        ("tokenizer_path=owm", r"tokenizer_path='owm': there is no file 'owm'"),
+        ("chat_template=s.jinja", r"chat_template=s\.jinja cannot be read"),
+    ):
+        with pytest.raises(UserError, match=said):
+            export_directory(run, tmp_path / "nothing", [word], merge_lora=None)
+    assert not list((tmp_path / "nothing").glob("*"))
 
 
 def test_adapters_of_a_run_after_another_name_it_as_their_base_and_say_how_to_make_it_one(

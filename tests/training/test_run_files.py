@@ -3,6 +3,7 @@
 import pytest
 
 from maxtext_lite.config import UserError, load_config
+from maxtext_lite.hf import store_files
 from maxtext_lite.training.run_files import RunFiles, has_checkpoints, run_directory, write_json
 
 
@@ -40,6 +41,24 @@ def test_in_a_bucket_they_are_uploaded_whole_and_what_was_not_is_gone_at_the_nex
     after.close()
     assert (url / "metrics.jsonl").read_text() == "1\n3\n"
     assert not after.directory.exists()
+
+
+def test_what_an_earlier_start_stored_of_its_model_is_fetched_and_removed(bucket):
+    """A template that is no longer in use would be taken for the run's."""
+    config = load_config(None, ["base_output_directory=gs://bucket/x", "dataset_type=synthetic"])
+    words, template = bucket / "run" / "hf" / "config.json", bucket / "run" / "hf" / "chat_template.jinja"
+    for file in (words, template, bucket / "run" / "plan.json"):
+        file.write_text("{}")
+    files = RunFiles(bucket / "run")
+    files.make()
+    files.fetch()
+    assert (files.directory / "hf" / "config.json").read_text() == "{}"
+    store_files(config, files.directory / "hf")
+    template.unlink()  # as somebody else may, too
+    files.remove_gone()
+    files.close()
+    assert not words.exists()
+    assert (bucket / "run" / "plan.json").exists()
 
 
 def test_only_what_has_changed_is_uploaded(bucket):

@@ -52,7 +52,7 @@ class ModuleRank(NamedTuple):
     Attributes:
       targets: the weights in it that have adapters, in our names.
       whole: of the matrices in the file.
-      own: of the adapter of each weight; less than `whole` if the file has those of several side by side.
+      own: of the adapter of each weight; less than `whole` if the metadata names several that are side by side.
       factor: its scale over that of the whole adapter.
     """
 
@@ -87,6 +87,23 @@ class Adapter(NamedTuple):
     def keys(self) -> dict[str, Any]:
         """The LoRA keys that it decides."""
         return {"lora_rank": self.rank, "lora_alpha": self.alpha, "lora_targets": self.targets}
+
+    def as_stated(self, lora_rank: object) -> "Adapter":
+        """The adapter with this rank, if its file may have those of the weights of each module side by side.
+
+        Exports once did not say so in the metadata, and runs state the rank of one.
+        """
+        rank = self.fields.get("r", 8)
+        if (
+            lora_rank != rank
+            or lora_rank == self.rank
+            or any(
+                each.own % rank or each.own // rank > len(each.targets) or each.factor != 1
+                for each in self.ranks.values()
+            )
+        ):
+            return self
+        return self._replace(rank=rank, alpha=_alpha(self.fields))
 
     def adapts(self, module: str) -> bool:
         """Whether the file must have matrices for a module, by PEFT's rules."""
@@ -129,9 +146,14 @@ def adapter_of(path: str | Path) -> Adapter | None:
     ranks = {module: _rank_of(module, fields, stated_targets) for module in modules}
     names = {target for each in ranks.values() for target in each.targets}
     rank, stated = max(each.own for each in ranks.values()), int(fields.get("r", 8))
-    scaled = float(fields.get("lora_alpha", 8)) * (math.sqrt(stated) if fields.get("use_rslora") else 1)
+    scaled = _alpha(fields)
     alpha = scaled if rank == stated else scaled * rank / stated
     return Adapter(root, base, rank, alpha, ",".join(sorted(names)), ranks, fields)
+
+
+def _alpha(fields: dict[str, Any]) -> float:
+    """The lora_alpha of r, after `use_rslora` is taken into account."""
+    return float(fields.get("lora_alpha", 8)) * (math.sqrt(int(fields.get("r", 8))) if fields.get("use_rslora") else 1)
 
 
 def _rank_of(module: str, fields: dict[str, Any], side_by_side: Sequence[str]) -> ModuleRank:

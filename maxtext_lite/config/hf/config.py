@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from maxtext_lite.config.bucket import local_copy
+from maxtext_lite.config.bucket import any_path, local_copy
+from maxtext_lite.config.checkpoint_steps import steps_in
 from maxtext_lite.config.errors import UserError, any_of, value_text
 from maxtext_lite.config.hf.adapter import CONFIG, adapter_of
 from maxtext_lite.config.hf.families import FAMILIES
@@ -244,11 +245,17 @@ def hf_directory(path: str | Path, key: str = "load_parameters_path") -> Path | 
 def files_of_model(config: RunConfig) -> Path | None:
     """The `hf_directory` of a run's model, which came from elsewhere then; None if it was trained from scratch.
 
-    A resumed run needs no load_parameters_path, but has a copy of the files.
+    A run that resumes has a copy of the files, for when load_parameters_path is not stated, or is gone. Without a
+    checkpoint to resume they are those of another start.
+
+    Raises:
+      UserError: it is in a bucket that cannot be read.
     """
-    if path := config.load_parameters_path:
-        return hf_directory(path)
-    return hf_directory(f"{config.base_output_directory}/{config.run_name}/hf", "base_output_directory")
+    path = config.load_parameters_path
+    if path and (origin := hf_directory(path)):
+        return origin
+    run, key = f"{config.base_output_directory}/{config.run_name}", "base_output_directory"
+    return hf_directory(f"{run}/hf", key) if steps_in(any_path(run, key) / "checkpoints") else None
 
 
 def has_hf_weights(path: str | Path) -> bool:

@@ -56,6 +56,7 @@ def directory_values(
     ]
     values = dict(keys)
     if adapter:
+        adapter = adapter.as_stated(stated["lora_rank"][0] if "lora_rank" in stated else None)
         values |= adapter.keys
         refusals += [
             Refusal(

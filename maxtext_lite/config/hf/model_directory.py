@@ -4,7 +4,7 @@ import glob
 from collections.abc import Sequence
 from pathlib import Path
 
-from maxtext_lite.config.bucket import is_bucket, original
+from maxtext_lite.config.bucket import absolute, is_bucket, original
 from maxtext_lite.config.errors import UserError, setting_text
 from maxtext_lite.config.hf.adapter import adapter_of
 from maxtext_lite.config.hf.config import TOKENIZER_FILES, has_hf_weights, hf_directory, stored_dtype, tokenizer_keys
@@ -56,8 +56,8 @@ def directory_config(directory: Path, dtype: str) -> Config:
 def config_of_run(directory: Path, overrides: Sequence[str] = ()) -> Config:
     """The config of a run or an imported model, wherever its directory and the working directory are now.
 
-    Its tokenizer and chat template are those stored in the run directory. Other relative paths that are not here are
-    taken from the working directory that the run recorded.
+    Its run directory is this one, and its tokenizer and chat template are those stored there. Other relative paths that
+    are not here are taken from the working directory that the run recorded.
 
     Raises:
       UserError: the config is wrong.
@@ -68,6 +68,8 @@ def config_of_run(directory: Path, overrides: Sequence[str] = ()) -> Config:
     recorded = read_object(record).get(WORKING_DIRECTORY) if is_there(record) else None
     there = Path(recorded) if isinstance(recorded, str) else None
     found = _stored_tokens(config, directory / "hf", is_whole=there is not None)
+    run = absolute(original(directory, "RUN_DIR"))
+    found |= {"base_output_directory": str(run.parent), "run_name": run.name}
     if there is not None:
         for key in ("dataset_path", "eval_dataset_path", "excluded_rows", "load_parameters_path"):
             found[key] = _found(getattr(config, key), there)

@@ -39,7 +39,7 @@ class DocumentReader:
     def __init__(self, config: PrepareConfig, tokenizer: Tokenizer) -> None:
         self._field = config.field
         self._renderer = Renderer(config, tokenizer, begins_as_elsewhere=False) if config.chat else None
-        self._columns = [config.field, *(UNRENDERED if config.chat else ())]
+        self._columns = list(dict.fromkeys([config.field, *(UNRENDERED if config.chat else ())]))
 
     def read(self, piece: Piece) -> Iterator[str | BadLine]:
         """Each document as it stands, including empty ones; blank lines are skipped.

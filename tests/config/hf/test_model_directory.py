@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from maxtext_lite.config import UserError, load_config, write_resolved
+from maxtext_lite.config.hf.config import files_of_model
 from maxtext_lite.config.hf.model_directory import config_of_run, directory_config, hf_config
 
 LLAMA = {
@@ -113,6 +114,17 @@ def test_data_that_are_not_here_are_those_of_the_runs_working_directory(stated, 
     expected = expected.replace("{there}", str(there)).replace("{glob}", f"{tmp_path}/of [[]the] run")
     assert str(config_of_run(run).dataset_path) == expected
     assert config_of_run(run, ["dataset_path=other.txt"]).dataset_path == "other.txt"
+
+
+def test_a_run_that_was_moved_has_the_files_of_its_model_where_it_is_now(tmp_path, monkeypatch):
+    """A resumed run, whose config.yml no longer names the model that it began with."""
+    words = ["run_name=before", "base_output_directory=runs", "dataset_type=synthetic"]
+    run = run_directory(tmp_path / "moved", tmp_path, *words)
+    (run / "checkpoints/3").mkdir(parents=True)
+    (run / "hf/config.json").write_text("{}")
+    monkeypatch.chdir(run)
+    assert files_of_model(config_of_run(Path())) == run / "hf"
+    assert files_of_model(config_of_run(run, words)) is None, "a stated run directory is another one"
 
 
 def test_a_directory_that_is_neither_is_refused(tmp_path):

@@ -149,6 +149,23 @@ def test_conversations_are_written_by_the_chat_template(tmp_path):
     assert 'line at byte 110: "tools" would not be rendered' in with_tools.problem
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_turns_may_have_the_name_of_what_is_not_rendered_and_texts_may_say_that_there_is_nothing(kind, tmp_path):
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
+    turns = [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}]
+    texts = ["[]", "{}", "null", "", '[{"name": "add"}]']
+    rows = [{"documents": turns, "tools": tools} for tools in texts]
+    if kind == "jsonl":
+        (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    else:
+        pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    keys = {"chat": True, "text_field": "documents", "chat_template": str(tmp_path / "t.jinja")}
+    *found, bad = read(tmp_path / f"a.{kind}", **keys)
+    assert found == ["<user>2 + 3?<assistant>5"] * 4
+    assert '"tools" would not be rendered' in bad.problem
+
+
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
 def test_conversations_in_rows_are_refused_with_tools(kind, tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
