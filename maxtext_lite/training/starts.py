@@ -1,5 +1,6 @@
 """The starts of a run that changed it, as each checkpoint lists them, and what a resume says of its schedule."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,23 @@ def settings_at(starts: Sequence[Mapping[str, Any]], step: int) -> list[str]:
     """The settings with which a step was taken, as `key=value`; [] if it is older than all starts."""
     found = [start["settings"] for start in starts if start["step"] < step]
     return [f"{key}={value}" for key, value in found[-1].items() if key in Config.model_fields] if found else []
+
+
+def resume_between(starts: Sequence[Mapping[str, Any]], after: int, step: int) -> int | None:
+    """The first step, of those after `after` and before `step`, after which the run resumed with others; None: none."""
+    for before, start in itertools.pairwise(starts):
+        if after < start["step"] < step and _decides_steps(before) != _decides_steps(start):
+            return start["step"]
+    return None
+
+
+def _decides_steps(start: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides the steps of a start: its length only where that has a part in them."""
+    settings: dict[str, str] = start["settings"]
+    found = {"batch": start["batch"], "settings": settings}
+    if (settings["learning_rate_schedule"], settings["num_epochs"]) == ("constant", "0"):
+        return {**found, "settings": {**settings, "steps": ""}}
+    return {**found, "end": start["end"]}
 
 
 def moved_schedule(

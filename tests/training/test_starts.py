@@ -4,7 +4,7 @@ import pytest
 
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import load_config
-from maxtext_lite.training.starts import moved_schedule, settings_at, with_start
+from maxtext_lite.training.starts import moved_schedule, resume_between, settings_at, with_start
 
 
 def start(before, step, seen, *overrides):
@@ -66,3 +66,20 @@ def test_a_step_has_the_settings_of_the_start_that_took_it():
     assert not [
         word for word in settings_at(starts, 3) if word.startswith(("dataset_path", "run_name", "base_emb_dim"))
     ]
+
+
+@pytest.mark.parametrize(("overrides", "changes"), [
+    (["seed=5"], True),
+    (["num_epochs=2"], True),
+    (["num_epochs=0", "steps=40", "learning_rate_schedule=constant"], False),
+    (["num_epochs=0", "steps=40", "learning_rate_schedule=constant", "global_batch_size=8"], True),
+])  # fmt: skip
+def test_the_first_resume_that_changed_steps_is_found_between_a_checkpoint_and_a_step(overrides, changes):
+    """A length changes steps by the learning rate or the last batch alone."""
+    stated = overrides[:1] + ["steps=16", overrides[2]] if "steps=40" in overrides else []
+    _, first = start([], 0, 0, *stated)
+    _, starts = start(first, 4, 16, *overrides)
+    assert len(starts) == 2
+    found = {(after, step): resume_between(starts, after, step) for after, step in ((0, 4), (0, 5), (3, 9), (4, 9))}
+    seam = 4 if changes else None
+    assert found == {(0, 4): None, (0, 5): seam, (3, 9): seam, (4, 9): None}
