@@ -11,7 +11,7 @@ from maxtext_lite.batching.rate_shape import decay, warm_up
 from maxtext_lite.config import Config, DataConfig, ModelConfig, OptimizerConfig, RunConfig
 from maxtext_lite.config.errors import setting_text
 
-_OF_STEPS = ("steps", "num_epochs", "last_batch", "seed")
+_OF_STEPS = ("steps", "num_epochs", "last_batch", "seed", "balance_attention", "excluded_rows")
 _OTHERS = {*DataConfig.model_fields, *ModelConfig.model_fields, *RunConfig.model_fields}.difference(_OF_STEPS)
 """Keys that change no step, that no start may change, or that have a history of their own, as mixtures do."""
 

@@ -49,20 +49,19 @@ def test_a_new_run_and_one_of_an_earlier_version_say_nothing():
 
 
 def test_a_step_has_the_settings_of_the_start_that_took_it():
+    rows = "excluded_rows=rows.jsonl"
     _, starts = start([], 2, 8)
-    for step, seen, *words in ((4, 16, "learning_rate=0.1"), (5, 20, "learning_rate=0.1", "log_period=7"), (6, 24)):
+    for step, seen, *words in ((4, 16, rows, "learning_rate=0.1"), (5, 20, rows, "learning_rate=0.1", "log_period=7"),
+                               (6, 24)):  # fmt: skip
         config, starts = start(starts, step, seen, *words)
     assert [each["step"] for each in starts] == [2, 4, 6]
     assert settings_at(starts, 2) == []
-    for step, rate in (
-        (3, config.learning_rate),
-        (4, config.learning_rate),
-        (5, 0.1),
-        (6, 0.1),
-        (7, config.learning_rate),
-    ):
+    of_config = config.learning_rate, ""
+    for step, *of_step in ((3, *of_config), (4, *of_config), (5, 0.1, "rows.jsonl"), (6, 0.1, "rows.jsonl"),
+                           (7, *of_config)):  # fmt: skip
         found = load_config(None, ["global_batch_size=1", *settings_at(starts, step)])
-        assert (found.learning_rate, found.global_batch_size, found.log_period) == (rate, 4, config.log_period)
+        assert [found.learning_rate, found.excluded_rows] == of_step
+        assert (found.global_batch_size, found.log_period) == (4, config.log_period)
     assert not [
         word for word in settings_at(starts, 3) if word.startswith(("dataset_path", "run_name", "base_emb_dim"))
     ]
