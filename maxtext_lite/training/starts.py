@@ -15,6 +15,9 @@ _OF_STEPS = ("steps", "num_epochs", "last_batch", "seed", "balance_attention", "
 _OTHERS = {*DataConfig.model_fields, *ModelConfig.model_fields, *RunConfig.model_fields}.difference(_OF_STEPS)
 """Keys that change no step, that no start may change, or that have a history of their own, as mixtures do."""
 
+_OF_SCHEDULE = ("learning_rate_schedule", "schedule_unit", "warmup_steps", "learning_rate_final_fraction",
+                "wsd_decay_steps_fraction")  # fmt: skip
+
 Starts = list[dict[str, Any]]
 """For each start that changed something, first to last: `step`, those done before it; `end`, the (steps, examples) at
 which the run then was to end; `batch`, examples of a step of the target; `settings`, the config's keys that decide its
@@ -56,28 +59,38 @@ def _decides_steps(start: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def moved_schedule(
-    config: OptimizerConfig, starts: Sequence[Mapping[str, Any]], step: int, examples_seen: int
+    config: OptimizerConfig, plan: BatchPlan, starts: Sequence[Mapping[str, Any]], step: int, examples_seen: int
 ) -> list[str]:
-    """A sentence on the learning rate of a run that has just got another end or batch; [] for any other start.
+    """A sentence on the learning rate of a run whose schedule has just got another end or shape; [] for any other.
 
     Args:
-      starts: with the one that begins after `step` steps.
+      starts: with the one that begins after `step` steps. Versions that listed none ended the schedule where a run
+        with this batch and length from its first step would end.
     """
-    if config.learning_rate_schedule == "constant" or len(starts) < 2 or starts[-1]["step"] != step:
+    if not starts or starts[-1]["step"] != step:
         return []
-    in_steps = config.schedule_unit == "steps"
-    parts: list[float] = []
-    for start in starts[-2:]:
+    now = starts[-1]
+    before: Mapping[str, Any] = starts[-2] if len(starts) > 1 else {**now, "end": plan.end_after(0, 0)}
+    then, rates = _scheduled(config, before["settings"]), list[str]()
+    for each, start in ((then, before), (config, now)):
         (last_step, last_example), batch = start["end"], start["batch"]
         # Skipped steps are not known here; tokens are taken to be as many in each example.
+        in_steps = each.schedule_unit == "steps"
         u, last = (step, float(last_step)) if in_steps else (examples_seen / batch, last_example / batch)
         at = np.float64(u)
-        parts.append(float(decay(config, at, last, np) * warm_up(config, at, np)))
-    ends = [start["end"][0 if in_steps else 1] for start in starts[-2:]]
-    if ends[0] == ends[1] and parts[0] == parts[1]:
+        rates.append(f"{float(decay(each, at, last, np) * warm_up(each, at, np)):.1%}")
+    noun, index = ("step", 0) if config.schedule_unit == "steps" else ("example", 1)
+    old_end, end = before["end"][index], now["end"][index]
+    ends = "constant" not in (then.learning_rate_schedule, config.learning_rate_schedule) and old_end != end
+    if not ends and rates[0] == rates[1]:
         return []
-    noun = "step" if in_steps else "example"
+    what = f"ends with this run, at {noun} {end:,} instead of {old_end:,}" if ends else "has changed"
     return [
-        f"the learning rate's schedule ends with this run, at {noun} {ends[1]:,} instead of {ends[0]:,}: after step "
-        f"{step:,} the rate is about {parts[1]:.1%} of its peak instead of {parts[0]:.1%}"
+        f"the learning rate's schedule {what}: after step {step:,} the rate is about {rates[1]} of its peak instead of "
+        f"{rates[0]}"
     ]
+
+
+def _scheduled(config: OptimizerConfig, settings: Mapping[str, str]) -> OptimizerConfig:
+    """The config with the schedule of a start."""
+    return config.model_copy(update={key: type(getattr(config, key))(settings[key]) for key in _OF_SCHEDULE})
