@@ -61,8 +61,6 @@ class Replay:
 class _Kept:
     """The records of steps in memory, in place of metrics.jsonl."""
 
-    lacks_evaluation = False
-
     def __init__(self) -> None:
         self.records: list[Record] = []
 
