@@ -273,7 +273,8 @@ class _Loop:
         before, ends = log.counts.step, False
         if self.evaluates and self._owes_evaluation(before):
             self._evaluate(state, lambda: None)
-        if left := range(before + 1, last_step + 1):
+            ends = before > 0 and self.ending is not None and self.ending.between_steps()
+        if left := range(before + 1, before + 1 if ends else last_step + 1):
             steps.prepare(before + 1)
         log.restart_clock()
         for step in left:
