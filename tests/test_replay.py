@@ -5,8 +5,10 @@ import shutil
 
 import pytest
 
+from maxtext_lite.config import UserError
 from maxtext_lite.replay import main
 from maxtext_lite.train import main as train
+from maxtext_lite.training import replaying
 
 SIZES = ["base_emb_dim=16", "base_mlp_dim=32", "base_num_decoder_layers=1", "base_num_query_heads=2",
          "base_num_kv_heads=1", "head_dim=8", "max_target_length=32", "per_device_batch_size=1", "warmup_steps=1",
@@ -70,6 +72,23 @@ def test_a_step_is_repeated_with_the_settings_of_its_own_start(run, capsys, tmp_
     capsys.readouterr()
     assert main([str(later), "--step", "4"]) == 0
     assert "step 4, from the checkpoint of step 2: equal to the bit" in capsys.readouterr().out
+
+
+def test_a_step_after_a_resume_with_other_settings_needs_a_checkpoint_from_after_it(run, monkeypatch):
+    newest, (first,) = replaying._starts(run / "checkpoints")
+    assert newest == 4
+    for changed in ({"seed": "5"}, {"steps": "9"}):  # other steps change no step at a constant rate
+        resumed = {**first, "step": 1, "settings": {**first["settings"], **changed}}
+        monkeypatch.setattr(replaying, "_starts", lambda _, starts=(first, resumed): (newest, starts))
+        if "steps" in changed:
+            assert main([str(run), "--step", "2"]) == 0
+            continue
+        with pytest.raises(UserError) as raised:
+            main([str(run), "--step", "2"])
+        assert raised.value.problems == (
+            "--step=2: the run resumed with other settings after step 1, of which no intact checkpoint is left. "
+            "Nearest that work: 1 or 3.",
+        )
 
 
 def test_the_first_field_and_the_first_step_that_differ_are_named(run, capsys, tmp_path):

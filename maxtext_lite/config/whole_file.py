@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import stat
 from collections.abc import Generator
 from pathlib import Path
 
@@ -25,12 +26,16 @@ def write_whole(path: Path, content: bytes | str) -> None:
 def replacing(path: Path) -> Generator[Path]:
     """A block that writes another file, which then takes this name; where the block fails, it is removed.
 
+    The permissions of an earlier file of this name are kept.
+
     Raises:
       OSError: it cannot be written; names `path`.
     """
     partial = partial_name(path)
     try:
         yield partial
+        with contextlib.suppress(OSError):  # no earlier file, or a file system without permissions
+            partial.chmod(stat.S_IMODE(path.stat().st_mode))
         partial.replace(path)
     except OSError as error:
         if error.filename == str(partial):

@@ -76,6 +76,14 @@ def steps_left(config: DataConfig, plan: BatchPlan, source: Any, *, step: int, e
     )
 
 
+def nothing_left(plan: BatchPlan, *, step: int, examples_seen: int) -> str:
+    """Why a run of which `steps_left` are 0 has none left."""
+    if plan.steps_left(step, examples_seen):
+        return "its data end there"
+    stated = plan.length.stated_steps
+    return "none is left" if stated is None else f"none is left of the {stated} that are asked for"
+
+
 def _ended(source: Any, end: int) -> dict[str, int]:
     """The sources that reach their limit before a run's end: names, and the positions of their next turns."""
     if not isinstance(source, MixtureSource) or source.stream is None:

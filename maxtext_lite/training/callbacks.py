@@ -11,7 +11,8 @@ class Callback:
     True, on any host, the run ends as if it had reached its last step, with an evaluation if it evaluates and a
     checkpoint if it saves any. The same config continues it. It ends after the step that is under way, the one after
     that of `after_step`; where none is, as at an evaluation, at a checkpoint, or if a callback `wants_state`, it ends
-    at once. With several hosts it ends one step later.
+    at once. The evaluation before the first step, of reinforcement learning, is followed by that step in any case.
+    With several hosts it ends one step later, except at an evaluation or a checkpoint.
 
     A state's arrays are on the devices and will be donated to the next step: copy what must outlast the call, with
     `jax.device_get` or `jnp.copy`. To read an array waits for the devices.

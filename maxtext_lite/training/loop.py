@@ -18,6 +18,7 @@ from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.shown import TracedSteps
 from maxtext_lite.data import Examples, ExampleSource, example_shape
+from maxtext_lite.data.mixture_of_run import nothing_left
 from maxtext_lite.models import Decoder, DecoderShape
 from maxtext_lite.parallel import Pipeline, start_devices
 from maxtext_lite.process.phases import phases
@@ -36,7 +37,7 @@ from maxtext_lite.training.profile import Profile
 from maxtext_lite.training.run import Data, TrainingRun
 from maxtext_lite.training.spikes import Place, leave_out_guilty, refuse_to_go_back
 from maxtext_lite.training.state import OwnParts, TrainState
-from maxtext_lite.training.step_log import LossSpike, StepLog, Taken
+from maxtext_lite.training.step_log import LossSpike, StepLog, Taken, owes_evaluation
 from maxtext_lite.training.step_memory import Ladder, OutOfMemory
 from maxtext_lite.training.stopping import BrokenOff, Signals, Stop, watch_signals
 from maxtext_lite.training.trackers import open_trackers
@@ -103,8 +104,8 @@ class RunResult:
       step: steps done in the whole run.
       loss: training loss of the last step; None if this process took none.
       eval_loss: the last evaluation's mean over target tokens (dpo: pairs); None without one, and in reinforcement
-        learning.
-      interrupted: a signal ended the run, after a checkpoint if enable_checkpointing is true.
+        learning, or if it was broken off.
+      interrupted: a signal ended the run, or its last evaluation, after a checkpoint if enable_checkpointing is true.
       is_first_host: this process writes the run directory.
       state: the final TrainState, on the devices.
     """
@@ -203,9 +204,9 @@ def train_run(
             phases.fold()
         state, counts = run.restore_or_init()
         phases.mark("restore" if counts.step else "init")
-        if not (left := run.steps_left(counts)):
-            done = f"{run.directory} has {counts.step} steps already"
-            terminal.say(f"nothing to do: {done}, and none is left of the {run.plan.steps} that are asked for")
+        if not (left := run.steps_left(counts)) and not owes_evaluation(run, counts.step, is_last=True):
+            why = nothing_left(run.plan, step=counts.step, examples_seen=counts.examples_seen)
+            terminal.say(f"nothing to do: {run.directory} has {counts.step} steps already, and {why}")
             return RunResult(run.directory, counts.step, None, None, False, run.is_first, state)
         run.introduce(terminal, counts)
         # An evaluation before the first step has step 0.
@@ -242,6 +243,7 @@ class _Loop:
 
     Attributes:
       in_flight: the newest step, until it is recorded.
+      lost_evaluation: the newest evaluation was broken off, or left out, as the run was to stop.
     """
 
     run: TrainingRun[Any]
@@ -254,6 +256,7 @@ class _Loop:
     asked_to_end: bool = False
     in_flight: tuple[int, Taken] | None = None
     eval_loss: float | None = None
+    lost_evaluation: bool = False
 
     def __post_init__(self) -> None:
         self.shows_state = any(callback.wants_state for callback in self.callbacks)
@@ -270,9 +273,11 @@ class _Loop:
         before, ends = log.counts.step, False
         if self.evaluates and self._owes_evaluation(before):
             self._evaluate(state, lambda: None)
-        steps.prepare(before + 1)
+            ends = before > 0 and self.ending is not None and self.ending.between_steps()
+        if left := range(before + 1, before + 1 if ends else last_step + 1):
+            steps.prepare(before + 1)
         log.restart_clock()
-        for step in range(before + 1, last_step + 1):
+        for step in left:
             if profile:
                 profile.before_step(step, step - before)
             if not steps.ready:
@@ -287,7 +292,7 @@ class _Loop:
             stops = self.stopping.after_this_step()
             ends = self.ending is not None and self.ending.after_this_step() and not stops
             stops, asked_since = self._pause(state, step, stops=stops, is_last=ends or step == last_step)
-            ends |= asked_since
+            ends = (ends or asked_since) and not stops
             if stops or ends:
                 break
         if profile:
@@ -305,13 +310,12 @@ class _Loop:
 
     def _owes_evaluation(self, step: int) -> bool:
         """Whether the state from which this start begins is to be evaluated first. All hosts call it."""
-        if step == 0:
-            return self.evaluation.before_first_step
-        return step % self.run.config.eval_interval == 0 and self.log.lacks_evaluation()
+        is_last = step == self.terminal.last_step
+        return owes_evaluation(self.run, step, is_last=is_last) if step else self.evaluation.before_first_step
 
     def _pause(self, state: TrainState, step: int, *, stops: bool, is_last: bool) -> tuple[bool, bool]:
-        """Evaluates and saves if they are due after this step; returns whether the run now stops, and whether a
-        callback now ends it. An evaluation during which it is to stop is left to the next start."""
+        """Evaluates and saves if they are due after this step; returns whether the run now stops, which leaves the
+        evaluation to the next start, and whether a callback now ends it."""
         run, config = self.run, self.run.config
         saves = run.checkpointer is not None and (step % config.checkpoint_period == 0 or is_last)
         evaluates = self.evaluates and (step % config.eval_interval == 0 or is_last)
@@ -320,16 +324,15 @@ class _Loop:
         # All steps are on record before the checkpoint: a restart only appends.
         self._record(state)
         # The checkpoint follows its evaluation, so that a kill between them repeats both.
-        if evaluates and (stops or not self._evaluate(state, self.stopping.break_off)):
-            self.terminal.say(f"step {step}/{self.terminal.last_step}  no evaluation, as the run stops")
-            stops = True
+        if evaluates:
+            stops = self._stops_evaluation(state, stops)
         if stops:
             run.wait()
         if saves or stops:
             self._save(state)
         ends = self.ending is not None and self.ending.between_steps() and not stops
         if ends and self.evaluates and not evaluates:
-            stops = not self._evaluate(state, self.stopping.break_off)
+            stops = self._stops_evaluation(state, stops)
         if ends:
             self._save(state)
         self.log.restart_clock()
@@ -354,6 +357,14 @@ class _Loop:
         if is_new:
             self._tell(lambda callback: callback.after_checkpoint(counts.step, state))
 
+    def _stops_evaluation(self, state: TrainState, stops: bool) -> bool:
+        """Evaluates unless the run stops; returns whether it stopped before the end of that."""
+        self.lost_evaluation = stops or not self._evaluate(state, self.stopping.break_off)
+        if self.lost_evaluation:
+            self.eval_loss = None
+            self.terminal.say(f"step {self.log.counts.step}/{self.terminal.last_step}  no evaluation, as the run stops")
+        return self.lost_evaluation
+
     def _evaluate(self, state: TrainState, between: Callable[[], None]) -> bool:
         """Evaluates and records it; returns whether it came to its end, which `between` may prevent."""
         step = self.log.counts.step
@@ -375,13 +386,14 @@ class _Loop:
         return True
 
     def _result(self, state: TrainState, *, left: int, ended: bool) -> RunResult:
-        """The result of the run; if steps are left, reports that a signal or, if `ended`, a callback stopped it."""
-        run, log, interrupted = self.run, self.log, left > 0 and not ended
-        if left:
+        """The result of the run; if something is left, reports that a signal or, if `ended`, a callback stopped it."""
+        run, log, is_left = self.run, self.log, left > 0 or self.lost_evaluation
+        if is_left:
             by = self.signals.received.name if self.signals.received else "another host"
             self.terminal.say(f"stopped by {'a callback' if ended else by} after step {log.counts.step}, {self.saved}")
         for shares in run.token_shares(log.counts).values():
             said = ", ".join(f"{source} {share:.4%}" for source, share in shares.items())
             self.terminal.say(f"target tokens by source since the mixture last changed: {said}")
         log.advise()
+        interrupted = is_left and not ended
         return RunResult(run.directory, log.counts.step, log.loss, self.eval_loss, interrupted, run.is_first, state)

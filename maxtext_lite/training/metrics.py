@@ -35,7 +35,6 @@ class JsonLines:
     Attributes:
       notes: sentences on problems with the existing lines.
       steps: those of the kept lines, evaluations not included.
-      lacks_evaluation: the step from which the run continues has a line, and no evaluation of it has.
     Raises:
       OSError: the file cannot be read or written.
     """
@@ -44,16 +43,12 @@ class JsonLines:
         self._path, self._failures = path, failures
         notes: list[str] = []
         with replacing(path) as partial, partial.open("w", encoding="utf-8") as kept:
-            self.steps, evaluated, last = Steps(), -1, -1
+            self.steps = Steps()
             for record in read_records(path, notes):
                 if record["step"] <= after_step:
                     kept.write(record_text(record))
-                    if is_evaluation(record):
-                        evaluated = record["step"]
-                    else:
-                        last = record["step"]
-                        self.steps.add(last)
-        self.lacks_evaluation = evaluated < last == after_step
+                    if not is_evaluation(record):
+                        self.steps.add(record["step"])
         self.notes = tuple(note for note in notes if INCOMPLETE not in note)  # any kill leaves one
         self._file = path.open("a", encoding="utf-8")
 
@@ -69,6 +64,16 @@ class JsonLines:
             self._file.close()
 
 
+def lacks_evaluation(path: Path, step: int) -> bool:
+    """Whether a step has a line in a metrics.jsonl, and no evaluation of it has.
+
+    Raises:
+      OSError: the file cannot be read.
+    """
+    kinds = {is_evaluation(record) for record in read_records(path, []) if record["step"] == step}
+    return kinds == {False}
+
+
 class MetricsLog:
     """metrics.jsonl, with one line for each step, and the trackers that receive the same records.
 
@@ -76,13 +81,13 @@ class MetricsLog:
       after_step, failures: see `JsonLines`.
       trackers: closed together with the file.
     Attributes:
-      notes, lacks_evaluation: see `JsonLines`.
+      notes: see `JsonLines`.
     """
 
     def __init__(self, run_directory: Path, after_step: int, failures: Failures, trackers: Sequence[Tracker] = ()):
         self._lines = JsonLines(run_directory / "metrics.jsonl", after_step, failures)
         self._trackers = trackers
-        self.notes, self.lacks_evaluation = self._lines.notes, self._lines.lacks_evaluation
+        self.notes = self._lines.notes
         if missing := self._lines.steps.missing(after_step):
             self.notes += (f"metrics.jsonl holds no {missing} any more.",)
 

@@ -5,7 +5,7 @@
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import jax
 from maxtext_lite.config import Config, RLRunConfig, UserError
 from maxtext_lite.config.bucket import absolute, original
 from maxtext_lite.config.checkpoint_steps import steps_in
+from maxtext_lite.config.errors import nearest_clause
 from maxtext_lite.config.hf.model_directory import config_of_run
 from maxtext_lite.config.json_file import read_object
 from maxtext_lite.reporting.records import Record, record_text
@@ -24,8 +25,9 @@ from maxtext_lite.training.metrics import Terminal
 from maxtext_lite.training.opening import open_run
 from maxtext_lite.training.row_losses import RowLoss, make_row_losses
 from maxtext_lite.training.run_difference import compared_fields, lines_of
+from maxtext_lite.training.run_files import run_directory
 from maxtext_lite.training.saving import check, read_about
-from maxtext_lite.training.starts import settings_at
+from maxtext_lite.training.starts import Starts, resume_between, settings_at
 from maxtext_lite.training.step_log import LossSpike, StepLog
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-2}
@@ -59,8 +61,6 @@ class Replay:
 class _Kept:
     """The records of steps in memory, in place of metrics.jsonl."""
 
-    lacks_evaluation = False
-
     def __init__(self) -> None:
         self.records: list[Record] = []
 
@@ -90,7 +90,7 @@ def replayed(
     Raises:
       UserError: the run cannot be replayed, or has no such step.
     """
-    config, lines = _config(directory, step, overrides), lines_of(directory)
+    (config, starts), lines = _config(directory, step, overrides), lines_of(directory)
     if (step, False) not in lines:
         steps = sorted(step for step, is_evaluation in lines if not is_evaluation)
         has = f"steps {steps[0]:,} to {steps[-1]:,}" if steps else "none"
@@ -104,6 +104,8 @@ def replayed(
         run.read_before(step, say)
         state, counts = run.restore_or_init()
         after = counts.step
+        if (seam := resume_between(starts, after, step)) is not None:
+            raise _without_checkpoint(config, step, seam, lines)
         begin = f"the checkpoint of step {after:,}" if after else "the run's first parameters"
         if after + run.steps_left(counts) < step:
             raise UserError(f"--step={step} is not reached with steps={config.steps}.")
@@ -133,15 +135,17 @@ def replayed(
     return Replay(step, after, elsewhere, tolerance, compared[step], differing[0] if differing else None, rows)
 
 
-def _config(directory: Path, step: int, overrides: Sequence[str]) -> Config:
+def _config(directory: Path, step: int, overrides: Sequence[str]) -> tuple[Config, Starts]:
     """The config with which a run took a step, with the given directory as its run directory, wherever it was written.
 
-    config.yml is that of the newest start; the newest checkpoint lists earlier ones that differed.
+    config.yml is that of the newest start; the newest checkpoint lists earlier ones that differed, also returned.
     """
     if not (directory / "config.yml").is_file():
         raise UserError(f"RUN_DIR={original(directory, 'RUN_DIR')} is not a run directory: it has no config.yml.")
     where = absolute(original(directory, "RUN_DIR"))
-    config = config_of_run(directory, [*_settings(where / "checkpoints", step), *overrides])
+    newest, starts = _starts(where / "checkpoints")
+    settings = settings_at(starts, step) if step <= newest else []
+    config = config_of_run(directory, [*settings, *overrides])
     kind = "reinforcement learning" if isinstance(config, RLRunConfig) else config.dataset_type
     reasons = {
         "reinforcement learning": "its responses were sampled and are not stored",
@@ -149,15 +153,26 @@ def _config(directory: Path, step: int, overrides: Sequence[str]) -> Config:
     }
     if kind in reasons:
         raise UserError(f"RUN_DIR={directory} is a run of {kind}: {reasons[kind]}. replay takes pre-training and SFT.")
-    return config
+    return config, starts
 
 
-def _settings(checkpoints: Path, step: int) -> list[str]:
-    """The settings of a step as the newest intact checkpoint lists them; [] if it is older than the step."""
+def _starts(checkpoints: Path) -> tuple[int, Starts]:
+    """The newest checkpoint that can list the run's starts, and its list; (0, []) without one."""
     for saved in reversed(steps_in(checkpoints)):
         if check(checkpoints / str(saved), ("about",)).problem is None:
-            return settings_at(read_about(checkpoints / str(saved)).get("starts", []), step) if step <= saved else []
-    return []
+            return saved, read_about(checkpoints / str(saved)).get("starts", [])
+    return 0, []
+
+
+def _without_checkpoint(config: Config, step: int, seam: int, lines: Container[tuple[int, bool]]) -> UserError:
+    """The refusal of a step before which the run resumed with other settings, after `seam`, where no checkpoint is."""
+    checkpoints = run_directory(config) / "checkpoints"
+    later = [saved for saved in steps_in(checkpoints) if saved >= step and (saved + 1, False) in lines]
+    intact = [saved for saved in later if check(checkpoints / str(saved)).problem is None]
+    return UserError(
+        f"--step={step}: the run resumed with other settings after step {seam}, of which no intact checkpoint is left."
+        + nearest_clause([seam, *(saved + 1 for saved in intact[:1])])
+    )
 
 
 def _other_environment(directory: Path) -> str:

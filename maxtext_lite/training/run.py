@@ -336,7 +336,7 @@ class TrainingRun(Generic[Data]):
             starts, done = self._saved.starts if self._saved else [], (counts.step, counts.examples_seen)
             last = counts.step + left
             for sentence in (
-                *moved_schedule(self.config, starts, *done),
+                *moved_schedule(self.config, self.plan, starts, *done),
                 *early_end(self.config, self.plan, steps=last, examples_seen=end),
             ):
                 terminal.say(sentence)

@@ -1,5 +1,6 @@
 """The starts of a run that changed it, as each checkpoint lists them, and what a resume says of its schedule."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,9 +11,12 @@ from maxtext_lite.batching.rate_shape import decay, warm_up
 from maxtext_lite.config import Config, DataConfig, ModelConfig, OptimizerConfig, RunConfig
 from maxtext_lite.config.errors import setting_text
 
-_OF_STEPS = ("steps", "num_epochs", "last_batch", "seed")
+_OF_STEPS = ("steps", "num_epochs", "last_batch", "seed", "balance_attention", "excluded_rows")
 _OTHERS = {*DataConfig.model_fields, *ModelConfig.model_fields, *RunConfig.model_fields}.difference(_OF_STEPS)
 """Keys that change no step, that no start may change, or that have a history of their own, as mixtures do."""
+
+_OF_SCHEDULE = ("learning_rate_schedule", "schedule_unit", "warmup_steps", "learning_rate_final_fraction",
+                "wsd_decay_steps_fraction")  # fmt: skip
 
 Starts = list[dict[str, Any]]
 """For each start that changed something, first to last: `step`, those done before it; `end`, the (steps, examples) at
@@ -37,29 +41,56 @@ def settings_at(starts: Sequence[Mapping[str, Any]], step: int) -> list[str]:
     return [f"{key}={value}" for key, value in found[-1].items() if key in Config.model_fields] if found else []
 
 
+def resume_between(starts: Sequence[Mapping[str, Any]], after: int, step: int) -> int | None:
+    """The first step, of those after `after` and before `step`, after which the run resumed with others; None: none."""
+    for before, start in itertools.pairwise(starts):
+        if after < start["step"] < step and _decides_steps(before) != _decides_steps(start):
+            return start["step"]
+    return None
+
+
+def _decides_steps(start: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides the steps of a start: its length only where that has a part in them."""
+    settings: dict[str, str] = start["settings"]
+    found = {"batch": start["batch"], "settings": settings}
+    if (settings["learning_rate_schedule"], settings["num_epochs"]) == ("constant", "0"):
+        return {**found, "settings": {**settings, "steps": ""}}
+    return {**found, "end": start["end"]}
+
+
 def moved_schedule(
-    config: OptimizerConfig, starts: Sequence[Mapping[str, Any]], step: int, examples_seen: int
+    config: OptimizerConfig, plan: BatchPlan, starts: Sequence[Mapping[str, Any]], step: int, examples_seen: int
 ) -> list[str]:
-    """A sentence on the learning rate of a run that has just got another end or batch; [] for any other start.
+    """A sentence on the learning rate of a run whose schedule has just got another end or shape; [] for any other.
 
     Args:
-      starts: with the one that begins after `step` steps.
+      starts: with the one that begins after `step` steps. Versions that listed none ended the schedule where a run
+        with this batch and length from its first step would end.
     """
-    if config.learning_rate_schedule == "constant" or len(starts) < 2 or starts[-1]["step"] != step:
+    if not starts or starts[-1]["step"] != step:
         return []
-    in_steps = config.schedule_unit == "steps"
-    parts: list[float] = []
-    for start in starts[-2:]:
+    now = starts[-1]
+    before: Mapping[str, Any] = starts[-2] if len(starts) > 1 else {**now, "end": plan.end_after(0, 0)}
+    then, rates = _scheduled(config, before["settings"]), list[str]()
+    for each, start in ((then, before), (config, now)):
         (last_step, last_example), batch = start["end"], start["batch"]
         # Skipped steps are not known here; tokens are taken to be as many in each example.
+        in_steps = each.schedule_unit == "steps"
         u, last = (step, float(last_step)) if in_steps else (examples_seen / batch, last_example / batch)
         at = np.float64(u)
-        parts.append(float(decay(config, at, last, np) * warm_up(config, at, np)))
-    ends = [start["end"][0 if in_steps else 1] for start in starts[-2:]]
-    if ends[0] == ends[1] and parts[0] == parts[1]:
+        rates.append(f"{float(decay(each, at, last, np) * warm_up(each, at, np)):.1%}")
+    noun, index = ("step", 0) if config.schedule_unit == "steps" else ("example", 1)
+    old_end, end = before["end"][index], now["end"][index]
+    ends = "constant" not in (then.learning_rate_schedule, config.learning_rate_schedule) and old_end != end
+    if not ends and rates[0] == rates[1]:
         return []
-    noun = "step" if in_steps else "example"
+    what = f"ends with this run, at {noun} {end:,} instead of {old_end:,}" if ends else "has changed"
     return [
-        f"the learning rate's schedule ends with this run, at {noun} {ends[1]:,} instead of {ends[0]:,}: after step "
-        f"{step:,} the rate is about {parts[1]:.1%} of its peak instead of {parts[0]:.1%}"
+        f"the learning rate's schedule {what}: after step {step:,} the rate is about {rates[1]} of its peak instead of "
+        f"{rates[0]}"
     ]
+
+
+def _scheduled(config: OptimizerConfig, settings: Mapping[str, str]) -> OptimizerConfig:
+    """The config with the schedule of a start."""
+    return config.model_copy(update={key: type(getattr(config, key))(settings[key]) for key in _OF_SCHEDULE})

@@ -19,7 +19,7 @@ from maxtext_lite.training.arrays import Record
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.goodput import Goodput
 from maxtext_lite.training.loss_band import WINDOW, band_limit
-from maxtext_lite.training.metrics import Terminal
+from maxtext_lite.training.metrics import Terminal, lacks_evaluation
 from maxtext_lite.training.nonfinite import NonFinite
 from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.state import TrainState
@@ -67,13 +67,17 @@ class Taken(NamedTuple):
     more: Mapping[str, Any] = types.MappingProxyType({})
 
 
+def owes_evaluation(run: TrainingRun[Any], step: int, *, is_last: bool) -> bool:
+    """Whether the evaluation of a step that an earlier start took is due and missing. All hosts call it."""
+    every = run.config.eval_interval
+    if run.eval_source is None or every <= 0 or not (is_last or step % every == 0):
+        return False
+    path = run.files.directory / "metrics.jsonl"
+    return bool(value_of_host(0, run.failures.on_first_host(path, lambda: lacks_evaluation(path, step))))
+
+
 class Log(Protocol):
     """A receiver of the lines of metrics.jsonl."""
-
-    @property
-    def lacks_evaluation(self) -> bool:
-        """Whether the step from which the run continues has a line, and no evaluation of it has."""
-        ...
 
     def write(self, record: Record) -> None:
         """Appends a record."""
@@ -109,10 +113,6 @@ class StepLog:
     def directory(self) -> Path:
         """The run directory."""
         return self._run.directory
-
-    def lacks_evaluation(self) -> bool:
-        """Whether the step from which the run continues has not been evaluated. All hosts call it."""
-        return bool(value_of_host(0, self._log is not None and self._log.lacks_evaluation))
 
     def restart_clock(self) -> None:
         """Excludes the time since the last step from the next step's."""

@@ -70,7 +70,7 @@ class BrokenOff(Exception):
 class Stop:
     """Whether to stop after a step or a batch: all hosts agree, though a signal may reach only one of them.
 
-    With several hosts the answer is one call late; to wait for this one's would leave the devices idle.
+    With several hosts the answer after a step is one call late; to wait for this one's would leave the devices idle.
     """
 
     def __init__(self, mesh: Mesh, is_asked: Callable[[], bool]):
@@ -98,5 +98,6 @@ class Stop:
         return before is not None and bool(before)
 
     def between_steps(self) -> bool:
-        """Whether to stop where no step is under way; several hosts only agree after a step."""
-        return self._any_host is None and self._is_asked()
+        """Whether to stop where no step is under way, and devices are idle. All hosts call it, at the same steps."""
+        received = self._is_asked()
+        return received if self._any_host is None else bool(self._any_host(received))

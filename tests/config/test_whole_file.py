@@ -13,6 +13,15 @@ def test_a_text_or_bytes_take_the_place_of_what_was_there(tmp_path, content, wri
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"a": written}
 
 
+def test_the_permissions_of_what_was_there_are_kept(tmp_path):
+    path = tmp_path / "a"
+    for mode in (0o600, 0o664):
+        path.write_text("before")
+        path.chmod(mode)
+        write_whole(path, "after")
+        assert (path.read_text(), path.stat().st_mode & 0o777) == ("after", mode)
+
+
 def test_an_incomplete_write_leaves_no_file(tmp_path, monkeypatch):
     def full(_):
         raise OSError(28, "No space left on device")

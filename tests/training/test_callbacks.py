@@ -99,3 +99,15 @@ def test_the_run_ends_at_once_where_no_step_is_under_way(ends, words, want, tmp_
     assert (result.step, result.interrupted) == (2, False)
     assert [f"{kind} {step}" for kind, step, _ in seen.events] == want
     assert [line["step"] for line in lines] == [1, 2, 2]
+
+
+def test_the_run_ends_at_once_at_an_evaluation_that_a_start_makes_up_for(tmp_path):
+    """As it would have at the evaluation itself; the checkpoint is that from which the run goes on."""
+    result, lines = _train(tmp_path, "ended", Seen(ends_at="evaluation"))
+    assert [line["step"] for line in lines] == [1, 2, 2]
+    (result.run_directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:2]))
+    seen = Seen(ends_at="evaluation")
+    again, made_up = _train(tmp_path, "ended", seen)
+    assert (again.step, again.interrupted, again.eval_loss) == (2, False, result.eval_loss)
+    assert [f"{kind} {step}" for kind, step, _ in seen.events] == ["evaluation 2"]
+    assert [line["step"] for line in made_up] == [1, 2, 2]

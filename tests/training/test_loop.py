@@ -225,7 +225,7 @@ def test_a_signal_stops_after_the_step_and_saves(tmp_path, documents):
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # restored
 
 
-def test_a_signal_breaks_off_an_evaluation_and_the_next_start_makes_up_for_it_unless_all_steps_are_done(
+def test_a_signal_breaks_off_an_evaluation_and_the_next_start_makes_up_for_it_also_after_the_last_step(
     whole, tmp_path, documents, monkeypatch, capsys
 ):
     class Interrupt(Callback):
@@ -245,11 +245,18 @@ def test_a_signal_breaks_off_an_evaluation_and_the_next_start_makes_up_for_it_un
     assert "step 3/6  no evaluation, as the run stops" in capsys.readouterr().out
     assert [path.name for path in (stopped.run_directory / "checkpoints").iterdir()] == ["3"]
     resumed = _train(tmp_path, documents, callbacks=[Interrupt()])
-    assert (resumed.interrupted, resumed.step) == (False, 6)
+    assert (resumed.interrupted, resumed.step, resumed.eval_loss) == (True, 6, None)
     (steps, evaluations), (all_steps, all_evaluations) = _records(resumed), _records(whole)
     assert [step["loss"] for step in steps] == [step["loss"] for step in all_steps]
     assert [each["eval_loss"] for each in evaluations] == [each["eval_loss"] for each in all_evaluations[:1]]
     assert (resumed.run_directory / "checkpoints" / "6").is_dir()
+    assert "stopped by SIGTERM after step 6, saved" in capsys.readouterr().out
+    ended = _train(tmp_path, documents)
+    assert (ended.interrupted, ended.step, ended.eval_loss) == (False, 6, whole.eval_loss)
+    assert [each["eval_loss"] for each in _records(ended)[1]] == [each["eval_loss"] for each in all_evaluations]
+    assert "nothing to do" not in capsys.readouterr().out
+    assert _train(tmp_path, documents).eval_loss is None
+    assert "6 steps already, and none is left of the 6 that are asked for" in capsys.readouterr().out
 
 
 def test_the_split_of_tokens_over_devices_changes_nothing(whole, tmp_path, documents):
@@ -457,7 +464,7 @@ def test_epochs_train_on_each_example_once_down_to_the_last(tmp_path, documents,
     assert records[-1]["tokens_seen"] == 2 * records[4]["tokens_seen"]
     _train(tmp_path, documents, *keys)
     assert re.search(
-        r"nothing to do: .* has 10 steps already, and none is left of the 5 that are asked for\n",
+        r"nothing to do: .* has 10 steps already, and none is left\n",
         capsys.readouterr().out,
     )
 

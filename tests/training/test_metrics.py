@@ -10,7 +10,7 @@ import pytest
 
 from maxtext_lite.config import UserError
 from maxtext_lite.training.failures import Failures
-from maxtext_lite.training.metrics import MetricsLog, Speed, Terminal
+from maxtext_lite.training.metrics import MetricsLog, Speed, Terminal, lacks_evaluation
 
 
 def _steps(path):
@@ -40,11 +40,9 @@ def test_lines_after_the_restored_step_and_a_broken_one_are_removed(tmp_path):
         ([], False),
     ],
 )
-def test_the_log_knows_whether_the_step_to_go_on_from_lacks_its_evaluation(lines, lacks, tmp_path):
+def test_a_step_that_lacks_its_evaluation_has_a_line_and_no_evaluation_of_its_own(lines, lacks, tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    log = MetricsLog(tmp_path, 3, Failures())
-    assert log.lacks_evaluation == lacks
-    log.close()
+    assert lacks_evaluation(tmp_path / "metrics.jsonl", 3) == lacks
 
 
 @pytest.mark.parametrize("damaged", [

@@ -87,12 +87,15 @@ def test_a_bucket_that_is_not_there_is_one_line(bucket):
 def test_what_a_kill_left_half_written_is_removed_and_json_is_replaced_whole(tmp_path, monkeypatch):
     files = RunFiles(tmp_path)
     write_json(tmp_path / "plan.json", {"a": 1})
-    (tmp_path / "plan.json.1-abcd.partial").write_text("{")
+    (tmp_path / "hf").mkdir()
+    for name in ("plan.json.1-abcd.partial", "hf/tokenizer.json.1-abcd.partial", "hf/tokenizer.json.tmp"):
+        (tmp_path / name).write_text("{")
     files.fetch()
     monkeypatch.setattr("os.fsync", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         write_json(tmp_path / "plan.json", {"a": 2})
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"plan.json": '{\n  "a": 1\n}\n'}
+    left = {path.name: path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == {"plan.json": '{\n  "a": 1\n}\n'}
 
 
 def test_the_name_of_a_run_in_a_bucket_has_no_mark_of_a_pattern():
