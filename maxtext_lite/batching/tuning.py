@@ -57,9 +57,8 @@ def tune(
 
     First every legal accumulation that leaves as few slots empty as any, with every number of pipeline microbatches
     from one to eight per stage, is measured under the remat_policy that keeps most and fits; if none of these fits,
-    those that leave the next fewest, and so on. Then the two fastest are
-    measured under each of the other policies. Then the three fastest are measured again; the shorter of two medians
-    counts. Keys that the user stated stay.
+    those that leave the next fewest, and so on. Then the two fastest are measured under each of the other policies.
+    Then the three fastest are measured again; the shorter of two medians counts. Keys that the user stated stay.
 
     Args:
       plan_of: plans a config for the devices; raises UserError if there is no plan.

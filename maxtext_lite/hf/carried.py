@@ -11,6 +11,7 @@ from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.hf.config import CARRIED, TOKENIZER_FILES, files_of_model, hf_directory, tokenizer_keys
 from maxtext_lite.config.hf.fields import JsonObject, is_whole
 from maxtext_lite.config.json_file import is_there, read_bytes, read_object, user_path
+from maxtext_lite.config.whole_file import write_whole
 from maxtext_lite.data import Tokenizer, load_tokenizer
 
 _MODEL_FILES = ("config.json", "generation_config.json")
@@ -175,7 +176,6 @@ def _write(out: Path, contents: Mapping[str, bytes]) -> None:
     if contents:
         out.mkdir(parents=True, exist_ok=True)
     for name, content in contents.items():
-        file, unfinished = out / name, out / f"{name}.tmp"
+        file = out / name
         if not file.is_file() or file.read_bytes() != content:
-            unfinished.write_bytes(content)
-            unfinished.replace(file)
+            write_whole(file, content)

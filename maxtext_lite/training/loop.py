@@ -347,7 +347,8 @@ class _Loop:
             self._tell(lambda callback: callback.after_step(step, record, state if self.shows_state else None))
 
     def _tell(self, event: Callable[[Callback], bool | None]) -> None:
-        self.asked_to_end |= any(list(map(event, self.callbacks)))  # a list, as each is to be told
+        for callback in self.callbacks:
+            self.asked_to_end |= bool(event(callback))
 
     def _save(self, state: TrainState) -> None:
         counts, checkpointer = self.log.counts, self.run.checkpointer
@@ -387,13 +388,12 @@ class _Loop:
 
     def _result(self, state: TrainState, *, left: int, ended: bool) -> RunResult:
         """The result of the run; if something is left, reports that a signal or, if `ended`, a callback stopped it."""
-        run, log, is_left = self.run, self.log, left > 0 or self.lost_evaluation
-        if is_left:
+        run, log, stopped = self.run, self.log, (left > 0 or self.lost_evaluation) and not ended
+        if stopped or left:
             by = self.signals.received.name if self.signals.received else "another host"
             self.terminal.say(f"stopped by {'a callback' if ended else by} after step {log.counts.step}, {self.saved}")
         for shares in run.token_shares(log.counts).values():
             said = ", ".join(f"{source} {share:.4%}" for source, share in shares.items())
             self.terminal.say(f"target tokens by source since the mixture last changed: {said}")
         log.advise()
-        interrupted = is_left and not ended
-        return RunResult(run.directory, log.counts.step, log.loss, self.eval_loss, interrupted, run.is_first, state)
+        return RunResult(run.directory, log.counts.step, log.loss, self.eval_loss, stopped, run.is_first, state)

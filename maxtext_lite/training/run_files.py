@@ -28,9 +28,6 @@ from maxtext_lite.config.bucket import (
 from maxtext_lite.config.errors import writing
 from maxtext_lite.config.whole_file import TEMPORARY, write_whole
 
-_UNFINISHED = (TEMPORARY, ".tmp")
-"""Suffixes of files being written; `.tmp` is that of files of a model."""
-
 
 def run_directory(config: RunConfig) -> Path:
     """The directory of everything that a run writes.
@@ -92,7 +89,7 @@ class RunFiles:
         """Downloads the bucket's files; whatever a killed process did not write or upload is written again."""
         for folder in (self.directory, self.directory / "hf"):
             for path in folder.glob("*"):
-                if path.suffix in _UNFINISHED and path.is_file():
+                if path.suffix == TEMPORARY and path.is_file():
                     path.unlink(missing_ok=True)
         if self._bucket:
             shutil.rmtree(self.directory)
@@ -130,5 +127,5 @@ class RunFiles:
 
     def _states(self) -> list[tuple[Path, tuple[int, int]]]:
         """Each file, with its size and modification time."""
-        paths = sorted(path for path in self.directory.rglob("*") if path.is_file() and path.suffix not in _UNFINISHED)
+        paths = sorted(path for path in self.directory.rglob("*") if path.is_file() and path.suffix != TEMPORARY)
         return [(path, (about.st_size, about.st_mtime_ns)) for path in paths for about in [path.stat()]]

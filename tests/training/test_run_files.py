@@ -88,7 +88,7 @@ def test_what_a_kill_left_half_written_is_removed_and_json_is_replaced_whole(tmp
     files = RunFiles(tmp_path)
     write_json(tmp_path / "plan.json", {"a": 1})
     (tmp_path / "hf").mkdir()
-    for name in ("plan.json.1-abcd.partial", "hf/tokenizer.json.1-abcd.partial", "hf/tokenizer.json.tmp"):
+    for name in ("plan.json.1-abcd.partial", "hf/tokenizer.json.1-abcd.partial"):
         (tmp_path / name).write_text("{")
     files.fetch()
     monkeypatch.setattr("os.fsync", lambda _: 1 / 0)
