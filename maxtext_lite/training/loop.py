@@ -273,6 +273,7 @@ class _Loop:
         before, ends = log.counts.step, False
         if self.evaluates and self._owes_evaluation(before):
             self._evaluate(state, lambda: None)
+            phases.mark("evaluation")
             ends = before > 0 and self.ending is not None and self.ending.between_steps()
         if left := range(before + 1, before + 1 if ends else last_step + 1):
             steps.prepare(before + 1)
@@ -314,8 +315,7 @@ class _Loop:
         return owes_evaluation(self.run, step, is_last=is_last) if step else self.evaluation.before_first_step
 
     def _pause(self, state: TrainState, step: int, *, stops: bool, is_last: bool) -> tuple[bool, bool]:
-        """Evaluates and saves if they are due after this step; returns whether the run now stops, which leaves the
-        evaluation to the next start, and whether a callback now ends it."""
+        """Evaluates and saves what is due after this step; returns whether the run stops, or a callback ends it."""
         run, config = self.run, self.run.config
         saves = run.checkpointer is not None and (step % config.checkpoint_period == 0 or is_last)
         evaluates = self.evaluates and (step % config.eval_interval == 0 or is_last)
@@ -359,7 +359,7 @@ class _Loop:
             self._tell(lambda callback: callback.after_checkpoint(counts.step, state))
 
     def _stops_evaluation(self, state: TrainState, stops: bool) -> bool:
-        """Evaluates unless the run stops; returns whether it stopped before the end of that."""
+        """Evaluates unless the run stops; returns whether it stops, which leaves the evaluation to the next start."""
         self.lost_evaluation = stops or not self._evaluate(state, self.stopping.break_off)
         if self.lost_evaluation:
             self.eval_loss = None

@@ -246,6 +246,8 @@ def test_a_signal_breaks_off_an_evaluation_and_the_next_start_makes_up_for_it_al
     assert [path.name for path in (stopped.run_directory / "checkpoints").iterdir()] == ["3"]
     resumed = _train(tmp_path, documents, callbacks=[Interrupt()])
     assert (resumed.interrupted, resumed.step, resumed.eval_loss) == (True, 6, None)
+    parts = json.loads((resumed.run_directory / "environment.json").read_text())["start_up_seconds"]
+    assert list(parts) == ["data", "restore", "evaluation", "compile", "first step"]
     (steps, evaluations), (all_steps, all_evaluations) = _records(resumed), _records(whole)
     assert [step["loss"] for step in steps] == [step["loss"] for step in all_steps]
     assert [each["eval_loss"] for each in evaluations] == [each["eval_loss"] for each in all_evaluations[:1]]
