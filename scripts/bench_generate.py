@@ -145,14 +145,22 @@ def _our_sampler(directory: Path, dtype: str) -> Any:
     return sampler
 
 
+def _torch_device() -> str:
+    """A GPU where torch sees one, as jax takes it too."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def _load_theirs(directory: Path, dtype: str) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
     marks = [_mark()]
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).to(_torch_device())
     marks.append(_mark())
-    model.generate(torch.tensor([[1]]), attention_mask=torch.ones(1, 1), max_new_tokens=1, do_sample=False)
+    token = torch.ones(1, 1, dtype=torch.int64, device=model.device)
+    model.generate(token, attention_mask=token, max_new_tokens=1, do_sample=False)
     return [*marks, _mark()]
 
 
@@ -163,7 +171,7 @@ def _steps(directory: Path, dtype: str, arguments: argparse.Namespace) -> list[d
     from transformers import AutoModelForCausalLM
 
     sampler = _our_sampler(directory, dtype)
-    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).to(_torch_device())
     most = arguments.tokens
 
     def ours(prompts: Any) -> tuple[Times, list[list[int]]]:
@@ -187,7 +195,7 @@ def _steps(directory: Path, dtype: str, arguments: argparse.Namespace) -> list[d
             def end(self) -> None:
                 pass
 
-        tokens = torch.tensor(prompts)
+        tokens = torch.tensor(prompts, device=model.device)
         how = {"max_new_tokens": most, "min_new_tokens": most, "do_sample": False}
         texts = model.generate(tokens, attention_mask=torch.ones_like(tokens), streamer=Clock(), **how)
         return times[1:], texts[:, prompts.shape[1] :].tolist()
