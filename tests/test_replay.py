@@ -91,6 +91,26 @@ def test_a_step_after_a_resume_with_other_settings_needs_a_checkpoint_from_after
         )
 
 
+@pytest.mark.parametrize("anew", [True, False])
+def test_a_step_that_a_gpu_compiled_anew_may_differ_in_rounding(run, capsys, tmp_path, monkeypatch, anew):
+    """Its compiler times its choices. To the bit as ever: a step that is equal, and one that the run compiled."""
+    moved = tmp_path / "moved"
+    shutil.copytree(run, moved)
+    records = [json.loads(line) for line in (moved / "metrics.jsonl").read_text().splitlines()]
+    records[3]["param_norm"] *= 1.00001
+    (moved / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    monkeypatch.setattr(replaying.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(replaying.FeedSteps, "compiled_anew", property(lambda _: anew, lambda *_: None), raising=False)
+    capsys.readouterr()
+    assert main([str(moved), "--step", "3", "--json"]) == 0
+    assert (found := json.loads(capsys.readouterr().out))["elsewhere"] == ""
+    assert found["tolerance"] == 0
+    assert main([str(moved), "--step", "4", "--json"]) == (0 if anew else 1)
+    found = json.loads(capsys.readouterr().out)
+    assert (found["elsewhere"], found["same"]) == ("the step was compiled anew, on a GPU" if anew else "", anew)
+    assert found["tolerance"] == (1e-4 if anew else 0)
+
+
 def test_the_first_field_and_the_first_step_that_differ_are_named(run, capsys, tmp_path):
     moved = tmp_path / "moved"
     shutil.copytree(run, moved)

@@ -4,6 +4,7 @@ The kernels have no rule for `vmap`, except over a leading dim of both operands.
 R sets of E groups are R*E groups, with one set's rows after another's.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -15,7 +16,7 @@ from jax.typing import DTypeLike
 
 from maxtext_lite.config.experts import GroupedMatmul
 from maxtext_lite.models.eight_bits import dtype_of_totals
-from maxtext_lite.models.tokamax_ops import ragged_dot, with_blocks
+from maxtext_lite.models.tokamax_ops import ragged_dot, waiting_for_each_matmul, with_blocks
 from maxtext_lite.xla.hlo_work import KERNEL_SCOPE
 
 _BY_ROWS = jax.lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
@@ -280,7 +281,8 @@ def on_hopper() -> _Kernel:
             op = ragged_dot()
             better = {} if dims is _OVER_ROWS and left.shape[1] % _HOPPER_TILES["block_m"] else _HOPPER_TILES
             op = with_blocks(op, op.bind(left, right, group_sizes=size_E, **options), better)
-            with jax.named_scope(f"{KERNEL_SCOPE}tokamax_ragged_dot"):
+            mended = waiting_for_each_matmul() if dims is _OVER_ROWS else contextlib.nullcontext()
+            with jax.named_scope(f"{KERNEL_SCOPE}tokamax_ragged_dot"), mended:
                 y: Any = op(left, right, group_sizes=size_E, **options)
             return y
 

@@ -24,6 +24,7 @@ from maxtext_lite.config.weights import (
     part_of,
 )
 from maxtext_lite.models.ops import Rotation, layer_norm, mlp_hidden, project, rms_norm, rotate, xielu
+from maxtext_lite.models.ordered_sums import rows_at
 from maxtext_lite.models.shape import DecoderShape
 from maxtext_lite.parallel import constrain, gathered_for_use
 
@@ -266,7 +267,8 @@ class Embedding(nnx.Module):
         and its gradient. That is a sum over tokens, so it is one of float32 whatever the table's dtype.
         """
         index_BT = constrain(index_BT, (None, None))
-        x_BTD = constrain(table[...].astype(jnp.float32)[index_BT].astype(dtype), (None, None, "embed"))
+        wide_VD = table[...].astype(jnp.float32)
+        x_BTD = constrain(rows_at(wide_VD, index_BT, len(wide_VD)).astype(dtype), (None, None, "embed"))
         x_BTD = constrain(x_BTD, ("looked_up_batch", None, "embed_without_fsdp"))
         return constrain(x_BTD, ("looked_up_batch", "length", "embed_of_expert"))
 

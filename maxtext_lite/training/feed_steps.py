@@ -66,6 +66,7 @@ class FeedSteps:
         self._stage: BatchStage | None = None
         self._is_new = True
         self._step: Compiled | None = None
+        self.compiled_anew = False  # an executable, rather than found where an earlier process kept it
         if run.parts.local:
             self._synchronise, self._summarise = make_synchronise(run.parts), make_summarise(run.parts)
         self._examples_seen = counts.examples_seen
@@ -98,7 +99,7 @@ class FeedSteps:
         built = self._executables.of(stage)
         if self._stage is None:
             phases.mark("compile")
-        self._step = built.step
+        self._step, self.compiled_anew = built.step, self.compiled_anew or not built.kept
         if stage == plan.stages[-1]:
             self._run.note_memory(compiled=ProgramMemory.of(self._step).total)
         self._is_new = self._stage is None or self._executables.slots(stage) != self._executables.slots(self._stage)

@@ -20,6 +20,7 @@ import numpy as np
 from maxtext_lite.config import NumericsConfig
 from maxtext_lite.data import REFERENCE
 from maxtext_lite.models import Decoder
+from maxtext_lite.models.ordered_sums import sums_at
 from maxtext_lite.parallel import constrain
 from maxtext_lite.training.arrays import Metrics, Rows
 from maxtext_lite.training.loss import LossSums
@@ -55,7 +56,7 @@ def pair_losses(margin: jax.Array, *, beta: float, label_smoothing: float) -> ja
 def segment_sums(x_BT: jax.Array, segment_BT: jax.Array) -> jax.Array:
     """The sum over the tokens of each segment, [B, T + 1] by segment number; padding is segment 0."""
     T = x_BT.shape[1]
-    return jax.vmap(lambda x_T, segment_T: jnp.zeros(T + 1, x_T.dtype).at[segment_T].add(x_T))(x_BT, segment_BT)
+    return jax.vmap(lambda x_T, segment_T: sums_at(x_T[:, None], segment_T, T + 1)[:, 0])(x_BT, segment_BT)
 
 
 def _log_ratios(nll_BT: jax.Array, rows: Rows) -> jax.Array:

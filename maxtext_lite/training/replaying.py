@@ -19,6 +19,7 @@ from maxtext_lite.config.errors import nearest_clause
 from maxtext_lite.config.hf.model_directory import config_of_run
 from maxtext_lite.config.json_file import read_object
 from maxtext_lite.reporting.records import Record, record_text
+from maxtext_lite.training.compilation_cache import keep_compiled
 from maxtext_lite.training.environment import environment
 from maxtext_lite.training.feed_steps import FeedSteps
 from maxtext_lite.training.metrics import Terminal
@@ -85,7 +86,8 @@ def replayed(
     Args:
       directory: of the run, or the local copy of one in a bucket.
       overrides: `key=value` words that win over its config.yml.
-      tolerance: relative; None: 0 where devices, versions and keys are the run's, otherwise TOLERANCES.
+      tolerance: relative; None: 0 where devices, versions and keys are the run's, otherwise TOLERANCES, as for a step
+        that differs and had to be compiled anew on a GPU.
       say: takes progress messages.
     Raises:
       UserError: the run cannot be replayed, or has no such step.
@@ -95,10 +97,9 @@ def replayed(
         steps = sorted(step for step, is_evaluation in lines if not is_evaluation)
         has = f"steps {steps[0]:,} to {steps[-1]:,}" if steps else "none"
         raise UserError(f"--step={step}: metrics.jsonl of RUN_DIR={directory} has no such step; it has {has}.")
+    keep_compiled(config)
     run = open_run(config)
     elsewhere = "keys are not the run's" if overrides else _other_environment(directory)
-    if tolerance is None:
-        tolerance = TOLERANCES[config.dtype] if elsewhere else 0.0
     terminal, kept, rows = Terminal(log_period=1, quiet=True), _Kept(), None
     with jax.default_matmul_precision(config.matmul_precision), jax.set_mesh(run.mesh):
         run.read_before(step, say)
@@ -125,14 +126,26 @@ def replayed(
                     say(str(error))
                     break
     run.failures.raise_together()
-    compared: dict[int, dict[str, tuple[Any, Any, bool]]] = {}
-    for record in kept.records:
-        fields = compared_fields(lines.get((record["step"], False), {}), record, tolerance)
-        compared[record["step"]] = {name: of for name, of in fields.items() if not name.startswith(_OF_ALL_DATA)}
-    differing = [number for number, fields in compared.items() if not all(same for _, _, same in fields.values())]
+    allowed = tolerance if tolerance is not None else TOLERANCES[config.dtype] if elsewhere else 0.0
+    compared, differing = _compared(kept.records, lines, allowed)
+    # A GPU's compiler times its choices, so a step that it compiled anew may round elsewhere.
+    if differing and tolerance is None and not elsewhere and steps.compiled_anew and jax.default_backend() == "gpu":
+        elsewhere, allowed = "the step was compiled anew, on a GPU", TOLERANCES[config.dtype]
+        compared, differing = _compared(kept.records, lines, allowed)
     if step not in compared:
         raise UserError(f"step {max(compared)} of RUN_DIR={directory} ends the run when it is replayed.")
-    return Replay(step, after, elsewhere, tolerance, compared[step], differing[0] if differing else None, rows)
+    return Replay(step, after, elsewhere, allowed, compared[step], differing[0] if differing else None, rows)
+
+
+def _compared(
+    records: Sequence[Record], lines: Mapping[tuple[int, bool], Record], tolerance: float
+) -> tuple[dict[int, dict[str, tuple[Any, Any, bool]]], list[int]]:
+    """`Replay.fields` of each step, and the steps that differ."""
+    compared = dict[int, dict[str, tuple[Any, Any, bool]]]()
+    for record in records:
+        fields = compared_fields(lines.get((record["step"], False), {}), record, tolerance)
+        compared[record["step"]] = {name: of for name, of in fields.items() if not name.startswith(_OF_ALL_DATA)}
+    return compared, [number for number, of in compared.items() if not all(same for _, _, same in of.values())]
 
 
 def _config(directory: Path, step: int, overrides: Sequence[str]) -> tuple[Config, Starts]:

@@ -1,6 +1,8 @@
 """Each kernel of the grouped matmul against a loop over groups, with its derivatives; under one and two vmaps."""
 
+import contextlib
 import functools
+import importlib
 import re
 
 import jax
@@ -8,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext_lite.models.grouped_matmul import block_rows, grouped_matmul, in_blocks, on_tpu
+from maxtext_lite.models import grouped_matmul as kernels_of_groups
+from maxtext_lite.models.grouped_matmul import block_rows, grouped_matmul, in_blocks, on_hopper, on_tpu
 from tests.gpu import absent_gpu
 
 U, IN, OUT, E = 9, 5, 4, 3
@@ -129,6 +132,24 @@ def test_tokamax_lowers_both_ways_for_a_hopper_gpu(monkeypatch):
     assert len(re.findall(r"custom_call @mosaic_gpu", text)) == 3
     assert "dot_general" not in text
     assert not _per_row_of_all(text, 1024, 16)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of jax, in tokamax
+@pytest.mark.parametrize("mended", [True, False])
+def test_the_sum_over_rows_waits_for_each_matmul(monkeypatch, mended):
+    """As tokamax has it, it overwrites registers that a matmul still reads: once that is mended, this test says so."""
+    pytest.importorskip("tokamax")
+    if not mended:
+        monkeypatch.setattr(kernels_of_groups, "waiting_for_each_matmul", contextlib.nullcontext)
+    kernels, waits = importlib.import_module("tokamax._src.ops.ragged_dot.pallas_mosaic_gpu_kernel_sm90"), list[int]()
+    pallas, wait = kernels.plgpu, kernels.plgpu.wgmma_wait
+    monkeypatch.setattr(pallas, "wgmma_wait", lambda n: (waits.append(n), wait(n)))
+    x, g = jax.ShapeDtypeStruct((512, IN_WIDE), jnp.bfloat16), jax.ShapeDtypeStruct((512, OUT_WIDE), jnp.bfloat16)
+    sizes = jax.ShapeDtypeStruct((16,), jnp.int32)
+    with absent_gpu(monkeypatch, jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))):
+        jax.jit(on_hopper().over_rows).trace(x, g, sizes).lower(lowering_platforms=("cuda",))
+    assert set(waits) == ({0} if mended else {1})
+    assert kernels.plgpu is pallas
 
 
 # ---- For TPUs -------------------------------------------------------------------------------------------------------
