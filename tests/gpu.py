@@ -77,6 +77,12 @@ def squares(stablehlo, length):
     return {dims: n for dims, n in found.items() if sum(int(dim) >= length for dim in dims[:-1].split("x")) >= 2}
 
 
+def unordered_sums(stablehlo):
+    """Results of the scatters that may add to one place twice, which a GPU does in an order of its own each time."""
+    scatters = re.findall(r'"stablehlo\.scatter"\((.*?)\}\) : .*?-> (\S+)', stablehlo, re.DOTALL)
+    return [to for text, to in scatters if "stablehlo.add" in text and "unique_indices = true" not in text]
+
+
 def kernels(stablehlo):
     """Calls of kernels by name, backward ones too."""
     targets = re.findall(r"custom_call @([\w$.]+)", stablehlo)

@@ -1,6 +1,7 @@
 """The train step in bfloat16 lowers for NVIDIA GPUs: each family and kind of mesh, by a fused kernel where one can.
 
-No GPU is asked (tests/gpu.py answers for one): StableHLO says which kernels are called and how large arrays are.
+No GPU is asked (tests/gpu.py answers for one): StableHLO says which kernels are called, how large arrays are, and that
+no sum is in the order in which a GPU's threads arrive.
 """
 
 import jax
@@ -11,7 +12,7 @@ from maxtext_lite.config.kernels import TOKAMAX_VERSIONS, Accelerator
 from maxtext_lite.models import Scoring
 from maxtext_lite.models.mosaic import mosaic_attention
 from maxtext_lite.parallel import MESH_AXES, make_mesh
-from tests.gpu import absent_gpu, kernels, squares, step_for_gpu
+from tests.gpu import absent_gpu, kernels, squares, step_for_gpu, unordered_sums
 
 T = 384
 """Tokens of a row: more than any other dim here, so that no square is anything but one of tokens."""
@@ -57,6 +58,8 @@ CASES = {
     "deepseek": (8, ("model_name=deepseek-v2-lite", *LATENT, *mesh(data=2, fsdp=4), *accumulating(4)), set()),
     "gemma3": (8, ("model_name=gemma3-4b", WINDOW, "layer_pattern=local,global", *mesh(fsdp=8)), set()),
     "qwen3, experts": (8, ("model_name=qwen3-30b-a3b", *EXPERTS, *mesh(expert=4, fsdp=2)), MHA),
+    "mixtral, a capacity": (
+        8, ("model_name=mixtral-8x7b", *EXPERTS, "capacity_factor=1.25", *mesh(expert=2, fsdp=4)), MHA),
     "smollm3": (8, ("model_name=smollm3-3b", "base_num_decoder_layers=4", *mesh(data=8), *accumulating(4)), MHA),
     "mistral, a document a row": (
         8, ("model_name=mistral-7b-v0.1", WINDOW, "packing=false", *mesh(data=2, fsdp=2, tensor=2), *accumulating(4)),
@@ -75,6 +78,7 @@ def test_a_step_lowers_by_the_kernel_that_can_run_on_ampere_and_makes_no_square_
     text = lower(monkeypatch, overrides, num_devices, A100)
     assert {kernel for kernel in kernels(text) if kernel.startswith(("mha", "__cudnn", "mosaic"))} == expected
     assert squares(text, T) == {}
+    assert unordered_sums(text) == []
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tokamax 0.0.12 calls Pallas as it was
@@ -114,6 +118,13 @@ def test_a_dense_mask_is_found_where_it_is_asked_for(monkeypatch):
     text = lower(monkeypatch, ("attention=cudnn_masked", *mesh(data=2, fsdp=2, tensor=2)), 8, A100)
     assert {"__cudnn$fmhaScaleBiasSoftmax", "__cudnn$fmhaScaleBiasSoftmaxBackward"} <= kernels(text).keys()
     assert any(dims.endswith(f"{T}x{T}x") for dims in squares(text, T))
+
+
+def test_a_sum_in_no_fixed_order_is_found():
+    """The gradient of rows as jax takes it, beside those of the models."""
+    rows = jax.grad(lambda table, index: jnp.sum(table[index] ** 2))
+    traced = jax.jit(rows).trace(jnp.ones((7, 4)), jnp.zeros(30, jnp.int32))
+    assert unordered_sums(traced.lower(lowering_platforms=("cuda",)).as_text()) == ["tensor<7x4xf32>"]
 
 
 def test_the_checker_finds_a_planted_square_and_takes_no_long_row_for_one():

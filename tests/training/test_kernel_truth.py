@@ -106,3 +106,12 @@ def test_a_run_with_a_wrong_kernel_does_not_begin_and_its_errors_are_kept(begun,
     errors = json.loads(about.read_text())["kernels"]["attention=splash"]
     assert errors.keys() == {"result", "dq", "dk", "dv"}
     assert min(error / bound for error, bound in errors.values()) > 10
+
+
+def test_xla_knows_the_options_that_compile_quickly():
+    """It refuses a name that it does not know, on any platform."""
+    square = lambda x: x @ x  # noqa: E731
+    x = jnp.ones((2, 2))
+    np.testing.assert_array_equal(jax.jit(square, compiler_options=kernel_truth._QUICKLY_COMPILED)(x), 2 * x)
+    with pytest.raises(Exception, match="No such compile option"):
+        jax.jit(square, compiler_options={"xla_gpu_autotune_levels": 0})(x)
