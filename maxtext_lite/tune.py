@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from maxtext_lite.batching import MemoryEstimate, wants_solving
+from maxtext_lite.batching.devices import Device, device_of_kind
 from maxtext_lite.batching.ledger import bytes_text
-from maxtext_lite.batching.tuning import Candidate, Timing, tune
+from maxtext_lite.batching.tuning import Candidate, Timing, least_seconds, tune
 from maxtext_lite.cli import (
     ArgumentParser,
     check_at_least_one,
@@ -36,6 +37,8 @@ def main(argv: Sequence[str]) -> int:
     if isinstance(config, RLRunConfig):
         raise UserError("a config of reinforcement learning is not for tune, which times configs of train.")
     check_at_least_one(arguments, "steps", "warm-up")
+    import jax
+
     from maxtext_lite.training.opening import open_data, plan_on_devices
     from maxtext_lite.training.run_files import run_directory
     from maxtext_lite.training.timing import measured
@@ -56,6 +59,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"{_settings(candidate)}: {took}", flush=True)
         return timing
 
+    device = device_of_kind(jax.devices()[0].device_kind)
     with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
         found = tune(config, plan_on_devices(plan), measure, full=arguments.full)
     ran = [directories[str(candidate.keys)] for candidate, timing in found if timing.seconds is not None]
@@ -67,9 +71,9 @@ def main(argv: Sequence[str]) -> int:
     write_resolved(config.model_copy(update=found[0][0].keys).with_origins(origins), best)
     write_page(read_runs(ran[:8]), page)
     if arguments.json:
-        print(json_text({"ways": [_to_json(*each) for each in found], "best": str(best), "report": str(page)}))
+        print(json_text({"ways": [_to_json(*each, device) for each in found], "best": str(best), "report": str(page)}))
         return 0
-    print("\n".join(["", *_table(found)]))
+    print("\n".join(["", *_table(found, device)]))
     print(f"wrote {best} and {page}")
     return 0
 
@@ -96,11 +100,12 @@ def _error(memory: MemoryEstimate, timing: Timing) -> float | None:
     return None if timing.compiled_bytes is None else memory.total / timing.compiled_bytes - 1
 
 
-def _to_json(candidate: Candidate, timing: Timing) -> dict[str, Any]:
-    """Seconds per step, tokens per second on all devices, bytes per device."""
+def _to_json(candidate: Candidate, timing: Timing, device: Device | None) -> dict[str, Any]:
+    """Seconds per step, and the least by the plan, tokens per second on all devices, bytes per device."""
     return {
         "keys": {key: setting_text(value) for key, value in candidate.keys.items()},
         "step_seconds": timing.seconds,
+        "least_step_seconds": least_seconds(candidate, device),
         "tokens_per_second": None if timing.seconds is None else candidate.tokens / timing.seconds,
         "planned_bytes": candidate.plan.memory.total,
         "compiled_bytes": timing.compiled_bytes,
@@ -108,14 +113,16 @@ def _to_json(candidate: Candidate, timing: Timing) -> dict[str, Any]:
     }
 
 
-def _table(found: Sequence[tuple[Candidate, Timing]]) -> Iterator[str]:
-    """A line for each split, the fastest first, with memory by the plan and by the compiler."""
-    yield " step, ms   tokens/s  against best   by the plan  compiled  error  settings"
+def _table(found: Sequence[tuple[Candidate, Timing]], device: Device | None) -> Iterator[str]:
+    """A line for each split, the fastest first, with the plan's least time, and memory by the plan and the compiler."""
+    yield " step, ms  at least   tokens/s  against best   by the plan  compiled  error  settings"
     fastest = found[0][1].seconds or 1.0
     for candidate, timing in found:
-        speed = f"{'-':>9} {'-':>10} {'no room':>13}"
+        least = least_seconds(candidate, device)
+        predicted = f"{'-' if least is None else f'{1e3 * least:.1f}':>9}"
+        speed = f"{'-':>9} {predicted} {'-':>10} {'no room':>13}"
         if timing.seconds is not None:
-            speed = f"{1e3 * timing.seconds:>9.1f} {candidate.tokens / timing.seconds:>10,.0f}"
+            speed = f"{1e3 * timing.seconds:>9.1f} {predicted} {candidate.tokens / timing.seconds:>10,.0f}"
             speed += f" {timing.seconds / fastest:>13.3f}"
         error = _error(candidate.plan.memory, timing)
         compiled = "-" if timing.compiled_bytes is None else bytes_text(timing.compiled_bytes)

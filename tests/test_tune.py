@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from maxtext_lite.batching.devices import device_named
 from maxtext_lite.batching.tuning import Timing
 from maxtext_lite.cli import run_command
 from maxtext_lite.config import load_config
@@ -41,10 +42,24 @@ def test_a_table_a_page_and_the_best_config(machine, tmp_path, capsys):
     assert best.model_dump() == asked.model_dump()  # which was the best already
     assert main([*words, "--json", "--output", str(tmp_path / "other")]) == 0
     told = json.loads(capsys.readouterr().out)
+    assert [each["least_step_seconds"] for each in told["ways"]] == [None] * 3  # a CPU's peak is not known
     tokens = 8 * 2 * 2 * asked.max_target_length
     assert [each["tokens_per_second"] for each in told["ways"]] == [tokens / 2, tokens / 4, None]
     assert told["ways"][1]["keys"] == {"per_device_batch_size": "1", "gradient_accumulation_steps": "4"}
     assert (tmp_path / "other" / "report.html").stat().st_size > 10_000
+
+
+def test_the_least_time_of_known_devices_stands_beside_the_measured(machine, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("maxtext_lite.tune.device_of_kind", lambda kind: device_named("h200", option="--device"))
+    assert main([*WORDS, f"base_output_directory={tmp_path}"]) == 0
+    header, *rows = capsys.readouterr().out.split("\n\n")[-1].splitlines()[:4]
+    assert header.split()[:4] == ["step,", "ms", "at", "least"]
+    measured, least = zip(*(row.split()[:2] for row in rows), strict=True)
+    assert measured == ("2000.0", "4000.0", "-")
+    assert main([*WORDS, "--json", f"base_output_directory={tmp_path}"]) == 0
+    seconds = [each["least_step_seconds"] for each in json.loads(capsys.readouterr().out)["ways"]]
+    assert min(seconds) > 0
+    assert least == tuple(f"{1e3 * each:.1f}" for each in seconds)
 
 
 @pytest.mark.parametrize(("words", "error"), [

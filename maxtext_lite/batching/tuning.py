@@ -5,8 +5,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from maxtext_lite.batching.batch_plan import BatchPlan
+from maxtext_lite.batching.devices import Device
 from maxtext_lite.batching.memory_ladder import REMAT_ORDER
 from maxtext_lite.batching.ranking import is_open, microbatch_choices
+from maxtext_lite.batching.step_time import StepModel
+from maxtext_lite.batching.topology import MeshSizes
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.violation import divisors
 
@@ -44,6 +47,20 @@ class Candidate:
     def tokens(self) -> int:
         """Tokens per step over all devices."""
         return self.plan.tokens_per_step
+
+
+def least_seconds(candidate: Candidate, device: Device | None) -> float | None:
+    """The step time by `step_time`, at the peaks of a device; None for one whose figures are not known."""
+    plan = candidate.plan
+    mesh = MeshSizes(plan.ici_mesh, plan.dcn_mesh)
+    if device is None:
+        return None
+    try:
+        model = StepModel(candidate.config, mesh, device, plan.memory)
+    except ValueError:  # no peak in this dtype
+        return None
+    shape = plan.pipeline_shape
+    return model.step(candidate.config, plan.rows_per_micro_batch, plan.global_batch_to_train, shape).seconds
 
 
 Found = dict[str, tuple[Candidate, Timing]]

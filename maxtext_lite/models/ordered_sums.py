@@ -6,6 +6,7 @@ token table other last bits. On CPUs and TPUs its order is fixed.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,11 +35,11 @@ def sums_at(x_BTD: jax.Array, index_BT: jax.Array, num_rows: int) -> jax.Array:
     return jax.lax.platform_dependent(x_BTD, index_BT, cuda=ordered, rocm=ordered, default=scattered)
 
 
-def _with_index(function: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Array, jax.Array]]:
+def _with_index(function: Callable[..., Any]) -> Callable[..., tuple[jax.Array, jax.Array]]:
     return lambda x, index_BT, num_rows: (function(x, index_BT, num_rows), index_BT)
 
 
-def _transposed(function: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Array, None]]:
+def _transposed(function: Callable[..., Any]) -> Callable[..., tuple[jax.Array, None]]:
     return lambda num_rows, index_BT, g: (function(g, index_BT, num_rows), None)
 
 

@@ -1,11 +1,14 @@
 """What is measured, in which order, and that the fastest is found: with times that are made up."""
 
+import dataclasses
+
 import pytest
 
 from maxtext_lite.batching import make_plan
 from maxtext_lite.batching.memory_ladder import REMAT_ORDER
-from maxtext_lite.batching.tuning import Timing, tune
+from maxtext_lite.batching.tuning import Candidate, Timing, least_seconds, tune
 from maxtext_lite.config import UserError, load_config
+from tests.batching.test_ranking import DEVICE, MODEL, ranked
 
 BATCH = ["per_device_batch_size=4", "gradient_accumulation_steps=2", "base_num_decoder_layers=4"]
 
@@ -114,3 +117,11 @@ def test_a_ramp_is_refused():
     machine = Machine("enable_rampup_batch_size=true")
     with pytest.raises(UserError, match="tune measures one batch"):
         machine.tune()
+
+
+def test_the_least_time_is_that_by_which_plans_are_ranked():
+    for each in ranked(load_config(None, [*MODEL, "ici_pipeline_parallelism=2"]), 4, 24):
+        candidate = Candidate(dict(each.keys), each.config, each.plan)
+        assert least_seconds(candidate, DEVICE) == pytest.approx(each.time.seconds)
+    assert least_seconds(candidate, None) is None
+    assert least_seconds(candidate, dataclasses.replace(DEVICE, peak_flops={})) is None
