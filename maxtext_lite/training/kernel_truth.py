@@ -56,8 +56,8 @@ about 4.5 / 127 and its rounding 1 % of a standard deviation; that of e4m3, with
 two operands together these are 1.4 % and 3.7 %. The bounds are about four times that."""
 _QUICKLY_COMPILED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 """The plain arithmetic runs once: on a GPU, timing the ways to multiply its matrices would take most of the check.
-Eight-bit formats are checked as the step compiles them: without that timing, XLA gave twice the product of int8 matrices
-on an H200."""
+Eight-bit formats are checked as the step compiles them: without that timing, XLA gave twice the product of int8 on an
+H200."""
 _BLOCK = 128
 _MOST_EXPERTS, _MOST_WIDTH = 8, 1024
 
