@@ -8,6 +8,7 @@ which has ranges, and warns for each lookup that fails.
 import contextlib
 import dataclasses
 import importlib
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -24,6 +25,9 @@ def ragged_dot() -> Any:
     return _module("ragged_dot.pallas_mosaic_gpu").PallasMosaicGpuRaggedDot()
 
 
+_MENDING = threading.Lock()  # steps of later stages are traced in a thread of their own
+
+
 @contextlib.contextmanager
 def waiting_for_each_matmul() -> Iterator[None]:
     """Mends the kernels for Hopper that are traced within: each matmul is waited for before the next is issued.
@@ -33,26 +37,26 @@ def waiting_for_each_matmul() -> Iterator[None]:
     experts; with this wait, all rows count once.
     """
     module = _module("ragged_dot.pallas_mosaic_gpu_kernel_sm90")
-    original = getattr(module.plgpu, "original", module.plgpu)
-    module.plgpu = _Waiting(original)
-    try:
-        yield
-    finally:
-        module.plgpu = original
+    with _MENDING:
+        original, module.plgpu = module.plgpu, _Waiting(module.plgpu)
+        try:
+            yield
+        finally:
+            module.plgpu = original
 
 
 class _Waiting:
     """Pallas for GPUs, with a wait for all matmuls in place of one for all but the latest."""
 
     def __init__(self, original: Any):
-        self.original = original
+        self._original = original
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.original, name)
+        return getattr(self._original, name)
 
     def wgmma_wait(self, unfinished: int) -> None:
         del unfinished
-        self.original.wgmma_wait(0)
+        self._original.wgmma_wait(0)
 
 
 def with_blocks(op: Any, bound: Any, better: Mapping[str, int]) -> Any:
