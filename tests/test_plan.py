@@ -248,7 +248,9 @@ SOLVED = ["--devices", "8", "--device", "v5e", "model_name=llama3.2-1b", "global
 
 def test_both_batch_keys_are_found_and_the_line_plans_what_was_found(capsys):
     assert main(SOLVED) == 0
-    table, _, best = capsys.readouterr().out.rstrip().rpartition("\n\nbest: ")
+    said = capsys.readouterr()
+    table, _, best = said.out.rstrip().rpartition("\n\nbest: ")
+    assert said.err.startswith("Times are least times")
     assert len(table.splitlines()) == 11
     assert main([*SOLVED, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
