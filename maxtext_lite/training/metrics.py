@@ -138,6 +138,7 @@ class Terminal:
     def __init__(self, *, log_period: int, quiet: bool):
         self._log_period, self._quiet = log_period, quiet
         self._first_step, self.last_step = 0, 0
+        self._since, self._is_first = list[Record](), True  # the last line; whether there was none
         self._started: float | None = None
         self._bar: rich.progress.Progress | None = None
 
@@ -167,15 +168,21 @@ class Terminal:
             print(text, flush=True)
 
     def step(self, record: Record) -> None:
-        """Shows a step on the bar, and every `log_period` steps and at the last as a line."""
+        """Shows a step on the bar, and every `log_period` steps and at the last as a line, with the speed since then.
+
+        Steps are dispatched ahead, so the time between the ends of two short ones is not what one takes.
+        """
         step = record["step"]
         now = time.perf_counter()
         started = self._started = self._started or now - record["step_seconds"]  # without compilation
         left = _duration((now - started) / (step - self._first_step) * (self.last_step - step))
         if self._bar:
             self._bar.update(self._task, completed=step, loss=f"{_shown_loss(record):.4f}", left=left)
+        self._since.append(record)
         if step % self._log_period == 0 or step == self.last_step:
-            parts = [f"step {step}/{self.last_step}", *_step_parts(record), f"ETA {left}"]
+            shown = record | _mean_speed(self._since[1:] or self._since if self._is_first else self._since)
+            self._since, self._is_first = [], False
+            parts = [f"step {step}/{self.last_step}", *_step_parts(shown), f"ETA {left}"]
             self.say(_fitting(parts, self._bar.console.width) if self._bar else "  ".join(parts))
 
     def close(self) -> None:
@@ -199,6 +206,17 @@ def evaluation_text(record: Record) -> str:
 def _shown_loss(record: Record) -> float:
     """The rounded loss; adding 0.0 turns the -0 of a policy's loss, which is near 0, into 0."""
     return round(record["loss"], 4) + 0.0
+
+
+def _mean_speed(records: Sequence[Record]) -> Record:
+    """The figures of `Speed` over all these steps."""
+    seconds = [record["step_seconds"] for record in records]
+    return {
+        name: None
+        if records[0][name] is None
+        else sum(record[name] * each for record, each in zip(records, seconds, strict=True)) / sum(seconds)
+        for name in ("tokens_per_second", "tflops_per_device", "mfu")
+    }
 
 
 def _step_parts(record: Record) -> list[str]:

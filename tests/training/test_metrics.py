@@ -155,6 +155,18 @@ def test_plain_lines_every_period_and_at_the_end(capsys):
         assert part in lines[0]
 
 
+def test_a_line_has_the_speed_since_the_last_one_but_for_the_first_step_of_a_start(capsys):
+    """512 tokens in 9 s, not counted, 0.25 and 0.75 s; then in 1 and 3 s."""
+    terminal = Terminal(log_period=3, quiet=False)
+    terminal.start(0, 5)
+    for step, seconds in enumerate((9.0, 0.25, 0.75, 1.0, 3.0), start=1):
+        speed = {"tokens_per_second": 512 / seconds, "tflops_per_device": 3 / seconds, "mfu": 0.06 / seconds}
+        terminal.step({"step": step, **RECORD, **speed, "step_seconds": seconds})
+    first, second = capsys.readouterr().out.splitlines()
+    assert "  1,024 tokens/s  6 TFLOP/s/device  MFU 12.0%  " in first
+    assert "  256 tokens/s  1.5 TFLOP/s/device  MFU 3.0%  " in second
+
+
 def test_a_learning_rate_that_is_not_known_is_not_shown(capsys):
     Terminal(log_period=1, quiet=False).step({"step": 1, **RECORD, "learning_rate": math.nan})
     assert "lr" not in capsys.readouterr().out
