@@ -17,10 +17,11 @@ from maxtext_lite.batching import (
     load_plan,
     make_plan,
     rank,
+    resumed,
     wants_solving,
 )
 from maxtext_lite.batching.devices import Device, device_named
-from maxtext_lite.batching.elsewhere import changed_settings, moved, read_plan
+from maxtext_lite.batching.elsewhere import changed_settings, done_in, moved, read_plan
 from maxtext_lite.cli import (
     ArgumentParser,
     check_at_least_one,
@@ -77,6 +78,8 @@ def main(argv: Sequence[str]) -> int:
     if arguments.draw or arguments.draw_to:
         return _draw(config, plan, arguments.draw_to)
     if before is not None:
+        step, examples_seen = done_in(arguments.run)
+        plan = resumed(config, plan, step=step, examples_seen=examples_seen)
         move = moved(before, plan, changed_settings(read_config(arguments.config).config, config))
         print(json_text(move.to_json(), indent=2) if arguments.json else "\n".join(move.lines()))
         return 0

@@ -304,6 +304,12 @@ def test_a_run_is_held_against_another_machine(tmp_path, capsys):
     assert "gradient_accumulation_steps  3 -> 6\n" in capsys.readouterr().out
     assert main(["--from", str(tmp_path), "--devices", "8", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["changes"] == {}
+    (tmp_path / "checkpoints" / "9" / "about").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "9" / "about" / "metadata").write_text('{"examples_seen": 432}')
+    assert main(["--from", str(tmp_path), "--devices", "8", "global_batch_size=96", "steps=20"]) == 0
+    said = capsys.readouterr().out
+    assert "total_examples               12000 -> 1488\n" in said
+    assert "of step 9 after 432 examples, the run ends at step 20 after 1,488 examples.\n" in said
 
 
 @pytest.mark.parametrize("words", [["base.yml"], ["per_device_batch_size=auto"]])

@@ -15,6 +15,7 @@ import optax
 from maxtext_lite.batching import (
     BatchPlan,
     format_plan,
+    resumed,
     scaled_optimizer,
 )
 from maxtext_lite.batching.devices import peak_tflops
@@ -255,6 +256,7 @@ class TrainingRun(Generic[Data]):
             done = counts.step, counts.examples_seen
             self.parts = ending_after(self.parts, self.config, self.plan, self._own, last=self.plan.end_after(*done)[0])
             self._saved.starts = with_start(self._saved.starts, self.config, self.plan, *done)
+            self.plan = resumed(self.config, self.plan, step=done[0], examples_seen=done[1])
             if self.parts.optimizer.has_ended(counts.skipped_in_a_row):  # if the limit has been lowered
                 none = jax.device_put(jax.numpy.int32(0), abstract.skipped_in_a_row.sharding)
                 state = dataclasses.replace(state, skipped_in_a_row=none)
