@@ -63,7 +63,7 @@ HELP = "`maxtext-lite plan --help` lists all arguments."
     [
         (["stps=3", "steps=0"], ["unknown key 'stps' (command line). Did you mean 'steps'?",
                                  "steps=0 must be at least 1, or -1. Nearest that works: 1."]),
-        (["--devicse", "3"], [f"unrecognized arguments: --devicse. {HELP}"]),
+        (["--devicse", "3"], [f"unrecognized arguments: --devicse. Did you mean '--device'? {HELP}"]),
         (["--device", "h10"], ["--device=h10 is no device. Did you mean 'h100'? There are: v4, v5e, v5p, v6e, 7x, "
                                "a100-40, a100-80, h100-pcie, h100-nvl, h100, h200, b200, gb200, l4."]),
         (["--device", "v5e", "--platform", "gpu"],
