@@ -94,6 +94,9 @@ class ArgumentParser(argparse.ArgumentParser):
         """Raises a UserError about a wrong argument."""
         unknown = message.partition("unrecognized arguments: ")[2].split(" ")[0]
         hint = words_hint(self._argv[self._argv.index(unknown) :], self.keys) if unknown in self._argv else ""
+        if unknown.startswith("--") and not hint:
+            options = [option for action in self._actions for option in action.option_strings]
+            hint = did_you_mean(unknown.partition("=")[0], options)
         raise UserError(f"{message}.{hint} `{self.prog} --help` lists all arguments.")
 
 

@@ -17,10 +17,11 @@ from maxtext_lite.batching import (
     load_plan,
     make_plan,
     rank,
+    resumed,
     wants_solving,
 )
 from maxtext_lite.batching.devices import Device, device_named
-from maxtext_lite.batching.elsewhere import changed_settings, moved, read_plan
+from maxtext_lite.batching.elsewhere import changed_settings, done_in, moved, read_plan
 from maxtext_lite.cli import (
     ArgumentParser,
     check_at_least_one,
@@ -50,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
       UserError: with every problem of the config or the arguments.
     """
     arguments = _parser().parse(argv)
-    before = None if arguments.run is None else _begin_from(arguments)
+    before, done = (None, (0, 0)) if arguments.run is None else _begin_from(arguments)
     device = None if arguments.device is None else device_named(arguments.device, option="--device")
     if device and arguments.platform not in (None, device.platform):
         raise UserError(
@@ -78,6 +79,7 @@ def main(argv: Sequence[str]) -> int:
     if arguments.draw or arguments.draw_to:
         return _draw(config, plan, arguments.draw_to)
     if before is not None:
+        plan = resumed(config, plan, step=done[0], examples_seen=done[1])
         move = moved(before, plan, changed_settings(read_config(arguments.config).config, config))
         print(json_text(move.to_json(), indent=2) if arguments.json else "\n".join(move.lines()))
         return 0
@@ -125,15 +127,15 @@ def _parser() -> ArgumentParser:
     return parser
 
 
-def _begin_from(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The plan.json of `--from`; sets the arguments to its config and number of examples."""
+def _begin_from(arguments: argparse.Namespace) -> tuple[dict[str, Any], tuple[int, int]]:
+    """The plan.json of `--from` and what its run has done; sets the arguments to its config and number of examples."""
     if arguments.config is not None:
         raise UserError(f"--from={value_text(arguments.run)} has its own config; {arguments.config} is another one.")
     before = read_plan(arguments.run)
     arguments.config = str(arguments.run / "config.yml")
     if arguments.examples is None:
         arguments.examples = before["num_examples"]
-    return before
+    return before, done_in(arguments.run)
 
 
 def _solve(arguments: argparse.Namespace, device: Device | None, memory_gb: float | None) -> int:

@@ -129,6 +129,9 @@ def test_every_command_says_its_version_and_needs_nothing_else_for_it(words, cap
         (["steps:5"], "'steps:5' (command line) is not of the form key=value. Did you mean 'steps=5'?"),
         (["steps", "5"], "'steps' (command line) is not of the form key=value. Did you mean 'steps=5'?"),
         (["--devices=--"], "argument --devices: expected one argument. `maxtext-lite plan --help`"),
+        (["--device-type=h200"], "unrecognized arguments: --device-type=h200. Did you mean '--device'? `maxtext-lite"),
+        (["--exmaples", "5"], "unrecognized arguments: --exmaples. Did you mean '--examples'?"),
+        (["--zzz"], "unrecognized arguments: --zzz. `maxtext-lite plan --help`"),
         (["bse.yaml"], "no config file 'bse.yaml'. Did you mean 'base.yml'?"),
         (["\x1b[2Jsteps=5"], r"unknown key '\x1b[2Jsteps' (command line). Did you mean 'steps'?"),
         (

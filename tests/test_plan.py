@@ -63,7 +63,7 @@ HELP = "`maxtext-lite plan --help` lists all arguments."
     [
         (["stps=3", "steps=0"], ["unknown key 'stps' (command line). Did you mean 'steps'?",
                                  "steps=0 must be at least 1, or -1. Nearest that works: 1."]),
-        (["--devicse", "3"], [f"unrecognized arguments: --devicse. {HELP}"]),
+        (["--devicse", "3"], [f"unrecognized arguments: --devicse. Did you mean '--device'? {HELP}"]),
         (["--device", "h10"], ["--device=h10 is no device. Did you mean 'h100'? There are: v4, v5e, v5p, v6e, 7x, "
                                "a100-40, a100-80, h100-pcie, h100-nvl, h100, h200, b200, gb200, l4."]),
         (["--device", "v5e", "--platform", "gpu"],
@@ -306,6 +306,12 @@ def test_a_run_is_held_against_another_machine(tmp_path, capsys):
     assert "gradient_accumulation_steps  3 -> 6\n" in capsys.readouterr().out
     assert main(["--from", str(tmp_path), "--devices", "8", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["changes"] == {}
+    (tmp_path / "checkpoints" / "9" / "about").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "9" / "about" / "metadata").write_text('{"examples_seen": 432}')
+    assert main(["--from", str(tmp_path), "--devices", "8", "global_batch_size=96", "steps=20"]) == 0
+    said = capsys.readouterr().out
+    assert "total_examples               12000 -> 1488\n" in said
+    assert "of step 9 after 432 examples, the run ends at step 20 after 1,488 examples.\n" in said
 
 
 @pytest.mark.parametrize("words", [["base.yml"], ["per_device_batch_size=auto"]])

@@ -15,7 +15,7 @@ from maxtext_lite.batching.parameters import (
     count_parameters,
     flops_per_example,
 )
-from maxtext_lite.batching.planning import batch_sizes, load_plan, make_plan, scaled_optimizer
+from maxtext_lite.batching.planning import batch_sizes, load_plan, make_plan, resumed, scaled_optimizer
 from maxtext_lite.batching.rampup import BatchStage, RampupBatchManager
 from maxtext_lite.batching.ranking import RankedPlan, choose, rank, wants_solving
 from maxtext_lite.batching.rl import RLBatch
@@ -48,6 +48,7 @@ __all__ = [
     "load_plan",
     "make_plan",
     "rank",
+    "resumed",
     "row_slots",
     "scaled_optimizer",
     "vocab_tiles",

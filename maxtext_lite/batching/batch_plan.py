@@ -38,7 +38,7 @@ class BatchPlan:
       pipeline_microbatch_size: examples of the largest pipeline microbatch.
       pipeline_bubble_fraction: share of its ticks that a stage waits under the configured schedule.
       pipeline_schedules: cost of every schedule that suits this pipeline; empty without a pipeline.
-      steps: optimizer steps of the whole run, stated or derived from num_epochs.
+      steps: optimizer steps of the whole run, stated or derived from num_epochs; where it resumes, with those done.
       num_examples: training examples in the data; None where unknown.
       epochs: passes over the data in the whole run; None without a data index, as is steps_per_epoch.
       length: the steps of the run and the examples of each.
@@ -264,8 +264,14 @@ class BatchPlan:
             "memory": self.memory.to_json(),
             "attention_kernel": self.attention_kernel.to_json(),
             **({} if self.rl is None else {"rl": self.rl.to_json()}),
+            **({"resumed": self._resumed_json()} if self.length.done[0] else {}),
             "warnings": list(self.warnings),
         }
+
+    def _resumed_json(self) -> dict[str, object]:
+        step, examples_seen = self.length.done
+        stages = {} if self.rampup is None else {"stages_ahead": [*map(_stage_json, self.length.stages_ahead)]}
+        return {"step": step, "examples_seen": examples_seen, **stages}
 
 
 def layout_shards(mesh: Mapping[str, int], diloco_num_replicas: int | None) -> int:
@@ -287,7 +293,7 @@ def _json_value(value: object) -> object:
     return value
 
 
-def _rampup_json(rampup: RampupBatchManager) -> dict[str, object]:
+def _stage_json(stage: BatchStage) -> dict[str, object]:
     names = (
         "first_step",
         "num_steps",
@@ -296,7 +302,11 @@ def _rampup_json(rampup: RampupBatchManager) -> dict[str, object]:
         "global_batch_to_train",
         "samples",
     )
-    stages = [{name: _json_value(getattr(stage, name)) for name in names} for stage in rampup.all_stages]
+    return {name: _json_value(getattr(stage, name)) for name in names}
+
+
+def _rampup_json(rampup: RampupBatchManager) -> dict[str, object]:
+    stages = [*map(_stage_json, rampup.all_stages)]
     return {
         "mode": rampup.mode,
         "num_increments": rampup.num_increments,

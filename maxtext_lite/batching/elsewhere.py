@@ -9,6 +9,7 @@ from typing import Any, cast
 from maxtext_lite.batching.batch_plan import BatchPlan
 from maxtext_lite.batching.ledger import bytes_text
 from maxtext_lite.config import BatchConfig, Config, MeshConfig, RunConfig, UserError
+from maxtext_lite.config.checkpoint_steps import steps_in
 from maxtext_lite.config.errors import value_text
 
 _TRAINING = (
@@ -42,10 +43,13 @@ class Move:
     Attributes:
       changes: by key, the run's value and the other machine's.
       unchanged: by key, the common value of everything that training depends on.
+      done, end: (steps, examples) at the newest checkpoint, and at the end of the run that continues from it.
     """
 
     changes: Mapping[str, tuple[Any, Any]]
     unchanged: Mapping[str, Any]
+    done: tuple[int, int] = (0, 0)
+    end: tuple[int, int] = (0, 0)
 
     @property
     def trains_alike(self) -> bool:
@@ -60,7 +64,11 @@ class Move:
     def to_json(self) -> dict[str, Any]:
         """Everything, for programs."""
         changes = {key: {"from": before, "to": after} for key, (before, after) in self.changes.items()}
-        return {"changes": changes, "unchanged": dict(self.unchanged), "trains_alike": self.trains_alike}
+        found = {"changes": changes, "unchanged": dict(self.unchanged), "trains_alike": self.trains_alike}
+        if not self.done[0]:
+            return found
+        (step, seen), (steps, total) = self.done, self.end
+        return {**found, "resumed": {"step": step, "examples_seen": seen, "steps": steps, "total_examples": total}}
 
     def lines(self) -> list[str]:
         """A table of what changes, then what stays and what follows."""
@@ -75,7 +83,10 @@ class Move:
                 end += " Set global_batch_size to keep the batch."
         if places := [key for key in _PLACES if key in self.changes]:
             end += f" The content of {' and '.join(places)} must be the same there, which a resume checks."
-        return [*(rows or ["nothing changes"]), "", f"unchanged: {kept}", end]
+        (step, seen), (steps, total) = self.done, self.end
+        where = f"Continued from its newest checkpoint, of step {step:,} after {seen:,} examples, the run ends at step "
+        ends = [f"{where}{steps:,} after {total:,} examples."] if step else []
+        return [*(rows or ["nothing changes"]), "", f"unchanged: {kept}", *ends, end]
 
 
 def read_plan(run: Path) -> dict[str, Any]:
@@ -96,6 +107,19 @@ def read_plan(run: Path) -> dict[str, Any]:
     return cast("dict[str, Any]", found)
 
 
+def done_in(run: Path) -> tuple[int, int]:
+    """(steps, examples) done at the newest checkpoint of a run directory that says so; (0, 0): there is none."""
+    checkpoints = run / "checkpoints"
+    for step in reversed(steps_in(checkpoints)):
+        try:
+            about = json.loads((checkpoints / str(step) / "about" / "metadata").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue  # a resume sets this checkpoint aside
+        if isinstance(about, dict) and isinstance(seen := cast("dict[str, Any]", about).get("examples_seen"), int):
+            return step, seen
+    return 0, 0
+
+
 def moved(before: Mapping[str, Any], plan: BatchPlan, settings: Mapping[str, tuple[Any, Any]] = {}) -> Move:
     """What changes if a run whose plan.json is `before` continues as planned.
 
@@ -104,7 +128,8 @@ def moved(before: Mapping[str, Any], plan: BatchPlan, settings: Mapping[str, tup
     """
     one, other = (_compared(each) for each in (before, json.loads(json.dumps(plan.to_json()))))
     changes = {key: (one[key], other[key]) for key in one if one[key] != other[key]}
-    return Move(changes | dict(settings), {key: one[key] for key in _TRAINING if key not in changes})
+    unchanged = {key: one[key] for key in _TRAINING if key not in changes}
+    return Move(changes | dict(settings), unchanged, plan.length.done, (plan.steps, plan.total_examples))
 
 
 def changed_settings(run: Config, config: Config) -> dict[str, tuple[Any, Any]]:

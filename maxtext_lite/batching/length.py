@@ -22,29 +22,42 @@ class RunLength:
       stated_steps: `steps`; None where num_epochs states the length.
       stated_examples: num_epochs x examples in the data; None where `steps` states the length.
       trains_short_batch: whether examples at the end that fill no batch make one more step (`last_batch`).
+      done: (steps, examples) before this start of the run; those of a checkpoint where it resumes.
     """
 
     stages: tuple[BatchStage, ...]
     stated_steps: int | None
     stated_examples: int | None
     trains_short_batch: bool
+    done: tuple[int, int] = (0, 0)
 
     @property
     def steps(self) -> int:
-        """Steps of the whole run, unless an interruption changes its plan."""
-        return self.end_after(0, 0)[0]
+        """Steps of the whole run, unless a later start changes its plan."""
+        return self.end_after(*self.done)[0]
 
     @property
     def total_examples(self) -> int:
-        """Examples of the whole run, including a short last batch, unless an interruption changes its plan."""
-        return self.end_after(0, 0)[1]
+        """Examples of the whole run, including a short last batch, unless a later start changes its plan."""
+        return self.end_after(*self.done)[1]
 
     @property
     def short_batch_examples(self) -> int:
         """Examples at the end that fill no batch; 0 if the last batch is whole."""
         if self.stated_examples is None:
             return 0
-        return self.stated_examples - self._whole_batches(0)[1]
+        return max(self.stated_examples - self._whole_batches(self.done[1])[1], 0)
+
+    @property
+    def stages_ahead(self) -> tuple[BatchStage, ...]:
+        """The stages that are not over, each with the steps and examples that this start has before it and in it."""
+        found: list[BatchStage] = []
+        step, seen = self.done
+        for stage, following in itertools.pairwise(self.stages):
+            if steps := max(-(-(following.samples_before - seen) // stage.global_batch_to_train), 0):
+                found.append(replace(stage, first_step=step + 1, num_steps=steps, samples_before=seen))
+                step, seen = step + steps, seen + steps * stage.global_batch_to_train
+        return (*found, replace(self.stages[-1], first_step=step + 1, samples_before=seen))
 
     def step_examples(self, examples_seen: int) -> int:
         """Examples of the next step once `examples_seen` have been consumed; 0 at the end of the run's data.

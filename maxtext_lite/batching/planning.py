@@ -111,7 +111,7 @@ def _plan(
     shape = PipelineShape(sizes.num_pipeline_stages, pieces, sizes.num_pipeline_repeats, accumulation)
     kernel = planned_kernel(config, accelerator, mesh.total["context"])
     warnings = [*_warnings(config, sizes, sizes.length, slots, memory), *memory_warnings(memory, rl)]
-    return BatchPlan(
+    plan = BatchPlan(
         num_devices=topology.num_devices,
         num_hosts=topology.num_hosts,
         mesh=mesh.total,
@@ -153,6 +153,7 @@ def _plan(
         attention_kernel=kernel,
         warnings=(*warnings, *_kernel_warnings(config, kernel.name, shards // (replicas or 1))),
     )
+    return dataclasses.replace(plan, warnings=(*plan.warnings, *_length_warnings(config, plan)))
 
 
 def _memory(
@@ -215,6 +216,21 @@ def _rl_plan(plan: BatchPlan, rl: RLBatch, num_prompts: int | None) -> BatchPlan
     )
 
 
+def resumed(config: Config, plan: BatchPlan, *, step: int, examples_seen: int) -> BatchPlan:
+    """The plan of a run's start after `step` steps that consumed `examples_seen` examples: its length is the run's.
+
+    Args:
+      plan: of the same config, machine and data.
+    """
+    length = dataclasses.replace(plan.length, done=(step, examples_seen))
+    per_entry = 1 if plan.rl is None else plan.rl.examples_per_prompt
+    epochs = None if plan.num_examples is None else Fraction(length.total_examples, per_entry * plan.num_examples)
+    after = dataclasses.replace(plan, steps=length.steps, epochs=epochs, length=length)
+    of_length = _length_warnings(config, plan)
+    others = (warning for warning in plan.warnings if warning not in of_length)
+    return dataclasses.replace(after, warnings=(*others, *_length_warnings(config, after)))
+
+
 def load_plan(
     path: str | Path | None = None,
     overrides: Iterable[str] = (),
@@ -260,8 +276,7 @@ def scaled_optimizer(config: Config, plan: BatchPlan) -> Config:
 
 
 def _warnings(config: Config, sizes: Sizes, length: RunLength, slots: int, memory: MemoryEstimate) -> list[str]:
-    warnings = [*_length_warnings(config, sizes, length), *scaling_warnings(config, sizes.scaling)]
-    warnings += _diloco_warnings(config, sizes, length)
+    warnings = [*scaling_warnings(config, sizes.scaling), *_diloco_warnings(config, sizes, length)]
     warnings += [] if isinstance(config, RLRunConfig) else _evaluation_warnings(config, sizes, memory)
     micro, pieces = sizes.batch.micro_batch_to_train, sizes.num_pipeline_microbatches
     if micro % pieces:
@@ -285,20 +300,28 @@ def _warnings(config: Config, sizes: Sizes, length: RunLength, slots: int, memor
     return warnings
 
 
-def _length_warnings(config: Config, sizes: Sizes, length: RunLength) -> list[str]:
+def _length_warnings(config: Config, plan: BatchPlan) -> list[str]:
+    """The warnings that depend on where the run ends."""
     warnings: list[str] = []
-    total = sizes.batch.global_batch_to_train
+    total, period = plan.global_batch_to_train, plan.diloco_sync_period
     # A schedule that counts examples or tokens counts them in steps of the target batch.
-    schedule = Fraction(length.steps) if config.schedule_unit == "steps" else Fraction(length.total_examples, total)
+    schedule = Fraction(plan.steps) if config.schedule_unit == "steps" else Fraction(plan.total_examples, total)
     if config.warmup_steps > schedule:
-        shown = f"steps={length.steps}"
-        if schedule != length.steps:
+        shown = f"steps={plan.steps}"
+        if schedule != plan.steps:
             shown += f", which are {float(schedule):.4g} at the target of {total} examples"
         warnings.append(f"warmup_steps={config.warmup_steps} is more than {shown}: the run ends in the warm-up.")
-    if sizes.rampup and sizes.rampup.total_steps > length.steps:
+    ramp_steps = plan.length.stages_ahead[-1].first_step - 1
+    if plan.rampup and ramp_steps > plan.steps:
         warnings.append(
-            f"the ramp takes {sizes.rampup.total_steps} steps, more than steps={length.steps}: the target "
-            f"per_device_batch_size={number_text(sizes.batch.per_device_batch_size)} is not reached."
+            f"the ramp takes {ramp_steps} steps, more than steps={plan.steps}: the target "
+            f"per_device_batch_size={number_text(plan.per_device_batch_size)} is not reached."
+        )
+    if period is not None and plan.steps % period:
+        unsynchronised = plan.steps % period
+        warnings.append(
+            f"steps={plan.steps} is not a multiple of diloco_sync_period={period}: the last {unsynchronised} "
+            f"step{'' if unsynchronised == 1 else 's'} are not in the synchronised parameters."
         )
     return warnings
 
@@ -325,7 +348,7 @@ def _balance_warnings(config: Config, kernel: str, shards: int) -> list[str]:
 
 
 def _diloco_warnings(config: Config, sizes: Sizes, length: RunLength) -> list[str]:
-    replicas, period = sizes.diloco_num_replicas, config.diloco_sync_period
+    replicas = sizes.diloco_num_replicas
     if replicas is None:
         return []
     warnings: list[str] = []
@@ -337,11 +360,5 @@ def _diloco_warnings(config: Config, sizes: Sizes, length: RunLength) -> list[st
         warnings.append(
             f"a micro-batch of {smallest} example{'' if smallest == 1 else 's'} in {slots} slots leaves {idle} of "
             f"{replicas} DiLoCo replicas without one: raise per_device_batch_size or lower diloco_num_replicas."
-        )
-    if length.steps % period:
-        unsynchronised = length.steps % period
-        warnings.append(
-            f"steps={length.steps} is not a multiple of diloco_sync_period={period}: the last {unsynchronised} "
-            f"step{'' if unsynchronised == 1 else 's'} are not in the synchronised parameters."
         )
     return warnings

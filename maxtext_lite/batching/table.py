@@ -224,6 +224,10 @@ def _bubble_text(plan: BatchPlan) -> str:
 def _length_rows(plan: BatchPlan) -> list[tuple[str, str]]:
     total, tokens = plan.total_examples, plan.rows_per_example * plan.max_target_length
     rows = [("steps", f"{plan.steps}: {_count(total, 'example')}, {total * tokens} tokens")]
+    step, seen = plan.length.done
+    if step:
+        left = f"{_count(plan.steps - step, 'step')} and {_count(total - seen, 'example')} are left"
+        rows.append(("already done", f"{step}: {_count(seen, 'example')}, {seen * tokens} tokens; {left}"))
     if plan.epochs is not None and plan.steps_per_epoch is not None:
         rows.append(("epochs", f"{_decimal(plan.epochs)}; steps_per_epoch {_decimal(plan.steps_per_epoch)}"))
     batch = plan.stage_at(plan.total_examples).global_batch_to_train
@@ -276,6 +280,7 @@ def _rampup_rows(plan: BatchPlan) -> list[tuple[str, str]]:
     ramp = plan.rampup
     if ramp is None:
         return []
+    done, (*stages, last) = plan.length.done[0], plan.length.stages_ahead
     target, start = number_text(ramp.per_device_batch_size), number_text(ramp.per_device_batch_size_start)
     rows = [
         (
@@ -286,9 +291,9 @@ def _rampup_rows(plan: BatchPlan) -> list[tuple[str, str]]:
             "samples_per_increment",
             f"{_text(ramp.samples_per_increment)} = {ramp.global_rampup_samples} / {ramp.num_increments}",
         ),
-        ("ramp-up", f"{_count(ramp.total_steps, 'step')}; rampup_mode={ramp.mode}"),
+        ("ramp-up", f"{_count(last.first_step - 1 - done, 'step')}{' left' * (done > 0)}; rampup_mode={ramp.mode}"),
     ]
-    shown = ramp.stages if len(ramp.stages) <= _MOST_STAGES else ramp.stages[: _MOST_STAGES - 1]
+    shown = stages if len(stages) <= _MOST_STAGES else stages[: _MOST_STAGES - 1]
     for stage in shown:
         assert stage.num_steps is not None
         rows.append(
@@ -299,9 +304,8 @@ def _rampup_rows(plan: BatchPlan) -> list[tuple[str, str]]:
                 f"{plan.num_devices} x {stage.gradient_accumulation_steps}",
             )
         )
-    if len(shown) < len(ramp.stages):
-        rows.append(("", f"... {len(ramp.stages) - len(shown)} more stages (--json has them all)"))
-    last = ramp.last_stage
+    if len(shown) < len(stages):
+        rows.append(("", f"... {len(stages) - len(shown)} more stages (--json has them all)"))
     return [*rows, ("", f"from step {last.first_step}: {last.global_batch_to_train}")]
 
 

@@ -24,7 +24,13 @@ from maxtext_lite.config.files import (
     shipped_configs,
     takes_text,
 )
-from maxtext_lite.config.hf.layer import directory_origin, directory_values, in_its_fields, tokenizer_values
+from maxtext_lite.config.hf.layer import (
+    directory_origin,
+    directory_values,
+    in_its_fields,
+    missing_base_refusals,
+    tokenizer_values,
+)
 from maxtext_lite.config.hints import key_hint, missing_model, words_meant
 from maxtext_lite.config.json_file import is_there, user_path
 from maxtext_lite.config.schema import RL_KEYS, Config, RLRunConfig, keys_of
@@ -298,6 +304,10 @@ def _directory_layer(layers: Sequence[Layer], problems: list[Refusal]) -> list[L
     stated = {key: (value, layer.origin) for layer in stating for key, value in layer.values.items()}
     origin = directory_origin(path)
     if origin is None:
+        if refusals := missing_base_refusals(path):
+            is_whole = any(layer.values.keys() >= {*ModelConfig.model_fields} for layer in stating)
+            problems.extend([] if is_whole else refusals)  # the config.yml of a run says what the model is
+            return []
         if _is_missing(path) and not any(key in ModelConfig.model_fields for layer in stating for key in layer.values):
             where = f"load_parameters_path={value_text(path)}: there is no such directory in {str(Path.cwd())!r}"
             _refuse(problems, f"{where}, and no key says what the model is.")

@@ -78,7 +78,7 @@ class Renderer:
         Raises:
           UserError: the line is invalid, or its turns cannot be rendered; names `where`.
         """
-        _refuse_unrendered(where, value)
+        refuse_unrendered(where, value)
         if "messages" in value:
             turns = _turns(where, "messages", value["messages"])
             return self._conversation(where, turns, 0)
@@ -98,7 +98,7 @@ class Renderer:
         Raises:
           UserError: the line is invalid, or its turns cannot be rendered; names `where`.
         """
-        _refuse_unrendered(where, value)
+        refuse_unrendered(where, value)
         prompt, chosen, rejected = (value.get(key) for key in ("prompt", "chosen", "rejected"))
         if isinstance(chosen, list) and isinstance(rejected, list):
             chosen_turns, rejected_turns = _turns(where, "chosen", chosen), _turns(where, "rejected", rejected)
@@ -137,7 +137,7 @@ class Renderer:
         Raises:
           UserError: it is invalid, or its turns cannot be rendered; names `where`.
         """
-        _refuse_unrendered(where, {name: each for name, each in value.items() if name != key})
+        refuse_unrendered(where, {name: each for name, each in value.items() if name != key})
         turns = _turns(where, key, value.get(key))
         _check_order(where, turns)
         return self._render(where, turns, answer_follows=False)
@@ -258,9 +258,16 @@ def _plain(where: str, prompt: str, answer: str, key: str) -> Rendered:
     return Rendered(where, prompt + answer, ((len(prompt), len(prompt) + len(answer)),), True)
 
 
-def _refuse_unrendered(where: str, value: Mapping[str, Any]) -> None:
+def refuse_unrendered(where: str, value: Mapping[str, Any], works: str = "") -> None:
+    """Refuses a line with something that its template would not get.
+
+    Args:
+      works: a sentence on what to do.
+    Raises:
+      UserError: there is such a key; names `where`.
+    """
     if offered := [name for name in UNRENDERED if value.get(name) and value[name] not in _NOTHING_IN_JSON]:
-        raise UserError(f'{where}: "{offered[0]}" would not be rendered: templates get turns alone.')
+        raise UserError(f'{where}: "{offered[0]}" would not be rendered: templates get turns alone.{works}')
 
 
 def _turns(where: str, key: str, value: object) -> list[Turn]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from maxtext_lite.config import RLRunConfig, UserError, single_path
 from maxtext_lite.config.rl_rules import ANSWER_REWARDS, reward_names
-from maxtext_lite.data.conversations import Rendered, Renderer
+from maxtext_lite.data.conversations import Rendered, Renderer, refuse_unrendered
 from maxtext_lite.data.examples import check_id, num_held_out
 from maxtext_lite.data.order import example_ids
 from maxtext_lite.data.text_files import json_objects
@@ -265,6 +265,7 @@ def _line(maker: _PromptMaker, where: str, value: Mapping[str, Any]) -> _PromptL
         raise UserError(
             f'{where}: "{taken[0]}" is the name of an argument of every reward function. Rename that key of the line.'
         )
+    refuse_unrendered(where, value, " Rename that key of the line if it is for reward functions.")
     key = next((key for key in ("messages", "prompt", "question") if key in value), "prompt")
     asked, answer = value.get(key), value.get("answer")
     if not isinstance(asked, list) and (key == "messages" or not isinstance(asked, str)):

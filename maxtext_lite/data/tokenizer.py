@@ -15,8 +15,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from maxtext_lite.config import UserError
-from maxtext_lite.config.errors import value_text
+from maxtext_lite.config import RunConfig, UserError
+from maxtext_lite.config.bucket import is_bucket
+from maxtext_lite.config.errors import setting_text, value_text
 from maxtext_lite.config.json_file import check_file, is_directory, is_there, read_bytes, user_path
 from maxtext_lite.data import splitting
 from maxtext_lite.data.special_tokens import CONFIG_FILE, special_tokens
@@ -123,8 +124,8 @@ def load_tokenizer(config: TokenizerKeys) -> Tokenizer:
     if config.tokenizer_type == "byte":
         return ByteTokenizer()
     if config.tokenizer_type == "huggingface":
-        return HuggingFaceTokenizer(_existing_file(config.tokenizer_path, "tokenizer.json"))
-    return SentencePieceTokenizer(_existing_file(config.tokenizer_path, "tokenizer.model"))
+        return HuggingFaceTokenizer(_existing_file(config, "tokenizer.json"))
+    return SentencePieceTokenizer(_existing_file(config, "tokenizer.model"))
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -354,18 +355,29 @@ def _without_gaps(starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
     return np.minimum(starts, ends_before)
 
 
-def _existing_file(tokenizer_path: str, default_name: str) -> pathlib.Path:
+def _existing_file(config: TokenizerKeys, default_name: str) -> pathlib.Path:
     """`tokenizer_path`, or `default_name` inside it if it is a directory."""
+    tokenizer_path = config.tokenizer_path
     path = user_path(tokenizer_path)
     if is_directory(path):
         path = path / default_name
     if not is_there(path):
-        raise UserError(f"tokenizer_path={tokenizer_path!r}: there is no file {str(path)!r}.")
+        stored = _stored_by_run(config, default_name)
+        raise UserError(f"tokenizer_path={tokenizer_path!r}: there is no file {str(path)!r}.{stored}")
     try:
         check_file(path)
     except UserError as error:
         raise UserError(f"tokenizer_path={tokenizer_path!r}: {error}") from None
     return path
+
+
+def _stored_by_run(config: TokenizerKeys, name: str) -> str:
+    """A sentence on the copy that an earlier start of the run has stored, if there is one."""
+    if not isinstance(config, RunConfig) or is_bucket(config.base_output_directory):
+        return ""
+    copy = user_path(config.base_output_directory) / config.run_name / "hf" / name
+    stated = f"tokenizer_path={setting_text(str(copy))}"
+    return f" Nearest that works: {stated}, the copy in the run directory." if is_there(copy) else ""
 
 
 def _read(path: pathlib.Path) -> bytes:

@@ -82,6 +82,9 @@ def plan_rows(plan: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
             rows[key] = (plain(value), used + on)
         elif key == "loading_hosts" and loading and all(isinstance(host, int) for host in loading):
             rows[key] = (f"{len(loading):,} of {plain(hosts)}", f"hosts {ranges(loading)}")
+        elif key == "resumed" and as_object(value):
+            done = as_object(value)
+            rows[key] = (f"after step {plain(done.get('step'))}", f"{plain(done.get('examples_seen'))} examples")
         elif key == "rl" and as_object(value):
             rows |= {name: (plain(each), _MEANINGS.get(name, "")) for name, each in as_object(value).items()}
         else:

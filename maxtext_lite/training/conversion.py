@@ -14,7 +14,7 @@ from maxtext_lite.batching.topology import resolve_mesh
 from maxtext_lite.config import Config, UserError, load_config, write_resolved
 from maxtext_lite.config.bucket import absolute, any_path
 from maxtext_lite.config.errors import value_text, writing
-from maxtext_lite.config.hf.adapter import CONFIG, adapter_of
+from maxtext_lite.config.hf.adapter import CONFIG, adapter_of, missing_base
 from maxtext_lite.config.hf.config import hf_directory, model_keys, run_config_json, tokenizer_keys
 from maxtext_lite.config.hf.fields import JsonObject
 from maxtext_lite.config.hf.layer import TOKENIZER_KEYS, tokenizer_values
@@ -173,6 +173,8 @@ def _base(config: Config) -> tuple[str, str]:
     path = config.load_parameters_path
     if not path:
         return "", ""
+    if (gone := missing_base(path)) is not None:
+        return gone, ""
     adapter = adapter_of(path)
     base = absolute(adapter.base if adapter else any_path(path, "load_parameters_path"))
     if not (base / "config.yml").is_file():

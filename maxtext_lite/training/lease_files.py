@@ -52,12 +52,17 @@ class LeaseFiles:
         """Makes a file; raises FileExistsError if there is one of this name."""
         self._directory.mkdir(parents=True, exist_ok=True)
         path = self._directory / name
-        with path.open("xb", buffering=0) as file:
-            try:
-                file.write(text)
-            except OSError:
-                path.unlink(missing_ok=True)
-                raise
+        try:
+            with path.open("xb", buffering=0) as file:
+                try:
+                    file.write(text)
+                except OSError:
+                    path.unlink(missing_ok=True)
+                    raise
+        except OSError:  # the disk is full, or another has this lease, and then the directory is not empty
+            with contextlib.suppress(OSError):
+                self._directory.rmdir()
+            raise
 
     def read(self, name: str) -> bytes:
         """The content of a file."""

@@ -15,7 +15,7 @@ import jax
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, Sharding
 
-from maxtext_lite.config import MlpKind, UserError
+from maxtext_lite.config import MlpKind, RLRunConfig, RunConfig, UserError
 from maxtext_lite.config.bucket import absolute, original, reaching
 from maxtext_lite.config.checkpoint_steps import steps_in
 from maxtext_lite.config.errors import full_text, value_text
@@ -45,6 +45,26 @@ def checkpoints_in(path: str | Path, key: str) -> list[Path]:
             if steps := steps_in(parent):
                 return [absolute(parent / str(step)) for step in reversed(steps)]
     raise UserError(f"{key}={value_text(str(root))} is neither a run directory with a checkpoint nor a checkpoint.")
+
+
+def check_start(config: RunConfig, *, resumes: bool) -> None:
+    """Checks that load_parameters_path, if it is stated, names parameters; their files are not read.
+
+    Args:
+      resumes: whether the run has checkpoints of its own.
+    Raises:
+      UserError: it does not.
+    """
+    path = config.load_parameters_path
+    try:
+        if path and not has_hf_weights(path):
+            checkpoints_in(path, "load_parameters_path")
+    except UserError as error:
+        if not resumes or isinstance(config, RLRunConfig):  # whose reference may be read there again
+            raise
+        *others, last = error.problems
+        works = "Nearest that works: load_parameters_path= (empty), as the run resumes with its own parameters."
+        raise UserError([*others, f"{last} {works}"]) from None
 
 
 def whole_checkpoint(path: str | Path, key: str, items: Collection[str] = ()) -> Path:

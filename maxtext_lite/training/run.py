@@ -15,6 +15,7 @@ import optax
 from maxtext_lite.batching import (
     BatchPlan,
     format_plan,
+    resumed,
     scaled_optimizer,
 )
 from maxtext_lite.batching.devices import peak_tflops
@@ -22,7 +23,6 @@ from maxtext_lite.config import Config, UserError, describe, write_resolved
 from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import value_text, writing
 from maxtext_lite.config.hf.adapter import adapter_of
-from maxtext_lite.config.hf.config import has_hf_weights
 from maxtext_lite.data import (
     ExampleSource,
     MixtureSource,
@@ -44,7 +44,7 @@ from maxtext_lite.training.lease import Lease, hold
 from maxtext_lite.training.metrics import Speed, Terminal
 from maxtext_lite.training.noise import why_unknown
 from maxtext_lite.training.optimizer import UNKNOWN_RATE, Schedule, schedule_of_run
-from maxtext_lite.training.parameter_files import checkpoints_in, load_parameters, load_peft_adapters
+from maxtext_lite.training.parameter_files import check_start, load_parameters, load_peft_adapters
 from maxtext_lite.training.run_files import RunFiles, has_checkpoints, run_directory, write_json
 from maxtext_lite.training.starts import moved_schedule, with_start
 from maxtext_lite.training.state import (
@@ -125,8 +125,7 @@ class TrainingRun(Generic[Data]):
         self.is_first = jax.process_index() == 0
         self.directory = run_directory(config)
         self.files = RunFiles(self.directory)
-        if config.load_parameters_path and not has_hf_weights(config.load_parameters_path):
-            checkpoints_in(config.load_parameters_path, "load_parameters_path")
+        check_start(config, resumes=has_checkpoints(self.directory))
         if has_checkpoints(self.directory) and not config.enable_checkpointing:
             raise UserError(
                 f"enable_checkpointing=false would start {self.directory} over, which holds checkpoints. "
@@ -255,6 +254,7 @@ class TrainingRun(Generic[Data]):
             done = counts.step, counts.examples_seen
             self.parts = ending_after(self.parts, self.config, self.plan, self._own, last=self.plan.end_after(*done)[0])
             self._saved.starts = with_start(self._saved.starts, self.config, self.plan, *done)
+            self.plan = resumed(self.config, self.plan, step=done[0], examples_seen=done[1])
             if self.parts.optimizer.has_ended(counts.skipped_in_a_row):  # if the limit has been lowered
                 none = jax.device_put(jax.numpy.int32(0), abstract.skipped_in_a_row.sharding)
                 state = dataclasses.replace(state, skipped_in_a_row=none)

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from maxtext_lite import load_config, make_plan
-from maxtext_lite.batching.elsewhere import changed_settings, moved, read_plan
+from maxtext_lite.batching import resumed
+from maxtext_lite.batching.elsewhere import changed_settings, done_in, moved, read_plan
 from maxtext_lite.config import UserError
 
 STATED = ["global_batch_size=48", "per_device_batch_size=2", "gradient_accumulation_steps=-1"]
@@ -110,3 +111,29 @@ def test_a_damaged_plan_is_refused(tmp_path, text):
         (tmp_path / "plan.json").write_text(text)
     with pytest.raises(UserError, match=r"--from=.*(is not a run directory|is damaged)"):
         read_plan(tmp_path)
+
+
+def test_a_run_that_goes_on_ends_where_what_is_left_does():
+    """64 examples: 8 steps of 4, then 4 steps of 8."""
+    keys = ["num_epochs=1", "per_device_batch_size=-1", "global_batch_size=4", "warmup_steps=0"]
+    before = json.loads(json.dumps(make_plan(load_config(None, keys), num_devices=1, num_examples=64).to_json()))
+    config = load_config(None, [*keys, "global_batch_size=8"])
+    plan = make_plan(config, num_devices=1, num_examples=64)
+    found = moved(before, resumed(config, plan, step=8, examples_seen=32))
+    assert found.changes["steps"] == (16, 12)
+    assert found.unchanged["total_examples"] == 64
+    assert found.lines()[-2] == (
+        "Continued from its newest checkpoint, of step 8 after 32 examples, the run ends at step 12 after 64 examples."
+    )
+    assert found.to_json()["resumed"] == {"step": 8, "examples_seen": 32, "steps": 12, "total_examples": 64}
+    assert moved(before, plan).changes["steps"] == (16, 8)
+    assert "resumed" not in moved(before, plan).to_json()
+
+
+def test_a_run_is_as_far_as_its_newest_checkpoint_that_says_so(tmp_path):
+    assert done_in(tmp_path) == (0, 0)
+    for step, about in ((4, '{"examples_seen": 16}'), (8, '{"examples_seen": 32}'), (9, "{"), (10, "[]"), (12, None)):
+        (tmp_path / "checkpoints" / str(step) / "about").mkdir(parents=True)
+        if about is not None:
+            (tmp_path / "checkpoints" / str(step) / "about" / "metadata").write_text(about)
+    assert done_in(tmp_path) == (8, 32)

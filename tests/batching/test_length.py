@@ -1,3 +1,4 @@
+import dataclasses
 import random
 from fractions import Fraction
 
@@ -175,3 +176,14 @@ def test_many_steps_at_once_equal_single_steps(length):
             seen, steps = seen + stated.step_examples(seen), steps + 1
         assert stated.steps_within(0, end) == steps
     assert stated.steps_within(9, 8) == 0
+
+
+def test_a_resumed_run_has_the_length_and_the_stages_of_what_is_left():
+    """After 4 steps of 2, the batches 1 2 3 4 4 ... continue at example 8: 2 until 11, 3 until 17, then 4."""
+    length = dataclasses.replace(epochs(27, short=True), done=(4, 8))
+    assert (length.steps, length.total_examples, length.short_batch_examples) == (11, 27, 1)
+    ahead = [(each.first_step, each.num_steps, each.samples_before) for each in length.stages_ahead]
+    assert ahead == [(5, 2, 8), (7, 2, 12), (9, None, 18)]
+    assert epochs(26, short=True).stages_ahead == SEEDS_RAMP.all_stages
+    over = dataclasses.replace(epochs(26, short=False), done=(30, 30))
+    assert (over.steps, over.total_examples, over.short_batch_examples) == (30, 30, 0)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from maxtext_lite.batching import BatchPlan, load_plan, make_plan
+from maxtext_lite.batching import BatchPlan, load_plan, make_plan, resumed
 from maxtext_lite.batching.ledger import bytes_text
 from maxtext_lite.config import UserError, load_config
 
@@ -132,6 +132,55 @@ def test_idle_replicas_and_an_unsynchronised_end_are_warned_of():
 def test_a_warm_up_longer_than_derived_steps_is_warned_of():
     plan = plan_of("num_epochs=2", "warmup_steps=9", num_examples=256)
     assert plan.warnings == ("warmup_steps=9 is more than steps=4: the run ends in the warm-up.",)
+
+
+def test_a_resume_is_warned_by_the_length_of_its_run():
+    """Half of 64 examples in 8 steps of 4, the rest in 4 steps of 8: it ends at step 12; a new run would at step 8."""
+    keys = ["num_epochs=1", "global_batch_size=8", "per_device_batch_size=-1", "warmup_steps=10"]
+    config = load_config(None, keys)
+    new = make_plan(config, num_devices=1, num_examples=64)
+    plan = resumed(config, new, step=8, examples_seen=32)
+    assert (plan.steps, plan.total_examples, plan.epochs) == (12, 64, 1)
+    assert "warmup_steps=10 is more than steps=8" in new.warnings[-1]
+    assert not plan.warnings
+    assert resumed(config, plan, step=9, examples_seen=40) == resumed(config, new, step=9, examples_seen=40)
+    longer = config.model_copy(update={"warmup_steps": 13})
+    assert resumed(longer, make_plan(longer, num_devices=1, num_examples=64), step=8, examples_seen=32).warnings == (
+        "warmup_steps=13 is more than steps=12: the run ends in the warm-up.",
+    )
+
+
+def test_a_resume_within_its_ramp_is_warned_by_the_steps_that_it_has():
+    """From 2 to 4: 24 examples take 12 steps of 2; 20 steps of 1 before it leave 2 of them."""
+    keys = ["steps=21", "warmup_steps=0", "enable_rampup_batch_size=true", "per_device_batch_size_start=2",
+            "per_device_batch_size=4", "per_device_batch_size_increment=2", "global_rampup_samples=24"]  # fmt: skip
+    config = load_config(None, keys)
+    new = make_plan(config, num_devices=1)
+    assert not new.warnings
+    plan = resumed(config, new, step=20, examples_seen=20)
+    assert plan.warnings == (
+        "the ramp takes 22 steps, more than steps=21: the target per_device_batch_size=4 is not reached.",
+    )
+    assert plan.to_json()["resumed"] == {
+        "step": 20,
+        "examples_seen": 20,
+        "stages_ahead": [
+            {"first_step": 21, "num_steps": 2, "per_device_batch_size": 2, "gradient_accumulation_steps": 1,
+             "global_batch_to_train": 2, "samples": 4},
+            {"first_step": 23, "num_steps": None, "per_device_batch_size": 4, "gradient_accumulation_steps": 1,
+             "global_batch_to_train": 4, "samples": None},
+        ],
+    }  # fmt: skip
+    assert "resumed" not in new.to_json()
+
+
+def test_the_passes_of_a_resumed_rl_run_are_those_of_its_prompts():
+    """Two batches of 4 prompts, then two of 8: 24 prompts, which is 3 passes over 8; a new run would make 4."""
+    keys = ["steps=4", "batch_size=8", "num_generations=2"]
+    config = load_config("post_train/rl.yml", keys)
+    new = make_plan(config, num_devices=1, num_examples=8)
+    plan = resumed(config, new, step=2, examples_seen=2 * 4 * 2)
+    assert (new.epochs, plan.epochs, plan.steps) == (4, 3, 4)
 
 
 def test_a_schedule_in_examples_counts_steps_of_the_target():

@@ -1,6 +1,6 @@
 import pytest
 
-from maxtext_lite.batching import format_plan, make_plan
+from maxtext_lite.batching import format_plan, make_plan, resumed
 from maxtext_lite.config import load_config
 
 
@@ -113,3 +113,23 @@ def test_local_updates_are_shown():
     table = table_of(["enable_diloco=true", "ici_data_parallelism=2", "diloco_num_replicas=4"], num_devices=4)
     assert row(table, "local updates") == "4 replicas, 2 on each part of the data axis (2), synchronised every 30 steps"
     assert "local updates" not in table_of(num_devices=4)
+
+
+def test_a_resume_shows_what_is_done_and_what_is_left():
+    ramp = ["enable_rampup_batch_size=true", "per_device_batch_size_start=2", "per_device_batch_size_increment=2",
+            "per_device_batch_size=6", "global_rampup_samples=48", "num_epochs=1"]  # fmt: skip
+    config = load_config(None, ramp)
+    plan = make_plan(config, num_devices=1, num_examples=78)
+    table = format_plan(resumed(config, plan, step=20, examples_seen=20))
+    assert row(table, "steps") == "33: 78 examples, 19968 tokens"
+    assert row(table, "already done") == "20: 20 examples, 5120 tokens; 13 steps and 58 examples are left"
+    assert row(table, "ramp-up") == "8 steps left; rampup_mode=per_device_batch_size"
+    stages = [line.strip() for line in table.splitlines() if "from step" in line]
+    assert stages == [
+        "from step 21: 2 steps of 2 = 2 per device x 1 x 1",
+        "from step 23: 6 steps of 4 = 4 per device x 1 x 1",
+        "from step 29: 6",
+    ]
+    over = format_plan(resumed(config, plan, step=40, examples_seen=60))
+    assert row(over, "ramp-up") == "0 steps left; rampup_mode=per_device_batch_size"
+    assert "already done" not in format_plan(plan)

@@ -154,6 +154,9 @@ def test_held_out_lines_may_have_a_file_of_their_own(file):
     ({"prompt": "x", "answer": True}, 'there is no text or number as "answer", which'),
     ({"prompt": "x", "answer": "x", "completions": 1},
      '"completions" is the name of an argument of every reward function. Rename that key of the line.'),
+    ({"prompt": [USER], "answer": "x", "tools": [{"name": "add"}]},
+     '"tools" would not be rendered: templates get turns alone. Rename that key of the line if it is for reward'),
+    ({"prompt": "x", "answer": "x", "documents": ["a"]}, '"documents" would not be rendered'),
 ])  # fmt: skip
 def test_an_invalid_prompt_is_refused_with_its_line(line, message, file, turns):
     path = file({"prompt": "a", "answer": "1"}, line)

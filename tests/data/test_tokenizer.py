@@ -265,6 +265,21 @@ def test_a_missing_or_wrong_file_is_refused(tmp_path, kind):
         assert refusal(kind, tmp_path).startswith(f"tokenizer_path='{tmp_path}/{name}' is not a ")
 
 
+def test_the_copy_that_a_run_stored_is_named_where_its_tokenizer_is_gone(tmp_path):
+    keys = [f"base_output_directory={tmp_path}", "run_name=my run", "tokenizer_type=huggingface", "dataset_type=sft"]
+    config = load_config(None, [*keys, f"tokenizer_path={tmp_path}/gone"])
+    gone = f"tokenizer_path='{tmp_path}/gone': there is no file '{tmp_path}/gone'."
+    with pytest.raises(UserError) as alone:
+        load_tokenizer(config)
+    assert str(alone.value) == gone
+    (stored := tmp_path / "my run" / "hf").mkdir(parents=True)
+    copy = train_bpe(stored, ["<|endoftext|>"])
+    with pytest.raises(UserError) as refused:
+        load_tokenizer(config)
+    assert str(refused.value) == f"{gone} Nearest that works: tokenizer_path={copy}, the copy in the run directory."
+    assert load_tokenizer(load_config(None, [*keys, f"tokenizer_path={copy}"])).vocab_size == 300
+
+
 def test_the_vocabulary_must_hold_every_token(tokenizer):
     for vocab_size in (tokenizer.vocab_size, tokenizer.vocab_size + 63):
         check_vocabulary(tokenizer, vocab_size)

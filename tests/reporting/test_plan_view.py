@@ -23,6 +23,11 @@ def test_a_plan_in_words():
     assert "epochs" not in rows, "null without a data index"
 
 
+def test_a_resumed_run_says_where_it_goes_on():
+    rows = by_name({"resumed": {"step": 5400, "examples_seen": 43200, "stages_ahead": []}})
+    assert rows == {"resumed": ("after step 5,400", "43,200 examples")}
+
+
 def test_pipeline_rows_are_there_where_there_is_one():
     rows = by_name(plan_of("ici_pipeline_parallelism=2", num_devices=2))
     # One stage of two waits for one tick: (2 - 1) / (M + 1) with M = 2 microbatches or more.

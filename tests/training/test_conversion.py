@@ -116,6 +116,14 @@ def test_adapters_go_out_with_a_template_of_their_own_and_are_read_with_it(chatt
     export_directory(run, tmp_path / "new", [], merge_lora=None)
     assert ChatTemplate(tmp_path / "new").render(USER) == "new hi "
     import_directory(tmp_path / "new", tmp_path / "merged", [])
+    after = [f"load_parameters_path={tmp_path / 'plain'}", "run_name=after"]
+    late = train(load_config(None, [*keys, *after])).run_directory
+    (tmp_path / "base").rename(tmp_path / "gone")
+    export_directory(late, tmp_path / "late", [], merge_lora=None)
+    stated = json.loads((tmp_path / "late" / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert stated == str(tmp_path / "base")
+    assert ChatTemplate(tmp_path / "late").render(USER) == "a hi ", "no base has the template"
+    (tmp_path / "gone").rename(tmp_path / "base")
     for path, text in (("plain", "a hi "), ("new", "new hi "), ("merged", "new hi ")):
         find = config_of_run if path == "merged" else hf_config
         assert chat_template(find(tmp_path / path)).render(USER) == text, path

@@ -1,5 +1,6 @@
 """The files of leases do the same on a file system and in a bucket."""
 
+import resource
 import threading
 import time
 
@@ -86,3 +87,20 @@ def test_a_request_whose_answer_was_lost_is_not_another_s_lease(directory, monke
     assert lease.check()
     lease.release()
     assert lease._files.found() == []
+
+
+def test_a_lease_that_cannot_be_written_leaves_nothing(tmp_path):
+    """As on a full disk: no file may have a byte."""
+    files = lease_files(tmp_path / "run" / "lease")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            files.make("1.json", b"one")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [*(tmp_path / "run").iterdir()] == []
+    files.make("1.json", b"one")
+    with pytest.raises(FileExistsError):
+        files.make("1.json", b"two")
+    assert files.read("1.json") == b"one"

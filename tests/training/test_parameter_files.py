@@ -8,11 +8,12 @@ import jax
 import numpy as np
 import pytest
 
-from maxtext_lite.config import UserError
+from maxtext_lite.config import UserError, load_config
 from maxtext_lite.models import Decoder, DecoderShape
 from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding
 from maxtext_lite.training.parameter_files import (
     StageLayout,
+    check_start,
     checkpoints_in,
     layer_dims_of,
     load_parameters,
@@ -48,6 +49,22 @@ def test_parameters_of_another_shape_are_refused_by_name(saved, setup):
 def test_no_checkpoint_is_refused_by_key(tmp_path):
     with pytest.raises(UserError, match=r"load_parameters_path=.* is neither a run directory with a checkpoint nor"):
         checkpoints_in(tmp_path, "load_parameters_path")
+
+
+def test_a_run_that_resumes_is_told_that_it_needs_its_origin_no_longer(tmp_path):
+    config = load_config(None, [f"load_parameters_path={tmp_path}/gone", "base_emb_dim=128"])
+    check_start(config.model_copy(update={"load_parameters_path": ""}), resumes=False)
+    missing, works = "is neither a run directory with a checkpoint nor a checkpoint.", "load_parameters_path= (empty)"
+    with pytest.raises(UserError, match=missing) as refused:
+        check_start(config, resumes=False)
+    assert works not in str(refused.value)
+    with pytest.raises(UserError, match=missing) as refused:
+        check_start(config, resumes=True)
+    assert works in str(refused.value)
+    rl = load_config("post_train/rl.yml", [f"load_parameters_path={tmp_path}/gone", "base_emb_dim=128"])
+    with pytest.raises(UserError) as refused:
+        check_start(rl, resumes=True)
+    assert works not in str(refused.value), "its reference may be there"
 
 
 def test_a_reader_passes_a_damaged_checkpoint_over_says_so_and_leaves_it(saved, tmp_path, capsys):

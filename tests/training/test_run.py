@@ -126,7 +126,7 @@ def test_a_resume_with_another_batch_moves_the_end_of_the_schedule_to_that_of_th
         given.append(rate)
         return optax.sgd(rate)
 
-    parts, rates = OwnParts(optimizer=factory if own else None), []
+    parts, rates, ends = OwnParts(optimizer=factory if own else None), [], []
     done = ((Counts(), 8), (Counts(step=4, examples_seen=32), 16), (Counts(step=5, examples_seen=48), 16))
     for (counts, batch), (following, _) in zip(done, [*done[1:], done[0]], strict=True):
         run = open_run(load_config(None, [*keys, f"global_batch_size={batch}"]), own=parts)
@@ -134,12 +134,17 @@ def test_a_resume_with_another_batch_moves_the_end_of_the_schedule_to_that_of_th
             state, found = run.restore_or_init()
             assert (found.step, found.examples_seen) == (counts.step, counts.examples_seen)
             run.introduce(Terminal(log_period=1, quiet=False), found)
+            ends.append(json.loads((tmp_path / "here" / "plan.json").read_text())["steps"])
             schedule = run.schedule(counts)
             rates.append([float(given[-1](step) if own else schedule.rate(step + 1)) / 0.01 for step in (3, 4, 5)])
             run.save(state, following)
+    out = capsys.readouterr().out
+    assert ends == [8, 6, 6]
+    assert "\nsteps                        6: 64 examples" in out
+    assert "\nalready done                 4: 32 examples, 1024 tokens; 2 steps and 32 examples are left\n" in out
     np.testing.assert_allclose(rates, [[4 / 8, 3 / 8, 2 / 8], [2 / 6, 1 / 6, 0], [2 / 6, 1 / 6, 0]], atol=1e-6)
     said = "schedule ends with this run, at step 6 instead of 8: after step 4 the rate is about 33.3% of its peak"
-    assert capsys.readouterr().out.count(said) == 1
+    assert out.count(said) == 1
 
 
 def test_parts_of_ones_own_are_what_a_run_goes_on_with(tmp_path):

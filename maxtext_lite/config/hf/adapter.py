@@ -151,6 +151,15 @@ def adapter_of(path: str | Path) -> Adapter | None:
     return Adapter(root, base, rank, alpha, ",".join(sorted(names)), ranks, fields)
 
 
+def missing_base(path: str | Path) -> str | None:
+    """The base model that an adapter's directory names, if it is not a directory here; None for everything else."""
+    root = local_copy(path, "load_parameters_path")
+    if not is_there(root / CONFIG):
+        return None
+    name = read_object(root / CONFIG).get("base_model_name_or_path")
+    return None if _base_directory(root, name) else str(name or "")
+
+
 def _alpha(fields: dict[str, Any]) -> float:
     """The lora_alpha of r, after `use_rslora` is taken into account."""
     return float(fields.get("lora_alpha", 8)) * (math.sqrt(int(fields.get("r", 8))) if fields.get("use_rslora") else 1)
@@ -232,16 +241,21 @@ def _is_pattern(text: str) -> bool:
 
 def _base(root: Path, fields: dict[str, Any], problems: list[str]) -> Path:
     name = fields.get("base_model_name_or_path")
-    for directory in (user_path(str(name)), root / str(name)):
-        if name and isinstance(name, str) and is_directory(directory):
-            if is_there(directory / CONFIG):
-                problems.append(f"base_model_name_or_path={value_text(name)} is an adapter itself. Merge that one.")
-            return directory
+    if directory := _base_directory(root, name):
+        if is_there(directory / CONFIG):
+            problems.append(f"base_model_name_or_path={value_text(name)} is an adapter itself. Merge that one.")
+        return directory
     problems.append(
         f"base_model_name_or_path={value_text(name)} is not a directory here. Set it in that file to the Hugging Face "
         "directory of the model that the adapter belongs to."
     )
     return root
+
+
+def _base_directory(root: Path, name: object) -> Path | None:
+    if not name or not isinstance(name, str):
+        return None
+    return next((directory for directory in (user_path(name), root / name) if is_directory(directory)), None)
 
 
 def _modules(file: Path) -> tuple[tuple[str, ...], list[str]]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from maxtext_lite.config.bucket import any_path, local_copy
 from maxtext_lite.config.checkpoint_steps import steps_in
 from maxtext_lite.config.errors import UserError, any_of, value_text
-from maxtext_lite.config.hf.adapter import CONFIG, adapter_of
+from maxtext_lite.config.hf.adapter import CONFIG, adapter_of, missing_base
 from maxtext_lite.config.hf.families import FAMILIES
 from maxtext_lite.config.hf.family import CAUSAL
 from maxtext_lite.config.hf.fields import (
@@ -226,7 +226,7 @@ TOKENIZER_FILES = {"huggingface": "tokenizer.json", "sentencepiece": "tokenizer.
 
 
 def hf_directory(path: str | Path, key: str = "load_parameters_path") -> Path | None:
-    """The directory with the config.json and the tokenizer of `path`; None if there is none.
+    """The directory with the config.json and the tokenizer of `path`; None if there is none, or it is not there.
 
     It is a Hugging Face directory itself, the base model's for an adapter, and hf/ of a run or an imported model that
     came from one.
@@ -235,6 +235,8 @@ def hf_directory(path: str | Path, key: str = "load_parameters_path") -> Path | 
       UserError: it is in a bucket that cannot be read; names `key`.
     """
     root = local_copy(path, key)
+    if missing_base(root) is not None:
+        return None
     if adapter := adapter_of(root):
         root = adapter.base
     if is_there(root / "config.json"):

@@ -8,7 +8,7 @@ from typing import Any
 
 from maxtext_lite.config.bucket import local_copy
 from maxtext_lite.config.errors import Refusal, UserError, value_text
-from maxtext_lite.config.hf.adapter import CONFIG, adapter_of
+from maxtext_lite.config.hf.adapter import CONFIG, adapter_of, missing_base
 from maxtext_lite.config.hf.config import field_names, has_hf_weights, hf_directory, model_keys, stored_dtype
 from maxtext_lite.config.hf.config import tokenizer_keys as tokenizer_keys_of
 from maxtext_lite.config.hf.fields import Keys, same_architecture
@@ -84,6 +84,17 @@ def directory_values(
                 )
             )
     return values, refusals
+
+
+def missing_base_refusals(path: str) -> list[Refusal]:
+    """The refusals of an adapter whose base model is not there; none for everything else."""
+    if not path or missing_base(path) is None:
+        return []
+    try:
+        adapter_of(path)
+    except UserError as error:
+        return [Refusal("load_parameters_path", problem) for problem in error.problems]
+    return []
 
 
 def tokenizer_values(path: str, stated: Mapping[str, object]) -> dict[str, str]:

@@ -130,7 +130,7 @@ def _written(
         problems += [each.problem for each in documents if isinstance(each, BadLine)][: _PROBLEMS_NAMED - len(problems)]
         bad += len(documents) - len(texts)
         if bad and not workshop.max_bad_fraction:
-            raise UserError([*problems, _HOW_TO_GO_ON])
+            raise UserError([*problems[:-1], f"{problems[-1]} {_HOW_TO_GO_ON}"])
         ids, counts = tokenized(tokenizer, texts, dtype)
         lengths.append(counts[counts > 1])
         empty += len(counts) - len(lengths[-1])

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from maxtext_lite.config import UserError, load_config
-from maxtext_lite.config.hf.adapter import adapter_of
+from maxtext_lite.config import UserError, load_config, write_resolved
+from maxtext_lite.config.hf.adapter import adapter_of, missing_base
 from maxtext_lite.config.hf.config import has_hf_weights, hf_directory
+from maxtext_lite.config.hf.model_directory import config_of_run
 from tests.config.hf.test_config import LLAMA3_8B
 
 # As peft 0.21 saves it, but for fields that are null, false or empty.
@@ -55,6 +56,27 @@ def test_an_adapter_decides_the_lora_keys_and_its_base_the_rest(fields, rank, al
     assert base.resolve() == tmp_path / "its-base"
     config = load_config(None, [f"load_parameters_path={path}", "tokenizer_type=byte", "lora_targets=value, query"])
     assert (config.lora_rank, config.lora_alpha, config.base_emb_dim) == (rank, alpha, 4096)
+
+
+def test_a_run_says_what_its_model_is_where_the_base_of_its_adapter_is_gone(tmp_path):
+    path, run = directory(tmp_path), tmp_path / "run"
+    run.mkdir()
+    words = [f"load_parameters_path={path}", "tokenizer_type=byte"]
+    config = load_config(None, words)
+    write_resolved(config, run / "config.yml")
+    assert missing_base(path) is None
+    (tmp_path / "its-base").rename(tmp_path / "gone")
+    assert missing_base(path) == "../its-base"
+    assert hf_directory(path) is None
+    found = config_of_run(run)
+    assert (found.lora_rank, found.lora_targets, found.base_emb_dim) == (4, "query,value", 4096)
+    refused = f"{path / 'adapter_config.json'}: base_model_name_or_path=../its-base is not a directory here."
+    for more in ([], ["base_emb_dim=4096"]):
+        with pytest.raises(UserError) as refusal:
+            load_config(None, [*words, *more])
+        assert [problem[: len(refused)] for problem in refusal.value.problems] == [refused]
+    with pytest.raises(UserError, match="base_model_name_or_path"):
+        has_hf_weights(path)
 
 
 def test_a_stated_lora_key_may_not_contradict_it(tmp_path):

@@ -317,6 +317,9 @@ def test_bad_lines_are_counted_and_named_up_to_their_share(texts, tmp_path):
         with pytest.raises(UserError) as refused:
             prepare(tmp_path, max_bad_fraction=share)
         assert any("not a JSON object with a string under" in problem for problem in refused.value.problems)
+        if not share:
+            assert len(refused.value.problems) == 2, "one a bad line"
+            assert refused.value.problems[-1].endswith("or allow a share of bad lines with max_bad_fraction=0.001.")
     last = refused.value.problems[0]
     bad, lines = (int(last.split()[at]) for at in (0, 3))
     assert bad == 2
