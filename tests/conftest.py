@@ -4,6 +4,7 @@ import gc
 import hashlib
 import os
 import platform
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,11 @@ os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), _devices, *
 # XLA gives the simulated devices one thread each. Steps dispatched ahead take some of them, the others then wait in a
 # collective for a device that no thread is left to run, and XLA aborts after 40 seconds. Twice as many threads suffice.
 os.environ.setdefault("NPROC", str(2 * SIMULATED_DEVICES))
+
+# Compiled source is kept even where the shell says otherwise: without it, a third of the time that a process takes to
+# import the library without jax goes into compiling it, and tests start many such processes.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Tracing makes many objects and few cycles: looking for those after every 700 costs time, more as a process grows.
 gc.set_threshold(50_000, 20, 100)
