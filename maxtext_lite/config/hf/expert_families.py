@@ -79,7 +79,7 @@ EXPERT_FAMILIES: Mapping[str, Family] = {
     "minimax_m2": family(
         "MiniMaxM2ForCausalLM", Heads(kv_heads=8, head_dim=128), SILU,
         Fixed(qk_norm="all_heads", routed_score_func="sigmoid", routed_bias=True, norm_topk_prob=True),
-        RotaryDim(RopeFields(5_000_000.0, partial=1.0)),
+        RotaryDim(5_000_000.0, partial=1.0),
         Every("num_local_experts", "num_experts", key="num_experts"), EXPERTS_PER_TOKEN,
         Only("use_qk_norm", True), Only("qk_norm_type", "per_layer"), Only("scoring_func", "sigmoid"),
         Only("use_routing_bias", True), Only("shared_intermediate_size", 0), Only("router_jitter_noise", 0.0),
@@ -126,7 +126,7 @@ EXPERT_FAMILIES: Mapping[str, Family] = {
     "granitemoe": family("GraniteMoeForCausalLM", *_GRANITE),
     "granitemoeshared": family("GraniteMoeSharedForCausalLM", *_GRANITE, SharedWidth()),
     "phimoe": family(
-        "PhimoeForCausalLM", Heads(kv_heads=8), SILU, BIASES, MultipliedRope(RopeFields(1_000_000.0)),
+        "PhimoeForCausalLM", Heads(kv_heads=8), SILU, BIASES, MultipliedRope(1_000_000.0),
         LayerTypes("window", 0),
         Fixed(normalization="layer_norm", routed_score_func="sparsemixer", norm_topk_prob=False),
         Rename(num_local_experts="num_experts"), Only("num_experts_per_tok", 2, key="num_experts_per_tok"),

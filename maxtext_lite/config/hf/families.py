@@ -189,7 +189,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "ministral3": family(
         "Ministral3ForCausalLM", Heads(kv_heads=8, head_dim=128), SILU,
-        PositionScaling(RopeFields(10_000.0, scaling=_MINISTRAL3_SCALING)), LayerTypes("window", 0), epsilon=1e-5,
+        PositionScaling(10_000.0, scaling=_MINISTRAL3_SCALING), LayerTypes("window", 0), epsilon=1e-5,
     ),
     "olmo": Family("OlmoForCausalLM", (
         SIZES, RANGE, ties(False), Heads(), SILU, BIASES, RopeFields(10_000.0),

@@ -6,6 +6,7 @@ from typing import Any, Literal
 from maxtext_lite.config.errors import any_of, value_text
 from maxtext_lite.config.hf.fields import Fields, JsonObject, Keys, is_whole
 from maxtext_lite.config.hf.parts import Part
+from maxtext_lite.config.model_parts import ROPE_ENTRIES
 from maxtext_lite.config.sections import ModelConfig
 
 
@@ -104,16 +105,8 @@ def _rope_fields(theta: float, config: ModelConfig, more: JsonObject) -> JsonObj
     return {"rope_parameters": new, "rope_theta": theta, "rope_scaling": None if scaling is None else new} | length
 
 
-_SCALINGS = {
-    "linear": ("factor",),
-    "dynamic": ("factor", "original_max_position_embeddings"),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": (
-        "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "mscale",
-        "mscale_all_dim", "truncate",
-    ),
-    "longrope": ("factor", "original_max_position_embeddings", "short_factor", "long_factor", "attention_factor"),
-}  # fmt: skip
+# In a config.json, ntk is called dynamic.
+_SCALINGS = {kind: needed + optional for kind, (needed, optional) in ROPE_ENTRIES.items() if kind != "ntk"}
 
 
 def _scaling(name: str, parameters: JsonObject, fields: Fields) -> JsonObject:

@@ -6,7 +6,6 @@ import pytest
 
 from maxtext_lite.config import load_config
 from maxtext_lite.config.hf.fields import Fields
-from maxtext_lite.config.hf.positions import RopeFields
 from maxtext_lite.config.hf.terms import Inverse, OldGelu, OutBias, PositionScaling, Switch
 from tests.config.hf.test_parts import problems, read
 
@@ -55,8 +54,8 @@ def test_gelu_of_the_first_gemma_is_its_approximation():
 
 
 def test_queries_grow_with_every_original_length():
-    part = PositionScaling(RopeFields(1e6, scaling={"rope_type": "yarn", "factor": 16.0,
-                                                    "original_max_position_embeddings": 16384}))  # fmt: skip
+    stated = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16384}
+    part = PositionScaling(1e6, scaling=stated)
     scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8, "rope_theta": 1e4}
     keys = read(part, rope_parameters={**scaling, "llama_4_scaling_beta": 0.2, "max_position_embeddings": 16})
     assert keys["position_temperature"] == {"scale": 0.2, "floor_scale": 8}
