@@ -101,7 +101,7 @@ def schedule_of_run(
     last = plan.schedule_end(unit, step, examples_seen)
     if unit == "steps":
         return learning_rate_schedule(config, last=last)
-    _, total = plan.end_after(step, examples_seen)
+    _, total = plan.length.end_after(step, examples_seen)
     if unit == "tokens":
         total = target_tokens_of_run(source, total_examples=total, seed=seed, loading_hosts=plan.loading_hosts)
     return learning_rate_schedule(config, last=last, units_per_step=total / last)

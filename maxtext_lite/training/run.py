@@ -253,7 +253,9 @@ class TrainingRun(Generic[Data]):
             state, counts = self._saved.restore(abstract)
             self._mix(counts)
             done = counts.step, counts.examples_seen
-            self.parts = ending_after(self.parts, self.config, self.plan, self._own, last=self.plan.end_after(*done)[0])
+            self.parts = ending_after(
+                self.parts, self.config, self.plan, self._own, last=self.plan.length.end_after(*done)[0]
+            )
             self._saved.starts = with_start(self._saved.starts, self.config, self.plan, *done)
             if self.parts.optimizer.has_ended(counts.skipped_in_a_row):  # if the limit has been lowered
                 none = jax.device_put(jax.numpy.int32(0), abstract.skipped_in_a_row.sharding)
@@ -312,7 +314,7 @@ class TrainingRun(Generic[Data]):
           UserError: they cannot be written; on all hosts.
         """
         left = self.steps_left(counts)
-        end = self.plan.examples_after(left, counts.examples_seen)
+        end = self.plan.length.examples_after(left, counts.examples_seen)
         self.failures.on_first_host(self.directory, lambda: self._write_about(end))
         if not self.is_first:
             return
