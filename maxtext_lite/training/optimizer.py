@@ -15,7 +15,8 @@ import optax
 from maxtext_lite.batching import BatchPlan
 from maxtext_lite.batching.rate_shape import decay, warm_up
 from maxtext_lite.config import Config, OptimizerConfig, UserError
-from maxtext_lite.data import ExampleSource, target_tokens_of_run
+from maxtext_lite.data import ExampleSource
+from maxtext_lite.data.sources_on_hosts import target_tokens_of_run
 from maxtext_lite.models import is_matrix, num_inputs, of_one, unstacked
 from maxtext_lite.training.accumulate import GradientAccumulation, loss_scaling
 from maxtext_lite.training.arrays import Path, Scalar, Tree

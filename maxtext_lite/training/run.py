@@ -23,15 +23,11 @@ from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import value_text, writing
 from maxtext_lite.config.hf.adapter import adapter_of
 from maxtext_lite.config.hf.config import has_hf_weights
-from maxtext_lite.data import (
-    ExampleSource,
-    MixtureSource,
-    source_tokens_of_run,
-)
+from maxtext_lite.data import ExampleSource, MixtureSource
 from maxtext_lite.data.excluded import ExcludedRow, excluded_ids
 from maxtext_lite.data.mixture_of_run import early_end, in_run, mixture_sentences, mixture_table, steps_left
 from maxtext_lite.data.preparing.inspecting import summaries
-from maxtext_lite.data.sources_on_hosts import excluded_rows_on_hosts, listed_rows_on_hosts
+from maxtext_lite.data.sources_on_hosts import excluded_rows_on_hosts, listed_rows_on_hosts, source_tokens_of_run
 from maxtext_lite.hf import store_files
 from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import tree_shardings

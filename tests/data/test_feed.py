@@ -447,7 +447,8 @@ import multiprocessing, signal
 import jax
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import load_config
-from maxtext_lite.data import open_sources, training_batches
+from maxtext_lite.data import open_sources
+from maxtext_lite.data.feed import training_batches
 
 def main():
     config = load_config(None, ["dataset_type=synthetic", "max_target_length=8", "per_device_batch_size=2"])

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from maxtext_lite.config import UserError, load_config
-from maxtext_lite.data import example_ids, examples_hash, open_sources_on_hosts, token_stream
+from maxtext_lite.data import example_ids, examples_hash, token_stream
+from maxtext_lite.data.sources_on_hosts import open_sources_on_hosts
 from maxtext_lite.training import NonFiniteLoss, opening, saving, train
 from maxtext_lite.training.callbacks import Callback
 from maxtext_lite.training.feed_steps import FeedSteps
