@@ -1,6 +1,6 @@
 """The plan as a table for people: each quantity with its formula filled in."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
@@ -40,16 +40,20 @@ _RANKED = ("mesh", "per device", "A", "pieces", "remat_policy", "GB", "ms", "mat
 
 def format_ranking(ranked: Sequence[RankedPlan]) -> str:
     """Ranked plans, one a line: the chosen keys, planned memory per device, and the shortest time of a step."""
-    rows = [_RANKED, *map(_ranked_row, ranked)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     left = {0, _RANKED.index("remat_policy")}
-    return "\n".join(
+    return "\n".join(aligned([_RANKED, *map(_ranked_row, ranked)], {*range(len(_RANKED))} - left))
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Collection[int]) -> list[str]:
+    """The rows of a table as lines; the columns with the numbers `right` are right-aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
         "  ".join(
-            cell.ljust(width) if at in left else cell.rjust(width)
+            cell.rjust(width) if at in right else cell.ljust(width)
             for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
+        ).rstrip()
         for row in rows
-    )
+    ]
 
 
 def _ranked_row(ranked: RankedPlan) -> tuple[str, ...]:
