@@ -162,7 +162,7 @@ FAMILIES: Mapping[str, Family] = {
         RopeFields(150_000.0, scaling=_GPT_OSS_SCALING),
         LayerTypes("alternating", 128), Every("num_local_experts", "num_experts", key="num_experts"),
         Every("num_experts_per_tok", "experts_per_token", key="num_experts_per_tok"), _MIXTURE,
-        Only("swiglu_alpha", 1.702), Only("swiglu_limit", 7.0), epsilon=1e-5,
+        Only("swiglu_alpha", 1.702), Only("swiglu_limit", 7.0), Ignored("initial_context_length"), epsilon=1e-5,
     ),
     "deepseek_v2": _deepseek(
         "DeepseekV2ForCausalLM", Fixed(routed_score_func="softmax", norm_topk_prob=False),
