@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -20,7 +19,7 @@ from maxtext_lite.data.fetched import find_prepared
 from maxtext_lite.data.manifest import token_dtype
 from maxtext_lite.data.megatron import open_megatron
 from maxtext_lite.data.packing import FIELDS, Documents, Rows, TokenStream, segments_row
-from maxtext_lite.data.preparing.documents import BadLine, DocumentReader
+from maxtext_lite.data.preparing.documents import DocumentReader
 from maxtext_lite.data.preparing.keys import PrepareConfig
 from maxtext_lite.data.preparing.tasks import WHOLE, Piece
 from maxtext_lite.data.preparing.text_cache import cached_text, text_fingerprint
@@ -237,7 +236,8 @@ def _open_text(config: DataConfig, tokenizer: Tokenizer, *, key: str, path: str)
     if cached is not None:
         found = (cached.stream, cached.document_starts, cached.fingerprint)
         return _source(config, *found, nothing, cached.place, empty=cached.empty, notes=(cached.note,))
-    stream, starts, empty = _tokenize(_read_documents(files, tokenizer), tokenizer)
+    pieces = (Piece(name, str(file), 0, WHOLE) for name, file in files)
+    stream, starts, empty = _tokenize(DocumentReader(PrepareConfig(), tokenizer).texts(pieces), tokenizer)
     content = text_fingerprint(stream, starts, tokenizer=tokenizer.fingerprint, dtype=str(stream.dtype))
     return _source(config, stream, starts, content, nothing, None, empty=empty)
 
@@ -308,12 +308,3 @@ def _tokenize(documents: Iterator[str], tokenizer: Tokenizer) -> tuple[np.ndarra
     present = lengths[lengths > 1]  # an empty document leaves nothing in the stream, not even its end-of-text
     document_starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(present, dtype=np.int64)])
     return np.concatenate(streams), document_starts, len(lengths) - len(present)
-
-
-def _read_documents(files: list[tuple[str, pathlib.Path]], tokenizer: Tokenizer) -> Iterator[str]:
-    """The documents that `prepare` finds in the files, including empty ones; refuses a line without a document."""
-    reader = DocumentReader(PrepareConfig(), tokenizer)
-    for document in (each for name, file in files for each in reader.read(Piece(name, str(file), 0, WHOLE))):
-        if isinstance(document, BadLine):
-            raise UserError(document.problem)
-        yield document
