@@ -63,7 +63,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def __init__(self, *, prog: str, description: str | None) -> None:
         super().__init__(prog=prog, description=description, allow_abbrev=False)
-        self.add_argument("--version", action=_Version, help="print the version and end")
+        self.add_argument("--version", action="version", version=version_text(), help="print the version and end")
         self.keys: Collection[str] = ()
         self._argv: Sequence[str] = ()
 
@@ -95,18 +95,6 @@ class ArgumentParser(argparse.ArgumentParser):
         unknown = message.partition("unrecognized arguments: ")[2].split(" ")[0]
         hint = words_hint(self._argv[self._argv.index(unknown) :], self.keys) if unknown in self._argv else ""
         raise UserError(f"{message}.{hint} `{self.prog} --help` lists all arguments.")
-
-
-class _Version(argparse.Action):
-    """Prints the version, which is looked up only then, and ends the process."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
-        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=help)
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        """Prints and ends."""
-        print(version_text())
-        parser.exit()
 
 
 def version_text() -> str:
