@@ -9,8 +9,6 @@ from maxtext_lite.batching.ledger import MemoryEstimate
 from maxtext_lite.batching.length import RunLength
 from maxtext_lite.batching.memory import vocab_tiles
 from maxtext_lite.batching.parameters import (
-    ParameterCount,
-    active_parameters,
     attended_pairs,
     count_parameters,
     flops_per_example,
@@ -19,7 +17,6 @@ from maxtext_lite.batching.planning import batch_sizes, load_plan, make_plan, sc
 from maxtext_lite.batching.rampup import BatchStage, RampupBatchManager
 from maxtext_lite.batching.ranking import RankedPlan, choose, rank, wants_solving
 from maxtext_lite.batching.rl import RLBatch
-from maxtext_lite.batching.scaling import OptimizerScaling
 from maxtext_lite.batching.table import format_plan, format_ranking
 from maxtext_lite.batching.topology import MESH_AXES, Topology
 
@@ -28,14 +25,11 @@ __all__ = [
     "BatchPlan",
     "BatchStage",
     "MemoryEstimate",
-    "OptimizerScaling",
-    "ParameterCount",
     "RLBatch",
     "RampupBatchManager",
     "RankedPlan",
     "RunLength",
     "Topology",
-    "active_parameters",
     "attended_pairs",
     "batch_size_advice",
     "batch_sizes",

@@ -45,12 +45,6 @@ class MeshSizes:
         """The product ici x dcn, by axis."""
         return {axis: self.ici[axis] * self.dcn[axis] for axis in MESH_AXES}
 
-    @property
-    def batch_shards(self) -> int:
-        """Parts into which rows are split: data x fsdp x expert."""
-        total = self.total
-        return total["data"] * total["fsdp"] * total["expert"]
-
 
 def mesh_key(scope: Scope, axis: str) -> str:
     """The config key of an axis: ici_pipeline_parallelism for `stage`."""
