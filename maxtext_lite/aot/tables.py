@@ -7,6 +7,7 @@ from typing import Any
 from maxtext_lite.aot.program import Program, Traffic
 from maxtext_lite.batching.ledger import bytes_text
 from maxtext_lite.batching.table import aligned
+from maxtext_lite.batching.topology import mesh_text
 
 
 def program_json(program: Program) -> dict[str, object]:
@@ -68,7 +69,7 @@ def program_text(program: Program) -> str:
     """The output of `compile`."""
     plan = program.plan
     stage = plan.stages[-1]
-    axes = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items() if size > 1) or "one device"
+    axes = mesh_text(plan.mesh)
     hosts = f"{plan.num_hosts} host{'' if plan.num_hosts == 1 else 's'}"
     lines = [
         f"compiled for {plan.num_devices} x {program.device_kind} ({axes}) on {hosts}: "
