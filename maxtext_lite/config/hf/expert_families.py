@@ -43,8 +43,8 @@ _GRANITE = (
     Fixed(routed_score_func="softmax", norm_topk_prob=True),
     Defaulted("embedding_multiplier", "embedding_multiplier", 1.0),
     Defaulted("residual_multiplier", "residual_multiplier", 1.0),
-    Inverse("logits_scaling", "logits_multiplier", 1.0),
-    Inverse("attention_multiplier", "query_pre_attn_scalar", 1.0, power=-2),
+    Inverse("logits_scaling", "logits_multiplier"),
+    Inverse("attention_multiplier", "query_pre_attn_scalar", power=-2),
 )  # fmt: skip
 
 EXPERT_FAMILIES: Mapping[str, Family] = {

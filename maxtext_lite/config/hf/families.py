@@ -205,8 +205,8 @@ FAMILIES: Mapping[str, Family] = {
         "GraniteForCausalLM", Heads(), SILU, BIASES, _MLP_BIAS, RopeFields(10_000.0),
         Defaulted("embedding_multiplier", "embedding_multiplier", 1.0),
         Defaulted("residual_multiplier", "residual_multiplier", 1.0),
-        Inverse("logits_scaling", "logits_multiplier", 1.0),
-        Inverse("attention_multiplier", "query_pre_attn_scalar", 1.0, power=-2),
+        Inverse("logits_scaling", "logits_multiplier"),
+        Inverse("attention_multiplier", "query_pre_attn_scalar", power=-2),
     ),
     "glm": family(
         "GlmForCausalLM", Heads(kv_heads=2, head_dim=128), SILU, Bias("attention_bias", "qkv", default=True),

@@ -80,12 +80,12 @@ class Inverse(Part):
       power: -1, or -2 if the field multiplies scores and the key's square root divides them.
     """
 
-    def __init__(self, name: str, key: str, default: float, *, power: int = -1) -> None:
-        self._name, self._key, self._default, self._power = name, key, default, power
+    def __init__(self, name: str, key: str, *, power: int = -1) -> None:
+        self._name, self._key, self._power = name, key, power
 
     def read(self, fields: Fields) -> Keys:
         """See Part."""
-        value = fields.take(self._name, self._default)
+        value = fields.take(self._name, 1.0)
         fields.names[self._key] = self._name
         if not _is_real(value) or not value:
             fields.refuse(self._name, value, "is not a number above 0.")

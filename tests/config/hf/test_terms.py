@@ -12,7 +12,7 @@ from tests.config.hf.test_parts import problems, read
 
 @pytest.mark.parametrize("multiplier", [0.015625, 0.0078125, 0.1, 1 / math.sqrt(192), 0.3])
 def test_a_multiplier_of_scores_is_what_they_are_divided_by_the_root_of(multiplier):
-    part = Inverse("attention_multiplier", "query_pre_attn_scalar", 1.0, power=-2)
+    part = Inverse("attention_multiplier", "query_pre_attn_scalar", power=-2)
     scalar = read(part, attention_multiplier=multiplier)["query_pre_attn_scalar"]
     assert math.isclose(1 / math.sqrt(scalar), multiplier, rel_tol=1e-12)
     written = part.write(load_config(None, [f"query_pre_attn_scalar={scalar!r}"]))
@@ -21,7 +21,7 @@ def test_a_multiplier_of_scores_is_what_they_are_divided_by_the_root_of(multipli
 
 
 def test_what_logits_are_divided_by_is_their_inverse_multiplier():
-    part = Inverse("logits_scaling", "logits_multiplier", 1.0)
+    part = Inverse("logits_scaling", "logits_multiplier")
     assert read(part, logits_scaling=8) == {"logits_multiplier": 0.125}
     assert read(part) == {"logits_multiplier": 1.0}
     third = read(part, logits_scaling=3.0)["logits_multiplier"]
