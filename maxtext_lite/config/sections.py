@@ -244,6 +244,12 @@ class ModelConfig(Section):
         return cast("tuple[LayerKind, ...]", tuple(kind.strip() for kind in self.layer_pattern.split(",")))
 
     @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer."""
+        pattern = self.pattern
+        return tuple(pattern[layer % len(pattern)] for layer in range(self.base_num_decoder_layers))
+
+    @property
     def rotary_dim(self) -> int:
         """The rotated dims of a head; 0 where positions are learned."""
         if self.trainable_position_size:
