@@ -128,8 +128,13 @@ def machine_arguments(parser: argparse.ArgumentParser, device_help: str) -> None
 
 def model_arguments(parser: ArgumentParser, kind: type[BaseModel], directory_help: str) -> None:
     """Adds the directory of a model and `key=value` words for the keys of `kind`."""
-    parser.keys = kind.model_fields
     parser.add_argument("directory", type=run_path, help=directory_help)
+    key_arguments(parser, kind)
+
+
+def key_arguments(parser: ArgumentParser, kind: type[BaseModel]) -> None:
+    """Adds `key=value` words for the keys of `kind`, as `overrides`."""
+    parser.keys = kind.model_fields
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=", ".join(kind.model_fields))
 
 
