@@ -29,10 +29,8 @@ def format_plan(plan: BatchPlan) -> str:
         *_rampup_rows(plan),
         *_memory_rows(plan.memory),
     ]
-    width = max(len(name) for name, _ in rows)
-    lines = [f"{name:<{width}}  {text}" for name, text in rows]
-    lines.append(f"attention kernel: {plan.attention_kernel}")
-    return "\n".join([*lines, *(f"warning: {warning}" for warning in plan.warnings)])
+    warnings = (f"warning: {warning}" for warning in plan.warnings)
+    return "\n".join([*aligned(rows), f"attention kernel: {plan.attention_kernel}", *warnings])
 
 
 _RANKED = ("mesh", "per device", "A", "pieces", "remat_policy", "GB", "ms", "matmul", "memory", "collectives", "host",
@@ -45,7 +43,7 @@ def format_ranking(ranked: Sequence[RankedPlan]) -> str:
     return "\n".join(aligned([_RANKED, *map(_ranked_row, ranked)], {*range(len(_RANKED))} - left))
 
 
-def aligned(rows: Sequence[Sequence[str]], right: Collection[int]) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
     """The rows of a table as lines; the columns with the numbers `right` are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
