@@ -108,12 +108,7 @@ def _parser() -> ArgumentParser:
     parser.add_argument(
         "--draw-to", type=local_path, metavar="FILE.svg", help="draw it to a file instead of the terminal"
     )
-    parser.add_argument(
-        "--compile",
-        type=whole_number,
-        metavar="N",
-        help="compile the best N of the plans found",
-    )
+    parser.add_argument("--compile", type=whole_number, metavar="N", help="compile the best N of the plans found")
     parser.add_argument(
         "--from",
         dest="run",

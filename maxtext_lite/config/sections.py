@@ -35,13 +35,7 @@ from maxtext_lite.config.field_types import (
     Share,
     Text,
 )
-from maxtext_lite.config.model_parts import (
-    LayerKind,
-    MlaOrNone,
-    MlpKind,
-    PositionTemperatureOrNone,
-    RopeScalingOrNone,
-)
+from maxtext_lite.config.model_parts import LayerKind, MlaOrNone, MlpKind, PositionTemperatureOrNone, RopeScalingOrNone
 from maxtext_lite.config.shown import StepsToTrace, TrackerNames
 from maxtext_lite.config.source_list import PathOrSources
 

@@ -18,10 +18,7 @@ from maxtext_lite.data.mixture_source import MixtureSource, parts_of
 
 
 def in_run(
-    config: DataConfig,
-    source: Any,
-    saved: Sequence[Mapping[str, Any]] = (),
-    seen: tuple[int, int] = (0, 0),
+    config: DataConfig, source: Any, saved: Sequence[Mapping[str, Any]] = (), seen: tuple[int, int] = (0, 0)
 ) -> tuple[Any, list[dict[str, Any]]]:
     """A source as a run reads it, and the history of the run's mixtures as JSON for further checkpoints.
 

@@ -15,17 +15,7 @@ from maxtext_lite.config.hf.family import (
     ties,
 )
 from maxtext_lite.config.hf.layer_lists import ChunkedLayers, FirstDense, InterleavedStep, LayerInterval, SparseStep
-from maxtext_lite.config.hf.parts import (
-    Activation,
-    Bias,
-    Defaulted,
-    Every,
-    Fixed,
-    Heads,
-    Ignored,
-    Only,
-    Rename,
-)
+from maxtext_lite.config.hf.parts import Activation, Bias, Defaulted, Every, Fixed, Heads, Ignored, Only, Rename
 from maxtext_lite.config.hf.positions import LayerTypes, RopeFields
 from maxtext_lite.config.hf.terms import Inverse, MultipliedRope, RotaryDim, SharedWidth, Switch
 

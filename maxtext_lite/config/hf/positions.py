@@ -318,10 +318,7 @@ class LayerTypes(Part):
             fields.refuse("sliding_window", None, why)
         if window and self._rotated != "always":
             kinds = ["nope" if kind == GLOBAL else kind for kind in kinds]
-        return {
-            "layer_pattern": pattern_of(kinds),
-            "sliding_window_size": window if fields.has_local_layers else 0,
-        }
+        return {"layer_pattern": pattern_of(kinds), "sliding_window_size": window if fields.has_local_layers else 0}
 
     def write(self, config: ModelConfig) -> JsonObject:
         """See Part."""
