@@ -142,7 +142,7 @@ def compile_for(
     *,
     num_devices: int | None = None,
     num_hosts: int = 1,
-    topology: str | None = None,
+    topology: str | None,
     num_slices: int | None = None,
 ) -> Program:
     """`compile_program` for N simulated CPU devices, a machine by name (attached or not), or the attached devices.
