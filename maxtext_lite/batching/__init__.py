@@ -8,7 +8,7 @@ from maxtext_lite.batching.batch_plan import BatchPlan, row_slots
 from maxtext_lite.batching.ledger import MemoryEstimate
 from maxtext_lite.batching.length import RunLength
 from maxtext_lite.batching.memory import vocab_tiles
-from maxtext_lite.batching.parameters import attended_pairs, count_parameters, flops_per_example
+from maxtext_lite.batching.parameters import active_parameters, attended_pairs, count_parameters, flops_per_example
 from maxtext_lite.batching.planning import batch_sizes, load_plan, make_plan, scaled_optimizer
 from maxtext_lite.batching.rampup import BatchStage, RampupBatchManager
 from maxtext_lite.batching.ranking import RankedPlan, choose, rank, wants_solving
@@ -26,6 +26,7 @@ __all__ = [
     "RankedPlan",
     "RunLength",
     "Topology",
+    "active_parameters",
     "attended_pairs",
     "batch_size_advice",
     "batch_sizes",
