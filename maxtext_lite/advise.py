@@ -88,7 +88,8 @@ def _text(found: Recommendation) -> str:
         "the reverse",
         f"              = batch / (learning rate x {timescale(budget):.3g} x D)  [Power Lines; muP, its coefficient is "
         "not verified]",
-        f"adam_b2       {_either(found.adam_b2)}: 0.95 above 524,288 tokens a batch, else 0.99  [OLMo ladder]",
+        f"adam_b2       {_ends(found.adam_b2, '{:g}'.format, ' or ')}: 0.95 above 524,288 tokens a batch, else 0.99  "
+        "[OLMo ladder]",
         f"warmup_steps  {_ends(found.warmup_steps, '{:,.0f}'.format)} at {_count(found.best.middle)} tokens a batch: "
         "N tokens (OLMo ladder), 2,000 steps (DeepSeek)",
         *_ramp_lines(found.ramp, budget.tokens),
@@ -150,13 +151,8 @@ def _span(interval: Interval, show: Callable[[float], str]) -> str:
     return f"  span: {_ends(interval, show)}, a factor of {interval.high / interval.low:.2g}"
 
 
-def _ends(interval: Interval, show: Callable[[float], str]) -> str:
-    low, high = show(interval.low), show(interval.high)
-    return low if low == high else f"{low} to {high}"
-
-
-def _either(interval: Interval) -> str:
-    return f"{interval.low:g}" if interval.low == interval.high else f"{interval.low:g} or {interval.high:g}"
+def _ends(interval: Interval, show: Callable[[float], str], between: str = " to ") -> str:
+    return between.join(dict.fromkeys((show(interval.low), show(interval.high))))
 
 
 def _count(value: float) -> str:

@@ -11,14 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from maxtext_lite.batching.branching import WORSE, critical_batch
-from maxtext_lite.cli import (
-    ArgumentParser,
-    check_at_least_one,
-    check_one_host,
-    local_path,
-    run_command,
-    whole_number,
-)
+from maxtext_lite.cli import ArgumentParser, check_at_least_one, check_one_host, local_path, run_command, whole_number
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.reporting import read_runs, write_page
 from maxtext_lite.reporting.records import json_text

@@ -63,7 +63,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def __init__(self, *, prog: str, description: str | None) -> None:
         super().__init__(prog=prog, description=description, allow_abbrev=False)
-        self.add_argument("--version", action=_Version, help="print the version and end")
+        self.add_argument("--version", action="version", version=version_text(), help="print the version and end")
         self.keys: Collection[str] = ()
         self._argv: Sequence[str] = ()
 
@@ -100,18 +100,6 @@ class ArgumentParser(argparse.ArgumentParser):
         raise UserError(f"{message}.{hint} `{self.prog} --help` lists all arguments.")
 
 
-class _Version(argparse.Action):
-    """Prints the version, which is looked up only then, and ends the process."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
-        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=help)
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        """Prints and ends."""
-        print(version_text())
-        parser.exit()
-
-
 def version_text() -> str:
     """`maxtext_lite 0.1.0 (jax 0.10.2, Python 3.11.2)`, without importing any of them."""
     from importlib.metadata import PackageNotFoundError, version
@@ -143,8 +131,13 @@ def machine_arguments(parser: argparse.ArgumentParser, device_help: str) -> None
 
 def model_arguments(parser: ArgumentParser, kind: type[BaseModel], directory_help: str) -> None:
     """Adds the directory of a model and `key=value` words for the keys of `kind`."""
-    parser.keys = kind.model_fields
     parser.add_argument("directory", type=run_path, help=directory_help)
+    key_arguments(parser, kind)
+
+
+def key_arguments(parser: ArgumentParser, kind: type[BaseModel]) -> None:
+    """Adds `key=value` words for the keys of `kind`, as `overrides`."""
+    parser.keys = kind.model_fields
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=", ".join(kind.model_fields))
 
 

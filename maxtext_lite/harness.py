@@ -97,18 +97,7 @@ class HarnessModel:
           UserError: an option is unknown or wrong.
         """
         asked = [_asked(number, *request.args) for number, request in enumerate(requests)]
-        return [
-            self._scorer.written(
-                each.prompt,
-                stop_strings=each.stop_strings,
-                max_new_tokens=each.max_new_tokens,
-                temperature=each.temperature,
-                top_k=each.top_k,
-                top_p=each.top_p,
-                seed=each.seed,
-            )
-            for each in asked
-        ]
+        return [self._scorer.written(each) for each in asked]
 
 
 def _count(key: str, value: float | str, least: int = 1) -> int:

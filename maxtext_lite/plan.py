@@ -111,12 +111,7 @@ def _parser() -> ArgumentParser:
     parser.add_argument(
         "--draw-to", type=local_path, metavar="FILE.svg", help="draw it to a file instead of the terminal"
     )
-    parser.add_argument(
-        "--compile",
-        type=whole_number,
-        metavar="N",
-        help="compile the best N of the plans found",
-    )
+    parser.add_argument("--compile", type=whole_number, metavar="N", help="compile the best N of the plans found")
     parser.add_argument(
         "--from",
         dest="run",
@@ -231,7 +226,7 @@ def _mixture(config: Config, plan: BatchPlan) -> tuple[dict[str, Any], list[str]
 
     source, _ = in_run(config, _training_source(config))
     steps = steps_left(config, plan, source, step=0, examples_seen=0)
-    end = plan.examples_after(steps, 0)
+    end = plan.length.examples_after(steps, 0)
     sentences = mixture_sentences(config, source, 0, end) + early_end(config, plan, steps=steps, examples_seen=end)
     return {"mixture": mixture_table(source, 0, end)}, sentences
 

@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from maxtext_lite.cli import ArgumentParser, parse_keys, run_command, whole_number
+from maxtext_lite.cli import ArgumentParser, key_arguments, parse_keys, run_command, whole_number
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import WrongType, value_text
 from maxtext_lite.config.field_types import data_path_text
@@ -84,8 +84,7 @@ def main(argv: Sequence[str]) -> int:
         description=f"{__doc__} It resumes where it was stopped. Example: {EXAMPLE} See `prepare inspect --help` for "
         "looking at a dataset, and `prepare tokenizer --help` for training a tokenizer.",
     )
-    parser.keys = PrepareConfig.model_fields
-    parser.add_argument("words", nargs="*", metavar="key=value", help=", ".join(PrepareConfig.model_fields))
+    key_arguments(parser, PrepareConfig)
     parser.add_argument("--task", type=whole_number, help="the share of the work to do, from 0; for job arrays")
     parser.add_argument("--of", type=whole_number, help="number of shares of the work")
     arguments = parser.parse_intermixed_args(argv)
@@ -94,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError("--task and --of go together: --task 0 --of 4 is the first quarter of the work.")
     if of is not None and not 0 <= number < of:
         raise UserError(f"--task {number} --of {of}: the first of N shares is 0, the last is N - 1.")
-    config = parse_prepare_config(arguments.words)
+    config = parse_prepare_config(arguments.overrides)
     _prepare(config, (0, 1) if of is None else (number, of))
     return 0
 
@@ -121,13 +120,12 @@ def _inspect(argv: Sequence[str]) -> int:
     parser = ArgumentParser(
         prog="maxtext-lite prepare inspect", description=f"The content of a prepared dataset. Example: {example}"
     )
-    parser.keys = InspectConfig.model_fields
     parser.add_argument("path", type=_dataset_path, metavar="PATH", help="the output of prepare")
-    parser.add_argument("words", nargs="*", metavar="key=value", help=", ".join(InspectConfig.model_fields))
+    key_arguments(parser, InspectConfig)
     parser.add_argument("--rows", metavar="A:B", help="show rows A to B - 1: text, documents and loss weights")
     parser.add_argument("--json", action="store_true", help="with --rows: their arrays, one line of JSON per row")
     arguments = parser.parse_intermixed_args(argv)
-    config, problems = parse_keys(InspectConfig, arguments.words, texts=("tokenizer_path",), example=example)
+    config, problems = parse_keys(InspectConfig, arguments.overrides, texts=("tokenizer_path",), example=example)
     bounds = re.fullmatch(r"([0-9]{1,15}):([0-9]{1,15})", arguments.rows or "0:1")
     if bounds is None:
         problems.append(f"--rows {arguments.rows} must be two numbers, as in --rows 0:3.")
@@ -158,11 +156,10 @@ def _train_tokenizer(argv: Sequence[str]) -> int:
     parser = ArgumentParser(
         prog="maxtext-lite prepare tokenizer", description=f"Trains a tokenizer on text. Example: {example}"
     )
-    parser.keys = TokenizerConfig.model_fields
-    parser.add_argument("words", nargs="*", metavar="key=value", help=", ".join(TokenizerConfig.model_fields))
+    key_arguments(parser, TokenizerConfig)
     arguments = parser.parse_intermixed_args(argv)
     config, problems = parse_keys(
-        TokenizerConfig, arguments.words, texts=("output", "text_field"), paths=_PATHS, example=example
+        TokenizerConfig, arguments.overrides, texts=("output", "text_field"), paths=_PATHS, example=example
     )
     problems += [f"{key} is missing. Example: {example}" for key in ("input", "output") if not getattr(config, key)]
     if problems:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from importlib import metadata
@@ -30,7 +31,7 @@ from maxtext_lite.training.step import make_synchronise, make_train_step
 from maxtext_lite.xla import assumed_of, topology_devices
 from maxtext_lite.xla.hlo import Collective, collectives
 from maxtext_lite.xla.hlo_text import Module, parse
-from maxtext_lite.xla.hlo_work import MEMORY_SPACES, ProgramWork, work
+from maxtext_lite.xla.hlo_work import MEMORY_SPACES, ProgramWork, total_of, work
 from maxtext_lite.xla.program_memory import ProgramMemory
 
 
@@ -119,7 +120,7 @@ class Program:
     @property
     def sent_bytes(self) -> float | None:
         """Bytes that one device sends over links in a step; None if any is unknown or goes between slices."""
-        return _total(row.sent_bytes for row in self.collectives)
+        return total_of([row.sent_bytes for row in self.collectives])
 
     @property
     def compiler_seconds(self) -> float | None:
@@ -141,7 +142,7 @@ def compile_for(
     *,
     num_devices: int | None = None,
     num_hosts: int = 1,
-    topology: str | None = None,
+    topology: str | None,
     num_slices: int | None = None,
 ) -> Program:
     """`compile_program` for N simulated CPU devices, a machine by name (attached or not), or the attached devices.
@@ -251,7 +252,7 @@ def _roofline(
         model_flops=model_flops,
         matmul_flops=flops,
         memory_bytes=done.memory_bytes,
-        sent_bytes=_total(row.sent_bytes for row in traffic),
+        sent_bytes=total_of([row.sent_bytes for row in traffic]),
     )
 
 
@@ -297,27 +298,16 @@ def _traffic(kind: str, axes: tuple[str, ...], members: Sequence[Collective]) ->
     timed = [(c, c.times) for c in members if c.times is not None]
     if len(timed) < len(members):
         return Traffic(kind, axes, len(members), None, None, None, None, None)
-    by_dtype: dict[str, int] = {}
+    by_dtype = Counter[str]()
     for c, times in timed:
-        for dtype, size in c.payload.items():
-            by_dtype[dtype] = by_dtype.get(dtype, 0) + size * times
+        by_dtype.update({dtype: size * times for dtype, size in c.payload.items()})
     return Traffic(
         kind,
         axes,
         operations=len(members),
         times=sum(times for _, times in timed),
         async_times=sum(times for c, times in timed if c.is_async),
-        bytes=sum(by_dtype.values()),
-        bytes_by_dtype=by_dtype,
-        sent_bytes=_total(None if c.sent_bytes is None else float(c.sent_bytes * times) for c, times in timed),
+        bytes=by_dtype.total(),
+        bytes_by_dtype=dict(by_dtype),
+        sent_bytes=total_of([None if c.sent_bytes is None else float(c.sent_bytes * times) for c, times in timed]),
     )
-
-
-def _total(amounts: Iterable[float | None]) -> float | None:
-    """Their sum; None if any is unknown."""
-    total: float = 0
-    for amount in amounts:
-        if amount is None:
-            return None
-        total += amount
-    return total

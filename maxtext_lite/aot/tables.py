@@ -6,6 +6,8 @@ from typing import Any
 
 from maxtext_lite.aot.program import Program, Traffic
 from maxtext_lite.batching.ledger import bytes_text
+from maxtext_lite.batching.table import aligned
+from maxtext_lite.batching.topology import mesh_text
 
 
 def program_json(program: Program) -> dict[str, object]:
@@ -67,7 +69,7 @@ def program_text(program: Program) -> str:
     """The output of `compile`."""
     plan = program.plan
     stage = plan.stages[-1]
-    axes = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items() if size > 1) or "one device"
+    axes = mesh_text(plan.mesh)
     hosts = f"{plan.num_hosts} host{'' if plan.num_hosts == 1 else 's'}"
     lines = [
         f"compiled for {plan.num_devices} x {program.device_kind} ({axes}) on {hosts}: "
@@ -215,16 +217,6 @@ def time_lines(program: Program) -> list[str]:
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Sequence[int] | None = None) -> list[str]:
     """Aligned lines; columns in `numbers` (default: those whose cells all begin with a digit) are right-aligned."""
-    columns = list(zip(header, *rows, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-    right = {
-        at for at, column in enumerate(columns) if all(cell[:1].isdigit() and "x" not in cell for cell in column[1:])
-    }
-    right = right if numbers is None else set(numbers)
-    return [
-        "  ".join(
-            cell.rjust(width) if at in right else cell.ljust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in (header, *rows)
-    ]
+    columns = enumerate(zip(header, *rows, strict=True))
+    right = [at for at, (_, *cells) in columns if all(cell[:1].isdigit() and "x" not in cell for cell in cells)]
+    return aligned([header, *rows], right if numbers is None else numbers)

@@ -8,18 +8,11 @@ from maxtext_lite.batching.batch_plan import BatchPlan, row_slots
 from maxtext_lite.batching.ledger import MemoryEstimate
 from maxtext_lite.batching.length import RunLength
 from maxtext_lite.batching.memory import vocab_tiles
-from maxtext_lite.batching.parameters import (
-    ParameterCount,
-    active_parameters,
-    attended_pairs,
-    count_parameters,
-    flops_per_example,
-)
+from maxtext_lite.batching.parameters import active_parameters, attended_pairs, count_parameters, flops_per_example
 from maxtext_lite.batching.planning import batch_sizes, load_plan, make_plan, resumed, scaled_optimizer
 from maxtext_lite.batching.rampup import BatchStage, RampupBatchManager
 from maxtext_lite.batching.ranking import RankedPlan, choose, rank, wants_solving
 from maxtext_lite.batching.rl import RLBatch
-from maxtext_lite.batching.scaling import OptimizerScaling
 from maxtext_lite.batching.table import format_plan, format_ranking
 from maxtext_lite.batching.topology import MESH_AXES, Topology
 
@@ -28,8 +21,6 @@ __all__ = [
     "BatchPlan",
     "BatchStage",
     "MemoryEstimate",
-    "OptimizerScaling",
-    "ParameterCount",
     "RLBatch",
     "RampupBatchManager",
     "RankedPlan",

@@ -268,11 +268,6 @@ class LayerOnDevice:
         return held + others * keys_and_values * (self.width + 4)
 
 
-def kept_bytes(config: Config, mesh: Mapping[str, int], tokens: int) -> int:
-    """Bytes per token and layer kept for the backward pass on a device."""
-    return LayerOnDevice(config, mesh, tokens).kept_bytes()
-
-
 def offloaded_activations(
     config: Config,
     mesh: Mapping[str, int],

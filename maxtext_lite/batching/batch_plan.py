@@ -9,7 +9,7 @@ from typing import Literal
 from maxtext_lite.batching.ledger import MemoryEstimate
 from maxtext_lite.batching.length import RunLength
 from maxtext_lite.batching.pipeline_shape import PipelineShape, Schedule
-from maxtext_lite.batching.rampup import BatchStage, RampupBatchManager, samples_before, stage_at
+from maxtext_lite.batching.rampup import BatchStage, RampupBatchManager, stage_at
 from maxtext_lite.batching.rl import RLBatch
 from maxtext_lite.batching.scaling import OptimizerScaling
 from maxtext_lite.config.kernels import KernelChoice
@@ -156,42 +156,6 @@ class BatchPlan:
         """
         return stage_at(self.stages, examples_seen)
 
-    def samples_before(self, step: int) -> int:
-        """Examples consumed before step number `step` (the first is 1), if every batch before it is whole.
-
-        Raises:
-          ValueError: step is below 1.
-        """
-        return samples_before(self.stages, step)
-
-    def step_examples(self, examples_seen: int) -> int:
-        """Examples of the next step: the batch of its stage, the rest in a short last step, or 0 after the end.
-
-        Raises:
-          ValueError: examples_seen is negative.
-        """
-        return self.length.step_examples(examples_seen)
-
-    def steps_left(self, step: int, examples_seen: int) -> int:
-        """Steps that remain after `step` steps that consumed `examples_seen` examples; see `RunLength.steps_left`.
-
-        Raises:
-          ValueError: step or examples_seen is negative.
-        """
-        return self.length.steps_left(step, examples_seen)
-
-    def end_after(self, step: int, examples_seen: int) -> tuple[int, int]:
-        """(steps, examples) at the end of a run that has come this far; see `RunLength.end_after`."""
-        return self.length.end_after(step, examples_seen)
-
-    def examples_after(self, steps: int, examples_seen: int) -> int:
-        """Examples seen after `steps` further steps; see `RunLength.examples_after`."""
-        return self.length.examples_after(steps, examples_seen)
-
-    def steps_within(self, examples_seen: int, end: int) -> int:
-        """Whole batches that fit before `end` examples have been seen; see `RunLength.steps_within`."""
-        return self.length.steps_within(examples_seen, end)
-
     @property
     def total_examples(self) -> int:
         """Examples of the whole run, including a short last batch."""
@@ -204,7 +168,7 @@ class BatchPlan:
           unit: `schedule_unit`.
           step, examples_seen: done so far; the result is the same after each step of a run.
         """
-        last, examples = self.end_after(step, examples_seen)
+        last, examples = self.length.end_after(step, examples_seen)
         return float(last) if unit == "steps" else examples / self.global_batch_to_train
 
     @property

@@ -2,6 +2,7 @@
 
 import dataclasses
 import fnmatch
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -94,132 +95,113 @@ def _peaks(bfloat16: float, *, float8: float = 0, int8: float = 0, float32: floa
     return {dtype: tflops * 1e12 for dtype, tflops in stated.items() if tflops}
 
 
-def _tpu(
+def _device(
+    platform: Platform,
     name: str,
     kinds: tuple[str, ...],
     peaks: Mapping[str, float],
     *,
     gigabytes: int,
     memory_gbs: float,
-    links_gbs: float,
-    clock_ghz: float | None,
-    pod: int,
-    torus: int,
-    network_gbits: float | None,
-    host_gbs: float | None,
+    links_gbs: float | None,
+    linked: int,
     source: str,
+    network_gbits: float | None = None,
+    host_gbs: float | None = None,
+    clock_ghz: float | None = None,
+    torus: int = 0,
     on_chip_mib: int = 0,
+    links_hosts: bool = False,
     per_chip: int = 1,
 ) -> Device:
-    """A TPU; `links_gbs` is bidirectional."""
-    clock, network = clock_ghz and clock_ghz * 1e9, network_gbits and network_gbits * 1e9 / 8
+    """A device in its vendor's units; `links_gbs` (None: PCIe only) is bidirectional, `host_gbs` is not."""
+    links, network = links_gbs and links_gbs * 1e9 / 2, network_gbits and network_gbits * 1e9 / 8
     return Device(
-        name, "tpu", kinds, peaks, gigabytes * 10**9, memory_gbs * 1e9, links_gbs * 1e9 / 2, clock, source,
-        pod, torus, network, host_gbs and host_gbs * 1e9, on_chip_mib << 20, links_hosts=True,
-        per_chip=per_chip,
+        name, platform, kinds, peaks, gigabytes * 10**9, memory_gbs * 1e9, links, clock_ghz and clock_ghz * 1e9, source,
+        linked, torus, network, host_gbs and host_gbs * 1e9, on_chip_mib << 20, links_hosts, per_chip,
     )  # fmt: skip
 
 
-def _gpu(
-    name: str,
-    kinds: tuple[str, ...],
-    peaks: Mapping[str, float],
-    *,
-    gigabytes: int,
-    memory_gbs: float,
-    nvlink_gbs: float | None,
-    linked: int = 8,
-    links_hosts: bool = False,
-    network_gbits: float | None = None,
-    host_gbs: float,
-    source: str,
-) -> Device:
-    """An NVIDIA GPU; `nvlink_gbs` (None: PCIe only) and `host_gbs` are bidirectional."""
-    links, network = nvlink_gbs and nvlink_gbs * 1e9 / 2, network_gbits and network_gbits * 1e9 / 8
-    return Device(
-        name, "gpu", kinds, peaks, gigabytes * 10**9, memory_gbs * 1e9, links, None, source, linked, 0, network,
-        host_gbs * 1e9 / 2, links_hosts=links_hosts,
-    )  # fmt: skip
-
-
+_tpu = functools.partial(_device, "tpu", links_hosts=True)
+_gpu = functools.partial(_device, "gpu")
 _H100 = _peaks(989.4, float8=1978.9, int8=1978.9, float32=494.7)
 _A100 = _peaks(312, int8=624, float32=156)
 
 DEVICES: tuple[Device, ...] = (
     _tpu(
         "v4", ("TPU v4",), _peaks(275, int8=275), gigabytes=32, memory_gbs=1200, links_gbs=600, clock_ghz=1.05,
-        pod=4096, torus=3, network_gbits=None, host_gbs=16,
+        linked=4096, torus=3, network_gbits=None, host_gbs=16,
         source="Jouppi et al. 2023, arXiv:2304.01433, table 4: six links of 50 GB/s each way, 1050 MHz"
         "; host: Austin et al. 2025, How to Scale Your Model, part 2",
     ),
     _tpu(
         "v5e", ("TPU v5 lite", "TPU v5e"), _peaks(197, int8=393), gigabytes=16, memory_gbs=819, links_gbs=400,
-        clock_ghz=1.5, pod=256, torus=2, network_gbits=25, host_gbs=16, on_chip_mib=32,
+        clock_ghz=1.5, linked=256, torus=2, network_gbits=25, host_gbs=16, on_chip_mib=32,
         source="Google Cloud's page on v5e; clock: the peak over 4 x 128 x 128 products a cycle; "
         "network: the pod's over its chips; host: as v4",
     ),
     _tpu(
         "v5p", ("TPU v5", "TPU v5p"), _peaks(459, int8=918), gigabytes=95, memory_gbs=2765, links_gbs=1200,
-        clock_ghz=1.75, pod=8960, torus=3, network_gbits=50, host_gbs=16,
+        clock_ghz=1.75, linked=8960, torus=3, network_gbits=50, host_gbs=16,
         source="Google Cloud's page on v5p; clock: the peak over 8 x 128 x 128 products a cycle; "
         "host: as v4",
     ),
     _tpu(
         "v6e", ("TPU v6 lite", "TPU v6e"), _peaks(918, int8=1836), gigabytes=32, memory_gbs=1638, links_gbs=800,
-        clock_ghz=1.75, pod=256, torus=2, network_gbits=100, host_gbs=32, on_chip_mib=32,
+        clock_ghz=1.75, linked=256, torus=2, network_gbits=100, host_gbs=32, on_chip_mib=32,
         source="Google Cloud's page on v6e; clock: the peak over 4 x 256 x 256 products a cycle, the fewest with "
         "which the compiler's cycles of a large matmul stay below that peak; network: the pod's over its chips; "
         "host: as v4",
     ),
     _tpu(
         "7x", ("TPU7x", "TPU v7x"), _peaks(2307 / 2, float8=4614 / 2), gigabytes=96, memory_gbs=7380 / 2,
-        links_gbs=1200 / 2, clock_ghz=None, pod=18432, torus=3, network_gbits=None, host_gbs=None, per_chip=2,
+        links_gbs=1200 / 2, clock_ghz=None, linked=18432, torus=3, network_gbits=None, host_gbs=None, per_chip=2,
         source="Google Cloud's page on TPU7x (Ironwood), halved: jax has two devices for each chip",
     ),
     _gpu(
-        "a100-40", ("NVIDIA A100*40GB*",), _A100, gigabytes=40, memory_gbs=1555, nvlink_gbs=600,
-        linked=8, network_gbits=200, host_gbs=64,
+        "a100-40", ("NVIDIA A100*40GB*",), _A100, gigabytes=40, memory_gbs=1555, links_gbs=600,
+        linked=8, network_gbits=200, host_gbs=32,
         source="NVIDIA's data sheet of the A100; network: an eighth of its DGX A100",
     ),
     _gpu(
-        "a100-80", ("NVIDIA A100*80GB*",), _A100, gigabytes=80, memory_gbs=2039, nvlink_gbs=600,
-        linked=8, network_gbits=200, host_gbs=64,
+        "a100-80", ("NVIDIA A100*80GB*",), _A100, gigabytes=80, memory_gbs=2039, links_gbs=600,
+        linked=8, network_gbits=200, host_gbs=32,
         source="NVIDIA's data sheet of the A100 (SXM); network: an eighth of its DGX A100",
     ),
     _gpu(
         "h100-pcie", ("NVIDIA H100 PCIe*",), _peaks(756, float8=1513, int8=1513, float32=378), gigabytes=80,
-        memory_gbs=2000, nvlink_gbs=None, linked=1, host_gbs=128, source="NVIDIA's data sheet of the H100, column PCIe",
+        memory_gbs=2000, links_gbs=None, linked=1, host_gbs=64, source="NVIDIA's data sheet of the H100, column PCIe",
     ),
     _gpu(
         "h100-nvl", ("NVIDIA H100 NVL*",), _peaks(835, float8=1671, int8=1671, float32=417.5), gigabytes=94,
-        memory_gbs=3900, nvlink_gbs=600, linked=2, host_gbs=128,
+        memory_gbs=3900, links_gbs=600, linked=2, host_gbs=64,
         source="NVIDIA's data sheet of the H100, column NVL, without sparsity",
     ),
     _gpu(
-        "h100", ("NVIDIA H100*",), _H100, gigabytes=80, memory_gbs=3350, nvlink_gbs=900,
-        linked=8, network_gbits=400, host_gbs=128,
+        "h100", ("NVIDIA H100*",), _H100, gigabytes=80, memory_gbs=3350, links_gbs=900,
+        linked=8, network_gbits=400, host_gbs=64,
         source="NVIDIA's data sheet of the H100, column SXM, without sparsity; network: an eighth of its DGX H100",
     ),
     _gpu(
-        "h200", ("NVIDIA H200*",), _H100, gigabytes=141, memory_gbs=4800, nvlink_gbs=900,
-        linked=8, network_gbits=400, host_gbs=128,
+        "h200", ("NVIDIA H200*",), _H100, gigabytes=141, memory_gbs=4800, links_gbs=900,
+        linked=8, network_gbits=400, host_gbs=64,
         source="NVIDIA's data sheet of the H200, without sparsity; network: an eighth of its DGX H200",
     ),
     _gpu(
         "b200", ("NVIDIA B200*",), _peaks(2250, float8=4500, int8=4500, float32=1125), gigabytes=180, memory_gbs=8000,
-        nvlink_gbs=1800, linked=8, network_gbits=400, host_gbs=128,
+        links_gbs=1800, linked=8, network_gbits=400, host_gbs=64,
         source="NVIDIA's data sheet of the HGX B200, an eighth of it, without sparsity; network: likewise of "
         "its DGX B200",
     ),
     _gpu(
         "gb200", ("NVIDIA GB200*",), _peaks(2500, float8=5000, int8=5000, float32=1250), gigabytes=186,
-        memory_gbs=8000, nvlink_gbs=1800, linked=72, links_hosts=True, network_gbits=400, host_gbs=450,
+        memory_gbs=8000, links_gbs=1800, linked=72, links_hosts=True, network_gbits=400, host_gbs=225,
         source="NVIDIA's data sheet of the GB200 NVL72, a 72nd, without sparsity; network: ConnectX-7; "
         "host: half a Grace",
     ),
     _gpu(
         "l4", ("NVIDIA L4",), _peaks(121, float8=242.5, int8=242.5, float32=60), gigabytes=24, memory_gbs=300,
-        nvlink_gbs=None, linked=1, host_gbs=64, source="NVIDIA's data sheet of the L4, without sparsity",
+        links_gbs=None, linked=1, host_gbs=32, source="NVIDIA's data sheet of the L4, without sparsity",
     ),
 )  # fmt: skip
 """Every known accelerator; the first one whose pattern matches a kind counts."""

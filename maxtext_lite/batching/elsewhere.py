@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from maxtext_lite.batching.batch_plan import BatchPlan
 from maxtext_lite.batching.ledger import bytes_text
+from maxtext_lite.batching.topology import mesh_text
 from maxtext_lite.config import BatchConfig, Config, MeshConfig, RunConfig, UserError
 from maxtext_lite.config.checkpoint_steps import steps_in
 from maxtext_lite.config.errors import value_text
@@ -170,7 +171,7 @@ def _text(key: str, value: Any) -> str:
     if key == "memory":
         return bytes_text(value)
     if key == "mesh":
-        return " x ".join(f"{axis} {size}" for axis, size in value.items() if size > 1) or "one device"
+        return mesh_text(value)
     if key == "rampup" and value:
         return " -> ".join(str(stage["global_batch_to_train"]) for stage in value)
     return value_text(value) if not isinstance(value, float) else f"{value:g}"

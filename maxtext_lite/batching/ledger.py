@@ -102,11 +102,6 @@ class MemoryEstimate:
         return self.most("gradients")
 
     @property
-    def weights(self) -> int:
-        """Bytes of parameters as matmuls take them: in `dtype`, split over tensor only."""
-        return self.most("weights")
-
-    @property
     def activations(self) -> int:
         """Bytes of the layers' tensors."""
         return self.most("activations")

@@ -86,7 +86,7 @@ def estimate_memory(
 
 
 def evaluation_bytes(
-    config: Config, mesh: Mapping[str, int], rows: int, num_pipeline_microbatches: int, accelerator: Accelerator = _GPU
+    config: Config, mesh: Mapping[str, int], rows: int, num_pipeline_microbatches: int, accelerator: Accelerator
 ) -> int:
     """Bytes per device that an evaluation of `rows` rows needs at least, beside the state of training.
 
@@ -110,7 +110,7 @@ def estimate_activations(
     micro_batch_slots: int,
     num_pipeline_microbatches: int,
     schedule: Schedule,
-    accelerator: Accelerator = _GPU,
+    accelerator: Accelerator,
 ) -> int:
     """Bytes per device of the layers' tensors under this schedule."""
     lines = activation_lines(config, mesh, micro_batch_slots, num_pipeline_microbatches, schedule, accelerator)
@@ -167,7 +167,7 @@ def _state_lines(
         yield MemoryLine("state, copied", "weights", state + masters, "old moments while new are written", ("update",))
 
 
-def master_bytes(config: Config, mesh: Mapping[str, int], diloco_num_replicas: int | None = None) -> int:
+def master_bytes(config: Config, mesh: Mapping[str, int], diloco_num_replicas: int | None) -> int:
     """Bytes per device of the float32 masters of narrower weights, which `master_weights=false` saves.
 
     Each replica of local updates has its own masters, and so do the outer parameters.

@@ -149,7 +149,7 @@ def attended_pairs(config: ModelConfig, num_tokens: Any) -> Any:
             return (whole * config.chunk_attn_window_size**2 + rest**2) / 2
         return num_tokens**2 / 2
 
-    kinds = Counter(config.pattern[layer % len(config.pattern)] for layer in range(config.base_num_decoder_layers))
+    kinds = Counter(config.layer_kinds)
     return sum(count * of_layer(kind) for kind, count in kinds.items())
 
 

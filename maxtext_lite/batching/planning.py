@@ -1,13 +1,13 @@
 """From a config and a machine to a plan: every batch size, what follows from it, and everything that is wrong."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fractions import Fraction
 from pathlib import Path
 
 from maxtext_lite.batching.activations import splits_residual
 from maxtext_lite.batching.batch_plan import BatchPlan, ScheduleCost, layout_shards, row_slots
-from maxtext_lite.batching.ledger import MemoryEstimate, bytes_text
+from maxtext_lite.batching.ledger import bytes_text
 from maxtext_lite.batching.length import RunLength
 from maxtext_lite.batching.memory import estimate_activations, estimate_memory, evaluation_bytes, master_bytes
 from maxtext_lite.batching.parameters import flops_per_example
@@ -18,7 +18,7 @@ from maxtext_lite.batching.scaling import scaling_warnings
 from maxtext_lite.batching.sizes import Sizes
 from maxtext_lite.batching.solve import refusals, resolve
 from maxtext_lite.batching.topology import Topology
-from maxtext_lite.config import Config, Refusal, RLRunConfig, UserError, remat_of
+from maxtext_lite.config import Config, Refusal, UserError, remat_of
 from maxtext_lite.config.errors import number_text, value_text
 from maxtext_lite.config.kernels import KERNELS, Accelerator, Platform, planned_kernel
 from maxtext_lite.config.load import read_config
@@ -52,11 +52,13 @@ def make_plan(
     sizes, rl = batch_sizes(
         config, num_devices=num_devices, num_hosts=num_hosts, num_examples=num_examples, platform=platform
     )
-    if rl is not None:
-        plan = _plan(config, sizes, rl, None, device_memory_gb)
-        plan = dataclasses.replace(plan, warnings=(*plan.warnings, *rl_warnings(config, rl, num_examples)))
-        return _rl_plan(plan, rl, num_examples)
-    return _plan(config, sizes, None, num_examples, device_memory_gb)
+    if sizes.length is None:
+        raise UserError(
+            f"num_epochs={number_text(config.num_epochs)} gives no steps without the number of training examples. "
+            "Give num_examples to make_plan, or --examples N to the command plan."
+        )
+    plan = _plan(config, sizes, sizes.length, rl, num_examples, device_memory_gb)
+    return dataclasses.replace(plan, warnings=tuple(_warnings(config, plan, sizes.topology.accelerator)))
 
 
 def batch_sizes(
@@ -94,24 +96,23 @@ def _check_data_and_memory(num_examples: int | None, device_memory_gb: float | N
 
 
 def _plan(
-    config: Config, sizes: Sizes, rl: RLBatch | None, num_examples: int | None, device_memory_gb: float | None
+    config: Config,
+    sizes: Sizes,
+    length: RunLength,
+    rl: RLBatch | None,
+    num_examples: int | None,
+    memory_gb: float | None,
 ) -> BatchPlan:
-    if sizes.length is None:
-        raise UserError(
-            f"num_epochs={number_text(config.num_epochs)} gives no steps without the number of training examples. "
-            "Give num_examples to make_plan, or --examples N to the command plan."
-        )
     topology, batch, mesh, loading = sizes.topology, sizes.batch, sizes.mesh, sizes.loading
     pieces, replicas = sizes.num_pipeline_microbatches, sizes.diloco_num_replicas
-    shards = layout_shards(mesh.total, replicas)
-    slots = row_slots(batch.micro_batch_to_train, shards, topology.num_hosts, pieces)
+    slots = row_slots(batch.micro_batch_to_train, layout_shards(mesh.total, replicas), topology.num_hosts, pieces)
     rows, accelerator = slots * config.rows_per_example, topology.accelerator
     accumulation, total = batch.gradient_accumulation_steps, batch.global_batch_to_train
-    memory = _memory(config, sizes, rl, rows, device_memory_gb)
+    memory = estimate_memory(config, mesh.total, rows, accumulation, pieces, memory_gb, replicas, accelerator)
+    memory = with_rollout(memory, config, rl, mesh.total)
     shape = PipelineShape(sizes.num_pipeline_stages, pieces, sizes.num_pipeline_repeats, accumulation)
-    kernel = planned_kernel(config, accelerator, mesh.total["context"])
-    warnings = [*_warnings(config, sizes, sizes.length, slots, memory), *memory_warnings(memory, rl)]
-    plan = BatchPlan(
+    epochs, steps_per_epoch = _passes(length, rl, total, num_examples)
+    return BatchPlan(
         num_devices=topology.num_devices,
         num_hosts=topology.num_hosts,
         mesh=mesh.total,
@@ -136,11 +137,11 @@ def _plan(
         pipeline_microbatch_size=-(-batch.micro_batch_to_train // pieces),
         pipeline_bubble_fraction=shape.bubble_fraction(config.pipeline_schedule),
         pipeline_schedules=_schedule_costs(config, mesh.total, rows, shape, accelerator),
-        steps=sizes.length.steps,
+        steps=length.steps,
         num_examples=num_examples,
-        epochs=None if num_examples is None else Fraction(sizes.length.total_examples, num_examples),
-        steps_per_epoch=None if num_examples is None else Fraction(num_examples, total),
-        length=sizes.length,
+        epochs=epochs,
+        steps_per_epoch=steps_per_epoch,
+        length=length,
         scaling=sizes.scaling,
         diloco_num_replicas=replicas,
         diloco_sync_period=None if replicas is None else config.diloco_sync_period,
@@ -150,43 +151,22 @@ def _plan(
         expansion_factor_real_data=loading.factor,
         rampup=sizes.rampup,
         memory=memory,
-        attention_kernel=kernel,
-        warnings=(*warnings, *_kernel_warnings(config, kernel.name, shards // (replicas or 1))),
+        attention_kernel=planned_kernel(config, accelerator, mesh.total["context"]),
+        warnings=(),
+        rl=rl,
     )
-    return dataclasses.replace(plan, warnings=(*plan.warnings, *_length_warnings(config, plan)))
 
 
-def _memory(
-    config: Config, sizes: Sizes, rl: RLBatch | None, rows: int, device_memory_gb: float | None
-) -> MemoryEstimate:
-    mesh, accumulation = sizes.mesh.total, sizes.batch.gradient_accumulation_steps
-    pieces, replicas = sizes.num_pipeline_microbatches, sizes.diloco_num_replicas
-    of_step = estimate_memory(
-        config, mesh, rows, accumulation, pieces, device_memory_gb, replicas, accelerator=sizes.topology.accelerator
-    )
-    return with_rollout(of_step, config, rl, mesh)
-
-
-def _evaluation_warnings(config: Config, sizes: Sizes, memory: MemoryEstimate) -> list[str]:
-    """A warning of an evaluation batch, larger than a micro-batch, for which devices lack memory, though not for one
-    example."""
-    examples, limit = sizes.eval_batch_examples, memory.limit
-    if limit is None or config.eval_interval == -1 or examples <= sizes.batch.micro_batch_to_train:
-        return []
-    mesh, pieces, topology = sizes.mesh.total, sizes.num_pipeline_microbatches, sizes.topology
-    shards = layout_shards(mesh, sizes.diloco_num_replicas)
-
-    def needed_for(examples: int) -> int:
-        rows = row_slots(examples, shards, topology.num_hosts, pieces) * config.rows_per_example
-        return memory.held + evaluation_bytes(config, mesh, rows, pieces, topology.accelerator)
-
-    needed = needed_for(examples)
-    if needed <= limit or needed_for(1) > limit:
-        return []
-    return [
-        f"at least {bytes_text(needed)} per device are needed in an evaluation, more than the {bytes_text(limit)} it "
-        "has: lower eval_per_device_batch_size."
-    ]
+def _passes(
+    length: RunLength, rl: RLBatch | None, global_batch: int, num_examples: int | None
+) -> tuple[Fraction | None, Fraction | None]:
+    """(passes over the data in the whole run, steps of one pass); in reinforcement learning the data are prompts."""
+    if num_examples is None:
+        return None, None
+    if rl is None:
+        return Fraction(length.total_examples, num_examples), Fraction(num_examples, global_batch)
+    seen, steps = rl.batches * rl.prompts_per_batch, Fraction(num_examples * rl.updates_per_batch, rl.prompts_per_batch)
+    return Fraction(seen, num_examples), steps
 
 
 def _schedule_costs(
@@ -203,19 +183,6 @@ def _schedule_costs(
     }
 
 
-def _rl_plan(plan: BatchPlan, rl: RLBatch, num_prompts: int | None) -> BatchPlan:
-    """The plan of the trainer's devices with the RL batches; its examples are pairs and its data are prompts."""
-    if num_prompts is None:
-        return dataclasses.replace(plan, rl=rl)
-    return dataclasses.replace(
-        plan,
-        rl=rl,
-        num_examples=num_prompts,
-        epochs=Fraction(rl.batches * rl.prompts_per_batch, num_prompts),
-        steps_per_epoch=Fraction(num_prompts * rl.updates_per_batch, rl.prompts_per_batch),
-    )
-
-
 def resumed(config: Config, plan: BatchPlan, *, step: int, examples_seen: int) -> BatchPlan:
     """The plan of a run's start after `step` steps that consumed `examples_seen` examples: its length is the run's.
 
@@ -226,7 +193,7 @@ def resumed(config: Config, plan: BatchPlan, *, step: int, examples_seen: int) -
     per_entry = 1 if plan.rl is None else plan.rl.examples_per_prompt
     epochs = None if plan.num_examples is None else Fraction(length.total_examples, per_entry * plan.num_examples)
     after = dataclasses.replace(plan, steps=length.steps, epochs=epochs, length=length)
-    of_length = _length_warnings(config, plan)
+    of_length = tuple(_length_warnings(config, plan))
     others = (warning for warning in plan.warnings if warning not in of_length)
     return dataclasses.replace(after, warnings=(*others, *_length_warnings(config, after)))
 
@@ -275,34 +242,37 @@ def scaled_optimizer(config: Config, plan: BatchPlan) -> Config:
     return config.model_copy(update={**plan.scaling.scaled, **unscaled})
 
 
-def _warnings(config: Config, sizes: Sizes, length: RunLength, slots: int, memory: MemoryEstimate) -> list[str]:
-    warnings = [*scaling_warnings(config, sizes.scaling), *_diloco_warnings(config, sizes, length)]
-    warnings += [] if isinstance(config, RLRunConfig) else _evaluation_warnings(config, sizes, memory)
-    micro, pieces = sizes.batch.micro_batch_to_train, sizes.num_pipeline_microbatches
+def _warnings(config: Config, plan: BatchPlan, accelerator: Accelerator) -> Iterator[str]:
+    """What works but is probably a mistake."""
+    yield from scaling_warnings(config, plan.scaling)
+    yield from _diloco_warnings(plan)
+    yield from _evaluation_warnings(config, plan, accelerator)
+    micro, pieces = plan.micro_batch_to_train, plan.num_pipeline_microbatches
     if micro % pieces:
-        warnings.append(
+        yield (
             f"num_pipeline_microbatches={pieces} does not divide the micro-batch of {micro} examples: "
-            f"{slots - micro} of {slots} slots stay empty."
+            f"{plan.empty_slots_per_micro_batch} of {plan.micro_batch_slots} slots stay empty."
         )
-    if not splits_residual(config, sizes.mesh.total):
-        context, tensor = sizes.mesh.total["context"], sizes.mesh.total["tensor"]
-        warnings.append(
-            f"max_target_length={config.max_target_length} is not a multiple of {context} context x {tensor} tensor "
-            "shards: every device of a tensor group holds all activations between blocks."
+    if not splits_residual(config, plan.mesh):
+        yield (
+            f"max_target_length={config.max_target_length} is not a multiple of {plan.mesh['context']} context x "
+            f"{plan.mesh['tensor']} tensor shards: every device of a tensor group holds all activations between blocks."
         )
-    saved = 0 if config.master_weights else master_bytes(config, sizes.mesh.total, sizes.diloco_num_replicas)
-    if saved:
-        warnings.append(
+    if not config.master_weights and (saved := master_bytes(config, plan.mesh, plan.diloco_num_replicas)):
+        yield (
             f"master_weights=false with weight_dtype={config.weight_dtype}: an update smaller than 2^-9 of its weight "
             "is rounded away, and so is the sum of many such updates; this saves 4 bytes per parameter, "
             f"{bytes_text(saved)} per device."
         )
-    return warnings
+    yield from memory_warnings(plan.memory, plan.rl)
+    yield from _kernel_warnings(config, plan)
+    if plan.rl is not None:
+        yield from rl_warnings(config, plan.rl, plan.num_examples)
+    yield from _length_warnings(config, plan)
 
 
-def _length_warnings(config: Config, plan: BatchPlan) -> list[str]:
+def _length_warnings(config: Config, plan: BatchPlan) -> Iterator[str]:
     """The warnings that depend on where the run ends."""
-    warnings: list[str] = []
     total, period = plan.global_batch_to_train, plan.diloco_sync_period
     # A schedule that counts examples or tokens counts them in steps of the target batch.
     schedule = Fraction(plan.steps) if config.schedule_unit == "steps" else Fraction(plan.total_examples, total)
@@ -310,55 +280,64 @@ def _length_warnings(config: Config, plan: BatchPlan) -> list[str]:
         shown = f"steps={plan.steps}"
         if schedule != plan.steps:
             shown += f", which are {float(schedule):.4g} at the target of {total} examples"
-        warnings.append(f"warmup_steps={config.warmup_steps} is more than {shown}: the run ends in the warm-up.")
+        yield f"warmup_steps={config.warmup_steps} is more than {shown}: the run ends in the warm-up."
     ramp_steps = plan.length.stages_ahead[-1].first_step - 1
     if plan.rampup and ramp_steps > plan.steps:
-        warnings.append(
+        yield (
             f"the ramp takes {ramp_steps} steps, more than steps={plan.steps}: the target "
             f"per_device_batch_size={number_text(plan.per_device_batch_size)} is not reached."
         )
-    if period is not None and plan.steps % period:
-        unsynchronised = plan.steps % period
-        warnings.append(
+    if period is not None and (unsynchronised := plan.steps % period):
+        yield (
             f"steps={plan.steps} is not a multiple of diloco_sync_period={period}: the last {unsynchronised} "
             f"step{'' if unsynchronised == 1 else 's'} are not in the synchronised parameters."
         )
-    return warnings
 
 
-def _kernel_warnings(config: Config, kernel: str, shards: int) -> list[str]:
-    remat, warnings = remat_of(config), _balance_warnings(config, kernel, shards)
-    if kernel.startswith("cudnn") and remat and "context" in (*remat.saved, *remat.offloaded):
-        warnings.append(
-            f"attention={kernel} keeps no context, because jax's call of cuDNN does not name it: with "
-            f"remat_policy={config.remat_policy} the backward pass computes it again."
-        )
-    return warnings
-
-
-def _balance_warnings(config: Config, kernel: str, shards: int) -> list[str]:
-    if not config.balance_attention or (shards > 1 and KERNELS[kernel].skips_documents):
-        return []
-    if shards == 1:
-        return ["balance_attention=true changes nothing: no shard of the batch waits for another."]
-    return [
-        f"balance_attention=true makes no step shorter with attention={kernel}, which takes equally long for every "
-        "row, whatever documents it contains."
-    ]
-
-
-def _diloco_warnings(config: Config, sizes: Sizes, length: RunLength) -> list[str]:
-    replicas = sizes.diloco_num_replicas
+def _diloco_warnings(plan: BatchPlan) -> Iterator[str]:
+    replicas = plan.diloco_num_replicas
     if replicas is None:
-        return []
-    warnings: list[str] = []
-    smallest = min(stage.micro_batch_to_train for stage in length.stages)
-    shards = layout_shards(sizes.mesh.total, replicas)
-    slots = row_slots(smallest, shards, sizes.topology.num_hosts, sizes.num_pipeline_microbatches)
+        return
+    smallest = min(stage.micro_batch_to_train for stage in plan.stages)
+    slots = plan.slots_for(smallest)
     idle = replicas - -(-smallest * replicas // slots)  # examples fill the first slots, replica after replica
     if idle:
-        warnings.append(
+        yield (
             f"a micro-batch of {smallest} example{'' if smallest == 1 else 's'} in {slots} slots leaves {idle} of "
             f"{replicas} DiLoCo replicas without one: raise per_device_batch_size or lower diloco_num_replicas."
         )
-    return warnings
+
+
+def _evaluation_warnings(config: Config, plan: BatchPlan, accelerator: Accelerator) -> Iterator[str]:
+    """A warning of an evaluation batch, larger than a micro-batch, for which devices lack memory, though not for one
+    example."""
+    examples, limit = plan.eval_batch_examples, plan.memory.limit
+    is_off = plan.rl is not None or config.eval_interval == -1
+    if limit is None or is_off or examples <= plan.micro_batch_to_train:
+        return
+
+    def needed_for(examples: int) -> int:
+        rows = plan.slots_for(examples) * config.rows_per_example
+        return plan.memory.held + evaluation_bytes(config, plan.mesh, rows, plan.num_pipeline_microbatches, accelerator)
+
+    if (needed := needed_for(examples)) > limit >= needed_for(1):
+        yield (
+            f"at least {bytes_text(needed)} per device are needed in an evaluation, more than the {bytes_text(limit)} "
+            "it has: lower eval_per_device_batch_size."
+        )
+
+
+def _kernel_warnings(config: Config, plan: BatchPlan) -> Iterator[str]:
+    kernel, remat = plan.attention_kernel.name, remat_of(config)
+    if config.balance_attention and plan.layout_shards == (plan.diloco_num_replicas or 1):
+        yield "balance_attention=true changes nothing: no shard of the batch waits for another."
+    elif config.balance_attention and not KERNELS[kernel].skips_documents:
+        yield (
+            f"balance_attention=true makes no step shorter with attention={kernel}, which takes equally long for every "
+            "row, whatever documents it contains."
+        )
+    if kernel.startswith("cudnn") and remat and "context" in (*remat.saved, *remat.offloaded):
+        yield (
+            f"attention={kernel} keeps no context, because jax's call of cuDNN does not name it: with "
+            f"remat_policy={config.remat_policy} the backward pass computes it again."
+        )

@@ -54,22 +54,6 @@ def stage_at(stages: Sequence[BatchStage], examples_seen: int) -> BatchStage:
     return stages[bisect.bisect_right(stages, examples_seen, key=lambda stage: stage.samples_before) - 1]
 
 
-def samples_before(stages: Sequence[BatchStage], step: int) -> int:
-    """Examples consumed before step number `step` (the first is 1), if every batch before it is whole.
-
-    Raises:
-      ValueError: step is below 1.
-    """
-    stage = _stage_of_step(stages, step)
-    return stage.samples_before + (step - stage.first_step) * stage.global_batch_to_train
-
-
-def _stage_of_step(stages: Sequence[BatchStage], step: int) -> BatchStage:
-    if step < 1:
-        raise ValueError(f"step={step}: the first step is 1")
-    return stages[bisect.bisect_right(stages, step, key=lambda stage: stage.first_step) - 1]
-
-
 @dataclass(frozen=True)
 class RampupBatchManager:
     """A ramp that spends an equal share of `global_rampup_samples` at each batch size from the start to the target.
@@ -177,7 +161,7 @@ class RampupBatchManager:
         Raises:
           ValueError: step is below 1.
         """
-        return _stage_of_step(self.all_stages, step).global_batch_to_train
+        return self._stage_of_step(step).global_batch_to_train
 
     def samples_before(self, step: int) -> int:
         """Examples consumed before step number `step` (the first is 1).
@@ -185,7 +169,13 @@ class RampupBatchManager:
         Raises:
           ValueError: step is below 1.
         """
-        return samples_before(self.all_stages, step)
+        stage = self._stage_of_step(step)
+        return stage.samples_before + (step - stage.first_step) * stage.global_batch_to_train
+
+    def _stage_of_step(self, step: int) -> BatchStage:
+        if step < 1:
+            raise ValueError(f"step={step}: the first step is 1")
+        return self.all_stages[bisect.bisect_right(self.all_stages, step, key=lambda stage: stage.first_step) - 1]
 
 
 def make_rampup(

@@ -173,10 +173,7 @@ def recommend(config: Config, budget: Budget, machine: Machine) -> Recommendatio
       UserError: no batch near those of the laws can be planned.
     """
     best, rates = batch_interval(budget, "best"), rate_interval(budget)
-    decays = Interval(
-        weight_decay(budget, best.low, rates.high),
-        weight_decay(budget, best.high, rates.low),
-    )
+    decays = Interval(weight_decay(budget, best.low, rates.high), weight_decay(budget, best.high, rates.low))
     decay_b2 = sorted((adam_b2(best.low), adam_b2(best.high)))
     steps = sorted(warmup_steps(budget, best.middle).values())
     wide = best.widened(WIDENING)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from maxtext_lite.batching.activations import BYTES
 from maxtext_lite.batching.ledger import bytes_text
 from maxtext_lite.batching.parameters import count_parameters
-from maxtext_lite.batching.topology import model_dimensions
+from maxtext_lite.batching.topology import mesh_text, model_dimensions
 from maxtext_lite.config import RLRunConfig
 from maxtext_lite.config.violation import Violation, divisors, multiples, one_of
 
@@ -28,7 +28,7 @@ class Rollout:
     cache: int
 
     def __str__(self) -> str:
-        axes = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items() if size > 1) or "1 device"
+        axes = mesh_text(self.mesh, "1 device")
         return (
             f"{self.slots} slots on {axes}; {bytes_text(self.params + self.cache)} per device = parameters "
             f"{bytes_text(self.params)} + keys and values {bytes_text(self.cache)}"

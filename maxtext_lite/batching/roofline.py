@@ -29,11 +29,7 @@ class Roofline:
     @property
     def bound(self) -> tuple[str, float] | None:
         """The slowest resource with its seconds, among those known; None if none is."""
-        known = {
-            "matmuls": self.matmul_seconds,
-            "memory": self.memory_seconds,
-            "links": self.link_seconds,
-        }
+        known = {"matmuls": self.matmul_seconds, "memory": self.memory_seconds, "links": self.link_seconds}
         seconds = {name: value for name, value in known.items() if value is not None}
         longest = max(seconds, key=lambda name: seconds[name], default=None)
         return None if longest is None else (longest, seconds[longest])

@@ -8,7 +8,7 @@ from typing import Literal
 
 from maxtext_lite.batching.batch import Batch, SmallerBatch
 from maxtext_lite.config import Config
-from maxtext_lite.config.errors import number_text
+from maxtext_lite.config.errors import number_text, short_text
 from maxtext_lite.config.violation import Violation
 
 
@@ -63,8 +63,8 @@ def scaling_violations(config: Config, batch: Batch | None) -> list[Violation]:
         broken.append(
             Violation(
                 key,
-                f"{key}={number_text(decay)} becomes 1 - {_short(ratio)} x (1 - {number_text(decay)}) = "
-                f"{_short(1 - ratio * forgotten)} with scale_adam_with_batch=true (m = global batch "
+                f"{key}={number_text(decay)} becomes 1 - {short_text(ratio)} x (1 - {number_text(decay)}) = "
+                f"{short_text(1 - ratio * forgotten)} with scale_adam_with_batch=true (m = global batch "
                 f"{batch.global_batch_to_train} / base_global_batch_size={base}), not in [0, 1); the largest batch "
                 f"that works is {largest}.",
                 (SmallerBatch(largest), smallest, {"scale_adam_with_batch": False}),
@@ -98,7 +98,7 @@ def scaling_warnings(config: Config, scaling: OptimizerScaling) -> list[str]:
     ratio = scaling.batch_ratio
     if scaling.rule == "linear" and ratio > 1 and config.warmup_steps == 0:
         warnings.append(
-            f"learning_rate_scaling=linear raises learning_rate {_short(ratio)} times with warmup_steps=0: large "
+            f"learning_rate_scaling=linear raises learning_rate {short_text(ratio)} times with warmup_steps=0: large "
             "batches need a warm-up (Goyal et al. 2017, section 2.2)."
         )
     if scaling.rule == "linear" and ratio != 1 and config.optimizer == "adamw":
@@ -110,8 +110,3 @@ def scaling_warnings(config: Config, scaling: OptimizerScaling) -> list[str]:
 
 def _exact(decay: float) -> Fraction:
     return Fraction(repr(decay))  # the decimal that the user wrote; 1 - 0.95 in floats is not 0.05
-
-
-def _short(value: Fraction) -> str:
-    text = number_text(value)
-    return text if len(text) <= 10 else f"{float(value):.4g}"

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from maxtext_lite.batching.activations import BYTES, kept_bytes, offloaded_activations, tokens_of_device
+from maxtext_lite.batching.activations import BYTES, LayerOnDevice, offloaded_activations, tokens_of_device
 from maxtext_lite.batching.devices import Device
 from maxtext_lite.batching.ledger import MemoryEstimate
 from maxtext_lite.batching.memory import loss_tiles
@@ -43,6 +43,7 @@ class Operation(NamedTuple):
       weights: elements of its matrices, which are read once for all tokens.
       backward: cost of its backward pass, relative to the forward pass.
       beside: elements per token on the side of the matrix that is not sharded over `embed`.
+      of_experts: its weights are the experts'.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Operation(NamedTuple):
     backward: float = 2
     apart: tuple[tuple[float, float], ...] = ()
     beside: float = 0
+    of_experts: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,13 +109,13 @@ class StepModel:
         self._trains = trains
         on_tpu = device.platform == "tpu"
         self._on_tpu = on_tpu
-        operations = list(_operations(config, self._sizes, self._rows, on_tpu=on_tpu))
-        self._operations = [each for _, each in operations]
+        self._operations = list(_operations(config, self._sizes, self._rows, on_tpu=on_tpu))
         # Weights are gathered in both passes, their gradients reduced in one.
         grad_width = trains * BYTES[config.grad_dtype]
         self._weights_sent = self._gradients_sent = self._gathered = self._weights = 0.0
         for of_experts, axes in ((False, _EMBED_AXES), (True, ("fsdp", "context"))):
-            numbers = sum(each.weights for kind, each in operations if kind == of_experts and each.name != "logits")
+            own = (each for each in self._operations if each.of_experts == of_experts and each.name != "logits")
+            numbers = sum(each.weights for each in own)
             self._weights += self._width * numbers / self._shards(axes)
             self._weights_sent += self._ring(axes, 2 * self._width * numbers)
             self._gradients_sent += self._ring(axes, grad_width * numbers)
@@ -154,7 +156,8 @@ class StepModel:
           rows: of one micro-batch over all devices, empty slots included.
           examples: of a step.
         """
-        per_token = kept_bytes(config, self._sizes, tokens_of_device(config, self._sizes, rows))
+        tokens = tokens_of_device(config, self._sizes, rows)
+        per_token = LayerOnDevice(config, self._sizes, tokens).kept_bytes()
         offloaded = offloaded_activations(config, self._sizes, rows, shape.num_microbatches)
         return self._step(config, rows, examples, shape, per_token=per_token, offloaded=offloaded)
 
@@ -315,10 +318,8 @@ def _used(axes: tuple[str, ...], sizes: Mapping[str, int]) -> int:
     return math.prod(num_parts(axis, there) for axis in axes if not axis.endswith("embed"))
 
 
-def _operations(
-    config: Config, sizes: Mapping[str, int], rows: float, *, on_tpu: bool
-) -> Iterator[tuple[bool, Operation]]:
-    """The operations of a device's layers and of the head, each with whether its weights are experts'."""
+def _operations(config: Config, sizes: Mapping[str, int], rows: float, *, on_tpu: bool) -> Iterator[Operation]:
+    """The operations of a device's layers and of the head."""
     layers, tensor = config.base_num_decoder_layers / sizes["stage"], sizes["tensor"]
     heads, kv_heads = config.base_num_query_heads / tensor, config.base_num_kv_heads / tensor
     queries, keys, values = heads * config.head_dim, kv_heads * config.head_dim, kv_heads * config.value_dim
@@ -327,48 +328,34 @@ def _operations(
     gathers = 4 if tensor > 1 else 0
     # A norm per head reads the heads once more; on a TPU they pass through memory in float32 for it.
     headed = 2 + (0 if config.qk_norm == "none" else 4 if on_tpu else 1)
-    yield (
-        False,
-        Operation(
-            "",
-            (
-                (emb / tensor, norms * layers),
-                (emb, gathers * layers),
-                (queries, headed * layers),
-                (keys, headed * layers),
-            ),
-        ),
-    )
+    between = ((emb / tensor, norms), (emb, gathers), (queries, headed), (keys, headed))
+    yield Operation("", tuple((size, times * layers) for size, times in between))
     pairs = float(attended_pairs(config, config.max_target_length)) / config.max_target_length / sizes["stage"]
     scores = pairs * heads * (config.head_dim + config.value_dim)
     attended = tuple((size, layers) for size in (queries, keys, values, heads * config.value_dim))
-    yield False, Operation("context", attended, scores, backward=2.5)  # recomputes the scores
+    yield Operation("context", attended, scores, backward=2.5)  # recomputes the scores
     if not on_tpu and sizes["context"] > 1:
         # For each other shard's keys, in bytes as compiled: gathers what sees each other, and merges it in float32.
         others = (sizes["context"] - 1) * layers / BYTES[config.dtype]
         merged = ((queries, 15 * others), (keys + values, 14 * others))
-        yield False, Operation("context", (), backward=2.2, apart=merged)
+        yield Operation("context", (), backward=2.2, apart=merged)
     backward, adapted = 1 if config.lora_rank else 2, adapted_weights(config)
     for stack, (count, table) in stacks_of(model_shape(config)).items():
         here = count / (num_parts(stack.partition("/")[0], sizes) if stack else 1)
         for path, weight in table.items():
             if stack and weight.is_normal:
-                of_experts = weight.axes[0] == "experts"
-                tokens = rows if of_experts else 1
-                yield from ((of_experts, each) for each in _matmul(path, weight, here, sizes, tokens, backward))
+                tokens = rows if weight.axes[0] == "experts" else 1
+                yield from _matmul(path, weight, here, sizes, tokens, backward)
                 for adapter in weight.adapters(config.lora_rank) if path.rpartition("/")[2] in adapted else ():
-                    yield from ((of_experts, each) for each in _matmul("", adapter, here, sizes, tokens, 2))
+                    yield from _matmul("", adapter, here, sizes, tokens, 2)
     # Matmuls write logits in float32, and read their gradient twice. In between, a TPU reads logits once, and once more
     # in a matmul that also writes the gradient; a GPU reads them three times, and writes the gradient.
     shard, stages, wide = config.vocab_size / tensor, sizes["stage"], 4 / BYTES[config.dtype]
     with_matmuls, apart = (2 * wide + 3, wide) if on_tpu else (wide + 2, 3 * wide + 1)
     times = stages * (1 + backward)
     arrays = ((shard, (with_matmuls + backward - 2) / times), (emb, 1 / stages))
-    yield (
-        False,
-        Operation(
-            "logits", arrays, shard * emb / stages, shard * emb, backward, apart=((shard, apart / times),), beside=shard
-        ),
+    yield Operation(
+        "logits", arrays, shard * emb / stages, shard * emb, backward, apart=((shard, apart / times),), beside=shard
     )
 
 
@@ -385,7 +372,7 @@ def _matmul(
     beside = {"embed": out}.get(axes[0], into if axes[-1] == "embed" else 0)
     yield Operation(
         _NAMES.get(name, ""), ((rows * into, layers), (rows * out, layers)), layers * rows * into * out, elements,
-        backward, beside=layers * beside,
+        backward, beside=layers * beside, of_experts=weight.axes[0] == "experts",
     )  # fmt: skip
     if name == "up":  # the activation reads gate and up, and writes the input of down
         yield Operation("", ((rows * out, 3 * layers),))

@@ -1,6 +1,6 @@
 """The plan as a table for people: each quantity with its formula filled in."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
@@ -8,7 +8,8 @@ from maxtext_lite.batching.batch_plan import BatchPlan
 from maxtext_lite.batching.ledger import PARTS, MemoryEstimate, bytes_text
 from maxtext_lite.batching.ranking import RankedPlan
 from maxtext_lite.batching.rl import RLBatch
-from maxtext_lite.config.errors import number_text
+from maxtext_lite.batching.topology import mesh_text
+from maxtext_lite.config.errors import number_text, short_text
 
 _MOST_STAGES = 12
 
@@ -28,10 +29,8 @@ def format_plan(plan: BatchPlan) -> str:
         *_rampup_rows(plan),
         *_memory_rows(plan.memory),
     ]
-    width = max(len(name) for name, _ in rows)
-    lines = [f"{name:<{width}}  {text}" for name, text in rows]
-    lines.append(f"attention kernel: {plan.attention_kernel}")
-    return "\n".join([*lines, *(f"warning: {warning}" for warning in plan.warnings)])
+    warnings = (f"warning: {warning}" for warning in plan.warnings)
+    return "\n".join([*aligned(rows), f"attention kernel: {plan.attention_kernel}", *warnings])
 
 
 _RANKED = ("mesh", "per device", "A", "pieces", "remat_policy", "GB", "ms", "matmul", "memory", "collectives", "host",
@@ -40,16 +39,20 @@ _RANKED = ("mesh", "per device", "A", "pieces", "remat_policy", "GB", "ms", "mat
 
 def format_ranking(ranked: Sequence[RankedPlan]) -> str:
     """Ranked plans, one a line: the chosen keys, planned memory per device, and the shortest time of a step."""
-    rows = [_RANKED, *map(_ranked_row, ranked)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     left = {0, _RANKED.index("remat_policy")}
-    return "\n".join(
+    return "\n".join(aligned([_RANKED, *map(_ranked_row, ranked)], {*range(len(_RANKED))} - left))
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """The rows of a table as lines; the columns with the numbers `right` are right-aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
         "  ".join(
-            cell.ljust(width) if at in left else cell.rjust(width)
+            cell.rjust(width) if at in right else cell.ljust(width)
             for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
+        ).rstrip()
         for row in rows
-    )
+    ]
 
 
 def _ranked_row(ranked: RankedPlan) -> tuple[str, ...]:
@@ -72,21 +75,14 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _text(value: int | Fraction) -> str:
-    """A number for reading: exact while it is short."""
-    text = number_text(value)
-    return text if len(text) <= 10 else f"{float(value):.4g}"
+def _mesh_text(plan: BatchPlan) -> str:
+    return mesh_text(plan.mesh, "all mesh axes 1")
 
 
 def _decimal(value: Fraction) -> str:
     """A number for reading that is never a ratio such as 3/38269."""
-    text = _text(value)
+    text = short_text(value)
     return f"{float(value):.4g}" if "/" in text else text
-
-
-def _mesh_text(plan: BatchPlan) -> str:
-    used = [f"{axis} {size}" for axis, size in plan.mesh.items() if size > 1]
-    return " x ".join(used) or "all mesh axes 1"
 
 
 def _batch_rows(plan: BatchPlan) -> list[tuple[str, str]]:
@@ -150,7 +146,7 @@ def _row_text(plan: BatchPlan) -> str:
 def _loading_rows(plan: BatchPlan) -> list[tuple[str, str]]:
     factor, hosts = plan.expansion_factor_real_data, len(plan.loading_hosts)
     exact = plan.global_batch_to_train * factor
-    rounded = "" if exact.denominator == 1 else f" = {_text(exact)}, rounded up"
+    rounded = "" if exact.denominator == 1 else f" = {short_text(exact)}, rounded up"
     share = plan.examples_per_loading_host
     about = "" if share.denominator == 1 else " on average"
     return [
@@ -161,7 +157,7 @@ def _loading_rows(plan: BatchPlan) -> list[tuple[str, str]]:
         ),
         (
             "loading_hosts",
-            f"{hosts} of {plan.num_hosts}, each reads {_text(share)} example{'' if share == 1 else 's'}{about} "
+            f"{hosts} of {plan.num_hosts}, each reads {short_text(share)} example{'' if share == 1 else 's'}{about} "
             f"in each of {_count(plan.loads_per_step, 'load')} per step",
         ),
     ]
@@ -241,7 +237,7 @@ def _length_rows(plan: BatchPlan) -> list[tuple[str, str]]:
 
 def _optimizer_rows(plan: BatchPlan) -> list[tuple[str, str]]:
     scaling, multiplier = plan.scaling, plan.learning_rate_multiplier
-    ratio, rate = _text(scaling.batch_ratio), scaling.scaled["learning_rate"]
+    ratio, rate = short_text(scaling.batch_ratio), scaling.scaled["learning_rate"]
     if scaling.rule == "none":
         return [("learning_rate", f"{rate:g} = {plan.learning_rate:g} x {multiplier:g}")]
     root = "root of " if scaling.rule == "sqrt" else ""
@@ -252,7 +248,7 @@ def _optimizer_rows(plan: BatchPlan) -> list[tuple[str, str]]:
         "adam_eps": f"{scaling.configured['adam_eps']:g} / root of m",
     }
     base = plan.global_batch_to_train / scaling.batch_ratio
-    rows = [("batch ratio m", f"{ratio} = {plan.global_batch_to_train} / base_global_batch_size={_text(base)}")]
+    rows = [("batch ratio m", f"{ratio} = {plan.global_batch_to_train} / base_global_batch_size={short_text(base)}")]
     for key, formula in how.items():
         old, new = scaling.configured[key], scaling.scaled[key]
         if new != old:
@@ -289,7 +285,7 @@ def _rampup_rows(plan: BatchPlan) -> list[tuple[str, str]]:
         ),
         (
             "samples_per_increment",
-            f"{_text(ramp.samples_per_increment)} = {ramp.global_rampup_samples} / {ramp.num_increments}",
+            f"{short_text(ramp.samples_per_increment)} = {ramp.global_rampup_samples} / {ramp.num_increments}",
         ),
         ("ramp-up", f"{_count(last.first_step - 1 - done, 'step')}{' left' * (done > 0)}; rampup_mode={ramp.mode}"),
     ]

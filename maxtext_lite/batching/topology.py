@@ -45,12 +45,6 @@ class MeshSizes:
         """The product ici x dcn, by axis."""
         return {axis: self.ici[axis] * self.dcn[axis] for axis in MESH_AXES}
 
-    @property
-    def batch_shards(self) -> int:
-        """Parts into which rows are split: data x fsdp x expert."""
-        total = self.total
-        return total["data"] * total["fsdp"] * total["expert"]
-
 
 def mesh_key(scope: Scope, axis: str) -> str:
     """The config key of an axis: ici_pipeline_parallelism for `stage`."""
@@ -121,6 +115,11 @@ def model_dimensions(config: Config, axis: str) -> dict[str, int]:
     if config.num_experts > 1 and config.base_moe_mlp_dim != -1:
         unused = "" if config.first_num_dense_layers or "dense" in config.mlp_kinds else "base_mlp_dim"
     return {key: int(getattr(config, key)) for key in _SPLIT[axis] if key != unused}
+
+
+def mesh_text(mesh: Mapping[str, int], of_one: str = "one device") -> str:
+    """`fsdp 4 x tensor 2`: the axes that split something; `of_one` where none does."""
+    return " x ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or of_one
 
 
 def _product_text(fixed: Mapping[str, int]) -> str:

@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any, cast
 
@@ -130,8 +130,8 @@ def remove_objects(directory: Path) -> None:
             system.rm(root, recursive=True)
 
 
-def fetch(directory: str | Path, to: Path, parts: Sequence[str] = ("", "hf"), but: tuple[str, ...] = _WEIGHTS) -> None:
-    """Copies the files directly in the subdirectories `parts` of a bucket's directory, not those further below.
+def fetch(directory: str | Path, to: Path, but: tuple[str, ...] = _WEIGHTS) -> None:
+    """Copies the files directly in a bucket's directory and in its hf/, not those further below.
 
     Args:
       but: endings of the names of files to leave out.
@@ -140,7 +140,7 @@ def fetch(directory: str | Path, to: Path, parts: Sequence[str] = ("", "hf"), bu
       OSError: they cannot be read.
     """
     system, root = file_system(directory)
-    for part in parts:
+    for part in ("", "hf"):
         where, into = f"{root}/{part}".rstrip("/"), to / part
         with storage_errors(directory):
             for about in system.ls(where, detail=True) if system.isdir(where) else ():

@@ -45,6 +45,12 @@ def number_text(value: int | float | Fraction) -> str:
     return str(fraction)
 
 
+def short_text(value: int | Fraction) -> str:
+    """A number for reading: exact while it is short."""
+    text = number_text(value)
+    return text if len(text) <= 10 else f"{float(value):.4g}"
+
+
 def decimal_text(fraction: Fraction) -> str:
     """A fraction with a point and at most 12 decimals; "" where these are not exact."""
     unit = 10**_MOST_DECIMALS

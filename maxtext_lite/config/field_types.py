@@ -59,7 +59,7 @@ def _text(*, empty_allowed: bool, also: str = "", most: int = _LONGEST_TEXT) -> 
     return check
 
 
-def refuse_url(text: str, schemes: Sequence[str] = ()) -> None:
+def refuse_url(text: str, schemes: Sequence[str]) -> None:
     """Refuses text that begins with a scheme, as in gs://bucket/runs, or in gs:/bucket, to which pathlib changes it.
 
     A local directory whose name ends with a colon can be written ./gs:/bucket.

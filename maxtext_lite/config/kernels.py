@@ -64,9 +64,8 @@ class Kernel:
 
     Attributes:
       platform: None: any.
-      documents: several documents in a row.
-      windows, soft_caps, sinks: attention windows, soft caps of scores, attention sinks.
-      value_widths: values of another width than keys.
+      lacks: what it does not support of several documents in a row, attention windows, soft caps of scores, attention
+        sinks, and values of another width than keys.
       most_head_dim, head_dim_multiple: the largest head width (None: any), and its divisor.
       token_multiple: the divisor of max_target_length.
       skips_documents: skips the keys of other documents, at least in the forward pass: short documents take less time.
@@ -78,11 +77,7 @@ class Kernel:
 
     platform: Platform | None
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
-    documents: bool = True
-    windows: bool = True
-    soft_caps: bool = True
-    sinks: bool = True
-    value_widths: bool = True
+    lacks: tuple[Literal["documents", "windows", "soft_caps", "sinks", "value_widths"], ...] = ()
     most_head_dim: int | None = None
     head_dim_multiple: int = 1
     token_multiple: int = 1
@@ -110,10 +105,7 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
         "cudnn_flash": Kernel(
             "gpu",
             _NARROW,
-            documents=False,
-            soft_caps=False,
-            sinks=False,
-            value_widths=False,
+            lacks=("documents", "soft_caps", "sinks", "value_widths"),
             most_head_dim=128,
             head_dim_multiple=8,
             capabilities=_NVIDIA_SINCE_AMPERE,
@@ -121,19 +113,14 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
         "pallas_mha": Kernel(
             "gpu",
             _NARROW,
-            windows=False,
-            soft_caps=False,
-            sinks=False,
-            value_widths=False,
+            lacks=("windows", "soft_caps", "sinks", "value_widths"),
             most_head_dim=128,
             capabilities=_NVIDIA_SINCE_AMPERE,
         ),
         "cudnn_masked": Kernel(
             "gpu",
             _NARROW,
-            soft_caps=False,
-            sinks=False,
-            value_widths=False,
+            lacks=("soft_caps", "sinks", "value_widths"),
             most_head_dim=128,
             head_dim_multiple=8,
             token_multiple=2,
@@ -203,12 +190,12 @@ def lacking(kernel: str, needs: Needs) -> list[str]:
     traits = KERNELS[kernel]
     most, multiple = traits.most_head_dim, traits.head_dim_multiple
     missing = {
-        "several documents in a row": needs.documents and not traits.documents,
-        "chunks, which a kernel treats as documents": needs.chunks and not traits.documents,
-        "windows": needs.window and not traits.windows,
-        f"a soft cap of scores ({needs.soft_cap})": needs.soft_cap and not traits.soft_caps,
-        "attention sinks": needs.sinks and not traits.sinks,
-        "values of another width than keys": needs.values_differ and not traits.value_widths,
+        "several documents in a row": needs.documents and "documents" in traits.lacks,
+        "chunks, which a kernel treats as documents": needs.chunks and "documents" in traits.lacks,
+        "windows": needs.window and "windows" in traits.lacks,
+        f"a soft cap of scores ({needs.soft_cap})": needs.soft_cap and "soft_caps" in traits.lacks,
+        "attention sinks": needs.sinks and "sinks" in traits.lacks,
+        "values of another width than keys": needs.values_differ and "value_widths" in traits.lacks,
         f"heads of more than {most} dims ({needs.head_dim})": most is not None and needs.head_dim > most,
         f"heads whose dims are no multiple of {multiple} ({needs.head_dim})": needs.head_dim % multiple,
     }

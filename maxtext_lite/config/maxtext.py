@@ -80,10 +80,8 @@ def maxtext_defaults() -> dict[str, Any]:
 def maxtext_models() -> dict[str, tuple[str, dict[str, Any]]]:
     """For each model_name of MaxText, ours and the keys that must be added for MaxText's dimensions."""
     models = _table()["models"]
-    found: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in models["same"].split()}
-    for name, (ours, besides) in models["renamed"].items():
-        found[name] = (ours, besides)
-    return found
+    same = {name: (name, dict[str, Any]()) for name in models["same"].split()}
+    return same | {name: (ours, besides) for name, (ours, besides) in models["renamed"].items()}
 
 
 def _reason(key: str) -> str | None:

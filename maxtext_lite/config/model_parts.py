@@ -109,10 +109,7 @@ ROPE_ENTRIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("factor", "original_max_position_embeddings"),
         ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
     ),
-    "longrope": (
-        ("factor", "original_max_position_embeddings", "short_factor", "long_factor"),
-        ("attention_factor",),
-    ),
+    "longrope": (("factor", "original_max_position_embeddings", "short_factor", "long_factor"), ("attention_factor",)),
 }
 """For each rope_type, the entries that it needs and those that it may have."""
 

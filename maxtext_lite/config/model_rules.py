@@ -1,6 +1,6 @@
 """Rules between the keys of the architecture."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import get_args
 
 from maxtext_lite.config.adapted import unknown_targets
@@ -44,11 +44,8 @@ def _rotary_share(config: Config) -> Violation | None:
 
 
 def _layer_pattern(config: Config) -> Violation | None:
-    kinds = get_args(LayerKind)
-    if unknown := [kind for kind in config.pattern if kind not in kinds]:
-        legal = ",".join("global" if kind in unknown else kind for kind in config.pattern)
-        rule = f"names '{value_text(unknown[0], 40)}', which is none of {', '.join(kinds)}"
-        return violates(config, "layer_pattern", rule, legal)
+    if unknown := _unknown_kind(config, "layer_pattern", config.pattern, get_args(LayerKind), "global"):
+        return unknown
     other = "mla" if config.mla is not None else "trainable_position_size" if config.trainable_position_size else ""
     if not other or not any(kind.endswith("nope") for kind in config.pattern):
         return None
@@ -56,39 +53,44 @@ def _layer_pattern(config: Config) -> Violation | None:
     return violates(config, "layer_pattern", f"has layers without rotation beside {other}", rotated)
 
 
+def _unknown_kind(config: Config, key: str, kinds: Sequence[str], known: Sequence[str], usual: str) -> Violation | None:
+    unknown = next((kind for kind in kinds if kind not in known), None)
+    if unknown is None:
+        return None
+    legal = ",".join(kind if kind in known else usual for kind in kinds)
+    rule = f"names '{value_text(unknown, 40)}', which is none of {', '.join(known)}"
+    return violates(config, key, rule, legal)
+
+
 def _window(config: Config) -> Violation | None:
     """Local layers need a window, and a window needs local layers."""
-    pattern = f"layer_pattern={value_text(config.layer_pattern)}"
-    if not {"local", "local_nope"} & {*config.pattern}:
-        reason = f"has no effect with {pattern}"
-        window = unused(config, {"sliding_window_size": 0}, reason, {"layer_pattern": "local"})
-        return window or unused(config, {"rope_local_max_timescale": 0}, reason)
-    if config.sliding_window_size:
-        return None
-    rule = f"with {pattern}: local layers see no token"
-    return violates(config, "sliding_window_size", rule, config.max_target_length)
+    broken = _reach(config, "sliding_window_size", ("local", "local_nope"))
+    if broken or {"local", "local_nope"} & {*config.pattern}:
+        return broken
+    reason = f"has no effect with layer_pattern={value_text(config.layer_pattern)}"
+    return unused(config, {"rope_local_max_timescale": 0}, reason)
 
 
 def _chunk(config: Config) -> Violation | None:
     """Chunked layers need a chunk size, and a chunk size needs chunked layers."""
-    pattern = f"layer_pattern={value_text(config.layer_pattern)}"
-    if "chunked" not in config.pattern:
-        reason = f"has no effect with {pattern}"
-        return unused(config, {"chunk_attn_window_size": 0}, reason, {"layer_pattern": "chunked"})
-    if config.chunk_attn_window_size:
+    return _reach(config, "chunk_attn_window_size", ("chunked",))
+
+
+def _reach(config: Config, key: str, kinds: Sequence[LayerKind]) -> Violation | None:
+    """A key of the tokens that layers of these kinds see: needed by them, and without effect elsewhere."""
+    pattern, kind = f"layer_pattern={value_text(config.layer_pattern)}", kinds[0]
+    if not {*kinds} & {*config.pattern}:
+        return unused(config, {key: 0}, f"has no effect with {pattern}", {"layer_pattern": kind})
+    if getattr(config, key):
         return None
-    rule = f"with {pattern}: chunked layers see no token"
-    return violates(config, "chunk_attn_window_size", rule, config.max_target_length)
+    return violates(config, key, f"with {pattern}: {kind} layers see no token", config.max_target_length)
 
 
 def _mlp_pattern(config: Config) -> Violation | None:
     """mlp_pattern names known kinds, both kinds occur among the layers, and no other key says which are dense."""
     key, kinds, layers = "mlp_pattern", config.mlp_kinds, config.base_num_decoder_layers
-    known = get_args(MlpKind)
-    if unknown := [kind for kind in kinds if kind not in known]:
-        legal = ",".join("moe" if kind in unknown else kind for kind in kinds)
-        rule = f"names '{value_text(unknown[0], 40)}', which is none of {', '.join(known)}"
-        return violates(config, key, rule, legal)
+    if unknown := _unknown_kind(config, key, kinds, get_args(MlpKind), "moe"):
+        return unknown
     if config.num_experts == 1 or set(kinds) == {"moe"}:  # the first is refused by `_without_experts`
         return None
     if "moe" not in kinds[:layers]:

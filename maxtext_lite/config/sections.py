@@ -35,13 +35,7 @@ from maxtext_lite.config.field_types import (
     Share,
     Text,
 )
-from maxtext_lite.config.model_parts import (
-    LayerKind,
-    MlaOrNone,
-    MlpKind,
-    PositionTemperatureOrNone,
-    RopeScalingOrNone,
-)
+from maxtext_lite.config.model_parts import LayerKind, MlaOrNone, MlpKind, PositionTemperatureOrNone, RopeScalingOrNone
 from maxtext_lite.config.shown import StepsToTrace, TrackerNames
 from maxtext_lite.config.source_list import PathOrSources
 
@@ -242,6 +236,12 @@ class ModelConfig(Section):
     def pattern(self) -> tuple[LayerKind, ...]:
         """The kinds of the first layers; the layers after them repeat the pattern."""
         return cast("tuple[LayerKind, ...]", tuple(kind.strip() for kind in self.layer_pattern.split(",")))
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer."""
+        pattern = self.pattern
+        return tuple(pattern[layer % len(pattern)] for layer in range(self.base_num_decoder_layers))
 
     @property
     def rotary_dim(self) -> int:

@@ -56,26 +56,19 @@ class ExpertSizes:
       num_experts: routed experts, E.
       num_per_token: experts of a token, J.
       mlp_dim: width of one expert.
-      num_shared: shared experts, which every token passes through: one expert of this many times the width.
       biased: a bias for each expert is added to the scores, for the choice of experts only.
       with_bias: the experts' projections have biases.
-      shared_dim: width of the shared expert; -1: num_shared x mlp_dim.
+      shared_dim: width of the shared expert, which every token passes through; 0: there is none.
       shared_gate: the shared expert's output is multiplied by the sigmoid of the token's product with a weight.
     """
 
     num_experts: int
     num_per_token: int
     mlp_dim: int
-    num_shared: int = 0
     biased: bool = False
     with_bias: bool = False
-    shared_dim: int = -1
+    shared_dim: int = 0
     shared_gate: bool = False
-
-    @property
-    def shared_width(self) -> int:
-        """Width of the shared expert; 0: there is none."""
-        return self.num_shared * self.mlp_dim if self.shared_dim == -1 else self.shared_dim
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +171,7 @@ class ModelShape:
         sizes = {
             "V": self.vocab_size, "D": self.emb_dim, "T": self.num_positions, "N": self.num_query_heads,
             "K": self.num_kv_heads, "H": self.head_dim, "F": self.mlp_dim, "W": self.value_dim,
-            "E": experts.num_experts, "I": experts.mlp_dim, "S": experts.shared_width,
+            "E": experts.num_experts, "I": experts.mlp_dim, "S": experts.shared_dim,
             "U": 1, "O": self.head_dim if self.rotary_dim is None else self.rotary_dim,
         }  # fmt: skip
         if (mla := self.latent) is not None:
@@ -198,7 +191,6 @@ def model_shape(config: ModelConfig) -> ModelShape:
         num_experts=config.num_experts,
         num_per_token=config.num_experts_per_tok,
         mlp_dim=config.moe_mlp_dim,
-        num_shared=config.shared_experts,
         biased=config.routed_bias,
         with_bias=config.expert_bias,
         shared_dim=config.shared_mlp_dim,
@@ -328,7 +320,7 @@ def expert_weights(shape: ModelShape) -> WeightTable:
         table |= {name: weight(*line, "zeros") for name, line in EXPERT_BIASES.items()}
     if experts.shared_gate:
         table["shared_gate"] = weight("D U", "embed router")
-    return table | (within("shared", mlp_weights(shape, "S")) if experts.num_shared else {})
+    return table | (within("shared", mlp_weights(shape, "S")) if experts.shared_dim else {})
 
 
 def layer_weights(shape: ModelShape) -> WeightTable:

@@ -97,13 +97,13 @@ def training_batches(
     balance = balance if balance and (balance.is_on or host == 0) else None  # if off, host 0 measures the imbalance
     while num_steps > 0 or not segments:
         stage = plan.stage_at(examples_seen)
-        step_examples = plan.step_examples(examples_seen)
+        step_examples = plan.length.step_examples(examples_seen)
         # A stage ends with the step that reaches its end, wherever a resumed run starts within it.
         steps = num_steps
         if stage.samples is not None:
             left = stage.samples_before + stage.samples - examples_seen
             steps = min(steps, -(-left // step_examples))
-        while steps > 1 and plan.step_examples(examples_seen + (steps - 1) * step_examples) != step_examples:
+        while steps > 1 and plan.length.step_examples(examples_seen + (steps - 1) * step_examples) != step_examples:
             steps -= 1  # a short last batch is a segment of its own
         layout = row_layout(
             (plan.gradient_accumulation_steps, plan.slots_for(stage.micro_batch_to_train), source.num_tokens),

@@ -109,6 +109,11 @@ class Manifest:
             content.update(f"{shard.documents}:{shard.tokens}:{shard.content};".encode())
         return content.hexdigest()
 
+    @property
+    def derived(self) -> dict[str, object]:
+        """The figures that `manifest.json` states beside the rest, for readers."""
+        return {"documents": self.documents, "tokens": self.tokens, "fingerprint": self.fingerprint}
+
 
 def stored_shard(directory: Path, file: str, *, documents: int, tokens: int, content: str) -> Shard:
     """The entry of a finished shard, whose whole file is read."""
@@ -139,9 +144,8 @@ def token_dtype(vocab_size: int) -> str:
 
 
 def manifest_text(manifest: Manifest) -> str:
-    """The content of `manifest.json`, with derived figures for readers."""
-    derived = {"documents": manifest.documents, "tokens": manifest.tokens, "fingerprint": manifest.fingerprint}
-    return json.dumps({"format": _FORMAT} | derived | dataclasses.asdict(manifest), indent=1) + "\n"
+    """The content of `manifest.json`."""
+    return json.dumps({"format": _FORMAT} | manifest.derived | dataclasses.asdict(manifest), indent=1) + "\n"
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -164,8 +168,7 @@ def manifest_of(path: object, stated: dict[str, Any]) -> Manifest:
         wrong = error.errors()[0]
         what = ".".join(map(str, wrong["loc"])) or "its values"
         raise UserError(f"{path}: not a manifest of prepare ({what}: {wrong['msg']}).") from None
-    derived = {"documents": manifest.documents, "tokens": manifest.tokens, "fingerprint": manifest.fingerprint}
-    for key, value in derived.items():
+    for key, value in manifest.derived.items():
         if stated.get(key) != value:
             raise UserError(f"{path}: {key}={stated.get(key)!r} contradicts its shards, which make {value!r}.")
     return manifest

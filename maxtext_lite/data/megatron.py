@@ -34,7 +34,6 @@ class MegatronDocuments:
       stream: token ids of all documents.
       document_starts: where each document with a token starts, then the length of the stream; int64.
       content: SHA-256 of the documents' lengths and token ids as stored.
-      empty_documents: documents without a token, which are left out.
       unended_documents: documents whose last token is not the tokenizer's end-of-text.
       place: place for indices.
     """
@@ -42,7 +41,6 @@ class MegatronDocuments:
     stream: np.ndarray
     document_starts: np.ndarray
     content: str
-    empty_documents: int
     unended_documents: int
     place: IndexPlace
 
@@ -75,9 +73,7 @@ def open_megatron(key: str, path: str, tokenizer: Tokenizer) -> MegatronDocument
     def write(made: Path) -> dict[str, Any]:
         starts = _document_starts(index, dtype, lengths, pointers, documents)
         starts.tofile(made / "documents.i64")
-        return _read_through(stream, starts, tokenizer.end_of_text_id) | {
-            "empty_documents": len(documents) - len(starts)
-        }
+        return _read_through(stream, starts, tokenizer.end_of_text_id)
 
     made = IndexPlace(beside, known_by).get("documents", write)
     about = read_object(made / ABOUT)
@@ -90,7 +86,6 @@ def open_megatron(key: str, path: str, tokenizer: Tokenizer) -> MegatronDocument
         stream,
         map_array(made / "documents.i64"),
         about["content"],
-        about["empty_documents"],
         about["unended_documents"],
         IndexPlace(beside, about["content"]),
     )

@@ -18,10 +18,7 @@ from maxtext_lite.data.mixture_source import MixtureSource, parts_of
 
 
 def in_run(
-    config: DataConfig,
-    source: Any,
-    saved: Sequence[Mapping[str, Any]] = (),
-    seen: tuple[int, int] = (0, 0),
+    config: DataConfig, source: Any, saved: Sequence[Mapping[str, Any]] = (), seen: tuple[int, int] = (0, 0)
 ) -> tuple[Any, list[dict[str, Any]]]:
     """A source as a run reads it, and the history of the run's mixtures as JSON for further checkpoints.
 
@@ -53,8 +50,8 @@ def steps_left(config: DataConfig, plan: BatchPlan, source: Any, *, step: int, e
     Raises:
       UserError: a source would exceed its max_epochs, or no source would be left.
     """
-    left = plan.steps_left(step, examples_seen)
-    ends = plan.examples_after(left, examples_seen)
+    left = plan.length.steps_left(step, examples_seen)
+    ends = plan.length.examples_after(left, examples_seen)
     ended = _ended(source, ends)
     if not ended:
         return left
@@ -66,7 +63,7 @@ def steps_left(config: DataConfig, plan: BatchPlan, source: Any, *, step: int, e
     said = f"max_epochs of the source {name} is reached at example {position:,}"
     if mode == "drop" and last is not None:
         said, position = f"max_epochs leaves no source after example {last:,}", last
-    fitting = plan.steps_within(examples_seen, position)
+    fitting = plan.length.steps_within(examples_seen, position)
     if mode == "stop" and step + fitting:
         return fitting
     works = [f"steps={step + fitting}", "mixture_exhausted=stop"] if step + fitting else []
@@ -78,7 +75,7 @@ def steps_left(config: DataConfig, plan: BatchPlan, source: Any, *, step: int, e
 
 def nothing_left(plan: BatchPlan, *, step: int, examples_seen: int) -> str:
     """Why a run of which `steps_left` are 0 has none left."""
-    if plan.steps_left(step, examples_seen):
+    if plan.length.steps_left(step, examples_seen):
         return "its data end there"
     stated = plan.length.stated_steps
     return "none is left" if stated is None else f"none is left of the {stated} that are asked for"
@@ -138,7 +135,7 @@ def early_end(config: Config, plan: BatchPlan, *, steps: int, examples_seen: int
     Args:
       steps, examples_seen: at the end of the run.
     """
-    if not plan.steps_left(steps, examples_seen):
+    if not plan.length.steps_left(steps, examples_seen):
         return []
     last = plan.schedule_end(config.schedule_unit, steps, examples_seen)
     # Tokens are taken to be as many in each example.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -20,7 +19,7 @@ from maxtext_lite.data.fetched import find_prepared
 from maxtext_lite.data.manifest import token_dtype
 from maxtext_lite.data.megatron import open_megatron
 from maxtext_lite.data.packing import FIELDS, Documents, Rows, TokenStream, segments_row
-from maxtext_lite.data.preparing.documents import BadLine, DocumentReader
+from maxtext_lite.data.preparing.documents import DocumentReader
 from maxtext_lite.data.preparing.keys import PrepareConfig
 from maxtext_lite.data.preparing.tasks import WHOLE, Piece
 from maxtext_lite.data.preparing.text_cache import cached_text, text_fingerprint
@@ -133,7 +132,6 @@ class TextSource:
       first_row: the row of example 0.
       num_rows: number of examples.
       stream_fingerprint: hash of tokens and documents.
-      num_empty_documents: documents without a token, which are left out.
       notes: as in `ExampleSource`.
     """
 
@@ -143,7 +141,6 @@ class TextSource:
     first_row: int
     num_rows: int
     stream_fingerprint: str
-    num_empty_documents: int = 0
     notes: tuple[str, ...] = ()
 
     fields = FIELDS
@@ -236,10 +233,11 @@ def _open_text(config: DataConfig, tokenizer: Tokenizer, *, key: str, path: str)
     cached = cached_text(config, tokenizer, files)
     if cached is not None:
         found = (cached.stream, cached.document_starts, cached.fingerprint)
-        return _source(config, *found, nothing, cached.place, empty=cached.empty, notes=(cached.note,))
-    stream, starts, empty = _tokenize(_read_documents(files, tokenizer), tokenizer)
+        return _source(config, *found, nothing, cached.place, (cached.note,))
+    pieces = (Piece(name, str(file), 0, WHOLE) for name, file in files)
+    stream, starts = _tokenize(DocumentReader(PrepareConfig(), tokenizer).texts(pieces), tokenizer)
     content = text_fingerprint(stream, starts, tokenizer=tokenizer.fingerprint, dtype=str(stream.dtype))
-    return _source(config, stream, starts, content, nothing, None, empty=empty)
+    return _source(config, stream, starts, content, nothing, None)
 
 
 def _open_prepared(config: DataConfig, tokenizer: Tokenizer, *, key: str, path: str) -> TextSource:
@@ -261,16 +259,8 @@ def _open_megatron(config: DataConfig, tokenizer: Tokenizer, *, key: str, path: 
     content = f"{tokenizer.fingerprint}:{found.content}"
     documents, unended = len(found.document_starts) - 1, found.unended_documents
     note = f"{unended:,} of {documents:,} documents do not end with the end-of-text token."
-    return _source(
-        config,
-        found.stream,
-        found.document_starts,
-        content,
-        nothing,
-        found.place,
-        empty=found.empty_documents,
-        notes=(note,) if unended else (),
-    )
+    notes = (note,) if unended else ()
+    return _source(config, found.stream, found.document_starts, content, nothing, found.place, notes)
 
 
 def _source(
@@ -280,8 +270,6 @@ def _source(
     content: str,
     nothing: str,
     place: IndexPlace | None,
-    *,
-    empty: int = 0,
     notes: tuple[str, ...] = (),
 ) -> TextSource:
     """The source of all rows of a stream; refuses one without targets, in the words of `nothing`."""
@@ -290,14 +278,14 @@ def _source(
         raise UserError(nothing)
     if isinstance(layout, FittedRows):
         notes = (*notes, layout.note)
-    return TextSource(stream, document_starts, layout, 0, len(layout), content, empty, notes)
+    return TextSource(stream, document_starts, layout, 0, len(layout), content, notes)
 
 
 _OPENED_BY = {"text": _open_text, "array_record": _open_prepared, "megatron": _open_megatron}
 
 
-def _tokenize(documents: Iterator[str], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray, int]:
-    """(stream, document_starts, number of empty documents, which are left out)."""
+def _tokenize(documents: Iterator[str], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    """(stream, document_starts) without the empty documents."""
     dtype = np.dtype(token_dtype(tokenizer.vocab_size))
     streams, counts = [np.zeros(0, dtype)], [np.zeros(0, np.int64)]
     while texts := list(itertools.islice(documents, _DOCUMENTS_PER_ENCODING)):
@@ -307,13 +295,4 @@ def _tokenize(documents: Iterator[str], tokenizer: Tokenizer) -> tuple[np.ndarra
     lengths = np.concatenate(counts)
     present = lengths[lengths > 1]  # an empty document leaves nothing in the stream, not even its end-of-text
     document_starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(present, dtype=np.int64)])
-    return np.concatenate(streams), document_starts, len(lengths) - len(present)
-
-
-def _read_documents(files: list[tuple[str, pathlib.Path]], tokenizer: Tokenizer) -> Iterator[str]:
-    """The documents that `prepare` finds in the files, including empty ones; refuses a line without a document."""
-    reader = DocumentReader(PrepareConfig(), tokenizer)
-    for document in (each for name, file in files for each in reader.read(Piece(name, str(file), 0, WHOLE))):
-        if isinstance(document, BadLine):
-            raise UserError(document.problem)
-        yield document
+    return np.concatenate(streams), document_starts

@@ -264,17 +264,13 @@ _SPEND, _WEIGH, _LENGTH, _TURN = "spend ", "weigh ", "length ", "turn "  # no te
 class _Counting(NodeTransformer):
     """Instruments a template to count its work."""
 
-    def visit_For(self, node: nodes.For) -> nodes.For:
-        """Charges each iteration of a loop for its body."""
+    def visit_For(self, node: nodes.For | nodes.Macro) -> nodes.For | nodes.Macro:
+        """Charges each iteration of a loop, and each call of a macro, for its body."""
         self.generic_visit(node)
         node.body.insert(0, _charge(node))
         return node
 
-    def visit_Macro(self, node: nodes.Macro) -> nodes.Macro:
-        """Charges each call of a macro for its body."""
-        self.generic_visit(node)
-        node.body.insert(0, _charge(node))
-        return node
+    visit_Macro = visit_For
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Concat:
         """Charges `~` before it makes text."""

@@ -11,15 +11,13 @@ few open shards, with 8 bytes for each of their records, and a few records.
 from __future__ import annotations
 
 import bisect
-import collections
 import dataclasses
 import functools
 import hashlib
 import itertools
-import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -44,8 +42,6 @@ _READER_BUFFER = 32768  # bytes; the chunk of a record fits
 _RECORDS_AT_A_TIME = 512
 _DOCUMENTS_AT_A_TIME = 2**20
 _AGAIN = "Copy or prepare the data again."
-
-Value = TypeVar("Value")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,28 +78,15 @@ class RecordStream:
         return pieces[0] if len(pieces) == 1 else np.concatenate([np.zeros(0, self.manifest.dtype), *pieces])
 
     @functools.cached_property
-    def _keys(self) -> list[tuple[str, str]]:
-        """Keys of the shards among those of all streams: the file, and the hash of its content."""
-        return [(str(self.directory / shard.file), shard.sha256) for shard in self.manifest.shards]
+    def _shards(self) -> list[tuple[Path, str, int]]:
+        """Of each shard the file, the hash of its content, and its records: what tells it from those of all streams."""
+        shards = self.manifest.shards
+        return [(self.directory / each.file, each.sha256, num_records(each, self.manifest)) for each in shards]
 
     def _record(self, shard: int, record: int) -> np.ndarray:
-        return _records.get((self._keys[shard], record), lambda: self._read(shard, record))
-
-    def _read(self, number: int, record: int) -> np.ndarray:
-        key, shard = self._keys[number], self.manifest.shards[number]
-        reader = _readers.get(key, lambda: open_shard(self.directory / shard.file, num_records(shard, self.manifest)))
-        try:
-            (content,) = reader.read(record, record + 1)
-        except (RuntimeError, ValueError, IndexError, OSError) as error:
-            reason = str(error).partition(";")[0]
-            raise UserError(f"{key[0]}: record {record} is damaged ({reason}). {_AGAIN}") from None
-        due = min(self.manifest.tokens_per_record, shard.tokens - record * self.manifest.tokens_per_record)
-        if len(content) != due * self.dtype.itemsize:
-            raise UserError(
-                f"{key[0]}: record {record} has {len(content)} bytes, not those of {due} token ids of "
-                f"{self.manifest.dtype}. {_AGAIN}"
-            )
-        return np.frombuffer(content, self.dtype)
+        size = self.manifest.tokens_per_record
+        due = min(size, self.manifest.shards[shard].tokens - record * size)
+        return _record(*self._shards[shard], record, due, self.dtype)
 
     @functools.cached_property
     def dtype(self) -> np.dtype[Any]:
@@ -111,28 +94,25 @@ class RecordStream:
         return np.dtype(self.manifest.dtype).newbyteorder("<")
 
 
-class _Newest(Generic[Value]):
-    """The most recently used values, made when missing. Several threads may make the same one at once."""
-
-    def __init__(self, most: int):
-        self._most, self._lock = most, threading.Lock()
-        self._values: collections.OrderedDict[Hashable, Value] = collections.OrderedDict()
-
-    def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        with self._lock:
-            if (found := self._values.get(key)) is not None:
-                self._values.move_to_end(key)
-                return found
-        made = make()
-        with self._lock:
-            self._values[key] = made
-            if len(self._values) > self._most:
-                self._values.popitem(last=False)  # a thread that reads from it still has it
-        return made
+@functools.lru_cache(maxsize=_MOST_RECORDS)
+def _record(file: Path, sha256: str, records: int, record: int, due: int, dtype: np.dtype[Any]) -> np.ndarray:
+    """A record of `due` token ids, of a file with this many records."""
+    try:
+        (content,) = _reader(file, sha256, records).read(record, record + 1)
+    except (RuntimeError, ValueError, IndexError, OSError) as error:
+        reason = str(error).partition(";")[0]
+        raise UserError(f"{file}: record {record} is damaged ({reason}). {_AGAIN}") from None
+    if len(content) != due * dtype.itemsize:
+        raise UserError(
+            f"{file}: record {record} has {len(content)} bytes, not those of {due} token ids of {dtype.name}. {_AGAIN}"
+        )
+    return np.frombuffer(content, dtype)
 
 
-_readers: _Newest[Any] = _Newest(_MOST_OPEN_SHARDS)
-_records: _Newest[np.ndarray] = _Newest(_MOST_RECORDS)
+@functools.lru_cache(maxsize=_MOST_OPEN_SHARDS)
+def _reader(file: Path, sha256: str, records: int) -> Any:
+    del sha256  # a file that is replaced is opened again
+    return open_shard(file, records)
 
 
 def num_records(shard: Shard, manifest: Manifest) -> int:

@@ -20,7 +20,7 @@ from maxtext_lite.generation.questions import (
     read_text,
     with_blank,
 )
-from maxtext_lite.generation.requests import EvaluateConfig
+from maxtext_lite.generation.requests import EvaluateConfig, GenerateConfig
 from maxtext_lite.generation.sampler import Sampler, cast_once, check_finite, load_on_mesh, mesh_problems
 from maxtext_lite.generation.text_tokens import TextTokens
 from maxtext_lite.models import Decoder
@@ -243,43 +243,33 @@ class TextScorer:
     def _sampler(self) -> Sampler:
         return Sampler(*self._model)
 
-    def written(
-        self,
-        context: str,
-        *,
-        stop_strings: Sequence[str],
-        max_new_tokens: int,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int = 0,
-    ) -> str:
-        """The model's continuation of a context, up to a stop token or one of `stop_strings`.
+    def written(self, asked: GenerateConfig) -> str:
+        """The model's continuation of the prompt, up to a stop token or one of `stop_strings`.
 
-        A long context is truncated at its beginning, so that it fits into `max_length` with the new tokens.
+        A long prompt is truncated at its beginning, so that it fits into `max_length` with the new tokens.
 
         Raises:
-          UserError: no token of a context fits, or a token's log-probability is not finite.
+          UserError: no token of a prompt fits, or a token's log-probability is not finite.
         """
-        room = self._max_length - max_new_tokens
+        room = self._max_length - asked.max_new_tokens
         if room < 1:
             raise UserError(
-                f"max_new_tokens={max_new_tokens} leaves no room for a prompt in max_length={self._max_length}. "
+                f"max_new_tokens={asked.max_new_tokens} leaves no room for a prompt in max_length={self._max_length}. "
                 f"Nearest that works: {self._max_length - 1}."
             )
-        text = self._tokens.begin(stop_strings)
-        prompt = self.encode(context)[-room:] or [self._end_of_text_id]
+        text = self._tokens.begin(asked.stop_strings)
+        prompt = self.encode(asked.prompt)[-room:] or [self._end_of_text_id]
         with self._precision():
             for _, token, log_probability in self._sampler.stream(
                 [prompt],
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
+                max_new_tokens=asked.max_new_tokens,
+                temperature=asked.temperature,
+                top_k=asked.top_k,
+                top_p=asked.top_p,
                 stop_token_ids=self._tokens.stop_token_ids,
-                seed=seed,
+                seed=asked.seed,
             ):
-                check_finite(log_probability, f"the continuation of {value_text(context)!r}", self._dtype)
+                check_finite(log_probability, f"the continuation of {value_text(asked.prompt)!r}", self._dtype)
                 text.push(token)
                 if text.ended:
                     break

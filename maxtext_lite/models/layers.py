@@ -268,7 +268,8 @@ class Embedding(nnx.Module):
         """
         index_BT = constrain(index_BT, (None, None))
         wide_VD = table[...].astype(jnp.float32)
-        x_BTD = constrain(rows_at(wide_VD, index_BT, len(wide_VD)).astype(dtype), (None, None, "embed"))
+        rows: Any = rows_at(wide_VD, index_BT, len(wide_VD))
+        x_BTD = constrain(rows.astype(dtype), (None, None, "embed"))
         x_BTD = constrain(x_BTD, ("looked_up_batch", None, "embed_without_fsdp"))
         return constrain(x_BTD, ("looked_up_batch", "length", "embed_of_expert"))
 

@@ -33,7 +33,7 @@ class MixtureOfExperts(nnx.Module):
     def __init__(self, shape: DecoderShape, experts: ExpertShape, *, rngs: nnx.Rngs):
         self.experts = experts
         declare(self, expert_weights(shape), shape, rngs)
-        self.shared = Mlp(shape, "S", rngs=rngs) if experts.num_shared else None
+        self.shared = Mlp(shape, "S", rngs=rngs) if experts.shared_dim else None
 
     def __call__(self, x_BTD: jax.Array, real_BT: jax.Array, *, drop: bool) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The experts' output [B, T, D], in the dtype of x_BTD, and what the layer adds to the stream's `aux`.

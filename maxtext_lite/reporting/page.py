@@ -256,10 +256,7 @@ def _data(plan: Mapping[str, object]) -> str:
     heads = {key: name for key, name in _DATA.items() if any(key in about for about in sources.values())}
     rows = {name: [_e(plain(about[key])) if key in about else NONE for key in heads] for name, about in sources.items()}
     bars = {
-        f"{2**power:,} to {2 ** (power + 1) - 1:,}": [
-            f"{count:,}",
-            _bar(count / most),
-        ]
+        f"{2**power:,} to {2 ** (power + 1) - 1:,}": [f"{count:,}", _bar(count / most)]
         for power, count in counts.items()
         if most > 0
     }

@@ -18,7 +18,8 @@ from jax.stages import Wrapped
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.whole_file import replacing
-from maxtext_lite.data import ExampleSource, PairSource, evaluation_batches
+from maxtext_lite.data import ExampleSource, PairSource
+from maxtext_lite.data.feed import evaluation_batches
 from maxtext_lite.parallel import bytes_of_host, exchange, sharding, value_of_host
 from maxtext_lite.training.arrays import Params
 from maxtext_lite.training.checkpoint import Counts

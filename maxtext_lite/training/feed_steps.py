@@ -14,7 +14,8 @@ import numpy as np
 from jax.stages import Compiled
 
 from maxtext_lite.batching import BatchStage
-from maxtext_lite.data import Balance, DeviceBatch, ExampleSource, training_batches
+from maxtext_lite.data import Balance, ExampleSource
+from maxtext_lite.data.feed import DeviceBatch, training_batches
 from maxtext_lite.parallel import sharding, value_of_host
 from maxtext_lite.process.phases import phases
 from maxtext_lite.process.watchdog import watchdog

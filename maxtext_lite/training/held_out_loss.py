@@ -6,7 +6,8 @@ from typing import cast
 import jax
 from jax.stages import Wrapped
 
-from maxtext_lite.data import DeviceBatch, ExampleSource, MixtureSource, evaluation_batches, named_sources
+from maxtext_lite.data import ExampleSource, MixtureSource, named_sources
+from maxtext_lite.data.feed import DeviceBatch, evaluation_batches
 from maxtext_lite.parallel import sharding
 from maxtext_lite.process.watchdog import watchdog
 from maxtext_lite.training.arrays import Params, Record, Tree

@@ -156,8 +156,7 @@ def _places(path: str, config: Config, stored: Mapping[str, Any]) -> Iterator[_P
         return
     names = _LAYER.get(path.removeprefix("layers/"), ())
     num_layers = config.base_num_decoder_layers
-    for layer in range(num_layers):
-        kind = config.pattern[layer % len(config.pattern)]
+    for layer, kind in enumerate(config.layer_kinds):
         tried = [place for name in names for place in _ways(name, layer, num_layers, kind)]
         yield next((place for place in tried if place.path in stored), tried[0] if tried else _Place(path, None))
 

@@ -15,8 +15,9 @@ from maxtext_lite.batching.devices import device_of_kind
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import setting_text
 from maxtext_lite.config.kernels import Accelerator
-from maxtext_lite.data import Examples, ExampleSource, open_sources_on_hosts, own_examples
+from maxtext_lite.data import Examples, ExampleSource, own_examples
 from maxtext_lite.data.mixture_of_run import in_run, steps_left
+from maxtext_lite.data.sources_on_hosts import open_sources_on_hosts
 from maxtext_lite.parallel import accelerator_of, start_devices
 from maxtext_lite.training.arrays import Device
 from maxtext_lite.training.run import TrainingRun

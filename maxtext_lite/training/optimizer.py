@@ -15,7 +15,8 @@ import optax
 from maxtext_lite.batching import BatchPlan
 from maxtext_lite.batching.rate_shape import decay, warm_up
 from maxtext_lite.config import Config, OptimizerConfig, UserError
-from maxtext_lite.data import ExampleSource, target_tokens_of_run
+from maxtext_lite.data import ExampleSource
+from maxtext_lite.data.sources_on_hosts import target_tokens_of_run
 from maxtext_lite.models import is_matrix, num_inputs, of_one, unstacked
 from maxtext_lite.training.accumulate import GradientAccumulation, loss_scaling
 from maxtext_lite.training.arrays import Path, Scalar, Tree
@@ -101,7 +102,7 @@ def schedule_of_run(
     last = plan.schedule_end(unit, step, examples_seen)
     if unit == "steps":
         return learning_rate_schedule(config, last=last)
-    _, total = plan.end_after(step, examples_seen)
+    _, total = plan.length.end_after(step, examples_seen)
     if unit == "tokens":
         total = target_tokens_of_run(source, total_examples=total, seed=seed, loading_hosts=plan.loading_hosts)
     return learning_rate_schedule(config, last=last, units_per_step=total / last)

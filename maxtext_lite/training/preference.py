@@ -11,7 +11,7 @@ noisy preferences", equation 3.
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +56,12 @@ def pair_losses(margin: jax.Array, *, beta: float, label_smoothing: float) -> ja
 def segment_sums(x_BT: jax.Array, segment_BT: jax.Array) -> jax.Array:
     """The sum over the tokens of each segment, [B, T + 1] by segment number; padding is segment 0."""
     T = x_BT.shape[1]
-    return jax.vmap(lambda x_T, segment_T: sums_at(x_T[:, None], segment_T, T + 1)[:, 0])(x_BT, segment_BT)
+
+    def of_row(x_T: jax.Array, segment_T: jax.Array) -> jax.Array:
+        sums_S1: Any = sums_at(x_T[:, None], segment_T, T + 1)
+        return sums_S1[:, 0]
+
+    return jax.vmap(of_row)(x_BT, segment_BT)
 
 
 def _log_ratios(nll_BT: jax.Array, rows: Rows) -> jax.Array:

@@ -118,7 +118,7 @@ def replayed(
                     steps.prepare(number)
                 if with_rows and number == step:
                     first = log.counts.examples_seen
-                    rows = make_row_losses(run)(state, first, run.plan.step_examples(first))
+                    rows = make_row_losses(run)(state, first, run.plan.length.step_examples(first))
                 state, taken = steps.take(state, number)
                 try:
                     log.add(number, taken, state)

@@ -23,15 +23,11 @@ from maxtext_lite.config import Config, UserError, describe, write_resolved
 from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import value_text, writing
 from maxtext_lite.config.hf.adapter import adapter_of
-from maxtext_lite.data import (
-    ExampleSource,
-    MixtureSource,
-    source_tokens_of_run,
-)
+from maxtext_lite.data import ExampleSource, MixtureSource
 from maxtext_lite.data.excluded import ExcludedRow, excluded_ids
 from maxtext_lite.data.mixture_of_run import early_end, in_run, mixture_sentences, mixture_table, steps_left
 from maxtext_lite.data.preparing.inspecting import summaries
-from maxtext_lite.data.sources_on_hosts import excluded_rows_on_hosts, listed_rows_on_hosts
+from maxtext_lite.data.sources_on_hosts import excluded_rows_on_hosts, listed_rows_on_hosts, source_tokens_of_run
 from maxtext_lite.hf import store_files
 from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import tree_shardings
@@ -252,7 +248,9 @@ class TrainingRun(Generic[Data]):
             state, counts = self._saved.restore(abstract)
             self._mix(counts)
             done = counts.step, counts.examples_seen
-            self.parts = ending_after(self.parts, self.config, self.plan, self._own, last=self.plan.end_after(*done)[0])
+            self.parts = ending_after(
+                self.parts, self.config, self.plan, self._own, last=self.plan.length.end_after(*done)[0]
+            )
             self._saved.starts = with_start(self._saved.starts, self.config, self.plan, *done)
             self.plan = resumed(self.config, self.plan, step=done[0], examples_seen=done[1])
             if self.parts.optimizer.has_ended(counts.skipped_in_a_row):  # if the limit has been lowered
@@ -312,7 +310,7 @@ class TrainingRun(Generic[Data]):
           UserError: they cannot be written; on all hosts.
         """
         left = self.steps_left(counts)
-        end = self.plan.examples_after(left, counts.examples_seen)
+        end = self.plan.length.examples_after(left, counts.examples_seen)
         self.failures.on_first_host(self.directory, lambda: self._write_about(end))
         if not self.is_first:
             return

@@ -128,7 +128,7 @@ def _leads_to(
       mixtures: the history up to the counts.
     """
     _, after = in_run(run.config, run.source, mixtures, (counts.examples_seen, counts.tokens_seen))
-    comes_to = run.plan.examples_after(place.step - 1 - counts.step, counts.examples_seen)
+    comes_to = run.plan.length.examples_after(place.step - 1 - counts.step, counts.examples_seen)
     return comes_to == place.examples_seen and after == list(place.mixtures)
 
 
@@ -145,7 +145,7 @@ def _rows_on_the_way(run: TrainingRun[ExampleSource], spike: Place) -> tuple[int
             spike.examples_seen,
         )
     place, before = counts.examples_seen, None
-    examples = run.plan.step_examples
+    examples = run.plan.length.step_examples
     quiet = Terminal(log_period=1, quiet=True)
     with contextlib.closing(FeedSteps(run, quiet, state, counts, proves_kernels=False)) as steps:
         row_losses = make_row_losses(run)  # after pairs have their reference

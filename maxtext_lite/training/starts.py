@@ -29,7 +29,7 @@ def with_start(
 ) -> Starts:
     """The starts with this one, which begins after `step` steps, if it differs from the last."""
     settings = {key: setting_text(getattr(config, key)) for key in Config.model_fields if key not in _OTHERS}
-    end, batch = list(plan.end_after(step, examples_seen)), plan.global_batch_to_train
+    end, batch = list(plan.length.end_after(step, examples_seen)), plan.global_batch_to_train
     now = {"step": step, "end": end, "batch": batch, "settings": settings}
     same = before and {**before[-1], "step": step} == now
     return [*map(dict, before)] if same else [*map(dict, before), now]
@@ -70,7 +70,7 @@ def moved_schedule(
     if not starts or starts[-1]["step"] != step:
         return []
     now = starts[-1]
-    before: Mapping[str, Any] = starts[-2] if len(starts) > 1 else {**now, "end": plan.end_after(0, 0)}
+    before: Mapping[str, Any] = starts[-2] if len(starts) > 1 else {**now, "end": plan.length.end_after(0, 0)}
     then, rates = _scheduled(config, before["settings"]), list[str]()
     for each, start in ((then, before), (config, now)):
         (last_step, last_example), batch = start["end"], start["batch"]

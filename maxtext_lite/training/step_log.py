@@ -262,6 +262,6 @@ class StepLog:
             batch = self._run.plan.stage_at(self.counts.examples_seen).global_batch_to_train
             self._terminal.say(batch_size_advice(noise.examples, noise.relative_error, batch))
             if self._run.config.objective == "pretrain":
-                _, examples = self._run.plan.end_after(self.counts.step, self.counts.examples_seen)
+                _, examples = self._run.plan.length.end_after(self.counts.step, self.counts.examples_seen)
                 tokens = examples * self._run.config.max_target_length
                 self._terminal.say(laws_beside(self._run.config, tokens))

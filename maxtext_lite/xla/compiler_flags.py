@@ -28,24 +28,19 @@ Compiler = Literal["gpu", "tpu"]
 VARIABLES: Mapping[Compiler, str] = MappingProxyType({"gpu": "XLA_FLAGS", "tpu": "LIBTPU_INIT_ARGS"})
 """The environment variable that each compiler reads its flags from, once, when it starts."""
 
-_OF_TPUS = (
-    Flag(
-        "xla_tpu_scoped_vmem_limit_kib",
-        "98304",
-        "fusions around matmuls may hold larger tiles on the chip: 9 to 11 % fewer cycles of a dense layer",
-    ),
-)
-
-_OF_GPUS = (
-    Flag(
+FLAGS: Mapping[Compiler, tuple[Flag, ...]] = MappingProxyType({
+    "gpu": (Flag(
         "xla_gpu_reduce_scatter_combine_threshold_bytes",
         str(2 << 20),
         "a layer's gradients are reduced one by one beside its matmuls, not all at once after them: 1 to 7 % less of a "
         "step is spent waiting",
-    ),
-)
-
-FLAGS: Mapping[Compiler, tuple[Flag, ...]] = MappingProxyType({"gpu": _OF_GPUS, "tpu": _OF_TPUS})
+    ),),
+    "tpu": (Flag(
+        "xla_tpu_scoped_vmem_limit_kib",
+        "98304",
+        "fusions around matmuls may hold larger tiles on the chip: 9 to 11 % fewer cycles of a dense layer",
+    ),),
+})  # fmt: skip
 """What is set on each platform unless its variable names the flag already. docs/performance.md has the figures."""
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -81,22 +82,16 @@ class Collective:
             crossed.update(np.flatnonzero(np.any(coordinates != coordinates[:, :1], axis=1)).tolist())
         return tuple(axis for dim, axis in enumerate(mesh.axis_names) if dim in crossed)
 
-    def crosses(self, mesh: Mesh, axis: str) -> bool:
-        """Whether it crosses a mesh axis."""
-        return axis in self.axes(mesh)
 
-
-def collectives(hlo: str | Module, *, trips_where_unknown: int | None = None) -> list[Collective]:
+def collectives(hlo: str | Module) -> list[Collective]:
     """Every collective of a compiled module that moves data between devices, in the order of its text.
 
     Args:
       hlo: the text of the module (`compiled.as_text()`), or the parsed module.
-      trips_where_unknown: with a text, the trip count of loops whose count XLA does not know, such as one with a traced
-        bound.
     Raises:
       ValueError: the text has no entry computation, or replica groups in an unknown notation.
     """
-    module = parse(hlo, trips_where_unknown=trips_where_unknown) if isinstance(hlo, str) else hlo
+    module = parse(hlo) if isinstance(hlo, str) else hlo
     found = []
     parts: set[tuple[str | None, str]] = set()
     for name, runs in module.runs.items():
@@ -150,10 +145,10 @@ def _payload(it: Instruction, groups: tuple[tuple[int, ...], ...]) -> dict[str, 
 
 
 def _bytes_by_dtype(arrays: Sequence[Array]) -> dict[str, int]:
-    found: dict[str, int] = {}
+    found = Counter[str]()
     for array in arrays:
-        found[array.dtype] = found.get(array.dtype, 0) + array.num_bytes
-    return found
+        found[array.dtype] += array.num_bytes
+    return dict(found)
 
 
 def device_groups(text: str) -> tuple[tuple[int, ...], ...]:

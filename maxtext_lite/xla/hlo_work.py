@@ -159,10 +159,10 @@ def work(module: Module, *, memory_spaces: Sequence[int] = (0,)) -> ProgramWork:
         if estimate := it.attribute(r'"estimated_cycles":"(\d+)"'):
             cycles.append(_times(int(estimate), times))
     return ProgramWork(
-        matmul_flops={dtype: _total(each) for dtype, each in sorted(flops.items())},
+        matmul_flops={dtype: total_of(each) for dtype, each in sorted(flops.items())},
         kernels=tuple(sorted((_kernel(name, each) for name, each in calls.items()), key=_most_runs_first)),
-        memory_bytes=_total(moved),
-        cycles=_total(cycles) if cycles else None,
+        memory_bytes=total_of(moved),
+        cycles=total_of(cycles) if cycles else None,
         largest_arrays=tuple(sorted(made.values(), key=lambda array: (-array.num_bytes, array.type))[:_LARGEST]),
     )
 
@@ -171,14 +171,15 @@ def _times(each: float | None, times: int | None) -> float | None:
     return 0.0 if each == 0 else None if each is None or times is None else each * times
 
 
-def _total(parts: Sequence[float | None]) -> float | None:
+def total_of(parts: Sequence[float | None]) -> float | None:
+    """Their sum; None if any is unknown."""
     known = [part for part in parts if part is not None]
     return sum(known) if len(known) == len(parts) else None
 
 
 def _kernel(name: str, calls: Sequence[tuple[int | None, float | None]]) -> KernelCalls:
-    times = _total([times for times, _ in calls])
-    return KernelCalls(name, None if times is None else int(times), _total([_times(f, t) for t, f in calls]))
+    times = total_of([times for times, _ in calls])
+    return KernelCalls(name, None if times is None else int(times), total_of([_times(f, t) for t, f in calls]))
 
 
 def _most_runs_first(kernel: KernelCalls) -> tuple[int, str]:

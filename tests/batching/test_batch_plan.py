@@ -74,12 +74,12 @@ def test_plans_with_and_without_a_ramp_answer_alike():
     plain, ramped = plan_of(), plan_of("enable_rampup_batch_size=true")
     assert len(plain.stages) == 1
     assert plain.stage_at(10**9) == plain.stages[0]
-    assert plain.samples_before(3) == 2 * plain.global_batch_to_train
+    assert plain.length.examples_after(2, 0) == 2 * plain.global_batch_to_train
     assert ramped.stages[-1].global_batch_to_train == ramped.global_batch_to_train
     assert ramped.stage_at(0) == ramped.stages[0]
     assert ramped.total_examples == sum(ramped.rampup.batch_size_at(step) for step in range(1, ramped.steps + 1))
     for plan in (plain, ramped):
         with pytest.raises(ValueError, match="negative"):
             plan.stage_at(-1)
-        with pytest.raises(ValueError, match="first step"):
-            plan.samples_before(0)
+    with pytest.raises(ValueError, match="first step"):
+        ramped.rampup.samples_before(0)

@@ -114,7 +114,7 @@ def test_epochs_derive_the_steps_of_a_plan():
     plan = plan_of("num_epochs=2.5", "per_device_batch_size=4", "last_batch=train", num_devices=2, num_examples=10)
     assert (plan.steps, plan.total_examples, plan.epochs) == (4, 25, Fraction(5, 2))
     assert (plan.dropped_examples, plan.last_batch_examples) == (0, 1)
-    assert (plan.step_examples(24), plan.steps_left(3, 24)) == (1, 1)
+    assert (plan.length.step_examples(24), plan.length.steps_left(3, 24)) == (1, 1)
     written = plan.to_json()
     assert (written["steps"], written["epochs"], written["last_batch_examples"]) == (4, 2.5, 1)
 

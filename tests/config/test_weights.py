@@ -29,7 +29,7 @@ def test_a_llamas_layer_is_as_written_by_hand_in_the_order_in_which_its_values_a
 
 
 def test_experts_and_latent_attention_are_as_written_by_hand():
-    latent, experts = Mla(7, 3, 4, 2, 5), ExpertSizes(6, 2, 9, num_shared=2, biased=True, with_bias=True)
+    latent, experts = Mla(7, 3, 4, 2, 5), ExpertSizes(6, 2, 9, shared_dim=18, biased=True, with_bias=True)
     shape = dataclasses.replace(SMALL, latent=latent, experts=experts, num_dense_layers=1)
     stacks = stacks_of(shape)
     assert {name: count for name, (count, _) in stacks.items()} == {"": 1, "dense_layers": 1, "layers": 2}

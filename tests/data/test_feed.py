@@ -252,7 +252,7 @@ def test_a_short_last_batch_has_only_the_remaining_examples():
     config = load_config(None, [f"max_target_length={T}", "per_device_batch_size=2", "gradient_accumulation_steps=2",
                                 "num_epochs=2", "last_batch=train", "warmup_steps=0"])  # fmt: skip
     plan = make_plan(config, num_devices=2, num_examples=23)
-    found = batches(NumberedSource(23), plan, 2, num_steps=plan.steps_left(0, 0))
+    found = batches(NumberedSource(23), plan, 2, num_steps=plan.length.steps_left(0, 0))
     assert [batch.num_examples for batch in found] == [8] * 5 + [6]
     ids = [example for batch in found for example in batch.example_ids.tolist()]
     assert ids == example_ids(0, 46, num_examples=23, seed=0).tolist()
@@ -447,7 +447,8 @@ import multiprocessing, signal
 import jax
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import load_config
-from maxtext_lite.data import open_sources, training_batches
+from maxtext_lite.data import open_sources
+from maxtext_lite.data.feed import training_batches
 
 def main():
     config = load_config(None, ["dataset_type=synthetic", "max_target_length=8", "per_device_batch_size=2"])

@@ -66,7 +66,7 @@ def test_a_document_without_end_of_text_still_ends(tmp_path):
     assert row["targets"].tolist() == [2, 3, 0, 0, 6, 256, 0, 0]  # none from another document
     assert row["segments"].tolist() == [1, 1, 1, 2, 3, 3, 3, 0]
     assert row["weights"].tolist() == [1, 1, 0, 0, 1, 1, 0, 0]
-    assert (source.num_documents, source.num_empty_documents, source.num_target_tokens) == (3, 1, 4)
+    assert (source.num_documents, source.num_target_tokens) == (3, 4)
     assert source.notes == ("2 of 3 documents do not end with the end-of-text token.",)
     apart, _ = open_sources(config_for(tmp_path / "m.bin", packing="none"))
     assert [apart[i]["tokens"].tolist() for i in range(len(apart))] == [

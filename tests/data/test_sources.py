@@ -102,12 +102,12 @@ def test_a_name_with_brackets_is_a_name_before_it_is_a_glob(tmp_path):
     assert texts_of(open_sources(config_for(f"'{tmp_path}/[d]'"))[0]) == ["in brackets"]
 
 
-def test_empty_documents_are_left_out_and_counted(tmp_path):
+def test_empty_documents_are_left_out(tmp_path):
     write(tmp_path / "a.txt", "")
     write(tmp_path / "b.jsonl", jsonl("", "text", ""))
     write(tmp_path / "c.jsonl", "")
     source, _ = open_sources(config_for(tmp_path))
-    assert (source.num_documents, source.num_empty_documents) == (1, 3)
+    assert source.num_documents == 1
     assert texts_of(source) == ["text"]
 
 

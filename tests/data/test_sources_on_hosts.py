@@ -7,14 +7,8 @@ import numpy as np
 import pytest
 
 from maxtext_lite.config import UserError, load_config
-from maxtext_lite.data import (
-    example_ids,
-    mixture_source,
-    open_sources,
-    open_sources_on_hosts,
-    sources_on_hosts,
-    target_tokens_of_run,
-)
+from maxtext_lite.data import example_ids, mixture_source, open_sources, sources_on_hosts
+from maxtext_lite.data.sources_on_hosts import open_sources_on_hosts, target_tokens_of_run
 
 
 @pytest.fixture

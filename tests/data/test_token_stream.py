@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import functools
 import json
 import pickle
 import re
@@ -50,8 +51,8 @@ def test_every_slice_is_what_was_written(prepared):
 def test_threads_and_a_pickled_copy_read_the_same(prepared, monkeypatch):
     stream, starts = open_prepared("dataset_path", prepared)
     # Neither shards nor records stay: what other threads read from is let go of all the time.
-    monkeypatch.setattr(token_stream, "_readers", token_stream._Newest(1))
-    monkeypatch.setattr(token_stream, "_records", token_stream._Newest(1))
+    for name in ("_reader", "_record"):
+        monkeypatch.setattr(token_stream, name, functools.lru_cache(1)(getattr(token_stream, name).__wrapped__))
     stored = pickle.dumps((stream, starts))
     assert len(stored) < 2000  # no token, no document, nothing that is open
     copy, copied_starts = pickle.loads(stored)
@@ -136,8 +137,8 @@ def test_a_flipped_byte_is_named_or_does_not_matter(prepared):
     messages = []
     for at in sorted({*in_use[:20], *in_use[-20:], *rng.choice(in_use, 60).tolist(), len(content) // 2 + 9999}):
         shard.write_bytes(content[:at] + bytes([content[at] ^ (1 << at % 8)]) + content[at + 1 :])
-        token_stream._readers._values.clear()  # what is open under this name was the whole file
-        token_stream._records._values.clear()
+        token_stream._reader.cache_clear()  # what is open under this name was the whole file
+        token_stream._record.cache_clear()
         stream = RecordStream(prepared, read_manifest(prepared))
         try:
             assert stream[: stream.manifest.shards[0].tokens].tolist() == IDS[: stream.manifest.shards[0].tokens]

@@ -144,7 +144,12 @@ def test_the_epochs():
 
 def test_the_epochs_under_the_ramp():
     plan = plan_of(*RAMP, "num_epochs=1", "last_batch=train", num_devices=1, num_examples=20)
-    assert (plan.steps, plan.last_batch_examples, plan.rampup.total_steps, plan.samples_before(11)) == (11, 3, 10, 17)
+    assert (plan.steps, plan.last_batch_examples, plan.rampup.total_steps, plan.rampup.samples_before(11)) == (
+        11,
+        3,
+        10,
+        17,
+    )
     assert "20 examples under the ramp above are its 10 steps (17 examples) and, with `train`, an eleventh of 3" in PAGE
     with pytest.raises(UserError, match=r"num_epochs=0\.5 x 1001 examples"):
         plan_of("num_epochs=0.5", num_devices=1, num_examples=1001)
@@ -178,7 +183,7 @@ def test_the_settings_of_adam():
 def test_what_a_schedule_counts():
     plan = plan_of(*RAMP, num_devices=1)
     for row in table("after step"):
-        seen = plan.samples_before(int(row["after step"]) + 1)
+        seen = plan.rampup.samples_before(int(row["after step"]) + 1)
         assert seen == int(row["examples seen"])
         assert Fraction(seen, plan.global_batch_to_train) == Fraction(row["position in examples"])
         assert row["position in steps"] == row["after step"]

@@ -14,7 +14,7 @@ PLAIN = ModelShape(
     vocab_size=11, emb_dim=6, num_query_heads=4, num_kv_heads=2, head_dim=6, mlp_dim=5, num_layers=2, num_positions=7,
     norm="layer_norm", norm_placement="both", mlp_bias=True, attention_bias="all", qk_norm="head", sinks=True,
 )  # fmt: skip
-EXPERTS = ExpertSizes(3, 2, 4, num_shared=2, biased=True, with_bias=True)
+EXPERTS = ExpertSizes(3, 2, 4, shared_dim=8, biased=True, with_bias=True)
 LATENT = dataclasses.replace(PLAIN, latent=Mla(5, 3, 2, 4, 3), experts=EXPERTS, num_layers=3, num_dense_layers=1)
 MODELS = (PLAIN, dataclasses.replace(PLAIN, qk_norm="all_heads"), dataclasses.replace(PLAIN, experts=EXPERTS))
 ONE_BY_ONE = (dataclasses.replace(PLAIN, num_kv_heads=4),)

@@ -152,7 +152,7 @@ def _only_tokens_cross(it, found, *, exchanged):
 
     The other weights are, where they are used: they lie over that axis as over fsdp.
     """
-    crossing = [c for c in found if c.crosses(it.mesh, "expert")]
+    crossing = [c for c in found if "expert" in c.axes(it.mesh)]
     assert any(c.kind == "all-to-all" for c in crossing)
     assert not any(c.kind == "reduce-scatter" for c in crossing)
     matrices = {f"{a},{b}" for d in (16, 8) for f in (8, 4) for a, b in ((d, f), (f, d))}  # D x F, whole or split

@@ -100,7 +100,7 @@ def test_five_steps_and_the_evaluation_of_another_batch_agree(setup, rows, plain
 
 def test_stages_hand_over_by_permutes_and_keep_their_parameters(setup, rows):  # noqa: F811
     it = setup(*FOUR_LAYERS, pipeline=Pipeline(2, 4, 2))
-    found = [c for c in collectives(it.compile_step(it.batch(rows, 2, 8)).as_text()) if c.crosses(it.mesh, "stage")]
+    found = [c for c in collectives(it.compile_step(it.batch(rows, 2, 8)).as_text()) if "stage" in c.axes(it.mesh)]
     assert [c for c in found if c.kind == "collective-permute" and c.in_loop]
     for c in found:
         if c.kind == "all-gather":  # what the embedding gives to the first stage, and its gradient: [.., T, D]

@@ -211,7 +211,7 @@ def test_every_example_of_every_step_is_read_once_by_a_host_that_loads(segments_
         num_loading = way.hosts // way.factor if way.factor > 1 else way.hosts
         assert plan.loading_hosts == tuple(range(num_loading))
         batches = way.batches(0, 0)
-        segments = segments_of(plan, 0, plan.steps_left(0, 0))
+        segments = segments_of(plan, 0, plan.length.steps_left(0, 0))
         assert sizes_of(segments) == batches, way
         found = [check_step(plan, segment, step) for segment in segments for step in range(segment.reads.num_steps)]
         assert found == hashes.setdefault(tuple(examples for examples, _ in batches), found), way
@@ -220,11 +220,11 @@ def test_every_example_of_every_step_is_read_once_by_a_host_that_loads(segments_
         steps = positions_of(segments)
         assert [first for first, _ in steps] == seen[:-1]
         done = legal % len(batches)
-        assert plan.steps_left(done, seen[done]) == len(batches) - done
+        assert plan.length.steps_left(done, seen[done]) == len(batches) - done
         assert positions_of(segments_of(plan, seen[done], len(batches) - done)) == steps[done:], way
         anywhere = legal * 7 % seen[-1]
         if rest := way.batches(anywhere, 1):
-            assert plan.steps_left(1, anywhere) == len(rest)
+            assert plan.length.steps_left(1, anywhere) == len(rest)
             resumed = segments_of(plan, anywhere, len(rest))
             assert sizes_of(resumed) == rest, (way, anywhere)
             read = positions_of(resumed)

@@ -85,7 +85,7 @@ def test_the_check_finds_a_stack_that_is_planted():
 
 def test_gradients_cross_data_once_a_step_after_the_loop():
     compiled, module = program("data 2 x fsdp 4, A = 2")
-    across = [c for c in collectives(module) if c.crosses(compiled.mesh, "data")]
+    across = [c for c in collectives(module) if "data" in c.axes(compiled.mesh)]
     assert across
     assert not [c.line for c in across if c.in_loop]
     gradients = sum(parameter.bytes_per_device for parameter in compiled.parameters)
@@ -96,7 +96,7 @@ def test_gradients_cross_data_once_a_step_after_the_loop():
 def test_sharded_optimizer_states_cost_no_copy_of_the_parameters():
     """Which XLA makes of donated arrays that are gathered into, and of what has been gathered."""
     compiled, module = program("data 4 x fsdp 2, ZeRO-1")
-    across = [c for c in collectives(module) if c.kind == "all-gather" and c.crosses(compiled.mesh, "data")]
+    across = [c for c in collectives(module) if c.kind == "all-gather" and "data" in c.axes(compiled.mesh)]
     parameters = sum(parameter.bytes_per_device for parameter in compiled.parameters)
     assert sum(c.payload_bytes * (c.times or 0) for c in across) == pytest.approx(parameters, rel=0.01)
     stack = max((p for p in compiled.parameters if p.name.startswith("layers.")), key=lambda p: p.bytes_per_device)

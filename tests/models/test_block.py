@@ -34,7 +34,7 @@ def test_a_multiplier_that_two_bytes_do_not_hold_is_not_rounded():
 
 
 def test_a_layer_with_experts_adds_their_shared_mlp_and_nothing_for_padding():
-    experts = ExpertShape(num_experts=4, num_per_token=2, mlp_dim=6, num_shared=2, biased=True)
+    experts = ExpertShape(num_experts=4, num_per_token=2, mlp_dim=6, shared_dim=12, biased=True)
     layer = DecoderLayer(dataclasses.replace(SHAPE, experts=experts), rngs=nnx.Rngs(params=0))
     layer.attention.out[...] = jnp.zeros_like(layer.attention.out[...])
     assert layer.mlp.shared.up[...].shape == (8, 2 * 6)

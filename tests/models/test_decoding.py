@@ -28,7 +28,7 @@ def empty_cache(shape):
     )
 
 
-@pytest.mark.parametrize("experts", [None, ExpertShape(6, 2, 10, num_shared=1, biased=True)], ids=["mlp", "experts"])
+@pytest.mark.parametrize("experts", [None, ExpertShape(6, 2, 10, shared_dim=10, biased=True)], ids=["mlp", "experts"])
 def test_decoding_from_the_cache_equals_the_whole_sequence(experts):
     decoder = Decoder(dataclasses.replace(SHAPE, experts=experts))
     params = jax.tree.map(lambda x: 4 * x, jax.jit(decoder.init)(jax.random.key(0)))

@@ -20,7 +20,7 @@ SHAPE = DecoderShape(vocab_size=11, emb_dim=8, num_query_heads=4, num_kv_heads=2
 
 
 def test_every_weight_names_every_dim():
-    experts = dataclasses.replace(SHAPE, experts=ExpertShape(4, 2, 6, num_shared=1, biased=True))
+    experts = dataclasses.replace(SHAPE, experts=ExpertShape(4, 2, 6, shared_dim=6, biased=True))
     for module, shape in ((DecoderLayer, SHAPE), (DecoderLayer, experts), (Embedding, SHAPE), (Head, SHAPE)):
         state = nnx.state(module(shape, rngs=nnx.Rngs(params=0)))
         for param in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, nnx.Param)):

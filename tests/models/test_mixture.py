@@ -28,7 +28,7 @@ def test_a_layer_equals_transformers_deepseek_v3(groups):
     theirs = DeepseekV3MoE(config).eval()
     shape = DecoderShape(
         vocab_size=7, emb_dim=D, num_query_heads=1, num_kv_heads=1, head_dim=2, mlp_dim=0, num_layers=1,
-        experts=ExpertShape(8, 3, F, num_shared=2, score="sigmoid", scaling=2.5, biased=True, num_groups=num_groups,
+        experts=ExpertShape(8, 3, F, shared_dim=2 * F, score="sigmoid", scaling=2.5, biased=True, num_groups=num_groups,
                             groups_per_token=groups_per_token),
     )  # fmt: skip
     ours = MixtureOfExperts(shape, shape.experts, rngs=nnx.Rngs(params=0))

@@ -217,7 +217,7 @@ def on_shards(arrays, sink, *, sizes, **options):
     if "data" in sizes:
         found = [*(x.reshape(-1, *x.shape[2:]) for x in found[:-1]), found[-1].sum(0)]
     back = np.argsort(order)
-    along = {c.kind for c in collectives(compiled.as_text()) if c.crosses(mesh, "context")}
+    along = {c.kind for c in collectives(compiled.as_text()) if "context" in c.axes(mesh)}
     return along, [*(x[:, back] for x in found[:-1]), found[-1]]
 
 

@@ -59,7 +59,7 @@ def on_shards(arrays, sink=None, *, sizes, **options):
         compiled = jax.jit(both).lower(*arguments).compile()
         results = [np.asarray(x, np.float32) for x in compiled(*arguments)]
     back = np.argsort(order)
-    along = {c.kind for c in collectives(compiled.as_text()) if c.crosses(mesh, "context")}
+    along = {c.kind for c in collectives(compiled.as_text()) if "context" in c.axes(mesh)}
     return along, [x[:, back] if x.ndim == 4 else x for x in results]
 
 

@@ -26,7 +26,7 @@ SHAPES = {
         norm_placement="both", tied=True, scaled_embeddings=True, activation="gelu_tanh",
     ),
     "experts": dataclasses.replace(
-        LLAMA, num_layers=3, num_dense_layers=1, experts=ExpertShape(4, 2, 12, num_shared=1, biased=True)
+        LLAMA, num_layers=3, num_dense_layers=1, experts=ExpertShape(4, 2, 12, shared_dim=12, biased=True)
     ),
     "latent": dataclasses.replace(
         LLAMA, num_kv_heads=4, head_dim=6, rotary_dim=2,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from maxtext_lite.data import DeviceBatch
+from maxtext_lite.data.feed import DeviceBatch
 from maxtext_lite.training import failures
 from maxtext_lite.training.failures import UnreadError
 from maxtext_lite.training.held_out_loss import scores_of

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from maxtext_lite.config import UserError, load_config
-from maxtext_lite.data import example_ids, examples_hash, open_sources_on_hosts, token_stream
+from maxtext_lite.data import example_ids, examples_hash, token_stream
+from maxtext_lite.data.sources_on_hosts import open_sources_on_hosts
 from maxtext_lite.training import NonFiniteLoss, opening, saving, train
 from maxtext_lite.training.callbacks import Callback
 from maxtext_lite.training.feed_steps import FeedSteps
@@ -520,7 +521,7 @@ def test_a_damaged_record_ends_the_run_which_is_saved_and_goes_on_once_it_is_rep
         str(caught.value),
     )
     shard.write_bytes(content)
-    token_stream._readers._values.clear()  # another process would not have it
+    token_stream._reader.cache_clear()  # another process would not have it
     result = _train(tmp_path, tmp_path / "data", *keys)
     steps, _ = _records(result)
     assert [record["step"] for record in steps] == list(range(1, 21))
@@ -582,7 +583,7 @@ def test_an_evaluation_that_meets_a_damaged_record_ends_the_run_which_is_saved_a
         str(caught.value),
     )
     shard.write_bytes(content)
-    token_stream._readers._values.clear()  # another process would not have it
+    token_stream._reader.cache_clear()  # another process would not have it
     steps, evaluations = _records(_train(tmp_path, tmp_path / "data", *keys))
     ids = [np.arange(8 * step, 8 * step + 8) for step in range(6)]
     assert [record["examples_hash"] for record in steps] == [examples_hash(numbers) for numbers in ids]

@@ -80,7 +80,7 @@ def test_a_run_that_continues_with_another_batch_has_a_schedule_that_ends_with_i
     before, _ = _schedule(unit, 0, 0, length_before)
     words = [length, f"global_batch_size={batch}"]
     schedule, plan = _schedule(unit, 8, 32, *words)
-    assert plan.end_after(8, 32) == end
+    assert plan.length.end_after(8, 32) == end
     for left in range(end[0] - 8):
         step, seen = 9 + left, 32 + batch * (1 + left)
         restarted, _ = _schedule(unit, step - 1, seen - batch, *words)
@@ -101,7 +101,7 @@ def test_a_restart_in_a_ramp_leaves_the_schedule_as_it_is(unit):
     seen = 0
     for step in range(1, plan.steps + 1):
         restarted, _ = _schedule(unit, step - 1, seen, *ramp)
-        seen += plan.step_examples(seen)
+        seen += plan.length.step_examples(seen)
         progress = Progress.start().plus(jnp.int32(seen), jnp.int32(seen))
         for done in (step, max(step - 3, 1)):
             assert float(schedule(done, progress)) == float(restarted(done, progress))

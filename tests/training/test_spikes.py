@@ -100,7 +100,7 @@ def test_a_checkpoint_suits_if_the_steps_after_it_take_the_same_examples(step, b
         return source, saved if mixture == "same" else [*saved, {"examples_seen": seen[0]}]
 
     monkeypatch.setattr(spikes, "in_run", in_run)
-    plan = types.SimpleNamespace(examples_after=lambda steps, seen: seen + steps * batch)
+    plan = types.SimpleNamespace(length=types.SimpleNamespace(examples_after=lambda steps, seen: seen + steps * batch))
     run = types.SimpleNamespace(config=None, source=None, plan=plan)
     history = [{"examples_seen": 0}]
     place = Place(25, 24 * 8, history if mixture == "same" else [*history, {"examples_seen": 24 * 8}])

@@ -289,12 +289,12 @@ def compiled(setup, rows):
 def test_gradients_cross_the_data_axis_once_a_step(compiled):
     it, steps = compiled
     found = collectives(steps[8].as_text())
-    assert any(c.in_loop and c.crosses(it.mesh, "fsdp") for c in found)  # sharded weights are gathered in the loops
-    assert not [c.line for c in found if c.in_loop and c.crosses(it.mesh, "data")]
+    assert any(c.in_loop and "fsdp" in c.axes(it.mesh) for c in found)  # sharded weights are gathered in the loops
+    assert not [c.line for c in found if c.in_loop and "data" in c.axes(it.mesh)]
     parameters = sum(leaf.size for leaf in jax.tree.leaves(it.decoder.abstract_params))
     reduced = sum(
         np.prod([int(n) for n in sizes.split(",")], dtype=int)
-        for c in found if c.kind in ("all-reduce", "reduce-scatter") and c.crosses(it.mesh, "data")
+        for c in found if c.kind in ("all-reduce", "reduce-scatter") and "data" in c.axes(it.mesh)
         for sizes in re.findall(r"f32\[([\d,]+)\]", c.line.split(c.kind + "(")[0])
     )  # fmt: skip
     assert parameters / 2 <= reduced <= parameters + 100  # each device reduces its fsdp half, once
@@ -304,7 +304,7 @@ def test_tokens_cross_fsdp_for_the_embedding_and_the_head_s_gradient_does_once(s
     """Not the table, nor its gradient; and of each weight the half that its tensor axis leaves is gathered."""
     it = setup("optimizer=sgd", "base_emb_dim=64", "num_vocab_tiling=4", data=2, fsdp=2, tensor=2)
     found = collectives(it.compile_step(it.batch(rows, 2, 8)).as_text())
-    ends = [c for c in found if c.crosses(it.mesh, "fsdp") and "132" in c.line.split("(%")[0]]  # half of 264 tokens
+    ends = [c for c in found if "fsdp" in c.axes(it.mesh) and "132" in c.line.split("(%")[0]]  # half of 264 tokens
     assert [(c.kind, c.times) for c in ends if "[64,132]" in c.line] == [("all-gather", 2)]
     assert [c.times for c in ends if c.kind == "all-reduce"] == [2]
     assert not [c.line for c in found if "264" in c.line.split("(%")[0] or "[132,64]" in c.line]
@@ -316,8 +316,8 @@ def test_a_ring_s_keys_are_not_gathered_and_gradients_still_cross_the_data_axis_
     mesh = {"data": 2, "context": 4}
     it = setup("optimizer=sgd", RING, **mesh)
     found = collectives(five_steps("sgd", 2, 8, **mesh)[0].as_text())
-    assert not [c.line for c in found if c.in_loop and c.crosses(it.mesh, "data")]
-    along = [c for c in found if c.crosses(it.mesh, "context")]
+    assert not [c.line for c in found if c.in_loop and "data" in c.axes(it.mesh)]
+    along = [c for c in found if "context" in c.axes(it.mesh)]
     # Keys; looked-up tokens; weights where they are used, which lie over context too; their gradients.
     kinds = {"collective-permute", "all-to-all", "all-gather", "all-reduce"}
     assert {c.kind for c in along if c.in_loop} == kinds
@@ -500,10 +500,10 @@ def test_a_sharded_optimizer_state_costs_one_reduction_and_one_gathering(setup, 
     it = setup("optimizer=adamw", ZERO, data=4, fsdp=2)
     found = collectives(it.compile_step(it.batch(rows, 2, 8)).as_text())
     parameters = sum(leaf.size for leaf in jax.tree.leaves(it.decoder.abstract_params))
-    assert not [c.line for c in found if c.in_loop and c.crosses(it.mesh, "data")]
+    assert not [c.line for c in found if c.in_loop and "data" in c.axes(it.mesh)]
     sent = {}
     for kind in ("all-reduce", "reduce-scatter", "all-gather"):
-        lines = [c.line.split(f" {kind}")[0] for c in found if c.kind == kind and c.crosses(it.mesh, "data")]
+        lines = [c.line.split(f" {kind}")[0] for c in found if c.kind == kind and "data" in c.axes(it.mesh)]
         sizes = [
             np.prod([int(n) for n in s.split(",")]) for line in lines for s in re.findall(r"f32\[([\d,]+)\]", line)
         ]
@@ -526,7 +526,7 @@ def test_parameters_gathered_beside_the_donated_ones_as_on_a_tpu_are_the_same_to
         state, skipped = step(state, batch | {"weights": batch["weights"] * 0}, None)
         assert skipped["skipped"]
         ends.append(jax.device_get((state, metrics, skipped)))
-        gathered = [c for c in collectives(step.as_text()) if c.kind == "all-gather" and c.crosses(it.mesh, "data")]
+        gathered = [c for c in collectives(step.as_text()) if c.kind == "all-gather" and "data" in c.axes(it.mesh)]
         assert len(gathered) == len(jax.tree.leaves(it.decoder.abstract_params))
     jax.tree.map(np.testing.assert_array_equal, *ends)
 

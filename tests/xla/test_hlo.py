@@ -7,6 +7,7 @@ import pytest
 
 from maxtext_lite.parallel import MESH_AXES, make_mesh
 from maxtext_lite.xla.hlo import collectives, device_groups
+from maxtext_lite.xla.hlo_text import parse
 
 SPEC = jax.sharding.PartitionSpec
 ONE = dict.fromkeys(MESH_AXES, 1)
@@ -62,7 +63,7 @@ def test_a_loop_within_a_loop_multiplies_and_an_open_bound_is_unknown_unless_it_
                 0, 3, lambda _, inner: jnp.cos(jax.lax.psum(inner, "data")), outer), x)  # fmt: skip
 
     text = compiled(mesh, loops)
-    (unknown,), (known,) = collectives(text), collectives(text, trips_where_unknown=7)
+    (unknown,), (known,) = collectives(text), collectives(parse(text, trips_where_unknown=7))
     assert unknown.times is None
     assert known.times == 21
     assert unknown.in_loop
@@ -169,7 +170,7 @@ def test_a_loop_that_counts_in_another_way_has_an_unknown_number_of_trips():
     odd = ACCELERATOR.replace("add(%i, %two)", "multiply(%i, %two)")
     assert odd != ACCELERATOR
     assert next(c.times for c in collectives(odd)) is None
-    assert next(c.times for c in collectives(odd, trips_where_unknown=3)) == 3
+    assert next(c.times for c in collectives(parse(odd, trips_where_unknown=3))) == 3
 
 
 def test_groups_are_read_in_every_notation():

@@ -6,7 +6,6 @@ bad one.
 """
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,10 +30,6 @@ from maxtext_lite.config.hf.text_tower import text_fields, unbuilt
 from maxtext_lite.config.hf.weight_files import STATED, weight_files
 from maxtext_lite.config.json_file import check_file, is_there, read_object
 from maxtext_lite.config.sections import ModelConfig, RunConfig
-
-_ALSO_WITHOUT_EFFECT: Mapping[str, frozenset[str]] = {
-    "gpt_oss": frozenset({"initial_context_length"}),
-}
 
 
 def family_of(fields: JsonObject, where: str) -> str:
@@ -98,7 +93,7 @@ def _read(fields: JsonObject, where: str) -> tuple[Fields, Keys]:
     left.check_stored(FAMILIES[kind].architecture)
     check_quantization(left)
     left.check_keys(keys)
-    left.drop(WITHOUT_EFFECT | _ALSO_WITHOUT_EFFECT.get(kind, frozenset()))
+    left.drop(WITHOUT_EFFECT)
     return left, keys
 
 

@@ -15,17 +15,7 @@ from maxtext_lite.config.hf.family import (
     ties,
 )
 from maxtext_lite.config.hf.layer_lists import ChunkedLayers, FirstDense, InterleavedStep, LayerInterval, SparseStep
-from maxtext_lite.config.hf.parts import (
-    Activation,
-    Bias,
-    Defaulted,
-    Every,
-    Fixed,
-    Heads,
-    Ignored,
-    Only,
-    Rename,
-)
+from maxtext_lite.config.hf.parts import Activation, Bias, Defaulted, Every, Fixed, Heads, Ignored, Only, Rename
 from maxtext_lite.config.hf.positions import LayerTypes, RopeFields
 from maxtext_lite.config.hf.terms import Inverse, MultipliedRope, RotaryDim, SharedWidth, Switch
 
@@ -43,8 +33,8 @@ _GRANITE = (
     Fixed(routed_score_func="softmax", norm_topk_prob=True),
     Defaulted("embedding_multiplier", "embedding_multiplier", 1.0),
     Defaulted("residual_multiplier", "residual_multiplier", 1.0),
-    Inverse("logits_scaling", "logits_multiplier", 1.0),
-    Inverse("attention_multiplier", "query_pre_attn_scalar", 1.0, power=-2),
+    Inverse("logits_scaling", "logits_multiplier"),
+    Inverse("attention_multiplier", "query_pre_attn_scalar", power=-2),
 )  # fmt: skip
 
 EXPERT_FAMILIES: Mapping[str, Family] = {
@@ -79,7 +69,7 @@ EXPERT_FAMILIES: Mapping[str, Family] = {
     "minimax_m2": family(
         "MiniMaxM2ForCausalLM", Heads(kv_heads=8, head_dim=128), SILU,
         Fixed(qk_norm="all_heads", routed_score_func="sigmoid", routed_bias=True, norm_topk_prob=True),
-        RotaryDim(RopeFields(5_000_000.0, partial=1.0)),
+        RotaryDim(5_000_000.0, partial=1.0),
         Every("num_local_experts", "num_experts", key="num_experts"), EXPERTS_PER_TOKEN,
         Only("use_qk_norm", True), Only("qk_norm_type", "per_layer"), Only("scoring_func", "sigmoid"),
         Only("use_routing_bias", True), Only("shared_intermediate_size", 0), Only("router_jitter_noise", 0.0),
@@ -126,7 +116,7 @@ EXPERT_FAMILIES: Mapping[str, Family] = {
     "granitemoe": family("GraniteMoeForCausalLM", *_GRANITE),
     "granitemoeshared": family("GraniteMoeSharedForCausalLM", *_GRANITE, SharedWidth()),
     "phimoe": family(
-        "PhimoeForCausalLM", Heads(kv_heads=8), SILU, BIASES, MultipliedRope(RopeFields(1_000_000.0)),
+        "PhimoeForCausalLM", Heads(kv_heads=8), SILU, BIASES, MultipliedRope(1_000_000.0),
         LayerTypes("window", 0),
         Fixed(normalization="layer_norm", routed_score_func="sparsemixer", norm_topk_prob=False),
         Rename(num_local_experts="num_experts"), Only("num_experts_per_tok", 2, key="num_experts_per_tok"),

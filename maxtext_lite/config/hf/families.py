@@ -162,7 +162,7 @@ FAMILIES: Mapping[str, Family] = {
         RopeFields(150_000.0, scaling=_GPT_OSS_SCALING),
         LayerTypes("alternating", 128), Every("num_local_experts", "num_experts", key="num_experts"),
         Every("num_experts_per_tok", "experts_per_token", key="num_experts_per_tok"), _MIXTURE,
-        Only("swiglu_alpha", 1.702), Only("swiglu_limit", 7.0), epsilon=1e-5,
+        Only("swiglu_alpha", 1.702), Only("swiglu_limit", 7.0), Ignored("initial_context_length"), epsilon=1e-5,
     ),
     "deepseek_v2": _deepseek(
         "DeepseekV2ForCausalLM", Fixed(routed_score_func="softmax", norm_topk_prob=False),
@@ -189,7 +189,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "ministral3": family(
         "Ministral3ForCausalLM", Heads(kv_heads=8, head_dim=128), SILU,
-        PositionScaling(RopeFields(10_000.0, scaling=_MINISTRAL3_SCALING)), LayerTypes("window", 0), epsilon=1e-5,
+        PositionScaling(10_000.0, scaling=_MINISTRAL3_SCALING), LayerTypes("window", 0), epsilon=1e-5,
     ),
     "olmo": Family("OlmoForCausalLM", (
         SIZES, RANGE, ties(False), Heads(), SILU, BIASES, RopeFields(10_000.0),
@@ -205,8 +205,8 @@ FAMILIES: Mapping[str, Family] = {
         "GraniteForCausalLM", Heads(), SILU, BIASES, _MLP_BIAS, RopeFields(10_000.0),
         Defaulted("embedding_multiplier", "embedding_multiplier", 1.0),
         Defaulted("residual_multiplier", "residual_multiplier", 1.0),
-        Inverse("logits_scaling", "logits_multiplier", 1.0),
-        Inverse("attention_multiplier", "query_pre_attn_scalar", 1.0, power=-2),
+        Inverse("logits_scaling", "logits_multiplier"),
+        Inverse("attention_multiplier", "query_pre_attn_scalar", power=-2),
     ),
     "glm": family(
         "GlmForCausalLM", Heads(kv_heads=2, head_dim=128), SILU, Bias("attention_bias", "qkv", default=True),

@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 from maxtext_lite.config.hf.fields import Fields, JsonObject, Keys, is_whole
 from maxtext_lite.config.hf.parts import Part
-from maxtext_lite.config.hf.positions import CHUNKED, GLOBAL, layer_kinds, pattern_of
+from maxtext_lite.config.hf.positions import CHUNKED, GLOBAL, layer_kinds, pattern_of, rotated_layers
 from maxtext_lite.config.sections import ModelConfig
 
 
@@ -127,14 +127,8 @@ class ChunkedLayers(Part):
 
     def read(self, fields: Fields) -> Keys:
         """See Part."""
-        layers, every = fields.num_layers, fields.whole("no_rope_layer_interval", 4)
-        rotated = [int((layer + 1) % every != 0) for layer in range(layers)]
-        stated, types = fields.listed("no_rope_layers"), fields.listed("layer_types")
-        if stated and layers:
-            if len(stated) == layers and all(is_whole(each, 0, 1) for each in stated):
-                rotated = stated
-            else:
-                fields.refuse("no_rope_layers", stated, f"is not a list of 1 or 0 for each of the {layers} layers.")
+        layers, rotated = fields.num_layers, rotated_layers(fields, fields.listed("no_rope_layers") or None)
+        types = fields.listed("layer_types")
         if types is not None:
             fields.check_layer_types(types, layers, 1, (CHUNKED, GLOBAL))
         types = types if types and len(types) == layers else [CHUNKED if turned else GLOBAL for turned in rotated]

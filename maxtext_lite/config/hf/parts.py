@@ -115,11 +115,6 @@ class Ignored(Part):
         fields.drop(self._names)
         return {}
 
-    def write(self, config: ModelConfig) -> JsonObject:
-        """See Part."""
-        del config
-        return {}
-
 
 class ExpertGroups(Part):
     """DeepSeek-V2's choice of experts: `greedy` among all of them, even if groups are stated, or in the best groups."""

@@ -6,6 +6,7 @@ from typing import Any, Literal
 from maxtext_lite.config.errors import any_of, value_text
 from maxtext_lite.config.hf.fields import Fields, JsonObject, Keys, is_whole
 from maxtext_lite.config.hf.parts import Part
+from maxtext_lite.config.model_parts import ROPE_ENTRIES
 from maxtext_lite.config.sections import ModelConfig
 
 
@@ -104,16 +105,8 @@ def _rope_fields(theta: float, config: ModelConfig, more: JsonObject) -> JsonObj
     return {"rope_parameters": new, "rope_theta": theta, "rope_scaling": None if scaling is None else new} | length
 
 
-_SCALINGS = {
-    "linear": ("factor",),
-    "dynamic": ("factor", "original_max_position_embeddings"),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": (
-        "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "mscale",
-        "mscale_all_dim", "truncate",
-    ),
-    "longrope": ("factor", "original_max_position_embeddings", "short_factor", "long_factor", "attention_factor"),
-}  # fmt: skip
+# In a config.json, ntk is called dynamic.
+_SCALINGS = {kind: needed + optional for kind, (needed, optional) in ROPE_ENTRIES.items() if kind != "ntk"}
 
 
 def _scaling(name: str, parameters: JsonObject, fields: Fields) -> JsonObject:
@@ -228,11 +221,20 @@ def pattern_of(kinds: Sequence[str]) -> str:
     return ",".join(_KINDS.get(kind, kind) for kind in kinds[:period]) or "global"
 
 
+def rotated_layers(fields: Fields, stated: Sequence[Any] | None) -> list[int]:
+    """1 for each layer that is rotated, otherwise 0: as `no_rope_layers` states, or all but every fourth."""
+    layers, every = fields.num_layers, fields.whole("no_rope_layer_interval", 4)
+    if stated is not None and layers:
+        if len(stated) == layers and all(is_whole(each, 0, 1) for each in stated):
+            return [*stated]
+        fields.refuse("no_rope_layers", stated, f"is not a list of 1 or 0 for each of the {layers} layers.")
+    return [int((layer + 1) % every != 0) for layer in range(layers)]
+
+
 def layer_kinds(config: ModelConfig) -> list[str]:
     """Each layer's kind in the words of config.json, and nope for a layer that is not rotated."""
     kinds = {kind: name for name, kind in _KINDS.items()}
-    pattern = config.pattern
-    return [kinds.get(pattern[layer % len(pattern)], "?") for layer in range(config.base_num_decoder_layers)]
+    return [kinds.get(kind, "?") for kind in config.layer_kinds]
 
 
 def _window(fields: Fields, usual: int, *, switched: bool) -> int:
@@ -316,10 +318,7 @@ class LayerTypes(Part):
             fields.refuse("sliding_window", None, why)
         if window and self._rotated != "always":
             kinds = ["nope" if kind == GLOBAL else kind for kind in kinds]
-        return {
-            "layer_pattern": pattern_of(kinds),
-            "sliding_window_size": window if fields.has_local_layers else 0,
-        }
+        return {"layer_pattern": pattern_of(kinds), "sliding_window_size": window if fields.has_local_layers else 0}
 
     def write(self, config: ModelConfig) -> JsonObject:
         """See Part."""
@@ -346,18 +345,10 @@ class WithoutRotation(Part):
 
     def read(self, fields: Fields) -> Keys:
         """See Part."""
-        layers = fields.num_layers
-        every = fields.whole("no_rope_layer_interval", 4)
-        rotated = [int((layer + 1) % every != 0) for layer in range(layers)]
-        stated = fields.listed("no_rope_layers")
+        layers, rotated = fields.num_layers, rotated_layers(fields, fields.listed("no_rope_layers"))
         window = _window(fields, 0, switched=True)
         fields.drop(["max_window_layers"])
         fields.names |= {"layer_pattern": "no_rope_layers", "sliding_window_size": "sliding_window"}
-        if stated is not None and layers:
-            if len(stated) == layers and all(is_whole(each, 0, 1) for each in stated):
-                rotated = stated
-            else:
-                fields.refuse("no_rope_layers", stated, f"is not a list of 1 or 0 for each of the {layers} layers.")
         types = fields.listed("layer_types")
         if types is not None:
             # transformers masks by layer_types even without the switch, which its fused kernels go by.
@@ -374,8 +365,7 @@ class WithoutRotation(Part):
 
     def write(self, config: ModelConfig) -> JsonObject:
         """See Part."""
-        pattern = config.pattern
-        kinds = [pattern[layer % len(pattern)] for layer in range(config.base_num_decoder_layers)]
+        kinds = config.layer_kinds
         window = config.sliding_window_size
         return {
             "no_rope_layers": [int(not kind.endswith("nope")) for kind in kinds],

@@ -80,12 +80,12 @@ class Inverse(Part):
       power: -1, or -2 if the field multiplies scores and the key's square root divides them.
     """
 
-    def __init__(self, name: str, key: str, default: float, *, power: int = -1) -> None:
-        self._name, self._key, self._default, self._power = name, key, default, power
+    def __init__(self, name: str, key: str, *, power: int = -1) -> None:
+        self._name, self._key, self._power = name, key, power
 
     def read(self, fields: Fields) -> Keys:
         """See Part."""
-        value = fields.take(self._name, self._default)
+        value = fields.take(self._name, 1.0)
         fields.names[self._key] = self._name
         if not _is_real(value) or not value:
             fields.refuse(self._name, value, "is not a number above 0.")
@@ -98,17 +98,10 @@ class Inverse(Part):
         return {self._name: _rounded(value ** (1 / self._power))}
 
 
-class PositionScaling(Part):
-    """Ministral 3's rotation, and queries that grow with each multiple of its original length.
-
-    Args:
-      rope: the rotation alone.
-    """
+class PositionScaling(RopeFields):
+    """Ministral 3's rotation, and queries that grow with each multiple of its original length."""
 
     _ENTRY = "llama_4_scaling_beta"
-
-    def __init__(self, rope: RopeFields) -> None:
-        self._rope = rope
 
     def read(self, fields: Fields) -> Keys:
         """See Part."""
@@ -118,7 +111,7 @@ class PositionScaling(Part):
             fields.take_entry(name, "max_position_embeddings", None)  # not read by transformers
         if is_unsaid(fields):
             scale = 0.1
-        keys = self._rope.read(fields)
+        keys = super().read(fields)
         length = keys["rope_scaling"].get("original_max_position_embeddings")
         if not _is_real(scale) or length is None:
             fields.refuse(self._ENTRY, scale, "must be a number beside an original_max_position_embeddings.")
@@ -127,26 +120,20 @@ class PositionScaling(Part):
 
     def write(self, config: ModelConfig) -> JsonObject:
         """See Part."""
-        fields, tuning = self._rope.write(config), config.position_temperature
+        fields, tuning = super().write(config), config.position_temperature
         for name in ("rope_parameters", "rope_scaling"):
             if isinstance(fields.get(name), dict):
                 fields[name] = fields[name] | {self._ENTRY: tuning.scale if tuning else 0.0}
         return fields
 
 
-class MultipliedRope(Part):
+class MultipliedRope(RopeFields):
     """Phi-3.5-MoE's rotation: longrope with a multiplier of cosines and sines for short and for long documents.
 
     transformers uses the short factors at every length, and so does this.
-
-    Args:
-      rope: the rotation without the multipliers.
     """
 
     _ENTRIES = ("short_mscale", "long_mscale")
-
-    def __init__(self, rope: RopeFields) -> None:
-        self._rope = rope
 
     def read(self, fields: Fields) -> Keys:
         """See Part."""
@@ -158,7 +145,7 @@ class MultipliedRope(Part):
             values.append(value)
         for name in ("rope_parameters", "rope_scaling"):
             fields.take_entry(name, "long_factor", None)
-        keys = dict(self._rope.read(fields))
+        keys = dict(super().read(fields))
         scaling = keys["rope_scaling"]
         if scaling.get("rope_type") != "longrope":
             if scaling:
@@ -174,34 +161,23 @@ class MultipliedRope(Part):
 
     def write(self, config: ModelConfig) -> JsonObject:
         """See Part."""
-        fields, scaling = self._rope.write(config), config.rope_scaling
+        fields, scaling = super().write(config), config.rope_scaling
         for name in ("rope_parameters", "rope_scaling"):
             if scaling is not None and isinstance(fields.get(name), dict):
                 fields[name] = fields[name] | dict.fromkeys(self._ENTRIES, scaling.attention_factor)
         return fields
 
 
-class RotaryDim(Part):
-    """MiniMax's rotation, whose share of a head is also stated in dims.
-
-    Args:
-      rope: the rotation without `rotary_dim`.
-    """
-
-    def __init__(self, rope: RopeFields) -> None:
-        self._rope = rope
+class RotaryDim(RopeFields):
+    """MiniMax's rotation, whose share of a head is also stated in dims."""
 
     def read(self, fields: Fields) -> Keys:
         """See Part."""
-        keys, width = dict(self._rope.read(fields)), fields.size("head_dim", 128)
+        keys, width = dict(super().read(fields)), fields.size("head_dim", 128)
         dims = fields.whole("rotary_dim", width)
         if dims != width and keys["partial_rotary_factor"] not in (1.0, dims / width):
             fields.refuse("rotary_dim", dims, f"contradicts partial_rotary_factor={keys['partial_rotary_factor']}.")
         return keys if dims == width else keys | {"partial_rotary_factor": dims / width}
-
-    def write(self, config: ModelConfig) -> JsonObject:
-        """See Part."""
-        return self._rope.write(config)
 
 
 class SharedWidth(Part):

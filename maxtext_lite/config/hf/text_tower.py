@@ -5,26 +5,23 @@ from collections.abc import Mapping
 from typing import cast
 
 from maxtext_lite.config.errors import UserError, value_text
+from maxtext_lite.config.hf.families import FAMILIES
 from maxtext_lite.config.hf.fields import WITHOUT_EFFECT, JsonObject
 
 _GEMMA3 = {
     "model_type": "gemma3_text", "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216,
     "num_hidden_layers": 26, "num_attention_heads": 8, "tie_word_embeddings": True,
-    "architectures": ["Gemma3ForCausalLM"],
 }  # fmt: skip
 _MISTRAL3 = {
     "model_type": "mistral", "vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 14_336,
     "num_hidden_layers": 32, "num_attention_heads": 32, "tie_word_embeddings": False,
-    "architectures": ["MistralForCausalLM"],
 }  # fmt: skip
 _MINISTRAL3 = _MISTRAL3 | {
     "model_type": "ministral3", "vocab_size": 131_072, "num_hidden_layers": 34,
-    "architectures": ["Ministral3ForCausalLM"],
 }  # fmt: skip
 _LLAMA4 = {
     "model_type": "llama4_text", "vocab_size": 202_048, "hidden_size": 5120, "intermediate_size": 8192,
     "num_hidden_layers": 48, "num_attention_heads": 40, "num_local_experts": 16, "tie_word_embeddings": False,
-    "architectures": ["Llama4ForCausalLM"],
 }  # fmt: skip
 TOWERS: Mapping[str, Mapping[str, JsonObject]] = {
     "gemma3": {"gemma3_text": _GEMMA3},
@@ -72,8 +69,7 @@ def text_fields(fields: JsonObject) -> JsonObject:
     # The whole model's field decides whether the table is tied; the text's own counts only without it.
     tied = {name: outer[name] for name in ("tie_word_embeddings",) if outer.get(name) is not None}
     nulls = {name: None for name, value in cast("JsonObject", given).items() if value is None}
-    usual = towers[inner]
-    return {**usual, **outer, **nulls, **text, **tied, "architectures": usual["architectures"]}
+    return {**towers[inner], **outer, **nulls, **text, **tied, "architectures": [FAMILIES[inner].architecture]}
 
 
 def text_tensor(name: str) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,6 +60,17 @@ class DocumentReader:
         for place, line in lines:
             if line.strip():
                 yield self._document(f"{piece.name}{': line at byte ' if of_range else ':'}{place}", line)
+
+    def texts(self, pieces: Iterable[Piece]) -> Iterator[str]:
+        """The documents of pieces as they stand, including empty ones.
+
+        Raises:
+          UserError: as from `read`, or a line has no document.
+        """
+        for document in (each for piece in pieces for each in self.read(piece)):
+            if isinstance(document, BadLine):
+                raise UserError(document.problem)
+            yield document
 
     def _document(self, where: str, given: bytes | Callable[[], dict[str, Any]]) -> str | BadLine:
         wanted = f'{"a list" if self._renderer else "a string"} under "{self._field}"'

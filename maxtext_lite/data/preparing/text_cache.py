@@ -44,7 +44,6 @@ class CachedText:
 
     Attributes:
       fingerprint: the same as for the text in memory.
-      empty: documents without a token, which are left out.
       place: place for indices of its rows.
       note: says where it is.
     """
@@ -52,7 +51,6 @@ class CachedText:
     stream: TokenStream
     document_starts: np.ndarray
     fingerprint: str
-    empty: int
     place: IndexPlace
     note: str
 
@@ -131,11 +129,7 @@ def _make(entry: Path, config: DataConfig, tokenizer: Tokenizer, files: list[tup
     stream, starts = open_prepared("dataset_path", entry)
     fingerprint = text_fingerprint(stream, starts, tokenizer=outcome.manifest.tokenizer, dtype=outcome.manifest.dtype)
     names = [MANIFEST_FILE, DOCUMENTS_FILE, *(shard.file for shard in outcome.manifest.shards)]
-    about = {
-        "fingerprint": fingerprint,
-        "empty": outcome.empty,
-        "sha256": {name: _sha256(entry / name) for name in names},
-    }
+    about = {"fingerprint": fingerprint, "sha256": {name: _sha256(entry / name) for name in names}}
     write_whole(entry / _ABOUT, json.dumps(about, indent=1).encode())
 
 
@@ -164,6 +158,6 @@ def _opened(entry: Path) -> CachedText:
                 raise UserError(f"{entry / name} is not what was written.")
         stream, starts = open_prepared("dataset_path", entry)
         place = IndexPlace(entry / "rows", stream.manifest.fingerprint)
-        return CachedText(stream, starts, about["fingerprint"], about["empty"], place, f"read from the cache {entry}")
+        return CachedText(stream, starts, about["fingerprint"], place, f"read from the cache {entry}")
     except (KeyError, AttributeError, TypeError) as error:
         raise UserError(f"{entry / _ABOUT} is damaged ({error!r}).") from None

@@ -12,7 +12,7 @@ from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import writing
 from maxtext_lite.config.json_file import is_there, user_path
 from maxtext_lite.config.whole_file import write_whole
-from maxtext_lite.data.preparing.documents import BadLine, DocumentReader
+from maxtext_lite.data.preparing.documents import DocumentReader
 from maxtext_lite.data.preparing.keys import PrepareConfig, TokenizerConfig
 from maxtext_lite.data.preparing.tasks import find_inputs, split_into_tasks
 from maxtext_lite.data.splitting import WORD_PATTERN
@@ -53,11 +53,7 @@ def _texts(config: TokenizerConfig) -> Iterator[str]:
     reads = PrepareConfig(input=config.input, text_field=config.text_field)
     reader = DocumentReader(reads, load_tokenizer(reads))  # used only for conversations
     tasks = split_into_tasks(find_inputs(config.input), task_bytes=2**30, field=reads.field)
-    for piece in (piece for task in tasks for piece in task.pieces):
-        for document in reader.read(piece):
-            if isinstance(document, BadLine):
-                raise UserError(document.problem)
-            yield document
+    return reader.texts(piece for task in tasks for piece in task.pieces)
 
 
 def _byte_level(texts: Iterator[str], vocab_size: int) -> bytes:

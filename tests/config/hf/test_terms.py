@@ -6,14 +6,13 @@ import pytest
 
 from maxtext_lite.config import load_config
 from maxtext_lite.config.hf.fields import Fields
-from maxtext_lite.config.hf.positions import RopeFields
 from maxtext_lite.config.hf.terms import Inverse, OldGelu, OutBias, PositionScaling, Switch
 from tests.config.hf.test_parts import problems, read
 
 
 @pytest.mark.parametrize("multiplier", [0.015625, 0.0078125, 0.1, 1 / math.sqrt(192), 0.3])
 def test_a_multiplier_of_scores_is_what_they_are_divided_by_the_root_of(multiplier):
-    part = Inverse("attention_multiplier", "query_pre_attn_scalar", 1.0, power=-2)
+    part = Inverse("attention_multiplier", "query_pre_attn_scalar", power=-2)
     scalar = read(part, attention_multiplier=multiplier)["query_pre_attn_scalar"]
     assert math.isclose(1 / math.sqrt(scalar), multiplier, rel_tol=1e-12)
     written = part.write(load_config(None, [f"query_pre_attn_scalar={scalar!r}"]))
@@ -22,7 +21,7 @@ def test_a_multiplier_of_scores_is_what_they_are_divided_by_the_root_of(multipli
 
 
 def test_what_logits_are_divided_by_is_their_inverse_multiplier():
-    part = Inverse("logits_scaling", "logits_multiplier", 1.0)
+    part = Inverse("logits_scaling", "logits_multiplier")
     assert read(part, logits_scaling=8) == {"logits_multiplier": 0.125}
     assert read(part) == {"logits_multiplier": 1.0}
     third = read(part, logits_scaling=3.0)["logits_multiplier"]
@@ -55,8 +54,8 @@ def test_gelu_of_the_first_gemma_is_its_approximation():
 
 
 def test_queries_grow_with_every_original_length():
-    part = PositionScaling(RopeFields(1e6, scaling={"rope_type": "yarn", "factor": 16.0,
-                                                    "original_max_position_embeddings": 16384}))  # fmt: skip
+    stated = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16384}
+    part = PositionScaling(1e6, scaling=stated)
     scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8, "rope_theta": 1e4}
     keys = read(part, rope_parameters={**scaling, "llama_4_scaling_beta": 0.2, "max_position_embeddings": 16})
     assert keys["position_temperature"] == {"scale": 0.2, "floor_scale": 8}
