@@ -63,13 +63,15 @@ def _tensors(entries: list[Entry], leaves: Mapping[str, jax.Array], sizes: Sizes
         parts = [_Layers(leaves[path], entry.layer_dims) for path in entry.paths]
         kept = np.dtype(np.float32) if entry.paths[0].endswith("/router_bias") else dtype
         for name, layer, expert in entry.tensor_names():
-
-            def make(parts=parts, entry=entry, layer=layer, expert=expert) -> np.ndarray:
-                ours = [part.layer(layer) for part in parts]
-                ours = [x[expert] for x in ours] if entry.name.per_expert else ours
-                return entry.name.to_theirs([as_bits(x) for x in ours], sizes).view(ours[0].dtype)
-
+            make = functools.partial(_tensor, entry, parts, layer, expert, sizes)
             yield Tensor(name, entry.name.their_shape(sizes), kept, make)
+
+
+def _tensor(entry: Entry, parts: list["_Layers"], layer: int, expert: int, sizes: Sizes) -> np.ndarray:
+    """The tensor of a layer and an expert."""
+    ours = [part.layer(layer) for part in parts]
+    ours = [x[expert] for x in ours] if entry.name.per_expert else ours
+    return entry.name.to_theirs([as_bits(x) for x in ours], sizes).view(ours[0].dtype)
 
 
 class _Layers:

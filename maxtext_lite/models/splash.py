@@ -189,7 +189,8 @@ def _attend_backward(options: _Options, mask: Mask, *rows: jax.Array) -> tuple[j
         kept = (q_NTH, k_KSH, v_KSW, segments, None, context_NTW, partition_NT)
         kept = (*kept, kernel.dq_mask_info, kernel.dkv_mask_info)
         # Private: `kernel`'s own derivative uses the context and log-partition of these keys alone.
-        return splash_attention_kernel._splash_attention_bwd(**kernel.kwargs, res=kept, do=g)[3:6]
+        backward: Any = splash_attention_kernel._splash_attention_bwd  # pyright: ignore[reportPrivateUsage]
+        return backward(**kernel.kwargs, res=kept, do=g)[3:6]
 
     return tuple(x.astype(jnp.float32)[:, :, None] for x in jax.vmap(one_row)(*rows))
 

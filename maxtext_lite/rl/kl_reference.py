@@ -1,8 +1,5 @@
 """The frozen reference of the KL divergence: the model from which the run started."""
 
-# pyright: reportUnknownMemberType=false
-# jax declares some of its functions in part.
-
 import dataclasses
 import functools
 

@@ -1,8 +1,5 @@
 """The log-probabilities of a batch's tokens under given parameters, those of the old policy or of the reference."""
 
-# pyright: reportUnknownMemberType=false
-# jax declares some of its functions in part.
-
 from collections.abc import Callable
 from typing import cast
 

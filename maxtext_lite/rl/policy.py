@@ -8,9 +8,6 @@ Efficient RL Framework Secretly Brings You Off-Policy RL Training (truncated imp
 where the sampler's probabilities differ from the trainer's).
 """
 
-# pyright: reportUnknownMemberType=false
-# jax declares some of its functions in part.
-
 import dataclasses
 from typing import Literal
 

@@ -4,9 +4,6 @@ The policy is softmax(logits / temperature) over the whole vocabulary. Top-k and
 log-probabilities are still those of the policy.
 """
 
-# pyright: reportUnknownMemberType=false
-# jax declares some of its functions in part.
-
 import dataclasses
 import functools
 from collections import deque

@@ -1,8 +1,5 @@
 """The steps of reinforcement learning for the training loop; batches are sampled and judged chunk by chunk."""
 
-# pyright: reportUnknownMemberType=false
-# jax declares some of its functions in part.
-
 import concurrent.futures
 import contextlib
 import functools

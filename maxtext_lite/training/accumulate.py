@@ -3,10 +3,6 @@
 Also loss scaling, which keeps float16 gradients from underflowing.
 """
 
-# pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false
-# pyright: reportUnknownLambdaType=false, reportUnknownMemberType=false
-# jax, optax and orbax declare some of their functions in part.
-
 import dataclasses
 import operator
 from typing import Any, NamedTuple

@@ -1,8 +1,5 @@
 """A user's own loss as the objective of a run: a function of rows that returns (sum, weight)."""
 
-# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-# jax, optax and orbax declare some of their functions in part.
-
 import dataclasses
 import functools
 import math

@@ -1,9 +1,5 @@
 """The gradients of a step, accumulated over micro-batches that arrive all at once or in chunks."""
 
-# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# jax, optax and orbax declare some of their functions in part.
-
 from collections.abc import Callable
 from typing import NamedTuple
 

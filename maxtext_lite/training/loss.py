@@ -1,8 +1,5 @@
 """Cross-entropy over the vocabulary as sums, without materialising all logits at once."""
 
-# pyright: reportUnknownMemberType=false
-# jax, optax and orbax declare some of their functions in part.
-
 import dataclasses
 import functools
 import math

@@ -6,9 +6,6 @@ so a copy can be checked without this program. CRC-32 would be twice as fast per
 in 4 billion.
 """
 
-# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
-# jax, optax and orbax declare some of their functions in part.
-
 import concurrent.futures
 import contextlib
 import errno

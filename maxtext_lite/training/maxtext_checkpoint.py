@@ -7,10 +7,6 @@ with the second.
 Source: the package maxtext 0.2.5, checkpoint_conversion/utils/param_mapping.py, layers/attentions.py and embeddings.py.
 """
 
-# pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false
-# pyright: reportUnknownLambdaType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-# orbax declares some of its functions in part.
-
 import dataclasses
 import itertools
 import math

@@ -1,8 +1,5 @@
 """The output of a run: metrics.jsonl, lines or a progress bar on the terminal, and the FLOPs for MFU."""
 
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
-# jax, optax and orbax declare some of their functions in part.
-
 import dataclasses
 import math
 import sys

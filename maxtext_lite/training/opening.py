@@ -1,8 +1,5 @@
 """The opening of a run: its data, its plan and its parts."""
 
-# pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false, reportUnknownMemberType=false
-# jax, optax and orbax declare some of their functions in part.
-
 import functools
 from collections.abc import Callable, Sequence
 from fractions import Fraction

@@ -5,9 +5,6 @@ Source: Rafailov et al. 2023, arXiv:2305.18290, equation 7; with label smoothing
 noisy preferences", equation 3.
 """
 
-# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false, reportUnknownMemberType=false
-# jax, optax and orbax declare some of their functions in part.
-
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence

@@ -1,8 +1,5 @@
 """A run before its first step: plan, data, mesh, decoder, optimizer, directory and checkpoints."""
 
-# pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false, reportUnknownMemberType=false
-# jax, optax and orbax declare some of their functions in part.
-
 import contextlib
 import dataclasses
 import json

@@ -1,9 +1,5 @@
 """The parts of a train step, and TrainState: all that a step changes, how it is made and how the mesh shards it."""
 
-# pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false
-# pyright: reportUnknownLambdaType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-# jax, optax and orbax declare some of their functions in part.
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -3,10 +3,6 @@
 `ChunkedStep` splits the train step into three functions, for a batch that arrives in chunks.
 """
 
-# pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false
-# pyright: reportUnknownLambdaType=false, reportUnknownMemberType=false
-# jax, optax and orbax declare some of their functions in part.
-
 import dataclasses
 import functools
 from collections.abc import Callable
