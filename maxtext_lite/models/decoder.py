@@ -28,14 +28,7 @@ from maxtext_lite.models.layers import (
     query_factor,
     scaled_queries,
 )
-from maxtext_lite.models.lora import (
-    adapter_axes,
-    adapters_of,
-    frozen_of,
-    joined,
-    new_adapters,
-    with_merged_experts,
-)
+from maxtext_lite.models.lora import adapter_axes, adapters_of, frozen_of, joined, new_adapters, with_merged_experts
 from maxtext_lite.models.moe import EXPERT_COUNTS, with_layer
 from maxtext_lite.models.ops import Rotation, soft_capped
 from maxtext_lite.models.rotary import rotary_angles

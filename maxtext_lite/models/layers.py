@@ -15,14 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from maxtext_lite.config import LayerKind
-from maxtext_lite.config.weights import (
-    Weight,
-    WeightTable,
-    attention_weights,
-    end_weights,
-    mlp_weights,
-    part_of,
-)
+from maxtext_lite.config.weights import Weight, WeightTable, attention_weights, end_weights, mlp_weights, part_of
 from maxtext_lite.models.ops import Rotation, layer_norm, mlp_hidden, project, rms_norm, rotate, xielu
 from maxtext_lite.models.ordered_sums import rows_at
 from maxtext_lite.models.shape import DecoderShape

@@ -33,19 +33,11 @@ from maxtext_lite.models.tile import (
     with_sink,
 )
 from maxtext_lite.models.tile_layout import Layout, Strip
-from maxtext_lite.parallel import (
-    context_shards,
-    from_all_shards,
-    over_shards,
-    own_shard,
-    sum_to_shards,
-    to_next_shard,
-)
+from maxtext_lite.parallel import context_shards, from_all_shards, over_shards, own_shard, sum_to_shards, to_next_shard
 
 _HEADS = ("batch", "length", "activation_heads", None)
 _ROWS = ("batch", "activation_heads", None, "length", None)
 _TOKENS = ("batch", "length")
-_SINKS = ("activation_heads",)
 
 _NO_DOCUMENT = -1  # the document of the padding after a run
 
@@ -99,7 +91,7 @@ class Passes(NamedTuple):
     """Attention's two passes on one device, whose first arguments are `options`.
 
     Attributes:
-      forward: (queries, keys, values, documents, and sinks if there are any) -> (context, log-partition).
+      forward: (queries, keys, values, documents, sinks or None) -> (context, log-partition).
       backward: (the same without sinks, both results, and the context's gradient) -> (dq, dk, dv).
     """
 
@@ -152,11 +144,9 @@ def _forward(
     sink_N: jax.Array | None,
     passes: Passes,
 ) -> tuple[jax.Array, tuple[Any, ...]]:
-    local = functools.partial(passes.forward, *passes.options)
-    arguments, axes = (q_BTNH, k_BSKH, v_BSKW, segment_BT), (_HEADS, _HEADS, _HEADS, _TOKENS)
-    sinks, sink_axes = ((), ()) if sink_N is None else ((sink_N,), (_SINKS,))
-    run = over_shards(local, (*axes, *sink_axes), [_HEADS, _ROWS])
-    context_BTNW, log_partition_BKGT1 = (checkpoint_name(x, "context") for x in run(*arguments, *sinks))
+    local, arguments = functools.partial(passes.forward, *passes.options), (q_BTNH, k_BSKH, v_BSKW, segment_BT)
+    run = over_shards(local, (_HEADS, _HEADS, _HEADS, _TOKENS, ("activation_heads",)), [_HEADS, _ROWS])
+    context_BTNW, log_partition_BKGT1 = (checkpoint_name(x, "context") for x in run(*arguments, sink_N))
     return context_BTNW, (*arguments, context_BTNW, log_partition_BKGT1, sink_N)
 
 
@@ -178,7 +168,7 @@ def _shard_forward(
     k_BSKH: jax.Array,
     v_BSKW: jax.Array,
     segment_BT: jax.Array,
-    sink_N: jax.Array | None = None,
+    sink_N: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """One device's context and log-partitions."""
     layout, W = Layout.of(q_BTNH.shape[1], scoring.window), v_BSKW.shape[-1]
