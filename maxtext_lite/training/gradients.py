@@ -11,7 +11,7 @@ from maxtext_lite.parallel import constrain, in_context_order, over_replicas, pe
 from maxtext_lite.training.arrays import Params, Rows
 from maxtext_lite.training.interleaved import InterleavedStep, PieceSums
 from maxtext_lite.training.loss import LossSums
-from maxtext_lite.training.outputs import forward
+from maxtext_lite.training.outputs import forward, zero_sums
 from maxtext_lite.training.state import StepParts, gradient_shardings
 
 TRAIN_BATCH_AXES = ("accumulation", "global_batch", "length")
@@ -121,7 +121,7 @@ class GradientLoop:
         objective, abstract = self._parts.objective, self._decoder.trained(self._decoder.abstract_params)
         accumulator = self._parts.optimizer.accumulator(abstract, self._num_replicas)
         zeros = jax.tree.map(_lay_out, accumulator, self._trained_axes)
-        losses = objective.zeros(self._decoder, zeros_R)
+        losses = zero_sums(self._decoder, zeros_R, *objective.own_sums)
         counts = dict.fromkeys((*self._counted_names, "examples"), none_R)
         counts[objective.divisor] = none_R.astype(objective.divisor_dtype)
         expert_counts = empty_aux(self._decoder.shape, self._num_replicas, 0).get(EXPERT_COUNTS)

@@ -16,12 +16,11 @@ import numpy as np
 
 from maxtext_lite.config import NumericsConfig
 from maxtext_lite.data import REFERENCE
-from maxtext_lite.models import Decoder
 from maxtext_lite.models.ordered_sums import sums_at
 from maxtext_lite.parallel import constrain
 from maxtext_lite.training.arrays import Metrics, Rows
 from maxtext_lite.training.loss import LossSums
-from maxtext_lite.training.outputs import Outputs, auxiliary_metrics, spread_over_targets, target_tokens, zero_sums
+from maxtext_lite.training.outputs import Outputs, auxiliary_metrics, spread_over_targets, target_tokens
 
 _REWARDS = ("reward_chosen", "reward_rejected", "reward_accuracy")
 PREFERENCE_METRICS = (*_REWARDS, "reward_margin")
@@ -78,6 +77,7 @@ class Preference:
     rows_per_example = 2
     divisor = "pairs"
     divisor_dtype = np.int32
+    own_sums = _REWARDS
 
     def rows(self, batch: Rows, axes: Sequence[str]) -> Rows:
         """The rows [..., 2 B, T] of examples [..., B, 2 T]; the two of an example stay adjacent and on their device."""
@@ -95,10 +95,6 @@ class Preference:
             "target_tokens": target_tokens(rows),
             "pairs": jnp.where(jnp.arange(pairs.shape[-1]) % 2 == 0, pairs, 0),
         }
-
-    def zeros(self, decoder: Decoder, zero: jax.Array) -> LossSums:
-        """See `Objective`."""
-        return zero_sums(decoder, zero, *_REWARDS)
 
     def loss(self, outputs: Outputs, rows: Rows, factor: jax.Array) -> tuple[jax.Array, LossSums]:
         """The loss of the pairs, and the sums of their losses and rewards."""
