@@ -16,6 +16,7 @@ from maxtext_lite.config.checkpoint_steps import steps_in
 from maxtext_lite.config.errors import setting_text, writing
 from maxtext_lite.config.hf.model_directory import config_of_run
 from maxtext_lite.config.json_file import read_object
+from maxtext_lite.config.whole_file import write_whole
 from maxtext_lite.reporting.records import Record, is_evaluation, read_records
 
 Rule = Literal["none", "linear", "sqrt"]
@@ -144,9 +145,7 @@ class Branches:
             self._output.mkdir(parents=True, exist_ok=True)
             if path.exists() and (there := read_object(path)) != about:
                 raise UserError(f"--output={self._output} holds branches of {there}, not of {about}: name another.")
-            unfinished = path.with_suffix(".unfinished")
-            unfinished.write_text(json.dumps(about))
-            unfinished.replace(path)
+            write_whole(path, json.dumps(about))
             for branch in self.all:
                 if not branch.directory.exists():
                     self._copy(branch.directory)
