@@ -48,7 +48,7 @@ _PACKED: Mapping[str, np.dtype] = {
 Box = tuple[slice, ...]
 """A stretch of each dim of a tensor."""
 
-_FILE_BYTES = 5_000_000_000
+FILE_BYTES = 5_000_000_000
 _LFS = b"version https://git-lfs"
 
 
@@ -168,7 +168,7 @@ class Tensor(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write_safetensors(directory: Path, tensors: Iterable[Tensor], *, file_bytes: int = _FILE_BYTES) -> None:
+def write_safetensors(directory: Path, tensors: Iterable[Tensor], *, file_bytes: int = FILE_BYTES) -> None:
     """Writes tensors one by one, into one file, or into files of about `file_bytes` with an index."""
     files: list[list[Tensor]] = [[]]
     for tensor in tensors:

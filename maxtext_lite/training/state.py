@@ -268,11 +268,6 @@ def _expert_shape(config: Config, sizes: ExpertSizes | None) -> ExpertShape | No
     )
 
 
-def create_state(parts: StepParts, key: jax.Array) -> TrainState:
-    """The state before the first step."""
-    return _state_of(parts, parts.decoder.init(key))
-
-
 def _state_of(parts: StepParts, all_params: Params) -> TrainState:
     """The state before the first step, from all parameters, adapters included."""
     decoder, local = parts.decoder, parts.local
@@ -357,7 +352,7 @@ def abstract_state(parts: StepParts) -> TrainState:
 
 def init_state(parts: StepParts, seed: int) -> TrainState:
     """The state before the first step, each leaf created on its own devices; its values depend on the seed alone."""
-    create = jax.jit(lambda key: create_state(parts, key), out_shardings=state_shardings(parts))
+    create = jax.jit(lambda key: _state_of(parts, parts.decoder.init(key)), out_shardings=state_shardings(parts))
     with jax.set_mesh(parts.mesh):
         return create(root_key(seed))
 
