@@ -229,11 +229,13 @@ def _activated(x: jax.Array, activation: Activation) -> jax.Array:
 
 
 def _hidden(activation: Activation, gate: jax.Array, up: jax.Array | None) -> jax.Array:
-    hidden = _activated(gate.astype(jnp.float32), activation)
+    gate = gate.astype(jnp.float32)
     if up is None:
-        return hidden
+        return _activated(gate, activation)
     up = up.astype(jnp.float32)
-    return hidden * (jnp.clip(up, -_CLAMP, _CLAMP) + 1 if activation == "clamped_silu" else up)
+    if activation == "clamped_silu":
+        up = jnp.clip(up, -_CLAMP, _CLAMP) + 1
+    return _activated(gate, activation) * up
 
 
 def mlp_hidden(activation: Activation, gate: jax.Array, up: jax.Array | None) -> jax.Array:
