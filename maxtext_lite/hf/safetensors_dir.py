@@ -194,11 +194,7 @@ def write_file(file: Path, tensors: list[Tensor], **about: str) -> None:
     start = 0
     for tensor in tensors:
         end = start + tensor.num_bytes
-        header[tensor.name] = {
-            "dtype": names[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
+        header[tensor.name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
         start = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # so that tensors are aligned

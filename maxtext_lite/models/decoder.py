@@ -236,11 +236,7 @@ class Decoder:
             segment_BT, scoring = stream.segment_BT, self.shape.scoring(kind)
             if scoring.chunk is not None and scoring.chunk < segment_BT.shape[1]:
                 segment_BT = _chunks(stream, scoring.chunk)
-            options: Any = {
-                "kernel": self.shape.attention,
-                "strategy": self.shape.context_strategy,
-                "scoring": scoring,
-            }
+            options: Any = {"kernel": self.shape.attention, "strategy": self.shape.context_strategy, "scoring": scoring}
             return lambda q, k, v, sink: (attention(q, k, v, segment_BT, sink, **options), None)
 
         return of_layer

@@ -6,14 +6,7 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 
-from maxtext_lite.parallel import (
-    constrain,
-    in_context_order,
-    in_token_order,
-    over_replicas,
-    sharding,
-    tree_shardings,
-)
+from maxtext_lite.parallel import constrain, in_context_order, in_token_order, over_replicas, sharding, tree_shardings
 from maxtext_lite.training.arrays import Params, Rows
 from maxtext_lite.training.gradients import TRAIN_BATCH_AXES
 from maxtext_lite.training.outputs import forward

@@ -242,7 +242,5 @@ class GradientAccumulation(optax.MultiSteps):
         if master is not None:
             inner = WithMaster(inner, optax.apply_updates(master, found))
         return found, new._replace(
-            inner_opt_state=inner,
-            acc_grads=new.acc_grads if self._keeps_sum else (),
-            skip_state=state.skip_state,
+            inner_opt_state=inner, acc_grads=new.acc_grads if self._keeps_sum else (), skip_state=state.skip_state
         )

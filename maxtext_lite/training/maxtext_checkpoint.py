@@ -185,11 +185,7 @@ def _scan_axis(places: Mapping[str, list[_Place]], stored: Mapping[str, Any], wa
 
 
 def _refuse_differences(
-    items: Path,
-    places: Mapping[str, list[_Place]],
-    stored: Mapping[str, Any],
-    wanted: Mapping[str, Any],
-    axis: int,
+    items: Path, places: Mapping[str, list[_Place]], stored: Mapping[str, Any], wanted: Mapping[str, Any], axis: int
 ) -> None:
     """Refuses arrays that are missing, superfluous or of other shapes than in the config's model."""
     used = {place.path for of_path in places.values() for place in of_path}

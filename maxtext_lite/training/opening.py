@@ -28,11 +28,7 @@ _ANY_STEPS = 1_000_000
 
 
 def open_run(
-    config: Config,
-    sources: Sources | None = None,
-    own: OwnParts = CONFIGURED,
-    *,
-    device_memory_gb: float | None = None,
+    config: Config, sources: Sources | None = None, own: OwnParts = CONFIGURED, *, device_memory_gb: float | None = None
 ) -> TrainingRun[ExampleSource]:
     """The run of a config, with its data opened and its batches planned.
 

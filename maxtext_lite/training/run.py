@@ -9,22 +9,14 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 import jax
 import optax
 
-from maxtext_lite.batching import (
-    BatchPlan,
-    format_plan,
-    scaled_optimizer,
-)
+from maxtext_lite.batching import BatchPlan, format_plan, scaled_optimizer
 from maxtext_lite.batching.devices import peak_tflops
 from maxtext_lite.config import Config, UserError, describe, write_resolved
 from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import value_text, writing
 from maxtext_lite.config.hf.adapter import adapter_of
 from maxtext_lite.config.hf.config import has_hf_weights
-from maxtext_lite.data import (
-    ExampleSource,
-    MixtureSource,
-    source_tokens_of_run,
-)
+from maxtext_lite.data import ExampleSource, MixtureSource, source_tokens_of_run
 from maxtext_lite.data.excluded import ExcludedRow, excluded_ids
 from maxtext_lite.data.mixture_of_run import early_end, in_run, mixture_sentences, mixture_table, steps_left
 from maxtext_lite.data.preparing.inspecting import summaries

@@ -344,9 +344,7 @@ def abstract_state(parts: StepParts) -> TrainState:
     """Shapes, dtypes and shardings of the state; nothing is allocated."""
     shapes = jax.eval_shape(lambda params: _state_of(parts, params), parts.decoder.abstract_params)
     return jax.tree.map(
-        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
-        shapes,
-        state_shardings(parts),
+        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), shapes, state_shardings(parts)
     )
 
 
