@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 
-from maxtext_lite.models.tile import PLAIN, Scoring, may_see, sink_gradient
+from maxtext_lite.models.tile import PLAIN, Scoring, may_see, sink_gradient, whole_blocks
 from maxtext_lite.parallel import over_shards
 from maxtext_lite.xla.hlo_work import KERNEL_SCOPE
 
@@ -184,21 +184,12 @@ def mha_attention(
         T, group = q_BTNH.shape[1], q_BTNH.shape[2] // k_BSKH.shape[2]
         k_BTNH, v_BTNH = (jnp.repeat(x, group, axis=2) for x in (k_BSKH, v_BSKH))
         kernel = Mha(scoring.scale_of(q_BTNH.shape[-1]), interpret)
-        filled = _filled(_MHA_BLOCK, q_BTNH, k_BTNH, v_BTNH, segment_BT)
-        context_BTNH: Any = fused_attention(Inputs(*filled), None, kernel)
+        heads = (whole_blocks(x, _MHA_BLOCK) for x in (q_BTNH, k_BTNH, v_BTNH))
+        inputs = Inputs(*heads, whole_blocks(segment_BT, _MHA_BLOCK, value=_PADDING))
+        context_BTNH: Any = fused_attention(inputs, None, kernel)
         return context_BTNH[:, :T]
 
     return over_shards(local, (_HEADS, _HEADS, _HEADS, _ROWS), _HEADS)(q_BTNH, k_BSKH, v_BSKH, segment_BT)
-
-
-def _filled(block: int, *arrays: jax.Array) -> list[jax.Array]:
-    """Arrays [B, T, ...], the last of which is the tokens' documents, padded so that T is a multiple of `block`.
-
-    The padding is a document of its own.
-    """
-    fill = -arrays[-1].shape[1] % block
-    padded = [jnp.pad(x, ((0, 0), (0, fill), *((0, 0),) * (x.ndim - 2))) for x in arrays[:-1]]
-    return [*padded, jnp.pad(arrays[-1], ((0, 0), (0, fill)), constant_values=_PADDING)]
 
 
 def _cudnn(*heads: jax.Array, **options: Any) -> jax.Array:

@@ -8,6 +8,7 @@ Source: Liu et al. 2023, arXiv:2310.01889; Dubey et al. 2024, arXiv:2407.21783, 
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 
 from maxtext_lite.models.chunk_pairs import Pairs, merged_over_shards, summed_over_shards
 from maxtext_lite.models.gpu_attention import FusedKernel, Inputs, fused_attention
-from maxtext_lite.models.tile import PLAIN, Scoring, part, ungrouped
+from maxtext_lite.models.tile import PLAIN, Scoring, part, ungrouped, whole_blocks
 from maxtext_lite.models.tokamax_ops import flash_attention, with_blocks
 from maxtext_lite.parallel import CHUNKS_PER_SHARD, chunks_of, context_shards, over_shards, own_shard, whole_examples
 from maxtext_lite.xla.hlo_work import KERNEL_SCOPE
@@ -24,6 +25,7 @@ _HEADS = ("batch", "length", "activation_heads", None)
 _TOKENS = ("batch", "length")
 _BLOCK = 256
 """Tokens of the largest block of queries, of which tokamax 0.0.12 takes a whole number only."""
+_filled = functools.partial(whole_blocks, block=_BLOCK)
 _HIDDEN = 1e30
 """The log-partition of a query beside which every score counts for nothing."""
 
@@ -134,13 +136,6 @@ class Mosaic:
         end = {} if self.causal or not -T % _BLOCK else {"k_end": jnp.full_like(first_B1T, T)}
         seen = mask(k_start=first_B1T, is_causal=self.causal, **end)
         return op, {"mask": seen, "logits_scale": self.scale, "logits_soft_cap": self.soft_cap}
-
-
-def _filled(x: jax.Array, *, axis: int = 1, value: float = 0) -> jax.Array:
-    """`x` padded to a whole number of blocks of tokens."""
-    fill = -x.shape[axis] % _BLOCK
-    pads = [(0, fill if dim == axis else 0) for dim in range(x.ndim)]
-    return jnp.pad(x, pads, constant_values=value) if fill else x
 
 
 def _better(tuned: dict[int, dict[str, int]], heads: list[jax.Array]) -> dict[str, int]:

@@ -62,7 +62,7 @@ def splash_attention(
     options = _Options(scoring, interpret)
     if shards > 1 and strategy == "ring" and scoring.window is None:
         passes = Passes(_shard_forward, _shard_backward, (options,))
-        return on_devices(q_BTNH, k_BSKH, v_BSKW, segment_BT, sink_N, passes)
+        return on_devices((q_BTNH, k_BSKH, v_BSKW, segment_BT), sink_N, passes)
     return _gathered(options, q_BTNH, k_BSKH, v_BSKW, segment_BT, sink_N)
 
 
@@ -200,17 +200,9 @@ def _shard_forward(
     return ungrouped(context_BKGTW).astype(q_BTNH.dtype), log_partition_BKGT1
 
 
-def _shard_backward(
-    options: _Options,
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKW: jax.Array,
-    segment_BT: jax.Array,
-    context_BTNW: jax.Array,
-    log_partition_BKGT1: jax.Array,
-    g_BTNW: jax.Array,
-) -> tuple[jax.Array, ...]:
+def _shard_backward(options: _Options, *arguments: jax.Array) -> tuple[jax.Array, ...]:
     """One device's dq, dk and dv, including the terms of dk and dv that other devices send for their queries."""
+    q_BTNH, k_BSKH, v_BSKW, segment_BT, context_BTNW, log_partition_BKGT1, g_BTNW = arguments
     T, H, dtype = q_BTNH.shape[1], q_BTNH.shape[3], q_BTNH.dtype
     chunk, q_BNTH = T // CHUNKS_PER_SHARD, options.scaled(q_BTNH)
     own = k_BSKH.swapaxes(1, 2), v_BSKW.swapaxes(1, 2), segment_BT
