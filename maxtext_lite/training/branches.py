@@ -102,8 +102,10 @@ class Branches:
 
     def _branch(self, config: Config, sizes: BranchSizes) -> Branch:
         name = f"batch-{sizes.batch}"
+        # The batch that the run's optimizer is scaled for: in a ramp-up that at its end.
+        target_batch = int(read_object(self._run / "plan.json")["global_batch_to_train"])
         keys: dict[str, Any] = {
-            **scale_optimizer(config, self._target_batch).scaled,
+            **scale_optimizer(config, target_batch).scaled,
             "learning_rate": self._at["learning_rate"],
             "learning_rate_schedule": "constant",
             "warmup_steps": 0,
@@ -125,11 +127,6 @@ class Branches:
         }
         words = [f"{key}={setting_text(value)}" for key, value in keys.items()]
         return Branch(sizes, config_of_run(self._run, words), self._output / name)
-
-    @property
-    def _target_batch(self) -> int:
-        """The batch that the run's optimizer is scaled for: in a ramp-up that at its end."""
-        return int(read_object(self._run / "plan.json")["global_batch_to_train"])
 
     def prepare(self, machine: dict[str, Any]) -> None:
         """Plans all branches and makes missing run directories, each with a copy of the checkpoint.

@@ -104,7 +104,8 @@ class Preference:
         margin = log_ratio[:, 0] - log_ratio[:, 1]
         losses = pair_losses(margin, beta=self.beta, label_smoothing=self.label_smoothing)
         loss = factor * jnp.sum(jnp.where(is_pair, losses, 0))
-        more, sums_of_aux = outputs.auxiliary_loss(*_row_weights(rows, factor))
+        # A pair has weight 1, half of it in either row.
+        more, sums_of_aux = outputs.auxiliary_loss(*spread_over_targets(0.5 * factor * _num_pairs(rows), rows))
         rewards = self.beta * factor * jnp.sum(log_ratio, axis=(0, 2))
         accuracy = factor * jnp.sum(is_pair & (log_ratio[:, 0] > log_ratio[:, 1]))
         sums_of_aux |= dict(zip(_REWARDS, (*rewards, accuracy), strict=True))
@@ -146,9 +147,3 @@ def pairs_of(scores: PairScores) -> np.ndarray:
     places = np.arange(scores.log_ratio.shape[2])
     is_pair = (places > 0) & (places <= np.asarray(scores.num_pairs)[:, None])
     return np.moveaxis(np.asarray(scores.log_ratio), 1, 2)[is_pair]
-
-
-def _row_weights(rows: Rows, factor: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The weights of auxiliary losses, for tokens [B, T] and rows [B]: a pair has weight 1, half of it in either row,
-    spread evenly over the row's target tokens."""
-    return spread_over_targets(0.5 * factor * _num_pairs(rows), rows)

@@ -325,14 +325,13 @@ def state_shardings(parts: StepParts) -> TrainState:
         momentum, master = local.outer_momentum, optimizer.has_masters(trained)
         outer = OuterState(params, params if momentum else None, params if master else None)
         params, opt_state, progress = jax.tree.map(per_replica, (params, opt_state, progress))
-    if optimizer.on_host:
-        opt_state = jax.tree.map(_on_host, opt_state, abstract_opt_state)
+    if optimizer.on_host:  # counts stay on the devices
+        opt_state = jax.tree.map(
+            lambda where, leaf: where.with_memory_kind("pinned_host") if leaf.ndim else where,
+            opt_state,
+            abstract_opt_state,
+        )
     return TrainState(params, opt_state, progress, everywhere, everywhere, outer, frozen)
-
-
-def _on_host(where: NamedSharding, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-    """`where`, in pinned host memory; counts stay on the devices."""
-    return where.with_memory_kind("pinned_host") if leaf.ndim else where
 
 
 def _names(path: Path) -> tuple[str, ...]:
