@@ -184,8 +184,8 @@ def mha_attention(
         T, group = q_BTNH.shape[1], q_BTNH.shape[2] // k_BSKH.shape[2]
         k_BTNH, v_BTNH = (jnp.repeat(x, group, axis=2) for x in (k_BSKH, v_BSKH))
         kernel = Mha(scoring.scale_of(q_BTNH.shape[-1]), interpret)
-        heads = (whole_blocks(x, _MHA_BLOCK) for x in (q_BTNH, k_BTNH, v_BTNH))
-        inputs = Inputs(*heads, whole_blocks(segment_BT, _MHA_BLOCK, value=_PADDING))
+        q_BTNH, k_BTNH, v_BTNH = (whole_blocks(x, _MHA_BLOCK) for x in (q_BTNH, k_BTNH, v_BTNH))
+        inputs = Inputs(q_BTNH, k_BTNH, v_BTNH, whole_blocks(segment_BT, _MHA_BLOCK, value=_PADDING))
         context_BTNH: Any = fused_attention(inputs, None, kernel)
         return context_BTNH[:, :T]
 

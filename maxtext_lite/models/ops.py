@@ -178,8 +178,8 @@ def _recomputed(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     pass keeps the arrays and computes it again."""
 
     @jax.custom_vjp
-    def narrow(*arrays: jax.Array | None) -> jax.Array:
-        return function(*arrays).astype(arrays[0].dtype)
+    def narrow(x: jax.Array, *others: jax.Array | None) -> jax.Array:
+        return function(x, *others).astype(x.dtype)
 
     def backward(arrays: tuple[jax.Array | None, ...], g: jax.Array) -> tuple[jax.Array | None, ...]:
         return jax.vjp(function, *arrays)[1](g.astype(jnp.float32))

@@ -6,7 +6,7 @@ import time
 import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -19,7 +19,7 @@ from maxtext_lite.training.arrays import Record
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.goodput import Goodput
 from maxtext_lite.training.loss_band import WINDOW, band_limit
-from maxtext_lite.training.metrics import MetricsLog, Terminal, lacks_evaluation
+from maxtext_lite.training.metrics import Terminal, lacks_evaluation
 from maxtext_lite.training.nonfinite import NonFinite
 from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.state import TrainState
@@ -76,6 +76,18 @@ def owes_evaluation(run: TrainingRun[Any], step: int, *, is_last: bool) -> bool:
     return bool(value_of_host(0, run.failures.on_first_host(path, lambda: lacks_evaluation(path, step))))
 
 
+class Log(Protocol):
+    """A receiver of the lines of metrics.jsonl."""
+
+    def write(self, record: Record) -> None:
+        """Appends a record."""
+        ...
+
+    def flush(self) -> None:
+        """Writes buffered records."""
+        ...
+
+
 class StepLog:
     """The log of finished steps: in the counts, in metrics.jsonl and on the terminal.
 
@@ -88,7 +100,7 @@ class StepLog:
         self,
         run: TrainingRun[Any],
         terminal: Terminal,
-        log: MetricsLog | None,
+        log: Log | None,
         counts: Counts,
         goodput: Goodput | None = None,
     ):
