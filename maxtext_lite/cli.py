@@ -67,7 +67,9 @@ class ArgumentParser(argparse.ArgumentParser):
         self.keys: Collection[str] = ()
         self._argv: Sequence[str] = ()
 
-    def parse_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def parse_intermixed_args(  # pyright: ignore[reportIncompatibleMethodOverride]  (argparse's has overloads)
+        self, args: Any = None, namespace: Any = None
+    ) -> Any:
         """As argparse's, which makes a list of the value of --option=-- instead of refusing it."""
         self._argv = args or ()
         for option, _, value in (word.partition("=") for word in self._argv):

@@ -292,7 +292,7 @@ def _turns(where: str, key: str, value: object) -> list[Turn]:
             {"name": turn["name"]} if turn.get("name") else {}
         )
         for key_of_turn, text in given.items():
-            if not isinstance(text, str):
+            if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]  (the user's JSON)
                 raise UserError(f"{named} has {key_of_turn} that is not text.")
             check_unicode(named, key_of_turn, text)
         if role == "assistant" and not given["content"].strip():

@@ -4,7 +4,6 @@
 few open shards, with 8 bytes for each of their records, and a few records.
 """
 
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportAttributeAccessIssue=false
 # array_record has no annotations.
 

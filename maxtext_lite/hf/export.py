@@ -15,7 +15,7 @@ from maxtext_lite.config.hf.fields import JsonObject, Keys
 from maxtext_lite.hf.copying import as_bits
 from maxtext_lite.hf.entries import Entry, entries_of, flat
 from maxtext_lite.hf.names import Sizes, model_of
-from maxtext_lite.hf.safetensors_dir import Tensor, write_safetensors
+from maxtext_lite.hf.safetensors_dir import FILE_BYTES, Tensor, write_safetensors
 from maxtext_lite.hf.tables import TABLES
 from maxtext_lite.models.decoder import Params
 from maxtext_lite.parallel import sharding
@@ -32,7 +32,7 @@ def export_model(directory: Path, params: Params, fields: JsonObject, *, dtype: 
 
 
 def export_parameters(
-    directory: Path, params: Params, kind: str, keys: Keys, *, dtype: str, file_bytes: int | None = None
+    directory: Path, params: Params, kind: str, keys: Keys, *, dtype: str, file_bytes: int = FILE_BYTES
 ) -> None:
     """Writes parameters as a family's tensors. All processes take part; the first one writes.
 
@@ -42,7 +42,7 @@ def export_parameters(
       kind: the family's model_type.
       keys: the model's keys of the Model section, as `config.hf.config.model_keys` gives them.
       dtype: "float32" or "bfloat16"; experts' biases, whose steps are small, stay float32.
-      file_bytes: the size at which another file begins; None: 5 GB.
+      file_bytes: the size at which another file begins.
     """
     leaves, model = flat(params), model_of(keys)
     entries = entries_of(TABLES[kind], {path: tuple(leaf.shape) for path, leaf in leaves.items()}, model, kind)
@@ -55,7 +55,7 @@ def export_parameters(
         for tensor in tensors:
             tensor.make()
         return
-    write_safetensors(directory, tensors, **({} if file_bytes is None else {"file_bytes": file_bytes}))
+    write_safetensors(directory, tensors, file_bytes=file_bytes)
 
 
 def _tensors(entries: list[Entry], leaves: Mapping[str, jax.Array], sizes: Sizes, dtype: np.dtype) -> Iterator[Tensor]:
@@ -63,13 +63,15 @@ def _tensors(entries: list[Entry], leaves: Mapping[str, jax.Array], sizes: Sizes
         parts = [_Layers(leaves[path], entry.layer_dims) for path in entry.paths]
         kept = np.dtype(np.float32) if entry.paths[0].endswith("/router_bias") else dtype
         for name, layer, expert in entry.tensor_names():
-
-            def make(parts=parts, entry=entry, layer=layer, expert=expert) -> np.ndarray:
-                ours = [part.layer(layer) for part in parts]
-                ours = [x[expert] for x in ours] if entry.name.per_expert else ours
-                return entry.name.to_theirs([as_bits(x) for x in ours], sizes).view(ours[0].dtype)
-
+            make = functools.partial(_tensor, entry, parts, layer, expert, sizes)
             yield Tensor(name, entry.name.their_shape(sizes), kept, make)
+
+
+def _tensor(entry: Entry, parts: list["_Layers"], layer: int, expert: int, sizes: Sizes) -> np.ndarray:
+    """The tensor of a layer and an expert."""
+    ours = [part.layer(layer) for part in parts]
+    ours = [x[expert] for x in ours] if entry.name.per_expert else ours
+    return entry.name.to_theirs([as_bits(x) for x in ours], sizes).view(ours[0].dtype)
 
 
 class _Layers:

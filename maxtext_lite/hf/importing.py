@@ -223,12 +223,7 @@ def _on_mesh(
 
 
 def _filled(
-    block: np.ndarray,
-    bounds: tuple[tuple[int, int], ...],
-    entry: Entry,
-    part: int,
-    files: SafetensorsDir,
-    sizes: Sizes,
+    block: np.ndarray, bounds: tuple[tuple[int, int], ...], entry: Entry, part: int, files: SafetensorsDir, sizes: Sizes
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Fills `block`, the parameter between `bounds`, from the files.
 

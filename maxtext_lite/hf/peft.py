@@ -119,10 +119,10 @@ def _tensors(
     for name, layer, _ in entry.tensor_names():
         module = f"base_model.model.{name.removesuffix('.weight')}"
 
-        def make_a(layer=layer) -> np.ndarray:
+        def make_a(layer: int = layer) -> np.ndarray:
             return np.concatenate([_rows(entry.name, a[layer]) for a, _ in pairs])
 
-        def make_b(layer=layer) -> np.ndarray:
+        def make_b(layer: int = layer) -> np.ndarray:
             of_parts = {part: b[layer] for part, (_, b) in zip(present, pairs, strict=True)}
             return np.concatenate([_columns(entry.name, part, b, sizes) for part, b in of_parts.items()], axis=1)
 

@@ -48,7 +48,7 @@ _PACKED: Mapping[str, np.dtype] = {
 Box = tuple[slice, ...]
 """A stretch of each dim of a tensor."""
 
-_FILE_BYTES = 5_000_000_000
+FILE_BYTES = 5_000_000_000
 _LFS = b"version https://git-lfs"
 
 
@@ -168,7 +168,7 @@ class Tensor(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write_safetensors(directory: Path, tensors: Iterable[Tensor], *, file_bytes: int = _FILE_BYTES) -> None:
+def write_safetensors(directory: Path, tensors: Iterable[Tensor], *, file_bytes: int = FILE_BYTES) -> None:
     """Writes tensors one by one, into one file, or into files of about `file_bytes` with an index."""
     files: list[list[Tensor]] = [[]]
     for tensor in tensors:
@@ -194,11 +194,7 @@ def write_file(file: Path, tensors: list[Tensor], **about: str) -> None:
     start = 0
     for tensor in tensors:
         end = start + tensor.num_bytes
-        header[tensor.name] = {
-            "dtype": names[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
+        header[tensor.name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
         start = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # so that tensors are aligned

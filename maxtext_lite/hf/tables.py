@@ -12,6 +12,21 @@ def _names(prefix: str, names: Mapping[str, str]) -> tuple[Name, ...]:
     return tuple(Name((ours,), prefix + theirs) for ours, theirs in names.items())
 
 
+def _pairs(*names: Name) -> tuple[Name, ...]:
+    """Lines of which queries' and keys' rotated dims lie as pairs."""
+    turned = ("attention/query", "attention/key")
+    return tuple(dataclasses.replace(name, pairs="H") if name.ours[0].startswith(turned) else name for name in names)
+
+
+def _normed(names: Mapping[str, str], prefix: str = _LAYER) -> tuple[Name, ...]:
+    """Scales and biases of norms."""
+    return tuple(
+        Name((f"{ours}/{part}",), f"{prefix}{theirs}.{kind}")
+        for ours, theirs in names.items()
+        for part, kind in (("scale", "weight"), ("bias", "bias"))
+    )
+
+
 _ROOT = _names("", {
     "embedding/table": "model.embed_tokens.weight",
     "final_norm/scale": "model.norm.weight",
@@ -49,6 +64,16 @@ def _experts(block: str, gate: str, up: str, down: str) -> tuple[Name, ...]:
     return _names(_LAYER, {"mlp/router": f"{block}.gate.weight", **names})
 
 
+_EXPERTS = _experts("mlp", "gate_proj", "up_proj", "down_proj")
+_NUMBERED_EXPERTS = _experts("block_sparse_moe", "w1", "w3", "w2")
+_SHARED = _names(_LAYER, {
+    "mlp/shared/gate": "mlp.shared_experts.gate_proj.weight",
+    "mlp/shared/up": "mlp.shared_experts.up_proj.weight",
+    "mlp/shared/down": "mlp.shared_experts.down_proj.weight",
+})  # fmt: skip
+_ROUTER_BIAS = _names(_LAYER, {"mlp/router_bias": "mlp.gate.e_score_correction_bias"})
+_PAIRED = _pairs(*_ATTENTION)
+
 _LLAMA = Table("model.", _ROOT, _NORMS + _ATTENTION + _MLP)
 _QWEN3 = Table("model.", _ROOT, _NORMS + _ATTENTION + _HEAD_NORMS + _MLP)
 _POST_NORMS = _names(_LAYER, {
@@ -67,10 +92,8 @@ _PHI3 = Table("model.", _ROOT, _NORMS + _OUT + _DOWN + (
     Name(_QUERY_KEY_VALUE, _LAYER + "self_attn.qkv_proj.weight", parts=("N", "K", "K")),
     Name(("mlp/gate", "mlp/up"), _LAYER + "mlp.gate_up_proj.weight", parts=("F", "F")),
 ))  # fmt: skip
-_MIXTRAL = Table("model.", _ROOT, _NORMS + _ATTENTION + _experts("block_sparse_moe", "w1", "w3", "w2"))
-_QWEN3_MOE = Table(
-    "model.", _ROOT, _NORMS + _ATTENTION + _HEAD_NORMS + _MLP + _experts("mlp", "gate_proj", "up_proj", "down_proj")
-)
+_MIXTRAL = Table("model.", _ROOT, _NORMS + _ATTENTION + _NUMBERED_EXPERTS)
+_QWEN3_MOE = Table("model.", _ROOT, _NORMS + _ATTENTION + _HEAD_NORMS + _MLP + _EXPERTS)
 _GPT_OSS_EXPERTS = _LAYER + "mlp.experts."
 _GPT_OSS = Table("model.", _ROOT, _NORMS + _ATTENTION + _names(_LAYER, {
     "attention/sinks": "self_attn.sinks",
@@ -82,7 +105,7 @@ _GPT_OSS = Table("model.", _ROOT, _NORMS + _ATTENTION + _names(_LAYER, {
     Name(("mlp/down",), _GPT_OSS_EXPERTS + "down_proj", "E I D"),
     Name(("mlp/down_bias",), _GPT_OSS_EXPERTS + "down_proj_bias", "E D"),
 ))  # fmt: skip
-_DEEPSEEK = Table("model.", _ROOT, _NORMS + _MLP + _experts("mlp", "gate_proj", "up_proj", "down_proj") + (
+_DEEPSEEK = Table("model.", _ROOT, _NORMS + _MLP + _EXPERTS + _ROUTER_BIAS + _SHARED + (
     Name(("attention/query",), _LAYER + "self_attn.q_proj.weight", pairs="H"),
     Name(("attention/query_up",), _LAYER + "self_attn.q_b_proj.weight", pairs="H"),
     Name(("attention/kv_down",), _LAYER + "self_attn.kv_a_proj_with_mqa.weight", pairs="C"),
@@ -92,40 +115,18 @@ _DEEPSEEK = Table("model.", _ROOT, _NORMS + _MLP + _experts("mlp", "gate_proj", 
     "attention/query_down_norm/scale": "self_attn.q_a_layernorm.weight",
     "attention/kv_down_norm/scale": "self_attn.kv_a_layernorm.weight",
     "attention/out": "self_attn.o_proj.weight",
-    "mlp/router_bias": "mlp.gate.e_score_correction_bias",
-    "mlp/shared/gate": "mlp.shared_experts.gate_proj.weight",
-    "mlp/shared/up": "mlp.shared_experts.up_proj.weight",
-    "mlp/shared/down": "mlp.shared_experts.down_proj.weight",
 }))  # fmt: skip
-_HUB_EXPERTS = _experts("mlp", "gate_proj", "up_proj", "down_proj")
-_SHARED = _names(_LAYER, {
-    "mlp/router_bias": "mlp.gate.e_score_correction_bias",
-    "mlp/shared/gate": "mlp.shared_experts.gate_proj.weight",
-    "mlp/shared/up": "mlp.shared_experts.up_proj.weight",
-    "mlp/shared/down": "mlp.shared_experts.down_proj.weight",
-})  # fmt: skip
-_GLM4_MOE = Table("model.", _ROOT, _NORMS + _ATTENTION + _HEAD_NORMS + _MLP + _HUB_EXPERTS + _SHARED)
-_QWEN2_MOE = Table("model.", _ROOT, _NORMS + _ATTENTION + _MLP + _HUB_EXPERTS + _names(_LAYER, {
+_GLM4_MOE = Table("model.", _ROOT, _NORMS + _ATTENTION + _HEAD_NORMS + _MLP + _EXPERTS + _ROUTER_BIAS + _SHARED)
+_QWEN2_MOE = Table("model.", _ROOT, _NORMS + _ATTENTION + _MLP + _EXPERTS + _names(_LAYER, {
     "mlp/shared_gate": "mlp.shared_expert_gate.weight",
     "mlp/shared/gate": "mlp.shared_expert.gate_proj.weight",
     "mlp/shared/up": "mlp.shared_expert.up_proj.weight",
     "mlp/shared/down": "mlp.shared_expert.down_proj.weight",
 }))  # fmt: skip
-_MINIMAX_M2 = Table(
-    "model.", _ROOT, _NORMS + _ATTENTION + _HEAD_NORMS + _experts("block_sparse_moe", "w1", "w3", "w2")
-    + _names(_LAYER, {"mlp/router_bias": "block_sparse_moe.e_score_correction_bias"}),
-)  # fmt: skip
-_PAIRED = (
-    _OUT
-    + (
-        Name(("attention/query",), _LAYER + "self_attn.q_proj.weight", pairs="H"),
-        Name(("attention/key",), _LAYER + "self_attn.k_proj.weight", pairs="H"),
-        Name(("attention/query_bias",), _LAYER + "self_attn.q_proj.bias", pairs="H"),
-        Name(("attention/key_bias",), _LAYER + "self_attn.k_proj.bias", pairs="H"),
-    )
-    + _names(_LAYER, {"attention/value": "self_attn.v_proj.weight", "attention/value_bias": "self_attn.v_proj.bias"})
-)
-_ERNIE4_5_MOE = Table("model.", _ROOT, _NORMS + _PAIRED + _MLP + _HUB_EXPERTS + _SHARED[1:] + (
+_MINIMAX_M2 = Table("model.", _ROOT, _NORMS + _ATTENTION + _HEAD_NORMS + _NUMBERED_EXPERTS + _names(_LAYER, {
+    "mlp/router_bias": "block_sparse_moe.e_score_correction_bias",
+}))  # fmt: skip
+_ERNIE4_5_MOE = Table("model.", _ROOT, _NORMS + _PAIRED + _MLP + _EXPERTS + _SHARED + (
     Name(("mlp/router_bias",), _LAYER + "mlp.moe_statics.e_score_correction_bias", "() E"),
 ))  # fmt: skip
 _FEED_FORWARD = _LAYER + "feed_forward."
@@ -149,10 +150,12 @@ _GRANITE_MOE = Table("model.", _ROOT, _NORMS + _ATTENTION + (
     Name(("mlp/shared/gate", "mlp/shared/up"), _LAYER + "shared_mlp.input_linear.weight", parts=("S", "S")),
     Name(("mlp/shared/down",), _LAYER + "shared_mlp.output_linear.weight"),
 ))  # fmt: skip
-_FLEX_OLMO = Table("model.", _ROOT, _ATTENTION + _POST_NORMS + _HEAD_NORMS + _HUB_EXPERTS)
-_HUNYUAN_MOE = Table("model.", _ROOT, _NORMS + _ATTENTION + _HUB_EXPERTS[1:] + _names(_LAYER, {
+_FLEX_OLMO = Table("model.", _ROOT, _ATTENTION + _POST_NORMS + _HEAD_NORMS + _EXPERTS)
+_HUNYUAN_NORMS = _names(_LAYER, {
     "attention/query_norm/scale": "self_attn.query_layernorm.weight",
     "attention/key_norm/scale": "self_attn.key_layernorm.weight",
+})  # fmt: skip
+_HUNYUAN_MOE = Table("model.", _ROOT, _NORMS + _ATTENTION + _HUNYUAN_NORMS + _EXPERTS[1:] + _names(_LAYER, {
     "mlp/router": "mlp.gate.wg.weight",
     "mlp/shared/gate": "mlp.shared_mlp.gate_proj.weight",
     "mlp/shared/up": "mlp.shared_mlp.up_proj.weight",
@@ -163,16 +166,10 @@ _GPT2 = Table(
     _names("", {
         "embedding/table": "transformer.wte.weight",
         "embedding/positions": "transformer.wpe.weight",
-        "final_norm/scale": "transformer.ln_f.weight",
-        "final_norm/bias": "transformer.ln_f.bias",
         "head/projection": "lm_head.weight",
-    }),
-    _names(_GPT2_LAYER, {
-        "attention_norm/scale": "ln_1.weight",
-        "attention_norm/bias": "ln_1.bias",
+    }) + _normed({"final_norm": "transformer.ln_f"}, ""),
+    _normed({"attention_norm": "ln_1", "mlp_norm": "ln_2"}, _GPT2_LAYER) + _names(_GPT2_LAYER, {
         "attention/out_bias": "attn.c_proj.bias",
-        "mlp_norm/scale": "ln_2.weight",
-        "mlp_norm/bias": "ln_2.bias",
         "mlp/up_bias": "mlp.c_fc.bias",
         "mlp/down_bias": "mlp.c_proj.bias",
     }) + (  # matrices are [in, out]
@@ -186,25 +183,11 @@ _GPT2 = Table(
 )  # fmt: skip
 
 
-def _pairs(*names: Name) -> tuple[Name, ...]:
-    """Lines of which queries' and keys' rotated dims lie as pairs."""
-    turned = ("attention/query", "attention/key")
-    return tuple(dataclasses.replace(name, pairs="H") if name.ours[0].startswith(turned) else name for name in names)
-
-
-def _normed(names: Mapping[str, str], prefix: str = _LAYER) -> tuple[Name, ...]:
-    """Scales and biases of norms."""
-    return tuple(
-        Name((f"{ours}/{part}",), f"{prefix}{theirs}.{kind}")
-        for ours, theirs in names.items()
-        for part, kind in (("scale", "weight"), ("bias", "bias"))
-    )
-
-
 _ENDS = _names("", {"embedding/table": "model.embed_tokens.weight", "head/projection": "lm_head.weight"})
-_BLOCK_NORMS = _normed({"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"})
+_INPUT_AND_POST = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+_BLOCK_NORMS = _normed(_INPUT_AND_POST)
 _GATE_UP = Name(("mlp/gate", "mlp/up"), _LAYER + "mlp.gate_up_proj.weight", parts=("F", "F"))
-_GLM = _NORMS + _pairs(*_ATTENTION) + _DOWN + (_GATE_UP,)
+_GLM = _NORMS + _PAIRED + _DOWN + (_GATE_UP,)
 _GLM4_NORMS = _names(_LAYER, {
     "attention_post_norm/scale": "post_self_attn_layernorm.weight",
     "mlp_post_norm/scale": "post_mlp_layernorm.weight",
@@ -238,7 +221,7 @@ _GPT_NEOX = Table(
     "gpt_neox.",
     _names("", {"embedding/table": "gpt_neox.embed_in.weight", "head/projection": "embed_out.weight"})
     + _normed({"final_norm": "gpt_neox.final_layer_norm"}, ""),
-    _normed({"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}, _NEOX_LAYER)
+    _normed(_INPUT_AND_POST, _NEOX_LAYER)
     + _names(_NEOX_LAYER, {"attention/out": "attention.dense.weight", "attention/out_bias": "attention.dense.bias"})
     + _fully_connected("dense_h_to_4h", "dense_4h_to_h", _NEOX_LAYER)
     + (
@@ -259,15 +242,11 @@ _APERTUS = Table(
     }),
     constants={_LAYER + "mlp.act_fn.beta": 0.5, _LAYER + "mlp.act_fn.eps": -1e-6},
 )  # fmt: skip
-_HUNYUAN_NORMS = _names(_LAYER, {
-    "attention/query_norm/scale": "self_attn.query_layernorm.weight",
-    "attention/key_norm/scale": "self_attn.key_layernorm.weight",
-})  # fmt: skip
 _EACH_HEAD = (
     Name(("attention/query_norm/scale",), _LAYER + "self_attn.q_norm.weight", "N H"),
     Name(("attention/key_norm/scale",), _LAYER + "self_attn.k_norm.weight", "K H"),
 )
-_INTERLEAVED = Table("model.", _ROOT, _NORMS + _pairs(*_ATTENTION) + _MLP)
+_INTERLEAVED = Table("model.", _ROOT, _NORMS + _PAIRED + _MLP)
 
 TABLES: Mapping[str, Table] = {
     "llama": _LLAMA, "mistral": _LLAMA, "qwen2": _LLAMA, "smollm3": _LLAMA, "qwen3": _QWEN3, "gemma2": _GEMMA2,
@@ -275,7 +254,7 @@ TABLES: Mapping[str, Table] = {
     "qwen3_moe": _QWEN3_MOE, "gpt_oss": _GPT_OSS, "deepseek_v2": _DEEPSEEK, "deepseek_v3": _DEEPSEEK,
     "gemma": _LLAMA, "ministral": _LLAMA, "ministral3": _LLAMA, "olmo": _LLAMA, "olmo3": _OLMO2, "granite": _LLAMA,
     "glm": Table("model.", _ROOT, _GLM), "glm4": Table("model.", _ROOT, _GLM + _GLM4_NORMS),
-    "cohere": Table("model.", _ROOT, _NORMS + _pairs(*_ATTENTION, *_EACH_HEAD) + _MLP), "cohere2": _INTERLEAVED,
+    "cohere": Table("model.", _ROOT, _NORMS + _PAIRED + _pairs(*_EACH_HEAD) + _MLP), "cohere2": _INTERLEAVED,
     "phi": _PHI, "starcoder2": _STARCODER2, "stablelm": _STABLELM, "gpt_neox": _GPT_NEOX,
     "nemotron": Table("model.", _ENDS + _FINAL_NORM, _BLOCK_NORMS + _ATTENTION + _MLP), "ernie4_5": _INTERLEAVED,
     "seed_oss": _LLAMA, "hunyuan_v1_dense": Table("model.", _ROOT, _NORMS + _ATTENTION + _HUNYUAN_NORMS + _MLP),
@@ -288,7 +267,7 @@ TABLES: Mapping[str, Table] = {
     "phimoe": Table(
         "model.",
         _ENDS + _FINAL_NORM + _names("", {"head/bias": "lm_head.bias"}),
-        _BLOCK_NORMS + _ATTENTION + _experts("block_sparse_moe", "w1", "w3", "w2"),
+        _BLOCK_NORMS + _ATTENTION + _NUMBERED_EXPERTS,
     ),
 }  # fmt: skip
 """The table of each model_type of `config.hf.families.FAMILIES`."""

@@ -5,11 +5,7 @@ import dataclasses
 import jax
 
 from maxtext_lite.config.kernels import KERNELS, Needs, lacking
-from maxtext_lite.models.gpu_attention import (
-    cudnn_attention,
-    cudnn_masked_attention,
-    mha_attention,
-)
+from maxtext_lite.models.gpu_attention import cudnn_attention, cudnn_masked_attention, mha_attention
 from maxtext_lite.models.mosaic import mosaic_attention
 from maxtext_lite.models.tile import PLAIN, Scoring
 from maxtext_lite.models.tiled_attention import tiled_attention

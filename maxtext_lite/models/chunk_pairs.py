@@ -1,4 +1,5 @@
-"""The two pairs of chunks, of a context shard's queries and another's keys, in which keys precede queries."""
+"""Attention on context shards by kernels that take whole blocks: to a shard's own keys, and then in two pairs of chunks
+with every other shard's, in which keys precede queries."""
 
 import dataclasses
 from collections.abc import Callable
@@ -7,7 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxtext_lite.models.tile import part, put
+from maxtext_lite.models.tile import merge, part, put
+from maxtext_lite.models.tiled_attention import STRATEGIES
 from maxtext_lite.parallel import own_shard
 
 
@@ -44,3 +46,40 @@ class Pairs:
             before = tuple(part(x, first, self.chunk, axis=3) for x in state)
             state = tuple(put(x, new, first) for x, new in zip(state, change(before, tuple(of_pair)), strict=True))
         return state
+
+
+Find = Callable[[Pairs, Any, jax.Array], tuple[jax.Array, ...]]
+"""(pairs, another shard's keys, its number) -> results for the pairs, float32 [2 B, ...], with tokens in dim 3."""
+
+
+def merged_over_shards(strategy: str, chunk: int, keys: Any, own: tuple[jax.Array, ...], find: Find) -> Any:
+    """Contexts and log-partitions over the keys of all shards.
+
+    Args:
+      strategy: how the shards exchange keys, one of `tiled_attention.STRATEGIES`.
+      keys: this shard's.
+      own: the results for its own keys.
+    """
+
+    def visit(state: Any, sums: Any, theirs: Any, other: jax.Array) -> tuple[Any, Any]:
+        pairs = Pairs.of(other, chunk)
+        return pairs.updated(state, find(pairs, theirs, other), pairs.query, merge), sums
+
+    return STRATEGIES[strategy](visit, own, keys, ())[0]
+
+
+def summed_over_shards(strategy: str, chunk: int, keys: Any, own: tuple[jax.Array, ...], find: Find) -> Any:
+    """dq over the keys of all shards, and dk and dv over their queries; arguments as of `merged_over_shards`."""
+
+    def add(before: Any, found: Any) -> Any:
+        return tuple(x + new for x, new in zip(before, found, strict=True))
+
+    def visit(dq: jax.Array, sums: Any, theirs: Any, other: jax.Array) -> tuple[Any, Any]:
+        pairs = Pairs.of(other, chunk)
+        found, *dkv = find(pairs, theirs, other)
+        (dq,) = pairs.updated((dq,), (found,), pairs.query, add)
+        return dq, pairs.updated(sums, dkv, pairs.key, add)
+
+    dq, *own_sums = own
+    dq, sums = STRATEGIES[strategy](visit, dq, keys, tuple(map(jnp.zeros_like, own_sums)))
+    return dq, *add(own_sums, sums)

@@ -28,14 +28,7 @@ from maxtext_lite.models.layers import (
     query_factor,
     scaled_queries,
 )
-from maxtext_lite.models.lora import (
-    adapter_axes,
-    adapters_of,
-    frozen_of,
-    joined,
-    new_adapters,
-    with_merged_experts,
-)
+from maxtext_lite.models.lora import adapter_axes, adapters_of, frozen_of, joined, new_adapters, with_merged_experts
 from maxtext_lite.models.moe import EXPERT_COUNTS, with_layer
 from maxtext_lite.models.ops import Rotation, soft_capped
 from maxtext_lite.models.rotary import rotary_angles
@@ -243,11 +236,7 @@ class Decoder:
             segment_BT, scoring = stream.segment_BT, self.shape.scoring(kind)
             if scoring.chunk is not None and scoring.chunk < segment_BT.shape[1]:
                 segment_BT = _chunks(stream, scoring.chunk)
-            options: Any = {
-                "kernel": self.shape.attention,
-                "strategy": self.shape.context_strategy,
-                "scoring": scoring,
-            }
+            options: Any = {"kernel": self.shape.attention, "strategy": self.shape.context_strategy, "scoring": scoring}
             return lambda q, k, v, sink: (attention(q, k, v, segment_BT, sink, **options), None)
 
         return of_layer

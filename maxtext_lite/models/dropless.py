@@ -11,14 +11,7 @@ from jax.typing import DTypeLike
 
 from maxtext_lite.models import eight_bits
 from maxtext_lite.models.eight_bits import FORMATS
-from maxtext_lite.models.expert_rows import (
-    ExchangedRows,
-    GatheredRows,
-    Queues,
-    gather_rows,
-    queue_up,
-    rows_of_round,
-)
+from maxtext_lite.models.expert_rows import ExchangedRows, GatheredRows, Queues, gather_rows, queue_up, rows_of_round
 from maxtext_lite.models.grouped_matmul import (
     Layout,
     grouped_matmul,

@@ -11,71 +11,54 @@ import importlib
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 
-from maxtext_lite.models.tile import PLAIN, Scoring, may_see, sink_gradient
+from maxtext_lite.models.tile import PLAIN, Scoring, may_see, sink_gradient, whole_blocks
 from maxtext_lite.parallel import over_shards
 from maxtext_lite.xla.hlo_work import KERNEL_SCOPE
 
 _PADDING = -1  # the document of tokens that only fill up a kernel's last block
 
 
+class Inputs(NamedTuple):
+    """The arguments of a kernel; the int32 numbers `mask_BT` say which keys a query may see."""
+
+    q_BTNH: jax.Array
+    k_BSKH: jax.Array
+    v_BSKW: jax.Array
+    mask_BT: jax.Array
+
+
 class FusedKernel(Protocol):
-    """The two passes of a causal attention kernel, over rows with int32 [T] each.
+    """The two passes of a causal attention kernel."""
 
-    These numbers, `mask_BT`, say which keys a query may see.
-    """
-
-    def forward(
-        self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKW: jax.Array, mask_BT: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    def forward(self, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
         """Context [B, T, N, W] and the float32 natural log-partition of each row of scores, [B, N, T]."""
         ...
 
     def backward(
-        self,
-        q_BTNH: jax.Array,
-        k_BSKH: jax.Array,
-        v_BSKW: jax.Array,
-        mask_BT: jax.Array,
-        context_BTNW: jax.Array,
-        log_partition_BNT: jax.Array,
-        g_BTNW: jax.Array,
+        self, inputs: Inputs, context_BTNW: jax.Array, log_partition_BNT: jax.Array, g_BTNW: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The gradients of queries, keys and values; context and log-partition may count more than the keys."""
         ...
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def fused_attention(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKW: jax.Array,
-    mask_BT: jax.Array,
-    sink_N: jax.Array | None,
-    kernel: FusedKernel,
-) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def fused_attention(inputs: Inputs, sink_N: jax.Array | None, kernel: FusedKernel) -> jax.Array:
     """Context [B, T, N, W] by a kernel, with or without sinks; under vmap, replicas are more rows of one call.
 
     Source of the sinks' share: gpt-oss, arXiv:2508.10925.
     """
-    return _forward(q_BTNH, k_BSKH, v_BSKW, mask_BT, sink_N, kernel)[0]
+    return _forward(inputs, sink_N, kernel)[0]
 
 
-def _forward(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKW: jax.Array,
-    mask_BT: jax.Array,
-    sink_N: jax.Array | None,
-    kernel: FusedKernel,
-) -> Any:
-    context_BTNW, log_partition_BNT = by_rows(kernel.forward)(q_BTNH, k_BSKH, v_BSKW, mask_BT)
+def _forward(inputs: Inputs, sink_N: jax.Array | None, kernel: FusedKernel) -> Any:
+    context_BTNW, log_partition_BNT = by_rows(kernel.forward)(inputs)
     if sink_N is not None:
         of_keys_BNT = log_partition_BNT
         log_partition_BNT = jnp.logaddexp(of_keys_BNT, sink_N.astype(jnp.float32)[None, :, None])
@@ -83,14 +66,14 @@ def _forward(
         context_BTNW = (context_BTNW * share_BTN[..., None]).astype(context_BTNW.dtype)
     context_BTNW = checkpoint_name(context_BTNW, "context")
     log_partition_BNT = checkpoint_name(log_partition_BNT, "context")
-    return context_BTNW, (q_BTNH, k_BSKH, v_BSKW, mask_BT, sink_N, context_BTNW, log_partition_BNT)
+    return context_BTNW, (inputs, sink_N, context_BTNW, log_partition_BNT)
 
 
-def _backward(kernel: FusedKernel, residuals: Any, g_BTNW: jax.Array) -> tuple[jax.Array | None, ...]:
-    *inputs, sink_N, context_BTNW, log_partition_BNT = residuals
-    dq_BTNH, dk_BSKH, dv_BSKW = by_rows(kernel.backward)(*inputs, context_BTNW, log_partition_BNT, g_BTNW)
+def _backward(kernel: FusedKernel, residuals: Any, g_BTNW: jax.Array) -> tuple[Any, jax.Array | None]:
+    inputs, sink_N, context_BTNW, log_partition_BNT = residuals
+    gradients = by_rows(kernel.backward)(inputs, context_BTNW, log_partition_BNT, g_BTNW)
     dsink_N = sink_gradient(sink_N, log_partition_BNT[:, :, None, :, None], context_BTNW, g_BTNW)
-    return dq_BTNH, dk_BSKH, dv_BSKW, None, dsink_N
+    return Inputs(*gradients, None), dsink_N  # type: ignore[arg-type]
 
 
 fused_attention.defvjp(_forward, _backward)
@@ -100,15 +83,15 @@ _Found = TypeVar("_Found")
 
 
 def by_rows(function: Callable[..., _Found]) -> Callable[..., _Found]:
-    """`function` of arrays [B, ...] with a rule for vmap: a mapped dim is more rows of one call."""
+    """`function` of trees of arrays [B, ...] with a rule for vmap: a mapped dim is more rows of one call."""
     folded = custom_vmap(function)
 
     @folded.def_vmap
-    def rule(count: int, is_mapped: list[bool], *arrays: jax.Array) -> tuple[_Found, _Found]:
-        whole = [
-            x if mapped else jnp.broadcast_to(x, (count, *x.shape)) for x, mapped in zip(arrays, is_mapped, strict=True)
-        ]
-        found = folded(*[x.reshape(-1, *x.shape[2:]) for x in whole])
+    def rule(count: int, is_mapped: list[Any], *trees: Any) -> tuple[_Found, _Found]:
+        def rows(x: jax.Array, mapped: bool) -> jax.Array:
+            return (x if mapped else jnp.broadcast_to(x, (count, *x.shape))).reshape(-1, *x.shape[2 if mapped else 1 :])
+
+        found = folded(*map(functools.partial(jax.tree.map, rows), trees, is_mapped))
         apart = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), found)
         return apart, jax.tree.map(lambda _: True, found)
 
@@ -136,29 +119,19 @@ class Mha:
     scale: float
     interpret: bool
 
-    def forward(
-        self, q_BTNH: jax.Array, k_BTNH: jax.Array, v_BTNH: jax.Array, mask_BT: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    def forward(self, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
         """See FusedKernel."""
         options: Any = {"block_sizes": self._blocks(), "interpret": self.interpret, "return_residuals": True}
         with jax.named_scope(f"{KERNEL_SCOPE}pallas_mha"):
-            found = _mha().mha(q_BTNH, k_BTNH, v_BTNH, mask_BT, self.scale, True, **options)
+            found = _mha().mha(*inputs, self.scale, True, **options)
         context_BTNH, log2_partition_BNT = found
         return context_BTNH, log2_partition_BNT * math.log(2)
 
     def backward(
-        self,
-        q_BTNH: jax.Array,
-        k_BTNH: jax.Array,
-        v_BTNH: jax.Array,
-        mask_BT: jax.Array,
-        context_BTNH: jax.Array,
-        log_partition_BNT: jax.Array,
-        g_BTNH: jax.Array,
+        self, inputs: Inputs, context_BTNW: jax.Array, log_partition_BNT: jax.Array, g_BTNW: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """See FusedKernel."""
-        log2_partition_BNT = log_partition_BNT / math.log(2)
-        residuals = (q_BTNH, k_BTNH, v_BTNH, mask_BT, context_BTNH, log2_partition_BNT)
+        residuals = (*inputs, context_BTNW, log_partition_BNT / math.log(2))
         names = ("num_warps", "num_stages", "grid", "debug", "return_residuals")
         options: Any = dict(zip(names, (None, 2, None, False, False), strict=True))
         with jax.named_scope(f"{KERNEL_SCOPE}pallas_mha_backward"):
@@ -169,7 +142,7 @@ class Mha:
                 backward_pass_impl="triton",
                 interpret=self.interpret,
                 res=residuals,
-                do=g_BTNH,
+                do=g_BTNW,
                 **options,
             )
         return gradients[:3]
@@ -211,21 +184,16 @@ def mha_attention(
         T, group = q_BTNH.shape[1], q_BTNH.shape[2] // k_BSKH.shape[2]
         k_BTNH, v_BTNH = (jnp.repeat(x, group, axis=2) for x in (k_BSKH, v_BSKH))
         kernel = Mha(scoring.scale_of(q_BTNH.shape[-1]), interpret)
-        filled = _filled(_MHA_BLOCK, q_BTNH, k_BTNH, v_BTNH, segment_BT)
-        context_BTNH: Any = fused_attention(*filled, None, kernel)
+        q_BTNH, k_BTNH, v_BTNH = (whole_blocks(x, _MHA_BLOCK) for x in (q_BTNH, k_BTNH, v_BTNH))
+        inputs = Inputs(q_BTNH, k_BTNH, v_BTNH, whole_blocks(segment_BT, _MHA_BLOCK, value=_PADDING))
+        context_BTNH: Any = fused_attention(inputs, None, kernel)
         return context_BTNH[:, :T]
 
     return over_shards(local, (_HEADS, _HEADS, _HEADS, _ROWS), _HEADS)(q_BTNH, k_BSKH, v_BSKH, segment_BT)
 
 
-def _filled(block: int, *arrays: jax.Array) -> list[jax.Array]:
-    """Arrays [B, T, ...], the last of which is the tokens' documents, padded so that T is a multiple of `block`.
-
-    The padding is a document of its own.
-    """
-    fill = -arrays[-1].shape[1] % block
-    padded = [jnp.pad(x, ((0, 0), (0, fill), *((0, 0),) * (x.ndim - 2))) for x in arrays[:-1]]
-    return [*padded, jnp.pad(arrays[-1], ((0, 0), (0, fill)), constant_values=_PADDING)]
+def _cudnn(*heads: jax.Array, **options: Any) -> jax.Array:
+    return jax.nn.dot_product_attention(*heads, is_causal=True, implementation="cudnn", **options)
 
 
 def cudnn_attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, *, scoring: Scoring = PLAIN) -> jax.Array:
@@ -235,15 +203,7 @@ def cudnn_attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, *, 
 
     def local(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array) -> jax.Array:
         """The heads and rows of one device."""
-        return jax.nn.dot_product_attention(
-            q_BTNH,
-            k_BSKH,
-            v_BSKH,
-            is_causal=True,
-            scale=scoring.scale,
-            local_window_size=window,
-            implementation="cudnn",
-        )
+        return _cudnn(q_BTNH, k_BSKH, v_BSKH, scale=scoring.scale, local_window_size=window)
 
     return over_shards(local, (_HEADS, _HEADS, _HEADS), _HEADS)(q_BTNH, k_BSKH, v_BSKH)
 
@@ -251,27 +211,15 @@ def cudnn_attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, *, 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _masked(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, seen_B1TS: jax.Array, scale: float) -> jax.Array:
     """cuDNN's attention with a mask; its own rule for vmap expects one mask for each head, and fails."""
-
-    def attend(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, seen_B1TS: jax.Array) -> jax.Array:
-        return jax.nn.dot_product_attention(
-            q_BTNH, k_BSKH, v_BSKH, mask=seen_B1TS, is_causal=True, scale=scale, implementation="cudnn"
-        )
-
-    return by_rows(attend)(q_BTNH, k_BSKH, v_BSKH, seen_B1TS)
+    return by_rows(lambda q, k, v, seen: _cudnn(q, k, v, mask=seen, scale=scale))(q_BTNH, k_BSKH, v_BSKH, seen_B1TS)
 
 
 def _masked_backward(scale: float, inputs: tuple[jax.Array, ...], g_BTNH: jax.Array) -> tuple[jax.Array | None, ...]:
     """Runs the forward kernel again, because `jax.nn` does not return its residuals."""
 
-    def gradients(
-        q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, seen_B1TS: jax.Array, g_BTNH: jax.Array
-    ) -> tuple[jax.Array, ...]:
-        def attend(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array) -> jax.Array:
-            return jax.nn.dot_product_attention(
-                q_BTNH, k_BSKH, v_BSKH, mask=seen_B1TS, is_causal=True, scale=scale, implementation="cudnn"
-            )
-
-        return jax.vjp(attend, q_BTNH, k_BSKH, v_BSKH)[1](g_BTNH)
+    def gradients(*rows: jax.Array) -> tuple[jax.Array, ...]:
+        *heads, seen_B1TS, g_BTNH = rows
+        return jax.vjp(functools.partial(_cudnn, mask=seen_B1TS, scale=scale), *heads)[1](g_BTNH)
 
     return (*by_rows(gradients)(*inputs, g_BTNH), None)
 

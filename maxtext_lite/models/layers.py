@@ -15,15 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from maxtext_lite.config import LayerKind
-from maxtext_lite.config.weights import (
-    Weight,
-    WeightTable,
-    attention_weights,
-    end_weights,
-    mlp_weights,
-    part_of,
-)
-from maxtext_lite.models.ops import Rotation, layer_norm, mlp_hidden, project, rms_norm, rotate, xielu
+from maxtext_lite.config.weights import Weight, WeightTable, attention_weights, end_weights, mlp_weights, part_of
+from maxtext_lite.models.ops import Activation, Rotation, layer_norm, mlp_hidden, project, rms_norm, rotate, xielu
 from maxtext_lite.models.ordered_sums import rows_at
 from maxtext_lite.models.shape import DecoderShape
 from maxtext_lite.parallel import constrain, gathered_for_use
@@ -216,7 +209,7 @@ class Mlp(nnx.Module):
     alpha_n: nnx.Param | None = None
 
     def __init__(self, shape: DecoderShape, width: str = "F", *, rngs: nnx.Rngs):
-        self.activation = shape.activation
+        self.activation: Activation = shape.activation
         declare(self, mlp_weights(shape, width), shape, rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:

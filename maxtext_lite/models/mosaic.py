@@ -8,30 +8,24 @@ Source: Liu et al. 2023, arXiv:2310.01889; Dubey et al. 2024, arXiv:2407.21783, 
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from maxtext_lite.models.chunk_pairs import Pairs
-from maxtext_lite.models.gpu_attention import FusedKernel, fused_attention
-from maxtext_lite.models.tile import PLAIN, Scoring, merge, part, ungrouped
-from maxtext_lite.models.tiled_attention import STRATEGIES
+from maxtext_lite.models.chunk_pairs import Pairs, merged_over_shards, summed_over_shards
+from maxtext_lite.models.gpu_attention import FusedKernel, Inputs, fused_attention
+from maxtext_lite.models.tile import PLAIN, Scoring, part, ungrouped, whole_blocks
 from maxtext_lite.models.tokamax_ops import flash_attention, with_blocks
-from maxtext_lite.parallel import (
-    CHUNKS_PER_SHARD,
-    chunks_of,
-    context_shards,
-    over_shards,
-    own_shard,
-    whole_examples,
-)
+from maxtext_lite.parallel import CHUNKS_PER_SHARD, chunks_of, context_shards, over_shards, own_shard, whole_examples
 from maxtext_lite.xla.hlo_work import KERNEL_SCOPE
 
 _HEADS = ("batch", "length", "activation_heads", None)
 _TOKENS = ("batch", "length")
 _BLOCK = 256
 """Tokens of the largest block of queries, of which tokamax 0.0.12 takes a whole number only."""
+_filled = functools.partial(whole_blocks, block=_BLOCK)
 _HIDDEN = 1e30
 """The log-partition of a query beside which every score counts for nothing."""
 
@@ -59,21 +53,20 @@ def mosaic_attention(
     """
 
     def local(
-        q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKW: jax.Array, segment_BT: jax.Array, sink_N: jax.Array | None = None
+        q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKW: jax.Array, segment_BT: jax.Array, sink_N: jax.Array | None
     ) -> jax.Array:
         """The heads, rows and queries of one device."""
         options = scoring.scale_of(q_BTNH.shape[-1]), scoring.soft_cap
         first_BS = first_keys(whole_examples(segment_BT), scoring.window)
         if context_shards() == 1:
             kernel: FusedKernel = Mosaic(*options)
-            return fused_attention(q_BTNH, k_BSKH, v_BSKW, first_BS, sink_N, kernel)
+            return fused_attention(Inputs(q_BTNH, k_BSKH, v_BSKW, first_BS), sink_N, kernel)
         chunk = q_BTNH.shape[1] // CHUNKS_PER_SHARD
         own_BT = jnp.concatenate([part(first_BS, number * chunk, chunk, 1) for number in chunks_of(own_shard())], 1)
-        return fused_attention(q_BTNH, k_BSKH, v_BSKW, own_BT, sink_N, Sharded(*options, strategy))
+        return fused_attention(Inputs(q_BTNH, k_BSKH, v_BSKW, own_BT), sink_N, Sharded(*options, strategy))
 
-    sinks, sink_axes = ((), ()) if sink_N is None else ((sink_N,), (("activation_heads",),))
-    run = over_shards(local, (_HEADS, _HEADS, _HEADS, _TOKENS, *sink_axes), _HEADS)
-    return run(q_BTNH, k_BSKH, v_BSKW, segment_BT, *sinks)
+    run = over_shards(local, (_HEADS, _HEADS, _HEADS, _TOKENS, ("activation_heads",)), _HEADS)
+    return run(q_BTNH, k_BSKH, v_BSKW, segment_BT, sink_N)
 
 
 def first_keys(segment_BT: jax.Array, window: int | None) -> jax.Array:
@@ -104,13 +97,12 @@ class Mosaic:
     soft_cap: float | None
     causal: bool = True
 
-    def forward(
-        self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKW: jax.Array, mask_BT: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    def forward(self, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
         """See FusedKernel."""
-        T = q_BTNH.shape[1]
+        *heads, mask_BT = inputs
+        T = mask_BT.shape[1]
         op, options = self._op(mask_BT)
-        heads = [_filled(x) for x in (q_BTNH, k_BSKH, v_BSKW)]
+        heads = [_filled(x) for x in heads]
         better = _better(_TUNED_FORWARD if self.causal else {}, heads)
         op = with_blocks(op, op.bind(*heads, return_residuals=True, **options), better)
         with jax.named_scope(f"{KERNEL_SCOPE}tokamax_mosaic"):
@@ -118,19 +110,13 @@ class Mosaic:
         return context_BTNW[:, :T], (max_BNT + jnp.log(sum_BNT))[..., :T]
 
     def backward(
-        self,
-        q_BTNH: jax.Array,
-        k_BSKH: jax.Array,
-        v_BSKW: jax.Array,
-        mask_BT: jax.Array,
-        context_BTNW: jax.Array,
-        log_partition_BNT: jax.Array,
-        g_BTNW: jax.Array,
+        self, inputs: Inputs, context_BTNW: jax.Array, log_partition_BNT: jax.Array, g_BTNW: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """See FusedKernel."""
-        T = q_BTNH.shape[1]
+        *heads, mask_BT = inputs
+        T = mask_BT.shape[1]
         op, options = self._op(mask_BT)
-        heads = [_filled(x) for x in (q_BTNH, k_BSKH, v_BSKW)]
+        heads = [_filled(x) for x in heads]
         bound = dict(op.bind(*heads, **options).kwargs)
         del bound["return_residuals"]
         # Maximum and denominator of the softmax: any two whose product is right.
@@ -152,13 +138,6 @@ class Mosaic:
         return op, {"mask": seen, "logits_scale": self.scale, "logits_soft_cap": self.soft_cap}
 
 
-def _filled(x: jax.Array, *, axis: int = 1, value: float = 0) -> jax.Array:
-    """`x` padded to a whole number of blocks of tokens."""
-    fill = -x.shape[axis] % _BLOCK
-    pads = [(0, fill if dim == axis else 0) for dim in range(x.ndim)]
-    return jnp.pad(x, pads, constant_values=value) if fill else x
-
-
 def _better(tuned: dict[int, dict[str, int]], heads: list[jax.Array]) -> dict[str, int]:
     """The measured block sizes for these queries, keys and values; {} if there are none."""
     width = heads[0].shape[-1]
@@ -177,79 +156,69 @@ class Sharded:
     soft_cap: float | None
     strategy: str
 
-    def forward(
-        self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKW: jax.Array, mask_BT: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    def forward(self, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
         """See FusedKernel."""
+        q_BTNH, *keys, mask_BT = inputs
 
         def as_state(context_BTNW: jax.Array, log_partition_BNT: jax.Array) -> tuple[jax.Array, jax.Array]:
             return _by_heads(context_BTNW), log_partition_BNT[:, :, None, :, None]
 
-        def visit(state: Any, sums: Any, theirs: Any, other: jax.Array) -> tuple[Any, Any]:
-            pairs, first_BT, is_seen_BT, kernel = self._pairs(mask_BT, other)
-            k, v = (pairs.keys(x, axis=1) for x in theirs)
-            context_BTNW, log_partition_BNT = kernel.forward(pairs.queries(q_BTNH, axis=1), k, v, first_BT)
-            log_partition_BNT = jnp.where(is_seen_BT[:, None], log_partition_BNT, -_HIDDEN)
-            return pairs.updated(state, as_state(context_BTNW, log_partition_BNT), pairs.query, merge), sums
+        def find(pairs: Pairs, theirs: Any, other: jax.Array) -> tuple[jax.Array, ...]:
+            of_pairs, is_seen_BT = self._pairs(inputs, pairs, theirs, other)
+            context_BTNW, log_partition_BNT = self._of_pairs.forward(of_pairs)
+            return as_state(context_BTNW, jnp.where(is_seen_BT[:, None], log_partition_BNT, -_HIDDEN))
 
-        state = as_state(*self._own().forward(q_BTNH, k_BSKH, v_BSKW, self._own_places(mask_BT)))
-        state, _ = STRATEGIES[self.strategy](visit, state, (k_BSKH, v_BSKW), ())
-        context_BN1TW, log_partition_BN1T1 = state
+        own = as_state(*self._own.forward(self._own_places(inputs)))
+        chunk = mask_BT.shape[1] // CHUNKS_PER_SHARD
+        context_BN1TW, log_partition_BN1T1 = merged_over_shards(self.strategy, chunk, tuple(keys), own, find)
         return ungrouped(context_BN1TW).astype(q_BTNH.dtype), log_partition_BN1T1[:, :, 0, :, 0]
 
     def backward(
-        self,
-        q_BTNH: jax.Array,
-        k_BSKH: jax.Array,
-        v_BSKW: jax.Array,
-        mask_BT: jax.Array,
-        context_BTNW: jax.Array,
-        log_partition_BNT: jax.Array,
-        g_BTNW: jax.Array,
+        self, inputs: Inputs, context_BTNW: jax.Array, log_partition_BNT: jax.Array, g_BTNW: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """See FusedKernel. A shard gets its dk and dv for other shards' queries in float32."""
+        q_BTNH, *keys, mask_BT = inputs
 
-        def add(before: Any, found: Any) -> Any:
-            return tuple(x + new for x, new in zip(before, found, strict=True))
-
-        def visit(dq_BN1TH: jax.Array, sums: Any, theirs: Any, other: jax.Array) -> tuple[Any, Any]:
-            pairs, first_BT, is_seen_BT, kernel = self._pairs(mask_BT, other)
-            k, v = (pairs.keys(x, axis=1) for x in theirs)
-            q, context, g = (pairs.queries(x, axis=1) for x in (q_BTNH, context_BTNW, g_BTNW))
+        def find(pairs: Pairs, theirs: Any, other: jax.Array) -> tuple[jax.Array, ...]:
+            of_pairs, is_seen_BT = self._pairs(inputs, pairs, theirs, other)
+            context, g = (pairs.queries(x, axis=1) for x in (context_BTNW, g_BTNW))
             log_partition = jnp.where(is_seen_BT[:, None], pairs.queries(log_partition_BNT, axis=2), _HIDDEN)
-            dq, *dkv = (_by_heads(x) for x in kernel.backward(q, k, v, first_BT, context, log_partition, g))
-            (dq_BN1TH,) = pairs.updated((dq_BN1TH,), (dq,), pairs.query, add)
-            return dq_BN1TH, pairs.updated(sums, dkv, pairs.key, add)
+            return tuple(map(_by_heads, self._of_pairs.backward(of_pairs, context, log_partition, g)))
 
-        own = self._own().backward(
-            q_BTNH, k_BSKH, v_BSKW, self._own_places(mask_BT), context_BTNW, log_partition_BNT, g_BTNW
-        )
-        dq_BN1TH, *own_sums = (_by_heads(x) for x in own)
-        zeros = tuple(jnp.zeros_like(x) for x in own_sums)
-        dq_BN1TH, sums = STRATEGIES[self.strategy](visit, dq_BN1TH, (k_BSKH, v_BSKW), zeros)
-        dq, dk, dv = (ungrouped(x).astype(q_BTNH.dtype) for x in (dq_BN1TH, *add(own_sums, sums)))
+        gradients = self._own.backward(self._own_places(inputs), context_BTNW, log_partition_BNT, g_BTNW)
+        own, chunk = tuple(map(_by_heads, gradients)), mask_BT.shape[1] // CHUNKS_PER_SHARD
+        found = summed_over_shards(self.strategy, chunk, tuple(keys), own, find)
+        dq, dk, dv = (ungrouped(x).astype(q_BTNH.dtype) for x in found)
         return dq, dk, dv
 
+    @property
     def _own(self) -> Mosaic:
         return Mosaic(self.scale, self.soft_cap)
 
-    def _own_places(self, first_token_BT: jax.Array) -> jax.Array:
-        """The first of the shard's own keys that each query sees. A later place is a later token."""
-        chunk = first_token_BT.shape[1] // CHUNKS_PER_SHARD
-        early, late = (jnp.clip(first_token_BT - number * chunk, 0, chunk) for number in chunks_of(own_shard()))
-        return early + late
+    @property
+    def _of_pairs(self) -> Mosaic:
+        return Mosaic(self.scale, self.soft_cap, causal=False)
 
-    def _pairs(self, first_token_BT: jax.Array, other: jax.Array) -> tuple[Pairs, jax.Array, jax.Array, Mosaic]:
-        """The pairs of chunks with another shard's keys, the first key that each of their queries sees, [2 B, T / 2],
-        and whether it sees one; a query that sees none gets the last key."""
-        chunk = first_token_BT.shape[1] // CHUNKS_PER_SHARD
-        pairs, (early, late) = Pairs.of(other, chunk), chunks_of(other)
+    @staticmethod
+    def _own_places(inputs: Inputs) -> Inputs:
+        """The inputs with the first of the shard's own keys that each query sees. A later place is a later token."""
+        chunk = inputs.mask_BT.shape[1] // CHUNKS_PER_SHARD
+        early, late = (jnp.clip(inputs.mask_BT - number * chunk, 0, chunk) for number in chunks_of(own_shard()))
+        return inputs._replace(mask_BT=early + late)
+
+    @staticmethod
+    def _pairs(inputs: Inputs, pairs: Pairs, theirs: Any, other: jax.Array) -> tuple[Inputs, jax.Array]:
+        """The inputs of the pairs with another shard's keys, with the first key that each query sees, [2 B, T / 2];
+        and whether it sees one: a query that sees none gets the last key."""
+        chunk, (early, late) = pairs.chunk, chunks_of(other)
         firsts = [
-            part(first_token_BT, query, chunk, 1) - chunk * jnp.where(key == 0, early, late)
+            part(inputs.mask_BT, query, chunk, 1) - chunk * jnp.where(key == 0, early, late)
             for query, key in zip(pairs.query, pairs.key, strict=True)
         ]
         first_BT = jnp.maximum(jnp.concatenate(firsts), 0)
-        return pairs, jnp.minimum(first_BT, chunk - 1), first_BT < chunk, Mosaic(self.scale, self.soft_cap, False)
+        k, v = (pairs.keys(x, axis=1) for x in theirs)
+        q = pairs.queries(inputs.q_BTNH, axis=1)
+        return Inputs(q, k, v, jnp.minimum(first_BT, chunk - 1)), first_BT < chunk
 
 
 def _by_heads(x_BTNH: jax.Array) -> jax.Array:

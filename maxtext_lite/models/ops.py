@@ -7,6 +7,7 @@ both directions, which also makes bfloat16 fast on CPUs that have it, except for
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -172,13 +173,27 @@ def _rms_norm_backward(
 rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _recomputed(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """A function of arrays with a float32 result, which is returned in the dtype of the first of them. The backward
+    pass keeps the arrays and computes it again."""
+
+    @jax.custom_vjp
+    def narrow(x: jax.Array, *others: jax.Array | None) -> jax.Array:
+        return function(x, *others).astype(x.dtype)
+
+    def backward(arrays: tuple[jax.Array | None, ...], g: jax.Array) -> tuple[jax.Array | None, ...]:
+        return jax.vjp(function, *arrays)[1](g.astype(jnp.float32))
+
+    narrow.defvjp(lambda *arrays: (narrow(*arrays), arrays), backward)
+    return narrow
+
+
 def layer_norm(x_BTD: jax.Array, scale_D: jax.Array, bias_D: jax.Array, epsilon: float) -> jax.Array:
     """(x - mean(x)) / sqrt(variance(x) + epsilon) * scale + bias, in float32, returned in the dtype of x.
 
     Source: Ba et al. 2016, arXiv:1607.06450.
     """
-    return _layer_norm(x_BTD, scale_D, bias_D, epsilon).astype(x_BTD.dtype)
+    return _recomputed(functools.partial(_layer_norm, epsilon=epsilon))(x_BTD, scale_D, bias_D)
 
 
 def _layer_norm(x_BTD: jax.Array, scale_D: jax.Array, bias_D: jax.Array, epsilon: float) -> jax.Array:
@@ -187,14 +202,6 @@ def _layer_norm(x_BTD: jax.Array, scale_D: jax.Array, bias_D: jax.Array, epsilon
     inverse_BT1 = jax.lax.rsqrt(jnp.mean(jnp.square(x_f32), axis=-1, keepdims=True) + epsilon)
     return x_f32 * inverse_BT1 * scale_D.astype(jnp.float32) + bias_D.astype(jnp.float32)
 
-
-def _layer_norm_backward(epsilon: float, residuals: tuple[jax.Array, ...], g_BTD: jax.Array) -> tuple[jax.Array, ...]:
-    _, backward = jax.vjp(functools.partial(_layer_norm, epsilon=epsilon), *residuals)
-    return backward(g_BTD.astype(jnp.float32))
-
-
-layer_norm.defvjp(lambda x, scale, bias, epsilon: (layer_norm(x, scale, bias, epsilon), (x, scale, bias)),
-                  _layer_norm_backward)  # fmt: skip
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared", "xielu", "clamped_silu"]
 """The function of an mlp's first projection. clamped_silu is gpt-oss's, which clamps the other projection too; xielu
@@ -222,50 +229,34 @@ def _activated(x: jax.Array, activation: Activation) -> jax.Array:
 
 
 def _hidden(activation: Activation, gate: jax.Array, up: jax.Array | None) -> jax.Array:
-    """Float32, like its arguments."""
+    gate = gate.astype(jnp.float32)
     if up is None:
         return _activated(gate, activation)
+    up = up.astype(jnp.float32)
     if activation == "clamped_silu":
         up = jnp.clip(up, -_CLAMP, _CLAMP) + 1
     return _activated(gate, activation) * up
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def mlp_hidden(activation: Activation, gate: jax.Array, up: jax.Array | None) -> jax.Array:
     """activation(gate) * up, or activation(gate) if `up` is None, in float32, returned in their dtype.
 
     Source: Shazeer 2020, arXiv:2002.05202, section 2; clamped_silu is (clip(up) + 1) times a steeper silu of the
     clipped gate, of OpenAI 2025, arXiv:2508.10925.
     """
-    return _hidden(activation, *_wide(gate, up)).astype(gate.dtype)
-
-
-def _wide(gate: jax.Array, up: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-    return gate.astype(jnp.float32), None if up is None else up.astype(jnp.float32)
-
-
-def _mlp_hidden_backward(
-    activation: Activation, residuals: tuple[jax.Array, jax.Array | None], g: jax.Array
-) -> tuple[jax.Array, jax.Array | None]:
-    gate, up = residuals
-    dgate, dup = jax.vjp(functools.partial(_hidden, activation), *_wide(gate, up))[1](g.astype(jnp.float32))
-    return dgate.astype(gate.dtype), None if up is None else dup.astype(up.dtype)
-
-
-mlp_hidden.defvjp(lambda kind, gate, up: (mlp_hidden(kind, gate, up), (gate, up)), _mlp_hidden_backward)
+    return _recomputed(functools.partial(_hidden, activation))(gate, up)
 
 
 _BETA, _SMALLEST = 0.5, -1e-6
 
 
-@jax.custom_vjp
 def xielu(x: jax.Array, alpha_p_U: jax.Array, alpha_n_U: jax.Array) -> jax.Array:
     """p x^2 + x / 2 above 0, and n (exp(x) - 1 - x) + x / 2 below, in the dtype of x, where p is the softplus of
     alpha_p and n that of alpha_n, plus 1 / 2.
 
     Source: Huang & Schlag 2024, arXiv:2411.13010.
     """
-    return _xielu(x, alpha_p_U, alpha_n_U).astype(x.dtype)
+    return _recomputed(_xielu)(x, alpha_p_U, alpha_n_U)
 
 
 def _xielu(x: jax.Array, alpha_p_U: jax.Array, alpha_n_U: jax.Array) -> jax.Array:
@@ -273,13 +264,6 @@ def _xielu(x: jax.Array, alpha_p_U: jax.Array, alpha_n_U: jax.Array) -> jax.Arra
     p, n = (jax.nn.softplus(alpha_U[0].astype(jnp.float32)) for alpha_U in (alpha_p_U, alpha_n_U))
     below = (n + _BETA) * (jnp.expm1(jnp.minimum(x, _SMALLEST)) - x)
     return jnp.where(x > 0, p * jnp.square(x), below) + _BETA * x
-
-
-def _xielu_backward(residuals: tuple[jax.Array, ...], g: jax.Array) -> tuple[jax.Array, ...]:
-    return jax.vjp(_xielu, *residuals)[1](g.astype(jnp.float32))
-
-
-xielu.defvjp(lambda x, alpha_p, alpha_n: (xielu(x, alpha_p, alpha_n), (x, alpha_p, alpha_n)), _xielu_backward)
 
 
 def soft_capped(x: jax.Array, cap: float) -> jax.Array:

@@ -17,22 +17,14 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask import Mask, MultiHeadMask
 
 from maxtext_lite.config.kernels import token_multiple
-from maxtext_lite.models.chunk_pairs import Pairs
+from maxtext_lite.models.chunk_pairs import Pairs, merged_over_shards, summed_over_shards
 from maxtext_lite.models.splash_blocks import CausalMask, FullMask, LocalMask, block_sizes
-from maxtext_lite.models.tile import PLAIN, Scoring, merge, ungrouped, with_sink
-from maxtext_lite.models.tiled_attention import STRATEGIES, Passes, on_devices
-from maxtext_lite.parallel import (
-    CHUNKS_PER_SHARD,
-    context_shards,
-    gathered,
-    num_shards,
-    over_shards,
-    sharding,
-)
+from maxtext_lite.models.tile import PLAIN, Scoring, ungrouped, with_sink
+from maxtext_lite.models.tiled_attention import Passes, on_devices
+from maxtext_lite.parallel import CHUNKS_PER_SHARD, context_shards, gathered, num_shards, over_shards, sharding
 
 _HEADS = ("batch", "length", "activation_heads", None)
 _TOKENS = ("batch", "length")
-_SINKS = ("activation_heads",)
 
 
 @jax.custom_vjp
@@ -70,7 +62,7 @@ def splash_attention(
     options = _Options(scoring, interpret)
     if shards > 1 and strategy == "ring" and scoring.window is None:
         passes = Passes(_shard_forward, _shard_backward, (options,))
-        return on_devices(q_BTNH, k_BSKH, v_BSKW, segment_BT, sink_N, passes)
+        return on_devices((q_BTNH, k_BSKH, v_BSKW, segment_BT), sink_N, passes)
     return _gathered(options, q_BTNH, k_BSKH, v_BSKW, segment_BT, sink_N)
 
 
@@ -123,27 +115,25 @@ def _gathered(
         k_BSKH: jax.Array,
         v_BSKW: jax.Array,
         segment_BT: jax.Array,
-        sink_N: jax.Array | None = None,
+        sink_N: jax.Array | None,
     ) -> jax.Array:
         """The heads, rows and queries of one device."""
         # As they are arranged: putting chunks into their true order would copy keys and values several times.
         k_BKSH, v_BKSW = (gathered(x.swapaxes(1, 2), "length", 2) for x in (k_BSKH, v_BSKW))
         segment_BS = gathered(segment_BT, "length", 1)
 
-        def one_row(
-            q_NTH: jax.Array, k_KSH: jax.Array, v_KSW: jax.Array, segment_T: jax.Array, segment_S: jax.Array
-        ) -> jax.Array:
+        def one_row(*row: jax.Array) -> jax.Array:
+            *heads, segment_T, segment_S = row
             segments = splash_attention_kernel.SegmentIds(segment_T, segment_S)
             own_sink_N = None if sink_N is None else _with_gradient_as_wide(sink_N)
-            return kernel(q_NTH, k_KSH, v_KSW, segment_ids=segments, sinks=own_sink_N)
+            return kernel(*heads, segment_ids=segments, sinks=own_sink_N)
 
         return jax.vmap(one_row)(options.scaled(q_BTNH), k_BKSH, v_BKSW, segment_BT, segment_BS).swapaxes(1, 2)
 
     mesh = jax.sharding.get_abstract_mesh()
     where = None if mesh.empty else kernel.manual_sharding_spec(sharding(mesh, (None, "length")))
-    sinks, sink_axes = ((), ()) if sink_N is None else ((sink_N,), (_SINKS,))
-    run = over_shards(local, (where, _HEADS, _HEADS, _HEADS, _TOKENS, *sink_axes), _HEADS)
-    return run(kernel, q_BTNH, k_BSKH, v_BSKW, segment_BT, *sinks)
+    run = over_shards(local, (where, _HEADS, _HEADS, _HEADS, _TOKENS, ("activation_heads",)), _HEADS)
+    return run(kernel, q_BTNH, k_BSKH, v_BSKW, segment_BT, sink_N)
 
 
 def _head_dim(rows: tuple[jax.Array, ...]) -> int:
@@ -155,10 +145,9 @@ def _attend(options: _Options, mask: Mask, *rows: jax.Array) -> tuple[jax.Array,
     """Context [B, N, 1, T, W] and log-partition [B, N, 1, T, 1], float32, of rows [B, ...] of q, k, v and documents."""
     kernel = options.kernel(mask, rows[0].shape[1], _head_dim(rows), span=mask.shape[0], save_residuals=True)
 
-    def one_row(
-        q_NTH: jax.Array, k_KSH: jax.Array, v_KSW: jax.Array, segment_T: jax.Array, segment_S: jax.Array
-    ) -> Any:
-        return kernel(q_NTH, k_KSH, v_KSW, segment_ids=splash_attention_kernel.SegmentIds(segment_T, segment_S))
+    def one_row(*row: jax.Array) -> Any:
+        *heads, segment_T, segment_S = row
+        return kernel(*heads, segment_ids=splash_attention_kernel.SegmentIds(segment_T, segment_S))
 
     context_BNTW, (log_partition_BNT,) = jax.vmap(one_row)(*rows)
     return context_BNTW.astype(jnp.float32)[:, :, None], log_partition_BNT[:, :, None, :, None]
@@ -175,21 +164,14 @@ def _attend_backward(options: _Options, mask: Mask, *rows: jax.Array) -> tuple[j
     """
     kernel = options.kernel(mask, rows[0].shape[1], _head_dim(rows), span=mask.shape[0])
 
-    def one_row(
-        q_NTH: jax.Array,
-        k_KSH: jax.Array,
-        v_KSW: jax.Array,
-        segment_T: jax.Array,
-        segment_S: jax.Array,
-        context_NTW: jax.Array,
-        partition_NT: jax.Array,
-        g: Any,
-    ) -> Any:
+    def one_row(*row: jax.Array) -> Any:
+        q_NTH, k_KSH, v_KSW, segment_T, segment_S, context_NTW, partition_NT, g = row
         segments = splash_attention_kernel.SegmentIds(segment_T, segment_S)
         kept = (q_NTH, k_KSH, v_KSW, segments, None, context_NTW, partition_NT)
         kept = (*kept, kernel.dq_mask_info, kernel.dkv_mask_info)
         # Private: `kernel`'s own derivative uses the context and log-partition of these keys alone.
-        return splash_attention_kernel._splash_attention_bwd(**kernel.kwargs, res=kept, do=g)[3:6]
+        backward: Any = splash_attention_kernel._splash_attention_bwd  # pyright: ignore[reportPrivateUsage]
+        return backward(**kernel.kwargs, res=kept, do=g)[3:6]
 
     return tuple(x.astype(jnp.float32)[:, :, None] for x in jax.vmap(one_row)(*rows))
 
@@ -200,7 +182,7 @@ def _shard_forward(
     k_BSKH: jax.Array,
     v_BSKW: jax.Array,
     segment_BT: jax.Array,
-    sink_N: jax.Array | None = None,
+    sink_N: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """One device's context and log-partitions."""
     T = q_BTNH.shape[1]
@@ -208,53 +190,33 @@ def _shard_forward(
     own = k_BSKH.swapaxes(1, 2), v_BSKW.swapaxes(1, 2), segment_BT
     full = FullMask((chunk, chunk))
 
-    def visit(state: Any, sums: Any, theirs: Any, other: jax.Array) -> tuple[Any, Any]:
-        pairs = Pairs.of(other, chunk)
-        keys = (pairs.keys(x, axis) for x, axis in zip(theirs, (2, 2, 1), strict=True))
-        k, v, segment_S = keys
-        found = _attend(options, full, pairs.queries(q_BNTH, 2), k, v, pairs.queries(segment_BT, 1), segment_S)
-        return pairs.updated(state, found, pairs.query, merge), sums
+    def find(pairs: Pairs, theirs: Any, _: jax.Array) -> tuple[jax.Array, ...]:
+        k, v, segment_S = (pairs.keys(x, axis) for x, axis in zip(theirs, (2, 2, 1), strict=True))
+        return _attend(options, full, pairs.queries(q_BNTH, 2), k, v, pairs.queries(segment_BT, 1), segment_S)
 
     # A later place on a shard is a later token.
     state = _attend(options, CausalMask((T, T)), q_BNTH, *own[:2], segment_BT, segment_BT)
-    state, _ = STRATEGIES["ring"](visit, state, own, ())
-    context_BKGTW, log_partition_BKGT1 = with_sink(state, sink_N)
+    context_BKGTW, log_partition_BKGT1 = with_sink(merged_over_shards("ring", chunk, own, state, find), sink_N)
     return ungrouped(context_BKGTW).astype(q_BTNH.dtype), log_partition_BKGT1
 
 
-def _shard_backward(
-    options: _Options,
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKW: jax.Array,
-    segment_BT: jax.Array,
-    context_BTNW: jax.Array,
-    log_partition_BKGT1: jax.Array,
-    g_BTNW: jax.Array,
-) -> tuple[jax.Array, ...]:
+def _shard_backward(options: _Options, *arguments: jax.Array) -> tuple[jax.Array, ...]:
     """One device's dq, dk and dv, including the terms of dk and dv that other devices send for their queries."""
+    q_BTNH, k_BSKH, v_BSKW, segment_BT, context_BTNW, log_partition_BKGT1, g_BTNW = arguments
     T, H, dtype = q_BTNH.shape[1], q_BTNH.shape[3], q_BTNH.dtype
     chunk, q_BNTH = T // CHUNKS_PER_SHARD, options.scaled(q_BTNH)
     own = k_BSKH.swapaxes(1, 2), v_BSKW.swapaxes(1, 2), segment_BT
     of_queries = context_BTNW.swapaxes(1, 2), log_partition_BKGT1[:, :, 0, :, 0], g_BTNW.swapaxes(1, 2)
     full = FullMask((chunk, chunk))
 
-    def add(before: Any, found: Any) -> Any:
-        return tuple(x + new for x, new in zip(before, found, strict=True))
-
-    def visit(dq_BKGTH: jax.Array, sums: Any, theirs: Any, other: jax.Array) -> tuple[Any, Any]:
-        pairs = Pairs.of(other, chunk)
+    def find(pairs: Pairs, theirs: Any, _: jax.Array) -> tuple[jax.Array, ...]:
         k, v, segment_S = (pairs.keys(x, axis) for x, axis in zip(theirs, (2, 2, 1), strict=True))
         q, segment_T = pairs.queries(q_BNTH, 2), pairs.queries(segment_BT, 1)
-        dq, *dkv = _attend_backward(
+        return _attend_backward(
             options, full, q, k, v, segment_T, segment_S, *(pairs.queries(x, axis=2) for x in of_queries)
         )
-        (dq_BKGTH,) = pairs.updated((dq_BKGTH,), (dq,), pairs.query, add)
-        return dq_BKGTH, pairs.updated(sums, dkv, pairs.key, add)
 
     causal = CausalMask((T, T))
-    dq_BKGTH, *own_sums = _attend_backward(options, causal, q_BNTH, *own[:2], segment_BT, segment_BT, *of_queries)
-    zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in own_sums)
-    dq_BKGTH, sums = STRATEGIES["ring"](visit, dq_BKGTH, own, zeros)
-    dq_BTNH = ungrouped(dq_BKGTH) * options.scoring.scale_of(H)
-    return dq_BTNH.astype(dtype), *(ungrouped(x).astype(dtype) for x in add(own_sums, sums))
+    gradients = _attend_backward(options, causal, q_BNTH, *own[:2], segment_BT, segment_BT, *of_queries)
+    dq_BTNH, *dkv = map(ungrouped, summed_over_shards("ring", chunk, own, gradients, find))
+    return (dq_BTNH * options.scoring.scale_of(H)).astype(dtype), *(x.astype(dtype) for x in dkv)

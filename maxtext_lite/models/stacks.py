@@ -46,11 +46,9 @@ def layer_of(stack: Any, number: jax.Array) -> Any:
     On CPUs XLA casts bfloat16 to float32 before it slices, and casts before the loop: a float32 copy of the whole stack
     for each token. An optimization barrier that includes the loop's own counter keeps the cast in the loop.
     """
-
-    def behind_a_barrier(stack: Any, number: jax.Array) -> Any:
-        return jax.lax.optimization_barrier((stack, number))
-
-    stack, number = jax.lax.platform_dependent(stack, number, cpu=behind_a_barrier, default=lambda *both: both)
+    stack, number = jax.lax.platform_dependent(
+        stack, number, cpu=lambda *both: jax.lax.optimization_barrier(both), default=lambda *both: both
+    )
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, keepdims=False), stack)
 
 

@@ -76,6 +76,13 @@ def put(x: jax.Array, new: jax.Array, first: Index) -> jax.Array:
     return jax.lax.dynamic_update_slice_in_dim(x, new, first, axis=3)
 
 
+def whole_blocks(x: jax.Array, block: int, *, axis: int = 1, value: float = 0) -> jax.Array:
+    """`x` padded to a whole number of blocks of tokens."""
+    fill = -x.shape[axis] % block
+    pads = [(0, fill if dim == axis else 0) for dim in range(x.ndim)]
+    return jnp.pad(x, pads, constant_values=value) if fill else x
+
+
 class Keys(NamedTuple):
     """Keys and values in the layout of the forward pass's matmuls, and their documents."""
 

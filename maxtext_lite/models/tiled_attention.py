@@ -33,19 +33,11 @@ from maxtext_lite.models.tile import (
     with_sink,
 )
 from maxtext_lite.models.tile_layout import Layout, Strip
-from maxtext_lite.parallel import (
-    context_shards,
-    from_all_shards,
-    over_shards,
-    own_shard,
-    sum_to_shards,
-    to_next_shard,
-)
+from maxtext_lite.parallel import context_shards, from_all_shards, over_shards, own_shard, sum_to_shards, to_next_shard
 
 _HEADS = ("batch", "length", "activation_heads", None)
 _ROWS = ("batch", "activation_heads", None, "length", None)
 _TOKENS = ("batch", "length")
-_SINKS = ("activation_heads",)
 
 _NO_DOCUMENT = -1  # the document of the padding after a run
 
@@ -99,7 +91,7 @@ class Passes(NamedTuple):
     """Attention's two passes on one device, whose first arguments are `options`.
 
     Attributes:
-      forward: (queries, keys, values, documents, and sinks if there are any) -> (context, log-partition).
+      forward: (queries, keys, values, documents, sinks or None) -> (context, log-partition).
       backward: (the same without sinks, both results, and the context's gradient) -> (dq, dk, dv).
     """
 
@@ -125,47 +117,36 @@ def tiled_attention(
       KeyError: the strategy is unknown.
     """
     passes = Passes(_shard_forward, _shard_backward, (STRATEGIES[strategy], scoring))
-    return on_devices(q_BTNH, k_BSKH, v_BSKW, segment_BT, sink_N, passes)
+    return on_devices((q_BTNH, k_BSKH, v_BSKW, segment_BT), sink_N, passes)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def on_devices(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKW: jax.Array,
-    segment_BT: jax.Array,
-    sink_N: jax.Array | None,
-    passes: Passes,
-) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def on_devices(arguments: tuple[jax.Array, ...], sink_N: jax.Array | None, passes: Passes) -> jax.Array:
     """Context [B, T, N, W] of examples in context order, by each device's passes.
 
     The backward pass keeps the arguments, the context and the log-partitions, each device its own part of them.
+
+    Args:
+      arguments: queries, keys, values and documents.
     """
-    return _forward(q_BTNH, k_BSKH, v_BSKW, segment_BT, sink_N, passes)[0]
+    return _forward(arguments, sink_N, passes)[0]
 
 
 def _forward(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKW: jax.Array,
-    segment_BT: jax.Array,
-    sink_N: jax.Array | None,
-    passes: Passes,
+    arguments: tuple[jax.Array, ...], sink_N: jax.Array | None, passes: Passes
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     local = functools.partial(passes.forward, *passes.options)
-    arguments, axes = (q_BTNH, k_BSKH, v_BSKW, segment_BT), (_HEADS, _HEADS, _HEADS, _TOKENS)
-    sinks, sink_axes = ((), ()) if sink_N is None else ((sink_N,), (_SINKS,))
-    run = over_shards(local, (*axes, *sink_axes), [_HEADS, _ROWS])
-    context_BTNW, log_partition_BKGT1 = (checkpoint_name(x, "context") for x in run(*arguments, *sinks))
-    return context_BTNW, (*arguments, context_BTNW, log_partition_BKGT1, sink_N)
+    run = over_shards(local, (_HEADS, _HEADS, _HEADS, _TOKENS, ("activation_heads",)), [_HEADS, _ROWS])
+    context_BTNW, log_partition_BKGT1 = (checkpoint_name(x, "context") for x in run(*arguments, sink_N))
+    return context_BTNW, (arguments, context_BTNW, log_partition_BKGT1, sink_N)
 
 
-def _backward(passes: Passes, residuals: tuple[Any, ...], g_BTNW: jax.Array) -> tuple[jax.Array | None, ...]:
-    *arguments, context_BTNW, log_partition_BKGT1, sink_N = residuals
+def _backward(passes: Passes, residuals: tuple[Any, ...], g_BTNW: jax.Array) -> tuple[Any, jax.Array | None]:
+    arguments, context_BTNW, log_partition_BKGT1, sink_N = residuals
     local = functools.partial(passes.backward, *passes.options)
     run = over_shards(local, (_HEADS, _HEADS, _HEADS, _TOKENS, _HEADS, _ROWS, _HEADS), [_HEADS, _HEADS, _HEADS])
-    dq_BTNH, dk_BSKH, dv_BSKW = run(*arguments, context_BTNW, log_partition_BKGT1, g_BTNW)
-    return dq_BTNH, dk_BSKH, dv_BSKW, None, sink_gradient(sink_N, log_partition_BKGT1, context_BTNW, g_BTNW)
+    gradients = run(*arguments, context_BTNW, log_partition_BKGT1, g_BTNW)
+    return (*gradients, None), sink_gradient(sink_N, log_partition_BKGT1, context_BTNW, g_BTNW)
 
 
 on_devices.defvjp(_forward, _backward)
@@ -178,7 +159,7 @@ def _shard_forward(
     k_BSKH: jax.Array,
     v_BSKW: jax.Array,
     segment_BT: jax.Array,
-    sink_N: jax.Array | None = None,
+    sink_N: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """One device's context and log-partitions."""
     layout, W = Layout.of(q_BTNH.shape[1], scoring.window), v_BSKW.shape[-1]
@@ -217,18 +198,9 @@ def _shard_forward(
     return layout.unpad(context_BTNW, axis=1), layout.unpad(log_partition_BKGT1, axis=3)
 
 
-def _shard_backward(
-    strategy: Any,
-    scoring: Scoring,
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKW: jax.Array,
-    segment_BT: jax.Array,
-    context_BTNW: jax.Array,
-    log_partition_BKGT1: jax.Array,
-    g_BTNW: jax.Array,
-) -> tuple[jax.Array, ...]:
+def _shard_backward(strategy: Any, scoring: Scoring, *arguments: jax.Array) -> tuple[jax.Array, ...]:
     """One device's dq, dk and dv, including the terms of dk and dv that other devices send for their queries."""
+    q_BTNH, k_BSKH, v_BSKW, segment_BT, context_BTNW, log_partition_BKGT1, g_BTNW = arguments
     layout, dtype = Layout.of(q_BTNH.shape[1], scoring.window), q_BTNH.dtype
     own = _padded_keys(layout, k_BSKH, v_BSKW, segment_BT)
     q_BTNH, g_BTNW, context_BTNW = (layout.pad(x, axis=1) for x in (q_BTNH, g_BTNW, context_BTNW))

@@ -3,9 +3,6 @@
 Tested with jax 0.10.2 and 0.11.2.
 """
 
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-# Private modules have no types.
-
 import ctypes
 import signal
 import socket

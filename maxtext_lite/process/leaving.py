@@ -26,7 +26,8 @@ def leave(code: int) -> None:
     """Ends this process with `code` if abandoned work is still running; returns otherwise. A command calls it last."""
     if all(each.done() for each in _unneeded):
         return
-    atexit._run_exitfuncs()  # jax leaves the other processes there
+    # jax leaves the other processes there.
+    atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, StdoutLost):
             stream.flush()

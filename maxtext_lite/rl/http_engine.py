@@ -4,9 +4,6 @@ A server must continue prompts that are lists of tokens, return the sampled toke
 new parameters from a directory that it shares with the run (`server_kinds`).
 """
 
-# pyright: reportUnknownMemberType=false
-# jax declares some of its functions in part.
-
 import hashlib
 import secrets
 import shutil

@@ -1,10 +1,6 @@
 """The frozen reference of the KL divergence: the model from which the run started."""
 
-# pyright: reportUnknownMemberType=false
-# jax declares some of its functions in part.
-
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +58,7 @@ class Reference:
             )
         shardings = tree_shardings(run.mesh, decoder.axes)
         # A copy, as the first update donates the trainer's arrays.
-        copied = jax.jit(functools.partial(_cast_copy, decoder), out_shardings=shardings)
+        copied = jax.jit(lambda params: jax.tree.map(jnp.copy, decoder.cast(params)), out_shardings=shardings)
         self._params: Params = copied(plain)
         parts = dataclasses.replace(run.parts, decoder=decoder)
         self._find = make_log_probabilities(parts, config.decode_sampling_temperature)
@@ -70,10 +66,6 @@ class Reference:
     def of(self, rows: dict[str, jax.Array]) -> jax.Array:
         """Log-probabilities [A, B, T] of the rows' targets."""
         return self._find(self._params, rows)
-
-
-def _cast_copy(decoder: Decoder, params: Params) -> Params:
-    return jax.tree.map(jnp.copy, decoder.cast(params))
 
 
 def _without_adapters(run: TrainingRun[PromptSource], config: RLRunConfig) -> Decoder:

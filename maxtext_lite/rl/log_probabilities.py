@@ -1,22 +1,12 @@
 """The log-probabilities of a batch's tokens under given parameters, those of the old policy or of the reference."""
 
-# pyright: reportUnknownMemberType=false
-# jax declares some of its functions in part.
-
 from collections.abc import Callable
 from typing import cast
 
 import jax
 import jax.numpy as jnp
 
-from maxtext_lite.parallel import (
-    constrain,
-    in_context_order,
-    in_token_order,
-    over_replicas,
-    sharding,
-    tree_shardings,
-)
+from maxtext_lite.parallel import constrain, in_context_order, in_token_order, over_replicas, sharding, tree_shardings
 from maxtext_lite.training.arrays import Params, Rows
 from maxtext_lite.training.gradients import TRAIN_BATCH_AXES
 from maxtext_lite.training.outputs import forward

@@ -8,9 +8,6 @@ Efficient RL Framework Secretly Brings You Off-Policy RL Training (truncated imp
 where the sampler's probabilities differ from the trainer's).
 """
 
-# pyright: reportUnknownMemberType=false
-# jax declares some of its functions in part.
-
 import dataclasses
 from typing import Literal
 
@@ -18,11 +15,10 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_lite.config import NumericsConfig
-from maxtext_lite.models import Decoder
 from maxtext_lite.training.arrays import Metrics, Rows
 from maxtext_lite.training.loss import LossSums
 from maxtext_lite.training.objective import OneRowExamples
-from maxtext_lite.training.outputs import Outputs, auxiliary_metrics, target_tokens, zero_sums
+from maxtext_lite.training.outputs import Outputs, auxiliary_metrics, target_tokens
 
 ADVANTAGES = "advantages"
 OLD = "old_log_probabilities"
@@ -94,11 +90,9 @@ class Policy(OneRowExamples):
         tokens = target_tokens(rows)
         return {"target_tokens": tokens, "responses": (tokens > 0).astype(jnp.int32)}
 
-    def zeros(self, decoder: Decoder, zero: jax.Array) -> LossSums:
-        """See `Objective`."""
-        return zero_sums(decoder, zero, *self._names())
-
-    def _names(self) -> tuple[str, ...]:
+    @property
+    def own_sums(self) -> tuple[str, ...]:
+        """The names of the sums of metrics, and of what divides them."""
         of_rollout = ROLLOUT_METRICS if self.correction_cap is not None else (MISMATCH, ROLLOUT_KL)
         of_policy = (name for name in POLICY_METRICS if self.beta or name != KL)
         return (*of_policy, *(of_rollout if self.compares else ()), _TOKENS)
@@ -144,7 +138,7 @@ class Policy(OneRowExamples):
         loss = jnp.sum(losses_BT * loss_BT)
         more, sums = outputs.auxiliary_loss(*weights)
         found[_TOKENS] = rows["weights"] > 0
-        sums |= {name: factor * jnp.sum(found[name], dtype=jnp.float32) for name in self._names()}
+        sums |= {name: factor * jnp.sum(found[name], dtype=jnp.float32) for name in self.own_sums}
         return loss + more, LossSums(loss, jnp.zeros_like(loss), sums)
 
     def _weights(self, rows: Rows, factor: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -163,7 +157,7 @@ class Policy(OneRowExamples):
     def metrics(self, aux: dict[str, jax.Array], count: jax.Array, config: NumericsConfig) -> Metrics:
         """The POLICY_METRICS and ROLLOUT_METRICS that apply and, with experts, AUXILIARY_METRICS."""
         del count
-        own = self._names()
+        own = self.own_sums
         share = aux[_TOKENS]
         means = {name: aux[name] / jnp.where(share > 0, share, 1) for name in own if name != _TOKENS}
         return {**means, **auxiliary_metrics({name: x for name, x in aux.items() if name not in own}, config)}

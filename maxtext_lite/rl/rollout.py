@@ -4,9 +4,6 @@ The policy is softmax(logits / temperature) over the whole vocabulary. Top-k and
 log-probabilities are still those of the policy.
 """
 
-# pyright: reportUnknownMemberType=false
-# jax declares some of its functions in part.
-
 import dataclasses
 import functools
 from collections import deque
@@ -328,13 +325,7 @@ class LocalEngine:
         return over_replicas(of_replica, self._num_replicas, own=(1, 2))(params, slots, prompts)
 
     def _decoded(
-        self,
-        params: Params,
-        slots: _Slots,
-        leave_running: jax.Array,
-        max_new_tokens: jax.Array,
-        *,
-        sampling: Sampling,
+        self, params: Params, slots: _Slots, leave_running: jax.Array, max_new_tokens: jax.Array, *, sampling: Sampling
     ) -> tuple[_Slots, tuple[jax.Array, ...]]:
         """The slots once at most `leave_running` sequences run; and for the host the number of steps and the tokens."""
 

@@ -1,8 +1,5 @@
 """The steps of reinforcement learning for the training loop; batches are sampled and judged chunk by chunk."""
 
-# pyright: reportUnknownMemberType=false
-# jax declares some of its functions in part.
-
 import concurrent.futures
 import contextlib
 import functools
@@ -28,7 +25,7 @@ from maxtext_lite.rl.timeline import Timeline
 from maxtext_lite.training.arrays import Metrics, Rows
 from maxtext_lite.training.callbacks import Callback
 from maxtext_lite.training.checkpoint import Counts
-from maxtext_lite.training.gradients import TRAIN_BATCH_AXES, GradientSums
+from maxtext_lite.training.gradients import TRAIN_BATCH_AXES, StepGradients
 from maxtext_lite.training.loop import RunResult, train_run
 from maxtext_lite.training.metrics import JsonLines, Terminal
 from maxtext_lite.training.nonfinite import NonFinite, find_nonfinite
@@ -89,9 +86,9 @@ class RolloutSteps:
         self._rl, self._run, self._config, self._batch, self._say = rl, run, config, rl.batch, terminal.say
         expected = rl.policy.expected(rl.batch.pairs_per_batch)
         step = ChunkedStep(run.parts, run.schedule(counts), expected=expected)
-        self._new_sums: Callable[[], GradientSums] = step.start
-        self._add: Callable[[TrainState, GradientSums, Rows], GradientSums] = step.add
-        self._update: Callable[[TrainState, GradientSums], tuple[TrainState, Metrics]] = step.update
+        self._new_sums: Callable[[], StepGradients] = step.start
+        self._add: Callable[[TrainState, StepGradients, Rows], StepGradients] = step.add
+        self._update: Callable[[TrainState, StepGradients], tuple[TrainState, Metrics]] = step.update
         self._reference = Reference(run, config, state, counts.step) if config.grpo_beta else None
         find_old = make_log_probabilities(run.parts, config.decode_sampling_temperature)
         self._find_old = None if rl.policy.on_policy else find_old
@@ -161,7 +158,7 @@ class RolloutSteps:
 
     def _sums_of_new(
         self, state: TrainState, step: int, numbers: np.ndarray, timeline: Timeline
-    ) -> tuple[GradientSums, Mapping[str, float | str]]:
+    ) -> tuple[StepGradients, Mapping[str, float | str]]:
         """Samples a new batch: the sums of its gradients, and its entries in the step's record."""
         rl, run = self._rl, self._run
         params = run.decoder.joined(state.params, state.frozen)
@@ -196,7 +193,7 @@ class RolloutSteps:
                 "from which nothing is learned; rollouts.jsonl has responses with their rewards"
             )
 
-    def _sums_again(self, state: TrainState, timeline: Timeline) -> GradientSums:
+    def _sums_again(self, state: TrainState, timeline: Timeline) -> StepGradients:
         """The sums of the gradients of the current batch."""
         sums = self._new_sums()
         for number, rows in enumerate(self._chunks):
@@ -286,11 +283,10 @@ def _ahead(
         try:
             if beside:
                 sampled = [sampler.submit(sample, chunk) for chunk in range(num_chunks)]
-
-                def judge_sampled(chunk: int) -> Judged:
-                    return judge(chunk, sampled[chunk].result())
-
-                judged = [judges.submit(judge_sampled, chunk) for chunk in range(num_chunks)]
+                judged = [
+                    judges.submit(lambda chunk: judge(chunk, sampled[chunk].result()), chunk)
+                    for chunk in range(num_chunks)
+                ]
                 for future in judged:
                     yield future.result()
                 return

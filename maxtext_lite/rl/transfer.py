@@ -3,8 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# pyright: reportUnknownMemberType=false
-# jax declares some of its functions in part.
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh

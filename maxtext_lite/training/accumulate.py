@@ -3,10 +3,6 @@
 Also loss scaling, which keeps float16 gradients from underflowing.
 """
 
-# pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false
-# pyright: reportUnknownLambdaType=false, reportUnknownMemberType=false
-# jax, optax and orbax declare some of their functions in part.
-
 import dataclasses
 import operator
 from typing import Any, NamedTuple
@@ -246,7 +242,5 @@ class GradientAccumulation(optax.MultiSteps):
         if master is not None:
             inner = WithMaster(inner, optax.apply_updates(master, found))
         return found, new._replace(
-            inner_opt_state=inner,
-            acc_grads=new.acc_grads if self._keeps_sum else (),
-            skip_state=state.skip_state,
+            inner_opt_state=inner, acc_grads=new.acc_grads if self._keeps_sum else (), skip_state=state.skip_state
         )

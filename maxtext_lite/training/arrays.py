@@ -1,8 +1,5 @@
 """Types of the trees of arrays in training, and functions of any tree."""
 
-# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false, reportUnknownMemberType=false
-# jax, optax and orbax declare some of their functions in part.
-
 from typing import Any, TypeAlias
 
 import jax

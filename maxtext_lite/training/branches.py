@@ -16,6 +16,7 @@ from maxtext_lite.config.checkpoint_steps import steps_in
 from maxtext_lite.config.errors import setting_text, writing
 from maxtext_lite.config.hf.model_directory import config_of_run
 from maxtext_lite.config.json_file import read_object
+from maxtext_lite.config.whole_file import write_whole
 from maxtext_lite.reporting.records import Record, is_evaluation, read_records
 
 Rule = Literal["none", "linear", "sqrt"]
@@ -101,8 +102,10 @@ class Branches:
 
     def _branch(self, config: Config, sizes: BranchSizes) -> Branch:
         name = f"batch-{sizes.batch}"
+        # The batch that the run's optimizer is scaled for: in a ramp-up that at its end.
+        target_batch = int(read_object(self._run / "plan.json")["global_batch_to_train"])
         keys: dict[str, Any] = {
-            **scale_optimizer(config, self._target_batch).scaled,
+            **scale_optimizer(config, target_batch).scaled,
             "learning_rate": self._at["learning_rate"],
             "learning_rate_schedule": "constant",
             "warmup_steps": 0,
@@ -125,11 +128,6 @@ class Branches:
         words = [f"{key}={setting_text(value)}" for key, value in keys.items()]
         return Branch(sizes, config_of_run(self._run, words), self._output / name)
 
-    @property
-    def _target_batch(self) -> int:
-        """The batch that the run's optimizer is scaled for: in a ramp-up that at its end."""
-        return int(read_object(self._run / "plan.json")["global_batch_to_train"])
-
     def prepare(self, machine: dict[str, Any]) -> None:
         """Plans all branches and makes missing run directories, each with a copy of the checkpoint.
 
@@ -144,9 +142,7 @@ class Branches:
             self._output.mkdir(parents=True, exist_ok=True)
             if path.exists() and (there := read_object(path)) != about:
                 raise UserError(f"--output={self._output} holds branches of {there}, not of {about}: name another.")
-            unfinished = path.with_suffix(".unfinished")
-            unfinished.write_text(json.dumps(about))
-            unfinished.replace(path)
+            write_whole(path, json.dumps(about))
             for branch in self.all:
                 if not branch.directory.exists():
                     self._copy(branch.directory)

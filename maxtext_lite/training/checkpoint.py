@@ -1,9 +1,5 @@
 """The checkpoints of a run: its state, its counts, and a fingerprint that a continuation must share."""
 
-# pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false
-# pyright: reportUnknownLambdaType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-# jax, optax and orbax declare some of their functions in part.
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -3,9 +3,6 @@
 Tested with jax 0.10.2 and 0.11.2, in which `LRUCache` is private.
 """
 
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
-# jax declares some of its functions in part.
-
 import contextlib
 import hashlib
 import platform

@@ -1,8 +1,5 @@
 """Conversion of Hugging Face directories to run directories, and of runs or their adapters to Hugging Face's format."""
 
-# pyright: reportUnknownMemberType=false
-# jax declares some of its functions in part.
-
 import math
 import shlex
 from collections.abc import Sequence

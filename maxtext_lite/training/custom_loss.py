@@ -1,8 +1,5 @@
 """A user's own loss as the objective of a run: a function of rows that returns (sum, weight)."""
 
-# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-# jax, optax and orbax declare some of their functions in part.
-
 import dataclasses
 import functools
 import math
@@ -14,12 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxtext_lite.config import NumericsConfig, UserError
-from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import in_token_order
 from maxtext_lite.training.arrays import Metrics, Rows, Tree
 from maxtext_lite.training.loss import LossSums
 from maxtext_lite.training.objective import OneRowExamples
-from maxtext_lite.training.outputs import Outputs, auxiliary_metrics, spread_over_targets, target_tokens, zero_sums
+from maxtext_lite.training.outputs import Outputs, auxiliary_metrics, spread_over_targets, target_tokens
 
 WEIGHT = "loss_weight"
 """The count that divides a custom loss, and its metric."""
@@ -79,6 +75,7 @@ class CustomLoss(OneRowExamples):
 
     divisor = WEIGHT
     divisor_dtype = np.float32
+    own_sums = ()
 
     def counts(self, rows: Rows) -> dict[str, jax.Array]:
         """Target tokens, and the weight of each row."""
@@ -100,10 +97,6 @@ class CustomLoss(OneRowExamples):
             lambda: jnp.zeros((*sizes, self.emb_dim)),
         )
         return self.function(nothing, {name: x[None] for name, x in row.items()})[1].astype(jnp.float32)
-
-    def zeros(self, decoder: Decoder, zero: jax.Array) -> LossSums:
-        """See `Objective`."""
-        return zero_sums(decoder, zero)
 
     def loss(self, outputs: Outputs, rows: Rows, factor: jax.Array) -> tuple[jax.Array, LossSums]:
         """The loss with the experts' auxiliary losses, in which a row has its own weight."""

@@ -1,8 +1,5 @@
 """The data of a run, read at full speed without its model: `train data_only=true`."""
 
-# pyright: reportUnknownMemberType=false
-# jax declares some of its functions in part.
-
 import json
 import time
 

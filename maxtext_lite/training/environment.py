@@ -1,8 +1,5 @@
 """The environment of a run: versions, devices, the git commit and the working directory."""
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# jax, optax and orbax declare some of their functions in part.
-
 import contextlib
 import importlib.metadata
 import platform

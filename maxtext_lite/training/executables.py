@@ -1,8 +1,5 @@
 """The train step's executables, one for each batch shape of a run; the next is compiled before it is needed."""
 
-# pyright: reportUnknownMemberType=false
-# jax, optax and orbax declare some of their functions in part.
-
 import concurrent.futures
 import time
 from collections.abc import Sequence

@@ -1,8 +1,5 @@
 """Failed reads and writes of a run: found by any thread on any host, raised by all hosts together."""
 
-# pyright: reportUnknownMemberType=false
-# jax, optax and orbax declare some of their functions in part.
-
 import contextlib
 import threading
 from collections.abc import Callable, Generator

@@ -1,9 +1,5 @@
 """The gradients of a step, accumulated over micro-batches that arrive all at once or in chunks."""
 
-# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# jax, optax and orbax declare some of their functions in part.
-
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -15,17 +11,17 @@ from maxtext_lite.parallel import constrain, in_context_order, over_replicas, pe
 from maxtext_lite.training.arrays import Params, Rows
 from maxtext_lite.training.interleaved import InterleavedStep, PieceSums
 from maxtext_lite.training.loss import LossSums
-from maxtext_lite.training.outputs import forward
+from maxtext_lite.training.outputs import forward, zero_sums
 from maxtext_lite.training.state import StepParts, gradient_shardings
 
 TRAIN_BATCH_AXES = ("accumulation", "global_batch", "length")
 
 
 class StepGradients(NamedTuple):
-    """The sums of a step's micro-batches.
+    """The sums of a step's micro-batches, of all or of those so far.
 
-    With local updates every leaf has a leading dim R, one entry per replica, each with its own count; otherwise they
-    cover the whole step.
+    Every leaf has a leading dim R, one entry per replica, until the replicas' sums are added up. With local updates it
+    stays, and each replica has its own count.
 
     Attributes:
       gradients: of the mean loss, float32.
@@ -47,20 +43,6 @@ class StepGradients(NamedTuple):
     num_counted: jax.Array
     target_tokens: jax.Array
     examples: jax.Array
-    group_squares: jax.Array
-    groups: jax.Array
-    expert_counts: jax.Array | None
-
-
-class GradientSums(NamedTuple):
-    """The sums so far: gradients [R, ...], and the other fields of `StepGradients` per replica, [R, ...].
-
-    `counts` has `target_tokens`, the objective's divisor, and `examples`.
-    """
-
-    gradients: Params
-    losses: LossSums
-    counts: dict[str, jax.Array]
     group_squares: jax.Array
     groups: jax.Array
     expert_counts: jax.Array | None
@@ -119,19 +101,24 @@ class GradientLoop:
         """The divisor of each replica's losses in a step with this expected count, float32 [R]."""
         return jnp.full(self._num_replicas, count, jnp.float32)
 
-    def start(self) -> GradientSums:
+    def start(self) -> StepGradients:
         """The sums before the first micro-batch."""
         zeros_R, none_R = jnp.zeros(self._num_replicas), jnp.zeros(self._num_replicas, jnp.int32)
         objective, abstract = self._parts.objective, self._decoder.trained(self._decoder.abstract_params)
         accumulator = self._parts.optimizer.accumulator(abstract, self._num_replicas)
         zeros = jax.tree.map(_lay_out, accumulator, self._trained_axes)
-        losses = objective.zeros(self._decoder, zeros_R)
-        counts = dict.fromkeys((*self._counted_names, "examples"), none_R)
-        counts[objective.divisor] = none_R.astype(objective.divisor_dtype)
-        expert_counts = empty_aux(self._decoder.shape, self._num_replicas, 0).get(EXPERT_COUNTS)
-        return GradientSums(zeros, losses, counts, zeros_R, none_R, expert_counts)
+        return StepGradients(
+            zeros,
+            *zero_sums(self._decoder, zeros_R, *objective.own_sums),
+            num_counted=none_R.astype(objective.divisor_dtype),
+            target_tokens=none_R,
+            examples=none_R,
+            group_squares=zeros_R,
+            groups=none_R,
+            expert_counts=empty_aux(self._decoder.shape, self._num_replicas, 0).get(EXPERT_COUNTS),
+        )
 
-    def shardings(self) -> GradientSums:
+    def shardings(self) -> StepGradients:
         """The shardings of the sums between batches: each replica's on its devices, gradients as the parameters."""
         gradients = jax.tree.map(per_replica, tree_shardings(self._parts.mesh, self._trained_axes))
         each_R = sharding(self._parts.mesh, ("replica",))
@@ -140,7 +127,7 @@ class GradientLoop:
 
     def added(
         self,
-        sums: GradientSums,
+        sums: StepGradients,
         params: Params,
         frozen: Params | None,
         rows: Rows,
@@ -150,7 +137,7 @@ class GradientLoop:
         loss_scale: jax.Array | None,
         num_micro_batches: jax.Array | int | None = None,
         is_all: bool,
-    ) -> GradientSums:
+    ) -> StepGradients:
         """The sums plus those of the first `num_micro_batches` of the rows (may be traced; None: all).
 
         Args:
@@ -166,7 +153,7 @@ class GradientLoop:
         num_batches = rows["weights"].shape[0]
         one_group = is_all and self._num_replicas * num_batches == 1
 
-        def micro_step(index: jax.Array, sums: GradientSums) -> GradientSums:
+        def micro_step(index: jax.Array, sums: StepGradients) -> StepGradients:
             here = {name: jax.lax.dynamic_index_in_dim(x, index, keepdims=False) for name, x in rows.items()}
             # Tied to the loop's rows, sharded weights are gathered where they are used; as loop constants, whole
             # embeddings would be gathered before the loop and kept until its end.
@@ -184,10 +171,14 @@ class GradientLoop:
             sums = self._interleaved.all_ticks(
                 cast_params, cast_frozen, factor_R, rows, end, start=sums, added=self._with_piece
             )
-        return sums._replace(counts=jax.tree.map(jnp.add, sums.counts, counts))
+        return sums._replace(
+            num_counted=sums.num_counted + counts[self._parts.objective.divisor],
+            target_tokens=sums.target_tokens + counts["target_tokens"],
+            examples=sums.examples + counts["examples"],
+        )
 
     def total(
-        self, sums: GradientSums, *, whole_R: jax.Array, loss_scale: jax.Array | None, is_expected: bool
+        self, sums: StepGradients, *, whole_R: jax.Array, loss_scale: jax.Array | None, is_expected: bool
     ) -> StepGradients:
         """The step's gradients, summed over the replicas.
 
@@ -198,7 +189,7 @@ class GradientLoop:
         """
         if self._interleaved and self._num_replicas > 1 and not self._local:
             # Pieces of several micro-batches are in flight at once: only replicas have separate gradients.
-            sums = self._with_groups(sums, sums.gradients, sums.counts[self._parts.objective.divisor], whole_R)
+            sums = self._with_groups(sums, sums.gradients, sums.num_counted, whole_R)
 
         def all_reduce(x_R: jax.Array) -> jax.Array:
             return x_R if self._local else jnp.sum(x_R, axis=0)
@@ -209,20 +200,7 @@ class GradientLoop:
             gradients = jax.tree.map(_lay_out, sums.gradients, self._trained_axes)
         else:  # with ZeRO-1 each replica receives only its share
             gradients = jax.lax.with_sharding_constraint(sums.gradients, gradient_shardings(self._parts))
-        gradients = jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
-        losses, counts = sums.losses, sums.counts
-        result = StepGradients(
-            gradients,
-            losses.nll,
-            losses.log_partition_squared,
-            losses.aux,
-            counts[self._parts.objective.divisor],
-            counts["target_tokens"],
-            counts["examples"],
-            sums.group_squares,
-            sums.groups,
-            sums.expert_counts,
-        )
+        result = sums._replace(gradients=jax.tree.map(lambda g: g.astype(jnp.float32), gradients))
         if loss_scale is not None:
 
             def unscaled(x: jax.Array) -> jax.Array:
@@ -283,15 +261,16 @@ class GradientLoop:
         """A micro-batch's part of the divisor, [R]."""
         return self._per_replica_sum(self._parts.objective.counts(rows)[self._parts.objective.divisor][None])
 
-    def _with_piece(self, sums: GradientSums, gradients: Params, found: PieceSums) -> GradientSums:
+    def _with_piece(self, sums: StepGradients, gradients: Params, found: PieceSums) -> StepGradients:
         accumulator = self._parts.optimizer.accumulate(sums.gradients, gradients)
         accumulator = jax.tree.map(_lay_out, accumulator, self._trained_axes)
-        losses, expert_counts = jax.tree.map(jnp.add, (sums.losses, sums.expert_counts), found)
-        return sums._replace(gradients=accumulator, losses=losses, expert_counts=expert_counts)
+        losses = LossSums(sums.loss, sums.z_loss, sums.aux)
+        (loss, z_loss, aux), expert_counts = jax.tree.map(jnp.add, (losses, sums.expert_counts), found)
+        return sums._replace(gradients=accumulator, loss=loss, z_loss=z_loss, aux=aux, expert_counts=expert_counts)
 
     def _with_groups(
-        self, sums: GradientSums, gradients: Params, group_R: jax.Array, whole_R: jax.Array
-    ) -> GradientSums:
+        self, sums: StepGradients, gradients: Params, group_R: jax.Array, whole_R: jax.Array
+    ) -> StepGradients:
         """The sums with one more group in each replica."""
         share_R = group_R / whole_R
         squares_R = sum(_squares_by_replica(g) for g in jax.tree.leaves(gradients))

@@ -1,9 +1,5 @@
 """The gradients of a step with the pipeline schedule 1f1b: every tick runs one piece forward and one backward."""
 
-# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# jax, optax and orbax declare some of their functions in part.
-
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 

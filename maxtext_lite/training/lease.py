@@ -9,9 +9,6 @@ On its holder's machine a lease is dead when the process is. Elsewhere it is dea
 the file server or bucket.
 """
 
-# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-# jax, optax and orbax declare some of their functions in part.
-
 from __future__ import annotations
 
 import contextlib

@@ -4,9 +4,6 @@ Source: Douillard et al. 2023, arXiv:2311.08105, algorithm 1. With outer learnin
 the plain mean of the replicas.
 """
 
-# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false, reportUnknownMemberType=false
-# jax, optax and orbax declare some of their functions in part.
-
 import dataclasses
 
 import jax

@@ -1,8 +1,5 @@
 """The training loop of every run, be it pre-training, SFT, DPO or reinforcement learning."""
 
-# pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false, reportUnknownLambdaType=false
-# jax, optax and orbax declare some of their functions in part.
-
 import contextlib
 import dataclasses
 import functools

@@ -1,8 +1,5 @@
 """Cross-entropy over the vocabulary as sums, without materialising all logits at once."""
 
-# pyright: reportUnknownMemberType=false
-# jax, optax and orbax declare some of their functions in part.
-
 import dataclasses
 import functools
 import math
@@ -173,11 +170,7 @@ def likeliest_tokens(x_BTD: jax.Array, head: OutputHead, num_tiles: int) -> jax.
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def cross_entropy(
-    x_BTD: jax.Array,
-    head: OutputHead,
-    target_BT: jax.Array,
-    weight_BT: jax.Array,
-    how: Readout = Readout(),
+    x_BTD: jax.Array, head: OutputHead, target_BT: jax.Array, weight_BT: jax.Array, how: Readout = Readout()
 ) -> tuple[jax.Array, LossSums]:
     """sum(weight * (nll + z_loss_multiplier * log_partition**2)), and its two parts.
 
@@ -192,34 +185,11 @@ def cross_entropy(
     Source: the z-loss is Chowdhery et al. 2022, arXiv:2204.02311, section 5.
     """
 
-    def tile(sums: LossSums, arrays: tuple[jax.Array, ...]) -> tuple[LossSums, None]:
-        x, target, weight = arrays
-        losses = _tile_losses(how.logits(x, head), target)
-        return _add_sums(sums, losses, weight), None
-
-    num_tiles = _num_tiles(x_BTD, head, how.num_tiles)
-    sums, _ = _over_tiles(tile, _zero_sums(), num_tiles, x_BTD, target_BT, weight_BT)
-    return sums.nll + how.z_loss_multiplier * sums.log_partition_squared, sums
-
-
-def _zero_sums() -> LossSums:
-    return LossSums(jnp.zeros([], jnp.float32), jnp.zeros([], jnp.float32), {})
-
-
-def _add_sums(sums: LossSums, losses: _TileLosses, weight_BT: jax.Array) -> LossSums:
-    return LossSums(
-        sums.nll + jnp.sum(weight_BT * losses.nll_BT),
-        sums.log_partition_squared + jnp.sum(weight_BT * jnp.square(losses.log_partition_BT)),
-        sums.aux,
-    )
+    return _cross_entropy_forward(x_BTD, head, target_BT, weight_BT, how)[0]
 
 
 def _cross_entropy_forward(
-    x_BTD: jax.Array,
-    head: OutputHead,
-    target_BT: jax.Array,
-    weight_BT: jax.Array,
-    how: Readout = Readout(),
+    x_BTD: jax.Array, head: OutputHead, target_BT: jax.Array, weight_BT: jax.Array, how: Readout = Readout()
 ) -> tuple[tuple[jax.Array, LossSums], tuple[jax.Array, OutputHead]]:
     soft_cap, temperature, z_loss_multiplier = how.soft_cap, how.temperature, how.z_loss_multiplier
 
@@ -240,11 +210,13 @@ def _cross_entropy_forward(
         dx_BTD = product("BTV,DV->BTD", dlogits_BTV, _projection(head), "vocab")
         if dbias_V is not None:
             dbias_V += jnp.sum(dlogits_BTV, axis=(0, 1), dtype=jnp.float32)
-        return (_add_sums(sums, losses, weight), own_ZDV + _own_gradient(x, dlogits_BTV), dbias_V), dx_BTD
+        nll = sums.nll + jnp.sum(weight * losses.nll_BT)
+        squared = sums.log_partition_squared + jnp.sum(weight * jnp.square(losses.log_partition_BT))
+        return (LossSums(nll, squared, {}), own_ZDV + _own_gradient(x, dlogits_BTV), dbias_V), dx_BTD
 
     own_ZDV = jnp.zeros((math.prod(_token_shards(len(x_BTD))), *_projection(head).shape), jnp.float32)
     bias_V = jnp.zeros(head.bias_V.shape, jnp.float32) if isinstance(head, BiasedHead) else None
-    carry = _zero_sums(), own_ZDV, bias_V
+    carry = LossSums(jnp.zeros([], jnp.float32), jnp.zeros([], jnp.float32), {}), own_ZDV, bias_V
     num_tiles = _num_tiles(x_BTD, head, how.num_tiles)
     (sums, own_ZDV, dbias_V), dx_BTD = _over_tiles(tile, carry, num_tiles, x_BTD, target_BT, weight_BT)
     dtype = how.grad_dtype if num_shards("embed") > 1 else jnp.float32

@@ -6,9 +6,6 @@ so a copy can be checked without this program. CRC-32 would be twice as fast per
 in 4 billion.
 """
 
-# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
-# jax, optax and orbax declare some of their functions in part.
-
 import concurrent.futures
 import contextlib
 import errno
@@ -20,6 +17,7 @@ from pathlib import Path
 
 from maxtext_lite.config.bucket import is_bucket, names_below, storage_errors
 from maxtext_lite.config.errors import value_text
+from maxtext_lite.config.whole_file import write_whole
 
 _PART = re.compile(r"sha256\.(\d{1,6})-of-([1-9]\d{0,5})")
 _LAST_LINE = "# sha256 of the lines above: "
@@ -74,13 +72,8 @@ def write_part(directory: Path, process: int, num_processes: int) -> int:
     if is_bucket(directory):
         with storage_errors(part):
             part.write_text(text)
-        return hashed
-    scratch = part.with_name(f"{part.name}.tmp")
-    with scratch.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    scratch.replace(part)
+    else:
+        write_whole(part, text)
     return hashed
 
 
@@ -150,7 +143,7 @@ def _read_part(path: Path) -> dict[str, str]:
 
 def _files(directory: Path) -> list[str]:
     """The names of a checkpoint's files without those of its checksums, in order."""
-    return [name for name in names_below(directory) if not _PART.fullmatch(name.removesuffix(".tmp"))]
+    return [name for name in names_below(directory) if not _PART.match(name)]  # even while one is being written
 
 
 def _owner(name: str, num_processes: int) -> int:

@@ -7,10 +7,6 @@ with the second.
 Source: the package maxtext 0.2.5, checkpoint_conversion/utils/param_mapping.py, layers/attentions.py and embeddings.py.
 """
 
-# pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false
-# pyright: reportUnknownLambdaType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-# orbax declares some of its functions in part.
-
 import dataclasses
 import itertools
 import math
@@ -188,11 +184,7 @@ def _scan_axis(places: Mapping[str, list[_Place]], stored: Mapping[str, Any], wa
 
 
 def _refuse_differences(
-    items: Path,
-    places: Mapping[str, list[_Place]],
-    stored: Mapping[str, Any],
-    wanted: Mapping[str, Any],
-    axis: int,
+    items: Path, places: Mapping[str, list[_Place]], stored: Mapping[str, Any], wanted: Mapping[str, Any], axis: int
 ) -> None:
     """Refuses arrays that are missing, superfluous or of other shapes than in the config's model."""
     used = {place.path for of_path in places.values() for place in of_path}

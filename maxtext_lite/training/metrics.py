@@ -1,8 +1,5 @@
 """The output of a run: metrics.jsonl, lines or a progress bar on the terminal, and the FLOPs for MFU."""
 
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
-# jax, optax and orbax declare some of their functions in part.
-
 import dataclasses
 import math
 import sys
@@ -74,26 +71,22 @@ def lacks_evaluation(path: Path, step: int) -> bool:
     return kinds == {False}
 
 
-class MetricsLog:
+class MetricsLog(JsonLines):
     """metrics.jsonl, with one line for each step, and the trackers that receive the same records.
 
     Args:
-      after_step, failures: see `JsonLines`.
       trackers: closed together with the file.
-    Attributes:
-      notes: see `JsonLines`.
     """
 
     def __init__(self, run_directory: Path, after_step: int, failures: Failures, trackers: Sequence[Tracker] = ()):
-        self._lines = JsonLines(run_directory / "metrics.jsonl", after_step, failures)
+        super().__init__(run_directory / "metrics.jsonl", after_step, failures)
         self._trackers = trackers
-        self.notes = self._lines.notes
-        if missing := self._lines.steps.missing(after_step):
+        if missing := self.steps.missing(after_step):
             self.notes += (f"metrics.jsonl holds no {missing} any more.",)
 
     def write(self, record: Record) -> None:
         """Appends a record; non-finite numbers become null."""
-        self._lines.write(record)
+        super().write(record)
         for tracker in self._trackers:
             tracker.write(record)
 
@@ -104,7 +97,7 @@ class MetricsLog:
 
     def close(self) -> None:
         """Closes the file and the trackers."""
-        self._lines.close()
+        super().close()
         for tracker in self._trackers:
             tracker.close()
 

@@ -1,9 +1,5 @@
 """The origin of a non-finite gradient: its micro-batch, its examples and its first parameter."""
 
-# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# jax, optax and orbax declare some of their functions in part.
-
 import dataclasses
 
 import jax

@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxtext_lite.config import Config, NumericsConfig
-from maxtext_lite.models import Decoder
 from maxtext_lite.training.arrays import Metrics, Rows, Tree
 from maxtext_lite.training.loss import LossSums
-from maxtext_lite.training.outputs import Outputs, auxiliary_metrics, target_tokens, zero_sums
+from maxtext_lite.training.outputs import Outputs, auxiliary_metrics, target_tokens
 from maxtext_lite.training.preference import Preference
 
 
@@ -42,8 +41,9 @@ class Objective(Protocol):
         """The `target_tokens` of each row, int32 [..., B], and its part of the divisor."""
         ...
 
-    def zeros(self, decoder: Decoder, zero: jax.Array) -> LossSums:
-        """The sums before the first micro-batch, each of them `zero`."""
+    @property
+    def own_sums(self) -> tuple[str, ...]:
+        """The names of the sums that `loss` reports beside the experts'."""
         ...
 
     def loss(self, outputs: Outputs, rows: Rows, factor: jax.Array) -> tuple[jax.Array, LossSums]:
@@ -87,14 +87,11 @@ class NextToken(OneRowExamples):
     """Next-token prediction: the mean negative log-likelihood of target tokens."""
 
     divisor = "target_tokens"
+    own_sums = ()
 
     def counts(self, rows: Rows) -> dict[str, jax.Array]:
         """Target tokens."""
         return {"target_tokens": target_tokens(rows)}
-
-    def zeros(self, decoder: Decoder, zero: jax.Array) -> LossSums:
-        """See `Objective`."""
-        return zero_sums(decoder, zero)
 
     def loss(self, outputs: Outputs, rows: Rows, factor: jax.Array) -> tuple[jax.Array, LossSums]:
         """See `Objective`."""

@@ -1,8 +1,5 @@
 """The opening of a run: its data, its plan and its parts."""
 
-# pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false, reportUnknownMemberType=false
-# jax, optax and orbax declare some of their functions in part.
-
 import functools
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -32,11 +29,7 @@ _ANY_STEPS = 1_000_000
 
 
 def open_run(
-    config: Config,
-    sources: Sources | None = None,
-    own: OwnParts = CONFIGURED,
-    *,
-    device_memory_gb: float | None = None,
+    config: Config, sources: Sources | None = None, own: OwnParts = CONFIGURED, *, device_memory_gb: float | None = None
 ) -> TrainingRun[ExampleSource]:
     """The run of a config, with its data opened and its batches planned.
 

@@ -1,9 +1,5 @@
 """The configured optimizer, made of Optax's parts, and its learning rate schedule."""
 
-# pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false
-# pyright: reportUnknownLambdaType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-# jax, optax and orbax declare some of their functions in part.
-
 import dataclasses
 from collections.abc import Callable
 from typing import Literal, NamedTuple, TypeAlias

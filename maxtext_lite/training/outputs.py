@@ -1,8 +1,5 @@
 """The outputs of a forward pass as objectives use them: likelihoods, logits, and the experts' auxiliary losses."""
 
-# pyright: reportUnknownLambdaType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-# jax, optax and orbax declare some of their functions in part.
-
 import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple, cast

@@ -1,9 +1,5 @@
 """Reading and writing of parameters alone, without the rest of a run's state."""
 
-# pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false
-# pyright: reportUnknownLambdaType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-# jax, optax and orbax declare some of their functions in part.
-
 import functools
 import math
 import sys

@@ -5,9 +5,6 @@ Source: Rafailov et al. 2023, arXiv:2305.18290, equation 7; with label smoothing
 noisy preferences", equation 3.
 """
 
-# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false, reportUnknownMemberType=false
-# jax, optax and orbax declare some of their functions in part.
-
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
@@ -19,12 +16,11 @@ import numpy as np
 
 from maxtext_lite.config import NumericsConfig
 from maxtext_lite.data import REFERENCE
-from maxtext_lite.models import Decoder
 from maxtext_lite.models.ordered_sums import sums_at
 from maxtext_lite.parallel import constrain
 from maxtext_lite.training.arrays import Metrics, Rows
 from maxtext_lite.training.loss import LossSums
-from maxtext_lite.training.outputs import Outputs, auxiliary_metrics, spread_over_targets, target_tokens, zero_sums
+from maxtext_lite.training.outputs import Outputs, auxiliary_metrics, spread_over_targets, target_tokens
 
 _REWARDS = ("reward_chosen", "reward_rejected", "reward_accuracy")
 PREFERENCE_METRICS = (*_REWARDS, "reward_margin")
@@ -86,6 +82,7 @@ class Preference:
     rows_per_example = 2
     divisor = "pairs"
     divisor_dtype = np.int32
+    own_sums = _REWARDS
 
     def rows(self, batch: Rows, axes: Sequence[str]) -> Rows:
         """The rows [..., 2 B, T] of examples [..., B, 2 T]; the two of an example stay adjacent and on their device."""
@@ -104,10 +101,6 @@ class Preference:
             "pairs": jnp.where(jnp.arange(pairs.shape[-1]) % 2 == 0, pairs, 0),
         }
 
-    def zeros(self, decoder: Decoder, zero: jax.Array) -> LossSums:
-        """See `Objective`."""
-        return zero_sums(decoder, zero, *_REWARDS)
-
     def loss(self, outputs: Outputs, rows: Rows, factor: jax.Array) -> tuple[jax.Array, LossSums]:
         """The loss of the pairs, and the sums of their losses and rewards."""
         places = jnp.arange(rows["segments"].shape[1] + 1)
@@ -116,7 +109,8 @@ class Preference:
         margin = log_ratio[:, 0] - log_ratio[:, 1]
         losses = pair_losses(margin, beta=self.beta, label_smoothing=self.label_smoothing)
         loss = factor * jnp.sum(jnp.where(is_pair, losses, 0))
-        more, sums_of_aux = outputs.auxiliary_loss(*_row_weights(rows, factor))
+        # A pair has weight 1, half of it in either row.
+        more, sums_of_aux = outputs.auxiliary_loss(*spread_over_targets(0.5 * factor * _num_pairs(rows), rows))
         rewards = self.beta * factor * jnp.sum(log_ratio, axis=(0, 2))
         accuracy = factor * jnp.sum(is_pair & (log_ratio[:, 0] > log_ratio[:, 1]))
         sums_of_aux |= dict(zip(_REWARDS, (*rewards, accuracy), strict=True))
@@ -158,9 +152,3 @@ def pairs_of(scores: PairScores) -> np.ndarray:
     places = np.arange(scores.log_ratio.shape[2])
     is_pair = (places > 0) & (places <= np.asarray(scores.num_pairs)[:, None])
     return np.moveaxis(np.asarray(scores.log_ratio), 1, 2)[is_pair]
-
-
-def _row_weights(rows: Rows, factor: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The weights of auxiliary losses, for tokens [B, T] and rows [B]: a pair has weight 1, half of it in either row,
-    spread evenly over the row's target tokens."""
-    return spread_over_targets(0.5 * factor * _num_pairs(rows), rows)

@@ -1,8 +1,5 @@
 """Profiler traces of the configured steps, and on demand."""
 
-# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-# jax, optax and orbax declare some of their functions in part.
-
 import contextlib
 import time
 from pathlib import Path

@@ -1,9 +1,5 @@
 """The loss of each row of a step, and its part of the step's gradient."""
 
-# pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# jax and optax declare some of their functions in part.
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,8 +1,5 @@
 """A run before its first step: plan, data, mesh, decoder, optimizer, directory and checkpoints."""
 
-# pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false, reportUnknownMemberType=false
-# jax, optax and orbax declare some of their functions in part.
-
 import contextlib
 import dataclasses
 import json
@@ -12,12 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 import jax
 import optax
 
-from maxtext_lite.batching import (
-    BatchPlan,
-    format_plan,
-    resumed,
-    scaled_optimizer,
-)
+from maxtext_lite.batching import BatchPlan, format_plan, resumed, scaled_optimizer
 from maxtext_lite.batching.devices import peak_tflops
 from maxtext_lite.config import Config, UserError, describe, write_resolved
 from maxtext_lite.config.bucket import is_bucket

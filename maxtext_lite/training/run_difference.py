@@ -1,9 +1,5 @@
 """The first difference of two runs: its step and metrics, the rows of that step, and saved arrays."""
 
-# pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# jax and orbax declare some of their functions in part.
-
 import itertools
 import math
 from collections.abc import Iterator, Mapping

@@ -4,9 +4,6 @@ Once Orbax has finished a checkpoint, each process adds the checksums of its sha
 written, the first process makes the checkpoint count (see `commit`).
 """
 
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-# jax, optax and orbax declare some of their functions in part.
-
 import contextlib
 import errno
 import functools

@@ -1,8 +1,5 @@
 """The way back before a loss spike: finds the guilty rows, and lists them so that the run leaves them out."""
 
-# pyright: reportUnknownMemberType=false
-# jax declares some of its functions in part.
-
 import contextlib
 import functools
 import math

@@ -71,7 +71,8 @@ def moved_schedule(
         return []
     now = starts[-1]
     before: Mapping[str, Any] = starts[-2] if len(starts) > 1 else {**now, "end": plan.length.end_after(0, 0)}
-    then, rates = _scheduled(config, before["settings"]), list[str]()
+    schedule = {key: type(getattr(config, key))(before["settings"][key]) for key in _OF_SCHEDULE}
+    then, rates = config.model_copy(update=schedule), list[str]()
     for each, start in ((then, before), (config, now)):
         (last_step, last_example), batch = start["end"], start["batch"]
         # Skipped steps are not known here; tokens are taken to be as many in each example.
@@ -89,8 +90,3 @@ def moved_schedule(
         f"the learning rate's schedule {what}: after step {step:,} the rate is about {rates[1]} of its peak instead of "
         f"{rates[0]}"
     ]
-
-
-def _scheduled(config: OptimizerConfig, settings: Mapping[str, str]) -> OptimizerConfig:
-    """The config with the schedule of a start."""
-    return config.model_copy(update={key: type(getattr(config, key))(settings[key]) for key in _OF_SCHEDULE})

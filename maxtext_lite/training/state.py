@@ -1,9 +1,5 @@
 """The parts of a train step, and TrainState: all that a step changes, how it is made and how the mesh shards it."""
 
-# pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false
-# pyright: reportUnknownLambdaType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-# jax, optax and orbax declare some of their functions in part.
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -272,11 +268,6 @@ def _expert_shape(config: Config, sizes: ExpertSizes | None) -> ExpertShape | No
     )
 
 
-def create_state(parts: StepParts, key: jax.Array) -> TrainState:
-    """The state before the first step."""
-    return _state_of(parts, parts.decoder.init(key))
-
-
 def _state_of(parts: StepParts, all_params: Params) -> TrainState:
     """The state before the first step, from all parameters, adapters included."""
     decoder, local = parts.decoder, parts.local
@@ -334,14 +325,13 @@ def state_shardings(parts: StepParts) -> TrainState:
         momentum, master = local.outer_momentum, optimizer.has_masters(trained)
         outer = OuterState(params, params if momentum else None, params if master else None)
         params, opt_state, progress = jax.tree.map(per_replica, (params, opt_state, progress))
-    if optimizer.on_host:
-        opt_state = jax.tree.map(_on_host, opt_state, abstract_opt_state)
+    if optimizer.on_host:  # counts stay on the devices
+        opt_state = jax.tree.map(
+            lambda where, leaf: where.with_memory_kind("pinned_host") if leaf.ndim else where,
+            opt_state,
+            abstract_opt_state,
+        )
     return TrainState(params, opt_state, progress, everywhere, everywhere, outer, frozen)
-
-
-def _on_host(where: NamedSharding, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-    """`where`, in pinned host memory; counts stay on the devices."""
-    return where.with_memory_kind("pinned_host") if leaf.ndim else where
 
 
 def _names(path: Path) -> tuple[str, ...]:
@@ -353,15 +343,13 @@ def abstract_state(parts: StepParts) -> TrainState:
     """Shapes, dtypes and shardings of the state; nothing is allocated."""
     shapes = jax.eval_shape(lambda params: _state_of(parts, params), parts.decoder.abstract_params)
     return jax.tree.map(
-        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
-        shapes,
-        state_shardings(parts),
+        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), shapes, state_shardings(parts)
     )
 
 
 def init_state(parts: StepParts, seed: int) -> TrainState:
     """The state before the first step, each leaf created on its own devices; its values depend on the seed alone."""
-    create = jax.jit(lambda key: create_state(parts, key), out_shardings=state_shardings(parts))
+    create = jax.jit(lambda key: _state_of(parts, parts.decoder.init(key)), out_shardings=state_shardings(parts))
     with jax.set_mesh(parts.mesh):
         return create(root_key(seed))
 

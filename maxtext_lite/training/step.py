@@ -3,10 +3,6 @@
 `ChunkedStep` splits the train step into three functions, for a batch that arrives in chunks.
 """
 
-# pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false
-# pyright: reportUnknownLambdaType=false, reportUnknownMemberType=false
-# jax, optax and orbax declare some of their functions in part.
-
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -21,13 +17,7 @@ from jax.stages import Wrapped
 from maxtext_lite.parallel import in_context_order, over_replicas, per_replica, sharding, tree_shardings
 from maxtext_lite.training.accumulate import LossScaleState, master_of, with_master
 from maxtext_lite.training.arrays import Metrics, Params, Rows, Tree
-from maxtext_lite.training.gradients import (
-    TRAIN_BATCH_AXES,
-    GradientLoop,
-    GradientSums,
-    StepGradients,
-    accumulate_gradients,
-)
+from maxtext_lite.training.gradients import TRAIN_BATCH_AXES, GradientLoop, StepGradients, accumulate_gradients
 from maxtext_lite.training.objective import ScoredObjective
 from maxtext_lite.training.optimizer import Progress, Schedule
 from maxtext_lite.training.outputs import AUXILIARY_METRICS, forward
@@ -166,7 +156,7 @@ class ChunkedStep:
     """The train step of a batch that arrives in chunks: `start`, `add` for each chunk, then `update`, all jitted.
 
     Attributes:
-      start: () -> GradientSums before the first chunk.
+      start: () -> StepGradients before the first chunk.
       add: (state, sums, batch) -> sums plus those of a chunk, whose arrays are [A, B, T], of any A and B; the sums
         passed in are donated, the state is not.
       update: (state, sums) -> (state, metrics) as of `make_train_step`, after the last chunk; the state passed in is
@@ -182,7 +172,7 @@ class ChunkedStep:
         of_sums, of_batch = loop.shardings(), sharding(parts.mesh, TRAIN_BATCH_AXES)
         apply, optimizer = _applied(parts, shardings, schedule), parts.optimizer
 
-        def add(state: TrainState, sums: GradientSums, batch: Rows) -> GradientSums:
+        def add(state: TrainState, sums: StepGradients, batch: Rows) -> StepGradients:
             rows = loop.rows(batch)
             return loop.added(
                 sums,
@@ -195,7 +185,7 @@ class ChunkedStep:
                 is_all=False,
             )
 
-        def update(state: TrainState, sums: GradientSums) -> tuple[TrainState, Metrics]:
+        def update(state: TrainState, sums: StepGradients) -> tuple[TrainState, Metrics]:
             loss_scale, whole_R = optimizer.loss_scale(state.opt_state), loop.expected(expected)
             return apply(state, loop.total(sums, whole_R=whole_R, loss_scale=loss_scale, is_expected=True))
 
@@ -246,12 +236,9 @@ def make_summarise(parts: StepParts) -> Wrapped:
         counted_R = metrics[divisor]
         whole = jnp.sum(counted_R)
         share_R = counted_R / jnp.where(whole > 0, whole, 1)  # a custom loss may have a weight between 0 and 1
-
-        def weighted_mean(x_R: jax.Array) -> jax.Array:
-            return jnp.sum(share_R * x_R)
-
+        means = ("loss", "z_loss", *AUXILIARY_METRICS, *PREFERENCE_METRICS)
         reductions: dict[str, Callable[[jax.Array], jax.Array]] = {
-            **dict.fromkeys(("loss", "z_loss", *AUXILIARY_METRICS, *PREFERENCE_METRICS), weighted_mean),
+            **dict.fromkeys(means, lambda x_R: jnp.sum(share_R * x_R)),
             **dict.fromkeys(("target_tokens", divisor, "groups", "group_squares"), jnp.sum),
             "skipped": jnp.any,
             "loss_scale": jnp.min,

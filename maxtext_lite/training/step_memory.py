@@ -1,8 +1,5 @@
 """The device memory of a step, planned, compiled and measured; and the changes to a config that make it fit."""
 
-# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-# jax declares some of its functions in part.
-
 import contextlib
 import dataclasses
 import json

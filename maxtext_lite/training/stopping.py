@@ -1,8 +1,5 @@
 """Orderly stops: a signal becomes a request, which all hosts obey after the same step."""
 
-# pyright: reportUnknownMemberType=false
-# jax, optax and orbax declare some of their functions in part.
-
 import contextlib
 import signal
 from collections.abc import Callable, Generator

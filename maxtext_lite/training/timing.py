@@ -1,7 +1,5 @@
 """The time of a train step, measured in a short run."""
 
-# pyright: reportUnknownMemberType=false
-
 import contextlib
 import functools
 import io

@@ -1,7 +1,7 @@
 """Receivers of a run's records beside metrics.jsonl: TensorBoard's files, Weights & Biases, MLflow, Prometheus."""
 
-# pyright: reportMissingImports=false, reportMissingTypeStubs=false, reportUnknownMemberType=false
-# wandb and mlflow are extras, and tensorboardX declares some of its functions in part.
+# pyright: reportMissingImports=false
+# wandb and mlflow are extras.
 
 import contextlib
 import importlib

@@ -97,8 +97,8 @@ def test_what_is_no_file_of_lines_is_one_sentence(tmp_path):
 def test_a_full_disk_is_kept_for_the_run_to_end_on(tmp_path, monkeypatch):
     failures = Failures()
     log = MetricsLog(tmp_path, 0, failures)
-    log._lines.close()
-    monkeypatch.setattr(log._lines, "_file", open("/dev/full", "w"))  # noqa: SIM115, PTH123
+    log._file.close()
+    monkeypatch.setattr(log, "_file", open("/dev/full", "w"))  # noqa: SIM115, PTH123
     for step in (1, 2):
         log.write({"step": step, "loss": 1.0})
     with pytest.raises(UserError, match=r"metrics.jsonl cannot be written: No space left on device. What is safe:"):

@@ -1,6 +1,6 @@
 """Execution of one task: its documents tokenized into a shard, and the journal entry that records it."""
 
-# pyright: reportMissingTypeStubs=false, reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false
 # array_record has no annotations.
 
 from __future__ import annotations
