@@ -80,7 +80,8 @@ def main(argv: Sequence[str]) -> int:
         return _draw(config, plan, arguments.draw_to)
     if before is not None:
         plan = resumed(config, plan, step=done[0], examples_seen=done[1])
-        move = moved(before, plan, changed_settings(read_config(arguments.config).config, config))
+        settings = changed_settings(read_config(arguments.config).config, config)
+        move = moved(before, plan, settings, may_end_before=_is_limited(config))
         print(json_text(move.to_json(), indent=2) if arguments.json else "\n".join(move.lines()))
         return 0
     mixture, sentences = _mixture(config, plan) if arguments.examples is None else ({}, [])
@@ -172,6 +173,13 @@ def _solve(arguments: argparse.Namespace, device: Device | None, memory_gb: floa
     if arguments.json:
         print(json_text(outcome, indent=2))
     return 0
+
+
+def _is_limited(config: Config) -> bool:
+    """Whether the run's mixture has sources that give their rows a limited number of times, and ends after one."""
+    sources = config.dataset_path
+    limited = isinstance(sources, SourceList) and any(entry.max_epochs != -1 for entry in sources.entries)
+    return limited and config.mixture_exhausted == "stop"
 
 
 def _arguments_of(best: RankedPlan, arguments: argparse.Namespace) -> str:

@@ -45,12 +45,14 @@ class Move:
       changes: by key, the run's value and the other machine's.
       unchanged: by key, the common value of everything that training depends on.
       done, end: (steps, examples) at the newest checkpoint, and at the end of the run that continues from it.
+      may_end_before: a source of its mixture may be exhausted before.
     """
 
     changes: Mapping[str, tuple[Any, Any]]
     unchanged: Mapping[str, Any]
     done: tuple[int, int] = (0, 0)
     end: tuple[int, int] = (0, 0)
+    may_end_before: bool = False
 
     @property
     def trains_alike(self) -> bool:
@@ -86,7 +88,8 @@ class Move:
             end += f" The content of {' and '.join(places)} must be the same there, which a resume checks."
         (step, seen), (steps, total) = self.done, self.end
         where = f"Continued from its newest checkpoint, of step {step:,} after {seen:,} examples, the run ends at step "
-        ends = [f"{where}{steps:,} after {total:,} examples."] if step else []
+        latest = ", if no source is exhausted before" * self.may_end_before
+        ends = [f"{where}{steps:,} after {total:,} examples{latest}."] if step else []
         return [*(rows or ["nothing changes"]), "", f"unchanged: {kept}", *ends, end]
 
 
@@ -121,16 +124,24 @@ def done_in(run: Path) -> tuple[int, int]:
     return 0, 0
 
 
-def moved(before: Mapping[str, Any], plan: BatchPlan, settings: Mapping[str, tuple[Any, Any]] = {}) -> Move:
+def moved(
+    before: Mapping[str, Any],
+    plan: BatchPlan,
+    settings: Mapping[str, tuple[Any, Any]] = {},
+    *,
+    may_end_before: bool = False,
+) -> Move:
     """What changes if a run whose plan.json is `before` continues as planned.
 
     Args:
       settings: the `changed_settings` with which it continues.
+      may_end_before: see `Move`.
     """
     one, other = (_compared(each) for each in (before, json.loads(json.dumps(plan.to_json()))))
     changes = {key: (one[key], other[key]) for key in one if one[key] != other[key]}
     unchanged = {key: one[key] for key in _TRAINING if key not in changes}
-    return Move(changes | dict(settings), unchanged, plan.length.done, (plan.steps, plan.total_examples))
+    end = plan.steps, plan.total_examples
+    return Move(changes | dict(settings), unchanged, plan.length.done, end, may_end_before)
 
 
 def changed_settings(run: Config, config: Config) -> dict[str, tuple[Any, Any]]:

@@ -51,13 +51,14 @@ def _in_order(x_ND: jax.Array, index_N: jax.Array, num_rows: int) -> jax.Array:
     """`sums_at` of flat arrays without adding to one place twice.
 
     Rows are sorted by index and cut into blocks of n. Each block sums its rows of each index, a run, by a matmul with
-    zeros and ones. The sum of a run that goes on in the next block is carried there, and written where it ends.
+    zeros and ones, so that one row that is not finite leaves no number in its block. The sum of a run that goes on in
+    the next block is carried there, and written where it ends.
     """
     n = _ROWS_OF_BLOCK
-    index_N = jnp.pad(index_N, (0, -len(index_N) % n), constant_values=num_rows)
+    index_N = jnp.pad(index_N.astype(jnp.int32), (0, -len(index_N) % n), constant_values=num_rows)
     order_N = jnp.argsort(index_N, stable=True)
     index_cn = index_N[order_N].reshape(-1, n)
-    x_cnD = x_ND.at[order_N].get(mode="fill", fill_value=0).reshape(*index_cn.shape, -1)
+    x_cnD = x_ND.at[order_N].get(mode="fill", fill_value=0).reshape(*index_cn.shape, x_ND.shape[-1])
 
     starts_cn = jnp.diff(index_cn, axis=1, prepend=index_cn[:, :1]) != 0
     run_cn = jnp.cumsum(starts_cn, axis=1, dtype=jnp.int32)  # a block's runs are 0, 1, ..

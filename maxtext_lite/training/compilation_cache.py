@@ -5,11 +5,14 @@ Tested with jax 0.10.2 and 0.11.2, in which `LRUCache` is private.
 
 import contextlib
 import hashlib
+import math
 import platform
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax._src.lru_cache import LRUCache
@@ -20,6 +23,7 @@ from maxtext_lite.config.whole_file import replacing
 from maxtext_lite.training.run_files import run_directory
 
 DIRECTORY = ".compiled"
+_LEAST_SECONDS = "jax_persistent_cache_min_compile_time_secs"
 _ABANDONED_SECONDS = 3600.0
 _CPU = Path("/proc/cpuinfo")
 
@@ -33,13 +37,32 @@ def keep_compiled(config: RunConfig) -> None:
     To be called in a command, before anything is compiled. A directory set by the user (JAX_COMPILATION_CACHE_DIR)
     stays, and JAX_ENABLE_COMPILATION_CACHE=false turns the cache off. A run in a bucket keeps nothing.
     """
-    base = run_directory(config).parent
+    if (kept := _look_for_programs(config)) is not None:
+        _remove_parts(kept)
+    LRUCache.put = _put_whole
+
+
+@contextlib.contextmanager
+def reading_compiled(config: RunConfig) -> Iterator[None]:
+    """Within it jax uses programs that `keep_compiled` had it keep, and keeps none: they stay those of the run."""
+    _look_for_programs(config)
+    least: Any = jax.config.jax_persistent_cache_min_compile_time_secs  # type: ignore[attr-defined]
+    jax.config.update(_LEAST_SECONDS, math.inf)
+    try:
+        yield
+    finally:
+        jax.config.update(_LEAST_SECONDS, least)
+
+
+def _look_for_programs(config: RunConfig) -> Path | None:
+    """Has jax look below the base directory, which is returned unless the user has set another, and counts what it
+    finds."""
+    base, kept = run_directory(config).parent, None
     if not is_bucket(base) and jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
         kept = base.absolute() / DIRECTORY / _processor()
-        _remove_parts(kept)
         jax.config.update("jax_compilation_cache_dir", str(kept))
     jax.monitoring.register_event_listener(_note)
-    LRUCache.put = _put_whole
+    return kept
 
 
 def num_found() -> int:

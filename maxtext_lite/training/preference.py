@@ -63,6 +63,7 @@ def segment_sums(x_BT: jax.Array, segment_BT: jax.Array) -> jax.Array:
 def _log_ratios(nll_BT: jax.Array, rows: Rows) -> jax.Array:
     """The `PairScores.log_ratio` [B / 2, 2, T + 1] of the rows."""
     ratio_BT = -nll_BT * (rows["weights"] > 0) - rows[REFERENCE]
+    ratio_BT = jnp.where(rows["segments"] > 0, ratio_BT, 0)  # padding, which need not be finite
     sums_BS = segment_sums(ratio_BT, rows["segments"])
     return jnp.where(jnp.arange(sums_BS.shape[1]) > 0, sums_BS, 0).reshape(-1, 2, sums_BS.shape[1])
 

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -19,12 +19,13 @@ from maxtext_lite.config.errors import nearest_clause
 from maxtext_lite.config.hf.model_directory import config_of_run
 from maxtext_lite.config.json_file import read_object
 from maxtext_lite.reporting.records import Record, record_text
-from maxtext_lite.training.compilation_cache import keep_compiled
+from maxtext_lite.training.compilation_cache import reading_compiled
 from maxtext_lite.training.environment import environment
 from maxtext_lite.training.feed_steps import FeedSteps
 from maxtext_lite.training.metrics import Terminal
 from maxtext_lite.training.opening import open_run
 from maxtext_lite.training.row_losses import RowLoss, make_row_losses
+from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.run_difference import compared_fields, lines_of
 from maxtext_lite.training.run_files import run_directory
 from maxtext_lite.training.saving import check, read_about
@@ -97,44 +98,70 @@ def replayed(
         steps = sorted(step for step, is_evaluation in lines if not is_evaluation)
         has = f"steps {steps[0]:,} to {steps[-1]:,}" if steps else "none"
         raise UserError(f"--step={step}: metrics.jsonl of RUN_DIR={directory} has no such step; it has {has}.")
-    keep_compiled(config)
-    run = open_run(config)
-    elsewhere = "keys are not the run's" if overrides else _other_environment(directory)
-    terminal, kept, rows = Terminal(log_period=1, quiet=True), _Kept(), None
-    with jax.default_matmul_precision(config.matmul_precision), jax.set_mesh(run.mesh):
-        run.read_before(step, say)
-        state, counts = run.restore_or_init()
-        after = counts.step
-        if (seam := resume_between(starts, after, step)) is not None:
-            raise _without_checkpoint(config, step, seam, lines)
-        begin = f"the checkpoint of step {after:,}" if after else "the run's first parameters"
-        if after + run.steps_left(counts) < step:
-            raise UserError(f"--step={step} is not reached with steps={config.steps}.")
-        say(f"{step - after:,} steps from {begin}")
-        log = StepLog(run, terminal, kept, counts)
-        with contextlib.closing(FeedSteps(run, terminal, state, counts, proves_kernels=False)) as steps:
-            for number in range(after + 1, step + 1):
-                if not steps.ready:
-                    steps.prepare(number)
-                if with_rows and number == step:
-                    first = log.counts.examples_seen
-                    rows = make_row_losses(run)(state, first, run.plan.length.step_examples(first))
-                state, taken = steps.take(state, number)
-                try:
-                    log.add(number, taken, state)
-                except LossSpike as error:  # as it may have been in the run
-                    say(str(error))
-                    break
+    elsewhere = "keys are not the run's" if overrides else ""
+    with reading_compiled(config):  # before anything is compiled
+        run = open_run(config)
+        elsewhere = elsewhere or _other_environment(directory)
+        with jax.default_matmul_precision(config.matmul_precision), jax.set_mesh(run.mesh):
+            found = _repeated(run, step, starts, lines, with_rows=with_rows, say=say)
     run.failures.raise_together()
     allowed = tolerance if tolerance is not None else TOLERANCES[config.dtype] if elsewhere else 0.0
-    compared, differing = _compared(kept.records, lines, allowed)
+    compared, differing = _compared(found.records, lines, allowed)
     # A GPU's compiler times its choices, so a step that it compiled anew may round elsewhere.
-    if differing and tolerance is None and not elsewhere and steps.compiled_anew and jax.default_backend() == "gpu":
+    if differing and tolerance is None and not elsewhere and found.compiled_anew and jax.default_backend() == "gpu":
         elsewhere, allowed = "the step was compiled anew, on a GPU", TOLERANCES[config.dtype]
-        compared, differing = _compared(kept.records, lines, allowed)
+        compared, differing = _compared(found.records, lines, allowed)
     if step not in compared:
         raise UserError(f"step {max(compared)} of RUN_DIR={directory} ends the run when it is replayed.")
-    return Replay(step, after, elsewhere, allowed, compared[step], differing[0] if differing else None, rows)
+    return Replay(
+        step, found.after, elsewhere, allowed, compared[step], differing[0] if differing else None, found.rows
+    )
+
+
+class _Repeated(NamedTuple):
+    """The steps of a run done again: those after `after`, whether compiled anew, and the last one's rows."""
+
+    records: Sequence[Record]
+    after: int
+    compiled_anew: bool
+    rows: Sequence[RowLoss] | None
+
+
+def _repeated(
+    run: TrainingRun[Any],
+    step: int,
+    starts: Starts,
+    lines: Mapping[tuple[int, bool], Record],
+    *,
+    with_rows: bool,
+    say: Callable[[str], None],
+) -> _Repeated:
+    """The steps from the nearest checkpoint before `step`."""
+    terminal, kept, rows = Terminal(log_period=1, quiet=True), _Kept(), None
+    run.read_before(step, say)
+    state, counts = run.restore_or_init()
+    after = counts.step
+    if (seam := resume_between(starts, after, step)) is not None:
+        raise _without_checkpoint(run.config, step, seam, lines)
+    begin = f"the checkpoint of step {after:,}" if after else "the run's first parameters"
+    if after + run.steps_left(counts) < step:
+        raise UserError(f"--step={step} is not reached with steps={run.config.steps}.")
+    say(f"{step - after:,} steps from {begin}")
+    log = StepLog(run, terminal, kept, counts)
+    with contextlib.closing(FeedSteps(run, terminal, state, counts, proves_kernels=False)) as steps:
+        for number in range(after + 1, step + 1):
+            if not steps.ready:
+                steps.prepare(number)
+            if with_rows and number == step:
+                first = log.counts.examples_seen
+                rows = make_row_losses(run)(state, first, run.plan.length.step_examples(first))
+            state, taken = steps.take(state, number)
+            try:
+                log.add(number, taken, state)
+            except LossSpike as error:  # as it may have been in the run
+                say(str(error))
+                break
+    return _Repeated(kept.records, after, steps.compiled_anew, rows)
 
 
 def _compared(

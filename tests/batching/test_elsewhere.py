@@ -113,6 +113,22 @@ def test_a_damaged_plan_is_refused(tmp_path, text):
         read_plan(tmp_path)
 
 
+def test_a_run_at_its_end_still_has_had_its_short_batch():
+    config = load_config(None, ["num_epochs=1", "per_device_batch_size=15", "last_batch=train", "warmup_steps=0"])
+    plan = make_plan(config, num_devices=1, num_examples=100)
+    found = moved(json.loads(json.dumps(plan.to_json())), resumed(config, plan, step=7, examples_seen=100))
+    assert plan.last_batch_examples == 10
+    assert found.trains_alike
+
+
+def test_a_source_that_may_be_exhausted_is_told():
+    config = load_config(None, ["steps=10", "warmup_steps=0"])
+    plan = make_plan(config, num_devices=1)
+    before = json.loads(json.dumps(plan.to_json()))
+    found = moved(before, resumed(config, plan, step=4, examples_seen=64), may_end_before=True)
+    assert found.lines()[-2].endswith("ends at step 10 after 160 examples, if no source is exhausted before.")
+
+
 def test_a_run_that_goes_on_ends_where_what_is_left_does():
     """64 examples: 8 steps of 4, then 4 steps of 8."""
     keys = ["num_epochs=1", "per_device_batch_size=-1", "global_batch_size=4", "warmup_steps=0"]

@@ -12,7 +12,7 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from maxtext_lite.config import load_config
 from maxtext_lite.training import train
-from maxtext_lite.training.compilation_cache import DIRECTORY, keep_compiled, num_found
+from maxtext_lite.training.compilation_cache import DIRECTORY, keep_compiled, num_found, reading_compiled
 from tests.training.conftest import TINY
 
 KEYS = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
@@ -47,6 +47,26 @@ def test_the_second_start_finds_the_train_step(settings, tmp_path, capsys):
     jax.tree.map(np.testing.assert_array_equal, *(result.state.params for result in results))
     (kept,) = (tmp_path / DIRECTORY).iterdir()
     assert list(kept.glob("jit_train_step-*"))
+
+
+def test_programs_are_read_without_keeping_others(settings, tmp_path):
+    """As a replay does, so that the next replay finds the run's own programs, or again none."""
+    square, cube = jax.jit(lambda x: x**2), jax.jit(lambda x: x**3)
+    x = np.arange(3.0)
+    keep_compiled(config(tmp_path, "run"))
+    square(x)
+    (kept,) = (tmp_path / DIRECTORY).iterdir()
+    entries = sorted(kept.iterdir())
+    jax.clear_caches()
+    found = num_found()
+    with reading_compiled(config(tmp_path, "run")):
+        square(x)
+        cube(x)
+    assert num_found() > found
+    assert sorted(kept.iterdir()) == entries
+    jax.clear_caches()
+    cube(x)
+    assert len(list(kept.iterdir())) > len(entries)
 
 
 def test_a_directory_that_the_user_named_stays_and_a_bucket_has_none(settings, tmp_path):
