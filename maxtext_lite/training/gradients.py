@@ -201,6 +201,8 @@ class GradientLoop:
         else:  # with ZeRO-1 each replica receives only its share
             gradients = jax.lax.with_sharding_constraint(sums.gradients, gradient_shardings(self._parts))
         result = sums._replace(gradients=jax.tree.map(lambda g: g.astype(jnp.float32), gradients))
+        if self._parts.objective.divisor == "target_tokens":  # the same number is all-reduced once
+            result = result._replace(target_tokens=result.num_counted)
         if loss_scale is not None:
 
             def unscaled(x: jax.Array) -> jax.Array:
