@@ -52,7 +52,7 @@ def auxiliary_metric_not_summed():
     original = GradientLoop._with_piece
 
     def last(self, sums, gradients, losses):
-        sums = sums._replace(losses=sums.losses._replace(aux=jax.tree.map(jnp.zeros_like, sums.losses.aux)))
+        sums = sums._replace(aux=jax.tree.map(jnp.zeros_like, sums.aux))
         return original(self, sums, gradients, losses)
 
     yield mock.patch.object(GradientLoop, "_with_piece", last)
