@@ -176,10 +176,10 @@ def _solve(arguments: argparse.Namespace, device: Device | None, memory_gb: floa
 
 
 def _is_limited(config: Config) -> bool:
-    """Whether the run's mixture has sources that give their rows a limited number of times, and ends after one."""
+    """Whether the run's mixture has sources that give their rows a limited number of times, after which it ends."""
     sources = config.dataset_path
     limited = isinstance(sources, SourceList) and any(entry.max_epochs != -1 for entry in sources.entries)
-    return limited and config.mixture_exhausted == "stop"
+    return limited and config.mixture_exhausted != "drop"
 
 
 def _arguments_of(best: RankedPlan, arguments: argparse.Namespace) -> str:

@@ -225,6 +225,23 @@ def test_a_mixture_is_shown_and_a_source_that_would_pass_its_max_epochs_refused(
     assert main([*keys, listed("nowhere", 3), "--examples", "16"]) == 0
 
 
+@pytest.mark.parametrize(("limit", "exhausted", "may_end_before"), [
+    (3, "stop", True), (4, "error", True), (3, "drop", False), (-1, "error", False),
+])  # fmt: skip
+def test_a_run_whose_sources_are_limited_may_end_before(tmp_path, capsys, limit, exhausted, may_end_before):
+    sources = f"[{{path: a.jsonl, weight: 1}}, {{path: b.jsonl, weight: 1, max_epochs: {limit}}}]"
+    keys = {"dataset_path": sources, "mixture_exhausted": exhausted, "steps": 10, "warmup_steps": 0}
+    assert main([*(f"{key}={value}" for key, value in keys.items()), "--examples", "16", "--json"]) == 0
+    (tmp_path / "plan.json").write_text(capsys.readouterr().out)
+    (tmp_path / "config.yml").write_text("".join(f"{key}: {value}\n" for key, value in keys.items()))
+    (tmp_path / "checkpoints" / "4" / "about").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "4" / "about" / "metadata").write_text('{"examples_seen": 64}')
+    assert main(["--from", str(tmp_path), "--examples", "16"]) == 0
+    assert (", if no source is exhausted before." in capsys.readouterr().out) == may_end_before
+    assert main(["--from", str(tmp_path), "--examples", "16", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["resumed"]["may_end_before"] == may_end_before
+
+
 def test_counting_the_examples_imports_no_jax():
     program = (
         "import sys; from maxtext_lite.plan import main; code = main(['num_epochs=2']);"

@@ -71,12 +71,14 @@ class Move:
         if not self.done[0]:
             return found
         (step, seen), (steps, total) = self.done, self.end
-        return {**found, "resumed": {"step": step, "examples_seen": seen, "steps": steps, "total_examples": total}}
+        end = {"steps": steps, "total_examples": total, "may_end_before": self.may_end_before}
+        return {**found, "resumed": {"step": step, "examples_seen": seen, **end}}
 
     def lines(self) -> list[str]:
         """A table of what changes, then what stays and what follows."""
         width = max((len(key) for key in self.changes), default=0)
-        rows = [f"{key:<{width}}  {_text(key, a)} -> {_text(key, b)}" for key, (a, b) in self.changes.items()]
+        texts = {key: (_text(key, a), _text(key, b)) for key, (a, b) in self.changes.items()}
+        rows = [f"{key:<{width}}  {a} -> {b}" for key, (a, b) in texts.items() if a != b]
         kept = ", ".join(f"{key}={_text(key, value)}" for key, value in self.unchanged.items() if value is not None)
         if self.trains_alike:
             end = "The run continues there with the same examples in the same steps; updates differ only by rounding."
@@ -138,9 +140,11 @@ def moved(
       may_end_before: see `Move`.
     """
     one, other = (_compared(each) for each in (before, json.loads(json.dumps(plan.to_json()))))
+    end = plan.steps, plan.total_examples
+    if plan.length.done == end:  # no batch is left: the last ones were the run's
+        other |= {key: one[key] for key in ("last_batch_examples", "dropped_examples")}
     changes = {key: (one[key], other[key]) for key in one if one[key] != other[key]}
     unchanged = {key: one[key] for key in _TRAINING if key not in changes}
-    end = plan.steps, plan.total_examples
     return Move(changes | dict(settings), unchanged, plan.length.done, end, may_end_before)
 
 
@@ -184,5 +188,5 @@ def _text(key: str, value: Any) -> str:
     if key == "mesh":
         return mesh_text(value)
     if key == "rampup" and value:
-        return " -> ".join(str(stage["global_batch_to_train"]) for stage in value)
+        return " then ".join(str(stage["global_batch_to_train"]) for stage in value)
     return value_text(value) if not isinstance(value, float) else f"{value:g}"

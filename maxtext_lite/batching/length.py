@@ -43,12 +43,10 @@ class RunLength:
 
     @property
     def short_batch_examples(self) -> int:
-        """Examples at the end that fill no batch; 0 if the last batch is whole. At the run's end they are what it
-        had, if its batches were these from the start."""
+        """Examples at the end that fill no batch; 0 if the last batch is whole, or already done."""
         if self.stated_examples is None:
             return 0
-        seen = 0 if self.done[1] == self.stated_examples else self.done[1]
-        return max(self.stated_examples - self._whole_batches(seen)[1], 0)
+        return max(self.stated_examples - self._whole_batches(self.done[1])[1], 0)
 
     @property
     def stages_ahead(self) -> tuple[BatchStage, ...]:

@@ -51,12 +51,11 @@ class Candidate:
 
 def least_seconds(candidate: Candidate, device: Device | None) -> float | None:
     """The step time by `step_time`, at the peaks of a device; None for one whose figures are not known."""
-    plan = candidate.plan
-    mesh = MeshSizes(plan.ici_mesh, plan.dcn_mesh)
     if device is None:
         return None
+    plan = candidate.plan
     try:
-        model = StepModel(candidate.config, mesh, device, plan.memory)
+        model = StepModel(candidate.config, MeshSizes(plan.ici_mesh, plan.dcn_mesh), device, plan.memory)
     except ValueError:  # no peak in this dtype
         return None
     shape = plan.pipeline_shape

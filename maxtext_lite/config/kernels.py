@@ -73,6 +73,7 @@ class Kernel:
       capabilities: compute capabilities of GPUs; (): any.
       of_tokamax: comes from the package tokamax.
       by_auto: attention=auto may choose it.
+      repeats: gives the same bits each time, gradients included.
     """
 
     platform: Platform | None
@@ -86,6 +87,7 @@ class Kernel:
     capabilities: tuple[str, ...] = ()
     of_tokamax: bool = False
     by_auto: bool = True
+    repeats: bool = True
 
 
 _NARROW = ("bfloat16", "float16")
@@ -109,6 +111,7 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
             most_head_dim=128,
             head_dim_multiple=8,
             capabilities=_NVIDIA_SINCE_AMPERE,
+            repeats=False,
         ),
         "pallas_mha": Kernel(
             "gpu",
@@ -126,6 +129,7 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
             token_multiple=2,
             capabilities=_NVIDIA_SINCE_AMPERE,
             by_auto=False,
+            repeats=False,
         ),
         "dot_product": Kernel(None, context_shards=True),
     }

@@ -23,6 +23,7 @@ from maxtext_lite.config.whole_file import replacing
 from maxtext_lite.training.run_files import run_directory
 
 DIRECTORY = ".compiled"
+_WHERE = "jax_compilation_cache_dir"
 _LEAST_SECONDS = "jax_persistent_cache_min_compile_time_secs"
 _ABANDONED_SECONDS = 3600.0
 _CPU = Path("/proc/cpuinfo")
@@ -37,32 +38,34 @@ def keep_compiled(config: RunConfig) -> None:
     To be called in a command, before anything is compiled. A directory set by the user (JAX_COMPILATION_CACHE_DIR)
     stays, and JAX_ENABLE_COMPILATION_CACHE=false turns the cache off. A run in a bucket keeps nothing.
     """
-    if (kept := _look_for_programs(config)) is not None:
+    if (kept := _directory(config)) is not None:
         _remove_parts(kept)
+        jax.config.update(_WHERE, str(kept))
+    jax.monitoring.register_event_listener(_note)
     LRUCache.put = _put_whole
 
 
 @contextlib.contextmanager
 def reading_compiled(config: RunConfig) -> Iterator[None]:
     """Within it jax uses programs that `keep_compiled` had it keep, and keeps none: they stay those of the run."""
-    _look_for_programs(config)
-    least: Any = jax.config.jax_persistent_cache_min_compile_time_secs  # type: ignore[attr-defined]
+    before: dict[str, Any] = {name: getattr(jax.config, name) for name in (_WHERE, _LEAST_SECONDS)}
+    if (kept := _directory(config)) is not None and kept.is_dir():  # jax would make it
+        jax.config.update(_WHERE, str(kept))
     jax.config.update(_LEAST_SECONDS, math.inf)
+    jax.monitoring.register_event_listener(_note)
     try:
         yield
     finally:
-        jax.config.update(_LEAST_SECONDS, least)
+        for name, value in before.items():
+            jax.config.update(name, value)
 
 
-def _look_for_programs(config: RunConfig) -> Path | None:
-    """Has jax look below the base directory, which is returned unless the user has set another, and counts what it
-    finds."""
-    base, kept = run_directory(config).parent, None
-    if not is_bucket(base) and jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
-        kept = base.absolute() / DIRECTORY / _processor()
-        jax.config.update("jax_compilation_cache_dir", str(kept))
-    jax.monitoring.register_event_listener(_note)
-    return kept
+def _directory(config: RunConfig) -> Path | None:
+    """Where programs are kept below the base directory; None if the user has set a place, or for a bucket."""
+    base = run_directory(config).parent
+    if is_bucket(base) or getattr(jax.config, _WHERE) is not None:
+        return None
+    return base.absolute() / DIRECTORY / _processor()
 
 
 def num_found() -> int:

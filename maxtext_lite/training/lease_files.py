@@ -59,7 +59,9 @@ class LeaseFiles:
                 except OSError:
                     path.unlink(missing_ok=True)
                     raise
-        except OSError:  # the disk is full, or another has this lease, and then the directory is not empty
+        except FileExistsError:  # another has this lease
+            raise
+        except OSError:  # the disk is full
             with contextlib.suppress(OSError):
                 self._directory.rmdir()
             raise

@@ -21,6 +21,7 @@ from maxtext_lite.hf import flat, load_hf_parameters, read_peft_adapters
 from maxtext_lite.models import Lora, joined, merged
 from maxtext_lite.parallel import sharding, with_dims
 from maxtext_lite.training.failures import Failures
+from maxtext_lite.training.run_files import run_directory
 from maxtext_lite.training.saving import FORMAT, check, read_about, read_arrays, reading, save_alone, saved_shapes
 
 PARAMETERS = ("params", "about")
@@ -59,7 +60,8 @@ def check_start(config: RunConfig, *, resumes: bool) -> None:
         if not resumes or isinstance(config, RLRunConfig):  # whose reference may be read there again
             raise
         *others, last = error.problems
-        works = "Nearest that works: load_parameters_path= (empty), as the run resumes with its own parameters."
+        own = f"{run_directory(config)}/config.yml load_parameters_path="
+        works = f"Nearest that works: train {own} (empty), as the run resumes with its own parameters."
         raise UserError([*others, f"{last} {works}"]) from None
 
 

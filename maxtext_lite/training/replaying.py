@@ -18,18 +18,20 @@ from maxtext_lite.config.checkpoint_steps import steps_in
 from maxtext_lite.config.errors import nearest_clause
 from maxtext_lite.config.hf.model_directory import config_of_run
 from maxtext_lite.config.json_file import read_object
+from maxtext_lite.config.kernels import KERNELS
 from maxtext_lite.reporting.records import Record, record_text
 from maxtext_lite.training.compilation_cache import reading_compiled
 from maxtext_lite.training.environment import environment
 from maxtext_lite.training.feed_steps import FeedSteps
 from maxtext_lite.training.metrics import Terminal
 from maxtext_lite.training.opening import open_run
+from maxtext_lite.training.parameter_files import check_start
 from maxtext_lite.training.row_losses import RowLoss, make_row_losses
 from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.run_difference import compared_fields, lines_of
 from maxtext_lite.training.run_files import run_directory
 from maxtext_lite.training.saving import check, read_about
-from maxtext_lite.training.starts import Starts, resume_between, settings_at
+from maxtext_lite.training.starts import Starts, first_parameters, resume_between, settings_at
 from maxtext_lite.training.step_log import LossSpike, StepLog
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-2}
@@ -98,10 +100,11 @@ def replayed(
         steps = sorted(step for step, is_evaluation in lines if not is_evaluation)
         has = f"steps {steps[0]:,} to {steps[-1]:,}" if steps else "none"
         raise UserError(f"--step={step}: metrics.jsonl of RUN_DIR={directory} has no such step; it has {has}.")
+    config = _with_first_parameters(config, starts, step)
     elsewhere = "keys are not the run's" if overrides else ""
     with reading_compiled(config):  # before anything is compiled
         run = open_run(config)
-        elsewhere = elsewhere or _other_environment(directory)
+        elsewhere = elsewhere or _other_environment(directory) or _of_kernel(run.plan.attention_kernel.name)
         with jax.default_matmul_precision(config.matmul_precision), jax.set_mesh(run.mesh):
             found = _repeated(run, step, starts, lines, with_rows=with_rows, say=say)
     run.failures.raise_together()
@@ -141,6 +144,8 @@ def _repeated(
     run.read_before(step, say)
     state, counts = run.restore_or_init()
     after = counts.step
+    if after == 0 and run.config.load_parameters_path != (first_parameters(starts) or run.config.load_parameters_path):
+        raise UserError(f"--step={step}: no intact checkpoint is left before it.")
     if (seam := resume_between(starts, after, step)) is not None:
         raise _without_checkpoint(run.config, step, seam, lines)
     begin = f"the checkpoint of step {after:,}" if after else "the run's first parameters"
@@ -162,6 +167,20 @@ def _repeated(
                 say(str(error))
                 break
     return _Repeated(kept.records, after, steps.compiled_anew, rows)
+
+
+def _with_first_parameters(config: Config, starts: Starts, step: int) -> Config:
+    """The config with the run's own first parameters; with none, which may be gone, where a checkpoint comes before.
+
+    Older runs do not say which these were: config.yml has those of the newest start.
+    """
+    if (path := first_parameters(starts)) is None:
+        return config
+    if any(saved < step for saved in steps_in(run_directory(config) / "checkpoints")):
+        path = ""
+    config = config.model_copy(update={"load_parameters_path": path})
+    check_start(config, resumes=False)
+    return config
 
 
 def _compared(
@@ -213,6 +232,11 @@ def _without_checkpoint(config: Config, step: int, seam: int, lines: Container[t
         f"--step={step}: the run resumed with other settings after step {seam}, of which no intact checkpoint is left."
         + nearest_clause([seam, *(saved + 1 for saved in intact[:1])])
     )
+
+
+def _of_kernel(name: str) -> str:
+    """Why a step with this attention kernel need not have the same bits; "": it has them."""
+    return "" if KERNELS[name].repeats else f"attention={name} rounds otherwise each time"
 
 
 def _other_environment(directory: Path) -> str:

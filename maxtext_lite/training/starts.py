@@ -9,6 +9,7 @@ import numpy as np
 from maxtext_lite.batching import BatchPlan
 from maxtext_lite.batching.rate_shape import decay, warm_up
 from maxtext_lite.config import Config, DataConfig, ModelConfig, OptimizerConfig, RunConfig
+from maxtext_lite.config.bucket import absolute, original
 from maxtext_lite.config.errors import setting_text
 
 _OF_STEPS = ("steps", "num_epochs", "last_batch", "seed", "balance_attention", "excluded_rows")
@@ -21,7 +22,7 @@ _OF_SCHEDULE = ("learning_rate_schedule", "schedule_unit", "warmup_steps", "lear
 Starts = list[dict[str, Any]]
 """For each start that changed something, first to last: `step`, those done before it; `end`, the (steps, examples) at
 which the run then was to end; `batch`, examples of a step of the target; `settings`, the config's keys that decide its
-steps, each as on a command line."""
+steps, each as on a command line; `parameters`, the absolute load_parameters_path, "" without one."""
 
 
 def with_start(
@@ -30,7 +31,8 @@ def with_start(
     """The starts with this one, which begins after `step` steps, if it differs from the last."""
     settings = {key: setting_text(getattr(config, key)) for key in Config.model_fields if key not in _OTHERS}
     end, batch = list(plan.length.end_after(step, examples_seen)), plan.global_batch_to_train
-    now = {"step": step, "end": end, "batch": batch, "settings": settings}
+    path = config.load_parameters_path and str(absolute(original(config.load_parameters_path, "load_parameters_path")))
+    now = {"step": step, "end": end, "batch": batch, "settings": settings, "parameters": path}
     same = before and {**before[-1], "step": step} == now
     return [*map(dict, before)] if same else [*map(dict, before), now]
 
@@ -39,6 +41,11 @@ def settings_at(starts: Sequence[Mapping[str, Any]], step: int) -> list[str]:
     """The settings with which a step was taken, as `key=value`; [] if it is older than all starts."""
     found = [start["settings"] for start in starts if start["step"] < step]
     return [f"{key}={value}" for key, value in found[-1].items() if key in Config.model_fields] if found else []
+
+
+def first_parameters(starts: Sequence[Mapping[str, Any]]) -> str | None:
+    """The load_parameters_path of a run's first start; None if it is not known."""
+    return starts[0].get("parameters") if starts and starts[0]["step"] == 0 else None
 
 
 def resume_between(starts: Sequence[Mapping[str, Any]], after: int, step: int) -> int | None:

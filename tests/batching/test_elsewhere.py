@@ -58,7 +58,7 @@ def test_ramps_are_compared_by_batches_and_not_by_their_split():
     same = move([*STATED[:1], "per_device_batch_size=1", "gradient_accumulation_steps=-1", *RAMP], to=4)
     assert same.trains_alike
     assert same.unchanged["rampup"]
-    assert "16 -> 32 -> 48" in same.lines()[-2]
+    assert "16 then 32 then 48" in same.lines()[-2]
     other = move([*STATED[:1], "per_device_batch_size=1", "gradient_accumulation_steps=-1", *RAMP], to=8,
                  changed=["global_rampup_samples=960"])  # fmt: skip
     assert "rampup" in other.changes
@@ -121,6 +121,13 @@ def test_a_run_at_its_end_still_has_had_its_short_batch():
     assert found.trains_alike
 
 
+def test_a_run_that_is_over_has_no_last_batch_left():
+    config = load_config(None, ["num_epochs=1", "per_device_batch_size=15", "warmup_steps=0"])
+    plan = make_plan(config, num_devices=1, num_examples=100)
+    before = {**json.loads(json.dumps(plan.to_json())), "dropped_examples": 0}  # its batches were others at first
+    assert moved(before, resumed(config, plan, step=6, examples_seen=90)).trains_alike
+
+
 def test_a_source_that_may_be_exhausted_is_told():
     config = load_config(None, ["steps=10", "warmup_steps=0"])
     plan = make_plan(config, num_devices=1)
@@ -141,7 +148,8 @@ def test_a_run_that_goes_on_ends_where_what_is_left_does():
     assert found.lines()[-2] == (
         "Continued from its newest checkpoint, of step 8 after 32 examples, the run ends at step 12 after 64 examples."
     )
-    assert found.to_json()["resumed"] == {"step": 8, "examples_seen": 32, "steps": 12, "total_examples": 64}
+    assert found.to_json()["resumed"] == {"step": 8, "examples_seen": 32, "steps": 12, "total_examples": 64,
+                                           "may_end_before": False}  # fmt: skip
     assert moved(before, plan).changes["steps"] == (16, 8)
     assert "resumed" not in moved(before, plan).to_json()
 

@@ -49,6 +49,13 @@ def test_the_second_start_finds_the_train_step(settings, tmp_path, capsys):
     assert list(kept.glob("jit_train_step-*"))
 
 
+def test_where_nothing_was_kept_nothing_is_made(settings, tmp_path):
+    with reading_compiled(config(tmp_path, "run")):
+        jax.jit(lambda x: x**4)(np.arange(3.0))
+    assert not list(tmp_path.iterdir())
+    assert getattr(jax.config, KEYS[0]) is None
+
+
 def test_programs_are_read_without_keeping_others(settings, tmp_path):
     """As a replay does, so that the next replay finds the run's own programs, or again none."""
     square, cube = jax.jit(lambda x: x**2), jax.jit(lambda x: x**3)

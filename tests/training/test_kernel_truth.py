@@ -108,6 +108,11 @@ def test_a_run_with_a_wrong_kernel_does_not_begin_and_its_errors_are_kept(begun,
     assert min(error / bound for error, bound in errors.values()) > 10
 
 
+def test_only_what_is_not_in_eight_bits_is_compiled_quickly_and_only_on_gpus():
+    asked = [("gpu", "none"), ("gpu", "int8"), ("gpu", "fp8"), ("tpu", "none"), ("cpu", "none")]
+    assert [kernel_truth.compile_options(*each) is not None for each in asked] == [True, False, False, False, False]
+
+
 def test_xla_knows_the_options_that_compile_quickly():
     """It refuses a name that it does not know, on any platform."""
     square = lambda x: x @ x  # noqa: E731

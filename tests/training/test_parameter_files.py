@@ -20,6 +20,7 @@ from maxtext_lite.training.parameter_files import (
     save_parameters,
     whole_checkpoint,
 )
+from maxtext_lite.training.run_files import run_directory
 from maxtext_lite.training.state import abstract_on_mesh, abstract_state
 
 
@@ -54,7 +55,8 @@ def test_no_checkpoint_is_refused_by_key(tmp_path):
 def test_a_run_that_resumes_is_told_that_it_needs_its_origin_no_longer(tmp_path):
     config = load_config(None, [f"load_parameters_path={tmp_path}/gone", "base_emb_dim=128"])
     check_start(config.model_copy(update={"load_parameters_path": ""}), resumes=False)
-    missing, works = "is neither a run directory with a checkpoint nor a checkpoint.", "load_parameters_path= (empty)"
+    missing = "is neither a run directory with a checkpoint nor a checkpoint."
+    works = f"train {run_directory(config)}/config.yml load_parameters_path= (empty)"
     with pytest.raises(UserError, match=missing) as refused:
         check_start(config, resumes=False)
     assert works not in str(refused.value)

@@ -14,6 +14,7 @@ from maxtext_lite.training.objective import objective_of
 from maxtext_lite.training.outputs import WHOLE, Outputs, TokenSplit
 from maxtext_lite.training.preference import Preference, pair_losses, pairs_of, segment_sums
 from maxtext_lite.training.step import EVAL_BATCH_AXES, make_eval_step, make_summarise
+from tests.gpu import unordered_sums
 from tests.training.conftest import LENGTH
 
 torch = pytest.importorskip("torch")
@@ -89,6 +90,11 @@ def test_the_loss_of_pairs_is_the_published_one(label_smoothing):
 def test_sums_over_segments_by_hand():
     sums = segment_sums(jnp.array([[1.0, 2.0, 4.0, 8.0]]), jnp.array([[2, 1, 2, 0]]))
     np.testing.assert_array_equal(sums, [[8, 2, 5, 0, 0]])
+
+
+def test_sums_over_segments_have_an_order_on_gpus():
+    traced = jax.jit(segment_sums).trace(jnp.zeros((2, 300)), jnp.zeros((2, 300), jnp.int32))
+    assert unordered_sums(traced.lower(lowering_platforms=("cuda",)).as_text()) == []
 
 
 @pytest.mark.parametrize("tiles", [1, 4])
