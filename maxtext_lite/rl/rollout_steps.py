@@ -26,6 +26,7 @@ from maxtext_lite.training.arrays import Metrics, Rows
 from maxtext_lite.training.callbacks import Callback
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.gradients import TRAIN_BATCH_AXES, StepGradients
+from maxtext_lite.training.kernel_truth import prove_kernels
 from maxtext_lite.training.loop import RunResult, train_run
 from maxtext_lite.training.metrics import JsonLines, Terminal
 from maxtext_lite.training.nonfinite import NonFinite, find_nonfinite
@@ -96,7 +97,7 @@ class RolloutSteps:
         # Several hosts sample in their main threads, where their collectives have one order.
         apart = not rl.batch.takes_turns or config.rollout_engine != "local"
         self.samples_beside = apart and jax.process_count() == 1
-        self._has_said, self._equal_batches = False, 0
+        self._has_said, self._equal_batches, self._has_proved = False, 0, False
         if not (counts.step or config.load_parameters_path):
             self._say("the policy begins with random weights: load_parameters_path names no model")
         self._prompts_seen = rl.batch.prompts_before(counts.step, counts.examples_seen)
@@ -176,7 +177,7 @@ class RolloutSteps:
                     rows[OLD] = self._find_old(params, rows)
                 if self._reference is not None:
                     rows[REFERENCE] = self._reference.of(rows)
-                sums = _ready(self._add(state, sums, rows))
+                sums = self._added(state, sums, rows)
             judged.append(chunk)
             self._chunks.append(rows)
         self._log_pairs(step, judged)
@@ -198,8 +199,16 @@ class RolloutSteps:
         sums = self._new_sums()
         for number, rows in enumerate(self._chunks):
             with timeline.phase("train", number):
-                sums = _ready(self._add(state, sums, rows))
+                sums = self._added(state, sums, rows)
         return sums
+
+    def _added(self, state: TrainState, sums: StepGradients, rows: Rows) -> StepGradients:
+        """The sums plus those of a chunk; before the first of this start, the kernels are checked on its rows."""
+        if not self._has_proved:
+            prove_kernels(self._run, rows, self._say)
+            watchdog.advance()
+            self._has_proved = True
+        return _ready(self._add(state, sums, rows))
 
     def _judged_chunks(self, numbers: np.ndarray, timeline: Timeline) -> Iterator[Chunk]:
         """The chunks of a batch in order; while one is used, the next is sampled or judged."""

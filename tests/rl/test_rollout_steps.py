@@ -1,5 +1,6 @@
 """Whole runs of reinforcement learning: their files, their resumption, and that chunks and meshes change nothing."""
 
+import json
 import shutil
 import threading
 
@@ -12,7 +13,8 @@ from maxtext_lite.rl import rollout_steps
 from maxtext_lite.rl.rewards import RewardError
 from maxtext_lite.rl.rollout import LocalEngine
 from maxtext_lite.rl.rollout_steps import train_rl
-from maxtext_lite.training import Callback, loop
+from maxtext_lite.training import Callback, kernel_truth, loop
+from maxtext_lite.training.loss import cross_entropy
 from maxtext_lite.training.step import ChunkedStep
 from tests.rl.conftest import evaluations, lines, steps, timeless
 
@@ -52,6 +54,24 @@ def test_writes_what_the_interface_promises(whole):
     assert found[0]["kl"] == pytest.approx(0, abs=1e-6)
     assert found[1]["kl"] > 0
     assert found[0]["examples_hash"] == found[1]["examples_hash"] != found[2]["examples_hash"]
+
+
+def test_what_is_not_computed_plainly_is_checked_before_the_first_gradient(tmp_path, config_of, monkeypatch):
+    config = config_of(tmp_path, "num_vocab_tiling=2", "steps=2", "num_iterations=2", "eval_interval=-1")
+
+    def off(*arguments):
+        loss, sums = cross_entropy(*arguments)
+        return 1.2 * loss, sums
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kernel_truth, "cross_entropy", off)
+        with pytest.raises(UserError, match=r"num_vocab_tiling=2 is further .* in result and dx and dhead"):
+            train_rl(config)
+    result = train_rl(config)  # nothing was trained before
+    assert [line["step"] for line in steps(result.run_directory)] == [1, 2]
+    (errors,) = json.loads((result.run_directory / "environment.json").read_text())["kernels"].values()
+    assert errors.keys() == {"result", "dx", "dhead"}
+    assert all(error <= bound for error, bound in errors.values())
 
 
 def test_every_pair_is_written_down(whole):
