@@ -371,7 +371,7 @@ def test_frozen_parameters_are_saved_once_and_adapters_come_back_beside_them(tmp
     lora, alone = load_adapters(tmp_path / "checkpoints" / "8", plain.mesh)
     assert lora == it.decoder.shape.lora
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(alone), want.params)
-    for keys, said in ((LORA[:1], "lora_rank=0"), ((*LORA, "lora_alpha=7"), "lora_alpha=7.0")):
+    for keys, said in ((LORA[:1], "lora_rank=0"), ((*LORA, "lora_alpha=7"), "lora_alpha=7")):
         with pytest.raises(UserError, match=rf"{said} contradicts the checkpoint of step 8"):
             _open(tmp_path, *keys).restore(it.abstract)
     shutil.copytree(tmp_path / "checkpoints", tmp_path / "alone" / "checkpoints")
