@@ -80,19 +80,23 @@ class Move:
         texts = {key: (_text(key, a), _text(key, b)) for key, (a, b) in self.changes.items()}
         rows = [f"{key:<{width}}  {a} -> {b}" for key, (a, b) in texts.items() if a != b]
         kept = ", ".join(f"{key}={_text(key, value)}" for key, value in self.unchanged.items() if value is not None)
-        if self.trains_alike:
-            end = "The run continues there with the same examples in the same steps; updates differ only by rounding."
-        else:
-            end = f"The run would not be the same there: {', '.join(self._other)}."
-            if "global_batch_to_train" in self.changes:
-                end += " Set global_batch_size to keep the batch."
-        if places := [key for key in _PLACES if key in self.changes]:
-            end += f" The content of {' and '.join(places)} must be the same there, which a resume checks."
         (step, seen), (steps, total) = self.done, self.end
-        where = f"Continued from its newest checkpoint, of step {step:,} after {seen:,} examples, the run ends at step "
+        newest = f"its newest checkpoint, of step {step:,} after {seen:,} examples"
         latest = ", if no source is exhausted before" * self.may_end_before
-        ends = [f"{where}{steps:,} after {total:,} examples{latest}."] if step else []
-        return [*(rows or ["nothing changes"]), "", f"unchanged: {kept}", *ends, end]
+        where = f"Continued from {newest}, the run ends at step {steps:,} after {total:,} examples{latest}."
+        said = [where] if step else []
+        if step and self.done == self.end:
+            said = [f"Nothing is left to do after {newest}."]
+        elif self.trains_alike:
+            said += [
+                "The run continues there with the same examples in the same steps; updates differ only by rounding."
+            ]
+        if not self.trains_alike:
+            keep = " Set global_batch_size to keep the batch." * ("global_batch_to_train" in self.changes)
+            said += [f"The run would not be the same there: {', '.join(self._other)}.{keep}"]
+        if places := [key for key in _PLACES if key in self.changes]:
+            said[-1] += f" The content of {' and '.join(places)} must be the same there, which a resume checks."
+        return [*(rows or ["nothing changes"]), "", f"unchanged: {kept}", *said]
 
 
 def read_plan(run: Path) -> dict[str, Any]:

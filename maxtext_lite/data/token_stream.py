@@ -22,7 +22,7 @@ import numpy as np
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.bucket import is_bucket
-from maxtext_lite.config.json_file import check_file, is_directory
+from maxtext_lite.config.json_file import check_file, is_directory, is_there
 from maxtext_lite.data.manifest import (
     DOCUMENTS_FILE,
     MANIFEST_FILE,
@@ -203,6 +203,11 @@ def open_prepared(key: str, path: Path, shards: Path | None = None) -> tuple[Rec
     """
     if not is_directory(path):
         raise UserError(f"{key}={str(path)!r} is not a directory that `python -m maxtext_lite.prepare` made.")
+    if not is_there(path / MANIFEST_FILE):
+        raise UserError(
+            f"{key}={str(path)!r} has no {MANIFEST_FILE}, which `python -m maxtext_lite.prepare` writes last: it is no "
+            "prepared dataset, or not finished. Run the command that makes it, until its end."
+        )
     manifest = read_manifest(path)
     for shard in manifest.shards if shards is None else ():
         file = path / shard.file

@@ -12,7 +12,7 @@ from maxtext_lite.batching.elsewhere import held_out_fraction
 from maxtext_lite.config import Config, ModelConfig, RLRunConfig, RunConfig, UserError, adapted_weights
 from maxtext_lite.config.bucket import absolute, is_bucket
 from maxtext_lite.config.checkpoint_steps import steps_in
-from maxtext_lite.config.errors import full_text
+from maxtext_lite.config.errors import full_text, setting_text
 from maxtext_lite.config.load import defaults_of
 from maxtext_lite.data.mixture_history import as_json, history_before_names
 from maxtext_lite.data.mixture_source import MIXTURE
@@ -36,6 +36,7 @@ from maxtext_lite.training.state import TrainState
 _OLDEST_FORMAT = 2  # that can be read
 _ADAFACTOR = "adafactor's means are over"  # older versions took them over whole stacks of layers, without this key
 OWN = "own"  # in a fingerprint: a part that is not configured, but passed from Python
+_REPLICAS = "diloco_num_replicas"  # None: without local updates
 _DATA = "dataset_path"  # a continuation must share its content, not its name
 
 
@@ -77,7 +78,7 @@ def fingerprint(config: Config, data: str, num_replicas: int | None) -> dict[str
     values["dtype is float16"] = config.dtype == "float16"  # its loss scale is part of the state
     if config.weight_dtype != "float32" and not config.lora_rank:  # adapters are float32
         values["master_weights"] = config.master_weights
-    values["diloco_num_replicas"] = num_replicas
+    values[_REPLICAS] = num_replicas
     if num_replicas is not None:
         values["diloco_outer_momentum is 0"] = config.diloco_outer_momentum == 0
     if config.optimizer == "adafactor":
@@ -180,7 +181,9 @@ class CheckpointReader:
         if _ADAFACTOR in here and saved.get("optimizer") == here["optimizer"] and _ADAFACTOR not in saved:
             whole = "has adafactor's state of whole stacks of layers, as in older versions"
             raise self._only_parameters(step, f"{whole}; this one has it for each layer")
-        if told := [key for key in keys if key != _DATA] or keys:  # if another key differs, the content does too
+        keys = [key for key in keys if key != _DATA] or keys  # if another key differs, the content does too
+        both = [key for key in keys if (key in here and key in saved) or OWN in (here.get(key), saved.get(key))]
+        if told := both or keys:  # what only one of them has belongs to another key, such as the optimizer
             raise UserError(_contradiction(key, here.get(key), saved.get(key), where) for key in told)
 
 
@@ -362,7 +365,13 @@ def _contradiction(key: str, here: object, saved: object, where: str) -> str:
     if OWN in (here, saved):
         began, use = ("with", "Pass it again") if saved == OWN else ("without", "Leave it out")
         return f"{where} is of a run that began {began} {key}=... passed from Python. {use}, or use another run_name."
-    return f"{key}={here} contradicts {where}, which has {key}={saved}. Use {key}={saved}, or another run_name."
+    if key == _REPLICAS and None in (here, saved):
+        key, here, saved = "enable_diloco", here is not None, saved is not None
+    key, _, special = key.partition(" is ")
+    if special and here:
+        return f"{key}={special} contradicts {where}, which has another. Use another {key}, or another run_name."
+    stated, use = (key, special) if special else (f"{key}={setting_text(here)}", setting_text(saved))
+    return f"{stated} contradicts {where}, which has {key}={use}. Use {key}={use}, or another run_name."
 
 
 def _as_written_now(fingerprint: dict[str, Any]) -> dict[str, Any]:

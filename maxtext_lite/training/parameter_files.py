@@ -11,12 +11,13 @@ import jax
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, Sharding
 
-from maxtext_lite.config import MlpKind, RLRunConfig, RunConfig, UserError
+from maxtext_lite.config import Config, MlpKind, ModelConfig, RLRunConfig, RunConfig, UserError
 from maxtext_lite.config.bucket import absolute, original, reaching
 from maxtext_lite.config.checkpoint_steps import steps_in
-from maxtext_lite.config.errors import full_text, value_text
+from maxtext_lite.config.errors import full_text, setting_text, value_text
 from maxtext_lite.config.hf.adapter import Adapter, adapter_of
 from maxtext_lite.config.hf.config import has_hf_weights
+from maxtext_lite.config.load import defaults_of
 from maxtext_lite.hf import flat, load_hf_parameters, read_peft_adapters
 from maxtext_lite.models import Lora, joined, merged
 from maxtext_lite.parallel import sharding, with_dims
@@ -204,7 +205,9 @@ def _read_parameters(directory: Path, path: str | Path, abstract_params: Any, ke
     with reading(directory):  # damage to an older checkpoint may only show here
         as_saved = StageLayout.of(abstract_params, layer_dims_of(saved)).as_saved(abstract_params)
     if problems := _shape_differences(saved, as_saved):
-        raise UserError([f"{key}={path}: {problem}" for problem in problems])
+        shown, more = "; ".join(problems[:3]), len(problems) - 3
+        others = f"; and {more} more differ" if more > 0 else ""
+        raise UserError(f"{key}={path}: {shown}{others}.{_model_keys_of(directory)}")
     return reshaped(read_arrays(directory, {"params": as_saved})["params"], abstract_params)
 
 
@@ -279,13 +282,22 @@ def _reshape(shape: tuple[int, ...], where: Sharding) -> Callable[[jax.Array], j
     return jax.jit(lambda x: x.reshape(shape), out_shardings=where)
 
 
+def _model_keys_of(directory: Path) -> str:
+    """A sentence on the keys that set a checkpoint's model apart from the default, if it records them."""
+    keys = ModelConfig.model_fields.keys() - {"lora_targets"}  # which adapts a model
+    usual = defaults_of(Config).model_dump(include=keys)
+    recorded = read_about(directory).get("fingerprint", {})
+    own = [key for key in usual if key in recorded and recorded[key] != usual[key]]
+    return f" The model there has {' '.join(f'{key}={setting_text(recorded[key])}' for key in own)}." if own else ""
+
+
 def _shape_differences(saved: Any, wanted: Any) -> list[str]:
     there, here = (
         {jax.tree_util.keystr(path): tuple(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
         for tree in (saved, wanted)
     )
     return [
-        f"parameter {name} is {there.get(name, 'absent')} there and {here.get(name, 'absent')} here."
+        f"parameter {name} is {there.get(name, 'absent')} there and {here.get(name, 'absent')} here"
         for name in sorted(there.keys() | here.keys())
         if there.get(name) != here.get(name)
     ]

@@ -136,6 +136,17 @@ def test_a_source_that_may_be_exhausted_is_told():
     assert found.lines()[-2].endswith("ends at step 10 after 160 examples, if no source is exhausted before.")
 
 
+@pytest.mark.parametrize("steps", [4, 10])
+def test_a_run_at_its_end_does_not_continue(steps):
+    config = load_config(None, [f"steps={steps}"])
+    plan = make_plan(config, num_devices=1)
+    before = json.loads(json.dumps(make_plan(load_config(None, ["steps=10"]), num_devices=1).to_json()))
+    found = moved(before, resumed(config, plan, step=10, examples_seen=160))
+    assert found.lines()[-1] == "Nothing is left to do after its newest checkpoint, of step 10 after 160 examples."
+    other = moved(before, resumed(config, plan, step=10, examples_seen=160), {"base_mlp_dim": (384, 512)})
+    assert other.lines()[-2:] == [found.lines()[-1], "The run would not be the same there: base_mlp_dim."]
+
+
 def test_a_run_that_goes_on_ends_where_what_is_left_does():
     """64 examples: 8 steps of 4, then 4 steps of 8."""
     keys = ["num_epochs=1", "per_device_batch_size=-1", "global_batch_size=4", "warmup_steps=0"]

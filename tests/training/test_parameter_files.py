@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from maxtext_lite.config import UserError, load_config
+from maxtext_lite.config import ModelConfig, UserError, load_config
 from maxtext_lite.models import Decoder, DecoderShape
 from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding
 from maxtext_lite.training.parameter_files import (
@@ -22,6 +22,7 @@ from maxtext_lite.training.parameter_files import (
 )
 from maxtext_lite.training.run_files import run_directory
 from maxtext_lite.training.state import abstract_on_mesh, abstract_state
+from tests.training.conftest import TINY
 
 
 def same(got, want):
@@ -45,6 +46,15 @@ def test_parameters_of_another_shape_are_refused_by_name(saved, setup):
         r"\(2, 16, 48\) here",
     ):
         load_parameters(saved[0], abstract_state(other.parts).params, "load_parameters_path")
+
+
+def test_a_model_of_other_widths_is_one_problem_with_the_keys_to_state(saved, setup):
+    other = setup("optimizer=adamw", "base_emb_dim=32")
+    stated = " ".join(word for word in TINY if word.partition("=")[0] in ModelConfig.model_fields)
+    with pytest.raises(UserError) as refused:
+        load_parameters(saved[0], abstract_state(other.parts).params, "key")
+    (problem,) = refused.value.problems
+    assert sorted(problem.partition(" The model there has ")[2].rstrip(".").split()) == sorted(stated.split())
 
 
 def test_no_checkpoint_is_refused_by_key(tmp_path):

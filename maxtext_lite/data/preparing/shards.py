@@ -162,14 +162,15 @@ def _written(
 
 def check_bad(where: str, bad: int, lines: int, problems: Sequence[str], max_bad_fraction: float) -> None:
     """Refuses bad lines, described by `problems`, if they are more than this fraction of all lines."""
-    if bad > max_bad_fraction * lines:
+    if bad and bad / lines > max_bad_fraction:
+        enough = -(-bad * 1000 // lines) / 1000
         raise UserError([
             f"{bad} of the {lines} lines of {where} are bad, more than max_bad_fraction={max_bad_fraction:g} of them. "
-            "The first:", *problems,
+            f"Nearest that works for these: {enough:g}. The first:", *problems,
         ])  # fmt: skip
 
 
-_HOW_TO_GO_ON = "Correct or remove the line, or allow a share of bad lines with max_bad_fraction=0.001."
+_HOW_TO_GO_ON = "Correct or remove the line, or allow a share of bad lines, such as max_bad_fraction=0.001."
 
 
 def _batches(documents: Iterable[str | BadLine]) -> Iterator[list[str | BadLine]]:

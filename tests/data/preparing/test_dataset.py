@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 from pathlib import Path
 
@@ -319,11 +320,14 @@ def test_bad_lines_are_counted_and_named_up_to_their_share(texts, tmp_path):
         assert any("not a JSON object with a string under" in problem for problem in refused.value.problems)
         if not share:
             assert len(refused.value.problems) == 2, "one a bad line"
-            assert refused.value.problems[-1].endswith("or allow a share of bad lines with max_bad_fraction=0.001.")
+            assert refused.value.problems[-1].endswith("or allow a share of bad lines, such as max_bad_fraction=0.001.")
     last = refused.value.problems[0]
     bad, lines = (int(last.split()[at]) for at in (0, 3))
     assert bad == 2
     assert bad > 0.05 * lines
+    enough = float(re.search(r"Nearest that works for these: (\S+)\. ", last)[1])
+    assert 0 <= enough - bad / lines < 0.001
+    assert prepare(tmp_path, max_bad_fraction=enough).bad == bad
     outcome = prepare(tmp_path, max_bad_fraction=0.5)  # the share may change: the bytes do not depend on it
     assert (outcome.bad, len(outcome.problems), outcome.manifest.documents) == (2, 2, sum(map(bool, texts)))
     with pytest.raises(UserError, match=r"2 of the \d+ lines of \S+out are bad, more than max_bad_fraction=0 of them"):
