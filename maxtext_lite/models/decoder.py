@@ -104,6 +104,16 @@ def _dense(shape: DecoderShape) -> DecoderShape:
     return dataclasses.replace(shape, experts=None)
 
 
+@functools.lru_cache(maxsize=64)
+def _abstract(shape: DecoderShape, block: BlockFactory) -> tuple[tuple[Any, Any, Any], Any]:
+    """The graphs of the modules, of a layer and of a dense layer, and the abstract parameters; found once a process."""
+    with nnx.use_eager_sharding(False):
+        graph, state = nnx.split(nnx.eval_shape(lambda: _Modules(shape, block, rngs=nnx.Rngs(params=0))))
+        of_layer = graph_of(functools.partial(block, shape))
+        of_dense = of_layer if shape.experts is None else graph_of(functools.partial(block, _dense(shape)))
+    return (graph, of_layer, of_dense), state
+
+
 class Decoder:
     """A Llama-family decoder (arXiv:2302.13971): pure functions of `params`, which `init` makes.
 
@@ -119,12 +129,8 @@ class Decoder:
 
     def __init__(self, shape: DecoderShape, pipeline: Pipeline | None = None, block: BlockFactory = decoder_layer):
         self.shape, self.pipeline, self.block = shape, pipeline, block
-        with nnx.use_eager_sharding(False):
-            self._graph, state = nnx.split(nnx.eval_shape(lambda: _Modules(shape, block, rngs=nnx.Rngs(params=0))))
-            self._layer_graph = graph_of(functools.partial(block, shape))
-            self._dense_layer_graph = self._layer_graph
-            if shape.experts is not None:
-                self._dense_layer_graph = graph_of(functools.partial(block, _dense(shape)))
+        graphs, state = _abstract(shape, block)
+        self._graph, self._layer_graph, self._dense_layer_graph = graphs
         axes = nnx.to_pure_dict(
             jax.tree.map(
                 lambda param: param.replace(param.axes), state, is_leaf=lambda node: isinstance(node, nnx.Param)
