@@ -50,7 +50,7 @@ UNUSED_IN_RL = {
     "enable_rampup_batch_size": _ITS_BATCH,
     "expansion_factor_real_data": _ITS_BATCH,
     "enable_diloco": _ITS_BATCH,
-    "num_epochs": _ITS_BATCH,
+    "num_epochs": "where steps is the length of the run",
     "eval_per_device_batch_size": "where rollout_slots is the number of responses sampled at once",
     "grain_worker_count": "where the training process reads the prompts",
 }
