@@ -144,8 +144,10 @@ from maxtext_lite.train import main
 from maxtext_lite.training import saving
 start = saving.Saver.start
 def full(self, directory, *more, **named):
-    if directory.name == "4" and jax.process_index() == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+    if directory.name == "4":
+        self.wait()  # step 2 has been saved
+        if jax.process_index() == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
     start(self, directory, *more, **named)
 saving.Saver.start = full
 sys.exit(run_command(main))
