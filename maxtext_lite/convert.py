@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from maxtext_lite.cli import ArgumentParser, local_path, run_command, run_path
 from maxtext_lite.config import UserError
-from maxtext_lite.config.bucket import original
+from maxtext_lite.config.bucket import original, refuse_patterns
 from maxtext_lite.config.hints import key_hint
 from maxtext_lite.config.sections import MeshConfig, ModelConfig
 
@@ -43,6 +43,8 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"HF_DIR={original(source, 'HF_DIR')} is in a bucket; an import reads only local files.")
     if arguments.direction == "import" and merge is not None:
         raise UserError(f"{_MERGE}={merge} has no effect in an import. Remove it.")
+    if arguments.direction == "import":
+        refuse_patterns(str(out.absolute()), "OUT", "checkpoints")
     overrides = [f"{key}={value}" for key, value in keys.items()]
     import jax
 

@@ -224,6 +224,7 @@ def _lead(x, params):
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (["import", "{hf}", "{hf}"], "exists already and is not an empty directory"),
+    (["import", "{hf}", "/a*"], "has [*] in a path of checkpoints"),
     (["import", "{tmp}/nothing", "{tmp}/out"], "is not a Hugging Face directory"),
     (["export", "{hf}", "{tmp}/out"], "is neither a run directory nor an imported one"),
     (["import", "{hf}", "{tmp}/out", "steps=3"], "'steps=3' is not key=value with a key that convert takes."),

@@ -25,7 +25,7 @@ from maxtext_lite.config.json_file import user_path
 _NEEDS = {"gs": ("gcs", "gcsfs"), "s3": ("s3", "s3fs")}  # the extra, and its package that reads and writes
 _LIBRARIES = ("gcsfs", "aiohttp", "botocore", "google", "requests", "fsspec")  # their errors are the storage's
 _WEIGHTS = (".safetensors", ".bin", ".npz")  # endings of the names of files with weights
-_PATTERN = re.compile(r"[*?\[\]#]")
+_PATTERNS = {"a bucket": re.compile(r"[*?\[\]#]"), "checkpoints": re.compile(r"[*?\[\]\\]")}
 _copies: dict[str, Path] = {}
 
 
@@ -40,15 +40,23 @@ def is_bucket(path: object) -> bool:
     return bucket_scheme(path) != ""
 
 
-def refuse_patterns(text: str, key: str) -> None:
-    """Refuses `* ? [ ] #` in a path in a bucket: fsspec and etils take them for patterns and generations of objects.
+def refuse_patterns(text: str, key: str, place: str = "a bucket") -> None:
+    r"""Refuses characters that name other files: `* ? [ ] #` in a path in a bucket, `* ? [ ] \\` in one of checkpoints.
 
+    fsspec and etils take them for patterns and generations of objects; Orbax, which looks for what its processes have
+    written, for patterns too, and TensorStore a backslash for a slash.
+
+    Args:
+      text: the path, or a part of it.
+      place: "a bucket" or "checkpoints".
     Raises:
       UserError: the text has one of them; names `key`.
     """
-    if found := _PATTERN.search(text):
-        problem = f"{key}={value_text(text)} has {found[0]} in a path of a bucket, where * ? [ ] # name other objects."
-        raise UserError(str(Refusal(key, problem, (_PATTERN.sub("_", text),))))
+    pattern = _PATTERNS[place]
+    if found := pattern.search(text):
+        marks = "* ? [ ] #" if place == "a bucket" else "* ? [ ] \\"
+        problem = f"{key}={value_text(text)} has {found[0]} in a path of {place}, where {marks} name other files."
+        raise UserError(str(Refusal(key, problem, (pattern.sub("_", text),))))
 
 
 def any_path(path: str | Path, key: str) -> Path:

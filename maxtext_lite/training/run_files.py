@@ -17,6 +17,7 @@ from pathlib import Path
 
 from maxtext_lite.config import RunConfig
 from maxtext_lite.config.bucket import (
+    absolute,
     any_path,
     fetch,
     file_system,
@@ -33,11 +34,12 @@ def run_directory(config: RunConfig) -> Path:
     """The directory of everything that a run writes.
 
     Raises:
-      UserError: it is in a bucket, and the extra for buckets is not installed, or its name has a pattern.
+      UserError: it is in a bucket, and the extra for buckets is not installed, or its path has a pattern.
     """
     base = any_path(config.base_output_directory, "base_output_directory")
-    if is_bucket(base):
-        refuse_patterns(config.run_name, "run_name")
+    place = "a bucket" if is_bucket(base) else "checkpoints"
+    refuse_patterns(str(absolute(base)), "base_output_directory", place)
+    refuse_patterns(config.run_name, "run_name", place)
     return base / config.run_name
 
 

@@ -42,7 +42,7 @@ def test_a_path_in_a_bucket_has_no_mark_of_a_pattern(mark: str):
     with pytest.raises(UserError) as refused:
         any_path(f"gs://b/r{mark}1", "some_key")
     assert str(refused.value) == (
-        f"some_key=gs://b/r{mark}1 has {mark} in a path of a bucket, where * ? [ ] # name other objects. "
+        f"some_key=gs://b/r{mark}1 has {mark} in a path of a bucket, where * ? [ ] # name other files. "
         "Nearest that works: gs://b/r_1."
     )
     assert any_path(f"runs/r{mark}1", "some_key").name == f"r{mark}1"

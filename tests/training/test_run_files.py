@@ -1,5 +1,7 @@
 """The files of a run other than checkpoints: written in place on a file system, spooled and uploaded for a bucket."""
 
+from pathlib import Path
+
 import pytest
 
 from maxtext_lite.config import UserError, load_config
@@ -103,6 +105,20 @@ def test_the_name_of_a_run_in_a_bucket_has_no_mark_of_a_pattern():
     config = load_config(None, ["base_output_directory=gs://bucket/runs", "run_name=a#1"])
     with pytest.raises(UserError, match=r"^run_name=a#1 has # in a path of a bucket.* Nearest that works: a_1\.$"):
         run_directory(config)
+
+
+@pytest.mark.parametrize("mark", "*?[]\\")
+def test_the_path_of_a_run_has_no_mark_of_a_pattern(mark: str):
+    """Orbax would not find what was written below runs[1], and TensorStore would write a\\b as a/b."""
+    for key, path in (("run_name", f"a{mark}1"), ("base_output_directory", f"/runs{mark}1")):
+        nearest = path.replace(mark, "_")
+        with pytest.raises(UserError) as refused:
+            run_directory(load_config(None, [f"{key}='{path}'"]))
+        assert str(refused.value) == (
+            f"{key}={path} has {mark} in a path of checkpoints, where * ? [ ] \\ name other files. "
+            f"Nearest that works: {nearest}."
+        )
+    assert run_directory(load_config(None, ["base_output_directory=/runs", "run_name=a#1"])) == Path("/runs/a#1")
 
 
 def test_a_spool_that_another_user_made_is_not_used(bucket, monkeypatch, tmp_path):
