@@ -20,9 +20,8 @@ from maxtext_lite.batching.roofline import Roofline, roofline
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.kernels import Accelerator
 from maxtext_lite.data import example_shape
-from maxtext_lite.models.decoder import Params
 from maxtext_lite.models.dropless import FURTHER_ROUNDS
-from maxtext_lite.parallel import accelerator_of, simulated_devices, start_devices
+from maxtext_lite.parallel import Tree, accelerator_of, simulated_devices, start_devices
 from maxtext_lite.training.executables import Executables
 from maxtext_lite.training.local_updates import LocalUpdates
 from maxtext_lite.training.optimizer import learning_rate_schedule
@@ -256,7 +255,7 @@ def _roofline(
     )
 
 
-def parameter_layouts(params: Params, axes_tree: Any, local: LocalUpdates | None) -> Iterable[ParameterLayout]:
+def parameter_layouts(params: Tree, axes_tree: Tree, local: LocalUpdates | None) -> Iterable[ParameterLayout]:
     """The layout of each parameter of an abstract state; `axes_tree` has the logical axes of each."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     all_axes = jax.tree.leaves(axes_tree, is_leaf=lambda node: isinstance(node, tuple))

@@ -15,8 +15,7 @@ from maxtext_lite.config.hf.adapter import adapter_of
 from maxtext_lite.config.hf.config import has_hf_weights
 from maxtext_lite.hf import load_hf_parameters
 from maxtext_lite.models import Decoder, KVCache, Sampling, root_key, sample_token
-from maxtext_lite.models.decoder import Params
-from maxtext_lite.parallel import MESH_AXES, make_mesh
+from maxtext_lite.parallel import MESH_AXES, Params, make_mesh
 from maxtext_lite.training.state import abstract_on_mesh, make_plain_decoder
 
 _PADDED_TO = 64  # prompts and caches are padded to a multiple of it, so that few shapes are compiled

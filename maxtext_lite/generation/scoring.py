@@ -24,8 +24,7 @@ from maxtext_lite.generation.requests import EvaluateConfig, GenerateConfig
 from maxtext_lite.generation.sampler import Sampler, cast_once, check_finite, load_on_mesh, mesh_problems
 from maxtext_lite.generation.text_tokens import TextTokens
 from maxtext_lite.models import Decoder
-from maxtext_lite.models.decoder import Params
-from maxtext_lite.parallel import start_devices
+from maxtext_lite.parallel import Params, start_devices
 from maxtext_lite.training.loss import Readout, likeliest_tokens, token_losses
 
 _PADDED_TO = 64  # rows are padded to a power of two times this, so that few shapes are compiled

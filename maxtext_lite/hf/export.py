@@ -17,8 +17,7 @@ from maxtext_lite.hf.entries import Entry, entries_of, flat
 from maxtext_lite.hf.names import Sizes, model_of
 from maxtext_lite.hf.safetensors_dir import FILE_BYTES, Tensor, write_safetensors
 from maxtext_lite.hf.tables import TABLES
-from maxtext_lite.models.decoder import Params
-from maxtext_lite.parallel import sharding
+from maxtext_lite.parallel import Params, sharding
 
 
 def export_model(directory: Path, params: Params, fields: JsonObject, *, dtype: str) -> None:

@@ -23,8 +23,7 @@ from maxtext_lite.hf.entries import Entry, entries_of, flat
 from maxtext_lite.hf.names import Sizes, Table, model_of
 from maxtext_lite.hf.safetensors_dir import DTYPES, SafetensorsDir
 from maxtext_lite.hf.tables import TABLES
-from maxtext_lite.models.decoder import Params
-from maxtext_lite.parallel import exchange
+from maxtext_lite.parallel import Params, exchange
 
 _NAMED_AT_MOST = 10  # of the tensors with one kind of problem
 
@@ -44,7 +43,7 @@ def load_hf_parameters(path: str | Path, abstract_params: Params, key: str) -> P
         infinity; names them.
     """
     problems: tuple[str, ...] = ()
-    params = None
+    params: Params = {}
     try:
         params = _load(Path(path), abstract_params, f"{key}={path}")
     except UserError as error:

@@ -31,7 +31,7 @@ from maxtext_lite.hf.names import Name, Sizes, model_of
 from maxtext_lite.hf.safetensors_dir import DTYPES, Tensor, mapped, stored_in, write_file
 from maxtext_lite.hf.tables import TABLES
 from maxtext_lite.models import Lora
-from maxtext_lite.models.decoder import Params
+from maxtext_lite.parallel import Params
 
 _TRANSPOSED = ("gpt2",)  # families whose linear modules hold [in, out]
 

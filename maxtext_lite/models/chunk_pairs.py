@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from maxtext_lite.models.tile import merge, part, put
 from maxtext_lite.models.tiled_attention import STRATEGIES
-from maxtext_lite.parallel import own_shard
+from maxtext_lite.parallel import Tree, own_shard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Pairs:
         """Both pairs' keys, [2 B, ...] from [B, ...]."""
         return jnp.concatenate([part(x, first, self.chunk, axis) for first in self.key])
 
-    def updated(self, state: Any, found: Any, firsts: tuple[Any, Any], change: Callable[[Any, Any], Any]) -> Any:
+    def updated(self, state: Tree, found: Tree, firsts: tuple[Any, Any], change: Callable[[Any, Any], Any]) -> Tree:
         """`state`, arrays whose dim 3 counts tokens, after `change(before, found)` at each pair's tokens."""
         for first, *of_pair in zip(firsts, *(jnp.split(x, 2) for x in found), strict=True):
             before = tuple(part(x, first, self.chunk, axis=3) for x in state)
@@ -52,7 +52,7 @@ Find = Callable[[Pairs, Any, jax.Array], tuple[jax.Array, ...]]
 """(pairs, another shard's keys, its number) -> results for the pairs, float32 [2 B, ...], with tokens in dim 3."""
 
 
-def merged_over_shards(strategy: str, chunk: int, keys: Any, own: tuple[jax.Array, ...], find: Find) -> Any:
+def merged_over_shards(strategy: str, chunk: int, keys: Tree, own: tuple[jax.Array, ...], find: Find) -> Tree:
     """Contexts and log-partitions over the keys of all shards.
 
     Args:
@@ -61,20 +61,20 @@ def merged_over_shards(strategy: str, chunk: int, keys: Any, own: tuple[jax.Arra
       own: the results for its own keys.
     """
 
-    def visit(state: Any, sums: Any, theirs: Any, other: jax.Array) -> tuple[Any, Any]:
+    def visit(state: Tree, sums: Tree, theirs: Tree, other: jax.Array) -> tuple[Tree, Tree]:
         pairs = Pairs.of(other, chunk)
         return pairs.updated(state, find(pairs, theirs, other), pairs.query, merge), sums
 
     return STRATEGIES[strategy](visit, own, keys, ())[0]
 
 
-def summed_over_shards(strategy: str, chunk: int, keys: Any, own: tuple[jax.Array, ...], find: Find) -> Any:
+def summed_over_shards(strategy: str, chunk: int, keys: Tree, own: tuple[jax.Array, ...], find: Find) -> Tree:
     """dq over the keys of all shards, and dk and dv over their queries; arguments as of `merged_over_shards`."""
 
-    def add(before: Any, found: Any) -> Any:
+    def add(before: Tree, found: Tree) -> Tree:
         return tuple(x + new for x, new in zip(before, found, strict=True))
 
-    def visit(dq: jax.Array, sums: Any, theirs: Any, other: jax.Array) -> tuple[Any, Any]:
+    def visit(dq: jax.Array, sums: Tree, theirs: Tree, other: jax.Array) -> tuple[Tree, Tree]:
         pairs = Pairs.of(other, chunk)
         found, *dkv = find(pairs, theirs, other)
         (dq,) = pairs.updated((dq,), (found,), pairs.query, add)

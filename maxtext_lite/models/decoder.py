@@ -34,12 +34,7 @@ from maxtext_lite.models.ops import Rotation, soft_capped
 from maxtext_lite.models.rotary import rotary_angles
 from maxtext_lite.models.shape import DecoderShape
 from maxtext_lite.models.stacks import Kinds, graph_of, layer_of, scan_pattern, stacked
-from maxtext_lite.parallel import Pipeline
-
-Params = Any
-"""A nested dict of arrays; every leaf under "layers" has a leading L, or [repeats, L / repeats] in a pipeline with
-several rounds. In a model with experts, first layers without them are in "dense_layers"; if layers with and without
-experts alternate, "layers" has them as "moe" and "dense". With LoRA, a weight with adapters is an `Adapted`."""
+from maxtext_lite.parallel import Params, Pipeline, Tree
 
 
 class Stream(NamedTuple):
@@ -59,7 +54,7 @@ class Stream(NamedTuple):
     aux: dict[str, jax.Array]
 
 
-def stream_axes(shape: DecoderShape) -> Any:
+def stream_axes(shape: DecoderShape) -> Tree:
     """Logical axes of a stream's arrays."""
     token_axes: Any = ("batch", "length")
     aux_axes: Any = {} if shape.experts is None else shape.experts.aux_axes
@@ -163,15 +158,15 @@ class Decoder:
             return params
         return joined(lora, new_adapters(lora, self._plain_axes, params, key), params)
 
-    def trained(self, tree: Any) -> Any:
+    def trained(self, tree: Tree) -> Tree:
         """The part of a tree like `params` that is trained: all of it, or with LoRA the adapters."""
         return tree if self.shape.lora is None else adapters_of(tree)
 
-    def frozen(self, tree: Any) -> Any:
+    def frozen(self, tree: Tree) -> Tree:
         """The part of a tree like `params` that is frozen; None without LoRA."""
         return None if self.shape.lora is None else frozen_of(tree)
 
-    def joined(self, trained: Any, frozen: Any) -> Any:
+    def joined(self, trained: Tree, frozen: Tree) -> Tree:
         """The tree like `params` with these two parts."""
         return trained if self.shape.lora is None else joined(self.shape.lora, trained, frozen)
 
@@ -340,15 +335,15 @@ class Decoder:
         # Only a cache needs a layer's number, and scores that are divided by it.
         counted = cache is not None or shape.inverse_layer_scaling
 
-        of_kinds: dict[MlpKind | None, Params] = layer_params if mixed else {None: layer_params}
+        of_kinds: Tree = layer_params if mixed else {None: layer_params}
 
-        def entries(mlp: MlpKind | None, params: Params) -> Any:
+        def entries(mlp: MlpKind | None, params: Params) -> Tree:
             """For each layer of a stack its parameters, or with a cache its place in the stack, and its number."""
             count = jax.tree.leaves(params)[0].shape[0]
             number = jnp.asarray(shape.stacks[f"layers/{mlp}"]) if mlp else first + jnp.arange(count)
             return ({}, jnp.arange(count), number) if cache is not None else (params, None, number if counted else None)
 
-        def layer(kinds: Kinds, place: int | None, carry: Any, stack: Any) -> Any:
+        def layer(kinds: Kinds, place: int | None, carry: Tree, stack: Tree) -> Tree:
             kind, mlp = kinds
             graph = self._dense_layer_graph if in_first or mlp == "dense" else self._layer_graph
             # Indexed in here, a layer's weights are read from the stack again in the backward pass, not kept as copies.

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_lite.config.weight_axes import halves
+from maxtext_lite.parallel import Params, Tree
 
 _OWN_KEY = int.from_bytes(b"LoRA")  # parameters' keys are folded with their numbers, from 0
 
@@ -49,9 +50,9 @@ class Adapted:
       b: [..., r, *out].
     """
 
-    weight: Any
-    a: Any
-    b: Any
+    weight: Tree
+    a: Tree
+    b: Tree
     scale: float = dataclasses.field(metadata={"static": True})
 
     def __getitem__(self, _: Any) -> "Adapted":
@@ -73,11 +74,11 @@ class Adapted:
         return total.astype(self.weight.dtype)
 
 
-def _is_adapted(node: Any) -> bool:
+def _is_adapted(node: Tree) -> bool:
     return isinstance(node, Adapted)
 
 
-def adapters_for(lora: Lora, axes: Any, make: Callable[..., tuple[Any, Any]], *trees: Any) -> Any:
+def adapters_for(lora: Lora, axes: Tree, make: Callable[..., tuple[Tree, Tree]], *trees: Tree) -> Tree:
     """A tree with only {"a", "b"}, at the path of every weight that has adapters.
 
     Args:
@@ -85,7 +86,7 @@ def adapters_for(lora: Lora, axes: Any, make: Callable[..., tuple[Any, Any]], *t
       make: (a weight's axes, and the other trees' values at its path) -> (a's, b's).
     """
 
-    def below(axes: Any, trees: tuple[Any, ...]) -> dict[str, Any]:
+    def below(axes: Tree, trees: tuple[Tree, ...]) -> dict[str, Tree]:
         found = {}
         for name, child in axes.items():
             others = tuple(tree[name] for tree in trees)
@@ -104,12 +105,12 @@ def adapters_for(lora: Lora, axes: Any, make: Callable[..., tuple[Any, Any]], *t
     }
 
 
-def adapter_axes(lora: Lora, axes: Any) -> Any:
+def adapter_axes(lora: Lora, axes: Tree) -> Tree:
     """The adapters' logical axes, taken from their weights: both are sharded alike."""
     return adapters_for(lora, axes, lambda weight: halves(weight, weight, "lora_rank"))
 
 
-def new_adapters(lora: Lora, axes: Any, abstract: Any, key: jax.Array) -> Any:
+def new_adapters(lora: Lora, axes: Tree, abstract: Tree, key: jax.Array) -> Tree:
     """New adapters, which add nothing yet: a uniform within 1 / sqrt(in), b zero.
 
     They are float32 for weights of any dtype, because their steps are small.
@@ -121,7 +122,7 @@ def new_adapters(lora: Lora, axes: Any, abstract: Any, key: jax.Array) -> Any:
     """
     key, number = jax.random.fold_in(key, _OWN_KEY), iter(range(10**6))
 
-    def make(axes: tuple[str, ...], weight: Any) -> tuple[jax.Array, jax.Array]:
+    def make(axes: tuple[str, ...], weight: Tree) -> tuple[jax.Array, jax.Array]:
         a_shape, b_shape = halves(axes, weight.shape, lora.rank)
         fan_in = math.prod(weight.shape) * lora.rank // math.prod(b_shape)
         bound = 1 / math.sqrt(fan_in)
@@ -131,10 +132,10 @@ def new_adapters(lora: Lora, axes: Any, abstract: Any, key: jax.Array) -> Any:
     return adapters_for(lora, axes, make, abstract)
 
 
-def joined(lora: Lora, adapters: Any, frozen: Any) -> Any:
+def joined(lora: Lora, adapters: Tree, frozen: Tree) -> Tree:
     """All parameters: the frozen ones, with `Adapted` in place of the weights that have adapters."""
 
-    def below(adapters: Any, frozen: Any) -> Any:
+    def below(adapters: Tree, frozen: Tree) -> Tree:
         if not isinstance(frozen, dict):
             return Adapted(frozen, adapters["a"], adapters["b"], lora.scale)
         return frozen | {name: below(inside, frozen[name]) for name, inside in adapters.items()}
@@ -142,7 +143,7 @@ def joined(lora: Lora, adapters: Any, frozen: Any) -> Any:
     return below(adapters, frozen)
 
 
-def adapters_of(tree: Any) -> Any:
+def adapters_of(tree: Tree) -> Tree:
     """The adapters of a joined tree."""
     found = {}
     for name, child in tree.items():
@@ -153,7 +154,7 @@ def adapters_of(tree: Any) -> Any:
     return found
 
 
-def frozen_of(tree: Any) -> Any:
+def frozen_of(tree: Tree) -> Tree:
     """The frozen parameters of a joined tree."""
     return {
         name: frozen_of(child) if isinstance(child, dict) else child.weight if isinstance(child, Adapted) else child
@@ -161,18 +162,18 @@ def frozen_of(tree: Any) -> Any:
     }
 
 
-def merged(tree: Any) -> Any:
+def merged(tree: Tree) -> Tree:
     """A joined tree, with weights and adapters replaced by their sums."""
     return jax.tree.map(lambda node: node.merged() if _is_adapted(node) else node, tree, is_leaf=_is_adapted)
 
 
-def with_merged_experts(layer_params: Any) -> Any:
+def with_merged_experts(layer_params: Params) -> Params:
     """One layer's parameters with experts' adapters merged: kernels that group rows by expert need arrays.
 
     While the layer runs there is a second copy of its experts, and in the backward pass their gradient.
     """
 
-    def merge(node: Any) -> Any:
+    def merge(node: Tree) -> Tree:
         return node.merged() if _is_adapted(node) and node.num_stacked else node
 
     return jax.tree.map(merge, layer_params, is_leaf=_is_adapted)

@@ -18,7 +18,15 @@ from maxtext_lite.models.chunk_pairs import Pairs, merged_over_shards, summed_ov
 from maxtext_lite.models.gpu_attention import FusedKernel, Inputs, fused_attention
 from maxtext_lite.models.tile import PLAIN, Scoring, part, ungrouped, whole_blocks
 from maxtext_lite.models.tokamax_ops import flash_attention, with_blocks
-from maxtext_lite.parallel import CHUNKS_PER_SHARD, chunks_of, context_shards, over_shards, own_shard, whole_examples
+from maxtext_lite.parallel import (
+    CHUNKS_PER_SHARD,
+    Tree,
+    chunks_of,
+    context_shards,
+    over_shards,
+    own_shard,
+    whole_examples,
+)
 from maxtext_lite.xla.hlo_work import KERNEL_SCOPE
 
 _HEADS = ("batch", "length", "activation_heads", None)
@@ -163,7 +171,7 @@ class Sharded:
         def as_state(context_BTNW: jax.Array, log_partition_BNT: jax.Array) -> tuple[jax.Array, jax.Array]:
             return _by_heads(context_BTNW), log_partition_BNT[:, :, None, :, None]
 
-        def find(pairs: Pairs, theirs: Any, other: jax.Array) -> tuple[jax.Array, ...]:
+        def find(pairs: Pairs, theirs: Tree, other: jax.Array) -> tuple[jax.Array, ...]:
             of_pairs, is_seen_BT = self._pairs(inputs, pairs, theirs, other)
             context_BTNW, log_partition_BNT = self._of_pairs.forward(of_pairs)
             return as_state(context_BTNW, jnp.where(is_seen_BT[:, None], log_partition_BNT, -_HIDDEN))
@@ -179,7 +187,7 @@ class Sharded:
         """See FusedKernel. A shard gets its dk and dv for other shards' queries in float32."""
         q_BTNH, *keys, mask_BT = inputs
 
-        def find(pairs: Pairs, theirs: Any, other: jax.Array) -> tuple[jax.Array, ...]:
+        def find(pairs: Pairs, theirs: Tree, other: jax.Array) -> tuple[jax.Array, ...]:
             of_pairs, is_seen_BT = self._pairs(inputs, pairs, theirs, other)
             context, g = (pairs.queries(x, axis=1) for x in (context_BTNW, g_BTNW))
             log_partition = jnp.where(is_seen_BT[:, None], pairs.queries(log_partition_BNT, axis=2), _HIDDEN)
@@ -207,7 +215,7 @@ class Sharded:
         return inputs._replace(mask_BT=early + late)
 
     @staticmethod
-    def _pairs(inputs: Inputs, pairs: Pairs, theirs: Any, other: jax.Array) -> tuple[Inputs, jax.Array]:
+    def _pairs(inputs: Inputs, pairs: Pairs, theirs: Tree, other: jax.Array) -> tuple[Inputs, jax.Array]:
         """The inputs of the pairs with another shard's keys, with the first key that each query sees, [2 B, T / 2];
         and whether it sees one: a query that sees none gets the last key."""
         chunk, (early, late) = pairs.chunk, chunks_of(other)

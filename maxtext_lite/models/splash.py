@@ -21,7 +21,7 @@ from maxtext_lite.models.chunk_pairs import Pairs, merged_over_shards, summed_ov
 from maxtext_lite.models.splash_blocks import CausalMask, FullMask, LocalMask, block_sizes
 from maxtext_lite.models.tile import PLAIN, Scoring, ungrouped, with_sink
 from maxtext_lite.models.tiled_attention import Passes, on_devices
-from maxtext_lite.parallel import CHUNKS_PER_SHARD, context_shards, gathered, num_shards, over_shards, sharding
+from maxtext_lite.parallel import CHUNKS_PER_SHARD, Tree, context_shards, gathered, num_shards, over_shards, sharding
 
 _HEADS = ("batch", "length", "activation_heads", None)
 _TOKENS = ("batch", "length")
@@ -190,7 +190,7 @@ def _shard_forward(
     own = k_BSKH.swapaxes(1, 2), v_BSKW.swapaxes(1, 2), segment_BT
     full = FullMask((chunk, chunk))
 
-    def find(pairs: Pairs, theirs: Any, _: jax.Array) -> tuple[jax.Array, ...]:
+    def find(pairs: Pairs, theirs: Tree, _: jax.Array) -> tuple[jax.Array, ...]:
         k, v, segment_S = (pairs.keys(x, axis) for x, axis in zip(theirs, (2, 2, 1), strict=True))
         return _attend(options, full, pairs.queries(q_BNTH, 2), k, v, pairs.queries(segment_BT, 1), segment_S)
 
@@ -209,7 +209,7 @@ def _shard_backward(options: _Options, *arguments: jax.Array) -> tuple[jax.Array
     of_queries = context_BTNW.swapaxes(1, 2), log_partition_BKGT1[:, :, 0, :, 0], g_BTNW.swapaxes(1, 2)
     full = FullMask((chunk, chunk))
 
-    def find(pairs: Pairs, theirs: Any, _: jax.Array) -> tuple[jax.Array, ...]:
+    def find(pairs: Pairs, theirs: Tree, _: jax.Array) -> tuple[jax.Array, ...]:
         k, v, segment_S = (pairs.keys(x, axis) for x, axis in zip(theirs, (2, 2, 1), strict=True))
         q, segment_T = pairs.queries(q_BNTH, 2), pairs.queries(segment_BT, 1)
         return _attend_backward(

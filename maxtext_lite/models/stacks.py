@@ -10,6 +10,7 @@ from flax import nnx
 
 from maxtext_lite.config import LayerKind, MlpKind
 from maxtext_lite.models.block import Block
+from maxtext_lite.parallel import Tree
 
 
 def graph_of(layer: Callable[..., Block]) -> Any:
@@ -40,7 +41,7 @@ Kinds = tuple[LayerKind, MlpKind | None]
 """The kind of a layer's attention and that of its mlp, which is also its stack if there are several."""
 
 
-def layer_of(stack: Any, number: jax.Array) -> Any:
+def layer_of(stack: Tree, number: jax.Array) -> Tree:
     """The parameters of one layer of a stack [L, ...], for a loop over a few tokens.
 
     On CPUs XLA casts bfloat16 to float32 before it slices, and casts before the loop: a float32 copy of the whole stack
@@ -53,11 +54,11 @@ def layer_of(stack: Any, number: jax.Array) -> Any:
 
 
 def scan_pattern(
-    layer: Callable[[Kinds, int | None, Any, Any], Any],
+    layer: Callable[[Kinds, int | None, Tree, Tree], Tree],
     kinds: tuple[Kinds, ...],
-    carry: Any,
-    stacks: dict[MlpKind | None, Any],
-) -> Any:
+    carry: Tree,
+    stacks: dict[MlpKind | None, Tree],
+) -> Tree:
     """The carry after layers whose kinds follow a repeated pattern.
 
     Args:
@@ -73,31 +74,31 @@ def scan_pattern(
         ((_, mlp),) = kinds
         return jax.lax.scan(lambda carry, stack: (layer(kinds[0], None, carry, stack), None), carry, stacks[mlp])[0]
 
-    def some(carry: Any, stacks: dict[MlpKind | None, Any], count: int) -> Any:
+    def some(carry: Tree, stacks: dict[MlpKind | None, Tree], count: int) -> Tree:
         done = Counter[MlpKind | None]()
         for kind in kinds[:count]:
             carry = layer(kind, done[kind[1]], carry, stacks[kind[1]])
             done[kind[1]] += 1
         return carry
 
-    def in_rounds(mlp: MlpKind | None) -> Any:
+    def in_rounds(mlp: MlpKind | None) -> Tree:
         whole = rounds * each[mlp]
         return jax.tree.map(lambda x: x[:whole].reshape(rounds, each[mlp], *x.shape[1:]), stacks[mlp])
 
-    def rest(mlp: MlpKind | None) -> Any:
+    def rest(mlp: MlpKind | None) -> Tree:
         return jax.tree.map(lambda x: x[rounds * each[mlp] :], stacks[mlp])
 
-    whole: dict[MlpKind | None, Any] = {mlp: in_rounds(mlp) for mlp in stacks}
+    whole: dict[MlpKind | None, Tree] = {mlp: in_rounds(mlp) for mlp in stacks}
     carry, _ = jax.lax.scan(lambda carry, stacks: (some(carry, stacks, period), None), carry, whole)
     return some(carry, {mlp: rest(mlp) for mlp in stacks}, num_layers - rounds * period)
 
 
 def _in_runs(
-    layer: Callable[[Kinds, int | None, Any, Any], Any],
+    layer: Callable[[Kinds, int | None, Tree, Tree], Tree],
     kinds: list[Kinds],
-    carry: Any,
-    stacks: dict[MlpKind | None, Any],
-) -> Any:
+    carry: Tree,
+    stacks: dict[MlpKind | None, Tree],
+) -> Tree:
     """`scan_pattern` for each run of consecutive layers with the same kind of mlp."""
     done = Counter[MlpKind | None]()
     for _, group in itertools.groupby(kinds, key=lambda kind: kind[1]):

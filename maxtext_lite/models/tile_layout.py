@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxtext_lite.models.tile import Index
-from maxtext_lite.parallel import CHUNKS_PER_SHARD, context_shards, own_shard
+from maxtext_lite.parallel import CHUNKS_PER_SHARD, Tree, context_shards, own_shard
 
 _TILE = 512
 _STRIP = 128
@@ -158,7 +158,7 @@ class Layout:
         """The first token of a shard's run, by its number in the example."""
         return self.run * jnp.where(run == 0, shard, CHUNKS_PER_SHARD * context_shards() - 1 - shard)
 
-    def of_each_query(self, find: Callable[[Strip, Index, Index, Index | None], Any]) -> Any:
+    def of_each_query(self, find: Callable[[Strip, Index, Index, Index | None], Tree]) -> Tree:
         """The results for a device's first own tiles, which have each query once: arrays with queries in dim 3.
 
         Args:
@@ -166,7 +166,7 @@ class Layout:
         """
         some = self.own_tiles()[0]
 
-        def visit(query: Any, key: Any) -> Any:
+        def visit(query: Any, key: Any) -> Tree:
             strips = [
                 find(strip, query + strip.query, key + strip.key, some.distance + strip.query - strip.key)
                 for strip in some.strips
@@ -181,7 +181,7 @@ class Layout:
     def fold(
         self,
         tiles: Sequence[Tiles],
-        state: Any,
+        state: Tree,
         find: Callable[[Strip, Index, Index, Index | None], Any],
         put: Callable[[Any, Any, Strip, Index, Index], Any],
         nothing: Any = None,
@@ -197,10 +197,10 @@ class Layout:
             state = self._fold_alike(some, state, find, put, nothing)
         return state
 
-    def _fold_alike(self, some: Tiles, state: Any, find: Any, put: Any, nothing: Any) -> Any:
+    def _fold_alike(self, some: Tiles, state: Tree, find: Any, put: Any, nothing: Any) -> Tree:
         window = self.window if isinstance(some.distance, jax.Array) else None  # it may exclude a tile
 
-        def visit(state: Any, query: Any, key: Any, distance: Any) -> Any:
+        def visit(state: Tree, query: Any, key: Any, distance: Any) -> Tree:
             for strip in some.strips:
                 places = strip, query + strip.query, key + strip.key
                 apart = None if distance is None else distance + strip.query - strip.key

@@ -33,7 +33,15 @@ from maxtext_lite.models.tile import (
     with_sink,
 )
 from maxtext_lite.models.tile_layout import Layout, Strip
-from maxtext_lite.parallel import context_shards, from_all_shards, over_shards, own_shard, sum_to_shards, to_next_shard
+from maxtext_lite.parallel import (
+    Tree,
+    context_shards,
+    from_all_shards,
+    over_shards,
+    own_shard,
+    sum_to_shards,
+    to_next_shard,
+)
 
 _HEADS = ("batch", "length", "activation_heads", None)
 _ROWS = ("batch", "activation_heads", None, "length", None)
@@ -41,16 +49,19 @@ _TOKENS = ("batch", "length")
 
 _NO_DOCUMENT = -1  # the document of the padding after a run
 
-Visit = Callable[[Any, Any, Any, jax.Array], tuple[Any, Any]]
+Visit = Callable[[Tree, Tree, Tree, jax.Array], tuple[Tree, Tree]]
 """(state, sums for the other shard, the other shard's keys, its number) -> (state, sums)."""
 
+Strategy = Callable[[Visit, Tree, Tree, Tree], tuple[Tree, Tree]]
+"""(visit, state, own keys, zeros for their sums) -> (state, sums) after all other shards."""
 
-def _all_gather(visit: Visit, state: Any, keys: Any, sums: Any) -> tuple[Any, Any]:
+
+def _all_gather(visit: Visit, state: Tree, keys: Tree, sums: Tree) -> tuple[Tree, Tree]:
     """All shards' keys are gathered at once, and one reduction returns their sums. There are two collectives, and a
     device has the keys and sums of whole examples."""
     own, shards, of_all = own_shard(), context_shards(), from_all_shards(keys)
 
-    def body(distance: Any, carry: Any) -> Any:
+    def body(distance: jax.Array, carry: Tree) -> Tree:
         state, sums = carry
         other = (own - distance) % shards
         theirs, their_sums = jax.tree.map(lambda x: x[other], (of_all, sums))
@@ -62,16 +73,16 @@ def _all_gather(visit: Visit, state: Any, keys: Any, sums: Any) -> tuple[Any, An
     return state, sum_to_shards(sums)
 
 
-def _ring(visit: Visit, state: Any, keys: Any, sums: Any) -> tuple[Any, Any]:
+def _ring(visit: Visit, state: Tree, keys: Tree, sums: Tree) -> tuple[Tree, Tree]:
     """Keys pass from shard to shard together with their sums, which reach their own shard with the last hop. A device
     has at most its own keys and one other shard's, and one more shard's in transit while it computes."""
     own, shards = own_shard(), context_shards()
 
-    def hop(state: Any, sums: Any, theirs: Any, distance: Any) -> tuple[Any, Any]:
+    def hop(state: Tree, sums: Tree, theirs: Tree, distance: jax.Array | int) -> tuple[Tree, Tree]:
         state, sums = visit(state, sums, theirs, (own - distance) % shards)
         return state, to_next_shard(sums)
 
-    def body(carry: Any, distance: Any) -> Any:
+    def body(carry: Tree, distance: jax.Array) -> Tree:
         state, sums, theirs = carry
         coming = to_next_shard(theirs)
         state, sums = hop(state, sums, theirs, distance)
@@ -83,7 +94,10 @@ def _ring(visit: Visit, state: Any, keys: Any, sums: Any) -> tuple[Any, Any]:
     return hop(*carry, shards - 1)
 
 
-STRATEGIES: dict[str, Callable[[Visit, Any, Any, Any], tuple[Any, Any]]] = {"all_gather": _all_gather, "ring": _ring}
+STRATEGIES: dict[str, Strategy] = {
+    "all_gather": _all_gather,
+    "ring": _ring,
+}
 """How each shard's keys come to the others, by the value of context_parallel_strategy."""
 
 
@@ -134,14 +148,14 @@ def on_devices(arguments: tuple[jax.Array, ...], sink_N: jax.Array | None, passe
 
 def _forward(
     arguments: tuple[jax.Array, ...], sink_N: jax.Array | None, passes: Passes
-) -> tuple[jax.Array, tuple[Any, ...]]:
+) -> tuple[jax.Array, tuple[Tree, ...]]:
     local = functools.partial(passes.forward, *passes.options)
     run = over_shards(local, (_HEADS, _HEADS, _HEADS, _TOKENS, ("activation_heads",)), [_HEADS, _ROWS])
     context_BTNW, log_partition_BKGT1 = (checkpoint_name(x, "context") for x in run(*arguments, sink_N))
     return context_BTNW, (arguments, context_BTNW, log_partition_BKGT1, sink_N)
 
 
-def _backward(passes: Passes, residuals: tuple[Any, ...], g_BTNW: jax.Array) -> tuple[Any, jax.Array | None]:
+def _backward(passes: Passes, residuals: tuple[Tree, ...], g_BTNW: jax.Array) -> tuple[Tree, jax.Array | None]:
     arguments, context_BTNW, log_partition_BKGT1, sink_N = residuals
     local = functools.partial(passes.backward, *passes.options)
     run = over_shards(local, (_HEADS, _HEADS, _HEADS, _TOKENS, _HEADS, _ROWS, _HEADS), [_HEADS, _HEADS, _HEADS])
@@ -153,7 +167,7 @@ on_devices.defvjp(_forward, _backward)
 
 
 def _shard_forward(
-    strategy: Any,
+    strategy: Strategy,
     scoring: Scoring,
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
@@ -169,7 +183,7 @@ def _shard_forward(
     def finds(keys: Keys) -> Any:
         """The function that `Layout.fold` calls for tiles of these keys; it gives contexts and log-partitions."""
 
-        def find(strip: Strip, query: Index, key: Index, distance: Index | None) -> Any:
+        def find(strip: Strip, query: Index, key: Index, distance: Index | None) -> Tree:
             seen_keys = keys.part(key, strip.num_keys)
             of_queries = part(own[2], query, strip.num_queries, axis=1)
             seen_B11TS = may_see(of_queries, seen_keys.segment_BS, distance, 0, scoring.window)
@@ -177,7 +191,7 @@ def _shard_forward(
 
         return find
 
-    def add(state: Any, found: Any, strip: Strip, query: Index, key: Index) -> Any:
+    def add(state: Tree, found: Tree, strip: Strip, query: Index, key: Index) -> Tree:
         context_BKGTW, log_partition_BKGT1 = (part(x, query, strip.num_queries, axis=3) for x in state)
         both = merge((context_BKGTW, log_partition_BKGT1), found)
         return tuple(put(x, new, query) for x, new in zip(state, both, strict=True))
@@ -186,7 +200,7 @@ def _shard_forward(
         rows = (*q_BKGTH.shape[:3], layout.tile)
         return jnp.zeros((*rows, W), jnp.float32), jnp.full((*rows, 1), -jnp.inf, jnp.float32)
 
-    def visit(state: Any, sums: Any, theirs: Any, other: jax.Array) -> tuple[Any, Any]:
+    def visit(state: Tree, sums: Tree, theirs: Tree, other: jax.Array) -> tuple[Tree, Tree]:
         return layout.fold(layout.tiles_with(other), state, finds(Keys.of(*theirs)), add, nothing), sums
 
     find = finds(Keys.of(*own))
@@ -198,7 +212,7 @@ def _shard_forward(
     return layout.unpad(context_BTNW, axis=1), layout.unpad(log_partition_BKGT1, axis=3)
 
 
-def _shard_backward(strategy: Any, scoring: Scoring, *arguments: jax.Array) -> tuple[jax.Array, ...]:
+def _shard_backward(strategy: Strategy, scoring: Scoring, *arguments: jax.Array) -> tuple[jax.Array, ...]:
     """One device's dq, dk and dv, including the terms of dk and dv that other devices send for their queries."""
     q_BTNH, k_BSKH, v_BSKW, segment_BT, context_BTNW, log_partition_BKGT1, g_BTNW = arguments
     layout, dtype = Layout.of(q_BTNH.shape[1], scoring.window), q_BTNH.dtype
@@ -207,27 +221,27 @@ def _shard_backward(strategy: Any, scoring: Scoring, *arguments: jax.Array) -> t
     log_partition_BKGT1 = layout.pad(log_partition_BKGT1, axis=3)
     queries = BackwardQueries.of(q_BTNH, g_BTNW, context_BTNW, log_partition_BKGT1, own[2])
 
-    def look(state: Any, keys: BackwardKeys, tiles: Any) -> Any:
+    def look(state: Tree, keys: BackwardKeys, tiles: Tree) -> Tree:
         """`state`, dq and these keys' dk and dv, plus these tiles' terms."""
 
-        def find(strip: Strip, query: Index, key: Index, distance: Index | None) -> Any:
+        def find(strip: Strip, query: Index, key: Index, distance: Index | None) -> Tree:
             of_strip, seen_keys = queries.part(query, strip.num_queries), keys.part(key, strip.num_keys)
             seen_B11TS = may_see(of_strip.segment_BT, seen_keys.segment_BS, distance, 0, scoring.window)
             return attend_backward(of_strip, seen_keys, seen_B11TS, scoring)
 
-        def add(state: Any, found: Any, strip: Strip, query: Index, key: Index) -> Any:
+        def add(state: Tree, found: Tree, strip: Strip, query: Index, key: Index) -> Tree:
             places = (query, key, key)
             before = (part(x, at, new.shape[3], axis=3) for x, new, at in zip(state, found, places, strict=True))
             sums = [x + new for x, new in zip(before, found, strict=True)]
             return tuple(put(x, new, at) for x, new, at in zip(state, sums, places, strict=True))
 
-        def nothing() -> Any:
+        def nothing() -> Tree:
             shapes = [(*x.shape[:3], layout.tile, *x.shape[4:]) for x in state]
             return tuple(jnp.zeros(shape, jnp.float32) for shape in shapes)
 
         return layout.fold(tiles, state, find, add, nothing)
 
-    def visit(dq_BKGTH: jax.Array, sums: Any, theirs: Any, other: jax.Array) -> tuple[Any, Any]:
+    def visit(dq_BKGTH: jax.Array, sums: Tree, theirs: Tree, other: jax.Array) -> tuple[Tree, Tree]:
         dq_BKGTH, *sums = look((dq_BKGTH, *sums), BackwardKeys.of(*theirs), layout.tiles_with(other))
         return dq_BKGTH, tuple(sums)
 

@@ -2,6 +2,9 @@
 
 from maxtext_lite.parallel.axes import (
     AS_IT_IS,
+    Params,
+    Tree,
+    TreePath,
     also_over_data,
     axes_in_use,
     constrain,
@@ -41,7 +44,10 @@ __all__ = [
     "CHUNKS_PER_SHARD",
     "MESH_AXES",
     "Flight",
+    "Params",
     "Pipeline",
+    "Tree",
+    "TreePath",
     "accelerator_of",
     "also_over_data",
     "axes_in_use",

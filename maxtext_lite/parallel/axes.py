@@ -6,12 +6,24 @@ Arrays declare names ("embed", "heads", ...); only this file turns them into a P
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from maxtext_lite.config.weight_axes import MESH_AXES_OF_WEIGHTS
+
+Tree: TypeAlias = Any
+"""A pytree of arrays, shapes, shardings or logical axes, depending on the context."""
+
+TreePath: TypeAlias = tuple[Any, ...]
+"""The keys from the root of a tree to a leaf."""
+
+Params: TypeAlias = dict[str, Any]
+"""A nested dict of the decoder's parameters, of their shapes, shardings or gradients, or the trained part of it. Every
+leaf under "layers" has a leading L, or [repeats, L / repeats] in a pipeline with several rounds. In a model with
+experts, first layers without them are in "dense_layers"; if layers with and without experts alternate, "layers" has
+them as "moe" and "dense". With LoRA, a weight with adapters is an `Adapted`."""
 
 LogicalAxes = Sequence[str | None]
 """The name of each dim of an array; None: not sharded; AS_IT_IS: left to the compiler."""
@@ -76,7 +88,7 @@ def sharding(mesh: Mesh | AbstractMesh, axes: LogicalAxes = ()) -> NamedSharding
     return NamedSharding(mesh, partition_spec(axes))
 
 
-def tree_shardings(mesh: Mesh, axes_tree: Any) -> Any:
+def tree_shardings(mesh: Mesh, axes_tree: Tree) -> Tree:
     """`sharding` for each leaf of a tree whose leaves are tuples of logical axes."""
     return jax.tree.map(lambda axes: sharding(mesh, axes), axes_tree, is_leaf=lambda node: isinstance(node, tuple))
 

@@ -6,13 +6,12 @@ equal to that of the others. Source: Dubey et al. 2024, arXiv:2407.21783, sectio
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxtext_lite.parallel.axes import MESH_AXES_OF, LogicalAxes, constrain, num_shards
+from maxtext_lite.parallel.axes import MESH_AXES_OF, LogicalAxes, Tree, constrain, num_shards
 
 CHUNKS_PER_SHARD = 2
 """An early and a late chunk; the tokens of an example are a multiple of this times the shards."""
@@ -71,18 +70,18 @@ def chunks_of(shard: jax.Array) -> tuple[jax.Array, jax.Array]:
     return shard, CHUNKS_PER_SHARD * context_shards() - 1 - shard
 
 
-def to_next_shard(tree: Any) -> Any:
+def to_next_shard(tree: Tree) -> Tree:
     """Inside `over_shards`: the previous shard's arrays, while this shard's go to the next and the last one's to 0."""
     shards = context_shards()
     return jax.lax.ppermute(tree, MESH_AXES_OF["length"], [(shard, (shard + 1) % shards) for shard in range(shards)])
 
 
-def from_all_shards(tree: Any) -> Any:
+def from_all_shards(tree: Tree) -> Tree:
     """Inside `over_shards`: the arrays of every shard, by its number on a new first dim."""
     return jax.lax.all_gather(tree, MESH_AXES_OF["length"])
 
 
-def whole_examples(tree: Any) -> Any:
+def whole_examples(tree: Tree) -> Tree:
     """Inside `over_shards`: arrays [B, T, ...] of all tokens in their true order, from each shard's own."""
     if context_shards() == 1:
         return tree
@@ -95,6 +94,6 @@ def whole_examples(tree: Any) -> Any:
     return jax.tree.map(in_order, from_all_shards(tree))
 
 
-def sum_to_shards(tree: Any) -> Any:
+def sum_to_shards(tree: Tree) -> Tree:
     """Inside `over_shards`: the sum over shards of what each has for this shard, at its number on the first dim."""
     return jax.lax.psum_scatter(tree, MESH_AXES_OF["length"])

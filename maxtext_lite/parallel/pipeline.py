@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_lite.batching.pipeline_shape import PipelineShape
-from maxtext_lite.parallel.axes import constrain, num_shards, over_stages
+from maxtext_lite.parallel.axes import Tree, constrain, num_shards, over_stages
 
-StageFunction = Callable[[Any, Any], Any]
+StageFunction = Callable[[Tree, Tree], Tree]
 """(parameters of a stack of layers, rows) -> rows, a tree of the same shapes."""
 
 
@@ -23,8 +23,8 @@ class Flight(NamedTuple):
       cotangents: of the outputs whose backward pass the stages run next, [P, b, ...] for each floating-point array.
     """
 
-    inputs: Any
-    saved: Any
+    inputs: Tree
+    saved: Tree
     cotangents: list[jax.Array]
 
 
@@ -71,7 +71,7 @@ class Pipeline:
         """The logical axes of parameters `in_stages`."""
         return axes if self.num_repeats == 1 else ("repeats", *axes)
 
-    def run(self, stage: StageFunction, params: Any, rows: Any, *, axes: Any) -> Any:
+    def run(self, stage: StageFunction, params: Tree, rows: Tree, *, axes: Tree) -> Tree:
         """`rows` after all layers: equal to `stage(all layers, rows)`, with M pieces under way at a time.
 
         Every tick runs each stage on its piece and passes the results to the next stage. The results of the last stage
@@ -91,14 +91,14 @@ class Pipeline:
         params_RP = self._by_stage(params)
         sums_RP = jax.tree.map(lambda w: w.astype(jnp.promote_types(w.dtype, jnp.float32)), params_RP)
 
-        def of_stage(params_R: Any, sums_R: Any, repeat: jax.Array, piece: Any) -> Any:
+        def of_stage(params_R: Tree, sums_R: Tree, repeat: jax.Array, piece: Tree) -> Tree:
             stack, sums = self._stack_of(params_R, repeat), self._stack_of(sums_R, repeat)
             moving = jax.tree.map(lambda w, total: _summed_as(total, w) if _is_moving(w) else w, stack, sums)
             return stage(moving, piece)
 
         run_stages = over_stages(of_stage, in_axes=(1, 1, 0, 0))
 
-        def tick(carry: Any, time: jax.Array) -> tuple[Any, None]:
+        def tick(carry: Tree, time: jax.Array) -> tuple[Tree, None]:
             pieces_PM, inputs_P = carry
             repeat_P = jnp.clip((time - stage_P) // num_pieces, 0, self.num_repeats - 1)
             outputs_P = self._lay_out(run_stages(params_RP, sums_RP, repeat_P, inputs_P), axes)
@@ -109,7 +109,7 @@ class Pipeline:
             inputs_P = jax.tree.map(lambda x, out: jnp.where(_of_first_stage(x), x, out), next_P, outputs_P)
             return (pieces_PM, self._lay_out(inputs_P, axes)), None
 
-        def take(pieces_PM: Any, time: jax.Array) -> tuple[Any, Any]:
+        def take(pieces_PM: Tree, time: jax.Array) -> tuple[Tree, Tree]:
             """The pieces that are left, and the one that enters at a tick, if one does."""
             enters = time < num_pieces * self.num_repeats
             pairs = jax.tree.map(lambda x: _take(x, time % num_pieces, enters), pieces_PM)
@@ -124,7 +124,7 @@ class Pipeline:
         (pieces_PM, _), _ = jax.lax.scan(tick, carry, jnp.arange(self.num_ticks))
         return jax.tree.map(self._joined, pieces_PM, axes)
 
-    def no_flight(self, rows: Any, *leading: int) -> Flight:
+    def no_flight(self, rows: Tree, *leading: int) -> Flight:
         """The state before any tick: zeros.
 
         Args:
@@ -140,16 +140,16 @@ class Pipeline:
 
     def tick_1f1b(
         self,
-        stage: Callable[[Any, Any, Any], Any],
-        params: Any,
-        frozen: Any,
+        stage: Callable[[Tree, Tree, Tree], Tree],
+        params: Tree,
+        frozen: Tree,
         flight: Flight,
         time: jax.Array,
         *,
-        entering: Any,
-        leave: Callable[[Any], tuple[list[jax.Array], Any]],
-        axes: Any,
-    ) -> tuple[Flight, Any, list[jax.Array], Any]:
+        entering: Tree,
+        leave: Callable[[Tree], tuple[list[jax.Array], Tree]],
+        axes: Tree,
+    ) -> tuple[Flight, Tree, list[jax.Array], Tree]:
         """One tick of all stages: a piece forward and an earlier piece backward.
 
         Stage p runs piece `time - p` forward and piece `time - 2 (P - 1) + p` backward. The last stage turns each piece
@@ -199,7 +199,7 @@ class Pipeline:
         backwards = self._lay_out([jnp.roll(x, -1, axis=0) for x in cotangents_P], moving_axes)
         return Flight(onwards, saved_P, backwards), gradients, back_at_first, result
 
-    def _by_stage(self, params: Any) -> Any:
+    def _by_stage(self, params: Tree) -> Tree:
         """Leaves [repeats, P, layers per stack, ...]."""
         lead = self.num_repeats, self.num_stages
 
@@ -209,13 +209,13 @@ class Pipeline:
 
         return jax.tree.map(split, params)
 
-    def _stack_of(self, params_R: Any, repeat: jax.Array) -> Any:
+    def _stack_of(self, params_R: Tree, repeat: jax.Array) -> Tree:
         """The layers of a stage for one of its repeats."""
         if self.num_repeats == 1:
             return jax.tree.map(lambda w: w[0], params_R)
         return jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, repeat, keepdims=False), params_R)
 
-    def _lay_out(self, tree: Any, axes: Any, *between: None) -> Any:
+    def _lay_out(self, tree: Tree, axes: Tree, *between: None) -> Tree:
         return jax.tree.map(lambda x, names: constrain(x, ("stages", *between, *names)), tree, axes)
 
     def _pieces(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -282,14 +282,14 @@ def _at(pieces_PM: jax.Array, slot: jax.Array) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(pieces_PM, slot, axis=1, keepdims=False)
 
 
-def _put_backward(how: tuple[jax.Array, jax.Array], g_PM: jax.Array) -> tuple[Any, ...]:
+def _put_backward(how: tuple[jax.Array, jax.Array], g_PM: jax.Array) -> tuple[Tree, ...]:
     slot, is_there = how
     if not _is_moving(g_PM):
         return None, None, None, None
     return g_PM, jnp.where(is_there, _at(g_PM, slot), 0), None, None
 
 
-def _take_backward(how: tuple[jax.Array, jax.Array], cotangents: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
+def _take_backward(how: tuple[jax.Array, jax.Array], cotangents: tuple[jax.Array, jax.Array]) -> tuple[Tree, ...]:
     g_PM, g_P = cotangents
     return _put(g_PM, g_P, *how) if _is_moving(g_PM) else None, None, None
 
@@ -298,15 +298,15 @@ _put.defvjp(lambda pieces_PM, new_P, *how: (_put(pieces_PM, new_P, *how), how), 
 _take.defvjp(lambda pieces_PM, *how: (_take(pieces_PM, *how), how), _take_backward)
 
 
-def _back_through(stage: Callable[[Any, Any, Any], Any]) -> Callable[..., tuple[Any, list[jax.Array]]]:
+def _back_through(stage: Callable[[Tree, Tree, Tree], Tree]) -> Callable[..., tuple[Tree, list[jax.Array]]]:
     """(layers, frozen ones, age, saved inputs, cotangents of outputs) -> those of the layers and of those inputs."""
 
     def back(
-        stack: Any, frozen: Any, age: jax.Array, saved: Any, cotangents: list[jax.Array]
-    ) -> tuple[Any, list[jax.Array]]:
+        stack: Tree, frozen: Tree, age: jax.Array, saved: Tree, cotangents: list[jax.Array]
+    ) -> tuple[Tree, list[jax.Array]]:
         rows = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, age, keepdims=False), saved)
 
-        def moved(stack: Any, moving: list[jax.Array]) -> list[jax.Array]:
+        def moved(stack: Tree, moving: list[jax.Array]) -> list[jax.Array]:
             return _moving(stage(stack, frozen, _with_moving(rows, moving)))
 
         return jax.vjp(moved, stack, _moving(rows))[1](cotangents)
@@ -328,16 +328,16 @@ def _taken(x_P: jax.Array, stage: int) -> jax.Array:
     return jnp.sum(jnp.where(_of_stage(x_P, stage), x_P, 0), axis=0, dtype=x_P.dtype)
 
 
-def _is_moving(x: Any) -> bool:
+def _is_moving(x: Tree) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def _moving(rows: Any) -> list[Any]:
+def _moving(rows: Tree) -> list[Tree]:
     """The floating-point arrays of a tree of rows, which the stages change and differentiate."""
     return [x for x in jax.tree.leaves(rows) if _is_moving(x)]
 
 
-def _with_moving(rows: Any, moving: list[jax.Array]) -> Any:
+def _with_moving(rows: Tree, moving: list[jax.Array]) -> Tree:
     """The rows with these floating-point arrays in place of their own."""
     leaves, tree = jax.tree.flatten(rows)
     new = iter(moving)

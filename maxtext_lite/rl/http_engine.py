@@ -20,8 +20,7 @@ from maxtext_lite.config.errors import value_text, writing
 from maxtext_lite.config.hf.config import files_of_model, run_config_json
 from maxtext_lite.hf import export_model
 from maxtext_lite.models import Adapted, Sampling, merged
-from maxtext_lite.models.decoder import Params
-from maxtext_lite.parallel import value_of_host
+from maxtext_lite.parallel import Params, value_of_host
 from maxtext_lite.rl.http_client import Server
 from maxtext_lite.rl.rollout import Request, Response
 from maxtext_lite.rl.server_answers import Asked

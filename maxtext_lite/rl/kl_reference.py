@@ -9,8 +9,7 @@ from maxtext_lite.config import RLRunConfig, UserError
 from maxtext_lite.config.hf.adapter import adapter_of
 from maxtext_lite.data import PromptSource
 from maxtext_lite.models import Decoder
-from maxtext_lite.models.decoder import Params
-from maxtext_lite.parallel import accelerator_of, tree_shardings
+from maxtext_lite.parallel import Params, accelerator_of, tree_shardings
 from maxtext_lite.rl.log_probabilities import make_log_probabilities
 from maxtext_lite.training.parameter_files import load_parameters, save_parameters
 from maxtext_lite.training.run import TrainingRun

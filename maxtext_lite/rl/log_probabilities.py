@@ -6,8 +6,16 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 
-from maxtext_lite.parallel import constrain, in_context_order, in_token_order, over_replicas, sharding, tree_shardings
-from maxtext_lite.training.arrays import Params, Rows
+from maxtext_lite.parallel import (
+    Params,
+    constrain,
+    in_context_order,
+    in_token_order,
+    over_replicas,
+    sharding,
+    tree_shardings,
+)
+from maxtext_lite.training.arrays import Rows
 from maxtext_lite.training.gradients import TRAIN_BATCH_AXES
 from maxtext_lite.training.outputs import forward
 from maxtext_lite.training.state import StepParts

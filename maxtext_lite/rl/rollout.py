@@ -19,8 +19,7 @@ from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import nearest_clause
 from maxtext_lite.generation.sampler import first_token, next_token
 from maxtext_lite.models import Decoder, KVCache, Sampling, root_key
-from maxtext_lite.models.decoder import Params
-from maxtext_lite.parallel import num_shards, over_replicas, sharding
+from maxtext_lite.parallel import Params, num_shards, over_replicas, sharding
 from maxtext_lite.rl.transfer import Transfer
 from maxtext_lite.training.state import abstract_on_mesh
 
@@ -169,7 +168,7 @@ class LocalEngine:
         self._refill_at = max(1, int(refill_fraction * num_slots))
         self._num_positions = _round_up(max_prompt_tokens + max_new_tokens)
         self._transfer = Transfer(decoder, mesh)
-        self._params: Params = None
+        self._params: Params | None = None
         where = _slots_shardings(mesh, decoder.cache_axes)
         reported = (where, sharding(mesh))
         self._empty: Callable[[], _Slots] = jax.jit(self._empty_slots, out_shardings=where)

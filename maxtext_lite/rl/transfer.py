@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from maxtext_lite.models import Decoder, merged
-from maxtext_lite.models.decoder import Params
-from maxtext_lite.parallel import MESH_AXES, make_mesh, tree_shardings
+from maxtext_lite.parallel import MESH_AXES, Params, make_mesh, tree_shardings
 
 
 def sampling_mesh(devices: Sequence[Any], sizes: Mapping[str, int]) -> Mesh:

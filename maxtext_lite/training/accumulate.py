@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import optax
 
 from maxtext_lite.config import NumericsConfig
-from maxtext_lite.training.arrays import Scalar, Tree, as_float32
+from maxtext_lite.parallel import Tree
+from maxtext_lite.training.arrays import Scalar, as_float32
 
 _INITIAL = 2.0**16
 _LEAST = 1.0  # a smaller scale would itself cost float16 range

@@ -6,17 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from maxtext_lite.parallel import Tree
+
 Device: TypeAlias = Any
 """A jax device, or the description of an unattached one."""
-
-Tree: TypeAlias = Any
-"""A pytree of arrays, shapes, shardings or logical axes, depending on the context."""
-
-Path: TypeAlias = tuple[Any, ...]
-"""The keys from the root of a tree to a leaf."""
-
-Params: TypeAlias = dict[str, Any]
-"""A nested dict like the decoder's parameters, or the trained part of it: see `models.decoder.Params`."""
 
 Rows: TypeAlias = dict[str, jax.Array]
 """The arrays of a batch by field: tokens, targets, segments, positions (int32), weights (float32), and further fields

@@ -16,7 +16,7 @@ from maxtext_lite.config.errors import full_text, setting_text
 from maxtext_lite.config.load import defaults_of
 from maxtext_lite.data.mixture_history import as_json, history_before_names
 from maxtext_lite.data.mixture_source import MIXTURE
-from maxtext_lite.parallel import value_of_host
+from maxtext_lite.parallel import Params, Tree, value_of_host
 from maxtext_lite.training.commit import remove, remove_leftovers, set_aside
 from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.local_updates import OuterState
@@ -216,7 +216,7 @@ class Checkpointer(CheckpointReader):
         self._saver = Saver(self._failures, holds, before)
         self._newest = self._find_newest()
 
-    def save(self, state: TrainState, counts: Counts, unfinished: Any = None) -> None:
+    def save(self, state: TrainState, counts: Counts, unfinished: Tree = None) -> None:
         """Saves the state after `counts.step` steps; with async_checkpointing, returns once it is copied.
 
         Frozen parameters never change: they are written once, beside the run's first checkpoint.
@@ -245,7 +245,7 @@ class Checkpointer(CheckpointReader):
         if self._waits:
             self.wait()
 
-    def restore_unfinished(self, abstract: Any) -> Any:
+    def restore_unfinished(self, abstract: Tree) -> Tree:
         """The batch during which the newest checkpoint was saved, in the shapes and shardings of `abstract`.
 
         Raises:
@@ -387,7 +387,7 @@ def _as_written_now(fingerprint: dict[str, Any]) -> dict[str, Any]:
     return now
 
 
-def _joined(params: Any, parts: dict[str, Any], step: jax.Array, skipped_in_a_row: jax.Array) -> TrainState:
+def _joined(params: Params, parts: dict[str, Tree], step: jax.Array, skipped_in_a_row: jax.Array) -> TrainState:
     """The state with these `model_params`, `update_state` and numbers of steps."""
     common = parts["opt_state"], parts["progress"], step, skipped_in_a_row
     if "replica_params" not in parts:

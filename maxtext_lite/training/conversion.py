@@ -21,8 +21,7 @@ from maxtext_lite.config.sections import MeshConfig
 from maxtext_lite.config.violation import Violation
 from maxtext_lite.hf import export_adapters, export_model, flat, store_files
 from maxtext_lite.hf.carried import carry_own_tokens, carry_tokens, end_of_text_of, tokenizer_file
-from maxtext_lite.models.decoder import Params
-from maxtext_lite.parallel import make_mesh, start_devices
+from maxtext_lite.parallel import Params, make_mesh, start_devices
 from maxtext_lite.training.maxtext_checkpoint import load_maxtext_parameters, maxtext_dtype, maxtext_items
 from maxtext_lite.training.parameter_files import (
     PARAMETERS,

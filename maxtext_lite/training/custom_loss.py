@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxtext_lite.config import NumericsConfig, UserError
-from maxtext_lite.parallel import in_token_order
-from maxtext_lite.training.arrays import Metrics, Rows, Tree
+from maxtext_lite.parallel import Tree, in_token_order
+from maxtext_lite.training.arrays import Metrics, Rows
 from maxtext_lite.training.loss import LossSums
 from maxtext_lite.training.objective import OneRowExamples
 from maxtext_lite.training.outputs import Outputs, auxiliary_metrics, spread_over_targets, target_tokens

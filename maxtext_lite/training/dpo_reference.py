@@ -20,8 +20,7 @@ from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.whole_file import replacing
 from maxtext_lite.data import ExampleSource, PairSource
 from maxtext_lite.data.feed import evaluation_batches
-from maxtext_lite.parallel import bytes_of_host, exchange, sharding, value_of_host
-from maxtext_lite.training.arrays import Params
+from maxtext_lite.parallel import Params, bytes_of_host, exchange, sharding, value_of_host
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.held_out_loss import scores_of
 from maxtext_lite.training.metrics import Terminal

@@ -16,10 +16,9 @@ from jax.stages import Compiled
 from maxtext_lite.batching import BatchStage
 from maxtext_lite.data import Balance, ExampleSource
 from maxtext_lite.data.feed import DeviceBatch, training_batches
-from maxtext_lite.parallel import sharding, value_of_host
+from maxtext_lite.parallel import Tree, sharding, value_of_host
 from maxtext_lite.process.phases import phases
 from maxtext_lite.process.watchdog import watchdog
-from maxtext_lite.training.arrays import Tree
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.dpo_reference import add_reference
 from maxtext_lite.training.executables import Executables

@@ -7,8 +7,16 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_lite.models import EXPERT_COUNTS, empty_aux
-from maxtext_lite.parallel import constrain, in_context_order, over_replicas, per_replica, sharding, tree_shardings
-from maxtext_lite.training.arrays import Params, Rows
+from maxtext_lite.parallel import (
+    Params,
+    constrain,
+    in_context_order,
+    over_replicas,
+    per_replica,
+    sharding,
+    tree_shardings,
+)
+from maxtext_lite.training.arrays import Rows
 from maxtext_lite.training.interleaved import InterleavedStep, PieceSums
 from maxtext_lite.training.loss import LossSums
 from maxtext_lite.training.outputs import forward, zero_sums

@@ -8,9 +8,9 @@ from jax.stages import Wrapped
 
 from maxtext_lite.data import ExampleSource, MixtureSource, named_sources
 from maxtext_lite.data.feed import DeviceBatch, evaluation_batches
-from maxtext_lite.parallel import sharding
+from maxtext_lite.parallel import Params, Tree, sharding
 from maxtext_lite.process.watchdog import watchdog
-from maxtext_lite.training.arrays import Params, Record, Tree
+from maxtext_lite.training.arrays import Record
 from maxtext_lite.training.failures import raise_unread
 from maxtext_lite.training.metrics import evaluation_text
 from maxtext_lite.training.objective import ScoredObjective

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_lite.config import LocalUpdatesConfig
-from maxtext_lite.training.arrays import Params, Tree, as_float32
+from maxtext_lite.parallel import Params, Tree
+from maxtext_lite.training.arrays import as_float32
 
 
 @jax.tree_util.register_dataclass

@@ -14,8 +14,7 @@ from maxtext_lite.batching import vocab_tiles
 from maxtext_lite.models import soft_capped
 from maxtext_lite.models.layers import BiasedHead, OutputHead, projected
 from maxtext_lite.models.ops import product
-from maxtext_lite.parallel import AS_IT_IS, constrain, context_shards, num_shards
-from maxtext_lite.training.arrays import Tree
+from maxtext_lite.parallel import AS_IT_IS, Tree, constrain, context_shards, num_shards
 
 HEAD_AXES = ("embed", "vocab")
 """Logical axes of the output projection, tied or not."""

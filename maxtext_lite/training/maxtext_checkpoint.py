@@ -22,7 +22,7 @@ from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.checkpoint_steps import steps_in
 from maxtext_lite.config.errors import any_of, value_text
 from maxtext_lite.hf import flat
-from maxtext_lite.models.decoder import Params
+from maxtext_lite.parallel import Params
 from maxtext_lite.training.saving import reading
 
 _EXPRESSED: Mapping[str, tuple[object, ...]] = {

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxtext_lite.parallel import Params, Tree
 from maxtext_lite.process.phases import phases
 from maxtext_lite.process.watchdog import watchdog
-from maxtext_lite.training.arrays import Params, Rows, Scalar, Tree
+from maxtext_lite.training.arrays import Rows, Scalar
 from maxtext_lite.training.gradients import accumulate_gradients
 from maxtext_lite.training.state import StepParts, TrainState
 

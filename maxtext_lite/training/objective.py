@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxtext_lite.config import Config, NumericsConfig
-from maxtext_lite.training.arrays import Metrics, Rows, Tree
+from maxtext_lite.parallel import Tree
+from maxtext_lite.training.arrays import Metrics, Rows
 from maxtext_lite.training.loss import LossSums
 from maxtext_lite.training.outputs import Outputs, auxiliary_metrics, target_tokens
 from maxtext_lite.training.preference import Preference

@@ -14,8 +14,9 @@ from maxtext_lite.config import Config, OptimizerConfig, UserError
 from maxtext_lite.data import ExampleSource
 from maxtext_lite.data.sources_on_hosts import target_tokens_of_run
 from maxtext_lite.models import is_matrix, num_inputs, of_one, unstacked
+from maxtext_lite.parallel import Tree, TreePath
 from maxtext_lite.training.accumulate import GradientAccumulation, loss_scaling
-from maxtext_lite.training.arrays import Path, Scalar, Tree
+from maxtext_lite.training.arrays import Scalar
 
 _BIAS_AXES = ("router_bias",)
 
@@ -143,7 +144,7 @@ def _of_each_tensor(inner: optax.GradientTransformation, axes: Tree) -> optax.Gr
         return jax.tree.map(lambda x: 0 if x.ndim else None, tree)
 
     def init(params: Tree) -> Tree:
-        def of_stack(path: Path, p: jax.Array) -> Tree:
+        def of_stack(path: TreePath, p: jax.Array) -> Tree:
             one, of_one_tensor = jax.ShapeDtypeStruct(p.shape[num_stacked[path] :], p.dtype), inner.init
             for _ in range(num_stacked[path]):
                 of_one_tensor = jax.vmap(of_one_tensor, out_axes=over(jax.eval_shape(inner.init, one)))
@@ -152,7 +153,7 @@ def _of_each_tensor(inner: optax.GradientTransformation, axes: Tree) -> optax.Gr
         return jax.tree_util.tree_map_with_path(of_stack, params)
 
     def update(updates: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
-        def of_stack(path: Path, update: jax.Array, state: Tree, p: jax.Array) -> tuple[Tree, Tree]:
+        def of_stack(path: TreePath, update: jax.Array, state: Tree, p: jax.Array) -> tuple[Tree, Tree]:
             of_one_tensor = inner.update
             for _ in range(num_stacked[path]):
                 of_one_tensor = jax.vmap(of_one_tensor, in_axes=(0, over(state), 0), out_axes=(0, over(state)))
@@ -174,7 +175,7 @@ def _along(name: str, inner: optax.GradientTransformation, axes: Tree) -> optax.
     at = dict(jax.tree_util.tree_leaves_with_path(places))
 
     def dims(tree: Tree) -> Tree:
-        def dim(path: Path, _: jax.Array) -> int | None:  # the state's paths end in those of the parameters
+        def dim(path: TreePath, _: jax.Array) -> int | None:  # the state's paths end in those of the parameters
             return next((at[path[start:]] for start in range(len(path)) if path[start:] in at), None)
 
         return jax.tree_util.tree_map_with_path(dim, tree)

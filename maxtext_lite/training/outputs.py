@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from maxtext_lite.config import NumericsConfig
 from maxtext_lite.models import BALANCE, DROPPED, EXPERT_COUNTS, ROUTER_Z, Decoder
 from maxtext_lite.models.layers import BiasedHead, OutputHead
-from maxtext_lite.parallel import axes_in_use, constrain, gathered_for_use
-from maxtext_lite.training.arrays import Metrics, Params, Rows
+from maxtext_lite.parallel import Params, axes_in_use, constrain, gathered_for_use
+from maxtext_lite.training.arrays import Metrics, Rows
 from maxtext_lite.training.loss import HEAD_AXES, LossSums, Readout, cross_entropy, token_losses, token_nll
 
 

@@ -20,7 +20,7 @@ from maxtext_lite.config.hf.config import has_hf_weights
 from maxtext_lite.config.load import defaults_of
 from maxtext_lite.hf import flat, load_hf_parameters, read_peft_adapters
 from maxtext_lite.models import Lora, joined, merged
-from maxtext_lite.parallel import sharding, with_dims
+from maxtext_lite.parallel import Params, Tree, TreePath, sharding, with_dims
 from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.run_files import run_directory
 from maxtext_lite.training.saving import FORMAT, check, read_about, read_arrays, reading, save_alone, saved_shapes
@@ -95,7 +95,7 @@ def _note(text: str) -> None:
         print(f"note: {full_text(text)}", file=sys.stderr)
 
 
-def save_parameters(directory: Path, params: Any, failures: Failures | None = None) -> None:
+def save_parameters(directory: Path, params: Params, failures: Failures | None = None) -> None:
     """Writes parameters as the only checkpoint of a run directory, replacing an existing one. All hosts call it.
 
     `load_parameters` reads it back.
@@ -106,7 +106,7 @@ def save_parameters(directory: Path, params: Any, failures: Failures | None = No
     save_alone(absolute(directory / "checkpoints" / "0"), parameter_items(params), failures)
 
 
-def parameter_items(params: Any) -> dict[str, Any]:
+def parameter_items(params: Params) -> dict[str, Any]:
     """The items of a checkpoint of parameters alone."""
     return {"params": ocp.args.StandardSave(params), "about": ocp.args.JsonSave({"format": FORMAT})}
 
@@ -116,7 +116,7 @@ def frozen_directory(run_directory: Path) -> Path:
     return absolute(run_directory / "frozen")
 
 
-def load_parameters(path: str | Path, abstract_params: Any, key: str) -> Any:
+def load_parameters(path: str | Path, abstract_params: Params, key: str) -> Params:
     """The parameters of a checkpoint or a Hugging Face directory, in the shapes and shardings of `abstract_params`.
 
     A checkpoint may have been saved from another pipeline. Adapters, of a LoRA run or of an adapter's directory, are
@@ -153,7 +153,7 @@ def load_parameters(path: str | Path, abstract_params: Any, key: str) -> Any:
     return _merged(lora, adapters, params)
 
 
-def load_peft_adapters(adapter: Adapter, plain: Any, where: Any) -> Any:
+def load_peft_adapters(adapter: Adapter, plain: Params, where: Tree) -> Params:
     """The adapters of a PEFT directory on the mesh, float32.
 
     Args:
@@ -169,7 +169,7 @@ def load_peft_adapters(adapter: Adapter, plain: Any, where: Any) -> Any:
     )
 
 
-def _merged(lora: Lora, adapters: Any, params: Any) -> Any:
+def _merged(lora: Lora, adapters: Params, params: Params) -> Params:
     shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
     merge = jax.jit(
         lambda params, adapters: merged(joined(lora, adapters, params)), donate_argnums=0, out_shardings=shardings
@@ -177,7 +177,7 @@ def _merged(lora: Lora, adapters: Any, params: Any) -> Any:
     return merge(params, adapters)
 
 
-def load_adapters(directory: Path, mesh: Mesh) -> tuple[Lora, Any] | None:
+def load_adapters(directory: Path, mesh: Mesh) -> tuple[Lora, Params] | None:
     """The adapters of a checkpoint, replicated, with leaves of layers [L, ...]; None if it has none."""
     if not (directory / "about").is_dir():
         return None
@@ -194,13 +194,13 @@ def load_adapters(directory: Path, mesh: Mesh) -> tuple[Lora, Any] | None:
     return Lora(keys["lora_rank"], keys["lora_alpha"], tuple(keys["lora_targets"].split(","))), adapters
 
 
-def _with_layer_dims(params: Any, before: tuple[int, ...], after: tuple[int, ...]) -> Any:
+def _with_layer_dims(params: Params, before: tuple[int, ...], after: tuple[int, ...]) -> Params:
     """Parameters with the layers' first dims reshaped from `before` to `after`."""
     layers = jax.tree.map(lambda x: x.reshape(*after, *x.shape[len(before) :]), params.get("layers", {}))
     return params | ({"layers": layers} if layers else {})
 
 
-def _read_parameters(directory: Path, path: str | Path, abstract_params: Any, key: str) -> Any:
+def _read_parameters(directory: Path, path: str | Path, abstract_params: Params, key: str) -> Params:
     saved = saved_shapes(directory, "params")
     with reading(directory):  # damage to an older checkpoint may only show here
         as_saved = StageLayout.of(abstract_params, layer_dims_of(saved)).as_saved(abstract_params)
@@ -224,11 +224,11 @@ class StageLayout(NamedTuple):
     stacks: list[tuple[int, ...]]
 
     @staticmethod
-    def of(params: Any, saved: tuple[int, ...]) -> "StageLayout":
+    def of(params: Params, saved: tuple[int, ...]) -> "StageLayout":
         """The layout of parameters here beside the dims that `layer_dims_of` found in a checkpoint."""
         return StageLayout(layer_dims_of(params), saved, _stack_dims(params))
 
-    def as_saved(self, abstract: Any, before: int = 0) -> Any:
+    def as_saved(self, abstract: Params, before: int = 0) -> Params:
         """A tree of shapes and shardings, in the checkpoint's stage layout.
 
         Args:
@@ -238,7 +238,7 @@ class StageLayout(NamedTuple):
             return abstract
         end = before + len(self.here)
 
-        def change(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        def change(path: TreePath, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             in_layers = any(isinstance(entry, jax.tree_util.DictKey) and entry.key == "layers" for entry in path)
             if not in_layers or leaf.shape[before:end] not in self.stacks:
                 return leaf
@@ -253,20 +253,20 @@ class StageLayout(NamedTuple):
         return jax.tree_util.tree_map_with_path(change, abstract)
 
 
-def layer_dims_of(params: Any) -> tuple[int, ...]:
+def layer_dims_of(params: Params) -> tuple[int, ...]:
     """The first dims of the layers' parameters, all stacks together."""
     dims = _stack_dims(params)
     return (*dims[0][:-1], sum(each[-1] for each in dims))
 
 
-def _stack_dims(params: Any) -> list[tuple[int, ...]]:
+def _stack_dims(params: Params) -> list[tuple[int, ...]]:
     """The first dims of each stack of layers: those of the norms' scales, which are vectors, but for their last."""
     layers = params["layers"]
     stacks = [layers[kind] for kind in get_args(MlpKind) if kind in layers] or [layers]
     return [min((tuple(leaf.shape) for leaf in jax.tree.leaves(stack)), key=len)[:-1] for stack in stacks]
 
 
-def reshaped(tree: Any, abstract: Any) -> Any:
+def reshaped(tree: Tree, abstract: Tree) -> Tree:
     """The arrays in the shapes and shardings of `abstract`; only those of other shapes are touched."""
 
     def change(x: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
@@ -291,7 +291,7 @@ def _model_keys_of(directory: Path) -> str:
     return f" The model there has {' '.join(f'{key}={setting_text(recorded[key])}' for key in own)}." if own else ""
 
 
-def _shape_differences(saved: Any, wanted: Any) -> list[str]:
+def _shape_differences(saved: Tree, wanted: Tree) -> list[str]:
     there, here = (
         {jax.tree_util.keystr(path): tuple(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
         for tree in (saved, wanted)

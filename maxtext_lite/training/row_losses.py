@@ -11,10 +11,10 @@ from maxtext_lite.config import UserError
 from maxtext_lite.data import ExampleSource, MixtureSource, field_dtype, load_tokenizer
 from maxtext_lite.data.excluded import left_out
 from maxtext_lite.data.mixture_source import ids_of_run
-from maxtext_lite.parallel import sharding, value_of_host
+from maxtext_lite.parallel import Params, sharding, value_of_host
 from maxtext_lite.process.phases import phases
 from maxtext_lite.process.watchdog import watchdog
-from maxtext_lite.training.arrays import Params, Rows, Scalar
+from maxtext_lite.training.arrays import Rows, Scalar
 from maxtext_lite.training.gradients import TRAIN_BATCH_AXES, accumulate_gradients
 from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.state import TrainState

@@ -16,6 +16,7 @@ from maxtext_lite.config.hf.model_directory import config_of_run
 from maxtext_lite.data import MixtureSource, hash_of_run, open_mixture
 from maxtext_lite.data.mixture_of_run import in_run
 from maxtext_lite.data.mixture_source import ids_of_run
+from maxtext_lite.parallel import Tree
 from maxtext_lite.reporting.records import Record, is_evaluation, read_records
 from maxtext_lite.training.saving import read_arrays, saved_shapes
 
@@ -212,7 +213,7 @@ def _saved(directory: Path, tolerance: float) -> dict[str, np.ndarray]:
     """The arrays of a checkpoint by path, restored on one device, whatever mesh saved it."""
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
-    def on_one_device(leaf: Any) -> jax.ShapeDtypeStruct:
+    def on_one_device(leaf: Tree) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)
 
     items = ("params",) if tolerance else ("params", "update_state")

@@ -27,7 +27,7 @@ from maxtext_lite.batching.ledger import bytes_text
 from maxtext_lite.config import UserError
 from maxtext_lite.config.bucket import is_bucket, storage_errors
 from maxtext_lite.config.errors import cannot_write, value_text
-from maxtext_lite.parallel import exchange
+from maxtext_lite.parallel import Tree, exchange
 from maxtext_lite.process.watchdog import watchdog
 from maxtext_lite.training.commit import commit, make_room, while_unfinished
 from maxtext_lite.training.failures import Failures
@@ -259,7 +259,7 @@ def reading(directory: Path) -> Generator[None]:
         raise UserError(f"{directory} cannot be read ({value_text(why)}).{hint}") from None
 
 
-def _read_items(directory: Path, **items: ocp.args.CheckpointArgs) -> Any:
+def _read_items(directory: Path, **items: ocp.args.CheckpointArgs) -> dict[str, Tree]:
     with reading(directory), ocp.Checkpointer(ocp.CompositeCheckpointHandler(**_handlers())) as checkpointer:
         return checkpointer.restore(directory, args=ocp.args.Composite(**items))
 
@@ -269,7 +269,7 @@ def read_about(directory: Path) -> dict[str, Any]:
     return _read_items(directory, about=ocp.args.JsonRestore())["about"]
 
 
-def read_arrays(directory: Path, abstract: Mapping[str, Any]) -> Any:
+def read_arrays(directory: Path, abstract: Mapping[str, Tree]) -> dict[str, Tree]:
     """Trees of arrays of a checkpoint by item, in the shapes and shardings of `abstract`."""
     return _read_items(directory, **{item: ocp.args.StandardRestore(tree) for item, tree in abstract.items()})
 

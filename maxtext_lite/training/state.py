@@ -16,7 +16,10 @@ from maxtext_lite.config.kernels import Accelerator, attention_kernel
 from maxtext_lite.config.weights import ExpertSizes, model_shape
 from maxtext_lite.models import Decoder, DecoderShape, ExpertShape, Lora, root_key
 from maxtext_lite.parallel import (
+    Params,
     Pipeline,
+    Tree,
+    TreePath,
     accelerator_of,
     also_over_data,
     make_mesh,
@@ -26,7 +29,7 @@ from maxtext_lite.parallel import (
     with_dims,
 )
 from maxtext_lite.training.accumulate import GradientAccumulation, master_of
-from maxtext_lite.training.arrays import Device, Params, Path, Tree
+from maxtext_lite.training.arrays import Device
 from maxtext_lite.training.local_updates import LocalUpdates, OuterState, local_updates
 from maxtext_lite.training.objective import NEXT_TOKEN, Objective, objective_of
 from maxtext_lite.training.optimizer import OptimizerFactory, Progress, make_optimizer, own_optimizer
@@ -187,7 +190,7 @@ def make_plain_decoder(config: Config) -> Decoder:
     return make_decoder(config.model_copy(update={"attention": "dot_product", "lora_rank": 0}), jax.default_backend())
 
 
-def abstract_on_mesh(decoder: Decoder, mesh: Mesh, uneven: str) -> Any:
+def abstract_on_mesh(decoder: Decoder, mesh: Mesh, uneven: str) -> Params:
     """Shapes, dtypes and shardings of a decoder's parameters on a mesh.
 
     Args:
@@ -196,7 +199,7 @@ def abstract_on_mesh(decoder: Decoder, mesh: Mesh, uneven: str) -> Any:
       UserError: a parameter does not split evenly; names it.
     """
 
-    def on_mesh(path: Any, leaf: jax.ShapeDtypeStruct, where: NamedSharding) -> jax.ShapeDtypeStruct:
+    def on_mesh(path: TreePath, leaf: jax.ShapeDtypeStruct, where: NamedSharding) -> jax.ShapeDtypeStruct:
         try:
             where.shard_shape(leaf.shape)
         except ValueError:
@@ -307,7 +310,7 @@ def state_shardings(parts: StepParts) -> TrainState:
         for (path, leaf), where in zip(jax.tree_util.tree_leaves_with_path(trained), gradients, strict=True)
     }
 
-    def lay_out(path: Path, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+    def lay_out(path: TreePath, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         names = _names(path)
         for first in range(len(names)):  # optimizers repeat the parameters' tree below names of their own
             shape, where = where_of.get(names[first:], ((), everywhere))
@@ -334,7 +337,7 @@ def state_shardings(parts: StepParts) -> TrainState:
     return TrainState(params, opt_state, progress, everywhere, everywhere, outer, frozen)
 
 
-def _names(path: Path) -> tuple[str, ...]:
+def _names(path: TreePath) -> tuple[str, ...]:
     """The dict keys on a path into a tree."""
     return tuple(entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey))
 

@@ -14,9 +14,9 @@ import optax
 from jax.sharding import Mesh
 from jax.stages import Wrapped
 
-from maxtext_lite.parallel import in_context_order, over_replicas, per_replica, sharding, tree_shardings
+from maxtext_lite.parallel import Params, Tree, in_context_order, over_replicas, per_replica, sharding, tree_shardings
 from maxtext_lite.training.accumulate import LossScaleState, master_of, with_master
-from maxtext_lite.training.arrays import Metrics, Params, Rows, Tree
+from maxtext_lite.training.arrays import Metrics, Rows
 from maxtext_lite.training.gradients import TRAIN_BATCH_AXES, GradientLoop, StepGradients, accumulate_gradients
 from maxtext_lite.training.objective import ScoredObjective
 from maxtext_lite.training.optimizer import Progress, Schedule
