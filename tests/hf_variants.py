@@ -36,7 +36,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("Glm", {**_HEAD, **_rope(partial_rotary_factor=0.5)}),
     "glm4-unbiased": ("Glm4", {**_HEAD, **_rope(partial_rotary_factor=0.75), "attention_bias": False}),
     "cohere-normed": ("Cohere", {"use_qk_norm": True, "logit_scale": 0.3, "attention_bias": True}),
-    "cohere2": ("Cohere2", {**_LISTED, "logit_scale": 0.0625}),
+    "cohere2": ("Cohere2", {**_LISTED, "head_dim": 4, "logit_scale": 0.0625}),
     "phi": ("Phi", {"qk_layernorm": True, **_rope(partial_rotary_factor=0.5)}),
     "phi3-longrope": ("Phi3", {"original_max_position_embeddings": 10, "max_position_embeddings": 64, **_long(4)}),
     "llama-longrope": ("Llama", _long(4)),

@@ -221,7 +221,7 @@ FAMILIES: Mapping[str, Family] = {
         Switch("use_qk_norm", "qk_norm", "each_head", "none"), tied=True,
     ),
     "cohere2": _layer_normed(
-        "Cohere2ForCausalLM", Heads(shared_out=True), SILU, BIASES, _MEAN_NORMS, _LOGIT_SCALE,
+        "Cohere2ForCausalLM", Heads(), SILU, BIASES, _MEAN_NORMS, _LOGIT_SCALE,
         RopeFields(10_000.0), LayerTypes("fourth", 4096, rotated="never"), tied=True,
     ),
     "phi": _layer_normed(
