@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Sequence
 
@@ -18,6 +19,7 @@ from maxtext_lite.batching.recommendation import (
 )
 from maxtext_lite.cli import ArgumentParser, config_arguments, machine_arguments, real_number, run_command
 from maxtext_lite.config import RLRunConfig, UserError, load_config
+from maxtext_lite.config.errors import rounded_text
 from maxtext_lite.reporting.records import json_text
 
 _MOST = 1e21  # tokens or parameters
@@ -69,7 +71,7 @@ def _text(found: Recommendation) -> str:
     budget = found.budget
     lines = [
         f"N = {_count(budget.parameters)} parameters ({_count(budget.non_embedding)} without embeddings), "
-        f"D = {_count(budget.tokens)} tokens ({budget.tokens / budget.parameters:.3g} a parameter), "
+        f"D = {_count(budget.tokens)} tokens ({rounded_text(budget.tokens / budget.parameters, 3)} a parameter), "
         f"C = 6 N D = {budget.flops:.3g} FLOPs",
         "",
         *_batch_lines(budget, "best", "batch for the lowest loss, tokens"),
@@ -143,12 +145,12 @@ def _legal_line(legal: LegalBatch) -> str:
     if legal.empty_slots:
         line += f"; {legal.empty_slots:,} of {legal.examples + legal.empty_slots:,} slots empty"
     if legal.days is not None:
-        line += f"; {_ends(legal.days, '{:.3g}'.format)} days"
+        line += f"; {_ends(legal.days, functools.partial(rounded_text, digits=3))} days"
     return line + ("" if legal.fits is not False else "  (the plan needs more memory than the device has)")
 
 
 def _span(interval: Interval, show: Callable[[float], str]) -> str:
-    return f"  span: {_ends(interval, show)}, a factor of {interval.high / interval.low:.2g}"
+    return f"  span: {_ends(interval, show)}, a factor of {rounded_text(interval.high / interval.low, 2)}"
 
 
 def _ends(interval: Interval, show: Callable[[float], str], between: str = " to ") -> str:

@@ -136,15 +136,8 @@ def _begin_from(arguments: argparse.Namespace) -> tuple[dict[str, Any], tuple[in
 
 def _solve(arguments: argparse.Namespace, device: Device | None, memory_gb: float | None) -> int:
     """Prints the best plans for a global batch, and the arguments of the first one."""
-    if device is None:
-        raise UserError(
-            "per_device_batch_size=-1 and gradient_accumulation_steps=-1 are chosen by a device's peak, memory and "
-            "links: --device, as in --device=h200, is missing."
-        )
-    if arguments.draw or arguments.draw_to:
-        raise UserError("--draw shows one plan: use it with the arguments that plan prints as the best.")
-    check_at_least_one(arguments, "compile")
-    config = load_config(arguments.config, arguments.overrides)
+    config = _config_to_solve(arguments, has_device=device is not None)
+    assert device is not None
     num_examples = arguments.examples
     if num_examples is None and config.num_epochs:
         num_examples = _count_examples(config)
@@ -173,6 +166,30 @@ def _solve(arguments: argparse.Namespace, device: Device | None, memory_gb: floa
     if arguments.json:
         print(json_text(outcome, indent=2))
     return 0
+
+
+def _config_to_solve(arguments: argparse.Namespace, *, has_device: bool) -> Config:
+    """The config whose batch is to be split.
+
+    Raises:
+      UserError: with every problem of the config and of the arguments beside it.
+    """
+    problems: list[str] = []
+    if not has_device:
+        problems.append(
+            "per_device_batch_size=-1 and gradient_accumulation_steps=-1 are chosen by a device's peak, memory and "
+            "links: --device, as in --device=h200, is missing."
+        )
+    if arguments.draw or arguments.draw_to:
+        problems.append("--draw shows one plan: use it with the arguments that plan prints as the best.")
+    try:
+        check_at_least_one(arguments, "compile")
+        config = load_config(arguments.config, arguments.overrides)
+    except UserError as error:
+        raise UserError([*error.problems, *problems]) from None
+    if problems:
+        raise UserError(problems)
+    return config
 
 
 def _is_limited(config: Config) -> bool:

@@ -76,6 +76,10 @@ HELP = "`maxtext-lite plan --help` lists all arguments."
         (["--device-memory-gb", "nan"], [f"argument --device-memory-gb: nan is not a number. {HELP}"]),
         (["--device-memory-gb", "0"],
          ["device_memory_gb=0 must be above 0 and at most 1000000. Nearest that works: 1."]),
+        (["--device-memory-gb", "0", "--examples", "0", "num_epochs=1", "seed=-1"],
+         ["num_examples=0: there is no training example.",
+          "device_memory_gb=0 must be above 0 and at most 1000000. Nearest that works: 1.",
+          "seed=-1 must be at least 0. Nearest that works: 0."]),
         (["--device-memory-gb", "1e7"],
          ["device_memory_gb=10000000 must be above 0 and at most 1000000. Nearest that works: 1000000."]),
         (["nowhere.yml"], ["no config file 'nowhere.yml'."]),
@@ -295,10 +299,21 @@ def test_both_batch_keys_are_found_and_the_line_plans_what_was_found(capsys):
      "--device=l4: what it sends to others on a machine of so many is not known, so that no step can be predicted. "
      "Nearest that works: per_device_batch_size=16 gradient_accumulation_steps=1."),
     ([*SOLVED, "steps=0"], "steps=0 must be at least 1, or -1. Nearest that works: 1."),
+    ([*SOLVED, "--devices", "-1"], "num_devices=-1 must be at least 1. Nearest that works: 1."),
+    ([*SOLVED, "--devices", "1000000000000000000"],
+     "num_devices=1000000000000000000 must be at most 1000000. Nearest that works: 1."),
+    ([*SOLVED, "--hosts", "3"],
+     "num_hosts=3 does not divide num_devices=8: every host has equally many devices. Nearest that work: 2 or 4."),
 ])  # fmt: skip
 def test_what_cannot_be_solved_is_one_error_line(argv, error, capsys):
     assert run_command(main, argv) == 2
     assert capsys.readouterr().err == f"error: {error}\n"
+
+
+def test_what_solving_lacks_is_said_beside_the_problems_of_the_config(capsys):
+    assert run_command(main, [*SOLVED[:2], *SOLVED[4:], "steps=0", "--draw", "pipeline"]) == 2
+    assert [line.split(" ")[1] for line in capsys.readouterr().err.splitlines()] == [
+        "steps=0", "per_device_batch_size=-1", "--draw"]  # fmt: skip
 
 
 def test_what_was_found_is_printed_before_it_is_compiled(capsys):

@@ -19,7 +19,7 @@ from maxtext_lite.batching.sizes import Sizes
 from maxtext_lite.batching.solve import refusals, resolve
 from maxtext_lite.batching.topology import Topology
 from maxtext_lite.config import Config, Refusal, UserError, remat_of
-from maxtext_lite.config.errors import number_text, value_text
+from maxtext_lite.config.errors import number_text, rounded_text, value_text
 from maxtext_lite.config.kernels import KERNELS, Accelerator, Platform, planned_kernel
 from maxtext_lite.config.load import read_config
 
@@ -48,7 +48,8 @@ def make_plan(
     Raises:
       UserError: with every broken rule, each naming values that work.
     """
-    _check_data_and_memory(num_examples, device_memory_gb)
+    if problems := _data_and_memory_refusals(num_examples, device_memory_gb):
+        raise UserError(map(str, problems))
     sizes, rl = batch_sizes(
         config, num_devices=num_devices, num_hosts=num_hosts, num_examples=num_examples, platform=platform
     )
@@ -81,7 +82,7 @@ def batch_sizes(
     return resolved
 
 
-def _check_data_and_memory(num_examples: int | None, device_memory_gb: float | None) -> None:
+def _data_and_memory_refusals(num_examples: int | None, device_memory_gb: float | None) -> list[Refusal]:
     problems: list[Refusal] = []
     if num_examples is not None and num_examples < 1:
         problems.append(Refusal("", f"num_examples={value_text(num_examples)}: there is no training example."))
@@ -91,8 +92,7 @@ def _check_data_and_memory(num_examples: int | None, device_memory_gb: float | N
     if device_memory_gb is not None and not 0 < device_memory_gb <= _MOST_GIGABYTES:
         message = f"device_memory_gb={value_text(device_memory_gb)} must be above 0 and at most {_MOST_GIGABYTES}."
         problems.append(Refusal("", message, (_MOST_GIGABYTES if device_memory_gb > 0 else 1,)))
-    if problems:
-        raise UserError(map(str, problems))
+    return problems
 
 
 def _plan(
@@ -218,10 +218,10 @@ def load_plan(
     """
     topology = Topology(num_devices, num_hosts, Accelerator.planned(platform))
     known = None if callable(num_examples) else num_examples
-    _check_data_and_memory(known, device_memory_gb)
+    problems = _data_and_memory_refusals(known, device_memory_gb)
     reading = read_config(path, overrides)
-    config = reading.config
-    if refused := reading.refused(refusals(config, topology, known, reading.wrong)):
+    config, numbered = reading.config, known if known is not None and 1 <= known <= _MOST_EXAMPLES else None
+    if refused := [*problems, *reading.refused(refusals(config, topology, numbered, reading.wrong))]:
         raise UserError(str(refusal) for refusal in refused)
     if callable(num_examples):
         num_examples = num_examples(config) if config.num_epochs else None
@@ -279,7 +279,7 @@ def _length_warnings(config: Config, plan: BatchPlan) -> Iterator[str]:
     if config.warmup_steps > schedule:
         shown = f"steps={plan.steps}"
         if schedule != plan.steps:
-            shown += f", which are {float(schedule):.4g} at the target of {total} examples"
+            shown += f", which are {rounded_text(float(schedule))} at the target of {total} examples"
         yield f"warmup_steps={config.warmup_steps} is more than {shown}: the run ends in the warm-up."
     ramp_steps = plan.length.stages_ahead[-1].first_step - 1
     if plan.rampup and ramp_steps > plan.steps:

@@ -6,6 +6,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from fractions import Fraction
 from typing import Any
 
 from maxtext_lite.batching.batch_plan import BatchPlan, layout_shards, row_slots
@@ -13,9 +14,17 @@ from maxtext_lite.batching.devices import Device
 from maxtext_lite.batching.ledger import MemoryEstimate, bytes_text
 from maxtext_lite.batching.pipeline_shape import PipelineShape
 from maxtext_lite.batching.sizes import Sizes
-from maxtext_lite.batching.solve import resolve
+from maxtext_lite.batching.solve import refusals, resolve
 from maxtext_lite.batching.step_time import StepModel, StepTime
-from maxtext_lite.batching.topology import MESH_AXES, MESH_KEYS, MeshSizes, Topology, mesh_key
+from maxtext_lite.batching.topology import (
+    MESH_AXES,
+    MESH_KEYS,
+    MeshSizes,
+    Topology,
+    mesh_key,
+    model_dimensions,
+    topology_violations,
+)
 from maxtext_lite.config import Config, Refusal, UserError
 from maxtext_lite.config.errors import setting_text
 from maxtext_lite.config.load import defaults_of
@@ -98,6 +107,7 @@ def rank(config: Config, topology: Topology, device: Device, plan_of: Plan, *, m
       UserError: the choice would change the training; nothing is legal; nothing fits (the message names the nearest);
         or the device's figures do not suffice (the message names the fewest micro-batches that fit).
     """
+    _check_machine(config, topology)
     _check_training_is_stated(config, topology, plan_of)
     try:
         return _fastest(config, topology, device, plan_of, most)
@@ -118,6 +128,7 @@ def choose(config: Config, topology: Topology, device: Device | None, plan_of: P
     Raises:
       UserError: as in `rank`, except that no figures are needed.
     """
+    _check_machine(config, topology)
     _check_training_is_stated(config, topology, plan_of)
     if device is not None:
         with contextlib.suppress(_Unpredictable):
@@ -189,6 +200,13 @@ def _on_own_mesh(config: Config, topology: Topology, plan_of: Plan) -> Iterator[
 
 def _fits(plan: BatchPlan) -> bool:
     return plan.memory.limit is None or plan.memory.total <= plan.memory.limit
+
+
+def _check_machine(config: Config, topology: Topology) -> None:
+    """Raises UserError where no plan at all is for these devices and hosts."""
+    if topology_violations(topology):
+        one_each = {_PER: Fraction(1), _STEPS: 1, "global_batch_size": 0}
+        raise UserError(map(str, refusals(config.model_copy(update=one_each), topology)))
 
 
 def _check_training_is_stated(config: Config, topology: Topology, plan_of: Plan) -> None:
@@ -290,21 +308,29 @@ def _model(config: Config, mesh: MeshSizes, device: Device, held: MemoryEstimate
 
 def _meshes(config: Config, num_devices: int) -> Iterator[dict[str, int]]:
     """Sizes of the open axes within a slice, whose product is the devices left by the stated axes."""
-    keys = [key for axis in MESH_AXES if is_open(config, key := mesh_key("ici", axis))]
-    stated = [getattr(config, key) for key in MESH_KEYS if key not in keys]
+    keys = {axis: key for axis in MESH_AXES if is_open(config, key := mesh_key("ici", axis))}
+    stated = [getattr(config, key) for key in MESH_KEYS if key not in keys.values()]
     rest = num_devices // math.prod(size for size in stated if size > 0)
-    sizes: list[int] = list(divisors(rest)) if rest else []
+    all_sizes = divisors(rest) if rest else ()
+    sizes = [[size for size in all_sizes if _dimension(config, axis) % size == 0] for axis in keys]
 
-    def below(left: int, axes: int) -> Iterator[tuple[int, ...]]:
-        if axes == 0:
+    def below(left: int, axis: int) -> Iterator[tuple[int, ...]]:
+        if axis == len(sizes):
             if left == 1 or -1 in stated:
                 yield ()
             return
-        for size in sizes:
+        for size in sizes[axis]:
             if left % size == 0:
-                yield from ((size, *others) for others in below(left // size, axes - 1))
+                yield from ((size, *others) for others in below(left // size, axis + 1))
 
-    return (dict(zip(keys, mesh, strict=True)) for mesh in below(rest, len(keys)))
+    return (dict(zip(keys.values(), mesh, strict=True)) for mesh in below(rest, 0))
+
+
+def _dimension(config: Config, axis: str) -> int:
+    """What the size of an axis must divide in every legal plan; 0, which all sizes divide, for `data`."""
+    if axis == "data":
+        return 0
+    return config.num_stacked_layers if axis == "stage" else math.gcd(*model_dimensions(config, axis).values())
 
 
 def microbatch_choices(config: Config, stages: int) -> list[dict[str, int]]:

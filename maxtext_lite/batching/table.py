@@ -9,7 +9,7 @@ from maxtext_lite.batching.ledger import PARTS, MemoryEstimate, bytes_text
 from maxtext_lite.batching.ranking import RankedPlan
 from maxtext_lite.batching.rl import RLBatch
 from maxtext_lite.batching.topology import mesh_text
-from maxtext_lite.config.errors import number_text, short_text
+from maxtext_lite.config.errors import number_text, rounded_text, short_text
 
 _MOST_STAGES = 12
 
@@ -82,7 +82,7 @@ def _mesh_text(plan: BatchPlan) -> str:
 def _decimal(value: Fraction) -> str:
     """A number for reading that is never a ratio such as 3/38269."""
     text = short_text(value)
-    return f"{float(value):.4g}" if "/" in text else text
+    return rounded_text(float(value)) if "/" in text else text
 
 
 def _batch_rows(plan: BatchPlan) -> list[tuple[str, str]]:

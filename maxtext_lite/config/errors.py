@@ -48,7 +48,12 @@ def number_text(value: int | float | Fraction) -> str:
 def short_text(value: int | Fraction) -> str:
     """A number for reading: exact while it is short."""
     text = number_text(value)
-    return text if len(text) <= 10 else f"{float(value):.4g}"
+    return text if len(text) <= 10 else rounded_text(float(value))
+
+
+def rounded_text(value: float, digits: int = 4) -> str:
+    """A number for reading, rounded to `digits` digits, or to a whole number if that has more, up to 15."""
+    return f"{value:.0f}" if 10**digits - 0.5 <= abs(value) < 1e15 else f"{value:.{digits}g}"
 
 
 def decimal_text(fraction: Fraction) -> str:

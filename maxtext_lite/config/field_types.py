@@ -263,6 +263,8 @@ Count = Annotated[int, BeforeValidator(_whole(1))]
 """An integer from 1 to 2**31 - 1, the maximum of all counts."""
 Layers = Annotated[int, BeforeValidator(_whole(1, maximum=_MOST_LAYERS))]
 """A number of layers: at most 10,000."""
+LayersOrZero = Annotated[int, BeforeValidator(_whole(0, maximum=_MOST_LAYERS))]
+"""A number of layers, or 0."""
 DevicesOrMinusOne = Annotated[int, BeforeValidator(_whole(1, -1, maximum=_MOST_DEVICES))]
 """A number of devices, at most a million, or -1: the remaining ones."""
 AtLeastTwo = Annotated[int, BeforeValidator(_whole(2))]

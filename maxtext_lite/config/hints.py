@@ -111,7 +111,11 @@ def missing_file(name: str, namer: str, shipped: Sequence[str], directory: Path 
     problem = path_problem(name)
     if problem:
         return f"the config file '{value_text(name)}'{named_by} {problem}"
-    beside = (directory / user_path(name)).parent
+    place = directory / user_path(name)
+    if place.is_dir() or place.is_symlink():
+        what = "is a directory" if place.is_dir() else "is a link to a file that does not exist"
+        return f"the config file '{value_text(name)}'{named_by} {what}."
+    beside = place.parent
     found = (file for pattern in ("*.yml", "*.yaml") for file in beside.glob(pattern) if not file.is_dir())
     files = [Path(name).parent / file.name for file in sorted(found)[:_MOST_FILES]]
     same = [str(file) for file in files if file.stem == Path(name).stem]

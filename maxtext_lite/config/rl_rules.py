@@ -70,11 +70,11 @@ def _micro_batch(config: RLRunConfig) -> Violation | None:
 
 
 def _lengths(config: RLRunConfig) -> Violation | None:
-    tokens = config.max_target_length
-    if config.max_prefill_predict_length < tokens:
+    tokens, of_prompt = config.max_target_length, config.max_prefill_predict_length
+    if of_prompt < tokens:
         return None
     rule = f"leaves no token of max_target_length={tokens} for a response"
-    return violates(config, "max_prefill_predict_length", rule, max(tokens // 2, 1))
+    return violates(config, "max_prefill_predict_length", rule, tokens - 1, {"max_target_length": of_prompt + 1})
 
 
 def _steps(config: RLRunConfig) -> Violation | None:
@@ -96,10 +96,14 @@ def _devices(config: RLRunConfig) -> Violation | None:
         return violates(config, wrong[0], rule, dict.fromkeys(wrong, Fraction(1)))
     if trainer + sampler <= 1:
         return None
-    rest = 1 - trainer
-    near = {"sampler_devices_fraction": rest} if rest > 0 else dict.fromkeys(_FRACTIONS, Fraction(1))
     rule = f"and sampler_devices_fraction={value_text(sampler)} are more than all devices, and not both 1"
-    return violates(config, "trainer_devices_fraction", rule, near)
+    if trainer >= 1:
+        return violates(config, "trainer_devices_fraction", rule, dict.fromkeys(_FRACTIONS, Fraction(1)))
+    near = [{"sampler_devices_fraction": 1 - trainer}]
+    if trainer.denominator not in (2, 4, 8):  # few machines have such a share of their devices
+        quarters = Fraction(min(max(round(4 * trainer), 1), 3), 4)
+        near.insert(0, dict(zip(_FRACTIONS, (quarters, 1 - quarters), strict=True)))
+    return violates(config, "trainer_devices_fraction", rule, *near)
 
 
 def dataset_of_objective(config: Config) -> Violation | None:

@@ -19,6 +19,7 @@ from maxtext_lite.config.field_types import (
     Flag,
     HangTimeout,
     Layers,
+    LayersOrZero,
     Name,
     NotNegative,
     Packing,
@@ -205,7 +206,7 @@ class ModelConfig(Section):
     topk_routing_group: Count
     routed_bias: Flag
     expert_bias: Flag
-    first_num_dense_layers: CountOrZero
+    first_num_dense_layers: LayersOrZero
     mlp_pattern: Name
     lora_rank: CountOrZero
     lora_alpha: Positive

@@ -11,7 +11,7 @@ import numpy as np
 from maxtext_lite.batching import BatchPlan
 from maxtext_lite.batching.rate_shape import decay, warm_up
 from maxtext_lite.config import Config, DataConfig, UserError
-from maxtext_lite.config.errors import any_of
+from maxtext_lite.config.errors import any_of, rounded_text
 from maxtext_lite.config.source_list import MIXABLE
 from maxtext_lite.data.mixture_history import Mixture, RowStream, as_json, continued, history_of
 from maxtext_lite.data.mixture_source import MixtureSource, parts_of
@@ -119,7 +119,8 @@ def mixture_sentences(config: DataConfig, source: Any, first: int, end: int) -> 
     what = f"the run ends with example {end:,}" if stops else "the others go on"
     return [
         f"source {row['name']}: {row['examples']:,} examples, {row['target_tokens']:,} target tokens; {row['rows']:,} "
-        f"rows to be read, {row['token_share']:.4%} of the tokens; {row['epochs']:.4g} epochs in the whole run"
+        f"rows to be read, {row['token_share']:.4%} of the tokens; {rounded_text(row['epochs'])} epochs in the "
+        "whole run"
         for row in mixture_table(source, first, end)
     ] + [
         f"source {name} has given all rows of its max_epochs when its turn comes at example {position:,}: {what}"

@@ -10,6 +10,7 @@ from pathlib import Path
 import rich.console
 import rich.progress
 
+from maxtext_lite.config.errors import rounded_text
 from maxtext_lite.config.whole_file import replacing
 from maxtext_lite.process.signals import command_signals
 from maxtext_lite.reporting.records import INCOMPLETE, Steps, is_evaluation, read_records, record_text
@@ -224,7 +225,7 @@ def _step_parts(record: Record) -> list[str]:
         f"loss {_shown_loss(record):.4f}",
         *reward,
         f"{record['tokens_per_second']:,.0f} tokens/s",
-        f"{record['tflops_per_device']:.3g} TFLOP/s/device",
+        f"{rounded_text(record['tflops_per_device'], 3)} TFLOP/s/device",
         *mfu,
         *rate,
         f"grad {record['grad_norm']:.3g}",

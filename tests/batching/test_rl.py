@@ -8,6 +8,7 @@ from maxtext_lite.batching import load_plan, make_plan
 from maxtext_lite.batching.rl import rl_batch
 from maxtext_lite.batching.topology import Topology
 from maxtext_lite.config import Config, RLRunConfig, UserError, load_config, write_resolved
+from tests.refusals import changes
 
 FILE = "configs/post_train/rl.yml"
 
@@ -65,6 +66,8 @@ def test_a_chunk_is_whole_groups_that_divide_the_batch_and_others_are_refused_wi
     (["num_iterations=7"], "steps=120 ends in the middle of the num_iterations=7 steps on a batch. "
                         "Nearest that work: 119 or 126."),
     (["max_prefill_predict_length=256"], "leaves no token of max_target_length=24 for a response."),
+    (["trainer_devices_fraction=0.3"],
+     "Nearest that works: trainer_devices_fraction=0.25 sampler_devices_fraction=0.75."),
     (["trainer_devices_fraction=0.5"], "Nearest that works: sampler_devices_fraction=0.5."),
     (["trainer_devices_fraction=0.3", "sampler_devices_fraction=0.5"],
      "trainer_devices_fraction=0.3 x 8 devices = 2.4 devices, not a whole number. Nearest that work: 0.25 or 0.5."),
@@ -127,3 +130,13 @@ def test_rl_keys_are_those_of_its_file(tmp_path):
     with pytest.raises(UserError, match=r"unknown key 'batch_size' .*It is a key of configs/post_train/rl.yml"):
         load_config(None, ["batch_size=6"])
     assert set(Config.model_fields) < set(RLRunConfig.model_fields)
+
+
+def test_without_a_machine_a_split_is_named_that_most_machines_have():
+    with pytest.raises(UserError) as refusal:
+        load_config(FILE, ["trainer_devices_fraction=0.3"])
+    (problem,) = refusal.value.problems
+    quarters, same = changes(problem)
+    assert same == {"sampler_devices_fraction": "0.7"}
+    for num_devices in (4, 8, 256):
+        load_plan(FILE, [f"{key}={value}" for key, value in quarters.items()], num_devices=num_devices)

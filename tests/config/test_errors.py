@@ -16,6 +16,7 @@ from maxtext_lite.config.errors import (
     full_text,
     nearest_clause,
     number_text,
+    rounded_text,
     unwhole_text,
     value_text,
     without_secrets,
@@ -45,6 +46,15 @@ def test_what_is_not_whole_does_not_look_whole(value, text):
 )  # fmt: skip
 def test_numbers_are_shown_as_a_config_holds_them(value, text):
     assert number_text(value) == text
+
+
+@pytest.mark.parametrize(("value", "digits", "text"), [
+    (25510.204, 4, "25510"), (9999.49, 4, "9999"), (9999.5, 4, "10000"), (-123456.7, 4, "-123457"),
+    (12.3456, 4, "12.35"),
+    (1234.5, 3, "1234"), (999.6, 3, "1000"), (3.5e14, 4, "350000000000000"), (1e18, 4, "1e+18"), (1e-9, 4, "1e-09"),
+])  # fmt: skip
+def test_a_large_number_for_reading_has_no_exponent(value, digits, text):
+    assert rounded_text(value, digits) == text
 
 
 @given(st.fractions())

@@ -20,6 +20,8 @@ REFUSED = {
     "steps=[5]": "steps=[5] is a list or a mapping, not a number. Nearest that works: 250.",
     "steps=9223372036854775808":
         "steps=9223372036854775808 must be at most 2147483647. Nearest that works: 2147483647.",
+    "first_num_dense_layers=2147483647":  # whose numbers alone would fill the memory
+        "first_num_dense_layers=2147483647 must be at most 10000. Nearest that works: 0.",
     "eval_interval=0": "eval_interval=0 must be at least 1, or -1. Nearest that works: 1.",
     "hang_timeout_seconds=3": "hang_timeout_seconds=3 must be at least 5, or 0. Nearest that works: 5.",
     "packing=1": "packing=1 is not concat (true), none (false) or best_fit. Nearest that work: true or false.",

@@ -75,10 +75,18 @@ def test_a_file_that_is_not_there_is_held_against_those_beside_it(there, named, 
 
 def test_without_one_near_nothing_is_guessed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "nowhere.yml").mkdir()
+    (tmp_path / "nowheres.yml").mkdir()
     assert missing_file("nowhere.yml", "a.yml", ["base.yml"]) == "no config file 'nowhere.yml' (base of a.yml)."
 
 
 def test_a_config_at_a_url_is_refused_by_its_scheme():
     with pytest.raises(ConfigError, match=r"the config file 'gs://a/b.yml' is a URL \(gs:\)"):
         load_config("gs://a/b.yml")
+
+
+def test_a_directory_or_broken_link_is_not_a_misspelt_name(tmp_path):
+    (tmp_path / "some.yml").mkdir()
+    (tmp_path / "link.yml").symlink_to("gone.yml")
+    assert missing_file("some.yml", "", [], tmp_path) == "the config file 'some.yml' is a directory."
+    said = "the config file 'link.yml' (base of a.yml) is a link to a file that does not exist."
+    assert missing_file("link.yml", "a.yml", [], tmp_path) == said

@@ -13,7 +13,10 @@ REFUSED = {
     "micro_batch_size=6": "micro_batch_size=6 is not a multiple of num_generations=8: a group of responses is judged "
                           "together. Nearest that works: 8.",
     "max_prefill_predict_length=32": "max_prefill_predict_length=32 leaves no token of max_target_length=24 for a "
-                                     "response. Nearest that works: 12.",
+                                     "response. Nearest that work: max_prefill_predict_length=23 or "
+                                     "max_target_length=33.",
+    "max_target_length=1": "max_prefill_predict_length=16 leaves no token of max_target_length=1 for a response. "
+                           "Nearest that works: max_target_length=17.",
     "num_iterations=7": "steps=120 ends in the middle of the num_iterations=7 steps on a batch. "
                         "Nearest that work: 119 or 126.",
     "trainer_devices_fraction=0.5": "trainer_devices_fraction=0.5 and sampler_devices_fraction=1 are more than all "
