@@ -108,7 +108,7 @@ EXPERT_FAMILIES: Mapping[str, Family] = {
         Only("router_jitter_noise", 0.0), Ignored("for_llm_compressor"),
     )),
     "hunyuan_v1_moe": family(
-        "HunYuanMoEV1ForCausalLM", Heads(), SILU, BIASES, RopeFields(10_000.0),
+        "HunYuanMoEV1ForCausalLM", Heads(), SILU, BIASES, RopeFields(10_000.0, alpha=True),
         Fixed(qk_norm="head_after_rope", routed_score_func="softmax", norm_topk_prob=True, shared_experts=1),
         Every("num_experts", "num_local_experts", key="num_experts"),
         Every("moe_topk", "num_experts_per_tok", key="num_experts_per_tok"), epsilon=1e-5,

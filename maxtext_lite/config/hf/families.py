@@ -259,7 +259,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "hunyuan_v1_dense": family(
         "HunYuanDenseV1ForCausalLM", Heads(), SILU, BIASES, Fixed(qk_norm="head_after_rope"),
-        RopeFields(10_000.0), Only("use_qk_norm", True), epsilon=1e-5,
+        RopeFields(10_000.0, alpha=True), Only("use_qk_norm", True), epsilon=1e-5,
     ),
     "exaone4": family(
         "Exaone4ForCausalLM", Heads(kv_heads=32), SILU, NORMED_HEADS, Fixed(norm_placement="post"),

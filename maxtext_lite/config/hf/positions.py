@@ -20,6 +20,7 @@ class RopeFields(Part):
       names: of the fields for the base and the share.
       original: the default of `original_max_position_embeddings`, for a family with that field.
       types: the only rope_types of this family, by the words for each; {}: all of them.
+      alpha: a `dynamic` rotation may have the entry `alpha`, which makes it ntk. Other families do not read the entry.
     """
 
     def __init__(
@@ -31,9 +32,10 @@ class RopeFields(Part):
         names: tuple[str, str] = ("rope_theta", "partial_rotary_factor"),
         original: int = 0,
         types: JsonObject | None = None,
+        alpha: bool = False,
     ) -> None:
         self._theta, self._partial, self._scaling = theta, partial, scaling or {}
-        self._names, self._original, self._types = names, original, types or {}
+        self._names, self._original, self._types, self._alpha = names, original, types or {}, alpha
 
     def read(self, fields: Fields) -> Keys:
         """See Part."""
@@ -56,7 +58,7 @@ class RopeFields(Part):
         outside = fields.whole("original_max_position_embeddings", self._original, least=0)
         if outside and parameters:
             parameters["original_max_position_embeddings"] = outside
-        scaling = _scaling(name, parameters, fields)
+        scaling = _scaling(name, parameters, fields, alpha=self._alpha)
         if self._types and scaling and scaling["rope_type"] not in self._types.values():
             known = any_of(["default", *dict.fromkeys(self._types.values())])
             fields.refuse(name, scaling["rope_type"], f"is not of this family, whose rope_type must be {known}.")
@@ -109,8 +111,8 @@ def _rope_fields(theta: float, config: ModelConfig, more: JsonObject) -> JsonObj
 _SCALINGS = {kind: needed + optional for kind, (needed, optional) in ROPE_ENTRIES.items() if kind != "ntk"}
 
 
-def _scaling(name: str, parameters: JsonObject, fields: Fields) -> JsonObject:
-    """A rope_scaling mapping from rotary parameters without their base."""
+def _scaling(name: str, parameters: JsonObject, fields: Fields, *, alpha: bool = False) -> JsonObject:
+    """A rope_scaling mapping from rotary parameters without their base; `alpha` as in RopeFields."""
     given = {entry: value for entry, value in parameters.items() if value is not None}
     old_name = given.pop("type", None)
     kind = given.pop("rope_type", old_name or "default")
@@ -121,7 +123,7 @@ def _scaling(name: str, parameters: JsonObject, fields: Fields) -> JsonObject:
         return {}
     if old_name is not None and old_name != kind:
         fields.refuse(name, parameters, "names two types: rope_type and type.")
-    if kind == "dynamic" and given.get("alpha"):  # Hunyuan's, which reads nothing else
+    if alpha and kind == "dynamic" and given.get("alpha"):  # nothing else is read then
         return {"rope_type": "ntk", "factor": given["alpha"]}
     if kind not in list(_SCALINGS):
         fields.refuse(name, kind, f"cannot be expressed: a rope_type must be default, {any_of(list(_SCALINGS))}.")

@@ -136,10 +136,19 @@ def test_longrope_and_its_older_names(fields, factor, original):
 
 
 def test_an_alpha_of_hunyuan_is_a_fixed_base():
-    part = RopeFields(1e4)
+    part = RopeFields(1e4, alpha=True)
     keys = part.read(Fields({"rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0, "beta_fast": 32}}))
     assert keys["rope_scaling"] == {"rope_type": "ntk", "factor": 50.0}
     assert part.read(Fields(part.write(load_config(None, ["rope_scaling={rope_type: ntk, factor: 50.0}"])))) == keys
+
+
+def test_an_alpha_of_another_family_is_refused():
+    """transformers reads it in Hunyuan alone; elsewhere the rotation follows the length."""
+    fields = Fields({"rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0}, "max_position_embeddings": 64})
+    RopeFields(1e4).read(fields)
+    (problem,) = fields.problems
+    assert problem.startswith("rope_scaling=")
+    assert problem.endswith("has alpha, which is not known of rope_type dynamic.")
 
 
 @pytest.mark.parametrize(("fields", "expected"), [
