@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from maxtext_lite.config import load_config
-from maxtext_lite.config.weights import stacks_of
 from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding, tree_shardings
 from maxtext_lite.training.accumulate import GradientAccumulation
@@ -45,19 +44,9 @@ NOT_OF_PARAMETERS = {"attention": "dot_product", "context_strategy": "all_gather
 
 @functools.cache
 def plain_parameters(shape):
-    """Parameters distributed as `Decoder.init` distributes them, on the host, without adapters or pipeline.
-
-    Drawn by numpy: to compile `init` takes longer for each shape than many a test that needs parameters.
-    """
-    random, params = np.random.default_rng(0), {}
-    for stack, (num_layers, table) in stacks_of(shape).items():
-        for path, weight in table.items():
-            sizes = (num_layers, *weight.sizes) if stack else weight.sizes
-            start = {"ones": np.ones, "zeros": np.zeros}.get(weight.start)
-            *above, name = f"{stack}/{path}".strip("/").split("/")
-            place = functools.reduce(lambda tree, key: tree.setdefault(key, {}), above, params)
-            place[name] = start(sizes) if start else shape.initializer_range * random.normal(size=sizes)
-    return jax.tree.map(lambda x, like: x.astype(like.dtype), params, Decoder(shape).abstract_params)
+    """The parameters of seed 0, drawn once for each shape, on the host, without adapters or pipeline."""
+    with jax.set_mesh(ONE_DEVICE):
+        return jax.device_get(jax.jit(Decoder(shape).init)(jax.random.key(0)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +77,7 @@ class Setup:
 
     @functools.cached_property
     def initial(self):
-        """A state before the first step, on the host, with the parameters that all setups of a shape share."""
+        """The same state on the host, from parameters shared by all setups of a shape, as no mesh changes it."""
         without_adapters = Decoder(dataclasses.replace(self.decoder.shape, lora=None), self.decoder.pipeline)
         params = jax.tree.map(
             lambda x, like, where: jax.device_put(x.reshape(like.shape), where),
