@@ -135,9 +135,10 @@ def config_json(
         found = _obstacles(fields, config)
         if not found.problems:
             about = {"dtype": dtype, "torch_dtype": dtype}
-            if original and not _obstacles(original, config).problems:
-                longer = _with_positions(original, max_position_embeddings, config)
-                return {**_of_old_versions(fields), **longer, **about}
+            longer = _with_positions(original, max_position_embeddings, config)
+            unchanged = {**_of_old_versions(fields), **longer, **about}
+            if original and not _obstacles(unchanged, config).problems:
+                return unchanged
             kept = {name: value for name, value in original.items() if name not in ("rope_scaling", "rope_parameters")}
             return {**tokens, **kept, **fields, **about}
         if nearest is None or found.rank < nearest.rank:  # the nearest family says what is in the way

@@ -320,6 +320,17 @@ def test_training_on_longer_rows_raises_the_number_of_positions_unless_a_scaling
         assert config_json(config, max_position_embeddings=64, **of)["max_position_embeddings"] == 8192
 
 
+def test_two_original_lengths_of_a_scaling_become_the_one_that_counts():
+    """What is added for older versions would contradict an entry that nobody reads."""
+    original = {name: value for name, value in LLAMA3_8B.items() if not name.startswith("rope")}
+    original |= {"rope_parameters": LLAMA32_ROPE | {"rope_theta": 5e5}, "original_max_position_embeddings": 4096}
+    keys = model_keys(original, "config.json")
+    config = load_config(None, [f"{key}={json.dumps(value)}" for key, value in keys.items()])
+    fields = config_json(config, max_position_embeddings=64, dtype="float32", original=original)
+    assert model_keys(fields, "config.json") == keys
+    assert keys["rope_scaling"]["original_max_position_embeddings"] == 4096
+
+
 def test_the_name_of_the_weights_file_is_not_carried_on():
     original = LLAMA3_8B | {"transformers_weights": "model.safetensors"}
     config = load_config(None, [f"{key}={json.dumps(value)}" for key, value in model_keys(original, "x").items()])
