@@ -112,7 +112,7 @@ def missing_file(name: str, namer: str, shipped: Sequence[str], directory: Path 
     if problem:
         return f"the config file '{value_text(name)}'{named_by} {problem}"
     place = directory / user_path(name)
-    if place.is_dir() or place.is_symlink():
+    if name and (place.is_dir() or place.is_symlink()):
         what = "is a directory" if place.is_dir() else "is a link to a file that does not exist"
         return f"the config file '{value_text(name)}'{named_by} {what}."
     beside = place.parent

@@ -180,7 +180,7 @@ def test_files_that_do_not_serve_are_refused(here, files, why):
 def test_a_file_that_is_not_text_is_refused(here):
     Path("my.yml").write_bytes(b"\xff\xfe")
     assert problems_of("my.yml") == ("my.yml is not UTF-8 text.",)
-    assert "no config file '.'" in problems_of(".")[0]
+    assert "the config file '.' is a directory" in problems_of(".")[0]
 
 
 def test_a_base_is_looked_for_beside_the_file_and_then_among_the_shipped_ones(here):
