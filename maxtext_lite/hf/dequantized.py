@@ -35,6 +35,8 @@ _OF_ACTIVATIONS = (
 )  # fmt: skip
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
+_STORED_TURNED = ("gpt2",)  # whose matrices are [in, out]: for bitsandbytes, transformers makes them [out, in]
+
 
 @dataclasses.dataclass(frozen=True)
 class _Packed:
@@ -48,6 +50,10 @@ class _Packed:
     like: Stored
     shape: tuple[int, ...]
     piece: Callable[[Box], np.ndarray]
+
+
+def _turned(packed: _Packed) -> _Packed:
+    return _Packed(packed.like, packed.shape[::-1], lambda box: packed.piece(box[::-1]).T)
 
 
 _Size = Annotated[int, Field(ge=1, lt=2**31)]
@@ -83,6 +89,8 @@ class DequantizedDir(SafetensorsDir):
         read = {"mxfp4": self._mxfp4, "bitsandbytes": self._bitsandbytes}.get(method, self._scaled)
         for name in self._stored:
             read(name)
+        if method == "bitsandbytes" and fields.get("model_type") in _STORED_TURNED:
+            self._packed = {name: _turned(packed) for name, packed in self._packed.items()}
         if not self._packed:
             raise UserError(f"{self._where}: no tensor there is stored so. If none is quantized, remove {FIELD}.")
         for name, packed in self._packed.items():

@@ -175,6 +175,19 @@ def test_a_tensor_is_what_its_format_says(name, tmp_path, monkeypatch):
     np.testing.assert_array_equal(files.part("x.weight", lambda: box)[box], wanted[box])
 
 
+@pytest.mark.parametrize("name", ["nf4-nested", "bnb-int8"])
+def test_matrices_of_gpt2_are_turned_for_bitsandbytes_and_turned_back(name, tmp_path, monkeypatch):
+    """A square one would otherwise be read the wrong way round: no shape says so."""
+    monkeypatch.setattr(dequantized, "_AT_ONCE", 500)  # several pieces
+    about, tensors, wanted = CASES[name]()
+    named = {f"h.0.attn.c_proj.{key}": value for key, value in tensors.items()}
+    files = directory(tmp_path, about, named, model_type="gpt2")
+    np.testing.assert_array_equal(files.view("h.0.attn.c_proj.weight"), wanted.T)
+    box = slice(5, 50), slice(7, 31)
+    part = files.part("h.0.attn.c_proj.weight", lambda: box)[box]
+    np.testing.assert_array_equal(part, wanted.T[box])
+
+
 def test_blocks_of_mxfp4_are_those_of_transformers(tmp_path):
     torch = pytest.importorskip("torch")
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
