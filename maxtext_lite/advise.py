@@ -20,7 +20,7 @@ from maxtext_lite.batching.recommendation import (
 from maxtext_lite.cli import ArgumentParser, config_arguments, machine_arguments, real_number, run_command
 from maxtext_lite.config import RLRunConfig, UserError, load_config
 from maxtext_lite.config.errors import rounded_text
-from maxtext_lite.reporting.records import json_text
+from maxtext_lite.process.records import json_text
 
 _MOST = 1e21  # tokens or parameters
 _LEAST_LOSS, _MOST_LOSS = 0.01, 100

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from maxtext_lite.batching.branching import WORSE, critical_batch
 from maxtext_lite.cli import ArgumentParser, check_at_least_one, check_one_host, local_path, run_command, whole_number
 from maxtext_lite.config.errors import value_text
+from maxtext_lite.process.records import json_text
 from maxtext_lite.reporting import read_runs, write_page
-from maxtext_lite.reporting.records import json_text
 from maxtext_lite.train import finish
 
 if TYPE_CHECKING:

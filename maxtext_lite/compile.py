@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from maxtext_lite.cli import ArgumentParser, check_at_least_one, config_arguments, run_command, whole_number
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.config.errors import value_text
-from maxtext_lite.reporting.records import json_text
+from maxtext_lite.process.records import json_text
 
 
 def main(argv: Sequence[str]) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from maxtext_lite.cli import EXIT_FAILED, ArgumentParser, config_arguments, run_command
-from maxtext_lite.reporting.records import json_text
+from maxtext_lite.process.records import json_text
 
 
 def main(argv: Sequence[str]) -> int:

@@ -7,7 +7,7 @@ from maxtext_lite.cli import ArgumentParser, model_arguments, parse_keys, run_co
 from maxtext_lite.config import UserError
 from maxtext_lite.config.hf.model_directory import directory_config
 from maxtext_lite.generation.requests import EvaluateConfig
-from maxtext_lite.reporting.records import json_text
+from maxtext_lite.process.records import json_text
 
 EXAMPLE = "evaluate RUN_DIR text=held_out.txt max_length=1024"
 _PATHS = ("text", "choices", "cloze")

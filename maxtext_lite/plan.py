@@ -38,8 +38,8 @@ from maxtext_lite.config.kernels import Accelerator
 from maxtext_lite.config.load import read_config
 from maxtext_lite.config.violation import divisors
 from maxtext_lite.process.output import complain
+from maxtext_lite.process.records import json_text
 from maxtext_lite.reporting.pipeline_view import pipeline_svg, pipeline_text
-from maxtext_lite.reporting.records import json_text
 
 _MOST_DRAWN = 50_000
 

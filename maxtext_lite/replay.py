@@ -19,7 +19,7 @@ from maxtext_lite.cli import (
 from maxtext_lite.config import RLRunConfig
 from maxtext_lite.config.errors import full_text
 from maxtext_lite.process.output import complain
-from maxtext_lite.reporting.records import json_text
+from maxtext_lite.process.records import json_text
 
 if TYPE_CHECKING:
     from maxtext_lite.training.replaying import Replay

@@ -22,8 +22,8 @@ from maxtext_lite.cli import (
 )
 from maxtext_lite.config import RLRunConfig, UserError, load_config, write_resolved
 from maxtext_lite.config.errors import setting_text
+from maxtext_lite.process.records import json_text
 from maxtext_lite.reporting import read_runs, write_page
-from maxtext_lite.reporting.records import json_text
 
 
 def main(argv: Sequence[str]) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from maxtext_lite.cli import EXIT_FAILED, ArgumentParser, check_tolerance, local_path, real_number, run_command
-from maxtext_lite.reporting.records import json_text
+from maxtext_lite.process.records import json_text
 
 if TYPE_CHECKING:
     from maxtext_lite.training.run_difference import Comparison, SavedDifference

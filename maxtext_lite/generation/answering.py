@@ -16,7 +16,7 @@ from maxtext_lite.generation.sampler import Sampler, check_finite, load_on_mesh,
 from maxtext_lite.generation.stream_text import TimedTokens, WrittenText
 from maxtext_lite.generation.text_tokens import TextTokens
 from maxtext_lite.parallel import start_devices
-from maxtext_lite.reporting.records import json_text
+from maxtext_lite.process.records import json_text
 
 Turns = list[dict[str, str]]
 

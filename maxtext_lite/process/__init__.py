@@ -1,1 +1,2 @@
-"""A command's own process: signals, streams, phases, watchdog. Imports only the standard library, as it comes first."""
+"""A command's own process: signals, streams, phases, watchdog; a run's records and goodput. Only the standard library,
+as it is imported before everything else."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from maxtext_lite.reporting.records import EVALUATION_BY_SOURCE, EVALUATION_METRICS
+from maxtext_lite.process.records import EVALUATION_BY_SOURCE, EVALUATION_METRICS
 
 AXES = {"step": "steps", "examples_seen": "examples", "tokens_seen": "tokens"}
 """The columns that can be the x-axis, and their names."""

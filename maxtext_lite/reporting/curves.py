@@ -7,9 +7,9 @@ from itertools import pairwise
 from statistics import fmean, median_low
 from typing import Any
 
+from maxtext_lite.process.records import is_of_evaluations
 from maxtext_lite.reporting.charts import AXES, CHARTS, EXACT, NOISE_SCALE_BAND, STEPPED, ChartSpec
 from maxtext_lite.reporting.plan_view import short_number
-from maxtext_lite.reporting.records import is_of_evaluations
 from maxtext_lite.reporting.run_data import Column, Run
 
 FRAME = {"width": 960, "left": 104, "right": 936, "top": 24, "bottom": 412}

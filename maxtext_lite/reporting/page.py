@@ -6,10 +6,10 @@ from html import escape as _e
 from pathlib import Path
 
 from maxtext_lite.batching.ledger import bytes_text
+from maxtext_lite.process.records import as_list, as_object
 from maxtext_lite.reporting.charts import AXES
 from maxtext_lite.reporting.curves import Json, chart_svg, color_class, make_board
 from maxtext_lite.reporting.plan_view import long_number, memory_parts, plain, plan_rows
-from maxtext_lite.reporting.records import as_list, as_object
 from maxtext_lite.reporting.run_data import Run
 from maxtext_lite.reporting.summary import NONE, advice, status, summary
 
@@ -158,9 +158,8 @@ def _curves(runs: Sequence[Run], board: Json) -> str:
         f'<div class="keys">{_keys(chart, runs, board)}</div></figcaption>{chart_svg(chart, board["grids"])}</figure>'
         for chart in board["charts"]
     )
-    note = ""
-    if any("first" in grid for grid in board["grids"]):
-        note = " Lines are means of several steps; bands span their lowest to highest values."
+    averaged = any("first" in grid for grid in board["grids"])
+    note = " Lines are means of several steps; bands span their lowest to highest values." if averaged else ""
     axes = "".join(
         f'<label><input type="radio" name="axis" value="{axis}"{" checked" if axis == "step" else ""}>{name}</label>'
         for axis, name in AXES.items()
@@ -168,8 +167,7 @@ def _curves(runs: Sequence[Run], board: Json) -> str:
     )
     legend = "".join(
         f'<button type="button" data-run="{number}" aria-pressed="true">{_name(number, runs)}</button>'
-        for number in range(len(runs))
-        if len(runs) > 1
+        for number in range(len(runs) if len(runs) > 1 else 0)
     )
     return f"""<div class="bar"><div id="controls" hidden><fieldset><legend>x-axis</legend>{axes}</fieldset>
 <label>smoothing <input type="range" id="smoothing" min="0" max="0.99" step="0.01" value="0.6"></label>

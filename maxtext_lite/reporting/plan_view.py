@@ -7,7 +7,7 @@ from typing import Any
 
 from maxtext_lite.batching.ledger import PARTS, bytes_text
 from maxtext_lite.config.errors import value_text
-from maxtext_lite.reporting.records import as_list, as_object
+from maxtext_lite.process.records import as_list, as_object
 
 _MEANINGS = {
     "num_devices": "all devices of the mesh",
@@ -61,6 +61,7 @@ _MEANINGS = {
     "diloco_num_replicas": "replicas with their own updates",
     "diloco_sync_period": "steps between synchronizations",
 }
+_APART = ("mesh", "rampup", "memory", "mixture", "data", "warnings", "num_hosts")  # shown elsewhere, or beside another
 
 
 def plan_rows(plan: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
@@ -69,11 +70,7 @@ def plan_rows(plan: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     pipelined = plan.get("num_pipeline_stages", 1) != 1
     hosts, loading = plan.get("num_hosts"), as_list(plan.get("loading_hosts"))
     for key, value in plan.items():
-        if (
-            key in ("mesh", "rampup", "memory", "mixture", "data", "warnings", "num_hosts")
-            or value is None
-            or ("pipeline" in key and not pipelined)
-        ):
+        if key in _APART or value is None or ("pipeline" in key and not pipelined):
             continue
         if key == "num_devices":
             sizes = as_object(plan.get("mesh")).items()

@@ -14,9 +14,8 @@ from maxtext_lite.config.bucket import original
 from maxtext_lite.config.errors import full_text, nearest_clause
 from maxtext_lite.config.files import packaged_directory
 from maxtext_lite.config.yaml_text import YamlValue, parse_mapping
-from maxtext_lite.reporting.charts import STEP_METRICS, STEPS_BY_SOURCE
-from maxtext_lite.reporting.goodput import goodput_text, starts_of
-from maxtext_lite.reporting.records import (
+from maxtext_lite.process.goodput import goodput_text, starts_of
+from maxtext_lite.process.records import (
     EVALUATION_BY_SOURCE,
     EVALUATION_METRICS,
     Record,
@@ -28,6 +27,7 @@ from maxtext_lite.reporting.records import (
     read_records,
     with_numbers,
 )
+from maxtext_lite.reporting.charts import STEP_METRICS, STEPS_BY_SOURCE
 
 _FILES = ("config.yml", "plan.json", "metrics.jsonl")
 _TIMELINE_STEPS = 3
@@ -126,8 +126,8 @@ def _not_a_run(path: Path) -> str | None:
     if any((path / name).is_file() for name in _FILES):
         return None
     inside = sorted({str(file.parent) for name in _FILES for file in path.glob(f"*/{name}")})
-    path = original(path, "RUN_DIR")
-    return f"RUN_DIR={path} is not a run directory: it has none of {', '.join(_FILES)}." + nearest_clause(inside[:2])
+    none = f"is not a run directory: it has none of {', '.join(_FILES)}."
+    return f"RUN_DIR={original(path, 'RUN_DIR')} {none}{nearest_clause(inside[:2])}"
 
 
 def _labels(paths: Sequence[Path]) -> list[str]:

@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from maxtext_lite.batching import batch_size_advice
+from maxtext_lite.process.records import as_list
 from maxtext_lite.reporting.plan_view import long_number, plain, short_number
-from maxtext_lite.reporting.records import as_list
 from maxtext_lite.reporting.run_data import Run
 
 _REWARD_STEPS = 20  # the mean reward of a single step is mostly chance

@@ -17,7 +17,7 @@ from maxtext_lite.config.errors import setting_text, writing
 from maxtext_lite.config.hf.model_directory import config_of_run
 from maxtext_lite.config.json_file import read_object
 from maxtext_lite.config.whole_file import write_whole
-from maxtext_lite.reporting.records import Record, is_evaluation, read_records
+from maxtext_lite.process.records import Record, is_evaluation, read_records
 
 Rule = Literal["none", "linear", "sqrt"]
 

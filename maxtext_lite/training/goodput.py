@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from maxtext_lite.config.whole_file import replacing
+from maxtext_lite.process.goodput import Start, goodput_text, spent, starts_of
 from maxtext_lite.process.phases import PhaseClock, phases
-from maxtext_lite.reporting.goodput import Start, goodput_text, spent, starts_of
 from maxtext_lite.training.failures import Failures
 
 FILE = "goodput.json"

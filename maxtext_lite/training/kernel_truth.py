@@ -39,7 +39,7 @@ from maxtext_lite.parallel import (
     over_replicas,
     sharding,
 )
-from maxtext_lite.reporting.records import with_numbers
+from maxtext_lite.process.records import with_numbers
 from maxtext_lite.training.arrays import Rows
 from maxtext_lite.training.gradients import TRAIN_BATCH_AXES
 from maxtext_lite.training.loss import HEAD_AXES, Readout, cross_entropy

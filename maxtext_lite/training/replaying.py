@@ -19,7 +19,7 @@ from maxtext_lite.config.errors import nearest_clause
 from maxtext_lite.config.hf.model_directory import config_of_run
 from maxtext_lite.config.json_file import read_object
 from maxtext_lite.config.kernels import KERNELS
-from maxtext_lite.reporting.records import Record, record_text
+from maxtext_lite.process.records import Record, record_text
 from maxtext_lite.training.compilation_cache import reading_compiled
 from maxtext_lite.training.environment import environment
 from maxtext_lite.training.feed_steps import FeedSteps

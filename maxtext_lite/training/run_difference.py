@@ -17,7 +17,7 @@ from maxtext_lite.data import MixtureSource, hash_of_run, open_mixture
 from maxtext_lite.data.mixture_of_run import in_run
 from maxtext_lite.data.mixture_source import ids_of_run
 from maxtext_lite.parallel import Tree
-from maxtext_lite.reporting.records import Record, is_evaluation, read_records
+from maxtext_lite.process.records import Record, is_evaluation, read_records
 from maxtext_lite.training.saving import read_arrays, saved_shapes
 
 _TIMES = ("_seconds", "_per_second", "_per_device", "mfu", "utilization", "_memory_bytes")

@@ -20,7 +20,7 @@ from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import without_secrets, writing
 from maxtext_lite.config.shown import tracker_names
 from maxtext_lite.config.whole_file import write_whole
-from maxtext_lite.reporting.records import as_object
+from maxtext_lite.process.records import as_object
 from maxtext_lite.training.arrays import Record
 from maxtext_lite.training.failures import Failures
 

@@ -1,5 +1,5 @@
+from maxtext_lite.process.records import EVALUATION_BY_SOURCE, EVALUATION_METRICS
 from maxtext_lite.reporting.charts import AXES, CHARTS, EXACT, NOISE_SCALE_BAND, STEP_METRICS, STEPS_BY_SOURCE
-from maxtext_lite.reporting.records import EVALUATION_BY_SOURCE, EVALUATION_METRICS
 
 
 def test_every_line_is_of_a_metric_that_is_read():

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from maxtext_lite.reporting.goodput import Start, goodput, goodput_text, spent, starts_of
+from maxtext_lite.process.goodput import Start, goodput, goodput_text, spent, starts_of
 
 FIRST = Start(1000.0, 1100.0, 0, 20, 20, {"start-up": 10.0, "compile": 30.0, "step": 40.0, "save": 20.0})
 """20 steps of 2 s; it was killed, and the next one went on after step 15."""

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from maxtext_lite.reporting.records import Steps, as_list, as_object, json_text, read_records, record_text, with_numbers
+from maxtext_lite.process.records import Steps, as_list, as_object, json_text, read_records, record_text, with_numbers
 
 
 def read(path):
