@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from maxtext_lite.config.errors import did_you_mean, value_text
+from maxtext_lite.config.errors import Refusal, did_you_mean, value_text
 from maxtext_lite.config.field_types import path_problem
 from maxtext_lite.config.json_file import user_path
 
@@ -133,6 +133,18 @@ def missing_model(name: str, shipped: Sequence[str]) -> str:
     return (
         f"model_name={value_text(name)} has no file in configs/models/. {choices}; model_name=default takes the "
         f"dimensions from the config.{did_you_mean(name, [*shipped, 'default'])}"
+    )
+
+
+def missing_parameters(path: str) -> Refusal:
+    """The problem with a load_parameters_path that does not exist and alone would say what the model is."""
+    place = user_path(path)
+    beside = sorted(each.name for each in place.parent.glob("*") if each.is_dir())
+    return Refusal(
+        "load_parameters_path",
+        f"load_parameters_path={value_text(path)}: there is no such directory in {str(Path.cwd())!r}, and no key says "
+        f"what the model is.{did_you_mean(place.name, beside)}",
+        ("load_parameters_path=''",),
     )
 
 

@@ -31,7 +31,7 @@ from maxtext_lite.config.hf.layer import (
     missing_base_refusals,
     tokenizer_values,
 )
-from maxtext_lite.config.hints import key_hint, missing_model, words_meant
+from maxtext_lite.config.hints import key_hint, missing_model, missing_parameters, words_meant
 from maxtext_lite.config.json_file import is_there, user_path
 from maxtext_lite.config.schema import RL_KEYS, Config, RLRunConfig, keys_of
 from maxtext_lite.config.sections import ModelConfig
@@ -309,8 +309,7 @@ def _directory_layer(layers: Sequence[Layer], problems: list[Refusal]) -> list[L
             problems.extend([] if is_whole else refusals)  # the config.yml of a run says what the model is
             return []
         if _is_missing(path) and not any(key in ModelConfig.model_fields for layer in stating for key in layer.values):
-            where = f"load_parameters_path={value_text(path)}: there is no such directory in {str(Path.cwd())!r}"
-            _refuse(problems, f"{where}, and no key says what the model is.")
+            problems.append(missing_parameters(path))
         tokenizer = tokenizer_values(path, stated) if path else {}
         return [Layer(f"{path}/hf", dict(tokenizer))] if tokenizer else []
     values, refusals = directory_values(path, stated, root.values["max_target_length"])
