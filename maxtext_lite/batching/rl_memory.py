@@ -49,7 +49,7 @@ def memory_warnings(memory: MemoryEstimate, rl: RLBatch | None) -> list[str]:
         return []
     warnings: list[str] = []
     rollout = None if rl is None else rl.rollout
-    if memory.total > limit:
+    if not memory.fits:
         works = "lower per_device_batch_size, raise gradient_accumulation_steps, or set remat_policy=full."
         if rl is not None and rl.takes_turns and rollout is not None:
             works = "lower micro_batch_size or rollout_slots, raise rollout_fsdp_parallelism, or set remat_policy=full."
