@@ -2,13 +2,15 @@
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from maxtext_lite.batching import MemoryEstimate, wants_solving
 from maxtext_lite.batching.devices import Device, device_of_kind
 from maxtext_lite.batching.ledger import bytes_text
+from maxtext_lite.batching.ranking import settings_of
+from maxtext_lite.batching.table import aligned
 from maxtext_lite.batching.tuning import Candidate, Timing, least_seconds, tune
 from maxtext_lite.cli import (
     ArgumentParser,
@@ -56,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
         limits = {"warm_up": arguments.warm_up, "steps": arguments.steps}
         timing = measured(candidate, directory, **limits, device_memory_gb=arguments.device_memory_gb)
         took = "does not fit" if timing.seconds is None else f"{1e3 * timing.seconds:.1f} ms a step"
-        print(f"{_settings(candidate)}: {took}", flush=True)
+        print(f"{' '.join(settings_of(candidate.keys))}: {took}", flush=True)
         return timing
 
     device = device_of_kind(jax.devices()[0].device_kind)
@@ -73,7 +75,9 @@ def main(argv: Sequence[str]) -> int:
     if arguments.json:
         print(json_text({"ways": [_to_json(*each, device) for each in found], "best": str(best), "report": str(page)}))
         return 0
-    print("\n".join(["", *_table(found, device)]))
+    fastest = found[0][1].seconds or 1.0
+    rows = [_COLUMNS, *(_row(*each, fastest, device) for each in found)]
+    print("\n".join(["", *aligned(rows, right=range(len(_COLUMNS) - 1))]))
     print(f"wrote {best} and {page}")
     return 0
 
@@ -90,10 +94,6 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--output", type=local_path, help="directory for the results (default: RUN_DIR-tune)")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
     return parser
-
-
-def _settings(candidate: Candidate) -> str:
-    return " ".join(f"{key}={setting_text(value)}" for key, value in candidate.keys.items())
 
 
 def _error(memory: MemoryEstimate, timing: Timing) -> float | None:
@@ -113,21 +113,29 @@ def _to_json(candidate: Candidate, timing: Timing, device: Device | None) -> dic
     }
 
 
-def _table(found: Sequence[tuple[Candidate, Timing]], device: Device | None) -> Iterator[str]:
-    """A line for each split, the fastest first, with the plan's least time, and memory by the plan and the compiler."""
-    yield " step, ms  at least   tokens/s  against best   by the plan  compiled  error  settings"
-    fastest = found[0][1].seconds or 1.0
-    for candidate, timing in found:
-        least = least_seconds(candidate, device)
-        predicted = f"{'-' if least is None else f'{1e3 * least:.1f}':>9}"
-        speed = f"{'-':>9} {predicted} {'-':>10} {'no room':>13}"
-        if timing.seconds is not None:
-            speed = f"{1e3 * timing.seconds:>9.1f} {predicted} {candidate.tokens / timing.seconds:>10,.0f}"
-            speed += f" {timing.seconds / fastest:>13.3f}"
-        error = _error(candidate.plan.memory, timing)
-        compiled = "-" if timing.compiled_bytes is None else bytes_text(timing.compiled_bytes)
-        memory = f"{bytes_text(candidate.plan.memory.total):>13} {compiled:>9}"
-        yield f"{speed} {memory} {'-' if error is None else f'{error:+.0%}':>6}  {_settings(candidate)}"
+_COLUMNS = ("step, ms", "at least", "tokens/s", "against best", "by the plan", "compiled", "error", "settings")
+
+
+def _row(candidate: Candidate, timing: Timing, fastest: float, device: Device | None) -> tuple[str, ...]:
+    """The cells of a split: its time and the plan's least time, and its memory by the plan and by the compiler."""
+    least, error = least_seconds(candidate, device), _error(candidate.plan.memory, timing)
+    speed, relative = "-", "no room"
+    if timing.seconds is not None:
+        speed, relative = f"{candidate.tokens / timing.seconds:,.0f}", f"{timing.seconds / fastest:.3f}"
+    return (
+        _milliseconds(timing.seconds),
+        _milliseconds(least),
+        speed,
+        relative,
+        bytes_text(candidate.plan.memory.total),
+        "-" if timing.compiled_bytes is None else bytes_text(timing.compiled_bytes),
+        "-" if error is None else f"{error:+.0%}",
+        " ".join(settings_of(candidate.keys)),
+    )
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:.1f}"
 
 
 if __name__ == "__main__":
