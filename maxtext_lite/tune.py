@@ -2,11 +2,11 @@
 
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from maxtext_lite.batching import MemoryEstimate, wants_solving
+from maxtext_lite.batching import wants_solving
 from maxtext_lite.batching.devices import Device, device_of_kind
 from maxtext_lite.batching.ledger import bytes_text
 from maxtext_lite.batching.ranking import settings_of
@@ -72,12 +72,11 @@ def main(argv: Sequence[str]) -> int:
     origins = {**config.origins, **dict.fromkeys(found[0][0].keys, "tune")}
     write_resolved(config.model_copy(update=found[0][0].keys).with_origins(origins), best)
     write_page(read_runs(ran[:8]), page)
+    ways = [_to_json(*each, device) for each in found]
     if arguments.json:
-        print(json_text({"ways": [_to_json(*each, device) for each in found], "best": str(best), "report": str(page)}))
+        print(json_text({"ways": ways, "best": str(best), "report": str(page)}))
         return 0
-    fastest = found[0][1].seconds or 1.0
-    rows = [_COLUMNS, *(_row(*each, fastest, device) for each in found)]
-    print("\n".join(["", *aligned(rows, right=range(len(_COLUMNS) - 1))]))
+    print("\n".join(["", *_table(ways)]))
     print(f"wrote {best} and {page}")
     return 0
 
@@ -96,46 +95,40 @@ def _parser() -> ArgumentParser:
     return parser
 
 
-def _error(memory: MemoryEstimate, timing: Timing) -> float | None:
-    return None if timing.compiled_bytes is None else memory.total / timing.compiled_bytes - 1
-
-
 def _to_json(candidate: Candidate, timing: Timing, device: Device | None) -> dict[str, Any]:
     """Seconds per step, and the least by the plan, tokens per second on all devices, bytes per device."""
+    planned, compiled = candidate.plan.memory.total, timing.compiled_bytes
     return {
         "keys": {key: setting_text(value) for key, value in candidate.keys.items()},
         "step_seconds": timing.seconds,
         "least_step_seconds": least_seconds(candidate, device),
         "tokens_per_second": None if timing.seconds is None else candidate.tokens / timing.seconds,
-        "planned_bytes": candidate.plan.memory.total,
-        "compiled_bytes": timing.compiled_bytes,
-        "error_of_plan_to_compiled": _error(candidate.plan.memory, timing),
+        "planned_bytes": planned,
+        "compiled_bytes": compiled,
+        "error_of_plan_to_compiled": None if compiled is None else planned / compiled - 1,
     }
 
 
-_COLUMNS = ("step, ms", "at least", "tokens/s", "against best", "by the plan", "compiled", "error", "settings")
-
-
-def _row(candidate: Candidate, timing: Timing, fastest: float, device: Device | None) -> tuple[str, ...]:
-    """The cells of a split: its time and the plan's least time, and its memory by the plan and by the compiler."""
-    least, error = least_seconds(candidate, device), _error(candidate.plan.memory, timing)
-    speed, relative = "-", "no room"
-    if timing.seconds is not None:
-        speed, relative = f"{candidate.tokens / timing.seconds:,.0f}", f"{timing.seconds / fastest:.3f}"
-    return (
-        _milliseconds(timing.seconds),
-        _milliseconds(least),
-        speed,
-        relative,
-        bytes_text(candidate.plan.memory.total),
-        "-" if timing.compiled_bytes is None else bytes_text(timing.compiled_bytes),
-        "-" if error is None else f"{error:+.0%}",
-        " ".join(settings_of(candidate.keys)),
-    )
-
-
-def _milliseconds(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{1e3 * seconds:.1f}"
+def _table(ways: Sequence[dict[str, Any]]) -> list[str]:
+    """A line for each split, as in the JSON, the fastest first; the time also relative to the fastest."""
+    milliseconds, fastest = (lambda seconds: f"{1e3 * seconds:.1f}"), ways[0]["step_seconds"]
+    columns: dict[str, tuple[str, Callable[[float], str]]] = {
+        "step, ms": ("step_seconds", milliseconds),
+        "at least": ("least_step_seconds", milliseconds),
+        "tokens/s": ("tokens_per_second", "{:,.0f}".format),
+        "against best": ("step_seconds", lambda seconds: f"{seconds / fastest:.3f}"),
+        "by the plan": ("planned_bytes", lambda size: bytes_text(int(size))),
+        "compiled": ("compiled_bytes", lambda size: bytes_text(int(size))),
+        "error": ("error_of_plan_to_compiled", "{:+.0%}".format),
+    }
+    missing = {"against best": "no room"}
+    rows = [[*columns, "settings"]]
+    for way in ways:
+        cells = [
+            missing.get(name, "-") if way[key] is None else text(way[key]) for name, (key, text) in columns.items()
+        ]
+        rows.append([*cells, " ".join(f"{key}={value}" for key, value in way["keys"].items())])
+    return aligned(rows, right=range(len(columns)))
 
 
 if __name__ == "__main__":
