@@ -22,6 +22,7 @@ from maxtext_lite.batching import (
 )
 from maxtext_lite.batching.devices import Device, device_named
 from maxtext_lite.batching.elsewhere import changed_settings, done_in, moved, read_plan
+from maxtext_lite.batching.ranking import check_machine
 from maxtext_lite.cli import (
     ArgumentParser,
     check_at_least_one,
@@ -172,7 +173,7 @@ def _config_to_solve(arguments: argparse.Namespace, *, has_device: bool) -> Conf
     """The config whose batch is to be split.
 
     Raises:
-      UserError: with every problem of the config and of the arguments beside it.
+      UserError: with every problem of the config or else of the machine, and of the arguments beside them.
     """
     problems: list[str] = []
     if not has_device:
@@ -185,6 +186,7 @@ def _config_to_solve(arguments: argparse.Namespace, *, has_device: bool) -> Conf
     try:
         check_at_least_one(arguments, "compile")
         config = load_config(arguments.config, arguments.overrides)
+        check_machine(config, Topology(arguments.devices, arguments.hosts))
     except UserError as error:
         raise UserError([*error.problems, *problems]) from None
     if problems:

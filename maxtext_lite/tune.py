@@ -2,13 +2,15 @@
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from maxtext_lite.batching import MemoryEstimate, wants_solving
+from maxtext_lite.batching import wants_solving
 from maxtext_lite.batching.devices import Device, device_of_kind
 from maxtext_lite.batching.ledger import bytes_text
+from maxtext_lite.batching.ranking import settings_of
+from maxtext_lite.batching.table import aligned
 from maxtext_lite.batching.tuning import Candidate, Timing, least_seconds, tune
 from maxtext_lite.cli import (
     ArgumentParser,
@@ -56,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
         limits = {"warm_up": arguments.warm_up, "steps": arguments.steps}
         timing = measured(candidate, directory, **limits, device_memory_gb=arguments.device_memory_gb)
         took = "does not fit" if timing.seconds is None else f"{1e3 * timing.seconds:.1f} ms a step"
-        print(f"{_settings(candidate)}: {took}", flush=True)
+        print(f"{' '.join(settings_of(candidate.keys))}: {took}", flush=True)
         return timing
 
     device = device_of_kind(jax.devices()[0].device_kind)
@@ -70,10 +72,11 @@ def main(argv: Sequence[str]) -> int:
     origins = {**config.origins, **dict.fromkeys(found[0][0].keys, "tune")}
     write_resolved(config.model_copy(update=found[0][0].keys).with_origins(origins), best)
     write_page(read_runs(ran[:8]), page)
+    ways = [_to_json(*each, device) for each in found]
     if arguments.json:
-        print(json_text({"ways": [_to_json(*each, device) for each in found], "best": str(best), "report": str(page)}))
+        print(json_text({"ways": ways, "best": str(best), "report": str(page)}))
         return 0
-    print("\n".join(["", *_table(found, device)]))
+    print("\n".join(["", *_table(ways)]))
     print(f"wrote {best} and {page}")
     return 0
 
@@ -92,42 +95,40 @@ def _parser() -> ArgumentParser:
     return parser
 
 
-def _settings(candidate: Candidate) -> str:
-    return " ".join(f"{key}={setting_text(value)}" for key, value in candidate.keys.items())
-
-
-def _error(memory: MemoryEstimate, timing: Timing) -> float | None:
-    return None if timing.compiled_bytes is None else memory.total / timing.compiled_bytes - 1
-
-
 def _to_json(candidate: Candidate, timing: Timing, device: Device | None) -> dict[str, Any]:
     """Seconds per step, and the least by the plan, tokens per second on all devices, bytes per device."""
+    planned, compiled = candidate.plan.memory.total, timing.compiled_bytes
     return {
         "keys": {key: setting_text(value) for key, value in candidate.keys.items()},
         "step_seconds": timing.seconds,
         "least_step_seconds": least_seconds(candidate, device),
         "tokens_per_second": None if timing.seconds is None else candidate.tokens / timing.seconds,
-        "planned_bytes": candidate.plan.memory.total,
-        "compiled_bytes": timing.compiled_bytes,
-        "error_of_plan_to_compiled": _error(candidate.plan.memory, timing),
+        "planned_bytes": planned,
+        "compiled_bytes": compiled,
+        "error_of_plan_to_compiled": None if compiled is None else planned / compiled - 1,
     }
 
 
-def _table(found: Sequence[tuple[Candidate, Timing]], device: Device | None) -> Iterator[str]:
-    """A line for each split, the fastest first, with the plan's least time, and memory by the plan and the compiler."""
-    yield " step, ms  at least   tokens/s  against best   by the plan  compiled  error  settings"
-    fastest = found[0][1].seconds or 1.0
-    for candidate, timing in found:
-        least = least_seconds(candidate, device)
-        predicted = f"{'-' if least is None else f'{1e3 * least:.1f}':>9}"
-        speed = f"{'-':>9} {predicted} {'-':>10} {'no room':>13}"
-        if timing.seconds is not None:
-            speed = f"{1e3 * timing.seconds:>9.1f} {predicted} {candidate.tokens / timing.seconds:>10,.0f}"
-            speed += f" {timing.seconds / fastest:>13.3f}"
-        error = _error(candidate.plan.memory, timing)
-        compiled = "-" if timing.compiled_bytes is None else bytes_text(timing.compiled_bytes)
-        memory = f"{bytes_text(candidate.plan.memory.total):>13} {compiled:>9}"
-        yield f"{speed} {memory} {'-' if error is None else f'{error:+.0%}':>6}  {_settings(candidate)}"
+def _table(ways: Sequence[dict[str, Any]]) -> list[str]:
+    """A line for each split, as in the JSON, the fastest first; the time also relative to the fastest."""
+    milliseconds, fastest = (lambda seconds: f"{1e3 * seconds:.1f}"), ways[0]["step_seconds"]
+    columns: dict[str, tuple[str, Callable[[float], str]]] = {
+        "step, ms": ("step_seconds", milliseconds),
+        "at least": ("least_step_seconds", milliseconds),
+        "tokens/s": ("tokens_per_second", "{:,.0f}".format),
+        "against best": ("step_seconds", lambda seconds: f"{seconds / fastest:.3f}"),
+        "by the plan": ("planned_bytes", lambda size: bytes_text(int(size))),
+        "compiled": ("compiled_bytes", lambda size: bytes_text(int(size))),
+        "error": ("error_of_plan_to_compiled", "{:+.0%}".format),
+    }
+    missing = {"against best": "no room"}
+    rows = [[*columns, "settings"]]
+    for way in ways:
+        cells = [
+            missing.get(name, "-") if way[key] is None else text(way[key]) for name, (key, text) in columns.items()
+        ]
+        rows.append([*cells, " ".join(f"{key}={value}" for key, value in way["keys"].items())])
+    return aligned(rows, right=range(len(columns)))
 
 
 if __name__ == "__main__":

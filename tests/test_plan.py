@@ -316,6 +316,12 @@ def test_what_solving_lacks_is_said_beside_the_problems_of_the_config(capsys):
         "steps=0", "per_device_batch_size=-1", "--draw"]  # fmt: skip
 
 
+def test_what_solving_lacks_is_said_beside_the_problems_of_the_machine(capsys):
+    assert run_command(main, [*SOLVED[:2], *SOLVED[4:], "--hosts", "3", "--draw", "pipeline"]) == 2
+    assert [line.split(" ")[1] for line in capsys.readouterr().err.splitlines()] == [
+        "num_hosts=3", "per_device_batch_size=-1", "--draw"]  # fmt: skip
+
+
 def test_what_was_found_is_printed_before_it_is_compiled(capsys):
     words = ["gb200" if word == "v5e" else word for word in SOLVED]
     assert run_command(main, [*words, "--compile", "1"]) == 2

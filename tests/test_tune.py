@@ -37,6 +37,7 @@ def test_a_table_a_page_and_the_best_config(machine, tmp_path, capsys):
     assert main(words) == 0
     said = capsys.readouterr().out
     assert "per_device_batch_size=4 gradient_accumulation_steps=1: does not fit" in said
+    assert "no room" in said
     best = load_config(tmp_path / "here-tune" / "best.yml")
     assert (best.per_device_batch_size, best.gradient_accumulation_steps) == (2, 2)
     assert best.model_dump() == asked.model_dump()  # which was the best already

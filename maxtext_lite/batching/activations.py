@@ -164,8 +164,11 @@ class LayerOnDevice:
 
     def offloaded_bytes(self) -> int:
         """Bytes per token kept for the backward pass in the host's memory."""
-        sizes, remat = self.named_bytes(), remat_of(self.config)
-        return 0 if remat is None else sum(sizes[name] for name in remat.offloaded)
+        remat = remat_of(self.config)
+        if remat is None or not remat.offloaded:
+            return 0
+        sizes = self.named_bytes()
+        return sum(sizes[name] for name in remat.offloaded)
 
     def kept_bytes(self) -> int:
         """Bytes per token kept for the backward pass on the device."""
@@ -337,7 +340,8 @@ def _dense_share(config: Config) -> Fraction:
 def _mean(layer: LayerOnDevice, bytes_of: Callable[[LayerOnDevice], int]) -> Fraction:
     """The mean over the model's layers, with and without experts."""
     share = _dense_share(layer.config)
-    return (1 - share) * bytes_of(layer) + share * bytes_of(layer.without_experts)
+    of_all = Fraction(bytes_of(layer))
+    return (1 - share) * of_all + share * bytes_of(layer.without_experts) if share else of_all
 
 
 def _repeats_and_ticks(config: Config, stages: int, num_pipeline_microbatches: int) -> tuple[int, int]:

@@ -78,6 +78,11 @@ class MemoryEstimate:
         lasting = (line for line in self.lines if set(MOMENTS) <= set(line.moments))
         return sum(line.bytes for line in lasting if line.part in ("params", "optimizer_state"))
 
+    @property
+    def fits(self) -> bool:
+        """Whether the total is within the limit; true where that is not known."""
+        return self.limit is None or self.total <= self.limit
+
     def at_peak(self, part: Part) -> int:
         """Bytes of a part at the peak; those of all parts add up to the total."""
         return sum(line.bytes for line in self.at(self.peak) if line.part == part)

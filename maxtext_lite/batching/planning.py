@@ -12,8 +12,7 @@ from maxtext_lite.batching.length import RunLength
 from maxtext_lite.batching.memory import estimate_activations, estimate_memory, evaluation_bytes, master_bytes
 from maxtext_lite.batching.parameters import flops_per_example
 from maxtext_lite.batching.pipeline_shape import SCHEDULES, PipelineShape, Schedule
-from maxtext_lite.batching.rl import RLBatch, rl_warnings
-from maxtext_lite.batching.rl_memory import memory_warnings, with_rollout
+from maxtext_lite.batching.rl import RLBatch, memory_warnings, rl_warnings, with_rollout
 from maxtext_lite.batching.scaling import scaling_warnings
 from maxtext_lite.batching.sizes import Sizes
 from maxtext_lite.batching.solve import refusals, resolve

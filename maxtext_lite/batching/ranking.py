@@ -5,7 +5,7 @@ import dataclasses
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -59,7 +59,7 @@ class RankedPlan:
     @property
     def settings(self) -> list[str]:
         """The chosen keys as `key=value`."""
-        return [f"{key}={setting_text(value)}" for key, value in self.keys.items()]
+        return settings_of(self.keys)
 
     @property
     def tokens_per_second(self) -> float:
@@ -81,6 +81,11 @@ class RankedPlan:
             **dataclasses.asdict(self.time),
             "tokens_per_second": self.tokens_per_second,
         }
+
+
+def settings_of(keys: Mapping[str, object]) -> list[str]:
+    """Keys and their values as the `key=value` words of a command line."""
+    return [f"{key}={setting_text(value)}" for key, value in keys.items()]
 
 
 def is_open(config: Config, key: str) -> bool:
@@ -107,15 +112,14 @@ def rank(config: Config, topology: Topology, device: Device, plan_of: Plan, *, m
       UserError: the choice would change the training; nothing is legal; nothing fits (the message names the nearest);
         or the device's figures do not suffice (the message names the fewest micro-batches that fit).
     """
-    _check_machine(config, topology)
+    check_machine(config, topology)
     _check_training_is_stated(config, topology, plan_of)
     try:
         return _fastest(config, topology, device, plan_of, most)
     except _Unpredictable as error:
         near: list[str] = []
         with contextlib.suppress(UserError):
-            keys = _fewest_micro_batches(config, topology, plan_of)
-            near = [" ".join(f"{key}={setting_text(value)}" for key, value in keys.items())]
+            near = [" ".join(settings_of(_fewest_micro_batches(config, topology, plan_of)))]
         raise UserError(str(Refusal("", str(error), tuple(near)))) from None
 
 
@@ -128,7 +132,7 @@ def choose(config: Config, topology: Topology, device: Device | None, plan_of: P
     Raises:
       UserError: as in `rank`, except that no figures are needed.
     """
-    _check_machine(config, topology)
+    check_machine(config, topology)
     _check_training_is_stated(config, topology, plan_of)
     if device is not None:
         with contextlib.suppress(_Unpredictable):
@@ -152,42 +156,35 @@ def _fastest(config: Config, topology: Topology, device: Device, plan_of: Plan, 
         waiting.append((time.seconds, next(order), split, None, time))
     heapq.heapify(waiting)
     found: list[RankedPlan] = []
-    nearest: tuple[int, Config, BatchPlan] | None = None
+    too_large: list[tuple[Config, BatchPlan]] = []
     while waiting and len(found) < most:
         _, _, split, keys, time = heapq.heappop(waiting)
         chosen = config.model_copy(update={**split.keys, **(leanest if keys is None else keys)})
         if keys is None and isinstance(resolve(chosen, topology), list):
             continue
         plan = plan_of(chosen)
-        fits = _fits(plan)
-        if keys is None and fits:
+        if keys is None and plan.memory.fits:
             for changes, variant in variants:
                 time = split.time(variant)
                 heapq.heappush(waiting, (time.seconds, next(order), split, changes, time))
-        elif keys is None and (nearest is None or plan.memory.total < nearest[0]):
-            nearest = plan.memory.total, chosen, plan
-        elif keys is not None and fits and not any(rule_violations(chosen, defaults_of(type(chosen)))):
+        elif keys is None:
+            too_large.append((chosen, plan))
+        elif plan.memory.fits and not any(rule_violations(chosen, defaults_of(type(chosen)))):
             found.append(RankedPlan(_stated(config, chosen, plan), chosen, plan, time))
-    if nearest is None and not found:
-        plan_of(config.model_copy(update={_STEPS: 1}))  # raises the specific violation
-        raise UserError("no mesh and batch that the config leaves open are legal on these devices.")
-    if nearest is not None and not found:
-        raise UserError(_nothing_fits(config, nearest))
+    if not found:
+        none = "no mesh and batch that the config leaves open are legal on these devices."
+        raise _refusal(config, plan_of, too_large, none)
     return found
 
 
 def _fewest_micro_batches(config: Config, topology: Topology, plan_of: Plan) -> dict[str, Any]:
     """The keys of the plan with the fewest micro-batches that fits, on the config's own mesh."""
-    nearest: tuple[int, Config, BatchPlan] | None = None
+    too_large: list[tuple[Config, BatchPlan]] = []
     for chosen, plan in _on_own_mesh(config, topology, plan_of):
-        if _fits(plan):
+        if plan.memory.fits:
             return _stated(config, chosen, plan)
-        if nearest is None or plan.memory.total < nearest[0]:
-            nearest = plan.memory.total, chosen, plan
-    if nearest is not None:
-        raise UserError(_nothing_fits(config, nearest))
-    plan_of(config.model_copy(update={_STEPS: 1}))  # raises the specific violation
-    raise UserError("no number of micro-batches is legal on these devices.")
+        too_large.append((chosen, plan))
+    raise _refusal(config, plan_of, too_large, "no number of micro-batches is legal on these devices.")
 
 
 def _on_own_mesh(config: Config, topology: Topology, plan_of: Plan) -> Iterator[tuple[Config, BatchPlan]]:
@@ -198,12 +195,12 @@ def _on_own_mesh(config: Config, topology: Topology, plan_of: Plan) -> Iterator[
             yield chosen, plan_of(chosen)
 
 
-def _fits(plan: BatchPlan) -> bool:
-    return plan.memory.limit is None or plan.memory.total <= plan.memory.limit
+def check_machine(config: Config, topology: Topology) -> None:
+    """Refuses devices and hosts for which there is no plan, whatever the batch.
 
-
-def _check_machine(config: Config, topology: Topology) -> None:
-    """Raises UserError where no plan at all is for these devices and hosts."""
+    Raises:
+      UserError: with every problem of the machine.
+    """
     if topology_violations(topology):
         one_each = {_PER: Fraction(1), _STEPS: 1, "global_batch_size": 0}
         raise UserError(map(str, refusals(config.model_copy(update=one_each), topology)))
@@ -219,8 +216,8 @@ def _check_training_is_stated(config: Config, topology: Topology, plan_of: Plan)
     own: BatchPlan | None = None
     with contextlib.suppress(UserError):
         for _, plan in _on_own_mesh(config, topology, plan_of):
-            own = plan if own is None or _fits(plan) else own
-            if _fits(own):
+            own = plan if own is None or plan.memory.fits else own
+            if own.memory.fits:
                 break
     problems: list[Refusal] = []
     if config.enable_rampup_batch_size:
@@ -340,11 +337,19 @@ def microbatch_choices(config: Config, stages: int) -> list[dict[str, int]]:
     return [{_PIECES: stages * 2**power} for power in range(_MOST_DOUBLINGS + 1)]
 
 
-def _nothing_fits(config: Config, nearest: tuple[int, Config, BatchPlan]) -> str:
-    total, chosen, plan = nearest
-    limit = plan.memory.limit or 0
-    said = " ".join(f"{key}={setting_text(value)}" for key, value in _stated(config, chosen, plan).items())
-    return (
+def _refusal(config: Config, plan_of: Plan, too_large: Sequence[tuple[Config, BatchPlan]], none: str) -> UserError:
+    """Why nothing is chosen: the legal plan that comes nearest to fitting, or `none` where no plan is legal.
+
+    Raises:
+      UserError: of one micro-batch, where no plan is legal.
+    """
+    if not too_large:
+        plan_of(config.model_copy(update={_STEPS: 1}))  # raises the specific violation
+        return UserError(none)
+    chosen, plan = min(too_large, key=lambda each: each[1].memory.total)
+    total, limit = plan.memory.total, plan.memory.limit or 0
+    said = " ".join(settings_of(_stated(config, chosen, plan)))
+    return UserError(
         f"no legal plan fits into the {bytes_text(limit)} of a device. What comes nearest, {said}, needs "
         f"{bytes_text(total)}: {bytes_text(total - limit)} too much."
     )

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -25,9 +25,9 @@ from maxtext_lite.batching.laws import (
 )
 from maxtext_lite.batching.parameters import active_parameters, count_parameters, flops_per_example
 from maxtext_lite.batching.planning import make_plan
+from maxtext_lite.batching.ranking import settings_of
 from maxtext_lite.batching.topology import Topology, topology_violations
 from maxtext_lite.config import Config, UserError
-from maxtext_lite.config.errors import setting_text
 from maxtext_lite.config.suggest import ConfigRequest
 
 UTILIZATION = Interval(0.3, 0.5)
@@ -178,11 +178,10 @@ def recommend(config: Config, budget: Budget, machine: Machine) -> Recommendatio
     steps = sorted(warmup_steps(budget, best.middle).values())
     wide = best.widened(WIDENING)
     wanted = (wide.low, best.low, best.middle, best.high, wide.high)
-    if budget.parameters == active_parameters(config):
-        legal = [nearest_legal(config, tokens, budget.tokens, machine) for tokens in wanted]
-    else:
-        bare = dataclasses.replace(machine, device=None)
-        legal = [nearest_legal(config, tokens, budget.tokens, bare) for tokens in wanted]
+    has_shapes = budget.parameters == active_parameters(config)
+    known = machine if has_shapes else dataclasses.replace(machine, device=None)
+    legal = [nearest_legal(config, tokens, budget.tokens, known) for tokens in wanted]
+    if not has_shapes:
         flops = 6 * budget.parameters
         legal = [dataclasses.replace(each, days=_days(config, flops, each, machine)) for each in legal]
     ramp = ramp_of(config.optimizer, best.middle, budget.tokens)
@@ -242,11 +241,10 @@ def nearest_legal(config: Config, tokens: float, run_tokens: float, machine: Mac
         except UserError as error:
             refused = refused or error
             continue
-        unfit = plan.memory.limit is not None and plan.memory.total > plan.memory.limit
         distance = abs(math.log(plan.tokens_per_step / tokens))
         cost = distance + math.log(plan.micro_batch_slots / plan.micro_batch_to_train)
-        planned.append((unfit, round(cost, 9), distance, changed, plan))
-        if not unfit and cost <= _NEAR:
+        planned.append((not plan.memory.fits, round(cost, 9), distance, changed, plan))
+        if plan.memory.fits and cost <= _NEAR:
             break
     if not planned:
         assert refused is not None
@@ -309,8 +307,8 @@ def _legal(config: Config, chosen: Config, plan: BatchPlan, run_tokens: float, m
         plan.gradient_accumulation_steps,
         plan.gradient_accumulation_steps * plan.empty_slots_per_micro_batch,
         steps,
-        _settings(_for_steps(config, keys, steps)),
-        None if plan.memory.limit is None else plan.memory.total <= plan.memory.limit,
+        tuple(settings_of(_for_steps(config, keys, steps))),
+        None if plan.memory.limit is None else plan.memory.fits,
         days=None,
     )
     flops_per_token = flops_per_example(chosen, chosen.max_target_length) / chosen.max_target_length
@@ -330,10 +328,6 @@ def _for_steps(config: Config, keys: dict[str, object], steps: int) -> dict[str,
     """The keys of a batch with those of a run of that many steps, and what else of the config would contradict them."""
     said = {key: value for key, value in _TOKENS_SAY.items() if key not in keys and getattr(config, key) != value}
     return {**keys, "steps": steps, **said, **({"warmup_steps": steps} if config.warmup_steps > steps else {})}
-
-
-def _settings(keys: Mapping[str, object]) -> tuple[str, ...]:
-    return tuple(f"{key}={setting_text(value)}" for key, value in keys.items())
 
 
 def _doubled_once(
@@ -362,5 +356,5 @@ def _doubled_once(
             machine.plan(config.model_copy(update=keys))
         except UserError:
             continue  # the accumulation or the number of examples is odd
-        return _settings(keys)
+        return tuple(settings_of(keys))
     return ()

@@ -1,18 +1,45 @@
-"""Batches of reinforcement learning: prompts, pairs of prompt and response, and the micro-batches of pairs."""
+"""Reinforcement learning: batches of prompts and pairs, how responses are generated, and the memory that takes."""
 
 import dataclasses
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
+from maxtext_lite.batching.activations import BYTES
 from maxtext_lite.batching.batch import Batch
-from maxtext_lite.batching.rollout_sizes import Rollout, rollout_of
-from maxtext_lite.batching.topology import Topology
+from maxtext_lite.batching.ledger import MOMENTS, MemoryEstimate, MemoryLine, bytes_text
+from maxtext_lite.batching.parameters import count_parameters
+from maxtext_lite.batching.topology import Topology, mesh_text, model_dimensions
 from maxtext_lite.config import Config, RLRunConfig, UserError
 from maxtext_lite.config.errors import number_text
 from maxtext_lite.config.hf.config import files_of_model, run_config_json
-from maxtext_lite.config.violation import Violation, multiples
+from maxtext_lite.config.violation import Violation, divisors, multiples, one_of
 
 _FRACTIONS: tuple[str, ...] = ("trainer_devices_fraction", "sampler_devices_fraction")
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """The work of the devices that generate.
+
+    Attributes:
+      mesh: sizes of their axes data, fsdp and tensor; other axes have size 1.
+      slots: responses generated at once, a multiple of data x fsdp.
+      params, cache: bytes per device of the copy of the parameters, and of the keys and values of all slots.
+    """
+
+    mesh: Mapping[str, int]
+    slots: int
+    params: int
+    cache: int
+
+    def __str__(self) -> str:
+        axes = mesh_text(self.mesh, "1 device")
+        return (
+            f"{self.slots} slots on {axes}; {bytes_text(self.params + self.cache)} per device = parameters "
+            f"{bytes_text(self.params)} + keys and values {bytes_text(self.cache)}"
+        )
 
 
 @dataclass(frozen=True)
@@ -173,3 +200,105 @@ def _not_whole(key: str, fraction: Fraction, num_devices: int) -> Violation:
         (multiples(key, Fraction(1, num_devices), fraction), dict.fromkeys(_FRACTIONS, Fraction(1))),
         rule=f"{key} is whole",
     )
+
+
+def rollout_of(config: RLRunConfig, num_devices: int, pairs: int) -> Rollout | list[Violation]:
+    """How the devices generate micro-batches of `pairs` pairs, or every broken rule."""
+    if broken := _mesh_violations(config, num_devices):
+        return broken
+    tensor, fsdp = config.rollout_tensor_parallelism, config.rollout_fsdp_parallelism
+    mesh = {"data": num_devices // (tensor * fsdp), "fsdp": fsdp, "tensor": tensor}
+    shards = mesh["data"] * mesh["fsdp"]
+    slots = config.rollout_slots
+    if slots == -1:
+        slots = -(-pairs // shards) * shards
+    elif slots % shards:
+        key = "rollout_slots"
+        message = f"{key}={slots} is not a multiple of the {shards} parts into which the generating devices split them."
+        return [Violation(key, message, (multiples(key, shards, slots), -1))]
+    width = config.base_num_kv_heads * (config.head_dim + config.value_dim) // mesh["tensor"]
+    if config.mla is not None:  # keys of one head, which contain its values, on every device of a tensor group
+        width = config.mla.kv_lora_rank + config.mla.qk_rope_head_dim
+    cache = slots // shards * config.max_target_length * config.base_num_decoder_layers * width
+    bytes_each = BYTES[config.dtype]
+    params = -(-count_parameters(config).total // (mesh["fsdp"] * mesh["tensor"]))
+    return Rollout(mesh, slots, bytes_each * params, bytes_each * cache)
+
+
+def _mesh_violations(config: RLRunConfig, devices: int) -> list[Violation]:
+    stated = {"rollout_tensor_parallelism": "tensor", "rollout_fsdp_parallelism": "fsdp"}
+    split = {"tensor": "heads, mlp and vocabulary", "fsdp": "embedding"}
+    works = {axis: divisors(math.gcd(*model_dimensions(config, axis).values(), devices)) for axis in split}
+    tensor, fsdp = config.rollout_tensor_parallelism, config.rollout_fsdp_parallelism
+    broken = [
+        Violation(
+            key,
+            f"{key}={value} does not divide both the model's {split[axis]} and the {devices} generating devices.",
+            (one_of(key, works[axis], value),),
+        )
+        for key, axis in stated.items()
+        if (value := getattr(config, key)) not in works[axis]
+    ]
+    if broken or devices % (tensor * fsdp) == 0:
+        return broken
+    message = (
+        f"rollout_tensor_parallelism={tensor} x rollout_fsdp_parallelism={fsdp} does not divide the {devices} "
+        "generating devices."
+    )
+    near = one_of("rollout_tensor_parallelism", works["tensor"], tensor)
+    return [Violation("rollout_fsdp_parallelism", message, (near,), rule="rollout mesh")]
+
+
+def with_rollout(memory: MemoryEstimate, config: Config, rl: RLBatch | None, mesh: Mapping[str, int]) -> MemoryEstimate:
+    """The memory of a device that trains: that of a step and, in reinforcement learning, what is held besides.
+
+    This is the KL reference and the sampler's arrays, without its activations and logits: those of training are larger,
+    as a decode step has one token per slot.
+
+    The sampler's parameters stay on devices that take turns until the next update; its keys and values are there only
+    while it samples, beside what is held throughout a step.
+
+    Args:
+      memory: of a training step.
+      mesh: size of each axis of the devices that train.
+    """
+    if rl is None:
+        return memory
+    assert isinstance(config, RLRunConfig), "only its configs have such a batch"
+    always = (*MOMENTS, "rollout")
+    lines = [dataclasses.replace(line, moments=always) if line.moments == MOMENTS else line for line in memory.lines]
+    if config.grpo_beta:
+        count = count_parameters(config, tiled=False, **mesh)  # with LoRA too, as a step donates the frozen parameters
+        rest = (count.tables + count.norms) * BYTES[config.weight_dtype]
+        size, why = count.matrices * BYTES[config.dtype] + rest, "the initial model, matrices in `dtype`"
+        lines.append(MemoryLine("KL reference", "rollout", size, why, always))
+    if rl.takes_turns and rl.rollout is not None:
+        why = "a copy in `dtype` on the sampler's mesh"
+        lines.append(MemoryLine("sampler's parameters", "rollout", rl.rollout.params, why, always))
+        why = f"of {rl.rollout.slots} slots over all devices"
+        lines.append(MemoryLine("keys and values", "rollout", rl.rollout.cache, why, ("rollout",)))
+    return dataclasses.replace(memory, lines=tuple(lines))
+
+
+def memory_warnings(memory: MemoryEstimate, rl: RLBatch | None) -> list[str]:
+    """Warnings of devices that have less memory than a run needs, with the keys that need less."""
+    limit = memory.limit
+    if limit is None:
+        return []
+    warnings: list[str] = []
+    rollout = None if rl is None else rl.rollout
+    if not memory.fits:
+        works = "lower per_device_batch_size, raise gradient_accumulation_steps, or set remat_policy=full."
+        if rl is not None and rl.takes_turns and rollout is not None:
+            works = "lower micro_batch_size or rollout_slots, raise rollout_fsdp_parallelism, or set remat_policy=full."
+        elif rl is not None:
+            works = "lower micro_batch_size, or set remat_policy=full."
+        warnings.append(
+            f"about {bytes_text(memory.total)} per device are needed, more than the {bytes_text(limit)} it has: {works}"
+        )
+    if rl is not None and not rl.takes_turns and rollout is not None and rollout.params + rollout.cache > limit:
+        warnings.append(
+            f"about {bytes_text(rollout.params + rollout.cache)} per device that samples are needed, more than the "
+            f"{bytes_text(limit)} it has: lower micro_batch_size or rollout_slots, or raise rollout_fsdp_parallelism."
+        )
+    return warnings

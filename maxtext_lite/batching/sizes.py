@@ -8,7 +8,6 @@ from typing import TypeVar, cast
 
 from maxtext_lite.batching.batch import Batch, derive_batch, not_whole, stated_batch
 from maxtext_lite.batching.length import RunLength, derive_length, epochs_violation
-from maxtext_lite.batching.loading import Loading, loading_hosts
 from maxtext_lite.batching.pipeline_shape import num_repeats
 from maxtext_lite.batching.rampup import RampupBatchManager, make_rampup, only_stage
 from maxtext_lite.batching.scaling import OptimizerScaling, scale_optimizer, scaling_violations
@@ -24,11 +23,35 @@ from maxtext_lite.batching.topology import (
     topology_violations,
 )
 from maxtext_lite.config import BatchConfig, Config
-from maxtext_lite.config.errors import any_of, value_text
+from maxtext_lite.config.errors import any_of, number_text, unwhole_text, value_text
 from maxtext_lite.config.kernels import KERNELS, token_multiple
 from maxtext_lite.config.violation import Violation, divisors_of, multiples
 
 T = TypeVar("T")
+_ROUNDED = Fraction(1, 1000)
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How one step's examples are read.
+
+    Attributes:
+      factor: expansion_factor_real_data, with -1 resolved to 1.
+      loading_hosts: the hosts that read; the others contribute only empty slots.
+      loads_per_step: loads that make one step; 1 unless the factor is below 1.
+    """
+
+    factor: Fraction
+    loading_hosts: tuple[int, ...]
+    loads_per_step: int
+
+    def global_batch_to_load(self, global_batch_to_train: int) -> int:
+        """Row slots of one load over all hosts: batch x factor, rounded up to a whole slot, which then stays empty."""
+        return -(-global_batch_to_train * self.factor.numerator // self.factor.denominator)
+
+    def examples_per_loading_host(self, global_batch_to_train: int) -> Fraction:
+        """Examples that one loading host reads in one load; a fraction where the shares of hosts differ by one."""
+        return Fraction(global_batch_to_train, len(self.loading_hosts) * self.loads_per_step)
 
 
 @dataclass(frozen=True)
@@ -110,6 +133,32 @@ def derive_sizes(
         scaling=scale_optimizer(config, batch.global_batch_to_train),
         diloco_num_replicas=replicas,
         length=run_length,
+    )
+
+
+def loading_hosts(config: BatchConfig, num_hosts: int) -> Loading | Violation:
+    """The loading hosts, or why the factor does not suit this number of hosts."""
+    key, stated = "expansion_factor_real_data", config.expansion_factor_real_data
+    factor = Fraction(1) if stated == -1 else stated
+    if factor < 1:
+        if factor.numerator == 1:
+            return Loading(factor, tuple(range(num_hosts)), factor.denominator)
+        loads = 1 / factor
+        return Violation(
+            key,
+            f"{key}={number_text(factor)} is 1/x = {unwhole_text(loads)} loads per step, not a whole number.",
+            (Fraction(1, int(loads) + 1), Fraction(1, int(loads))),
+        )
+    hosts = num_hosts / factor
+    if hosts.denominator == 1:
+        return Loading(factor, tuple(range(int(hosts))), 1)
+    is_rounded = abs(hosts - round(hosts)) < _ROUNDED and hosts > 1
+    meant = Fraction(num_hosts, round(hosts)) if is_rounded else None  # 2.6667 on 8 hosts is 8/3
+    return Violation(
+        key,
+        f"{key}={number_text(factor)}: {num_hosts} hosts / {number_text(factor)} = "
+        f"{unwhole_text(hosts)} loading hosts, not a whole number.",
+        (meant,) if meant else (divisors_of(key, num_hosts, factor),),
     )
 
 
