@@ -17,7 +17,7 @@ from jax.stages import Wrapped
 from maxtext_lite.parallel import Params, Tree, in_context_order, over_replicas, per_replica, sharding, tree_shardings
 from maxtext_lite.training.accumulate import LossScaleState, master_of, with_master
 from maxtext_lite.training.arrays import Metrics, Rows
-from maxtext_lite.training.gradients import TRAIN_BATCH_AXES, GradientLoop, StepGradients, accumulate_gradients
+from maxtext_lite.training.gradients import TRAIN_BATCH_AXES, GradientLoop, StepGradients
 from maxtext_lite.training.objective import ScoredObjective
 from maxtext_lite.training.optimizer import Progress, Schedule
 from maxtext_lite.training.outputs import AUXILIARY_METRICS, forward
@@ -40,7 +40,7 @@ def make_train_step(parts: StepParts, schedule: Schedule) -> Wrapped:
     crosses the data axis until `summarise` and `synchronise`. skipped_in_a_row is then a metric too; the caller puts
     its summary into the state.
     """
-    optimizer, step_gradients = parts.optimizer, accumulate_gradients(parts)
+    optimizer, step_gradients = parts.optimizer, GradientLoop(parts).of_step
     shardings = state_shardings(parts)
     apply = _applied(parts, shardings, schedule)
 
