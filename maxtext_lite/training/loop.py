@@ -247,7 +247,7 @@ class _Loop:
     def __post_init__(self) -> None:
         self.shows_state = any(callback.wants_state for callback in self.callbacks)
         self.evaluates = self.run.eval_source is not None and self.run.config.eval_interval > 0
-        self.ending = Stop(self.run.mesh, lambda: self.asked_to_end) if self.callbacks else None
+        self.ending = Stop(self.run.mesh if self.callbacks else None, lambda: self.asked_to_end)
         self.saved = "saved" if self.run.checkpointer else "not saved (enable_checkpointing=false)"
         self.stopping = Stop(self.run.mesh, lambda: self.signals.received is not None or self.run.failures.ends_run)
 
@@ -260,7 +260,7 @@ class _Loop:
         if self.evaluates and self._owes_evaluation(before):
             self._evaluate(state, lambda: None)
             phases.mark("evaluation")
-            ends = before > 0 and self.ending is not None and self.ending.between_steps()
+            ends = before > 0 and self.ending.between_steps()
         if left := range(before + 1, before + 1 if ends else last_step + 1):
             steps.prepare(before + 1)
         log.restart_clock()
@@ -277,7 +277,7 @@ class _Loop:
             if self.shows_state or not steps.ahead:
                 self._record(state)
             stops = self.stopping.after_this_step()
-            ends = self.ending is not None and self.ending.after_this_step() and not stops
+            ends = self.ending.after_this_step() and not stops
             stops, asked_since = self._pause(state, step, stops=stops, is_last=ends or step == last_step)
             ends = (ends or asked_since) and not stops
             if stops or ends:
@@ -316,7 +316,7 @@ class _Loop:
             run.wait()
         if saves or stops:
             self._save(state)
-        ends = self.ending is not None and self.ending.between_steps() and not stops
+        ends = self.ending.between_steps() and not stops
         if ends and self.evaluates and not evaluates:
             stops = self._stops_evaluation(state, stops)
         if ends:
