@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 
-from maxtext_lite.training.environment import environment
+from maxtext_lite.training.run_files import environment
 
 
 def machine() -> str:

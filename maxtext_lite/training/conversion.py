@@ -1,6 +1,5 @@
 """Conversion of Hugging Face directories to run directories, and of runs or their adapters to Hugging Face's format."""
 
-import math
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from maxtext_lite.config.violation import Violation
 from maxtext_lite.hf import export_adapters, export_model, flat, store_files
 from maxtext_lite.hf.carried import carry_own_tokens, carry_tokens, end_of_text_of, tokenizer_file
 from maxtext_lite.parallel import Params, make_mesh, start_devices
+from maxtext_lite.training.arrays import num_elements
 from maxtext_lite.training.maxtext_checkpoint import load_maxtext_parameters, maxtext_dtype, maxtext_items
 from maxtext_lite.training.parameter_files import (
     PARAMETERS,
@@ -67,7 +67,7 @@ def import_directory(source: Path, out: Path, overrides: Sequence[str]) -> str:
             _write_config(out, config)
     save_parameters(out, params)
     merged = f", with the adapter of {source} merged" if adapter else ""
-    return f"{_count(params):,} parameters in {out}, in {config.weight_dtype}{merged}"
+    return f"{num_elements(params):,} parameters in {out}, in {config.weight_dtype}{merged}"
 
 
 def _import_maxtext(items: Path, out: Path, overrides: Sequence[str]) -> str:
@@ -80,7 +80,7 @@ def _import_maxtext(items: Path, out: Path, overrides: Sequence[str]) -> str:
             out.mkdir(parents=True, exist_ok=True)
             _write_config(out, config)
     save_parameters(out, params)
-    return f"{_count(params):,} parameters of MaxText in {out}, in {config.weight_dtype}"
+    return f"{num_elements(params):,} parameters of MaxText in {out}, in {config.weight_dtype}"
 
 
 def _write_config(out: Path, config: Config) -> None:
@@ -125,7 +125,7 @@ def export_directory(source: Path, out: Path, overrides: Sequence[str], *, merge
         if jax.process_index() == 0:  # before the weights, which take time: what cannot be read is refused
             carry_tokens(config, hf_directory(source), out)
         export_model(out, params, fields, dtype=config.weight_dtype)
-    return f"{_count(params):,} parameters in {out}, as {fields['model_type']} in {config.weight_dtype}{lost}"
+    return f"{num_elements(params):,} parameters in {out}, as {fields['model_type']} in {config.weight_dtype}{lost}"
 
 
 def _without_lost_files(config: Config, overrides: Sequence[str]) -> tuple[Config, str]:
@@ -161,7 +161,7 @@ def _export_adapters(source: Path, out: Path, abstract: Params, fields: JsonObje
         export_adapters(out, adapters, lora, kind, keys, shapes=shapes, base=base)
         if jax.process_index() == 0:
             carry_own_tokens(config, Path(base), out)
-    return f"{_count(adapters):,} parameters of adapters in {out}, for {kind} in PEFT's layout, in float32{note}"
+    return f"{num_elements(adapters):,} parameters of adapters in {out}, for {kind} in PEFT's layout, in float32{note}"
 
 
 def _base(config: Config) -> tuple[str, str]:
@@ -192,7 +192,3 @@ def _abstract_params(config: Config) -> Params:
     mesh = make_mesh(sizes.ici, sizes.dcn)
     uneven = f"the mesh of {mesh.size} devices. Set ici_fsdp_parallelism=1 and ici_data_parallelism=-1: a copy on each."
     return abstract_on_mesh(make_plain_decoder(config), mesh, uneven)
-
-
-def _count(params: Params) -> int:
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))

@@ -22,12 +22,11 @@ from maxtext_lite.data import ExampleSource, PairSource
 from maxtext_lite.data.feed import evaluation_batches
 from maxtext_lite.parallel import Params, bytes_of_host, exchange, sharding, value_of_host
 from maxtext_lite.training.checkpoint import Counts
-from maxtext_lite.training.held_out_loss import scores_of
 from maxtext_lite.training.metrics import Terminal
 from maxtext_lite.training.preference import pairs_of
 from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.state import TrainState
-from maxtext_lite.training.step import EVAL_BATCH_AXES, make_eval_step
+from maxtext_lite.training.step import EVAL_BATCH_AXES, make_eval_step, scores_of
 
 FILE = "reference.npz"
 """In the run directory: log-probabilities float32 [pairs, 2] by the source's fingerprint."""

@@ -1,4 +1,4 @@
-"""The steps of pre-training, SFT and DPO: each takes a batch from the data feed through one compiled step."""
+"""The steps of pre-training, SFT and DPO, each on a batch from the data feed; and the loss over held-out examples."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # jax, optax and orbax declare some of their functions in part.
@@ -7,27 +7,37 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
 from jax.stages import Compiled
 
 from maxtext_lite.batching import BatchStage
-from maxtext_lite.data import Balance, ExampleSource
-from maxtext_lite.data.feed import DeviceBatch, training_batches
+from maxtext_lite.data import Balance, ExampleSource, MixtureSource, named_sources
+from maxtext_lite.data.feed import DeviceBatch, evaluation_batches, training_batches
 from maxtext_lite.parallel import Tree, sharding, value_of_host
 from maxtext_lite.process.phases import phases
 from maxtext_lite.process.watchdog import watchdog
+from maxtext_lite.training.arrays import Record
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.dpo_reference import add_reference
 from maxtext_lite.training.executables import Executables
 from maxtext_lite.training.kernel_truth import prove_kernels
-from maxtext_lite.training.metrics import Terminal
+from maxtext_lite.training.metrics import Terminal, evaluation_text
 from maxtext_lite.training.nonfinite import NonFinite, find_nonfinite
+from maxtext_lite.training.objective import ScoredObjective
 from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.state import TrainState
-from maxtext_lite.training.step import TRAIN_BATCH_AXES, make_summarise, make_synchronise, make_train_step
+from maxtext_lite.training.step import (
+    EVAL_BATCH_AXES,
+    TRAIN_BATCH_AXES,
+    make_eval_step,
+    make_summarise,
+    make_synchronise,
+    make_train_step,
+    scores_of,
+)
 from maxtext_lite.training.step_log import Taken
 from maxtext_lite.training.step_memory import raising_out_of_memory
 from maxtext_lite.xla.program_memory import ProgramMemory
@@ -163,3 +173,40 @@ class FeedSteps:
         # A loading host has the ids in the order in which it laid out the rows.
         ids = np.asarray(value_of_host(self._plan.loading_hosts[0], batch.example_ids.tolist()))
         return find_nonfinite(self._run.parts, state, batch.arrays, ids, micro_batches=batch.num_micro_batches)
+
+
+class HeldOutLoss:
+    """A run's exact loss over its held-out examples, or over the first `eval_steps` batches; see `loop.Evaluation`.
+
+    Each example counts once, whatever the batch size and the mesh.
+    """
+
+    before_first_step = False
+
+    def __init__(self, run: TrainingRun[ExampleSource]):
+        self._run, self._objective = run, cast(ScoredObjective, run.parts.objective)
+        self._eval_step = make_eval_step(run.parts)
+
+    def of(self, state: TrainState, step: int, between: Callable[[], None]) -> tuple[Record, str]:
+        """See `loop.Evaluation`."""
+        del step
+        run = self._run
+        assert run.eval_source is not None
+        where = sharding(run.mesh, EVAL_BATCH_AXES)
+        params = run.decoder.joined(state.model_params, state.frozen)
+        scores: dict[str, list[Tree]] = {}
+        for name, source in named_sources(run.eval_source).items():
+            with evaluation_batches(source, run.plan, sharding=where, eval_steps=run.config.eval_steps) as batches:
+                scores[name] = list(scores_of(self._eval_step, params, batches, between))
+        found: Record = {**self._objective.evaluation([each for of_source in scores.values() for each in of_source])}
+        text = evaluation_text(found)
+        if isinstance(run.eval_source, MixtureSource):
+            losses = {name: self._objective.evaluation(each)["eval_loss"] for name, each in scores.items()}
+            found["eval_losses"] = losses
+            text += "".join(f"  {name} {loss:.4f}" for name, loss in losses.items())
+        return found, text
+
+
+def steps_of_feed(run: TrainingRun[ExampleSource], *start: Any) -> tuple[FeedSteps, HeldOutLoss]:
+    """The steps and the evaluation of a run that reads its batches; see `loop.Begin`."""
+    return FeedSteps(run, *start), HeldOutLoss(run)

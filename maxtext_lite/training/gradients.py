@@ -289,11 +289,6 @@ class GradientLoop:
         return sums._replace(group_squares=sums.group_squares + group_squares, groups=sums.groups + groups)
 
 
-def accumulate_gradients(parts: StepParts) -> Callable[..., StepGradients]:
-    """`GradientLoop.of_step` for these parts."""
-    return GradientLoop(parts).of_step
-
-
 def _lay_out(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return constrain(x, ("replica", *axes))
 

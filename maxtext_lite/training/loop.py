@@ -14,21 +14,20 @@ from maxtext_lite.batching import format_plan, wants_solving
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.shown import TracedSteps
-from maxtext_lite.data import Examples, ExampleSource, example_shape
+from maxtext_lite.data import Examples, ExampleSource
 from maxtext_lite.data.mixture_of_run import nothing_left
 from maxtext_lite.models import Decoder, DecoderShape
-from maxtext_lite.parallel import Pipeline, start_devices
+from maxtext_lite.parallel import Pipeline
 from maxtext_lite.process.phases import phases
 from maxtext_lite.process.watchdog import watchdog
 from maxtext_lite.training.callbacks import Callback
 from maxtext_lite.training.checkpoint import Counts
-from maxtext_lite.training.custom_loss import Loss, custom_loss
+from maxtext_lite.training.custom_loss import Loss
 from maxtext_lite.training.failures import UnreadError
-from maxtext_lite.training.feed_steps import FeedSteps
+from maxtext_lite.training.feed_steps import steps_of_feed
 from maxtext_lite.training.goodput import Goodput
-from maxtext_lite.training.held_out_loss import HeldOutLoss
 from maxtext_lite.training.metrics import MetricsLog, Terminal
-from maxtext_lite.training.opening import chosen_split, open_run, own_sources, plan_on_devices, refuse_pairs
+from maxtext_lite.training.opening import chosen_split, open_run, own_objective, own_sources, plan_on_devices
 from maxtext_lite.training.optimizer import OptimizerFactory
 from maxtext_lite.training.profile import Profile
 from maxtext_lite.training.run import Data, TrainingRun
@@ -146,14 +145,9 @@ def train(
       LossSpike: the loss became non-finite or left its band, and the run did not go back.
     """
     sources = own_sources(config, source, eval_source)
-    own_objective = None
-    if objective is not None:
-        refuse_pairs(config, "objective")
-        start_devices()  # processes must join before any of them computes
-        fields = sources[0].fields if sources else example_shape(config)[1]
-        sizes = {"vocab_size": config.vocab_size, "emb_dim": config.base_emb_dim}
-        own_objective = custom_loss(objective, fields=fields, z_loss_multiplier=config.z_loss_multiplier, **sizes)
-    own, ladder = OwnParts(model, own_objective, optimizer), Ladder.of(config, device_memory_gb)
+    tried = None if objective is None else own_objective(config, objective, sources)
+    own = OwnParts(model, tried, optimizer)
+    ladder = Ladder.of(config, device_memory_gb)
     if wants_solving(config) and not ladder.rungs:
         ladder = ladder.with_rung(chosen_split(config, device_memory_gb))
     go_back: Callable[[TrainingRun[ExampleSource], Terminal], None] | None = None
@@ -173,11 +167,6 @@ def train(
             go_back = functools.partial(leave_out_guilty, place=place, limit=error.limit)
         if run.is_first:
             print(why, flush=True)
-
-
-def steps_of_feed(run: TrainingRun[ExampleSource], *start: Any) -> tuple[FeedSteps, HeldOutLoss]:
-    """The steps and the evaluation of a run that reads its batches; see `Begin`."""
-    return FeedSteps(run, *start), HeldOutLoss(run)
 
 
 def train_run(
@@ -258,7 +247,7 @@ class _Loop:
     def __post_init__(self) -> None:
         self.shows_state = any(callback.wants_state for callback in self.callbacks)
         self.evaluates = self.run.eval_source is not None and self.run.config.eval_interval > 0
-        self.ending = Stop(self.run.mesh, lambda: self.asked_to_end) if self.callbacks else None
+        self.ending = Stop(self.run.mesh if self.callbacks else None, lambda: self.asked_to_end)
         self.saved = "saved" if self.run.checkpointer else "not saved (enable_checkpointing=false)"
         self.stopping = Stop(self.run.mesh, lambda: self.signals.received is not None or self.run.failures.ends_run)
 
@@ -271,7 +260,7 @@ class _Loop:
         if self.evaluates and self._owes_evaluation(before):
             self._evaluate(state, lambda: None)
             phases.mark("evaluation")
-            ends = before > 0 and self.ending is not None and self.ending.between_steps()
+            ends = before > 0 and self.ending.between_steps()
         if left := range(before + 1, before + 1 if ends else last_step + 1):
             steps.prepare(before + 1)
         log.restart_clock()
@@ -288,7 +277,7 @@ class _Loop:
             if self.shows_state or not steps.ahead:
                 self._record(state)
             stops = self.stopping.after_this_step()
-            ends = self.ending is not None and self.ending.after_this_step() and not stops
+            ends = self.ending.after_this_step() and not stops
             stops, asked_since = self._pause(state, step, stops=stops, is_last=ends or step == last_step)
             ends = (ends or asked_since) and not stops
             if stops or ends:
@@ -327,7 +316,7 @@ class _Loop:
             run.wait()
         if saves or stops:
             self._save(state)
-        ends = self.ending is not None and self.ending.between_steps() and not stops
+        ends = self.ending.between_steps() and not stops
         if ends and self.evaluates and not evaluates:
             stops = self._stops_evaluation(state, stops)
         if ends:

@@ -10,7 +10,7 @@ from maxtext_lite.parallel import Params, Tree
 from maxtext_lite.process.phases import phases
 from maxtext_lite.process.watchdog import watchdog
 from maxtext_lite.training.arrays import Rows, Scalar
-from maxtext_lite.training.gradients import accumulate_gradients
+from maxtext_lite.training.gradients import GradientLoop
 from maxtext_lite.training.state import StepParts, TrainState
 
 _MOST_EXAMPLES = 8
@@ -54,7 +54,7 @@ def find_nonfinite(
     # The simulated devices of a CPU run one program at a time, and a later step may be running.
     params, frozen = jax.block_until_ready((state.params, state.frozen))
     loss_scale = parts.optimizer.loss_scale(state.opt_state)
-    step_gradients = accumulate_gradients(parts)
+    step_gradients = GradientLoop(parts).of_step
 
     @jax.jit
     def finite_leaves(

@@ -12,11 +12,12 @@ from maxtext_lite.batching.devices import device_of_kind
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import setting_text
 from maxtext_lite.config.kernels import Accelerator
-from maxtext_lite.data import Examples, ExampleSource, own_examples
+from maxtext_lite.data import Examples, ExampleSource, example_shape, own_examples
 from maxtext_lite.data.mixture_of_run import in_run, steps_left
 from maxtext_lite.data.sources_on_hosts import open_sources_on_hosts
 from maxtext_lite.parallel import accelerator_of, start_devices
 from maxtext_lite.training.arrays import Device
+from maxtext_lite.training.custom_loss import CustomLoss, Loss, custom_loss
 from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.run_files import has_checkpoints
 from maxtext_lite.training.state import CONFIGURED, OwnParts
@@ -56,7 +57,7 @@ def own_sources(config: Config, source: Examples | None, eval_source: Examples |
         if eval_source is not None:
             raise UserError("eval_source without source: pass both, or eval_dataset_path in the config.")
         return None
-    refuse_pairs(config, "source")
+    _refuse_pairs(config, "source")
     if config.balance_attention:
         raise UserError(
             "balance_attention=true has no effect with source, whose documents are not known before its examples are "
@@ -67,12 +68,25 @@ def own_sources(config: Config, source: Examples | None, eval_source: Examples |
     return own_examples(source, key="source", **sizes), held_out
 
 
-def refuse_pairs(config: Config, name: str) -> None:
-    """Refuses an object for single rows where the config is about pairs.
+def own_objective(config: Config, loss: Loss, sources: Sources | None) -> CustomLoss:
+    """The objective that minimises the caller's own loss, which is tried first on rows like those of the sources.
 
     Raises:
-      UserError: the config is that of DPO.
+      UserError: the config is about pairs of rows, or the loss breaks a promise of `Loss`.
     """
+    _refuse_pairs(config, "objective")
+    start_devices()  # processes must join before any of them computes
+    return custom_loss(
+        loss,
+        fields=sources[0].fields if sources else example_shape(config)[1],
+        vocab_size=config.vocab_size,
+        emb_dim=config.base_emb_dim,
+        z_loss_multiplier=config.z_loss_multiplier,
+    )
+
+
+def _refuse_pairs(config: Config, name: str) -> None:
+    """Refuses an object for single rows where the config is about pairs."""
     if config.dataset_type == "dpo":
         raise UserError(
             f"dataset_type=dpo is about pairs of rows; {name} is about single ones. Nearest that work: "

@@ -21,7 +21,6 @@ from maxtext_lite.config.json_file import read_object
 from maxtext_lite.config.kernels import KERNELS
 from maxtext_lite.process.records import Record, record_text
 from maxtext_lite.training.compilation_cache import reading_compiled
-from maxtext_lite.training.environment import environment
 from maxtext_lite.training.feed_steps import FeedSteps
 from maxtext_lite.training.metrics import Terminal
 from maxtext_lite.training.opening import open_run
@@ -29,7 +28,7 @@ from maxtext_lite.training.parameter_files import check_start
 from maxtext_lite.training.row_losses import RowLoss, make_row_losses
 from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.run_difference import compared_fields, lines_of
-from maxtext_lite.training.run_files import run_directory
+from maxtext_lite.training.run_files import environment, run_directory
 from maxtext_lite.training.saving import check, read_about
 from maxtext_lite.training.starts import Starts, first_parameters, resume_between, settings_at
 from maxtext_lite.training.step_log import LossSpike, StepLog

@@ -14,8 +14,8 @@ from maxtext_lite.data.mixture_source import ids_of_run
 from maxtext_lite.parallel import Params, sharding, value_of_host
 from maxtext_lite.process.phases import phases
 from maxtext_lite.process.watchdog import watchdog
-from maxtext_lite.training.arrays import Rows, Scalar
-from maxtext_lite.training.gradients import TRAIN_BATCH_AXES, accumulate_gradients
+from maxtext_lite.training.arrays import Rows
+from maxtext_lite.training.gradients import TRAIN_BATCH_AXES, GradientLoop
 from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.state import TrainState
 
@@ -63,12 +63,14 @@ def make_row_losses(run: TrainingRun[ExampleSource]) -> Callable[[TrainState, in
             "--rows takes the gradient of each row with one set of parameters; enable_diloco=true has parameters for "
             "each replica."
         )
-    tokenizer, step_gradients = load_tokenizer(run.config), accumulate_gradients(run.parts)
+    tokenizer, step_gradients = load_tokenizer(run.config), GradientLoop(run.parts).of_step
     source, where, reader = run.source, sharding(run.mesh, TRAIN_BATCH_AXES), run.plan.loading_hosts[0]
     sizes = 1, run.plan.slots_for(1), source.num_tokens
 
     @jax.jit
-    def alone(params: Params, frozen: Params | None, loss_scale: Scalar, batch: Rows) -> tuple[jax.Array, ...]:
+    def alone(
+        params: Params, frozen: Params | None, loss_scale: jax.Array | None, batch: Rows
+    ) -> tuple[jax.Array, ...]:
         found = step_gradients(params, batch, None, loss_scale, frozen)
         norm = optax.tree.norm(found.gradients)
         return found.loss, found.target_tokens, found.num_counted, norm

@@ -26,14 +26,13 @@ from maxtext_lite.parallel import tree_shardings
 from maxtext_lite.process.watchdog import watchdog
 from maxtext_lite.training.arrays import Device, Rows, num_elements
 from maxtext_lite.training.checkpoint import OWN, Checkpointer, CheckpointReader, Counts, fingerprint
-from maxtext_lite.training.environment import environment
 from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.lease import Lease, hold
 from maxtext_lite.training.metrics import Speed, Terminal
 from maxtext_lite.training.noise import why_unknown
 from maxtext_lite.training.optimizer import UNKNOWN_RATE, Schedule, schedule_of_run
 from maxtext_lite.training.parameter_files import check_start, load_parameters, load_peft_adapters
-from maxtext_lite.training.run_files import RunFiles, has_checkpoints, run_directory, write_json
+from maxtext_lite.training.run_files import RunFiles, environment, has_checkpoints, run_directory, write_json
 from maxtext_lite.training.starts import moved_schedule, with_start
 from maxtext_lite.training.state import (
     CONFIGURED,
@@ -263,8 +262,8 @@ class TrainingRun(Generic[Data]):
         return init_state(self.parts, self.config.seed), Counts()
 
     def _mix(self, counts: Counts) -> None:
-        saved = self._saved.mixtures if self._saved else []
-        self.source, mixtures = in_run(self.config, self.source, saved, (counts.examples_seen, counts.tokens_seen))
+        seen = counts.examples_seen, counts.tokens_seen
+        self.source, mixtures = in_run(self.config, self.source, self.mixtures, seen)
         if self._saved:
             self._saved.mixtures = mixtures
         source = cast(ExampleSource, self.source)

@@ -8,12 +8,20 @@ at the end of the run. A resumed run starts from the files in the bucket.
 import contextlib
 import errno
 import hashlib
+import importlib.metadata
 import json
 import os
+import platform
+import re
 import shutil
+import subprocess
+import sys
 import tempfile
 import threading
 from pathlib import Path
+from typing import Any
+
+import jax
 
 from maxtext_lite.config import RunConfig
 from maxtext_lite.config.bucket import (
@@ -27,7 +35,11 @@ from maxtext_lite.config.bucket import (
     storage_errors,
 )
 from maxtext_lite.config.errors import writing
+from maxtext_lite.config.hf.model_directory import WORKING_DIRECTORY
 from maxtext_lite.config.whole_file import TEMPORARY, write_whole
+
+_COMMIT = re.compile(rb"[0-9a-f]{40}|[0-9a-f]{64}")
+_SECONDS_FOR_GIT = 10.0
 
 
 def run_directory(config: RunConfig) -> Path:
@@ -131,3 +143,50 @@ class RunFiles:
         """Each file, with its size and modification time."""
         paths = sorted(path for path in self.directory.rglob("*") if path.is_file() and path.suffix != TEMPORARY)
         return [(path, (about.st_size, about.st_mtime_ns)) for path in paths for about in [path.stat()]]
+
+
+def environment() -> dict[str, Any]:
+    """The content of environment.json: versions, devices, the git commit and the working directory."""
+    packages = ("maxtext-lite", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+    versions = {}
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return {
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "packages": versions,
+        "devices": [device.device_kind for device in jax.devices()],
+        "num_processes": jax.process_count(),
+        "git_commit": _git_commit(),
+        WORKING_DIRECTORY: str(Path.cwd()),
+    }
+
+
+def _git_commit() -> str | None:
+    """The commit of the checkout that contains this file.
+
+    None if git does not answer, and for an installed package, whose environment may be an ignored directory of another
+    checkout.
+    """
+    own = Path(__file__)
+    commit = _git("rev-parse", "HEAD", directory=own.parent)
+    if not _COMMIT.fullmatch(commit) or _git("check-ignore", own.name, directory=own.parent):
+        return None
+    return commit.decode()
+
+
+def _git(*words: str, directory: Path) -> bytes:
+    """The output of git; empty if it is not installed, fails or does not answer."""
+    try:
+        done = subprocess.run(
+            ["git", *words],
+            cwd=directory,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=True,
+            timeout=_SECONDS_FOR_GIT,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return b""
+    return done.stdout.strip()

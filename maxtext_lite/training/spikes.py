@@ -12,11 +12,10 @@ from maxtext_lite.data.excluded import ExcludedRow, excluded_text
 from maxtext_lite.data.mixture_of_run import in_run
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.feed_steps import FeedSteps
-from maxtext_lite.training.loss_band import WINDOW, band_limit
 from maxtext_lite.training.metrics import Terminal
 from maxtext_lite.training.row_losses import RowLoss, make_row_losses
 from maxtext_lite.training.run import EXCLUDED, TrainingRun
-from maxtext_lite.training.step_log import NOTHING_SAVED, LossSpike
+from maxtext_lite.training.step_log import NOTHING_SAVED, WINDOW, LossSpike, band_limit
 
 MOST = 5
 """The most times that a run goes back within WINDOW steps."""

@@ -5,7 +5,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import cast
 
 import jax
@@ -14,10 +14,13 @@ import optax
 from jax.sharding import Mesh
 from jax.stages import Wrapped
 
+from maxtext_lite.data.feed import DeviceBatch
 from maxtext_lite.parallel import Params, Tree, in_context_order, over_replicas, per_replica, sharding, tree_shardings
+from maxtext_lite.process.watchdog import watchdog
 from maxtext_lite.training.accumulate import LossScaleState, master_of, with_master
 from maxtext_lite.training.arrays import Metrics, Rows
-from maxtext_lite.training.gradients import TRAIN_BATCH_AXES, GradientLoop, StepGradients, accumulate_gradients
+from maxtext_lite.training.failures import raise_unread
+from maxtext_lite.training.gradients import TRAIN_BATCH_AXES, GradientLoop, StepGradients
 from maxtext_lite.training.objective import ScoredObjective
 from maxtext_lite.training.optimizer import Progress, Schedule
 from maxtext_lite.training.outputs import AUXILIARY_METRICS, forward
@@ -40,7 +43,7 @@ def make_train_step(parts: StepParts, schedule: Schedule) -> Wrapped:
     crosses the data axis until `summarise` and `synchronise`. skipped_in_a_row is then a metric too; the caller puts
     its summary into the state.
     """
-    optimizer, step_gradients = parts.optimizer, accumulate_gradients(parts)
+    optimizer, step_gradients = parts.optimizer, GradientLoop(parts).of_step
     shardings = state_shardings(parts)
     apply = _applied(parts, shardings, schedule)
 
@@ -271,3 +274,23 @@ def make_eval_step(parts: StepParts) -> Wrapped:
         in_shardings=(tree_shardings(mesh, decoder.axes), sharding(mesh, EVAL_BATCH_AXES)),
         out_shardings=sharding(mesh),
     )
+
+
+def scores_of(
+    eval_step: Wrapped, params: Params, batches: Iterable[DeviceBatch], between: Callable[[], None] = lambda: None
+) -> Iterator[Tree]:
+    """The scores of each batch, on the host.
+
+    Args:
+      eval_step: made by `make_eval_step`.
+      between: called before each batch.
+    Raises:
+      UnreadError: after the last batch, if a host could not read all rows; on all hosts.
+    """
+    problem = None
+    for batch in batches:
+        watchdog.advance()
+        between()
+        problem = problem or batch.problem
+        yield jax.device_get(eval_step(params, batch.arrays))
+    raise_unread(problem)

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import time
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -18,7 +18,6 @@ from maxtext_lite.process.phases import phases
 from maxtext_lite.training.arrays import Record
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.goodput import Goodput
-from maxtext_lite.training.loss_band import WINDOW, band_limit
 from maxtext_lite.training.metrics import Terminal, lacks_evaluation
 from maxtext_lite.training.nonfinite import NonFinite
 from maxtext_lite.training.run import TrainingRun
@@ -26,6 +25,13 @@ from maxtext_lite.training.state import TrainState
 from maxtext_lite.training.step_memory import peak_memory_bytes
 
 NOTHING_SAVED = "nothing was saved at or after it"
+
+WINDOW = 32
+"""The number of last losses with which a step's loss is compared."""
+LEAST_LOSSES = 16
+"""With fewer losses there is no band."""
+_TO_DEVIATION = 1.4826  # standard deviation over median absolute deviation, for a normal distribution
+_LEAST_DEVIATION = 0.01  # relative to the median, so that a loss that hardly moves has a band too
 
 
 class LossSpike(Exception):
@@ -265,3 +271,18 @@ class StepLog:
                 _, examples = self._run.plan.length.end_after(self.counts.step, self.counts.examples_seen)
                 tokens = examples * self._run.config.max_target_length
                 self._terminal.say(laws_beside(self._run.config, tokens))
+
+
+def band_limit(values: Sequence[float], width: float, *, least: int = LEAST_LOSSES) -> float:
+    """The upper end of the band of normal values: the median of the finite values plus `width` robust deviations.
+
+    A robust deviation is 1.4826 times the median distance from the median, and at least 1 % of the median. With fewer
+    than `least` finite values the limit is infinity.
+    Source: Rousseeuw and Croux 1993, "Alternatives to the median absolute deviation", section 1.
+    """
+    finite = np.asarray([value for value in values if math.isfinite(value)], np.float64)
+    if len(finite) < least:
+        return math.inf
+    median = np.median(finite)
+    deviation = _TO_DEVIATION * np.median(np.abs(finite - median))
+    return float(median + width * max(deviation, _LEAST_DEVIATION * abs(median)))

@@ -68,11 +68,14 @@ class Stop:
     """Whether to stop after a step or a batch: all hosts agree, though a signal may reach only one of them.
 
     With several hosts the answer after a step is one call late; to wait for this one's would leave the devices idle.
+
+    Args:
+      mesh: None: no host is ever asked, so they exchange nothing.
     """
 
-    def __init__(self, mesh: Mesh, is_asked: Callable[[], bool]):
+    def __init__(self, mesh: Mesh | None, is_asked: Callable[[], bool]):
         self._is_asked = is_asked
-        self._any_host = make_any_host(mesh) if jax.process_count() > 1 else None
+        self._any_host = make_any_host(mesh) if mesh and jax.process_count() > 1 else None
         self._asked: jax.Array | None = None
 
     def break_off(self) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 from maxtext_lite.batching.tuning import Candidate, Timing
 from maxtext_lite.config import Config
 from maxtext_lite.process.records import read_records
-from maxtext_lite.training.loop import steps_of_feed, train_run
+from maxtext_lite.training.feed_steps import steps_of_feed
+from maxtext_lite.training.loop import train_run
 from maxtext_lite.training.opening import open_run
 from maxtext_lite.training.step_memory import OutOfMemory
 

@@ -12,9 +12,10 @@ from maxtext_lite.config import load_config
 from maxtext_lite.models import BALANCE, DROPPED, EXPERT_COUNTS, ROUTER_Z
 from maxtext_lite.parallel import Pipeline
 from maxtext_lite.training import train
+from maxtext_lite.training.gradients import GradientLoop
 from maxtext_lite.training.objective import NEXT_TOKEN
 from maxtext_lite.training.outputs import forward
-from maxtext_lite.training.step import accumulate_gradients, make_summarise
+from maxtext_lite.training.step import make_summarise
 from maxtext_lite.xla.hlo import collectives
 from tests.invariance.conftest import MODEL
 
@@ -39,12 +40,12 @@ SPLITS = {
 
 
 class Gradients:
-    """`accumulate_gradients`, compiled once for a batch's shape and a loss scale."""
+    """`GradientLoop.of_step`, compiled once for a batch's shape and a loss scale."""
 
     def __init__(self, it, batch):
         self.it, self.batch = it, batch
         with jax.set_mesh(it.mesh), jax.default_matmul_precision("highest"):
-            function = accumulate_gradients(it.parts)
+            function = GradientLoop(it.parts).of_step
             self.compiled = jax.jit(function).lower(it.abstract.params, batch, None, jnp.float32(1)).compile()
 
     def __call__(self, params, loss_scale=1.0):

@@ -12,9 +12,10 @@ from maxtext_lite.config.hf.model_directory import hf_config
 from maxtext_lite.hf import load_hf_parameters
 from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding, tree_shardings
+from maxtext_lite.training.gradients import GradientLoop
 from maxtext_lite.training.optimizer import learning_rate_schedule, make_optimizer
 from maxtext_lite.training.state import StepParts, make_decoder, state_from
-from maxtext_lite.training.step import TRAIN_BATCH_AXES, accumulate_gradients, make_train_step
+from maxtext_lite.training.step import TRAIN_BATCH_AXES, make_train_step
 from tests import hf_models
 
 torch = pytest.importorskip("torch")
@@ -98,7 +99,7 @@ def test_a_step_is_that_of_torch(name, tmp_path):
         params = load_hf_parameters(before, _laid_out(decoder, mesh), "HF_DIR")
         with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
             if accumulation == 1:
-                found = jax.jit(accumulate_gradients(parts))(params, batch)
+                found = jax.jit(GradientLoop(parts).of_step)(params, batch)
                 gradient = np.asarray(found.gradients["embedding"]["table"])
                 assert np.abs(gradient - want_gradient).max() <= 2e-4 * np.abs(want_gradient).max()
             step = make_train_step(parts, learning_rate_schedule(config, last=1))

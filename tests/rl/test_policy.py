@@ -12,7 +12,7 @@ import pytest
 from maxtext_lite.models import DecoderShape
 from maxtext_lite.rl.log_probabilities import make_log_probabilities
 from maxtext_lite.rl.policy import POLICY_METRICS
-from maxtext_lite.training.gradients import accumulate_gradients
+from maxtext_lite.training.gradients import GradientLoop
 from maxtext_lite.training.outputs import WHOLE, Outputs, TokenSplit
 from tests.responses import AGGREGATIONS, GRPO, LONGEST, PAIRS, TOKENS, chunks_of, rows, variant
 from tests.training.conftest import agrees, setup  # noqa: F401
@@ -210,7 +210,7 @@ def gradients(it, policy, batch, params=None):
     """Of the rows as one micro-batch."""
     (whole,) = chunks_of(batch, it.mesh, micro=PAIRS, slots=PAIRS)
     with jax.set_mesh(it.mesh), jax.default_matmul_precision("highest"):
-        function = accumulate_gradients(dataclasses.replace(it.parts, objective=policy))
+        function = GradientLoop(dataclasses.replace(it.parts, objective=policy)).of_step
         return jax.device_get(jax.jit(function)(it.state().params if params is None else params, whole))
 
 

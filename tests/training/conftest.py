@@ -15,6 +15,7 @@ from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding, tree_shardings
 from maxtext_lite.training.accumulate import GradientAccumulation
 from maxtext_lite.training.checkpoint import Checkpointer, Counts, fingerprint
+from maxtext_lite.training.gradients import GradientLoop
 from maxtext_lite.training.local_updates import LocalUpdates, local_updates
 from maxtext_lite.training.noise import NoiseScale
 from maxtext_lite.training.objective import objective_of
@@ -27,7 +28,7 @@ from maxtext_lite.training.state import (
     state_from,
     state_shardings,
 )
-from maxtext_lite.training.step import TRAIN_BATCH_AXES, accumulate_gradients, make_train_step
+from maxtext_lite.training.step import TRAIN_BATCH_AXES, make_train_step
 
 TINY = (
     "vocab_size=264", "base_emb_dim=16", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=4",
@@ -108,7 +109,7 @@ class Setup:
 
     def gradients(self, params, batch, num_micro_batches=None, loss_scale=None, frozen=None):
         with jax.set_mesh(self.mesh), jax.default_matmul_precision("highest"):
-            function = accumulate_gradients(self.parts)
+            function = GradientLoop(self.parts).of_step
             return jax.device_get(jax.jit(function)(params, batch, num_micro_batches, loss_scale, frozen))
 
     def run(self, compiled, batch, steps, num_micro_batches=None):

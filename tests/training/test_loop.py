@@ -20,9 +20,8 @@ from maxtext_lite.data import example_ids, examples_hash, token_stream
 from maxtext_lite.data.sources_on_hosts import open_sources_on_hosts
 from maxtext_lite.training import NonFiniteLoss, opening, saving, train
 from maxtext_lite.training.callbacks import Callback
-from maxtext_lite.training.feed_steps import FeedSteps
+from maxtext_lite.training.feed_steps import FeedSteps, HeldOutLoss
 from maxtext_lite.training.goodput import Goodput
-from maxtext_lite.training.held_out_loss import HeldOutLoss
 from maxtext_lite.training.metrics import JsonLines
 from tests.prepared import byte_shards, write_prepared
 from tests.training.conftest import TINY

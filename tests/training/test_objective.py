@@ -12,11 +12,11 @@ from maxtext_lite.data import open_sources
 from maxtext_lite.hf import load_hf_parameters
 from maxtext_lite.parallel import MESH_AXES, make_mesh, tree_shardings
 from maxtext_lite.training import train
+from maxtext_lite.training.gradients import GradientLoop
 from maxtext_lite.training.objective import NEXT_TOKEN, objective_of
 from maxtext_lite.training.optimizer import make_optimizer
 from maxtext_lite.training.preference import Preference
 from maxtext_lite.training.state import StepParts, make_decoder
-from maxtext_lite.training.step import accumulate_gradients
 from tests import hf_models
 from tests.training.conftest import TINY
 
@@ -70,7 +70,7 @@ def test_loss_and_gradient_of_answers_are_those_of_transformers(packing, tmp_pat
     )
     params = load_hf_parameters(directory, abstract, "HF_DIR")
     with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
-        step = accumulate_gradients(StepParts(decoder, make_optimizer(config, decoder.axes), mesh, config))
+        step = GradientLoop(StepParts(decoder, make_optimizer(config, decoder.axes), mesh, config)).of_step
         found = jax.device_get(jax.jit(step)(params, batch))
     assert found.target_tokens == found.num_counted == count == 21
     assert found.loss == pytest.approx(total.item() / count, rel=1e-5)

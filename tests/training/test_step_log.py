@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +12,7 @@ from maxtext_lite.config import load_config
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.metrics import MetricsLog, Terminal
 from maxtext_lite.training.opening import open_run
-from maxtext_lite.training.step_log import LossSpike, NonFiniteLoss, StepLog, Taken
+from maxtext_lite.training.step_log import LEAST_LOSSES, LossSpike, NonFiniteLoss, StepLog, Taken, band_limit
 from tests.training.test_run import TINY
 
 METRICS = {
@@ -110,3 +111,25 @@ def test_parameters_that_are_not_finite_end_the_run(log_of):
     with pytest.raises(NonFiniteLoss, match="step 1 left param_norm inf") as spike:
         (log := log_of()).add(1, step(param_norm=float("inf")), STATE)
     assert (spike.value.step, spike.value.examples_seen) == (2, lines(log)[0]["examples_seen"])
+
+
+@pytest.mark.parametrize(("values", "limit"), [
+    # The median is 2, distances from it are 0 and 0.5 alike, and half of them are 0.25: two deviations of 1.4826 / 4.
+    ([2, 2.5] * 8, 2.25 + 2 * 1.4826 * 0.25),
+    # Of an odd number: median 3, distances 2, 1, 0, 1, 2 in turn, of which the median is 1. One is no number.
+    ([1, 2, 3, 4, 5] * 3 + [math.nan, 3, 3], 3 + 2 * 1.4826 * 1),
+    # One far away moves neither by much: median 1, distances 0 but for one.
+    ([1.0] * 15 + [1e9], 1 + 2 * 0.01),
+    ([-1.0] * 16, -1 + 2 * 0.01),
+    ([0.0] * 16, 0.0),
+    ([1.0] * 15, math.inf),
+    ([1.0] * 15 + [math.inf], math.inf),
+])  # fmt: skip
+def test_the_band_ends_so_many_robust_deviations_above_the_median(values, limit):
+    assert LEAST_LOSSES == 16
+    assert band_limit(values, 2) == pytest.approx(limit, rel=1e-12)
+
+
+def test_how_many_values_make_a_band_can_be_said():
+    assert band_limit([1, 1, 1, 1], 5, least=4) == pytest.approx(1.05)
+    assert band_limit([1, 1, 1], 5, least=4) == math.inf
