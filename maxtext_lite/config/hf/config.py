@@ -14,9 +14,7 @@ from maxtext_lite.config.checkpoint_steps import steps_in
 from maxtext_lite.config.errors import UserError, any_of, value_text
 from maxtext_lite.config.hf.adapter import CONFIG, adapter_of, missing_base
 from maxtext_lite.config.hf.families import FAMILIES
-from maxtext_lite.config.hf.family import CAUSAL
 from maxtext_lite.config.hf.fields import (
-    DEFAULTS,
     WITHOUT_EFFECT,
     Fields,
     JsonObject,
@@ -82,12 +80,11 @@ def field_names(fields: JsonObject) -> dict[str, str]:
 def _read(fields: JsonObject, where: str) -> tuple[Fields, Keys]:
     """The fields that no part has read, with the problems of the others, and the keys that those decide."""
     kind = family_of(fields, where)
-    left, keys = Fields(text_fields(fields)), dict(DEFAULTS)
-    for part in (*FAMILIES[kind].parts, CAUSAL):
-        keys |= part.read(left)
+    left = Fields(text_fields(fields))
+    keys = FAMILIES[kind].read(left)
     first = keys["first_num_dense_layers"]
     if left.num_layers and is_whole(first, left.num_layers) and is_whole(keys["num_experts"], 1):
-        keys = dict(without_experts(keys))
+        keys = without_experts(keys)
     elif keys["num_experts"] == 1 and (name := left.names.get("num_experts")):
         left.refuse(name, 1, "cannot be expressed in a layer with experts. Nearest that works: 2.")
     left.check_stored(FAMILIES[kind].architecture)
@@ -125,9 +122,7 @@ def config_json(
     nearest: _Obstacles | None = None
     for kind in kinds:
         family = FAMILIES[kind]
-        written: JsonObject = {}
-        for part in family.parts:
-            written |= part.write(config)
+        written = family.write(config)
         positions = {"max_position_embeddings": max_position_embeddings} if "n_positions" not in written else {}
         # Written even as null: transformers would otherwise fill in the tokens of the family's own models.
         tokens = {"bos_token_id": None, "eos_token_id": end_of_text_id, "pad_token_id": None}
