@@ -9,7 +9,7 @@ from maxtext_lite.batching.rollout_sizes import Rollout, rollout_of
 from maxtext_lite.batching.topology import Topology
 from maxtext_lite.config import Config, RLRunConfig, UserError
 from maxtext_lite.config.errors import number_text
-from maxtext_lite.config.hf.config import files_of_model, run_config_json
+from maxtext_lite.config.hf.directory import files_of_model, run_config_json
 from maxtext_lite.config.violation import Violation, multiples
 
 _FRACTIONS: tuple[str, ...] = ("trainer_devices_fraction", "sampler_devices_fraction")

@@ -24,7 +24,7 @@ from maxtext_lite.config.files import (
     shipped_configs,
     takes_text,
 )
-from maxtext_lite.config.hf.layer import (
+from maxtext_lite.config.hf.directory import (
     directory_origin,
     directory_values,
     in_its_fields,

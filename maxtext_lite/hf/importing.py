@@ -13,16 +13,15 @@ import numpy as np
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import value_text
-from maxtext_lite.config.hf.config import family_of, has_hf_weights, model_keys
+from maxtext_lite.config.hf.config import TOWERS, family_of, model_keys, text_fields, text_tensor
+from maxtext_lite.config.hf.directory import has_hf_weights
 from maxtext_lite.config.hf.fields import JsonObject, Keys
-from maxtext_lite.config.hf.text_tower import TOWERS, text_fields, text_tensor
 from maxtext_lite.config.json_file import read_object
 from maxtext_lite.hf.copying import aligned_empty, as_bits, assign_cast, is_finite
 from maxtext_lite.hf.dequantized import open_directory
-from maxtext_lite.hf.entries import Entry, entries_of, flat
+from maxtext_lite.hf.entries import Entry, entries_of, flat, table_of
 from maxtext_lite.hf.names import Sizes, Table, model_of
 from maxtext_lite.hf.safetensors_dir import DTYPES, SafetensorsDir
-from maxtext_lite.hf.tables import TABLES
 from maxtext_lite.parallel import Params, exchange
 
 _NAMED_AT_MOST = 10  # of the tensors with one kind of problem
@@ -59,7 +58,7 @@ def _load(root: Path, abstract_params: Params, where: str) -> Params:
     fields = read_object(root / "config.json")
     kind, keys = family_of(fields, where), model_keys(fields, f"{root / 'config.json'}")
     files = _of_text(open_directory(root, text_fields(fields)), fields, where)
-    table = _as_named(TABLES[kind], files)
+    table = _as_named(table_of(kind), files)
     model, leaves = model_of(keys), flat(abstract_params)
     sizes = model.sizes
     entries = entries_of(table, {path: tuple(leaf.shape) for path, leaf in leaves.items()}, model, where)

@@ -16,7 +16,7 @@ from maxtext_lite.config.bucket import absolute, original, reaching
 from maxtext_lite.config.checkpoint_steps import steps_in
 from maxtext_lite.config.errors import full_text, setting_text, value_text
 from maxtext_lite.config.hf.adapter import Adapter, adapter_of
-from maxtext_lite.config.hf.config import has_hf_weights
+from maxtext_lite.config.hf.directory import has_hf_weights
 from maxtext_lite.config.load import defaults_of
 from maxtext_lite.hf import flat, load_hf_parameters, read_peft_adapters
 from maxtext_lite.models import Lora, joined, merged
