@@ -13,8 +13,7 @@ from maxtext_lite.batching.ledger import LAYERS, PASSES, MemoryLine, Moment
 from maxtext_lite.batching.parameters import count_parameters, weight_shards
 from maxtext_lite.batching.pipeline_shape import Schedule, num_repeats
 from maxtext_lite.config import Config, remat_of
-from maxtext_lite.config.experts import exchanged_rows
-from maxtext_lite.config.kernels import Accelerator, planned_kernel
+from maxtext_lite.config.kernels import Accelerator, exchanged_rows, planned_kernel
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _LANES = 128  # the width of a TPU's tiles

@@ -4,14 +4,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from difflib import get_close_matches
 
-from maxtext_lite.config.adapted import unused_adapters
 from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import number_text, value_text
 from maxtext_lite.config.kernels import unknown_to_kernel
-from maxtext_lite.config.model_rules import MODEL_RULES
-from maxtext_lite.config.remat import REMAT_TENSORS, listed
+from maxtext_lite.config.model_rules import MODEL_RULES, unused_adapters
 from maxtext_lite.config.rl_rules import RL_DATASETS, RL_RULES, dataset_of_objective, unused_arithmetic
 from maxtext_lite.config.schema import Config, RLRunConfig
+from maxtext_lite.config.sections import REMAT_TENSORS, listed
 from maxtext_lite.config.source_list import MIXABLE, SourceList
 from maxtext_lite.config.violation import Violation, divisors_of, unused, violates
 

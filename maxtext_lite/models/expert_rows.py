@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from maxtext_lite.config.experts import exchanged_rows
+from maxtext_lite.config.kernels import exchanged_rows
 from maxtext_lite.models.moe import ExpertShape
 from maxtext_lite.parallel import exchanged, gathered, largest, num_shards, scattered_sum, shard_index
 

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from maxtext_lite.config.bucket import any_path, local_copy
-from maxtext_lite.config.checkpoint_steps import steps_in
 from maxtext_lite.config.errors import Refusal, UserError, any_of, value_text
 from maxtext_lite.config.hf.adapter import CONFIG, adapter_of, missing_base
 from maxtext_lite.config.hf.config import WEIGHTS_FIELD, config_json, field_names, model_keys, stored_dtype, text_fields
 from maxtext_lite.config.hf.fields import Fields, JsonObject, Keys, same_architecture
 from maxtext_lite.config.json_file import check_file, is_there, read_object
 from maxtext_lite.config.sections import ModelConfig, RunConfig
+from maxtext_lite.config.whole_file import steps_in
 
 CARRIED = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
