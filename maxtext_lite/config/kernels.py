@@ -188,7 +188,7 @@ class KernelChoice:
 
     def to_json(self) -> dict[str, object]:
         """The fields, as plan.json has them."""
-        return {"name": self.name, "passed_over": dict(self.passed_over), "assumed": self.assumed}
+        return dataclasses.asdict(self)
 
 
 def lacking(kernel: str, needs: Needs) -> list[str]:

@@ -27,12 +27,10 @@ from maxtext_lite.config.weight_axes import num_inputs, of_one
 from maxtext_lite.config.weights import stacks_of
 from maxtext_lite.hf.copying import is_finite
 from maxtext_lite.hf.entries import Entry, entries_of, flat, table_of
-from maxtext_lite.hf.names import Name, Sizes, model_of
+from maxtext_lite.hf.names import INPUTS_FIRST, Name, Sizes, model_of
 from maxtext_lite.hf.safetensors_dir import DTYPES, Tensor, mapped, stored_in, write_file
 from maxtext_lite.models import Lora
 from maxtext_lite.parallel import Params
-
-_TRANSPOSED = ("gpt2",)  # families whose linear modules hold [in, out]
 
 
 def export_adapters(
@@ -87,7 +85,7 @@ def export_adapters(
         # What is added is scaled by alpha / r, which a wider module keeps.
         "rank_pattern": ranks,
         "alpha_pattern": {module: _whole(rank * lora.scale) for module, rank in ranks.items()},
-        "fan_in_fan_out": kind in _TRANSPOSED,
+        "fan_in_fan_out": kind in INPUTS_FIRST,
         "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,
