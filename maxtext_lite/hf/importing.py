@@ -152,21 +152,23 @@ def _refuse_other_tensors(
     formats = [
         f"{shown(name)} is {there[name].dtype}" for name in wanted if name in there and there[name].dtype not in DTYPES
     ]
-    problems = []
-    for found, what in (
+    kinds = (
         (missing, "lacks tensors of the model"),
         (list(map(shown, unknown)), "has tensors that the model has no place for"),
         (shapes, "has tensors of other shapes than config.json says"),
         (others, "has constants with other values than the family's"),
         (formats, f"has tensors that are none of {', '.join(DTYPES)}"),
-    ):
-        if found:
-            more = f", and {len(found) - _NAMED_AT_MOST} more" if len(found) > _NAMED_AT_MOST else ""
-            named = ", ".join(map(value_text, found[:_NAMED_AT_MOST]))
-            hint = " If the embedding table is also the head, set tie_word_embeddings=true in its config.json."
-            problems.append(f"{where} {what}: {named}{more}.{hint * (found == [_HEAD])}")
-    if problems:
+    )
+    if problems := [_naming(f"{where} {what}", found) for found, what in kinds if found]:
         raise UserError(problems)
+
+
+def _naming(problem: str, tensors: list[str]) -> str:
+    """A problem with the first of the tensors that have it."""
+    more = f", and {len(tensors) - _NAMED_AT_MOST} more" if len(tensors) > _NAMED_AT_MOST else ""
+    named = ", ".join(map(value_text, tensors[:_NAMED_AT_MOST]))
+    tied = " If the embedding table is also the head, set tie_word_embeddings=true in its config.json."
+    return f"{problem}: {named}{more}.{tied * (tensors == [_HEAD])}"
 
 
 def _of_further_tokens(name: str, keys: Keys) -> bool:

@@ -214,27 +214,25 @@ def directory_values(
         fields = read_object(directory / "config.json")
         keys = model_keys(fields, origin)
     except UserError as error:
-        return {}, [Refusal("load_parameters_path", problem) for problem in error.problems]
+        return {}, _refusals(error)
+
+    def contradiction(key: str, other: str, advice: str) -> Refusal:
+        value, where = stated[key]
+        return Refusal(key, f"{key}={value_text(value)} ({where}) contradicts {other}. Remove it; {advice}.")
+
+    advice = "load_parameters_path decides the architecture"
     refusals = [
-        Refusal(
-            key,
-            f"{key}={value_text(stated[key][0])} ({stated[key][1]}) contradicts {origin}, which has "
-            f"{value_text(keys[key])}. Remove it; load_parameters_path decides the architecture.",
-        )
-        for key in keys
+        contradiction(key, f"{origin}, which has {value_text(value)}", advice)
+        for key, value in keys.items()
         if key in stated and not _agrees(key, stated[key][0], keys)
     ]
     values = dict(keys)
     if adapter:
         adapter = adapter.as_stated(stated["lora_rank"][0] if "lora_rank" in stated else None)
         values |= adapter.keys
+        advice = f"to train something else, merge the adapter: convert import {adapter.directory} OUT"
         refusals += [
-            Refusal(
-                key,
-                f"{key}={value_text(stated[key][0])} ({stated[key][1]}) contradicts {adapter.directory / CONFIG}, by "
-                f"which it is {value_text(value)}. Remove it; to train something else, merge the adapter: "
-                f"convert import {adapter.directory} OUT.",
-            )
+            contradiction(key, f"{adapter.directory / CONFIG}, by which it is {value_text(value)}", advice)
             for key, value in adapter.keys.items()
             if key in stated and _plain(stated[key][0]) != _plain(value)
         ]
@@ -263,8 +261,12 @@ def missing_base_refusals(path: str) -> list[Refusal]:
     try:
         adapter_of(path)
     except UserError as error:
-        return [Refusal("load_parameters_path", problem) for problem in error.problems]
+        return _refusals(error)
     return []
+
+
+def _refusals(error: UserError) -> list[Refusal]:
+    return [Refusal("load_parameters_path", problem) for problem in error.problems]
 
 
 def tokenizer_values(path: str, stated: Mapping[str, object]) -> dict[str, str]:
