@@ -125,7 +125,7 @@ def config_json(
     without = {name: value for name, value in original.items() if name not in (FIELD, WEIGHTS_FIELD)}
     original = text_fields(without)
     kinds = [family_of(original, "config.json")] if original else list(_families())
-    nearest: _Obstacles | None = None
+    obstacles: list[_Obstacles] = []
     for kind in kinds:
         family = _families()[kind]
         written = family.write(config)
@@ -133,8 +133,8 @@ def config_json(
         # Written even as null: transformers would otherwise fill in the tokens of the family's own models.
         tokens = {"bos_token_id": None, "eos_token_id": end_of_text_id, "pad_token_id": None}
         fields = {"architectures": [family.architecture], "model_type": kind, **positions, **written}
-        found = _obstacles(fields, config)
-        if not found.problems:
+        obstacles.append(_obstacles(fields, config))
+        if not obstacles[-1].problems:
             about = {"dtype": dtype, "torch_dtype": dtype}
             longer = _with_positions(original, max_position_embeddings, config)
             unchanged = {**_of_old_versions(fields), **longer, **about}
@@ -142,9 +142,8 @@ def config_json(
                 return unchanged
             kept = {name: value for name, value in original.items() if name not in ("rope_scaling", "rope_parameters")}
             return {**tokens, **kept, **fields, **about}
-        if nearest is None or found.rank < nearest.rank:  # the nearest family says what is in the way
-            nearest = found
-    raise UserError(nearest.problems if nearest else [])
+    # The nearest family says what is in the way.
+    raise UserError(min(obstacles, key=lambda found: (found.is_refused, len(found.problems))).problems)
 
 
 def _with_positions(original: JsonObject, count: int, config: ModelConfig) -> JsonObject:
@@ -170,11 +169,6 @@ class _Obstacles(NamedTuple):
 
     is_refused: bool
     problems: list[str]
-
-    @property
-    def rank(self) -> tuple[bool, int]:
-        """Less for what is nearer to the model."""
-        return self.is_refused, len(self.problems)
 
 
 def _obstacles(fields: JsonObject, config: ModelConfig) -> _Obstacles:
