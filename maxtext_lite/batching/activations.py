@@ -100,7 +100,7 @@ class LayerOnDevice:
     def rows_per_token(self) -> Fraction:
         """Rows in the experts' matmuls that the device has room for, per token of its own; 0 without experts.
 
-        Dropless experts have room for one round of the exchange (`config.experts`). Without rounds, all tokens of the
+        Dropless experts have room for one round of the exchange (`config.kernels`). Without rounds, all tokens of the
         devices along the expert axis may arrive, each with as many choices as there are experts here.
         """
         config, chosen, shards = self.config, self.config.num_experts_per_tok, self.mesh["expert"]
