@@ -13,8 +13,7 @@ from maxtext_lite.batching.ledger import LAYERS, PASSES, MemoryLine, Moment
 from maxtext_lite.batching.parameters import count_parameters, weight_shards
 from maxtext_lite.batching.pipeline_shape import Schedule, num_repeats
 from maxtext_lite.config import Config, remat_of
-from maxtext_lite.config.experts import exchanged_rows
-from maxtext_lite.config.kernels import Accelerator, planned_kernel
+from maxtext_lite.config.kernels import Accelerator, exchanged_rows, planned_kernel
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _LANES = 128  # the width of a TPU's tiles
@@ -101,7 +100,7 @@ class LayerOnDevice:
     def rows_per_token(self) -> Fraction:
         """Rows in the experts' matmuls that the device has room for, per token of its own; 0 without experts.
 
-        Dropless experts have room for one round of the exchange (`config.experts`). Without rounds, all tokens of the
+        Dropless experts have room for one round of the exchange (`config.kernels`). Without rounds, all tokens of the
         devices along the expert axis may arrive, each with as many choices as there are experts here.
         """
         config, chosen, shards = self.config, self.config.num_experts_per_tok, self.mesh["expert"]

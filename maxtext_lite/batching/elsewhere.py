@@ -10,8 +10,8 @@ from maxtext_lite.batching.batch_plan import BatchPlan
 from maxtext_lite.batching.ledger import bytes_text
 from maxtext_lite.batching.topology import mesh_text
 from maxtext_lite.config import BatchConfig, Config, MeshConfig, RunConfig, UserError
-from maxtext_lite.config.checkpoint_steps import steps_in
 from maxtext_lite.config.errors import value_text
+from maxtext_lite.config.whole_file import steps_in
 
 _TRAINING = (
     "global_batch_to_train", "steps", "total_examples", "num_examples", "last_batch_examples", "dropped_examples",

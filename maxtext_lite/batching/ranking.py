@@ -28,8 +28,8 @@ from maxtext_lite.batching.topology import (
 from maxtext_lite.config import Config, Refusal, UserError
 from maxtext_lite.config.errors import setting_text
 from maxtext_lite.config.load import defaults_of
-from maxtext_lite.config.remat import REMAT_POLICIES
 from maxtext_lite.config.rules import rule_violations
+from maxtext_lite.config.sections import REMAT_POLICIES
 from maxtext_lite.config.violation import divisors
 
 _REMAT, _OFFLOAD, _PIECES = "remat_policy", "optimizer_memory_host_offload", "num_pipeline_microbatches"

@@ -1,11 +1,10 @@
 """The user's decisions: YAML files and `key=value`, checked and frozen. Imports no jax."""
 
-from maxtext_lite.config.adapted import adapted_weights
 from maxtext_lite.config.errors import Refusal, UserError
 from maxtext_lite.config.files import packaged_directory, packaged_file
 from maxtext_lite.config.load import ConfigError, load_config
 from maxtext_lite.config.model_parts import LayerKind, Mla, MlpKind, PositionTemperature, RopeScaling
-from maxtext_lite.config.remat import Remat, remat_of
+from maxtext_lite.config.model_rules import adapted_weights
 from maxtext_lite.config.resolved import describe, write_resolved
 from maxtext_lite.config.schema import KEYS, RL_KEYS, Config, RLRunConfig
 from maxtext_lite.config.sections import (
@@ -17,7 +16,9 @@ from maxtext_lite.config.sections import (
     NumericsConfig,
     OptimizerConfig,
     Quantization,
+    Remat,
     RunConfig,
+    remat_of,
 )
 from maxtext_lite.config.source_list import SourceList, single_path
 from maxtext_lite.config.yaml_text import parse_value

@@ -12,7 +12,6 @@ import contextlib
 import errno
 import importlib.util
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Generator
@@ -25,7 +24,7 @@ from maxtext_lite.config.json_file import user_path
 _NEEDS = {"gs": ("gcs", "gcsfs"), "s3": ("s3", "s3fs")}  # the extra, and its package that reads and writes
 _LIBRARIES = ("gcsfs", "aiohttp", "botocore", "google", "requests", "fsspec")  # their errors are the storage's
 _WEIGHTS = (".safetensors", ".bin", ".npz")  # endings of the names of files with weights
-_PATTERNS = {"a bucket": re.compile(r"[*?\[\]#]"), "checkpoints": re.compile(r"[*?\[\]\\]")}
+_PATTERNS = {"a bucket": "* ? [ ] #", "checkpoints": "* ? [ ] \\"}
 _copies: dict[str, Path] = {}
 
 
@@ -52,11 +51,11 @@ def refuse_patterns(text: str, key: str, place: str = "a bucket") -> None:
     Raises:
       UserError: the text has one of them; names `key`.
     """
-    pattern = _PATTERNS[place]
-    if found := pattern.search(text):
-        marks = "* ? [ ] #" if place == "a bucket" else "* ? [ ] \\"
+    marks = _PATTERNS[place]
+    if found := [letter for letter in text if letter in marks.split()]:
         problem = f"{key}={value_text(text)} has {found[0]} in a path of {place}, where {marks} name other files."
-        raise UserError(str(Refusal(key, problem, (pattern.sub("_", text),))))
+        without = text.translate(dict.fromkeys(map(ord, found), "_"))
+        raise UserError(str(Refusal(key, problem, (without,))))
 
 
 def any_path(path: str | Path, key: str) -> Path:
@@ -86,11 +85,11 @@ def absolute(path: Path) -> Path:
     return path if is_bucket(path) else path.absolute()
 
 
-def file_system(path: str | Path, key: str = "path") -> tuple[Any, str]:
+def file_system(path: str | Path) -> tuple[Any, str]:
     """The fsspec file system of a path's bucket, and the path in its form; see `any_path`."""
     import fsspec
 
-    return fsspec.core.url_to_fs(str(any_path(path, key)))
+    return fsspec.core.url_to_fs(str(any_path(path, "path")))
 
 
 @contextlib.contextmanager

@@ -128,7 +128,7 @@ def _packing(value: object) -> object:
     raise WrongType("is not concat (true), none (false) or best_fit.", (True, False))
 
 
-def _whole(minimum: int, special: int | None = None, *, maximum: int = _LARGEST_COUNT) -> Callable[[object], object]:
+def _whole(minimum: int, special: int | None = None, *, maximum: int = _LARGEST_COUNT) -> BeforeValidator:
     """An integer of at least `minimum`, or `special`, a smaller one with another meaning."""
     rule = f"must be at least {minimum}" + ("" if special is None else f", or {special}")
 
@@ -147,7 +147,7 @@ def _whole(minimum: int, special: int | None = None, *, maximum: int = _LARGEST_
             raise WrongType(f"{rule}.", [minimum])
         return value
 
-    return check
+    return BeforeValidator(check)
 
 
 def _real(
@@ -158,7 +158,7 @@ def _real(
     below: float = math.inf,
     smallest: float = _SMALLEST,
     example: float | None = None,
-) -> Callable[[object], object]:
+) -> BeforeValidator:
     """A number in [minimum, maximum] and in (above, below), either 0 or of size `smallest` at least.
 
     Args:
@@ -183,7 +183,7 @@ def _real(
             raise WrongType(f"must be at least {number_text(smallest)}{or_zero}.", [smallest])
         return float(value) + 0.0  # -0.0 is 0
 
-    return check
+    return BeforeValidator(check)
 
 
 def exact(value: object) -> Fraction:
@@ -208,7 +208,7 @@ def exact(value: object) -> Fraction:
     return Fraction(repr(number) if isinstance(number, float) else number)
 
 
-def _positive(special: int | None = None, meaning: str = "") -> Callable[[object], object]:
+def _positive(special: int | None = None, meaning: str = "") -> BeforeValidator:
     """An exact rational above 0, or `special`, which means something else."""
     rule = "must be above 0" + ("" if special is None else f", or {special} ({meaning})")
 
@@ -222,7 +222,7 @@ def _positive(special: int | None = None, meaning: str = "") -> Callable[[object
             raise WrongType(f"must be at least {number_text(float(_SMALLEST_EXACT))}.", [_SMALLEST_EXACT])
         return number
 
-    return check
+    return BeforeValidator(check)
 
 
 def _serialized(value: Fraction) -> int | float | str:
@@ -259,59 +259,59 @@ Flag = Annotated[bool, BeforeValidator(_flag)]
 """true or false; 0, 1, yes and no are not."""
 Packing = Annotated[bool | str, BeforeValidator(_packing)]
 """True (or concat), False (or none), or best_fit."""
-Count = Annotated[int, BeforeValidator(_whole(1))]
+Count = Annotated[int, _whole(1)]
 """An integer from 1 to 2**31 - 1, the maximum of all counts."""
-Layers = Annotated[int, BeforeValidator(_whole(1, maximum=_MOST_LAYERS))]
+Layers = Annotated[int, _whole(1, maximum=_MOST_LAYERS)]
 """A number of layers: at most 10,000."""
-LayersOrZero = Annotated[int, BeforeValidator(_whole(0, maximum=_MOST_LAYERS))]
+LayersOrZero = Annotated[int, _whole(0, maximum=_MOST_LAYERS)]
 """A number of layers, or 0."""
-DevicesOrMinusOne = Annotated[int, BeforeValidator(_whole(1, -1, maximum=_MOST_DEVICES))]
+DevicesOrMinusOne = Annotated[int, _whole(1, -1, maximum=_MOST_DEVICES)]
 """A number of devices, at most a million, or -1: the remaining ones."""
-AtLeastTwo = Annotated[int, BeforeValidator(_whole(2))]
+AtLeastTwo = Annotated[int, _whole(2)]
 """An integer of at least 2."""
-CountOrZero = Annotated[int, BeforeValidator(_whole(0))]
+CountOrZero = Annotated[int, _whole(0)]
 """An integer of at least 0."""
-Port = Annotated[int, BeforeValidator(_whole(1, 0, maximum=65535))]
+Port = Annotated[int, _whole(1, 0, maximum=65535)]
 """A TCP port, or 0: none."""
-HangTimeout = Annotated[int, BeforeValidator(_whole(5, 0, maximum=86400))]
+HangTimeout = Annotated[int, _whole(5, 0, maximum=86400)]
 """From 5 seconds, as processes exchange their progress every second, to a day; 0: off."""
-CountOrMinusOne = Annotated[int, BeforeValidator(_whole(1, -1))]
+CountOrMinusOne = Annotated[int, _whole(1, -1)]
 """An integer of at least 1, or -1: derived or off."""
-Seed = Annotated[int, BeforeValidator(_whole(0, maximum=_LARGEST_SEED))]
+Seed = Annotated[int, _whole(0, maximum=_LARGEST_SEED)]
 """An integer of at least 0 and below 2**63."""
-DrawSeed = Annotated[int, BeforeValidator(_whole(0, maximum=2**32 - 1))]
+DrawSeed = Annotated[int, _whole(0, maximum=2**32 - 1)]
 """A seed of 32 bits."""
-SeedOrMinusOne = Annotated[int, BeforeValidator(_whole(0, -1, maximum=_LARGEST_SEED))]
+SeedOrMinusOne = Annotated[int, _whole(0, -1, maximum=_LARGEST_SEED)]
 """A seed, or -1: none."""
-Positive = Annotated[float, BeforeValidator(_real(above=0.0))]
+Positive = Annotated[float, _real(above=0.0)]
 """A number from 1e-30 to 1e30."""
-AtLeastOne = Annotated[float, BeforeValidator(_real(1.0))]
+AtLeastOne = Annotated[float, _real(1.0)]
 """At least 1."""
-NotNegative = Annotated[float, BeforeValidator(_real(0.0))]
+NotNegative = Annotated[float, _real(0.0)]
 """0, or a number from 1e-30 to 1e30."""
-Temperature = Annotated[float, BeforeValidator(_real(0.0, 1e6, smallest=1e-6))]
+Temperature = Annotated[float, _real(0.0, 1e6, smallest=1e-6)]
 """0, or a divisor of logits from 1e-6 to 1e6."""
-Seconds = Annotated[float, BeforeValidator(_real(above=0.0, maximum=1e6, smallest=1e-6, example=30.0))]
+Seconds = Annotated[float, _real(above=0.0, maximum=1e6, smallest=1e-6, example=30.0)]
 """A time from a microsecond to a million seconds."""
-Share = Annotated[float, BeforeValidator(_real(0.0, 1.0))]
+Share = Annotated[float, _real(0.0, 1.0)]
 """A number in [0, 1]."""
-PositiveShare = Annotated[float, BeforeValidator(_real(above=0.0, maximum=1.0, example=1.0))]
+PositiveShare = Annotated[float, _real(above=0.0, maximum=1.0, example=1.0)]
 """A number in (0, 1]."""
-Decay = Annotated[float, BeforeValidator(_real(0.0, below=1.0, example=0.9))]
+Decay = Annotated[float, _real(0.0, below=1.0, example=0.9)]
 """A number in [0, 1): the decay of a running mean."""
-BelowHalf = Annotated[float, BeforeValidator(_real(0.0, below=0.5, example=0.49))]
+BelowHalf = Annotated[float, _real(0.0, below=0.5, example=0.49)]
 """A number in [0, 0.5)."""
-Exact = Annotated[Fraction, BeforeValidator(_positive()), _exactly]
+Exact = Annotated[Fraction, _positive(), _exactly]
 """An exact rational from 1e-12 to 1e12, the range of all exact numbers."""
-ExactOrDerived = Annotated[Fraction, BeforeValidator(_positive(-1, "derived")), _exactly]
+ExactOrDerived = Annotated[Fraction, _positive(-1, "derived"), _exactly]
 """An exact rational above 0, or -1: derived."""
-ExactOrSame = Annotated[Fraction, BeforeValidator(_positive(0, "the same as in training")), _exactly]
+ExactOrSame = Annotated[Fraction, _positive(0, "the same as in training"), _exactly]
 """An exact rational above 0, or 0: as in training."""
-ExactOrZero = Annotated[Fraction, BeforeValidator(_positive(0, "not stated")), _exactly]
+ExactOrZero = Annotated[Fraction, _positive(0, "not stated"), _exactly]
 """An exact rational above 0, or 0: not stated."""
-ExactOrOne = Annotated[Fraction, BeforeValidator(_positive(-1, "which means 1")), _exactly]
+ExactOrOne = Annotated[Fraction, _positive(-1, "which means 1"), _exactly]
 """An exact rational above 0, or -1, which means 1."""
-ExactOrUnlimited = Annotated[Fraction, BeforeValidator(_positive(-1, "no limit")), _exactly]
+ExactOrUnlimited = Annotated[Fraction, _positive(-1, "no limit"), _exactly]
 """An exact rational above 0, or -1: no limit."""
 
 

@@ -24,7 +24,7 @@ from maxtext_lite.config.files import (
     shipped_configs,
     takes_text,
 )
-from maxtext_lite.config.hf.layer import (
+from maxtext_lite.config.hf.directory import (
     directory_origin,
     directory_values,
     in_its_fields,
@@ -308,17 +308,14 @@ def _directory_layer(layers: Sequence[Layer], problems: list[Refusal]) -> list[L
             is_whole = any(layer.values.keys() >= {*ModelConfig.model_fields} for layer in stating)
             problems.extend([] if is_whole else refusals)  # the config.yml of a run says what the model is
             return []
-        if _is_missing(path) and not any(key in ModelConfig.model_fields for layer in stating for key in layer.values):
+        is_missing = path and not path_problem(path) and not is_there(user_path(path))
+        if is_missing and not any(key in ModelConfig.model_fields for layer in stating for key in layer.values):
             problems.append(missing_parameters(path))
         tokenizer = tokenizer_values(path, stated) if path else {}
         return [Layer(f"{path}/hf", dict(tokenizer))] if tokenizer else []
     values, refusals = directory_values(path, stated, root.values["max_target_length"])
     problems.extend(refusals)
     return [Layer(origin, dict(values))]
-
-
-def _is_missing(path: str) -> bool:
-    return bool(path) and not path_problem(path) and not is_there(user_path(path))
 
 
 def _validate(kind: type[Config], layers: Sequence[Layer], defaults: Config) -> tuple[Config, list[Refusal]]:

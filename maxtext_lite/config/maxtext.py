@@ -12,7 +12,7 @@ import yaml
 
 from maxtext_lite.config.errors import UserError, did_you_mean, value_text
 from maxtext_lite.config.files import packaged_directory
-from maxtext_lite.config.remat import REMAT_TENSORS
+from maxtext_lite.config.sections import QKV, REMAT_TENSORS
 
 _KEYS = "maxtext_keys.yml"
 _LARGEST = 1e15
@@ -23,12 +23,11 @@ _PLAIN_BLOCKS = {  # decoder_block: whether it may have biases in attention, and
     "qwen3": (False, True),
     "qwen3_moe": (False, True),
 }
-_QKV = ("query_proj", "key_proj", "value_proj")
 _SAVED = {  # remat_policy: the tensors that it keeps on the device, for policies without a name here
     "save_out_proj": ("out_proj",),
-    "save_dot_except_mlp": (*_QKV, "out_proj"),
-    "save_dot_with_context_except_mlp": (*_QKV, "context", "out_proj"),
-    "save_dot_except_mlpwi": (*_QKV, "out_proj", "mlpwo"),
+    "save_dot_except_mlp": (*QKV, "out_proj"),
+    "save_dot_with_context_except_mlp": (*QKV, "context", "out_proj"),
+    "save_dot_except_mlpwi": (*QKV, "out_proj", "mlpwo"),
 }
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu_tanh", "relu": "relu"}  # flax's gelu is the tanh approximation by default
 
@@ -270,7 +269,7 @@ def _model(found: Translation, of: Mapping[str, Any], *, named: bool) -> None:
 def _remat(found: Translation, of: Mapping[str, Any]) -> None:
     policy, saved, offloaded = of["remat_policy"], _SAVED.get(of["remat_policy"], ()), tuple[str, ...]()
     if policy == "custom":
-        at = {name: of["qkv_proj"] if name in _QKV and of[name] == "remat" else of.get(name) for name in REMAT_TENSORS}
+        at = {name: of["qkv_proj"] if name in QKV and of[name] == "remat" else of.get(name) for name in REMAT_TENSORS}
         saved = tuple(name for name, where in at.items() if where == "device" and name != "decoder_layer_input")
         offloaded = tuple(name for name, where in at.items() if where == "offload")
     elif policy not in _SAVED:

@@ -11,9 +11,8 @@ from fractions import Fraction
 
 from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import number_text, value_text
-from maxtext_lite.config.remat import listed
-from maxtext_lite.config.rl_sections import RewardConfig
-from maxtext_lite.config.schema import Config, RLRunConfig
+from maxtext_lite.config.schema import Config, RewardConfig, RLRunConfig
+from maxtext_lite.config.sections import listed
 from maxtext_lite.config.violation import Violation, divisors, one_of, unused, violates
 
 RL_DATASETS = ("prompts", "arithmetic")

@@ -1,17 +1,16 @@
 """Rules between keys that hold on every machine. `batching` has the rules that involve devices."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from difflib import get_close_matches
 
-from maxtext_lite.config.adapted import unused_adapters
 from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import number_text, value_text
 from maxtext_lite.config.kernels import unknown_to_kernel
-from maxtext_lite.config.model_rules import MODEL_RULES
-from maxtext_lite.config.remat import REMAT_TENSORS, listed
+from maxtext_lite.config.model_rules import MODEL_RULES, unused_adapters
 from maxtext_lite.config.rl_rules import RL_DATASETS, RL_RULES, dataset_of_objective, unused_arithmetic
 from maxtext_lite.config.schema import Config, RLRunConfig
+from maxtext_lite.config.sections import REMAT_TENSORS, listed
 from maxtext_lite.config.source_list import MIXABLE, SourceList
 from maxtext_lite.config.violation import Violation, divisors_of, unused, violates
 
@@ -24,18 +23,16 @@ NOTHING_STATES_THE_LENGTH = "steps=-1 follows from num_epochs, which is 0: nothi
 def rule_violations(config: Config, defaults: Config) -> Iterator[Violation]:
     """Every rule that the config breaks. `defaults` is the config of base.yml (and post_train/rl.yml)."""
 
-    def named(rule: str, broken: Violation | None) -> Iterator[Violation]:
-        if broken:
-            yield replace(broken, rule=f"{rule}: {broken.key}")
+    def broken(rules: Iterable[Callable[..., Violation | None]], *configs: Config) -> Iterator[Violation]:
+        for rule in rules:
+            if violation := rule(*configs):
+                yield replace(violation, rule=f"{rule.__name__}: {violation.key}")
 
     if isinstance(config, RLRunConfig):
-        for check in RL_RULES:
-            yield from named(check.__name__, check(config))
-        yield from named("unused_arithmetic", unused_arithmetic(config, defaults))
-    for check in RULES:
-        yield from named(check.__name__, check(config))
-    for check in RULES_OF_DEFAULTS:
-        yield from named(check.__name__, check(config, defaults))
+        yield from broken(RL_RULES, config)
+        yield from broken([unused_arithmetic], config, defaults)
+    yield from broken(RULES, config)
+    yield from broken(RULES_OF_DEFAULTS, config, defaults)
 
 
 def _warmup(config: Config, defaults: Config) -> Violation | None:

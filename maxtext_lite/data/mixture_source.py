@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from maxtext_lite.config import Config, DataConfig, SourceList, UserError
-from maxtext_lite.config.hf.config import files_of_model
+from maxtext_lite.config.hf.directory import files_of_model
 from maxtext_lite.config.source_list import name_of_path
 from maxtext_lite.data.examples import check_id
 from maxtext_lite.data.mixture_history import RowStream, SourcePart

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from maxtext_lite.config import Config
-from maxtext_lite.config.hf.config import hf_directory
+from maxtext_lite.config.hf.directory import hf_directory
 from maxtext_lite.data import Tokenizer, check_vocabulary, load_tokenizer
 from maxtext_lite.generation.stream_text import WrittenText
 from maxtext_lite.hf import stop_ids_with

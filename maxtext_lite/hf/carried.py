@@ -8,7 +8,7 @@ from typing import Any
 
 from maxtext_lite.config import Config, DataConfig, UserError
 from maxtext_lite.config.errors import value_text
-from maxtext_lite.config.hf.config import CARRIED, TOKENIZER_FILES, files_of_model, hf_directory, tokenizer_keys
+from maxtext_lite.config.hf.directory import CARRIED, TOKENIZER_FILES, files_of_model, hf_directory, tokenizer_keys
 from maxtext_lite.config.hf.fields import JsonObject, is_whole
 from maxtext_lite.config.json_file import is_there, read_bytes, read_object, user_path
 from maxtext_lite.config.whole_file import write_whole

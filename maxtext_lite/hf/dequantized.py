@@ -25,6 +25,7 @@ from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.hf.config import stored_dtype
 from maxtext_lite.config.hf.fields import JsonObject
 from maxtext_lite.config.hf.quantized import FIELD, quantization_of, weight_groups
+from maxtext_lite.hf.names import INPUTS_FIRST
 from maxtext_lite.hf.safetensors_dir import DTYPES, Box, SafetensorsDir, Stored, mapped
 
 _AT_ONCE = 2**20  # numbers: a handful of copies is then small beside any model's largest tensor
@@ -34,8 +35,6 @@ _OF_ACTIVATIONS = (
     ".weight_format",
 )  # fmt: skip
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-
-_STORED_TURNED = ("gpt2",)  # whose matrices are [in, out]: for bitsandbytes, transformers makes them [out, in]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +88,7 @@ class DequantizedDir(SafetensorsDir):
         read = {"mxfp4": self._mxfp4, "bitsandbytes": self._bitsandbytes}.get(method, self._scaled)
         for name in self._stored:
             read(name)
-        if method == "bitsandbytes" and fields.get("model_type") in _STORED_TURNED:
+        if method == "bitsandbytes" and fields.get("model_type") in INPUTS_FIRST:  # turned before it is quantized
             self._packed = {name: _turned(packed) for name, packed in self._packed.items()}
         if not self._packed:
             raise UserError(f"{self._where}: no tensor there is stored so. If none is quantized, remove {FIELD}.")

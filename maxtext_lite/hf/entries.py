@@ -41,6 +41,13 @@ class Entry:
         return self.name.theirs.format(layer=self.layers[layer], expert=expert)
 
 
+def table_of(kind: str) -> Table:
+    """The table of a model_type; a run without such a model makes none."""
+    from maxtext_lite.hf.tables import TABLES
+
+    return TABLES[kind]
+
+
 def flat(params: Any) -> dict[str, Any]:
     """The leaves of a tree of parameters by their paths, `layers/attention/query`."""
     leaves = jax.tree_util.tree_leaves_with_path(params)

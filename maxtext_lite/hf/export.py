@@ -13,10 +13,9 @@ from jax.sharding import Mesh
 from maxtext_lite.config.hf.config import model_keys
 from maxtext_lite.config.hf.fields import JsonObject, Keys
 from maxtext_lite.hf.copying import as_bits
-from maxtext_lite.hf.entries import Entry, entries_of, flat
+from maxtext_lite.hf.entries import Entry, entries_of, flat, table_of
 from maxtext_lite.hf.names import Sizes, model_of
 from maxtext_lite.hf.safetensors_dir import FILE_BYTES, Tensor, write_safetensors
-from maxtext_lite.hf.tables import TABLES
 from maxtext_lite.parallel import Params, sharding
 
 
@@ -43,11 +42,11 @@ def export_parameters(
       dtype: "float32" or "bfloat16"; experts' biases, whose steps are small, stay float32.
       file_bytes: the size at which another file begins.
     """
-    leaves, model = flat(params), model_of(keys)
-    entries = entries_of(TABLES[kind], {path: tuple(leaf.shape) for path, leaf in leaves.items()}, model, kind)
+    leaves, model, table = flat(params), model_of(keys), table_of(kind)
+    entries = entries_of(table, {path: tuple(leaf.shape) for path, leaf in leaves.items()}, model, kind)
     written = np.dtype(jnp.dtype(dtype))
     tensors = list(_tensors(entries, leaves, model.sizes, written))
-    for name, value in TABLES[kind].constants.items():
+    for name, value in table.constants.items():
         for layer in range(model.num_layers):
             tensors.append(Tensor(name.format(layer=layer), (), written, lambda value=value: np.asarray(value)))
     if jax.process_index() != 0:

@@ -13,16 +13,15 @@ import numpy as np
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import value_text
-from maxtext_lite.config.hf.config import family_of, has_hf_weights, model_keys
+from maxtext_lite.config.hf.config import TOWERS, family_of, model_keys, text_fields, text_tensor
+from maxtext_lite.config.hf.directory import has_hf_weights
 from maxtext_lite.config.hf.fields import JsonObject, Keys
-from maxtext_lite.config.hf.text_tower import TOWERS, text_fields, text_tensor
 from maxtext_lite.config.json_file import read_object
 from maxtext_lite.hf.copying import aligned_empty, as_bits, assign_cast, is_finite
 from maxtext_lite.hf.dequantized import open_directory
-from maxtext_lite.hf.entries import Entry, entries_of, flat
+from maxtext_lite.hf.entries import Entry, entries_of, flat, table_of
 from maxtext_lite.hf.names import Sizes, Table, model_of
 from maxtext_lite.hf.safetensors_dir import DTYPES, SafetensorsDir
-from maxtext_lite.hf.tables import TABLES
 from maxtext_lite.parallel import Params, exchange
 
 _NAMED_AT_MOST = 10  # of the tensors with one kind of problem
@@ -59,7 +58,7 @@ def _load(root: Path, abstract_params: Params, where: str) -> Params:
     fields = read_object(root / "config.json")
     kind, keys = family_of(fields, where), model_keys(fields, f"{root / 'config.json'}")
     files = _of_text(open_directory(root, text_fields(fields)), fields, where)
-    table = _as_named(TABLES[kind], files)
+    table = _as_named(table_of(kind), files)
     model, leaves = model_of(keys), flat(abstract_params)
     sizes = model.sizes
     entries = entries_of(table, {path: tuple(leaf.shape) for path, leaf in leaves.items()}, model, where)
@@ -153,21 +152,23 @@ def _refuse_other_tensors(
     formats = [
         f"{shown(name)} is {there[name].dtype}" for name in wanted if name in there and there[name].dtype not in DTYPES
     ]
-    problems = []
-    for found, what in (
+    kinds = (
         (missing, "lacks tensors of the model"),
         (list(map(shown, unknown)), "has tensors that the model has no place for"),
         (shapes, "has tensors of other shapes than config.json says"),
         (others, "has constants with other values than the family's"),
         (formats, f"has tensors that are none of {', '.join(DTYPES)}"),
-    ):
-        if found:
-            more = f", and {len(found) - _NAMED_AT_MOST} more" if len(found) > _NAMED_AT_MOST else ""
-            named = ", ".join(map(value_text, found[:_NAMED_AT_MOST]))
-            hint = " If the embedding table is also the head, set tie_word_embeddings=true in its config.json."
-            problems.append(f"{where} {what}: {named}{more}.{hint * (found == [_HEAD])}")
-    if problems:
+    )
+    if problems := [_naming(f"{where} {what}", found) for found, what in kinds if found]:
         raise UserError(problems)
+
+
+def _naming(problem: str, tensors: list[str]) -> str:
+    """A problem with the first of the tensors that have it."""
+    more = f", and {len(tensors) - _NAMED_AT_MOST} more" if len(tensors) > _NAMED_AT_MOST else ""
+    named = ", ".join(map(value_text, tensors[:_NAMED_AT_MOST]))
+    tied = " If the embedding table is also the head, set tie_word_embeddings=true in its config.json."
+    return f"{problem}: {named}{more}.{tied * (tensors == [_HEAD])}"
 
 
 def _of_further_tokens(name: str, keys: Keys) -> bool:

@@ -19,6 +19,9 @@ from maxtext_lite.config.weight_axes import num_inputs
 from maxtext_lite.config.weights import ModelShape, Weight, model_shape
 from maxtext_lite.hf.copying import assign
 
+INPUTS_FIRST = ("gpt2",)
+"""Families whose matrices are [in, out] in a checkpoint, in place of torch's [out, in]."""
+
 Sizes = Mapping[str, int]
 """How long each dim is: `ModelShape.sizes`. In a line with parts, Z is these one after another."""
 

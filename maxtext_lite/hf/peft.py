@@ -26,14 +26,11 @@ from maxtext_lite.config.json_file import read_object
 from maxtext_lite.config.weight_axes import num_inputs, of_one
 from maxtext_lite.config.weights import stacks_of
 from maxtext_lite.hf.copying import is_finite
-from maxtext_lite.hf.entries import Entry, entries_of, flat
-from maxtext_lite.hf.names import Name, Sizes, model_of
+from maxtext_lite.hf.entries import Entry, entries_of, flat, table_of
+from maxtext_lite.hf.names import INPUTS_FIRST, Name, Sizes, model_of
 from maxtext_lite.hf.safetensors_dir import DTYPES, Tensor, mapped, stored_in, write_file
-from maxtext_lite.hf.tables import TABLES
 from maxtext_lite.models import Lora
 from maxtext_lite.parallel import Params
-
-_TRANSPOSED = ("gpt2",)  # families whose linear modules hold [in, out]
 
 
 def export_adapters(
@@ -60,7 +57,7 @@ def export_adapters(
     model, leaves = model_of(keys), flat(adapters)
     sizes = model.sizes
     adapted = {path.rpartition("/")[0] for path in leaves}
-    entries = [entry for entry in entries_of(TABLES[kind], shapes, model, kind) if adapted & set(entry.paths)]
+    entries = [entry for entry in entries_of(table_of(kind), shapes, model, kind) if adapted & set(entry.paths)]
     of_experts = [entry.name.theirs for entry in entries if "E" in entry.name.pattern or entry.name.per_expert]
     if of_experts:
         raise UserError(
@@ -88,7 +85,7 @@ def export_adapters(
         # What is added is scaled by alpha / r, which a wider module keeps.
         "rank_pattern": ranks,
         "alpha_pattern": {module: _whole(rank * lora.scale) for module, rank in ranks.items()},
-        "fan_in_fan_out": kind in _TRANSPOSED,
+        "fan_in_fan_out": kind in INPUTS_FIRST,
         "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,
@@ -179,7 +176,7 @@ def read_peft_adapters(adapter: Adapter, shapes: Mapping[str, tuple[int, ...]]) 
         for path, weight in weights.items()
         if stack and _weight(path) in adapter.targets.split(",")
     }
-    entries = [entry for entry in entries_of(TABLES[kind], shapes, model, kind) if inputs.keys() & set(entry.paths)]
+    entries = [entry for entry in entries_of(table_of(kind), shapes, model, kind) if inputs.keys() & set(entry.paths)]
     read = _matrices(adapter, {_module_name(name) for entry in entries for name, _, _ in entry.tensor_names()})
     if any(len(each.targets) > 1 and each.whole == each.own <= adapter.rank for each in adapter.ranks.values()):
         note = f"{adapter.directory}: the matrix A of a module that holds several weights is copied to each of them"

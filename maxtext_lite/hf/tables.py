@@ -8,6 +8,11 @@ from maxtext_lite.hf.names import Name, Table
 _LAYER, _GPT2_LAYER = "model.layers.{layer}.", "transformer.h.{layer}."
 
 
+def _table(layer: tuple[Name, ...]) -> Table:
+    """A family's table whose prefix and tensors outside the layers are Llama's."""
+    return Table("model.", _ROOT, layer)
+
+
 def _names(prefix: str, names: Mapping[str, str]) -> tuple[Name, ...]:
     return tuple(Name((ours,), prefix + theirs) for ours, theirs in names.items())
 
@@ -74,8 +79,8 @@ _SHARED = _names(_LAYER, {
 _ROUTER_BIAS = _names(_LAYER, {"mlp/router_bias": "mlp.gate.e_score_correction_bias"})
 _PAIRED = _pairs(*_ATTENTION)
 
-_LLAMA = Table("model.", _ROOT, _NORMS + _ATTENTION + _MLP)
-_QWEN3 = Table("model.", _ROOT, _NORMS + _ATTENTION + _HEAD_NORMS + _MLP)
+_LLAMA = _table(_NORMS + _ATTENTION + _MLP)
+_QWEN3 = _table(_NORMS + _ATTENTION + _HEAD_NORMS + _MLP)
 _POST_NORMS = _names(_LAYER, {
     "attention_post_norm/scale": "post_attention_layernorm.weight",
     "mlp_post_norm/scale": "post_feedforward_layernorm.weight",
@@ -84,18 +89,19 @@ _FOUR_NORMS = _POST_NORMS + _names(_LAYER, {
     "attention_norm/scale": "input_layernorm.weight",
     "mlp_norm/scale": "pre_feedforward_layernorm.weight",
 })  # fmt: skip
-_GEMMA2 = Table("model.", _ROOT, _FOUR_NORMS + _ATTENTION + _MLP)
-_GEMMA3 = Table("model.", _ROOT, _FOUR_NORMS + _ATTENTION + _HEAD_NORMS + _MLP)
-_OLMO2 = Table("model.", _ROOT, _ATTENTION + _MLP + _POST_NORMS + _HEAD_NORMS)
+_GEMMA2 = _table(_FOUR_NORMS + _ATTENTION + _MLP)
+_GEMMA3 = _table(_FOUR_NORMS + _ATTENTION + _HEAD_NORMS + _MLP)
+_OLMO2 = _table(_ATTENTION + _MLP + _POST_NORMS + _HEAD_NORMS)
 _QUERY_KEY_VALUE = ("attention/query", "attention/key", "attention/value")
-_PHI3 = Table("model.", _ROOT, _NORMS + _OUT + _DOWN + (
+_GATE_UP = Name(("mlp/gate", "mlp/up"), _LAYER + "mlp.gate_up_proj.weight", parts=("F", "F"))
+_PHI3 = _table(_NORMS + _OUT + _DOWN + (
     Name(_QUERY_KEY_VALUE, _LAYER + "self_attn.qkv_proj.weight", parts=("N", "K", "K")),
-    Name(("mlp/gate", "mlp/up"), _LAYER + "mlp.gate_up_proj.weight", parts=("F", "F")),
+    _GATE_UP,
 ))  # fmt: skip
-_MIXTRAL = Table("model.", _ROOT, _NORMS + _ATTENTION + _NUMBERED_EXPERTS)
-_QWEN3_MOE = Table("model.", _ROOT, _NORMS + _ATTENTION + _HEAD_NORMS + _MLP + _EXPERTS)
+_MIXTRAL = _table(_NORMS + _ATTENTION + _NUMBERED_EXPERTS)
+_QWEN3_MOE = _table(_NORMS + _ATTENTION + _HEAD_NORMS + _MLP + _EXPERTS)
 _GPT_OSS_EXPERTS = _LAYER + "mlp.experts."
-_GPT_OSS = Table("model.", _ROOT, _NORMS + _ATTENTION + _names(_LAYER, {
+_GPT_OSS = _table(_NORMS + _ATTENTION + _names(_LAYER, {
     "attention/sinks": "self_attn.sinks",
     "mlp/router": "mlp.router.weight",
     "mlp/router_logit_bias": "mlp.router.bias",
@@ -105,7 +111,7 @@ _GPT_OSS = Table("model.", _ROOT, _NORMS + _ATTENTION + _names(_LAYER, {
     Name(("mlp/down",), _GPT_OSS_EXPERTS + "down_proj", "E I D"),
     Name(("mlp/down_bias",), _GPT_OSS_EXPERTS + "down_proj_bias", "E D"),
 ))  # fmt: skip
-_DEEPSEEK = Table("model.", _ROOT, _NORMS + _MLP + _EXPERTS + _ROUTER_BIAS + _SHARED + (
+_DEEPSEEK = _table(_NORMS + _MLP + _EXPERTS + _ROUTER_BIAS + _SHARED + (
     Name(("attention/query",), _LAYER + "self_attn.q_proj.weight", pairs="H"),
     Name(("attention/query_up",), _LAYER + "self_attn.q_b_proj.weight", pairs="H"),
     Name(("attention/kv_down",), _LAYER + "self_attn.kv_a_proj_with_mqa.weight", pairs="C"),
@@ -116,21 +122,21 @@ _DEEPSEEK = Table("model.", _ROOT, _NORMS + _MLP + _EXPERTS + _ROUTER_BIAS + _SH
     "attention/kv_down_norm/scale": "self_attn.kv_a_layernorm.weight",
     "attention/out": "self_attn.o_proj.weight",
 }))  # fmt: skip
-_GLM4_MOE = Table("model.", _ROOT, _NORMS + _ATTENTION + _HEAD_NORMS + _MLP + _EXPERTS + _ROUTER_BIAS + _SHARED)
-_QWEN2_MOE = Table("model.", _ROOT, _NORMS + _ATTENTION + _MLP + _EXPERTS + _names(_LAYER, {
+_GLM4_MOE = _table(_NORMS + _ATTENTION + _HEAD_NORMS + _MLP + _EXPERTS + _ROUTER_BIAS + _SHARED)
+_QWEN2_MOE = _table(_NORMS + _ATTENTION + _MLP + _EXPERTS + _names(_LAYER, {
     "mlp/shared_gate": "mlp.shared_expert_gate.weight",
     "mlp/shared/gate": "mlp.shared_expert.gate_proj.weight",
     "mlp/shared/up": "mlp.shared_expert.up_proj.weight",
     "mlp/shared/down": "mlp.shared_expert.down_proj.weight",
 }))  # fmt: skip
-_MINIMAX_M2 = Table("model.", _ROOT, _NORMS + _ATTENTION + _HEAD_NORMS + _NUMBERED_EXPERTS + _names(_LAYER, {
+_MINIMAX_M2 = _table(_NORMS + _ATTENTION + _HEAD_NORMS + _NUMBERED_EXPERTS + _names(_LAYER, {
     "mlp/router_bias": "block_sparse_moe.e_score_correction_bias",
 }))  # fmt: skip
-_ERNIE4_5_MOE = Table("model.", _ROOT, _NORMS + _PAIRED + _MLP + _EXPERTS + _SHARED + (
+_ERNIE4_5_MOE = _table(_NORMS + _PAIRED + _MLP + _EXPERTS + _SHARED + (
     Name(("mlp/router_bias",), _LAYER + "mlp.moe_statics.e_score_correction_bias", "() E"),
 ))  # fmt: skip
 _FEED_FORWARD = _LAYER + "feed_forward."
-_LLAMA4 = Table("model.", _ROOT, _NORMS + _PAIRED + _names(_FEED_FORWARD, {
+_LLAMA4 = _table(_NORMS + _PAIRED + _names(_FEED_FORWARD, {
     "mlp/gate": "gate_proj.weight",
     "mlp/up": "up_proj.weight",
     "mlp/down": "down_proj.weight",
@@ -143,19 +149,19 @@ _LLAMA4 = Table("model.", _ROOT, _NORMS + _PAIRED + _names(_FEED_FORWARD, {
     Name(("mlp/down",), _FEED_FORWARD + "experts.down_proj", "E I D"),
 ))  # fmt: skip
 _BLOCK_SPARSE = _LAYER + "block_sparse_moe."
-_GRANITE_MOE = Table("model.", _ROOT, _NORMS + _ATTENTION + (
+_GRANITE_MOE = _table(_NORMS + _ATTENTION + (
     Name(("mlp/router",), _BLOCK_SPARSE + "router.layer.weight"),
     Name(("mlp/gate", "mlp/up"), _BLOCK_SPARSE + "input_linear.weight", "E Z D", ("I", "I")),
     Name(("mlp/down",), _BLOCK_SPARSE + "output_linear.weight", "E D I"),
     Name(("mlp/shared/gate", "mlp/shared/up"), _LAYER + "shared_mlp.input_linear.weight", parts=("S", "S")),
     Name(("mlp/shared/down",), _LAYER + "shared_mlp.output_linear.weight"),
 ))  # fmt: skip
-_FLEX_OLMO = Table("model.", _ROOT, _ATTENTION + _POST_NORMS + _HEAD_NORMS + _EXPERTS)
+_FLEX_OLMO = _table(_ATTENTION + _POST_NORMS + _HEAD_NORMS + _EXPERTS)
 _HUNYUAN_NORMS = _names(_LAYER, {
     "attention/query_norm/scale": "self_attn.query_layernorm.weight",
     "attention/key_norm/scale": "self_attn.key_layernorm.weight",
 })  # fmt: skip
-_HUNYUAN_MOE = Table("model.", _ROOT, _NORMS + _ATTENTION + _HUNYUAN_NORMS + _EXPERTS[1:] + _names(_LAYER, {
+_HUNYUAN_MOE = _table(_NORMS + _ATTENTION + _HUNYUAN_NORMS + _EXPERTS[1:] + _names(_LAYER, {
     "mlp/router": "mlp.gate.wg.weight",
     "mlp/shared/gate": "mlp.shared_mlp.gate_proj.weight",
     "mlp/shared/up": "mlp.shared_mlp.up_proj.weight",
@@ -186,7 +192,6 @@ _GPT2 = Table(
 _ENDS = _names("", {"embedding/table": "model.embed_tokens.weight", "head/projection": "lm_head.weight"})
 _INPUT_AND_POST = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 _BLOCK_NORMS = _normed(_INPUT_AND_POST)
-_GATE_UP = Name(("mlp/gate", "mlp/up"), _LAYER + "mlp.gate_up_proj.weight", parts=("F", "F"))
 _GLM = _NORMS + _PAIRED + _DOWN + (_GATE_UP,)
 _GLM4_NORMS = _names(_LAYER, {
     "attention_post_norm/scale": "post_self_attn_layernorm.weight",
@@ -246,19 +251,19 @@ _EACH_HEAD = (
     Name(("attention/query_norm/scale",), _LAYER + "self_attn.q_norm.weight", "N H"),
     Name(("attention/key_norm/scale",), _LAYER + "self_attn.k_norm.weight", "K H"),
 )
-_INTERLEAVED = Table("model.", _ROOT, _NORMS + _PAIRED + _MLP)
+_INTERLEAVED = _table(_NORMS + _PAIRED + _MLP)
 
 TABLES: Mapping[str, Table] = {
     "llama": _LLAMA, "mistral": _LLAMA, "qwen2": _LLAMA, "smollm3": _LLAMA, "qwen3": _QWEN3, "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA3, "olmo2": _OLMO2, "phi3": _PHI3, "gpt2": _GPT2, "mixtral": _MIXTRAL,
     "qwen3_moe": _QWEN3_MOE, "gpt_oss": _GPT_OSS, "deepseek_v2": _DEEPSEEK, "deepseek_v3": _DEEPSEEK,
     "gemma": _LLAMA, "ministral": _LLAMA, "ministral3": _LLAMA, "olmo": _LLAMA, "olmo3": _OLMO2, "granite": _LLAMA,
-    "glm": Table("model.", _ROOT, _GLM), "glm4": Table("model.", _ROOT, _GLM + _GLM4_NORMS),
-    "cohere": Table("model.", _ROOT, _NORMS + _PAIRED + _pairs(*_EACH_HEAD) + _MLP), "cohere2": _INTERLEAVED,
+    "glm": _table(_GLM), "glm4": _table(_GLM + _GLM4_NORMS),
+    "cohere": _table(_NORMS + _PAIRED + _pairs(*_EACH_HEAD) + _MLP), "cohere2": _INTERLEAVED,
     "phi": _PHI, "starcoder2": _STARCODER2, "stablelm": _STABLELM, "gpt_neox": _GPT_NEOX,
     "nemotron": Table("model.", _ENDS + _FINAL_NORM, _BLOCK_NORMS + _ATTENTION + _MLP), "ernie4_5": _INTERLEAVED,
-    "seed_oss": _LLAMA, "hunyuan_v1_dense": Table("model.", _ROOT, _NORMS + _ATTENTION + _HUNYUAN_NORMS + _MLP),
-    "exaone4": Table("model.", _ROOT, _POST_NORMS + _ATTENTION + _HEAD_NORMS + _MLP), "apertus": _APERTUS,
+    "seed_oss": _LLAMA, "hunyuan_v1_dense": _table(_NORMS + _ATTENTION + _HUNYUAN_NORMS + _MLP),
+    "exaone4": _table(_POST_NORMS + _ATTENTION + _HEAD_NORMS + _MLP), "apertus": _APERTUS,
     "arcee": _LLAMA, "helium": _INTERLEAVED,
     "qwen2_moe": _QWEN2_MOE, "glm4_moe": _GLM4_MOE, "dots1": _GLM4_MOE, "solar_open": _GLM4_MOE,
     "minimax_m2": _MINIMAX_M2, "ernie4_5_moe": _ERNIE4_5_MOE, "olmoe": _QWEN3_MOE, "flex_olmo": _FLEX_OLMO,

@@ -1,7 +1,7 @@
 """Tokens brought to the devices of their experts, as rows sorted by expert, and the results brought back.
 
 If the experts' axis splits the experts, tokens reach them in one of two ways, whichever moves fewer bytes
-(`config.experts.exchanged_rows`). Gathered: the devices along the axis gather each other's tokens, run those that chose
+(`config.kernels.exchanged_rows`). Gathered: the devices along the axis gather each other's tokens, run those that chose
 one of their own experts, and reduce-scatter the results to the tokens' devices. Exchanged: each choice is a row of an
 all-to-all with a fixed number of rows for each device. If more choices are for a device's experts than the rows, which
 only the data decide, another round follows.
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from maxtext_lite.config.experts import exchanged_rows
+from maxtext_lite.config.kernels import exchanged_rows
 from maxtext_lite.models.moe import ExpertShape
 from maxtext_lite.parallel import exchanged, gathered, largest, num_shards, scattered_sum, shard_index
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jax.typing import DTypeLike
 
-from maxtext_lite.config.experts import GroupedMatmul
+from maxtext_lite.config.kernels import GroupedMatmul
 from maxtext_lite.models.eight_bits import dtype_of_totals
 from maxtext_lite.models.tokamax_ops import ragged_dot, waiting_for_each_matmul, with_blocks
 from maxtext_lite.xla.hlo_work import KERNEL_SCOPE

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from maxtext_lite.config import Quantization
-from maxtext_lite.config.experts import GroupedMatmul
+from maxtext_lite.config.kernels import GroupedMatmul
 from maxtext_lite.config.weights import EXPERT_BIASES, EXPERT_WEIGHTS, ExpertSizes
 from maxtext_lite.models.ops import Activation
 from maxtext_lite.parallel import over_shards

@@ -17,7 +17,7 @@ import jax
 
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import value_text, writing
-from maxtext_lite.config.hf.config import files_of_model, run_config_json
+from maxtext_lite.config.hf.directory import files_of_model, run_config_json
 from maxtext_lite.hf import export_model
 from maxtext_lite.models import Adapted, Sampling, merged
 from maxtext_lite.parallel import Params, value_of_host

@@ -8,7 +8,7 @@ import jax
 
 from maxtext_lite.batching import RLBatch, batch_sizes, make_plan
 from maxtext_lite.config import RLRunConfig, UserError
-from maxtext_lite.config.hf.config import files_of_model
+from maxtext_lite.config.hf.directory import files_of_model
 from maxtext_lite.config.rl_rules import endless_evaluation, reward_names
 from maxtext_lite.data import Prompt, PromptSource, Tokenizer, check_vocabulary, load_tokenizer, open_prompts
 from maxtext_lite.generation.text_tokens import stop_tokens

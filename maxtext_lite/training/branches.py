@@ -12,11 +12,10 @@ from maxtext_lite.batching import make_plan
 from maxtext_lite.batching.branching import BranchSizes, branch_sizes, compared_examples
 from maxtext_lite.batching.scaling import scale_optimizer
 from maxtext_lite.config import Config, RLRunConfig, UserError
-from maxtext_lite.config.checkpoint_steps import steps_in
 from maxtext_lite.config.errors import setting_text, writing
 from maxtext_lite.config.hf.model_directory import config_of_run
 from maxtext_lite.config.json_file import read_object
-from maxtext_lite.config.whole_file import write_whole
+from maxtext_lite.config.whole_file import steps_in, write_whole
 from maxtext_lite.process.records import Record, is_evaluation, read_records
 
 Rule = Literal["none", "linear", "sqrt"]

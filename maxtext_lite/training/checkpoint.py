@@ -11,9 +11,9 @@ import orbax.checkpoint as ocp
 from maxtext_lite.batching.elsewhere import held_out_fraction
 from maxtext_lite.config import Config, ModelConfig, RLRunConfig, RunConfig, UserError, adapted_weights
 from maxtext_lite.config.bucket import absolute, is_bucket
-from maxtext_lite.config.checkpoint_steps import steps_in
 from maxtext_lite.config.errors import full_text, setting_text
 from maxtext_lite.config.load import defaults_of
+from maxtext_lite.config.whole_file import steps_in
 from maxtext_lite.data.mixture_history import as_json, history_before_names
 from maxtext_lite.data.mixture_source import MIXTURE
 from maxtext_lite.parallel import Params, Tree, value_of_host

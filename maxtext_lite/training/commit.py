@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 from maxtext_lite.config.bucket import is_bucket, remove_objects, storage_errors
-from maxtext_lite.config.checkpoint_steps import DAMAGED, DELETED, UNFINISHED
+from maxtext_lite.config.whole_file import DAMAGED, DELETED, UNFINISHED
 
 
 def while_unfinished(directory: Path) -> Path:

@@ -11,9 +11,15 @@ from maxtext_lite.config import Config, UserError, load_config, write_resolved
 from maxtext_lite.config.bucket import absolute, any_path
 from maxtext_lite.config.errors import value_text, writing
 from maxtext_lite.config.hf.adapter import CONFIG, adapter_of, missing_base
-from maxtext_lite.config.hf.config import hf_directory, model_keys, run_config_json, tokenizer_keys
+from maxtext_lite.config.hf.config import model_keys
+from maxtext_lite.config.hf.directory import (
+    TOKENIZER_KEYS,
+    hf_directory,
+    run_config_json,
+    tokenizer_keys,
+    tokenizer_values,
+)
 from maxtext_lite.config.hf.fields import JsonObject
-from maxtext_lite.config.hf.layer import TOKENIZER_KEYS, tokenizer_values
 from maxtext_lite.config.hf.model_directory import config_of_run, hf_config
 from maxtext_lite.config.json_file import is_there, user_path
 from maxtext_lite.config.sections import MeshConfig

@@ -13,11 +13,11 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 
 from maxtext_lite.config import Config, MlpKind, ModelConfig, RLRunConfig, RunConfig, UserError
 from maxtext_lite.config.bucket import absolute, original, reaching
-from maxtext_lite.config.checkpoint_steps import steps_in
 from maxtext_lite.config.errors import full_text, setting_text, value_text
 from maxtext_lite.config.hf.adapter import Adapter, adapter_of
-from maxtext_lite.config.hf.config import has_hf_weights
+from maxtext_lite.config.hf.directory import has_hf_weights
 from maxtext_lite.config.load import defaults_of
+from maxtext_lite.config.whole_file import steps_in
 from maxtext_lite.hf import flat, load_hf_parameters, read_peft_adapters
 from maxtext_lite.models import Lora, joined, merged
 from maxtext_lite.parallel import Params, Tree, TreePath, sharding, with_dims

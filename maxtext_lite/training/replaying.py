@@ -14,11 +14,11 @@ import jax
 
 from maxtext_lite.config import Config, RLRunConfig, UserError
 from maxtext_lite.config.bucket import absolute, original
-from maxtext_lite.config.checkpoint_steps import steps_in
 from maxtext_lite.config.errors import nearest_clause
 from maxtext_lite.config.hf.model_directory import config_of_run
 from maxtext_lite.config.json_file import read_object
 from maxtext_lite.config.kernels import KERNELS
+from maxtext_lite.config.whole_file import steps_in
 from maxtext_lite.process.records import Record, record_text
 from maxtext_lite.training.compilation_cache import reading_compiled
 from maxtext_lite.training.feed_steps import FeedSteps

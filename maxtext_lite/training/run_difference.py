@@ -11,8 +11,8 @@ import jax
 import numpy as np
 
 from maxtext_lite.config import RLRunConfig, UserError
-from maxtext_lite.config.checkpoint_steps import steps_in
 from maxtext_lite.config.hf.model_directory import config_of_run
+from maxtext_lite.config.whole_file import steps_in
 from maxtext_lite.data import MixtureSource, hash_of_run, open_mixture
 from maxtext_lite.data.mixture_of_run import in_run
 from maxtext_lite.data.mixture_source import ids_of_run

@@ -11,8 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from maxtext_lite.batching import BatchPlan, scaled_optimizer
 from maxtext_lite.config import Config, NumericsConfig, UserError, adapted_weights, remat_of
-from maxtext_lite.config.experts import grouped_matmul_kernel
-from maxtext_lite.config.kernels import Accelerator, attention_kernel
+from maxtext_lite.config.kernels import Accelerator, attention_kernel, grouped_matmul_kernel
 from maxtext_lite.config.weights import ExpertSizes, model_shape
 from maxtext_lite.models import Decoder, DecoderShape, ExpertShape, Lora, root_key
 from maxtext_lite.parallel import (

@@ -1,10 +1,13 @@
+import itertools
 import pickle
 from fractions import Fraction
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
-from maxtext_lite.config import KEYS, BatchConfig, Config, load_config
+from maxtext_lite.config import KEYS, RL_KEYS, BatchConfig, Config, load_config, packaged_directory
+from maxtext_lite.config.schema import PolicyConfig, RewardConfig, RLConfig, RolloutConfig, TaskConfig
 
 
 def test_a_config_does_not_change():
@@ -43,3 +46,17 @@ def test_a_dump_validates_to_the_same_config(text, mode):
     assert config.per_device_batch_size == Fraction(text)
     assert Config.model_validate(config.model_dump(mode=mode)) == config
     assert Config.model_validate_json(config.model_dump_json()) == config
+
+
+SECTIONS = (RLConfig, TaskConfig, RewardConfig, PolicyConfig, RolloutConfig)
+
+
+def test_the_sections_hold_what_rl_yml_adds_to_base_yml_in_its_order():
+    written = yaml.safe_load((packaged_directory("configs") / "post_train" / "rl.yml").read_text(encoding="utf-8"))
+    added = [key for key in written if key not in (*KEYS, "base")]
+    assert [key for section in SECTIONS for key in section.model_fields] == added == list(RL_KEYS)
+
+
+def test_no_key_stands_in_two_sections():
+    for one, other in itertools.combinations(SECTIONS, 2):
+        assert not one.model_fields.keys() & other.model_fields.keys()

@@ -1,9 +1,9 @@
-"""Files that appear only when complete."""
+"""Files that appear only when complete; a directory has the checkpoints that its names say."""
 
 import pytest
 
-from maxtext_lite.config import whole_file
-from maxtext_lite.config.whole_file import replacing, write_whole
+from maxtext_lite.config import UserError, whole_file
+from maxtext_lite.config.whole_file import replacing, steps_in, write_whole
 
 
 @pytest.mark.parametrize(("content", "written"), [("ü", b"\xc3\xbc"), (b"\0", b"\0")])
@@ -49,3 +49,21 @@ def test_a_block_that_fails_leaves_what_was_there(tmp_path):
     with pytest.raises(ZeroDivisionError):
         fail()
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a": "before"}
+
+
+def test_steps_are_the_directories_with_their_number_as_name(tmp_path):
+    assert steps_in(tmp_path / "nothing") == []
+    for name in ("10", "9", "007", "unfinished-11", "deleted-8", "damaged-9"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "12").write_text("a file")
+    assert steps_in(tmp_path) == [9, 10], "on a file system, what bears a mark has no other name"
+    with pytest.raises(UserError, match="12 cannot be read: "):
+        steps_in(tmp_path / "12")
+
+
+def test_in_a_bucket_a_checkpoint_with_a_mark_beside_it_does_not_count(bucket):
+    assert steps_in(bucket / "checkpoints") == []
+    for step in (1, 2):
+        (bucket / "checkpoints" / str(step) / "array").write_text("x")
+    (bucket / "checkpoints" / "unfinished-2").write_text("-")
+    assert steps_in(bucket / "checkpoints") == [1]

@@ -10,7 +10,7 @@ import pytest
 
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import load_config
-from maxtext_lite.config.experts import ROOM
+from maxtext_lite.config.kernels import ROOM
 from maxtext_lite.models.capacity import with_capacity
 from maxtext_lite.models.dropless import dropless
 from maxtext_lite.models.moe import ExpertShape, ExpertWeights, Routing

@@ -8,7 +8,7 @@ import pytest
 from maxtext_lite.batching import MESH_AXES
 from maxtext_lite.batching.topology import mesh_key
 from maxtext_lite.cli import run_command
-from maxtext_lite.config.remat import REMAT_POLICIES
+from maxtext_lite.config.sections import REMAT_POLICIES
 from maxtext_lite.plan import main
 from tests.source_tree import REPOSITORY
 

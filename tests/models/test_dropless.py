@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext_lite.config.remat import PROJECTIONS, Remat
+from maxtext_lite.config.sections import PROJECTIONS, Remat
 from maxtext_lite.models import Decoder, DecoderShape
 from maxtext_lite.models.dropless import FURTHER_ROUNDS, dropless
 from maxtext_lite.models.moe import ExpertShape, ExpertWeights

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from maxtext_lite.config import load_config
-from maxtext_lite.config.hf.config import run_config_json
+from maxtext_lite.config.hf.directory import run_config_json
 from maxtext_lite.hf import export_model
 from maxtext_lite.training.state import make_plain_decoder
 from tests.processes import environment

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from maxtext_lite.config.checkpoint_steps import steps_in
+from maxtext_lite.config.whole_file import steps_in
 from maxtext_lite.training import commit
 from maxtext_lite.training.commit import make_room, remove, remove_leftovers, set_aside, while_unfinished
 

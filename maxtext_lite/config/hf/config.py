@@ -2,21 +2,15 @@
 
 Each family (`model_type`) is a list of parts. A part owns some fields of config.json and some keys, and translates both
 ways. A field that no part owns is refused, unless it is known not to change the logits: a misread model looks like a
-bad one.
+bad one. Of a model of images and text, only the text part is built.
 """
 
 import re
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple, cast
 
-from maxtext_lite.config.bucket import any_path, local_copy
-from maxtext_lite.config.checkpoint_steps import steps_in
-from maxtext_lite.config.errors import UserError, any_of, value_text
-from maxtext_lite.config.hf.adapter import CONFIG, adapter_of, missing_base
-from maxtext_lite.config.hf.families import FAMILIES
-from maxtext_lite.config.hf.family import CAUSAL
+from maxtext_lite.config.errors import UserError, value_text
 from maxtext_lite.config.hf.fields import (
-    DEFAULTS,
     WITHOUT_EFFECT,
     Fields,
     JsonObject,
@@ -26,10 +20,20 @@ from maxtext_lite.config.hf.fields import (
     without_experts,
 )
 from maxtext_lite.config.hf.quantized import FIELD, check_quantization, quantization_of
-from maxtext_lite.config.hf.text_tower import text_fields, unbuilt
-from maxtext_lite.config.hf.weight_files import STATED, weight_files
-from maxtext_lite.config.json_file import check_file, is_there, read_object
-from maxtext_lite.config.sections import ModelConfig, RunConfig
+from maxtext_lite.config.sections import ModelConfig
+
+if TYPE_CHECKING:
+    from maxtext_lite.config.hf.parts import Family
+
+WEIGHTS_FIELD = "transformers_weights"
+"""The field that names the file with the weights, or its index; transformers then reads no other."""
+
+
+def _families() -> "Mapping[str, Family]":
+    """FAMILIES, which are not made for a run without such a model."""
+    from maxtext_lite.config.hf.families import FAMILIES
+
+    return FAMILIES
 
 
 def family_of(fields: JsonObject, where: str) -> str:
@@ -39,13 +43,13 @@ def family_of(fields: JsonObject, where: str) -> str:
       UserError: it is not one of them; lists them, and says `where`.
     """
     kind = text_fields(fields).get("model_type")
-    if isinstance(kind, str) and kind in FAMILIES:
+    if isinstance(kind, str) and kind in _families():
         return kind
     if reason := unbuilt(kind):
         raise UserError(f"{where}: model_type={value_text(kind)}: {reason}")
     raise UserError(
         f"{where}: model_type={value_text(kind)} is not one that maxtext_lite knows.{_misspelled(kind)} "
-        f"It knows {', '.join(FAMILIES)}."
+        f"It knows {', '.join(_families())}."
     )
 
 
@@ -55,7 +59,7 @@ def _misspelled(kind: object) -> str:
     def plain(name: str) -> str:
         return re.sub(r"[^a-z0-9]", "", name.lower())
 
-    meant = [known for known in FAMILIES if isinstance(kind, str) and plain(kind) == plain(known)]
+    meant = [known for known in _families() if isinstance(kind, str) and plain(kind) == plain(known)]
     return f" Did you mean '{meant[0]}'?" if meant else ""
 
 
@@ -82,15 +86,14 @@ def field_names(fields: JsonObject) -> dict[str, str]:
 def _read(fields: JsonObject, where: str) -> tuple[Fields, Keys]:
     """The fields that no part has read, with the problems of the others, and the keys that those decide."""
     kind = family_of(fields, where)
-    left, keys = Fields(text_fields(fields)), dict(DEFAULTS)
-    for part in (*FAMILIES[kind].parts, CAUSAL):
-        keys |= part.read(left)
+    left = Fields(text_fields(fields))
+    keys = _families()[kind].read(left)
     first = keys["first_num_dense_layers"]
     if left.num_layers and is_whole(first, left.num_layers) and is_whole(keys["num_experts"], 1):
-        keys = dict(without_experts(keys))
+        keys = without_experts(keys)
     elif keys["num_experts"] == 1 and (name := left.names.get("num_experts")):
         left.refuse(name, 1, "cannot be expressed in a layer with experts. Nearest that works: 2.")
-    left.check_stored(FAMILIES[kind].architecture)
+    left.check_stored(_families()[kind].architecture)
     check_quantization(left)
     left.check_keys(keys)
     left.drop(WITHOUT_EFFECT)
@@ -119,21 +122,19 @@ def config_json(
       UserError: no family, or not that of `original`, expresses the keys; names the keys in the way.
     """
     # What is written is plain numbers, in files of the usual names.
-    without = {name: value for name, value in original.items() if name not in (FIELD, STATED)}
+    without = {name: value for name, value in original.items() if name not in (FIELD, WEIGHTS_FIELD)}
     original = text_fields(without)
-    kinds = [family_of(original, "config.json")] if original else list(FAMILIES)
-    nearest: _Obstacles | None = None
+    kinds = [family_of(original, "config.json")] if original else list(_families())
+    obstacles: list[_Obstacles] = []
     for kind in kinds:
-        family = FAMILIES[kind]
-        written: JsonObject = {}
-        for part in family.parts:
-            written |= part.write(config)
+        family = _families()[kind]
+        written = family.write(config)
         positions = {"max_position_embeddings": max_position_embeddings} if "n_positions" not in written else {}
         # Written even as null: transformers would otherwise fill in the tokens of the family's own models.
         tokens = {"bos_token_id": None, "eos_token_id": end_of_text_id, "pad_token_id": None}
         fields = {"architectures": [family.architecture], "model_type": kind, **positions, **written}
-        found = _obstacles(fields, config)
-        if not found.problems:
+        obstacles.append(_obstacles(fields, config))
+        if not obstacles[-1].problems:
             about = {"dtype": dtype, "torch_dtype": dtype}
             longer = _with_positions(original, max_position_embeddings, config)
             unchanged = {**_of_old_versions(fields), **longer, **about}
@@ -141,9 +142,8 @@ def config_json(
                 return unchanged
             kept = {name: value for name, value in original.items() if name not in ("rope_scaling", "rope_parameters")}
             return {**tokens, **kept, **fields, **about}
-        if nearest is None or found.rank < nearest.rank:  # the nearest family says what is in the way
-            nearest = found
-    raise UserError(nearest.problems if nearest else [])
+    # The nearest family says what is in the way.
+    raise UserError(min(obstacles, key=lambda found: (found.is_refused, len(found.problems))).problems)
 
 
 def _with_positions(original: JsonObject, count: int, config: ModelConfig) -> JsonObject:
@@ -152,28 +152,6 @@ def _with_positions(original: JsonObject, count: int, config: ModelConfig) -> Js
     if name not in original or (scaling and scaling.rope_type in _SCALED_BY_LENGTH):
         return original
     return {**original, name: max(count, original[name])}
-
-
-def run_config_json(
-    directory: Path | None, config: ModelConfig, *, num_positions: int, dtype: str, end_of_text_id: int | None = None
-) -> JsonObject:
-    """`config_json` of a run's or an imported model, with the fields of the config.json that it came with, if any.
-
-    Args:
-      directory: that has the config.json, as of `hf_directory`; None: there is none.
-      num_positions: in training; the model may have come with more.
-    Raises:
-      UserError: as `config_json`.
-    """
-    carried = hf_directory(directory) if directory else None
-    original = read_object(carried / "config.json") if carried else {}
-    return config_json(
-        config,
-        max_position_embeddings=max(Fields(text_fields(original)).size("max_position_embeddings", 1), num_positions),
-        dtype=dtype,
-        original=original,
-        end_of_text_id=end_of_text_id,
-    )
 
 
 def _of_old_versions(fields: JsonObject) -> JsonObject:
@@ -192,11 +170,6 @@ class _Obstacles(NamedTuple):
     is_refused: bool
     problems: list[str]
 
-    @property
-    def rank(self) -> tuple[bool, int]:
-        """Less for what is nearer to the model."""
-        return self.is_refused, len(self.problems)
-
 
 def _obstacles(fields: JsonObject, config: ModelConfig) -> _Obstacles:
     """The keys that do not survive a round trip through these fields."""
@@ -210,78 +183,6 @@ def _obstacles(fields: JsonObject, config: ModelConfig) -> _Obstacles:
     return _Obstacles(False, [f"{named} has no place for {key}={value_text(here[key])}." for key in differing])
 
 
-CARRIED = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
-    "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
-    "chat_template.json",
-)  # fmt: skip
-"""Files that are copied along with a model's weights; all but the first are about its tokens."""
-
-TOKENIZER_FILES = {"huggingface": "tokenizer.json", "sentencepiece": "tokenizer.model"}
-"""The tokenizer's file in such a directory, by tokenizer_type; the first that is there counts."""
-
-
-def hf_directory(path: str | Path, key: str = "load_parameters_path") -> Path | None:
-    """The directory with the config.json and the tokenizer of `path`; None if there is none, or it is not there.
-
-    It is a Hugging Face directory itself, the base model's for an adapter, and hf/ of a run or an imported model that
-    came from one.
-
-    Raises:
-      UserError: it is in a bucket that cannot be read; names `key`.
-    """
-    root = local_copy(path, key)
-    if missing_base(root) is not None:
-        return None
-    if adapter := adapter_of(root):
-        root = adapter.base
-    if is_there(root / "config.json"):
-        return root
-    return root / "hf" if is_there(root / "hf" / "config.json") else None
-
-
-def files_of_model(config: RunConfig) -> Path | None:
-    """The `hf_directory` of a run's model, which came from elsewhere then; None if it was trained from scratch.
-
-    A run that resumes has a copy of the files, for when load_parameters_path is not stated, or is gone. Without a
-    checkpoint to resume they are those of another start.
-
-    Raises:
-      UserError: it is in a bucket that cannot be read.
-    """
-    path = config.load_parameters_path
-    if path and (origin := hf_directory(path)):
-        return origin
-    run, key = f"{config.base_output_directory}/{config.run_name}", "base_output_directory"
-    return hf_directory(f"{run}/hf", key) if steps_in(any_path(run, key) / "checkpoints") else None
-
-
-def has_hf_weights(path: str | Path) -> bool:
-    """Whether `path` is a Hugging Face directory, with weights in safetensors, or an adapter to one.
-
-    Raises:
-      UserError: its weights are pickled or missing, one of its files is not a file, or the adapter cannot be read.
-    """
-    root = local_copy(path, "load_parameters_path")
-    if adapter := adapter_of(root):
-        if has_hf_weights(adapter.base):
-            return True
-        run = " It is a run directory: convert export it, and name that." * is_there(adapter.base / "config.yml")
-        raise UserError(f"{root / CONFIG}: base_model_name_or_path={adapter.base} has no config.json.{run}")
-    if not is_there(root / "config.json") or (root / "checkpoints").is_dir():
-        return False
-    check_file(root / "config.json")
-    if weight_files(root):
-        return True
-    pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for file in root.glob(pattern))
-    if pickled:
-        raise UserError(
-            f"{root}: {any_of(pickled[:3])} is pickled: reading it can run whatever code its author put there. "
-            "Ask for the model's .safetensors files."
-        )
-    raise UserError(f"{root} has a config.json, but no .safetensors file with weights.")
-
-
 def stored_dtype(fields: JsonObject) -> str:
     """The number format of the weights by config.json; of quantized weights, once they are dequantized.
 
@@ -292,9 +193,108 @@ def stored_dtype(fields: JsonObject) -> str:
     return str(fields.get("dtype") or fields.get("torch_dtype") or default).removeprefix("torch.")
 
 
-def tokenizer_keys(directory: Path) -> dict[str, str]:
-    """The tokenizer keys for the files of a Hugging Face directory; {} if it has none."""
-    for kind, name in TOKENIZER_FILES.items():
-        if is_there(directory / name):
-            return {"tokenizer_type": kind, "tokenizer_path": str(directory / name)}
-    return {}
+# ---- Models of images and text, and models that are not built ------------------------------------------------------
+
+_GEMMA3 = {
+    "model_type": "gemma3_text", "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216,
+    "num_hidden_layers": 26, "num_attention_heads": 8, "tie_word_embeddings": True,
+}  # fmt: skip
+_MISTRAL3 = {
+    "model_type": "mistral", "vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 14_336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "tie_word_embeddings": False,
+}  # fmt: skip
+_MINISTRAL3 = _MISTRAL3 | {
+    "model_type": "ministral3", "vocab_size": 131_072, "num_hidden_layers": 34,
+}  # fmt: skip
+_LLAMA4 = {
+    "model_type": "llama4_text", "vocab_size": 202_048, "hidden_size": 5120, "intermediate_size": 8192,
+    "num_hidden_layers": 48, "num_attention_heads": 40, "num_local_experts": 16, "tie_word_embeddings": False,
+}  # fmt: skip
+TOWERS: Mapping[str, Mapping[str, JsonObject]] = {
+    "gemma3": {"gemma3_text": _GEMMA3},
+    "mistral3": {"mistral": _MISTRAL3, "ministral3": _MINISTRAL3},
+    "llama4": {"llama4_text": _LLAMA4},
+}
+"""For a model_type of text and images: the model_types of its text_config, the usual one first, each with the defaults
+that transformers has for its fields."""
+
+_OF_IMAGES = frozenset({
+    "text_config", "vision_config", "boi_token_index", "eoi_token_index", "image_token_index", "image_token_id",
+    "boi_token_id", "eoi_token_id", "mm_tokens_per_image", "projector_hidden_act", "vision_feature_layer",
+    "multimodal_projector_bias", "spatial_merge_size", "initializer_range", "architectures", "model_type",
+    "max_position_embeddings",
+})  # fmt: skip
+_OF_ALL = WITHOUT_EFFECT | {"dtype", "torch_dtype", "quantization_config", "auto_map", "tie_word_embeddings"}
+# The fields that transformers reads beside text_config too.
+
+
+def text_fields(fields: JsonObject) -> JsonObject:
+    """The fields of a model's text part, as a model of its own has them; any other model's fields unchanged.
+
+    Raises:
+      UserError: its text_config is no object, or of a family that does not go with it.
+    """
+    kind = fields.get("model_type")
+    towers = TOWERS.get(kind) if isinstance(kind, str) else None
+    if towers is None:
+        return fields
+    given: object = fields.get("text_config")
+    if not isinstance(given, dict) or not given:
+        raise UserError(
+            f"text_config={value_text(cast(object, given))} of model_type={kind} is not an object of the text's fields."
+        )
+    text = {name: value for name, value in cast("JsonObject", given).items() if value is not None}
+    inner = text.get("model_type", next(iter(towers)))
+    if inner not in towers:
+        raise UserError(
+            f"text_config.model_type={value_text(inner)} of model_type={kind} is none of {', '.join(towers)}."
+        )
+    # transformers reads no other field beside text_config. Renamed like this no part reads one, so it is refused.
+    outer = {
+        name if name in _OF_ALL else f"{kind}.{name}": value for name, value in fields.items() if name not in _OF_IMAGES
+    }
+    # The whole model's field decides whether the table is tied; the text's own counts only without it.
+    tied = {name: outer[name] for name in ("tie_word_embeddings",) if outer.get(name) is not None}
+    nulls = {name: None for name, value in cast("JsonObject", given).items() if value is None}
+    return {**towers[inner], **outer, **nulls, **text, **tied, "architectures": [_families()[inner].architecture]}
+
+
+def text_tensor(name: str) -> str | None:
+    """A tensor's name in the text part alone; None for a tensor for images.
+
+    In checkpoints of transformers before version 4.52 the names begin with language_model, since then with
+    model.language_model.
+    """
+    if re.match(r"(model\.)?(vision_tower|vision_model|multi_modal_projector)\.", name):
+        return None
+    name = re.sub(r"^language_model\.lm_head\.", "lm_head.", name)
+    name = re.sub(r"^language_model\.model\.", "model.", name)
+    return re.sub(r"^model\.language_model\.", "model.", name)
+
+
+_STATE = "its layers keep a state in place of keys and values, which is not built"
+_SEEN = "images are not read, and its text part has no table of names"
+_HEARD = "sound is not read"
+_BOTH_WAYS = "it reads a text in both directions, or has an encoder: only decoders are built"
+_LATENT = "its attention chooses among keys by an index of its own, which is not built"
+_REASONS: Mapping[str, str] = {
+    r"mamba|falcon_mamba|rwkv|xlstm|recurrent_gemma": _STATE,
+    r"jamba|zamba|bamba|falcon_h1|nemotron_h|granitemoehybrid|qwen3_next|qwen3_5|lfm\d|olmo_hybrid|bailing_hybrid":
+        f"some of {_STATE}",
+    r"kimi_linear|minimax$|hunyuan_hybrid": f"some of {_STATE}",
+    r"gemma3n|gemma4": "its embeddings of each layer, streams side by side and shared caches are not built",
+    r".*(_vl|vision|llava|vlm|pixtral|paligemma|idefics|internvl|ocr|mllama|chameleon|fuyu|image)": _SEEN,
+    r".*(audio|whisper|speech|asr|tts|wav2vec|musicgen|voxtral|omni|hubert|moshi|csm|dia$)": _HEARD,
+    r"(ro|de|al|modern)?bert|.*roberta|electra|t5|mt5|umt5|bart|mbart|pegasus|.*t5gemma": _BOTH_WAYS,
+    r"deepseek_v32|deepseek_v4|glm_moe_dsa": _LATENT,
+    r"(bloom|mpt)$": "its positions are distances added to scores (ALiBi), which are not built",
+    r"gptj|codegen|gpt_neo$|opt$|xglm|persimmon|gpt_bigcode|falcon$": "no table of its tensors' names is written",
+}  # fmt: skip
+
+
+def unbuilt(kind: object) -> str:
+    """Why a known model_type is not built; "" for any other."""
+    for pattern, reason in _REASONS.items():
+        if isinstance(kind, str) and re.match(pattern, kind):
+            return f"{reason}."
+    return ""

@@ -294,13 +294,10 @@ def _plain(keys: Keys) -> Keys:
     elif "dense" not in plain["mlp_pattern"]:
         plain["base_mlp_dim"] = 0  # no layer has it
     for key in ("mla", "rope_scaling", "position_temperature"):
-        plain[key] = plain[key] if isinstance(plain[key], dict) else {} if plain[key] is None else _entries(plain[key])
-        plain[key] = {name: value for name, value in plain[key].items() if value != _USUAL.get(name)}
+        part: Any = plain[key] or {}
+        entries = cast("JsonObject", part) if isinstance(part, dict) else part.to_mapping()
+        plain[key] = {name: value for name, value in entries.items() if value != _USUAL.get(name)}
     return plain
-
-
-def _entries(part: Any) -> JsonObject:
-    return part.to_mapping()
 
 
 _OF_EXPERTS = (

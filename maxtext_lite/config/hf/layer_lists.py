@@ -24,14 +24,12 @@ def _keys(has_experts: Sequence[bool], fields: Fields, name: str) -> Keys:
     Args:
       name: the field that decides.
     """
-    layers = len(has_experts)
     fields.names |= {"first_num_dense_layers": name, "mlp_pattern": name}
-    first = next((layer for layer, has in enumerate(has_experts) if has), layers)
+    first = next((layer for layer, has in enumerate(has_experts) if has), len(has_experts))
     if all(has_experts[first:]):
         return {"first_num_dense_layers": first, "mlp_pattern": "moe"}
     kinds = ["moe" if has else "dense" for has in has_experts]
-    period = next(period for period in range(1, layers + 1) if kinds[period:] == kinds[: layers - period])
-    return {"first_num_dense_layers": 0, "mlp_pattern": ",".join(kinds[:period])}
+    return {"first_num_dense_layers": 0, "mlp_pattern": pattern_of(kinds)}
 
 
 def _numbers(name: str, fields: Fields) -> list[int] | None:

@@ -7,7 +7,8 @@ from pathlib import Path
 from maxtext_lite.config.bucket import absolute, is_bucket, original
 from maxtext_lite.config.errors import UserError, setting_text
 from maxtext_lite.config.hf.adapter import adapter_of
-from maxtext_lite.config.hf.config import TOKENIZER_FILES, has_hf_weights, hf_directory, stored_dtype, tokenizer_keys
+from maxtext_lite.config.hf.config import stored_dtype
+from maxtext_lite.config.hf.directory import TOKENIZER_FILES, has_hf_weights, hf_directory, tokenizer_keys
 from maxtext_lite.config.json_file import is_there, read_object, user_path
 from maxtext_lite.config.load import load_config
 from maxtext_lite.config.schema import Config

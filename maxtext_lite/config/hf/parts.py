@@ -1,10 +1,11 @@
-"""The parts that families of config.json are made of: each translates some fields to keys and back."""
+"""Families of Hugging Face models, and their parts: each translates some fields of config.json to keys and back."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from maxtext_lite.config.errors import any_of, value_text
-from maxtext_lite.config.hf.fields import Fields, JsonObject, Keys
+from maxtext_lite.config.hf.fields import DEFAULTS, Fields, JsonObject, Keys
 from maxtext_lite.config.sections import ModelConfig
 
 
@@ -322,3 +323,53 @@ class LatentWidths(Part):
             return fields
         widths = config.mla.to_mapping()
         return fields | widths | {"q_lora_rank": config.mla.q_lora_rank or None}
+
+
+_CAUSAL = Only("is_causal", True)  # of every family: with false, transformers lets each token see the later ones too
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model_type.
+
+    Attributes:
+      architecture: its class in transformers.
+      parts: the fields of config.json and their meaning; a later part wins.
+    """
+
+    architecture: str
+    parts: tuple[Part, ...]
+
+    def read(self, fields: Fields) -> Keys:
+        """Every key; those that no field decides have their DEFAULTS."""
+        keys = dict(DEFAULTS)
+        for part in (*self.parts, _CAUSAL):
+            keys |= part.read(fields)
+        return keys
+
+    def write(self, config: ModelConfig) -> JsonObject:
+        """The fields that state the keys."""
+        fields: JsonObject = {}
+        for part in self.parts:
+            fields |= part.write(config)
+        return fields
+
+
+SIZES = Rename(
+    vocab_size="vocab_size", hidden_size="base_emb_dim", intermediate_size="base_mlp_dim",
+    num_hidden_layers="base_num_decoder_layers",
+)  # fmt: skip
+RANGE = Defaulted("initializer_range", "initializer_range", 0.02)
+
+
+def ties(default: bool) -> Part:
+    """Whether the output projection is the embedding table."""
+    return Defaulted("tie_word_embeddings", "logits_via_embedding", default)
+
+
+def family(
+    architecture: str, *parts: Part, epsilon: float = 1e-6, tied: bool = False, epsilon_name: str = "rms_norm_eps"
+) -> Family:
+    """A family with the usual sizes; `epsilon` and `tied` apply if config.json does not state them."""
+    of_norms = Defaulted(epsilon_name, "normalization_layer_epsilon", epsilon)
+    return Family(architecture, (SIZES, RANGE, of_norms, ties(tied), *parts))

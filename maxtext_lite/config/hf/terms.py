@@ -98,6 +98,22 @@ class Inverse(Part):
         return {self._name: _rounded(value ** (1 / self._power))}
 
 
+_MAPPINGS = ("rope_parameters", "rope_scaling")
+
+
+def _taken(fields: Fields, entry: str) -> Any:
+    """An entry of the last of _MAPPINGS that has it, marked as read in both; None if it is missing."""
+    value = None
+    for name in _MAPPINGS:
+        value = fields.take_entry(name, entry, value)
+    return value
+
+
+def _with_entries(fields: JsonObject, entries: JsonObject) -> JsonObject:
+    """The fields with more entries in each of _MAPPINGS that is there."""
+    return fields | {name: fields[name] | entries for name in _MAPPINGS if isinstance(fields.get(name), dict)}
+
+
 class PositionScaling(RopeFields):
     """Ministral 3's rotation, and queries that grow with each multiple of its original length."""
 
@@ -105,12 +121,8 @@ class PositionScaling(RopeFields):
 
     def read(self, fields: Fields) -> Keys:
         """See Part."""
-        scale = None
-        for name in ("rope_parameters", "rope_scaling"):
-            scale = fields.take_entry(name, self._ENTRY, scale)
-            fields.take_entry(name, "max_position_embeddings", None)  # not read by transformers
-        if is_unsaid(fields):
-            scale = 0.1
+        scale = 0.1 if is_unsaid(fields) else _taken(fields, self._ENTRY)
+        _taken(fields, "max_position_embeddings")  # not read by transformers
         keys = super().read(fields)
         length = keys["rope_scaling"].get("original_max_position_embeddings")
         if not _is_real(scale) or length is None:
@@ -120,11 +132,8 @@ class PositionScaling(RopeFields):
 
     def write(self, config: ModelConfig) -> JsonObject:
         """See Part."""
-        fields, tuning = super().write(config), config.position_temperature
-        for name in ("rope_parameters", "rope_scaling"):
-            if isinstance(fields.get(name), dict):
-                fields[name] = fields[name] | {self._ENTRY: tuning.scale if tuning else 0.0}
-        return fields
+        tuning = config.position_temperature
+        return _with_entries(super().write(config), {self._ENTRY: tuning.scale if tuning else 0.0})
 
 
 class MultipliedRope(RopeFields):
@@ -137,14 +146,8 @@ class MultipliedRope(RopeFields):
 
     def read(self, fields: Fields) -> Keys:
         """See Part."""
-        values: list[Any] = []
-        for entry in self._ENTRIES:
-            value = None
-            for name in ("rope_parameters", "rope_scaling"):
-                value = fields.take_entry(name, entry, value)
-            values.append(value)
-        for name in ("rope_parameters", "rope_scaling"):
-            fields.take_entry(name, "long_factor", None)
+        values = [_taken(fields, entry) for entry in self._ENTRIES]
+        _taken(fields, "long_factor")
         keys = dict(super().read(fields))
         scaling = keys["rope_scaling"]
         if scaling.get("rope_type") != "longrope":
@@ -162,10 +165,7 @@ class MultipliedRope(RopeFields):
     def write(self, config: ModelConfig) -> JsonObject:
         """See Part."""
         fields, scaling = super().write(config), config.rope_scaling
-        for name in ("rope_parameters", "rope_scaling"):
-            if scaling is not None and isinstance(fields.get(name), dict):
-                fields[name] = fields[name] | dict.fromkeys(self._ENTRIES, scaling.attention_factor)
-        return fields
+        return _with_entries(fields, dict.fromkeys(self._ENTRIES, scaling.attention_factor)) if scaling else fields
 
 
 class RotaryDim(RopeFields):

@@ -9,7 +9,7 @@ import safetensors.numpy
 
 from maxtext_lite.config import UserError, load_config, write_resolved
 from maxtext_lite.config.hf.adapter import adapter_of, missing_base
-from maxtext_lite.config.hf.config import has_hf_weights, hf_directory
+from maxtext_lite.config.hf.directory import has_hf_weights, hf_directory
 from maxtext_lite.config.hf.model_directory import config_of_run
 from tests.config.hf.test_config import LLAMA3_8B
 

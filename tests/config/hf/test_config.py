@@ -9,14 +9,15 @@ import pytest
 
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.config.hf.config import (
-    CARRIED,
+    TOWERS,
     config_json,
-    has_hf_weights,
-    hf_directory,
     model_keys,
     stored_dtype,
-    tokenizer_keys,
+    text_fields,
+    text_tensor,
+    unbuilt,
 )
+from maxtext_lite.config.hf.families import FAMILIES
 from maxtext_lite.config.hf.fields import DEFAULTS, same_architecture
 from maxtext_lite.config.sections import ModelConfig
 
@@ -350,58 +351,75 @@ def test_the_defaults_are_those_of_base_yml_and_cover_every_key():
             for key in DEFAULTS} == dict(DEFAULTS)  # fmt: skip
 
 
-def test_an_adapter_is_not_taken_for_a_model(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
-    with pytest.raises(UserError, match=r"adapter_model\.safetensors belongs to an adapter in PEFT's layout"):
-        has_hf_weights(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(UserError, match=r"adapter_config\.json: peft_type=null is not read: it must be LORA"):
-        has_hf_weights(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])
-def test_what_is_no_file_is_not_overlooked(name, tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    (tmp_path / name).unlink(missing_ok=True)
-    (tmp_path / name).symlink_to(tmp_path / "gone")
-    with pytest.raises(UserError, match=rf"{name} is a link to .*gone, which is not there"):
-        has_hf_weights(tmp_path)
-    (tmp_path / name).unlink()
-    (tmp_path / name).mkdir()
-    with pytest.raises(UserError, match=rf"{name} is a directory, not a file"):
-        has_hf_weights(tmp_path)
-
-
-def test_directories_and_their_files(tmp_path):
-    assert hf_directory(tmp_path) is None
-    assert has_hf_weights(tmp_path) is False
-    (tmp_path / "config.json").write_text("{}")
-    assert hf_directory(tmp_path) == tmp_path
-    with pytest.raises(UserError, match=r"has a config\.json, but no \.safetensors file"):
-        has_hf_weights(tmp_path)
-    (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(UserError, match=r"pytorch_model\.bin is pickled"):
-        has_hf_weights(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    assert has_hf_weights(tmp_path) is True
-    assert tokenizer_keys(tmp_path) == {}
-    (tmp_path / "tokenizer.model").write_bytes(b"")
-    assert tokenizer_keys(tmp_path)["tokenizer_type"] == "sentencepiece"
-    (tmp_path / "tokenizer.json").write_bytes(b"")
-    path = str(tmp_path / "tokenizer.json")
-    assert tokenizer_keys(tmp_path) == {"tokenizer_type": "huggingface", "tokenizer_path": path}
-    (tmp_path / "run" / "hf").mkdir(parents=True)
-    (tmp_path / "run" / "hf" / "config.json").write_text("{}")
-    assert hf_directory(tmp_path / "run") == tmp_path / "run" / "hf"
-    assert has_hf_weights(tmp_path / "run") is False
-    assert CARRIED[0] == "config.json"
-
-
 @pytest.mark.parametrize(("fields", "expected"), [
     ({"dtype": "bfloat16"}, "bfloat16"), ({"torch_dtype": "torch.float16"}, "float16"), ({}, "float32"),
 ])  # fmt: skip
 def test_the_number_format_of_the_weights(fields, expected):
     assert stored_dtype(fields) == expected
+
+
+# ---- Models of images and text, and models that are not built ------------------------------------------------------
+
+
+def test_the_text_part_has_the_fields_of_the_whole_that_are_not_about_images():
+    whole = {
+        "model_type": "gemma3", "vision_config": {"hidden_size": 9}, "mm_tokens_per_image": 256, "dtype": "bfloat16",
+        "text_config": {"hidden_size": 2560, "sliding_window": None, "vocab_size": None},
+    }  # fmt: skip
+    text = text_fields(whole)
+    assert text["model_type"] == "gemma3_text"
+    assert (text["hidden_size"], text["num_attention_heads"], text["dtype"]) == (2560, 8, "bfloat16")
+    assert text["sliding_window"] is None
+    assert "vision_config" not in text
+    assert text_fields({"model_type": "llama"}) == {"model_type": "llama"}
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "tied"),
+    [
+        ({}, {}, True),
+        ({"tie_word_embeddings": False}, {"tie_word_embeddings": True}, False),
+        ({}, {"tie_word_embeddings": False}, False),
+        ({"tie_word_embeddings": True}, {}, True),
+    ],
+)
+def test_the_whole_model_says_whether_its_table_is_tied(outer, inner, tied):
+    text = text_fields({"model_type": "gemma3", "text_config": {"hidden_size": 8, **inner}, **outer})
+    assert text["tie_word_embeddings"] is tied
+
+
+def test_what_transformers_does_not_look_for_outside_of_the_text_part_is_refused():
+    text = {
+        "model_type": "mistral", "hidden_size": 32, "num_attention_heads": 4, "sliding_window": None,
+        "rope_scaling": {"rope_type": "yarn", "factor": 2.0},
+    }  # fmt: skip
+    whole = {"model_type": "mistral3", "text_config": text, "sliding_window": 9, "max_position_embeddings": 64}
+    with pytest.raises(UserError) as refusal:
+        model_keys(whole, "x")
+    assert refusal.value.problems == (
+        "x: rope_scaling={rope_type: yarn, factor: 2} lacks original_max_position_embeddings.",
+        "x: mistral3.sliding_window=9 is not a field of mistral that maxtext_lite knows, and could change the logits. "
+        "If it does not, remove it.",
+    )
+
+
+@pytest.mark.parametrize("wrong", [None, {}, [], {"model_type": "llama"}])
+def test_another_text_part_is_refused(wrong):
+    with pytest.raises(UserError, match="text_config"):
+        text_fields({"model_type": "mistral3", "text_config": wrong})
+
+
+def test_tensors_of_text_have_their_names_and_those_of_images_none():
+    for name in ("language_model.model.norm.weight", "model.language_model.norm.weight"):
+        assert text_tensor(name) == "model.norm.weight"
+    assert text_tensor("language_model.lm_head.weight") == text_tensor("lm_head.weight") == "lm_head.weight"
+    for name in ("vision_tower.a", "model.vision_tower.a", "multi_modal_projector.b", "model.multi_modal_projector.b"):
+        assert text_tensor(name) is None
+
+
+def test_what_is_built_has_no_reason_not_to_be():
+    assert not [kind for kind in (*FAMILIES, *TOWERS) if unbuilt(kind)]
+    assert not unbuilt("lama")
+    for kind, word in (("mamba2", "state"), ("jamba", "some of"), ("qwen2_vl", "images"), ("gemma3n", "shared caches"),
+                       ("whisper", "sound"), ("roberta", "directions"), ("bloom", "ALiBi")):  # fmt: skip
+        assert word in unbuilt(kind)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from maxtext_lite.config import UserError, load_config, write_resolved
-from maxtext_lite.config.hf.config import files_of_model
+from maxtext_lite.config.hf.directory import files_of_model
 from maxtext_lite.config.hf.model_directory import config_of_run, directory_config, hf_config
 
 LLAMA = {

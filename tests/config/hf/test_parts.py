@@ -1,4 +1,4 @@
-"""The parts of families by hand, each in both directions."""
+"""Families and their parts by hand, each in both directions."""
 
 from maxtext_lite.config import load_config
 from maxtext_lite.config.hf.fields import Fields
@@ -10,6 +10,7 @@ from maxtext_lite.config.hf.parts import (
     LearnedPositions,
     Only,
     QueryScalar,
+    family,
 )
 
 
@@ -53,3 +54,15 @@ def test_small_parts():
     assert problems(Every("a", "b", key="k"), a=2, b=3) == ["b=3 contradicts a=2."]
     assert problems(Every("a", "b", key="k")) == ["a is missing."]
     assert problems(Only("a", 1), a=2) == ["a=2 cannot be expressed: it must be 1."]
+
+
+def test_a_family_has_the_usual_sizes_and_its_own_defaults():
+    sizes = {"vocab_size": 7, "hidden_size": 6, "intermediate_size": 5, "num_hidden_layers": 4}
+    fields, keys = Fields(sizes), {}
+    for part in family("XForCausalLM", epsilon=1e-3, tied=True).parts:
+        keys |= part.read(fields)
+    assert fields.problems == fields.unknown("x") == []
+    assert keys == {
+        "vocab_size": 7, "base_emb_dim": 6, "base_mlp_dim": 5, "base_num_decoder_layers": 4, "initializer_range": 0.02,
+        "normalization_layer_epsilon": 1e-3, "logits_via_embedding": True,
+    }  # fmt: skip

@@ -1,4 +1,4 @@
-"""load_parameters_path brings the architecture, its dtype and its tokenizer; what contradicts them is named."""
+"""A directory brings the architecture, its dtype and tokenizer, by the files that count; contradictions are named."""
 
 import contextlib
 import json
@@ -7,7 +7,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from maxtext_lite.config import UserError, load_config
-from maxtext_lite.config.hf.layer import directory_origin
+from maxtext_lite.config.hf.directory import (
+    CARRIED,
+    INDEX,
+    WHOLE,
+    directory_origin,
+    has_hf_weights,
+    hf_directory,
+    tokenizer_keys,
+    weight_files,
+    weight_map,
+)
 from maxtext_lite.training.run_files import run_directory
 from tests.config.hf.test_config import GPT2, LLAMA3_8B
 from tests.mutations import changed
@@ -150,3 +160,103 @@ def test_any_config_json_is_one_or_refused(directory, stated):
     (directory / "config.json").write_bytes(json.dumps(stated).encode("utf-8", "surrogatepass"))
     with contextlib.suppress(UserError):
         load(directory)
+
+
+# ---- The files -----------------------------------------------------------------------------------------------------
+
+
+def test_an_adapter_is_not_taken_for_a_model(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(UserError, match=r"adapter_model\.safetensors belongs to an adapter in PEFT's layout"):
+        has_hf_weights(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"adapter_config\.json: peft_type=null is not read: it must be LORA"):
+        has_hf_weights(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])
+def test_what_is_no_file_is_not_overlooked(name, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).symlink_to(tmp_path / "gone")
+    with pytest.raises(UserError, match=rf"{name} is a link to .*gone, which is not there"):
+        has_hf_weights(tmp_path)
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    with pytest.raises(UserError, match=rf"{name} is a directory, not a file"):
+        has_hf_weights(tmp_path)
+
+
+def test_directories_and_their_files(tmp_path):
+    assert hf_directory(tmp_path) is None
+    assert has_hf_weights(tmp_path) is False
+    (tmp_path / "config.json").write_text("{}")
+    assert hf_directory(tmp_path) == tmp_path
+    with pytest.raises(UserError, match=r"has a config\.json, but no \.safetensors file"):
+        has_hf_weights(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(UserError, match=r"pytorch_model\.bin is pickled"):
+        has_hf_weights(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert has_hf_weights(tmp_path) is True
+    assert tokenizer_keys(tmp_path) == {}
+    (tmp_path / "tokenizer.model").write_bytes(b"")
+    assert tokenizer_keys(tmp_path)["tokenizer_type"] == "sentencepiece"
+    (tmp_path / "tokenizer.json").write_bytes(b"")
+    path = str(tmp_path / "tokenizer.json")
+    assert tokenizer_keys(tmp_path) == {"tokenizer_type": "huggingface", "tokenizer_path": path}
+    (tmp_path / "run" / "hf").mkdir(parents=True)
+    (tmp_path / "run" / "hf" / "config.json").write_text("{}")
+    assert hf_directory(tmp_path / "run") == tmp_path / "run" / "hf"
+    assert has_hf_weights(tmp_path / "run") is False
+    assert CARRIED[0] == "config.json"
+
+
+def names(directory):
+    return [file.name for file in weight_files(directory)]
+
+
+def test_an_index_or_one_file_goes_before_all(tmp_path):
+    assert names(tmp_path) == []
+    for name in ("b.safetensors", "a.safetensors"):
+        (tmp_path / name).write_bytes(b"")
+    assert names(tmp_path) == ["a.safetensors", "b.safetensors"]
+    (tmp_path / WHOLE).write_bytes(b"")
+    assert names(tmp_path) == [WHOLE]
+    assert weight_map(tmp_path) == {}
+    (tmp_path / WHOLE).unlink()
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"x": "b.safetensors", "y": "b.safetensors"}}))
+    assert names(tmp_path) == ["b.safetensors"]
+    (tmp_path / "b.safetensors").unlink()
+    with pytest.raises(UserError, match=r"lacks b\.safetensors, which model\.safetensors\.index\.json names"):
+        weight_files(tmp_path)
+
+
+def test_of_an_index_and_one_file_config_json_names_the_one_that_counts(tmp_path):
+    """transformers reads the file, and others the index: without a name neither is taken silently."""
+    for name in (WHOLE, "b.safetensors"):
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"x": "b.safetensors"}}))
+    with pytest.raises(UserError, match=r"has model\.safetensors, which transformers reads, and model"):
+        weight_files(tmp_path)
+    for stated, found in ((WHOLE, WHOLE), (INDEX, "b.safetensors")):
+        (tmp_path / "config.json").write_text(json.dumps({"transformers_weights": stated}))
+        assert names(tmp_path) == [found]
+    (tmp_path / "config.json").write_text(json.dumps({"transformers_weights": "b.safetensors"}))
+    with pytest.raises(UserError, match=r"config\.json: transformers_weights=b\.safetensors is not read: it must be"):
+        weight_files(tmp_path)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"x": WHOLE}}))
+    assert names(tmp_path) == [WHOLE]
+
+
+@pytest.mark.parametrize(
+    "text", ['{"weight_map": []}', '{"weight_map": {"a": 3}}', '{"weight_map": {"a": ".."}}', "[]", "[" * 200_000, ""]
+)
+def test_an_index_that_names_no_files_is_refused(text, tmp_path):
+    (tmp_path / INDEX).write_text(text)
+    with pytest.raises(UserError, match=r"model\.safetensors\.index\.json (is not|names)"):
+        weight_files(tmp_path)
