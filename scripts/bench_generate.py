@@ -126,11 +126,12 @@ def _mark() -> tuple[float, float, float]:
 
 def _load_ours(directory: Path, dtype: str) -> Any:
     from maxtext_lite.generation.sampler import Sampler  # noqa: F401
+    from maxtext_lite.models import Sampling
 
     marks = [_mark()]
     sampler = _our_sampler(directory, dtype)
     marks.append(_mark())
-    next(sampler.stream([[1]], max_new_tokens=1, temperature=0))
+    next(sampler.stream([[1]], max_new_tokens=1, sampling=Sampling(0)))
     return [*marks, _mark()]
 
 
@@ -170,6 +171,8 @@ def _steps(directory: Path, dtype: str, arguments: argparse.Namespace) -> list[d
     import torch
     from transformers import AutoModelForCausalLM
 
+    from maxtext_lite.models import Sampling
+
     sampler = _our_sampler(directory, dtype)
     model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).to(_torch_device())
     most = arguments.tokens
@@ -177,7 +180,7 @@ def _steps(directory: Path, dtype: str, arguments: argparse.Namespace) -> list[d
     def ours(prompts: Any) -> tuple[Times, list[list[int]]]:
         times: Times = []
         texts: list[list[int]] = [[] for _ in prompts]
-        for number, token, _ in sampler.stream(prompts.tolist(), max_new_tokens=most, temperature=0):
+        for number, token, _ in sampler.stream(prompts.tolist(), max_new_tokens=most, sampling=Sampling(0)):
             texts[number].append(token)
             if number == 0:
                 times.append((time.perf_counter(), time.process_time()))

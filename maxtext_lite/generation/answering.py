@@ -15,6 +15,7 @@ from maxtext_lite.generation.requests import GenerateConfig
 from maxtext_lite.generation.sampler import Sampler, check_finite, load_on_mesh, mesh_problems
 from maxtext_lite.generation.stream_text import TimedTokens, WrittenText
 from maxtext_lite.generation.text_tokens import TextTokens
+from maxtext_lite.models import Sampling
 from maxtext_lite.parallel import start_devices
 from maxtext_lite.process.records import json_text
 
@@ -102,9 +103,7 @@ def generate(directory: Path, config: Config, asked: GenerateConfig, *, as_json:
             tokens = sampler.stream(
                 prompts,
                 max_new_tokens=asked.max_new_tokens,
-                temperature=asked.temperature,
-                top_k=asked.top_k,
-                top_p=asked.top_p,
+                sampling=Sampling(asked.temperature, asked.top_k, asked.top_p),
                 stop_token_ids=prompter.stop_token_ids if prompter else asked.stop_token_ids or [],
                 seed=asked.seed,
             )

@@ -107,9 +107,7 @@ class Sampler:
         prompts: Sequence[Sequence[int]],
         *,
         max_new_tokens: int,
-        temperature: float,
-        top_k: int = 0,
-        top_p: float = 1.0,
+        sampling: Sampling,
         stop_token_ids: Sequence[int] = (),
         seed: int = 0,
     ) -> Iterator[tuple[int, int, float]]:
@@ -118,7 +116,6 @@ class Sampler:
         A prompt is done after `max_new_tokens` or one of `stop_token_ids`, which is yielded. Its draws depend on the
         seed, its number and its tokens, not on the other prompts.
         """
-        sampling = Sampling(temperature, top_k, top_p)
         num_asked = len(prompts)
         prompts = [*prompts, *[[0]] * (-num_asked % self._mesh.shape["fsdp"])]  # rows are split over fsdp
         lengths = np.array([len(prompt) for prompt in prompts])

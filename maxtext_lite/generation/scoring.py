@@ -23,7 +23,7 @@ from maxtext_lite.generation.questions import (
 from maxtext_lite.generation.requests import EvaluateConfig, GenerateConfig
 from maxtext_lite.generation.sampler import Sampler, cast_once, check_finite, load_on_mesh, mesh_problems
 from maxtext_lite.generation.text_tokens import TextTokens
-from maxtext_lite.models import Decoder
+from maxtext_lite.models import Decoder, Sampling
 from maxtext_lite.parallel import Params, start_devices
 from maxtext_lite.training.loss import Readout, likeliest_tokens, token_losses
 
@@ -262,9 +262,7 @@ class TextScorer:
             for _, token, log_probability in self._sampler.stream(
                 [prompt],
                 max_new_tokens=asked.max_new_tokens,
-                temperature=asked.temperature,
-                top_k=asked.top_k,
-                top_p=asked.top_p,
+                sampling=Sampling(asked.temperature, asked.top_k, asked.top_p),
                 stop_token_ids=self._tokens.stop_token_ids,
                 seed=asked.seed,
             ):

@@ -85,7 +85,7 @@ def held_out_record(scores: Scores, tokens: Sequence[int], num_generations: int)
     """
     first = next(iter(scores.by_name.values()))
     correct = (first >= 1.0).reshape(-1, num_generations)
-    ks = sorted({2**power for power in range(1, num_generations.bit_length()) if 2**power <= num_generations})
+    ks = [2**power for power in range(1, num_generations.bit_length())]
     if num_generations > 1 and num_generations not in ks:
         ks.append(num_generations)
     return {

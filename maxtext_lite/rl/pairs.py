@@ -28,15 +28,11 @@ class Chunk:
     """Judged pairs; those of one prompt are adjacent.
 
     Attributes:
-      prompts: of each pair.
-      texts: of the responses.
       advantages: of each pair, float32.
       num_generations: pairs per prompt.
     """
 
-    prompts: Sequence[Prompt]
-    responses: Sequence[Response]
-    texts: Sequence[str]
+    sampled: Sampled
     scores: Scores
     advantages: np.ndarray
     num_generations: int
@@ -47,7 +43,7 @@ class Chunk:
     ) -> "Chunk":
         """The chunk of these pairs, with the advantages of their scores."""
         advantages = group_advantages(scores.total, num_generations, scale_rewards)
-        return Chunk(*sampled, scores, advantages, num_generations)
+        return Chunk(sampled, scores, advantages, num_generations)
 
     def rows(self, num_slots: int, num_tokens: int, *, compares: bool = False) -> dict[str, np.ndarray]:
         """The arrays [1, num_slots, num_tokens] of a micro-batch; slots without a pair are all 0.
@@ -64,7 +60,7 @@ class Chunk:
         }
         names = ("weights", "advantages", *([ROLLOUT] if compares else []))
         rows |= {name: np.zeros(shape, np.float32) for name in names}
-        for slot, (prompt, response) in enumerate(zip(self.prompts, self.responses, strict=True)):
+        for slot, (prompt, response) in enumerate(zip(self.sampled.prompts, self.sampled.responses, strict=True)):
             token_ids = [*prompt.token_ids, *response.token_ids]
             length = len(token_ids) - 1
             assert length <= num_tokens, "a pair fits a row"
@@ -95,7 +91,7 @@ class Chunk:
                 },
                 "advantage": float(self.advantages[at]),
             }
-            for at, (prompt, response, text) in enumerate(zip(self.prompts, self.responses, self.texts, strict=True))
+            for at, (prompt, response, text) in enumerate(zip(*self.sampled, strict=True))
         ]
 
 
@@ -107,18 +103,19 @@ def batch_record(chunks: Sequence[Chunk]) -> dict[str, float | str]:
     have equal rewards, from which nothing is learned; `rollout_token_nll` is `token_nll` by the sampler's
     log-probabilities; `responses_hash` is a hash of the tokens in order.
     """
-    responses = [response for chunk in chunks for response in chunk.responses]
-    totals = np.concatenate([chunk.scores.total for chunk in chunks])
-    deviations: np.ndarray = np.std(totals.reshape(-1, chunks[0].num_generations), axis=1, ddof=1)
+    responses = [response for chunk in chunks for response in chunk.sampled.responses]
+    scores, num_generations = Scores.joined([chunk.scores for chunk in chunks]), chunks[0].num_generations
+    deviations: np.ndarray = np.std(scores.total.reshape(-1, num_generations), axis=1, ddof=1)
     lengths = [len(response.token_ids) for response in responses]
-    names = chunks[0].scores.by_name
-    by_name = {name: np.concatenate([chunk.scores.by_name[name] for chunk in chunks]) for name in names}
     return {
-        "reward": float(np.mean(totals)),
+        "reward": float(np.mean(scores.total)),
         "reward_std": float(np.mean(deviations)),
-        **{f"rewards/{short_name(name, by_name)}": float(np.mean(values)) for name, values in by_name.items()},
-        "equal_reward_groups": equal_groups_fraction(totals, chunks[0].num_generations),
-        "reward_errors": sum(chunk.scores.errors for chunk in chunks),
+        **{
+            f"rewards/{short_name(name, scores.by_name)}": float(np.mean(values))
+            for name, values in scores.by_name.items()
+        },
+        "equal_reward_groups": equal_groups_fraction(scores.total, num_generations),
+        "reward_errors": scores.errors,
         "response_tokens": float(np.mean(lengths)),
         "rollout_token_nll": -sum(math.fsum(response.log_probabilities) for response in responses) / sum(lengths),
         "truncated_responses": float(np.mean([not response.ended for response in responses])),

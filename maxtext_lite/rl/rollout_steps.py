@@ -15,8 +15,7 @@ from maxtext_lite.parallel import sharding
 from maxtext_lite.process.phases import phases
 from maxtext_lite.process.watchdog import watchdog
 from maxtext_lite.rl.held_out import HeldOutResponses
-from maxtext_lite.rl.kl_reference import Reference
-from maxtext_lite.rl.log_probabilities import make_log_probabilities
+from maxtext_lite.rl.log_probabilities import Reference, make_log_probabilities
 from maxtext_lite.rl.pairs import Chunk, Sampled, batch_record
 from maxtext_lite.rl.policy import ADVANTAGES, MISMATCH, OLD, REFERENCE, ROLLOUT
 from maxtext_lite.rl.rl_run import RLRun, Verdict, open_rl_run, shared

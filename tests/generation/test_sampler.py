@@ -18,6 +18,7 @@ from maxtext_lite.training import train
 from tests.models.in_place import rewritten
 from tests.training.conftest import TINY, make_setup
 
+GREEDY = Sampling(temperature=0)
 PROMPTS = [[5, 6, 7, 8, 9], [40], [17, 3, 99]]
 
 
@@ -73,7 +74,7 @@ def test_dynamic_rotation_goes_on_as_transformers_does_with_its_cache(factor, tm
     decoder, params, mesh = load_on_mesh(tmp_path, hf_config(tmp_path), {})
     rng = np.random.default_rng(0)
     prompts = [[int(token) for token in rng.integers(3, 96, length)] for length in (20, 32, 40, 57)]
-    ours = _texts(Sampler(decoder, params, mesh), prompts, max_new_tokens=14, temperature=0)
+    ours = _texts(Sampler(decoder, params, mesh), prompts, max_new_tokens=14, sampling=GREEDY)
     scorer = Scorer(decoder, params, mesh, rows_at_once=2)
     for prompt, text in zip(prompts, ours, strict=True):
         options = {"max_new_tokens": 14, "do_sample": False, "eos_token_id": None}
@@ -115,7 +116,9 @@ def test_the_narrowest_windows_and_chunks_need_no_cache_to_be_right(name, tmp_pa
     theirs.config._experts_implementation = "eager"  # the others know no float64
     theirs.double()
     prompts = [[7], [40, 41, 5], [17, 3, 90, 4, 6, 8]]
-    texts = _texts(Sampler(*load_on_mesh(tmp_path, hf_config(tmp_path), {})), prompts, max_new_tokens=5, temperature=0)
+    texts = _texts(
+        Sampler(*load_on_mesh(tmp_path, hf_config(tmp_path), {})), prompts, max_new_tokens=5, sampling=GREEDY
+    )
     for prompt, text in zip(prompts, texts, strict=True):
         tokens = [*prompt, *(token for token, _ in text)]
         with torch.no_grad():
@@ -126,7 +129,7 @@ def test_the_narrowest_windows_and_chunks_need_no_cache_to_be_right(name, tmp_pa
 
 
 def test_greedy_tokens_are_the_argmax_of_the_whole_sequence(run, sampler):
-    texts = _texts(sampler, PROMPTS, max_new_tokens=6, temperature=0)
+    texts = _texts(sampler, PROMPTS, max_new_tokens=6, sampling=GREEDY)
     decoder, params = make_setup().decoder, jax.device_get(run.state.params)
     wholes = [[*prompt, *(token for token, _ in text)] for prompt, text in zip(PROMPTS, texts, strict=True)]
     lengths = np.array([len(whole) for whole in wholes])
@@ -147,7 +150,7 @@ def test_greedy_tokens_are_the_argmax_of_the_whole_sequence(run, sampler):
 
 
 def test_a_draw_depends_on_its_own_prompt_and_number_only(sampler):
-    how = {"max_new_tokens": 8, "temperature": 1.0, "seed": 3}
+    how = {"max_new_tokens": 8, "sampling": Sampling(1.0), "seed": 3}
     together = _texts(sampler, PROMPTS, **how)
     first_alone = _texts(sampler, PROMPTS[:1], **how)
     assert [token for token, _ in together[0]] == [token for token, _ in first_alone[0]]
@@ -158,15 +161,15 @@ def test_a_draw_depends_on_its_own_prompt_and_number_only(sampler):
 
 def test_whoever_takes_no_more_tokens_is_left_with_no_mesh(sampler):
     before = jax.sharding.get_abstract_mesh()
-    tokens = sampler.stream(PROMPTS, max_new_tokens=5, temperature=0)
+    tokens = sampler.stream(PROMPTS, max_new_tokens=5, sampling=GREEDY)
     next(tokens)
     assert jax.sharding.get_abstract_mesh() == before
 
 
 def test_a_stop_token_ends_its_own_text_only(sampler):
-    free = _texts(sampler, PROMPTS, max_new_tokens=8, temperature=0)
+    free = _texts(sampler, PROMPTS, max_new_tokens=8, sampling=GREEDY)
     stop = free[0][2][0]
-    stopped = _texts(sampler, PROMPTS, max_new_tokens=8, temperature=0, stop_token_ids=[stop])
+    stopped = _texts(sampler, PROMPTS, max_new_tokens=8, sampling=GREEDY, stop_token_ids=[stop])
     for whole, cut in zip(free, stopped, strict=True):
         tokens = [token for token, _ in whole]
         expected = tokens[: tokens.index(stop) + 1] if stop in tokens else tokens
@@ -176,7 +179,7 @@ def test_a_stop_token_ends_its_own_text_only(sampler):
 @pytest.mark.parametrize("mesh", [{}, {"tensor": 2, "fsdp": 2}])
 def test_a_cache_that_grows_gives_the_same_text(mesh, run, sampler, monkeypatch):
     """However many tokens are asked for, the first one does not wait for room for all of them."""
-    how = {"max_new_tokens": 70, "temperature": 1.0, "seed": 1}
+    how = {"max_new_tokens": 70, "sampling": Sampling(1.0), "seed": 1}
     whole = _texts(sampler, PROMPTS, **how)
     monkeypatch.setattr("maxtext_lite.generation.sampler._FIRST_ROOM", 1)
     again = Sampler(*load_on_mesh(run.run_directory, load_config(run.run_directory / "config.yml"), mesh))
@@ -195,7 +198,7 @@ def test_a_cache_that_grows_gives_the_same_text(mesh, run, sampler, monkeypatch)
 def test_tensor_parallel_sampling_gives_the_same_text(run, sampler):
     config = load_config(run.run_directory / "config.yml")
     on_two = Sampler(*load_on_mesh(run.run_directory, config, {"tensor": 2}))
-    one, two = (_texts(s, PROMPTS, max_new_tokens=5, temperature=0) for s in (sampler, on_two))
+    one, two = (_texts(s, PROMPTS, max_new_tokens=5, sampling=GREEDY) for s in (sampler, on_two))
     assert json.dumps([[t for t, _ in text] for text in one]) == json.dumps([[t for t, _ in text] for text in two])
 
 

@@ -159,7 +159,7 @@ def test_dynamic_rotation_follows_the_length_of_each_sequence_by_itself():
     responses = made.generate(REQUESTS[:4], sampling=Sampling(temperature=0), max_new_tokens=MOST_NEW)
     assert len({len(request.token_ids) for request in REQUESTS[:4]}) > 2
     for request, response in zip(REQUESTS[:4], responses, strict=True):
-        alone = list(sampler.stream([request.token_ids], max_new_tokens=MOST_NEW, temperature=0))
+        alone = list(sampler.stream([request.token_ids], max_new_tokens=MOST_NEW, sampling=Sampling(temperature=0)))
         assert response.token_ids == [token for _, token, _ in alone]
         np.testing.assert_allclose(response.log_probabilities, [p for *_, p in alone], rtol=1e-5, atol=1e-5)
 
@@ -184,7 +184,7 @@ def test_the_sampler_that_streams_draws_the_same(sampling, engine):
     streaming = Sampler(decoder, jax.device_put(parameters(decoder), tree_shardings(mesh, decoder.axes)), mesh)
     prompts = [request.token_ids for request in REQUESTS]
     expected = [[] for _ in prompts]
-    for number, token, _ in streaming.stream(prompts, max_new_tokens=6, seed=5, **dataclasses.asdict(sampling)):
+    for number, token, _ in streaming.stream(prompts, max_new_tokens=6, seed=5, sampling=sampling):
         expected[number].append(token)
     numbered = [Request(prompt, (number,)) for number, prompt in enumerate(prompts)]
     assert tokens(engine.generate(numbered, sampling=sampling, max_new_tokens=6)) == expected
