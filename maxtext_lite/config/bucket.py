@@ -85,11 +85,11 @@ def absolute(path: Path) -> Path:
     return path if is_bucket(path) else path.absolute()
 
 
-def file_system(path: str | Path) -> tuple[Any, str]:
+def file_system(path: str | Path, key: str = "path") -> tuple[Any, str]:
     """The fsspec file system of a path's bucket, and the path in its form; see `any_path`."""
     import fsspec
 
-    return fsspec.core.url_to_fs(str(any_path(path, "path")))
+    return fsspec.core.url_to_fs(str(any_path(path, key)))
 
 
 @contextlib.contextmanager
