@@ -75,7 +75,7 @@ class Stop:
 
     def __init__(self, mesh: Mesh | None, is_asked: Callable[[], bool]):
         self._is_asked = is_asked
-        self._any_host = make_any_host(mesh) if mesh and jax.process_count() > 1 else None
+        self._any_host = make_any_host(mesh) if mesh is not None and jax.process_count() > 1 else None
         self._asked: jax.Array | None = None
 
     def break_off(self) -> None:

@@ -93,12 +93,15 @@ def stopped_after(monkeypatch, num_steps):
     """Makes every run stop after `num_steps` steps."""
 
     class StopAfter:
-        def __init__(self, *_):
-            self.left = num_steps
+        def __init__(self, mesh, _):
+            self.left = 0 if mesh is None else num_steps  # without a mesh: for callbacks, of which there are none
 
         def after_this_step(self):
             self.left -= 1
             return self.left == 0
+
+        def between_steps(self):
+            return False
 
         def break_off(self):
             """Never: the evaluations of these runs come to their end."""
