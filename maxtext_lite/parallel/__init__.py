@@ -35,7 +35,13 @@ from maxtext_lite.parallel.context import (
     to_next_shard,
     whole_examples,
 )
-from maxtext_lite.parallel.distributed import accelerator_of, end_soon, simulated_devices, start_devices
+from maxtext_lite.parallel.distributed import (
+    accelerator_of,
+    devices_share_threads,
+    end_soon,
+    simulated_devices,
+    start_devices,
+)
 from maxtext_lite.parallel.mesh import MESH_AXES, make_mesh
 from maxtext_lite.parallel.pipeline import Flight, Pipeline
 
@@ -56,6 +62,7 @@ __all__ = [
     "constrain",
     "context_order",
     "context_shards",
+    "devices_share_threads",
     "end_soon",
     "exchange",
     "exchanged",

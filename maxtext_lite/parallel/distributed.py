@@ -74,6 +74,15 @@ def simulated_devices(num_devices: int) -> list[Any]:
     return devices[:num_devices]
 
 
+def devices_share_threads() -> bool:
+    """Whether they are simulated devices of a CPU, on which one program must end before the next begins.
+
+    They share a few threads: with two programs running, a collective of one can wait forever for a device whose thread
+    the other holds.
+    """
+    return jax.default_backend() == "cpu" and jax.device_count() > 1
+
+
 def _uses_tpu() -> bool:
     """Whether this process will use TPUs: jax lists them in its platforms if it finds any."""
     platforms: str | None = jax.config.jax_platforms  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ from jax.stages import Compiled
 from maxtext_lite.batching import BatchStage
 from maxtext_lite.data import Balance, ExampleSource, MixtureSource, named_sources
 from maxtext_lite.data.feed import DeviceBatch, evaluation_batches, training_batches
-from maxtext_lite.parallel import Tree, sharding, value_of_host
+from maxtext_lite.parallel import Tree, devices_share_threads, sharding, value_of_host
 from maxtext_lite.process.phases import phases
 from maxtext_lite.process.watchdog import watchdog
 from maxtext_lite.training.arrays import Record
@@ -67,9 +67,6 @@ class FeedSteps:
     ):
         add_reference(run, state, counts, terminal)
         self._run, self._plan, self._say = run, run.plan, terminal.say
-        # The simulated devices of a CPU share a few threads: with two steps running, a collective of one can wait
-        # forever for a device whose thread the other holds. There, each step finishes before the next begins.
-        self._one_at_a_time = jax.default_backend() == "cpu" and jax.device_count() > 1
         step = make_train_step(run.parts, run.schedule(counts))
         self._executables = Executables(step, run.parts, run.plan, example=(run.source.num_tokens, run.source.fields))
         self._proves_kernels, self._first = proves_kernels, list[DeviceBatch]()
@@ -132,7 +129,7 @@ class FeedSteps:
         """See `loop.Stepper`. With local updates, also summarises the replicas, and synchronises them periodically."""
         assert self._step is not None, "prepare() comes first"
         assert self._stage is not None
-        if self._one_at_a_time:
+        if devices_share_threads():
             jax.block_until_ready(state)
         phases.enter("reading", step)
         batch = self._first.pop() if self._first else next(self._batches)
@@ -167,7 +164,7 @@ class FeedSteps:
 
     def _alone(self, function: Callable[[Tree], Result], argument: Tree) -> Result:
         """Calls a function on the devices, on simulated ones only once they are idle."""
-        return function(jax.block_until_ready(argument) if self._one_at_a_time else argument)
+        return function(jax.block_until_ready(argument) if devices_share_threads() else argument)
 
     def _find_cause(self, batch: DeviceBatch, state: TrainState) -> NonFinite | None:
         # A loading host has the ids in the order in which it laid out the rows.

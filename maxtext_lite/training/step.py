@@ -15,7 +15,16 @@ from jax.sharding import Mesh
 from jax.stages import Wrapped
 
 from maxtext_lite.data.feed import DeviceBatch
-from maxtext_lite.parallel import Params, Tree, in_context_order, over_replicas, per_replica, sharding, tree_shardings
+from maxtext_lite.parallel import (
+    Params,
+    Tree,
+    devices_share_threads,
+    in_context_order,
+    over_replicas,
+    per_replica,
+    sharding,
+    tree_shardings,
+)
 from maxtext_lite.process.watchdog import watchdog
 from maxtext_lite.training.accumulate import LossScaleState, master_of, with_master
 from maxtext_lite.training.arrays import Metrics, Rows
@@ -279,7 +288,7 @@ def make_eval_step(parts: StepParts) -> Wrapped:
 def scores_of(
     eval_step: Wrapped, params: Params, batches: Iterable[DeviceBatch], between: Callable[[], None] = lambda: None
 ) -> Iterator[Tree]:
-    """The scores of each batch, on the host.
+    """The scores of each batch, on the host, while the devices work on the next.
 
     Args:
       eval_step: made by `make_eval_step`.
@@ -287,10 +296,17 @@ def scores_of(
     Raises:
       UnreadError: after the last batch, if a host could not read all rows; on all hosts.
     """
-    problem = None
+    problem, under_way = None, None
     for batch in batches:
         watchdog.advance()
         between()
         problem = problem or batch.problem
-        yield jax.device_get(eval_step(params, batch.arrays))
+        scores = eval_step(params, batch.arrays)
+        if devices_share_threads():
+            jax.block_until_ready(scores)
+        if under_way is not None:
+            yield jax.device_get(under_way)
+        under_way = scores
+    if under_way is not None:
+        yield jax.device_get(under_way)
     raise_unread(problem)

@@ -613,6 +613,18 @@ def test_nothing_held_out_counts_nothing():
     assert evaluate(_of_rows, 1.0, iter(())) == {"eval_loss": 0.0, "eval_target_tokens": 0}
 
 
+def test_the_next_batch_is_under_way_while_the_scores_of_one_are_read():
+    begun = []
+
+    def eval_step(params, arrays):
+        begun.append(float(arrays["rows"][0, 0]))
+        return _of_rows(params, arrays)
+
+    scores = scores_of(eval_step, 1.0, _batches([(6.0, 1), (8.0, 4), (9.0, 3)], 1))
+    seen = [(float(nll[0]), list(begun)) for nll, _ in scores]
+    assert seen == [(6.0, [6.0, 8.0]), (8.0, [6.0, 8.0, 9.0]), (9.0, [6.0, 8.0, 9.0])]
+
+
 def test_what_another_host_could_not_read_is_raised_after_the_last_batch(monkeypatch):
     monkeypatch.setattr(failures, "exchange", lambda mine: [mine, "record 7 is damaged"])
     scores = scores_of(_of_rows, 1.0, _batches([(6.0, 1), (8.0, 4)], 1))
