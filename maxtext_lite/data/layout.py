@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from maxtext_lite.parallel import over_all_devices
+from maxtext_lite.parallel import devices_share_threads, over_all_devices
 
 Index = tuple[slice, ...]
 """A device's part of a global array."""
@@ -66,8 +66,7 @@ class RowLayout:
         if self.load_positions is None:
             return loaded
         handed_out = self._handing_out(loaded)
-        if jax.default_backend() == "cpu":
-            # The devices of a CPU share threads: two programs with collectives could wait for each other.
+        if devices_share_threads():
             jax.block_until_ready(handed_out)
         return handed_out
 

@@ -8,7 +8,7 @@ from types import FrameType
 import jax
 from jax.sharding import Mesh
 
-from maxtext_lite.parallel import make_any_host
+from maxtext_lite.parallel import devices_share_threads, make_any_host
 from maxtext_lite.process.signals import NUMBERS, command_signals
 
 
@@ -93,7 +93,7 @@ class Stop:
         if self._any_host is None:
             return received
         before, self._asked = self._asked, self._any_host(received)
-        if jax.default_backend() == "cpu":
+        if devices_share_threads():
             jax.block_until_ready(self._asked)
         return before is not None and bool(before)
 
