@@ -61,7 +61,7 @@ TESTS = Path(__file__).parent
 # last, so that all workers end at about the same time. (`--no-loadscope-reorder`: xdist itself would go by the number
 # of tests, and begin the longest files, which have few, at the end.) "." holds the tests of the commands.
 FOLDERS = (
-    "invariance", "docs", ".", "rl", "training", "models", "hf", "generation", "aot", "golden", "parallel", "xla",
+    "invariance", "docs", ".", "rl", "training", "models", "hf", "generation", "aot", "golden", "mutants", "parallel", "xla",
     "scripts", "data", "data/preparing", "process", "batching", "reporting", "config", "config/hf",
 )  # fmt: skip
 WITHOUT_JAX = ("batching", "reporting", "config")
