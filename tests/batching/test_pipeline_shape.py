@@ -71,11 +71,3 @@ def test_in_1f1b_a_stage_keeps_no_more_inputs_than_twice_the_stages_behind_it():
     for stage in range(4):
         ages = [ticks["backward", stage, n, 0] - ticks["forward", stage, n, 0] for n in range(32)]
         assert set(ages) == {2 * (3 - stage)}
-
-
-def test_accumulation_pays_gpipes_bubble_every_time_and_1f1bs_once():
-    shape = PipelineShape(4, 4, 1, 8)
-    assert shape.bubble_fraction("gpipe") == Fraction(3, 7)
-    assert shape.bubble_fraction("1f1b") == Fraction(6, 38)
-    assert len(shape.timetable("gpipe")[0]) == 8 * 2 * 7
-    assert len(shape.timetable("1f1b")[0]) == 38
