@@ -63,6 +63,13 @@ def test_optimizer_state_is_counted_exactly(overrides, copies):
     assert estimate(overrides).optimizer_state == 4 * copies * ALL
 
 
+def test_muon_has_one_moment_of_matrices_and_adafactor_means_of_rows_and_columns():
+    """Where both dims are at least 128: those of the mlp, and of the tables."""
+    assert estimate(["optimizer=muon"]).optimizer_state == 4 * (MATRICES + 2 * (TABLES + NORMS))
+    factored = ALL - 4 * 3 * 128 * 384 - TABLES + 4 * 3 * (128 + 384) + 2 * (320 + 128)
+    assert estimate(["optimizer=adafactor"]).optimizer_state == 4 * factored
+
+
 def test_accumulation_adds_a_float32_copy_of_the_gradients():
     assert estimate().params == 4 * ALL
     assert estimate().gradients == 4 * ALL
@@ -106,12 +113,6 @@ def test_frozen_weights_have_no_gradients_and_no_optimizer_state(optimizer, copi
 
 def test_both_half_precisions_take_two_bytes():
     assert estimate(["dtype=float16"]) == estimate(["dtype=bfloat16"])
-
-
-def test_estimates_shrink_as_more_is_recomputed():
-    sizes = [estimate([f"remat_policy={policy}"]).activations
-             for policy in ("none", "save_dot_products", "minimal", "save_qkv_proj", "full")]  # fmt: skip
-    assert sizes == sorted(sizes, reverse=True)
 
 
 def test_activations_and_logits_follow_the_rows_of_a_device():
@@ -223,11 +224,6 @@ def test_context_shards_keep_their_tokens_and_the_scores_of_a_tile():
     assert of_gathered - of_ring == 16 * (8192 - 2 * 2048) * keys_and_values * (4 + 4)
     for name in ("kept of layers", "stream of a layer", "heads of a layer", "mlp of a layer"):
         assert held(one, name) == 4 * held(ring, name) > 0, name
-
-
-@pytest.mark.parametrize("optimizer", ["muon", "adafactor"])
-def test_estimated_optimizer_state_is_below_adams(optimizer):
-    assert 0 < estimate([f"optimizer={optimizer}"]).optimizer_state < estimate().optimizer_state
 
 
 def test_muon_updates_with_whole_matrices():

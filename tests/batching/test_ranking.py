@@ -24,6 +24,7 @@ MODEL = ["base_emb_dim=512", "base_mlp_dim=2048", "base_num_query_heads=8", "bas
          "base_num_decoder_layers=4", "vocab_size=4096", "max_target_length=1024", "dtype=bfloat16",
          "global_batch_size=8", "per_device_batch_size=-1", "gradient_accumulation_steps=-1"]
 AXES = [f"ici_{axis}_parallelism" for axis in ("pipeline", "data", "fsdp", "expert", "context", "tensor")]
+FEW = ["global_batch_size=2", "max_target_length=2048"]  # examples, for fewer plans to try
 REMAT = ("none", "save_dot_products", "minimal", "save_qkv_proj", "full", "minimal_offloaded", "qkv_proj_offloaded")
 TOPOLOGY = Topology(4, accelerator=Accelerator.planned("tpu"))
 
@@ -41,11 +42,11 @@ def ranked(words=(), num_devices=4, memory_gb=32, device=DEVICE, **keys):
 @functools.cache
 def all_plans(num_devices):
     """(seconds, bytes) of every legal plan, the fastest first."""
-    config, found = load_config(None, MODEL), []
+    config, found = load_config(None, [*MODEL, *FEW]), []
     for sizes in itertools.product((1, 2, 4), repeat=len(AXES)):
         if math.prod(sizes) != num_devices:
             continue
-        for steps, pieces in itertools.product((1, 2, 4, 8), (1, 2, 4, 8) if sizes[0] > 1 else (0,)):
+        for steps, pieces in itertools.product((1, 2), (1, 2) if sizes[0] > 1 else (0,)):
             mesh = dict(zip(AXES, sizes, strict=True)) | {"gradient_accumulation_steps": steps}
             if pieces:
                 mesh["num_pipeline_microbatches"] = sizes[0] * pieces
@@ -65,7 +66,7 @@ def all_plans(num_devices):
 
 @pytest.mark.parametrize("memory_gb", [32, 0.3])
 def test_it_finds_the_best_of_all_that_fit(memory_gb):
-    found = [(each.time.seconds, each.plan.memory.total) for each in ranked(memory_gb=memory_gb, most=40)]
+    found = [(each.time.seconds, each.plan.memory.total) for each in ranked(FEW, memory_gb=memory_gb, most=40)]
     expected = [each for each in all_plans(4) if each[1] <= memory_gb * 1e9]
     assert 40 < len(expected) < len(all_plans(4)) + (memory_gb == 32)
     assert [seconds for seconds, _ in found] == pytest.approx([seconds for seconds, _ in expected[:40]])
@@ -75,7 +76,7 @@ def test_it_finds_the_best_of_all_that_fit(memory_gb):
 def test_where_nothing_fits_it_says_what_comes_nearest_and_by_how_much():
     least = min(memory for _, memory in all_plans(4))
     with pytest.raises(UserError, match=f"needs {least / 1e6:.1f} MB: {(least - 1e7) / 1e6:.1f} MB"):
-        ranked(memory_gb=0.01)
+        ranked(FEW, memory_gb=0.01)
 
 
 def test_keys_that_were_stated_are_kept():

@@ -17,7 +17,7 @@ OFTEN = {
     "learning_rate_scaling": ["linear", "sqrt"], "base_global_batch_size": [0, 16, 4096], "adam_b1": ["0.5", "0.999"],
 }
 SELDOM = {
-    **dict.fromkeys(PARALLEL, [1, 2, 3, 4, -1]), "num_pipeline_microbatches": [1, 3, 4, 8],
+    **dict.fromkeys(PARALLEL, (1, 2, 3, 4, -1)), "num_pipeline_microbatches": [1, 3, 4, 8],
     "num_pipeline_repeats": [1, 2, 3], "num_layers_per_pipeline_stage": [2, 3], "pipeline_schedule": ["1f1b"],
     "max_target_length": [250, 254], "num_vocab_tiling": [3, 64], "attention": ["splash"], "steps": [-1, 30],
     "optimizer": ["adam"], "base_num_kv_heads": [3], "last_batch": ["train", "all"], "num_epochs": ["0.3", "1/7", "20"],

@@ -1,8 +1,12 @@
-"""The tables of weights, by hand."""
+"""The tables of weights, what their logical axes imply, and which may have adapters, by hand."""
 
 import dataclasses
 
-from maxtext_lite.config import Mla
+import pytest
+
+from maxtext_lite.config import Mla, adapted_weights, load_config
+from maxtext_lite.config.model_rules import adaptable_weights
+from maxtext_lite.config.weight_axes import is_matrix, num_inputs, num_parts, unstacked
 from maxtext_lite.config.weights import ExpertSizes, ModelShape, end_weights, layer_weights, stacks_of
 
 SMALL = ModelShape(vocab_size=11, emb_dim=8, num_query_heads=4, num_kv_heads=2, head_dim=6, mlp_dim=5, num_layers=3)
@@ -95,3 +99,44 @@ def test_adapters_stand_between_a_weights_inputs_and_its_outputs():
     found = {name: [each.sizes for each in table[name].adapters(3)] for name in ("attention/out", "mlp/up")}
     assert found == {"attention/out": [(4, 6, 3), (3, 8)], "mlp/up": [(6, 8, 3), (6, 3, 9)]}
     assert table["mlp/up"].adapters(3)[1].axes == ("experts", "lora_rank", "mlp")
+
+
+LATENT = "mla={q_lora_rank: %d, kv_lora_rank: 4, qk_nope_head_dim: 12, qk_rope_head_dim: 4, v_head_dim: 8}"
+
+
+@pytest.mark.parametrize(("words", "expected"), [
+    ([], "query key value out gate up down"),
+    (["gated_mlp=false"], "query key value out up down"),
+    (["num_experts=4"], "query key value out gate up down"),  # but routers
+    (["base_num_kv_heads=8", LATENT % 0], "query kv_down key_up value_up out gate up down"),
+    (["base_num_kv_heads=8", LATENT % 6], "query_down query_up kv_down key_up value_up out gate up down"),
+    (["lora_targets=down, value,query,value"], "query value down"),  # in the model's order
+])
+def test_adapters_are_for_the_weights_that_tokens_are_multiplied_by(words, expected):
+    config = load_config(None, [*words, "lora_rank=2"])
+    assert adapted_weights(config) == tuple(expected.split())
+    assert set(adapted_weights(config)) <= set(adaptable_weights(config))
+    assert adapted_weights(load_config()) == ()
+
+
+@pytest.mark.parametrize(("axes", "inputs"), [
+    ("embed heads head_dim", 1), ("heads head_dim embed", 2), ("embed mlp", 1), ("mlp embed", 1),
+    ("latent heads head_dim", 1), ("embed latent", 1), ("mlp lora_rank", 1), ("heads head_dim lora_rank", 2),
+    ("lora_rank heads head_dim", 1),
+])
+def test_matrices_and_how_many_dims_they_sum_over(axes, inputs):
+    assert is_matrix(("layers", *axes.split()))
+    assert num_inputs(tuple(axes.split())) == inputs
+
+
+def test_norms_tables_and_biases_are_no_matrices():
+    for axes in ("layers norm", "vocab embed", "positions embed", "layers heads head_dim"):
+        assert not is_matrix(tuple(axes.split()))
+    assert unstacked(("repeats", "layers", "embed", "mlp")) == ("embed", "mlp")
+    assert unstacked(("dense_layers", "norm")) == ("norm",)
+
+
+def test_the_mesh_axes_that_split_a_logical_axis():
+    mesh = {"data": 2, "fsdp": 3, "tensor": 5, "expert": 7, "context": 11}
+    parts = {"embed": 3 * 7 * 11, "expert_embed": 3 * 11, "heads": 5, "experts": 7, "norm": 1, "layers": 1}
+    assert {axis: num_parts(axis, mesh) for axis in parts} == parts
