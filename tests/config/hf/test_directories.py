@@ -162,7 +162,7 @@ def test_directories_and_their_files(tmp_path):
     assert hf_directory(tmp_path / "run") == tmp_path / "run" / "hf"
     assert has_hf_weights(tmp_path / "run") is False
     assert CARRIED[0] == "config.json"
-    written(tmp_path, {"adapter_config.json": "{}"})
+    written(tmp_path, {"adapter_config.json": "{}", "adapter_model.safetensors": ""})
     refused("peft_type=null", has_hf_weights, tmp_path)
 
 
