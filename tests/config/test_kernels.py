@@ -1,9 +1,9 @@
 """The kernels of attention and of experts' matmuls on each kind of device: the best one that does what is needed."""
 
 import importlib.util
-from pathlib import Path
 
 import pytest
+import yaml
 
 from maxtext_lite.config import load_config
 from maxtext_lite.config.kernels import (
@@ -19,55 +19,29 @@ from maxtext_lite.config.kernels import (
     lacking,
     planned_kernel,
 )
+from tests.source_tree import REPOSITORY
 
-BFLOAT16, CAPPED, SINKS = "dtype=bfloat16", "attn_logits_soft_cap=50", "attention_sinks=true"
-LATENT = ("mla={q_lora_rank: 0, kv_lora_rank: 16, qk_nope_head_dim: 12, qk_rope_head_dim: 4, v_head_dim: 8}",
-          "base_num_kv_heads=8")
-WINDOW = ("layer_pattern=local,global", "sliding_window_size=8")
-CPU, TPU = Accelerator("cpu"), Accelerator("tpu")
+BFLOAT16 = "dtype=bfloat16"
+CPU, BARE = Accelerator("cpu"), Accelerator("gpu", "9.0")  # without tokamax
 H100, B200 = (Accelerator("gpu", capability, TOKAMAX_VERSIONS[-1]) for capability in ("9.0", "10.0"))
 A100 = Accelerator("gpu", "8.0", TOKAMAX_VERSIONS[0])
-BARE = Accelerator("gpu", "9.0")  # without tokamax
-MODELS = sorted(path.stem for path in (Path(__file__).parents[2] / "configs" / "models").glob("*.yml"))
+DEVICES = {"a100": A100, "h100": H100, "b200": B200, "bare": BARE, "tpu": Accelerator("tpu"), "cpu": CPU}
+ROWS = yaml.safe_load((REPOSITORY / "tests" / "config" / "kernels.yml").read_text(encoding="utf-8"))
+MODELS = sorted(path.stem for path in (REPOSITORY / "configs" / "models").glob("*.yml"))
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize(("words", "accelerator", "shards", "kernel"), [
-    ([BFLOAT16], CPU, 1, "dot_product"),
-    ([BFLOAT16], H100, 1, "tokamax_mosaic"),
-    (["dtype=float16"], B200, 1, "tokamax_mosaic"),
-    ([BFLOAT16, *WINDOW, CAPPED, SINKS], H100, 1, "tokamax_mosaic"),
-    ([BFLOAT16, *LATENT], B200, 1, "tokamax_mosaic"),
-    ([BFLOAT16, "head_dim=512"], H100, 1, "dot_product"),
-    ([], H100, 1, "dot_product"),  # no kernel for GPUs has float32
-    ([BFLOAT16], A100, 1, "pallas_mha"),
-    ([BFLOAT16], BARE, 1, "pallas_mha"),
-    ([BFLOAT16, "max_target_length=101"], A100, 1, "pallas_mha"),
-    ([BFLOAT16], Accelerator("gpu", "9.0", "0.0.13"), 1, "pallas_mha"),  # an untested version
-    ([BFLOAT16], Accelerator("gpu", "7.5"), 1, "dot_product"),
-    ([BFLOAT16], Accelerator("gpu", "gfx942"), 1, "dot_product"),  # AMD's
-    ([BFLOAT16, "packing=false"], A100, 1, "cudnn_flash"),
-    ([BFLOAT16, "dataset_type=synthetic"], BARE, 1, "cudnn_flash"),  # rows of one document, even with packing
-    ([BFLOAT16, "packing=false", *WINDOW], BARE, 1, "cudnn_flash"),
-    ([BFLOAT16, *WINDOW], BARE, 1, "dot_product"),
-    ([BFLOAT16, "layer_pattern=local", "sliding_window_size=256"], BARE, 1, "pallas_mha"),  # it reaches every key
-    ([BFLOAT16, CAPPED], BARE, 1, "dot_product"),
-    ([BFLOAT16, SINKS], BARE, 1, "dot_product"),
-    ([BFLOAT16, *LATENT], BARE, 1, "dot_product"),
-    ([BFLOAT16], TPU, 1, "splash"),
-    ([BFLOAT16, "max_target_length=100"], TPU, 1, "dot_product"),  # splash works in blocks of 128
-    ([BFLOAT16, *WINDOW, CAPPED, SINKS], TPU, 1, "splash"),
-    ([BFLOAT16], H100, 2, "tokamax_mosaic"),
-    ([BFLOAT16], A100, 2, "dot_product"),  # the others take whole examples
-    ([BFLOAT16], TPU, 2, "dot_product"),  # 4 chunks of 64 tokens
-    ([BFLOAT16, "max_target_length=1024"], TPU, 4, "splash"),
-    (["attention=dot_product", BFLOAT16], TPU, 1, "dot_product"),
-    (["attention=cudnn_masked", BFLOAT16], H100, 1, "cudnn_masked"),
-])
-def test_auto_names_a_kernel_that_runs_and_does_what_the_layers_need(words, accelerator, shards, kernel):
-    config = load_config(None, words)
-    assert attention_kernel(config, accelerator, shards).name == kernel
-    assert planned_kernel(config, accelerator, shards).name == kernel
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['device']} {row['keys']}")
+def test_auto_names_a_kernel_that_runs_and_does_what_the_layers_need(row):
+    config, shards = load_config(None, row["keys"]), row.get("shards", 1)
+    device = DEVICES.get(row["device"]) or Accelerator(*row["device"].split())
+    choice = attention_kernel(config, device, shards)
+    assert choice.name == choice.to_json()["name"] == planned_kernel(config, device, shards).name == row["kernel"]
+    reasons = row.get("passed_over")
+    if reasons is not None:
+        assert choice.passed_over.keys() == reasons.keys()
+        assert all(reason in choice.passed_over[name] for name, reason in reasons.items())
+        assert all(str(choice).count(name) == 1 for name in (choice.name, *reasons))
 
 
 def test_every_shipped_model_has_a_fused_kernel_on_hopper_and_blackwell_and_plain_ones_everywhere():
@@ -86,24 +60,6 @@ def test_every_shipped_model_has_a_fused_kernel_on_hopper_and_blackwell_and_plai
         "llama mistral mixtral qwen olmo phi gpt smollm tinyllama apertus command ernie exaone glm granite helium "
         "ministral minitron pythia seed stablelm minimax olmoe".split()
     )
-
-
-@pytest.mark.parametrize(("words", "accelerator", "shards", "reasons"), [
-    ([BFLOAT16, CAPPED, "packing=false"], BARE, 1,
-     {"tokamax_mosaic": "tokamax", "cudnn_flash": "50.0", "pallas_mha": "50.0"}),
-    ([BFLOAT16, SINKS], Accelerator("gpu", "8.9", "0.0.17"), 1,
-     {"tokamax_mosaic": "8.9", "cudnn_flash": "documents", "pallas_mha": "sinks"}),
-    ([BFLOAT16], Accelerator("gpu", "10.0", "0.0.13"), 1, {"tokamax_mosaic": "0.0.13", "cudnn_flash": "documents"}),
-    ([BFLOAT16], TPU, 4, {"splash": "max_target_length=256"}),
-    ([BFLOAT16], H100, 1, {}),
-    ([BFLOAT16], CPU, 1, {}),
-])
-def test_better_kernels_are_passed_over_for_a_reason(words, accelerator, shards, reasons):
-    choice = attention_kernel(load_config(None, words), accelerator, shards)
-    assert choice.passed_over.keys() == reasons.keys()
-    assert all(reason in choice.passed_over[name] for name, reason in reasons.items())
-    assert all(str(choice).count(name) == 1 for name in (choice.name, *reasons))
-    assert choice.to_json()["name"] == choice.name
 
 
 def test_a_plan_takes_a_kernel_that_is_named_at_its_word_and_assumes_tokamax():
