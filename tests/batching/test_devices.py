@@ -1,36 +1,23 @@
 """Accelerators are known by jax's words and by short ones; the least time of a step is that of its slowest resource."""
 
 import pytest
+import yaml
 
 from maxtext_lite.batching.devices import DEVICES, Device, device_named, device_of_kind, peak_tflops
 from maxtext_lite.batching.roofline import roofline
 from maxtext_lite.config import UserError
 from tests.source_tree import REPOSITORY
 
-KINDS = {
-    "TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e", "TPU7x": "7x",
-    "NVIDIA A100-SXM4-40GB": "a100-40", "NVIDIA A100-SXM4-80GB": "a100-80", "NVIDIA A100 80GB PCIe": "a100-80",
-    "NVIDIA H100 80GB HBM3": "h100", "NVIDIA H100 PCIe": "h100-pcie", "NVIDIA H100 NVL": "h100-nvl",
-    "NVIDIA H200": "h200", "NVIDIA B200": "b200", "NVIDIA GB200": "gb200", "NVIDIA L4": "l4", "cpu": None,
-    "NVIDIA L40S": None, "NVIDIA GeForce RTX 4090": None, "TPU v3": None,
-}
+TABLE = yaml.safe_load((REPOSITORY / "tests" / "batching" / "devices.yml").read_text(encoding="utf-8"))
 
 
-def test_what_jax_calls_a_device_is_known():
-    found = {kind: device_of_kind(kind) for kind in KINDS}
-    assert {kind: device and device.name for kind, device in found.items()} == KINDS
+def test_what_jax_calls_a_device_is_known_with_its_peaks():
+    found = {kind: device_of_kind(kind) for kind in TABLE["kinds"]}
+    assert {kind: device and device.name for kind, device in found.items()} == TABLE["kinds"]
+    for kind, peaks in TABLE["peaks"].items():
+        assert {dtype: peak_tflops(kind, dtype) for dtype in peaks} == peaks
     with pytest.raises(UserError, match="--device=v5 "):
         device_named("v5", option="--device")
-
-
-@pytest.mark.parametrize(("kind", "dtype", "tflops"), [
-    ("NVIDIA H100 80GB HBM3", "bfloat16", 989.4), ("NVIDIA H100 80GB HBM3", "float16", 989.4),
-    ("NVIDIA H100 80GB HBM3", "float8_e4m3fn", 1978.9), ("NVIDIA H100 PCIe", "bfloat16", 756.0),
-    ("TPU v5 lite", "bfloat16", 197.0), ("TPU v5 lite", "int8", 393.0), ("TPU v5", "bfloat16", 459.0),
-    ("TPU v5 lite", "float32", None), ("TPU v5 lite", "float16", None), ("cpu", "float32", None),
-])
-def test_peaks_are_known_by_device_and_dtype(kind, dtype, tflops):
-    assert peak_tflops(kind, dtype) == tflops
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.name)
@@ -60,26 +47,14 @@ def test_the_figures_of_a_device_agree_with_each_other_and_with_the_page(device)
     assert f"| {row} |\n" in (REPOSITORY / "docs" / "performance.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(("name", "size", "stride", "in_slice", "slices", "gigabytes"), [
-    ("h100", 8, 1, 64, 1, 450), ("h100", 64, 1, 64, 1, 400), ("h100", 8, 8, 64, 1, 50), ("h100", 16, 2, 64, 1, 200),
-    ("gb200", 64, 1, 64, 1, 900), ("l4", 8, 1, 8, 1, None), ("v5e", 16, 1, 16, 1, 200), ("v5e", 4, 1, 16, 1, 100),
-    ("v5p", 2, 1, 64, 1, 200), ("v6e", 1, 4, 4, 2, 12.5), ("v5e", 4, 1, 4, 2, 12.5), ("v4", 4, 1, 4, 2, None),
-])
-def test_an_axis_has_the_links_or_the_network_that_its_neighbours_are_on(
-    name, size, stride, in_slice, slices, gigabytes
-):
-    device = device_named(name, option="--device")
-    rate = device.axis_bytes_per_second(size, stride=stride, in_slice=in_slice, slices=slices)
-    assert rate == (gigabytes and pytest.approx(gigabytes * 1e9))
-
-
-@pytest.mark.parametrize(("name", "devices", "hosts", "gigabytes"), [
-    ("h100", 8, 1, 450), ("h100", 8, 2, 200), ("h100", 8, 8, 50), ("h100-nvl", 8, 8, None), ("gb200", 8, 2, 900),
-    ("v5e", 8, 2, 200),
-])
-def test_links_end_at_the_host_except_on_tpus_and_gb200(name, devices, hosts, gigabytes):
-    device = device_named(name, option="--device").in_hosts(devices, hosts)
-    assert device.axis_bytes_per_second(8, stride=1, in_slice=8) == (gigabytes and gigabytes * 1e9)
+@pytest.mark.parametrize("row", TABLE["rates"], ids=str)
+def test_an_axis_has_the_links_or_the_network_that_its_neighbours_are_on(row):
+    device = device_named(row["device"], option="--device")
+    if "of" in row:
+        device = device.in_hosts(*row["of"])
+    more = {"slices": row["slices"]} if "slices" in row else {}
+    rate = device.axis_bytes_per_second(row["size"], stride=row.get("stride", 1), in_slice=row["in_slice"], **more)
+    assert rate == (row["rate"] and pytest.approx(row["rate"] * 1e9))
 
 
 # ---- The roofline, worked out by hand for round numbers ------------------------------------------------------------

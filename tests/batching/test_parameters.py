@@ -22,6 +22,7 @@ from maxtext_lite.parallel.axes import partition_spec
 from maxtext_lite.training.optimizer import make_optimizer
 from maxtext_lite.training.state import StepParts, abstract_state, decoder_shape
 
+TABLE = yaml.safe_load((Path(__file__).parent / "parameters.yml").read_text(encoding="utf-8"))
 # V 320, D 128, N 8, K 4, H 16, F 384, L 4, by hand: tables 2VD, attention 2DNH + 2DKH, mlp 3DF, norms (2L + 1)D.
 TABLES = 2 * 320 * 128
 MATRICES = 4 * (2 * 128 * 8 * 16 + 2 * 128 * 4 * 16 + 3 * 128 * 384)
@@ -51,30 +52,6 @@ def test_experts_are_counted_by_hand_and_split_over_their_axis_too():
     assert split.matrices == 4 * ((attention + 2 * one + 8 * 128) // 4 + 8 * one // 2 // 2)
 
 
-EVERYTHING = {
-    "Llama": [],
-    "GPT-2": ["normalization=layer_norm", "gated_mlp=false", "mlp_bias=true", "attention_bias=all",
-              "trainable_position_size=256", "mlp_activation=gelu_tanh", "base_num_kv_heads=8"],
-    "OLMo 2": ["norm_placement=post", "qk_norm=all_heads"],
-    "Gemma 3": ["norm_placement=both", "qk_norm=head", "normalization=rms_norm_plus_one",
-                "layer_pattern=local,local,global", "sliding_window_size=16", "logits_via_embedding=true"],
-    "gpt-oss": ["num_experts=8", "num_experts_per_tok=2", "expert_bias=true", "attention_bias=all",
-                "attention_sinks=true", "mlp_activation=clamped_silu"],
-    "DeepSeek": ["num_experts=8", "num_experts_per_tok=2", "base_moe_mlp_dim=64", "shared_experts=2",
-                 "routed_bias=true", "first_num_dense_layers=2", "base_num_decoder_layers=4", "base_num_kv_heads=8",
-                 "head_dim=24", "mla={q_lora_rank: 20, kv_lora_rank: 12, qk_nope_head_dim: 16, qk_rope_head_dim: 8, "
-                 "v_head_dim: 10}"],
-    "Phi": ["normalization=layer_norm", "gated_mlp=false", "mlp_bias=true", "attention_bias=all", "logits_bias=true",
-            "parallel_block=one_norm", "qk_norm=head"],
-    "Command R+": ["normalization=layer_norm_no_bias", "parallel_block=one_norm", "qk_norm=each_head",
-                   "logits_via_embedding=true", "logits_bias=true"],
-    "Apertus": ["gated_mlp=false", "mlp_activation=xielu", "qk_norm=head"],
-    "OLMo": ["normalization=layer_norm_plain", "clip_qkv=8"],
-    "DeepSeek V2 Lite": ["base_num_kv_heads=8", "mla={q_lora_rank: 0, kv_lora_rank: 12, qk_nope_head_dim: 8, "
-                         "qk_rope_head_dim: 8, v_head_dim: 8}"],
-}  # fmt: skip
-
-
 def test_adafactors_second_moments_are_counted_by_hand():
     """D 128, F 384, V 320 and nothing else reaches 128: the mlp and the tables have means, the rest all elements."""
     config = load_config()
@@ -101,9 +78,9 @@ def test_adafactors_state_on_a_device_is_as_counted(keys):
     assert 4 * count_factored(config, **sizes) == sum(map(bytes_per_device, leaves))
 
 
-@pytest.mark.parametrize("name", EVERYTHING)
+@pytest.mark.parametrize("name", TABLE["decoders"])
 def test_the_decoder_has_as_many_parameters_on_a_device_as_are_counted(name):
-    config = load_config(None, [*EVERYTHING[name], "ici_fsdp_parallelism=1", "lora_rank=3"])
+    config = load_config(None, [*TABLE["decoders"][name], "ici_fsdp_parallelism=1", "lora_rank=3"])
     decoder = Decoder(decoder_shape(config))
     sizes = {"fsdp": 2, "tensor": 4, "stage": 2, "expert": 4}
 
@@ -121,7 +98,7 @@ def test_the_decoder_has_as_many_parameters_on_a_device_as_are_counted(name):
     counts = count_parameters(config), count_parameters(config, **sizes)
     assert counted(decoder.frozen) == tuple(count.total for count in counts)
     assert counted(decoder.trained) == tuple(count.adapters for count in counts)
-    plain = load_config(None, [*EVERYTHING[name], "ici_fsdp_parallelism=1"])
+    plain = load_config(None, [*TABLE["decoders"][name], "ici_fsdp_parallelism=1"])
     assert count_parameters(plain) == dataclasses.replace(counts[0], adapters=0)
 
 
@@ -168,10 +145,9 @@ def test_flops_by_hand():
 
 def test_parameters_of_named_models_are_those_published():
     names = {file.stem for file in packaged_directory("configs").glob("models/*.yml")}
-    published = yaml.safe_load((Path(__file__).parent / "published_parameters.yml").read_text(encoding="utf-8"))
-    assert names == set(published)
+    assert names == set(TABLE["published"])
     configs = {name: load_config(None, [f"model_name={name}"]) for name in names}
-    assert {name: count_parameters(config).total for name, config in configs.items()} == published
+    assert {name: count_parameters(config).total for name, config in configs.items()} == TABLE["published"]
     assert {config.dtype for config in configs.values()} == {"bfloat16"}
 
 

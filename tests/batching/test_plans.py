@@ -30,7 +30,10 @@ def entry(plan, name):
 @pytest.mark.fast
 @pytest.mark.parametrize("row", [pytest.param(row, id=" ".join(row["keys"])) for row in ROWS])
 def test_a_plan_is_as_worked_out_by_hand(row):
-    plan = make_plan(load_config(row.get("file"), row["keys"]), **{"num_devices": 1, **row["machine"]})
+    config = load_config(row.get("file"), row["keys"])
+    plan = make_plan(config, **{"num_devices": 1, **row["machine"]})
+    if "resumed" in row:
+        plan = resumed(config, plan, **row["resumed"])
     for name, expected in row["plan"].items():
         found = entry(plan, name)
         assert found == (pytest.approx(expected, rel=1e-15) if isinstance(expected, float) else expected), name
@@ -97,54 +100,11 @@ def test_masters_take_four_bytes_for_each_parameter():
     assert saved == whole.optimizer_state - without.optimizer_state == 2 * without.params
 
 
-@pytest.mark.parametrize("mode", ["per_device_batch_size", "gradient_accumulation_steps"])
-def test_the_memory_of_a_ramp_is_that_of_its_target(mode):
+def test_the_memory_of_a_ramp_is_that_of_its_target():
     keys = ["per_device_batch_size=4", "gradient_accumulation_steps=4"]
-    ramp = ["enable_rampup_batch_size=true", f"rampup_mode={mode}", "per_device_batch_size_start=1",
-            "per_device_batch_size_increment=1"]
-    assert plan_of(*keys, *ramp).memory == plan_of(*keys).memory
-
-
-def test_a_resume_is_warned_by_the_length_of_its_run():
-    """Half of 64 examples in 8 steps of 4, the rest in 4 steps of 8: it ends at step 12; a new run would at step 8."""
-    keys = ["num_epochs=1", "global_batch_size=8", "per_device_batch_size=-1"]
-
-    def plans(warmup):
-        config = load_config(None, [*keys, f"warmup_steps={warmup}"])
-        new = make_plan(config, num_devices=1, num_examples=64)
-        return config, new, resumed(config, new, step=8, examples_seen=32)
-
-    config, new, plan = plans(10)
-    assert (plan.steps, plan.total_examples, plan.epochs) == (12, 64, 1)
-    assert len(new.warnings) == 1
-    assert not plan.warnings
-    again = [resumed(config, each, step=9, examples_seen=40) for each in (plan, new)]
-    assert again[0] == again[1]
-    (warning,) = plans(13)[2].warnings
-    assert "warmup_steps=13 is more than steps=12" in warning
-
-
-def test_a_resume_within_its_ramp_is_warned_by_the_steps_that_it_has():
-    """From 2 to 4: 24 examples take 12 steps of 2; 20 steps of 1 before it leave 2 of them."""
-    keys = ["steps=21", "warmup_steps=0", "enable_rampup_batch_size=true", "per_device_batch_size_start=2",
-            "per_device_batch_size=4", "per_device_batch_size_increment=2", "global_rampup_samples=24"]
-    config = load_config(None, keys)
-    new = make_plan(config, num_devices=1)
-    plan = resumed(config, new, step=20, examples_seen=20)
-    assert not new.warnings
-    assert "the ramp takes 22 steps" in plan.warnings[0]
-    stages = plan.to_json()["resumed"]["stages_ahead"]
-    told = [(each["first_step"], each["num_steps"], each["global_batch_to_train"], each["samples"]) for each in stages]
-    assert told == [(21, 2, 2, 4), (23, None, 4, None)]
-    assert "resumed" not in new.to_json()
-
-
-def test_the_passes_of_a_resumed_rl_run_are_those_of_its_prompts():
-    """Two batches of 4 prompts, then two of 8: 24 prompts, which is 3 passes over 8; a new run would make 4."""
-    config = load_config("post_train/rl.yml", ["steps=4", "batch_size=8", "num_generations=2"])
-    new = make_plan(config, num_devices=1, num_examples=8)
-    plan = resumed(config, new, step=2, examples_seen=2 * 4 * 2)
-    assert (new.epochs, plan.epochs, plan.steps) == (4, 3, 4)
+    ramp = ["enable_rampup_batch_size=true", "per_device_batch_size_start=1", "per_device_batch_size_increment=1"]
+    for mode in ("per_device_batch_size", "gradient_accumulation_steps"):
+        assert plan_of(*keys, *ramp, f"rampup_mode={mode}").memory == plan_of(*keys).memory
 
 
 def test_the_length_of_a_ramped_run_in_steps_of_the_target():
