@@ -52,16 +52,6 @@ def test_experts_are_counted_by_hand_and_split_over_their_axis_too():
     assert split.matrices == 4 * ((attention + 2 * one + 8 * 128) // 4 + 8 * one // 2 // 2)
 
 
-def test_adafactors_second_moments_are_counted_by_hand():
-    """D 128, F 384, V 320 and nothing else reaches 128: the mlp and the tables have means, the rest all elements."""
-    config = load_config()
-    attention, mlp = MATRICES // 4 - 3 * 128 * 384, 3 * (128 + 384)
-    assert count_factored(config) == 4 * (attention + mlp) + NORMS + 2 * (320 + 128)
-    split = {"fsdp": 4, "tensor": 2, "stage": 2}
-    part = 2 * (attention // 8 + 3 * (128 // 4 + 384 // 2)) + 5 * 128 + 2 * (320 // 2 + 128 // 4)
-    assert count_factored(config, **split) == part
-
-
 @pytest.mark.parametrize("keys", [
     ["lora_rank=4"], ["base_num_query_heads=128", "base_num_kv_heads=2", "head_dim=128"],
     ["num_experts=128", "num_experts_per_tok=2", "base_moe_mlp_dim=128", "expert_bias=true", "shared_experts=1"],

@@ -2,27 +2,15 @@
 
 import random
 
+import yaml
+
 from maxtext_lite.batching import load_plan
 from maxtext_lite.config import UserError
 from tests.refusals import RL_FILE, changes, random_words
+from tests.source_tree import REPOSITORY
 
-PARALLEL = [f"{scope}_{axis}_parallelism" for scope in ("ici", "dcn") for axis in
-            ("data", "fsdp", "tensor", "context", "expert", "pipeline")]
-OFTEN = {
-    "per_device_batch_size": ["0.1", "0.25", "0.29", "0.5", "1", "1.3", "12", "1/3", "-1"],
-    "gradient_accumulation_steps": [1, 3, 4, 7, -1], "global_batch_size": [0, 1, 60, 64, 128],
-    "expansion_factor_real_data": ["-1", "2", "3", "0.5", "0.3", "1.5"], "enable_rampup_batch_size": ["true"],
-    "rampup_mode": ["gradient_accumulation_steps"], "per_device_batch_size_start": ["0.4", "1", "2"],
-    "per_device_batch_size_increment": ["0.2", "1", "3"], "enable_diloco": ["true"], "diloco_num_replicas": [-1, 3, 4],
-    "learning_rate_scaling": ["linear", "sqrt"], "base_global_batch_size": [0, 16, 4096], "adam_b1": ["0.5", "0.999"],
-}
-SELDOM = {
-    **dict.fromkeys(PARALLEL, (1, 2, 3, 4, -1)), "num_pipeline_microbatches": [1, 3, 4, 8],
-    "num_pipeline_repeats": [1, 2, 3], "num_layers_per_pipeline_stage": [2, 3], "pipeline_schedule": ["1f1b"],
-    "max_target_length": [250, 254], "num_vocab_tiling": [3, 64], "attention": ["splash"], "steps": [-1, 30],
-    "optimizer": ["adam"], "base_num_kv_heads": [3], "last_batch": ["train", "all"], "num_epochs": ["0.3", "1/7", "20"],
-}
-"""Values of keys about batch size, the mesh and the length of a run, right and wrong."""
+# Every scalar stays the text that the command line would have.
+DRAWN = yaml.load((REPOSITORY / "tests" / "batching" / "suggestions.yml").read_text(), Loader=yaml.BaseLoader)
 
 
 def asked(rng):
@@ -32,8 +20,8 @@ def asked(rng):
         is_rl = rng.random() < 0.4
         return RL_FILE if is_rl else None, random_words(rng, is_rl=is_rl), machine
     words = ["num_experts=24"]  # for an expert axis to divide
-    for keys, share in ((OFTEN, 0.15), (SELDOM, 0.03)):
-        words += [f"{key}={rng.choice(values)}" for key, values in keys.items() if rng.random() < share]
+    for often, share in (("often", 0.15), ("seldom", 0.04)):
+        words += [f"{key}={rng.choice(values)}" for key, values in DRAWN[often].items() if rng.random() < share]
     return None, words, machine
 
 
