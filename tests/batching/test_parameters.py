@@ -21,35 +21,35 @@ from maxtext_lite.parallel import MESH_AXES, Pipeline, make_mesh
 from maxtext_lite.parallel.axes import partition_spec
 from maxtext_lite.training.optimizer import make_optimizer
 from maxtext_lite.training.state import StepParts, abstract_state, decoder_shape
+from tests.batching.test_memory import NAMES
 
 TABLE = yaml.safe_load((Path(__file__).parent / "parameters.yml").read_text(encoding="utf-8"))
-# V 320, D 128, N 8, K 4, H 16, F 384, L 4, by hand: tables 2VD, attention 2DNH + 2DKH, mlp 3DF, norms (2L + 1)D.
-TABLES = 2 * 320 * 128
-MATRICES = 4 * (2 * 128 * 8 * 16 + 2 * 128 * 4 * 16 + 3 * 128 * 384)
-NORMS = 9 * 128
-ALL = TABLES + MATRICES + NORMS
+SMALL = ["vocab_size=320", "base_emb_dim=4", "base_num_query_heads=2", "base_num_kv_heads=1", "head_dim=6",
+         "base_mlp_dim=5", "base_num_decoder_layers=2"]
 
 
-def test_parameters_are_counted_by_hand():
-    count = count_parameters(load_config())
-    assert (count.matrices, count.tables, count.norms, count.total) == (MATRICES, TABLES, NORMS, ALL)
-    assert count_parameters(load_config(None, ["logits_via_embedding=true"])).tables == TABLES // 2
-    assert count_parameters(load_config(), fsdp=4, tensor=2, stage=2).total == TABLES // 8 + MATRICES // 16 + 5 * 128
+def arithmetic(text):
+    return eval(text, {"__builtins__": {}}, NAMES)
 
 
-def test_experts_are_counted_by_hand_and_split_over_their_axis_too():
-    """8 experts of 3 D 64, 2 shared ones, a router of 8 D and a bias of 8 in each of 4 layers, in place of the mlp."""
-    keys = ["num_experts=8", "num_experts_per_tok=2", "base_moe_mlp_dim=64", "shared_experts=2", "routed_bias=true"]
-    attention = 2 * 128 * 8 * 16 + 2 * 128 * 4 * 16
-    one = 3 * 128 * 64
-    count = count_parameters(load_config(None, keys))
-    assert count.matrices == 4 * (attention + 10 * one + 8 * 128)
-    assert count.norms == NORMS + 4 * 8
-    part = count_parameters(load_config(None, keys), fsdp=2, tensor=2, stage=2, expert=4)
-    # Shared experts and the router lie over fsdp and expert, experts over fsdp alone.
-    assert part.matrices == 2 * (attention // 16 + 2 * one // 16 + 8 * one // 4 // 4 + 8 * 128 // 8)
-    split = count_parameters(load_config(None, keys), context=2, expert=2)
-    assert split.matrices == 4 * ((attention + 2 * one + 8 * 128) // 4 + 8 * one // 2 // 2)
+@pytest.mark.fast
+@pytest.mark.parametrize("row", TABLE["counted"], ids=str)
+def test_parameters_are_as_counted_by_hand(row):
+    count = count_parameters(load_config(None, row["keys"]), **row.get("mesh", {}))
+    assert {kind: getattr(count, kind) for kind in row["count"]} == {
+        kind: arithmetic(text) for kind, text in row["count"].items()
+    }
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("row", TABLE["flops"], ids=str)
+def test_flops_are_as_counted_by_hand(row):
+    config = load_config(None, [*SMALL, *row["keys"]])
+    assert flops_per_example(config, 7) == pytest.approx(arithmetic(row["flops"]), rel=1e-12)
+    if "active" in row:
+        assert active_parameters(config) == arithmetic(row["active"])
+    if "total" in row:
+        assert count_parameters(config).total == arithmetic(row["total"])
 
 
 @pytest.mark.parametrize("keys", [
@@ -90,47 +90,6 @@ def test_the_decoder_has_as_many_parameters_on_a_device_as_are_counted(name):
     assert counted(decoder.trained) == tuple(count.adapters for count in counts)
     plain = load_config(None, [*TABLE["decoders"][name], "ici_fsdp_parallelism=1"])
     assert count_parameters(plain) == dataclasses.replace(counts[0], adapters=0)
-
-
-def test_adapters_are_counted_by_hand():
-    """Of rank 2 beside D 128 x N 8 x H 16 and F 384 x D 128 in each of 4 layers."""
-    config = load_config(None, ["lora_rank=2", "lora_targets=query,down"])
-    assert count_parameters(config).adapters == 4 * 2 * ((128 + 8 * 16) + (384 + 128))
-    # Over fsdp and tensor: of the query 128 / 2 and 8 * 16 / 4, of down 384 / 4 and 128 / 2; and over 2 stages.
-    assert count_parameters(config, fsdp=2, tensor=4, stage=2).adapters == 2 * 2 * (64 + 32 + 96 + 64)
-
-
-def test_flops_by_hand():
-    sizes = {"vocab_size": 320, "base_emb_dim": 4, "base_num_query_heads": 2, "base_num_kv_heads": 1, "head_dim": 6,
-             "base_mlp_dim": 5, "base_num_decoder_layers": 2}  # fmt: skip
-    keys = [f"{key}={value}" for key, value in sizes.items()]
-    # a layer: q 4*12, k and v 4*6 each, out 12*4 = 144; mlp 3*4*5 = 60. Two layers and the head of 4*320.
-    # attention: 2 layers x 2 heads x 6 + 6 wide x 6 x 7 / 2 keys
-    weights, attention = 2 * (144 + 60) + 4 * 320, 2 * 2 * 12 * 6 * 7 / 2
-    assert flops_per_example(load_config(None, keys), 7) == 7 * (6 * weights + attention)
-    # With LoRA every weight but the adapters, here of rank 3 beside the query's 4*12, has no gradient of its own.
-    adapted = [*keys, "lora_rank=3", "lora_targets=query"]
-    adapters = 2 * 3 * (4 + 12)
-    assert flops_per_example(load_config(None, adapted), 7) == 7 * (4 * weights + 6 * adapters + attention)
-    # Experts in place of the mlp: two of eight and a shared one, of 3*4*7 = 84, and a router of 4*8.
-    experts = [*keys, "num_experts=8", "num_experts_per_tok=2", "base_moe_mlp_dim=7", "shared_experts=1"]
-    weights = 2 * (144 + 3 * 84 + 32) + 4 * 320
-    assert flops_per_example(load_config(None, experts), 7) == 7 * (6 * weights + attention)
-    assert active_parameters(load_config(None, experts)) == weights + 4 * 320 + 5 * 4
-    # Every second layer has them, with a shared one of 9 and its gate; the other the mlp of 60.
-    mixed = [*experts, "mlp_pattern=dense,moe", "base_shared_mlp_dim=9", "shared_expert_gate=true"]
-    met = 2 * 144 + 60 + 2 * 84 + 3 * 4 * 9 + 4 + 32 + 4 * 320
-    assert flops_per_example(load_config(None, mixed), 7) == 7 * (6 * met + attention)
-    assert count_parameters(load_config(None, mixed)).total == met + 6 * 84 + 4 * 320 + 5 * 4
-    # One of the two layers sees 3 tokens: of 7 queries, the first sees 1 key, the second 2, five see 3; by the
-    # convention that counts half of a square, 3 * (1 - 3 / 14) on average.
-    # Of 7 tokens in chunks of 3, half of the squares 3, 3 and 1.
-    chunks = [*keys, "layer_pattern=chunked,nope", "chunk_attn_window_size=3"]
-    attention = 2 * 12 * 6 * (7 / 2 + (9 + 9 + 1) / 14)
-    assert flops_per_example(load_config(None, chunks), 7) == pytest.approx(7 * (6 * (2 * 204 + 1280) + attention))
-    window = [*keys, "layer_pattern=local,global", "sliding_window_size=3"]
-    attention = 2 * 12 * 6 * (7 / 2 + 3 * (1 - 3 / 14))
-    assert flops_per_example(load_config(None, window), 7) == pytest.approx(7 * (6 * (2 * 204 + 1280) + attention))
 
 
 def test_parameters_of_named_models_are_those_published():
