@@ -44,6 +44,8 @@ def test_a_run_that_ended_in_a_short_batch_continues():
     assert longer.steps_left(6, 20) == 0
     # Within a ramp, whose stages go by the examples seen: 1 1 1 1 1 2 | 1 short | 2 2 3 3 4 4.
     ramped = epochs(23, short=False)
+    with pytest.raises(ValueError, match="negative"):
+        ramped.steps_left(-1, 0)
     assert epochs(8, short=True).steps == 7
     assert ramped.steps_left(7, 8) == 5  # 10 12 15 18 22
 
@@ -77,29 +79,15 @@ def test_the_closed_form_equals_replay_from_anywhere():
         step = rng.randint(0, 9)
         assert length.steps_left(step, seen) == len(rest)
         end = (step + len(rest), seen + sum(rest))
+        assert length.examples_after(len(rest), seen) == end[1]
+        steps = rng.randint(0, 20)  # stated, of which as many are within `examples` as a replay has
+        stated = RunLength(stages, steps, None, False)
+        assert stated.steps_within(seen, examples) == len(replay(stages, examples, False, seen))
+        assert stated.steps_left(min(step, steps), seen) == steps - min(step, steps)
         for batch in [*rest, 0]:
             assert length.step_examples(seen) == batch
             assert length.end_after(step, seen) == end
             step, seen = step + 1, seen + batch
-
-
-@pytest.mark.parametrize("length", [RunLength(SEEDS_RAMP.all_stages, 12, None, False), epochs(26, short=True),
-                                    epochs(26, short=False)])  # fmt: skip
-def test_many_steps_at_once_equal_single_steps(length):
-    for step, start in [(0, 0), (4, 4), (2, 9), (11, 16), (3, 30)]:
-        seen = start
-        for _ in range(length.steps_left(step, start)):
-            seen += length.step_examples(seen)
-        assert length.examples_after(length.steps_left(step, start), start) == seen
-    stated = RunLength(SEEDS_RAMP.all_stages, 12, None, False)
-    for end in (0, 4, 8, 17, 24, 30):
-        seen = steps = 0
-        while seen + stated.step_examples(seen) <= end:
-            seen, steps = seen + stated.step_examples(seen), steps + 1
-        assert stated.steps_within(0, end) == steps
-    assert stated.steps_within(9, 8) == 0
-    with pytest.raises(ValueError, match="negative"):
-        length.steps_left(-1, 0)
 
 
 def test_a_resumed_run_has_the_length_and_the_stages_of_what_is_left():

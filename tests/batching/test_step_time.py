@@ -153,15 +153,6 @@ def test_of_an_array_that_fits_on_the_chip_its_share_of_that_size_is_moved():
     assert first - second == pytest.approx(2 * (second - third))
 
 
-def test_each_micro_batch_casts_the_head_where_weights_are_wider():
-    def besides_the_update(dtype):
-        key = f"weight_dtype={dtype}"
-        held = make_plan(load_config(None, [*MODEL, key]), num_devices=1).memory
-        return step(key).memory_seconds - 2 * (held.params + held.optimizer_state)
-
-    assert besides_the_update("float32") - besides_the_update("bfloat16") == pytest.approx(D * V * (4 + 2))
-
-
 def test_heads_with_a_norm_of_their_own_are_read_once_more_and_on_a_tpu_pass_in_float32():
     def memory(platform, *keys):
         return step(*keys, device=dataclasses.replace(DEVICE, platform=platform)).memory_seconds

@@ -208,7 +208,8 @@ def test_an_unknown_key_is_held_against_known_ones_and_other_frameworks(name, ke
 @pytest.mark.parametrize(("words", "meant"), [
     (["--steps=5"], ("steps=5", 1)), (["-steps=5"], ("steps=5", 1)), (["--steps", "5"], ("steps=5", 2)),
     (["--steps", "--json"], ("steps=VALUE", 1)), (["steps:5"], ("steps=5", 1)),
-    (["steps:", "5", "seed=1"], ("steps=5", 2)), (["steps", "5"], ("steps=5", 2)), (["steps", "=", "5"], ("steps=5", 3)),
+    (["steps:", "5", "seed=1"], ("steps=5", 2)), (["steps", "5"], ("steps=5", 2)),
+    (["steps", "=", "5"], ("steps=5", 3)),
     (["steps", "seed=1"], ("steps=VALUE", 1)), (["--lr", "1e-3"], ("learning_rate=1e-3", 2)), (["my.yml"], None),
     (["5"], None), (["--zzz=1"], None),
 ])

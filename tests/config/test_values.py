@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from maxtext_lite.config import KEYS, Mla, Remat, RopeScaling, SourceList, UserError, load_config, remat_of, single_path
 from maxtext_lite.config.errors import WrongType
 from maxtext_lite.config.field_types import exact
-from maxtext_lite.config.rl_rules import RL_RULES, reward_names, reward_weights
-from maxtext_lite.config.rules import RULES, RULES_OF_DEFAULTS
+from maxtext_lite.config.rl_rules import reward_names, reward_weights
 from maxtext_lite.config.sections import PROJECTIONS, QKV, REMAT_POLICIES, REMAT_TENSORS, listed
 from maxtext_lite.config.shown import TracedSteps, require_trackers, tracker_names
 from maxtext_lite.config.source_list import is_source_list, name_of_path
@@ -122,8 +121,8 @@ def test_entries_come_in_order_with_duplicates_and_a_scalar_with_its_text():
 
 
 @pytest.mark.parametrize("text", [
-    "[1", "&a [*a]", "*a", "!!python/name:os 1", "!foo {a: 1}", "[!foo [a]]", "{a: 1, b: 2, a: 3}", "- a: 1\n  'a': 1\n",
-    "\0", "a: b: c", "--- 1\n--- 2\n", "[" * 2000,
+    "[1", "&a [*a]", "*a", "!!python/name:os 1", "!foo {a: 1}", "[!foo [a]]", "{a: 1, b: 2, a: 3}",
+    "- a: 1\n  'a': 1\n", "\0", "a: b: c", "--- 1\n--- 2\n", "[" * 2000,
 ])
 def test_what_is_not_yaml_or_has_tags_or_a_key_twice_is_refused(text):
     with pytest.raises(ValueError, match=r"YAML|itself|tag|twice|nested"):
@@ -215,31 +214,11 @@ def test_each_policy_keeps_known_tensors_once():
 # ---- Rules and the values near one that they refuse ----------------------------------------------------------------
 
 
-def test_rules_allow_what_goes_together():
-    """Each of these is refused where one of its words is another: see refusals.yml."""
-    for file, words in (
-        (None, ["steps=5"]),  # the default warm-up may be longer than the run
-        (None, ["steps=250", "num_epochs=1.5", "warmup_steps=300", "last_batch=train"]),
-        (None, ["dataset_path=[{path: a, weight: 1}, {path: b, weight: 2}]", "dataset_type=sft"]),
-        (None, ["num_experts=12", "num_experts_per_tok=5", "n_routing_groups=4", "topk_routing_group=2"]),
-        (None, ["dataset_type=dpo", "objective=dpo"]),
-        (RL, ["dataset_type=arithmetic", "dataset_path=", "arithmetic_operations=*", "eval_steps=4",
-              "arithmetic_largest=1000000", "objective=grpo"]),
-        (RL, ["reward_functions=exact_answer,format", "reward_format=.*", "reward_weights=2, 0.5"]),
-    ):
-        load_config(file, words)
-    rules = [*RL_RULES, *RULES, *RULES_OF_DEFAULTS]
-    assert len(rules) == len(set(rules)), "no rule is asked twice"
-
-
-@pytest.mark.parametrize("whole", [1, 2, 12, 17, 36, 4096])
-def test_divisors_are_all_divisors(whole):
-    assert divisors(whole) == tuple(number for number in range(1, whole + 1) if whole % number == 0)
-
-
-def test_divisors_of_what_is_larger_than_any_key_are_found_in_bounded_work():
+def test_divisors_are_all_divisors_found_in_bounded_work():
+    for whole in (1, 2, 12, 17, 36, 4096):
+        assert divisors(whole) == tuple(number for number in range(1, whole + 1) if whole % number == 0)
     assert divisors(2**31 - 2)[-2:] == (2**30 - 1, 2**31 - 2)
-    huge = 2 * 10**30
+    huge = 2 * 10**30  # larger than any key
     assert divisors(huge)[:3] == (1, 2, 4)
     assert all(huge % number == 0 for number in divisors(huge))
 

@@ -1,4 +1,4 @@
-"""A directory brings its architecture, dtype, tokenizer and adapter, by the files that count; contradictions are named."""
+"""A directory brings its architecture, dtype, tokenizer and adapter, by the files that count."""
 
 import contextlib
 import json

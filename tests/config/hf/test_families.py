@@ -1,4 +1,4 @@
-"""What config.json says is what families.yml has in keys, both ways; and what a missing field means, by transformers."""
+"""What config.json says is what families.yml has in keys, both ways; a missing field is what transformers has."""
 
 import copy
 import itertools
