@@ -36,6 +36,10 @@ def test_a_stated_batch_stays_and_its_accumulation_follows():
     assert found.unchanged["global_batch_to_train"] == 48
     assert "per_device_batch_size" not in found.changes
     assert "gradient_accumulation_steps  3 -> 6" in found.lines()
+    ramp = move(RAMP, to=4)  # compared by its batches and not by their split
+    assert ramp.trains_alike
+    assert ramp.unchanged["rampup"]
+    assert "rampup" in move(RAMP, to=8, changed=["global_rampup_samples=960"]).changes
 
 
 def test_a_batch_of_each_device_grows_with_them():
@@ -73,13 +77,6 @@ def test_another_training_key_is_another_run_and_another_split_or_path_is_not(wo
     assert found.trains_alike == alike
     assert alike or len(changed) > 1 or words != STATED or changed[0].partition("=")[0] in found.changes
     assert changed or not found.changes
-
-
-def test_ramps_are_compared_by_batches_and_not_by_their_split():
-    same = move(RAMP, to=4)
-    assert same.trains_alike
-    assert same.unchanged["rampup"]
-    assert "rampup" in move(RAMP, to=8, changed=["global_rampup_samples=960"]).changes
 
 
 @pytest.mark.parametrize("text", [None, "{", "[]", '{"steps": 3}'])

@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 
-from maxtext_lite.batching.pipeline_shape import SCHEDULES, PipelineShape, Work
+from maxtext_lite.batching.pipeline_shape import PipelineShape, Work
 
 SHAPES = [(2, 2, 1, 1), (2, 8, 1, 3), (4, 4, 1, 2), (4, 8, 1, 1), (2, 2, 2, 2), (4, 8, 3, 1), (3, 3, 2, 2)]
 
@@ -23,13 +23,13 @@ def ticks_of(shape, schedule):
     return found
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("sizes", SHAPES)
+@pytest.mark.parametrize(("sizes", "schedule"), [
+    *((sizes, "gpipe") for sizes in SHAPES),
+    *((sizes, "1f1b") for sizes in SHAPES if sizes[2] == 1),  # it goes round once
+])
 def test_every_piece_passes_every_stage_in_order_and_comes_back(sizes, schedule):
     shape = PipelineShape(*sizes)
     stages, microbatches, rounds, accumulation = sizes
-    if schedule == "1f1b" and rounds > 1:
-        pytest.skip("1f1b goes round once")
     ticks = ticks_of(shape, schedule)
     assert len(ticks) == 2 * stages * microbatches * rounds * accumulation
     for number in range(microbatches * accumulation):

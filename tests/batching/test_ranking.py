@@ -90,7 +90,9 @@ def test_keys_that_were_stated_are_kept():
         assert {key: getattr(each.config, key) for key in stated} == stated
 
 
-def test_a_stated_pipeline_is_split_into_pieces():
+def test_a_stated_pipeline_is_split_into_pieces_and_stated_replicas_stay():
+    for word in ("diloco_num_replicas=2", "ici_data_parallelism=2"):
+        assert {each.plan.diloco_num_replicas for each in ranked(["enable_diloco=true", word])} == {2}
     found = ranked(["ici_pipeline_parallelism=2", "remat_policy=full"], most=60)
     assert {each.plan.num_pipeline_stages for each in found} == {2}
     assert {each.plan.num_pipeline_microbatches for each in found} >= {2, 4, 8}
@@ -177,11 +179,6 @@ def test_what_would_let_the_choice_change_the_training_is_refused(words, memory_
         with pytest.raises(UserError, match=rf"Nearest that works?: {nearest}") as refused:
             choose(load_config(None, [*MODEL, *words]), TOPOLOGY, device, plan)
         assert str(refused.value).startswith(("enable_rampup_batch_size", "diloco_num_replicas", "ici_tensor"))
-
-
-@pytest.mark.parametrize("words", [["diloco_num_replicas=2"], ["ici_data_parallelism=2"]])
-def test_all_that_are_ranked_have_the_replicas_that_were_stated(words):
-    assert {each.plan.diloco_num_replicas for each in ranked(["enable_diloco=true", *words])} == {2}
 
 
 def test_a_search_tries_only_sizes_that_divide_the_model(monkeypatch):

@@ -1,12 +1,10 @@
-"""The memory of reinforcement learning by hand; which chunks divide a batch of prompts."""
+"""The memory of reinforcement learning by hand."""
 
 import json
 
 import pytest
 
 from maxtext_lite.batching import load_plan
-from maxtext_lite.batching.rl import rl_batch
-from maxtext_lite.batching.topology import Topology
 from maxtext_lite.config import UserError, load_config
 from tests.refusals import changes
 
@@ -78,19 +76,6 @@ def test_devices_are_compared_with_their_memory_while_they_train_and_while_they_
     (text,) = warnings(*SERVER, gigabytes=5.0)
     assert "micro_batch_size" in text
     assert "rollout" not in text
-
-
-@pytest.mark.parametrize(("prompts", "group"), [(1, 2), (6, 4), (7, 3)])
-def test_a_chunk_is_whole_groups_that_divide_the_batch(prompts, group):
-    legal = {group * count for count in range(1, prompts + 1) if prompts % count == 0}
-    for pairs in range(1, prompts * group + 2):
-        words = [f"batch_size={prompts}", f"num_generations={group}", f"micro_batch_size={pairs}"]
-        if pairs not in legal:
-            with pytest.raises(UserError, match=f"micro_batch_size={pairs}"):
-                load_config(FILE, words)
-            continue
-        rl = rl_batch(load_config(FILE, words), Topology(2))
-        assert rl.pairs_per_micro_batch * rl.micro_batches == rl.pairs_per_batch == prompts * group
 
 
 def test_without_a_machine_a_split_is_named_that_most_machines_have():

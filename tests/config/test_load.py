@@ -23,7 +23,7 @@ from maxtext_lite.config import (
     packaged_file,
     write_resolved,
 )
-from maxtext_lite.config.hints import _ELSEWHERE, key_hint, missing_file, words_meant
+from maxtext_lite.config.hints import _ELSEWHERE, missing_file
 from tests.mutations import VALUES
 from tests.source_tree import REPOSITORY
 
@@ -72,13 +72,6 @@ def test_a_model_file_lies_between_base_yml_and_what_the_user_states(here):
     assert config.origins["base_num_decoder_layers"] == "my.yml"
 
 
-def test_the_dimensions_of_one_model_do_not_pass_for_anothers(here):
-    Path("my.yml").write_text("model_name: smollm2-135m\nbase_num_decoder_layers: 2\n")
-    (problem,) = problems_of("my.yml", ["model_name=llama3-8b"])
-    assert problem.startswith("base_num_decoder_layers=2 in my.yml")
-    assert load_config("my.yml", ["model_name=llama3-8b", "base_num_decoder_layers=2"]).base_num_decoder_layers == 2
-
-
 def test_a_model_of_the_working_directory_is_found_and_a_resolved_config_does_not_need_it(here, monkeypatch):
     Path("configs/models").mkdir(parents=True)
     Path("configs/models/mine.yml").write_text("base_emb_dim: 64\n")
@@ -116,11 +109,9 @@ def test_a_file_of_a_shipped_name_is_the_users_own(here):
     assert isinstance(load_config("post_train/rl.yml"), RLRunConfig)
 
 
-def test_an_empty_file_is_a_config_but_not_that_of_a_run(here):
+def test_an_empty_file_is_a_config(here):
     Path("my.yml").write_text("")
     assert load_config("my.yml") == load_config()
-    Path("config.yml").write_text("# of a run\n")
-    assert "config.yml has no keys" in problems_of("config.yml")[0]
 
 
 def test_only_files_inside_the_shipped_directory_are_shipped_files():
@@ -146,31 +137,22 @@ def test_a_wheel_finds_its_configs_from_any_directory(tmp_path):
 # ---- What is no config ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "content", "named"), [
-    ("my.yml", b"steps: 30\nsteps: 25\n", ["'steps'"]),
-    ("my.yml", b"stps: 30\nxyzzy: 1\n", ["'stps'", "'xyzzy'"]),
-    ("my.yml", b"base: my.yml\n", ["my.yml"]),  # leads back to itself
-    ("my.yml", b"base: nowhere.yml\n", ["'nowhere.yml' (base of my.yml)"]),
-    ("my.yml", b"base: 3\n", ["base: 3"]), ("my.yml", b"- a\n", ["my.yml"]), ("my.yml", b"5\n", ["my.yml"]),
-    ("my.yml", b"steps: [\n", ["my.yml"]), ("my.yml", b"steps: &a [*a]\n", ["my.yml"]),
-    ("my.yml", b"steps: !!int x", ["!!int"]), ("my.yml", b"steps: " + b"[" * 9000, ["my.yml"]),
-    ("my.yml", b"steps: " + b"[" * 30 + b"]" * 30, ["my.yml"]), ("my.yml", b"\xff\xfe", ["my.yml"]),
-    ("my.yml", b"\x00\x01\x02" * 9, ["my.yml"]), ("my.yml", b"#" * (2**22 + 1), ["my.yml has 4,194,305 bytes"]),
-    ("my.yml", b"a: &a [1]\n" + b"".join(b"b%d: &%c [%s]\n" % (i, 98 + i, b", ".join([b"*%c" % (97 + i)] * 9))
-                                          for i in range(9)), ["my.yml"]),
-    ("my.yml", b"base: base.yml\nbatch_size: 8\nnum_generations: 4\nmicro_batch_size: 8\n", ["rl.yml"]),
-    ("my.yml", b"".join(b"key%d: 1\n" % number for number in range(30)), ["'key"] * 20 + ["10 more"]),
-    (None, b"", ["'my.yml'"]), ("my.yaml", b"", ["Did you mean 'my.yaml'"]),
+@pytest.mark.parametrize(("content", "named"), [
+    (b"stps: 30\nxyzzy: 1\n", ["'stps'", "'xyzzy'"]), (b"steps: " + b"[" * 9000, ["my.yml"]),
+    (b"\xff\xfe", ["my.yml"]), (b"\x00\x01\x02" * 9, ["my.yml"]), (b"#" * (2**22 + 1), ["my.yml has 4,194,305"]),
+    (b"a: &a [1]\n" + b"".join(b"b%d: &%c [%s]\n" % (i, 98 + i, b", ".join([b"*%c" % (97 + i)] * 9))
+                               for i in range(9)), ["my.yml"]),  # aliases of aliases
+    (b"".join(b"key%d: 1\n" % number for number in range(30)), ["'key"] * 20 + ["10 more"]),
 ])
-def test_what_is_no_config_is_refused_by_its_file_or_key(here, name, content, named):
-    if name:
-        Path(name).write_bytes(content)
+def test_what_is_no_config_is_refused_by_its_file_or_key(here, content, named):
+    """As are the files of refusals.yml."""
+    Path("my.yml").write_bytes(content)
     problems = problems_of("my.yml")
     assert len(problems) == len(named), problems
     assert all(word in problem for word, problem in zip(named, problems, strict=True)), problems
 
 
-@pytest.mark.parametrize("name", ["a" * 5000, "a\0b", "\ud800", "x/" * 3000, ".", "gs://a/b.yml"])
+@pytest.mark.parametrize("name", ["a" * 5000, "a\0b", "\ud800", "x/" * 3000])
 def test_a_name_that_no_file_can_have_is_refused_in_a_line(here, name):
     for arguments in ((name,), (None, [f"model_name={name}"])):
         (problem,) = problems_of(*arguments)
@@ -197,32 +179,9 @@ def test_every_name_from_elsewhere_leads_to_a_key_and_is_none():
     assert not set(_ELSEWHERE) & set(KEYS)
 
 
-@pytest.mark.parametrize(("name", "key"), [
-    ("lr", "learning_rate"), ("LR", "learning_rate"), ("learning-rate", "learning_rate"), ("max_steps", "steps"),
-    ("per_device_batchsize", "per_device_batch_size"), ("zzz", None),
-])
-def test_an_unknown_key_is_held_against_known_ones_and_other_frameworks(name, key):
-    assert key_hint(name, KEYS) == (f" Did you mean '{key}'?" if key else "")
-
-
-@pytest.mark.parametrize(("words", "meant"), [
-    (["--steps=5"], ("steps=5", 1)), (["-steps=5"], ("steps=5", 1)), (["--steps", "5"], ("steps=5", 2)),
-    (["--steps", "--json"], ("steps=VALUE", 1)), (["steps:5"], ("steps=5", 1)),
-    (["steps:", "5", "seed=1"], ("steps=5", 2)), (["steps", "5"], ("steps=5", 2)),
-    (["steps", "=", "5"], ("steps=5", 3)),
-    (["steps", "seed=1"], ("steps=VALUE", 1)), (["--lr", "1e-3"], ("learning_rate=1e-3", 2)), (["my.yml"], None),
-    (["5"], None), (["--zzz=1"], None),
-])
-def test_a_key_that_is_written_otherwise_is_shown_as_key_value(words, meant):
-    assert words_meant(words, KEYS) == meant
-
-
-def test_a_file_that_is_not_there_is_held_against_the_files_beside_it(here):
-    Path("small.yml").touch()
+def test_a_directory_or_a_broken_link_is_not_a_misspelt_name(here):
     Path("nowheres.yml").mkdir()
     Path("link.yml").symlink_to("gone.yml")
-    assert "Did you mean 'small.yml'?" in missing_file("smal.yml", "", [])
-    assert f"Did you mean '{here}/small.yml'?" in missing_file(f"{here}/smal.yml", "", [])
     for name in ("nowhere.yml", "nowheres.yml", "link.yml"):
         said = missing_file(name, "a.yml", ["base.yml"], here)
         assert name in said
