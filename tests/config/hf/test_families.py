@@ -85,6 +85,13 @@ def test_what_cannot_be_expressed_is_refused_by_the_name_of_its_field(row):
     assert any(starts), refusal.value.problems
 
 
+@pytest.mark.parametrize("kind", ["llama", "phi3", "hunyuan_v1_dense", "gemma3_text", "ministral3", "phimoe"])
+def test_rotary_positions_of_the_wrong_kind_are_refused(kind):
+    for field, wrong in itertools.product(("rope_parameters", "rope_scaling"), TABLE["wrong_rotations"]):
+        with pytest.raises(UserError, match=r"rope_|rotary_|original_max_position|llama_4|short_mscale"):
+            model_keys(fields_of({"model": kind, "fields": {field: wrong}}), "config.json")
+
+
 def test_every_problem_is_named_at_once():
     with pytest.raises(UserError) as refusal:
         model_keys(LLAMA | {"hidden_size": None, "hidden_act": "tanh", "zeta": 3}, "x")
