@@ -1,9 +1,10 @@
-"""The laws are those of their papers: every figure here was worked out by hand, with logarithms."""
+"""The laws are those of their papers, worked out by hand with logarithms; and what a measured noise scale says."""
 
 import math
 
 import pytest
 
+from maxtext_lite.batching.advice import batch_size_advice, example_efficiency, laws_beside, step_efficiency
 from maxtext_lite.batching.laws import (
     BATCH_LAWS,
     RATE_LAWS,
@@ -17,8 +18,9 @@ from maxtext_lite.batching.laws import (
     warmup_steps,
     weight_decay,
 )
+from maxtext_lite.config import load_config
 
-MODELS = {"124M": (124e6, 2.5e9), "1B": (1e9, 20e9), "8B": (8e9, 160e9), "70B": (70e9, 1.4e12)}
+MODELS = {"124M": (124e6, 2.5e9), "8B": (8e9, 160e9), "70B": (70e9, 1.4e12)}
 
 
 def power(coefficient, base, exponent):
@@ -30,18 +32,11 @@ def budget(name, loss=None):
     return Budget(parameters, parameters, tokens, loss)
 
 
-# From the table of laws.md in the project's research, to its two digits: millions of tokens.
-@pytest.mark.parametrize(("model", "step", "deepseek", "power_lines", "ladder", "zhang", "critical"), [
-    ("124M", 0.13, 0.28, 0.25, 0.36, 0.46, 2.1), ("1B", 0.44, 1.1, 0.55, 1.4, 1.2, 5.5),
-    ("8B", 1.5, 4.2, 1.2, 5.8, 3.3, 14), ("70B", 5.0, 17, 2.8, 25, 9.1, 39),
-])  # fmt: skip
-def test_batches_of_four_models(model, step, deepseek, power_lines, ladder, zhang, critical):
-    found = [law.tokens(budget(model)) for law in BATCH_LAWS]
-    assert found[-1] is None  # Kaplan's needs a loss
-    stated = [step, deepseek, power_lines, ladder, zhang, critical]
-    assert [tokens / 1e6 for tokens in found[:-1]] == pytest.approx(stated, rel=0.04)
+@pytest.mark.fast
+@pytest.mark.parametrize("model", MODELS)
+def test_batches_and_learning_rates_of_three_models(model):
     N, D = MODELS[model]
-    exact = [
+    batches = [
         power(0.58, D, 0.571),
         power(0.292, 6 * N * D, 0.3271),
         power(62.6688, D, 0.383),
@@ -49,34 +44,26 @@ def test_batches_of_four_models(model, step, deepseek, power_lines, ladder, zhan
         power(11729.92, D / 1e6, 0.47),
         power(96.4608, D, 0.462),
     ]
-    assert found[:-1] == pytest.approx(exact, rel=1e-9)
+    found = [law.tokens(budget(model)) for law in BATCH_LAWS]
+    assert found[:-1] == pytest.approx(batches, rel=1e-9)
+    assert found[-1] is None  # Kaplan's needs a loss
     assert batch_interval(budget(model), "best") == Interval(min(found[:4]), max(found[:4]))
     assert batch_interval(budget(model), "critical") == Interval(min(found[4:6]), max(found[4:6]))
-
-
-@pytest.mark.parametrize(("model", "step", "deepseek", "ladder"), [
-    ("124M", 2.3e-3, 1.6e-3, 2.2e-3), ("1B", 1.0e-3, 9.6e-4, 1.1e-3), ("8B", 4.3e-4, 5.7e-4, 5.6e-4),
-    ("70B", 1.8e-4, 3.3e-4, 2.7e-4),
-])  # fmt: skip
-def test_learning_rates_of_four_models(model, step, deepseek, ladder):
-    found = [law.rate(budget(model)) for law in RATE_LAWS]
-    assert found == pytest.approx([step, deepseek, ladder], rel=0.04)
-    N, D = MODELS[model]
-    exact = [
+    rates = [
         power(1.79, N, -0.713) * power(1, D, 0.307),
         power(0.3118, 6 * N * D, -0.125),
         power(0.00235, N / 1.08e8, -1 / 3),
     ]
-    assert found == pytest.approx(exact, rel=1e-9)
-    assert rate_interval(budget(model)) == Interval(min(found), max(found))
+    assert [law.rate(budget(model)) for law in RATE_LAWS] == pytest.approx(rates, rel=1e-9)
+    assert (rate_interval(budget(model)).low, rate_interval(budget(model)).high) == pytest.approx(
+        (min(rates), max(rates))
+    )
 
 
 def test_only_the_step_law_leaves_the_embeddings_out():
-    with_tables = Budget(8e9, 7e9, 160e9)
-    whole = budget("8B")
+    with_tables, whole = Budget(8e9, 7e9, 160e9), budget("8B")
     assert with_tables.flops == whole.flops == 7.68e21
-    for law in BATCH_LAWS:
-        assert law.tokens(with_tables) == law.tokens(whole)
+    assert all(law.tokens(with_tables) == law.tokens(whole) for law in BATCH_LAWS)
     rates = [law.rate(with_tables) / law.rate(whole) for law in RATE_LAWS]
     assert rates == pytest.approx([(8 / 7) ** 0.713, 1, 1])
 
@@ -86,32 +73,66 @@ def test_kaplans_law_is_of_the_loss():
     assert batch_interval(budget("8B", loss=1.0), "critical").high == 2e8
 
 
-def test_weight_decay_keeps_the_timescale():
-    of = budget("1B")
+def test_decays_and_warm_up_follow_from_batch_and_rate():
+    of = Budget(1e9, 1e9, 20e9)
     assert timescale(of) == pytest.approx(power(1.084, 20, -0.527))
     decay = weight_decay(of, 750_000, 1e-3)
     assert 750_000 / (1e-3 * decay * 20e9) == pytest.approx(timescale(of))
     assert decay == pytest.approx(0.1678, rel=1e-3)
-
-
-def test_the_second_decay_changes_above_half_a_million_tokens():
     assert [adam_b2(tokens) for tokens in (1, 524_288, 524_289)] == [0.99, 0.99, 0.95]
+    # A token for each parameter, or 2,000 steps.
+    assert warmup_steps(of, 500_000) == {"OLMo ladder": 2000.0, "DeepSeek": 2000.0}
+    assert warmup_steps(budget("70B"), 4e6)["OLMo ladder"] == 70e9 / 4e6
 
 
-def test_the_warm_up_is_a_token_for_each_parameter_or_2000_steps():
-    assert warmup_steps(budget("1B"), 500_000) == {"OLMo ladder": 2000.0, "DeepSeek": 2000.0}
-    assert warmup_steps(budget("8B"), 4e6) == {"OLMo ladder": 2000.0, "DeepSeek": 2000.0}
+@pytest.mark.parametrize("batch", [1e5, 2.66e6, 4e7])
+def test_a_batch_doubles_once_it_is_the_critical_one(batch):
+    start = doubling_tokens(batch)
+    low, high = (Budget(1e9, 1e9, tokens) for tokens in (start.low, start.high))
+    # By the law that allows it first, the critical batch is this one; by the other one at the end.
+    assert batch_interval(low, "critical").high == pytest.approx(batch)
+    assert batch_interval(high, "critical").low == pytest.approx(batch)
 
 
-def test_a_batch_doubles_once_it_is_the_critical_one():
-    for batch in (1e5, 2.66e6, 4e7):
-        start = doubling_tokens(batch)
-        low, high = (Budget(1e9, 1e9, tokens) for tokens in (start.low, start.high))
-        # By the law that allows it first, the critical batch is this one; by the other one at the end.
-        assert batch_interval(low, "critical").high == pytest.approx(batch)
-        assert batch_interval(high, "critical").low == pytest.approx(batch)
-
-
-def test_intervals():
+def test_the_middle_of_an_interval_is_geometric():
     assert Interval(1, 4).middle == 2
     assert Interval(1, 4).widened(2) == Interval(0.5, 8)
+
+
+# ---- A measured noise scale ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("noise", "batch", "step", "example"), [
+    (64.0, 64, 0.5, 0.5), (300.0, 100, 0.25, 0.75), (50.0, 200, 0.8, 0.2),
+])
+def test_what_a_step_and_an_example_achieve_follows_from_noise_and_batch(noise, batch, step, example):
+    assert (step_efficiency(noise, batch), example_efficiency(noise, batch)) == pytest.approx((step, example))
+
+
+@pytest.mark.parametrize(("noise", "error", "batch", "said", "unsaid"), [
+    # Steps are as 1 + noise / B, examples as 1 + B / noise: 5.5 for 10, and 11 / 9 for 10 / 9.
+    (900.0, 0.1, 100, ["900 examples", "720 to 1,080", "10% of", "45% fewer steps and 10% more examples"], "half the"),
+    (100.0, 0.1, 400, ["80% of", "40% fewer examples and 20% more steps"], "twice the batch would"),
+    (110.0, 0.05, 100, ["of similar size"], "well"),
+    (250.0, 0.2, 100, ["above twice", "cannot be told"], "well"),
+    (45.0, 0.2, 100, ["below half", "cannot be told"], "well"),
+    (1e6, 0.5, 8, ["too uncertain", "0 to"], "well"),  # within two errors of zero
+    (900.0, None, 100, ["unknown error", "hint"], "well"),
+    (None, None, 64, ["not known"], "well"),
+    (-12.5, 0.1, 64, ["-12.5", "nothing"], "well"),
+])
+def test_the_advice_is_as_certain_as_the_estimate(noise, error, batch, said, unsaid):
+    text = batch_size_advice(noise, error, batch)
+    assert all(part in text for part in said), text
+    assert unsaid not in text
+
+
+def test_laws_beside_a_noise_scale_count_examples_of_all_their_rows():
+    config = load_config(overrides=["model_name=llama3-8b", "max_target_length=4096"])
+    said = laws_beside(config, 160_000_000_000)
+    assert "299 to 1,415 examples" in said
+    assert "800 to 3,534" in said
+    pairs = load_config("post_train/dpo.yml")
+    rows = pairs.model_copy(update={"dataset_type": "sft", "max_target_length": 2 * pairs.max_target_length})
+    assert (pairs.rows_per_example, rows.rows_per_example) == (2, 1)
+    assert laws_beside(pairs, 10**9) == laws_beside(rows, 10**9)

@@ -1,13 +1,11 @@
+"""A ramp's stages in closed form are those of a replay, step by step."""
+
 import random
 from fractions import Fraction
 
 import pytest
 
-from maxtext_lite.batching.batch import Batch
-from maxtext_lite.batching.rampup import RampupBatchManager, make_rampup
-from maxtext_lite.config import load_config
-
-BASE = load_config(None, ["enable_rampup_batch_size=true"])
+from maxtext_lite.batching.rampup import RampupBatchManager
 
 
 def replay(num_devices, start, target, increment, samples, accumulation, num_steps):
@@ -42,30 +40,9 @@ def test_the_example_of_the_seeds():
     assert [stage.first_step for stage in ramp.stages] == [1, 6, 9]
     assert (ramp.last_stage.first_step, ramp.last_stage.num_steps) == (11, None)
     assert [ramp.samples_before(step) for step in (1, 2, 6, 9, 11, 12)] == [0, 1, 5, 11, 17, 21]
-
-
-# MaxText's defaults on 8 devices, where its own manager gives the same steps.
-def test_the_defaults_of_the_original():
-    ramp = manager(8, 4, 12, 2, 500)
-    assert [(stage.global_batch_to_train, stage.num_steps) for stage in ramp.stages] == [
-        (32, 4), (48, 3), (64, 2), (80, 2)]  # fmt: skip
-    assert ramp.total_steps == 11
-
-
-# D8: a run resumed after 7 updates goes on with the 8th step's batch, not with the 7th's.
-def test_a_resumed_run_continues_with_the_next_batch():
-    ramp = manager(1, 1, 4, 1, 15)
-    for step in range(1, 30):
-        assert ramp.stage_at(ramp.samples_before(step)).global_batch_to_train == ramp.batch_size_at(step)
-
-
-@pytest.mark.parametrize(
-    ("start", "target", "increment"), [("0.4", "1", "0.2"), ("0.1", "0.7", "0.2"), ("0.1", "0.4", "0.1")]
-)
-def test_fractions_are_exact(start, target, increment):
-    ramp = manager(10, start, target, increment, 100)
-    assert ramp.stages[0].micro_batch_to_train == Fraction(start) * 10
-    assert ramp.stages[-1].per_device_batch_size + Fraction(increment) == Fraction(target)
+    for wrong, call in (("negative", lambda: ramp.stage_at(-1)), ("first step", lambda: ramp.batch_size_at(0))):
+        with pytest.raises(ValueError, match=wrong):
+            call()
 
 
 def random_ramps(how_many, seed=0):
@@ -78,7 +55,7 @@ def random_ramps(how_many, seed=0):
 
 
 def test_the_closed_form_equals_replay():
-    for num_devices, start, target, increment, samples, accumulation in random_ramps(10_000):
+    for num_devices, start, target, increment, samples, accumulation in random_ramps(1_000):
         ramp = manager(num_devices, start, target, increment, samples, accumulation)
         num_steps = min(ramp.total_steps + 2, 60)
         sizes, seen = replay(num_devices, start, target, increment, samples, accumulation, num_steps)
@@ -89,7 +66,7 @@ def test_the_closed_form_equals_replay():
 
 
 def test_both_modes_have_the_same_global_batches_and_the_second_one_micro_batch():
-    for num_devices, start, target, increment, samples, _ in random_ramps(10_000, seed=1):
+    for num_devices, start, target, increment, samples, _ in random_ramps(1_000, seed=1):
         accumulation = int(target * num_devices)  # then A x b_k / target is whole for every k
         by_device = manager(num_devices, start, target, increment, samples, accumulation)
         by_steps = manager(num_devices, start, target, increment, samples, accumulation, "gradient_accumulation_steps")
@@ -108,42 +85,3 @@ def test_both_modes_have_the_same_global_batches_and_the_second_one_micro_batch(
 def test_an_impossible_ramp_is_refused(arguments):
     with pytest.raises(ValueError, match=r"ramp goes up|increments|whole"):
         manager(*arguments)
-
-
-def test_positions_that_do_not_exist_are_refused():
-    ramp = manager(1, 1, 4, 1, 15)
-    with pytest.raises(ValueError, match="negative"):
-        ramp.stage_at(-1)
-    with pytest.raises(ValueError, match="the first step is 1"):
-        ramp.batch_size_at(0)
-
-
-@pytest.mark.parametrize(
-    ("start", "target", "increment", "mode", "messages"),
-    [
-        ("4", "4", "2", "per_device_batch_size",
-         ["per_device_batch_size_start=4 is not below the target per_device_batch_size=4."]),
-        ("4", "16", "5", "per_device_batch_size",
-         ["from per_device_batch_size_start=4 to per_device_batch_size=16 by per_device_batch_size_increment=5 is 2.4 "
-          "increments, not a whole number."]),
-        ("0.3", "0.9", "0.3", "per_device_batch_size",
-         ["per_device_batch_size_start=0.3 x 8 devices = 2.4 examples, not a whole number.",
-          "per_device_batch_size_increment=0.3 x 8 devices = 2.4 examples, not a whole number."]),
-        ("4", "16", "4", "gradient_accumulation_steps",
-         ["per_device_batch_size_start=4 x gradient_accumulation_steps=1 / per_device_batch_size=16 = 0.25 "
-          "accumulation steps, not a whole number.",
-          "per_device_batch_size_increment=4 x gradient_accumulation_steps=1 / per_device_batch_size=16 = 0.25 "
-          "accumulation steps, not a whole number."]),
-    ],
-)  # fmt: skip
-def test_a_configured_ramp_that_does_not_work_is_refused(start, target, increment, mode, messages):
-    config = BASE.model_copy(update={
-        "per_device_batch_size_start": Fraction(start), "per_device_batch_size_increment": Fraction(increment),
-        "rampup_mode": mode,
-    })  # fmt: skip
-    problems = make_rampup(config, Batch(Fraction(target), 1, int(Fraction(target) * 8)), 8)
-    assert [problem.message for problem in problems] == messages
-
-
-def test_a_ramp_that_is_off_is_none():
-    assert make_rampup(load_config(), Batch(Fraction(1), 1, 8), 8) is None

@@ -11,36 +11,42 @@ import pytest
 from maxtext_lite import load_config, make_plan
 from maxtext_lite.batching import Topology, choose, rank, ranking, wants_solving
 from maxtext_lite.batching.devices import device_named
+from maxtext_lite.batching.memory_ladder import REMAT_ORDER
 from maxtext_lite.batching.solve import resolve
 from maxtext_lite.batching.step_time import StepModel
+from maxtext_lite.batching.tuning import Candidate, Timing, least_seconds, tune
 from maxtext_lite.config import UserError
 from maxtext_lite.config.kernels import Accelerator
 
 DEVICE = device_named("v6e", option="--device")
+L4 = device_named("l4", option="--device")
 MODEL = ["base_emb_dim=512", "base_mlp_dim=2048", "base_num_query_heads=8", "base_num_kv_heads=2", "head_dim=64",
          "base_num_decoder_layers=4", "vocab_size=4096", "max_target_length=1024", "dtype=bfloat16",
-         "global_batch_size=8", "per_device_batch_size=-1", "gradient_accumulation_steps=-1"]  # fmt: skip
+         "global_batch_size=8", "per_device_batch_size=-1", "gradient_accumulation_steps=-1"]
 AXES = [f"ici_{axis}_parallelism" for axis in ("pipeline", "data", "fsdp", "expert", "context", "tensor")]
+FEW = ["global_batch_size=2", "max_target_length=2048"]  # examples, for fewer plans to try
 REMAT = ("none", "save_dot_products", "minimal", "save_qkv_proj", "full", "minimal_offloaded", "qkv_proj_offloaded")
+TOPOLOGY = Topology(4, accelerator=Accelerator.planned("tpu"))
 
 
 def plan_of(num_devices, memory_gb):
     return lambda config: make_plan(config, num_devices=num_devices, device_memory_gb=memory_gb, platform="tpu")
 
 
-def ranked(config, num_devices, memory_gb, **keys):
+def ranked(words=(), num_devices=4, memory_gb=32, device=DEVICE, **keys):
     topology = Topology(num_devices, accelerator=Accelerator.planned("tpu"))
-    return rank(config, topology, DEVICE, plan_of(num_devices, memory_gb), **keys)
+    config = load_config(None, [*MODEL, *words])
+    return rank(config, topology, device, plan_of(num_devices, memory_gb), **keys)
 
 
 @functools.cache
 def all_plans(num_devices):
     """(seconds, bytes) of every legal plan, the fastest first."""
-    config, found = load_config(None, MODEL), []
+    config, found = load_config(None, [*MODEL, *FEW]), []
     for sizes in itertools.product((1, 2, 4), repeat=len(AXES)):
         if math.prod(sizes) != num_devices:
             continue
-        for steps, pieces in itertools.product((1, 2, 4, 8), (1, 2, 4, 8) if sizes[0] > 1 else (0,)):
+        for steps, pieces in itertools.product((1, 2), (1, 2) if sizes[0] > 1 else (0,)):
             mesh = dict(zip(AXES, sizes, strict=True)) | {"gradient_accumulation_steps": steps}
             if pieces:
                 mesh["num_pipeline_microbatches"] = sizes[0] * pieces
@@ -60,26 +66,23 @@ def all_plans(num_devices):
 
 @pytest.mark.parametrize("memory_gb", [32, 0.3])
 def test_it_finds_the_best_of_all_that_fit(memory_gb):
-    config = load_config(None, MODEL)
-    found = [(each.time.seconds, each.plan.memory.total) for each in ranked(config, 4, memory_gb, most=40)]
+    found = [(each.time.seconds, each.plan.memory.total) for each in ranked(FEW, memory_gb=memory_gb, most=40)]
     expected = [each for each in all_plans(4) if each[1] <= memory_gb * 1e9]
     assert 40 < len(expected) < len(all_plans(4)) + (memory_gb == 32)
     assert [seconds for seconds, _ in found] == pytest.approx([seconds for seconds, _ in expected[:40]])
-    assert all(memory <= memory_gb * 1e9 for _, memory in found)
     assert set(found) <= set(expected)
 
 
-def test_less_memory_leaves_slower_plans():
-    config = load_config(None, MODEL)
-    best = [ranked(config, 4, memory_gb, most=1)[0].time.seconds for memory_gb in (32, 0.15, 0.1)]
-    assert best[0] < best[1] < best[2]
+def test_where_nothing_fits_it_says_what_comes_nearest_and_by_how_much():
+    least = min(memory for _, memory in all_plans(4))
+    with pytest.raises(UserError, match=f"needs {least / 1e6:.1f} MB: {(least - 1e7) / 1e6:.1f} MB"):
+        ranked(FEW, memory_gb=0.01)
 
 
 def test_keys_that_were_stated_are_kept():
     stated = {"ici_tensor_parallelism": 2, "ici_data_parallelism": 1, "ici_fsdp_parallelism": -1,
-              "remat_policy": "full", "optimizer_memory_host_offload": False}  # fmt: skip
-    config = load_config(None, [*MODEL, *(f"{key}={str(value).lower()}" for key, value in stated.items())])
-    found = ranked(config, 8, 32)
+              "remat_policy": "full", "optimizer_memory_host_offload": False}
+    found = ranked([f"{key}={str(value).lower()}" for key, value in stated.items()], num_devices=8)
     assert {(each.plan.mesh["tensor"], each.plan.mesh["data"]) for each in found} == {(2, 1)}
     assert len({each.plan.mesh["context"] for each in found}) > 1
     for each in found:
@@ -87,89 +90,60 @@ def test_keys_that_were_stated_are_kept():
         assert {key: getattr(each.config, key) for key in stated} == stated
 
 
-def test_a_stated_pipeline_is_split_into_pieces():
-    config = load_config(None, [*MODEL, "ici_pipeline_parallelism=2", "remat_policy=full"])
-    found = ranked(config, 4, 32, most=60)
+def test_a_stated_pipeline_is_split_into_pieces_and_stated_replicas_stay():
+    for word in ("diloco_num_replicas=2", "ici_data_parallelism=2"):
+        assert {each.plan.diloco_num_replicas for each in ranked(["enable_diloco=true", word])} == {2}
+    found = ranked(["ici_pipeline_parallelism=2", "remat_policy=full"], most=60)
     assert {each.plan.num_pipeline_stages for each in found} == {2}
     assert {each.plan.num_pipeline_microbatches for each in found} >= {2, 4, 8}
-    named = load_config(None, [*MODEL, "ici_pipeline_parallelism=2", "num_pipeline_microbatches=4"])
-    assert {each.plan.num_pipeline_microbatches for each in ranked(named, 4, 32)} == {4}
+    named = ranked(["ici_pipeline_parallelism=2", "num_pipeline_microbatches=4"])
+    assert {each.plan.num_pipeline_microbatches for each in named} == {4}
+    for each in named:  # as `tune` reports it
+        candidate = Candidate(dict(each.keys), each.config, each.plan)
+        assert least_seconds(candidate, DEVICE) == pytest.approx(each.time.seconds)
+    assert least_seconds(candidate, None) is None
 
 
-def test_the_answer_is_always_the_same_and_its_settings_plan_it():
-    config = load_config(None, MODEL)
-    first, again = (ranked(config, 4, 0.3) for _ in range(2))
-    assert [each.to_json() for each in first] == [each.to_json() for each in again]
-    best = first[0]
+@pytest.mark.fast
+def test_the_settings_of_the_best_plan_it_and_a_run_takes_them():
+    best = ranked(memory_gb=0.3)[0]
     alone = load_config(None, [*MODEL, *best.settings])
     assert not wants_solving(alone)
     assert plan_of(4, 0.3)(alone) == best.plan
+    assert choose(load_config(None, MODEL), TOPOLOGY, DEVICE, plan_of(4, 0.3))[0] == dict(best.keys)
 
 
-def test_where_nothing_fits_it_says_what_comes_nearest_and_by_how_much():
-    config = load_config(None, MODEL)
-    with pytest.raises(UserError, match=r"no legal plan fits into the 10\.0 MB of a device\.") as refused:
-        ranked(config, 4, 0.01)
-    least = min(memory for _, memory in all_plans(4))
-    assert f"needs {least / 1e6:.1f} MB: {(least - 1e7) / 1e6:.1f} MB too much." in str(refused.value)
-
-
-def test_what_no_mesh_can_mend_is_refused_as_make_plan_does():
-    config = load_config(None, [*MODEL, "ici_tensor_parallelism=3"])
-    with pytest.raises(UserError, match="ici_tensor_parallelism=3"):
-        ranked(config, 4, 32)
-
-
-def test_links_that_are_not_known_are_an_error_and_not_a_guess():
-    device = device_named("l4", option="--device")
-    with pytest.raises(UserError) as refused:
-        rank(load_config(None, MODEL), Topology(4), device, plan_of(4, 24))
-    assert str(refused.value) == (
-        "--device=l4: what it sends to others on a machine of so many is not known, so that no step can be predicted. "
-        "Nearest that works: per_device_batch_size=2 gradient_accumulation_steps=1."
-    )
-    assert rank(load_config(None, MODEL), Topology(1), device, plan_of(1, 24))
-
-
-def test_where_the_rate_to_the_host_is_not_known_what_fits_only_there_is_not_counted_on():
-    device = dataclasses.replace(DEVICE, host_bytes_per_second=None)
-    topology = Topology(4, accelerator=Accelerator.planned("tpu"))
+def test_rates_that_are_not_known_are_an_error_and_not_a_guess():
+    with pytest.raises(UserError, match="--device=l4"):
+        ranked(memory_gb=24, device=L4)
+    assert ranked(num_devices=1, memory_gb=24, device=L4)
 
     def least(device, memory_gb):
         with pytest.raises(UserError, match="no legal plan fits") as refused:
-            rank(load_config(None, MODEL), topology, device, plan_of(4, memory_gb))
+            ranked(memory_gb=memory_gb, device=device)
         return float(re.search(r"needs ([\d.]+) MB", str(refused.value))[1])
 
-    with_host, without = least(DEVICE, 0.01), least(device, 0.01)
-    assert with_host < without
-    assert least(device, (with_host + without) / 2000) == without
+    without_host = dataclasses.replace(DEVICE, host_bytes_per_second=None)  # what fits only there does not count
+    with_it, without = least(DEVICE, 0.01), least(without_host, 0.01)
+    assert with_it < without
+    assert least(without_host, (with_it + without) / 2000) == without
 
 
-def test_a_run_takes_the_first_of_them():
-    config, topology = load_config(None, MODEL), Topology(4, accelerator=Accelerator.planned("tpu"))
-    assert choose(config, topology, DEVICE, plan_of(4, 32)) == (
-        dict(ranked(config, 4, 32)[0].keys), "predicted to be the fastest"
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("device", [None, device_named("l4", option="--device")])
+@pytest.mark.parametrize("device", [None, L4])
 def test_where_a_device_has_too_few_figures_it_is_the_fewest_micro_batches_that_fit(device):
-    config, topology = load_config(None, MODEL), Topology(4)
+    config = load_config(None, MODEL)
+
+    def chosen(memory_gb):
+        return choose(config, Topology(4), device, plan_of(4, memory_gb))[0]
+
     sizes = [
         plan_of(4, None)(config.model_copy(update={"gradient_accumulation_steps": steps})).memory.total
         for steps in (1, 2)
     ]
-    assert sizes[1] < sizes[0]
-    assert choose(config, topology, device, plan_of(4, None)) == (
-        {"per_device_batch_size": 2, "gradient_accumulation_steps": 1}, "the fewest micro-batches"
-    )  # fmt: skip
-    between = sum(sizes) / 2e9
-    assert choose(config, topology, device, plan_of(4, between))[0]["gradient_accumulation_steps"] == 2
-    with pytest.raises(UserError, match=r"no legal plan fits into the 1\.0 MB of a device"):
-        choose(config, topology, device, plan_of(4, 1e-3))
-    config = load_config(None, [*MODEL, "base_num_query_heads=8", "ici_tensor_parallelism=3"])
-    with pytest.raises(UserError, match="ici_tensor_parallelism=3"):
-        choose(config, topology, device, plan_of(4, None))
+    assert chosen(None) == {"per_device_batch_size": 2, "gradient_accumulation_steps": 1}
+    assert chosen(sum(sizes) / 2e9)["gradient_accumulation_steps"] == 2
+    with pytest.raises(UserError, match="no legal plan fits"):
+        chosen(1e-3)
 
 
 def test_devices_of_different_hosts_send_over_the_network():
@@ -187,54 +161,118 @@ def test_devices_of_different_hosts_send_over_the_network():
 
 
 RAMP = ["enable_rampup_batch_size=true", "per_device_batch_size_start=1", "per_device_batch_size_increment=1",
-        "global_rampup_samples=20"]  # fmt: skip
+        "global_rampup_samples=20"]
 
 
-@pytest.mark.parametrize("device", [DEVICE, None])
-@pytest.mark.parametrize(("words", "refusals"), [
-    ([*RAMP, "num_epochs=1"], [
-        "enable_rampup_batch_size=true: the batches of a ramp follow from per_device_batch_size and "
-        "gradient_accumulation_steps, both open. Nearest that work: gradient_accumulation_steps=1 or "
-        "enable_rampup_batch_size=false."]),
-    (["enable_diloco=true"], [
-        "diloco_num_replicas=-1: the number of replicas follows from the data axis, which is open. "
-        "Nearest that works: 1."]),
-    (["enable_diloco=true", "ici_data_parallelism=-1", "ici_fsdp_parallelism=2"], [
-        "diloco_num_replicas=-1: the number of replicas follows from the data axis, which is open. "
-        "Nearest that works: 2."]),
-])  # fmt: skip
-def test_what_would_let_the_choice_change_the_training_is_refused(words, refusals, device):
+@pytest.mark.parametrize(("words", "memory_gb", "nearest"), [
+    ([*RAMP, "num_epochs=1"], 32, "gradient_accumulation_steps=1 or enable_rampup_batch_size=false"),
+    ([*RAMP, "global_batch_size=256"], 1.5, "gradient_accumulation_steps=8 or"),  # 4 need 1.93 GB
+    (["enable_diloco=true"], 32, "1"),
+    (["enable_diloco=true", "ici_data_parallelism=-1", "ici_fsdp_parallelism=2"], 32, "2"),
+    (["ici_tensor_parallelism=3"], 32, ""),
+])
+def test_what_would_let_the_choice_change_the_training_is_refused(words, memory_gb, nearest):
     def plan(config):
-        return make_plan(config, num_devices=4, num_examples=20, device_memory_gb=32, platform="tpu")
+        return make_plan(config, num_devices=4, num_examples=20, device_memory_gb=memory_gb, platform="tpu")
 
-    topology = Topology(4, accelerator=Accelerator.planned("tpu"))
-    with pytest.raises(UserError) as refused:
-        choose(load_config(None, [*MODEL, *words]), topology, device, plan)
-    assert list(refused.value.problems) == refusals
-    for near in str(refused.value).partition("work: ")[2].rstrip(".").split(" or ") if "ramp" in words[0] else []:
-        mended = load_config(None, [*MODEL, *words, near])
-        assert choose(mended, topology, device, plan) if wants_solving(mended) else plan(mended)
-
-
-def test_the_split_of_a_ramp_that_is_suggested_fits():
-    def plan(config):
-        return make_plan(config, num_devices=4, num_examples=20, device_memory_gb=1.5)
-
-    with pytest.raises(UserError, match=r"Nearest that work: gradient_accumulation_steps=8 or "):  # 4 need 1.93 GB
-        choose(load_config(None, [*MODEL, *RAMP, "global_batch_size=256"]), Topology(4), DEVICE, plan)
-
-
-@pytest.mark.parametrize("words", [["diloco_num_replicas=2"], ["ici_data_parallelism=2"]])
-def test_all_that_are_ranked_have_the_replicas_that_were_stated(words):
-    found = ranked(load_config(None, [*MODEL, "enable_diloco=true", *words]), 4, 32)
-    assert {each.plan.diloco_num_replicas for each in found} == {2}
+    for device in (DEVICE, None):
+        with pytest.raises(UserError, match=rf"Nearest that works?: {nearest}") as refused:
+            choose(load_config(None, [*MODEL, *words]), TOPOLOGY, device, plan)
+        assert str(refused.value).startswith(("enable_rampup_batch_size", "diloco_num_replicas", "ici_tensor"))
 
 
 def test_a_search_tries_only_sizes_that_divide_the_model(monkeypatch):
     """720,720 devices have 3.4 million meshes; of these, about two thousand split 4 layers and widths of 2^n evenly."""
     tried = []
     monkeypatch.setattr(ranking, "resolve", lambda config, _: tried.append(config) or [])
-    config = load_config(None, [*MODEL[:-3], "global_batch_size=1", *MODEL[-2:]])
-    with pytest.raises(UserError, match="no mesh and batch that the config leaves open are legal"):
-        rank(config, Topology(720720), DEVICE, lambda _: None)
+    with pytest.raises(UserError, match="no mesh and batch"):
+        rank(load_config(None, [*MODEL, "global_batch_size=1"]), Topology(720720), DEVICE, lambda _: None)
     assert len(tried) < 2000
+
+
+# ---- Tuning: what is measured, in which order, and that the fastest is found, with times that are made up ----------
+
+BATCH = ["per_device_batch_size=4", "gradient_accumulation_steps=2", "base_num_decoder_layers=4"]
+SPLIT = ["per_device_batch_size=-1", "gradient_accumulation_steps=1", "remat_policy=full", "ici_fsdp_parallelism=1",
+         "ici_data_parallelism=-1"]
+
+
+class Machine:
+    """Eight devices that need a time for each micro-batch and each row, more where layers are computed again."""
+
+    def __init__(self, *words, most_rows=100, per_micro_batch=1.0):
+        self.config = load_config(None, [*BATCH, *words])
+        self.most_rows, self.per_micro_batch = most_rows, per_micro_batch
+        self.measured = []
+
+    def __call__(self, candidate):
+        plan, policy = candidate.plan, REMAT_ORDER.index(candidate.config.remat_policy)
+        self.measured.append((plan.gradient_accumulation_steps, candidate.config.remat_policy))
+        assert plan.global_batch_to_train == 64
+        if plan.per_device_batch_size > self.most_rows * (1 + policy):
+            return Timing(None, None)
+        rows = plan.per_device_batch_size * plan.gradient_accumulation_steps
+        return Timing(self.per_micro_batch * plan.gradient_accumulation_steps + float(rows) * (1 + policy / 10), 1)
+
+    def tune(self, **keys):
+        found = tune(self.config, lambda config: make_plan(config, num_devices=8), self, **keys)
+        return [(candidate.keys, timing.seconds) for candidate, timing in found]
+
+
+@pytest.mark.parametrize("machine", [
+    {}, {"most_rows": 4}, {"most_rows": 2}, {"most_rows": 2, "per_micro_batch": 0.01},
+], ids=str)
+def test_the_best_candidate_is_the_best_of_a_full_search(machine):
+    short, full = Machine(**machine), Machine(**machine)
+    found, every = short.tune(), full.tune(full=True)
+    assert found[0] == every[0]
+    fits = [seconds for _, seconds in every if seconds is not None]
+    assert fits == sorted(fits)
+    assert len(every) == len({str(keys) for keys, _ in every}) == 4 * len(REMAT_ORDER)  # 8, 4, 2 or 1 row per device
+    assert len(short.measured) < len(full.measured)
+
+
+def test_candidates_that_do_not_fit_retry_with_less_kept_and_come_last():
+    machine = Machine(most_rows=4)
+    keys, seconds = machine.tune()[-1]
+    assert machine.measured[:3] == [(1, "none"), (1, "save_dot_products"), (2, "none")]
+    assert (keys["per_device_batch_size"], keys["remat_policy"], seconds) == (8, "none", None)
+
+
+@pytest.mark.parametrize(("batch", "devices", "most_rows", "expected"), [
+    (12, 8, 99, [1, 2]),  # 16 slots in each of these, but 3 x 8, 4 x 8, 6 x 8 and 12 x 8 otherwise
+    (13, 7, 99, [1]), (100, 8, 99, [1]), (64, 8, 99, [1, 2, 4, 8]),
+    (100, 8, 9, [1, 2]),  # the fullest does not fit
+])
+def test_splits_with_the_fewest_empty_slots_that_fit_are_measured(batch, devices, most_rows, expected):
+    measured = []
+
+    def measure(candidate):
+        measured.append(candidate.plan.gradient_accumulation_steps)
+        return Timing(1.0 if candidate.plan.per_device_batch_size < most_rows else None, 1)
+
+    config = load_config(None, [*SPLIT, f"global_batch_size={batch}"])
+    assert tune(config, lambda config: make_plan(config, num_devices=devices), measure)
+    assert list(dict.fromkeys(measured)) == expected
+
+
+def test_stated_keys_stay_and_open_pieces_of_a_pipeline_are_tried():
+    machine = Machine("ici_pipeline_parallelism=2", "remat_policy=none")
+    found = machine.tune()
+    assert {policy for _, policy in machine.measured} == {"none"}
+    assert {keys["num_pipeline_microbatches"] for keys, _ in found} == {2, 4, 8, 16}
+    assert all("remat_policy" not in keys for keys, _ in found)
+    stated = Machine("ici_pipeline_parallelism=2", "remat_policy=none", "num_pipeline_microbatches=4").tune()
+    assert all("num_pipeline_microbatches" not in keys for keys, _ in stated)
+
+
+def test_the_shorter_of_two_medians_counts_for_the_three_fastest():
+    times = iter([9.0, 3.0, 2.0, 4.0, 5.0, 2.5, 1.0])
+    config = load_config(None, [*BATCH, "remat_policy=full"])
+    found = tune(config, lambda config: make_plan(config, num_devices=8), lambda _: Timing(next(times), 1))
+    assert [timing.seconds for _, timing in found] == [1.0, 2.0, 2.5, 9.0]
+
+
+def test_a_ramp_is_refused():
+    with pytest.raises(UserError, match="enable_rampup_batch_size"):
+        Machine("enable_rampup_batch_size=true").tune()

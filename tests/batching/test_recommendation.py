@@ -9,7 +9,7 @@ from maxtext_lite.batching import flops_per_example, make_plan
 from maxtext_lite.batching.devices import device_named
 from maxtext_lite.batching.laws import Budget, Interval, batch_interval, doubling_tokens, rate_interval
 from maxtext_lite.batching.recommendation import Machine, budget_of, nearest_legal, ramp_of, recommend
-from maxtext_lite.config import UserError, load_config
+from maxtext_lite.config import load_config
 
 EIGHT_B = ["model_name=llama3-8b", "max_target_length=4096"]
 H200 = device_named("h200", option="--device")
@@ -54,12 +54,16 @@ def test_short_memory_lowers_the_per_device_batch():
     assert small.fits
     assert small.per_device_batch_size < large.per_device_batch_size
     assert large.fits is large.days is None
-    none = nearest_legal(config, 4e6, 160e9, Machine(8, 1, device_named("v5e", option="--device")))
+    v5e = device_named("v5e", option="--device")
+    none = nearest_legal(config, 4e6, 160e9, Machine(8, 1, v5e))
     assert none.fits is False  # 8B of weights and moments are more than 8 x 16 GB hold with activations
+    large = load_config(overrides=[*EIGHT_B, "model_name=llama3-70b"])
+    none = nearest_legal(large, 343 * 4096, 1.4e12, Machine(256, 1, v5e))
+    assert (none.fits, none.examples, none.empty_slots) == (False, 256, 0)
 
 
-@pytest.mark.parametrize("devices", [1, 3, 8, 96])
-@pytest.mark.parametrize("tokens", [100, 2_000, 300_000, 7_777_777])
+@pytest.mark.parametrize("devices", [1, 3, 96])
+@pytest.mark.parametrize("tokens", [100, 2_000, 7_777_777])
 def test_the_nearest_batch_on_any_machine(devices, tokens):
     config = load_config(overrides=["per_device_batch_size=4", "ici_fsdp_parallelism=1", "ici_data_parallelism=-1"])
     legal = nearest_legal(config, tokens, 1e9, Machine(devices, 1, None))
@@ -86,12 +90,6 @@ def test_slots_are_full_where_the_batch_has_as_many_examples_and_days_count_the_
     assert legal.days.low == pytest.approx(rows * flops_per_example(config, 256) / (0.5 * 8 * 989.4e12) / 86_400)
 
 
-def test_of_batches_that_do_not_fit_none_has_empty_slots_without_need():
-    config = load_config(overrides=[*EIGHT_B, "model_name=llama3-70b"])
-    legal = nearest_legal(config, 343 * 4096, 1.4e12, Machine(256, 1, device_named("v5e", option="--device")))
-    assert (legal.fits, legal.examples, legal.empty_slots) == (False, 256, 0)
-
-
 @pytest.mark.parametrize(("words", "per_device"), [
     (["per_device_batch_size=auto"], 15),  # 117 examples on 8 devices, in one micro-batch
     (["per_device_batch_size=-1", "gradient_accumulation_steps=4"], 2),  # 64 / 4 / 8
@@ -102,18 +100,6 @@ def test_the_largest_per_device_batch_is_the_configs_or_what_follows_from_its_ba
     legal = nearest_legal(config, 30_000, 1e9, Machine(8, 1, None))
     assert legal.per_device_batch_size == per_device
     assert "global_batch_size=0" in legal.overrides
-
-
-def test_a_doubling_after_more_samples_than_a_key_counts_has_no_keys():
-    config = load_config(overrides=["max_target_length=16"])
-    assert not recommend(config, Budget(8e9, 8e9, 15e12), Machine(8, 1, None)).ramp.overrides
-    assert recommend(config, Budget(8e9, 8e9, 15e10), Machine(8, 1, None)).ramp.overrides
-
-
-def test_a_config_that_no_batch_fixes_is_refused_with_its_rule():
-    config = load_config(overrides=["ici_tensor_parallelism=3"])
-    with pytest.raises(UserError, match="ici_tensor_parallelism"):
-        nearest_legal(config, 1e6, 1e9, Machine(8, 1, None))
 
 
 def test_adamw_ramps_by_doublings_that_plan_and_muon_does_not():
@@ -133,14 +119,6 @@ def test_adamw_ramps_by_doublings_that_plan_and_muon_does_not():
     assert first.samples * 4096 == pytest.approx(found.ramp.starts[-1].middle, rel=1e-3)
 
 
-@pytest.mark.parametrize("tokens", [1e7, 2e8, 1e9])
-def test_a_ramp_that_the_run_would_not_finish_has_no_keys(tokens):
-    config = load_config(overrides=EIGHT_B)
-    ramp = recommend(config, budget_of(config, tokens=tokens, loss=None), Machine(64, 8, H200)).ramp
-    assert ramp.starts
-    assert not ramp.overrides
-
-
 def test_weight_decay_spans_from_the_smallest_batch_at_the_largest_rate_to_the_reverse():
     config = load_config(overrides=EIGHT_B)
     budget = Budget(8e9, 8e9, 160e9)
@@ -152,3 +130,13 @@ def test_weight_decay_spans_from_the_smallest_batch_at_the_largest_rate_to_the_r
     assert found.adam_b2 == Interval(0.95, 0.95)
     assert found.warmup_steps.low == 2000
     assert found.warmup_steps.high == pytest.approx(8e9 / best.middle)
+
+
+def test_a_ramp_has_no_keys_where_the_run_would_not_finish_it_or_no_key_counts_its_samples():
+    config = load_config(overrides=EIGHT_B)
+    ramp = recommend(config, budget_of(config, tokens=2e8, loss=None), Machine(64, 8, H200)).ramp
+    assert ramp.starts
+    assert not ramp.overrides
+    short = load_config(overrides=["max_target_length=16"])
+    found = [recommend(short, Budget(8e9, 8e9, tokens), Machine(8, 1, None)).ramp for tokens in (15e12, 15e10)]
+    assert [bool(ramp.overrides) for ramp in found] == [False, True]

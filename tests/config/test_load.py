@@ -1,3 +1,5 @@
+"""A config is base.yml, the user's file over its base, a model's file, and the command line, each over the last."""
+
 import contextlib
 import json
 import os
@@ -11,12 +13,19 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from maxtext_lite.config import ConfigError, UserError, load_config, packaged_directory, packaged_file, write_resolved
-from maxtext_lite.config.schema import RLRunConfig
+from maxtext_lite.config import (
+    KEYS,
+    RL_KEYS,
+    RLRunConfig,
+    UserError,
+    load_config,
+    packaged_directory,
+    packaged_file,
+    write_resolved,
+)
+from maxtext_lite.config.hints import _ELSEWHERE, missing_file
 from tests.mutations import VALUES
-from tests.refusals import changes
-
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.source_tree import REPOSITORY
 
 
 def problems_of(*arguments):
@@ -31,28 +40,28 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_base_yml_is_the_default_and_holds_every_default():
+def test_base_yml_is_the_default_and_holds_every_default(monkeypatch):
+    for name in ("STEPS", "steps", "M_STEPS", "MAXTEXT_LITE_STEPS"):
+        monkeypatch.setenv(name, "7")  # the environment is not consulted
     config = load_config()
     written = yaml.safe_load(packaged_file("configs", "base.yml").read_text())
-    assert set(written) == set(config.origins)
+    assert set(written) == set(config.origins) == set(KEYS)
     assert set(config.origins.values()) == {"base.yml"}
-    assert config.steps == written["steps"]
+    assert config.steps == written["steps"] == 250
     assert config == load_config("configs/base.yml") == load_config("base.yml")
+    rl = yaml.safe_load((packaged_directory("configs") / "post_train" / "rl.yml").read_text(encoding="utf-8"))
+    assert [key for key in rl if key not in (*KEYS, "base")] == list(RL_KEYS)
 
 
+@pytest.mark.fast
 def test_the_command_line_wins_over_the_file_and_the_file_over_its_base(here):
     Path("deep.yml").write_text("steps: 10\nseed: 1\nlog_period: 1\n")
     Path("my.yml").write_text("base: deep.yml\nseed: 2\nlog_period: 2\n")
-    config = load_config("my.yml", ["log_period=3"])
+    config = load_config("my.yml", ["log_period=4", "log_period=3"])
     assert (config.steps, config.seed, config.log_period) == (10, 2, 3)
     assert [config.origins[key] for key in ("checkpoint_period", "steps", "seed", "log_period")] == [
-        "base.yml", "deep.yml", "my.yml", "command line"]  # fmt: skip
-
-
-def test_of_duplicate_overrides_the_last_wins_and_duplicate_keys_of_a_file_are_refused(here):
-    assert load_config(None, ["steps=30", "steps=25"]).steps == 25
-    Path("my.yml").write_text("steps: 30\nsteps: 25\n")
-    assert problems_of("my.yml") == ("key 'steps' occurs twice in my.yml. Keep one of them.",)
+        "base.yml", "deep.yml", "my.yml", "command line",
+    ]
 
 
 def test_a_model_file_lies_between_base_yml_and_what_the_user_states(here):
@@ -61,179 +70,48 @@ def test_a_model_file_lies_between_base_yml_and_what_the_user_states(here):
     assert (config.base_emb_dim, config.base_num_decoder_layers, config.head_dim) == (4096, 2, 64)
     assert config.origins["base_emb_dim"] == "models/llama3-8b.yml"
     assert config.origins["base_num_decoder_layers"] == "my.yml"
-    assert config.origins["model_name"] == "command line"
 
 
-def test_the_dimensions_of_one_model_do_not_pass_for_anothers(here):
-    Path("my.yml").write_text("model_name: smollm2-135m\nbase_num_decoder_layers: 2\n")
-    problems = problems_of("my.yml", ["model_name=llama3-8b"])
-    assert len(problems) == 1
-    assert problems[0].startswith("base_num_decoder_layers=2 in my.yml belongs to model_name=smollm2-135m there, ")
-    assert load_config("my.yml", ["model_name=llama3-8b", "base_num_decoder_layers=2"]).base_num_decoder_layers == 2
-
-
-def test_a_model_of_the_working_directory_is_found(here):
+def test_a_model_of_the_working_directory_is_found_and_a_resolved_config_does_not_need_it(here, monkeypatch):
     Path("configs/models").mkdir(parents=True)
     Path("configs/models/mine.yml").write_text("base_emb_dim: 64\n")
     config = load_config(None, ["model_name=mine"])
-    assert config.base_emb_dim == 64
     assert config.origins["base_emb_dim"] == "configs/models/mine.yml"
-
-
-def test_a_config_with_every_key_needs_no_file_of_its_model(here, monkeypatch):
-    Path("configs/models").mkdir(parents=True)
-    Path("configs/models/mine.yml").write_text("base_emb_dim: 64\n")
-    config = load_config(None, ["model_name=mine"])
     write_resolved(config, here / "config.yml")
     (here / "elsewhere").mkdir()
     monkeypatch.chdir(here / "elsewhere")
     assert load_config(here / "config.yml") == config
     assert load_config(here / "config.yml", ["model_name=mine", "steps=5"]).base_emb_dim == 64
-    assert "model_name=other has no file" in problems_of(here / "config.yml", ["model_name=other"])[0]
+    assert "model_name=other" in problems_of(here / "config.yml", ["model_name=other"])[0]
 
 
-def test_an_unknown_model_is_refused_with_those_there_are():
-    (problem,) = problems_of(None, ["model_name=llama3_8b"])
-    assert problem.startswith("model_name=llama3_8b has no file in configs/models/. Its family has: llama2-")
-    assert problem.endswith("Did you mean 'llama3-8b'?")
-    (problem,) = problems_of(None, ["model_name=0.25"])
-    assert "There are models of: apertus, command, deepseek, " in problem
-    assert problem.endswith("; model_name=default takes the dimensions from the config.")
-    assert "has no file" in problems_of(None, ["model_name=../base"])[0]
-
-
-def test_an_unknown_key_is_refused_with_its_place_and_the_nearest_key(here):
-    assert problems_of(None, ["per_device_batchsize=3"]) == (
-        "unknown key 'per_device_batchsize' (command line). Did you mean 'per_device_batch_size'?",
-    )
-    Path("my.yml").write_text("stps: 30\nxyzzy: 1\n")
-    assert problems_of("my.yml") == (
-        "unknown key 'stps' (my.yml). Did you mean 'steps'?",
-        "unknown key 'xyzzy' (my.yml).",
-    )
-
-
-def test_keys_of_reinforcement_learning_take_one_line_which_says_what_to_write(here):
-    Path("my.yml").write_text("base: base.yml\nbatch_size: 8\nstps: 3\nnum_generations: 4\nmicro_batch_size: 8\n")
-    assert problems_of("my.yml", ["num_iterations=2"]) == (
-        "unknown keys 'batch_size', 'num_generations' and 1 more (my.yml). They are keys of "
-        "configs/post_train/rl.yml: give that file, or one whose base it is.",
-        "unknown key 'stps' (my.yml). Did you mean 'steps'?",
-        "unknown key 'num_iterations' (command line). It is a key of configs/post_train/rl.yml: give that file, or one "
-        "whose base it is.",
-    )
-    Path("my.yml").write_text("base: post_train/rl.yml\nbatch_size: 8\nnum_generations: 4\nmicro_batch_size: 8\n")
-    assert load_config("my.yml", ["num_iterations=2"]).num_generations == 4
-
-
-def test_all_problems_are_reported_at_once(here):
-    Path("my.yml").write_text("stps: 30\nseed: 1.5\nseed: 2.5\nbase_num_kv_heads: 3\n")
-    assert problems_of("my.yml", ["steps=many", "optimizer=adam", "nonsense", "vocab_size=3"]) == (
-        "key 'seed' occurs twice in my.yml. Keep one of them.",
-        "'nonsense' (command line) is not of the form key=value.",
-        "unknown key 'stps' (my.yml). Did you mean 'steps'?",
-        "steps=many is text, not a number. Nearest that works: 250.",
-        "seed=2.5 is not an integer. Nearest that work: 2 or 3.",
-        "optimizer=adam is not one of adamw, sgd, adafactor, muon, lion. Nearest that works: adamw.",
-        "base_num_kv_heads=3 does not divide base_num_query_heads=8. Nearest that work: 2 or 4.",
-        "vocab_size=3 is less than the 257 tokens of tokenizer_type=byte. Nearest that works: 257.",
-    )
-
-
-def test_the_first_suggestions_of_all_lines_make_a_config():
-    with pytest.raises(ConfigError) as refused:
-        load_config(None, ["steps=0", "optimizer=adam", "base_num_kv_heads=3"])
-    suggested = [f"{key}={value}" for problem in refused.value.problems for key, value in changes(problem)[0].items()]
-    config = load_config(None, suggested)
-    assert (config.steps, config.optimizer, config.base_num_kv_heads) == (1, "adamw", 2)
-
-
-def test_a_missing_base_is_held_against_the_files_beside_the_one_that_names_it(here):
-    Path("sub").mkdir()
-    for name in ("othr.yml", "sub/othre.yml"):
-        Path(name).touch()
-    Path("sub/my.yml").write_text("base: other.yml\n")
-    (problem,) = problems_of("sub/my.yml")
-    assert problem == "no config file 'other.yml' (base of sub/my.yml). Did you mean 'othre.yml'?"
-
-
-@pytest.mark.parametrize(
-    ("files", "why"),
-    [
-        ({"my.yml": "base: my.yml\n"}, "leads back to my.yml"),
-        ({"my.yml": "base: a.yml\n", "a.yml": "base: my.yml\n"}, "leads back to my.yml"),
-        ({"my.yml": "base: nowhere.yml\n"}, "no config file 'nowhere.yml' (base of my.yml)."),
-        ({"my.yml": "base: 3\n"}, "base: 3 in my.yml is not the name of a file."),
-        ({"my.yml": "- a\n"}, "my.yml is not a list of `key: value` lines."),
-        ({"my.yml": "steps: [\n"}, "my.yml is not YAML ("),
-        ({"my.yml": "steps: &a [*a]\n"}, "my.yml contains itself (line 1)."),
-        ({}, "no config file 'my.yml'."),
-    ],
-)
-def test_files_that_do_not_serve_are_refused(here, files, why):
-    for name, text in files.items():
+def test_a_base_is_looked_for_beside_the_file_then_at_home_and_among_the_shipped_ones(here, monkeypatch):
+    monkeypatch.setenv("HOME", str(here / "home"))
+    for name, text in {
+        "sub/base.yml": "seed: 5\n", "sub/my.yml": "base: base.yml\n", "my.yml": "base: configs/base.yml\nsteps: 30\n",
+        "home/mine.yml": "steps: 7\n", "of_home.yml": "base: ~/mine.yml\n", "base.yml": "base: base.yml\nseed: 3\n",
+    }.items():
+        Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_text(text)
-    (problem,) = problems_of("my.yml")
-    assert why in problem
-
-
-def test_a_file_that_is_not_text_is_refused(here):
-    Path("my.yml").write_bytes(b"\xff\xfe")
-    assert problems_of("my.yml") == ("my.yml is not UTF-8 text.",)
-    assert "the config file '.' is a directory" in problems_of(".")[0]
-
-
-def test_a_base_is_looked_for_beside_the_file_and_then_among_the_shipped_ones(here):
-    Path("sub").mkdir()
-    Path("sub/base.yml").write_text("seed: 5\n")
-    Path("sub/my.yml").write_text("base: base.yml\n")
-    Path("my.yml").write_text("base: configs/base.yml\nsteps: 30\n")
-    assert load_config("sub/my.yml").seed == 5
     assert load_config("sub/my.yml").origins["seed"] == "sub/base.yml"
     assert load_config("my.yml").origins["seed"] == "base.yml"
+    assert load_config("of_home.yml").steps == load_config("~/mine.yml").steps == 7
+    assert load_config("base.yml").seed == 3  # over the shipped one
 
 
-def test_auto_leaves_the_accumulation_open_too_unless_somebody_states_it(here):
-    def keys(*words, file=None):
-        config = load_config(file, words)
-        return config.per_device_batch_size, config.gradient_accumulation_steps
-
-    auto = "per_device_batch_size=auto"
-    assert keys(auto) == keys("per_device_batch_size=-1", "gradient_accumulation_steps=-1")
-    assert keys(auto, "gradient_accumulation_steps=2") == (-1, 2)
-    path = here / "auto.yml"
-    path.write_text("per_device_batch_size: auto\n")
-    assert keys(file=path) == (-1, -1)
-    assert keys("per_device_batch_size=4", file=path) == (4, 1)
-    with pytest.raises(ConfigError, match="per_device_batch_size=automatic is text, not a number"):
-        keys("per_device_batch_size=automatic")
+def test_a_file_of_a_shipped_name_is_the_users_own(here):
+    Path("post_train").mkdir()
+    own = Path("post_train/rl.yml")
+    own.write_text("base: base.yml\nsteps: 7\n")
+    assert not isinstance(load_config("post_train/rl.yml"), RLRunConfig)
+    assert load_config("post_train/rl.yml").steps == 7
+    own.write_text("base: post_train/rl.yml\nsteps: 7\n")  # the shipped file: there is none beside it
+    assert isinstance(load_config("post_train/rl.yml"), RLRunConfig)
 
 
-def test_text_keys_take_text_as_written():
-    config = load_config(None, ["run_name=007", "dataset_path=*.txt", "eval_dataset_path=[ab]*.txt", "tokenizer_path="])
-    assert (config.run_name, config.dataset_path, config.eval_dataset_path) == ("007", "*.txt", "[ab]*.txt")
-    assert config.tokenizer_path == ""
-    assert load_config(None, ["run_name='a b'"]).run_name == "a b"
-    assert load_config(None, ["remat_policy=none"]).remat_policy == "none"
-    assert load_config(None, ["run_name=a=b"]).run_name == "a=b"
-    assert load_config(None, ["run_name=#5"]).run_name == "#5"
-    assert load_config(None, ["tokenizer_path=''"]).tokenizer_path == ""
-    assert "run_name=null is not text" in problems_of(None, ["run_name=null"])[0]
-
-
-@pytest.mark.parametrize("text", ["r1 #2", "'r1' #2", "!!str 5", "&a x", "x: y"])
-def test_of_a_text_nothing_is_dropped(text):
-    assert load_config(None, [f"dataset_path={text}"]).dataset_path == text
-
-
-def test_base_is_no_key_of_the_command_line():
-    assert problems_of(None, ["base=x.yml"])[0].startswith("base is a line of a config file")
-
-
-def test_environment_variables_are_not_consulted(monkeypatch):
-    for name in ("STEPS", "steps", "M_STEPS", "MAXTEXT_STEPS", "MAXTEXT_LITE_STEPS"):
-        monkeypatch.setenv(name, "7")
-    assert load_config().steps == 250
+def test_an_empty_file_is_a_config(here):
+    Path("my.yml").write_text("")
+    assert load_config("my.yml") == load_config()
 
 
 def test_only_files_inside_the_shipped_directory_are_shipped_files():
@@ -243,33 +121,77 @@ def test_only_files_inside_the_shipped_directory_are_shipped_files():
     assert packaged_file("assets", "shakespeare.jsonl.gz").is_file()
 
 
-@pytest.mark.parametrize("layout", ["checkout", "wheel"])
-def test_shipped_configs_are_found_from_any_directory(tmp_path, layout):
-    root = tmp_path / "site"
-    shutil.copytree(REPOSITORY / "maxtext_lite", root / "maxtext_lite", ignore=shutil.ignore_patterns("__pycache__"))
-    inside = root / "maxtext_lite" if layout == "wheel" else root
-    shutil.copytree(REPOSITORY / "configs", inside / "configs")
+def test_a_wheel_finds_its_configs_from_any_directory(tmp_path):
+    package = tmp_path / "site" / "maxtext_lite"
+    shutil.copytree(REPOSITORY / "maxtext_lite", package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(REPOSITORY / "configs", package / "configs")
     program = (
         "import maxtext_lite; print(maxtext_lite.load_config('configs/models/llama3-8b.yml').base_emb_dim,"
         "maxtext_lite.load_config(None, ['model_name=smollm2-135m']).base_emb_dim, maxtext_lite.__file__)"
     )
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=elsewhere,
-        env=os.environ | {"PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.split() == ["4096", "576", str(root / "maxtext_lite" / "__init__.py")]
+    command, environment = [sys.executable, "-c", program], os.environ | {"PYTHONPATH": str(tmp_path / "site")}
+    said = subprocess.check_output(command, cwd=tmp_path, env=environment, text=True, timeout=120)
+    assert said.split() == ["4096", "576", str(package / "__init__.py")]
+
+
+# ---- What is no config ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("content", "named"), [
+    (b"stps: 30\nxyzzy: 1\n", ["'stps'", "'xyzzy'"]), (b"steps: " + b"[" * 9000, ["my.yml"]),
+    (b"\xff\xfe", ["my.yml"]), (b"\x00\x01\x02" * 9, ["my.yml"]), (b"#" * (2**22 + 1), ["my.yml has 4,194,305"]),
+    (b"a: &a [1]\n" + b"".join(b"b%d: &%c [%s]\n" % (i, 98 + i, b", ".join([b"*%c" % (97 + i)] * 9))
+                               for i in range(9)), ["my.yml"]),  # aliases of aliases
+    (b"".join(b"key%d: 1\n" % number for number in range(30)), ["'key"] * 20 + ["10 more"]),
+])
+def test_what_is_no_config_is_refused_by_its_file_or_key(here, content, named):
+    """As are the files of refusals.yml."""
+    Path("my.yml").write_bytes(content)
+    problems = problems_of("my.yml")
+    assert len(problems) == len(named), problems
+    assert all(word in problem for word, problem in zip(named, problems, strict=True)), problems
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, "a\0b", "\ud800", "x/" * 3000])
+def test_a_name_that_no_file_can_have_is_refused_in_a_line(here, name):
+    for arguments in ((name,), (None, [f"model_name={name}"])):
+        (problem,) = problems_of(*arguments)
+        assert "config file '" in problem or problem.startswith("model_name=")
+        assert len(problem) < 3000
+        assert problem.isprintable()
+
+
+def test_all_problems_are_reported_at_once_and_each_with_the_value_that_suits_the_others(here):
+    Path("my.yml").write_text("stps: 30\nseed: 1.5\nseed: 2.5\nbase_num_kv_heads: 3\n")
+    words = ["steps=many", "optimizer=adam", "nonsense", "base_num_query_heads=true", "scale_adam_with_batch=true"]
+    named = ["'seed'", "'nonsense'", "'stps'", "steps=many", "base_num_query_heads=true", "base_num_kv_heads=3",
+             "seed=2.5", "optimizer=adam", "scale_adam_with_batch=true"]
+    problems = problems_of("my.yml", words)
+    assert len(problems) == len(named)
+    assert all(any(name in problem for problem in problems) for name in named), problems
+
+
+# ---- What may have been meant --------------------------------------------------------------------------------------
+
+
+def test_every_name_from_elsewhere_leads_to_a_key_and_is_none():
+    assert set(_ELSEWHERE.values()) <= {*KEYS, *RL_KEYS}
+    assert not set(_ELSEWHERE) & set(KEYS)
+
+
+def test_a_directory_or_a_broken_link_is_not_a_misspelt_name(here):
+    Path("nowheres.yml").mkdir()
+    Path("link.yml").symlink_to("gone.yml")
+    for name in ("nowhere.yml", "nowheres.yml", "link.yml"):
+        said = missing_file(name, "a.yml", ["base.yml"], here)
+        assert name in said
+        assert "mean" not in said
 
 
 PIECES = (
     "steps", "run_name", ": ", "- ", "\n", "  ", "[", "]", "{", "}", "&a ", "*a ", "<<: ", "!!python/object:os.system ",
     "!!binary ", "!!set ", "? ", "| ", "'", '"', "#", "---\n", "1", "1e999", "0x1F", "2024-01-01", "~", "\t", "@", "\0",
-)  # fmt: skip
+)
 
 
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])

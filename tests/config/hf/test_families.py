@@ -1,42 +1,141 @@
-"""Every family by its class of transformers: what fields mean that are missing, null, or of the wrong kind."""
+"""What config.json says is what families.yml has in keys, both ways; a missing field is what transformers has."""
 
 import copy
-from typing import Any
+import itertools
+import json
+import re
+from pathlib import Path
 
 import pytest
+import yaml
 
 from maxtext_lite.config import UserError, load_config
-from maxtext_lite.config.hf.config import family_of, model_keys
+from maxtext_lite.config.hf.config import (
+    TOWERS,
+    config_json,
+    family_of,
+    model_keys,
+    stored_dtype,
+    text_fields,
+    text_tensor,
+    unbuilt,
+)
 from maxtext_lite.config.hf.families import FAMILIES
-from maxtext_lite.config.hf.fields import JsonObject, same_architecture
+from maxtext_lite.config.hf.fields import DEFAULTS, same_architecture
+from maxtext_lite.config.hf.quantized import quantization_of
+from maxtext_lite.config.model_parts import RopeScaling
+from maxtext_lite.config.sections import ModelConfig
 
-_NEEDED = {
-    "deepseek_v2": {"num_experts_per_tok": 6}, "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2},
-    "hunyuan_v1_moe": {"num_experts": 4},  # one expert, its default, is no model of ours
-}  # fmt: skip
+TABLE = yaml.safe_load((Path(__file__).parent / "families.yml").read_text(encoding="utf-8"))
+PUBLISHED = {row["fields"]["model_type"]: row["fields"] for row in reversed(TABLE["published"])}
+LLAMA = PUBLISHED["llama"]
+
+
+def fields_of(row):
+    """A whole config.json: the usual sizes, what the family needs, and the row's own fields."""
+    kind = row["model"]
+    needed = TABLE["needed"].get(kind, {}) if isinstance(kind, str) else {}
+    return {"model_type": kind, **TABLE["sizes"], **needed, **row["fields"]}
+
+
+def config_of(keys):
+    return load_config(None, [f"{key}={json.dumps(value)}" for key, value in keys.items()])
+
+
+def written(keys, original, max_position_embeddings=64, dtype="bfloat16"):
+    return config_json(
+        config_of(keys), original=original, max_position_embeddings=max_position_embeddings, dtype=dtype
+    )
+
+
+def named(row):
+    return pytest.param(row, id=f"{row['model']} {list(row['fields'])}")
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("row", [named(row) for row in TABLE["read"]])
+def test_fields_are_read_as_keys_and_written_again(row):
+    keys = model_keys(fields_of(row), "config.json")
+    assert {key: keys[key] for key in row["keys"]} == row["keys"]
+    again = model_keys(written(keys, {"model_type": row["model"]}), "config.json")
+    assert same_architecture(again, keys) == []
+
+
+@pytest.mark.parametrize("row", TABLE["published"], ids=lambda row: row["fields"]["model_type"])
+def test_published_models_are_read_and_written(row):
+    fields, expected = row["fields"], row.get("keys", {})
+    keys = model_keys(fields, "config.json")
+    assert {key: keys[key] for key in expected} == expected
+    if "name" in row:
+        config = load_config(None, [f"model_name={row['name']}"])
+        assert same_architecture(keys, {key: getattr(config, key) for key in keys}) == []
+    if "text_config" not in fields:
+        carried = written(keys, fields)
+        assert carried == {**carried, **fields, "torch_dtype": "bfloat16"}
+        assert carried["dtype"] == "bfloat16"
+        again = model_keys(written(keys, {"model_type": fields["model_type"]}), "config.json")
+        assert same_architecture(again, keys) == []
+
+
+@pytest.mark.parametrize("row", [named(row) for row in TABLE["refused"]])
+def test_what_cannot_be_expressed_is_refused_by_the_name_of_its_field(row):
+    with pytest.raises(UserError) as refusal:
+        model_keys(fields_of(row), "there/config.json")
+    starts = [problem.startswith(f"there/config.json: {row['named']}") for problem in refusal.value.problems]
+    assert any(starts), refusal.value.problems
+
+
+@pytest.mark.parametrize("kind", ["llama", "phi3", "hunyuan_v1_dense", "gemma3_text", "ministral3", "phimoe"])
+def test_rotary_positions_of_the_wrong_kind_are_refused(kind):
+    for field, wrong in itertools.product(("rope_parameters", "rope_scaling"), TABLE["wrong_rotations"]):
+        with pytest.raises(UserError, match=r"rope_|rotary_|original_max_position|llama_4|short_mscale"):
+            model_keys(fields_of({"model": kind, "fields": {field: wrong}}), "config.json")
+
+
+def test_every_problem_is_named_at_once():
+    with pytest.raises(UserError) as refusal:
+        model_keys(LLAMA | {"hidden_size": None, "hidden_act": "tanh", "zeta": 3}, "x")
+    assert len(refusal.value.problems) == 3
+
+
 _WRONG = (
-    "x", 5, 1.5, True, [1], {"rope_type": []}, {"full_attention": 5}, {"type": ["a"]}, {"rope_theta": "x"},
-    {"rope_type": "longrope", "short_factor": [0], "long_factor": [1], "original_max_position_embeddings": 0},
-    {"rope_type": "longrope", "short_factor": 5, "long_factor": "x", "original_max_position_embeddings": "4"},
-    {"rope_type": "yarn", "factor": 2, "original_max_position_embeddings": 1.5, "llama_4_scaling_beta": [1]},
-    {"rope_type": "dynamic", "factor": 1, "alpha": []},
-)  # fmt: skip
+    "x", "", "\x1b[31m\n", float("nan"), float("inf"), -1, 0, 1, 2.5, 10**18, 10**400, True, False, [], [None],
+    [[["a"]]], {}, {"a": 1}, {"rope_type": [1]}, {"full_attention": 3}, {"type": "yarn", "factor": -3},
+    {"type": "longrope", "short_factor": [0], "long_factor": "x", "original_max_position_embeddings": 0},
+    ["full_attention"] * 3,
+)
 
 
-def of_transformers(kind: str, fields: JsonObject) -> JsonObject:
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt_oss", "deepseek_v3", "gpt2", "smollm3"])
+def test_a_value_of_any_kind_in_any_field_is_read_or_named_by_its_field(kind):
+    """Never an exception, and never the name of a key that is not a field."""
+    fields = PUBLISHED[kind]
+    keys = set(ModelConfig.model_fields) - set(fields) - {"rope_scaling"}
+    refused = 0
+    for field, wrong in itertools.product([*fields, "rope_scaling", "rope_parameters", "torch_dtype"], _WRONG):
+        try:
+            model_keys(fields | {field: wrong}, "F")
+        except UserError as error:
+            refused += 1
+            for problem in error.problems:
+                assert problem.startswith("F: ")
+                assert problem.isprintable()
+                assert not set(re.findall(r"\w+", problem.partition("=")[0])) & (keys - {field}), problem
+    assert refused > 100
+
+
+def of_transformers(kind, fields):
     """All fields as transformers reads these, its defaults among them."""
-    made: Any = pytest.importorskip("transformers.models.auto.configuration_auto").CONFIG_MAPPING[kind]
+    made = pytest.importorskip("transformers.models.auto.configuration_auto").CONFIG_MAPPING[kind]
     return made.from_dict(copy.deepcopy(fields)).to_dict()
-
-
-def test_families_name_themselves():
-    assert all(family_of({"model_type": kind}, "x") == kind for kind in FAMILIES)
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_field_that_is_not_there_or_null_is_what_transformers_takes_it_for(kind):
+    assert family_of({"model_type": kind}, "x") == kind
     not_allowed = (TypeError, pytest.importorskip("huggingface_hub.errors").StrictDataclassError)
-    whole = of_transformers(kind, _NEEDED.get(kind, {}))
+    needed = TABLE["needed"].get(kind, {}) if kind in ("deepseek_v2", "dots1", "hunyuan_v1_moe") else {}
+    whole = of_transformers(kind, needed)
     compared = 0
     for field in set(whole) - {"model_type", "architectures", "transformers_version"}:
         for fields in ({key: value for key, value in whole.items() if key != field}, whole | {field: None}):
@@ -53,141 +152,140 @@ def test_a_field_that_is_not_there_or_null_is_what_transformers_takes_it_for(kin
     assert compared > 20
 
 
-@pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind != "gpt2"])
-def test_rotary_positions_of_the_wrong_kind_are_refused(kind):
-    plain = of_transformers(kind, _NEEDED.get(kind, {}))
-    del plain["rope_parameters"]
-    for field in ("rope_parameters", "rope_scaling"):
-        for wrong in _WRONG:
-            with pytest.raises(UserError, match=r"rope_|rotary_|original_max_position|llama_4|short_mscale"):
-                model_keys(plain | {field: wrong}, "config.json")
+# ---- Writing -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "fields", "message"), [
-    ("gemma3_text", {"rope_scaling": {"type": "linear", "factor": 8.0}}, "says type, which transformers does not read"),
-    ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50 cannot be expressed: it must be null"),
-    ("apertus", {"rope_theta": 500.0}, "rope_theta=500 contradicts rope_parameters, in which it is 12000000."),
-    ("qwen3", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 8},
-               "max_position_embeddings": None}, "lacks max_position_embeddings beside it."),
-    ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling=linear is not of this family"),
-    ("qwen2", {"layer_types": ["sliding_attention"] * 32, "sliding_window": 5}, "sliding_attention needs a sliding_"),
-    ("solar_open", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 has no effect in this family"),
-    ("cohere2", {"sliding_window": None, "layer_types": ["full_attention"] * 40}, "sliding_window=null is a model"),
-])  # fmt: skip
-def test_what_transformers_passes_over_is_refused(kind, fields, message):
-    plain = of_transformers(kind, {})
-    for field in ("rope_parameters", *fields):
-        plain.pop(field, None)
-    with pytest.raises(UserError, match=message):
-        model_keys(plain | fields, "config.json")
+def test_a_model_of_ones_own_is_written_as_the_first_family_that_expresses_it():
+    def kind(*words):
+        config = load_config(None, words)
+        return config_json(config, max_position_embeddings=256, dtype="float32", original={}, end_of_text_id=256)
+
+    assert (kind()["model_type"], kind()["eos_token_id"]) == ("llama", 256)
+    assert kind("layer_pattern=local", "sliding_window_size=8")["model_type"] == "mistral"
+    assert kind("qk_norm=head")["model_type"] == "qwen3"
+    assert kind("num_experts=4")["model_type"] == "mixtral"
+    with pytest.raises(UserError) as refusal:  # mixtral's config.json would be refused for its one expert alone
+        kind("attention_sinks=true", "clip_qkv=8")
+    for key, problem in zip(("attention_sinks=true", "clip_qkv=8"), refusal.value.problems, strict=True):
+        assert problem.startswith("model_type=llama ")
+        assert key in problem
 
 
-@pytest.mark.parametrize("kind", ["gpt_oss", "apertus"])
-def test_an_empty_object_is_no_rotation_by_default(kind):
-    """Where the family's own default scales it."""
-    plain = of_transformers(kind, {})
-    del plain["rope_parameters"]
-    scaled, empty = (model_keys(plain | fields, "x") for fields in ({}, {"rope_parameters": {}}))
-    assert scaled["rope_scaling"] != empty["rope_scaling"] == {}
-    theirs = model_keys(of_transformers(kind, plain | {"rope_parameters": {}}), "x")
-    assert same_architecture(theirs, empty) == []
+def test_training_on_longer_rows_raises_the_number_of_positions_unless_a_scaling_follows_from_it():
+    yarn = {"rope_scaling": {"type": "yarn", "factor": 4, "original_max_position_embeddings": 2048}}
+    for scaling, expected in (({}, 9000), (yarn, 8192)):
+        original = LLAMA | scaling
+        keys = model_keys(original, "config.json")
+        assert written(keys, original, 9000)["max_position_embeddings"] == expected
+        assert written(keys, original, 64)["max_position_embeddings"] == 8192
 
 
-def test_a_base_that_no_scaling_names_is_transformers_usual_one():
-    scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.1}
-    fields = of_transformers("ministral3", {"rope_parameters": scaling})
-    named = model_keys(fields, "x")
-    del fields["rope_parameters"]["rope_theta"]
-    assert named["rope_max_timescale"] == model_keys(fields, "x")["rope_max_timescale"] == 10_000.0
+def test_two_original_lengths_of_a_scaling_become_the_one_that_counts_and_names_of_files_go():
+    """What is added for older versions would contradict an entry that nobody reads."""
+    scaling = TABLE["published"][1]["fields"]["rope_scaling"] | {"rope_theta": 5e5}
+    original = {name: value for name, value in LLAMA.items() if not name.startswith("rope")}
+    original |= {"rope_parameters": scaling, "original_max_position_embeddings": 4096}
+    keys = model_keys(original, "config.json")
+    fields = written(keys, original | {"transformers_weights": "model.safetensors"})
+    assert model_keys(fields, "config.json") == keys
+    assert keys["rope_scaling"]["original_max_position_embeddings"] == 4096
+    assert "transformers_weights" not in fields
 
 
-# ---- With experts: what their hubs' config.json say, in keys ---------------------------------------------------------
-
-SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
-         "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
-GLM = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
-OF_HUBS = {
-    "qwen1.5-moe-a2.7b": {
-        "model_type": "qwen2_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632,
-        "num_hidden_layers": 24, "num_attention_heads": 16, "num_key_value_heads": 16, "rope_theta": 1000000.0,
-        "rms_norm_eps": 1e-6, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
-        "shared_expert_intermediate_size": 5632, "norm_topk_prob": False, "decoder_sparse_step": 1,
-        "use_sliding_window": False, "sliding_window": 32768, "max_window_layers": 21, "torch_dtype": "bfloat16",
-    },
-    "glm4.5-air": {
-        "model_type": "glm4_moe", "vocab_size": 151552, "hidden_size": 4096, "intermediate_size": 10944,
-        "num_hidden_layers": 46, "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128,
-        "attention_bias": True, "partial_rotary_factor": 0.5, "rope_theta": 1000000, "rms_norm_eps": 1e-5,
-        "n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "n_shared_experts": 1,
-        "first_k_dense_replace": 1, "use_qk_norm": False, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
-        "routed_scaling_factor": 1.0, "num_nextn_predict_layers": 1, "tie_word_embeddings": False,
-    },
-    "minimax-m2": {
-        "model_type": "minimax_m2", "vocab_size": 200064, "hidden_size": 3072, "intermediate_size": 1536,
-        "num_hidden_layers": 62, "num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128,
-        "rotary_dim": 64, "rope_theta": 5000000, "rms_norm_eps": 1e-6, "num_local_experts": 256,
-        "num_experts_per_tok": 8, "use_qk_norm": True, "qk_norm_type": "per_layer", "scoring_func": "sigmoid",
-        "use_routing_bias": True, "shared_intermediate_size": 0, "attn_type_list": [1] * 62,
-    },
-    "llama4-maverick": {
-        "model_type": "llama4", "text_config": {
-            "model_type": "llama4_text", "vocab_size": 202048, "hidden_size": 5120, "intermediate_size": 8192,
-            "intermediate_size_mlp": 16384, "num_hidden_layers": 48, "num_attention_heads": 40,
-            "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
-            "num_local_experts": 128, "interleave_moe_layer_step": 2, "use_qk_norm": False,
-            "attention_chunk_size": 8192, "attn_temperature_tuning": 4, "no_rope_layers": [1, 1, 1, 0] * 12,
-            "moe_layers": list(range(1, 48, 2)), "for_llm_compressor": False,
-        }, "vision_config": {"hidden_size": 1408},
-    },
-}  # fmt: skip
+# ---- When two models are the same ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", OF_HUBS)
-def test_a_config_of_a_hub_is_the_model_of_that_name(name):
-    keys, named = model_keys(OF_HUBS[name], "x"), load_config(None, [f"model_name={name}"])
-    odd = {key for key, value in keys.items() if (getattr(named, key) or {}) != (value or {})}
-    tuning = named.position_temperature
-    if tuning is not None and keys["position_temperature"] == tuning.to_mapping():
-        odd -= {"position_temperature"}
-    assert odd == set()
+def test_the_defaults_are_those_of_base_yml_and_cover_every_key():
+    base, sizes = load_config(), set(model_keys(LLAMA, "x")) - set(DEFAULTS)
+    others = {"model_name", "capacity_factor"}  # a name, and a limit that training sets itself
+    rest = {key for key in set(ModelConfig.model_fields) - set(DEFAULTS) - sizes if not key.startswith("lora_")}
+    assert rest <= others
+    mappings = ("mla", "rope_scaling", "position_temperature")
+    values = {key: getattr(base, key) or {} if key in mappings else getattr(base, key) for key in DEFAULTS}
+    assert values == dict(DEFAULTS)
 
 
-@pytest.mark.parametrize(("kind", "fields"), [
-    ("glm4_moe", {**GLM, "first_k_dense_replace": 9}),
-    ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "decoder_sparse_step": 7}),
-])  # fmt: skip
-def test_a_model_whose_layers_are_all_dense_is_a_dense_one(kind, fields):
-    keys = model_keys({"model_type": kind, **SIZES, **fields}, "x")
-    assert {key: keys[key] for key in ("num_experts", "base_mlp_dim", "first_num_dense_layers", "routed_bias")} == {
-        "num_experts": 1, "base_mlp_dim": 48, "first_num_dense_layers": 0, "routed_bias": False
-    }  # fmt: skip
+KEYS = {**DEFAULTS, "base_num_decoder_layers": 4, "head_dim": 16, "base_mlp_dim": 24, "initializer_range": 0.02}
+YARN = {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 64}
 
 
-def test_one_expert_in_a_layer_is_refused_by_its_field():
-    with pytest.raises(UserError, match=r"x: n_routed_experts=1 cannot be expressed in a layer with experts\. Nearest"):
-        model_keys({"model_type": "glm4_moe", **SIZES, **GLM, "n_routed_experts": 1, "num_experts_per_tok": 1}, "x")
+@pytest.mark.parametrize(("one", "other", "differing"), [
+    *(({}, same, set()) for same in (
+        {"layer_pattern": "global, global"}, {"query_pre_attn_scalar": 16}, {"base_moe_mlp_dim": 24},
+        {"initializer_range": 0.5}, {"norm_topk_prob": False}, {"mla": None})),
+    ({"rope_scaling": YARN}, {"rope_scaling": {**YARN, "beta_fast": 32, "truncate": True}}, set()),
+    *(({}, other, set(other)) for other in (
+        {"layer_pattern": "global,local"}, {"query_pre_attn_scalar": 15}, {"num_experts": 2}, {"qk_norm": "head"},
+        {"rope_scaling": RopeScaling("linear", 2.0)})),
+])
+def test_keys_that_say_the_same_are_the_same_and_others_are_named(one, other, differing):
+    found = set(same_architecture(KEYS | one, KEYS | other))
+    assert differing <= found
+    assert bool(differing) == bool(found)
 
 
-@pytest.mark.parametrize(("kind", "fields", "message"), [
-    ("phimoe", {"num_local_experts": 4, "router_jitter_noise": 0.1}, "router_jitter_noise=0.1 cannot be expressed"),
-    ("phimoe", {"num_local_experts": 4, "num_experts_per_tok": 3}, "num_experts_per_tok=3 cannot be expressed"),
-    ("phimoe", {"num_local_experts": 4, "rope_scaling": {
-        "type": "longrope", "short_factor": [1] * 4, "long_factor": [1] * 4, "short_mscale": 1.0, "long_mscale": 1.1,
-        "original_max_position_embeddings": 8, "factor": 2.0}}, "short_mscale and long_mscale=[1, 1.1] cannot be"),
-    ("phimoe", {"num_local_experts": 4, "rope_scaling": {
-        "type": "longrope", "short_factor": [1] * 4, "long_factor": [1] * 4, "short_mscale": 10**400,
-        "long_mscale": 10**400, "original_max_position_embeddings": 8, "factor": 2.0}}, "cannot be expressed: it must"),
-    ("ernie4_5_moe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 8, "use_bias": True},
-     "use_bias=true cannot be expressed"),
-    ("ernie4_5_moe", {"moe_num_experts": 4, "num_experts": 5, "moe_k": 2, "moe_intermediate_size": 8},
-     "num_experts=5 contradicts moe_num_experts=4."),
-    ("minimax_m2", {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 64, "partial_rotary_factor": 0.25},
-     "rotary_dim=64 contradicts partial_rotary_factor=0.25."),
-    ("hunyuan_v1_moe", {"num_experts": 4, "moe_topk": [2] * 4}, "moe_topk=[2, 2, 2, 2] is a list or a mapping"),
-    ("glm4_moe", {**GLM, "topk_method": "greedy"}, "topk_method=greedy cannot be expressed"),
-    ("granitemoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "logits_scaling": 0}, "logits_scaling=0 is not"),
-])  # fmt: skip
-def test_what_cannot_be_expressed_is_refused_by_name(kind, fields, message):
+# ---- The weights' format -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("quantization", TABLE["quantized"], ids=lambda each: each.get("quant_method", ""))
+def test_quantized_formats_are_read_leave_the_architecture_alone_and_are_not_written(quantization):
+    fields = LLAMA | {"quantization_config": quantization}
+    keys = model_keys(fields, "config.json")
+    assert keys == model_keys(LLAMA, "config.json")
+    assert quantization_of(fields)["quant_method"] == quantization.get("quant_method", "bitsandbytes")
+    assert "quantization_config" not in written(keys, fields)
+
+
+@pytest.mark.parametrize(("fields", "expected"), [
+    ({"dtype": "bfloat16"}, "bfloat16"), ({"torch_dtype": "torch.float16"}, "float16"), ({}, "float32"),
+    ({"quantization_config": TABLE["quantized"][0]}, "bfloat16"), ({"quantization_config": {}}, "float32"),
+    ({"quantization_config": TABLE["quantized"][0], "torch_dtype": "float16"}, "float16"),
+])
+def test_the_number_format_of_the_weights(fields, expected):
+    assert stored_dtype(fields) == expected
+
+
+# ---- Models of images and text, and models that are not built ------------------------------------------------------
+
+
+def test_the_text_part_has_the_fields_of_the_whole_that_are_not_about_images():
+    whole = {
+        "model_type": "gemma3", "vision_config": {"hidden_size": 9}, "mm_tokens_per_image": 256, "dtype": "bfloat16",
+        "text_config": {"hidden_size": 2560, "sliding_window": None, "vocab_size": None},
+    }
+    text = text_fields(whole)
+    assert (text["model_type"], text["hidden_size"], text["num_attention_heads"]) == ("gemma3_text", 2560, 8)
+    assert (text["dtype"], text["sliding_window"], "vision_config" in text) == ("bfloat16", None, False)
+    assert text_fields({"model_type": "llama"}) == {"model_type": "llama"}
+    for outer, inner, tied in (({}, {}, True), ({}, False, False), (False, True, False), (True, {}, True)):
+        stated = [{} if each == {} else {"tie_word_embeddings": each} for each in (outer, inner)]
+        text = text_fields({"model_type": "gemma3", "text_config": {"hidden_size": 8, **stated[1]}, **stated[0]})
+        assert text["tie_word_embeddings"] is tied
+
+
+def test_what_transformers_does_not_look_for_outside_of_the_text_part_is_refused():
+    text = {"model_type": "mistral", "hidden_size": 32, "num_attention_heads": 4, "sliding_window": None,
+            "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}
+    whole = {"model_type": "mistral3", "text_config": text, "sliding_window": 9, "max_position_embeddings": 64}
     with pytest.raises(UserError) as refusal:
-        model_keys({"model_type": kind, **SIZES, **fields}, "there")
-    assert any(message in problem for problem in refusal.value.problems), refusal.value.problems
+        model_keys(whole, "x")
+    assert [problem.partition("=")[0] for problem in refusal.value.problems] == [
+        "x: rope_scaling", "x: mistral3.sliding_window",
+    ]
+    for wrong in (None, {}, [], {"model_type": "llama"}):
+        with pytest.raises(UserError, match="text_config"):
+            text_fields({"model_type": "mistral3", "text_config": wrong})
+
+
+def test_tensors_of_text_have_their_names_and_those_of_images_none():
+    for name in ("language_model.model.norm.weight", "model.language_model.norm.weight"):
+        assert text_tensor(name) == "model.norm.weight"
+    assert text_tensor("language_model.lm_head.weight") == text_tensor("lm_head.weight") == "lm_head.weight"
+    for name in ("vision_tower.a", "model.vision_tower.a", "multi_modal_projector.b", "model.multi_modal_projector.b"):
+        assert text_tensor(name) is None
+
+
+def test_what_is_built_has_no_reason_not_to_be():
+    assert not [kind for kind in (*FAMILIES, *TOWERS, "lama") if unbuilt(kind)]
+    for kind in ("mamba2", "jamba", "qwen2_vl", "gemma3n_text", "whisper", "roberta", "bloom", "nemotron_h"):
+        assert unbuilt(kind)
