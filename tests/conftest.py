@@ -4,7 +4,9 @@ import gc
 import hashlib
 import os
 import platform
+import signal
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,11 @@ os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), _devices, *
 # XLA gives the simulated devices one thread each. Steps dispatched ahead take some of them, the others then wait in a
 # collective for a device that no thread is left to run, and XLA aborts after 40 seconds. Twice as many threads suffice.
 os.environ.setdefault("NPROC", str(2 * SIMULATED_DEVICES))
+
+# A shell ignores SIGINT for what it starts in the background, and all that it starts inherits that.
+for number in (signal.SIGINT, signal.SIGTERM):
+    if signal.getsignal(number) == signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 # Compiled source is kept even where the shell says otherwise: without it, a third of the time that a process takes to
 # import the library without jax goes into compiling it, and tests start many such processes.

@@ -13,7 +13,6 @@ from maxtext_lite.convert import main
 from maxtext_lite.data import open_sources
 from maxtext_lite.generate import main as generate
 from maxtext_lite.training import train
-from tests.hf.test_peft import outside
 from tests.hf_models import VOCABULARY, model, save, save_with_tokenizer
 
 torch = pytest.importorskip("torch")
@@ -162,7 +161,7 @@ def test_a_run_of_ones_own_is_exported_as_a_family_that_has_its_loss(tmp_path):
 
 
 def test_an_adapter_is_trained_on_merged_and_exported(hf, tmp_path):
-    given = outside(hf, tmp_path / "given", ["self_attn.q_proj", "mlp.down_proj"], rank=3, alpha=6, layers=2)
+    given = save_adapter(hf, tmp_path / "given")
     words = [f"base_output_directory={tmp_path}", f"load_parameters_path={given}", "optimizer=sgd", "steps=2"]
     run = train(load_config(None, [*RUN, *words, "learning_rate=0.1"])).run_directory
     assert main(["export", str(run), str(tmp_path / "trained")]) == 0
@@ -177,6 +176,23 @@ def test_an_adapter_is_trained_on_merged_and_exported(hf, tmp_path):
     assert all(np.abs(after[name] - before[name]).max() > 0 for name in before)
     for adapters, out in ((before, "plain"), (after, "merged")):
         assert_merged(adapters, tensors(hf), tensors(tmp_path / out))
+
+
+def save_adapter(base, directory):
+    """An adapter of rank 3 as PEFT writes it, of two modules in each of the two layers."""
+    rng = np.random.default_rng(3)
+    matrices = {}
+    for module, inputs, outputs in (("self_attn.q_proj", 32, 32), ("mlp.down_proj", 48, 32)):
+        for layer in range(2):
+            name = f"base_model.model.model.layers.{layer}.{module}"
+            matrices[f"{name}.lora_A.weight"] = 0.2 * rng.standard_normal((3, inputs)).astype(np.float32)
+            matrices[f"{name}.lora_B.weight"] = 0.2 * rng.standard_normal((outputs, 3)).astype(np.float32)
+    directory.mkdir()
+    safetensors.numpy.save_file(matrices, directory / "adapter_model.safetensors")
+    about = {"peft_type": "LORA", "base_model_name_or_path": str(base), "r": 3, "lora_alpha": 6, "bias": "none"}
+    about["target_modules"] = ["q_proj", "down_proj"]
+    (directory / "adapter_config.json").write_text(json.dumps(about))
+    return directory
 
 
 def adapter(directory):
