@@ -165,6 +165,7 @@ def test_a_signal_reaches_training_once_and_its_exit_code_comes_back(checkout, n
     while not (checkout.stub / "ready").exists():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+    time.sleep(1)  # until the script waits for it
     (os.killpg if whole_group else os.kill)(process.pid, signal.Signals[f"SIG{name}"])
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output
