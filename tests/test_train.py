@@ -19,7 +19,7 @@ from tests.processes import RunFiles, quick_python
 from tests.training.conftest import TINY
 
 SECONDS = 300  # for any of these processes: one that hangs is killed
-STEPS = 60
+STEPS = 40
 RUN = [*TINY, f"steps={STEPS}", "eval_interval=10", "eval_steps=1", "checkpoint_period=10", "log_period=1"]
 RUN += ["per_device_batch_size=1"]
 ENDLESS = ["steps=1000000", "checkpoint_period=1000000", "eval_interval=-1"]
@@ -65,7 +65,7 @@ def finished(words, directory):
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     directory = tmp_path_factory.mktemp("uninterrupted")
-    output = finished(command(directory, python=[sys.executable]), directory)
+    output = finished(command(directory), directory)
     return RunFiles(directory / "default"), output
 
 
@@ -78,7 +78,7 @@ tflops_per_device mfu skipped examples_hash
 
 def test_a_run_shows_its_plan_and_progress_and_records_every_step(uninterrupted):
     run, output = uninterrupted
-    for part in ("global_batch_to_train", "attention kernel: dot_product", "step 60/60", "held-out loss"):
+    for part in ("global_batch_to_train", "attention kernel: dot_product", f"step {STEPS}/{STEPS}", "held-out loss"):
         assert part in output
     assert [record["step"] for record in run.steps] == list(range(1, STEPS + 1))
     assert all(record.keys() >= set(METRICS.split()) for record in run.steps)
@@ -110,7 +110,7 @@ def kill_after(step, directory):
 
 def test_killed_at_any_step_the_same_command_ends_in_the_same_bits(uninterrupted, tmp_path):
     """Killed before its first checkpoint, then well after one: it resumes each time."""
-    for step in (5, 33):
+    for step in (5, 23):
         kill_after(step, tmp_path)
     finished(command(tmp_path), tmp_path)
     want, got = uninterrupted[0], RunFiles(tmp_path / "default")
@@ -161,16 +161,11 @@ RAMP = ["enable_rampup_batch_size=true", "per_device_batch_size_start=1", "per_d
 RAMP += ["per_device_batch_size=2", "global_rampup_samples=1000000"]
 
 
-@pytest.mark.parametrize(
-    ("is_compiling", "number"), [(False, signal.SIGINT), (True, signal.SIGTERM)], ids=["step", "compilation"]
-)
-def test_a_signal_ends_with_75_after_saving(is_compiling, number, tmp_path):
-    words = command(tmp_path, *ENDLESS)
-    if is_compiling:
-        words = [*quick_python(), "-c", SLOW, *command(tmp_path, *ENDLESS, *RAMP, python=["python"])[3:]]
-    code, output, errors = signalled(words, tmp_path, after="step 2/", number=number)
+def test_a_signal_ends_with_75_after_saving_although_the_next_stage_is_being_compiled(tmp_path):
+    words = [*quick_python(), "-c", SLOW, *command(tmp_path, *ENDLESS, *RAMP, python=["python"])[3:]]
+    code, output, errors = signalled(words, tmp_path, after="step 2/", number=signal.SIGTERM)
     assert code == 75, errors
-    assert f"stopped by {number.name} after step" in output
+    assert "stopped by SIGTERM after step" in output
     assert len(RunFiles(tmp_path / "default").checkpoints) == 1
 
 

@@ -58,8 +58,13 @@ def test_every_page_has_a_place_on_the_site():
 
 
 # Of other frameworks, of one command, of a list's entries, and what stands for any key.
-OTHER_KEYS = set("text key lr path data_only ids depends verify merge_lora rngs preferred_element_type".split())
+OTHER_KEYS = {"text", "key", "lr", "path", "data_only", "ids", "depends", "verify", "merge_lora", "rngs"}
+OTHER_KEYS |= {"preferred_element_type"}
 KNOWN = {*RLRunConfig.model_fields, *GenerateConfig.model_fields, *PrepareConfig.model_fields, *OTHER_KEYS}
+# Values of keys in a table of other frameworks' keys, and words of theirs that are no keys.
+VALUES = {"array_record", "deepseek-v3", "wsd", "linear", "cosine", "dpo", "sft", "fsdp", "tensor", "context", "data"}
+VALUES |= {"num_slices", "dcn_", "token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"}
+THEIR_VALUES = {"fsdp_transpose", "tensor_sequence", "context_usp_ulysses", "sequence", "diloco", "hf", "grain"}
 
 
 @EVERY_PAGE
@@ -78,14 +83,11 @@ def rows(name, heading):
 
 @pytest.mark.parametrize("heading", ["From MaxText", "From torchtitan", "From TRL"])
 def test_the_keys_that_a_row_names_exist_on_both_sides(heading):
-    values = set("array_record deepseek-v3 wsd linear cosine dpo sft fsdp tensor context data num_slices dcn_".split())
-    values |= {"token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"}
-    theirs = set("fsdp_transpose tensor_sequence context_usp_ulysses sequence diloco hf grain".split())
     assert len(rows("coming_from.md", heading)) >= 10
     for row in rows("coming_from.md", heading):
         before, here = (set(re.findall(r"`([a-z][a-z_]*)(?::[^`]*)?`", cell)) for cell in (row[0], row[-1]))
-        assert here <= RLRunConfig.model_fields.keys() | values, row
-        assert heading != "From MaxText" or before <= maxtext_defaults().keys() | theirs, row
+        assert here <= RLRunConfig.model_fields.keys() | VALUES, row
+        assert heading != "From MaxText" or before <= maxtext_defaults().keys() | THEIR_VALUES, row
 
 
 def commands():
@@ -146,7 +148,8 @@ def test_tables_of_what_there_is_are_those_of_the_program():
 
 
 def test_the_chunks_of_four_context_shards():
-    found = re.findall(r"^\| (\d) \| (\d+) - (\d+) \| (\d+) - (\d+) \| (\d+) \|$", PAGES["parallelism.md"], re.MULTILINE)
+    row = re.compile(r"^\| (\d) \| (\d+) - (\d+) \| (\d+) - (\d+) \| (\d+) \|$", re.MULTILINE)
+    found = row.findall(PAGES["parallelism.md"])
     by_shard = context_order(4096, 4).reshape(4, 2, 512)
     for shard, *chunk_ends, pairs in (map(int, row) for row in found):
         assert chunk_ends == by_shard[shard][:, [0, -1]].ravel().tolist()

@@ -72,9 +72,9 @@ def run(block: Commands, folder: Path) -> None:
 def ran(tmp_path_factory):
     """The folder in which all commands of README.md and docs/running.md have run, in their order."""
     folder = tmp_path_factory.mktemp("readme")
-    in_order = [blocks("README.md"), blocks("docs/running.md")]
-    assert [len(of_page) for of_page in in_order] == [3, 6]
-    for block in sum(in_order, []):
+    first, second = blocks("README.md"), blocks("docs/running.md")
+    assert (len(first), len(second)) == (3, 6)
+    for block in [*first, *second]:
         run(block, folder)
     return folder
 

@@ -81,9 +81,10 @@ def test_the_run_starts_again_where_that_helps_and_ends_where_it_does_not(stem, 
         assert (rule["onExitCodes"]["operator"], rule["action"]) == ("In", "FailJob")
         if exit_code in rule["onExitCodes"]["values"]:
             reason = "PodFailurePolicy"
-    actions = [rule["action"] for rule in SPECS[stem]["failurePolicy"]["rules"] if reason in rule["onJobFailureReasons"]]
+    policy = SPECS[stem]["failurePolicy"]
+    actions = [rule["action"] for rule in policy["rules"] if reason in rule["onJobFailureReasons"]]
     assert [*actions, "RestartJobSet"][0] == action
-    assert SPECS[stem]["failurePolicy"]["maxRestarts"] > 0
+    assert policy["maxRestarts"] > 0
 
 
 @STEMS

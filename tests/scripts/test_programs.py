@@ -1,4 +1,4 @@
-"""The Python programs of scripts/: all say what they take, some benches print whole tables, pictures are those shown."""
+"""The Python programs of scripts/: all say what they take, benches print whole tables, pictures are those shown."""
 
 import http.server
 import importlib
