@@ -126,14 +126,24 @@ def mean_loss(directory, config):
     return total / weight
 
 
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """A few sentences to train on, as the key of a config."""
+    path = tmp_path_factory.mktemp("texts") / "texts.jsonl"
+    lines = [json.dumps({"text": "to be or not to be " + "the king and the queen " * (n % 5)}) for n in range(64)]
+    path.write_text("\n".join(lines))
+    return f"dataset_path={path}"
+
+
 RUN = ["run_name=run", "steps=1", "warmup_steps=0", "learning_rate=0", "weight_decay=0", "per_device_batch_size=1"]
 RUN += ["max_target_length=16", "eval_interval=-1", "data_shuffle_seed=-1", "packing=true"]
+RUN += ["eval_fraction=0"]
 OWN = ["vocab_size=264", "base_emb_dim=16", "base_num_query_heads=2", "base_num_kv_heads=1", "head_dim=8"]
 OWN += ["base_mlp_dim=24", "base_num_decoder_layers=2", "qk_norm=head"]
 
 
-def test_training_starts_from_the_directory_and_its_run_is_exported(hf, tmp_path):
-    words = [*RUN, f"base_output_directory={tmp_path}", f"load_parameters_path={hf}", "ici_tensor_parallelism=2"]
+def test_training_starts_from_the_directory_and_its_run_is_exported(hf, texts, tmp_path):
+    words = [*RUN, texts, f"base_output_directory={tmp_path}", f"load_parameters_path={hf}", "ici_tensor_parallelism=2"]
     config = load_config(None, words)
     run = train(config).run_directory
     step = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
@@ -145,8 +155,8 @@ def test_training_starts_from_the_directory_and_its_run_is_exported(hf, tmp_path
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (hf / "tokenizer.json").read_bytes()
 
 
-def test_a_run_of_ones_own_is_exported_as_a_family_that_has_its_loss(tmp_path):
-    config = load_config(None, [*RUN, *OWN, f"base_output_directory={tmp_path}"])
+def test_a_run_of_ones_own_is_exported_as_a_family_that_has_its_loss(texts, tmp_path):
+    config = load_config(None, [*RUN, *OWN, texts, f"base_output_directory={tmp_path}"])
     run = train(config).run_directory
     main(["export", str(run), str(tmp_path / "out")])
     fields = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -155,10 +165,10 @@ def test_a_run_of_ones_own_is_exported_as_a_family_that_has_its_loss(tmp_path):
     assert step["loss"] == pytest.approx(mean_loss(tmp_path / "out", config), rel=1e-4)
 
 
-def test_an_adapter_is_trained_on_merged_and_exported(hf, tmp_path):
+def test_an_adapter_is_trained_on_merged_and_exported(hf, texts, tmp_path):
     given = save_adapter(hf, tmp_path / "given")
     words = [f"base_output_directory={tmp_path}", f"load_parameters_path={given}", "optimizer=sgd", "steps=2"]
-    run = train(load_config(None, [*RUN, *words, "learning_rate=0.1"])).run_directory
+    run = train(load_config(None, [*RUN, texts, *words, "learning_rate=0.1"])).run_directory
     assert main(["export", str(run), str(tmp_path / "trained")]) == 0
     assert main(["export", str(run), str(tmp_path / "merged"), "merge_lora=true"]) == 0
     assert main(["import", str(given), str(tmp_path / "imported")]) == 0
