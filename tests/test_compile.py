@@ -58,12 +58,7 @@ def test_json_of_a_described_machine_without_data_or_a_run_directory(capsys, tmp
     assert 1 < flops["matmuls_per_device_by_dtype"]["f32"] / flops["model_per_device_and_step"] < 1.5
     assert printed["kernels"] == []
     assert printed["attention_kernel"]["name"] == "dot_product"
-    sizes = [array["num_bytes"] for array in printed["largest_arrays"]]
-    assert 1 < len(sizes) <= 5
-    assert sizes == sorted(sizes, reverse=True)
-    assert printed["memory_traffic_bytes"] > memory["arguments"]
     assert set(printed["roofline"].values()) == {None}  # a CPU's figures are unknown
-    assert printed["versions"]["jax"] == jax.__version__
     assert list(tmp_path.iterdir()) == []
 
 

@@ -56,15 +56,10 @@ def test_an_imported_model_is_a_run_directory_that_exports_what_it_was(hf, impor
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (out / name).read_bytes() == (hf / name).read_bytes()
     assert transformers.AutoTokenizer.from_pretrained(out)("to be").input_ids[0] == 0
-
-
-def test_an_export_in_bfloat16_halves_the_numbers(imported, tmp_path):
-    out = tmp_path / "out"
-    main(["export", str(imported), str(out), "weight_dtype=bfloat16"])
-    assert {str(x.dtype) for x in tensors(out).values()} == {"bfloat16"}
-    fields = json.loads((out / "config.json").read_text())
-    assert (fields["dtype"], fields["torch_dtype"]) == ("bfloat16", "bfloat16")
-    assert hf_config(out).weight_dtype == "bfloat16"
+    halved = tmp_path / "halved"
+    assert main(["export", str(imported), str(halved), "weight_dtype=bfloat16"]) == 0
+    assert {str(x.dtype) for x in tensors(halved).values()} == {"bfloat16"}
+    assert hf_config(halved).weight_dtype == "bfloat16"
 
 
 def greedy(directory, capsys, *more):
@@ -165,53 +160,31 @@ def test_a_run_of_ones_own_is_exported_as_a_family_that_has_its_loss(texts, tmp_
     assert step["loss"] == pytest.approx(mean_loss(tmp_path / "out", config), rel=1e-4)
 
 
-def test_an_adapter_is_trained_on_merged_and_exported(hf, texts, tmp_path):
-    given = save_adapter(hf, tmp_path / "given")
-    words = [f"base_output_directory={tmp_path}", f"load_parameters_path={given}", "optimizer=sgd", "steps=2"]
-    run = train(load_config(None, [*RUN, texts, *words, "learning_rate=0.1"])).run_directory
-    assert main(["export", str(run), str(tmp_path / "trained")]) == 0
+def test_an_adapter_is_trained_merged_and_exported(hf, texts, tmp_path):
+    words = [f"base_output_directory={tmp_path}", f"load_parameters_path={hf}", "optimizer=sgd", "steps=3"]
+    words += ["lora_rank=3", "lora_alpha=6", "learning_rate=1"]
+    run = train(load_config(None, [*RUN, texts, *words])).run_directory
+    assert main(["export", str(run), str(tmp_path / "adapter")]) == 0
     assert main(["export", str(run), str(tmp_path / "merged"), "merge_lora=true"]) == 0
-    assert main(["import", str(given), str(tmp_path / "imported")]) == 0
+    assert main(["import", str(tmp_path / "adapter"), str(tmp_path / "imported")]) == 0
     assert main(["export", str(tmp_path / "imported"), str(tmp_path / "plain")]) == 0
-    about = json.loads((tmp_path / "trained" / "adapter_config.json").read_text())
+    about = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (about["base_model_name_or_path"], about["r"], about["lora_alpha"]) == (str(hf), 3, 6)
-    before = adapter(given)
-    after = adapter(tmp_path / "trained")
-    assert before.keys() == after.keys()
-    assert all(np.abs(after[name] - before[name]).max() > 0 for name in before)
-    for adapters, out in ((before, "plain"), (after, "merged")):
-        assert_merged(adapters, tensors(hf), tensors(tmp_path / out))
-
-
-def save_adapter(base, directory):
-    """An adapter of rank 3 as PEFT writes it, of two modules in each of the two layers."""
-    rng = np.random.default_rng(3)
-    matrices = {}
-    for module, inputs, outputs in (("self_attn.q_proj", 32, 32), ("mlp.down_proj", 48, 32)):
-        for layer in range(2):
-            name = f"base_model.model.model.layers.{layer}.{module}"
-            matrices[f"{name}.lora_A.weight"] = 0.2 * rng.standard_normal((3, inputs)).astype(np.float32)
-            matrices[f"{name}.lora_B.weight"] = 0.2 * rng.standard_normal((outputs, 3)).astype(np.float32)
-    directory.mkdir()
-    safetensors.numpy.save_file(matrices, directory / "adapter_model.safetensors")
-    about = {"peft_type": "LORA", "base_model_name_or_path": str(base), "r": 3, "lora_alpha": 6, "bias": "none"}
-    about["target_modules"] = ["q_proj", "down_proj"]
-    (directory / "adapter_config.json").write_text(json.dumps(about))
-    return directory
-
-
-def adapter(directory):
-    return safetensors.numpy.load_file(directory / "adapter_model.safetensors")
+    matrices = safetensors.numpy.load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert all(np.abs(matrix).max() > 0 for matrix in matrices.values())
+    for out in ("merged", "plain"):
+        assert_merged(matrices, tensors(hf), tensors(tmp_path / out))
 
 
 def assert_merged(adapters, base, found):
-    """Every weight is the base's, and those with an adapter have 6 / 3 B A added."""
+    """Every weight is the base's, and those with an adapter have 6 / 3 B A added, which is not nothing."""
     assert found.keys() == base.keys()
     for name, x in base.items():
         pair = [f"base_model.model.{name.removesuffix('.weight')}.lora_{which}.weight" for which in "BA"]
         want = x.astype(np.float64)
         if pair[0] in adapters:
             want = want + 2 * (adapters[pair[0]].astype(np.float64) @ adapters[pair[1]])
+            assert np.abs(want - x).max() > 1e-4
         np.testing.assert_allclose(found[name], want, rtol=1e-5, atol=1e-6, err_msg=name)
 
 

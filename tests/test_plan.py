@@ -73,11 +73,6 @@ def test_a_named_device_has_its_memory(words, limit, plan):
     assert plan(*words)["memory"]["limit"] == limit
 
 
-def test_the_table_says_how_the_batch_is_made(printed):
-    line = "global_batch_to_train        64 examples = 16 per device x 4 devices x 1 accumulation\n"
-    assert line in printed("ici_context_parallelism=2", "--devices", "4")
-
-
 def outcome(words, capsys):
     """The exit code, after a check of stderr: empty, or error lines of bounded length."""
     code = run_command(main, words)

@@ -88,14 +88,6 @@ def test_a_pipeline_of_datatrove_makes_the_same_bytes(tmp_path, monkeypatch):
         PrepareStep(*words, f"output={tmp_path / 'step'}", "num_workers=2")
 
 
-def test_the_keys_of_a_trained_tokenizer_are_words_of_a_shell(monkeypatch, capsys):
-    name = "maxtext_lite.data.preparing.vocabulary.train_tokenizer"
-    monkeypatch.setattr(name, lambda config: "my tok/tokenizer.json")
-    assert main(["tokenizer", "input=x", "output=my tok", "vocab_size=300"]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("tokenizer_type=huggingface 'tokenizer_path=my tok/tokenizer.json': 300 ")
-
-
 def test_the_page_on_data_names_every_key():
     page = (REPOSITORY / "docs" / "data.md").read_text(encoding="utf-8")
     stated = re.findall(r"^\| `(\w+)`(?:, `(\w+)`)? \|", page.partition("## Preparing")[2], re.MULTILINE)

@@ -155,15 +155,3 @@ def test_the_chunks_of_four_context_shards():
         assert chunk_ends == by_shard[shard][:, [0, -1]].ravel().tolist()
         assert pairs == round((by_shard[shard] + 1).sum() / 1000)
     assert len(found) == 4
-
-
-def test_the_commands_on_preparing_data_are_understood(monkeypatch):
-    from maxtext_lite import prepare
-
-    asked = []
-    monkeypatch.setattr(prepare, "_prepare", lambda config, share: asked.append((config.output, share)))
-    page = PAGES["data.md"].replace("$SLURM_ARRAY_TASK_ID", "3").replace("$SLURM_ARRAY_TASK_COUNT", "16")
-    page = page.replace("$JOB_COMPLETION_INDEX", "4")
-    for words in re.findall(r"^python -m maxtext_lite\.prepare (input=.*) output=data/texts(.*)$", page, re.MULTILINE):
-        assert prepare.main([*words[0].split(), "output=data/texts", *words[1].split()]) == 0
-    assert asked == [("data/texts", share) for share in ((0, 1), (3, 16), (4, 16))]

@@ -70,42 +70,6 @@ def test_each_process_is_told_who_it_is_and_all_one_coordinator_on_this_machine_
     assert len(ports) == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "environment", "seen"),
-    [
-        (["--devices-per-process", "4"], {}, "--xla_force_host_platform_device_count=4|cpu|gloo|127.0.0.1"),
-        (
-            ["--devices-per-process", "2"],
-            {"XLA_FLAGS": "--xla_a=1 --xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cuda"},
-            "--xla_a=1 --xla_force_host_platform_device_count=2|cuda|gloo|127.0.0.1",
-        ),
-        ([], {"XLA_FLAGS": "--xla_a=1", "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "mpi"}, "--xla_a=1||mpi|127.0.0.1"),
-    ],
-)
-def test_devices_are_simulated_where_asked_and_the_users_other_choices_stand(options, environment, seen, run):
-    command = shell('echo "$XLA_FLAGS|$JAX_PLATFORMS|$JAX_CPU_COLLECTIVES_IMPLEMENTATION|$no_proxy"')
-    environment = {"https_proxy": "http://example.org:3128", **environment}
-    code, output, _ = run("--processes", "1", *options, command=command, **environment)
-    assert (code, output.decode()) == (0, f"[0] {seen}\n")
-
-
-def test_every_line_comes_whole_with_its_process_whatever_its_bytes_and_streams_stay_apart(run):
-    program = (
-        "import os, sys; out = sys.stdout.buffer\n"
-        "out.write(b'y' * 300_000 + b'\\n\\n\\xff\\xfe\\r\\n'); out.flush()\n"
-        "for i in range(500): print(i, flush=True)\n"
-        "out.write(b'last, without an end'); out.flush()\n"
-        "print('to stderr', file=sys.stderr)"
-    )
-    code, output, errors = run(command=[sys.executable, "-c", program])
-    assert code == 0
-    for process in (b"[0] ", b"[1] "):
-        lines = [line[4:] for line in output.split(b"\n") if line.startswith(process)]
-        numbers = [b"%d" % i for i in range(500)]
-        assert lines == [b"y" * 300_000, b"", b"\xff\xfe\r", *numbers, b"last, without an end"]
-    assert sorted(errors.splitlines()) == [b"[0] to stderr", b"[1] to stderr"]
-
-
 @pytest.mark.fast
 @pytest.mark.parametrize(
     ("zero", "one", "code"),
@@ -188,14 +152,6 @@ def test_neither_a_killed_launcher_nor_one_that_ends_leaves_a_process_behind(is_
     while any(map(is_running, pids)):
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-def test_a_reader_that_has_seen_enough_ends_the_run_as_it_ends_a_plain_command(start):
-    process = start("--processes", "1", command=["yes"])
-    assert process.stdout.readline() == b"[0] y\n"
-    process.stdout.close()
-    assert process.wait(SECONDS) in (1, 128 + signal.SIGPIPE)
-    assert b"Traceback" not in process.stderr.read()
 
 
 @pytest.mark.parametrize(

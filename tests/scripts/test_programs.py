@@ -1,13 +1,11 @@
 """The Python programs of scripts/: all say what they take, benches print whole tables, pictures are those shown."""
 
-import http.server
 import importlib
 import json
 import os
 import re
 import runpy
 import subprocess
-import threading
 from unittest import mock
 
 import pytest
@@ -62,33 +60,6 @@ def test_readers_of_prepared_data():
     options = "--rows 64 --tokens 512 --copies 1 --rounds 1"
     rows = printed("scripts/bench_data.py", *options.split())[4:]
     assert [row[0] for row in rows] == ["ours, concat", "ours, best_fit", "ours, none", "grain", "sequential"]
-
-
-def test_each_locked_version_is_asked_for_and_what_is_known_is_printed():
-    audit = importlib.import_module("audit").audit
-    answers = [b"<html>", b'{"results": [{}, {"vulns": [{"id": "PYSEC-1"}, {"id": "GHSA-2"}]}]}']
-    asked = []
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self):
-            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(answers.pop())
-
-        def log_message(self, *_):
-            pass
-
-    lock = "# The lock\nabsl-py==2.3.1\njax==0.10.2 ; python_full_version < '3.12'\n"
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever).start()
-        url = f"http://127.0.0.1:{server.server_port}"
-        found, unanswered = audit(lock, url), audit(lock, url)
-        server.shutdown()
-    assert found == ["jax 0.10.2: PYSEC-1, GHSA-2"]
-    packages = [(query["package"]["name"], query["version"]) for query in asked[0]["queries"]]
-    assert packages == [("absl-py", "2.3.1"), ("jax", "0.10.2")]
-    assert unanswered[0].startswith("dependencies not audited: ")
 
 
 def test_the_pictures_of_the_page_on_batch_size_are_what_the_script_draws(tmp_path):

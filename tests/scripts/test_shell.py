@@ -124,15 +124,6 @@ def test_a_failed_install_is_reported_and_repeated_in_full(checkout):
     assert "--ignore-installed" in checkout.calls()[0]
 
 
-@pytest.mark.parametrize("problem", ["too_old", "no_venv"])
-def test_a_python_that_does_not_suffice_is_refused(problem, checkout):
-    checkout.answer(problem, "1")
-    code, output = checkout.run("scripts/train.sh", PYTHON=str(checkout.stub / "python3"))
-    assert code == 1
-    assert "error: " in output
-    assert not checkout.calls()
-
-
 @pytest.mark.parametrize("exit_code", [2, 3, 75])
 def test_the_exit_code_of_training_is_that_of_the_script_and_nothing_is_sampled(checkout, exit_code):
     checkout.answer("maxtext_lite.train", f"exit {exit_code}")
@@ -140,19 +131,12 @@ def test_the_exit_code_of_training_is_that_of_the_script_and_nothing_is_sampled(
     assert not any("generate" in call for call in checkout.calls())
 
 
-@pytest.mark.parametrize(
-    ("words", "directory"),
-    [
-        (["run_name=g", "--device-memory-gb", "4"], "runs/g"),
-        (["data_only=true", "ids=true"], ""),
-        (["enable_checkpointing=false"], ""),
-    ],
-)
-def test_the_run_to_sample_is_read_from_all_that_train_takes(words, directory, monkeypatch, capsys):
+def test_the_run_to_sample_is_read_from_all_that_train_takes(monkeypatch, capsys):
     code = re.search(r" -c '\n(.*?)\n' ", (REPOSITORY / "scripts/train.sh").read_text(), re.DOTALL)
-    monkeypatch.setattr("sys.argv", ["-c", "configs/base.yml", *words])
-    exec(code[1], {})
-    assert capsys.readouterr().out == f"{directory}\n"
+    for words in (["run_name=g", "--device-memory-gb", "4"], ["data_only=true"], ["enable_checkpointing=false"]):
+        monkeypatch.setattr("sys.argv", ["-c", "configs/base.yml", *words])
+        exec(code[1], {})
+    assert capsys.readouterr().out == "runs/g\n\n\n"
 
 
 @pytest.mark.parametrize(("name", "whole_group"), [("TERM", False), ("INT", True)], ids=["script_only", "as_ctrl_c"])
