@@ -4,7 +4,9 @@ import gc
 import hashlib
 import os
 import platform
+import signal
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,11 @@ os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), _devices, *
 # XLA gives the simulated devices one thread each. Steps dispatched ahead take some of them, the others then wait in a
 # collective for a device that no thread is left to run, and XLA aborts after 40 seconds. Twice as many threads suffice.
 os.environ.setdefault("NPROC", str(2 * SIMULATED_DEVICES))
+
+# A shell ignores SIGINT for what it starts in the background, and all that it starts inherits that.
+for number in (signal.SIGINT, signal.SIGTERM):
+    if signal.getsignal(number) == signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 # Compiled source is kept even where the shell says otherwise: without it, a third of the time that a process takes to
 # import the library without jax goes into compiling it, and tests start many such processes.
@@ -65,47 +72,24 @@ FOLDERS = (
     "scripts", "data", "data/preparing", "process", "batching", "reporting", "config", "config/hf",
 )  # fmt: skip
 WITHOUT_JAX = ("batching", "reporting", "config")
-"""Folders whose tests take milliseconds each."""
-
-STAND_INS = {
-    "invariance/test_hosts.py": "parallel/test_distributed.py",
-    "invariance/test_mixtures.py": "data/test_mixture_history.py",
-    "invariance/test_models.py": "invariance/test_meshes.py",
-    "invariance/test_resume.py": "training/test_loop.py",
-    "invariance/test_rl_hosts.py": "rl/test_rollout_steps.py",
-    "invariance/test_stopping.py": "training/test_stopping.py",
-    "invariance/test_tpu_programs.py": "xla/test_described.py",
-}
-"""Files that `--fast` leaves out, as each of their tests takes long (most need several processes that train), and for
-each the file whose fast test comes nearest to its claim."""
+"""Folders whose tests take milliseconds each: `--fast` runs the first case of each of their test functions."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--fast", action="store_true", help="a test of every file, in three minutes")
+    parser.addoption("--fast", action="store_true", help="the tests marked `fast`, and those that need no jax")
 
 
 def fast_tests(items: list[pytest.Item]) -> list[pytest.Item]:
-    """A selection with a test of every file: a test file is about one thing, which its first line says.
-
-    Where no jax is needed, the first case of every test function; elsewhere one test of the file, the first case of the
-    one that is marked `fast`, or of the first there is.
-    """
-    chosen: list[pytest.Item] = []
-    of_file: dict[str, list[pytest.Item]] = {}
+    """Every case that is marked `fast`, and where no jax is needed the first case of every test function."""
+    chosen = []
+    functions = set()
     for item in items:
-        of_file.setdefault(file_of(item), []).append(item)
-    for file, tests in of_file.items():
-        if file.split("/")[0] in WITHOUT_JAX:
-            chosen += {getattr(item, "originalname", item.name): item for item in reversed(tests)}.values()
-        elif file not in STAND_INS:
-            marked = [item for item in tests if item.get_closest_marker("fast")]
-            chosen.append((marked or tests)[0])
-    return [item for item in items if item in chosen]
-
-
-def file_of(item: pytest.Item) -> str:
-    """The test's file, below tests/."""
-    return item.path.relative_to(TESTS).as_posix()
+        function = (item.path, getattr(item, "originalname", item.name))
+        needs_no_jax = item.path.relative_to(TESTS).parts[0] in WITHOUT_JAX
+        if item.get_closest_marker("fast") or (needs_no_jax and function not in functions):
+            chosen.append(item)
+        functions.add(function)
+    return chosen
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -14,8 +14,7 @@ with socket.socket(socket.AF_UNIX) as server:
     sent = socket.send_fds(server, [text], [0, 1, 2])
     server.sendall(text[sent:])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, lambda number, _: server.send(bytes([number])))
+        signal.signal(number, lambda number, _: server.send(bytes([number])))
     answer = server.recv(16)
 code = os.waitstatus_to_exitcode(int(answer)) if answer else 1
 if code < 0:

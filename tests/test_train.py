@@ -1,159 +1,127 @@
-"""The command: exit codes, one clear line for each mistake, and a run killed at any moment."""
+"""The command `train`: its exit codes, and a run that is killed at any moment."""
 
-import json
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 
+from maxtext_lite import train
+from maxtext_lite.cli import run_command
 from tests.conftest import QUICK_COMPILATION
-from tests.processes import commands_in_turn, quick_python
+from tests.processes import RunFiles, quick_python
 from tests.training.conftest import TINY
 
-RUN = [
-    *TINY,
-    "steps=60",
-    "eval_interval=10",
-    "eval_steps=1",
-    "checkpoint_period=10",
-    "per_device_batch_size=1",
-    "log_period=1",
-]
+SECONDS = 300  # for any of these processes: one that hangs is killed
+STEPS = 40
+RUN = [*TINY, f"steps={STEPS}", "eval_interval=10", "eval_steps=1", "checkpoint_period=10", "log_period=1"]
+RUN += ["per_device_batch_size=1"]
+ENDLESS = ["steps=1000000", "checkpoint_period=1000000", "eval_interval=-1"]
+SECRET = "planted-0451"
 
 
-def _command(directory, *overrides, python=None):
-    python = quick_python() if python is None else python
-    return [
-        *python,
-        "-m",
-        "maxtext_lite.train",
-        "base.yml",
-        *RUN,
-        f"base_output_directory={directory}",
-        *overrides,
-    ]
+def command(directory, *overrides, python=None):
+    words = ["-m", "maxtext_lite.train", "base.yml", *RUN, f"base_output_directory={directory}", *overrides]
+    return [*(python or quick_python()), *words]
 
 
-_SECRET = "planted-0451"
-
-
-def _environment():
+def environment():
     """Two devices without conftest's settings, as on a user's machine; and secrets, which must not leak."""
     kept = {key: value for key, value in os.environ.items() if key not in ("NPROC", "OMP_NUM_THREADS")}
-    kept |= dict.fromkeys(("AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "WANDB_API_KEY"), _SECRET)
+    kept |= dict.fromkeys(("AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "WANDB_API_KEY"), SECRET)
     return kept | {"XLA_FLAGS": " ".join(["--xla_force_host_platform_device_count=2", *QUICK_COMPILATION])}
 
 
-def _train(directory, *overrides, python=None):
-    return subprocess.run(
-        _command(directory, *overrides, python=python),
-        env=_environment(),
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+@contextlib.contextmanager
+def under_way(words, directory):
+    """A process in a directory, killed with all that it started where it is left running or takes too long."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        words, env=environment(), cwd=directory, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    ) as process:
+        timer = threading.Timer(SECONDS, process.kill)
+        timer.start()
+        try:
+            yield process
+        finally:
+            timer.cancel()
+            process.kill()
 
 
-@pytest.fixture(scope="module")
-def commands():
-    with commands_in_turn(devices=2) as run:
-        yield run
-
-
-def _steps(run):
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "loss" in line]
-
-
-def _evaluations(run):
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "eval_loss" in line]
-
-
-def _parameters(run):
-    with ocp.StandardCheckpointer() as checkpointer:
-        return checkpointer.restore((run / "checkpoints" / "60" / "params").absolute())
+def finished(words, directory):
+    """What a command printed that ended with 0."""
+    with under_way(words, directory) as process:
+        output, errors = process.communicate()
+    assert process.returncode == 0, errors
+    return output
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     directory = tmp_path_factory.mktemp("uninterrupted")
-    result = _train(directory, python=[sys.executable])
-    assert result.returncode == 0, result.stderr
-    return directory / "default", result.stdout
+    output = finished(command(directory), directory)
+    return RunFiles(directory / "default"), output
 
 
-def test_a_run_shows_its_config_plan_and_progress(uninterrupted):
-    _, output = uninterrupted
-    for part in (
-        "global_batch_to_train",
-        "attention kernel: dot_product",
-        "step 60/60",
-        "held-out loss",
-        "60 steps done",
-    ):
+METRICS = """
+step loss grad_norm param_norm learning_rate examples target_tokens examples_seen tokens_seen epoch
+per_device_batch_size gradient_accumulation_steps global_batch_to_train step_seconds data_seconds tokens_per_second
+tflops_per_device mfu skipped examples_hash
+"""
+
+
+def test_a_run_shows_its_plan_and_progress_and_records_every_step(uninterrupted):
+    run, output = uninterrupted
+    for part in ("global_batch_to_train", "attention kernel: dot_product", f"step {STEPS}/{STEPS}", "held-out loss"):
         assert part in output
+    assert [record["step"] for record in run.steps] == list(range(1, STEPS + 1))
+    assert all(record.keys() >= set(METRICS.split()) for record in run.steps)
+    assert [record["step"] for record in run.evaluations] == list(range(10, STEPS + 1, 10))
+    assert all(record.keys() >= {"eval_loss", "eval_target_tokens"} for record in run.evaluations)
+    names = {path.name for path in run.directory.iterdir()}
+    assert names >= {"config.yml", "plan.json", "metrics.jsonl", "tensorboard", "checkpoints", "environment.json"}
 
 
 def test_secrets_in_the_environment_are_in_no_file_and_no_line(uninterrupted):
     run, output = uninterrupted
-    files = [path for path in run.rglob("*") if path.is_file()]
+    files = [path for path in run.directory.rglob("*") if path.is_file()]
     assert len(files) > 10
-    assert [path for path in files if _SECRET.encode() in path.read_bytes()] == []
-    assert _SECRET not in output
+    assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
+    assert SECRET not in output
 
 
-def _killed(directory, step):
-    """Starts the command and kills it after a step; after step 0: before its first."""
-    run = directory / "default"
-    process = subprocess.Popen(
-        _command(directory),
-        env=_environment(),
-        cwd=directory,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
-    deadline = time.monotonic() + 200
-    while time.monotonic() < deadline and process.poll() is None:
-        if (run / "metrics.jsonl").exists() and f'"step": {step},' in (run / "metrics.jsonl").read_text():
-            break
-        if step == 0 and (run / "config.yml").exists():
-            break
-        time.sleep(0.002)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+def kill_after(step, directory):
+    """Starts the command and kills it after a step."""
+    run = RunFiles(directory / "default")
+    with under_way(command(directory), directory) as process:
+        while process.poll() is None and run.last_step < step:
+            time.sleep(0.002)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
     assert process.returncode == -signal.SIGKILL
-    assert not (run / "checkpoints" / "60").exists()
+    assert STEPS not in run.checkpoints
 
 
 def test_killed_at_any_step_the_same_command_ends_in_the_same_bits(uninterrupted, tmp_path):
-    """Killed before its first step, then before its first checkpoint, then well after one: it resumes each time."""
-    run = tmp_path / "default"
-    for step in (0, 5, 33):
-        _killed(tmp_path, step)
-    result = _train(tmp_path)
-    assert result.returncode == 0, result.stderr
-    want, got = _steps(uninterrupted[0]), _steps(run)
-    assert [record["step"] for record in got] == list(range(1, 61))
-    same = ("loss", "grad_norm", "examples_hash", "tokens_seen")
-    assert [[record[key] for key in same] for record in got] == [[record[key] for key in same] for record in want]
-    assert _evaluations(run) == _evaluations(uninterrupted[0])
-    jax.tree.map(np.testing.assert_array_equal, _parameters(run), _parameters(uninterrupted[0]))
+    """Killed before its first checkpoint, then well after one: it resumes each time."""
+    for step in (5, 23):
+        kill_after(step, tmp_path)
+    finished(command(tmp_path), tmp_path)
+    want, got = uninterrupted[0], RunFiles(tmp_path / "default")
+    same = ("step", "loss", "grad_norm", "examples_hash", "tokens_seen")
+    assert got.sequence(*same) == want.sequence(*same)
+    assert got.evaluations == want.evaluations
+    jax.tree.map(np.testing.assert_array_equal, got.parameters(STEPS), want.parameters(STEPS))
 
 
 @pytest.mark.parametrize("is_command", [True, False])
 def test_a_command_is_watched_from_before_jax_is_imported_and_a_call_is_not(is_command, monkeypatch):
-    from maxtext_lite import train
-
     watched = []
     monkeypatch.setattr(train.command_signals, "installed", is_command)
     monkeypatch.setattr(train.watchdog, "start", watched.append)
@@ -162,24 +130,15 @@ def test_a_command_is_watched_from_before_jax_is_imported_and_a_call_is_not(is_c
     assert watched == [77] * is_command
 
 
-def test_a_signal_ends_with_75_after_saving(tmp_path):
-    with subprocess.Popen(
-        _command(tmp_path, "steps=100000", "checkpoint_period=100000", "eval_interval=-1"),
-        env=_environment(),
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
+def signalled(words, directory, *, after, number):
+    """The command's exit code, what it printed after a signal at the line that begins so, and its errors."""
+    with under_way(words, directory) as process:
         for line in process.stdout:
-            if line.startswith("step 2/"):
-                process.send_signal(signal.SIGINT)
+            if line.startswith(after):
+                process.send_signal(number)
                 break
-        rest = process.stdout.read()
-    assert process.returncode == 75
-    assert "stopped by SIGINT after step" in rest
-    assert "saved" in rest
-    assert len(list((tmp_path / "default" / "checkpoints").iterdir())) == 1
+        output, errors = process.communicate()
+        return process.returncode, output, errors
 
 
 # The command, in which the compilation for the second stage of a ramp takes forever.
@@ -198,72 +157,28 @@ def compiled(self, slots):
 Executables._compile = compiled
 sys.exit(run_command(main))
 """
+RAMP = ["enable_rampup_batch_size=true", "per_device_batch_size_start=1", "per_device_batch_size_increment=1"]
+RAMP += ["per_device_batch_size=2", "global_rampup_samples=1000000"]
 
 
-def test_a_signal_ends_with_75_although_the_next_stage_is_being_compiled(tmp_path):
-    ramp = ["enable_rampup_batch_size=true", "per_device_batch_size_start=1", "per_device_batch_size_increment=1",
-            "per_device_batch_size=2", "global_rampup_samples=1000000", "steps=1000000"]  # fmt: skip
-    words = _command(tmp_path, *ramp, "eval_interval=-1", "checkpoint_period=1000000", python=())[2:]
-    command = [*quick_python(), "-c", SLOW, *words]
-    with subprocess.Popen(command, env=_environment(), cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
-        next(line for line in process.stdout if line.startswith("step 2/"))
-        process.send_signal(signal.SIGTERM)
-        try:
-            rest, _ = process.communicate(timeout=60)
-        finally:
-            process.kill()
-    assert process.returncode == 75
-    assert "stopped by SIGTERM after step" in rest
-    assert len(list((tmp_path / "default" / "checkpoints").iterdir())) == 1
+def test_a_signal_ends_with_75_after_saving_although_the_next_stage_is_being_compiled(tmp_path):
+    words = [*quick_python(), "-c", SLOW, *command(tmp_path, *ENDLESS, *RAMP, python=["python"])[3:]]
+    code, output, errors = signalled(words, tmp_path, after="step 2/", number=signal.SIGTERM)
+    assert code == 75, errors
+    assert "stopped by SIGTERM after step" in output
+    assert len(RunFiles(tmp_path / "default").checkpoints) == 1
 
 
 def test_a_signal_before_the_first_step_ends_at_once_with_130_and_no_output(tmp_path):
     """With a step that no other test has compiled, so that compilation takes long enough."""
-    with subprocess.Popen(
-        _command(tmp_path, "base_mlp_dim=40", python=[sys.executable]),
-        env=_environment(),
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("attention kernel"):  # what follows is compiling
-                process.send_signal(signal.SIGINT)
-                break
-        _, error = process.communicate()
-    assert (process.returncode, error) == (130, "")
-    assert not list((tmp_path / "default" / "checkpoints").glob("*"))
+    words = command(tmp_path, "base_mlp_dim=40", python=[sys.executable])
+    code, _, errors = signalled(words, tmp_path, after="attention kernel", number=signal.SIGINT)
+    assert (code, errors) == (130, "")
+    assert RunFiles(tmp_path / "default").checkpoints == []
 
 
-def test_a_non_finite_loss_ends_with_3(tmp_path):
-    result = _train(tmp_path, "optimizer=sgd", "learning_rate=1e30", "gradient_clipping_threshold=0", "warmup_steps=0")
-    assert result.returncode == 3
-    assert result.stderr.splitlines()[-1].startswith("error: step ")
-    assert "Traceback" not in result.stderr
-
-
-@pytest.mark.parametrize(("overrides", "message"), [
-    (["per_device_batchsize=3"],
-     "unknown key 'per_device_batchsize' (command line). Did you mean 'per_device_batch_size'?"),
-    (["dataset_path=nowhere.txt"], "dataset_path='nowhere.txt': there is no such file"),
-    (["vocab_size=100", "ici_tensor_parallelism=1"], "vocab_size=100"),
-    (["per_device_batch_size=0.3"], "per_device_batch_size=0.3 x 2 devices = 0.6 examples, not a whole number."),
-])  # fmt: skip
-def test_mistakes_end_with_2_and_name_key_and_value(overrides, message, tmp_path, commands):
-    result = commands(tmp_path, "train", *_command(tmp_path, *overrides, python=[sys.executable])[3:])
-    assert result.returncode == 2
-    assert any(line.startswith("error: ") and message in line for line in result.stderr.splitlines()), result.stderr
-    assert "Traceback" not in result.stderr
-    assert "compiled" not in result.stdout
-    assert not (tmp_path / "default").exists()
-
-
-def test_a_directory_that_cannot_be_made_ends_with_2(tmp_path):
-    (tmp_path / "file").write_text("")
-    result = _train(tmp_path, f"base_output_directory={tmp_path}/file")
-    assert result.returncode == 2
-    assert result.stderr.startswith(
-        f"error: base_output_directory={tmp_path}/file with run_name=default cannot be made"
-    )
+@pytest.mark.fast
+def test_a_non_finite_loss_ends_with_3(tmp_path, capsys):
+    words = ["optimizer=sgd", "learning_rate=1e30", "gradient_clipping_threshold=0", "warmup_steps=0"]
+    assert run_command(train.main, [*RUN, *words, f"base_output_directory={tmp_path}"]) == 3
+    assert "error: step " in capsys.readouterr().err

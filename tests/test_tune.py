@@ -6,18 +6,17 @@ import pytest
 
 from maxtext_lite.batching.devices import device_named
 from maxtext_lite.batching.tuning import Timing
-from maxtext_lite.cli import run_command
 from maxtext_lite.config import load_config
 from maxtext_lite.training import timing
 from maxtext_lite.tune import main
 from tests.run_directories import step_line, write_run
-from tests.test_verify_resume import SIZES
+from tests.training.conftest import TINY
 
-WORDS = [*SIZES, "per_device_batch_size=2", "gradient_accumulation_steps=2", "remat_policy=minimal", "run_name=here"]
+WORDS = [*TINY, "per_device_batch_size=2", "gradient_accumulation_steps=2", "remat_policy=minimal", "run_name=here"]
 
 
-@pytest.fixture
-def machine(monkeypatch):
+@pytest.fixture(autouse=True)
+def _machine(monkeypatch):
     """Each micro-batch takes a second, and a whole batch at once does not fit."""
 
     def measured(candidate, directory, **limits):
@@ -31,13 +30,12 @@ def machine(monkeypatch):
     monkeypatch.setattr(timing, "measured", measured)
 
 
-def test_a_table_a_page_and_the_best_config(machine, tmp_path, capsys):
+@pytest.mark.fast
+def test_a_table_a_page_and_the_best_config(tmp_path, capsys):
     words = [*WORDS, f"base_output_directory={tmp_path}"]
     asked = load_config(None, words)
     assert main(words) == 0
-    said = capsys.readouterr().out
-    assert "per_device_batch_size=4 gradient_accumulation_steps=1: does not fit" in said
-    assert "no room" in said
+    assert "per_device_batch_size=4 gradient_accumulation_steps=1: does not fit" in capsys.readouterr().out
     best = load_config(tmp_path / "here-tune" / "best.yml")
     assert (best.per_device_batch_size, best.gradient_accumulation_steps) == (2, 2)
     assert best.model_dump() == asked.model_dump()  # which was the best already
@@ -50,25 +48,8 @@ def test_a_table_a_page_and_the_best_config(machine, tmp_path, capsys):
     assert (tmp_path / "other" / "report.html").stat().st_size > 10_000
 
 
-def test_the_least_time_of_known_devices_stands_beside_the_measured(machine, tmp_path, capsys, monkeypatch):
+def test_the_least_time_of_known_devices_stands_beside_the_measured(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("maxtext_lite.tune.device_of_kind", lambda kind: device_named("h200", option="--device"))
-    assert main([*WORDS, f"base_output_directory={tmp_path}"]) == 0
-    header, *rows = capsys.readouterr().out.split("\n\n")[-1].splitlines()[:4]
-    assert header.split()[:4] == ["step,", "ms", "at", "least"]
-    measured, least = zip(*(row.split()[:2] for row in rows), strict=True)
-    assert measured == ("2000.0", "4000.0", "-")
     assert main([*WORDS, "--json", f"base_output_directory={tmp_path}"]) == 0
-    seconds = [each["least_step_seconds"] for each in json.loads(capsys.readouterr().out)["ways"]]
-    assert min(seconds) > 0
-    assert least == tuple(f"{1e3 * each:.1f}" for each in seconds)
-
-
-@pytest.mark.parametrize(("words", "error"), [
-    (["--steps", "0"], "error: --steps=0 must be at least 1. Nearest that works: 1."),
-    (["enable_rampup_batch_size=true"], "error: enable_rampup_batch_size=true: tune measures one batch"),
-    (["configs/post_train/rl.yml"], "error: a config of reinforcement learning"),
-])  # fmt: skip
-def test_what_is_wrong_is_refused(words, error, tmp_path, capsys):
-    assert run_command(main, [*words, f"base_output_directory={tmp_path}"]) == 2
-    assert error in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
+    ways = json.loads(capsys.readouterr().out)["ways"]
+    assert 0 < ways[0]["least_step_seconds"] < 2

@@ -1,10 +1,9 @@
-"""Every command of README.md, then of docs/running.md, runs as written, in order, and prints what its page says.
+"""Every command of README.md, docs/running.md and docs/launching.md runs as written and prints what its page says.
 
 A block of commands is ```bash. A comment on the line before may say `<!-- not run: WHY -->` or `<!-- exit code N -->`.
 A ```text block after `<!-- output -->` is what the block before it prints, to the letter.
 """
 
-import json
 import os
 import re
 import subprocess
@@ -16,10 +15,9 @@ import pytest
 
 from maxtext_lite.cli import COMMANDS
 from tests.conftest import QUICK_COMPILATION
-from tests.processes import folder_of_python
+from tests.processes import RunFiles, folder_of_python
 from tests.source_tree import REPOSITORY
 
-PAGES = {name: (REPOSITORY / name).read_text(encoding="utf-8") for name in ("README.md", "docs/running.md")}
 BLOCK = re.compile(
     r"(?:^<!-- (?P<note>[^\n]*?) -->\n)?^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
 )
@@ -30,109 +28,85 @@ class Commands:
     """A block of commands, what it must exit with, and what it must print where the page says so."""
 
     text: str
-    line: int
     exit_code: int = 0
     output: str | None = None
 
 
+def text_of(page: str) -> str:
+    return (REPOSITORY / page).read_text(encoding="utf-8")
+
+
 def blocks(page: str) -> list[Commands]:
-    found: list[Commands] = []
-    for match in BLOCK.finditer(page):
+    found = []
+    for match in BLOCK.finditer(text_of(page)):
         note = match["note"] or ""
         if match["language"] == "bash" and not note.startswith("not run: "):
             code = re.fullmatch(r"exit code (\d+)", note)
-            line = page[: match.start("text")].count("\n") + 1
-            found.append(Commands(match["text"], line, int(code[1]) if code else 0))
+            found.append(Commands(match["text"], int(code[1]) if code else 0))
         elif match["language"] == "text" and note == "output":
             found[-1].output = match["text"]
     return found
 
 
-def environment() -> dict[str, str]:
-    """That of a user who activated .venv: without what conftest.py sets, but for the platform and quick compilation."""
+def run(block: Commands, folder: Path) -> None:
+    """Runs a block as a user who activated .venv: without what conftest.py sets, but for quick compilation."""
     ours = ("XLA_FLAGS", "NPROC", "OMP_NUM_THREADS", "PYTHONPATH")
     kept = {key: value for key, value in os.environ.items() if key not in ours and not key.startswith("PYTEST")}
     path = f"{folder_of_python()}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return {**kept, "PATH": path, "COLUMNS": "120", "XLA_FLAGS": " ".join(QUICK_COMPILATION)}
+    result = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", block.text],
+        cwd=folder,
+        env={**kept, "PATH": path, "COLUMNS": "120", "XLA_FLAGS": " ".join(QUICK_COMPILATION)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+    )
+    assert result.returncode == block.exit_code, result.stdout
+    if block.output is not None:
+        assert result.stdout.replace(str(REPOSITORY), "REPOSITORY") == block.output
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which all commands of the pages have run, in their order."""
+def ran(tmp_path_factory):
+    """The folder in which all commands of README.md and docs/running.md have run, in their order."""
     folder = tmp_path_factory.mktemp("readme")
-    for name, block in [(name, block) for name, page in PAGES.items() for block in blocks(page)]:
-        result = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", block.text],
-            cwd=folder,
-            env=environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=600,
-        )
-        said = f"{name}:{block.line} exited with {result.returncode} and printed\n{result.stdout}"
-        assert result.returncode == block.exit_code, said
-        if block.output is not None:
-            assert result.stdout == block.output, said
+    first, second = blocks("README.md"), blocks("docs/running.md")
+    assert (len(first), len(second)) == (3, 6)
+    for block in [*first, *second]:
+        run(block, folder)
     return folder
 
 
-def test_every_command_runs_and_prints_what_its_page_says(ran: Path):
-    assert [len(blocks(page)) for page in PAGES.values()] == [3, 6]
+def test_the_run_of_the_page_has_each_step_once_and_the_files_that_the_page_lists(ran):
+    assert RunFiles(ran / "runs" / "tiny").sequence("step") == [(step,) for step in range(1, 31)]
+    listed = re.search(r"^A run lives in `base_output_directory/run_name`: (.*)$", text_of("docs/running.md"), re.M)
+    for name in re.findall(r"`([^`]+)`", listed[1]):
+        assert (ran / "runs" / "tiny" / name).exists()
     assert (ran / "runs" / "first" / "report.html").is_file()
     assert (ran / "first-hf" / "model.safetensors").is_file()
 
 
-@pytest.mark.fast
-def test_the_readme_shows_every_command_and_stays_short():
-    commands = {path.stem for path in (REPOSITORY / "maxtext_lite").glob("*.py")} & set(COMMANDS)
-    assert commands == set(COMMANDS)
-    shown = PAGES["README.md"] + (REPOSITORY / "docs" / "coming_from.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"^python -m maxtext_lite\.(\w+)", shown, re.MULTILINE)) == commands
-    assert PAGES["README.md"].count("\n") <= 120
-
-
-def training_steps(run_directory: Path) -> list[dict]:
-    """The lines of metrics.jsonl that are of training, not of evaluation."""
-    lines = map(json.loads, (run_directory / "metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if "loss" in line]
-
-
-def test_the_run_of_the_page_has_each_step_once_after_it_was_resumed(ran: Path):
-    assert [line["step"] for line in training_steps(ran / "runs" / "tiny")] == list(range(1, 31))
-
-
-def test_the_run_directory_holds_what_the_page_lists(ran: Path):
-    (sentence,) = re.findall(
-        r"^A run lives in `base_output_directory/run_name`: (.*)$", PAGES["docs/running.md"], re.MULTILINE
-    )
-    listed = set(re.findall(r"`([^`]+)`", sentence))
-    assert listed
-    assert {name for name in listed if not (ran / "runs" / "tiny" / name).exists()} == set()
-
-
-def test_eight_simulated_devices_give_the_losses_of_one_as_the_page_says(ran: Path):
-    one = training_steps(ran / "runs" / "tiny")[:20]  # the other ten have another learning rate
-    eight = training_steps(ran / "runs" / "tiny-on-eight")
-    assert len(one) == len(eight) == 20
+def test_eight_simulated_devices_give_the_losses_of_one_as_the_page_says(ran):
+    one = RunFiles(ran / "runs" / "tiny").steps[:20]  # the other ten have another learning rate
+    eight = RunFiles(ran / "runs" / "tiny-on-eight").steps
     assert [line["examples_hash"] for line in one] == [line["examples_hash"] for line in eight]
     losses_of_one, losses_of_eight = ([line["loss"] for line in lines] for lines in (one, eight))
+    assert len(losses_of_eight) == 20
     assert losses_of_eight[:5] == pytest.approx(losses_of_one[:5], rel=1e-5)
     assert losses_of_eight == pytest.approx(losses_of_one, rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    "page",
-    ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/running.md", "docs/architecture.md", "docs/library.md"],
-)
-def test_every_link_leads_to_a_file(page: str):
-    path = REPOSITORY / page
-    links = re.findall(r"\]\(([^)#]+)\)", path.read_text(encoding="utf-8"))
-    missing = [link for link in links if "://" not in link and not (path.parent / link).exists()]
-    assert links
-    assert not missing
+@pytest.mark.parametrize("number", range(4))
+def test_a_command_of_the_page_on_launching_prints_what_it_says(number):
+    block = blocks("docs/launching.md")[number]
+    assert block.output is not None
+    run(block, REPOSITORY)
 
 
-def test_no_figure_is_left_to_be_measured():
-    assert not [name for name, page in PAGES.items() if "TODO" in page]
+@pytest.mark.fast
+def test_the_readme_shows_every_command_and_stays_short():
+    shown = text_of("README.md") + text_of("docs/coming_from.md")
+    assert set(re.findall(r"^python -m maxtext_lite\.(\w+)", shown, re.MULTILINE)) == set(COMMANDS)
+    assert text_of("README.md").count("\n") <= 120

@@ -1,0 +1,209 @@
+"""The shell scripts, tried on stand-ins for Python in a copy of the checkout; of the launchers, what they would run."""
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+
+from tests.source_tree import REPOSITORY
+
+# Stands in for an interpreter: `-m venv` makes an environment of itself, every other call is written to calls.txt and
+# answered as the files of the test say: the file `MODULE` holds what `python -m MODULE` then runs.
+STUB = """#!/usr/bin/env bash
+here=${STUB_DIRECTORY:?}
+case "$*" in
+"-c import sys; sys.exit(sys.version_info < (3, 11))") exit "$(cat "$here/too_old")" ;;
+"-c import ensurepip, venv") exit "$(cat "$here/no_venv")" ;;
+"-c ") exit 0 ;;
+--version) echo "Python 3.12.1" ;;
+"-m pip --version") exit 0 ;;
+"-m venv"*)
+  mkdir -p "${!#}/bin"
+  touch "${!#}/pyvenv.cfg"
+  cp "$0" "${!#}/bin/python"
+  cp "$0" "${!#}/bin/shellcheck"
+  ;;
+-c*) echo runs/default ;; # the run directory
+*)
+  printf '%s\\n' "$*" >>"$here/calls.txt"
+  if [ -f "$here/$2" ]; then . "$here/$2"; fi
+  ;;
+esac
+"""
+# A shell's background job ignores SIGINT, and so does all that it starts; bash cannot undo that, env can.
+WITH_SIGNALS = ["/usr/bin/env", "--default-signal=INT,TERM,HUP"]
+
+
+class Checkout:
+    """A copy of what the scripts need, with a stand-in for Python."""
+
+    def __init__(self, directory):
+        self.root = directory / "a checkout"
+        self.stub = directory / "stub"
+        self.root.mkdir()
+        self.stub.mkdir()
+        shutil.copytree(REPOSITORY / "scripts", self.root / "scripts")
+        shutil.copytree(REPOSITORY / ".ci", self.root / ".ci")
+        for name in ("pyproject.toml", "constraints.txt"):
+            shutil.copy(REPOSITORY / name, self.root)
+        self.answer("too_old", "0")
+        self.answer("no_venv", "0")
+        self.answer("python3", STUB)
+        (self.stub / "python3").chmod(0o755)
+
+    def answer(self, name, text):
+        (self.stub / name).write_text(text)
+
+    def calls(self):
+        """The calls of the stand-in since the last look."""
+        file = self.stub / "calls.txt"
+        lines = file.read_text().splitlines() if file.exists() else []
+        file.unlink(missing_ok=True)
+        return lines
+
+    def start(self, script, *arguments, **variables):
+        path = f"{self.stub}:/usr/bin:/bin"
+        variables = {"PATH": path, "HOME": str(self.stub), "STUB_DIRECTORY": str(self.stub), **variables}
+        return subprocess.Popen(
+            [*WITH_SIGNALS, str(self.root / script), *arguments],
+            cwd=self.stub,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, script, *arguments, **variables):
+        process = self.start(script, *arguments, **variables)
+        output, _ = process.communicate(timeout=120)
+        return process.returncode, output
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    return Checkout(tmp_path)
+
+
+def is_install(call):
+    return call.startswith("-m pip install ")
+
+
+@pytest.mark.fast
+def test_train_installs_the_lock_once_then_trains_then_samples_the_same_run(checkout):
+    code, output = checkout.run("scripts/train.sh", "steps=3", "run_name=x y")
+    assert code == 0, output
+    install, *run = checkout.calls()
+    assert is_install(install)
+    assert install.endswith(f"-c {checkout.root}/constraints.txt -e {checkout.root}")
+    assert run[0] == "-m maxtext_lite.train configs/base.yml steps=3 run_name=x y"
+    assert run[1].startswith("-m maxtext_lite.generate runs/default ")
+    checkout.run("scripts/train.sh", "my.yml", "steps=3")
+    assert checkout.calls()[0] == "-m maxtext_lite.train my.yml steps=3"
+    checkout.run("scripts/test.sh", "tests/config", "-x")  # another extra
+    install, tests = checkout.calls()
+    assert install.endswith("[test]")
+    assert tests.startswith("-m pytest ")
+    assert tests.endswith(" tests/config -x")
+
+
+def test_a_failed_install_is_reported_and_repeated_in_full(checkout):
+    checkout.answer("pip", "exit 9")
+    code, output = checkout.run("scripts/train.sh")
+    assert code == 1
+    assert "error: " in output
+    assert not any("maxtext_lite.train" in call for call in checkout.calls())
+    checkout.answer("pip", "exit 0")
+    assert checkout.run("scripts/train.sh")[0] == 0
+    assert "--ignore-installed" in checkout.calls()[0]
+
+
+@pytest.mark.parametrize("exit_code", [2, 3, 75])
+def test_the_exit_code_of_training_is_that_of_the_script_and_nothing_is_sampled(checkout, exit_code):
+    checkout.answer("maxtext_lite.train", f"exit {exit_code}")
+    assert checkout.run("scripts/train.sh")[0] == exit_code
+    assert not any("generate" in call for call in checkout.calls())
+
+
+def test_the_run_to_sample_is_read_from_all_that_train_takes(monkeypatch, capsys):
+    code = re.search(r" -c '\n(.*?)\n' ", (REPOSITORY / "scripts/train.sh").read_text(), re.DOTALL)
+    for words in (["run_name=g", "--device-memory-gb", "4"], ["data_only=true"], ["enable_checkpointing=false"]):
+        monkeypatch.setattr("sys.argv", ["-c", "configs/base.yml", *words])
+        exec(code[1], {})
+    assert capsys.readouterr().out == "runs/g\n\n\n"
+
+
+@pytest.mark.parametrize(("name", "whole_group"), [("TERM", False), ("INT", True)], ids=["script_only", "as_ctrl_c"])
+def test_a_signal_reaches_training_once_and_its_exit_code_comes_back(checkout, name, whole_group):
+    saves = f"trap 'echo got {name}; sleep 0.3; exit 75' {name}\ntouch \"$here/ready\"\n"
+    checkout.answer("maxtext_lite.train", saves + "for _ in $(seq 300); do sleep 0.1; done\n")
+    process = checkout.start("scripts/train.sh")
+    deadline = time.monotonic() + 60
+    while not (checkout.stub / "ready").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    time.sleep(1)  # until the script waits for it
+    (os.killpg if whole_group else os.kill)(process.pid, signal.Signals[f"SIG{name}"])
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    assert output.count(f"got {name}") == 1
+    assert not any("generate" in call for call in checkout.calls())
+
+
+@pytest.mark.parametrize(("answers", "exit_code"), [({}, 0), ({"pyright": "exit 1"}, 1), ({"pytest": "exit 5"}, 5)])
+def test_ci_checks_the_source_before_the_tests(checkout, answers, exit_code):
+    for name, text in answers.items():
+        checkout.answer(name, text)
+    assert checkout.run(".ci/run")[0] == exit_code
+    calls = [call for call in checkout.calls() if not is_install(call)]
+    checks = ["-m ruff check .", "-m ruff format --check .", "-m pyright ", "scripts/check.sh", "scripts/audit.py"]
+    checks += ["-m pytest "] * (exit_code != 1)
+    assert len(calls) == len(checks)
+    assert all(check in call for check, call in zip(checks, calls, strict=True))
+
+
+def test_a_dry_run_of_a_slurm_job_prints_the_flags_and_the_command_and_runs_nothing(checkout):
+    code, output = checkout.run("scripts/slurm.sbatch", "--dry-run", "run_name=x y")
+    assert code == 0, output
+    *flags, command = output.splitlines()
+    assert "--signal=B:USR1@300" in flags
+    words = shlex.split(command)
+    assert (words[0], words[-3:]) == ("srun", ["-m", "maxtext_lite.train", "run_name=x y"])
+    assert not checkout.calls()
+    assert checkout.run("scripts/slurm.sbatch", "steps=3")[0] == 2  # this is no job
+
+
+def test_a_dry_run_on_tpu_vms_prints_the_commands_and_runs_none(checkout):
+    checkout.answer("gcloud", "#!/usr/bin/env bash\necho called\n")
+    (checkout.stub / "gcloud").chmod(0o755)
+    tpu = ["--name", "my-tpu", "--zone", "us-east5-b", "--project", "some-project", "--type", "v6e-8", "--dry-run"]
+    code, output = checkout.run("scripts/tpu_vm.sh", "up", *tpu, "--spot", "--delete-at-end", "--", "run_name=x y")
+    assert code == 0, output
+    assert "called" not in output
+    commands = [shlex.split(line)[3:] for line in output.splitlines() if line.startswith("gcloud compute tpus ")]
+    verbs = ["create", "scp", "ssh", "ssh", "ssh", "ssh", "delete"]
+    assert [command[:2] for command in commands] == [["tpu-vm", verb] for verb in verbs]
+    assert {"--accelerator-type=v6e-8", "--spot"} <= set(commands[0])
+    assert commands[3][4] == r"--command=env maxtext_lite/scripts/tpu_worker.sh start maxtext_lite.train run_name=x\ y"
+    for command in ("create", "install", "start", "logs", "status", "stop", "ssh", "delete"):
+        code, output = checkout.run("scripts/tpu_vm.sh", command, *tpu)
+        assert code == 0, output
+        assert all(line.startswith("gcloud compute tpus ") for line in output.splitlines())
+    assert checkout.run("scripts/tpu_vm.sh", "up", "--name", "My TPU", "--dry-run")[0] == 2
+
+
+def test_a_worker_of_a_tpu_installs_trains_in_the_background_and_says_what_came_of_it(checkout):
+    worker = "scripts/tpu_worker.sh"
+    checkout.answer("maxtext_lite.train", "exit 3")
+    assert checkout.run(worker, "install")[0] == 0
+    assert checkout.calls()[0].endswith("[tpu]")
+    assert checkout.run(worker, "start", "maxtext_lite.train", "run_name=x y")[0] == 0
+    assert "run=3\n" in checkout.run(worker, "result", "60")[1]
+    assert checkout.calls() == ["-m maxtext_lite.train run_name=x y"]
+    assert checkout.run(worker, "stat")[0] == 2
