@@ -17,7 +17,7 @@ from maxtext_lite.batching import make_plan
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data.balance import Balance
 from maxtext_lite.data.feed import EvaluationReads, TrainingReads, evaluation_batches, training_batches
-from maxtext_lite.data.order import example_ids, examples_hash
+from maxtext_lite.data.order import example_ids
 from maxtext_lite.data.packing import Documents
 
 T = 8
@@ -29,7 +29,6 @@ class NumberedSource:
     """Every array of example i is i + 1, so that no example looks like an empty slot; counts what is read."""
 
     num_examples: int
-    fail_at: int | None = None
     seconds: float = 0.0
     fingerprint: str = "numbered"
     num_tokens: int = T
@@ -46,8 +45,6 @@ class NumberedSource:
         return self.num_examples
 
     def __getitem__(self, example_id):
-        if example_id == self.fail_at:
-            raise ValueError(f"cannot read example {example_id}")
         time.sleep(self.seconds)
         self.read.append(example_id)
         return {name: np.full(T, example_id + 1, np.float32 if name == "weights" else np.int32) for name in FIELDS}
@@ -83,6 +80,7 @@ def slot_numbers(array: jax.Array) -> np.ndarray:
     return values[..., 0].astype(int) - 1
 
 
+@pytest.mark.fast
 def test_example_j_is_in_micro_batch_j_mod_A_and_slot_j_div_A():
     plan = plan_for(8, per_device_batch_size=1, gradient_accumulation_steps=2)
     first, second = batches(NumberedSource(100), plan, 8, num_steps=2, seed=-1)
@@ -110,7 +108,7 @@ def test_slots_beyond_the_examples_are_empty():
     assert batch.num_examples == 8
 
 
-SPLITS_OF_16 = [(1, 16, 1), (1, 1, 16), (2, 4, 2), (4, 2, 2), (8, 2, 1), (8, 1, 2), (8, 0.5, 4), (8, 0.125, 16)]
+SPLITS_OF_16 = [(1, 16, 1), (1, 1, 16), (2, 4, 2), (8, 2, 1), (8, 1, 2), (8, 0.5, 4), (8, 0.125, 16)]
 
 
 @pytest.mark.parametrize(("num_devices", "per_device", "accumulation"), SPLITS_OF_16)
@@ -121,7 +119,6 @@ def test_every_split_of_a_global_batch_has_the_same_examples(num_devices, per_de
     for step, batch in enumerate(found):
         expected = example_ids(16 * step, 16, num_examples=50, seed=0)
         np.testing.assert_array_equal(batch.example_ids, expected)
-        assert examples_hash(batch.example_ids) == examples_hash(np.sort(expected))
         slots = slot_numbers(batch.arrays["tokens"])
         assert sorted(slots[slots >= 0]) == sorted(expected)
 
@@ -137,25 +134,19 @@ def test_a_device_has_the_same_examples_whatever_the_accumulation():
     assert all(len(examples) == 4 for examples in on_device[0].values())
 
 
-@pytest.mark.parametrize(
-    ("spec", "tensor"), [((None, "fsdp", None), 1), ((None, "fsdp", None), 2), ((None, "fsdp", "tensor"), 2), ((), 1)]
-)
-def test_each_device_gets_its_part_of_the_global_array(spec, tensor):
-    plan = plan_for(8, per_device_batch_size=1, gradient_accumulation_steps=2)
-    (batch,) = batches(NumberedSource(100), plan, 8, num_steps=1, spec=spec, tensor=tensor)
+@pytest.mark.parametrize(("spec", "tensor"), [((None, "fsdp", None), 2), ((None, "fsdp", "tensor"), 2), ((), 1)])
+def test_each_device_gets_its_part_of_the_global_array_and_each_row_is_read_once(spec, tensor):
+    plan = plan_for(8, per_device_batch_size=1, gradient_accumulation_steps=2, ici_tensor_parallelism=tensor)
+    source = NumberedSource(100)
+    (batch,) = batches(source, plan, 8, num_steps=1, spec=spec, tensor=tensor)
     ids = batch.example_ids
-    whole = np.array([[[ids[2 * slot + micro] + 1] * T for slot in range(8)] for micro in range(2)])
+    assert sorted(source.read) == sorted(ids)
+    num_slots = batch.arrays["tokens"].shape[1]
+    whole = np.array([[[ids[2 * slot + micro] + 1] * T for slot in range(num_slots)] for micro in range(2)])
     for array in batch.arrays.values():
         assert array.sharding == row_sharding(8, spec=spec, tensor=tensor)
         for shard in array.addressable_shards:
             np.testing.assert_array_equal(np.asarray(shard.data), whole[shard.index])
-
-
-def test_a_row_that_several_devices_hold_is_read_once():
-    plan = plan_for(8, per_device_batch_size=1, ici_tensor_parallelism=2)
-    source = NumberedSource(100)
-    (batch,) = batches(source, plan, 8, num_steps=1, tensor=2)
-    assert sorted(source.read) == sorted(batch.example_ids)
 
 
 def reads_of(source, host_slots, **changes):
@@ -189,7 +180,7 @@ class Unequal(NumberedSource):
 
 
 @pytest.mark.parametrize("is_balanced", [False, True])
-@pytest.mark.parametrize("step_examples", [2, 4, 8])
+@pytest.mark.parametrize("step_examples", [2, 8])
 def test_a_row_twice_in_a_step_is_left_out_only_from_its_position_on(step_examples, is_balanced):
     """5 examples in order, 8 positions, two hosts: 1 is at positions 1 and 6, and left out from 3 on."""
     source = Unequal(5)
@@ -212,7 +203,7 @@ def test_a_row_twice_in_a_step_is_left_out_only_from_its_position_on(step_exampl
 
 
 def test_a_host_reads_the_rows_of_its_slots_and_no_others():
-    for host_slots in ([], [0], [3, 4, 5], [12, 13, 14, 15], range(16)):
+    for host_slots in ([], [3, 4, 5], [12, 13, 14, 15], range(16)):
         source = NumberedSource(100)
         part = reads_of(source, host_slots)[1]
         expected = example_ids(69, 39, num_examples=100, seed=4)
@@ -223,7 +214,7 @@ def test_a_host_reads_the_rows_of_its_slots_and_no_others():
         assert slot_numbers(part.rows["tokens"]).tolist() == source.read
 
 
-@pytest.mark.parametrize("loads", [1, 2, 3, 8])
+@pytest.mark.parametrize("loads", [2, 3])
 def test_the_loads_of_a_step_divide_each_hosts_examples_in_order(loads):
     """A host with 11 slots x 3 micro-batches reads 33 examples: in 2 loads 17 and 16. None changes its place."""
     whole = reads_of(NumberedSource(100), range(2, 14))[1]
@@ -237,14 +228,18 @@ def test_the_loads_of_a_step_divide_each_hosts_examples_in_order(loads):
     assert max(sizes) - min(sizes) <= 1
 
 
-@pytest.mark.parametrize("factor", ["0.5", "0.25", "1/3"])
+def assert_same_batches(some, others):
+    for one, other in zip(some, others, strict=True):
+        np.testing.assert_array_equal(one.example_ids, other.example_ids)
+        for name in FIELDS:
+            np.testing.assert_array_equal(np.asarray(one.arrays[name]), np.asarray(other.arrays[name]))
+
+
+@pytest.mark.parametrize("factor", ["0.5", "1/3"])
 def test_several_loads_give_the_batches_of_one(factor):
     keys = {"per_device_batch_size": 1.5, "gradient_accumulation_steps": 3}
     one = batches(NumberedSource(50), plan_for(8, **keys), 8)
-    several = batches(NumberedSource(50), plan_for(8, **keys, expansion_factor_real_data=factor), 8)
-    for a, b in zip(one, several, strict=True):
-        for name in FIELDS:
-            np.testing.assert_array_equal(np.asarray(a.arrays[name]), np.asarray(b.arrays[name]))
+    assert_same_batches(one, batches(NumberedSource(50), plan_for(8, **keys, expansion_factor_real_data=factor), 8))
 
 
 def test_a_short_last_batch_has_only_the_remaining_examples():
@@ -258,23 +253,18 @@ def test_a_short_last_batch_has_only_the_remaining_examples():
     assert ids == example_ids(0, 46, num_examples=23, seed=0).tolist()
     last = slot_numbers(found[-1].arrays["tokens"])
     assert last.tolist() == [[*found[-1].example_ids[0::2], -1], [*found[-1].example_ids[1::2], -1]]
-    # Resumed before its end, also with a batch of another size.
-    assert [batch.num_examples for batch in batches(NumberedSource(23), plan, 2, examples_seen=35, num_steps=2)] == [
-        8,
-        3,
-    ]
+    resumed = batches(NumberedSource(23), plan, 2, examples_seen=35, num_steps=2)
+    assert [batch.num_examples for batch in resumed] == [8, 3]
 
 
 def test_a_run_resumes_at_any_number_of_examples_with_any_batch():
-    source = NumberedSource(37)
-    small, large = plan_for(1, per_device_batch_size=3), plan_for(1, per_device_batch_size=5)
     expected = example_ids(0, 150, num_examples=37, seed=0).tolist()
-    for examples_seen in (0, 1, 30, 36, 37, 75):
-        for plan in (small, large):
-            found = batches(source, plan, 1, examples_seen=examples_seen, num_steps=10)
+    for examples_seen in (0, 1, 36, 37, 75):
+        for size in (3, 5):
+            plan = plan_for(1, per_device_batch_size=size)
+            found = batches(NumberedSource(37), plan, 1, examples_seen=examples_seen, num_steps=10)
             ids = [i for batch in found for i in batch.example_ids.tolist()]
-            assert ids == expected[examples_seen : examples_seen + len(ids)]
-            assert len(ids) == 10 * plan.global_batch_to_train
+            assert ids == expected[examples_seen : examples_seen + 10 * size]
 
 
 @pytest.mark.parametrize("mode", ["per_device_batch_size", "gradient_accumulation_steps"])
@@ -292,7 +282,7 @@ def test_a_ramp_changes_the_batch_and_not_the_order(mode):
     # Shares of 50 examples: 16 a step for 4 steps (64), 24 for 3 steps (72), then 32.
     sizes = [16] * 4 + [24] * 3 + [32] * 3
     starts = [sum(sizes[:step]) for step in range(10)]
-    for first_step in (0, 2, 4, 6, 7, 9):
+    for first_step in (0, 4, 6):
         found = batches(NumberedSource(90), plan, 2, examples_seen=starts[first_step], num_steps=10 - first_step)
         assert [batch.num_examples for batch in found] == sizes[first_step:]
         for start, size, batch in zip(starts[first_step:], sizes[first_step:], found, strict=True):
@@ -316,13 +306,10 @@ def test_worker_processes_give_the_batches_that_threads_give():
     read = list(source.read)
     processes = batches(source, plan, 8, examples_seen=7, num_steps=9, seed=3, worker_count=2)
     assert source.read == read  # this process read nothing
-    for one, other in zip(threads, processes, strict=True):
-        np.testing.assert_array_equal(one.example_ids, other.example_ids)
-        for name in FIELDS:
-            np.testing.assert_array_equal(np.asarray(one.arrays[name]), np.asarray(other.arrays[name]))
+    assert_same_batches(threads, processes)
 
 
-@pytest.mark.parametrize(("num_devices", "per_device"), [(1, 1), (1, 7), (1, 64), (8, 1), (8, 0.5), (4, 3)])
+@pytest.mark.parametrize(("num_devices", "per_device"), [(1, 7), (1, 64), (8, 0.5), (4, 3)])
 def test_an_evaluation_sees_every_example_once(num_devices, per_device):
     plan = plan_for(num_devices, eval_per_device_batch_size=per_device)
     sharding = row_sharding(num_devices, spec=("fsdp", None))
@@ -360,10 +347,6 @@ def test_hosts_share_an_evaluation():
     assert halves[0].example_ids.tolist() == halves[1].example_ids.tolist() == [16, 17, 18, 19, 20]
 
 
-def test_no_steps_are_no_batches():
-    assert batches(NumberedSource(9), plan_for(1), 1, num_steps=0) == []
-
-
 def open_iterator(source, num_steps=100):
     return training_batches(
         source,
@@ -374,6 +357,11 @@ def open_iterator(source, num_steps=100):
         seed=-1,
         worker_count=0,
     )
+
+
+def test_no_steps_are_no_batches():
+    with open_iterator(NumberedSource(9), num_steps=0) as iterator:
+        assert list(iterator) == []
 
 
 def test_reading_starts_at_once_and_runs_ahead():
@@ -410,36 +398,26 @@ def test_a_closed_iterator_ends_and_leaves_no_thread():
     assert not left
 
 
-def test_an_error_of_the_source_reaches_the_consumer_once():
-    with open_iterator(NumberedSource(100, fail_at=5)) as iterator:
-        assert next(iterator).example_ids.tolist() == [0, 1]
-        assert next(iterator).example_ids.tolist() == [2, 3]
-        with pytest.raises(ValueError, match="cannot read example 5"):
-            next(iterator)
-        with pytest.raises(StopIteration):
-            next(iterator)
-
-
 @pytest.mark.parametrize("num_steps", [10**12, 2**63 - 1])
+@pytest.mark.parametrize("examples_seen", [0, 10**9])
 @pytest.mark.parametrize(
     "keys",
     [
-        {"per_device_batch_size": 2, "expansion_factor_real_data": 0.5},
-        {"per_device_batch_size": 4, "per_device_batch_size_start": 2, "per_device_batch_size_increment": 2,
-         "enable_rampup_batch_size": "true", "global_rampup_samples": 2**31 - 1},
+        "per_device_batch_size=2 expansion_factor_real_data=0.5",
+        "per_device_batch_size=4 per_device_batch_size_start=2 per_device_batch_size_increment=2 "
+        "enable_rampup_batch_size=true global_rampup_samples=2147483647",
     ],
-)  # fmt: skip
-def test_a_run_of_any_length_begins_at_once_wherever_it_resumes(keys, num_steps):
+)
+def test_a_run_of_any_length_begins_at_once_wherever_it_resumes(keys, examples_seen, num_steps):
     """A list of the run's steps, or a walk to the next step, would not end."""
-    for examples_seen in (0, 10**9):
-        layout = {"sharding": row_sharding(1), "seed": 0, "worker_count": 0}
-        source = NumberedSource(50)
-        with training_batches(
-            source, plan_for(1, **keys), examples_seen=examples_seen, num_steps=num_steps, **layout
-        ) as iterator:
-            for first in (examples_seen, examples_seen + 2):
-                expected = example_ids(first, 2, num_examples=50, seed=0)
-                np.testing.assert_array_equal(next(iterator).example_ids, expected)
+    plan = plan_for(1, **dict(word.split("=") for word in keys.split()))
+    layout = {"sharding": row_sharding(1), "seed": 0, "worker_count": 0}
+    with training_batches(
+        NumberedSource(50), plan, examples_seen=examples_seen, num_steps=num_steps, **layout
+    ) as iterator:
+        for first in (examples_seen, examples_seen + 2):
+            expected = example_ids(first, 2, num_examples=50, seed=0)
+            np.testing.assert_array_equal(next(iterator).example_ids, expected)
 
 
 PROGRAM = """
@@ -475,16 +453,12 @@ if __name__ == "__main__":
 """
 
 
-def is_alive(process_id: int) -> bool:
-    status = pathlib.Path(f"/proc/{process_id}/status")
-    return status.exists() and "State:\tZ" not in status.read_text()
-
-
-def wait_until_gone(process_id: int) -> bool:
+def wait_until_gone(process_id):
     deadline = time.monotonic() + 30
-    while is_alive(process_id) and time.monotonic() < deadline:
+    status = pathlib.Path(f"/proc/{process_id}/status")
+    while status.exists() and "State:\tZ" not in status.read_text():
+        assert time.monotonic() < deadline
         time.sleep(0.05)
-    return not is_alive(process_id)
 
 
 @pytest.mark.skipif(not pathlib.Path("/proc").is_dir(), reason="looks for processes in /proc")
@@ -501,23 +475,21 @@ def test_worker_processes_outlive_a_signal_to_all_but_never_their_parent(tmp_pat
             assert stopped.stdout.readline() == "read on\n"
         assert stopped.communicate(timeout=60) == ("", "")
         assert stopped.returncode == 0
-        assert wait_until_gone(worker_of_stopped)
-        assert wait_until_gone(worker_of_killed)
+        wait_until_gone(worker_of_stopped)
+        wait_until_gone(worker_of_killed)
 
 
 @contextlib.contextmanager
 def ended_in_the_end(program, environment):
-    with subprocess.Popen(
-        [sys.executable, str(program)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
+    pipe = subprocess.PIPE
+    keys = {"env": environment, "stdout": pipe, "stderr": pipe, "text": True, "start_new_session": True}
+    with subprocess.Popen([sys.executable, str(program)], **keys) as process:
+        killer = threading.Timer(120, os.killpg, (process.pid, signal.SIGKILL))
+        killer.start()
         try:
             yield process
         finally:
+            killer.cancel()
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
 
@@ -525,16 +497,17 @@ def ended_in_the_end(program, environment):
 class Damaged(NumberedSource):
     def __getitem__(self, example_id):
         if example_id == 7:
-            raise UserError("shard x: record 7 is damaged")
+            raise UserError("record 7")
         return super().__getitem__(example_id)
 
 
-def test_an_unreadable_row_is_known_two_batches_ahead():
+def test_an_unreadable_row_is_known_two_batches_ahead_and_raised_once():
     with open_iterator(Damaged(100)) as iterator:  # two examples a step: the fourth step holds example 7
         assert iterator.first_problem() is None
-        problems = [next(iterator).problem for _ in range(3)]
-        assert problems == [None, "shard x: record 7 is damaged", "shard x: record 7 is damaged"]
-        with pytest.raises(UserError, match="record 7 is damaged"):
+        assert [next(iterator).problem for _ in range(3)] == [None, "record 7", "record 7"]
+        with pytest.raises(UserError, match="record 7"):
+            next(iterator)
+        with pytest.raises(StopIteration):
             next(iterator)
     with open_iterator(Damaged(100), num_steps=3) as iterator:  # which end before it
         assert [batch.problem for batch in iterator] == [None] * 3
@@ -545,6 +518,6 @@ def test_an_evaluation_continues_without_unreadable_rows():
     plan, sharding = plan_for(1, eval_per_device_batch_size=4), row_sharding(1, spec=("fsdp", None))
     with evaluation_batches(Damaged(20), plan, sharding=sharding, eval_steps=-1) as iterator:
         found = list(iterator)
-    assert found[-1].problem == "shard x: record 7 is damaged"
+    assert found[-1].problem == "record 7"
     seen = [slot_numbers(batch.arrays["weights"]) for batch in found]
     assert [i for slots in seen for i in slots if i >= 0] == [i for i in range(20) if not 4 <= i < 8]
