@@ -37,6 +37,7 @@ def be_host(monkeypatch):
     return be
 
 
+@pytest.mark.fast
 def test_a_host_that_does_not_read_opens_nothing_and_knows_all(config, be_host, monkeypatch):
     told = be_host(0, [{}])
     train, evaluation = open_sources_on_hosts(config, vocab_size=320, loading_hosts=[0])
@@ -47,7 +48,7 @@ def test_a_host_that_does_not_read_opens_nothing_and_knows_all(config, be_host, 
         assert len(known) == len(source)
         for fact in ("num_tokens", "num_target_tokens", "fingerprint", "fields"):
             assert getattr(known, fact) == getattr(source, fact)
-    with pytest.raises(AssertionError, match="this host reads nothing, but was asked for example 3"):
+    with pytest.raises(AssertionError):
         other_train[3]
 
 
@@ -63,23 +64,18 @@ def test_hosts_that_find_different_data_are_refused(config, be_host):
     open_sources_on_hosts(config, vocab_size=320, loading_hosts=[0])
     told[0]["found"][0]["fingerprint"] = "another"
     be_host(1, told)
-    with pytest.raises(UserError, match="host 1 finds different data than host 0"):
+    with pytest.raises(UserError, match="host 1"):
         open_sources_on_hosts(config, vocab_size=320, loading_hosts=[0, 1])
 
 
-@pytest.mark.parametrize("packing", ["true", "false"])
-def test_the_target_tokens_of_a_run_are_counted_exactly(packing, config):
-    config = config.model_copy(update={"packing": packing == "true"})
+def test_the_target_tokens_of_a_run_are_counted_exactly(config):
     source, _ = open_sources(config)
     for total_examples in (0, 1, len(source), 2 * len(source) + 5):
         ids = example_ids(0, total_examples, num_examples=len(source), seed=3)
         by_hand = sum(int((source[int(i)]["weights"] > 0).sum()) for i in ids)
         assert target_tokens_of_run(source, total_examples=total_examples, seed=3, loading_hosts=[0]) == by_hand
-
-
-def test_full_rows_need_no_counting():
-    source, _ = open_sources(load_config(None, ["dataset_type=synthetic", "max_target_length=16"]))
-    assert target_tokens_of_run(source, total_examples=10**9, seed=0, loading_hosts=[0]) == 16 * 10**9
+    full, _ = open_sources(load_config(None, ["dataset_type=synthetic", "max_target_length=16"]))
+    assert target_tokens_of_run(full, total_examples=10**9, seed=0, loading_hosts=[0]) == 16 * 10**9
 
 
 def test_what_is_planned_and_what_is_trained_on_are_opened_alike(config, be_host, tmp_path, monkeypatch):
