@@ -23,13 +23,12 @@ def run(tmp_path, text="x" * 9000):
     return run_task(task, workshop, DocumentReader(PrepareConfig(), ByteTokenizer()), ByteTokenizer())
 
 
-@pytest.mark.parametrize("tokens", [1, 4095, 4096, 4097, 3 * 4096])
+@pytest.mark.parametrize("tokens", [1, 4096, 4097, 3 * 4096])
 def test_all_records_except_the_last_are_whole(tokens, tmp_path):
-    entry = run(tmp_path, "x" * (tokens - 1) if tokens > 1 else "")
+    entry = run(tmp_path, "x" * (tokens - 1))
     if tokens == 1:  # an empty text
         assert (entry.shard, entry.empty) == (None, 1)
         return
-    assert entry.shard.file == "00000-of-00001.array_record"
     reader = ArrayRecordReader(str(tmp_path / entry.shard.file), "")
     records = reader.read_all()
     reader.close()
@@ -40,24 +39,20 @@ def test_all_records_except_the_last_are_whole(tokens, tmp_path):
     assert np.fromfile(tmp_path / "00000.lengths", "<i8").tolist() == [tokens]
 
 
-def test_a_shard_must_read_back_as_written(tmp_path, monkeypatch):
-    class Forgetful(shards.ArrayRecordWriter):
-        def write(self, record):
-            super().write(bytes(len(record)))
-
-    monkeypatch.setattr(shards, "ArrayRecordWriter", Forgetful)
-    with pytest.raises(UserError, match="what was written cannot be read back"):
-        run(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+class Forgetful(shards.ArrayRecordWriter):
+    def write(self, record):
+        super().write(bytes(len(record)))
 
 
-def test_a_full_disk_is_named(tmp_path, monkeypatch):
-    class Full(shards.ArrayRecordWriter):
-        def close(self):
-            super().close()
-            raise RuntimeError("close() failed: No space left on device; writing x")
+class Full(shards.ArrayRecordWriter):
+    def close(self):
+        super().close()
+        raise RuntimeError("close() failed: No space left on device; writing x")
 
-    monkeypatch.setattr(shards, "ArrayRecordWriter", Full)
-    with pytest.raises(UserError, match=r"cannot be written: close\(\) failed: No space left on device\."):
+
+@pytest.mark.parametrize("writer", [Forgetful, Full])
+def test_a_shard_that_cannot_be_written_or_read_back_is_refused_and_removed(writer, tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "ArrayRecordWriter", writer)
+    with pytest.raises(UserError):
         run(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
