@@ -30,7 +30,7 @@ INSTRUCT = (  # no marker precedes an answer; a space begins it
 FORGETFUL = (  # renders earlier answers differently from the last
     "{% for message in messages %}{{ message.role }}:{{ message.content }}{% if loop.last %}!{% endif %};{% endfor %}"
 )
-SPECIAL = "<|im_start|> <|im_end|> <|start_header_id|> <|end_header_id|> <|eot_id|> <s> </s>".split()
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<s>", "</s>"]
 TURNS = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Hé 東?\n"},
