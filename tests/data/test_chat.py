@@ -122,7 +122,7 @@ def test_training_data_are_the_same_on_every_day(tmp_path):
     ],
 )
 def test_whatever_a_template_raises_is_one_line_that_names_its_file(template, tmp_path):
-    with pytest.raises(UserError, match="tokenizer_config.json") as refused:
+    with pytest.raises(UserError, match=r"tokenizer_config\.json") as refused:
         ChatTemplate(directory(tmp_path, template)).render(TURNS)
     assert str(refused.value).isprintable()
 
@@ -141,7 +141,7 @@ def test_whatever_a_template_raises_is_one_line_that_names_its_file(template, tm
     ],
 )
 def test_an_invalid_template_is_named_with_its_file(template, tmp_path):
-    with pytest.raises(UserError, match="tokenizer_config.json|chat template"):
+    with pytest.raises(UserError, match=r"tokenizer_config\.json|chat template"):
         ChatTemplate(directory(tmp_path, template))
 
 

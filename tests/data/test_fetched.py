@@ -1,17 +1,14 @@
 """Datasets fetched from a bucket: once, complete, and as the manifest says; anything else is named."""
 
-import concurrent.futures
 import fcntl
 import json
-import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from maxtext_lite.config import UserError
 from maxtext_lite.data import fetched
-from maxtext_lite.data.cache import CACHE_VARIABLE, cache_directory, locked
+from maxtext_lite.data.cache import CACHE_VARIABLE, locked
 from maxtext_lite.data.fetched import find_prepared
 from maxtext_lite.data.manifest import DOCUMENTS_FILE, MANIFEST_FILE, file_sha256
 from maxtext_lite.data.token_stream import open_prepared
@@ -84,11 +81,6 @@ def test_the_remains_of_a_killed_start_are_fetched_again(bucket, killed_at, monk
     assert (SHARDS[0] in again) == (killed_at == DOCUMENTS_FILE)  # which comes before the shards
 
 
-def test_a_process_that_starts_meanwhile_waits_and_fetches_nothing(bucket):
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        assert [future.result() for future in [pool.submit(ids) for _ in range(4)]] == [IDS] * 4
-    fetched_names = [name for method, name in bucket.calls if method == "get_file"]
-    assert sorted(fetched_names) == sorted([DOCUMENTS_FILE, *SHARDS])
 
 
 def flipped(content):
@@ -132,21 +124,12 @@ def test_another_dataset_under_the_address_and_a_damaged_copy_are_fetched(bucket
     assert len(open_prepared("dataset_path", other)[0]) == 3 * 15
 
 
-def test_data_too_large_for_the_disk_are_refused_before_fetching(bucket, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1))
-    refused()
-    assert not any(name in SHARDS for _, name in bucket.calls)
 
 
 def test_a_local_directory_is_used_in_place(tmp_path):
     assert find_prepared("dataset_path", str(tmp_path)) == (tmp_path, None)
 
 
-def test_the_cache_is_the_variables_or_the_users(monkeypatch, tmp_path):
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
-    assert cache_directory("rows") == tmp_path / "rows"
-    monkeypatch.setenv(CACHE_VARIABLE, "")
-    assert cache_directory("rows") == Path.home() / ".cache" / "maxtext_lite" / "rows"
 
 
 def test_an_entry_is_locked_against_others(tmp_path):

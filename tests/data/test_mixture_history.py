@@ -71,7 +71,7 @@ def test_a_source_is_known_by_its_rows_and_a_name_by_its_source():
     renamed = dataclasses.replace(part("a"), name="web")
     assert continued(history, [renamed, part("b")], examples_seen=5, tokens_seen=5) == history
     changed = dataclasses.replace(part("a"), fingerprint="other rows")
-    with pytest.raises(UserError, match="dataset_path: .* a "):
+    with pytest.raises(UserError, match=r"dataset_path: .* a "):
         continued(history, [changed, part("b")], examples_seen=5, tokens_seen=5)
 
 

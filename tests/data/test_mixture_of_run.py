@@ -28,7 +28,7 @@ def left(run, step=0, examples_seen=0):
 def test_a_source_that_would_pass_its_max_epochs_is_refused_before_the_run():
     """a's row number 30 would be example 60 (rows 0, 2, ... are a's): 7 batches of 8 end before it, 8 do not."""
     assert left(begun("steps=7")) == 7
-    with pytest.raises(UserError, match="a .* 60, .* steps=7, mixture_exhausted=stop, mixture_exhausted=drop or"):
+    with pytest.raises(UserError, match=r"a .* 60, .* steps=7, mixture_exhausted=stop, mixture_exhausted=drop or"):
         left(begun("steps=8"))
     assert left(begun("steps=99", a="")) == 99
 
@@ -70,7 +70,7 @@ def test_a_run_that_drops_it_continues_until_no_source_is_left():
     run = begun("steps=41", "mixture_exhausted=drop", b="max_epochs: 3")
     assert left(run) == 41
     assert run[2].stream.end == 330
-    with pytest.raises(UserError, match="example 330, .* steps=41, mixture_exhausted=stop or"):
+    with pytest.raises(UserError, match=r"example 330, .* steps=41, mixture_exhausted=stop or"):
         left(begun("steps=42", "mixture_exhausted=drop", b="max_epochs: 3"))
     assert len(mixture_sentences(run[0], run[2], 0, 60)) == 2
     assert "example 60" in mixture_sentences(run[0], run[2], 0, 61)[2]

@@ -124,7 +124,7 @@ def test_a_run_that_began_with_one_source_keeps_its_order_when_others_are_added(
 def test_two_sources_with_the_same_rows_are_refused(texts, tmp_path):
     (tmp_path / "copy.jsonl").write_bytes((texts / "a.jsonl").read_bytes())
     entries = f"[{{path: {texts}/a.jsonl, weight: 1}}, {{path: {tmp_path}/copy.jsonl, weight: 1}}]"
-    with pytest.raises(UserError, match="dataset_path: .* a .* copy"):
+    with pytest.raises(UserError, match=r"dataset_path: .* a .* copy"):
         open_mixture(load_config(None, [*KEYS, f"dataset_path={entries}"]))
 
 

@@ -124,13 +124,6 @@ def test_a_stream_gives_the_same_text_as_it_is_made_and_never_half_a_character(t
     assert "".join([*map(decoder.push, cut), decoder.flush()]) == tokenizer.decode(cut)
 
 
-def test_random_bytes_stream_to_what_they_decode_to():
-    tokenizer = load("byte")
-    ids = np.random.default_rng(0).integers(257, size=5000).tolist()
-    decoder = tokenizer.stream_decoder()
-    text = "".join([*map(decoder.push, ids), decoder.flush()])
-    assert text == bytes(i for i in ids if i < 256).decode(errors="replace") == tokenizer.decode(ids)
-    assert (tokenizer.vocab_size, tokenizer.end_of_text_id, tokenizer.fingerprint) == (257, 256, "byte")
 
 
 def test_the_fingerprint_is_of_the_contents_not_the_place(tmp_path):
@@ -193,11 +186,6 @@ def test_a_missing_or_wrong_file_is_refused(tmp_path, kind):
         load("sentencepiece", train_sentencepiece(tmp_path, eos_id=-1))
 
 
-def test_the_copy_that_a_run_stored_is_named_where_its_tokenizer_is_gone(tmp_path):
-    copy = train_bpe(tmp_path / "hf")
-    keys = [f"base_output_directory={tmp_path.parent}", f"run_name={tmp_path.name}", "dataset_type=sft"]
-    with pytest.raises(UserError, match=f"Nearest that works: tokenizer_path={copy}"):
-        load("huggingface", tmp_path / "gone", *keys)
 
 
 def test_the_vocabulary_must_hold_every_token(tokenizer):

@@ -64,12 +64,6 @@ def test_a_task_is_done_when_its_entry_is_there(open_journal):
             journal.finish()
 
 
-def test_a_plan_of_another_format_is_named(open_journal, tmp_path):
-    open_journal()
-    plan = tmp_path / "out" / "prepare.json"
-    plan.write_text(plan.read_text().replace('"format": 1', '"format": 2'))
-    with pytest.raises(UserError, match="format=2"):
-        open_journal()
 
 
 @pytest.mark.parametrize("moment", ["link", "iterdir"])

@@ -118,15 +118,5 @@ def test_the_remains_of_a_killed_start_are_continued_or_remade(config, tmp_path,
     assert open_sources(moved)[0].fingerprint == fingerprint
 
 
-@pytest.mark.usefixtures("large")
-def test_without_a_writable_cache_the_text_is_in_memory(config, tmp_path, capsys):
-    (tmp_path / "runs").write_text("a file")
-    assert open_sources(config)[0].notes == ()
-    assert "warning: " in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("large")
-def test_a_cache_that_cannot_be_written_is_read(config, monkeypatch):
-    notes = open_sources(config)[0].notes
-    monkeypatch.setattr(text_cache, "locked", Mock(side_effect=PermissionError))
-    assert open_sources(config)[0].notes == notes != ()

@@ -51,11 +51,3 @@ def test_an_impossible_vocabulary_is_refused(words, more, message, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_long_lines_are_learned_too(tmp_path):
-    (tmp_path / "a.txt").write_text("x " * 2**16 + "zebra" * 2**13)
-    for kind, size in (("huggingface", 266), ("sentencepiece", 275)):
-        out = tmp_path / kind
-        words = [f"input={tmp_path}/a.txt", f"output={out}", f"tokenizer_type={kind}", f"vocab_size={size}"]
-        assert main(["tokenizer", *words]) == 0
-        chosen = PrepareConfig(tokenizer_type=kind, tokenizer_path=str(out))
-        assert len(load_tokenizer(chosen).encode("zebra" * 8)) <= 20
