@@ -73,34 +73,31 @@ def test_the_cost_of_a_document_is_what_its_queries_see_key_by_key(keys):
     """A query's own key counts half, and so does the key that its window has just left: the ends of its range."""
     config = load_config(None, [*keys, "base_num_decoder_layers=5"])
     window, chunk = config.sliding_window_size, config.chunk_attn_window_size
-    lengths = np.arange(1, 20)
-    costs = np.zeros(len(lengths))
-    for place, layer in itertools.product(range(len(lengths)), range(5)):
+    lengths, costs = np.arange(1, 20), np.zeros(19)
+    for length, layer in itertools.product(lengths, range(5)):
+        query, key = np.tril_indices(length)
         kind = config.pattern[layer % len(config.pattern)]
-        for query in range(lengths[place]):
-            for key in range(query + 1):
-                is_seen = key // chunk == query // chunk if kind == "chunked" else True
-                is_end = query == key
-                if kind.startswith("local"):
-                    is_seen, is_end = query - key <= window, is_end or query - key == window
-                costs[place] += is_seen * (0.5 if is_end else 1)
+        is_seen, is_end = np.ones(len(query)), query == key
+        if kind == "chunked":
+            is_seen = key // chunk == query // chunk
+        elif kind.startswith("local"):
+            is_seen, is_end = query - key <= window, is_end | (query - key == window)
+        costs[length - 1] += np.sum(is_seen * np.where(is_end, 0.5, 1))
     np.testing.assert_allclose(attended_pairs(config, lengths), costs)
     assert [attended_pairs(config, int(n)) for n in lengths] == costs.tolist()
 
 
 def waited(costs, turns, shards):
     """The sum over turns of the costliest shard."""
-    return sum(
-        max(sum(costs[place] for place in range(len(costs)) if (turns[place], shards[place]) == (turn, shard))
-            for shard in set(shards.tolist()))
-        for turn in set(turns.tolist())
-    )  # fmt: skip
+    total = np.zeros((turns.max() + 1, shards.max() + 1))
+    np.add.at(total, (turns, shards), costs)
+    return total.max(axis=1).sum()
 
 
 @pytest.mark.parametrize(("turns", "shards", "bound"), [
     ([0] * 6, [0, 0, 0, 1, 1, 1], 1.01), ([0] * 6, [0, 0, 1, 1, 2, 2], 1.01), ([0, 0, 1, 1, 2, 2], [0, 1] * 3, 1.01),
     ([0, 0, 0, 0, 1, 1], [0, 0, 1, 1, 0, 1], 4 / 3),  # a slot of the second turn is empty on each shard
-])  # fmt: skip
+])
 def test_rows_are_assigned_nearly_optimally(turns, shards, bound):
     """Compared with all permutations."""
     turns, shards = np.array(turns), np.array(shards)
@@ -108,7 +105,7 @@ def test_rows_are_assigned_nearly_optimally(turns, shards, bound):
         costs = rng.pareto(1, len(turns)) + 1 if trial % 2 else rng.integers(1, 9, len(turns)).astype(float)
         order = assign_rows(costs, turns, shards)
         assert sorted(order.tolist()) == list(range(len(turns)))
-        best = min(waited([costs[row] for row in rows], turns, shards) for rows in itertools.permutations(order))
+        best = min(waited(costs[list(rows)], turns, shards) for rows in itertools.permutations(order))
         assert best <= waited(costs[order], turns, shards) <= bound * best
 
 
@@ -148,8 +145,8 @@ def test_devices_have_the_rows_of_the_stated_imbalance(texts, mesh, batch):
     """Computed from the documents on each of 8 devices; and each row is where `example_ids` says."""
     config = config_of(texts, "text", "b", *mesh, *batch)
     plan, source = make_plan(config, num_devices=8), open_mixture(config)[0]
-    keys = {"sharding": sharding(make_mesh(plan.ici_mesh, plan.dcn_mesh), ("accumulation", "global_batch", "length")),
-            "examples_seen": 0, "num_steps": 1, "seed": 0, "worker_count": 0}  # fmt: skip
+    rows = sharding(make_mesh(plan.ici_mesh, plan.dcn_mesh), ("accumulation", "global_batch", "length"))
+    keys = {"sharding": rows, "examples_seen": 0, "num_steps": 1, "seed": 0, "worker_count": 0}
     balance = Balance.of(config, plan)
     found = []
     for is_on in (False, True):

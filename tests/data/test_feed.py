@@ -305,7 +305,8 @@ def test_a_run_of_any_length_begins_at_once_wherever_it_resumes(keys, examples_s
 
 @pytest.mark.parametrize(("num_devices", "per_device"), [(1, 7), (1, 64), (8, 0.5), (4, 3)])
 def test_an_evaluation_sees_every_example_once(num_devices, per_device):
-    found = evaluated(NumberedSource(29), plan_for(num_devices, f"eval_per_device_batch_size={per_device}"), num_devices)
+    plan = plan_for(num_devices, f"eval_per_device_batch_size={per_device}")
+    found = evaluated(NumberedSource(29), plan, num_devices)
     size = int(per_device * num_devices)
     assert [batch.num_examples for batch in found] == [size] * (29 // size) + [29 % size] * (29 % size > 0)
     seen = [slot_numbers(batch.arrays["weights"]) for batch in found]

@@ -44,7 +44,7 @@ def test_rows_by_hand(layout, expected):
 
 
 @pytest.mark.parametrize("layout_type", LAYOUTS)
-@pytest.mark.parametrize("num_tokens", [1, 3, 7, 32, 1000])
+@pytest.mark.parametrize("num_tokens", [1, 3, 32, 1000])
 @pytest.mark.parametrize("lengths", [[2], [33], [2, 65, 3, 32, 7, 2, 128], "random"], ids=str)
 def test_every_token_but_a_documents_first_is_a_target_exactly_once(layout_type, num_tokens, lengths):
     if lengths == "random":
@@ -65,7 +65,7 @@ def test_every_token_but_a_documents_first_is_a_target_exactly_once(layout_type,
         assert not any(row[name][~used].any() for name in row)
         documents = document_of[tokens]
         np.testing.assert_array_equal(segments, documents - documents[0] + 1)
-        np.testing.assert_array_equal(positions, [sum(documents[:i] == d) for i, d in enumerate(documents)])
+        np.testing.assert_array_equal(positions, np.arange(len(documents)) - np.searchsorted(documents, documents))
         assert layout.count_targets(np.array([number, number])) == 2 * real.sum()
         assert real.any() or num_tokens == 1
         if layout_type is DocumentRows:

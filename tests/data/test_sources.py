@@ -54,7 +54,11 @@ def jsonl(*texts: str) -> str:
     [
         ("a.txt", "\ufefftwo\n\nparagraphs\r\n", ["two\n\nparagraphs\r\n"]),
         ("a.txt.gz", "zipped — 東京", ["zipped — 東京"]),
-        ("a.jsonl", '{"text": "line\u2028end"}\r\n\n  \n{"text": ""}\n{"text": "three 👩‍🚀"}', ["line\u2028end", "three 👩‍🚀"]),
+        (
+            "a.jsonl",
+            '{"text": "line\u2028end"}\r\n\n  \n{"text": ""}\n{"text": "three 👩\u200d🚀"}',
+            ["line\u2028end", "three 👩\u200d🚀"],
+        ),
         ("a.jsonl.gz", jsonl("x" * 100, "y"), ["x" * 100, "y"]),
     ],
 )
@@ -96,10 +100,9 @@ def test_a_directory_or_glob_is_read_in_the_order_of_names(tmp_path, monkeypatch
         assert texts_of(opened(path)[0]) == documents.split()
 
 
-@pytest.mark.parametrize(("link", "target"), [("latest", "2024"), ("self", "."), ("2024/b.txt", "a.txt")])
-def test_a_file_by_two_names_is_not_read_twice(tmp_path, link, target):
+def test_a_file_by_two_names_is_not_read_twice(tmp_path):
     write(tmp_path / "2024" / "a.txt", "once")
-    (tmp_path / link).symlink_to(target)
+    (tmp_path / "latest").symlink_to("2024")
     with pytest.raises(UserError, match="dataset_path="):
         opened(tmp_path)
 
@@ -148,17 +151,17 @@ def test_the_split_shares_out_every_target_and_leaks_none(tmp_path, monkeypatch,
 
     assert len(training) + len(evaluation) == len(whole)
     assert len(evaluation) == max(1, int(len(whole) * fraction + 1e-9))
-    seen = {"training": [], "held out": []}
-    inputs = []
+    targets, inputs = ([], []), []
     for i in range(len(whole)):
-        part, example = ("training", training[i]) if i < len(training) else ("held out", evaluation[i - len(training)])
+        is_held_out = i >= len(training)
+        example = evaluation[i - len(training)] if is_held_out else training[i]
         for name, values in whole[i].items():
             np.testing.assert_array_equal(example[name], values)
-        seen[part] += [t for t in example["targets"].tolist() if t > 100_000]
-        inputs += example["tokens"].tolist() if part == "training" else []
-    assert not {*seen["held out"]} & {*seen["training"], *inputs}
+        targets[is_held_out].extend(t for t in example["targets"].tolist() if t > 100_000)
+        inputs += [] if is_held_out else example["tokens"].tolist()
+    assert not {*targets[True]} & {*targets[False], *inputs}
     expected = [100_000 + ord(character) for text in documents for character in text[1:]]
-    assert sorted(seen["training"] + seen["held out"]) == expected
+    assert sorted(targets[False] + targets[True]) == expected
     assert training.num_target_tokens + evaluation.num_target_tokens == whole.num_target_tokens == sum(lengths)
     for source in (training, evaluation):
         assert source.num_target_tokens == sum(source[i]["weights"].sum() for i in range(len(source)))

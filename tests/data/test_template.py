@@ -62,7 +62,8 @@ WIDE += ["{{ (1).to_bytes(10**11, 'big') }}", "{{ 'a\tb'.expandtabs(10**10) }}",
     *TREES,
     *WIDE,
     # Hashing it would end the process: Python's recursion in C is not counted.
-    "{% set ns = namespace(x=(1,)) %}{% for i in range(999) %}{% set ns.x = (ns.x,) %}{% endfor %}{{ {ns.x: 1}|length }}",
+    "{% set ns = namespace(x=(1,)) %}{% for i in range(999) %}{% set ns.x = (ns.x,) %}{% endfor %}"
+    "{{ {ns.x: 1}|length }}",
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "{% for a in range(99999) %}{% set x = range(99999)|list %}{% endfor %}",
     "{% set x = range(99999)|list %}{% for a in range(99999) %}{% if 'b' in x %}{% endif %}{% endfor %}",

@@ -22,7 +22,7 @@ from maxtext_lite.data.tokenizer import ByteTokenizer
 from tests.stores import Memory
 
 TASK_BYTES = 12_000
-STEP = int(os.environ.get("PREPARE_KILL_STEP", "5"))  # 1: killed at every change of the disk, not at every fifth
+STEP = int(os.environ.get("PREPARE_KILL_STEP", "7"))  # 1: killed at every change of the disk, not at every seventh
 
 
 @pytest.fixture(autouse=True)
@@ -38,75 +38,68 @@ def texts(tmp_path):
     documents[3] = documents[69] = ""
     (tmp_path / "in").mkdir()
     lines = "".join(json.dumps({"text": text}) + "\n" for text in documents)
-    (tmp_path / "in" / "a.jsonl").write_text(lines)
-    (tmp_path / "in" / "b.txt").write_text("the first text")
-    (tmp_path / "in" / "c.txt").write_text("x" * 9000)
     assert 3 * TASK_BYTES > len(lines) > 2 * TASK_BYTES
+    for name, content in (("a.jsonl", lines), ("b.txt", "the first text"), ("c.txt", "x" * 9000)):
+        (tmp_path / "in" / name).write_text(content)
     return [*documents, "the first text", "x" * 9000]
 
 
-def config(tmp_path, output="out", **keys):
-    place = output if "://" in output else str(tmp_path / output)
-    return PrepareConfig(input=[str(tmp_path / "in")], output=place, task_megabytes=1, **keys)
+@pytest.fixture
+def prepare(tmp_path):
+    def run(output="out", *, share=(0, 1), tokenizer=None, **keys):
+        place = output if "://" in output else str(tmp_path / output)
+        config = PrepareConfig(**{"input": [str(tmp_path / "in")], "output": place, "task_megabytes": 1} | keys)
+        tokenizer = tokenizer or (ByteTokenizer() if config.num_workers < 2 else None)
+        return prepare_dataset(config, tokenizer=tokenizer, share=share)
+
+    return run
 
 
-def prepare(tmp_path, output="out", **keys):
-    return prepare_dataset(config(tmp_path, output, **keys), tokenizer=ByteTokenizer())
-
-
-def content(directory):
-    return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
+@pytest.fixture
+def content(tmp_path):
+    return lambda name: {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
 
 
 @pytest.mark.fast
-def test_the_stream_is_that_of_the_documents(texts, tmp_path):
-    outcome = prepare(tmp_path)
+def test_the_stream_is_that_of_the_documents(texts, tmp_path, prepare, content):
+    outcome = prepare()
     full = [text for text in texts if text]
     expected = np.concatenate([np.array([*text.encode(), 256]) for text in full])
-    lengths = np.array([len(text) + 1 for text in full])
     assert (outcome.empty, outcome.bad) == (len(texts) - len(full), 0)
     manifest = read_manifest(tmp_path / "out")
     assert (manifest.documents, manifest.tokens, manifest.dtype) == (len(full), len(expected), "uint16")
     starts = np.fromfile(tmp_path / "out" / "documents.i64", "<i8")
-    np.testing.assert_array_equal(starts, np.cumsum([0, *lengths]))
-    first = 0
+    np.testing.assert_array_equal(starts, np.cumsum([0, *(len(text) + 1 for text in full)]))
+    files, tokens = ["manifest.json", "documents.i64", "prepare.json"], []
     for shard in manifest.shards:
-        content_of = (tmp_path / "out" / shard.file).read_bytes()
-        assert shard.sha256 == hashlib.sha256(content_of).hexdigest()
+        files.append(shard.file)
+        assert shard.sha256 == hashlib.sha256((tmp_path / "out" / shard.file).read_bytes()).hexdigest()
         reader = ArrayRecordReader(str(tmp_path / "out" / shard.file), "")
         records = reader.read_all()
         reader.close()
         assert {len(record) for record in records[:-1]} <= {2 * 4096}
-        np.testing.assert_array_equal(np.frombuffer(b"".join(records), "<u2"), expected[first : first + shard.tokens])
-        first += shard.tokens
-    assert first == len(expected)
-    files = ["manifest.json", "documents.i64", "prepare.json", *(shard.file for shard in manifest.shards)]
-    assert sorted(content(tmp_path / "out")) == sorted(files)
+        tokens.append(np.frombuffer(b"".join(records), "<u2"))
+        assert len(tokens[-1]) == shard.tokens
+    np.testing.assert_array_equal(np.concatenate(tokens), expected)
+    assert sorted(content("out")) == sorted(files)
     assert len(manifest.shards) == 4
     assert list(verify(*open_prepared("input", tmp_path / "out")))
 
 
-def test_processes_and_shares_make_the_same_bytes(texts, tmp_path):
-    prepare(tmp_path)
-    expected = content(tmp_path / "out")
-    prepare_dataset(config(tmp_path, "two", num_workers=2))
-    assert content(tmp_path / "two") == expected
-    for number, is_last in ((2, False), (0, False), (1, True)):
-        outcome = prepare_dataset(config(tmp_path, "shares"), tokenizer=ByteTokenizer(), share=(number, 3))
-        assert (outcome is not None) == is_last
-    assert content(tmp_path / "shares") == expected
+def test_processes_and_shares_make_the_same_bytes(texts, prepare, content):
+    prepare()
+    prepare("two", num_workers=2)
+    assert [prepare("shares", share=(number, 3)) is None for number in (2, 0, 1)] == [True, True, False]
+    assert content("two") == content("shares") == content("out")
 
 
-def test_a_complete_dataset_is_not_prepared_again(texts, tmp_path, monkeypatch):
-    manifest = prepare(tmp_path).manifest
-    expected = content(tmp_path / "out")
+def test_a_complete_dataset_is_not_prepared_again(texts, prepare, content, monkeypatch):
+    manifest, expected = prepare().manifest, content("out")
     answers = iter([False, True, True, True])  # it ended between the first look and the lock
     monkeypatch.setattr("maxtext_lite.data.preparing.journal.Journal.is_complete", lambda _: next(answers))
     monkeypatch.setattr("maxtext_lite.data.preparing.workers.run_task", None)
-    assert prepare(tmp_path).manifest == manifest
-    assert content(tmp_path / "out") == expected
-
-
+    assert prepare().manifest == manifest
+    assert content("out") == expected
 
 
 class Killed(BaseException):
@@ -133,26 +126,23 @@ def killed_at(place):
 
     with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Killed):
         patch.setattr(shards, "ArrayRecordWriter", Writer)
-        for name in ("fsync", "link"):
-            patch.setattr(os, name, lethal(getattr(os, name)))
-        for name in ("replace", "unlink", "mkdir"):
-            patch.setattr(Path, name, lethal(getattr(Path, name)))
-        patch.setattr("shutil.rmtree", lethal(shutil.rmtree))
+        owners = {"fsync": os, "link": os, "replace": Path, "unlink": Path, "mkdir": Path, "rmtree": shutil}
+        for name, owner in owners.items():
+            patch.setattr(owner, name, lethal(getattr(owner, name)))
         yield changes
 
 
-def test_killed_at_any_disk_write_it_continues_to_the_same_bytes(texts, tmp_path):
-    prepare(tmp_path, "whole")
-    expected = content(tmp_path / "whole")
+def test_killed_at_any_disk_write_it_continues_to_the_same_bytes(texts, prepare, content):
+    prepare("whole")
     survived, place = False, 0
     while not survived:
         with killed_at(place) as changes:
-            prepare(tmp_path, f"cut{place}")
+            prepare(f"cut{place}")
             survived = changes[0] <= place
         with killed_at(place // 2):  # and once more, sooner
-            prepare(tmp_path, f"cut{place}")
-        prepare(tmp_path, f"cut{place}")
-        assert content(tmp_path / f"cut{place}") == expected, place
+            prepare(f"cut{place}")
+        prepare(f"cut{place}")
+        assert content(f"cut{place}") == content("whole"), place
         place += STEP
     assert place > 50
 
@@ -163,25 +153,27 @@ def bucket(monkeypatch, tmp_path):
     return Memory(monkeypatch)
 
 
-def test_every_file_is_uploaded_once_and_the_manifest_last(texts, tmp_path, bucket):
-    prepare(tmp_path, "local")
-    prepare(tmp_path, "gs://bucket/out/")
-    assert bucket.content("gs://bucket/out") == content(tmp_path / "local")
+def test_every_file_is_uploaded_once_and_the_manifest_last(texts, tmp_path, bucket, prepare, content):
+    manifest = prepare().manifest
+    prepare("gs://bucket/out/")
+    assert bucket.content("gs://bucket/out") == content("out")
     written = [name for method, name in bucket.calls if method in ("put_file", "pipe_file")]
     assert len(written) == len({*written}) + 1  # prepare.json is written again at the end
     assert written[-1] == "manifest.json"
     left = [path.name for path in (tmp_path / "cache").rglob("*") if path.is_file()]
     assert sorted(left) == ["manifest.json", "prepare.json"]  # no copy of the data stays
     bucket.calls.clear()
-    assert prepare(tmp_path, "gs://bucket/out").manifest == read_manifest(tmp_path / "local")
+    assert prepare("gs://bucket/out").manifest == manifest
     assert not any(method == "put_file" for method, _ in bucket.calls)
 
 
-def test_killed_at_an_upload_it_continues_elsewhere_to_the_same_bytes(texts, tmp_path, bucket, monkeypatch):
-    prepare(tmp_path, "local")
-    expected, place, survived = content(tmp_path / "local"), 0, False
+def test_killed_at_an_upload_it_continues_elsewhere_to_the_same_bytes(
+    texts, tmp_path, bucket, prepare, content, monkeypatch
+):
+    prepare()
+    place, survived = 0, False
     while not survived:
-        seen = []
+        seen, output = [], f"s3://bucket/{place}"
 
         def lethal(method, name, seen=seen, place=place):
             seen.append(name)
@@ -190,83 +182,88 @@ def test_killed_at_an_upload_it_continues_elsewhere_to_the_same_bytes(texts, tmp
 
         bucket.before = lethal
         with contextlib.suppress(Killed):
-            prepare(tmp_path, f"s3://bucket/{place}")
+            prepare(output)
             survived = True
-        assert ("manifest.json" in bucket.content(f"s3://bucket/{place}")) <= (seen[-1] == "manifest.json")
+        assert ("manifest.json" in bucket.content(output)) <= (seen[-1] == "manifest.json")
         bucket.before = lambda method, name: None
         if place % 2:  # the disk of the first machine is gone
             monkeypatch.setenv("MAXTEXT_LITE_CACHE", str(tmp_path / f"cache{place}"))
-        prepare(tmp_path, f"s3://bucket/{place}")
-        assert bucket.content(f"s3://bucket/{place}") == expected, place
+        prepare(output)
+        assert bucket.content(output) == content("out"), place
         place += 1 if STEP == 1 else 3
     assert place > 15
 
 
-def test_a_bucket_with_other_contents_is_refused(texts, tmp_path, bucket):
-    bucket.files.pipe_file("/bucket/mine/notes.txt", b"notes")
-    with pytest.raises(UserError, match=r"output='gs://bucket/mine' .*notes\.txt"):
-        prepare(tmp_path, "gs://bucket/mine")
-    prepare(tmp_path, "gs://bucket/out")
-    with pytest.raises(UserError, match=r"gs://bucket/out .*body"):
-        prepare(tmp_path, "gs://bucket/out", text_field="body")
-    bucket.files.rm("/bucket/out", recursive=True)  # all of it is made again, whatever a cache has of it
-    prepare(tmp_path, "gs://bucket/out")
-    assert "manifest.json" in bucket.content("gs://bucket/out")
-
-
-
-
-def test_a_changed_input_or_setting_is_named(texts, tmp_path):
-    def refused(name, path=tmp_path / "in", output="out", tokenizer=None, task_megabytes=1):
-        made = PrepareConfig(input=[str(path)], output=str(tmp_path / output), task_megabytes=task_megabytes)
-        with pytest.raises(UserError, match=name):
-            prepare_dataset(made, tokenizer=tokenizer or ByteTokenizer())
-
-    with killed_at(40):
-        prepare(tmp_path)
+def test_a_changed_input_setting_or_output_is_named(texts, tmp_path, bucket, prepare):
     other = ByteTokenizer()
     other.fingerprint = "another"
-    refused("task_megabytes", task_megabytes=2)
-    refused("another", tokenizer=other)
-    os.utime(tmp_path / "in" / "b.txt")
-    refused(r"b\.txt")
-    (tmp_path / "in" / "b.txt").unlink()
-    refused(r"b\.txt")
-    refused(r"a\.jsonl", output="in")
-    (tmp_path / "empty.txt").write_text("")
-    refused("empty", path=tmp_path / "empty.txt", output="o")
+    (tmp_path / "in" / "empty").mkdir()
+    (tmp_path / "in" / "empty" / "a.txt").write_text("")
+    bucket.files.pipe_file("/bucket/mine/notes.txt", b"notes")
+    text = tmp_path / "in" / "b.txt"
+    with killed_at(40):
+        prepare()
+    for change, named, keys in (
+        (None, "task_megabytes", {"task_megabytes": 2}),
+        (None, "another", {"tokenizer": other}),
+        (None, "body", {"text_field": "body"}),
+        (lambda: os.utime(text), "b.txt", {}),
+        (text.unlink, "b.txt", {}),
+        (None, "a.jsonl", {"output": "in"}),
+        (None, "notes.txt", {"output": "gs://bucket/mine"}),
+        (None, "empty", {"input": [str(tmp_path / "in" / "empty")], "output": "o"}),
+    ):
+        if change:
+            change()
+        with pytest.raises(UserError, match=named):
+            prepare(**keys)
 
 
-def test_a_special_token_that_the_template_prints_is_a_setting(tmp_path):
+def test_a_special_token_that_the_template_prints_is_a_setting(tmp_path, prepare):
     turns = [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}]
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": turns}))
     template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
 
-    def prepare_chat(tokens):
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, **tokens}))
-        inputs = {"input": [str(tmp_path / "a.jsonl")], "output": str(tmp_path / "out"), "chat": True}
-        keys = inputs | {"tokenizer_type": "huggingface", "tokenizer_path": str(tmp_path)}
-        return prepare_dataset(PrepareConfig(**keys), tokenizer=ByteTokenizer())
+    def prepare_chat(begin, end):
+        stated = {"chat_template": template, "bos_token": begin, "eos_token": end}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(stated))
+        keys = {"tokenizer_type": "huggingface", "tokenizer_path": str(tmp_path), "tokenizer": ByteTokenizer()}
+        return prepare(input=[str(tmp_path / "a.jsonl")], chat=True, **keys)
 
-    first = prepare_chat({"bos_token": "<s>", "eos_token": "</s>"})
-    assert prepare_chat({"bos_token": "<s>", "eos_token": "<stop>"}) == first  # not printed
+    assert prepare_chat("<s>", "</s>") == prepare_chat("<s>", "<stop>")  # which is not printed
     with pytest.raises(UserError, match="chat_template"):
-        prepare_chat({"bos_token": "<begin>", "eos_token": "</s>"})
+        prepare_chat("<begin>", "</s>")
 
 
-
-
-def test_bad_lines_are_counted_and_named_up_to_their_share(texts, tmp_path):
+def test_bad_lines_are_counted_and_named_up_to_their_share(texts, tmp_path, prepare):
     with (tmp_path / "in" / "a.jsonl").open("a") as opened:
         opened.write('{"tex": 1}\nno\n')
     for share in (0.0, 0.05):
-        with pytest.raises(UserError) as refused:
-            prepare(tmp_path, max_bad_fraction=share)
-        assert any("a.jsonl: line at byte" in problem for problem in refused.value.problems)
+        with pytest.raises(UserError, match=r"a\.jsonl: line at byte"):
+            prepare(max_bad_fraction=share)
     with killed_at(40):
-        prepare(tmp_path, max_bad_fraction=0.5)
+        prepare(max_bad_fraction=0.5)
     with pytest.raises(UserError, match="max_bad_fraction=0"):  # holds for tasks that are done too
-        prepare(tmp_path)
-    assert prepare(tmp_path, max_bad_fraction=0.5).bad == 2
+        prepare()
+    assert prepare(max_bad_fraction=0.5).bad == 2
 
 
+class Forgetful(shards.ArrayRecordWriter):
+    def write(self, record):
+        super().write(bytes(len(record)))
+
+
+class Full(shards.ArrayRecordWriter):
+    def close(self):
+        super().close()
+        raise RuntimeError("close() failed: No space left on device; writing x")
+
+
+@pytest.mark.parametrize("writer", [Forgetful, Full])
+def test_a_shard_that_cannot_be_written_or_read_back_is_refused_and_removed(
+    writer, texts, prepare, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(shards, "ArrayRecordWriter", writer)
+    with pytest.raises(UserError):
+        prepare()
+    assert list(tmp_path.glob("out/*.array_record")) == []
