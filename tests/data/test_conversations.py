@@ -185,12 +185,6 @@ def test_plain_text_ends_with_end_of_text(elsewhere, beginning_with_s, plain):
     assert not tokenized.is_answer[0]
 
 
-def test_byte_tokenizers_render_conversations_with_a_named_template(tmp_path):
-    it = renderer(None, CHATML, tmp_path)
-    (tokenized,) = it.tokens([it.sft_text("d:1", {"messages": TURNS})])
-    # No byte is an end-of-turn: an answer extends as far as its template renders it.
-    said = bytes(tokenized.token_ids[tokenized.is_answer].astype(np.uint8)).decode()
-    assert said == " Yes, 東. <|im_end|>\nNo.<|im_end|>\n"
 
 
 USER, ASSISTANT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}

@@ -1,6 +1,5 @@
 """Datasets fetched from a bucket: once, complete, and as the manifest says; anything else is named."""
 
-import fcntl
 import json
 
 import numpy as np
@@ -8,7 +7,7 @@ import pytest
 
 from maxtext_lite.config import UserError
 from maxtext_lite.data import fetched
-from maxtext_lite.data.cache import CACHE_VARIABLE, locked
+from maxtext_lite.data.cache import CACHE_VARIABLE
 from maxtext_lite.data.fetched import find_prepared
 from maxtext_lite.data.manifest import DOCUMENTS_FILE, MANIFEST_FILE, file_sha256
 from maxtext_lite.data.token_stream import open_prepared
@@ -132,10 +131,3 @@ def test_a_local_directory_is_used_in_place(tmp_path):
 
 
 
-def test_an_entry_is_locked_against_others(tmp_path):
-    entry = tmp_path / "kind" / "entry"
-    with locked(entry), entry.with_suffix(".lock").open("ab") as other:
-        with pytest.raises(BlockingIOError):
-            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    with entry.with_suffix(".lock").open("ab") as other:
-        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -102,14 +102,6 @@ def test_tokens_are_placed_where_their_text_stands(tokenizer):
         assert covered == len(text)
 
 
-def test_trimmed_spaces_belong_to_the_token_after_them(tmp_path):
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "bb": 1, "</s>": 2}, unk_token="a"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    words.add_special_tokens(["</s>"])
-    words.save(str(tmp_path / "tokenizer.json"))
-    (placed,) = load("huggingface", tmp_path).encode_placed(["a  bb </s>"])
-    found = [x.tolist() for x in (placed.token_ids, placed.starts, placed.stops)]
-    assert found == [[0, 1, 2], [0, 1, 5], [1, 5, 10]]
 
 
 def test_a_stream_gives_the_same_text_as_it_is_made_and_never_half_a_character(tokenizer):

@@ -3,7 +3,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from maxtext_lite.reporting.curves import FRAME, chart_svg, downsample, make_board, make_buckets
+from maxtext_lite.reporting.curves import FRAME, chart_svg, make_board, make_buckets
 from maxtext_lite.reporting.run_data import read_runs
 from tests.run_directories import eval_line, step_line, write_metrics
 
@@ -26,9 +26,6 @@ def test_buckets_cover_every_row_once_and_are_equal_but_for_one(num_rows, most):
     assert len(sizes) == 0 or max(sizes) - min(sizes) <= 1
 
 
-def test_a_bucket_without_a_value_is_a_gap():
-    column = [1.0, 5.0, None, 3.0, None, None]
-    assert downsample(column, [range(4), range(4, 6)], sum) == [9.0, None]
 
 
 @pytest.mark.parametrize(
@@ -138,14 +135,6 @@ def test_an_interval_takes_the_place_of_the_error_and_may_have_no_end(tmp_path):
 
 
 
-def test_an_axis_is_logarithmic_over_wide_ranges_only(tmp_path):
-    def is_log(title, **changed):
-        return chart(board_of(tmp_path, [step_line(1, **changed), step_line(2, grad_norm=1.0)]), title)["log"]
-
-    assert is_log("Gradient norm", grad_norm=50.0)
-    assert not is_log("Gradient norm", grad_norm=49.0)
-    assert not is_log("Gradient norm", grad_norm=0.0)
-    assert not is_log("Loss", loss=1e6)
 
 
 

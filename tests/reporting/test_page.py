@@ -157,10 +157,6 @@ def test_the_plan_shows_the_stages_of_a_ramp_and_the_config_only_what_differs_fr
     assert "data_shuffle_seed" not in rows_of(page)
 
 
-def test_memory_is_the_plan_s_beside_what_came_of_it(tmp_path):
-    directory = write_run(tmp_path / "run", run_lines(), [])
-    (directory / "memory.json").write_text('{"compiled_bytes": "<b>", "measured_bytes": 3100000}')
-    assert ", as planned; 3.1 MB used" in page_of(directory).text
 
 
 def test_data_are_a_row_for_each_source_and_a_histogram_of_all(tmp_path):

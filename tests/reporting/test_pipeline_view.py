@@ -20,9 +20,6 @@ def test_text_by_hand():
     ]
 
 
-def test_what_does_not_fit_on_a_line_is_counted():
-    text = pipeline_text(PipelineShape(4, 32, 1, 2), "1f1b")
-    assert text.count("46 ticks more") == 4  # 2 x 32 + 2 x 3 ticks, of which 24 are shown
 
 
 

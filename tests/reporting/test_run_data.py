@@ -2,7 +2,6 @@ import json
 
 import pytest
 
-from maxtext_lite.config import UserError
 from maxtext_lite.reporting.run_data import read_runs
 from tests.run_directories import eval_line, step_line, write_metrics, write_run
 
@@ -55,13 +54,6 @@ def test_what_is_no_number_is_a_gap(value, tmp_path):
 
 
 
-def test_where_a_run_went_back_is_noted(tmp_path):
-    directory = write_metrics(tmp_path / "r", [step_line(1)])
-    lines = [{"row": 3, "step": 45}, {"row": 4, "step": 1047}, {"row": 9, "step": 1047}]
-    (directory / "excluded_rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (note,) = [note for note in read(directory).notes if "excluded_rows.jsonl" in note]
-    assert "step 45, 1,047" in note
-    assert "3 rows" in note
 
 
 def test_a_step_that_stands_twice_counts_as_the_later_line_has_it(tmp_path):
@@ -100,32 +92,10 @@ def test_settings_have_value_base_and_origin(tmp_path):
     assert (batch.value, batch.base) == ("16", "16"), "16 and 16.0 are one number"
 
 
-def test_a_config_of_another_version_is_shown_but_not_counted(tmp_path):
-    directory = write_run(tmp_path / "r", [], [])
-    # base.yml by hand: 4 layers of 2*128*(8+4)*16 and 3*128*384 weights, two tables of 320*128, nine norms of 128.
-    assert read(directory).num_parameters == 869_504
-    with (directory / "config.yml").open("a") as file:
-        file.write("key_of_the_future: 3  # base.yml\n")
-    run = read(directory)
-    assert run.num_parameters is None
-    assert (run.settings["key_of_the_future"].value, run.settings["key_of_the_future"].base) == ("3", None)
 
 
-def test_what_is_no_run_directory_is_refused_with_what_is_near(tmp_path):
-    write_metrics(tmp_path / "runs" / "a", [step_line(1)])
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError) as caught:
-        read_runs([tmp_path / "runs", tmp_path / "empty", tmp_path / "file", tmp_path / "no", tmp_path / "runs" / "a"])
-    assert len(caught.value.problems) == 4
-    assert f"Nearest that works: {tmp_path}/runs/a." in caught.value.problems[0]
 
 
-def test_a_directory_given_twice_counts_once(tmp_path):
-    one, two = (write_metrics(tmp_path / name, [step_line(1)]) for name in "ab")
-    other = write_metrics(tmp_path / "x" / "a", [step_line(1)])
-    assert [run.label for run in read_runs([one, two, tmp_path / "b" / ".." / "a"])] == ["a", "b"]
-    assert [run.label for run in read_runs([one, other])] == [f"{tmp_path.name}/a", "x/a"]
 
 
 

@@ -1,8 +1,7 @@
-import pytest
 
 from maxtext_lite.batching.advice import batch_size_advice
 from maxtext_lite.reporting.run_data import read_runs
-from maxtext_lite.reporting.summary import NONE, advice, status, summary
+from maxtext_lite.reporting.summary import NONE, advice, summary
 from tests.run_directories import eval_line, step_line, write_metrics, write_run
 
 
@@ -50,10 +49,6 @@ def test_what_is_not_known_is_none(tmp_path):
     assert {value for value, _ in found.values()} == {NONE}
 
 
-@pytest.mark.parametrize(("steps", "text"), [(2, "2 of 3 steps done"), (3, "all 3 steps done")])
-def test_how_far_a_run_is(tmp_path, steps, text):
-    lines = [step_line(step) for step in range(1, steps + 1)]
-    assert status(read(write_run(tmp_path / "r", lines, ["steps=3", "warmup_steps=1"]))) == text
 
 
 def test_advice_is_on_the_last_noise_scale_that_was_measured(tmp_path):

@@ -1,6 +1,5 @@
 """One prepare at a time, or its shares, writes an output; a dead one locks nobody out."""
 
-import os
 import subprocess
 import sys
 
@@ -66,17 +65,3 @@ def test_a_task_is_done_when_its_entry_is_there(open_journal):
 
 
 
-@pytest.mark.parametrize("moment", ["link", "iterdir"])
-def test_a_share_that_begins_while_another_does_takes_its_plan(moment, open_journal, tmp_path, monkeypatch):
-    """Also with one process id, as in containers."""
-    (tmp_path / "out").mkdir()
-    owner = os if moment == "link" else type(tmp_path)
-    function = getattr(owner, moment)
-
-    def meanwhile(*arguments):
-        monkeypatch.undo()
-        open_journal()
-        return function(*arguments)
-
-    monkeypatch.setattr(owner, moment, meanwhile)
-    assert open_journal().done() == {}

@@ -4,7 +4,6 @@ import gzip
 import json
 import os
 import shutil
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -101,21 +100,6 @@ def test_a_damaged_text_is_made_again(damage, config, tmp_path, capsys):
     assert {path.name: path.read_bytes() for path in entry.iterdir()} == before
 
 
-@pytest.mark.usefixtures("large")
-def test_the_remains_of_a_killed_start_are_continued_or_remade(config, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr("maxtext_lite.data.preparing.journal.Journal.finish", Mock(side_effect=KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            open_sources(config)
-    entry = entry_of(tmp_path)
-    assert (entry / "journal").is_dir()
-    shutil.copytree(entry, tmp_path / "left")
-    fingerprint = open_sources(config)[0].fingerprint
-    shutil.rmtree(entry)
-    shutil.copytree(tmp_path / "left", entry)
-    (tmp_path / "in").rename(tmp_path / "moved")
-    moved = config.model_copy(update={"dataset_path": str(tmp_path / "moved")})
-    assert open_sources(moved)[0].fingerprint == fingerprint
 
 
 
