@@ -118,9 +118,8 @@ class Counters:
 
 
 def random_parts(rng, sources):
-    chosen = rng.sample(sorted(sources), rng.randint(1, len(sources)))
     parts, kind = [], rng.choice(["tokens", "whole", "extreme", "equal"])
-    for name in chosen:
+    for number, name in enumerate(rng.sample(sorted(sources), rng.randint(1, len(sources)))):
         source = sources[name]
         weight = {
             "whole": Fraction(rng.randint(1, 9)),
@@ -128,36 +127,25 @@ def random_parts(rng, sources):
             "extreme": Fraction(rng.choice(["1e-6", "0.999999", "0.5"])),
             "tokens": Fraction(str(rng.random() + 0.01)) * len(source) / source.num_target_tokens,
         }[kind]
-        most = None if rng.random() < 0.7 else rng.randint(0, 3 * len(source))
+        most = rng.randint(0, 3 * len(source)) if number and rng.random() < 0.4 else None  # the first goes on
         parts.append(SourcePart(name, source.fingerprint, str(weight), most))
-    if all(part.most_rows is not None for part in parts):  # one that goes on
-        parts[0] = SourcePart(parts[0].name, parts[0].fingerprint, parts[0].row_weight, None)
     return parts
 
 
 def read_by_hosts(rng, source, first, *, batch, micro_batches, steps):
     """The ids of some steps in order, put together from what simulated hosts read, each load once, in any order."""
-    slots = batch // micro_batches + rng.randint(0, 3)
-    hosts = rng.randint(1, 4)
-    owner = np.array([rng.randrange(hosts) for _ in range(slots)])  # a host may own none: it does not load
-    loads = rng.choice([1, 1, 2, 3])
+    hosts, loads = rng.randint(1, 4), rng.choice([1, 1, 2, 3])
+    # A host may own none: it does not load.
+    owner = np.array([rng.randrange(hosts) for _ in range(batch // micro_batches + rng.randint(0, 3))])
+    keys = {"num_steps": steps, "step_examples": batch, "loads_per_step": loads, "micro_batches": micro_batches}
     found = np.full((steps, batch), -1, np.int64)
     for host in range(hosts):
-        reads = TrainingReads(
-            source,
-            host_slots=np.flatnonzero(owner == host),
-            first_example=first,
-            num_steps=steps,
-            step_examples=batch,
-            loads_per_step=loads,
-            micro_batches=micro_batches,
-            seed=SEED,
-        )
+        host_slots = np.flatnonzero(owner == host)
+        reads = TrainingReads(source, host_slots=host_slots, first_example=first, seed=SEED, **keys)
         reads = pickle.loads(pickle.dumps(reads))  # as a reading process has it
         for index in rng.sample(range(len(reads)), len(reads)):
             ids, (micros, places), rows, *_ = reads[index]
-            slot = reads.host_slots[places]
-            own = slot * micro_batches + micros
+            own = host_slots[places] * micro_batches + micros
             assert (found[index // loads, own] == -1).all(), "a row was read twice"
             found[index // loads, own] = ids[own]
             for row, example in enumerate(ids[own].tolist()):
@@ -166,21 +154,20 @@ def read_by_hosts(rng, source, first, *, batch, micro_batches, steps):
     return found.reshape(-1).tolist()
 
 
-def try_history(number: int) -> dict[str, int]:
-    """Consumes one random history; raises where it is not as the loop has it. Returns what it was made of."""
+def try_history(number: int) -> int:
+    """Consumes one random history; raises where it is not as the loop has it. Returns how many rows it consumed."""
     rng = random.Random(number)
     packing = rng.random() < 0.5
     sources = {name: text_source(rng, name, packing=packing) for name in "abcdefg"[: rng.randint(1, 7)]}
     by_fingerprint = {source.fingerprint: source for source in sources.values()}
-    history, counters, seen, consumed = None, None, 0, {name: [] for name in by_fingerprint}
-    left_out = 0
+    history, counters, seen, consumed = (), None, 0, {name: [] for name in by_fingerprint}
     for _ in range(rng.randint(1, 4)):
         parts = random_parts(rng, sources)
-        history = (
-            continued(history, parts, examples_seen=seen, tokens_seen=0) if history is not None else history_of(parts)
-        )
         if counters is None:
+            history = history_of(parts)
             counters = Counters(by_fingerprint, lone=parts[0].fingerprint if len(parts) == 1 else None)
+        else:
+            history = continued(history, parts, examples_seen=seen, tokens_seen=0)
         if history[-1].examples_seen == seen:  # otherwise nothing changed
             counters.mix(parts)
         ordered = sorted(parts, key=lambda part: part.fingerprint)
@@ -197,19 +184,17 @@ def try_history(number: int) -> dict[str, int]:
                 assert ordered[place].fingerprint == fingerprint, (number, seen)
                 seed = stream.seed(fingerprint, SEED)
                 assert (seed == SEED) == (fingerprint == counters.lone)
-                size = len(by_fingerprint[fingerprint])
-                (row,) = example_ids(position, 1, num_examples=size, seed=seed).tolist()
+                (row,) = example_ids(position, 1, num_examples=len(source.sources[place]), seed=seed).tolist()
                 assert example - firsts[place] == row, (number, seen)
                 consumed[fingerprint].append(row)
                 seen += 1
             assert {name: n for name, n in stream.given(seen).items() if n} == {
                 name: n for name, n in counters.given.items() if n
             }
-        left_out += len(parts) - len(counters.live)
     for fingerprint, rows in consumed.items():
         size = len(by_fingerprint[fingerprint])
         for start in range(0, len(rows), size):
             epoch = rows[start : start + size]
             assert len(set(epoch)) == len(epoch), "a row twice in an epoch"
             assert len(epoch) < size or sorted(epoch) == list(range(size)), "a row left out of an epoch"
-    return {"rows": seen, "mixtures": len(history), "left out": left_out}
+    return seen

@@ -109,6 +109,7 @@ def test_rows_are_assigned_nearly_optimally(turns, shards, bound):
         assert best <= waited(costs[order], turns, shards) <= bound * best
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("shards", "pieces", "slots", "examples", "micro_batches", "replicas"),
     [(4, 1, 16, 64, 4, 1), (4, 2, 16, 30, 2, 2), (2, 2, 8, 13, 3, 1), (8, 1, 8, 3, 1, 2)],

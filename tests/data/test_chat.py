@@ -45,7 +45,6 @@ def directory(path, template, **more):
     return path
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize(
     ("template", "config", "mapped"),
     [
@@ -88,6 +87,7 @@ def test_a_special_token_that_no_file_states_may_be_asked_about(template, tmp_pa
     assert ChatTemplate(tmp_path).render(TURNS) == "a"
 
 
+@pytest.mark.fast
 def test_a_template_is_found_in_any_of_its_places(tmp_path):
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "three"}))
     assert ChatTemplate(tmp_path).render([]) == "three"

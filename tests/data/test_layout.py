@@ -40,6 +40,7 @@ def test_hosts_read_straight_into_the_slots_of_their_devices(hosts):
         assert slots.tolist() == expected.tolist()
 
 
+@pytest.mark.fast
 def test_hosts_with_the_same_rows_share_them():
     """Rows over 2, tensor over 4: every row is on two of the four hosts. 13 rows: 4, 3, 3 and 3."""
     layout = layout_of(4, shape=(2, 4))
@@ -47,7 +48,6 @@ def test_hosts_with_the_same_rows_share_them():
     assert np.concatenate(layout.slots_of_host).tolist() == list(range(13))
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize(
     ("hosts", "readers", "shape", "filled", "order"),
     [

@@ -59,6 +59,7 @@ def test_the_fingerprint_is_of_the_content(tmp_path):
     assert found[0] == found[1] != found[2]
 
 
+@pytest.mark.fast
 def test_a_document_without_end_of_text_still_ends(tmp_path):
     write_megatron(tmp_path / "m.x", [[1, 2, 3], [], [4], [5, 6, 256]])
     source = opened(tmp_path / "m.bin")

@@ -21,12 +21,12 @@ def part(name, weight="1", most=None):
     return SourcePart(name, f"rows of {name}", weight, most)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("number", range(20))
 def test_random_histories_agree_with_a_loop_with_counters(number):
-    assert try_history(number)["rows"] > 0
+    assert try_history(number) > 0
 
 
+@pytest.mark.fast
 def test_a_history_by_hand():
     """Two halves for 4 rows, then b and c in turn: b continues with its row 2."""
     history = history_of([part("b"), part("a")])
@@ -80,6 +80,7 @@ def test_a_history_is_json_and_back():
     assert tuple(map(Mixture.of, json.loads(json.dumps(as_json(history))))) == history
 
 
+@pytest.mark.fast
 def test_the_source_with_which_a_run_began_alone_keeps_the_order_and_hash_that_it_had():
     history = history_before_names("rows of a")
     stream = RowStream(continued(history, [part("a"), part("b")], examples_seen=7, tokens_seen=9))

@@ -25,6 +25,7 @@ def left(run, step=0, examples_seen=0):
     return steps_left(*run, step=step, examples_seen=examples_seen)
 
 
+@pytest.mark.fast
 def test_a_source_that_would_pass_its_max_epochs_is_refused_before_the_run():
     """a's row number 30 would be example 60 (rows 0, 2, ... are a's): 7 batches of 8 end before it, 8 do not."""
     assert left(begun("steps=7")) == 7

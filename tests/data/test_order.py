@@ -15,7 +15,6 @@ def splitmix64(state: int) -> int:
     return z ^ (z >> 31)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("num_examples", [1, 2, 3, 7, 64, 1000, 2**16 + 1, 2**16 + 3])
 def test_every_epoch_has_every_example_once(num_examples):
     for epoch, seed in ((0, 0), (1, 0), (1, 2**63)):
@@ -69,6 +68,7 @@ def test_a_small_epoch_is_ordered_by_random_keys_and_a_large_one_by_grains_permu
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.fast
 def test_the_order_of_earlier_versions_still_holds():
     # Recorded. A checkpoint stores no order: if this changes, runs that resume see other examples than they should.
     small, large = [248, 645, 871, 998, 272, 18, 916, 4], [911195518, 1990298159, 572095244, 898367037]
@@ -85,6 +85,7 @@ def test_an_impossible_request_is_refused(wrong):
         example_ids(request.pop("first"), request.pop("count"), **request)
 
 
+@pytest.mark.fast
 def test_the_hash_adds_splitmix64_of_each_id():
     # First outputs of splitmix64 for the seeds 0 and 1234567, as Vigna's and Rosetta Code's pages give them.
     assert examples_hash(np.array([0])) == "e220a8397b1dcdaf"

@@ -30,6 +30,7 @@ def test_optional_fields_default_to_one_document_of_weight_1():
     assert {name: x.dtype.name for name, x in row.items()} == dict.fromkeys(row, "int32") | {"weights": "float32"}
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("segments", [[1, 1, 2, 0], [0, 0, 1, 1]])
 def test_padding_is_no_target_wherever_it_is(segments):
     assert source_of({"segments": np.array(segments)})[0]["weights"].tolist() == [segment > 0 for segment in segments]

@@ -58,6 +58,7 @@ def test_the_tokens_of_the_pieces_are_those_of_the_whole(kind, prose):
     assert cuts > 150
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("text", "most", "pieces"),
     [("a b  c. d e\n f", 1, "a| b  c. d| e\n f"), ("a b c d", 3, "a b| c d"), ("", 5, "")],

@@ -118,6 +118,7 @@ NAMESPACE = (
 )
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("source", [CHATML, LLAMA3, INSTRUCT, GEMMA, NAMESPACE])
 def test_loops_that_only_look_back_are_causal(source):
     assert loop_over_turns(jinja2.Environment().parse(source)) is not None

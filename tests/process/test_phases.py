@@ -26,6 +26,7 @@ class Clock(PhaseClock):
         self.now += seconds
 
 
+@pytest.mark.fast
 def test_each_phase_has_what_passed_while_it_was_on_and_the_watchdog_is_told():
     clock = Clock()
     clock.passes(4)

@@ -62,6 +62,7 @@ def exit_code(of_a_command, number):
     return ended.value.args[0]
 
 
+@pytest.mark.fast
 @BOTH
 def test_with_nothing_to_save_a_signal_ends_the_process_with_130(of_a_command, number):
     assert exit_code(of_a_command, number) == 130

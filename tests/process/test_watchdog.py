@@ -89,6 +89,7 @@ def run(monkeypatch):
     return lambda num_processes=3, least=300: Run(num_processes, least, monkeypatch)
 
 
+@pytest.mark.fast
 def test_the_one_whose_main_thread_hangs_is_named_by_all(run):
     three = run()
     for step in (1, 2):

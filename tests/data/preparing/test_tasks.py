@@ -13,6 +13,7 @@ def spans(tasks):
     return [[(piece.name.rpartition("/")[2], piece.start, piece.stop) for piece in task.pieces] for task in tasks]
 
 
+@pytest.mark.fast
 def test_lines_are_split_by_bytes_and_small_files_are_joined(tmp_path):
     for name, size in {"a.jsonl": 250, "b.txt": 30, "c.txt": 15, "d.jsonl.gz": 500, "e.txt": 1, "no.csv": 5}.items():
         (tmp_path / name).write_bytes(b"x" * size)
