@@ -135,15 +135,6 @@ def test_every_split_of_a_global_batch_has_the_same_examples(num_devices, per_de
         assert sorted(slots[slots >= 0]) == sorted(expected)
 
 
-def test_a_device_has_the_same_examples_whatever_the_accumulation():
-    on_device = []
-    for keys in (4, 1), (2, 2), (1, 4):
-        plan = plan_for(8, "per_device_batch_size={} gradient_accumulation_steps={}".format(*keys))
-        (batch,) = batches(NumberedSource(1000), plan, 8, num_steps=1)
-        shards = batch.arrays["tokens"].addressable_shards
-        on_device.append({shard.device.id: sorted(slot_numbers(shard.data).ravel()) for shard in shards})
-    assert on_device[0] == on_device[1] == on_device[2]
-    assert all(len(examples) == 4 for examples in on_device[0].values())
 
 
 @pytest.mark.parametrize(("spec", "tensor"), [((None, "fsdp", None), 2), ((None, "fsdp", "tensor"), 2), ((), 1)])

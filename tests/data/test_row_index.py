@@ -3,7 +3,6 @@
 import collections
 import os
 import pickle
-import stat
 
 import numpy as np
 import pytest
@@ -123,18 +122,10 @@ def test_an_index_is_made_once_for_each_length_and_is_the_same_wherever_it_is_ma
     assert len(list(place.beside.iterdir())) == 3
     assert not (tmp_path / "cache").exists()
     elsewhere = IndexPlace(tmp_path / "elsewhere" / "rows", place.fingerprint)
-    elsewhere.beside.parent.mkdir()
-    asked = os.access  # root may write anywhere
-    readable = str(elsewhere.beside.parent)
-    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != readable and asked(path, mode))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
     rows_of("best_fit", starts, 32, elsewhere)
-    assert not list(elsewhere.beside.parent.iterdir())
-    assert files_of(tmp_path / "cache" / "rows") | made == files_of(tmp_path / "cache" / "rows")
-    assert stat.S_IMODE((tmp_path / "cache" / "rows" / index.name).stat().st_mode) == 0o755
-
-
-
-
+    assert not elsewhere.beside.exists()
+    assert files_of(tmp_path / "cache" / "rows").items() >= made.items()
 
 
 def test_a_damaged_index_is_named(place):
