@@ -1,10 +1,11 @@
 """Lines of JSON are read one by one: an unreadable line is noted and does not affect the others."""
 
 import json
+import math
 
 import pytest
 
-from maxtext_lite.process.records import Steps, read_records, record_text
+from maxtext_lite.process.records import Steps, json_text, read_records, record_text
 
 
 def read(path):
@@ -33,6 +34,7 @@ def test_a_record_is_written_as_json_has_it():
     assert json.loads(record_text(record), parse_constant=pytest.fail) == {
         "step": 1, "loss": None, "phases": [["train", None, 0.5]], "name": "é"
     }  # fmt: skip
+    assert json_text({"a": [math.inf, (math.nan, 1.5)]}) == '{"a": [null, [null, 1.5]]}'
     assert record_text({"step": 1, "loss": 0.1}) == '{"step": 1, "loss": 0.1}\n'
 
 

@@ -1,5 +1,6 @@
 """A watched process: what it tells the others, when it ends, and what it leaves; with a clock that the test moves."""
 
+import json
 import os
 import re
 import subprocess
@@ -170,6 +171,13 @@ def test_where_the_store_does_not_answer_process_0_is_named(run):
     assert text.startswith("process 0 (coordinator) on ")
 
 
+
+
+def test_all_take_over_the_verdict_that_one_has_found(run):
+    three = run()
+    three.stores[0].values["verdict"] = json.dumps(Verdict("as process 1 says", 76))
+    three.passes(1)
+    assert three.texts() == ["as process 1 says"]
 
 
 def test_after_a_failed_collective_the_lost_are_found_within_the_grace_or_the_error_goes_on(run):
