@@ -16,14 +16,23 @@ PAIRS = [
     {"prompt": "l", "chosen": "m", "rejected": "mmmmm"},
 ]
 REFERENCE = np.array([[-1, -2], [-3, -4], [-5, -6]], np.float32)
-LONG = [{"prompt": p, "completion": c} for p, c in (("abc", "defgh"), ("abcdefghij", "k"), ("ab", "c"))]
+LONG = [
+    {"prompt": p, "completion": c} for p, c in (("abc", "defgh"), ("abcdefghij", "k"), ("ab", "c"))
+]
 
 
 def opened(tmp_path, lines, kind="sft", **changes):
     path = tmp_path / "data.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    values = {"dataset_type": kind, "dataset_path": path, "eval_fraction": 0, "eval_interval": -1} | changes
-    return open_sources(load_config(None, [f"{key}={value}" for key, value in values.items()]), vocab_size=320)
+    values = {
+        "dataset_type": kind,
+        "dataset_path": path,
+        "eval_fraction": 0,
+        "eval_interval": -1,
+    } | changes
+    return open_sources(
+        load_config(None, [f"{key}={value}" for key, value in values.items()]), vocab_size=320
+    )
 
 
 def sft(prompt, completion):
@@ -54,7 +63,9 @@ def test_two_short_texts_share_a_row_by_hand(tmp_path):
         "positions": "0 1 2 0 1 2 0 0",
         "weights": "0 1 1 1 1 1 0 0",
     }
-    assert {values.dtype.name for name, values in source[0].items() if name != "weights"} == {"int32"}
+    assert {values.dtype.name for name, values in source[0].items() if name != "weights"} == {
+        "int32"
+    }
     assert source[0]["weights"].dtype == np.float32
     assert source.num_target_tokens == targets_of(source) == 5
     with pytest.raises(IndexError):
@@ -73,7 +84,12 @@ def test_packed_rows_contain_the_same_sequences_as_separate_rows(tmp_path):
         for row in (source[number] for number in range(len(source))):
             for segment in range(1, row["segments"].max() + 1):
                 here = row["segments"] == segment
-                found.append([row[name][here].tolist() for name in ("tokens", "targets", "positions", "weights")])
+                found.append(
+                    [
+                        row[name][here].tolist()
+                        for name in ("tokens", "targets", "positions", "weights")
+                    ]
+                )
         return sorted(found)
 
     assert pieces(packed) == pieces(apart)
@@ -93,7 +109,10 @@ def test_a_pair_is_two_rows_by_hand(tmp_path):
         "reference": "-1 0 0 0 0 -2 0 0 0 0",
     }
     fields = source.with_reference(REFERENCE).fields
-    assert example_shape(load_config(None, ["dataset_type=dpo", "max_target_length=5"])) == (10, fields)
+    assert example_shape(load_config(None, ["dataset_type=dpo", "max_target_length=5"])) == (
+        10,
+        fields,
+    )
 
 
 def test_pairs_share_rows_where_both_of_their_answers_fit(tmp_path):
@@ -111,11 +130,16 @@ def test_pairs_share_rows_where_both_of_their_answers_fit(tmp_path):
 def test_lines_that_are_too_long_are_truncated_or_dropped_and_counted_or_refused(tmp_path):
     source, _ = opened(tmp_path, LONG, max_target_length=7, packing="false")
     # The first loses end-of-text, the second all of its answer.
-    assert [texts(source[row])["weights"] for row in range(len(source))] == ["0 0 1 1 1 1 1", "0 1 1 0 0 0 0"]
+    assert [texts(source[row])["weights"] for row in range(len(source))] == [
+        "0 0 1 1 1 1 1",
+        "0 1 1 0 0 0 0",
+    ]
     assert [note[:6] for note in source.notes] == ["2 of 3", "1 of 3"]
     source, _ = opened(tmp_path, LONG, max_target_length=7, long_examples="drop")
     assert (len(source), source.notes[0][:6]) == (1, "2 of 3")
-    with pytest.raises(UserError, match=r"data.jsonl:1: .*: max_target_length=8, long_examples=truncate or"):
+    with pytest.raises(
+        UserError, match=r"data.jsonl:1: .*: max_target_length=8, long_examples=truncate or"
+    ):
         opened(tmp_path, LONG, max_target_length=7, long_examples="refuse")
     assert opened(tmp_path, LONG, max_target_length=11, long_examples="refuse")[0].notes == ()
     with pytest.raises(UserError, match="dataset_path="):
@@ -127,7 +151,11 @@ def test_lines_that_are_too_long_are_truncated_or_dropped_and_counted_or_refused
     [
         {"prompt": "x", "chosen": "y", "rejected": "y"},
         {"prompt": "abcdefgh", "chosen": "i", "rejected": "jk"},  # no token of an answer in its row
-        {"prompt": "ab", "chosen": "cdefgh", "rejected": "cdefgi"},  # they differ beyond it: no gradient, but a pair
+        {
+            "prompt": "ab",
+            "chosen": "cdefgh",
+            "rejected": "cdefgi",
+        },  # they differ beyond it: no gradient, but a pair
     ],
 )
 def test_a_pair_without_two_answers_in_its_row_is_dropped_and_counted(tmp_path, pair):
@@ -146,7 +174,9 @@ def test_the_last_lines_are_held_out(tmp_path):
                 found.append(int(bytes(row["tokens"][at : at + 3].tolist())))
         assert sorted(found) == list(numbers)
     (tmp_path / "held.jsonl").write_text(json.dumps(lines[0]))
-    training, held_out = opened(tmp_path, lines, eval_fraction=0.5, eval_dataset_path=tmp_path / "held.jsonl")
+    training, held_out = opened(
+        tmp_path, lines, eval_fraction=0.5, eval_dataset_path=tmp_path / "held.jsonl"
+    )
     assert (training.num_target_tokens, held_out.num_target_tokens) == (200, 2)
 
 

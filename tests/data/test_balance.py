@@ -29,14 +29,22 @@ def texts(tmp_path_factory):
         ("sft", 60, {"prompt": 9, "completion": 12}),
         ("dpo", 40, {"prompt": 6, "chosen": 12, "rejected": 9}),
     ):
-        lines = [{key: "x" * int(rng.integers(1, n)) for key, n in most.items()} for _ in range(count)]
+        lines = [
+            {key: "x" * int(rng.integers(1, n)) for key, n in most.items()} for _ in range(count)
+        ]
         (directory / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
     return directory
 
 
 def config_of(texts, kind="text", path="a", *overrides):
     path = f"dataset_path={texts}/{path}.jsonl" if len(path) < 4 else path
-    keys = [f"max_target_length={T}", "eval_fraction=0", "eval_interval=-1", f"dataset_type={kind}", path]
+    keys = [
+        f"max_target_length={T}",
+        "eval_fraction=0",
+        "eval_interval=-1",
+        f"dataset_type={kind}",
+        path,
+    ]
     return load_config(None, [*keys, *overrides])
 
 
@@ -51,7 +59,9 @@ def lengths_in(row):
 
 
 def test_documents_are_those_in_the_rows(texts):
-    mixture = f"dataset_path=[{{path: {texts}/a.jsonl, weight: 1}}, {{path: {texts}/b.jsonl, weight: 1}}]"
+    mixture = (
+        f"dataset_path=[{{path: {texts}/a.jsonl, weight: 1}}, {{path: {texts}/b.jsonl, weight: 1}}]"
+    )
     for kind in (*KINDS, ("text", mixture)):
         source = open_mixture(config_of(texts, *kind))[0]
         ids = np.random.default_rng(1).permutation(np.arange(len(source)).repeat(2))
@@ -66,7 +76,11 @@ def test_documents_are_those_in_the_rows(texts):
     [
         ["layer_pattern=global"],
         ["layer_pattern=local,global,local", "sliding_window_size=5"],
-        ["layer_pattern=chunked,nope,local_nope", "chunk_attn_window_size=4", "sliding_window_size=7"],
+        [
+            "layer_pattern=chunked,nope,local_nope",
+            "chunk_attn_window_size=4",
+            "sliding_window_size=7",
+        ],
     ],
 )
 def test_the_cost_of_a_document_is_what_its_queries_see_key_by_key(keys):
@@ -94,18 +108,33 @@ def waited(costs, turns, shards):
     return total.max(axis=1).sum()
 
 
-@pytest.mark.parametrize(("turns", "shards", "bound"), [
-    ([0] * 6, [0, 0, 0, 1, 1, 1], 1.01), ([0] * 6, [0, 0, 1, 1, 2, 2], 1.01), ([0, 0, 1, 1, 2, 2], [0, 1] * 3, 1.01),
-    ([0, 0, 0, 0, 1, 1], [0, 0, 1, 1, 0, 1], 4 / 3),  # a slot of the second turn is empty on each shard
-])
+@pytest.mark.parametrize(
+    ("turns", "shards", "bound"),
+    [
+        ([0] * 6, [0, 0, 0, 1, 1, 1], 1.01),
+        ([0] * 6, [0, 0, 1, 1, 2, 2], 1.01),
+        ([0, 0, 1, 1, 2, 2], [0, 1] * 3, 1.01),
+        (
+            [0, 0, 0, 0, 1, 1],
+            [0, 0, 1, 1, 0, 1],
+            4 / 3,
+        ),  # a slot of the second turn is empty on each shard
+    ],
+)
 def test_rows_are_assigned_nearly_optimally(turns, shards, bound):
     """Compared with all permutations."""
     turns, shards = np.array(turns), np.array(shards)
     for trial, rng in enumerate(np.random.default_rng(1).spawn(4)):
-        costs = rng.pareto(1, len(turns)) + 1 if trial % 2 else rng.integers(1, 9, len(turns)).astype(float)
+        costs = (
+            rng.pareto(1, len(turns)) + 1
+            if trial % 2
+            else rng.integers(1, 9, len(turns)).astype(float)
+        )
         order = assign_rows(costs, turns, shards)
         assert sorted(order.tolist()) == list(range(len(turns)))
-        best = min(waited(costs[list(rows)], turns, shards) for rows in itertools.permutations(order))
+        best = min(
+            waited(costs[list(rows)], turns, shards) for rows in itertools.permutations(order)
+        )
         assert best <= waited(costs[order], turns, shards) <= bound * best
 
 
@@ -131,43 +160,66 @@ def test_every_row_is_assigned_once_and_stays_with_its_replica(
     for grid, which in ((costs, arranged), (was, ids)):
         for place, example in enumerate(which.tolist()):
             grid[place % micro_batches, place // micro_batches] = lengths[example] ** 2
-    for own, theirs in zip(np.split(costs, replicas, axis=1), np.split(was, replicas, axis=1), strict=True):
+    for own, theirs in zip(
+        np.split(costs, replicas, axis=1), np.split(was, replicas, axis=1), strict=True
+    ):
         assert sorted(own.ravel()) == sorted(theirs.ravel())
     # [micro-batch, replica, shard, piece, row]: shards of a replica wait for each other piece by piece.
     of_shards = costs.reshape(micro_batches, replicas, shards // replicas, pieces, -1).sum(axis=-1)
-    assert imbalance == pytest.approx(of_shards.max(axis=2).sum() / of_shards.mean(axis=2).sum() - 1)
+    assert imbalance == pytest.approx(
+        of_shards.max(axis=2).sum() / of_shards.mean(axis=2).sum() - 1
+    )
 
 
-@pytest.mark.parametrize(("mesh", "batch"), [
-    (["ici_data_parallelism=2"], ["per_device_batch_size=4", "gradient_accumulation_steps=2"]),
-    (["ici_tensor_parallelism=2"], ["per_device_batch_size=2", "expansion_factor_real_data=0.5"]),
-])
+@pytest.mark.parametrize(
+    ("mesh", "batch"),
+    [
+        (["ici_data_parallelism=2"], ["per_device_batch_size=4", "gradient_accumulation_steps=2"]),
+        (
+            ["ici_tensor_parallelism=2"],
+            ["per_device_batch_size=2", "expansion_factor_real_data=0.5"],
+        ),
+    ],
+)
 def test_devices_have_the_rows_of_the_stated_imbalance(texts, mesh, batch):
     """Computed from the documents on each of 8 devices; and each row is where `example_ids` says."""
     config = config_of(texts, "text", "b", *mesh, *batch)
     plan, source = make_plan(config, num_devices=8), open_mixture(config)[0]
-    rows = sharding(make_mesh(plan.ici_mesh, plan.dcn_mesh), ("accumulation", "global_batch", "length"))
+    rows = sharding(
+        make_mesh(plan.ici_mesh, plan.dcn_mesh), ("accumulation", "global_batch", "length")
+    )
     keys = {"sharding": rows, "examples_seen": 0, "num_steps": 1, "seed": 0, "worker_count": 0}
     balance = Balance.of(config, plan)
     found = []
     for is_on in (False, True):
-        sent = pickle.loads(pickle.dumps(dataclasses.replace(balance, is_on=is_on)))  # as to processes that read
+        sent = pickle.loads(
+            pickle.dumps(dataclasses.replace(balance, is_on=is_on))
+        )  # as to processes that read
         with training_batches(source, plan, **keys, balance=sent) as batches:
             (step,) = batches
         segments_ABT = np.asarray(step.arrays["segments"])
         for place, example in enumerate(step.example_ids.tolist()):
             slot, micro_batch = divmod(place, step.num_micro_batches)
-            np.testing.assert_array_equal(segments_ABT[micro_batch, slot], source[example]["segments"])
-        held = {str(shard.index): np.asarray(shard.data) for shard in step.arrays["segments"].addressable_shards}
-        squares = [[[n**2 for row in rows for n in lengths_in({"segments": row})] for rows in x] for x in held.values()]
+            np.testing.assert_array_equal(
+                segments_ABT[micro_batch, slot], source[example]["segments"]
+            )
+        held = {
+            str(shard.index): np.asarray(shard.data)
+            for shard in step.arrays["segments"].addressable_shards
+        }
+        squares = [
+            [[n**2 for row in rows for n in lengths_in({"segments": row})] for rows in x]
+            for x in held.values()
+        ]
         costs = np.array([[sum(of_rows) for of_rows in of_device] for of_device in squares])
         assert len(costs) == plan.batch_shards
-        assert step.attention_imbalance == pytest.approx(costs.max(axis=0).sum() / costs.mean(axis=0).sum() - 1)
+        assert step.attention_imbalance == pytest.approx(
+            costs.max(axis=0).sum() / costs.mean(axis=0).sum() - 1
+        )
         found.append((step.attention_imbalance, sorted(step.example_ids.tolist())))
     (before, ids), (after, arranged) = found
     assert arranged == ids
     assert after < min(before, 0.05)
-
 
 
 def test_one_shard_and_sources_that_do_not_know_have_no_imbalance(texts):
@@ -180,7 +232,9 @@ def test_one_shard_and_sources_that_do_not_know_have_no_imbalance(texts):
     assert (order.tolist(), imbalance) == ([0, 1, 2, 3], None)
 
 
-@pytest.mark.parametrize(("num_devices", "platform", "warned"), [(8, "gpu", 0), (1, "gpu", 1), (8, "cpu", 1)])
+@pytest.mark.parametrize(
+    ("num_devices", "platform", "warned"), [(8, "gpu", 0), (1, "gpu", 1), (8, "cpu", 1)]
+)
 def test_a_setting_without_effect_is_warned_of(texts, num_devices, platform, warned):
     config = config_of(texts, "text", "a", "balance_attention=true", "dtype=bfloat16")
     said = make_plan(config, num_devices=num_devices, platform=platform).warnings

@@ -52,15 +52,27 @@ def directory(path, template, **more):
         (LLAMA2, {}, {}),
         (LOOPS, {}, {}),
         # A file of special tokens goes before, unless tokens are stated beside their ids.
-        (PRINTS, {"bos_token": "a", "eos_token": None}, {"bos_token": "<s>", "eos_token": {"content": "</s>"}}),
+        (
+            PRINTS,
+            {"bos_token": "a", "eos_token": None},
+            {"bos_token": "<s>", "eos_token": {"content": "</s>"}},
+        ),
         (PRINTS, {"bos_token": "a", "added_tokens_decoder": {}}, {"bos_token": "<s>"}),
         (PRINTS, NO_BEGIN, {}),
-        ("{{ image_token }}" + PRINTS, NO_BEGIN | {"extra_special_tokens": {"image_token": "<s>"}}, {}),
+        (
+            "{{ image_token }}" + PRINTS,
+            NO_BEGIN | {"extra_special_tokens": {"image_token": "<s>"}},
+            {},
+        ),
         ("{{ mark_token }}" + PRINTS, NO_BEGIN | {"mark_token": "<s>"}, {}),
     ],
 )
-def test_a_template_is_rendered_with_the_special_tokens_that_transformers_reads(template, config, mapped, tmp_path):
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<s>": 1, "</s>": 2}, unk_token="a"))
+def test_a_template_is_rendered_with_the_special_tokens_that_transformers_reads(
+    template, config, mapped, tmp_path
+):
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"a": 0, "<s>": 1, "</s>": 2}, unk_token="a")
+    )
     words.save(str(tmp_path / "tokenizer.json"))
     if mapped:
         (tmp_path / "special_tokens_map.json").write_text(json.dumps(mapped))
@@ -68,7 +80,11 @@ def test_a_template_is_rendered_with_the_special_tokens_that_transformers_reads(
     expected = tokenizer.apply_chat_template(TURNS, tokenize=False, add_generation_prompt=True)
     assert ChatTemplate(tmp_path).render(TURNS) == expected
     assert "Yes." in expected
-    assert HuggingFaceTokenizer(tmp_path / "tokenizer.json").end_of_text_id == tokenizer.eos_token_id == 2
+    assert (
+        HuggingFaceTokenizer(tmp_path / "tokenizer.json").end_of_text_id
+        == tokenizer.eos_token_id
+        == 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -91,7 +107,9 @@ def test_a_special_token_that_no_file_states_may_be_asked_about(template, tmp_pa
 def test_a_template_is_found_in_any_of_its_places(tmp_path):
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "three"}))
     assert ChatTemplate(tmp_path).render([]) == "three"
-    directory(tmp_path, [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "two"}])
+    directory(
+        tmp_path, [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "two"}]
+    )
     assert ChatTemplate(tmp_path).render([]) == "two"
     (tmp_path / "chat_template.jinja").write_text("one")
     assert ChatTemplate(tmp_path).render([]) == "one"
@@ -151,7 +169,12 @@ def test_a_template_file_takes_precedence_over_the_directory(tmp_path):
     file.write_text("{{ eos_token }}{% if add_generation_prompt %}go{% endif %}")
     assert ChatTemplate(tmp_path, file=file).render(TURNS) == "</s>go"
     assert ChatTemplate(tmp_path, file=file).render(TURNS, answer_follows=False) == "</s>"
-    assert chat_template(load_config(None, [f"chat_template={file}", "dataset_type=sft"])).render(TURNS) == "go"
+    assert (
+        chat_template(load_config(None, [f"chat_template={file}", "dataset_type=sft"])).render(
+            TURNS
+        )
+        == "go"
+    )
     (tmp_path / "tokenizer.json").write_text("{}")
     for path in (tmp_path, tmp_path / "tokenizer.json"):
         keys = ["tokenizer_type=huggingface", f"tokenizer_path={path}"]

@@ -30,7 +30,15 @@ INSTRUCT = (  # no marker precedes an answer; a space begins it
 FORGETFUL = (  # renders earlier answers differently from the last
     "{% for message in messages %}{{ message.role }}:{{ message.content }}{% if loop.last %}!{% endif %};{% endfor %}"
 )
-SPECIAL = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<s>", "</s>"]
+SPECIAL = [
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+    "<s>",
+    "</s>",
+]
 TURNS = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Hé 東?\n"},
@@ -47,12 +55,18 @@ def tokenizer_path(tmp_path_factory):
     byte_level = tokenizers.pre_tokenizers.ByteLevel
     tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)
     tokenizer.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
-    keys = {"special_tokens": SPECIAL, "initial_alphabet": byte_level.alphabet(), "show_progress": False}
+    keys = {
+        "special_tokens": SPECIAL,
+        "initial_alphabet": byte_level.alphabet(),
+        "show_progress": False,
+    }
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=320, **keys)
     tokenizer.train_from_iterator(["user\n\n\n Yes, sure. No. assistant\n\n"] * 20, trainer)
     directory = tmp_path_factory.mktemp("tokenizer")
     tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": "<s>", "eos_token": "</s>"})
+    )
     return directory
 
 
@@ -72,8 +86,15 @@ def learned(it, rendered, tokenizer):
     (tokenized,) = it.tokens([rendered])
     edges = np.flatnonzero(np.diff(np.concatenate([[0], tokenized.is_answer.astype(int), [0]])))
     pieces = zip(edges[::2], edges[1::2], strict=True)
-    texts = [tokenizer.decode(tokenized.token_ids[a:b].tolist(), skip_special_tokens=False) for a, b in pieces]
-    return texts, tokenizer.decode(tokenized.token_ids.tolist(), skip_special_tokens=False), tokenized
+    texts = [
+        tokenizer.decode(tokenized.token_ids[a:b].tolist(), skip_special_tokens=False)
+        for a, b in pieces
+    ]
+    return (
+        texts,
+        tokenizer.decode(tokenized.token_ids.tolist(), skip_special_tokens=False),
+        tokenized,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -86,11 +107,15 @@ def plain(tokenizer_path):
 
 # By hand, from the templates: the assistant's words up to and including end-of-turn.
 @pytest.mark.fast
-@pytest.mark.parametrize(("template", "answers"), [
-    (CHATML, [" Yes, 東. <|im_end|>", "No.<|im_end|>"]),
-    (LLAMA3, ["Yes, 東.<|eot_id|>", "No.<|eot_id|>"]),
-    (INSTRUCT, ["  Yes, 東. </s>", " No.</s>"]),
-], ids=["chatml", "llama3", "instruct"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("template", "answers"),
+    [
+        (CHATML, [" Yes, 東. <|im_end|>", "No.<|im_end|>"]),
+        (LLAMA3, ["Yes, 東.<|eot_id|>", "No.<|eot_id|>"]),
+        (INSTRUCT, ["  Yes, 東. </s>", " No.</s>"]),
+    ],
+    ids=["chatml", "llama3", "instruct"],
+)
 def test_answers_are_the_assistants_turns(template, answers, tokenizer_path, plain, tmp_path):
     it = renderer(tokenizer_path, template, tmp_path)
     rendered = it.sft_text("d:1", {"messages": TURNS, "other": 1})
@@ -148,7 +173,9 @@ def test_the_places_of_answers_are_those_of_renderings_up_to_each_turn_in_a_frac
     assert characters[1] > 25 * len(rendered.text)
 
 
-def test_a_token_that_contains_the_beginning_of_an_answer_is_not_learned(tokenizer_path, plain, tmp_path):
+def test_a_token_that_contains_the_beginning_of_an_answer_is_not_learned(
+    tokenizer_path, plain, tmp_path
+):
     """ChatML's line break before the answer and the first in it are one token; the second is one by itself."""
     it = renderer(tokenizer_path, CHATML, tmp_path)
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "\n\nNo."}]
@@ -156,7 +183,9 @@ def test_a_token_that_contains_the_beginning_of_an_answer_is_not_learned(tokeniz
     assert texts == ["\nNo.<|im_end|>"]
     assert tokenized.num_cut == 1
     # Trimmed offsets hide that the space of the prompt is the answer's token's.
-    texts, _, tokenized = learned(it, it.sft_text("d:1", {"prompt": "Q: ", "completion": "Yes, sure"}), plain)
+    texts, _, tokenized = learned(
+        it, it.sft_text("d:1", {"prompt": "Q: ", "completion": "Yes, sure"}), plain
+    )
     assert "Yes" not in texts[0]
     assert tokenized.num_cut == 1
 
@@ -167,7 +196,9 @@ def beginning_with_s(tokenizer_path, tmp_path):
     path = tmp_path / "special"
     path.mkdir()
     source = tokenizers.Tokenizer.from_file(str(tokenizer_path / "tokenizer.json"))
-    source.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 5)])
+    source.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 5)]
+    )
     source.save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
     return path
@@ -177,14 +208,16 @@ def beginning_with_s(tokenizer_path, tmp_path):
 def test_plain_text_ends_with_end_of_text(elsewhere, beginning_with_s, plain):
     it = renderer(beginning_with_s, elsewhere=elsewhere)
     begin = "<s>" if elsewhere else ""
-    texts, whole, _ = learned(it, it.sft_text("d:1", {"prompt": "user", "completion": " No."}), plain)
+    texts, whole, _ = learned(
+        it, it.sft_text("d:1", {"prompt": "user", "completion": " No."}), plain
+    )
     assert (texts, whole) == ([" No.</s>"], f"{begin}user No.</s>")
     # Without a prompt, the answer's first token comes after the end of another text, or where all texts begin.
-    texts, whole, tokenized = learned(it, it.sft_text("d:1", {"prompt": "", "completion": "No."}), plain)
+    texts, whole, tokenized = learned(
+        it, it.sft_text("d:1", {"prompt": "", "completion": "No."}), plain
+    )
     assert (texts, whole) == (["No.</s>"], f"{begin or '</s>'}No.</s>")
     assert not tokenized.is_answer[0]
-
-
 
 
 USER, ASSISTANT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}
@@ -216,11 +249,15 @@ def test_an_invalid_sft_line_is_refused_with_its_place(value, tokenizer_path, tm
 def test_a_template_gets_the_name_of_who_says_a_turn(tokenizer_path, tmp_path):
     template = "{% for m in messages %}<{{ m.name or m.role }}>{{ m.content }}{% endfor %}"
     turns = [USER | {"name": "bob"}, ASSISTANT | {"name": "", "train": True}]
-    rendered = renderer(tokenizer_path, template, tmp_path).sft_text("d.jsonl:7", {"messages": turns})
+    rendered = renderer(tokenizer_path, template, tmp_path).sft_text(
+        "d.jsonl:7", {"messages": turns}
+    )
     assert rendered.text == "<bob>Hi<assistant>Ho"
 
 
-@pytest.mark.parametrize("value", [{"prompt": "x", "chosen": "y"}, {"chosen": "y", "rejected": "z"}])
+@pytest.mark.parametrize(
+    "value", [{"prompt": "x", "chosen": "y"}, {"chosen": "y", "rejected": "z"}]
+)
 def test_an_invalid_pair_is_refused_with_its_place(value, tokenizer_path):
     with pytest.raises(UserError, match="d:7: "):
         renderer(tokenizer_path).dpo_texts("d:7", value)
@@ -228,24 +265,30 @@ def test_an_invalid_pair_is_refused_with_its_place(value, tokenizer_path):
 
 @pytest.mark.parametrize("kind", ["huggingface", "byte"])
 @pytest.mark.parametrize("template", [FORGETFUL, "{{ raise_exception('no system') }}", None])
-def test_templates_in_which_answers_cannot_be_found_are_refused(template, kind, tokenizer_path, tmp_path):
+def test_templates_in_which_answers_cannot_be_found_are_refused(
+    template, kind, tokenizer_path, tmp_path
+):
     it = renderer(tokenizer_path if kind == "huggingface" else None, template, tmp_path)
     with pytest.raises(UserError, match="d:1: "):
         it.sft_text("d:1", {"messages": TURNS})
 
 
-
-
-@pytest.mark.parametrize("template", [CHATML, LLAMA3, INSTRUCT], ids=["chatml", "llama3", "instruct"])
+@pytest.mark.parametrize(
+    "template", [CHATML, LLAMA3, INSTRUCT], ids=["chatml", "llama3", "instruct"]
+)
 def test_a_prompt_is_what_comes_before_its_answer(template, tokenizer_path, plain, tmp_path):
     it = renderer(tokenizer_path, template, tmp_path)
     prompt = it.prompt_text("d:1", "messages", TURNS[:2])
-    rendered = it.sft_text("d:1", {"messages": [*TURNS[:2], {"role": "assistant", "content": "No."}]})
+    rendered = it.sft_text(
+        "d:1", {"messages": [*TURNS[:2], {"role": "assistant", "content": "No."}]}
+    )
     (asked,), (tokenized,) = it.prompt_tokens([prompt]), it.tokens([rendered])
     assert prompt.text == rendered.text[: rendered.answers[0][0]]
     assert plain.decode(asked.tolist(), skip_special_tokens=False) == prompt.text
     if template is not LLAMA3:  # this tokenizer joins two line breaks unless a word follows
-        assert asked.tolist() == tokenized.token_ids[: np.flatnonzero(tokenized.is_answer)[0]].tolist()
+        assert (
+            asked.tolist() == tokenized.token_ids[: np.flatnonzero(tokenized.is_answer)[0]].tolist()
+        )
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
@@ -258,7 +301,9 @@ def test_a_plain_prompt_begins_as_a_text_does(elsewhere, beginning_with_s, plain
 
 
 @pytest.mark.parametrize(
-    "value", ["\ud83d", [], [USER, ASSISTANT], [{"role": "system", "content": "x"}], [USER, USER]], ids=str
+    "value",
+    ["\ud83d", [], [USER, ASSISTANT], [{"role": "system", "content": "x"}], [USER, USER]],
+    ids=str,
 )
 def test_an_invalid_prompt_is_refused_with_its_line(value, tokenizer_path, tmp_path):
     with pytest.raises(UserError, match="d:7: "):

@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from maxtext_lite.config import UserError
-from maxtext_lite.data.excluded import ExcludedRow, excluded_ids, excluded_text, left_out, read_excluded
+from maxtext_lite.data.excluded import (
+    ExcludedRow,
+    excluded_ids,
+    excluded_text,
+    left_out,
+    read_excluded,
+)
 from maxtext_lite.data.mixture_history import SourcePart
 from maxtext_lite.data.mixture_source import MixtureSource
 
@@ -23,7 +29,10 @@ class Source:
 
 
 ONE, OTHER = Source("text:one", 10), Source("text:other", 5)
-PARTS = tuple(SourcePart(name, f"text:{data}", "1", None) for name, data in (("web", "one"), ("code", "other")))
+PARTS = tuple(
+    SourcePart(name, f"text:{data}", "1", None)
+    for name, data in (("web", "one"), ("code", "other"))
+)
 MIXED = MixtureSource(PARTS, (ONE, OTHER))
 
 
@@ -31,7 +40,9 @@ MIXED = MixtureSource(PARTS, (ONE, OTHER))
 def test_written_lists_are_read_back_also_names_with_a_line_separator(separator, tmp_path):
     path = tmp_path / "rows.jsonl"
     name = f"web{separator}code"
-    row = ExcludedRow(row=3, source=name, data="text:1", from_example=8, spike=1, step=2, loss=9.5, grad_norm=None)
+    row = ExcludedRow(
+        row=3, source=name, data="text:1", from_example=8, spike=1, step=2, loss=9.5, grad_norm=None
+    )
     no_number = ExcludedRow(row=3, loss=float("nan"), grad_norm=float("inf"))
     path.write_text(excluded_text([row, no_number]) + '{"row": 4}\n', encoding="utf-8")
     assert read_excluded(path, "excluded_rows=x") == [row, ExcludedRow(row=3), ExcludedRow(row=4)]
@@ -63,7 +74,9 @@ def test_rows_are_found_by_fingerprint_or_name(source, rows, ids):
     assert excluded_ids(source, [ExcludedRow(**row) for row in rows], "excluded_rows=x") == ids
 
 
-@pytest.mark.parametrize("row", [{"row": 10}, {"row": 1, "source": "web"}, {"row": 1, "data": "text:2"}])
+@pytest.mark.parametrize(
+    "row", [{"row": 10}, {"row": 1, "source": "web"}, {"row": 1, "data": "text:2"}]
+)
 def test_a_missing_row_is_refused_only_in_a_list_of_the_config(row):
     with pytest.raises(UserError, match="excluded_rows=x"):
         excluded_ids(ONE, [ExcludedRow(**row)], "excluded_rows=x")
@@ -71,5 +84,10 @@ def test_a_missing_row_is_refused_only_in_a_list_of_the_config(row):
 
 
 def test_a_row_is_left_out_from_its_place_on():
-    assert left_out(np.array([4, 2, 4, 3]), 10, {4: 12, 2: 11, 3: 14}).tolist() == [False, True, True, False]
+    assert left_out(np.array([4, 2, 4, 3]), 10, {4: 12, 2: 11, 3: 14}).tolist() == [
+        False,
+        True,
+        True,
+        False,
+    ]
     assert left_out(np.array([4]), 10, {}).tolist() == [False]

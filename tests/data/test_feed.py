@@ -16,7 +16,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data.balance import Balance
-from maxtext_lite.data.feed import EvaluationReads, TrainingReads, evaluation_batches, training_batches
+from maxtext_lite.data.feed import (
+    EvaluationReads,
+    TrainingReads,
+    evaluation_batches,
+    training_batches,
+)
 from maxtext_lite.data.order import example_ids
 from maxtext_lite.data.packing import Documents
 
@@ -47,7 +52,10 @@ class NumberedSource:
     def __getitem__(self, example_id):
         time.sleep(self.seconds)
         self.read.append(example_id)
-        return {name: np.full(T, example_id + 1, np.float32 if name == "weights" else np.int32) for name in FIELDS}
+        return {
+            name: np.full(T, example_id + 1, np.float32 if name == "weights" else np.int32)
+            for name in FIELDS
+        }
 
     def documents(self, example_ids):
         """One document each, in the first the longest."""
@@ -66,14 +74,18 @@ def plan_for(num_devices: int, keys: str = "", **options):
     return make_plan(config, num_devices=num_devices, **options)
 
 
-def row_sharding(num_devices: int, *, spec: tuple = (None, "fsdp", None), tensor: int = 1) -> NamedSharding:
+def row_sharding(
+    num_devices: int, *, spec: tuple = (None, "fsdp", None), tensor: int = 1
+) -> NamedSharding:
     devices = np.array(jax.devices()[:num_devices]).reshape(num_devices // tensor, tensor)
     return NamedSharding(Mesh(devices, ("fsdp", "tensor")), PartitionSpec(*spec))
 
 
 def feed(source, plan, num_devices=1, sharding=None, **keys):
     defaults = {"examples_seen": 0, "num_steps": 3, "seed": 0, "worker_count": 0}
-    return training_batches(source, plan, sharding=sharding or row_sharding(num_devices), **defaults | keys)
+    return training_batches(
+        source, plan, sharding=sharding or row_sharding(num_devices), **defaults | keys
+    )
 
 
 def batches(source, plan, num_devices=1, **keys):
@@ -98,13 +110,18 @@ def assert_same_batches(some, others):
     for one, other in zip(some, others, strict=True):
         np.testing.assert_array_equal(one.example_ids, other.example_ids)
         for name in FIELDS:
-            np.testing.assert_array_equal(np.asarray(one.arrays[name]), np.asarray(other.arrays[name]))
+            np.testing.assert_array_equal(
+                np.asarray(one.arrays[name]), np.asarray(other.arrays[name])
+            )
 
 
 @pytest.mark.fast
 @pytest.mark.parametrize(
     ("per_device", "slots"),
-    [(1, "0 2 4 6 8 10 12 14/1 3 5 7 9 11 13 15"), (0.5, "0 2 4 6 -1 -1 -1 -1/1 3 5 7 -1 -1 -1 -1")],
+    [
+        (1, "0 2 4 6 8 10 12 14/1 3 5 7 9 11 13 15"),
+        (0.5, "0 2 4 6 -1 -1 -1 -1/1 3 5 7 -1 -1 -1 -1"),
+    ],
 )
 def test_example_j_is_in_micro_batch_j_mod_A_and_slot_j_div_A(per_device, slots):
     plan = plan_for(8, f"per_device_batch_size={per_device} gradient_accumulation_steps=2")
@@ -117,15 +134,28 @@ def test_example_j_is_in_micro_batch_j_mod_A_and_slot_j_div_A(per_device, slots)
     for name, array in first.arrays.items():
         assert array.shape == (2, 8, T)
         assert array.dtype == (np.float32 if name == "weights" else np.int32)
-        assert slot_numbers(array).tolist() == [[int(i) for i in row.split()] for row in slots.split("/")]
+        assert slot_numbers(array).tolist() == [
+            [int(i) for i in row.split()] for row in slots.split("/")
+        ]
 
 
-SPLITS_OF_16 = [(1, 16, 1), (1, 1, 16), (2, 4, 2), (8, 2, 1), (8, 1, 2), (8, 0.5, 4), (8, 0.125, 16)]
+SPLITS_OF_16 = [
+    (1, 16, 1),
+    (1, 1, 16),
+    (2, 4, 2),
+    (8, 2, 1),
+    (8, 1, 2),
+    (8, 0.5, 4),
+    (8, 0.125, 16),
+]
 
 
 @pytest.mark.parametrize(("num_devices", "per_device", "accumulation"), SPLITS_OF_16)
 def test_every_split_of_a_global_batch_has_the_same_examples(num_devices, per_device, accumulation):
-    plan = plan_for(num_devices, f"per_device_batch_size={per_device} gradient_accumulation_steps={accumulation}")
+    plan = plan_for(
+        num_devices,
+        f"per_device_batch_size={per_device} gradient_accumulation_steps={accumulation}",
+    )
     found = batches(NumberedSource(50), plan, num_devices, num_steps=7)
     assert len(found) == 7
     for step, batch in enumerate(found):
@@ -135,9 +165,9 @@ def test_every_split_of_a_global_batch_has_the_same_examples(num_devices, per_de
         assert sorted(slots[slots >= 0]) == sorted(expected)
 
 
-
-
-@pytest.mark.parametrize(("spec", "tensor"), [((None, "fsdp", None), 2), ((None, "fsdp", "tensor"), 2), ((), 1)])
+@pytest.mark.parametrize(
+    ("spec", "tensor"), [((None, "fsdp", None), 2), ((None, "fsdp", "tensor"), 2), ((), 1)]
+)
 def test_each_device_gets_its_part_of_the_global_array_and_each_row_is_read_once(spec, tensor):
     keys = f"per_device_batch_size=1 gradient_accumulation_steps=2 ici_tensor_parallelism={tensor}"
     source, sharding = NumberedSource(100), row_sharding(8, spec=spec, tensor=tensor)
@@ -145,7 +175,9 @@ def test_each_device_gets_its_part_of_the_global_array_and_each_row_is_read_once
     ids = batch.example_ids
     assert sorted(source.read) == sorted(ids)
     num_slots = batch.arrays["tokens"].shape[1]
-    whole = np.array([[[ids[2 * slot + micro] + 1] * T for slot in range(num_slots)] for micro in range(2)])
+    whole = np.array(
+        [[[ids[2 * slot + micro] + 1] * T for slot in range(num_slots)] for micro in range(2)]
+    )
     for array in batch.arrays.values():
         assert array.sharding == sharding
         for shard in array.addressable_shards:
@@ -157,19 +189,29 @@ def test_an_excluded_row_leaves_its_slot_empty_from_its_position_on(keys):
     """Four epochs of 6 examples in batches of 8; 2 is left out from the second epoch on, 5 always, 4 never."""
     plan = plan_for(4, f"per_device_batch_size=1 gradient_accumulation_steps=2 {keys}")
     order = [*example_ids(0, 24, num_examples=6, seed=9)]
-    for step, batch in enumerate(batches(NumberedSource(6), plan, 4, seed=9, excluded={2: 6, 5: 0, 4: 24})):
+    for step, batch in enumerate(
+        batches(NumberedSource(6), plan, 4, seed=9, excluded={2: 6, 5: 0, 4: 24})
+    ):
         here = order[8 * step : 8 * step + 8]
         assert batch.example_ids.tolist() == here  # and their hash
         assert batch.num_examples == 8
         for place, example in enumerate(here):
             is_out = example == 5 or (example == 2 and 8 * step + place >= 6)
             for values in batch.arrays.values():
-                assert (np.asarray(values)[place % 2, place // 2] == (0 if is_out else example + 1)).all()
+                assert (
+                    np.asarray(values)[place % 2, place // 2] == (0 if is_out else example + 1)
+                ).all()
 
 
 def reads_of(source, host_slots, **changes):
     """Steps of 39 examples in 3 micro-batches: 13 of 16 slots."""
-    keys = {"first_example": 30, "num_steps": 2, "step_examples": 39, "micro_batches": 3, "loads_per_step": 1}
+    keys = {
+        "first_example": 30,
+        "num_steps": 2,
+        "step_examples": 39,
+        "micro_batches": 3,
+        "loads_per_step": 1,
+    }
     return TrainingReads(source, host_slots=np.asarray(host_slots), **{"seed": 4} | keys | changes)
 
 
@@ -179,7 +221,13 @@ def test_a_row_twice_in_a_step_is_left_out_only_from_its_position_on(size, is_ba
     """5 examples in order, 8 positions, two hosts: 1 is at positions 1 and 6, and left out from 3 on."""
     source = NumberedSource(5)
     balance = Balance(True, np.square, 2, 1, 1, size) if is_balanced else None
-    keys = {"first_example": 0, "num_steps": 8 // size, "step_examples": size, "micro_batches": 1, "seed": -1}
+    keys = {
+        "first_example": 0,
+        "num_steps": 8 // size,
+        "step_examples": size,
+        "micro_batches": 1,
+        "seed": -1,
+    }
     for host_slots in np.split(np.arange(size), 2):
         steps = reads_of(source, host_slots, **keys, balance=balance, excluded={1: 3})
         for step in range(len(steps)):
@@ -193,7 +241,9 @@ def test_a_host_reads_the_rows_of_its_slots_and_no_others(host_slots):
     part = reads_of(source, host_slots)[1]
     expected = example_ids(69, 39, num_examples=100, seed=4)
     np.testing.assert_array_equal(part.example_ids, expected)
-    own = [(j % 3, host_slots.index(j // 3), expected[j]) for j in range(39) if j // 3 in host_slots]
+    own = [
+        (j % 3, host_slots.index(j // 3), expected[j]) for j in range(39) if j // 3 in host_slots
+    ]
     assert source.read == [example for _, _, example in own]
     assert part.cells.T.tolist() == [[micro, place] for micro, place, _ in own]
     assert slot_numbers(part.rows["tokens"]).tolist() == source.read
@@ -206,8 +256,12 @@ def test_the_loads_of_a_step_divide_each_hosts_examples_in_order(loads):
     split = reads_of(NumberedSource(100), range(2, 14), loads_per_step=loads)
     assert len(split) == 2 * loads
     parts = [split[loads + load] for load in range(loads)]
-    np.testing.assert_array_equal(np.concatenate([part.cells for part in parts], axis=1), whole.cells)
-    np.testing.assert_array_equal(np.concatenate([part.rows["tokens"] for part in parts]), whole.rows["tokens"])
+    np.testing.assert_array_equal(
+        np.concatenate([part.cells for part in parts], axis=1), whole.cells
+    )
+    np.testing.assert_array_equal(
+        np.concatenate([part.rows["tokens"] for part in parts]), whole.rows["tokens"]
+    )
     sizes = [len(part.rows["tokens"]) for part in parts]
     assert sum(sizes) == 33
     assert max(sizes) - min(sizes) <= 1
@@ -217,11 +271,16 @@ def test_the_loads_of_a_step_divide_each_hosts_examples_in_order(loads):
 def test_several_loads_give_the_batches_of_one(factor):
     keys = "per_device_batch_size=1.5 gradient_accumulation_steps=3"
     several = plan_for(8, f"{keys} expansion_factor_real_data={factor}")
-    assert_same_batches(*(batches(NumberedSource(50), plan, 8) for plan in (plan_for(8, keys), several)))
+    assert_same_batches(
+        *(batches(NumberedSource(50), plan, 8) for plan in (plan_for(8, keys), several))
+    )
 
 
 def test_worker_processes_give_the_batches_that_threads_give():
-    plan, source = plan_for(8, "per_device_batch_size=1 gradient_accumulation_steps=2"), NumberedSource(50)
+    plan, source = (
+        plan_for(8, "per_device_batch_size=1 gradient_accumulation_steps=2"),
+        NumberedSource(50),
+    )
     keys = {"examples_seen": 7, "num_steps": 9, "seed": 3}
     threads = batches(source, plan, 8, **keys)
     read = list(source.read)
@@ -249,7 +308,12 @@ def test_a_run_resumes_at_any_number_of_examples_with_any_batch(examples_seen, s
     plan = plan_for(1, f"per_device_batch_size={size}")
     found = batches(NumberedSource(37), plan, examples_seen=examples_seen, num_steps=10)
     ids = [i for batch in found for i in batch.example_ids.tolist()]
-    assert ids == example_ids(0, 150, num_examples=37, seed=0)[examples_seen : examples_seen + 10 * size].tolist()
+    assert (
+        ids
+        == example_ids(0, 150, num_examples=37, seed=0)[
+            examples_seen : examples_seen + 10 * size
+        ].tolist()
+    )
 
 
 RAMP = "per_device_batch_size=4 gradient_accumulation_steps=4 enable_rampup_batch_size=true"
@@ -287,10 +351,14 @@ def test_a_ramp_changes_the_batch_and_not_the_order(mode):
 def test_a_run_of_any_length_begins_at_once_wherever_it_resumes(keys, examples_seen, num_steps):
     """A list of the run's steps, or a walk to the next step, would not end."""
     plan = plan_for(1, keys.replace("samples=100", "samples=2147483647"))
-    with feed(NumberedSource(50), plan, examples_seen=examples_seen, num_steps=num_steps) as iterator:
+    with feed(
+        NumberedSource(50), plan, examples_seen=examples_seen, num_steps=num_steps
+    ) as iterator:
         for _ in range(2):
             ids = next(iterator).example_ids
-            np.testing.assert_array_equal(ids, example_ids(examples_seen, len(ids), num_examples=50, seed=0))
+            np.testing.assert_array_equal(
+                ids, example_ids(examples_seen, len(ids), num_examples=50, seed=0)
+            )
             examples_seen += len(ids)
 
 
@@ -299,7 +367,9 @@ def test_an_evaluation_sees_every_example_once(num_devices, per_device):
     plan = plan_for(num_devices, f"eval_per_device_batch_size={per_device}")
     found = evaluated(NumberedSource(29), plan, num_devices)
     size = int(per_device * num_devices)
-    assert [batch.num_examples for batch in found] == [size] * (29 // size) + [29 % size] * (29 % size > 0)
+    assert [batch.num_examples for batch in found] == [size] * (29 // size) + [29 % size] * (
+        29 % size > 0
+    )
     seen = [slot_numbers(batch.arrays["weights"]) for batch in found]
     assert all(len(slots) == len(seen[0]) for slots in seen)  # one shape, so one compilation
     assert [i for slots in seen for i in slots if i >= 0] == list(range(29))
@@ -310,13 +380,17 @@ def test_an_evaluation_sees_every_example_once(num_devices, per_device):
 
 @pytest.mark.parametrize(("eval_steps", "expected"), [(1, 4), (3, 12), (100, 29)])
 def test_an_evaluation_stops_after_eval_steps(eval_steps, expected):
-    found = evaluated(NumberedSource(29), plan_for(1, "eval_per_device_batch_size=4"), 1, eval_steps)
+    found = evaluated(
+        NumberedSource(29), plan_for(1, "eval_per_device_batch_size=4"), 1, eval_steps
+    )
     assert sum(batch.num_examples for batch in found) == expected
 
 
 def test_hosts_share_an_evaluation():
     for host_slots, own in ((np.arange(4), [16, 17, 18, 19]), (np.arange(4, 8), [20])):
-        part = EvaluationReads(NumberedSource(21), host_slots=host_slots, batch_examples=8, max_batches=-1)[2]
+        part = EvaluationReads(
+            NumberedSource(21), host_slots=host_slots, batch_examples=8, max_batches=-1
+        )[2]
         assert slot_numbers(part.rows["tokens"]).tolist() == own
         assert part.cells.tolist() == [[0] * len(own), list(range(len(own)))]
         assert part.example_ids.tolist() == [16, 17, 18, 19, 20]
@@ -352,7 +426,9 @@ def test_the_wait_is_measured_where_it_happens():
 
 def test_an_unreadable_row_is_known_two_batches_ahead_and_raised_once():
     plan = plan_for(1, TWO_A_STEP)
-    with feed(Damaged(100), plan, seed=-1, num_steps=100) as iterator:  # the fourth step holds example 7
+    with feed(
+        Damaged(100), plan, seed=-1, num_steps=100
+    ) as iterator:  # the fourth step holds example 7
         assert iterator.first_problem() is None
         assert [next(iterator).problem for _ in range(3)] == [None, "record 7", "record 7"]
         with pytest.raises(UserError, match="record 7"):
@@ -366,7 +442,9 @@ def test_an_evaluation_continues_without_unreadable_rows():
     found = evaluated(Damaged(20), plan_for(1, "eval_per_device_batch_size=4"), 1)
     assert found[-1].problem == "record 7"
     seen = [slot_numbers(batch.arrays["weights"]) for batch in found]
-    assert [i for slots in seen for i in slots if i >= 0] == [i for i in range(20) if not 4 <= i < 8]
+    assert [i for slots in seen for i in slots if i >= 0] == [
+        i for i in range(20) if not 4 <= i < 8
+    ]
 
 
 PROGRAM = """
@@ -414,13 +492,24 @@ def wait_until_gone(process_id):
 def test_worker_processes_outlive_a_signal_to_all_but_never_their_parent(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parents[2]), "JAX_PLATFORMS": "cpu"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(pathlib.Path(__file__).parents[2]),
+        "JAX_PLATFORMS": "cpu",
+    }
     # Two at a time, because most of their time is start-up.
-    with ended_in_the_end(program, environment) as stopped, ended_in_the_end(program, environment) as killed:
-        worker_of_stopped, worker_of_killed = (int(process.stdout.readline()) for process in (stopped, killed))
+    with (
+        ended_in_the_end(program, environment) as stopped,
+        ended_in_the_end(program, environment) as killed,
+    ):
+        worker_of_stopped, worker_of_killed = (
+            int(process.stdout.readline()) for process in (stopped, killed)
+        )
         killed.kill()
         for number in (signal.SIGINT, signal.SIGTERM):
-            os.killpg(stopped.pid, number)  # to the whole group, as a terminal and some schedulers do
+            os.killpg(
+                stopped.pid, number
+            )  # to the whole group, as a terminal and some schedulers do
             assert stopped.stdout.readline() == "read on\n"
         assert stopped.communicate(timeout=60) == ("", "")
         assert stopped.returncode == 0
@@ -431,7 +520,13 @@ def test_worker_processes_outlive_a_signal_to_all_but_never_their_parent(tmp_pat
 @contextlib.contextmanager
 def ended_in_the_end(program, environment):
     pipe = subprocess.PIPE
-    keys = {"env": environment, "stdout": pipe, "stderr": pipe, "text": True, "start_new_session": True}
+    keys = {
+        "env": environment,
+        "stdout": pipe,
+        "stderr": pipe,
+        "text": True,
+        "start_new_session": True,
+    }
     with subprocess.Popen([sys.executable, str(program)], **keys) as process:
         killer = threading.Timer(120, os.killpg, (process.pid, signal.SIGKILL))
         killer.start()

@@ -49,7 +49,9 @@ def refused():
 @pytest.mark.fast
 def test_the_second_start_fetches_only_the_manifest(bucket, capsys):
     assert ids() == IDS
-    assert sorted(name for _, name in bucket.calls) == sorted([MANIFEST_FILE, DOCUMENTS_FILE, *SHARDS])
+    assert sorted(name for _, name in bucket.calls) == sorted(
+        [MANIFEST_FILE, DOCUMENTS_FILE, *SHARDS]
+    )
     assert capsys.readouterr().err.startswith(f"fetching 3 shards of {URL}, ")
     bucket.calls.clear()
     assert ids() == IDS
@@ -78,8 +80,6 @@ def test_the_remains_of_a_killed_start_are_fetched_again(bucket, killed_at, monk
     again = [name for method, name in bucket.calls if method == "get_file"]
     assert killed_at in again
     assert (SHARDS[0] in again) == (killed_at == DOCUMENTS_FILE)  # which comes before the shards
-
-
 
 
 def flipped(content):
@@ -123,11 +123,5 @@ def test_another_dataset_under_the_address_and_a_damaged_copy_are_fetched(bucket
     assert len(open_prepared("dataset_path", other)[0]) == 3 * 15
 
 
-
-
 def test_a_local_directory_is_used_in_place(tmp_path):
     assert find_prepared("dataset_path", str(tmp_path)) == (tmp_path, None)
-
-
-
-

@@ -10,7 +10,9 @@ from maxtext_lite.data.layout import row_layout
 T = 4
 
 
-def layout_of(hosts, *, readers=None, filled=13, shape=(8, 1), order=range(8), spec=(None, "fsdp", None)):
+def layout_of(
+    hosts, *, readers=None, filled=13, shape=(8, 1), order=range(8), spec=(None, "fsdp", None)
+):
     mesh = Mesh(np.array(jax.devices())[list(order)].reshape(shape), ("fsdp", "tensor"))
     return row_layout(
         (2, 16, T) if len(spec) == 3 else (16, T),
@@ -25,7 +27,9 @@ def handed_out(layout, whole, unread=0):
     """What all devices have once each host has loaded only its own rows; elsewhere stands `unread`."""
     parts = []
     for host, slots in enumerate(layout.slots_of_host):
-        parts.append(np.asarray(layout.to_devices(host, {"tokens": whole[..., slots, :]})["tokens"]))
+        parts.append(
+            np.asarray(layout.to_devices(host, {"tokens": whole[..., slots, :]})["tokens"])
+        )
     assert (sum((part != 0).astype(int) for part in parts) <= 1).all()
     loaded = sum(parts)
     loaded = np.where(loaded == 0, unread, loaded)
@@ -59,7 +63,9 @@ def test_hosts_with_the_same_rows_share_them():
         (2, 2, (2, 4), 13, (0, 4, 1, 5, 2, 6, 3, 7)),
     ],
 )
-@pytest.mark.parametrize("spec", [(None, "fsdp", None), ("fsdp", None)], ids=["training", "evaluation"])
+@pytest.mark.parametrize(
+    "spec", [(None, "fsdp", None), ("fsdp", None)], ids=["training", "evaluation"]
+)
 def test_rows_are_handed_out_as_they_were_read(hosts, readers, shape, filled, order, spec):
     """Whatever is in the slots of hosts that do not read, or beyond a reader's share."""
     layout = layout_of(hosts, readers=readers, shape=shape, filled=filled, order=order, spec=spec)
@@ -69,7 +75,9 @@ def test_rows_are_handed_out_as_they_were_read(hosts, readers, shape, filled, or
     assert max(shares[:readers]) - min(shares[:readers]) <= 1
     assert not any(shares[readers:])
     whole = np.zeros((*(2,) * (len(spec) - 2), 16, T), np.int32)
-    whole[..., :filled, :] = np.arange(1, whole[..., :filled, :].size + 1).reshape(whole[..., :filled, :].shape)
+    whole[..., :filled, :] = np.arange(1, whole[..., :filled, :].size + 1).reshape(
+        whole[..., :filled, :].shape
+    )
     found = handed_out(layout, whole, unread=-999)
     np.testing.assert_array_equal(np.asarray(found), whole)
     assert found.sharding.is_equivalent_to(layout.sharding, whole.ndim)

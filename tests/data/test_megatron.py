@@ -16,26 +16,44 @@ TEXTS = ["one", "two words", "x" * 50, "the last", "another " * 9, "end"]
 DOCUMENTS = [[*text.encode(), 256] for text in TEXTS]
 
 
-def write_megatron(prefix: pathlib.Path, documents, *, dtype: str = "<u2", sequences_each: int = 1) -> None:
+def write_megatron(
+    prefix: pathlib.Path, documents, *, dtype: str = "<u2", sequences_each: int = 1
+) -> None:
     """Files as Megatron-LM's IndexedDatasetBuilder writes them, each document in one or several sequences."""
-    parts = [part for document in documents for part in np.array_split(np.array(document, dtype), sequences_each)]
+    parts = [
+        part
+        for document in documents
+        for part in np.array_split(np.array(document, dtype), sequences_each)
+    ]
     lengths = [len(part) for part in parts]
     prefix.with_suffix(".bin").write_bytes(b"".join(part.tobytes() for part in parts))
     pointers = np.cumsum([0, *lengths])[:-1] * np.dtype(dtype).itemsize
     first = np.arange(len(documents) + 1) * sequences_each
-    header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, CODES[dtype], len(parts), len(documents) + 1)
-    numbers = np.array(lengths, "<i4").tobytes() + pointers.astype("<i8").tobytes() + first.astype("<i8").tobytes()
+    header = b"MMIDIDX\x00\x00" + struct.pack(
+        "<QBQQ", 1, CODES[dtype], len(parts), len(documents) + 1
+    )
+    numbers = (
+        np.array(lengths, "<i4").tobytes()
+        + pointers.astype("<i8").tobytes()
+        + first.astype("<i8").tobytes()
+    )
     prefix.with_suffix(".idx").write_bytes(header + numbers)
 
 
 def opened(path, **changes):
-    keys = {"dataset_path": path, "dataset_type": "megatron", "max_target_length": 8, "eval_fraction": 0}
+    keys = {
+        "dataset_path": path,
+        "dataset_type": "megatron",
+        "max_target_length": 8,
+        "eval_fraction": 0,
+    }
     keys |= {"eval_interval": -1, **changes}
     return open_sources(load_config(None, [f"{key}={value}" for key, value in keys.items()]))[0]
 
 
 @pytest.mark.parametrize(
-    ("packing", "dtype", "sequences_each"), [("concat", "<u2", 1), ("none", "<i4", 1), ("best_fit", "<i8", 3)]
+    ("packing", "dtype", "sequences_each"),
+    [("concat", "<u2", 1), ("none", "<i4", 1), ("best_fit", "<i8", 3)],
 )
 def test_the_rows_are_those_of_the_same_text(tmp_path, packing, dtype, sequences_each):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
@@ -75,8 +93,6 @@ def test_a_document_without_end_of_text_still_ends(tmp_path):
         assert [found[i]["tokens"].tolist() for i in range(len(found))] == padded
 
 
-
-
 # 34 bytes of header, then lengths, pointers and documents.
 DAMAGES = {
     "no index": ("m.idx", lambda content: b""),
@@ -84,7 +100,10 @@ DAMAGES = {
     "floats": ("m.idx", lambda content: content[:17] + b"\6" + content[18:]),
     "cut index": ("m.idx", lambda content: content[:-1]),
     "a pointer": ("m.idx", lambda content: content[:66] + bytes([content[66] ^ 1]) + content[67:]),
-    "a document": ("m.idx", lambda content: content[:106] + bytes([content[106] ^ 1]) + content[107:]),
+    "a document": (
+        "m.idx",
+        lambda content: content[:106] + bytes([content[106] ^ 1]) + content[107:],
+    ),
     "cut tokens": ("m.bin", lambda content: content[:-2]),
 }
 
@@ -104,7 +123,10 @@ def test_a_damaged_file_is_named(tmp_path, damage):
         ([[1, 2, 999, 256]], {}),  # beyond the vocabulary
         ([], {}),
         *[([[256]] * 10, {"packing": packing}) for packing in ("concat", "none", "best_fit")],
-        ([[256]] * 40 + [[1, 2]], {"eval_fraction": 0.1, "eval_interval": 10}),  # no target to train on
+        (
+            [[256]] * 40 + [[1, 2]],
+            {"eval_fraction": 0.1, "eval_interval": 10},
+        ),  # no target to train on
         ([[1, 2]] + [[256]] * 40, {"eval_fraction": 0.1, "eval_interval": 10}),  # none to hold out
     ],
 )

@@ -33,7 +33,10 @@ def test_a_history_by_hand():
     history = continued(history, [part("c"), part("b")], examples_seen=4, tokens_seen=70)
     stream = RowStream(history)
     numbers, positions, names = stream.rows(0, 8)
-    found = [(names[number][-1], position) for number, position in zip(numbers, positions.tolist(), strict=True)]
+    found = [
+        (names[number][-1], position)
+        for number, position in zip(numbers, positions.tolist(), strict=True)
+    ]
     assert found == [("a", 0), ("b", 0), ("a", 1), ("b", 1), ("b", 2), ("c", 0), ("b", 3), ("c", 1)]
     assert stream.given(7) == {"rows of a": 2, "rows of b": 4, "rows of c": 1}
     assert stream.given(2) == {"rows of a": 1, "rows of b": 1}
@@ -57,12 +60,18 @@ def test_an_entry_is_added_only_where_the_mixture_changed():
     first = history_of([part("a", "3"), part("b", "1")])
     for same in ([part("b", "1"), part("a", "3")], [part("a", "3/2"), part("b", "1/2")]):
         assert continued(first, same, examples_seen=9, tokens_seen=1) == first
-    for other in ([part("a", "2"), part("b", "1")], [part("a", "3"), part("b", "1", 7)], [part("a")]):
+    for other in (
+        [part("a", "2"), part("b", "1")],
+        [part("a", "3"), part("b", "1", 7)],
+        [part("a")],
+    ):
         history = continued(first, other, examples_seen=9, tokens_seen=1)
         assert history[0] == first[0]
         assert (history[1].examples_seen, history[1].tokens_seen) == (9, 1)
         # Changed once more before its first row, it never was.
-        assert continued(history, [part("c")], examples_seen=9, tokens_seen=1)[1].parts == (part("c"),)
+        assert continued(history, [part("c")], examples_seen=9, tokens_seen=1)[1].parts == (
+            part("c"),
+        )
     assert continued(first, [part("c")], examples_seen=0, tokens_seen=0) == history_of([part("c")])
 
 
@@ -76,7 +85,9 @@ def test_a_source_is_known_by_its_rows_and_a_name_by_its_source():
 
 
 def test_a_history_is_json_and_back():
-    history = continued(history_of([part("a", "1/3", 5)]), [part("b")], examples_seen=2, tokens_seen=3)
+    history = continued(
+        history_of([part("a", "1/3", 5)]), [part("b")], examples_seen=2, tokens_seen=3
+    )
     assert tuple(map(Mixture.of, json.loads(json.dumps(as_json(history))))) == history
 
 
@@ -88,7 +99,13 @@ def test_the_source_with_which_a_run_began_alone_keeps_the_order_and_hash_that_i
     assert stream.salt("rows of a") == 0
     assert stream.rows(0, 7)[1].tolist() == list(range(7))
     of_several = RowStream(history_of([part("a"), part("b")]))
-    seeds = {stream.seed("rows of b", 5), of_several.seed("rows of a", 5), of_several.seed("rows of a", 6), 5, 6}
+    seeds = {
+        stream.seed("rows of b", 5),
+        of_several.seed("rows of a", 5),
+        of_several.seed("rows of a", 6),
+        5,
+        6,
+    }
     assert len(seeds) == 5
     assert of_several.seed("rows of b", 5) == stream.seed("rows of b", 5)
     assert of_several.seed("rows of b", FILE_ORDER) == FILE_ORDER

@@ -3,7 +3,13 @@ import pytest
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data.mixture_history import as_json, history_of
-from maxtext_lite.data.mixture_of_run import early_end, in_run, mixture_sentences, mixture_table, steps_left
+from maxtext_lite.data.mixture_of_run import (
+    early_end,
+    in_run,
+    mixture_sentences,
+    mixture_table,
+    steps_left,
+)
 from maxtext_lite.data.mixture_source import MixtureSource, parts_of
 from tests.data.test_feed import NumberedSource
 
@@ -13,7 +19,9 @@ SIZES = {"a": 20, "b": 100}
 def begun(*keys, a="max_epochs: 1.5", b=""):
     """A run of two equal halves: a has 20 examples, and with max_epochs of 1.5 gives 30."""
     entries = f"[{{path: a, weight: 1, {a}}}, {{path: b, weight: 1, {b}}}]"
-    config = load_config(None, [f"dataset_path={entries}", "per_device_batch_size=8", "warmup_steps=0", *keys])
+    config = load_config(
+        None, [f"dataset_path={entries}", "per_device_batch_size=8", "warmup_steps=0", *keys]
+    )
     sources = [NumberedSource(size, fingerprint=f"rows of {name}") for name, size in SIZES.items()]
     parts = parts_of(config, sources)
     assert [part.most_rows for part in parts] == [30 if a else None, 300 if b else None]
@@ -29,7 +37,9 @@ def left(run, step=0, examples_seen=0):
 def test_a_source_that_would_pass_its_max_epochs_is_refused_before_the_run():
     """a's row number 30 would be example 60 (rows 0, 2, ... are a's): 7 batches of 8 end before it, 8 do not."""
     assert left(begun("steps=7")) == 7
-    with pytest.raises(UserError, match=r"a .* 60, .* steps=7, mixture_exhausted=stop, mixture_exhausted=drop or"):
+    with pytest.raises(
+        UserError, match=r"a .* 60, .* steps=7, mixture_exhausted=stop, mixture_exhausted=drop or"
+    ):
         left(begun("steps=8"))
     assert left(begun("steps=99", a="")) == 99
 
@@ -44,7 +54,9 @@ def test_a_run_that_stops_there_has_the_whole_batches_before_it():
         left(begun("steps=10", "mixture_exhausted=stop", "per_device_batch_size=64"))
     ramp = "enable_rampup_batch_size=true per_device_batch_size_start=4 per_device_batch_size_increment=4"
     ramp += " global_rampup_samples=16"
-    assert left(begun("steps=20", "mixture_exhausted=stop", *ramp.split())) == 4 + 5  # 4 x 4 + 5 x 8 = 56
+    assert (
+        left(begun("steps=20", "mixture_exhausted=stop", *ramp.split())) == 4 + 5
+    )  # 4 x 4 + 5 x 8 = 56
 
 
 @pytest.mark.parametrize(
@@ -76,17 +88,32 @@ def test_a_run_that_drops_it_continues_until_no_source_is_left():
     assert len(mixture_sentences(run[0], run[2], 0, 60)) == 2
     assert "example 60" in mixture_sentences(run[0], run[2], 0, 61)[2]
     table = mixture_table(run[2], 0, 328)
-    assert {row["name"]: (row["rows"], row["epochs"]) for row in table} == {"a": (30, 1.5), "b": (298, 2.98)}
-    assert [row["token_share"] for row in table] == [pytest.approx(30 / 328), pytest.approx(298 / 328)]
-    assert {row["name"]: row["rows"] for row in mixture_table(run[2], 60, 999)} == {"a": 0, "b": 270}
+    assert {row["name"]: (row["rows"], row["epochs"]) for row in table} == {
+        "a": (30, 1.5),
+        "b": (298, 2.98),
+    }
+    assert [row["token_share"] for row in table] == [
+        pytest.approx(30 / 328),
+        pytest.approx(298 / 328),
+    ]
+    assert {row["name"]: row["rows"] for row in mixture_table(run[2], 60, 999)} == {
+        "a": 0,
+        "b": 270,
+    }
 
 
 def test_a_resumed_run_continues_its_history_and_a_lone_source_needs_none():
     config, _, source = begun()
     two, history = in_run(config, source, as_json(history_of([source.parts[0]])), (9, 8))
-    assert [(mixture["examples_seen"], mixture["tokens_seen"]) for mixture in history] == [(0, 0), (9, 8)]
+    assert [(mixture["examples_seen"], mixture["tokens_seen"]) for mixture in history] == [
+        (0, 0),
+        (9, 8),
+    ]
     assert two.stream.given(11) == {"rows of a": 10, "rows of b": 1}
-    plain, alone = NumberedSource(20, fingerprint="rows of a"), load_config(None, ["dataset_path=x/a.jsonl"])
+    plain, alone = (
+        NumberedSource(20, fingerprint="rows of a"),
+        load_config(None, ["dataset_path=x/a.jsonl"]),
+    )
     same, lone = in_run(alone, plain)
     assert same is plain
     assert lone[0]["parts"][0]["name"] == "a"

@@ -6,7 +6,13 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from maxtext_lite.data.mixture_rule import LONGEST_PERIOD, PeriodicRule, TreeRule, position_of, rule_of
+from maxtext_lite.data.mixture_rule import (
+    LONGEST_PERIOD,
+    PeriodicRule,
+    TreeRule,
+    position_of,
+    rule_of,
+)
 
 ROWS = 50_000
 _RANDOM = random.Random(16)
@@ -31,7 +37,9 @@ TREES = {
     "Huffman's worst": [1.0000001 * number for number in FIBONACCI],
     "100 sources": [_RANDOM.paretovariate(0.3) for _ in range(100)],
 }
-WEIGHTS = {name: [Fraction(str(w)) for w in weights] for name, weights in (PERIODIC | TREES).items()}
+WEIGHTS = {
+    name: [Fraction(str(w)) for w in weights] for name, weights in (PERIODIC | TREES).items()
+}
 
 
 def bound_of_tree(weights):
@@ -61,7 +69,9 @@ def worst_difference(rule, weights, rows=ROWS):
         share = float(weight / sum(weights))
         worst = max(worst, rows * share - len(places))
         if len(places):
-            worst = max(worst, np.max(places * share - numbers), np.max(numbers + 1 - (places + 1) * share))
+            worst = max(
+                worst, np.max(places * share - numbers), np.max(numbers + 1 - (places + 1) * share)
+            )
         total += len(places)
     assert total == rows
     return worst - 1e-9
@@ -91,7 +101,9 @@ def test_rows_are_found_by_position_and_positions_by_row_whatever_the_scale_of_t
     sources, ranks = rule.rows_at(np.arange(5000))
     shuffled = np.random.default_rng(0).permutation(5000)
     other = rule_of([weight * Fraction(7, 3) for weight in WEIGHTS[name]])
-    for found, expected in zip(other.rows_at(shuffled), (sources[shuffled], ranks[shuffled]), strict=True):
+    for found, expected in zip(
+        other.rows_at(shuffled), (sources[shuffled], ranks[shuffled]), strict=True
+    ):
         np.testing.assert_array_equal(found, expected)
     for n in (0, 1, 17, 4999):
         assert rule.counts(n) == np.bincount(sources[:n], minlength=len(WEIGHTS[name])).tolist()
@@ -104,9 +116,13 @@ def test_far_positions_are_exact(name):
     weights = WEIGHTS[name]
     rule = rule_of(weights)
     positions = np.array([2**40 + 12345, 2**61 - 1, 2**61 + 987654321], np.int64)
-    for position, source, rank in zip(positions.tolist(), *(x.tolist() for x in rule.rows_at(positions)), strict=True):
+    for position, source, rank in zip(
+        positions.tolist(), *(x.tolist() for x in rule.rows_at(positions)), strict=True
+    ):
         before, after = rule.counts(position), rule.counts(position + 1)
-        assert [b - a for a, b in zip(before, after, strict=True)] == [int(s == source) for s in range(len(weights))]
+        assert [b - a for a, b in zip(before, after, strict=True)] == [
+            int(s == source) for s in range(len(weights))
+        ]
         assert before[source] == rank
         share = weights[source] / sum(weights)
         assert abs(rank - position * share) <= Fraction(168, 100) + Fraction(position, 2**63)

@@ -75,7 +75,9 @@ def test_weights_are_of_target_tokens(texts):
     counted = source.target_tokens(0, n, 1)
     total = sum(counted.values())
     assert total == target_tokens_between(source, 0, n, seed=1)
-    assert total == sum(weights_of(source, example) for example in ids_of_run(source, 0, n, seed=1).tolist())
+    assert total == sum(
+        weights_of(source, example) for example in ids_of_run(source, 0, n, seed=1).tolist()
+    )
     for name, share in shares.items():
         assert counted[name] / total == pytest.approx(float(share), abs=0.005)
     halves = [source.target_tokens(0, 777, 1), source.target_tokens(777, n, 1)]
@@ -112,13 +114,17 @@ def test_a_run_that_began_with_one_source_keeps_its_order_when_others_are_added(
     plain = alone(texts, "b")[0]
     config = load_config(None, [*KEYS, f"dataset_path={texts}/b.jsonl"])
     both, _ = open_mixture(config_of(texts, b=1, c=1))
-    history = continued(history_of(parts_of(config, [plain])), both.parts, examples_seen=50, tokens_seen=0)
+    history = continued(
+        history_of(parts_of(config, [plain])), both.parts, examples_seen=50, tokens_seen=0
+    )
     source = both.with_stream(RowStream(history))
     ids = ids_of_run(source, 50, 400, seed=3)
     place = [part.name for part in source.parts].index("b")
     first = sum(len(each) for each in source.sources[:place])
     own = ids[(ids >= first) & (ids < first + len(plain))]
-    np.testing.assert_array_equal(own - first, example_ids(50, len(own), num_examples=len(plain), seed=3))
+    np.testing.assert_array_equal(
+        own - first, example_ids(50, len(own), num_examples=len(plain), seed=3)
+    )
     assert examples_hash(source.hashed(own)) == examples_hash(own - first)
 
 
@@ -130,7 +136,9 @@ def test_two_sources_with_the_same_rows_are_refused(texts, tmp_path):
 
 
 def test_a_held_out_text_of_its_own_is_opened_once_and_leaves_all_rows_to_train_on(texts):
-    config = config_of(texts, a=1, b=1).model_copy(update={"eval_dataset_path": str(texts / "c.jsonl")})
+    config = config_of(texts, a=1, b=1).model_copy(
+        update={"eval_dataset_path": str(texts / "c.jsonl")}
+    )
     assert [each.eval_dataset_path != "" for each in each_config(config)] == [True, False]
     mixture, held_out = open_mixture(config)
     assert not isinstance(held_out, MixtureSource)

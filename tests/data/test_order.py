@@ -26,13 +26,20 @@ def test_every_epoch_has_every_example_once(num_examples):
 def test_the_largest_id_of_one_more_than_a_power_of_two_is_not_the_first_ones():
     """index_shuffle by itself takes 2**32 where it takes 0."""
     num_examples = 2**32 + 1
-    first, last = (int(example_ids(at, 1, num_examples=num_examples, seed=0)[0]) for at in (0, num_examples - 1))
+    first, last = (
+        int(example_ids(at, 1, num_examples=num_examples, seed=0)[0])
+        for at in (0, num_examples - 1)
+    )
     assert first != last
 
 
 def test_epochs_and_seeds_have_different_orders_near_chance():
     orders = [np.arange(1000)]
-    orders += [example_ids(e * 1000, 1000, num_examples=1000, seed=seed) for seed in (0, 1, 2) for e in (0, 1, 2)]
+    orders += [
+        example_ids(e * 1000, 1000, num_examples=1000, seed=seed)
+        for seed in (0, 1, 2)
+        for e in (0, 1, 2)
+    ]
     for i, one in enumerate(orders):
         for other in orders[:i]:
             # Two random permutations agree in 1 place on average; 10 or more has probability 1e-7.
@@ -47,23 +54,32 @@ def test_an_id_depends_on_its_position_only_not_on_how_it_is_asked_for(num_examp
     keys = {"num_examples": num_examples, "seed": seed}
     whole = example_ids(0, 333, **keys)
     for count in (1, 4, 100):
-        parts = [example_ids(first, min(count, 333 - first), **keys) for first in range(0, 333, count)]
+        parts = [
+            example_ids(first, min(count, 333 - first), **keys) for first in range(0, 333, count)
+        ]
         np.testing.assert_array_equal(np.concatenate(parts), whole)
     assert example_ids(5, 0, **keys).shape == (0,)
 
 
 def test_file_order_repeats_the_files_in_every_epoch():
-    np.testing.assert_array_equal(example_ids(3, 7, num_examples=4, seed=FILE_ORDER), [3, 0, 1, 2, 3, 0, 1])
+    np.testing.assert_array_equal(
+        example_ids(3, 7, num_examples=4, seed=FILE_ORDER), [3, 0, 1, 2, 3, 0, 1]
+    )
 
 
 @pytest.mark.parametrize("num_examples", [100, 2**16 + 3])
 @pytest.mark.parametrize(("seed", "epoch"), [(0, 0), (7, 3), (2**40, 12)])
-def test_a_small_epoch_is_ordered_by_random_keys_and_a_large_one_by_grains_permutation(seed, epoch, num_examples):
+def test_a_small_epoch_is_ordered_by_random_keys_and_a_large_one_by_grains_permutation(
+    seed, epoch, num_examples
+):
     key = splitmix64(splitmix64(seed) ^ epoch)
     if num_examples == 100:
         expected = sorted(range(100), key=lambda i: splitmix64((key + i) & MASK))
     else:
-        expected = [index_shuffle(i, max_index=num_examples - 1, seed=key >> 32, rounds=4) for i in range(100)]
+        expected = [
+            index_shuffle(i, max_index=num_examples - 1, seed=key >> 32, rounds=4)
+            for i in range(100)
+        ]
     found = example_ids(epoch * num_examples, 100, num_examples=num_examples, seed=seed)
     np.testing.assert_array_equal(found, expected)
 
@@ -71,13 +87,20 @@ def test_a_small_epoch_is_ordered_by_random_keys_and_a_large_one_by_grains_permu
 @pytest.mark.fast
 def test_the_order_of_earlier_versions_still_holds():
     # Recorded. A checkpoint stores no order: if this changes, runs that resume see other examples than they should.
-    small, large = [248, 645, 871, 998, 272, 18, 916, 4], [911195518, 1990298159, 572095244, 898367037]
+    small, large = (
+        [248, 645, 871, 998, 272, 18, 916, 4],
+        [911195518, 1990298159, 572095244, 898367037],
+    )
     np.testing.assert_array_equal(example_ids(0, 8, num_examples=1000, seed=0), small)
-    np.testing.assert_array_equal(example_ids(3_000_000_000, 4, num_examples=2**31 - 1, seed=5), large)
+    np.testing.assert_array_equal(
+        example_ids(3_000_000_000, 4, num_examples=2**31 - 1, seed=5), large
+    )
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"first": -1}, {"count": -1}, {"num_examples": 0}, {"seed": -2}, {"seed": 2**64}], ids=str
+    "wrong",
+    [{"first": -1}, {"count": -1}, {"num_examples": 0}, {"seed": -2}, {"seed": 2**64}],
+    ids=str,
 )
 def test_an_impossible_request_is_refused(wrong):
     request = {"first": 0, "count": 1, "num_examples": 1, "seed": 0} | wrong

@@ -27,18 +27,24 @@ def test_optional_fields_default_to_one_document_of_weight_1():
         "positions": [0, 1, 2, 3],
         "weights": [1] * 4,
     }
-    assert {name: x.dtype.name for name, x in row.items()} == dict.fromkeys(row, "int32") | {"weights": "float32"}
+    assert {name: x.dtype.name for name, x in row.items()} == dict.fromkeys(row, "int32") | {
+        "weights": "float32"
+    }
 
 
 @pytest.mark.fast
 @pytest.mark.parametrize("segments", [[1, 1, 2, 0], [0, 0, 1, 1]])
 def test_padding_is_no_target_wherever_it_is(segments):
-    assert source_of({"segments": np.array(segments)})[0]["weights"].tolist() == [segment > 0 for segment in segments]
+    assert source_of({"segments": np.array(segments)})[0]["weights"].tolist() == [
+        segment > 0 for segment in segments
+    ]
 
 
 def test_custom_fields_are_float32_and_targets_are_counted():
     weights = np.array([0, 1, 0.5, 0])
-    source = source_of(*({"weights": weights, "price": np.full(4, 0.25 * number)} for number in range(3)))
+    source = source_of(
+        *({"weights": weights, "price": np.full(4, 0.25 * number)} for number in range(3))
+    )
     assert set(source.fields) == {"tokens", "targets", "segments", "positions", "weights", "price"}
     assert source[2]["price"].dtype == np.float32
     assert source[2]["price"].tolist() == [0.5] * 4
@@ -49,10 +55,17 @@ def test_custom_fields_are_float32_and_targets_are_counted():
 def test_any_type_that_keeps_the_values_is_accepted():
     mask = np.array([True, True, False, False])
     numbers = [0, 2**24, 2**62, 2**63 - 2**39]
-    given = {"segments": mask, "positions": np.arange(4, dtype=np.uint64), "weights": mask, "large": np.array(numbers)}
+    given = {
+        "segments": mask,
+        "positions": np.arange(4, dtype=np.uint64),
+        "weights": mask,
+        "large": np.array(numbers),
+    }
     row = source_of(given | {"price": [-0.1, np.nan, 1, 2]})[0]
     assert row["segments"].tolist() == row["weights"].tolist() == [1, 1, 0, 0]
-    np.testing.assert_array_equal(row["price"], np.float32([-0.1, np.nan, 1, 2]))  # rounded, as any float64 is
+    np.testing.assert_array_equal(
+        row["price"], np.float32([-0.1, np.nan, 1, 2])
+    )  # rounded, as any float64 is
     assert [int(x) for x in row["large"]] == numbers
 
 
@@ -78,7 +91,9 @@ def test_invalid_examples_are_refused():
     with pytest.raises(UserError):
         source_of()
     with pytest.raises(UserError, match=r"source\[0\] .*targets"):
-        own_examples(Examples([{"tokens": np.arange(4)}]), key="source", num_tokens=4, vocab_size=10)
+        own_examples(
+            Examples([{"tokens": np.arange(4)}]), key="source", num_tokens=4, vocab_size=10
+        )
     with pytest.raises(UserError, match=r"source\[0\]: weights"):  # of padding
         source_of({"weights": np.ones(4), "segments": np.array([0, 1, 1, 0])})
     with pytest.raises(UserError, match=r"source\[1\] .*price"):

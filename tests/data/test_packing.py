@@ -10,12 +10,16 @@ END = 99
 STREAM = np.array([1, 2, 3, END, 4, END, 5, 6, 7, 8, 9, END], np.uint16)
 STARTS = np.array([0, 4, 6, 12], np.int64)
 LAYOUTS = [PackedRows, DocumentRows]
-DTYPES = dict.fromkeys(["tokens", "targets", "segments", "positions"], np.int32) | {"weights": np.float32}
+DTYPES = dict.fromkeys(["tokens", "targets", "segments", "positions"], np.int32) | {
+    "weights": np.float32
+}
 
 
 def all_rows(layout, stream, starts):
     spans = [layout.span(row) for row in range(len(layout))]
-    return [build_row(stream, starts, start=a, stop=b, num_tokens=layout.num_tokens) for a, b in spans]
+    return [
+        build_row(stream, starts, start=a, stop=b, num_tokens=layout.num_tokens) for a, b in spans
+    ]
 
 
 PACKED = """
@@ -33,11 +37,14 @@ OF_DOCUMENTS = """
 
 @pytest.mark.fast
 @pytest.mark.parametrize(
-    ("layout", "expected"), [(PackedRows(STARTS, 5), PACKED), (DocumentRows(STARTS, 4), OF_DOCUMENTS)]
+    ("layout", "expected"),
+    [(PackedRows(STARTS, 5), PACKED), (DocumentRows(STARTS, 4), OF_DOCUMENTS)],
 )
 def test_rows_by_hand(layout, expected):
     """Tokens, targets, segments, positions and weights of each row."""
-    for row, line in zip(all_rows(layout, STREAM, STARTS), expected.strip().split("\n"), strict=True):
+    for row, line in zip(
+        all_rows(layout, STREAM, STARTS), expected.strip().split("\n"), strict=True
+    ):
         assert {name: values.dtype for name, values in row.items()} == DTYPES
         for name, numbers in zip(DTYPES, line.split("|"), strict=True):
             assert row[name].tolist() == [int(number) for number in numbers.split()], name
@@ -46,7 +53,9 @@ def test_rows_by_hand(layout, expected):
 @pytest.mark.parametrize("layout_type", LAYOUTS)
 @pytest.mark.parametrize("num_tokens", [1, 3, 32, 1000])
 @pytest.mark.parametrize("lengths", [[2], [33], [2, 65, 3, 32, 7, 2, 128], "random"], ids=str)
-def test_every_token_but_a_documents_first_is_a_target_exactly_once(layout_type, num_tokens, lengths):
+def test_every_token_but_a_documents_first_is_a_target_exactly_once(
+    layout_type, num_tokens, lengths
+):
     if lengths == "random":
         lengths = np.random.default_rng(0).integers(2, 60, size=80)
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
@@ -60,12 +69,18 @@ def test_every_token_but_a_documents_first_is_a_target_exactly_once(layout_type,
         real = row["weights"] > 0
         pairs.update(zip(row["tokens"][real].tolist(), row["targets"][real].tolist(), strict=True))
         used = row["segments"] > 0
-        tokens, segments, positions = row["tokens"][used], row["segments"][used], row["positions"][used]
+        tokens, segments, positions = (
+            row["tokens"][used],
+            row["segments"][used],
+            row["positions"][used],
+        )
         assert not used[len(tokens) :].any()  # padding only at the end
         assert not any(row[name][~used].any() for name in row)
         documents = document_of[tokens]
         np.testing.assert_array_equal(segments, documents - documents[0] + 1)
-        np.testing.assert_array_equal(positions, np.arange(len(documents)) - np.searchsorted(documents, documents))
+        np.testing.assert_array_equal(
+            positions, np.arange(len(documents)) - np.searchsorted(documents, documents)
+        )
         assert layout.count_targets(np.array([number, number])) == 2 * real.sum()
         assert real.any() or num_tokens == 1
         if layout_type is DocumentRows:
@@ -86,7 +101,10 @@ def test_no_documents_make_no_rows(layout_type):
 def test_sequences_fill_rows_by_hand():
     # Rows of 10 slots: 6 opens a row; 5 opens another; 4 fits both and fills the first; 3 goes to the second, which
     # then has 2 left; 10 opens a third; 2 fills the second; 1 opens a fourth.
-    for packing, expected in ((True, [[0, 2], [1, 3, 5], [4], [6]]), (False, [[i] for i in range(7)])):
+    for packing, expected in (
+        (True, [[0, 2], [1, 3, 5], [4], [6]]),
+        (False, [[i] for i in range(7)]),
+    ):
         rows = fill_rows(np.array([6, 5, 4, 3, 10, 2, 1]), 10, packing=packing)
         assert [rows.of(row).tolist() for row in range(len(rows))] == expected
 

@@ -12,7 +12,8 @@ from maxtext_lite.data.prompts import num_problems, open_prompts
 from maxtext_lite.data.tokenizer import ByteTokenizer
 
 TEMPLATE = (
-    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
 )
 USER, SYSTEM = {"role": "user", "content": "Hi"}, {"role": "system", "content": "Be"}
 HO, HA = {"role": "assistant", "content": "Ho"}, {"role": "assistant", "content": "Ha"}
@@ -32,7 +33,9 @@ def lines(tmp_path):
 
     def write(*values, name="d.jsonl"):
         text = "".join(json.dumps(value) + "\n" for value in values)
-        (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+        (tmp_path / name).write_bytes(
+            gzip.compress(text.encode()) if name.endswith(".gz") else text.encode()
+        )
         return [f"dataset_path={tmp_path / name}", *keys.split()]
 
     return write
@@ -67,7 +70,9 @@ def test_a_line_is_a_prompt(line, text, added, lines):
 
 
 def test_prompt_templates_surround_the_users_text(lines):
-    keys = lines({"prompt": "2+3=", "answer": "5"}, {"messages": [SYSTEM, USER, HO, USER], "answer": "x"})
+    keys = lines(
+        {"prompt": "2+3=", "answer": "5"}, {"messages": [SYSTEM, USER, HO, USER], "answer": "x"}
+    )
     keys.append('prompt_template="Sum:\\n{prompt}!"')
     last = "s:Be;u:Hi;a:Ho;u:Sum:\nHi!;a:"
     assert [prompt.text for prompt in opened(*keys)[0]] == ["Sum:\n2+3=!", last]
@@ -85,7 +90,9 @@ def test_the_same_lines_are_held_out_as_in_sft():
     """The shipped sums: with the same eval_fraction, SFT and RL train on the same lines."""
     sft = load_config("configs/post_train/sft.yml", ["eval_fraction=0.29", "packing=false"])
     answers = open_answers(sft, ByteTokenizer(), begins_as_elsewhere=False)
-    for prompts, examples, count in zip(opened("eval_fraction=0.29"), answers, (6390, 2610), strict=True):
+    for prompts, examples, count in zip(
+        opened("eval_fraction=0.29"), answers, (6390, 2610), strict=True
+    ):
         assert len(prompts) == len(examples) == count
         for number in (0, 1, count - 1):
             row = examples[number]
@@ -95,7 +102,9 @@ def test_the_same_lines_are_held_out_as_in_sft():
 
 def test_long_prompts_are_dropped_and_counted_or_refused(lines):
     """By lines: the one line in four that is held out is the last, though the first of all is dropped."""
-    keys = lines(*({"prompt": text, "answer": "5"} for text in ["x" * 11, "y" * 10, "z" * 60, "last"]))
+    keys = lines(
+        *({"prompt": text, "answer": "5"} for text in ["x" * 11, "y" * 10, "z" * 60, "last"])
+    )
     keys = [keys[0], "max_prefill_predict_length=10", "eval_fraction=0.25"]
     source, held_out = opened(*keys)
     assert [(prompt.number, prompt.text) for prompt in source] == [(0, "y" * 10)]
@@ -111,7 +120,9 @@ def test_long_prompts_are_dropped_and_counted_or_refused(lines):
 
 
 def test_held_out_lines_may_have_a_file_of_their_own(lines):
-    one, *_ = lines({"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}, name="one.jsonl.gz")
+    one, *_ = lines(
+        {"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}, name="one.jsonl.gz"
+    )
     two, *_ = lines({"prompt": "c", "answer": "3"}, name="two.jsonl")
     for kind, count in (("prompts", 2), ("arithmetic", 2 * 100**2)):
         source, held_out = opened(f"dataset_type={kind}", one, f"eval_{two}")
@@ -135,10 +146,6 @@ def test_an_invalid_prompt_is_refused_with_its_line(line, lines):
         opened(*lines({"prompt": "a", "answer": "1"}, line))
 
 
-
-
-
-
 def test_fingerprints_follow_the_prompts(lines):
     one, two = {"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}
     keys = lines(one, two)
@@ -147,7 +154,10 @@ def test_fingerprints_follow_the_prompts(lines):
         return opened(*overrides)[0].fingerprint
 
     others = [
-        *(print_of(*lines(*values, name="other.jsonl")) for values in ([two, one], [one, two | {"answer": "3"}])),
+        *(
+            print_of(*lines(*values, name="other.jsonl"))
+            for values in ([two, one], [one, two | {"answer": "3"}])
+        ),
         *(
             print_of(*keys, *more.split())
             for more in (
@@ -166,32 +176,58 @@ def test_fingerprints_follow_the_prompts(lines):
 
 
 def test_every_problem_occurs_once():
-    keys = ["dataset_type=arithmetic", "arithmetic_operations=*+-", "arithmetic_largest=12", "eval_fraction=0.29"]
+    keys = [
+        "dataset_type=arithmetic",
+        "arithmetic_operations=*+-",
+        "arithmetic_largest=12",
+        "eval_fraction=0.29",
+    ]
     source, held_out = opened(*keys)
     found = {prompt.text: prompt.fields["answer"] for part in (source, held_out) for prompt in part}
-    calculated = {f"{a}{op}{b}=": str(eval(f"{a}{op}{b}")) for op in "*+-" for a in range(13) for b in range(13)}
+    calculated = {
+        f"{a}{op}{b}=": str(eval(f"{a}{op}{b}"))
+        for op in "*+-"
+        for a in range(13)
+        for b in range(13)
+    }
     assert found == calculated
     assert (len(source), len(held_out)) == (507 - 147, 147)  # floor(0.29 x 507)
-    assert num_problems(load_config("configs/post_train/rl.yml", ["dataset_type=arithmetic"])) == 20_000
+    assert (
+        num_problems(load_config("configs/post_train/rl.yml", ["dataset_type=arithmetic"]))
+        == 20_000
+    )
     assert [prompt.number for prompt in held_out] == list(range(147))
     assert all(decoded(prompt) == prompt.text for prompt in held_out)
     # Spread: each operation has about its third, and each first operand some.
     assert {sum(op in prompt.text for prompt in held_out) // 20 for op in "*+-"} <= {1, 2, 3}
     assert len({re.split("[*+-]", prompt.text)[0] for prompt in held_out}) == 13
     for seed in (7, -1):
-        assert [p.text for p in opened(*keys, f"data_shuffle_seed={seed}")[1]] == [p.text for p in held_out]
+        assert [p.text for p in opened(*keys, f"data_shuffle_seed={seed}")[1]] == [
+            p.text for p in held_out
+        ]
     for wrong in (-1, 147):
         with pytest.raises(IndexError):
             held_out[wrong]
 
 
 def test_huge_numbers_of_problems_are_generated_on_demand():
-    keys = ("dataset_type=arithmetic", "arithmetic_largest=1000000", "arithmetic_operations=+-*", "eval_steps=1")
+    keys = (
+        "dataset_type=arithmetic",
+        "arithmetic_largest=1000000",
+        "arithmetic_operations=+-*",
+        "eval_steps=1",
+    )
     source, held_out = opened(*keys, "max_prefill_predict_length=16")
     assert len(source) + len(held_out) == 3 * 1_000_001**2
-    some = [part[number] for part in (source, held_out) for number in range(0, len(part), len(part) // 50)]
+    some = [
+        part[number]
+        for part in (source, held_out)
+        for number in range(0, len(part), len(part) // 50)
+    ]
     assert len({prompt.text for prompt in some}) == len(some)
     for prompt in some:
         assert eval(prompt.text[:-1]) == int(prompt.fields["answer"])
-    with pytest.raises(UserError, match="max_prefill_predict_length=16"):  # 1000000+1000000= has 16 tokens
+    with pytest.raises(
+        UserError, match="max_prefill_predict_length=16"
+    ):  # 1000000+1000000= has 16 tokens
         opened(*keys, "max_prefill_predict_length=15")

@@ -29,12 +29,20 @@ def test_rows_by_hand():
     built = [rows.build(stream, row) for row in range(len(rows))]
     found = [" ".join(map(str, row["tokens"])) for row in built]
     assert found == ["0 1 2 3", "4 5 6 7", "8 10 11 12", "14 15 16 17", "19 20 22 0"]
-    assert [row["targets"][-2:].tolist() for row in built] == [[3, 4], [7, 8], [12, 13], [17, 18], [23, 0]]
+    assert [row["targets"][-2:].tolist() for row in built] == [
+        [3, 4],
+        [7, 8],
+        [12, 13],
+        [17, 18],
+        [23, 0],
+    ]
     assert built[2]["segments"].tolist() == [1, 2, 2, 2]
     assert built[2]["positions"].tolist() == [0, 0, 1, 2]
     assert built[4]["weights"].tolist() == [1, 1, 1, 0]
     assert built[4]["segments"].tolist() == [1, 1, 2, 0]
-    assert {name: x.dtype for name, x in built[4].items()} == dict.fromkeys(FIELDS, np.int32) | {"weights": np.float32}
+    assert {name: x.dtype for name, x in built[4].items()} == dict.fromkeys(FIELDS, np.int32) | {
+        "weights": np.float32
+    }
     assert rows.note.startswith("95.00% of")
     assert "; 1 documents are longer than max_target_length=4" in rows.note
 
@@ -43,7 +51,10 @@ def test_documents_of_one_token_make_no_row(monkeypatch):
     monkeypatch.setattr(row_index, "_WINDOW_DOCUMENTS", 2)
     stream, starts = stream_of([1, 1, 3, 1, 1, 1, 1, 2])
     rows = rows_of("best_fit", starts, 4)
-    assert [rows.build(stream, row)["targets"].tolist() for row in range(len(rows))] == [[3, 4, 0, 0], [10, 0, 0, 0]]
+    assert [rows.build(stream, row)["targets"].tolist() for row in range(len(rows))] == [
+        [3, 4, 0, 0],
+        [10, 0, 0, 0],
+    ]
     assert len(rows_of("best_fit", stream_of([1] * 5)[1], 4)) == 0
 
 
@@ -66,11 +77,15 @@ def test_every_target_is_in_one_row_and_no_fitting_document_is_cut(num_tokens, w
         for segment in range(1, row["segments"].max() + 1):
             places = row["tokens"][row["segments"] == segment]
             np.testing.assert_array_equal(places, places[0] + np.arange(len(places)))
-            np.testing.assert_array_equal(row["positions"][row["segments"] == segment], np.arange(len(places)))
+            np.testing.assert_array_equal(
+                row["positions"][row["segments"] == segment], np.arange(len(places))
+            )
             assert len(set(document_of[places].tolist())) == 1
             pieces_of[int(document_of[places[0]])] += 1
     assert pairs == {(place - 1, place): 1 for place in stream.tolist() if place not in starts}
-    assert pieces_of == {number: -(-(int(length) - 1) // num_tokens) for number, length in enumerate(lengths)}
+    assert pieces_of == {
+        number: -(-(int(length) - 1) // num_tokens) for number, length in enumerate(lengths)
+    }
     assert rows.cut_documents == sum(length - 1 > num_tokens for length in lengths.tolist())
 
     for number in range(len(rows)):
@@ -106,10 +121,16 @@ def test_an_index_in_files_gives_the_rows_of_one_in_memory(packing, place):
 
 
 def files_of(directory):
-    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
 
 
-def test_an_index_is_made_once_for_each_length_and_is_the_same_wherever_it_is_made(place, tmp_path, monkeypatch):
+def test_an_index_is_made_once_for_each_length_and_is_the_same_wherever_it_is_made(
+    place, tmp_path, monkeypatch
+):
     _, starts = stream_of(LENGTHS)
     rows_of("best_fit", starts, 32, place)
     made = files_of(place.beside)
@@ -142,7 +163,3 @@ def test_a_damaged_index_is_named(place):
         (index / "pieces.i64").write_bytes(changed)
         with pytest.raises(UserError, match=f"row 0 .*delete {index}"):
             rows_of("best_fit", starts, 32, place).build(stream, 0)
-
-
-
-

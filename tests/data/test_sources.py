@@ -15,9 +15,16 @@ END = 256
 
 
 def opened(path, **changes):
-    keys = {"dataset_path": path, "max_target_length": 8, "eval_fraction": 0, "eval_interval": -1} | changes
+    keys = {
+        "dataset_path": path,
+        "max_target_length": 8,
+        "eval_fraction": 0,
+        "eval_interval": -1,
+    } | changes
     vocab_size = keys.pop("vocab_size", 320)
-    return open_sources(load_config(None, [f"{key}={value}" for key, value in keys.items()]), vocab_size=vocab_size)
+    return open_sources(
+        load_config(None, [f"{key}={value}" for key, value in keys.items()]), vocab_size=vocab_size
+    )
 
 
 def texts_of(source) -> list[str]:
@@ -25,7 +32,9 @@ def texts_of(source) -> list[str]:
     documents: list[list[int]] = []
     last_target = None
     for row in (source[i] for i in range(len(source))):
-        for token, target, weight in zip(row["tokens"], row["targets"], row["weights"], strict=True):
+        for token, target, weight in zip(
+            row["tokens"], row["targets"], row["weights"], strict=True
+        ):
             if weight == 0:
                 last_target = None
                 continue
@@ -162,9 +171,15 @@ def test_the_split_shares_out_every_target_and_leaks_none(tmp_path, monkeypatch,
     assert not {*targets[True]} & {*targets[False], *inputs}
     expected = [100_000 + ord(character) for text in documents for character in text[1:]]
     assert sorted(targets[False] + targets[True]) == expected
-    assert training.num_target_tokens + evaluation.num_target_tokens == whole.num_target_tokens == sum(lengths)
+    assert (
+        training.num_target_tokens + evaluation.num_target_tokens
+        == whole.num_target_tokens
+        == sum(lengths)
+    )
     for source in (training, evaluation):
-        assert source.num_target_tokens == sum(source[i]["weights"].sum() for i in range(len(source)))
+        assert source.num_target_tokens == sum(
+            source[i]["weights"].sum() for i in range(len(source))
+        )
         for wrong in (-1, len(source)):
             with pytest.raises(IndexError):
                 source[wrong]
@@ -172,12 +187,11 @@ def test_the_split_shares_out_every_target_and_leaks_none(tmp_path, monkeypatch,
 
 # 0.29 x 100 is 28.999999999999996 in binary floating point.
 @pytest.mark.parametrize(
-    ("fraction", "count", "held_out"), [(0.29, 100, 29), (0.57, 100, 57), (0.001, 100, 1), (0.5, 3, 1), (0.0, 100, 0)]
+    ("fraction", "count", "held_out"),
+    [(0.29, 100, 29), (0.57, 100, 57), (0.001, 100, 1), (0.5, 3, 1), (0.0, 100, 0)],
 )
 def test_a_fraction_is_taken_as_written_and_holds_out_at_least_one(fraction, count, held_out):
     assert num_held_out(fraction, count, "lines") == held_out
-
-
 
 
 def test_a_text_of_its_own_is_held_out_whole(tmp_path):
@@ -189,7 +203,9 @@ def test_a_text_of_its_own_is_held_out_whole(tmp_path):
 def test_fingerprints_tell_data_apart_but_not_places(tmp_path):
     one = write(tmp_path / "one.jsonl", jsonl("some text", "more of it", "x" * 40))
     zipped = write(tmp_path / "z.jsonl.gz", one.read_text())
-    moved = write(tmp_path / "moved.jsonl", jsonl("some textmore of it", "x" * 40))  # the same letters
+    moved = write(
+        tmp_path / "moved.jsonl", jsonl("some textmore of it", "x" * 40)
+    )  # the same letters
     prints = [source.fingerprint for source in opened(one, eval_fraction=0.2)]
     assert [source.fingerprint for source in opened(zipped, eval_fraction=0.2)] == prints
     for path, change in (

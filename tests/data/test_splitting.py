@@ -12,11 +12,22 @@ from maxtext_lite.data import splitting
 from maxtext_lite.data.text_files import find_files, json_lines
 from maxtext_lite.data.tokenizer import ByteTokenizer
 
-ALPHABET = [*"abZ  \t\n\r 129.,'-é中\u0301\u00a0\u3000", "'s", "'LL", " the", "  ", " \n", "<|end|>", "  a b"]
+ALPHABET = [
+    *"abZ  \t\n\r 129.,'-é中\u0301\u00a0\u3000",
+    "'s",
+    "'LL",
+    " the",
+    "  ",
+    " \n",
+    "<|end|>",
+    "  a b",
+]
 
 
 def words_of(kind):
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind in ("gpt2", "digits"))
+    byte_level = pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=kind in ("gpt2", "digits")
+    )
     if kind == "gpt2":
         return byte_level
     if kind == "digits":
@@ -36,7 +47,12 @@ def trained(kind, prose):
     tokenizer.pre_tokenizer = words_of(kind)
     tokenizer.normalizer = normalizers.NFC() if kind == 1 else None
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    keys = {"vocab_size": 600, "special_tokens": ["<|end|>"], "initial_alphabet": alphabet, "show_progress": False}
+    keys = {
+        "vocab_size": 600,
+        "special_tokens": ["<|end|>"],
+        "initial_alphabet": alphabet,
+        "show_progress": False,
+    }
     tokenizer.train_from_iterator([prose], trainers.BpeTrainer(**keys))
     return tokenizer
 
@@ -53,7 +69,11 @@ def test_the_tokens_of_the_pieces_are_those_of_the_whole(kind, prose):
             pieces = splitting.pieces(text, most)
             cuts += len(pieces) - 1
             assert "".join(pieces) == text
-            joined = [token for piece in pieces for token in tokenizer.encode(piece, add_special_tokens=False).ids]
+            joined = [
+                token
+                for piece in pieces
+                for token in tokenizer.encode(piece, add_special_tokens=False).ids
+            ]
             assert joined == tokenizer.encode(text, add_special_tokens=False).ids, (pieces,)
     assert cuts > 150
 
@@ -92,4 +112,6 @@ def test_other_tokenizers_do_not_cut(change, prose):
 
 def test_texts_are_tokenized_into_one_stream():
     for texts, expected in ((["ab", "", "c"], [[97, 98, 256, 99, 256], [3, 1, 2]]), ([], [[], []])):
-        assert [x.tolist() for x in splitting.tokenized(ByteTokenizer(), texts, np.dtype("<u2"))] == expected
+        assert [
+            x.tolist() for x in splitting.tokenized(ByteTokenizer(), texts, np.dtype("<u2"))
+        ] == expected

@@ -19,7 +19,11 @@ def lines(tmp_path, content, name="d.jsonl"):
 def test_lines_are_objects_with_their_places(piece, tmp_path, monkeypatch):
     monkeypatch.setattr(text_files, "_PIECE", piece)
     text = '\ufeff{"a": 1}\n\n{"a": "x\u2028y"}\r\n  \n{"a": null}'.encode()
-    expected = [("d.jsonl:1", {"a": 1}), ("d.jsonl:3", {"a": "x\u2028y"}), ("d.jsonl:5", {"a": None})]
+    expected = [
+        ("d.jsonl:1", {"a": 1}),
+        ("d.jsonl:3", {"a": "x\u2028y"}),
+        ("d.jsonl:5", {"a": None}),
+    ]
     assert lines(tmp_path, text) == lines(tmp_path, text + b"\n") == expected
     zipped = lines(tmp_path, gzip.compress(text), name="d.jsonl.gz")
     assert [value for _, value in zipped] == [value for _, value in expected]
@@ -69,7 +73,11 @@ def test_a_path_that_is_not_a_file_is_named_without_waiting(tmp_path):
     place = tmp_path / "data" / "a.jsonl"
     place.parent.mkdir()
     place.symlink_to(tmp_path / "gone")
-    for path in (place, place.parent, f"{place.parent}/*"):  # not passed over: a part of the data would be missing
+    for path in (
+        place,
+        place.parent,
+        f"{place.parent}/*",
+    ):  # not passed over: a part of the data would be missing
         with pytest.raises(UserError, match="gone"):
             find_files("dataset_path", str(path))
     place.unlink()
@@ -77,5 +85,3 @@ def test_a_path_that_is_not_a_file_is_named_without_waiting(tmp_path):
     for path in (place, "~nobody-of-this-name/x", "x" * 5000 + "/*.txt"):
         with pytest.raises(UserError, match=r"dataset_path|jsonl"):
             find_files("dataset_path", str(path))
-
-

@@ -29,7 +29,15 @@ from maxtext_lite.data.token_stream import RecordStream, map_array, open_prepare
 from tests.mutations import changed
 from tests.prepared import byte_shards, write_prepared
 
-TEXTS = ["one", "two words", "x" * 50, "", "the last document of the first shard", "another" * 9, "end"]
+TEXTS = [
+    "one",
+    "two words",
+    "x" * 50,
+    "",
+    "the last document of the first shard",
+    "another" * 9,
+    "end",
+]
 IDS = [token for text in TEXTS for token in [*text.encode(), 256]]
 
 
@@ -65,24 +73,28 @@ def test_threads_and_a_pickled_copy_read_the_same(prepared, monkeypatch):
     stream, starts = open_prepared("dataset_path", prepared)
     # Neither shards nor records stay: what other threads read from is let go of all the time.
     for name in ("_reader", "_record"):
-        monkeypatch.setattr(token_stream, name, functools.lru_cache(1)(getattr(token_stream, name).__wrapped__))
+        monkeypatch.setattr(
+            token_stream, name, functools.lru_cache(1)(getattr(token_stream, name).__wrapped__)
+        )
     stored = pickle.dumps((stream, starts))
     assert len(stored) < 2000  # no token, no document, nothing that is open
     copy, copied_starts = pickle.loads(stored)
     np.testing.assert_array_equal(copied_starts, starts)
-    bounds = [sorted(pair) for pair in np.random.default_rng(0).integers(0, len(IDS), (400, 2)).tolist()]
+    bounds = [
+        sorted(pair) for pair in np.random.default_rng(0).integers(0, len(IDS), (400, 2)).tolist()
+    ]
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda pair: copy[pair[0] : pair[1]].tolist(), bounds))
     assert found == [IDS[start:stop] for start, stop in bounds]
-
-
 
 
 def test_changed_files_are_refused_by_name(prepared, refusal):
     shard, documents = prepared / "00001.array_record", prepared / DOCUMENTS_FILE
     content, starts = shard.read_bytes(), documents.read_bytes()
     other = (prepared / "00000.array_record").read_bytes()
-    assert len(other) == len(content)  # ArrayRecord rounds up to blocks: the size alone would not tell
+    assert len(other) == len(
+        content
+    )  # ArrayRecord rounds up to blocks: the size alone would not tell
     for changed_shard in (content[:-1], content[:5] + bytes([content[5] ^ 1]) + content[6:], other):
         shard.write_bytes(changed_shard)
         assert refusal().startswith(str(shard))
@@ -100,8 +112,6 @@ def test_changed_files_are_refused_by_name(prepared, refusal):
     assert refusal().startswith("dataset_path=")
 
 
-
-
 def test_a_flipped_byte_is_named_or_does_not_matter(prepared):
     """Flips in every region of a shard: wherever the ids could change, the record is refused."""
     shard = prepared / "00000.array_record"
@@ -109,13 +119,18 @@ def test_a_flipped_byte_is_named_or_does_not_matter(prepared):
     in_use = [at for at, byte in enumerate(content) if byte]  # between, ArrayRecord pads with zeros
     rng = np.random.default_rng(0)
     refused = 0
-    for at in sorted({*in_use[:20], *in_use[-20:], *rng.choice(in_use, 40).tolist(), len(content) // 2 + 9999}):
+    for at in sorted(
+        {*in_use[:20], *in_use[-20:], *rng.choice(in_use, 40).tolist(), len(content) // 2 + 9999}
+    ):
         shard.write_bytes(content[:at] + bytes([content[at] ^ (1 << at % 8)]) + content[at + 1 :])
         token_stream._reader.cache_clear()  # what is open under this name was the whole file
         token_stream._record.cache_clear()
         stream = RecordStream(prepared, read_manifest(prepared))
         try:
-            assert stream[: stream.manifest.shards[0].tokens].tolist() == IDS[: stream.manifest.shards[0].tokens]
+            assert (
+                stream[: stream.manifest.shards[0].tokens].tolist()
+                == IDS[: stream.manifest.shards[0].tokens]
+            )
         except UserError:
             refused += 1
         with pytest.raises(UserError, match=str(shard)):
@@ -136,7 +151,9 @@ def test_verify_reads_everything(prepared):
             list(verify(*open_prepared("input", prepared)))
 
 
-@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.data())
 def test_any_manifest_is_one_or_refused(tmp_path, data):
     directory, right = tmp_path / "prepared", tmp_path / "right.json"
@@ -152,7 +169,10 @@ def test_any_manifest_is_one_or_refused(tmp_path, data):
 
 # ---- The manifest ----
 
-SHARDS = (Shard("00000.array_record", 3, 100, "ab", "cd"), Shard("00001.array_record", 1, 50, "ef", "01"))
+SHARDS = (
+    Shard("00000.array_record", 3, 100, "ab", "cd"),
+    Shard("00001.array_record", 1, 50, "ef", "01"),
+)
 MANIFEST = Manifest("byte", 257, "uint16", 4096, SHARDS)
 
 
@@ -168,15 +188,23 @@ def test_a_manifest_is_read_back_also_without_the_sizes_of_its_shards(tmp_path):
 
 
 def test_the_fingerprint_is_of_the_content_and_not_of_the_files():
-    renamed = tuple(dataclasses.replace(shard, file=f"x{shard.file}", sha256="00") for shard in SHARDS)
+    renamed = tuple(
+        dataclasses.replace(shard, file=f"x{shard.file}", sha256="00") for shard in SHARDS
+    )
     assert dataclasses.replace(MANIFEST, shards=renamed).fingerprint == MANIFEST.fingerprint
     others = [dataclasses.replace(MANIFEST, tokenizer="other")]
-    for shards in (SHARDS[::-1], SHARDS[:1], (SHARDS[0], dataclasses.replace(SHARDS[1], content="02"))):
+    for shards in (
+        SHARDS[::-1],
+        SHARDS[:1],
+        (SHARDS[0], dataclasses.replace(SHARDS[1], content="02")),
+    ):
         others.append(dataclasses.replace(MANIFEST, shards=shards))
     assert len({other.fingerprint for other in [MANIFEST, *others]}) == 5
 
 
-@pytest.mark.parametrize("change", [{"format": 2}, {"tokens": 151}, {"fingerprint": ""}, {"shards": [{}]}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{"format": 2}, {"tokens": 151}, {"fingerprint": ""}, {"shards": [{}]}], ids=str
+)
 def test_a_damaged_manifest_is_refused(change, tmp_path):
     (tmp_path / MANIFEST_FILE).write_text(json.dumps(json.loads(manifest_text(MANIFEST)) | change))
     with pytest.raises(UserError, match=MANIFEST_FILE):
@@ -189,5 +217,3 @@ def test_a_shards_entry_is_of_its_file(tmp_path):
     found = stored_shard(tmp_path, "s", documents=2, tokens=7, content="c")
     ends = hashlib.sha256(content[:4096] + content[-4096:]).hexdigest()
     assert found == Shard("s", 2, 7, hashlib.sha256(content).hexdigest(), "c", 10_240, ends)
-
-

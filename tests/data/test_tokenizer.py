@@ -10,12 +10,19 @@ from maxtext_lite.data.tokenizer import check_vocabulary, load_tokenizer
 
 # ASCII, accents, CJK, an emoji of several code points, a combining mark, control characters.
 UNICODE = "To be, or not to be—naïve Ærøskøbing 東京 👩‍🚀 é e\u0301\n\ttab\x00 end  two spaces"
-CORPUS = ["the cat sat on the mat", "the dog sat on the log", "a naïve café — 東京", "\n\n  indented"] * 8
+CORPUS = [
+    "the cat sat on the mat",
+    "the dog sat on the log",
+    "a naïve café — 東京",
+    "\n\n  indented",
+] * 8
 KINDS = {"huggingface": "tokenizer.json", "sentencepiece": "tokenizer.model"}
 
 
 def load(kind, path="", *more):
-    return load_tokenizer(load_config(None, [f"tokenizer_type={kind}", f"tokenizer_path={path}", *more]))
+    return load_tokenizer(
+        load_config(None, [f"tokenizer_type={kind}", f"tokenizer_path={path}", *more])
+    )
 
 
 def train_bpe(directory, special_tokens=("<|endoftext|>",)):
@@ -23,7 +30,11 @@ def train_bpe(directory, special_tokens=("<|endoftext|>",)):
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    keys = {"special_tokens": list(special_tokens), "initial_alphabet": alphabet, "show_progress": False}
+    keys = {
+        "special_tokens": list(special_tokens),
+        "initial_alphabet": alphabet,
+        "show_progress": False,
+    }
     tokenizer.train_from_iterator(CORPUS, tokenizers.trainers.BpeTrainer(vocab_size=300, **keys))
     directory.mkdir(exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
@@ -102,8 +113,6 @@ def test_tokens_are_placed_where_their_text_stands(tokenizer):
         assert covered == len(text)
 
 
-
-
 def test_a_stream_gives_the_same_text_as_it_is_made_and_never_half_a_character(tokenizer):
     ids = tokenizer.encode(UNICODE).tolist()
     decoder = tokenizer.stream_decoder()
@@ -114,8 +123,6 @@ def test_a_stream_gives_the_same_text_as_it_is_made_and_never_half_a_character(t
         assert sum(map(bool, pieces)) > len(ids) / 4
     cut = tokenizer.encode("ab東").tolist()[:-1]
     assert "".join([*map(decoder.push, cut), decoder.flush()]) == tokenizer.decode(cut)
-
-
 
 
 def test_the_fingerprint_is_of_the_contents_not_the_place(tmp_path):
@@ -154,7 +161,9 @@ def test_a_file_that_asks_for_dropout_truncation_and_padding_gets_none(tmp_path)
         ("<eos>", {"eos_token": "<gone>"}, None),
     ],
 )
-def test_end_of_text_is_stated_or_found_by_name_or_refused(tmp_path, special_tokens, stated, expected):
+def test_end_of_text_is_stated_or_found_by_name_or_refused(
+    tmp_path, special_tokens, stated, expected
+):
     path = train_bpe(tmp_path, special_tokens.split())
     if stated is not None:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(stated))
@@ -178,8 +187,6 @@ def test_a_missing_or_wrong_file_is_refused(tmp_path, kind):
         load("sentencepiece", train_sentencepiece(tmp_path, eos_id=-1))
 
 
-
-
 def test_the_vocabulary_must_hold_every_token(tokenizer):
     needed = tokenizer.vocab_size
     check_vocabulary(tokenizer, needed)
@@ -190,7 +197,9 @@ def test_the_vocabulary_must_hold_every_token(tokenizer):
 def test_the_vocabulary_size_covers_ids_with_gaps(tmp_path):
     path = train_bpe(tmp_path)
     content = json.loads(path.read_text())
-    content["model"]["vocab"]["Z"] = 900  # the library moves such an id for added tokens, but keeps it here
+    content["model"]["vocab"]["Z"] = (
+        900  # the library moves such an id for added tokens, but keeps it here
+    )
     path.write_text(json.dumps(content))
     tokenizer = load("huggingface", path)
     assert (tokenizer.vocab_size, tokenizer.encode("Z").tolist()) == (901, [900])

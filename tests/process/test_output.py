@@ -24,7 +24,11 @@ TRAIN = (
 
 
 def shell(command, unbuffered=""):
-    words = ["bash", "-c", f"export PYTHONUNBUFFERED={unbuffered}; {command}; exit ${{PIPESTATUS[0]}}"]
+    words = [
+        "bash",
+        "-c",
+        f"export PYTHONUNBUFFERED={unbuffered}; {command}; exit ${{PIPESTATUS[0]}}",
+    ]
     done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
     return done.returncode, done.stdout, done.stderr
 

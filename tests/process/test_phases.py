@@ -1,6 +1,5 @@
 """Seconds of phases add up to the time since the start, by a clock that the test moves."""
 
-
 import pytest
 
 from maxtext_lite.process.phases import PhaseClock
@@ -37,7 +36,14 @@ def test_each_phase_has_what_passed_while_it_was_on_and_the_watchdog_is_told():
     clock.passes(0.5, "step", 3)
     assert clock.seconds == {"start-up": 4, "reading": 3, "step": 11.5}
     assert (clock.began, sum(clock.seconds.values())) == (100, 18.5)
-    entered = [("start-up", 0), ("reading", 1), ("step", 1), ("reading", 2), ("step", 2), ("step", 3)]
+    entered = [
+        ("start-up", 0),
+        ("reading", 1),
+        ("step", 1),
+        ("reading", 2),
+        ("step", 2),
+        ("step", 3),
+    ]
     assert clock.watched.told == entered
 
 
@@ -76,7 +82,3 @@ def test_steps_on_the_way_back_are_start_up_and_have_the_limit_of_a_start(again,
     clock.passes(1)
     assert clock.seconds == {"start-up": seconds}
     assert clock.watched.told[-1] == ("start-up", 0)
-
-
-
-

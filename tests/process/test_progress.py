@@ -22,17 +22,26 @@ def test_the_one_that_is_behind_is_named_with_its_phase_and_those_that_wait_are_
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("seen", [
-    [stamp(seconds=299), stamp()],
-    [stamp(seconds=900, position=21), stamp("b", seconds=10)],  # the first waits for the second, which has time left
-    [stamp(seconds=900), stamp("b", seconds=10)],  # at the same place, of which one has not been there for long
-    [Seen(stamp(), 299.0), stamp()],
-    [Seen(None, 299.0), stamp(seconds=900)],  # it is yet to come
-    [Seen(stamp(phase="end"), 5000.0), stamp()],  # has ended well
-    [Seen(stamp(phase="end", code=75), 5000.0), stamp()],
-    [Seen(stamp(phase="end", code=2), 9.0), stamp()],  # the others may be about to fail alike
-    [Seen(stamp(phase="end"), 5000.0)],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "seen",
+    [
+        [stamp(seconds=299), stamp()],
+        [
+            stamp(seconds=900, position=21),
+            stamp("b", seconds=10),
+        ],  # the first waits for the second, which has time left
+        [
+            stamp(seconds=900),
+            stamp("b", seconds=10),
+        ],  # at the same place, of which one has not been there for long
+        [Seen(stamp(), 299.0), stamp()],
+        [Seen(None, 299.0), stamp(seconds=900)],  # it is yet to come
+        [Seen(stamp(phase="end"), 5000.0), stamp()],  # has ended well
+        [Seen(stamp(phase="end", code=75), 5000.0), stamp()],
+        [Seen(stamp(phase="end", code=2), 9.0), stamp()],  # the others may be about to fail alike
+        [Seen(stamp(phase="end"), 5000.0)],
+    ],
+)
 def test_a_run_that_may_move_yet_is_left_alone(seen):
     assert verdict(*seen) is None
 
@@ -49,7 +58,12 @@ def test_all_are_named_that_are_in_the_same_place_and_eight_at_most():
         (stamp(seconds=295), 4.0, None, None),  # time goes on for a stamp that is not new
         (stamp(seconds=295), 6.0, "in step 7 for 301 s", 76),
         (stamp(phase="compile"), 301.0, "compile of step 7", 76),
-        (stamp(phase="reading", seconds=290), 11.0, "does not answer", 76),  # it is not said to hang
+        (
+            stamp(phase="reading", seconds=290),
+            11.0,
+            "does not answer",
+            76,
+        ),  # it is not said to hang
         (stamp(phase="end", code=2), 11.0, "exit code 2", 2),  # so that none is restarted
         (None, 301.0, "has not come", 76),
     ],
@@ -64,13 +78,17 @@ def test_one_that_says_nothing_any_more_is_named_with_where_it_was_last(last, si
     assert named in found.text
 
 
-@pytest.mark.parametrize(("last", "code"), [(None, 76), (stamp(phase="save"), 76), (stamp(phase="end", code=1), 1)])
+@pytest.mark.parametrize(
+    ("last", "code"), [(None, 76), (stamp(phase="save"), 76), (stamp(phase="end", code=1), 1)]
+)
 def test_without_the_coordinator_it_is_named_unless_it_has_said_why_it_ends(last, code):
     found = coordinator_lost(last)
     assert found.text.startswith("process 0 (coordinator)")
     assert found.code == code
 
 
-@pytest.mark.parametrize(("longest", "limit"), [(None, 1200), (0.0, 300), (75.0, 300), (200.0, 800)])
+@pytest.mark.parametrize(
+    ("longest", "limit"), [(None, 1200), (0.0, 300), (75.0, 300), (200.0, 800)]
+)
 def test_a_limit_is_four_times_what_a_phase_has_taken_and_never_below_the_least(longest, limit):
     assert limit_of(longest, 300) == limit

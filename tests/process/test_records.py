@@ -15,9 +15,18 @@ def read(path):
 
 def test_every_line_that_holds_a_step_is_read_and_the_others_are_named(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    bad = [b"{", b"[1]", b'{"step": "3"}', b'{"step": true}', b'{"step": -1}', b"\xff", b'{"loss": 1}']
+    bad = [
+        b"{",
+        b"[1]",
+        b'{"step": "3"}',
+        b'{"step": true}',
+        b'{"step": -1}',
+        b"\xff",
+        b'{"loss": 1}',
+    ]
     path.write_bytes(
-        b"".join(b'{"step": %d}\n%s\n' % (step, text) for step, text in enumerate(bad)) + b'\n{"step": 7, "l'
+        b"".join(b'{"step": %d}\n%s\n' % (step, text) for step, text in enumerate(bad))
+        + b'\n{"step": 7, "l'
     )
     records, notes = read(path)
     assert records == [{"step": step} for step in range(7)]
@@ -26,29 +35,36 @@ def test_every_line_that_holds_a_step_is_read_and_the_others_are_named(tmp_path)
     assert ": 2, 4, 6, 8, 10" in notes[1]
 
 
-
-
 @pytest.mark.fast
 def test_a_record_is_written_as_json_has_it():
-    record = {"step": 1, "loss": float("nan"), "phases": [["train", float("inf"), 0.5]], "name": "é"}
+    record = {
+        "step": 1,
+        "loss": float("nan"),
+        "phases": [["train", float("inf"), 0.5]],
+        "name": "é",
+    }
     assert json.loads(record_text(record), parse_constant=pytest.fail) == {
-        "step": 1, "loss": None, "phases": [["train", None, 0.5]], "name": "é"
-    }  # fmt: skip
+        "step": 1,
+        "loss": None,
+        "phases": [["train", None, 0.5]],
+        "name": "é",
+    }
     assert json_text({"a": [math.inf, (math.nan, 1.5)]}) == '{"a": [null, [null, 1.5]]}'
     assert record_text({"step": 1, "loss": 0.1}) == '{"step": 1, "loss": 0.1}\n'
 
 
 @pytest.mark.parametrize(
     ("steps", "missing"),
-    [([], "step 1 to 9"), (range(1, 10), ""), ([1, 2, 2, 1, 3, 4, 5, 6, 7, 8, 9, 12], ""),
-     ([9, 3, 1, 4, 2], "step 5 to 8"), ([2, 4, 5, 9], "step 1, 3, 6 to 8")],
-)  # fmt: skip
+    [
+        ([], "step 1 to 9"),
+        (range(1, 10), ""),
+        ([1, 2, 2, 1, 3, 4, 5, 6, 7, 8, 9, 12], ""),
+        ([9, 3, 1, 4, 2], "step 5 to 8"),
+        ([2, 4, 5, 9], "step 1, 3, 6 to 8"),
+    ],
+)
 def test_steps_that_are_missing_are_named(steps, missing):
     found = Steps()
     for step in steps:
         found.add(step)
     assert found.missing(9) == missing
-
-
-
-

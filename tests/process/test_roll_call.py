@@ -18,7 +18,10 @@ def test_each_knows_who_is_missing_until_all_have_come():
 
     def wait_until(start, *processes):
         deadline = time.monotonic() + 60
-        while not all((said := rolls[process].missing) is not None and said[:15] == start for process in processes):
+        while not all(
+            (said := rolls[process].missing) is not None and said[:15] == start
+            for process in processes
+        ):
             assert time.monotonic() < deadline, [roll.missing for roll in rolls]
             time.sleep(0.01)
 

@@ -30,7 +30,9 @@ python -m"""
 
 def test_the_interpreters_own_words_say_whether_it_runs_a_command():
     assert all(runs_a_command(words.split()) for words in COMMANDS.splitlines())
-    assert not any(runs_a_command(words.split()) for words in OTHERS.splitlines())  # which leave signals to others
+    assert not any(
+        runs_a_command(words.split()) for words in OTHERS.splitlines()
+    )  # which leave signals to others
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +71,9 @@ def test_with_nothing_to_save_a_signal_ends_the_process_with_130(of_a_command, n
 
 
 @BOTH
-def test_with_something_to_save_the_first_is_a_request_and_the_second_ends_with_130(of_a_command, number):
+def test_with_something_to_save_the_first_is_a_request_and_the_second_ends_with_130(
+    of_a_command, number
+):
     asked = []
     of_a_command.ask(asked.append)
     of_a_command.came(number)
@@ -87,15 +91,11 @@ def test_while_another_run_begins_a_signal_ends_the_process_again(of_a_command, 
     assert exit_code(of_a_command, number) == 130
 
 
-
-
 @pytest.mark.parametrize("code", [0, 2, 75])
 def test_when_all_is_done_a_signal_changes_no_exit_code(of_a_command, code):
     of_a_command.ask(lambda number: None)
     of_a_command.finish(code)
     assert exit_code(of_a_command, signal.SIGINT) == code
-
-
 
 
 def test_a_mere_import_leaves_signals_alone():
@@ -105,7 +105,9 @@ def test_a_mere_import_leaves_signals_alone():
         "import signal; before = [signal.getsignal(n) for n in (2, 15)]; import maxtext_lite; "
         "print(before == [signal.getsignal(n) for n in (2, 15)], signal.set_wakeup_fd(-1))"
     )
-    said = subprocess.check_output([sys.executable, "-c", program], cwd=REPOSITORY, text=True, timeout=60)
+    said = subprocess.check_output(
+        [sys.executable, "-c", program], cwd=REPOSITORY, text=True, timeout=60
+    )
     assert said == "True -1\n"
 
 
@@ -126,7 +128,13 @@ while True:
 
 def popen(words, **environment):
     pipe = subprocess.PIPE
-    keys = {"cwd": REPOSITORY, "stdout": pipe, "stderr": pipe, "text": True, "env": os.environ | environment}
+    keys = {
+        "cwd": REPOSITORY,
+        "stdout": pipe,
+        "stderr": pipe,
+        "text": True,
+        "env": os.environ | environment,
+    }
     return subprocess.Popen([sys.executable, *words], **keys)
 
 
@@ -140,7 +148,9 @@ def test_the_end_is_prompt_in_a_long_call_into_c_and_a_forks_signals_are_its_own
 
 
 def test_a_signal_while_a_command_imports_ends_it_quietly(tmp_path):
-    (tmp_path / "pydantic.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    (tmp_path / "pydantic.py").write_text(
+        "import time\nprint('importing', flush=True)\ntime.sleep(60)\n"
+    )
     with popen(["-m", "maxtext_lite.plan"], PYTHONPATH=str(tmp_path)) as process:
         assert process.stdout.readline() == "importing\n"
         process.send_signal(signal.SIGINT)

@@ -46,14 +46,22 @@ class Run:
 
     def __init__(self, num_processes, least, monkeypatch):
         # The watchdog's own: threads that other tests have left go on with the real ones.
-        threads = {kind.__name__: without_start(kind) for kind in (threading.Thread, threading.Timer)}
+        threads = {
+            kind.__name__: without_start(kind) for kind in (threading.Thread, threading.Timer)
+        }
         monkeypatch.setattr(module, "threading", SimpleNamespace(**vars(threading) | threads))
-        monkeypatch.setattr(module, "time", SimpleNamespace(sleep=lambda seconds: self.passes(seconds or 0.05)))
+        monkeypatch.setattr(
+            module, "time", SimpleNamespace(sleep=lambda seconds: self.passes(seconds or 0.05))
+        )
         self.clocks = [Clock() for _ in range(num_processes)]
         self.dogs, self.stopped, self.codes, values = [], set(), {}, {}
         self.stores = [Memory(process, num_processes, values) for process in range(num_processes)]
         for process, clock in enumerate(self.clocks):
-            dog = Watchdog(lambda c=clock: c.seconds, lambda c=clock: c.cpu, lambda code, p=process: self.ends(p, code))
+            dog = Watchdog(
+                lambda c=clock: c.seconds,
+                lambda c=clock: c.cpu,
+                lambda code, p=process: self.ends(p, code),
+            )
             dog.start(least)
             if num_processes > 1:
                 dog.join(self.stores[process])
@@ -74,7 +82,11 @@ class Run:
                     dog.exchange(store)
 
     def going(self):
-        return [each for i, each in enumerate(zip(self.dogs, self.stores, strict=True)) if i not in self.stopped]
+        return [
+            each
+            for i, each in enumerate(zip(self.dogs, self.stores, strict=True))
+            if i not in self.stopped
+        ]
 
     def found(self):
         return [dog.look() for dog, _ in self.going()]
@@ -129,8 +141,6 @@ def assert_limit(one, limit, phase):
     assert f"in {phase}" in verdict.text
 
 
-
-
 @pytest.mark.parametrize(("earlier", "limit"), [(0, 40), (1, 10)])
 def test_the_first_evaluation_has_four_times_the_limit_also_after_its_first_batch_and_later_ones_have_not(
     run, earlier, limit
@@ -171,8 +181,6 @@ def test_where_the_store_does_not_answer_process_0_is_named(run):
     assert text.startswith("process 0 (coordinator) on ")
 
 
-
-
 def test_all_take_over_the_verdict_that_one_has_found(run):
     three = run()
     three.stores[0].values["verdict"] = json.dumps(Verdict("as process 1 says", 76))
@@ -208,8 +216,6 @@ def test_compiling_may_take_any_time_as_long_as_it_computes(run):
     assert "compile of step 1" in one.found()[0].text
 
 
-
-
 def test_time_in_which_a_process_was_suspended_does_not_count(run):
     one = run(1)
     one.dogs[0].enter("save", 1)
@@ -226,7 +232,9 @@ def test_what_a_phase_has_taken_makes_its_limit(run):
     assert_limit(one, 80, "save of step 2")
 
 
-def test_an_end_writes_stacks_and_the_error_and_process_0_waits_until_the_others_know(run, tmp_path, capfd):
+def test_an_end_writes_stacks_and_the_error_and_process_0_waits_until_the_others_know(
+    run, tmp_path, capfd
+):
     two = run(2)
     two.passes(1)
     for dog in two.dogs:
@@ -243,10 +251,6 @@ def test_an_end_writes_stacks_and_the_error_and_process_0_waits_until_the_others
     assert capfd.readouterr().err.count("error: process 1 hangs") == 2
 
 
-
-
-
-
 def test_a_process_alone_whose_main_thread_hangs_in_c_ends_with_76():
     program = (
         "import os, maxtext_lite.process.watchdog as module\n"
@@ -256,7 +260,9 @@ def test_a_process_alone_whose_main_thread_hangs_in_c_ends_with_76():
         "os.read(os.pipe()[0], 1)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60
+    )
     assert ended.returncode == 76
     assert ended.stderr.startswith("error: nothing moves: process 0")
     assert 'File "<string>", line 5 in <module>' in ended.stderr

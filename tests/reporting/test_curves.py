@@ -1,4 +1,3 @@
-
 import pytest
 
 from maxtext_lite.reporting.curves import make_board, make_buckets
@@ -7,7 +6,11 @@ from tests.run_directories import eval_line, step_line, write_metrics
 
 
 def board_of(tmp_path, *runs):
-    return make_board(read_runs([write_metrics(tmp_path / str(number), lines) for number, lines in enumerate(runs)]))
+    return make_board(
+        read_runs(
+            [write_metrics(tmp_path / str(number), lines) for number, lines in enumerate(runs)]
+        )
+    )
 
 
 def chart(board, title):
@@ -22,8 +25,6 @@ def test_buckets_cover_every_row_once_and_are_equal_but_for_one(num_rows, most):
     assert len(buckets) == min(num_rows, most)
     sizes = {len(bucket) for bucket in buckets}
     assert len(sizes) == 0 or max(sizes) - min(sizes) <= 1
-
-
 
 
 @pytest.mark.parametrize(
@@ -41,7 +42,10 @@ def test_charts_are_of_metrics_that_have_a_value(tmp_path, changed, expected):
 
 def test_runs_share_a_chart_and_have_an_axis_only_if_it_has_values(tmp_path):
     board = board_of(tmp_path, [{"step": 5, "loss": 1.0}], [{"step": 6, "loss": 2.0}])
-    assert [(line["run"], line["mean"]) for line in chart(board, "Loss")["lines"]] == [(0, [1.0]), (1, [2.0])]
+    assert [(line["run"], line["mean"]) for line in chart(board, "Loss")["lines"]] == [
+        (0, [1.0]),
+        (1, [2.0]),
+    ]
     assert [*board["grids"][0]] == ["step"]
 
 
@@ -49,9 +53,15 @@ def test_metrics_by_source_have_a_line_for_each(tmp_path):
     lines = [step_line(step, source_epochs={"web": step / 4, "c/d": step / 2}) for step in (1, 2)]
     lines[1]["source_epochs"]["new"] = 0.25  # joined later
     shares = {"web": 0.75, "c/d": 0.25}
-    lines += [eval_line(2, 2.5) | {"eval_losses": {"web": 3.0, "c/d": None}, "source_token_shares": shares}]
+    lines += [
+        eval_line(2, 2.5)
+        | {"eval_losses": {"web": 3.0, "c/d": None}, "source_token_shares": shares}
+    ]
     board = board_of(tmp_path, lines)
-    found = {one["title"]: {line["label"]: line["mean"] for line in one["lines"]} for one in board["charts"]}
+    found = {
+        one["title"]: {line["label"]: line["mean"] for line in one["lines"]}
+        for one in board["charts"]
+    }
     assert found["Epochs by source"] == {"web": [0.25, 0.5], "c/d": [0.5, 1.0], "new": [None, 0.25]}
     assert found["Held-out loss by source"] == {"web": [3.0]}
     assert found["Target tokens by source"] == {"web": [0.75], "c/d": [0.25]}
@@ -82,19 +92,16 @@ def test_a_long_run_is_downsampled_to_500_buckets_that_keep_a_spike(tmp_path):
     assert [board["grids"][0][name][194] for name in ("first", "step", "last")] == [777, 778, 780]
 
 
-
-
-
-
-
-
 def test_stages_are_marked_where_the_batch_size_changes(tmp_path):
     sizes = [8, 8, 16, 16, 32]
-    lines = [step_line(step, global_batch_to_train=size) for step, size in enumerate(sizes, start=1)]
+    lines = [
+        step_line(step, global_batch_to_train=size) for step, size in enumerate(sizes, start=1)
+    ]
     board = board_of(tmp_path, lines)
     assert [(mark["kind"], mark["at"]["step"], mark["size"]) for mark in board["marks"]] == [
-        ("stage", 3, 16), ("stage", 5, 32),
-    ]  # fmt: skip
+        ("stage", 3, 16),
+        ("stage", 5, 32),
+    ]
     assert board["marks"][0]["at"] == {"step": 3, "examples_seen": 24, "tokens_seen": 2400}
     assert {*chart(board, "Batch size")["lines"][0]["mean"]} == {*sizes}
 
@@ -114,7 +121,11 @@ NOISE = {"gradient_noise_scale": 40.0, "gradient_noise_scale_error": 0.25}
 def test_the_noise_scale_has_a_band_of_one_standard_error_beside_the_batch(tmp_path):
     board = board_of(tmp_path, [step_line(1), step_line(2, **NOISE)])
     scale, batch = chart(board, "Gradient noise scale and batch")["lines"]
-    assert (scale["mean"], scale["low"], scale["high"]) == ([None, 40.0], [None, 30.0], [None, 50.0])
+    assert (scale["mean"], scale["low"], scale["high"]) == (
+        [None, 40.0],
+        [None, 30.0],
+        [None, 50.0],
+    )
     assert batch["mean"] == [8, 8]
 
 
@@ -122,23 +133,12 @@ def test_an_interval_takes_the_place_of_the_error_and_may_have_no_end(tmp_path):
     known = NOISE | {"gradient_noise_scale_low": 20.0, "gradient_noise_scale_high": 90.0}
     endless = NOISE | {"gradient_noise_scale_low": 20.0, "gradient_noise_scale_high": None}
     neither = NOISE | {"gradient_noise_scale_low": None, "gradient_noise_scale_high": None}
-    lines = [step_line(step, **values) for step, values in enumerate((known, endless, neither), start=1)]
+    lines = [
+        step_line(step, **values) for step, values in enumerate((known, endless, neither), start=1)
+    ]
     line = chart(board_of(tmp_path, lines), "Gradient noise scale and batch")["lines"][0]
     assert (line["low"], line["high"][0], line["high"][2]) == ([20.0, 20.0, None], 90.0, None)
-    assert [line["high"][row] >= line["interval"] * line["mean"][row] for row in (0, 1)] == [False, True]
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
+    assert [line["high"][row] >= line["interval"] * line["mean"][row] for row in (0, 1)] == [
+        False,
+        True,
+    ]

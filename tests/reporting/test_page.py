@@ -82,17 +82,25 @@ def test_the_numbers_of_the_page_are_those_of_the_run(tmp_path):
         ("gradient norm", "grad_norm"),
         ("epoch", "epoch"),
     ):
-        assert by_name[name] == [None if line[metric] is None else pytest.approx(line[metric]) for line in steps], name
+        assert by_name[name] == [
+            None if line[metric] is None else pytest.approx(line[metric]) for line in steps
+        ], name
     assert by_name["held out"] == [2.125]
     # Every line is drawn, with a point for each of its numbers.
-    points = [len(re.findall("[ML]", path["d"])) for path in page.attributes("path") if path["class"][:5] == "line "]
-    drawn = [len(line["mean"]) - line["mean"].count(None) for chart in data["charts"] for line in chart["lines"]]
+    points = [
+        len(re.findall("[ML]", path["d"]))
+        for path in page.attributes("path")
+        if path["class"][:5] == "line "
+    ]
+    drawn = [
+        len(line["mean"]) - line["mean"].count(None)
+        for chart in data["charts"]
+        for line in chart["lines"]
+    ]
     assert Counter(points) >= Counter(drawn)
     assert data["grids"][0] == {
         axis: [line[axis] for line in steps] for axis in ("step", "examples_seen", "tokens_seen")
     }
-
-
 
 
 def test_the_page_asks_the_network_for_nothing(tmp_path):
@@ -103,7 +111,9 @@ def test_the_page_asks_the_network_for_nothing(tmp_path):
         assert tag not in ("img", "iframe", "object", "embed"), tag
         assert "src" not in attributes
         assert attributes.get("href", "data:,") == "data:,"
-    assert not re.search(r"@import|url\(|fetch|XMLHttpRequest|WebSocket|import\(|eval\(|new Function", text)
+    assert not re.search(
+        r"@import|url\(|fetch|XMLHttpRequest|WebSocket|import\(|eval\(|new Function", text
+    )
     (policy,) = [meta["content"] for meta in page.attributes("meta") if meta.get("http-equiv")]
     assert policy.startswith("default-src 'none'; ")
 
@@ -130,23 +140,32 @@ def test_text_from_files_is_escaped(tmp_path):
         json.loads(page.data)
 
 
-
-
 def rows_of(page):
     return {row[0]: row[1:] for row in page.rows if row}
 
 
 def test_several_runs_lie_over_each_other_and_are_compared(tmp_path):
     one = write_run(tmp_path / "one", run_lines(), ["learning_rate=0.01"])
-    two = write_run(tmp_path / "two", run_lines(20), ["learning_rate=0.02", "seed=5", "per_device_batch_size=4"])
+    two = write_run(
+        tmp_path / "two", run_lines(20), ["learning_rate=0.02", "seed=5", "per_device_batch_size=4"]
+    )
     page = page_of(one, two)
     lines = json.loads(page.data)["charts"][0]["lines"]
-    assert [line["name"] for line in lines] == ["one, training", "one, held out", "two, training", "two, held out"]
+    assert [line["name"] for line in lines] == [
+        "one, training",
+        "one, held out",
+        "two, training",
+        "two, held out",
+    ]
     assert rows_of(page)["seed"] == ["0", "5"]
     assert rows_of(page)["global_batch_to_train"] == ["16", "4"]
     assert rows_of(page)["learning_rate"] == ["0.01", "0.02"]
     # Differing rows are highlighted.
-    differing = {row[0] for row, attributes in zip(page.rows, page.attributes("tr"), strict=True) if attributes}
+    differing = {
+        row[0]
+        for row, attributes in zip(page.rows, page.attributes("tr"), strict=True)
+        if attributes
+    }
     assert {"seed", "learning_rate", "per_device_batch_size", "global_batch_to_train"} <= differing
     assert not {"dataset_path", "gradient_accumulation_steps", "num_devices"} & differing
 
@@ -162,15 +181,21 @@ def test_the_plan_shows_the_stages_of_a_ramp_and_the_config_only_what_differs_fr
     assert "data_shuffle_seed" not in rows_of(page)
 
 
-
-
 def test_data_are_a_row_for_each_source_and_a_histogram_of_all(tmp_path):
     directory = write_run(tmp_path / "r", run_lines(), [])
     plan = json.loads((directory / "plan.json").read_text())
-    web = {"name": "<web>", "documents": 1500, "examples": 40, "slots_used": 0.75, "lengths": [0, 500, 1000]}
+    web = {
+        "name": "<web>",
+        "documents": 1500,
+        "examples": 40,
+        "slots_used": 0.75,
+        "lengths": [0, 500, 1000],
+    }
     code = {"name": "code", "documents": 20, "examples": 7, "slots_used": 1.0, "cut_documents": 3}
     mixture = [{"name": "code", "examples": 7, "rows": 12, "token_share": 0.25, "epochs": 1.5}]
-    (directory / "plan.json").write_text(json.dumps(plan | {"data": [web, code], "mixture": mixture}))
+    (directory / "plan.json").write_text(
+        json.dumps(plan | {"data": [web, code], "mixture": mixture})
+    )
     page = page_of(directory)
     assert [row for row in page.rows if row[0] in ("<web>", "code")] == [
         ["<web>", "1,500", "–", "40", "0.75", "–", "–", "–"],
@@ -195,7 +220,14 @@ def test_a_run_that_has_hardly_begun_has_a_page(tmp_path, empty):
     "plan",
     [
         {},
-        {"rampup": {"stages": [3, {}]}, "mesh": 3, "loading_hosts": ["x"], "memory": 1, "steps": "x", "warnings": "w"},
+        {
+            "rampup": {"stages": [3, {}]},
+            "mesh": 3,
+            "loading_hosts": ["x"],
+            "memory": 1,
+            "steps": "x",
+            "warnings": "w",
+        },
         {"data": [3, {"name": 4, "lengths": ["x", -1]}], "mixture": {"name": "x"}},
     ],
 )
@@ -206,23 +238,24 @@ def test_a_plan_that_is_not_as_expected_is_shown_as_far_as_it_goes(tmp_path, pla
     page_of(directory, write_run(tmp_path / "other", run_lines(), []))
 
 
-
-
-
-
-
-
-
-
-
-
 def test_the_timeline_has_a_bar_as_long_as_each_phase_in_the_line_of_its_kind(tmp_path):
     directory = write_metrics(tmp_path / "rl", [step_line(7, reward=0.5), step_line(8, reward=0.5)])
-    phases = [["rollout", 0, 0.0, 1.0], ["rollout", 1, 1.0, 2.0], ["train", 0, 1.0, 1.5], ["reward", 0, 0.9, 1]]
-    steps = [{"step": 7, "phases": phases}, {"step": 8, "phases": [["rollout", 0, 0.0, 4.0], ["train", 12, 3.0, 4.0]]}]
+    phases = [
+        ["rollout", 0, 0.0, 1.0],
+        ["rollout", 1, 1.0, 2.0],
+        ["train", 0, 1.0, 1.5],
+        ["reward", 0, 0.9, 1],
+    ]
+    steps = [
+        {"step": 7, "phases": phases},
+        {"step": 8, "phases": [["rollout", 0, 0.0, 4.0], ["train", 12, 3.0, 4.0]]},
+    ]
     (directory / "timeline.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     page = page_of(directory)
-    bars = [(bar["class"], bar["title"], *re.findall(r"[\d.]+", bar["style"])) for bar in page.attributes("i")]
+    bars = [
+        (bar["class"], bar["title"], *re.findall(r"[\d.]+", bar["style"]))
+        for bar in page.attributes("i")
+    ]
     assert bars == [
         ("c0", "chunk 0: rollout 1 s", "0.00", "25.00"),
         ("c0", "chunk 1: rollout 1 s", "25.00", "25.00"),

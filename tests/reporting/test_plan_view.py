@@ -6,30 +6,33 @@ from maxtext_lite.reporting.plan_view import memory_parts, plan_rows, short_numb
 
 
 def plan_of(*overrides, num_devices=1, num_hosts=1, **options):
-    return make_plan(load_config(None, overrides), num_devices=num_devices, num_hosts=num_hosts, **options).to_json()
+    return make_plan(
+        load_config(None, overrides), num_devices=num_devices, num_hosts=num_hosts, **options
+    ).to_json()
 
 
 @pytest.mark.fast
 def test_a_plan_in_words():
-    plan = plan_of("ici_pipeline_parallelism=2", num_devices=2) | {"key_of_the_future": [1, {"a": None}], "epochs": 2.5}
+    plan = plan_of("ici_pipeline_parallelism=2", num_devices=2) | {
+        "key_of_the_future": [1, {"a": None}],
+        "epochs": 2.5,
+    }
     rows = plan_rows(plan)
     assert rows["key_of_the_future"][0] == '[1, {"a": null}]'
     assert rows["num_pipeline_stages"][0] == "2"
     unknown = {key for key, value in plan.items() if value is None}
     assert set(plan) - set(rows) == {"mesh", "num_hosts", "rampup", "memory", "warnings"} | unknown
-    rows = plan_rows(plan_of("per_device_batch_size=0.5", "ici_tensor_parallelism=4", num_devices=256, num_hosts=64))
+    rows = plan_rows(
+        plan_of(
+            "per_device_batch_size=0.5", "ici_tensor_parallelism=4", num_devices=256, num_hosts=64
+        )
+    )
     assert rows["num_devices"] == ("256", "fsdp 64 × tensor 4, on 64 hosts")
     assert rows["micro_batch_to_train"][0] == "128"
     assert rows["tokens_per_step"][0] == "32,768"
     assert rows["loading_hosts"] == ("64 of 64", "hosts 0–63")
     assert "num_pipeline_stages" not in rows
     assert "epochs" not in rows, "null without a data index"
-
-
-
-
-
-
 
 
 def test_the_batches_of_reinforcement_learning_are_rows_like_the_others():
@@ -44,10 +47,6 @@ def test_the_batches_of_reinforcement_learning_are_rows_like_the_others():
     assert not [name for name in plan["rl"] if name not in rows]
 
 
-
-
-
-
 def test_memory_is_shares_of_the_device_or_of_the_sum():
     memory = {"params": 10_000, "optimizer_state": 30_000, "total": 40_000, "limit": None}
     sentence, parts = memory_parts({"memory": memory})
@@ -57,13 +56,16 @@ def test_memory_is_shares_of_the_device_or_of_the_sum():
     assert (sentence, parts[1][2]) == ("40.0 kB of 80.0 kB per device", 0.375)
     peak = {"params": 10_000, "optimizer_state": 0, "activations": 30_000}
     _, parts = memory_parts({"memory": memory | {"at_peak": peak}})
-    assert [share for _, _, share in parts] == [0.25, 0, 0.75], "what is held at the peak adds up to the total"
+    assert [share for _, _, share in parts] == [0.25, 0, 0.75], (
+        "what is held at the peak adds up to the total"
+    )
     _, parts = memory_parts({"memory": memory | {"limit": 20_000}})
     assert sum(share for _, _, share in parts) == 1, "more than there is still fits the bar"
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(0, "0"), (0.003, "0.003"), (999, "999"), (50_000, "50k"), (999_999, "1M"), (-1500, "-1.5k")]
+    ("value", "text"),
+    [(0, "0"), (0.003, "0.003"), (999, "999"), (50_000, "50k"), (999_999, "1M"), (-1500, "-1.5k")],
 )
 def test_short_numbers(value, text):
     assert short_number(value) == text

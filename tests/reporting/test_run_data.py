@@ -50,12 +50,6 @@ def test_what_is_no_number_is_a_gap(value, tmp_path):
     assert read(directory).steps["loss"] == [3.99, None]
 
 
-
-
-
-
-
-
 def test_a_step_that_stands_twice_counts_as_the_later_line_has_it(tmp_path):
     run = read(write_metrics(tmp_path / "r", [step_line(1), step_line(2), step_line(1, loss=9.0)]))
     assert (run.steps["step"], run.steps["loss"]) == ([1, 2], [9.0, 3.98])
@@ -77,33 +71,36 @@ def test_files_that_are_missing_or_damaged_are_noted(tmp_path):
 
 @pytest.mark.parametrize("number", ["1" + "0" * 400, "-1e308", "Infinity", "NaN", "1e999"])
 def test_numbers_that_nothing_can_be_computed_with_are_left_out_and_noted(number, tmp_path):
-    (tmp_path / "plan.json").write_text(f'{{"steps": {number}, "memory": {{"total": 5, "params": [{number}]}}}}')
+    (tmp_path / "plan.json").write_text(
+        f'{{"steps": {number}, "memory": {{"total": 5, "params": [{number}]}}}}'
+    )
     run = read(tmp_path)
     assert run.plan == {"steps": None, "memory": {"total": 5, "params": [None]}}
     assert any("plan.json" in note for note in run.notes)
 
 
 def test_settings_have_value_base_and_origin(tmp_path):
-    directory = write_run(tmp_path / "r", [], ["steps=7", "dataset_path='a # b.txt'", "per_device_batch_size=16"])
+    directory = write_run(
+        tmp_path / "r", [], ["steps=7", "dataset_path='a # b.txt'", "per_device_batch_size=16"]
+    )
     settings = read(directory).settings
-    steps, path, batch = (settings[key] for key in ("steps", "dataset_path", "per_device_batch_size"))
+    steps, path, batch = (
+        settings[key] for key in ("steps", "dataset_path", "per_device_batch_size")
+    )
     assert steps == ("7", "250", "command line")
     assert (path.value, path.origin) == ("a # b.txt", "command line")
     assert (batch.value, batch.base) == ("16", "16"), "16 and 16.0 are one number"
 
 
-
-
-
-
-
-
-
-
 def test_a_run_of_reinforcement_learning_has_accuracies_from_step_0_and_a_timeline(tmp_path):
     lines = [{"step": 0, "eval_accuracy": 0.25, "eval_reward": 0.5}, step_line(1, reward=0.75)]
-    directory = write_metrics(tmp_path / "rl", [*lines, {"step": 1, "eval_accuracy": 0.5, "eval_reward": 0.5}])
-    timeline = [{"step": step, "phases": [["rollout", 0, 0.0, 1.5], ["train", 0, 1.5, 2]]} for step in range(1, 6)]
+    directory = write_metrics(
+        tmp_path / "rl", [*lines, {"step": 1, "eval_accuracy": 0.5, "eval_reward": 0.5}]
+    )
+    timeline = [
+        {"step": step, "phases": [["rollout", 0, 0.0, 1.5], ["train", 0, 1.5, 2]]}
+        for step in range(1, 6)
+    ]
     timeline.append({"step": 6, "phases": [["train", 0, 2.0, 1.0]]})  # it ends before it starts
     (directory / "timeline.jsonl").write_text("".join(json.dumps(line) + "\n" for line in timeline))
     (run,) = read_runs([directory])

@@ -1,4 +1,3 @@
-
 from maxtext_lite.batching.advice import batch_size_advice
 from maxtext_lite.reporting.run_data import read_runs
 from maxtext_lite.reporting.summary import NONE, advice, summary
@@ -13,9 +12,21 @@ def read(directory):
 def test_the_summary_of_a_run(tmp_path):
     speeds = {1: 1, 2: 500, 3: 900}
     lines = [step_line(step, tokens_per_second=speed, mfu=0.4) for step, speed in speeds.items()]
-    skipped = {"loss": None, "grad_norm": None, "skipped": True, "tokens_per_second": 700.0, "mfu": 0.3}
-    lines += [eval_line(2, 3.25), step_line(4, **skipped, global_batch_to_train=16), eval_line(4, 3.5)]
-    found = summary(read(write_run(tmp_path / "r", lines, ["steps=10", "warmup_steps=2"], num_devices=2)))
+    skipped = {
+        "loss": None,
+        "grad_norm": None,
+        "skipped": True,
+        "tokens_per_second": 700.0,
+        "mfu": 0.3,
+    }
+    lines += [
+        eval_line(2, 3.25),
+        step_line(4, **skipped, global_batch_to_train=16),
+        eval_line(4, 3.5),
+    ]
+    found = summary(
+        read(write_run(tmp_path / "r", lines, ["steps=10", "warmup_steps=2"], num_devices=2))
+    )
     assert {name: value for name, (value, _) in found.items() if value != NONE} == {
         "Steps": "4",
         "Loss": "3.97",
@@ -49,14 +60,16 @@ def test_what_is_not_known_is_none(tmp_path):
     assert {value for value, _ in found.values()} == {NONE}
 
 
-
-
 def test_advice_is_on_the_last_noise_scale_that_was_measured(tmp_path):
     noise = {"gradient_noise_scale": 900.0, "gradient_noise_scale_error": 0.1}
     lines = [step_line(1), step_line(2, **noise), step_line(3, gradient_noise_scale=None)]
     assert advice(read(write_metrics(tmp_path / "a", lines))) == batch_size_advice(900.0, 0.1, 8)
     lines = [step_line(1, gradient_noise_scale=20.0)]
     assert advice(read(write_metrics(tmp_path / "b", lines))) == batch_size_advice(20.0, None, 8)
-    assert advice(read(write_metrics(tmp_path / "c", [step_line(1)]))) == batch_size_advice(None, None, 8)
+    assert advice(read(write_metrics(tmp_path / "c", [step_line(1)]))) == batch_size_advice(
+        None, None, 8
+    )
     assert advice(read(write_metrics(tmp_path / "d", []))) == ""
-    assert "the batch of 16 examples" in advice(read(write_run(tmp_path / "e", [], []))), "the plan's"
+    assert "the batch of 16 examples" in advice(read(write_run(tmp_path / "e", [], []))), (
+        "the plan's"
+    )

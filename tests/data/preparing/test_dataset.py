@@ -22,7 +22,9 @@ from maxtext_lite.data.tokenizer import ByteTokenizer
 from tests.stores import Memory
 
 TASK_BYTES = 12_000
-STEP = int(os.environ.get("PREPARE_KILL_STEP", "7"))  # 1: killed at every change of the disk, not at every seventh
+STEP = int(
+    os.environ.get("PREPARE_KILL_STEP", "7")
+)  # 1: killed at every change of the disk, not at every seventh
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +50,9 @@ def texts(tmp_path):
 def prepare(tmp_path):
     def run(output="out", *, share=(0, 1), tokenizer=None, **keys):
         place = output if "://" in output else str(tmp_path / output)
-        config = PrepareConfig(**{"input": [str(tmp_path / "in")], "output": place, "task_megabytes": 1} | keys)
+        config = PrepareConfig(
+            **{"input": [str(tmp_path / "in")], "output": place, "task_megabytes": 1} | keys
+        )
         tokenizer = tokenizer or (ByteTokenizer() if config.num_workers < 2 else None)
         return prepare_dataset(config, tokenizer=tokenizer, share=share)
 
@@ -67,13 +71,19 @@ def test_the_stream_is_that_of_the_documents(texts, tmp_path, prepare, content):
     expected = np.concatenate([np.array([*text.encode(), 256]) for text in full])
     assert (outcome.empty, outcome.bad) == (len(texts) - len(full), 0)
     manifest = read_manifest(tmp_path / "out")
-    assert (manifest.documents, manifest.tokens, manifest.dtype) == (len(full), len(expected), "uint16")
+    assert (manifest.documents, manifest.tokens, manifest.dtype) == (
+        len(full),
+        len(expected),
+        "uint16",
+    )
     starts = np.fromfile(tmp_path / "out" / "documents.i64", "<i8")
     np.testing.assert_array_equal(starts, np.cumsum([0, *(len(text) + 1 for text in full)]))
     files, tokens = ["manifest.json", "documents.i64", "prepare.json"], []
     for shard in manifest.shards:
         files.append(shard.file)
-        assert shard.sha256 == hashlib.sha256((tmp_path / "out" / shard.file).read_bytes()).hexdigest()
+        assert (
+            shard.sha256 == hashlib.sha256((tmp_path / "out" / shard.file).read_bytes()).hexdigest()
+        )
         reader = ArrayRecordReader(str(tmp_path / "out" / shard.file), "")
         records = reader.read_all()
         reader.close()
@@ -89,14 +99,20 @@ def test_the_stream_is_that_of_the_documents(texts, tmp_path, prepare, content):
 def test_processes_and_shares_make_the_same_bytes(texts, prepare, content):
     prepare()
     prepare("two", num_workers=2)
-    assert [prepare("shares", share=(number, 3)) is None for number in (2, 0, 1)] == [True, True, False]
+    assert [prepare("shares", share=(number, 3)) is None for number in (2, 0, 1)] == [
+        True,
+        True,
+        False,
+    ]
     assert content("two") == content("shares") == content("out")
 
 
 def test_a_complete_dataset_is_not_prepared_again(texts, prepare, content, monkeypatch):
     manifest, expected = prepare().manifest, content("out")
     answers = iter([False, True, True, True])  # it ended between the first look and the lock
-    monkeypatch.setattr("maxtext_lite.data.preparing.journal.Journal.is_complete", lambda _: next(answers))
+    monkeypatch.setattr(
+        "maxtext_lite.data.preparing.journal.Journal.is_complete", lambda _: next(answers)
+    )
     monkeypatch.setattr("maxtext_lite.data.preparing.workers.run_task", None)
     assert prepare().manifest == manifest
     assert content("out") == expected
@@ -126,7 +142,14 @@ def killed_at(place):
 
     with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Killed):
         patch.setattr(shards, "ArrayRecordWriter", Writer)
-        owners = {"fsync": os, "link": os, "replace": Path, "unlink": Path, "mkdir": Path, "rmtree": shutil}
+        owners = {
+            "fsync": os,
+            "link": os,
+            "replace": Path,
+            "unlink": Path,
+            "mkdir": Path,
+            "rmtree": shutil,
+        }
         for name, owner in owners.items():
             patch.setattr(owner, name, lethal(getattr(owner, name)))
         yield changes
@@ -153,7 +176,9 @@ def bucket(monkeypatch, tmp_path):
     return Memory(monkeypatch)
 
 
-def test_every_file_is_uploaded_once_and_the_manifest_last(texts, tmp_path, bucket, prepare, content):
+def test_every_file_is_uploaded_once_and_the_manifest_last(
+    texts, tmp_path, bucket, prepare, content
+):
     manifest = prepare().manifest
     prepare("gs://bucket/out/")
     assert bucket.content("gs://bucket/out") == content("out")
@@ -227,7 +252,11 @@ def test_a_special_token_that_the_template_prints_is_a_setting(tmp_path, prepare
     def prepare_chat(begin, end):
         stated = {"chat_template": template, "bos_token": begin, "eos_token": end}
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(stated))
-        keys = {"tokenizer_type": "huggingface", "tokenizer_path": str(tmp_path), "tokenizer": ByteTokenizer()}
+        keys = {
+            "tokenizer_type": "huggingface",
+            "tokenizer_path": str(tmp_path),
+            "tokenizer": ByteTokenizer(),
+        }
         return prepare(input=[str(tmp_path / "a.jsonl")], chat=True, **keys)
 
     assert prepare_chat("<s>", "</s>") == prepare_chat("<s>", "<stop>")  # which is not printed

@@ -72,7 +72,9 @@ def test_rows(name, tmp_path):
     assert isinstance(bad, BadLine)
     with pytest.raises(UserError, match="'text'"):
         read(path)
-    twice = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
+    twice = pyarrow.Table.from_arrays(
+        [pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"]
+    )
     write_rows(path, twice)
     with pytest.raises(UserError, match=name):
         read(path)
@@ -80,7 +82,10 @@ def test_rows(name, tmp_path):
 
 def test_a_stream_cut_off_between_batches_ends_it(tmp_path):
     table = pyarrow.table({"text": TEXTS})
-    with (tmp_path / "a.arrow").open("wb") as opened, pyarrow.ipc.new_stream(opened, table.schema) as writer:
+    with (
+        (tmp_path / "a.arrow").open("wb") as opened,
+        pyarrow.ipc.new_stream(opened, table.schema) as writer,
+    ):
         writer.write_table(table.slice(0, 3))
         after_one = opened.tell()
         writer.write_table(table.slice(3))
@@ -93,13 +98,24 @@ def test_a_stream_cut_off_between_batches_ends_it(tmp_path):
 
 
 def test_bad_lines_are_named_with_their_places(tmp_path, monkeypatch):
-    lines = [b'{"text": "good"}', b"{", b'{"text": 3}', b'{"text": "\xff"}', b'{"text": "\\ud800"}', b"[]"]
+    lines = [
+        b'{"text": "good"}',
+        b"{",
+        b'{"text": 3}',
+        b'{"text": "\xff"}',
+        b'{"text": "\\ud800"}',
+        b"[]",
+    ]
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b"\n".join(lines[:2])))
     said = read(tmp_path)
     assert [each for each in said if isinstance(each, str)] == ["good", "good"]
-    problems = [each.problem.removeprefix(f"{tmp_path}/") for each in said if isinstance(each, BadLine)]
-    assert [problem.partition(": ")[0] for problem in problems] == ["a.jsonl"] * 5 + ["b.jsonl.gz:2"]
+    problems = [
+        each.problem.removeprefix(f"{tmp_path}/") for each in said if isinstance(each, BadLine)
+    ]
+    assert [problem.partition(": ")[0] for problem in problems] == ["a.jsonl"] * 5 + [
+        "b.jsonl.gz:2"
+    ]
     assert [int(problem.split()[4][:-1]) for problem in problems[:5]] == [17, 19, 31, 45, 64]
     (tmp_path / "c.txt").write_bytes(b"ab\xff")
     with pytest.raises(UserError, match=r"c\.txt"):
@@ -112,10 +128,17 @@ def test_bad_lines_are_named_with_their_places(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.arrow"])
 def test_conversations_are_written_by_the_chat_template_and_refused_with_tools(name, tmp_path):
-    (tmp_path / "t.jinja").write_text("{% for m in messages %}<{{ m.name or m.role }}>{{ m.content }}{% endfor %}")
-    turns = [{"role": "user", "content": "2 + 3?", "name": "bob"}, {"role": "assistant", "content": "5"}]
+    (tmp_path / "t.jinja").write_text(
+        "{% for m in messages %}<{{ m.name or m.role }}>{{ m.content }}{% endfor %}"
+    )
+    turns = [
+        {"role": "user", "content": "2 + 3?", "name": "bob"},
+        {"role": "assistant", "content": "5"},
+    ]
     tools = ["[]", "{}", "null", "", '[{"name": "add"}]']  # texts may say that there is nothing
-    rows = [{"documents": turns, "tools": each} for each in tools]  # a field may have the name of what is not rendered
+    rows = [
+        {"documents": turns, "tools": each} for each in tools
+    ]  # a field may have the name of what is not rendered
     if name == "a.jsonl":
         (tmp_path / name).write_text("\n".join(map(json.dumps, rows)))
     else:

@@ -21,7 +21,9 @@ def prepared(tmp_path):
 
 @pytest.mark.fast
 def test_the_report_counts_the_contents(prepared, monkeypatch):
-    text = "\n".join(" ".join(line.split()) for line in report(prepared, InspectConfig(max_target_length=10)))
+    text = "\n".join(
+        " ".join(line.split()) for line in report(prepared, InspectConfig(max_target_length=10))
+    )
     ids = [token for text in TEXTS for token in [*text.encode(), 256]]
     counts = sorted(collections.Counter(ids).values(), reverse=True)
     for said in (
@@ -41,18 +43,13 @@ def test_the_report_counts_the_contents(prepared, monkeypatch):
     assert "\n".join(" ".join(line.split()) for line in in_parts) == text
 
 
-
-
-
-
-
-
-
-
-
-
 def test_a_runs_summary_of_its_data_agrees_with_inspect(prepared):
-    keys = ["dataset_type=array_record", "eval_fraction=0", "eval_interval=-1", "max_target_length=10"]
+    keys = [
+        "dataset_type=array_record",
+        "eval_fraction=0",
+        "eval_interval=-1",
+        "max_target_length=10",
+    ]
     config = load_config(None, [*keys, f"dataset_path={prepared}", "packing=best_fit"])
     source, _ = open_sources(config)
     (found,) = summaries(source)
@@ -71,4 +68,7 @@ def test_a_runs_summary_of_its_data_agrees_with_inspect(prepared):
         prepared.with_name(f"{name}.txt").write_text(text)
     paths = [f"{{path: {prepared.with_name(name)}.txt, weight: 1}}" for name in "ab"]
     mixture, _ = open_mixture(load_config(None, [*keys[1:], f"dataset_path=[{', '.join(paths)}]"]))
-    assert {each["name"]: each["lengths"] for each in summaries(mixture)} == {"a": [0, 0, 0, 1], "b": [0, 0, 1]}
+    assert {each["name"]: each["lengths"] for each in summaries(mixture)} == {
+        "a": [0, 0, 0, 1],
+        "b": [0, 0, 1],
+    }

@@ -18,7 +18,9 @@ def open_journal(tmp_path):
     (tmp_path / "a.txt").write_text("a text")
     config = PrepareConfig(input=[str(tmp_path / "a.txt")], output=str(tmp_path / "out"))
     files = find_inputs(config.input)
-    return lambda: Journal(config, files, split_into_tasks(files, task_bytes=10, field="text"), ByteTokenizer())
+    return lambda: Journal(
+        config, files, split_into_tasks(files, task_bytes=10, field="text"), ByteTokenizer()
+    )
 
 
 def assert_in_use(journal, shared=False):
@@ -42,7 +44,9 @@ def test_the_lock_ends_with_its_process(open_journal, tmp_path):
         f"import fcntl, time\nopened = open({str(lock)!r}, 'ab')\nfcntl.flock(opened, fcntl.LOCK_EX)\n"
         "print('held', flush=True)\ntime.sleep(60)\n"
     )
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as holder:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
+    ) as holder:
         assert holder.stdout.readline() == "held\n"
         assert_in_use(open_journal())
         holder.kill()
@@ -61,7 +65,3 @@ def test_a_task_is_done_when_its_entry_is_there(open_journal):
         assert journal.done() == {0: empty}
         with pytest.raises(UserError):  # every document is empty
             journal.finish()
-
-
-
-

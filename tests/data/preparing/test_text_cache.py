@@ -21,9 +21,15 @@ def config(tmp_path, monkeypatch):
     monkeypatch.delenv(text_cache.CACHE_VARIABLE, raising=False)
     monkeypatch.setattr(dataset, "_MEGABYTE", 3000 // 64)
     (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in [*TEXTS, ""]))
+    (tmp_path / "in" / "a.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in [*TEXTS, ""])
+    )
     (tmp_path / "in" / "b.txt.gz").write_bytes(gzip.compress("Größe".encode() * 100))
-    keys = ["eval_fraction=0.1", "max_target_length=64", f"base_output_directory={tmp_path / 'runs'}"]
+    keys = [
+        "eval_fraction=0.1",
+        "max_target_length=64",
+        f"base_output_directory={tmp_path / 'runs'}",
+    ]
     return load_config(None, [f"dataset_path={tmp_path / 'in'}", *keys])
 
 
@@ -73,10 +79,16 @@ def test_another_text_or_tokenizer_has_another_place(config, tmp_path, monkeypat
 
 
 DAMAGES = {
-    "flipped": ("*.array_record", lambda content: bytes([*content[:99], content[99] ^ 1, *content[100:]])),
+    "flipped": (
+        "*.array_record",
+        lambda content: bytes([*content[:99], content[99] ^ 1, *content[100:]]),
+    ),
     "cut": ("*.array_record", lambda content: content[:-1]),
     "gone": ("*.array_record", None),
-    "documents": ("documents.i64", lambda content: bytes([*content[:99], content[99] ^ 1, *content[100:]])),
+    "documents": (
+        "documents.i64",
+        lambda content: bytes([*content[:99], content[99] ^ 1, *content[100:]]),
+    ),
     "manifest": ("manifest.json", lambda content: content[:-9]),
     "about": ("text.json", lambda content: b'{"sha256": []}'),
 }
@@ -98,9 +110,3 @@ def test_a_damaged_text_is_made_again(damage, config, tmp_path, capsys):
     assert open_sources(config)[0].fingerprint == fingerprint
     assert "warning: " in capsys.readouterr().err
     assert {path.name: path.read_bytes() for path in entry.iterdir()} == before
-
-
-
-
-
-

@@ -9,7 +9,11 @@ from maxtext_lite.data import load_tokenizer
 from maxtext_lite.data.preparing.keys import PrepareConfig
 from maxtext_lite.prepare import main
 
-TEXTS = ["the cat sat on the mat, and the hat lay flat\n", "a rat ran past the mat at 12:45\n" * 3, ""]
+TEXTS = [
+    "the cat sat on the mat, and the hat lay flat\n",
+    "a rat ran past the mat at 12:45\n" * 3,
+    "",
+]
 
 
 @pytest.fixture
@@ -49,5 +53,3 @@ def test_an_impossible_vocabulary_is_refused(words, more, message, tmp_path):
     with pytest.raises(UserError, match=message):
         main(["tokenizer", *words, *more.split()])
     assert not (tmp_path / "out").exists()
-
-

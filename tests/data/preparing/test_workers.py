@@ -23,7 +23,12 @@ def job(tmp_path, content):
 
 def test_this_process_reports_tokens_and_entries(tmp_path):
     made = list(run_here(*job(tmp_path, '{"text": "abc"}\n' * 8), ByteTokenizer()))
-    assert [each.tokens for each in made] == [12, 8, 12, 0]  # no line begins in the last 8 of 128 bytes
+    assert [each.tokens for each in made] == [
+        12,
+        8,
+        12,
+        0,
+    ]  # no line begins in the last 8 of 128 bytes
     assert [each.entry.shard and each.entry.shard.tokens for each in made] == [12, 8, 12, None]
 
 
@@ -43,5 +48,3 @@ def test_a_killed_worker_is_reported(tmp_path):
     child.kill()
     with pytest.raises(RuntimeError, match="ended with exit code -9"):
         list(running)
-
-
