@@ -67,7 +67,7 @@ def test_an_invalid_list_is_refused_with_its_line(line, tmp_path):
         # Ids count on from one source to the next; a row listed twice is left out from the earlier position.
         (MIXED, [{"row": 3, "source": "code"}, {"row": 3, "source": "web"}], {13: 0, 3: 0}),
         (MIXED, [{"row": 4, "data": "text:other", "source": "its old name"}], {14: 0}),
-        (MIXED, [{"row": 2, "source": "web", "from_example": at} for at in (8, 5)], {2: 5}),
+        (MIXED, [{"row": 2, "source": "web", "from_example": at} for at in (8, 5, 6)], {2: 5}),
     ],
 )
 def test_rows_are_found_by_fingerprint_or_name(source, rows, ids):

@@ -1,9 +1,11 @@
 """A command ends at once with 130, is asked to stop later on, then ends with its own code; imports change nothing."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -126,16 +128,20 @@ while True:
 """
 
 
+@contextlib.contextmanager
 def popen(words, **environment):
     pipe = subprocess.PIPE
-    keys = {
-        "cwd": REPOSITORY,
-        "stdout": pipe,
-        "stderr": pipe,
-        "text": True,
-        "env": os.environ | environment,
-    }
-    return subprocess.Popen([sys.executable, *words], **keys)
+    keys = {"cwd": REPOSITORY, "stdout": pipe, "stderr": pipe, "text": True}
+    with subprocess.Popen(
+        [sys.executable, *words], env=os.environ | environment, **keys
+    ) as process:
+        killer = threading.Timer(60, process.kill)
+        killer.start()
+        try:
+            yield process
+        finally:
+            killer.cancel()
+            process.kill()
 
 
 @BOTH
