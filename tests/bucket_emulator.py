@@ -51,7 +51,9 @@ def _heeding_preconditions(handler):
 def _saying_the_generation(handler):
     def saying(request, response, storage, *args, **kwargs):
         handler(request, response, storage, *args, **kwargs)
-        found = storage.objects.get(request.params["bucket_name"], {}).get(request.params["object_id"])
+        found = storage.objects.get(request.params["bucket_name"], {}).get(
+            request.params["object_id"]
+        )
         if found:
             response["x-goog-generation"] = found["generation"]
 
@@ -61,7 +63,9 @@ def _saying_the_generation(handler):
 def _knowing_last_bytes(handler):
     def knowing(request, response, storage, *args, **kwargs):
         wanted = (request.get_header("range") or "").removeprefix("bytes=-")
-        found = storage.objects.get(request.params["bucket_name"], {}).get(request.params["object_id"])
+        found = storage.objects.get(request.params["bucket_name"], {}).get(
+            request.params["object_id"]
+        )
         if found and wanted.isdecimal():
             start = max(int(found["size"]) - int(wanted), 0)
             request._request_handler.headers.replace_header("range", f"bytes={start}-")
@@ -72,7 +76,9 @@ def _knowing_last_bytes(handler):
 
 def _dating_changes(handler):
     def dating(request, response, storage, *args, **kwargs):
-        found = storage.objects.get(request.params["bucket_name"], {}).get(request.params["object_id"])
+        found = storage.objects.get(request.params["bucket_name"], {}).get(
+            request.params["object_id"]
+        )
         if found:
             found["updated"] = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         handler(request, response, storage, *args, **kwargs)
@@ -91,7 +97,9 @@ def _serve() -> None:
             methods["GET"] = _saying_the_generation(_knowing_last_bytes(methods["GET"]))
         if methods.get("PATCH") is emulator.objects.patch:
             methods["PATCH"] = _dating_changes(methods["PATCH"])
-    emulator.Storage._write_config_to_file = lambda self: None  # all objects' metadata, at each write
+    emulator.Storage._write_config_to_file = lambda self: (
+        None
+    )  # all objects' metadata, at each write
     server.HTTPServer.request_queue_size = 128
     with emulator.create_server("127.0.0.1", 0, in_memory=True, default_bucket=BUCKET) as running:
         while running._api._httpd is None:
@@ -105,7 +113,9 @@ def bucket_server() -> Iterator[dict[str, str]]:
     """Serves an empty bucket; gives the `variables` that reach it, and in BUCKET_PROCESS the id of its process."""
     command = [sys.executable, "-m", "tests.bucket_emulator"]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, cwd=REPOSITORY, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True) as it:
+    with subprocess.Popen(
+        command, cwd=REPOSITORY, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True
+    ) as it:
         assert it.stdin is not None
         assert it.stdout is not None
         yield variables(int(it.stdout.readline())) | {"BUCKET_PROCESS": str(it.pid)}

@@ -10,14 +10,34 @@ SCALARS = (
     | st.booleans()
     | st.integers(-3, 70)
     | st.integers()
-    | st.sampled_from([2**31, 2**63, -(2**63), 2**64, 10**30, 0.5, -1.0, 1e300, 1e-300, 1e400, -0.0, float("nan")])
+    | st.sampled_from(
+        [2**31, 2**63, -(2**63), 2**64, 10**30, 0.5, -1.0, 1e300, 1e-300, 1e400, -0.0, float("nan")]
+    )
     | st.floats()
     | st.text(max_size=6)
-    | st.sampled_from(["", ".", "..", "../x", "/dev/null", "a/b", "\0", "\n", "~", "null", "1", "ö" * 200, "\ud800"])
+    | st.sampled_from(
+        [
+            "",
+            ".",
+            "..",
+            "../x",
+            "/dev/null",
+            "a/b",
+            "\0",
+            "\n",
+            "~",
+            "null",
+            "1",
+            "ö" * 200,
+            "\ud800",
+        ]
+    )
 )
 VALUES = st.recursive(
     SCALARS,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
     max_leaves=5,
 )
 

@@ -8,7 +8,14 @@ from collections.abc import Sequence
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from maxtext_lite.data.manifest import DOCUMENTS_FILE, MANIFEST_FILE, Manifest, manifest_text, stored_shard, token_dtype
+from maxtext_lite.data.manifest import (
+    DOCUMENTS_FILE,
+    MANIFEST_FILE,
+    Manifest,
+    manifest_text,
+    stored_shard,
+    token_dtype,
+)
 
 
 def write_prepared(
@@ -31,13 +38,17 @@ def write_prepared(
         for first in range(0, len(tokens), tokens_per_record):
             writer.write(tokens[first : first + tokens_per_record].tobytes())
         writer.close()
-        content = hashlib.sha256(np.array([len(document) for document in documents], "<i8").tobytes())
+        content = hashlib.sha256(
+            np.array([len(document) for document in documents], "<i8").tobytes()
+        )
         content.update(tokens.tobytes())
         about = {"documents": len(documents), "tokens": len(tokens), "content": content.hexdigest()}
         entries.append(stored_shard(directory, name, **about))
     lengths = [len(document) for documents in shards for document in documents]
     np.cumsum([0, *lengths]).astype("<i8").tofile(directory / DOCUMENTS_FILE)
-    manifest = Manifest(tokenizer, vocab_size, token_dtype(vocab_size), tokens_per_record, tuple(entries))
+    manifest = Manifest(
+        tokenizer, vocab_size, token_dtype(vocab_size), tokens_per_record, tuple(entries)
+    )
     (directory / MANIFEST_FILE).write_text(manifest_text(manifest))
     return manifest
 

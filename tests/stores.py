@@ -49,7 +49,10 @@ class Memory:
     def content(self, url: str) -> dict[str, bytes]:
         """What stands below a path, by its name from there."""
         root = "/" + url.partition("://")[2]
-        return {name[len(root) + 1 :]: self.files.store[name].getvalue() for name in self.files.find(root)}
+        return {
+            name[len(root) + 1 :]: self.files.store[name].getvalue()
+            for name in self.files.find(root)
+        }
 
 
 @contextlib.contextmanager

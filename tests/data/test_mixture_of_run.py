@@ -3,7 +3,13 @@ import pytest
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data.mixture_history import as_json, history_of
-from maxtext_lite.data.mixture_of_run import early_end, in_run, mixture_sentences, mixture_table, steps_left
+from maxtext_lite.data.mixture_of_run import (
+    early_end,
+    in_run,
+    mixture_sentences,
+    mixture_table,
+    steps_left,
+)
 from maxtext_lite.data.mixture_source import MixtureSource, parts_of
 from tests.data.test_feed import NumberedSource
 
@@ -13,7 +19,9 @@ SIZES = {"a": 20, "b": 100}
 def begun(*keys, a="max_epochs: 1.5", b=""):
     """A run of two equal halves: a has 20 examples, and with max_epochs of 1.5 gives 30."""
     entries = f"[{{path: a, weight: 1, {a}}}, {{path: b, weight: 1, {b}}}]"
-    config = load_config(None, [f"dataset_path={entries}", "per_device_batch_size=8", "warmup_steps=0", *keys])
+    config = load_config(
+        None, [f"dataset_path={entries}", "per_device_batch_size=8", "warmup_steps=0", *keys]
+    )
     sources = [NumberedSource(size, fingerprint=f"rows of {name}") for name, size in SIZES.items()]
     parts = parts_of(config, sources)
     assert [part.most_rows for part in parts] == [30 if a else None, 300 if b else None]
@@ -25,15 +33,14 @@ def left(run, step=0, examples_seen=0):
     return steps_left(*run, step=step, examples_seen=examples_seen)
 
 
+@pytest.mark.fast
 def test_a_source_that_would_pass_its_max_epochs_is_refused_before_the_run():
     """a's row number 30 would be example 60 (rows 0, 2, ... are a's): 7 batches of 8 end before it, 8 do not."""
     assert left(begun("steps=7")) == 7
-    with pytest.raises(UserError) as error:
+    with pytest.raises(
+        UserError, match=r"a .* 60, .* steps=7, mixture_exhausted=stop, mixture_exhausted=drop or"
+    ):
         left(begun("steps=8"))
-    assert error.value.problems == (
-        "dataset_path: max_epochs of the source a is reached at example 60, and the run has 64. Nearest that work: "
-        "steps=7, mixture_exhausted=stop, mixture_exhausted=drop or a larger max_epochs.",
-    )
     assert left(begun("steps=99", a="")) == 99
 
 
@@ -42,30 +49,32 @@ def test_a_run_that_stops_there_has_the_whole_batches_before_it():
     assert left(run) == 7
     assert left(run, step=5, examples_seen=40) == 2
     assert left(run, step=9, examples_seen=56) == 0
-    assert mixture_sentences(run[0], run[2], 0, 56)[2:] == [
-        "source a has given all rows of its max_epochs when its turn comes at example 60: the run ends with example 56"
-    ]
-    with pytest.raises(UserError, match=r"the run has 640\. Nearest that work: mixture_exhausted=drop"):
+    assert "example 60" in mixture_sentences(run[0], run[2], 0, 56)[2]
+    with pytest.raises(UserError, match="Nearest that work: mixture_exhausted=drop"):
         left(begun("steps=10", "mixture_exhausted=stop", "per_device_batch_size=64"))
-    ramp = ["enable_rampup_batch_size=true", "per_device_batch_size_start=4", "per_device_batch_size_increment=4",
-            "global_rampup_samples=16"]  # fmt: skip
-    assert left(begun("steps=20", "mixture_exhausted=stop", *ramp)) == 4 + 5  # 4 x 4 + 5 x 8 = 56
+    ramp = "enable_rampup_batch_size=true per_device_batch_size_start=4 per_device_batch_size_increment=4"
+    ramp += " global_rampup_samples=16"
+    assert (
+        left(begun("steps=20", "mixture_exhausted=stop", *ramp.split())) == 4 + 5
+    )  # 4 x 4 + 5 x 8 = 56
 
 
-@pytest.mark.parametrize(("keys", "rate"), [
-    (["learning_rate_schedule=linear"], "about 68.5% of its peak, not 10.0%"),  # 1 - 0.9 x 7/20
-    (["learning_rate_schedule=cosine"], "about 75.4% of its peak, not 10.0%"),  # 0.1 + 0.45 x (1 + cos(0.35 pi))
-    (["learning_rate_schedule=linear", "schedule_unit=examples"], "about 68.5% of its peak, not 10.0%"),
-    (["learning_rate_schedule=linear", "warmup_steps=10"], "about 70.0% of its peak, not 10.0%"),
-    (["learning_rate_schedule=constant"], None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("keys", "rate"),
+    [
+        ("learning_rate_schedule=linear", "68.5%"),  # 1 - 0.9 x 7/20
+        ("learning_rate_schedule=cosine", "75.4%"),  # 0.1 + 0.45 x (1 + cos(0.35 pi))
+        ("learning_rate_schedule=linear schedule_unit=examples", "68.5%"),
+        ("learning_rate_schedule=linear warmup_steps=10", "70.0%"),
+        ("learning_rate_schedule=constant", None),
+    ],
+)
 def test_a_run_that_stops_there_says_how_high_its_learning_rate_still_is(keys, rate):
     """The schedule is that of 20 steps, also for a run that resumes with more data; the run has 7."""
-    config, plan, _ = begun("steps=20", "mixture_exhausted=stop", "learning_rate_final_fraction=0.1", *keys)
-    assert early_end(config, plan, steps=7, examples_seen=56) == ([] if rate is None else [
-        "the run ends after 7 of steps=20, for which its learning rate is scheduled: the rate is then still "
-        f"{rate}. A new run with steps=7 completes its schedule."
-    ])  # fmt: skip
+    keys = ["steps=20", "mixture_exhausted=stop", "learning_rate_final_fraction=0.1", *keys.split()]
+    config, plan, _ = begun(*keys)
+    found = early_end(config, plan, steps=7, examples_seen=56)
+    assert found == [] if rate is None else f"about {rate} of its peak" in found[0]
     assert early_end(config, plan, steps=20, examples_seen=160) == []
 
 
@@ -74,30 +83,37 @@ def test_a_run_that_drops_it_continues_until_no_source_is_left():
     run = begun("steps=41", "mixture_exhausted=drop", b="max_epochs: 3")
     assert left(run) == 41
     assert run[2].stream.end == 330
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=r"example 330, .* steps=41, mixture_exhausted=stop or"):
         left(begun("steps=42", "mixture_exhausted=drop", b="max_epochs: 3"))
-    assert error.value.problems == (
-        "dataset_path: max_epochs leaves no source after example 330, and the run has 336. Nearest that work: "
-        "steps=41, mixture_exhausted=stop or a larger max_epochs.",
-    )
     assert len(mixture_sentences(run[0], run[2], 0, 60)) == 2
-    assert mixture_sentences(run[0], run[2], 0, 61)[2].endswith("at example 60: the others go on")
+    assert "example 60" in mixture_sentences(run[0], run[2], 0, 61)[2]
     table = mixture_table(run[2], 0, 328)
-    assert {row["name"]: (row["rows"], row["epochs"]) for row in table} == {"a": (30, 1.5), "b": (298, 2.98)}
-    assert [row["token_share"] for row in table] == [pytest.approx(30 / 328), pytest.approx(298 / 328)]
-    assert {row["name"]: row["rows"] for row in mixture_table(run[2], 60, 999)} == {"a": 0, "b": 270}
-    assert mixture_sentences(run[0], run[2], 0, 328)[1] == (
-        "source b: 100 examples, 800 target tokens; 298 rows to be read, 90.8537% of the tokens; 2.98 epochs in the "
-        "whole run"
-    )
+    assert {row["name"]: (row["rows"], row["epochs"]) for row in table} == {
+        "a": (30, 1.5),
+        "b": (298, 2.98),
+    }
+    assert [row["token_share"] for row in table] == [
+        pytest.approx(30 / 328),
+        pytest.approx(298 / 328),
+    ]
+    assert {row["name"]: row["rows"] for row in mixture_table(run[2], 60, 999)} == {
+        "a": 0,
+        "b": 270,
+    }
 
 
 def test_a_resumed_run_continues_its_history_and_a_lone_source_needs_none():
     config, _, source = begun()
     two, history = in_run(config, source, as_json(history_of([source.parts[0]])), (9, 8))
-    assert [(mixture["examples_seen"], mixture["tokens_seen"]) for mixture in history] == [(0, 0), (9, 8)]
+    assert [(mixture["examples_seen"], mixture["tokens_seen"]) for mixture in history] == [
+        (0, 0),
+        (9, 8),
+    ]
     assert two.stream.given(11) == {"rows of a": 10, "rows of b": 1}
-    plain, alone = NumberedSource(20, fingerprint="rows of a"), load_config(None, ["dataset_path=x/a.jsonl"])
+    plain, alone = (
+        NumberedSource(20, fingerprint="rows of a"),
+        load_config(None, ["dataset_path=x/a.jsonl"]),
+    )
     same, lone = in_run(alone, plain)
     assert same is plain
     assert lone[0]["parts"][0]["name"] == "a"

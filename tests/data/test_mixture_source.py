@@ -40,41 +40,46 @@ def alone(texts, name):
     return open_sources(load_config(None, [*KEYS, f"dataset_path={texts}/{name}.jsonl"]))
 
 
+def weights_of(source, number):
+    return int((source[number]["weights"] > 0).sum())
+
+
 def test_the_examples_of_a_mixture_are_those_of_its_sources(texts):
     mixture, held_out = open_mixture(config_of(texts, a=1, b=2, c=3))
     fingerprints = {name: alone(texts, name)[0].fingerprint for name in "abc"}
     for joined, place in ((mixture, 0), (held_out, 1)):
-        singles = {name: alone(texts, name)[place] for name in "abc"}
         assert {part.name: part.fingerprint for part in joined.parts} == fingerprints
-        assert [part.name for part in joined.parts] == sorted("abc", key=fingerprints.get)
-        ordered = [singles[part.name] for part in joined.parts]
+        assert list(named_sources(joined)) == [part.name for part in joined.parts]
+        assert list(named_sources(joined)) == sorted("abc", key=fingerprints.get)
+        ordered = [alone(texts, part.name)[place] for part in joined.parts]
         rows = [single[i] for single in ordered for i in range(len(single))]
         assert len(joined) == len(rows)
         for i, row in enumerate(rows):
             np.testing.assert_array_equal(joined[i]["tokens"], row["tokens"])
-        assert joined.num_target_tokens == sum(int((row["weights"] > 0).sum()) for row in rows)
+        assert joined.num_target_tokens == sum(weights_of(joined, i) for i in range(len(rows)))
         some = np.array([0, len(rows) - 1, 3, 3])
-        assert joined.count_targets(some) == sum(int((rows[i]["weights"] > 0).sum()) for i in some)
+        assert joined.count_targets(some) == sum(weights_of(joined, i) for i in some)
         assert (joined.num_tokens, joined.fields) == (16, ordered[0].fields)
-        assert list(named_sources(joined)) == [part.name for part in joined.parts]
         with pytest.raises(IndexError):
             joined[len(rows)]
 
 
+@pytest.mark.fast
 def test_weights_are_of_target_tokens(texts):
     """Rows of c have more targets than those of a: equal tokens need fewer rows."""
+    shares = {"a": Fraction(1, 4), "b": Fraction(1, 4), "c": Fraction(1, 2)}
     source = started(config_of(texts, a=0.25, b=0.25, c=0.5))
     for part, each in zip(source.parts, source.sources, strict=True):
-        wanted = {"a": Fraction(1, 4), "b": Fraction(1, 4), "c": Fraction(1, 2)}[part.name]
-        assert Fraction(part.row_weight) == wanted * len(each) / each.num_target_tokens
+        assert Fraction(part.row_weight) == shares[part.name] * len(each) / each.num_target_tokens
     n = 6000
-    ids = ids_of_run(source, 0, n, seed=1)
     counted = source.target_tokens(0, n, 1)
     total = sum(counted.values())
-    assert total == sum(int((source[example]["weights"] > 0).sum()) for example in ids.tolist())
     assert total == target_tokens_between(source, 0, n, seed=1)
-    for name, share in (("a", 0.25), ("b", 0.25), ("c", 0.5)):
-        assert counted[name] / total == pytest.approx(share, abs=0.005)
+    assert total == sum(
+        weights_of(source, example) for example in ids_of_run(source, 0, n, seed=1).tolist()
+    )
+    for name, share in shares.items():
+        assert counted[name] / total == pytest.approx(float(share), abs=0.005)
     halves = [source.target_tokens(0, 777, 1), source.target_tokens(777, n, 1)]
     assert {name: halves[0][name] + halves[1][name] for name in counted} == counted
 
@@ -89,11 +94,10 @@ def test_ids_hashes_and_orders_do_not_depend_on_how_the_sources_are_listed(texts
     hashed = {}
     for source in (two, one):
         for i in range(len(source)):
-            row = source[i]["tokens"].tobytes(), source[i]["targets"].tobytes(), int(source.hashed(np.array([i]))[0])
-            hashed.setdefault(row[2], set()).add(row)
+            row = source[i]["tokens"].tobytes() + source[i]["targets"].tobytes()
+            hashed.setdefault(int(source.hashed(np.array([i]))[0]), set()).add(row)
     assert len(hashed) == len(one)
     assert all(len(rows) == 1 for rows in hashed.values())
-    assert examples_hash(one.hashed(ids)) == examples_hash(one.hashed(ids[::-1]))
 
 
 def test_one_source_has_the_ids_and_hashes_that_it_has_without_a_mixture(texts):
@@ -110,25 +114,31 @@ def test_a_run_that_began_with_one_source_keeps_its_order_when_others_are_added(
     plain = alone(texts, "b")[0]
     config = load_config(None, [*KEYS, f"dataset_path={texts}/b.jsonl"])
     both, _ = open_mixture(config_of(texts, b=1, c=1))
-    history = continued(history_of(parts_of(config, [plain])), both.parts, examples_seen=50, tokens_seen=0)
+    history = continued(
+        history_of(parts_of(config, [plain])), both.parts, examples_seen=50, tokens_seen=0
+    )
     source = both.with_stream(RowStream(history))
     ids = ids_of_run(source, 50, 400, seed=3)
     place = [part.name for part in source.parts].index("b")
     first = sum(len(each) for each in source.sources[:place])
     own = ids[(ids >= first) & (ids < first + len(plain))]
-    np.testing.assert_array_equal(own - first, example_ids(50, len(own), num_examples=len(plain), seed=3))
+    np.testing.assert_array_equal(
+        own - first, example_ids(50, len(own), num_examples=len(plain), seed=3)
+    )
     assert examples_hash(source.hashed(own)) == examples_hash(own - first)
 
 
 def test_two_sources_with_the_same_rows_are_refused(texts, tmp_path):
     (tmp_path / "copy.jsonl").write_bytes((texts / "a.jsonl").read_bytes())
     entries = f"[{{path: {texts}/a.jsonl, weight: 1}}, {{path: {tmp_path}/copy.jsonl, weight: 1}}]"
-    with pytest.raises(UserError, match="dataset_path: the sources a and copy have the same rows"):
+    with pytest.raises(UserError, match=r"dataset_path: .* a .* copy"):
         open_mixture(load_config(None, [*KEYS, f"dataset_path={entries}"]))
 
 
 def test_a_held_out_text_of_its_own_is_opened_once_and_leaves_all_rows_to_train_on(texts):
-    config = config_of(texts, a=1, b=1).model_copy(update={"eval_dataset_path": str(texts / "c.jsonl")})
+    config = config_of(texts, a=1, b=1).model_copy(
+        update={"eval_dataset_path": str(texts / "c.jsonl")}
+    )
     assert [each.eval_dataset_path != "" for each in each_config(config)] == [True, False]
     mixture, held_out = open_mixture(config)
     assert not isinstance(held_out, MixtureSource)

@@ -2,12 +2,12 @@
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
+import hashlib
 import json
 import pickle
-import re
 import shutil
-import tracemalloc
 
 import numpy as np
 import pytest
@@ -16,27 +16,48 @@ from hypothesis import strategies as st
 
 from maxtext_lite.config import UserError
 from maxtext_lite.data import token_stream
-from maxtext_lite.data.manifest import DOCUMENTS_FILE, MANIFEST_FILE, read_manifest
+from maxtext_lite.data.manifest import (
+    DOCUMENTS_FILE,
+    MANIFEST_FILE,
+    Manifest,
+    Shard,
+    manifest_text,
+    read_manifest,
+    stored_shard,
+)
 from maxtext_lite.data.token_stream import RecordStream, map_array, open_prepared, verify
 from tests.mutations import changed
 from tests.prepared import byte_shards, write_prepared
 
-TEXTS = ["one", "two words", "x" * 50, "", "the last document of the first shard", "another" * 9, "end"]
+TEXTS = [
+    "one",
+    "two words",
+    "x" * 50,
+    "",
+    "the last document of the first shard",
+    "another" * 9,
+    "end",
+]
 IDS = [token for text in TEXTS for token in [*text.encode(), 256]]
 
 
-@pytest.fixture(params=["group_size:1", "group_size:1,uncompressed"])
-def prepared(request, tmp_path):
-    write_prepared(tmp_path / "d", byte_shards(TEXTS, 3), tokens_per_record=16, options=request.param)
+@pytest.fixture
+def prepared(tmp_path):
+    write_prepared(tmp_path / "d", byte_shards(TEXTS, 3), tokens_per_record=16)
     return tmp_path / "d"
 
 
-def refusal(directory):
-    with pytest.raises(UserError) as caught:
-        open_prepared("dataset_path", directory)
-    return str(caught.value)
+@pytest.fixture
+def refusal(prepared):
+    def refused():
+        with pytest.raises(UserError) as caught:
+            open_prepared("dataset_path", prepared)
+        return str(caught.value)
+
+    return refused
 
 
+@pytest.mark.fast
 def test_every_slice_is_what_was_written(prepared):
     stream, starts = open_prepared("dataset_path", prepared)
     assert len(stream) == len(IDS)
@@ -52,82 +73,43 @@ def test_threads_and_a_pickled_copy_read_the_same(prepared, monkeypatch):
     stream, starts = open_prepared("dataset_path", prepared)
     # Neither shards nor records stay: what other threads read from is let go of all the time.
     for name in ("_reader", "_record"):
-        monkeypatch.setattr(token_stream, name, functools.lru_cache(1)(getattr(token_stream, name).__wrapped__))
+        monkeypatch.setattr(
+            token_stream, name, functools.lru_cache(1)(getattr(token_stream, name).__wrapped__)
+        )
     stored = pickle.dumps((stream, starts))
     assert len(stored) < 2000  # no token, no document, nothing that is open
     copy, copied_starts = pickle.loads(stored)
     np.testing.assert_array_equal(copied_starts, starts)
-    bounds = [sorted(pair) for pair in np.random.default_rng(0).integers(0, len(IDS), (400, 2)).tolist()]
+    bounds = [
+        sorted(pair) for pair in np.random.default_rng(0).integers(0, len(IDS), (400, 2)).tolist()
+    ]
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda pair: copy[pair[0] : pair[1]].tolist(), bounds))
     assert found == [IDS[start:stop] for start, stop in bounds]
 
 
-def test_parts_of_mapped_numbers_are_pickled_as_numbers(tmp_path):
-    np.arange(50, dtype="<i8").tofile(tmp_path / "n")
-    mapped = map_array(tmp_path / "n")
-    for part in (mapped[3:9], mapped + 1, mapped[:]):
-        np.testing.assert_array_equal(pickle.loads(pickle.dumps(part)), np.asarray(part))
-
-
-def test_reading_keeps_little_in_memory(tmp_path):
-    rng = np.random.default_rng(0)
-    documents = [rng.integers(0, 256, 2**20).tolist() for _ in range(2)]
-    write_prepared(tmp_path, [[document] for document in documents])
-    stream, _ = open_prepared("dataset_path", tmp_path)
-    tracemalloc.start()
-    for start in rng.integers(0, len(stream) - 2048, 2000).tolist():
-        stream[start : start + 2048]
-    _, most = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert most < 1.2 * token_stream._MOST_RECORDS * 8192  # bytes of a record's ids
-
-
-def test_changed_files_are_refused_by_name(prepared, tmp_path):
-    shard = prepared / "00001.array_record"
-    content = shard.read_bytes()
-
-    shard.unlink()
-    assert refusal(prepared) == f"{shard}: No such file or directory."
-    shard.write_bytes(content[:-1])
-    assert refusal(prepared) == f"{shard} has {len(content) - 1:,} bytes; manifest.json says {len(content):,}."
-    shard.write_bytes(content[:5] + bytes([content[5] ^ 1]) + content[6:])
-    assert refusal(prepared) == f"{shard} is not the file that manifest.json was written for: its ends differ."
+def test_changed_files_are_refused_by_name(prepared, refusal):
+    shard, documents = prepared / "00001.array_record", prepared / DOCUMENTS_FILE
+    content, starts = shard.read_bytes(), documents.read_bytes()
     other = (prepared / "00000.array_record").read_bytes()
-    assert len(other) == len(content)  # ArrayRecord rounds up to blocks: the size alone would not tell
-    shard.write_bytes(other)
-    assert refusal(prepared) == f"{shard} is not the file that manifest.json was written for: its ends differ."
+    assert len(other) == len(
+        content
+    )  # ArrayRecord rounds up to blocks: the size alone would not tell
+    for changed_shard in (content[:-1], content[:5] + bytes([content[5] ^ 1]) + content[6:], other):
+        shard.write_bytes(changed_shard)
+        assert refusal().startswith(str(shard))
     shard.write_bytes(content)
-
-    documents = prepared / DOCUMENTS_FILE
-    starts = documents.read_bytes()
-    documents.write_bytes(starts[:-8])
-    assert refusal(prepared) == f"{documents} has 56 bytes; manifest.json says 7 documents: 64."
-    documents.write_bytes(starts[:-8] + (5).to_bytes(8, "little"))
-    assert refusal(prepared) == f"{documents} covers 5 token ids; manifest.json says {len(IDS)}."
+    for changed_starts in (starts[:-8], starts[:-8] + (5).to_bytes(8, "little")):
+        documents.write_bytes(changed_starts)
+        assert refusal().startswith(str(documents))
     documents.write_bytes(starts)
     open_prepared("dataset_path", prepared)
-
+    shard.unlink()
+    assert refusal().startswith(str(shard))
     (prepared / MANIFEST_FILE).unlink()
-    assert refusal(prepared).startswith(
-        f"dataset_path='{prepared}' has no manifest.json, which `python -m maxtext_lite.pr"
-    )
-    gone = tmp_path / "gone"
-    assert refusal(gone) == f"dataset_path='{gone}' is not a directory that `python -m maxtext_lite.prepare` made."
-
-
-def test_another_number_of_records_is_refused_if_the_size_is_unknown(prepared):
-    stated = json.loads((prepared / MANIFEST_FILE).read_text())
-    for shard in stated["shards"]:
-        del shard["bytes"], shard["ends"]
-    (prepared / MANIFEST_FILE).write_text(json.dumps(stated))
-    open_prepared("dataset_path", prepared)
-    shard = prepared / "00001.array_record"
-    content = shard.read_bytes()
-    shutil.copy(prepared / "00000.array_record", shard)
-    assert refusal(prepared) == f"{shard} has 1 records; manifest.json says 4."
-    shard.write_bytes(content[:-1])
-    assert refusal(prepared) == f"{shard}: truncated, or not an ArrayRecord file. Copy or prepare the data again."
+    assert refusal().startswith("dataset_path=")
+    shutil.rmtree(prepared)
+    assert refusal().startswith("dataset_path=")
 
 
 def test_a_flipped_byte_is_named_or_does_not_matter(prepared):
@@ -136,46 +118,42 @@ def test_a_flipped_byte_is_named_or_does_not_matter(prepared):
     content = shard.read_bytes()
     in_use = [at for at, byte in enumerate(content) if byte]  # between, ArrayRecord pads with zeros
     rng = np.random.default_rng(0)
-    messages = []
-    for at in sorted({*in_use[:20], *in_use[-20:], *rng.choice(in_use, 60).tolist(), len(content) // 2 + 9999}):
+    refused = 0
+    for at in sorted(
+        {*in_use[:20], *in_use[-20:], *rng.choice(in_use, 40).tolist(), len(content) // 2 + 9999}
+    ):
         shard.write_bytes(content[:at] + bytes([content[at] ^ (1 << at % 8)]) + content[at + 1 :])
         token_stream._reader.cache_clear()  # what is open under this name was the whole file
         token_stream._record.cache_clear()
         stream = RecordStream(prepared, read_manifest(prepared))
         try:
-            assert stream[: stream.manifest.shards[0].tokens].tolist() == IDS[: stream.manifest.shards[0].tokens]
-        except UserError as error:
-            messages.append(str(error))
+            assert (
+                stream[: stream.manifest.shards[0].tokens].tolist()
+                == IDS[: stream.manifest.shards[0].tokens]
+            )
+        except UserError:
+            refused += 1
         with pytest.raises(UserError, match=str(shard)):
             list(verify(*open_prepared("input", prepared)))
-    unreadable = f"{shard}: truncated, or not an ArrayRecord file. Copy or prepare the data again."
-    damaged = re.compile(rf"{shard}: record 0 is damaged \(.*hash mismatch.*\)\. Copy or prepare the data again\.")
-    assert unreadable in messages
-    assert any(map(damaged.fullmatch, messages))
-    assert all(message == unreadable or damaged.fullmatch(message) for message in messages)
-    assert len(messages) > 20
+    assert refused > 20
 
 
 def test_verify_reads_everything(prepared):
-    assert list(verify(*open_prepared("input", prepared))) == [f"0000{i}.array_record" for i in range(3)] + [
-        DOCUMENTS_FILE
-    ]
+    files = [f"0000{i}.array_record" for i in range(3)] + [DOCUMENTS_FILE]
+    assert list(verify(*open_prepared("input", prepared))) == files
     documents = prepared / DOCUMENTS_FILE
     starts = map_array(documents).copy()
-    for change in (1, -1):
+    for place, start in ((2, starts[2] + 1), (2, starts[2] - 1), (1, 0)):
         moved = starts.copy()
-        moved[2] += change
+        moved[place] = start
         moved.tofile(documents)
-        with pytest.raises(UserError, match=r"00000\.array_record or documents\.i64: its documents are not those"):
+        with pytest.raises(UserError, match=DOCUMENTS_FILE):
             list(verify(*open_prepared("input", prepared)))
-    moved = starts.copy()
-    moved[1] = 0
-    moved.tofile(documents)
-    with pytest.raises(UserError, match=r"documents\.i64: documents do not follow each other from number 0 on"):
-        list(verify(*open_prepared("input", prepared)))
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.data())
 def test_any_manifest_is_one_or_refused(tmp_path, data):
     directory, right = tmp_path / "prepared", tmp_path / "right.json"
@@ -187,3 +165,55 @@ def test_any_manifest_is_one_or_refused(tmp_path, data):
     with contextlib.suppress(UserError):
         stream, starts = open_prepared("dataset_path", directory)
         assert stream[0 : len(stream)].tolist() == [1, 2, 3, 4, 5, 6][: starts[-1]]
+
+
+# ---- The manifest ----
+
+SHARDS = (
+    Shard("00000.array_record", 3, 100, "ab", "cd"),
+    Shard("00001.array_record", 1, 50, "ef", "01"),
+)
+MANIFEST = Manifest("byte", 257, "uint16", 4096, SHARDS)
+
+
+def test_a_manifest_is_read_back_also_without_the_sizes_of_its_shards(tmp_path):
+    stated = json.loads(manifest_text(MANIFEST))
+    (tmp_path / MANIFEST_FILE).write_text(json.dumps(stated))
+    assert read_manifest(tmp_path) == MANIFEST
+    for shard in stated["shards"]:
+        del shard["bytes"], shard["ends"]
+    (tmp_path / MANIFEST_FILE).write_text(json.dumps(stated))
+    assert read_manifest(tmp_path) == MANIFEST
+    assert (MANIFEST.documents, MANIFEST.tokens) == (4, 150)
+
+
+def test_the_fingerprint_is_of_the_content_and_not_of_the_files():
+    renamed = tuple(
+        dataclasses.replace(shard, file=f"x{shard.file}", sha256="00") for shard in SHARDS
+    )
+    assert dataclasses.replace(MANIFEST, shards=renamed).fingerprint == MANIFEST.fingerprint
+    others = [dataclasses.replace(MANIFEST, tokenizer="other")]
+    for shards in (
+        SHARDS[::-1],
+        SHARDS[:1],
+        (SHARDS[0], dataclasses.replace(SHARDS[1], content="02")),
+    ):
+        others.append(dataclasses.replace(MANIFEST, shards=shards))
+    assert len({other.fingerprint for other in [MANIFEST, *others]}) == 5
+
+
+@pytest.mark.parametrize(
+    "change", [{"format": 2}, {"tokens": 151}, {"fingerprint": ""}, {"shards": [{}]}], ids=str
+)
+def test_a_damaged_manifest_is_refused(change, tmp_path):
+    (tmp_path / MANIFEST_FILE).write_text(json.dumps(json.loads(manifest_text(MANIFEST)) | change))
+    with pytest.raises(UserError, match=MANIFEST_FILE):
+        read_manifest(tmp_path)
+
+
+def test_a_shards_entry_is_of_its_file(tmp_path):
+    content = bytes(range(256)) * 40  # 10,240 bytes
+    (tmp_path / "s").write_bytes(content)
+    found = stored_shard(tmp_path, "s", documents=2, tokens=7, content="c")
+    ends = hashlib.sha256(content[:4096] + content[-4096:]).hexdigest()
+    assert found == Shard("s", 2, 7, hashlib.sha256(content).hexdigest(), "c", 10_240, ends)

@@ -37,28 +37,31 @@ class Memory:
         return dict(self.values)
 
 
-def replace_sleep(monkeypatch, sleep):
-    """The watchdog's own `time.sleep`: threads that other tests have left go on with the real one."""
-    monkeypatch.setattr(module, "time", SimpleNamespace(sleep=sleep))
-
-
-def replace_threads(monkeypatch, start):
-    started = {"start": lambda self: start()}
-    threads = {kind.__name__: type(kind.__name__, (kind,), started) for kind in (threading.Thread, threading.Timer)}
-    monkeypatch.setattr(module, "threading", SimpleNamespace(**vars(threading) | threads))
+def without_start(kind):
+    return type(kind.__name__, (kind,), {"start": lambda self: None})
 
 
 class Run:
     """So many watched processes, without threads: `passes` is what theirs do."""
 
     def __init__(self, num_processes, least, monkeypatch):
-        replace_threads(monkeypatch, lambda: None)
-        replace_sleep(monkeypatch, lambda seconds: self.passes(seconds or 0.05))
+        # The watchdog's own: threads that other tests have left go on with the real ones.
+        threads = {
+            kind.__name__: without_start(kind) for kind in (threading.Thread, threading.Timer)
+        }
+        monkeypatch.setattr(module, "threading", SimpleNamespace(**vars(threading) | threads))
+        monkeypatch.setattr(
+            module, "time", SimpleNamespace(sleep=lambda seconds: self.passes(seconds or 0.05))
+        )
         self.clocks = [Clock() for _ in range(num_processes)]
         self.dogs, self.stopped, self.codes, values = [], set(), {}, {}
         self.stores = [Memory(process, num_processes, values) for process in range(num_processes)]
         for process, clock in enumerate(self.clocks):
-            dog = Watchdog(lambda c=clock: c.seconds, lambda c=clock: c.cpu, lambda code, p=process: self.ends(p, code))
+            dog = Watchdog(
+                lambda c=clock: c.seconds,
+                lambda c=clock: c.cpu,
+                lambda code, p=process: self.ends(p, code),
+            )
             dog.start(least)
             if num_processes > 1:
                 dog.join(self.stores[process])
@@ -79,15 +82,19 @@ class Run:
                     dog.exchange(store)
 
     def going(self):
-        return [each for i, each in enumerate(zip(self.dogs, self.stores, strict=True)) if i not in self.stopped]
+        return [
+            each
+            for i, each in enumerate(zip(self.dogs, self.stores, strict=True))
+            if i not in self.stopped
+        ]
 
     def found(self):
         return [dog.look() for dog, _ in self.going()]
 
     def texts(self):
-        """What they say, each wording once, without seconds and the name of this machine."""
-        said = [verdict.text.replace(self.dogs[0]._host, "HOST") for verdict in self.found() if verdict]
-        return list(dict.fromkeys(re.sub(r"\d+ s\b", "S s", text) for text in said))
+        """What they say, each wording once, without seconds."""
+        said = [re.sub(r"\d+ s\b", "S s", verdict.text) for verdict in self.found() if verdict]
+        return list(dict.fromkeys(said))
 
 
 @pytest.fixture
@@ -95,6 +102,7 @@ def run(monkeypatch):
     return lambda num_processes=3, least=300: Run(num_processes, least, monkeypatch)
 
 
+@pytest.mark.fast
 def test_the_one_whose_main_thread_hangs_is_named_by_all(run):
     three = run()
     for step in (1, 2):
@@ -106,9 +114,9 @@ def test_the_one_whose_main_thread_hangs_is_named_by_all(run):
     three.passes(295)
     assert three.found() == [None] * 3
     three.passes(10)
-    assert three.texts() == [
-        "nothing moves: process 1 on HOST in reading of step 2 for S s, more than S s; the others wait"
-    ]
+    (text,) = three.texts()
+    assert text.startswith("nothing moves: process 1 on ")
+    assert "in reading of step 2" in text
 
 
 def test_a_long_evaluation_whose_batches_go_on_is_no_hang(run):
@@ -120,36 +128,30 @@ def test_a_long_evaluation_whose_batches_go_on_is_no_hang(run):
         dog.advance()
         assert one.found() == [None]
     one.passes(41)
+    assert "in evaluation of step 4" in one.texts()[0]
+
+
+def assert_limit(one, limit, phase):
+    """The process is left alone until shortly before its limit, and named shortly after it."""
+    one.passes(limit - 2)
+    assert one.found() == [None]
+    one.passes(4)
     (verdict,) = one.found()
     assert verdict.code == 76
-    assert "in evaluation of step 4 for" in verdict.text
+    assert f"in {phase}" in verdict.text
 
 
-def test_a_phase_may_take_the_time_of_waits_with_their_own_limits_as_well(run):
-    one = run(num_processes=1, least=10)
-    (dog,) = one.dogs
-    dog.allow("rollout", 200)
-    for phase, limit in (("rollout", 240), ("evaluation", 40)):
-        dog.enter(phase, 1)
-        one.passes(limit - 2)
-        assert one.found() == [None]
-        one.passes(4)
-        assert f"in {phase} of step 1" in one.found()[0].text
-
-
-def test_the_first_evaluation_has_four_times_the_limit_also_after_its_first_batch_and_later_ones_have_not(run):
+@pytest.mark.parametrize(("earlier", "limit"), [(0, 40), (1, 10)])
+def test_the_first_evaluation_has_four_times_the_limit_also_after_its_first_batch_and_later_ones_have_not(
+    run, earlier, limit
+):
     """What an evaluation compiles it compiles after it has read a batch."""
-    for first, limit in ((0, 40), (1, 10)):
-        one = run(num_processes=1, least=10)
-        (dog,) = one.dogs
-        for step in range(first + 1):
-            dog.enter("step", step)
-            dog.enter("evaluation", step)
-            dog.advance()
-        one.passes(limit - 2)
-        assert one.found() == [None]
-        one.passes(4)
-        assert "in evaluation" in one.found()[0].text
+    one = run(num_processes=1, least=10)
+    for step in range(earlier + 1):
+        for phase in ("step", "evaluation"):
+            one.dogs[0].enter(phase, step)
+        one.dogs[0].advance()
+    assert_limit(one, limit, "evaluation")
 
 
 def test_one_that_is_stopped_is_named_by_the_others(run):
@@ -161,7 +163,9 @@ def test_one_that_is_stopped_is_named_by_the_others(run):
     three.passes(298)
     assert three.found() == [None, None]
     three.passes(10)
-    assert three.texts() == ["process 2 on HOST does not answer, S s since it was in save of step 4"]
+    (text,) = three.texts()
+    assert text.startswith("process 2 on ")
+    assert "save of step 4" in text
 
 
 def test_where_the_store_does_not_answer_process_0_is_named(run):
@@ -173,17 +177,18 @@ def test_where_the_store_does_not_answer_process_0_is_named(run):
     assert three.found()[1:] == [None, None]
     three.passes(20)
     three.stopped.add(0)
-    assert three.texts() == ["process 0 (coordinator) on HOST does not answer, last in start-up"]
+    (text,) = three.texts()
+    assert text.startswith("process 0 (coordinator) on ")
 
 
 def test_all_take_over_the_verdict_that_one_has_found(run):
     three = run()
     three.stores[0].values["verdict"] = json.dumps(Verdict("as process 1 says", 76))
     three.passes(1)
-    assert {verdict.text for verdict in three.found()} == {"as process 1 says"}
+    assert three.texts() == ["as process 1 says"]
 
 
-def test_after_a_failed_collective_the_lost_are_found_within_the_grace_or_the_error_goes_on(run, monkeypatch):
+def test_after_a_failed_collective_the_lost_are_found_within_the_grace_or_the_error_goes_on(run):
     three = run()
     three.passes(2)
     three.stopped.add(1)
@@ -196,37 +201,6 @@ def test_after_a_failed_collective_the_lost_are_found_within_the_grace_or_the_er
     with pytest.raises(ValueError, match="a bug"), two.dogs[1].looking_for_the_lost():
         raise ValueError("a bug")
     assert two.found() == [None, None]
-    replace_sleep(monkeypatch, lambda seconds: pytest.fail("waited"))
-    with pytest.raises(KeyError), run(2).dogs[1].looking_for_the_lost(KeyError):
-        raise KeyError
-
-
-@pytest.mark.parametrize("crash", [False, True])
-def test_where_beats_are_far_apart_one_that_moves_is_neither_hung_nor_silent(monkeypatch, crash):
-    """As with 800 processes, of which process 2 is killed; the others are seen a beat or two late."""
-    monkeypatch.setattr(module, "PROCESSES_PER_BEAT", 0.5)
-    four = Run(4, 5, monkeypatch)
-    assert four.dogs[0]._period == 8
-    for second in range(200):
-        for clock in four.clocks:
-            clock.seconds += 1.0
-        for process, (dog, store) in enumerate(zip(four.dogs, four.stores, strict=True)):
-            if process == 2 and crash and second > 100:
-                continue
-            dog.tick()
-            dog.enter("step", second)
-            if (second + 2 * process) % 8 == 0:
-                dog.exchange(store)
-            if crash and second == 102:
-                dog._crash = ", which failed"
-            verdict = dog.look()
-            if not crash or second < 102:
-                assert verdict is None
-            elif verdict is not None:
-                assert verdict.text.count("does not answer") == 1
-                assert verdict.text.startswith("process 2 on ")
-                return
-    assert not crash
 
 
 def test_compiling_may_take_any_time_as_long_as_it_computes(run):
@@ -242,15 +216,6 @@ def test_compiling_may_take_any_time_as_long_as_it_computes(run):
     assert "compile of step 1" in one.found()[0].text
 
 
-def test_a_step_that_computes_for_ever_hangs(run):
-    one = run(1)
-    one.dogs[0].enter("step", 1)
-    for _ in range(1250):
-        one.clocks[0].cpu += 1
-        one.passes(1)
-    assert "step 1 for" in one.found()[0].text
-
-
 def test_time_in_which_a_process_was_suspended_does_not_count(run):
     one = run(1)
     one.dogs[0].enter("save", 1)
@@ -261,18 +226,15 @@ def test_time_in_which_a_process_was_suspended_does_not_count(run):
 
 def test_what_a_phase_has_taken_makes_its_limit(run):
     one = run(1, least=10)
-    dog = one.dogs[0]
-    dog.enter("save", 1)
-    one.passes(20)
-    dog.enter("step", 2)
-    dog.enter("save", 2)
-    one.passes(78)
-    assert dog.look() is None
-    one.passes(4)
-    assert "save of step 2 for 82 s, more than 80 s" in dog.look().text
+    for phase, step in (("save", 1), ("step", 2), ("save", 2)):
+        one.dogs[0].enter(phase, step)
+        one.passes(20 if step == 1 else 0)
+    assert_limit(one, 80, "save of step 2")
 
 
-def test_an_end_writes_stacks_and_the_error_and_process_0_waits_until_the_others_know(run, tmp_path, capfd):
+def test_an_end_writes_stacks_and_the_error_and_process_0_waits_until_the_others_know(
+    run, tmp_path, capfd
+):
     two = run(2)
     two.passes(1)
     for dog in two.dogs:
@@ -283,29 +245,10 @@ def test_an_end_writes_stacks_and_the_error_and_process_0_waits_until_the_others
     assert two.codes == {1: 76, 0: 76}
     assert two.clocks[0].seconds < 9  # they knew before the grace was over
     for process in (0, 1):
-        lines = (tmp_path / f"stacks-{process}.txt").read_text().splitlines()
-        assert lines[0].startswith(f"error: process 1 hangs. Exit code 76. Stacks of process {process} on ")
-        assert any("test_watchdog.py" in line for line in lines)
+        text = (tmp_path / f"stacks-{process}.txt").read_text()
+        assert text.startswith("error: process 1 hangs. Exit code 76.")
+        assert "test_watchdog.py" in text
     assert capfd.readouterr().err.count("error: process 1 hangs") == 2
-
-
-def test_process_0_does_not_wait_for_one_that_is_stopped(run):
-    two = run(2)
-    two.passes(1)
-    two.stopped.add(1)
-    before = two.clocks[0].seconds
-    two.dogs[0].finish(0)
-    assert 3 < two.clocks[0].seconds - before < 6
-
-
-def test_nothing_is_watched_that_nobody_has_started(monkeypatch):
-    replace_threads(monkeypatch, lambda: pytest.fail("a thread"))
-    dog = Watchdog()
-    dog.start(0)
-    dog.enter("step", 1)
-    dog.join(Memory(0, 2, {}))
-    dog.finish(0)
-    assert not dog.is_on
 
 
 def test_a_process_alone_whose_main_thread_hangs_in_c_ends_with_76():
@@ -317,7 +260,9 @@ def test_a_process_alone_whose_main_thread_hangs_in_c_ends_with_76():
         "os.read(os.pipe()[0], 1)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60
+    )
     assert ended.returncode == 76
-    assert ended.stderr.startswith("error: nothing moves: process 0 (coordinator) on ")
+    assert ended.stderr.startswith("error: nothing moves: process 0")
     assert 'File "<string>", line 5 in <module>' in ended.stderr

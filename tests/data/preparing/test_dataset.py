@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import random
-import re
 import shutil
 from pathlib import Path
 
@@ -14,18 +13,18 @@ import pytest
 from array_record.python.array_record_module import ArrayRecordReader
 
 from maxtext_lite.config import UserError
-from maxtext_lite.data.manifest import Shard, read_manifest
+from maxtext_lite.data.manifest import read_manifest
 from maxtext_lite.data.preparing import dataset, shards
-from maxtext_lite.data.preparing.dataset import Progress, prepare_dataset
+from maxtext_lite.data.preparing.dataset import prepare_dataset
 from maxtext_lite.data.preparing.keys import PrepareConfig
-from maxtext_lite.data.preparing.shards import Entry
-from maxtext_lite.data.preparing.tasks import Task
-from maxtext_lite.data.preparing.workers import Made
+from maxtext_lite.data.token_stream import open_prepared, verify
 from maxtext_lite.data.tokenizer import ByteTokenizer
 from tests.stores import Memory
 
 TASK_BYTES = 12_000
-STEP = int(os.environ.get("PREPARE_KILL_STEP", "5"))  # 1: killed at every change of the disk, not at every fifth
+STEP = int(
+    os.environ.get("PREPARE_KILL_STEP", "7")
+)  # 1: killed at every change of the disk, not at every seventh
 
 
 @pytest.fixture(autouse=True)
@@ -41,91 +40,82 @@ def texts(tmp_path):
     documents[3] = documents[69] = ""
     (tmp_path / "in").mkdir()
     lines = "".join(json.dumps({"text": text}) + "\n" for text in documents)
-    (tmp_path / "in" / "a.jsonl").write_text(lines)
-    (tmp_path / "in" / "b.txt").write_text("the first text")
-    (tmp_path / "in" / "c.txt").write_text("x" * 9000)
     assert 3 * TASK_BYTES > len(lines) > 2 * TASK_BYTES
+    for name, content in (("a.jsonl", lines), ("b.txt", "the first text"), ("c.txt", "x" * 9000)):
+        (tmp_path / "in" / name).write_text(content)
     return [*documents, "the first text", "x" * 9000]
 
 
-def config(tmp_path, output="out", **keys):
-    place = output if "://" in output else str(tmp_path / output)
-    return PrepareConfig(input=[str(tmp_path / "in")], output=place, task_megabytes=1, **keys)
+@pytest.fixture
+def prepare(tmp_path):
+    def run(output="out", *, share=(0, 1), tokenizer=None, **keys):
+        place = output if "://" in output else str(tmp_path / output)
+        config = PrepareConfig(
+            **{"input": [str(tmp_path / "in")], "output": place, "task_megabytes": 1} | keys
+        )
+        tokenizer = tokenizer or (ByteTokenizer() if config.num_workers < 2 else None)
+        return prepare_dataset(config, tokenizer=tokenizer, share=share)
+
+    return run
 
 
-def prepare(tmp_path, output="out", **keys):
-    return prepare_dataset(config(tmp_path, output, **keys), tokenizer=ByteTokenizer())
+@pytest.fixture
+def content(tmp_path):
+    return lambda name: {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
 
 
-def content(directory):
-    return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
-
-
-def test_the_stream_is_that_of_the_documents(texts, tmp_path):
-    outcome = prepare(tmp_path)
+@pytest.mark.fast
+def test_the_stream_is_that_of_the_documents(texts, tmp_path, prepare, content):
+    outcome = prepare()
     full = [text for text in texts if text]
     expected = np.concatenate([np.array([*text.encode(), 256]) for text in full])
-    lengths = np.array([len(text) + 1 for text in full])
     assert (outcome.empty, outcome.bad) == (len(texts) - len(full), 0)
     manifest = read_manifest(tmp_path / "out")
-    assert (manifest.documents, manifest.tokens, manifest.dtype) == (len(full), len(expected), "uint16")
+    assert (manifest.documents, manifest.tokens, manifest.dtype) == (
+        len(full),
+        len(expected),
+        "uint16",
+    )
     starts = np.fromfile(tmp_path / "out" / "documents.i64", "<i8")
-    np.testing.assert_array_equal(starts, np.cumsum([0, *lengths]))
-    first = before = 0
+    np.testing.assert_array_equal(starts, np.cumsum([0, *(len(text) + 1 for text in full)]))
+    files, tokens = ["manifest.json", "documents.i64", "prepare.json"], []
     for shard in manifest.shards:
+        files.append(shard.file)
+        assert (
+            shard.sha256 == hashlib.sha256((tmp_path / "out" / shard.file).read_bytes()).hexdigest()
+        )
         reader = ArrayRecordReader(str(tmp_path / "out" / shard.file), "")
         records = reader.read_all()
         reader.close()
-        assert [len(record) for record in records[:-1]] == [2 * 4096] * (len(records) - 1)
-        np.testing.assert_array_equal(np.frombuffer(b"".join(records), "<u2"), expected[first : first + shard.tokens])
-        of_shard = lengths[before : before + shard.documents].astype("<i8").tobytes() + b"".join(records)
-        assert shard.content == hashlib.sha256(of_shard).hexdigest()
-        assert shard.sha256 == hashlib.sha256((tmp_path / "out" / shard.file).read_bytes()).hexdigest()
-        first, before = first + shard.tokens, before + shard.documents
+        assert {len(record) for record in records[:-1]} <= {2 * 4096}
+        tokens.append(np.frombuffer(b"".join(records), "<u2"))
+        assert len(tokens[-1]) == shard.tokens
+    np.testing.assert_array_equal(np.concatenate(tokens), expected)
+    assert sorted(content("out")) == sorted(files)
     assert len(manifest.shards) == 4
-    assert sorted(content(tmp_path / "out")) == sorted(
-        ["manifest.json", "documents.i64", "prepare.json", *(shard.file for shard in manifest.shards)]
-    )
+    assert list(verify(*open_prepared("input", tmp_path / "out")))
 
 
-def test_processes_and_shares_make_the_same_bytes(texts, tmp_path):
-    prepare(tmp_path)
-    expected = content(tmp_path / "out")
-    said = []
-    prepare_dataset(config(tmp_path, "two", num_workers=2), say=said.append)
-    assert content(tmp_path / "two") == expected
-    assert said[-1].startswith("4 of 4 tasks, ")
-    shares = [
-        prepare_dataset(config(tmp_path, "shares"), tokenizer=ByteTokenizer(), share=(number, 3))
-        for number in (2, 0, 1)
+def test_processes_and_shares_make_the_same_bytes(texts, prepare, content):
+    prepare()
+    prepare("two", num_workers=2)
+    assert [prepare("shares", share=(number, 3)) is None for number in (2, 0, 1)] == [
+        True,
+        True,
+        False,
     ]
-    assert [share is None for share in shares] == [True, True, False]
-    assert content(tmp_path / "shares") == expected
+    assert content("two") == content("shares") == content("out")
 
 
-def test_a_complete_dataset_is_not_prepared_again(texts, tmp_path, monkeypatch):
-    prepare(tmp_path)
-    expected = content(tmp_path / "out")
+def test_a_complete_dataset_is_not_prepared_again(texts, prepare, content, monkeypatch):
+    manifest, expected = prepare().manifest, content("out")
     answers = iter([False, True, True, True])  # it ended between the first look and the lock
-    monkeypatch.setattr("maxtext_lite.data.preparing.journal.Journal.is_complete", lambda _: next(answers))
+    monkeypatch.setattr(
+        "maxtext_lite.data.preparing.journal.Journal.is_complete", lambda _: next(answers)
+    )
     monkeypatch.setattr("maxtext_lite.data.preparing.workers.run_task", None)
-    assert prepare(tmp_path).manifest == read_manifest(tmp_path / "out")
-    assert content(tmp_path / "out") == expected
-
-
-def test_a_share_that_ends_first_does_not_wait_for_the_others(texts, tmp_path):
-    of_shares = config(tmp_path, "shares")
-    other = []
-
-    class Meanwhile(ByteTokenizer):  # while share 0 works and holds its lock, share 1 begins and ends
-        def encode_documents(self, documents):
-            if not other:
-                other.append(0)
-                other[0] = prepare_dataset(of_shares, tokenizer=ByteTokenizer(), share=(1, 2))
-            return super().encode_documents(documents)
-
-    assert prepare_dataset(of_shares, tokenizer=Meanwhile(), share=(0, 2)) is not None
-    assert other == [None]
+    assert prepare().manifest == manifest
+    assert content("out") == expected
 
 
 class Killed(BaseException):
@@ -152,26 +142,30 @@ def killed_at(place):
 
     with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Killed):
         patch.setattr(shards, "ArrayRecordWriter", Writer)
-        for name in ("fsync", "link"):
-            patch.setattr(os, name, lethal(getattr(os, name)))
-        for name in ("replace", "unlink", "mkdir"):
-            patch.setattr(Path, name, lethal(getattr(Path, name)))
-        patch.setattr("shutil.rmtree", lethal(shutil.rmtree))
+        owners = {
+            "fsync": os,
+            "link": os,
+            "replace": Path,
+            "unlink": Path,
+            "mkdir": Path,
+            "rmtree": shutil,
+        }
+        for name, owner in owners.items():
+            patch.setattr(owner, name, lethal(getattr(owner, name)))
         yield changes
 
 
-def test_killed_at_any_disk_write_it_continues_to_the_same_bytes(texts, tmp_path):
-    prepare(tmp_path, "whole")
-    expected = content(tmp_path / "whole")
+def test_killed_at_any_disk_write_it_continues_to_the_same_bytes(texts, prepare, content):
+    prepare("whole")
     survived, place = False, 0
     while not survived:
         with killed_at(place) as changes:
-            prepare(tmp_path, f"cut{place}")
+            prepare(f"cut{place}")
             survived = changes[0] <= place
         with killed_at(place // 2):  # and once more, sooner
-            prepare(tmp_path, f"cut{place}")
-        prepare(tmp_path, f"cut{place}")
-        assert content(tmp_path / f"cut{place}") == expected, place
+            prepare(f"cut{place}")
+        prepare(f"cut{place}")
+        assert content(f"cut{place}") == content("whole"), place
         place += STEP
     assert place > 50
 
@@ -182,26 +176,29 @@ def bucket(monkeypatch, tmp_path):
     return Memory(monkeypatch)
 
 
-def test_every_file_is_uploaded_once_and_the_manifest_last(texts, tmp_path, bucket):
-    prepare(tmp_path, "local")
-    prepare(tmp_path, "gs://bucket/out/")
-    assert bucket.content("gs://bucket/out") == content(tmp_path / "local")
+def test_every_file_is_uploaded_once_and_the_manifest_last(
+    texts, tmp_path, bucket, prepare, content
+):
+    manifest = prepare().manifest
+    prepare("gs://bucket/out/")
+    assert bucket.content("gs://bucket/out") == content("out")
     written = [name for method, name in bucket.calls if method in ("put_file", "pipe_file")]
-    shards_of = [f"0000{number}-of-00004.array_record" for number in range(4)]
-    tasks = [name for n in range(4) for name in (shards_of[n], f"0000{n}.lengths", f"0000{n}.json")]
-    assert written == ["prepare.json", *tasks, "documents.i64", "prepare.json", "manifest.json"]
+    assert len(written) == len({*written}) + 1  # prepare.json is written again at the end
+    assert written[-1] == "manifest.json"
     left = [path.name for path in (tmp_path / "cache").rglob("*") if path.is_file()]
     assert sorted(left) == ["manifest.json", "prepare.json"]  # no copy of the data stays
     bucket.calls.clear()
-    assert prepare(tmp_path, "gs://bucket/out").manifest == read_manifest(tmp_path / "local")
+    assert prepare("gs://bucket/out").manifest == manifest
     assert not any(method == "put_file" for method, _ in bucket.calls)
 
 
-def test_killed_at_an_upload_it_continues_elsewhere_to_the_same_bytes(texts, tmp_path, bucket, monkeypatch):
-    prepare(tmp_path, "local")
-    expected, place, survived = content(tmp_path / "local"), 0, False
+def test_killed_at_an_upload_it_continues_elsewhere_to_the_same_bytes(
+    texts, tmp_path, bucket, prepare, content, monkeypatch
+):
+    prepare()
+    place, survived = 0, False
     while not survived:
-        seen = []
+        seen, output = [], f"s3://bucket/{place}"
 
         def lethal(method, name, seen=seen, place=place):
             seen.append(name)
@@ -210,164 +207,92 @@ def test_killed_at_an_upload_it_continues_elsewhere_to_the_same_bytes(texts, tmp
 
         bucket.before = lethal
         with contextlib.suppress(Killed):
-            prepare(tmp_path, f"s3://bucket/{place}")
+            prepare(output)
             survived = True
-        assert ("manifest.json" in bucket.content(f"s3://bucket/{place}")) <= (seen[-1] == "manifest.json")
+        assert ("manifest.json" in bucket.content(output)) <= (seen[-1] == "manifest.json")
         bucket.before = lambda method, name: None
         if place % 2:  # the disk of the first machine is gone
             monkeypatch.setenv("MAXTEXT_LITE_CACHE", str(tmp_path / f"cache{place}"))
-        prepare(tmp_path, f"s3://bucket/{place}")
-        assert bucket.content(f"s3://bucket/{place}") == expected, place
+        prepare(output)
+        assert bucket.content(output) == content("out"), place
         place += 1 if STEP == 1 else 3
     assert place > 15
 
 
-def test_shares_on_separate_machines_combine_in_the_bucket(texts, tmp_path, bucket, monkeypatch):
-    prepare(tmp_path, "local")
-    for number, complete in ((1, False), (0, True)):
-        monkeypatch.setenv("MAXTEXT_LITE_CACHE", str(tmp_path / f"cache{number}"))
-        shared = config(tmp_path, "gs://bucket/shares")
-        outcome = prepare_dataset(shared, tokenizer=ByteTokenizer(), share=(number, 2))
-        assert (outcome is not None) == complete
-    assert bucket.content("gs://bucket/shares") == content(tmp_path / "local")
-
-
-def test_a_bucket_with_other_contents_is_refused(texts, tmp_path, bucket):
-    bucket.files.pipe_file("/bucket/mine/notes.txt", b"notes")
-    with pytest.raises(UserError, match=r"^output='gs://bucket/mine' holds notes\.txt already, and nothing that prep"):
-        prepare(tmp_path, "gs://bucket/mine")
-    prepare(tmp_path, "gs://bucket/out")
-    with pytest.raises(UserError, match=r"^gs://bucket/out was begun differently: with field=text, not body\."):
-        prepare(tmp_path, "gs://bucket/out", text_field="body")
-    bucket.files.rm("/bucket/out", recursive=True)  # all of it is made again, whatever a cache has of it
-    prepare(tmp_path, "gs://bucket/out")
-    assert "manifest.json" in bucket.content("gs://bucket/out")
-
-
-def test_tasks_that_are_done_are_not_done_again(texts, tmp_path, monkeypatch):
-    with killed_at(40):
-        prepare(tmp_path)
-    numbers = []
-    run_task = shards.run_task
-    monkeypatch.setattr(
-        "maxtext_lite.data.preparing.workers.run_task",
-        lambda task, *rest, **keys: (numbers.append(task.number), run_task(task, *rest, **keys))[1],
-    )
-    done = sorted(int(path.stem) for path in (tmp_path / "out" / "journal").glob("*.json"))
-    assert 0 < len(done) < 4
-    prepare(tmp_path)
-    assert sorted([*done, *numbers]) == [0, 1, 2, 3]
-
-
-def test_a_changed_input_or_setting_is_named(texts, tmp_path):
-    with killed_at(40):
-        prepare(tmp_path)
-    with pytest.raises(UserError, match=r"was begun differently: with task_megabytes=1, not 2\."):
-        prepare_dataset(config(tmp_path).model_copy(update={"task_megabytes": 2}), tokenizer=ByteTokenizer())
+def test_a_changed_input_setting_or_output_is_named(texts, tmp_path, bucket, prepare):
     other = ByteTokenizer()
     other.fingerprint = "another"
-    with pytest.raises(UserError, match=r"begun differently: with tokenizer=byte, not another\."):
-        prepare_dataset(config(tmp_path), tokenizer=other)
-    os.utime(tmp_path / "in" / "b.txt")
-    with pytest.raises(UserError, match=r"in/b\.txt has changed since\."):
-        prepare(tmp_path)
-    (tmp_path / "in" / "b.txt").unlink()
-    with pytest.raises(UserError, match=r"in/b\.txt is no longer among the inputs\."):
-        prepare(tmp_path)
-    with pytest.raises(UserError, match=r"holds a\.jsonl already, and nothing that prepare began"):
-        prepare_dataset(PrepareConfig(input=[str(tmp_path / "in")], output=str(tmp_path / "in")), tokenizer=other)
-    (tmp_path / "empty.txt").write_text("")
-    with pytest.raises(UserError, match="every document is empty"):
-        prepare_dataset(
-            PrepareConfig(input=[str(tmp_path / "empty.txt")], output=str(tmp_path / "o")), tokenizer=ByteTokenizer()
-        )
+    (tmp_path / "in" / "empty").mkdir()
+    (tmp_path / "in" / "empty" / "a.txt").write_text("")
+    bucket.files.pipe_file("/bucket/mine/notes.txt", b"notes")
+    text = tmp_path / "in" / "b.txt"
+    with killed_at(40):
+        prepare()
+    for change, named, keys in (
+        (None, "task_megabytes", {"task_megabytes": 2}),
+        (None, "another", {"tokenizer": other}),
+        (None, "body", {"text_field": "body"}),
+        (lambda: os.utime(text), "b.txt", {}),
+        (text.unlink, "b.txt", {}),
+        (None, "a.jsonl", {"output": "in"}),
+        (None, "notes.txt", {"output": "gs://bucket/mine"}),
+        (None, "empty", {"input": [str(tmp_path / "in" / "empty")], "output": "o"}),
+    ):
+        if change:
+            change()
+        with pytest.raises(UserError, match=named):
+            prepare(**keys)
 
 
-def test_a_special_token_that_the_template_prints_is_a_setting(tmp_path):
+def test_a_special_token_that_the_template_prints_is_a_setting(tmp_path, prepare):
     turns = [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}]
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": turns}))
-    written = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
 
-    def prepare_chat(tokens, template=written, output="out"):
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, **tokens}))
-        inputs = {"input": [str(tmp_path / "a.jsonl")], "output": str(tmp_path / output), "chat": True}
-        keys = inputs | {"tokenizer_type": "huggingface", "tokenizer_path": str(tmp_path)}
-        return prepare_dataset(PrepareConfig(**keys), tokenizer=ByteTokenizer())
+    def prepare_chat(begin, end):
+        stated = {"chat_template": template, "bos_token": begin, "eos_token": end}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(stated))
+        keys = {
+            "tokenizer_type": "huggingface",
+            "tokenizer_path": str(tmp_path),
+            "tokenizer": ByteTokenizer(),
+        }
+        return prepare(input=[str(tmp_path / "a.jsonl")], chat=True, **keys)
 
-    first = prepare_chat({"bos_token": "<s>", "eos_token": "</s>"})
-    assert prepare_chat({"bos_token": "<s>", "eos_token": "<stop>"}) == first  # not printed
-    with pytest.raises(UserError, match=r"was begun differently: with chat_template="):
-        prepare_chat({"bos_token": "<begin>", "eos_token": "</s>"})
-    without = written.replace("{{ bos_token }}", "")
-    prepare_chat({"bos_token": "<s>"}, without, "other")
-    stated = json.loads((tmp_path / "other" / "prepare.json").read_text())["settings"]["chat_template"]
-    assert stated == hashlib.sha256(without.encode()).hexdigest()  # as outputs of earlier versions have it
-
-
-def test_an_input_that_changes_meanwhile_is_named(texts, tmp_path, monkeypatch):
-    class Slow(ByteTokenizer):
-        def encode_documents(self, texts):
-            os.utime(tmp_path / "in" / "a.jsonl")
-            return super().encode_documents(texts)
-
-    with pytest.raises(UserError, match=r"in/a\.jsonl has changed since prepare began"):
-        prepare_dataset(config(tmp_path), tokenizer=Slow())
+    assert prepare_chat("<s>", "</s>") == prepare_chat("<s>", "<stop>")  # which is not printed
+    with pytest.raises(UserError, match="chat_template"):
+        prepare_chat("<begin>", "</s>")
 
 
-def test_bad_lines_are_counted_and_named_up_to_their_share(texts, tmp_path):
+def test_bad_lines_are_counted_and_named_up_to_their_share(texts, tmp_path, prepare):
     with (tmp_path / "in" / "a.jsonl").open("a") as opened:
         opened.write('{"tex": 1}\nno\n')
     for share in (0.0, 0.05):
-        with pytest.raises(UserError) as refused:
-            prepare(tmp_path, max_bad_fraction=share)
-        assert any("not a JSON object with a string under" in problem for problem in refused.value.problems)
-        if not share:
-            assert len(refused.value.problems) == 2, "one a bad line"
-            assert refused.value.problems[-1].endswith("or allow a share of bad lines, such as max_bad_fraction=0.001.")
-    last = refused.value.problems[0]
-    bad, lines = (int(last.split()[at]) for at in (0, 3))
-    assert bad == 2
-    assert bad > 0.05 * lines
-    enough = float(re.search(r"Nearest that works for these: (\S+)\. ", last)[1])
-    assert 0 <= enough - bad / lines < 0.001
-    assert prepare(tmp_path, max_bad_fraction=enough).bad == bad
-    outcome = prepare(tmp_path, max_bad_fraction=0.5)  # the share may change: the bytes do not depend on it
-    assert (outcome.bad, len(outcome.problems), outcome.manifest.documents) == (2, 2, sum(map(bool, texts)))
-    with pytest.raises(UserError, match=r"2 of the \d+ lines of \S+out are bad, more than max_bad_fraction=0 of them"):
-        prepare(tmp_path)
-    assert prepare(tmp_path, max_bad_fraction=0.9) == outcome
-
-
-def test_a_smaller_share_of_bad_lines_holds_for_tasks_that_are_done_too(texts, tmp_path):
-    (tmp_path / "in" / "a.jsonl").write_text('no\n{"text": "good"}\n' + (tmp_path / "in" / "a.jsonl").read_text())
+        with pytest.raises(UserError, match=r"a\.jsonl: line at byte"):
+            prepare(max_bad_fraction=share)
     with killed_at(40):
-        prepare(tmp_path, max_bad_fraction=0.5)
-    with pytest.raises(UserError, match=r"1 of the \d+ lines of task 0 are bad, more than max_bad_fraction=0 of them"):
-        prepare(tmp_path)
-    assert prepare(tmp_path, max_bad_fraction=0.5).bad == 1
+        prepare(max_bad_fraction=0.5)
+    with pytest.raises(UserError, match="max_bad_fraction=0"):  # holds for tasks that are done too
+        prepare()
+    assert prepare(max_bad_fraction=0.5).bad == 2
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(dataset.time, "monotonic", lambda: now[0])
-    return now
+class Forgetful(shards.ArrayRecordWriter):
+    def write(self, record):
+        super().write(bytes(len(record)))
 
 
-def test_the_forecast_is_by_the_tokens_of_the_tasks_that_are_done(clock):
-    said = []
-    shown = Progress([Task(number, (), 1000) for number in range(4)], say=said.append, before=2)
-    with shown:
-        clock[0] = 10.0
-        shown.made(Made(300, 8.0, None))
-        assert shown.text() == "0 of 4 tasks, 300 tokens, 38 tokens/s/core"
-        shown.made(Made(100, 2.0, Entry(1, Shard("a", 1, 400, "", ""), 0, 0, ())))
-        # A tenth of a megabyte in 10 seconds; 1,200 tokens are left, at 40 a second.
-        assert shown.text() == "1 of 4 tasks, 400 tokens, 40 tokens/s/core, about 30 seconds left"
-        assert said == ["2 of 6 tasks were already done; continuing with the others"]
-        clock[0] = 31.0
-        shown.made(Made(400, 10.0, None))
-        assert said[1:] == ["1 of 4 tasks, 800 tokens, 40 tokens/s/core, about 31 seconds left"]
-        for number in (0, 2, 3):
-            shown.made(Made(0, 0.0, Entry(number, None, 0, 0, ())))
-    assert shown.text() == "4 of 4 tasks, 800 tokens, 40 tokens/s/core"
+class Full(shards.ArrayRecordWriter):
+    def close(self):
+        super().close()
+        raise RuntimeError("close() failed: No space left on device; writing x")
+
+
+@pytest.mark.parametrize("writer", [Forgetful, Full])
+def test_a_shard_that_cannot_be_written_or_read_back_is_refused_and_removed(
+    writer, texts, prepare, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(shards, "ArrayRecordWriter", writer)
+    with pytest.raises(UserError):
+        prepare()
+    assert list(tmp_path.glob("out/*.array_record")) == []

