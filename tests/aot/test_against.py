@@ -38,26 +38,35 @@ ENTRY %main (p: bf16[8192,8192]) -> bf16[8192,8192] {{
 """
 
 
-@pytest.mark.parametrize(("name", "devices", "topology"), [
-    ("v5e", 64, "v5e:8x8"), ("v5e", 8, "v5e:2x4"), ("v6e", 256, "v6e:16x16"), ("v5p", 64, "v5p:4x4x4"),
-    ("v5p", 256, "v5p:4x8x8"), ("v5p", 16, "v5p:2x2x4"), ("h100", 8, "h100:8"), ("v5e", 1, "v5e:1x1"),
-])  # fmt: skip
-def test_a_slice_is_as_square_as_it_can_be(name, devices, topology):
-    assert against.topology_of(device_named(name, option="--device"), devices) == topology
+@pytest.mark.parametrize(
+    ("name", "devices", "slices", "topology"),
+    [
+        ("v5e", 8, 1, "v5e:2x4"),
+        ("v5e", 1, 1, "v5e:1x1"),
+        ("v6e", 256, 1, "v6e:16x16"),
+        ("v5p", 256, 1, "v5p:4x8x8"),
+        ("h100", 8, 1, "h100:8"),
+        ("v5e", 16, 2, "2*v5e:2x4"),
+        ("7x", 8, 1, "7x:1x2x2"),  # whose chips have two devices
+    ],
+)
+def test_a_slice_is_as_square_as_it_can_be(name, devices, slices, topology):
+    assert against.topology_of(device_named(name, option="--device"), devices, slices) == topology
 
 
-def test_slices_are_told_and_chips_counted_that_have_two_devices():
-    v5e, tpu7x = (device_named(name, option="--device") for name in ("v5e", "7x"))
-    assert against.topology_of(v5e, 16, 2) == "2*v5e:2x4"
-    assert against.topology_of(tpu7x, 8) == "7x:1x2x2"
-    with pytest.raises(UserError, match=r"--compile for 7 of 7x: a chip has 2 .* Nearest that works: 8\."):
-        against.topology_of(tpu7x, 7)
+def test_half_a_chip_is_refused():
+    with pytest.raises(UserError, match=r"7x.*Nearest that works: 8\."):
+        against.topology_of(device_named("7x", option="--device"), 7)
+
+
+def ranked_on_four(*keys, most):
+    open_batch = "global_batch_size=8", "per_device_batch_size=-1", "gradient_accumulation_steps=-1", "dtype=bfloat16"
+    config = load_config(None, [*open_batch, *keys])
+    return rank(config, Topology(4), DEVICE, lambda each: make_plan(each, num_devices=4, platform="tpu"), most=most)
 
 
 def test_the_slices_are_those_of_the_mesh(monkeypatch):
-    config = load_config(None, ["global_batch_size=8", "per_device_batch_size=-1", "gradient_accumulation_steps=-1",
-                                "dtype=bfloat16", "dcn_data_parallelism=2"])  # fmt: skip
-    found = rank(config, Topology(4), DEVICE, lambda each: make_plan(each, num_devices=4, platform="tpu"), most=1)
+    found = ranked_on_four("dcn_data_parallelism=2", most=1)
 
     def compile_for(config, *, topology):
         raise UserError(topology)
@@ -67,16 +76,10 @@ def test_the_slices_are_those_of_the_mesh(monkeypatch):
         against.compare(found, DEVICE)
 
 
-@pytest.fixture
-def ranked():
-    config = load_config(None, ["global_batch_size=8", "per_device_batch_size=-1", "gradient_accumulation_steps=-1",
-                                "dtype=bfloat16", "ici_fsdp_parallelism=2", "ici_data_parallelism=2"])  # fmt: skip
-    return rank(config, Topology(4), DEVICE, lambda each: make_plan(each, num_devices=4, platform="tpu"), most=2)
-
-
-@pytest.mark.parametrize("memory_seconds", [None, 1e-6, 1.0])
+@pytest.mark.parametrize("memory_seconds", [None, 1e-6])
 @pytest.mark.parametrize("silent", [(), ("splash",)])
-def test_attention_is_left_out_of_both_where_its_kernel_does_not_tell(ranked, silent, memory_seconds, monkeypatch):
+def test_attention_is_left_out_of_both_where_its_kernel_does_not_tell(silent, memory_seconds, monkeypatch):
+    ranked = ranked_on_four("ici_fsdp_parallelism=2", "ici_data_parallelism=2", most=2)
     asked, plan, module = [], ranked[0].plan, parse(HLO.format(kernel="splash" if silent else "Sharding"))
 
     def compile_for(config, *, topology):

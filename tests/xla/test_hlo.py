@@ -69,11 +69,6 @@ def test_a_loop_within_a_loop_multiplies_and_an_open_bound_is_unknown_unless_it_
     assert unknown.in_loop
 
 
-def test_where_nothing_is_exchanged_there_is_nothing():
-    mesh = make_mesh(ONE | {"data": 8}, ONE)
-    assert collectives(compiled(mesh, lambda x: x + 1)) == []
-
-
 # What accelerators write: pairs of start and done, arrays laid out in tiles, trips that stand in the condition only,
 # and between TPU slices a send for each collective.
 ACCELERATOR = """HloModule jit_step, is_scheduled=true, num_partitions=4
@@ -166,31 +161,26 @@ def test_what_accelerators_write_is_read_too():
     ]
 
 
-def test_a_loop_that_counts_in_another_way_has_an_unknown_number_of_trips():
-    odd = ACCELERATOR.replace("add(%i, %two)", "multiply(%i, %two)")
-    assert odd != ACCELERATOR
-    assert next(c.times for c in collectives(odd)) is None
-    assert next(c.times for c in collectives(parse(odd, trips_where_unknown=3))) == 3
+@pytest.mark.parametrize(
+    ("text", "groups"),
+    [
+        ("{{0,1},{2,3}}", ((0, 1), (2, 3))),
+        ("{}", ()),
+        ("[2,4]<=[4,2]T(1,0)", ((0, 2, 4, 6), (1, 3, 5, 7))),
+        ("mesh['data'=2,'fsdp'=1,'tensor'=4] {'data','fsdp'}", ((0, 4), (1, 5), (2, 6), (3, 7))),
+        ("mesh['axis_0'=4,'axis_1'=2], device_ids=([2,4]T(1,0)) {'axis_0'}", ((0, 1, 2, 3), (4, 5, 6, 7))),
+        ("mesh['data'=8] {'data':(2)4}", ((0, 1, 2, 3), (4, 5, 6, 7))),
+        ("mesh['data'=8] {'data':(1)2}", ((0, 4), (1, 5), (2, 6), (3, 7))),
+    ],
+)
+@pytest.mark.fast
+def test_groups_are_read_in_every_notation(text, groups):
+    assert device_groups(text) == groups
 
 
-def test_groups_are_read_in_every_notation():
-    assert device_groups("{{0,1},{2,3}}") == ((0, 1), (2, 3))
-    assert device_groups("{}") == ()
-    assert device_groups("[2,4]<=[4,2]T(1,0)") == ((0, 2, 4, 6), (1, 3, 5, 7))
-    assert device_groups("mesh['axis_0'=2,'axis_1'=4] {'axis_0'}") == ((0, 4), (1, 5), (2, 6), (3, 7))
-    assert device_groups("mesh['data'=2,'fsdp'=1,'tensor'=4] {'data','fsdp'}") == ((0, 4), (1, 5), (2, 6), (3, 7))
-    ids = "mesh['axis_0'=4,'axis_1'=2], device_ids=([2,4]T(1,0)) {'axis_0'}"
-    assert device_groups(ids) == ((0, 1, 2, 3), (4, 5, 6, 7))
-    assert device_groups("mesh['data'=8] {'data':(2)4}") == ((0, 1, 2, 3), (4, 5, 6, 7))
-    assert device_groups("mesh['data'=8] {'data':(4)2}") == ((0, 1), (2, 3), (4, 5), (6, 7))
-    assert device_groups("mesh['data'=8] {'data':(1)2}") == ((0, 4), (1, 5), (2, 6), (3, 7))
+def test_groups_that_cannot_be_read_are_refused():
     with pytest.raises(ValueError, match="cannot read the groups"):
         device_groups("mesh['data'=8] {data}")
-
-
-def test_what_is_no_module_is_refused():
-    with pytest.raises(ValueError, match="no HLO module"):
-        collectives("nothing")
 
 
 IN_A_CHAIN = """HloModule chains, num_partitions=4
