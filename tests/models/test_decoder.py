@@ -1,4 +1,4 @@
-"""Packed documents are those that stand alone; remat changes no gradient and keeps what it names; bfloat16; axes."""
+"""Packed documents are those that stand alone; remat changes no gradient and keeps what it names; bfloat16."""
 
 import dataclasses
 import re
@@ -10,7 +10,6 @@ import pytest
 
 from maxtext_lite.config.sections import PROJECTIONS, QKV, REMAT_POLICIES, REMAT_TENSORS, Remat
 from maxtext_lite.models import Decoder, DecoderShape, ExpertShape
-from maxtext_lite.models.lora import Lora
 
 SHAPE = DecoderShape(
     vocab_size=97, emb_dim=32, num_query_heads=4, num_kv_heads=2, head_dim=12, mlp_dim=48, num_layers=3
@@ -40,7 +39,7 @@ def test_packed_documents_do_not_see_each_other(params):
     together = hidden(params, TOKENS, segment, position)[0]
     for first, end in ((0, 4), (4, 13), (13, 18)):
         alone = np.roll(TOKENS, -first, axis=1)
-        apart = hidden(params, alone, (POSITIONS < end - first).astype(int), POSITIONS)[0, : end - first]
+        apart = hidden(params, alone, (end - first > POSITIONS).astype(int), POSITIONS)[0, : end - first]
         np.testing.assert_allclose(together[first:end], apart, rtol=2e-5, atol=2e-5)
 
 
@@ -114,13 +113,9 @@ def test_the_less_is_kept_the_less_memory_is_needed():
 
 def test_every_name_of_a_tensor_is_one_that_the_model_gives():
     """A name that no tensor has would be a key that does nothing."""
-
-    def names(decoder):
-        text = str(jax.make_jaxpr(jax.grad(lambda p: loss(decoder, p)))(decoder.abstract_params))
-        return set(re.findall(r"name\[name=(\w+)", text))
-
-    assert names(decoder_with(None, experts=ExpertShape(4, 2, 8))) == set(REMAT_TENSORS)
-    assert names(decoder_with(None)) == set(REMAT_TENSORS) - {"expert_rows"}
+    decoder = decoder_with(None, experts=ExpertShape(4, 2, 8))
+    text = str(jax.make_jaxpr(lambda p: loss(decoder, p))(decoder.abstract_params))
+    assert set(re.findall(r"name\[name=(\w+)", text)) == set(REMAT_TENSORS)
 
 
 def test_bfloat16_is_close_to_float32_and_its_gradients_run(params):
@@ -135,24 +130,6 @@ def test_bfloat16_is_close_to_float32_and_its_gradients_run(params):
     assert float(got) == pytest.approx(float(want), rel=1e-3)
     for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(want_gradients), strict=True):
         assert np.linalg.norm(np.float32(a) - b) < 0.05 * np.linalg.norm(b)
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {},
-        {"experts": ExpertShape(4, 2, 6, shared_dim=6, biased=True), "num_dense_layers": 1},
-        {"lora": Lora(2, 4.0, ("query", "down"))},
-    ],
-    ids=["plain", "experts", "adapters"],
-)
-def test_every_weight_names_every_dim(changed):
-    decoder = Decoder(dataclasses.replace(SHAPE, **changed))
-    found = jax.eval_shape(decoder.init, jax.random.key(0))
-    jax.tree.map(lambda leaf, like: np.testing.assert_equal(leaf.shape, like.shape), found, decoder.abstract_params)
-    leaves = jax.tree.leaves(found)
-    for axes, leaf in zip(jax.tree.leaves(decoder.axes, is_leaf=lambda x: isinstance(x, tuple)), leaves, strict=True):
-        assert len(axes) == leaf.ndim
 
 
 def test_initial_weights_have_the_asked_deviation_and_layers_start_different_from_each_other():

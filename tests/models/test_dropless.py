@@ -1,4 +1,4 @@
-"""Dropless experts on every kind of mesh against sums over all experts in float64; what the programs exchange and keep."""
+"""Dropless experts on every kind of mesh against sums over all experts in float64; what is exchanged and kept."""
 
 import dataclasses
 import math
@@ -84,15 +84,14 @@ def test_values_and_gradients_do_not_depend_on_the_mesh_or_on_how_even_choices_a
     assert any(c.kind == "all-to-all" for c in crossing)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_weight_gradients_cross_fsdp_in_their_dtype_as_an_all_to_all(dtype):
-    shape = dataclasses.replace(SHAPE, grad_dtype=dtype)
+def test_weight_gradients_cross_fsdp_in_their_dtype_as_an_all_to_all():
+    shape = dataclasses.replace(SHAPE, grad_dtype=jnp.bfloat16)
     compiled, run = compiled_on(mesh_of(fsdp=8), lambda *arguments: with_gradients(*arguments, shape))
-    assert_close(run(EVEN)[3:], by_hand(EVEN)[3:], 1e-5 if dtype == jnp.float32 else 0.01)
-    found = collectives(compiled.as_text())
-    assert {c.kind for c in found} == {"all-gather", "all-to-all"}
-    if dtype == jnp.float32:  # on CPUs XLA widens what is narrower before it sends it
-        assert sum(c.payload_bytes for c in found if c.kind == "all-to-all") == 3 * E * D * F * 4
+    found, want = run(EVEN), by_hand(EVEN)
+    assert_close(found[:3], want[:3])
+    for got, right in zip(found[3:], want[3:], strict=True):
+        assert 1e-4 < np.linalg.norm(got - right) / np.linalg.norm(right) < 0.01
+    assert {c.kind for c in collectives(compiled.as_text())} == {"all-gather", "all-to-all"}
 
 
 def test_replicas_keep_their_gradients_apart():

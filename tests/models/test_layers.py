@@ -1,4 +1,4 @@
-"""A layer: how its parts are added, what each kind sees and how it rotates, in which order layers run, and keys."""
+"""Parts of a layer, what each kind sees and how it rotates, in which order layers run, and keys."""
 
 import dataclasses
 import math
@@ -11,9 +11,9 @@ from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
 from maxtext_lite.config import Mla, PositionTemperature, RopeScaling
-from maxtext_lite.models import DecoderLayer, DecoderShape, ExpertShape, Scoring, root_key
+from maxtext_lite.models import DecoderLayer, DecoderShape, Scoring, root_key
 from maxtext_lite.models.layers import RESIDUAL_AXES, Embedding, projections, query_factor
-from maxtext_lite.models.rotary import Rope, rotary_angles
+from maxtext_lite.models.rotary import Rope
 from maxtext_lite.models.stacks import layer_of, scan_pattern
 from maxtext_lite.parallel import MESH_AXES, make_mesh
 from maxtext_lite.parallel.axes import partition_spec
@@ -30,30 +30,6 @@ def module_and_state(make, dtype=np.float32):
 
 
 # ---- The block ------------------------------------------------------------------------------------------------------
-
-
-def test_a_layer_adds_its_parts_and_its_experts_nothing_for_padding():
-    """Attention is silent here. The stream with a shared mlp and experts, and with a multiplier."""
-    experts = ExpertShape(num_experts=4, num_per_token=2, mlp_dim=6, shared_dim=12, biased=True)
-    shape = dataclasses.replace(SHAPE, experts=experts, residual_multiplier=0.25)
-    graph, state = module_and_state(lambda rngs: DecoderLayer(shape, rngs=rngs))
-    state["attention"]["out"][...] = np.zeros_like(state["attention"]["out"][...])
-    x = np.random.default_rng(1).normal(size=(2, 3, 8)).astype(np.float32)
-    real = np.array([[True, True, False], [False] * 3])
-
-    @jax.jit
-    def run(state, x):
-        layer = nnx.merge(graph, state)
-        rotation = rotary_angles(jnp.zeros((2, 3), jnp.int32), Rope(SHAPE.head_dim, 1e4))
-        y, kept, aux = layer(x, rotation, lambda q, k, v, sink: (q, k), real)
-        return (y - x) / 0.25 - layer.mlp.shared(layer.mlp_norm(x)), kept, aux
-
-    routed, kept, aux = jax.device_get(run(state, x))
-    np.testing.assert_allclose(routed[~real], 0, atol=1e-5)
-    assert (np.abs(routed[real]).max(-1) > 1e-3).all()
-    assert kept.shape == (2, 3, 2, 4)
-    shapes = {name: value.shape for name, value in aux.items()}
-    assert shapes == {"moe_balance": (2,), "router_z": (2, 3), "expert_counts": (2, 4)}
 
 
 def test_a_multiplier_that_two_bytes_do_not_hold_is_not_rounded():

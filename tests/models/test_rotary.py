@@ -31,8 +31,8 @@ def angles(rope, position, segment=None):
 
 
 def assert_turned(found, position, frequency, factor=1.0):
-    for got, want in zip(found, (np.cos(position[..., None] * frequency), np.sin(position[..., None] * frequency))):
-        np.testing.assert_allclose(got, factor * want, atol=2e-5)
+    angle = position[..., None] * frequency
+    np.testing.assert_allclose(found, factor * np.stack([np.cos(angle), np.sin(angle)]), atol=2e-5)
 
 
 @pytest.mark.parametrize("name", SCALINGS)
@@ -41,7 +41,8 @@ def test_angles_equal_transformers(name):
     position = np.arange(50)[None]
     found = angles(Rope(DIM, BASE, scaling), position)
     if scaling is None:
-        return assert_turned(found, position, PLAIN)
+        assert_turned(found, position, PLAIN)
+        return
     config = transformers.LlamaConfig(
         hidden_size=4 * DIM,
         num_attention_heads=4,

@@ -134,7 +134,7 @@ def test_parts_are_gathered_scattered_summed_and_numbered_along_a_logical_axis()
 
 
 def test_parts_are_exchanged_the_largest_is_found_and_narrow_parts_are_added_in_float32():
-    """Four devices with two rows each: the first gets the first halves of all. 1 and 2^-8 are bfloat16, their sum not."""
+    """Four devices with two rows each: the first gets the first halves. 1 and 2^-8 are bfloat16, their sum not."""
 
     def everything(x):
         part = jnp.where(shard_index("experts") == 0, 1.0, 2.0**-8) * jnp.ones((4, 4))

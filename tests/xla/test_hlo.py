@@ -7,10 +7,7 @@ import pytest
 
 from maxtext_lite.parallel import MESH_AXES, make_mesh
 from maxtext_lite.xla.hlo import collectives, device_groups
-from maxtext_lite.xla.hlo_text import parse
 
-SPEC = jax.sharding.PartitionSpec
-ONE = dict.fromkeys(MESH_AXES, 1)
 TRIPS = 5
 
 
@@ -27,46 +24,24 @@ def every_kind(x):
     )
 
 
-def compiled(mesh, function=every_kind):
-    everywhere = SPEC(mesh.axis_names)
-    mapped = jax.shard_map(function, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False)
-    rows = jax.ShapeDtypeStruct((8 * mesh.size, 16), "float32", sharding=jax.sharding.NamedSharding(mesh, everywhere))
-    return jax.jit(mapped).lower(rows).compile().as_text()
-
-
-@pytest.mark.parametrize("mesh", [
-    make_mesh(ONE | {"data": 2, "tensor": 4}, ONE),
-    make_mesh(ONE | {"data": 2, "fsdp": 2}, ONE | {"tensor": 2}),  # its devices are not in the order of their numbers
-], ids=["in_order", "cut"])  # fmt: skip
-def test_a_program_written_by_hand_has_the_collectives_it_should(mesh):
-    found = {(c.kind, c.axes(mesh), c.times, c.in_loop): c.payload_bytes for c in collectives(compiled(mesh))}
+def test_a_program_written_by_hand_has_the_collectives_it_should():
+    """On a mesh whose devices are not in the order of their numbers."""
+    ones = dict.fromkeys(MESH_AXES, 1)
+    mesh = make_mesh(ones | {"data": 2, "fsdp": 2}, ones | {"tensor": 2})
+    everywhere = jax.P(mesh.axis_names)
+    mapped = jax.shard_map(every_kind, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False)
+    text = jax.jit(mapped).lower(jax.ShapeDtypeStruct((64, 16), "float32")).compile().as_text()
+    found = {(c.kind, c.axes(mesh), c.times, c.in_loop): c.payload_bytes for c in collectives(text)}
     whole = 8 * 16 * 4
-    assert found.pop(("all-reduce", ("tensor",), TRIPS, True)) == whole
-    assert found.pop(("all-gather", ("data",), 1, False)) == 2 * whole
-    assert (
-        found.pop(("reduce-scatter", ("tensor",), 1, False), found.pop(("all-reduce", ("tensor",), 1, False), 0))
-        == whole
-    )
-    assert found.pop(("all-to-all", ("data",), 1, False)) == whole
-    assert found.pop(("collective-permute", ("tensor",), 1, False)) == whole
-    assert found.pop(("all-reduce", ("data", "tensor"), 1, False)) == whole
-    assert not found
-
-
-def test_a_loop_within_a_loop_multiplies_and_an_open_bound_is_unknown_unless_it_is_given():
-    mesh = make_mesh(ONE | {"data": 8}, ONE)
-
-    def loops(x):
-        bound = jnp.int32(jnp.sum(x))
-        return jax.lax.fori_loop(
-            0, bound, lambda _, outer: jax.lax.fori_loop(
-                0, 3, lambda _, inner: jnp.cos(jax.lax.psum(inner, "data")), outer), x)  # fmt: skip
-
-    text = compiled(mesh, loops)
-    (unknown,), (known,) = collectives(text), collectives(parse(text, trips_where_unknown=7))
-    assert unknown.times is None
-    assert known.times == 21
-    assert unknown.in_loop
+    scattered = found.pop(("reduce-scatter", ("tensor",), 1, False), None)  # or written as a sum
+    assert (scattered or found.pop(("all-reduce", ("tensor",), 1, False))) == whole
+    assert found == {
+        ("all-reduce", ("tensor",), TRIPS, True): whole,
+        ("all-gather", ("data",), 1, False): 2 * whole,
+        ("all-to-all", ("data",), 1, False): whole,
+        ("collective-permute", ("tensor",), 1, False): whole,
+        ("all-reduce", ("data", "tensor"), 1, False): whole,
+    }
 
 
 # What accelerators write: pairs of start and done, arrays laid out in tiles, trips that stand in the condition only,
