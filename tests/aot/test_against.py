@@ -76,19 +76,17 @@ def test_the_slices_are_those_of_the_mesh(monkeypatch):
         against.compare(found, DEVICE)
 
 
-@pytest.mark.parametrize("memory_seconds", [None, 1e-6])
-@pytest.mark.parametrize("silent", [(), ("splash",)])
+@pytest.mark.parametrize(("silent", "memory_seconds"), [((), 1e-6), (("splash",), 1e-6), ((), None)])
 def test_attention_is_left_out_of_both_where_its_kernel_does_not_tell(silent, memory_seconds, monkeypatch):
     ranked = ranked_on_four("ici_fsdp_parallelism=2", "ici_data_parallelism=2", most=2)
     asked, plan, module = [], ranked[0].plan, parse(HLO.format(kernel="splash" if silent else "Sharding"))
+    devices = np.arange(4).reshape([*plan.mesh.values()])
 
     def compile_for(config, *, topology):
         asked.append((config, topology))
         return types.SimpleNamespace(
             module=module,
-            mesh=types.SimpleNamespace(
-                devices=np.arange(4).reshape([*plan.mesh.values()]), axis_names=tuple(plan.mesh), size=4
-            ),
+            mesh=types.SimpleNamespace(devices=devices, axis_names=tuple(plan.mesh), size=4),
             roofline=types.SimpleNamespace(matmul_seconds=1e-3, memory_seconds=memory_seconds),
             collectives=[
                 Traffic("all-gather", ("fsdp",), 1, 1, 0, 10**8, {}, sent_bytes=1e8),
@@ -104,30 +102,25 @@ def test_attention_is_left_out_of_both_where_its_kernel_does_not_tell(silent, me
     compared = against.compare(ranked, DEVICE)
     assert asked == [(each.config, "v5e:2x2") for each in ranked]
     time, found = ranked[0].time, compared[0]
-    assert time.attention_seconds > 0
     left_out = time.attention_seconds if silent else 0
     assert found["matmul_seconds"] == {"predicted": time.matmul_seconds - left_out, "compiled": 1e-3}
-    assert found["memory"] == {"predicted": ranked[0].plan.memory.total, "compiled": 10**9}
+    assert found["memory"] == {"predicted": plan.memory.total, "compiled": 10**9}
     # Of the links of 200 GB/s a ring has its share of the two dims, in logarithms; data x fsdp is all four devices.
-    links = {2: 1e8 / 100e9, 4: 1e8 / 200e9}.get(ranked[0].plan.mesh["fsdp"], 1e8 / 100e9) + 2e8 / 200e9
-    assert found["collectives_seconds"]["compiled"] == pytest.approx(links)
+    rate = {2: 100e9, 4: 200e9}.get(plan.mesh["fsdp"], 100e9)
+    assert found["collectives_seconds"]["compiled"] == pytest.approx(1e8 / rate + 2e8 / 200e9)
     # Two trips, each with a matmul of 2 x 8192^3 FLOPs and one of two kernels, beside or before a gather of 2 GB.
-    matmul, rate = 2 * 8192**3 / 197e12, {2: 100e9, 4: 200e9}.get(plan.mesh["fsdp"], 100e9)
-    trip = max(matmul + left_out / 2, 1e9 / rate)
+    trip = max(2 * 8192**3 / 197e12 + left_out / 2, 1e9 / rate)
     step = None if memory_seconds is None else pytest.approx(2 * trip, rel=1e-6)
     assert found["step_seconds"] == {"predicted": time.seconds, "compiled": step}
     lines = against.comparison_text(compared).splitlines()
     assert lines[0] == f"compiled: {' '.join(ranked[0].settings)}"
-    share = ranked[0].plan.memory.total / 1e9 - 1
-    assert lines[1].endswith(f"predicted, 1.0 compiled, {share:+.1%}")
-    assert lines[3].endswith("predicted, not known") == (memory_seconds is None)
     assert len(lines) == 12
 
 
-@pytest.mark.parametrize(("steps", "expected"), [
-    ([(1, 5), (2, 6), (3, 7), (4, 8)], 1.0), ([(1, 8), (2, 7), (3, 6)], -1.0), ([(1, 10), (2, 30), (3, 20)], 0.5),
-    ([(1, 5), (2, 6)], None), ([(1, 5), (2, None), (3, 6)], None), ([(1, 5), (2, 5), (3, 5)], None),
-])  # fmt: skip
-def test_ranks_agree_as_far_as_spearman_says(steps, expected):
-    compared = [{"step_seconds": {"predicted": a, "compiled": b}} for a, b in steps]
+@pytest.mark.parametrize(
+    ("compiled", "expected"),
+    [([5, 6, 7, 8], 1.0), ([8, 7, 6], -1.0), ([10, 30, 20], 0.5), ([5, 6], None), ([5, None, 6], None)],
+)
+def test_ranks_agree_as_far_as_spearman_says(compiled, expected):
+    compared = [{"step_seconds": {"predicted": a, "compiled": b}} for a, b in enumerate(compiled)]
     assert against.rank_correlation(compared) == (None if expected is None else pytest.approx(expected))

@@ -76,7 +76,6 @@ def test_the_first_of_slurms_nodes(nodes, first):
 @pytest.mark.parametrize(("changes", "devices"), [
     ({"SLURM_STEP_TASKS_PER_NODE": "1(x8)"}, None),  # one process on each node has all its GPUs
     ({}, (1,)),  # one GPU each, as jax has it
-    ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, (1,)),
     ({"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}, (2, 3)),
     ({"CUDA_VISIBLE_DEVICES": "5"}, None),  # SLURM has bound the task to its GPU
     ({"SLURM_GPUS_PER_TASK": "4", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, None),
