@@ -54,6 +54,7 @@ def test_a_slice_is_as_square_as_it_can_be(name, devices, slices, topology):
     assert against.topology_of(device_named(name, option="--device"), devices, slices) == topology
 
 
+@pytest.mark.fast
 def test_half_a_chip_is_refused():
     with pytest.raises(UserError, match=r"7x.*Nearest that works: 8\."):
         against.topology_of(device_named("7x", option="--device"), 7)

@@ -172,6 +172,7 @@ def test_flops_of_the_model_are_six_per_weight_and_token_and_the_attention():
     assert 0 < it.xla_flops < it.model_flops
 
 
+@pytest.mark.fast
 def test_a_kernel_that_does_not_run_there_is_refused():
     config = load_config(None, [*TINY, "max_target_length=128", "attention=splash"])
     with pytest.raises(UserError, match="attention=splash"):

@@ -55,12 +55,12 @@ def stand_ins(monkeypatch):
         ("tiled", 53, Scoring(window=18, soft_cap=1.5), True, 1, 6, 512),
         # Three tiles and one that is padded; tiles of two strips; windows that see whole tiles, and parts.
         ("tiled", 53, Scoring(scale=0.4), True, 2, 16, 16),
-        ("tiled", 53, Scoring(window=9, soft_cap=0.7), True, 4, 6, 32),
+        pytest.param("tiled", 53, Scoring(window=9, soft_cap=0.7), True, 4, 6, 32, marks=pytest.mark.fast),
         ("tiled", 53, Scoring(scale=0.4, window=18), False, 1, 6, 16),
         # A window across blocks, which keeps the first from the last one's sight; and one kernel for all gradients.
         ("splash", 384, Scoring(scale=0.4, window=140, soft_cap=1.5), True, 2, 8, 512),
         ("splash", 256, Scoring(), False, 2, 16, 512),
-        ("mosaic", 37, EVERYTHING, True, 2, 6, 512),
+        pytest.param("mosaic", 37, EVERYTHING, True, 2, 6, 512, marks=pytest.mark.fast),
         ("mosaic", 256, Scoring(), False, 2, 16, 512),
         ("mha", 100, Scoring(scale=0.4), False, 2, 16, 512),
         ("cudnn_masked", 53, Scoring(scale=0.4, window=20), False, 2, 16, 512),
@@ -81,7 +81,6 @@ def test_a_kernel_equals_float64_attention(
             assert_close(run(*given), exact.attention(*given, scoring))
 
 
-@pytest.mark.fast
 def test_plain_attention_equals_float64_attention_of_tokens_in_any_order():
     """What a run compares its kernels with. Its place in the row says where a token is."""
     q, k, v, segment, g = inputs(24, value_dim=6)

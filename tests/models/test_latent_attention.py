@@ -66,6 +66,7 @@ def by_loops(w, x):
 
 
 @pytest.mark.parametrize("query_rank", [10, 0])
+@pytest.mark.fast
 def test_latent_attention_equals_a_loop(query_rank):
     shape = dataclasses.replace(SHAPE, latent=dataclasses.replace(WIDTHS, q_lora_rank=query_rank))
     graph, abstract = nnx.split(nnx.eval_shape(lambda: LatentAttention(shape, rngs=nnx.Rngs(params=0))))

@@ -63,11 +63,11 @@ def test_ntk_slows_the_slowest_plane_by_the_factor_and_leaves_the_fastest():
     assert_turned(angles(Rope(DIM, BASE, RopeScaling("ntk", 4.0)), position), position, frequency)
 
 
-LENGTHS = 8, 14
-"""Of a row's two documents, whose tokens may lie in any order; the row before has 8 tokens and padding."""
-POSITION = np.array([[*range(8), *range(14)], [*range(8), *range(14)]])[:, ::-1]
+LENGTHS = 10, 14
+"""Of a row's two documents, of which the first is just as long as the original; tokens may lie in any order."""
+POSITION = np.array([[*range(10), *range(14)], [*range(10), *range(14)]])[:, ::-1]
 SEGMENT = np.repeat([[1, 2], [1, 1]], LENGTHS, axis=1)[:, ::-1]
-LENGTH = np.where(SEGMENT == 1, np.array([[8], [14]]), 14)
+LENGTH = np.where(SEGMENT == 1, np.array([[10], [14]]), 14)
 
 
 def test_dynamic_grows_with_each_document_by_itself_beyond_the_original_length():

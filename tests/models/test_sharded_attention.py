@@ -88,6 +88,7 @@ def test_shards_equal_float64_attention_of_whole_examples(
         assert ("all-gather" in crossing) == gathers
 
 
+@pytest.mark.fast
 def test_bfloat16_shards_stay_close():
     arrays = inputs(96)
     narrow = [np.asarray(x.astype(jnp.bfloat16)) if x.ndim == 4 else x for x in arrays]

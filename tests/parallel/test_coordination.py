@@ -67,6 +67,7 @@ class Client:
         return [each for each in self.values.items() if each[0].startswith(prefix)]
 
 
+@pytest.mark.fast
 def test_the_store_sees_only_its_own_keys(monkeypatch):
     client = Client()
     client.values["orbax/1"] = "another's"

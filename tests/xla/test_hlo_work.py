@@ -157,6 +157,7 @@ metadata={op_name="jit(f)/vmap(jvp(kernel_tokamax_mosaic))/flash_attention_sm90/
 """
 
 
+@pytest.mark.fast
 def test_cublas_calls_are_matmuls_and_other_calls_are_kernels_by_their_scope_or_target():
     found = work(parse(GPU))
     assert found.matmul_flops == {"bf16": 2 * 8 * 16 * 32}
