@@ -17,7 +17,7 @@ from maxtext_lite.models.tile_layout import Layout
 from maxtext_lite.models.tiled_attention import tiled_attention
 from maxtext_lite.parallel import MESH_AXES, make_mesh, over_replicas
 from tests.models import exact
-from tests.models.exact import EVERYTHING, SINK, assert_close, inputs, with_gradients
+from tests.models.exact import EVERYTHING, SINK, H, K, assert_close, inputs, with_gradients
 from tests.models.tokamax_stand_in import Blocks, Range, StandIn
 
 KERNELS = {
@@ -190,24 +190,19 @@ def test_there_are_as_few_tiles_as_can_be_and_little_padding(run, num_tiles, til
 
 
 @pytest.mark.parametrize(
-    ("changed", "lacks"),
+    ("num_kv_heads", "value_dim", "scoring", "shards", "lacks"),
     [
-        ({"sink": SINK}, "sinks"),
-        ({"soft_cap": 2.0}, "soft cap"),
-        ({"value_dim": 8}, "values of another width"),
-        ({"num_kv_heads": 3}, "multiple of 3 kv heads"),
-        ({"shards": 2}, "2 shards"),
-        ({"kernel": "flash"}, "'flash'"),
+        (3, H, Scoring(), 1, "multiple of 3 kv heads"),
+        (K, 8, Scoring(), 1, "values of another width"),
+        (K, H, Scoring(soft_cap=2.0), 1, "soft cap"),
+        (K, H, Scoring(), 2, "2 shards"),
     ],
-    ids=str,
 )
-def test_what_a_kernel_lacks_is_refused(changed, lacks, monkeypatch):
-    monkeypatch.setattr(attention_module, "context_shards", lambda: changed.get("shards", 1))
-    sizes = {name: changed[name] for name in ("value_dim", "num_kv_heads") if name in changed}
-    *arrays, _ = inputs(16, **sizes)
-    kernel, scoring = changed.get("kernel", "cudnn_flash"), Scoring(soft_cap=changed.get("soft_cap"))
+def test_what_a_kernel_lacks_is_refused(num_kv_heads, value_dim, scoring, shards, lacks, monkeypatch):
+    monkeypatch.setattr(attention_module, "context_shards", lambda: shards)
+    *arrays, _ = inputs(16, num_kv_heads=num_kv_heads, value_dim=value_dim)
     with pytest.raises(ValueError, match=lacks):
-        attention(*arrays, changed.get("sink"), kernel=kernel, strategy="ring", scoring=scoring)
+        attention(*arrays, kernel="cudnn_flash", strategy="ring", scoring=scoring)
 
 
 @pytest.mark.parametrize("values", [{"window": 0}, {"soft_cap": 0.0}], ids=str)

@@ -1,4 +1,4 @@
-"""Adapters: what they add, by hand and by the merged formula; where they are, how they begin, how trees are parted."""
+"""Adapters: what they add, by hand and by the merged formula; where they are, and how they begin."""
 
 import dataclasses
 import itertools
@@ -103,18 +103,6 @@ def test_what_they_add_to_a_projection_and_its_gradients_by_hand(ins, outs, axes
     assert off < 1e-4 if quantization == "none" else 1e-3 < off < 0.5
 
 
-@pytest.mark.parametrize(("ins", "outs", "stack"), [("i", "no", "l"), ("ni", "o", "le"), ("i", "o", "")])
-def test_sums_of_stacks_of_layers_and_experts(ins, outs, stack):
-    sizes = {"l": 2, "e": 3, "n": 4, "i": 5, "o": 6, "r": 2}
-    rng = np.random.default_rng(3)
-    shapes = ([sizes[letter] for letter in stack + part] for part in (ins + outs, ins + "r", "r" + outs))
-    w, a, b = (np.float32(rng.standard_normal(shape)) for shape in shapes)
-    node = Adapted(w, a, b, 0.5)
-    assert node.num_stacked == len(stack)
-    want = w + 0.5 * np.einsum(f"{stack}{ins}r,{stack}r{outs}->{stack}{ins}{outs}", a, b)
-    np.testing.assert_allclose(jax.jit(Adapted.merged)(node), want, rtol=1e-5, atol=1e-5)
-
-
 def test_adapters_are_split_as_the_weights_that_they_stand_beside():
     lora = Lora(3, 6.0, ("query", "down"))
     decoder = Decoder(dataclasses.replace(EXPERTS, num_layers=4, lora=lora))
@@ -156,16 +144,3 @@ def test_new_ones_are_uniform_in_a_zero_in_b_and_every_weight_is_drawn_by_itself
         size = min(len(one), len(other))
         # Of 64 numbers and more, by chance never.
         assert abs(np.corrcoef(one[:size], other[:size])[0, 1]) < 0.6
-
-
-def test_a_tree_is_the_join_of_its_parts_and_without_lora_is_trained_whole():
-    decoder = Decoder(LLAMA)
-    params = jax.tree.map(lambda x: np.zeros(x.shape), decoder.abstract_params)
-    again = decoder.joined(decoder.trained(params), decoder.frozen(params))
-    assert jax.tree.structure(again) == jax.tree.structure(params)
-    jax.tree.map(np.testing.assert_array_equal, again, params)
-    assert decoder.shape.lora.scale == 2
-    plain, base = without(decoder), decoder.frozen(params)
-    assert plain.trained(base) is base
-    assert plain.frozen(base) is None
-    assert plain.joined(base, None) is base

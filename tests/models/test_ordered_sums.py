@@ -16,23 +16,23 @@ def summed(x, index, rows):
 
 
 @pytest.mark.parametrize(
-    ("rows", "draws"),
+    ("tokens", "rows", "draws"),
     [
-        (1, ("uniform",)),  # one run through all blocks, the last of which is padded
-        (300, ("uniform", "sorted", "skewed")),  # most runs are of a row or two; a few long runs, many short ones
+        (1024, 1, ("uniform",)),  # one run through all blocks, none of which is padded
+        (1000, 300, ("uniform", "sorted", "skewed")),  # most runs are of a few rows; a few long runs, many short ones
     ],
 )
-def test_rows_are_summed_by_index(rows, draws):
+def test_rows_are_summed_by_index(tokens, rows, draws):
     """Three replicas in one call, each by itself."""
     in_order = jax.jit(jax.vmap(lambda x, index: _in_order(x, index, rows)))
     random = np.random.default_rng(0)
     for draw in draws:
-        index = random.integers(0, rows, (3, 1000))
-        index = np.minimum(random.geometric(0.3, (3, 1000)), rows) - 1 if draw == "skewed" else index
+        index = random.integers(0, rows, (3, tokens))
+        index = np.minimum(random.geometric(0.3, (3, tokens)), rows) - 1 if draw == "skewed" else index
         index = np.sort(index) if draw == "sorted" else index
-        x = random.normal(size=(3, 1000, 2)).astype(np.float32)
-        for found, *one in zip(in_order(x, index), x, index, strict=True):
-            np.testing.assert_allclose(found, summed(np.float64(one[0]), one[1], rows), atol=1e-4)
+        x = random.normal(size=(3, tokens, 2)).astype(np.float32)
+        for found, x_of_one, index_of_one in zip(in_order(x, index), x, index, strict=True):
+            np.testing.assert_allclose(found, summed(np.float64(x_of_one), index_of_one, rows), atol=1e-4)
 
 
 def test_a_run_that_ends_with_its_block_and_one_that_spans_blocks():
