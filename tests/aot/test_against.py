@@ -38,26 +38,36 @@ ENTRY %main (p: bf16[8192,8192]) -> bf16[8192,8192] {{
 """
 
 
-@pytest.mark.parametrize(("name", "devices", "topology"), [
-    ("v5e", 64, "v5e:8x8"), ("v5e", 8, "v5e:2x4"), ("v6e", 256, "v6e:16x16"), ("v5p", 64, "v5p:4x4x4"),
-    ("v5p", 256, "v5p:4x8x8"), ("v5p", 16, "v5p:2x2x4"), ("h100", 8, "h100:8"), ("v5e", 1, "v5e:1x1"),
-])  # fmt: skip
-def test_a_slice_is_as_square_as_it_can_be(name, devices, topology):
-    assert against.topology_of(device_named(name, option="--device"), devices) == topology
+@pytest.mark.parametrize(
+    ("name", "devices", "slices", "topology"),
+    [
+        ("v5e", 8, 1, "v5e:2x4"),
+        ("v5e", 1, 1, "v5e:1x1"),
+        ("v6e", 256, 1, "v6e:16x16"),
+        ("v5p", 256, 1, "v5p:4x8x8"),
+        ("h100", 8, 1, "h100:8"),
+        ("v5e", 16, 2, "2*v5e:2x4"),
+        ("7x", 8, 1, "7x:1x2x2"),  # whose chips have two devices
+    ],
+)
+def test_a_slice_is_as_square_as_it_can_be(name, devices, slices, topology):
+    assert against.topology_of(device_named(name, option="--device"), devices, slices) == topology
 
 
-def test_slices_are_told_and_chips_counted_that_have_two_devices():
-    v5e, tpu7x = (device_named(name, option="--device") for name in ("v5e", "7x"))
-    assert against.topology_of(v5e, 16, 2) == "2*v5e:2x4"
-    assert against.topology_of(tpu7x, 8) == "7x:1x2x2"
-    with pytest.raises(UserError, match=r"--compile for 7 of 7x: a chip has 2 .* Nearest that works: 8\."):
-        against.topology_of(tpu7x, 7)
+@pytest.mark.fast
+def test_half_a_chip_is_refused():
+    with pytest.raises(UserError, match=r"7x.*Nearest that works: 8\."):
+        against.topology_of(device_named("7x", option="--device"), 7)
+
+
+def ranked_on_four(*keys, most):
+    open_batch = "global_batch_size=8", "per_device_batch_size=-1", "gradient_accumulation_steps=-1", "dtype=bfloat16"
+    config = load_config(None, [*open_batch, *keys])
+    return rank(config, Topology(4), DEVICE, lambda each: make_plan(each, num_devices=4, platform="tpu"), most=most)
 
 
 def test_the_slices_are_those_of_the_mesh(monkeypatch):
-    config = load_config(None, ["global_batch_size=8", "per_device_batch_size=-1", "gradient_accumulation_steps=-1",
-                                "dtype=bfloat16", "dcn_data_parallelism=2"])  # fmt: skip
-    found = rank(config, Topology(4), DEVICE, lambda each: make_plan(each, num_devices=4, platform="tpu"), most=1)
+    found = ranked_on_four("dcn_data_parallelism=2", most=1)
 
     def compile_for(config, *, topology):
         raise UserError(topology)
@@ -67,25 +77,17 @@ def test_the_slices_are_those_of_the_mesh(monkeypatch):
         against.compare(found, DEVICE)
 
 
-@pytest.fixture
-def ranked():
-    config = load_config(None, ["global_batch_size=8", "per_device_batch_size=-1", "gradient_accumulation_steps=-1",
-                                "dtype=bfloat16", "ici_fsdp_parallelism=2", "ici_data_parallelism=2"])  # fmt: skip
-    return rank(config, Topology(4), DEVICE, lambda each: make_plan(each, num_devices=4, platform="tpu"), most=2)
-
-
-@pytest.mark.parametrize("memory_seconds", [None, 1e-6, 1.0])
-@pytest.mark.parametrize("silent", [(), ("splash",)])
-def test_attention_is_left_out_of_both_where_its_kernel_does_not_tell(ranked, silent, memory_seconds, monkeypatch):
+@pytest.mark.parametrize(("silent", "memory_seconds"), [((), 1e-6), (("splash",), 1e-6), ((), None)])
+def test_attention_is_left_out_of_both_where_its_kernel_does_not_tell(silent, memory_seconds, monkeypatch):
+    ranked = ranked_on_four("ici_fsdp_parallelism=2", "ici_data_parallelism=2", most=2)
     asked, plan, module = [], ranked[0].plan, parse(HLO.format(kernel="splash" if silent else "Sharding"))
+    devices = np.arange(4).reshape([*plan.mesh.values()])
 
     def compile_for(config, *, topology):
         asked.append((config, topology))
         return types.SimpleNamespace(
             module=module,
-            mesh=types.SimpleNamespace(
-                devices=np.arange(4).reshape([*plan.mesh.values()]), axis_names=tuple(plan.mesh), size=4
-            ),
+            mesh=types.SimpleNamespace(devices=devices, axis_names=tuple(plan.mesh), size=4),
             roofline=types.SimpleNamespace(matmul_seconds=1e-3, memory_seconds=memory_seconds),
             collectives=[
                 Traffic("all-gather", ("fsdp",), 1, 1, 0, 10**8, {}, sent_bytes=1e8),
@@ -101,30 +103,25 @@ def test_attention_is_left_out_of_both_where_its_kernel_does_not_tell(ranked, si
     compared = against.compare(ranked, DEVICE)
     assert asked == [(each.config, "v5e:2x2") for each in ranked]
     time, found = ranked[0].time, compared[0]
-    assert time.attention_seconds > 0
     left_out = time.attention_seconds if silent else 0
     assert found["matmul_seconds"] == {"predicted": time.matmul_seconds - left_out, "compiled": 1e-3}
-    assert found["memory"] == {"predicted": ranked[0].plan.memory.total, "compiled": 10**9}
+    assert found["memory"] == {"predicted": plan.memory.total, "compiled": 10**9}
     # Of the links of 200 GB/s a ring has its share of the two dims, in logarithms; data x fsdp is all four devices.
-    links = {2: 1e8 / 100e9, 4: 1e8 / 200e9}.get(ranked[0].plan.mesh["fsdp"], 1e8 / 100e9) + 2e8 / 200e9
-    assert found["collectives_seconds"]["compiled"] == pytest.approx(links)
+    rate = {2: 100e9, 4: 200e9}.get(plan.mesh["fsdp"], 100e9)
+    assert found["collectives_seconds"]["compiled"] == pytest.approx(1e8 / rate + 2e8 / 200e9)
     # Two trips, each with a matmul of 2 x 8192^3 FLOPs and one of two kernels, beside or before a gather of 2 GB.
-    matmul, rate = 2 * 8192**3 / 197e12, {2: 100e9, 4: 200e9}.get(plan.mesh["fsdp"], 100e9)
-    trip = max(matmul + left_out / 2, 1e9 / rate)
+    trip = max(2 * 8192**3 / 197e12 + left_out / 2, 1e9 / rate)
     step = None if memory_seconds is None else pytest.approx(2 * trip, rel=1e-6)
     assert found["step_seconds"] == {"predicted": time.seconds, "compiled": step}
     lines = against.comparison_text(compared).splitlines()
     assert lines[0] == f"compiled: {' '.join(ranked[0].settings)}"
-    share = ranked[0].plan.memory.total / 1e9 - 1
-    assert lines[1].endswith(f"predicted, 1.0 compiled, {share:+.1%}")
-    assert lines[3].endswith("predicted, not known") == (memory_seconds is None)
     assert len(lines) == 12
 
 
-@pytest.mark.parametrize(("steps", "expected"), [
-    ([(1, 5), (2, 6), (3, 7), (4, 8)], 1.0), ([(1, 8), (2, 7), (3, 6)], -1.0), ([(1, 10), (2, 30), (3, 20)], 0.5),
-    ([(1, 5), (2, 6)], None), ([(1, 5), (2, None), (3, 6)], None), ([(1, 5), (2, 5), (3, 5)], None),
-])  # fmt: skip
-def test_ranks_agree_as_far_as_spearman_says(steps, expected):
-    compared = [{"step_seconds": {"predicted": a, "compiled": b}} for a, b in steps]
+@pytest.mark.parametrize(
+    ("compiled", "expected"),
+    [([5, 6, 7, 8], 1.0), ([8, 7, 6], -1.0), ([10, 30, 20], 0.5), ([5, 6], None), ([5, None, 6], None)],
+)
+def test_ranks_agree_as_far_as_spearman_says(compiled, expected):
+    compared = [{"step_seconds": {"predicted": a, "compiled": b}} for a, b in enumerate(compiled)]
     assert against.rank_correlation(compared) == (None if expected is None else pytest.approx(expected))

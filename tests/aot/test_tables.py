@@ -1,5 +1,7 @@
 """Times and bounds are what follows from a device's figures, and what is not known is called that."""
 
+import pytest
+
 from maxtext_lite.aot.tables import time_lines
 from maxtext_lite.batching.devices import device_named
 from maxtext_lite.batching.roofline import roofline
@@ -13,6 +15,7 @@ class Anything:
         self.__dict__ = attributes
 
 
+@pytest.mark.fast
 def test_times_and_the_bound_follow_from_the_devices_figures():
     device = device_named("v5e", option="--device")
     traffic = {"memory_bytes": 819e9, "sent_bytes": 100e9}

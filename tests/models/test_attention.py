@@ -1,204 +1,217 @@
-"""Every kernel that runs here equals a loop over heads and positions in float64, gradients included."""
+"""Every kernel that runs here equals attention in float64 on one device and over replicas, gradients included."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext_lite.models import Scoring, tile_layout
+from maxtext_lite.models import Scoring, mosaic, splash_blocks, tile_layout
 from maxtext_lite.models import attention as attention_module
 from maxtext_lite.models.attention import attention
+from maxtext_lite.models.gpu_attention import cudnn_masked_attention, mha_attention
+from maxtext_lite.models.mosaic import mosaic_attention
+from maxtext_lite.models.plain import plain_attention
 from maxtext_lite.models.splash import splash_attention
+from maxtext_lite.models.splash_blocks import MostTokens
+from maxtext_lite.models.tile_layout import Layout
 from maxtext_lite.models.tiled_attention import tiled_attention
-
-B, T, N, K, H = 2, 128, 4, 2, 16
-
-
-def inputs(num_tokens=T, seed=0):
-    rng = np.random.default_rng(seed)
-    q, k, v = (rng.normal(size=(B, num_tokens, heads, H)).astype(np.float32) for heads in (N, K, K))
-    segment = np.cumsum(rng.random((B, num_tokens)) < 0.05, axis=1) + 1
-    segment[:, -num_tokens // 8 :] = 0  # padding at the end
-    return q, k, v, segment.astype(np.int32)
-
-
-def with_a_long_document(segment):
-    """The first row is one document up to its padding, so that windows end inside of it."""
-    return np.concatenate([np.minimum(segment[:1], 1), segment[1:]])
-
-
-def by_loops(q, k, v, segment, sink=None, scoring=Scoring()):  # noqa: B008
-    """Context in float64, one query at a time."""
-    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    out = np.zeros((*q.shape[:3], v.shape[3]))
-    scale = 1 / np.sqrt(q.shape[3]) if scoring.scale is None else scoring.scale
-    for b in range(q.shape[0]):
-        for t in range(q.shape[1]):
-            first = 0 if scoring.window is None else max(0, t + 1 - scoring.window)
-            keys = [s for s in range(first, t + 1) if segment[b, s] == segment[b, t]]
-            for n in range(q.shape[2]):
-                kv_head = n * k.shape[2] // q.shape[2]
-                score = k[b, keys, kv_head] @ q[b, t, n] * scale
-                if scoring.soft_cap is not None:
-                    score = scoring.soft_cap * np.tanh(score / scoring.soft_cap)
-                highest = score.max() if sink is None else max(score.max(), sink[n])
-                weight = np.exp(score - highest)
-                total = weight.sum() + (0 if sink is None else np.exp(sink[n] - highest))
-                out[b, t, n] = weight / total @ v[b, keys, kv_head]
-    return out
-
-
-def exact(q, k, v, segment, g, sink=None, scoring=Scoring()):  # noqa: B008
-    """Context, and the gradients of its product with g for q, k, v and, where there are any, sinks, in float64."""
-    q, k, v, g = (np.asarray(x, np.float64) for x in (q, k, v, g))
-    num_queries, num_kv_heads = q.shape[1], k.shape[2]
-    k, v = (x.repeat(q.shape[2] // num_kv_heads, axis=2) for x in (k, v))
-    scale = 1 / np.sqrt(q.shape[3]) if scoring.scale is None else scoring.scale
-    distance = np.arange(num_queries)[:, None] - np.arange(num_queries)
-    seen = (distance >= 0) & (distance < (scoring.window or num_queries))
-    seen = seen & (segment[:, :, None] == segment[:, None, :])
-    score, slope = scale * np.einsum("btnh,bsnh->bnts", q, k), scale
-    if scoring.soft_cap is not None:
-        bounded = np.tanh(score / scoring.soft_cap)
-        score, slope = scoring.soft_cap * bounded, scale * (1 - bounded**2)
-    score = np.where(seen[:, None], score, -np.inf)
-    nothing = np.full((*score.shape[:3], 1), -np.inf) if sink is None else np.zeros((*score.shape[:3], 1))
-    nothing = nothing if sink is None else nothing + np.asarray(sink, np.float64)[:, None, None]
-    score = np.concatenate([score, nothing], axis=-1)  # the sink is one more key, whose value is 0
-    weight = np.exp(score - score.max(-1, keepdims=True))
-    weight /= weight.sum(-1, keepdims=True)
-    context = np.einsum("bnts,bsnh->btnh", weight[..., :-1], v)
-    dweight = np.einsum("btnh,bsnh->bnts", g, v)
-    dweight = np.concatenate([dweight, np.zeros_like(nothing)], axis=-1)
-    dscore = weight * (dweight - np.sum(weight * dweight, -1, keepdims=True))
-    dproduct = dscore[..., :-1] * slope
-    dq = np.einsum("bnts,bsnh->btnh", dproduct, k)
-    dk, dv = np.einsum("bnts,btnh->bsnh", dproduct, q), np.einsum("bnts,btnh->bsnh", weight[..., :-1], g)
-    shared = lambda x: x.reshape(*x.shape[:2], num_kv_heads, -1, x.shape[3]).sum(axis=3)  # noqa: E731
-    return context, dq, shared(dk), shared(dv), *(() if sink is None else (dscore[..., -1].sum(axis=(0, 2)),))
-
-
-EVERYTHING = Scoring(scale=0.4, window=9, soft_cap=1.5)
-SINK = np.array([-1.0, 0.5, 2.0, 4.0], np.float32)
-
-
-def test_the_references_agree_with_each_other_and_with_finite_differences():
-    q, k, v, segment = inputs(40)
-    v, g = v[..., :6], np.random.default_rng(1).normal(size=(B, 40, N, 6))
-    context, *gradients = exact(q, k, v, segment, g, SINK, EVERYTHING)
-    np.testing.assert_allclose(context, by_loops(q, k, v, segment, SINK, EVERYTHING), rtol=1e-12, atol=1e-12)
-    arrays, rng, step = [np.asarray(x, np.float64) for x in (q, k, v, SINK)], np.random.default_rng(2), 1e-5
-    for number, gradient in enumerate(gradients):
-        direction = rng.normal(size=arrays[number].shape)
-
-        def at(distance, number=number, direction=direction):
-            q, k, v, sink = (x + distance * direction if i == number else x for i, x in enumerate(arrays))
-            return np.sum(g * exact(q, k, v, segment, g, sink, EVERYTHING)[0])
-
-        np.testing.assert_allclose(np.sum(gradient * direction), (at(step) - at(-step)) / (2 * step), rtol=1e-7)
-
-
-def in_tiles(tile, strip):
-    """Attention in tiles of that size, as if they were the largest there are."""
-
-    def run(q, k, v, segment):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tile_layout, "_TILE", tile)
-            patch.setattr(tile_layout, "_STRIP", strip)
-            return tiled_attention(q, k, v, segment, "ring")
-
-    return run
-
+from maxtext_lite.parallel import MESH_AXES, make_mesh, over_replicas
+from tests.models import exact
+from tests.models.exact import EVERYTHING, SINK, H, K, assert_close, inputs, with_gradients
+from tests.models.tokamax_stand_in import Blocks, Range, StandIn
 
 KERNELS = {
-    "one tile": in_tiles(T, T),
-    "strips that do not divide": in_tiles(T, 50),
-    "tiles that do not divide": in_tiles(40, 16),
-    "splash": lambda q, k, v, segment: splash_attention(q, k, v, segment, interpret=True),
-    "dot_product": lambda q, k, v, segment: attention(q, k, v, segment, kernel="dot_product", strategy="ring"),
+    "tiled": lambda *x, scoring=EVERYTHING: tiled_attention(*x[:4], "ring", x[4], scoring),
+    "splash": lambda *x, scoring=EVERYTHING: splash_attention(*x, scoring=scoring, interpret=True),
+    "mosaic": lambda *x, scoring=EVERYTHING: mosaic_attention(*x, scoring=scoring),
+    "mha": lambda *x, scoring=EVERYTHING: mha_attention(*x[:4], scoring=scoring, interpret=True),
+    "cudnn_masked": lambda *x, scoring=EVERYTHING: cudnn_masked_attention(*x[:4], scoring=scoring),
 }
 
 
-@pytest.mark.parametrize("name", KERNELS)
-def test_equals_loops(name):
-    q, k, v, segment = inputs()
-    got = jax.jit(KERNELS[name])(q, k, v, segment)
-    np.testing.assert_allclose(got, by_loops(q, k, v, segment), rtol=2e-5, atol=2e-5)
+@pytest.fixture(autouse=True)
+def stand_ins(monkeypatch):
+    """tokamax's op replaced, and XLA in the place of cuDNN; splash in blocks of 128. Returns what cuDNN was asked."""
+    asked, by_name, pair = [], jax.nn.dot_product_attention, (128, 128)
+
+    def attend(*arrays, implementation, **options):
+        asked.append((implementation, sorted(name for name, value in options.items() if value is not None)))
+        return by_name(*arrays, implementation="xla", **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", attend)
+    monkeypatch.setattr(mosaic, "flash_attention", lambda: (StandIn(), Range))
+    monkeypatch.setattr(StandIn, "rows_of_calls", [])
+    monkeypatch.setattr(StandIn, "configs", [])
+    monkeypatch.setattr(splash_blocks, "MOST_TOKENS", (MostTokens(256, pair, pair, pair, fused=pair),))
+    return asked
 
 
-@pytest.mark.parametrize("name", [name for name in KERNELS if name != "dot_product"])
-def test_gradients_equal_automatic_ones_of_the_full_square(name):
-    q, k, v, segment = inputs()
+@pytest.mark.parametrize(
+    ("kernel", "num_tokens", "scoring", "sinks", "num_kv_heads", "value_dim", "tile"),
+    [
+        # Three strips of 16 queries and one of 5; a window inside a strip, and one that ends with the strip before.
+        ("tiled", 53, Scoring(), True, 2, 16, 512),
+        ("tiled", 53, Scoring(scale=0.4, window=7, soft_cap=0.7), False, 4, 20, 512),
+        ("tiled", 53, Scoring(window=18, soft_cap=1.5), True, 1, 6, 512),
+        # Three tiles and one that is padded; tiles of two strips; windows that see whole tiles, and parts.
+        ("tiled", 53, Scoring(scale=0.4), True, 2, 16, 16),
+        pytest.param("tiled", 53, Scoring(window=9, soft_cap=0.7), True, 4, 6, 32, marks=pytest.mark.fast),
+        ("tiled", 53, Scoring(scale=0.4, window=18), False, 1, 6, 16),
+        # A window across blocks, which keeps the first from the last one's sight; and one kernel for all gradients.
+        ("splash", 384, Scoring(scale=0.4, window=140, soft_cap=1.5), True, 2, 8, 512),
+        ("splash", 256, Scoring(), False, 2, 16, 512),
+        pytest.param("mosaic", 37, EVERYTHING, True, 2, 6, 512, marks=pytest.mark.fast),
+        ("mosaic", 256, Scoring(), False, 2, 16, 512),
+        ("mha", 100, Scoring(scale=0.4), False, 2, 16, 512),
+        ("cudnn_masked", 53, Scoring(scale=0.4, window=20), False, 2, 16, 512),
+    ],
+    ids=str,
+)
+def test_a_kernel_equals_float64_attention(
+    kernel, num_tokens, scoring, sinks, num_kv_heads, value_dim, tile, monkeypatch
+):
+    """Also with sinks so far above the scores that they take all; over other documents in the same program."""
+    monkeypatch.setattr(tile_layout, "_STRIP", 16)
+    monkeypatch.setattr(tile_layout, "_TILE", tile)
+    run = jax.jit(with_gradients(lambda *x: KERNELS[kernel](*x, scoring=scoring)))
+    for seed, sink in enumerate((SINK, np.array([500.0, -500.0, 0.0, 90.0], np.float32))):
+        arrays = inputs(num_tokens, seed=seed, num_kv_heads=num_kv_heads, value_dim=value_dim)
+        given = (*arrays, sink if sinks else None)
+        with jax.default_matmul_precision("highest"):
+            assert_close(run(*given), exact.attention(*given, scoring))
 
-    def full_square(q, k, v, segment):
-        mask = (segment[:, :, None] == segment[:, None, :])[:, None]
-        return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation="xla")
 
-    def gradients(function):
-        return jax.jit(jax.grad(lambda q, k, v: jnp.sum(jnp.sin(function(q, k, v, segment))), argnums=(0, 1, 2)))(
-            q, k, v
-        )
+def test_plain_attention_equals_float64_attention_of_tokens_in_any_order():
+    """What a run compares its kernels with. Its place in the row says where a token is."""
+    q, k, v, segment, g = inputs(24, value_dim=6)
+    place = np.array([*range(6), *range(18, 24), *range(6, 18)])
+    for scoring in (EVERYTHING, Scoring()):
+        want = exact.attention(q, k, v, segment, g, SINK, scoring)[0]
 
-    for got, want in zip(gradients(KERNELS[name]), gradients(full_square), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+        @jax.jit
+        def run(q, k, v, segment, scoring=scoring):
+            return plain_attention(q, k, v, SINK, segment_BT=segment, place_T=place, scoring=scoring)
+
+        assert_close([run(*(x[:, place] for x in (q, k, v, segment)))], [want[:, place]])
 
 
-@pytest.mark.parametrize("kernel", ["splash", "dot_product"])
-def test_gradients_of_float32_sinks_are_float32_whatever_the_queries_are(kernel):
-    q, k, v, segment = (jnp.asarray(x) for x in inputs())
-    q, k, v = (x.astype(jnp.bfloat16) for x in (q, k, v))
-    run = (
-        (lambda sink: splash_attention(q, k, v, segment, sink, interpret=True))
-        if kernel == "splash"
-        else (lambda sink: attention(q, k, v, segment, sink, kernel=kernel, strategy="ring"))
-    )
-    context, (dsink,) = jax.jit(lambda sink: (run(sink), jax.vjp(run, sink)[1](q)))(SINK)
-    assert (context.dtype, dsink.dtype) == (jnp.bfloat16, jnp.float32)
-    wide = (np.asarray(x, np.float32) for x in (q, k, v, segment, q))
-    want = exact(*wide, SINK)[-1]
-    assert np.linalg.norm(dsink - want) < 0.02 * np.linalg.norm(want)
+@pytest.mark.parametrize("kernel", ["tiled", "splash", "mosaic", "mha"])
+def test_bfloat16_stays_close_and_the_gradient_of_float32_sinks_is_float32(kernel):
+    arrays = inputs(128)
+    narrow = [jnp.bfloat16(x) if x.ndim == 4 else x for x in arrays]
+    sink, scoring = (None, Scoring()) if kernel == "mha" else (SINK, EVERYTHING)
+    run = jax.jit(with_gradients(lambda *x: KERNELS[kernel](*x, scoring=scoring)))
+    found = run(*narrow, sink)
+    dtypes = [jnp.bfloat16] * 4 + ([] if sink is None else [jnp.float32])
+    assert [x.dtype for x in found] == dtypes
+    want = exact.attention(*(np.asarray(x, np.float64) if x.ndim == 4 else x for x in narrow), sink, scoring)
+    assert_close(found, want, share=0.02)
+
+
+@pytest.mark.parametrize("kernel", ["tiled", "mosaic", "mha", "cudnn_masked"])
+def test_replicas_are_apart_and_heads_and_rows_lie_on_their_devices(kernel):
+    arrays = inputs(32, rows=8)
+    mesh = make_mesh(dict.fromkeys(MESH_AXES, 1) | {"data": 2, "fsdp": 2, "tensor": 2}, dict.fromkeys(MESH_AXES, 1))
+    scoring = Scoring(scale=0.4) if kernel == "mha" else Scoring(scale=0.4, window=9)
+    sink = SINK if kernel in ("tiled", "mosaic") else None
+
+    def of_replica(sink, *arrays):
+        return with_gradients(lambda *x: KERNELS[kernel](*x, scoring=scoring))(*arrays, sink)
+
+    with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
+        found = jax.jit(over_replicas(of_replica, 2, rows=(1, 2, 3, 4, 5)))(sink, *arrays)
+    for replica, rows in enumerate((slice(0, 4), slice(4, 8))):
+        want = exact.attention(*(x[rows] for x in arrays), sink, scoring)
+        assert_close([x[replica] for x in found], want)
+    assert set(StandIn.rows_of_calls) == ({2} if kernel == "mosaic" else set())  # 8 over data 2 x fsdp 2, in one call
+
+
+@pytest.mark.parametrize("scoring", [Scoring(), Scoring(scale=0.4, window=40)], ids=str)
+def test_cudnn_without_a_mask_is_right_for_all_tokens_of_rows_of_one_document(scoring, stand_ins):
+    q, k, v, _, g = inputs(100)
+    segment = np.ones(q.shape[:2], np.int32)
+    segment[0, 80:] = 0
+    real = (segment > 0)[..., None, None]
+    options = {"kernel": "cudnn_flash", "strategy": "ring", "scoring": scoring}
+    found = jax.jit(with_gradients(lambda *x: attention(*x, **options)))(q, k, v, segment, g * real)
+    want = exact.attention(q, k, v, segment, g * real, scoring=scoring)
+    assert_close([found[0] * real, *found[1:]], [want[0] * real, *want[1:]])
+    assert {implementation for implementation, _ in stand_ins} == {"cudnn"}
+    assert not any("mask" in names for _, names in stand_ins)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the XLA implementation of 0.0.12
+def test_the_op_and_its_vjp_are_called_as_tokamax_has_them(monkeypatch):
+    """Its XLA implementation in the place of its kernels: the same base class, `bind`, residuals and `Mask`.
+
+    Its gradient makes the softmax anew, of the keys alone, where the kernels take the log-partition: no sinks here.
+    """
+    base = pytest.importorskip("tokamax._src.ops.attention.base", reason="tokamax is not installed")
+
+    class Plain(base.DotProductAttention):
+        pass
+
+    monkeypatch.undo()
+    mosaic.flash_attention()  # absl's flags count as parsed from here on
+    monkeypatch.setattr(mosaic, "flash_attention", lambda: (Plain(vjp=base.DotProductAttentionVjp()), base.Mask))
+    arrays = inputs(100, value_dim=8)
+    found = jax.jit(with_gradients(lambda *x: mosaic_attention(*x, scoring=EVERYTHING)))(*arrays)
+    assert_close(found, exact.attention(*arrays, scoring=EVERYTHING))
+
+
+@pytest.mark.parametrize(
+    ("width", "forward", "backward"),
+    [(64, Blocks(block_kv=256, num_stages=3), Blocks()), (256, Blocks(), Blocks(compute_wgs=1))],
+)
+def test_tokamaxs_blocks_are_those_that_were_the_fastest(width, forward, backward):
+    q, k = (jax.ShapeDtypeStruct((1, 256, heads, width), jnp.float32) for heads in (2, 1))
+    segment = np.ones((1, 256), np.int32)
+    jax.eval_shape(jax.grad(lambda *x: mosaic_attention(*x, segment).sum(), argnums=(0, 1, 2)), q, k, k)
+    assert (StandIn.configs[0], StandIn.configs[-1]) == (forward, backward)
 
 
 def test_a_window_that_reaches_every_key_costs_nothing():
-    q, k, v, segment = inputs()
+    *arrays, _ = inputs(40)
 
     def lowered(scoring):
-        run = lambda *x: attention(*x, kernel="dot_product", strategy="ring", scoring=scoring)  # noqa: E731
-        return jax.jit(run).lower(q, k, v, segment).as_text()
+        run = jax.jit(lambda *x: attention(*x, kernel="dot_product", strategy="ring", scoring=scoring))
+        return run.lower(*arrays).as_text()
 
-    assert lowered(Scoring(window=T)) == lowered(Scoring()) != lowered(Scoring(window=T - 1))
-
-
-def test_heads_that_do_not_group_are_refused():
-    x = jnp.zeros((1, 4, 3, 8))
-    with pytest.raises(ValueError, match="3 query heads are not a multiple of 2 kv heads"):
-        attention(x, x[:, :, :2], x[:, :, :2], jnp.ones((1, 4), jnp.int32), kernel="dot_product", strategy="ring")
+    assert lowered(Scoring(window=40)) == lowered(Scoring()) != lowered(Scoring(window=39))
 
 
-def test_a_kernel_that_lacks_what_it_is_asked_for_is_refused():
-    q, k, v, segment = inputs()
-    for values, sink, soft_cap, what in (
-        (v, SINK, None, "attention sinks"),
-        (v, None, 2.0, r"a soft cap of scores \(2.0\)"),
-        (v[..., :8], None, None, "values of another width"),
-    ):
-        with pytest.raises(ValueError, match=f"attention=cudnn_flash does not support {what}"):
-            attention(
-                q, k, values, segment, sink, kernel="cudnn_flash", strategy="ring", scoring=Scoring(soft_cap=soft_cap)
-            )
+@pytest.mark.parametrize(
+    ("run", "num_tiles", "tile"), [(500, 1, 500), (512, 1, 512), (513, 2, 264), (1536, 3, 512), (4099, 9, 456)]
+)
+def test_there_are_as_few_tiles_as_can_be_and_little_padding(run, num_tiles, tile):
+    layout = Layout.of(run, None)
+    assert (layout.num_tiles, layout.tile) == (num_tiles, tile)
+    assert run <= layout.padded_run < run + 8 * num_tiles
 
 
-@pytest.mark.parametrize(("values", "reason"), [
-    ({"window": 0}, "window=0 keys leaves a query without its own. Nearest that works: 1"),
-    ({"soft_cap": 0.0}, "soft_cap=0.0 is not positive"),
-])  # fmt: skip
-def test_a_scoring_without_sense_is_refused(values, reason):
-    with pytest.raises(ValueError, match=reason):
+@pytest.mark.parametrize(
+    ("num_kv_heads", "value_dim", "scoring", "shards", "lacks"),
+    [
+        (3, H, Scoring(), 1, "multiple of 3 kv heads"),
+        (K, 8, Scoring(), 1, "values of another width"),
+        (K, H, Scoring(soft_cap=2.0), 1, "soft cap"),
+        (K, H, Scoring(), 2, "2 shards"),
+    ],
+)
+def test_what_a_kernel_lacks_is_refused(num_kv_heads, value_dim, scoring, shards, lacks, monkeypatch):
+    monkeypatch.setattr(attention_module, "context_shards", lambda: shards)
+    *arrays, _ = inputs(16, num_kv_heads=num_kv_heads, value_dim=value_dim)
+    with pytest.raises(ValueError, match=lacks):
+        attention(*arrays, kernel="cudnn_flash", strategy="ring", scoring=scoring)
+
+
+@pytest.mark.parametrize("values", [{"window": 0}, {"soft_cap": 0.0}], ids=str)
+def test_a_scoring_without_sense_is_refused(values):
+    with pytest.raises(ValueError, match=f"{next(iter(values))}=0"):
         Scoring(**values)
 
 
-def test_a_kernel_for_whole_examples_is_refused_on_shards(monkeypatch):
-    monkeypatch.setattr(attention_module, "context_shards", lambda: 2)
-    q, k, v, segment = inputs()
-    with pytest.raises(ValueError, match="attention=cudnn_flash does not work on 2 shards of the tokens"):
-        attention(q, k, v, segment, kernel="cudnn_flash", strategy="ring")
+def test_splash_refuses_a_length_that_its_blocks_do_not_divide():
+    *arrays, _ = inputs(100)
+    with pytest.raises(ValueError, match="max_target_length=100 to be a multiple of 128"):
+        splash_attention(*arrays, interpret=True)

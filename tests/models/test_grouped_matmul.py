@@ -11,127 +11,150 @@ import numpy as np
 import pytest
 
 from maxtext_lite.models import grouped_matmul as kernels_of_groups
-from maxtext_lite.models.grouped_matmul import block_rows, grouped_matmul, in_blocks, on_hopper, on_tpu
+from maxtext_lite.models.grouped_matmul import (
+    block_rows,
+    grouped_matmul,
+    grouped_matmul_transposed,
+    in_blocks,
+    on_hopper,
+    on_tpu,
+)
+from maxtext_lite.parallel import MESH_AXES, make_mesh
 from tests.gpu import absent_gpu
 
 U, IN, OUT, E = 9, 5, 4, 3
 RNG = np.random.default_rng(0)
-SIZES = {"ragged": [4, 0, 3], "full": [2, 3, 4], "one": [0, 9, 0], "none": [0, 0, 0]}
+SIZES = np.array([[4, 0, 3], [2, 3, 4], [0, 9, 0], [0, 0, 0]], np.int32)
+SETS = 2, len(SIZES)
 
 
-def _by_loop(x, weight, sizes, cotangent):
-    """Result and both gradients of sum(result * cotangent), group by group in float64."""
-    y, dx, dweight = np.zeros((U, OUT)), np.zeros((U, IN)), np.zeros((E, IN, OUT))
-    start = 0
-    for group, size in enumerate(sizes):
-        rows = slice(start, start + size)
-        y[rows] = x[rows] @ weight[group]
-        dx[rows] = cotangent[rows] @ weight[group].T
-        dweight[group] = x[rows].T @ cotangent[rows]
-        start += size
+def arrays(*leading, sizes=(U, IN, OUT)):
+    rows, ins, outs = sizes
+    shapes = (rows, ins), (E, ins, outs), (rows, outs)
+    return [RNG.normal(size=(*leading, *shape)).astype(np.float32) for shape in shapes]
+
+
+def by_loop(x, weight, sizes, g):
+    """Result, where there are groups' rows, and both gradients of sum(result * g)."""
+    x, weight, g = (np.float64(array) for array in (x, weight, g))
+    group = np.repeat(np.arange(E), sizes)
+    used = len(group)
+    y, dx = np.einsum("ui,uio->uo", x[:used], weight[group]), np.einsum("uo,uio->ui", g[:used], weight[group])
+    dweight = np.stack([x[:used][group == e].T @ g[:used][group == e] for e in range(E)])
     return y, dx, dweight
 
 
-def _with_gradients(x, weight, sizes, cotangent, kernel="ragged_dot"):
+def with_gradients(x, weight, sizes, g, kernel="ragged_dot"):
     y, back = jax.vjp(lambda x, weight: grouped_matmul(x, weight, sizes, kernel), x, weight)
-    return y, *back(cotangent)
-
-
-def _arrays(*leading):
-    normal = lambda *sizes: RNG.normal(size=sizes).astype(np.float32)  # noqa: E731
-    return normal(*leading, U, IN), normal(*leading, E, IN, OUT), normal(*leading, U, OUT)
-
-
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_equals_a_loop_over_groups(sizes):
-    x, weight, cotangent = _arrays()
-    got = jax.jit(_with_gradients)(x, weight, jnp.array(sizes), cotangent)
-    for g, want in zip(got, _by_loop(x, weight, sizes, cotangent), strict=True):
-        np.testing.assert_allclose(g, want, atol=1e-5)
-
-
-@pytest.mark.parametrize("rows", [1, 4, U])
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_blocks_equal_a_loop_over_groups_however_many_rows_they_have(rows, sizes):
-    """Rows that belong to no group are not finite, and do no harm to those that do."""
-    x, weight, cotangent = _arrays()
-    used = sum(sizes)
-    want = _by_loop(x, weight, sizes, cotangent)
-    x[used:], cotangent[used:] = np.nan, np.inf
-    kernel, sizes = in_blocks(rows), jnp.array(sizes)
-    np.testing.assert_allclose(jax.jit(kernel.by_rows)(x, weight, sizes)[:used], want[0][:used], atol=1e-5)
-    dx = jax.jit(kernel.by_rows_transposed)(cotangent, weight, sizes)
-    np.testing.assert_allclose(dx[:used], want[1][:used], atol=1e-5)
-    np.testing.assert_allclose(jax.jit(kernel.over_rows)(x, cotangent, sizes), want[2], atol=1e-5)
-
-
-def test_a_block_has_about_the_rows_of_a_group():
-    assert [block_rows(65_536, E) for E in (8, 128, 256, 1024)] == [512, 512, 256, 128]
-    assert block_rows(100, 8) == 100
+    return y, *back(g)
 
 
 @pytest.mark.parametrize("kernel", ["ragged_dot", "blocks"])
 @pytest.mark.parametrize("weights_mapped", [False, True])
+@pytest.mark.fast
 def test_a_mapped_dim_becomes_more_groups(weights_mapped, kernel):
     """Four sets of which each leaves other rows unused; one more vmap outside, as in a pipeline."""
-    x, weight, cotangent = _arrays(2, len(SIZES))
-    sizes = np.array(list(SIZES.values()))
-    run = functools.partial(_with_gradients, kernel=kernel)
-    function = jax.vmap(run, in_axes=(0, 0 if weights_mapped else None, 0, 0))
-    function = jax.vmap(function, in_axes=(0, 0, None, 0))
-    weight = weight if weights_mapped else weight[:, 0]
-    y, dx, dweight = jax.jit(function)(x, weight, sizes, cotangent)
-    for i in range(2):
-        for r, group_sizes in enumerate(sizes):
-            own = weight[i, r] if weights_mapped else weight[i]
-            want = _by_loop(x[i, r], own, group_sizes, cotangent[i, r])
-            used = sum(group_sizes)  # rows after them hold nothing of use
-            np.testing.assert_allclose(y[i, r, :used], want[0][:used], atol=1e-5)
-            np.testing.assert_allclose(dx[i, r, :used], want[1][:used], atol=1e-5)
-            np.testing.assert_allclose(dweight[i, r], want[2], atol=1e-5)
+    x, weight, g = arrays(*SETS)
+    run = jax.vmap(functools.partial(with_gradients, kernel=kernel), in_axes=(0, 0 if weights_mapped else None, 0, 0))
+    found = jax.jit(jax.vmap(run, in_axes=(0, 0, None, 0)))(x, weight if weights_mapped else weight[:, 0], SIZES, g)
+    for i, r in np.ndindex(SETS):
+        want = by_loop(x[i, r], weight[i, r if weights_mapped else 0], SIZES[r], g[i, r])
+        for got, right in zip(found, want, strict=True):
+            # Rows after the groups hold nothing of use.
+            np.testing.assert_allclose(got[i, r][: len(right)], right, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "sizes"),
+    [
+        (in_blocks(1), (U, IN, OUT)),
+        (in_blocks(4), (U, IN, OUT)),
+        (on_tpu("io", interpret=True), (256, 128, 256)),
+        (on_tpu("oi", interpret=True), (256, 128, 256)),
+    ],
+    ids=["blocks of a row", "blocks of four", "TPU", "TPU, transposed"],
+)
+def test_rows_that_belong_to_no_group_do_no_harm_to_those_that_do(kernel, sizes):
+    """They are not finite here. The kernel for TPUs runs in the interpreter."""
+
+    @jax.jit
+    def run(x, weight, size, g):
+        return kernel.by_rows(x, weight, size), kernel.by_rows_transposed(g, weight, size), kernel.over_rows(x, g, size)
+
+    for groups in SIZES * (sizes[0] // U):
+        x, weight, g = arrays(sizes=sizes)
+        x[groups.sum() :], g[groups.sum() :] = np.nan, np.inf
+        with jax.default_matmul_precision("highest"):
+            found = run(x, weight, groups, g)
+        for got, right in zip(found, by_loop(x, weight, groups, g), strict=True):
+            np.testing.assert_allclose(got[: len(right)], right, atol=1e-5 if sizes[0] == U else 1e-4)
+
+
+def test_bfloat16_sums_in_float32():
+    x, weight, g = (array.astype(jnp.bfloat16) for array in arrays())
+    y, dx, dweight = jax.jit(with_gradients)(x, weight, SIZES[0], g.astype(np.float32))
+    assert (y.dtype, dx.dtype, dweight.dtype) == (jnp.float32, jnp.bfloat16, jnp.bfloat16)
+    want = by_loop(x, weight, SIZES[0], g)
+    for got, right, tolerance in zip((y, dx, dweight), want, (1e-5, 0.05, 0.05), strict=True):
+        np.testing.assert_allclose(np.float64(got)[: len(right)], right, atol=tolerance)
+
+
+@pytest.mark.parametrize("kernel", ["ragged_dot", "blocks", "tokamax", "megablox"])
+def test_those_of_int8_are_exact(kernel):
+    """`tokamax` and `megablox`, whose kernels do not know it, hand it on."""
+    x, weight, g = (RNG.integers(-127, 128, array.shape).astype(np.int8) for array in arrays())
+
+    @jax.jit
+    def run(x, weight, size, g):
+        return grouped_matmul(x, weight, size, kernel), grouped_matmul_transposed(g, weight, size, kernel)
+
+    y, dx = run(x, weight, SIZES[0], g)
+    assert y.dtype == dx.dtype == jnp.int32
+    for got, right in zip((y, dx), by_loop(x, weight, SIZES[0], g), strict=False):
+        np.testing.assert_array_equal(got[: len(right)], right)
+
+
+def test_a_block_has_about_the_rows_of_a_group():
+    assert [block_rows(65_536, num_groups) for num_groups in (8, 128, 256, 1024)] == [512, 512, 256, 128]
+    assert block_rows(100, 8) == 100
 
 
 # ---- For NVIDIA -----------------------------------------------------------------------------------------------------
 
-
-def _per_row_of_all(text, num_rows, num_groups):
-    """Arrays of a lowered program that have something for every pair of a row and a group."""
-    found = {tuple(map(int, sizes.split("x"))) for sizes in re.findall(r"tensor<((?:\d+x)*\d+)x[a-z]\w*>", text)}
-    return sorted(sizes for sizes in found if np.prod(sizes) >= num_rows * num_groups * min(IN_WIDE, OUT_WIDE))
-
-
+ONES = dict.fromkeys(MESH_AXES, 1)
 IN_WIDE, OUT_WIDE = 256, 128
 
 
-def _lowered_for_cuda(function):
+def lowered_for_cuda(kernel):
     """A program of 512 rows in 16 groups, with its gradient, mapped over two sets of rows."""
-    sizes = ((2, 512, IN_WIDE), (16, IN_WIDE, OUT_WIDE), (2, 512, OUT_WIDE), (2, 16))
-    kinds = (jnp.bfloat16, jnp.bfloat16, jnp.float32, jnp.int32)
-    x, weight, cotangent, size = (jax.ShapeDtypeStruct(*pair) for pair in zip(sizes, kinds, strict=True))
-    mapped = jax.vmap(function, in_axes=(0, None, 0, 0))
-    return jax.jit(mapped).trace(x, weight, size, cotangent).lower(lowering_platforms=("cuda",)).as_text()
+    sizes = (2, 512, IN_WIDE), (16, IN_WIDE, OUT_WIDE), (2, 16), (2, 512, OUT_WIDE)
+    kinds = jnp.bfloat16, jnp.bfloat16, jnp.int32, jnp.float32
+    given = [jax.ShapeDtypeStruct(*pair) for pair in zip(sizes, kinds, strict=True)]
+    mapped = jax.vmap(functools.partial(with_gradients, kernel=kernel), in_axes=(0, None, 0, 0))
+    return jax.jit(mapped).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def per_row_of_all(text):
+    """Arrays of a lowered program that have something for every pair of a row and a group."""
+    found = {tuple(map(int, sizes.split("x"))) for sizes in re.findall(r"tensor<((?:\d+x)*\d+)x[a-z]\w*>", text)}
+    assert found
+    return [sizes for sizes in found if np.prod(sizes) >= 1024 * 16 * min(IN_WIDE, OUT_WIDE)]
 
 
 def test_for_nvidia_no_operand_has_every_row_for_every_group():
-    run = functools.partial(_with_gradients, kernel="blocks")
-    assert not _per_row_of_all(_lowered_for_cuda(run), 1024, 16)
-
-    def dense(x, weight, size, cotangent):  # what the search must find
-        one_hot = jnp.repeat(jnp.eye(16, dtype=x.dtype), size, axis=0, total_repeat_length=512)
-        return jnp.einsum("UE,Ui,Eio->Uo", one_hot, x, weight) + cotangent
-
-    assert _per_row_of_all(_lowered_for_cuda(dense), 1024, 16)
+    assert not per_row_of_all(lowered_for_cuda("blocks"))
+    assert per_row_of_all("tensor<16x1024x128xbf16>")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of jax, in tokamax
 def test_tokamax_lowers_both_ways_for_a_hopper_gpu(monkeypatch):
     """Where it is installed. It asks the default device what it is, and is told."""
     pytest.importorskip("tokamax")
-    with absent_gpu(monkeypatch, jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))):
-        text = _lowered_for_cuda(functools.partial(_with_gradients, kernel="tokamax"))
+    with absent_gpu(monkeypatch, make_mesh(ONES, ONES, jax.devices()[:1])):
+        text = lowered_for_cuda("tokamax")
     assert len(re.findall(r"custom_call @mosaic_gpu", text)) == 3
     assert "dot_general" not in text
-    assert not _per_row_of_all(text, 1024, 16)
+    assert not per_row_of_all(text)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of jax, in tokamax
@@ -141,46 +164,12 @@ def test_the_sum_over_rows_waits_for_each_matmul(monkeypatch, mended):
     pytest.importorskip("tokamax")
     if not mended:
         monkeypatch.setattr(kernels_of_groups, "waiting_for_each_matmul", contextlib.nullcontext)
-    kernels, waits = importlib.import_module("tokamax._src.ops.ragged_dot.pallas_mosaic_gpu_kernel_sm90"), list[int]()
+    kernels, waits = importlib.import_module("tokamax._src.ops.ragged_dot.pallas_mosaic_gpu_kernel_sm90"), []
     pallas, wait = kernels.plgpu, kernels.plgpu.wgmma_wait
     monkeypatch.setattr(pallas, "wgmma_wait", lambda n: (waits.append(n), wait(n)))
-    x, g = jax.ShapeDtypeStruct((512, IN_WIDE), jnp.bfloat16), jax.ShapeDtypeStruct((512, OUT_WIDE), jnp.bfloat16)
+    x, g = (jax.ShapeDtypeStruct((512, width), jnp.bfloat16) for width in (IN_WIDE, OUT_WIDE))
     sizes = jax.ShapeDtypeStruct((16,), jnp.int32)
-    with absent_gpu(monkeypatch, jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))):
+    with absent_gpu(monkeypatch, make_mesh(ONES, ONES, jax.devices()[:1])):
         jax.jit(on_hopper().over_rows).trace(x, g, sizes).lower(lowering_platforms=("cuda",))
     assert set(waits) == ({0} if mended else {1})
     assert kernels.plgpu is pallas
-
-
-# ---- For TPUs -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("sizes", [[100, 0, 156], [0, 128, 0]], ids=str)
-@pytest.mark.parametrize("layout", ["io", "oi"])
-def test_the_kernel_for_tpus_equals_a_loop_over_groups_in_either_layout(layout, sizes):
-    """In the interpreter; rows that belong to no group are not finite, and do no harm to those that do."""
-    rng, used = np.random.default_rng(0), sum(sizes)
-    shapes = ((256, 128), (E, 128, 384), (256, 384))
-    x, weight, cotangent = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
-    ends = np.cumsum(sizes)
-    x[used:], cotangent[used:] = np.nan, np.inf
-    kernel, size_E = on_tpu(layout, interpret=True), jnp.array(sizes)
-    y, dx = kernel.by_rows(x, weight, size_E), kernel.by_rows_transposed(cotangent, weight, size_E)
-    dweight = kernel.over_rows(x, cotangent, size_E)
-    for group, (size, end) in enumerate(zip(sizes, ends, strict=True)):
-        rows = slice(end - size, end)
-        wide, g = np.float64(x[rows]), np.float64(cotangent[rows])
-        np.testing.assert_allclose(y[rows], wide @ weight[group], atol=1e-4)
-        np.testing.assert_allclose(dx[rows], g @ weight[group].T, atol=1e-4)
-        np.testing.assert_allclose(dweight[group], wide.T @ g, atol=1e-4)
-
-
-def test_bfloat16_sums_in_float32():
-    x, weight, cotangent = (jnp.asarray(array, jnp.bfloat16) for array in _arrays())
-    sizes = jnp.array(SIZES["ragged"])
-    y, dx, dweight = jax.jit(_with_gradients)(x, weight, sizes, cotangent.astype(jnp.float32))
-    assert (y.dtype, dx.dtype, dweight.dtype) == (jnp.float32, jnp.bfloat16, jnp.bfloat16)
-    wide = [np.asarray(array, np.float64) for array in (x, weight, cotangent)]
-    by_hand = _by_loop(*wide[:2], SIZES["ragged"], wide[2])
-    for g, want, tolerance in zip((y, dx, dweight), by_hand, (1e-5, 0.05, 0.05), strict=True):
-        np.testing.assert_allclose(np.asarray(g, np.float64), want, atol=tolerance)

@@ -6,152 +6,147 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxtext_lite.models.ops import layer_norm, mlp_hidden, product, project, rms_norm, rotate, soft_capped
+from maxtext_lite.models.ops import layer_norm, mlp_hidden, product, project, rms_norm, rotate, soft_capped, xielu
 from maxtext_lite.models.rotary import Rope, rotary_angles
 from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding
 from maxtext_lite.xla.hlo import collectives
 
-B, T, D, N, H = 2, 3, 8, 2, 4
+B, T, D, N, H = 2, 4, 8, 4, 6
+POSITION = np.tile(np.arange(T), (B, 1)) + 3
 
 
-def _random(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape))
+def project_along(*axes, grad_dtype=jnp.float32):
+    return lambda x, w: project(x, nnx.Param(w, axes=axes, grad_dtype=grad_dtype, quantization="none"))
 
 
-def _rotation():
-    return rotary_angles(jnp.tile(jnp.arange(T), (B, 1)) + 3, Rope(H, 100.0))
+def rotated(x, _):
+    return rotate(x, rotary_angles(jnp.asarray(POSITION), Rope(4, 100.0)))
 
 
-def _plain_rotate(x):
-    position, plane = np.arange(T) + 3, np.arange(H // 2)
-    angle = position[:, None] / 100.0 ** (2 * plane / H)
-    z = (x[..., : H // 2] + 1j * x[..., H // 2 :]) * np.exp(1j * angle)[None, :, None]
-    return jnp.concatenate([z.real, z.imag], -1)
+def rotated_by_hand(x, _):
+    angle = POSITION[..., None] / 100.0 ** (np.arange(2) / 2)
+    z = (x[..., :2] + 1j * x[..., 2:4]) * np.exp(1j * angle)[:, :, None]
+    return jnp.concatenate([z.real, z.imag, x[..., 4:]], -1)
 
 
-def _param(w, axes, grad_dtype=jnp.float32):
-    return nnx.Param(w, axes=axes, grad_dtype=grad_dtype, quantization="none")
+def rms_norm_by_hand(x, w):
+    return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * w
 
 
-def _project(*axes):
-    return lambda x, w: project(x, _param(w, axes))
+def layer_norm_by_hand(x, w):
+    return w[1] + w[0] * (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-5)
 
 
+def clamped_by_hand(g, u):
+    clipped = jnp.minimum(6 * g, 7)
+    return (jnp.clip(6 * u, -7, 7) + 1) * clipped / (1 + jnp.exp(-1.702 * clipped))
+
+
+def xielu_by_hand(x, w):
+    p, n = (jnp.log(1 + jnp.exp(each)) for each in w)
+    return jnp.where(x > 0, p * x**2, (n + 0.5) * (jnp.exp(jnp.minimum(x, 0)) - 1 - x)) + x / 2
+
+
+ROWS, HEADS = (B, T, D), (B, T, N, H)
 CASES = {
-    "project": (_project("embed", "heads", "head_dim"),
-                lambda x, w: jnp.einsum("btd,dnh->btnh", x, w), (B, T, D), (D, N, H)),
-    "project two dims": (_project("heads", "head_dim", "embed"), lambda x, w: jnp.einsum("btnh,nhd->btd", x, w),
-                         (B, T, N, H), (N, H, D)),
-    "rms_norm": (lambda x, w: rms_norm(x, w, 1e-5),
-                 lambda x, w: x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * w,
-                 (B, T, D), (D,)),
-    "silu": (lambda g, u: mlp_hidden("silu", g, u), lambda g, u: g / (1 + jnp.exp(-g)) * u, (B, T, D), (B, T, D)),
-    "gelu": (lambda g, u: mlp_hidden("gelu", g, u),
-             lambda g, u: g * 0.5 * (1 + jax.scipy.special.erf(g / np.sqrt(2))) * u, (B, T, D), (B, T, D)),
+    "project": (
+        project_along("embed", "heads", "head_dim"), lambda x, w: jnp.einsum("btd,dnh->btnh", x, w), ROWS, (D, N, H)),
+    "project two dims": (
+        project_along("heads", "head_dim", "embed"), lambda x, w: jnp.einsum("btnh,nhd->btd", x, w), HEADS, (N, H, D)),
+    "rms_norm": (lambda x, w: rms_norm(x, w, 1e-5), rms_norm_by_hand, ROWS, (D,)),
+    "rms_norm of heads": (lambda x, w: rms_norm(x, w, 1e-5), rms_norm_by_hand, HEADS, (H,)),
+    "layer_norm": (lambda x, w: layer_norm(x, w[0], w[1], 1e-5), layer_norm_by_hand, ROWS, (2, D)),
+    "silu": (lambda g, u: mlp_hidden("silu", g, u), lambda g, u: g / (1 + jnp.exp(-g)) * u, ROWS, ROWS),
+    "gelu": (
+        lambda g, u: mlp_hidden("gelu", g, u),
+        lambda g, u: g * 0.5 * (1 + jax.scipy.special.erf(g / np.sqrt(2))) * u, ROWS, ROWS),
     "gelu_tanh, not gated": (
         lambda x, _: mlp_hidden("gelu_tanh", x, None),
-        lambda x, _: 0.5 * x * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))), (B, T, D), ()),
-    "clamped_silu": (
-        lambda g, u: mlp_hidden("clamped_silu", 6 * g, 6 * u),
-        lambda g, u: (jnp.clip(6 * u, -7, 7) + 1) * (c := jnp.minimum(6 * g, 7)) / (1 + jnp.exp(-1.702 * c)),
-        (B, T, D), (B, T, D)),
-    "layer_norm": (lambda x, w: layer_norm(x, w[0], w[1], 1e-5),
-                   lambda x, w: w[1] + w[0] * (x - x.mean(-1, keepdims=True))
-                                / jnp.sqrt(x.var(-1, keepdims=True) + 1e-5),
-                   (B, T, D), (2, D)),
-    "rms_norm of heads": (lambda x, w: rms_norm(x, w, 1e-5),
-                          lambda x, w: x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * w, (B, T, N, H), (H,)),
-    "soft_capped": (lambda x, _: soft_capped(x, 2.0), lambda x, _: 2 * jnp.tanh(x / 2), (B, T, D), ()),
-    "rotate a part": (
-        lambda x, _: rotate(x, _rotation()),
-        lambda x, _: jnp.concatenate([_plain_rotate(x[..., :H]), x[..., H:]], -1), (B, T, N, H + 3), ()),
-    "rotate": (lambda x, _: rotate(x, _rotation()), lambda x, _: _plain_rotate(x), (B, T, N, H), ()),
+        lambda x, _: 0.5 * x * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))), ROWS, ()),
+    "relu": (lambda g, u: mlp_hidden("relu", g, u), lambda g, u: g * (g > 0) * u, ROWS, ROWS),
+    "relu_squared": (
+        lambda x, _: mlp_hidden("relu_squared", x, None), lambda x, _: x**2 * (x > 0), ROWS, ()),
+    "clamped_silu": (lambda g, u: mlp_hidden("clamped_silu", 6 * g, 6 * u), clamped_by_hand, ROWS, ROWS),
+    "xielu": (lambda x, w: xielu(x, w[:1], w[1:]), xielu_by_hand, ROWS, (2,)),
+    "soft_capped": (lambda x, _: soft_capped(x, 2.0), lambda x, _: 2 * jnp.tanh(x / 2), ROWS, ()),
+    "rotate a part": (rotated, rotated_by_hand, HEADS, ()),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_value_and_gradients_equal_the_plain_formula(name):
-    ours, plain, *shapes = CASES[name]
-    arguments = [_random(*shape, seed=i).astype(jnp.float32) for i, shape in enumerate(shapes)]
-    weight = _random(*jax.eval_shape(ours, *arguments).shape, seed=9)
+def random_arrays(dtype):
+    rng = np.random.default_rng(0)
+    return {
+        name: tuple(rng.normal(size=shape).astype(dtype) for shape in shapes) for name, (_, _, *shapes) in CASES.items()
+    }
 
-    def value_and_gradients(function, arguments):
-        return jax.jit(jax.value_and_grad(lambda *a: jnp.sum(function(*a) * weight), argnums=(0, 1)))(*arguments)
+
+@pytest.mark.fast
+def test_values_and_gradients_equal_the_plain_formulas():
+    arrays = random_arrays(np.float32)
+    rng = np.random.default_rng(9)
+    weights = {name: rng.normal(size=jax.eval_shape(CASES[name][0], *arrays[name]).shape) for name in CASES}
+
+    def of_all(which):
+        def run(arrays):
+            def total(name):
+                return lambda *given: jnp.sum(CASES[name][which](*given) * weights[name])
+
+            return {name: jax.value_and_grad(total(name), argnums=(0, 1))(*arrays[name]) for name in CASES}
+
+        return jax.jit(run)
 
     with jax.default_matmul_precision("highest"):
-        got = value_and_gradients(ours, arguments)
+        got = jax.device_get(of_all(0)(arrays))
     with jax.enable_x64(True):
-        want = value_and_gradients(plain, [jnp.asarray(np.asarray(a, np.float64)) for a in arguments])
-        want = jax.tree.map(np.asarray, want)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), got, want)
+        want = jax.device_get(of_all(1)(jax.tree.map(np.float64, arrays)))
+    for name in CASES:
+        for a, b in zip(jax.tree.leaves(got[name]), jax.tree.leaves(want[name]), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_bfloat16_in_bfloat16_out(name):
-    ours, plain, *shapes = CASES[name]
-    arguments = [_random(*shape, seed=i).astype(jnp.bfloat16) for i, shape in enumerate(shapes)]
-    got = ours(*arguments)
-    assert got.dtype == jnp.bfloat16
-    want = plain(*[jnp.asarray(a, jnp.float32) for a in arguments])
-    np.testing.assert_allclose(np.asarray(got, np.float32), want, rtol=0.02, atol=0.02)
+def test_bfloat16_in_bfloat16_out():
+    arrays = random_arrays(jnp.bfloat16)
+
+    @jax.jit
+    def run(arrays):
+        wide = jax.tree.map(jnp.float32, arrays)
+        return {name: (ours(*arrays[name]), plain(*wide[name])) for name, (ours, plain, *_) in CASES.items()}
+
+    for name, (got, want) in jax.device_get(run(arrays)).items():
+        assert got.dtype == jnp.bfloat16
+        np.testing.assert_allclose(np.float32(got), want, rtol=0.02, atol=0.02, err_msg=name)
 
 
-@pytest.mark.parametrize("axes", [("embed", "heads", "head_dim"), ("heads", "head_dim", "embed")], ids=str)
-def test_a_weight_is_gathered_before_its_use_and_its_gradient_goes_back_to_the_shards(axes):
-    """On fsdp 2 x tensor 2 as on one device; narrow sums cross only where something crosses."""
-    sizes = {"embed": 8, "heads": 4, "head_dim": 6}
-    ins = 1 if axes[0] == "embed" else 2
-    shape = tuple(sizes[axis] for axis in axes)
-    x, w, g = (_random(2, 4, *shape[:ins]), _random(*shape, seed=1), _random(2, 4, *shape[ins:], seed=2))
-    mesh = make_mesh(dict.fromkeys(MESH_AXES, 1) | {"fsdp": 2, "tensor": 2}, dict.fromkeys(MESH_AXES, 1),
-                     jax.devices()[:4])  # fmt: skip
-    activation = ("batch", None, "activation_heads", None)
-    x_axes, y_axes = (("batch", None, None), activation) if ins == 1 else (activation, ("batch", None, None))
+def test_a_weight_is_gathered_before_its_use_and_its_gradient_goes_back_to_the_shards():
+    """On fsdp 2 x tensor 2. What crosses fsdp is a half of the weight forward and again backward, and narrow sums."""
+    axes = ("embed", "heads", "head_dim")
+    ones = dict.fromkeys(MESH_AXES, 1)
+    mesh = make_mesh(ones | {"fsdp": 2, "tensor": 2}, ones, jax.devices()[:4])
+    where = [sharding(mesh, of) for of in (("batch", None, None), axes, ("batch", None, "activation_heads", None))]
+    rng = np.random.default_rng(1)
+    x, w, g = (rng.normal(size=size).astype(np.float32) for size in (ROWS, (D, N, H), HEADS))
 
-    def compiled(on, grad_dtype):
-        def gradients(x, w, g):
-            y, back = jax.vjp(lambda x, w: project(x, _param(w, axes, grad_dtype)), x, w)
-            return y, *back(g)
+    def gradients(x, w, g):
+        y, back = jax.vjp(project_along(*axes, grad_dtype=jnp.bfloat16), x, w)
+        return y, *back(g)
 
-        where = [sharding(on, of) for of in (x_axes, axes, y_axes)]
-        with jax.set_mesh(on), jax.default_matmul_precision("highest"):
-            return jax.jit(gradients, in_shardings=where).lower(*map(jnp.float32, (x, w, g))).compile(), where
-
-    def results(on, grad_dtype):
-        step, where = compiled(on, grad_dtype)
-        found = step(*(jax.device_put(jnp.float32(a), to) for a, to in zip((x, w, g), where, strict=True)))
-        return jax.device_get(found), found[2].sharding
-
-    one = make_mesh(dict.fromkeys(MESH_AXES, 1), dict.fromkeys(MESH_AXES, 1), jax.devices()[:1])
-    whole, narrow = results(one, jnp.float32)[0], results(one, jnp.bfloat16)[0]
-    jax.tree.map(np.testing.assert_array_equal, whole, narrow)
-    (split, lies_at), (rounded, _) = results(mesh, jnp.float32), results(mesh, jnp.bfloat16)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), whole, split)
-    np.testing.assert_array_equal(split[1], rounded[1])
-    off = np.linalg.norm(rounded[2] - whole[2]) / np.linalg.norm(whole[2])
-    assert 1e-4 < off < 4e-3  # bfloat16 has 8 bits
-    assert lies_at.is_equivalent_to(sharding(mesh, axes), len(axes))
-    gathers = [c for c in collectives(compiled(mesh, jnp.float32)[0].as_text()) if c.kind == "all-gather"]
-    assert gathers
-    assert {c.axes(mesh) for c in gathers} == {("fsdp",)}
-    matrix = w.size // 2  # the tensor half of it
-    assert {c.payload_bytes for c in gathers} == {4 * matrix}
+    with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
+        compiled = jax.jit(gradients, in_shardings=where).lower(x, w, g).compile()
+    y, dx, dw = compiled(*map(jax.device_put, (x, w, g), where))
+    x, w, g = map(np.float64, (x, w, g))
+    np.testing.assert_allclose(y, np.einsum("btd,dnh->btnh", x, w), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(dx, np.einsum("btnh,dnh->btd", g, w), rtol=1e-5, atol=1e-5)
+    want = np.einsum("btd,btnh->dnh", x, g)
+    assert 1e-4 < np.linalg.norm(dw - want) / np.linalg.norm(want) < 4e-3  # bfloat16 has 8 bits
+    assert dw.sharding.is_equivalent_to(sharding(mesh, axes), 3)
+    gathers = [c for c in collectives(compiled.as_text()) if c.kind == "all-gather"]
+    assert {(c.axes(mesh), c.payload_bytes) for c in gathers} == {(("fsdp",), 4 * w.size // 2)}
 
 
-def test_a_rotation_depends_on_relative_position_only():
-    q, k = _random(1, 1, 1, H, seed=1), _random(1, 1, 1, H, seed=2)
-
-    def score(i, j):
-        at = lambda p: rotary_angles(jnp.full((1, 1), p), Rope(H, 100.0))  # noqa: E731
-        return float(jnp.sum(rotate(q, at(i)) * rotate(k, at(j))))
-
-    assert score(5, 3) == pytest.approx(score(105, 103), rel=1e-4)
-    assert score(5, 3) != pytest.approx(score(5, 4), rel=1e-2)
-
-
-@pytest.mark.parametrize(("platform", "dtype", "result"), [
-    ("cpu", "bf16", "f32"), ("tpu", "bf16", "f32"), ("cuda", "bf16", "bf16"), ("cuda", "f32", "f32"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("platform", "dtype", "result"),
+    [("cpu", "bf16", "f32"), ("tpu", "bf16", "f32"), ("cuda", "bf16", "bf16"), ("cuda", "f32", "f32")],
+)
 def test_a_gpus_matmul_writes_the_dtype_and_others_cast(platform, dtype, result):
     of = {"bf16": jnp.bfloat16, "f32": jnp.float32}[dtype]
     arrays = [jax.ShapeDtypeStruct(shape, of) for shape in ((2, 8, 64), (64, 32))]

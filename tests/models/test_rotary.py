@@ -1,7 +1,8 @@
-"""Rotary angles against transformers' own, and by hand."""
+"""Rotary angles against transformers' own frequencies, and by hand."""
+
+import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -9,70 +10,84 @@ from maxtext_lite.config import RopeScaling
 from maxtext_lite.models.rotary import Rope, rotary_angles, score_factor
 
 DIM, BASE = 12, 10_000.0
+PLAIN = BASE ** (-np.arange(0, DIM, 2) / DIM)
+YARN = functools.partial(RopeScaling, "yarn", original_max_position_embeddings=64)
+DEEPSEEK = YARN(40.0, mscale=1.0, mscale_all_dim=0.7)
 SCALINGS = {
     "default": None,
     "linear": RopeScaling("linear", 3.0),
-    "dynamic": RopeScaling("dynamic", 2.0, original_max_position_embeddings=20),
     "llama3": RopeScaling(
-        "llama3", 8.0, original_max_position_embeddings=64, low_freq_factor=1.0, high_freq_factor=4.0),
-    "yarn": RopeScaling("yarn", 4.0, original_max_position_embeddings=64),
-    "yarn, gpt-oss": RopeScaling(
-        "yarn", 32.0, original_max_position_embeddings=64, beta_fast=32.0, beta_slow=1.0, truncate=False),
-    "yarn, DeepSeek": RopeScaling("yarn", 40.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=0.7),
-    "yarn, factor given": RopeScaling("yarn", 4.0, original_max_position_embeddings=64, attention_factor=1.3),
-}  # fmt: skip
+        "llama3", 8.0, original_max_position_embeddings=64, low_freq_factor=1.0, high_freq_factor=4.0
+    ),
+    "yarn": YARN(4.0),
+    "yarn, gpt-oss": YARN(32.0, beta_fast=32.0, beta_slow=1.0, truncate=False),
+    "yarn, DeepSeek": DEEPSEEK,
+    "yarn, factor given": YARN(4.0, attention_factor=1.3),
+}
 
 
-def _theirs(scaling, positions):
-    """Cosines and sines of transformers' Llama."""
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+def angles(rope, position, segment=None):
+    return jax.jit(lambda position: rotary_angles(position, rope, segment))(position)
 
-    parameters = {"rope_type": "default", "rope_theta": BASE}
-    length = 64
-    if scaling is not None:
-        parameters |= scaling.to_mapping()
-        length = scaling.original_max_position_embeddings or length
-    config = transformers.LlamaConfig(
-        hidden_size=4 * DIM, num_attention_heads=4, head_dim=DIM, rope_parameters=parameters,
-        max_position_embeddings=length,
-    )  # fmt: skip
-    cosine, sine = LlamaRotaryEmbedding(config)(torch.zeros(1, 1), torch.tensor(positions))
-    return cosine.numpy()[..., : DIM // 2], sine.numpy()[..., : DIM // 2]
+
+def assert_turned(found, position, frequency, factor=1.0):
+    angle = position[..., None] * frequency
+    np.testing.assert_allclose(found, factor * np.stack([np.cos(angle), np.sin(angle)]), atol=2e-5)
 
 
 @pytest.mark.parametrize("name", SCALINGS)
 def test_angles_equal_transformers(name):
-    positions = np.arange(50)[None]
-    got = rotary_angles(jnp.asarray(positions), Rope(DIM, BASE, SCALINGS[name]))
-    for ours, theirs in zip(got, _theirs(SCALINGS[name], positions), strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    transformers, scaling = pytest.importorskip("transformers"), SCALINGS[name]
+    position = np.arange(50)[None]
+    found = angles(Rope(DIM, BASE, scaling), position)
+    if scaling is None:
+        assert_turned(found, position, PLAIN)
+        return
+    config = transformers.LlamaConfig(
+        hidden_size=4 * DIM,
+        num_attention_heads=4,
+        head_dim=DIM,
+        max_position_embeddings=64,
+        rope_parameters={"rope_theta": BASE, **scaling.to_mapping()},
+    )
+    frequency, factor = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[scaling.rope_type](config, "cpu")
+    assert_turned(found, position, frequency.numpy().astype(np.float64), factor)
 
 
+@pytest.mark.fast
 def test_ntk_slows_the_slowest_plane_by_the_factor_and_leaves_the_fastest():
-    rope, scaled = Rope(DIM, BASE), Rope(DIM, BASE, RopeScaling("ntk", 4.0))
-    at = jnp.asarray([[8]])
-
-    def angle(rope):
-        cosine, sine = rotary_angles(at, rope)
-        return np.arctan2(sine, cosine)[0, 0]
-
-    assert angle(scaled)[0] == pytest.approx(angle(rope)[0], rel=1e-6)
-    assert angle(scaled)[-1] == pytest.approx(angle(rope)[-1] / 4, rel=1e-5)
+    base = BASE * 4.0 ** (DIM / (DIM - 2))
+    frequency = base ** (-np.arange(0, DIM, 2) / DIM)
+    np.testing.assert_allclose(frequency[[0, -1]], PLAIN[[0, -1]] / [1, 4])
+    position = np.array([[8, 50]])
+    assert_turned(angles(Rope(DIM, BASE, RopeScaling("ntk", 4.0)), position), position, frequency)
 
 
-def test_dynamic_grows_with_each_row_by_itself():
-    rope = Rope(DIM, BASE, SCALINGS["dynamic"])
-    rows = jnp.stack([jnp.arange(20), jnp.arange(20) + 20])
-    together = rotary_angles(rows, rope)
-    for row in range(2):
-        alone = rotary_angles(rows[row : row + 1], rope)
-        jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[row : row + 1], b), together, alone)  # noqa: B023
-    plain = rotary_angles(rows[:1], Rope(DIM, BASE))
-    np.testing.assert_allclose(together[0][:1], plain[0], atol=1e-6)
-    assert np.abs(together[0][1] - rotary_angles(rows[1:], Rope(DIM, BASE))[0][0]).max() > 0.1
+LENGTHS = 10, 14
+"""Of a row's two documents, of which the first is just as long as the original; tokens may lie in any order."""
+POSITION = np.array([[*range(10), *range(14)], [*range(10), *range(14)]])[:, ::-1]
+SEGMENT = np.repeat([[1, 2], [1, 1]], LENGTHS, axis=1)[:, ::-1]
+LENGTH = np.where(SEGMENT == 1, np.array([[10], [14]]), 14)
+
+
+def test_dynamic_grows_with_each_document_by_itself_beyond_the_original_length():
+    scaling = RopeScaling("dynamic", 2.0, original_max_position_embeddings=10)
+    growth = 2.0 * np.maximum(LENGTH, 10) / 10 - 1
+    base = BASE * growth ** (DIM / (DIM - 2))
+    frequency = base[..., None] ** (-np.arange(0, DIM, 2) / DIM)
+    assert_turned(angles(Rope(DIM, BASE, scaling), POSITION, SEGMENT), POSITION, frequency)
+
+
+def test_longrope_chooses_its_list_by_the_length_of_each_document():
+    short, long = np.arange(1, 7.0), np.arange(11, 17.0)
+    scaling = RopeScaling(
+        "longrope", 3.0, original_max_position_embeddings=10, short_factor=tuple(short), long_factor=tuple(long)
+    )
+    frequency = PLAIN / np.where(LENGTH[..., None] > 10, long, short)
+    factor = np.sqrt(1 + np.log(3) / np.log(10))
+    assert_turned(angles(Rope(DIM, BASE, scaling), POSITION, SEGMENT), POSITION, frequency, factor)
 
 
 def test_scores_are_multiplied_only_where_asked():
     assert score_factor(None) == score_factor(SCALINGS["yarn"]) == 1
-    assert score_factor(SCALINGS["yarn, DeepSeek"]) == pytest.approx((0.1 * 0.7 * np.log(40) + 1) ** 2)
+    assert score_factor(DEEPSEEK) == pytest.approx((0.1 * 0.7 * np.log(40) + 1) ** 2)

@@ -21,6 +21,7 @@ def test_one_host_exchanges_with_itself():
     assert bytes_of_host(0, b"abc") == b"abc"
 
 
+@pytest.mark.fast
 def test_every_host_gets_every_value_and_equal_ones_are_not_sent(wire):
     long = "é" * 100_000
     assert wire.on_all(lambda host: exchange([host, None])) == [[[number, None] for number in range(3)]] * 3
@@ -37,7 +38,6 @@ def test_the_value_of_one_host_is_all_that_is_sent(wire, host):
     assert wire.on_all(lambda number: value_of_host(host, value if number == host else object)) == [value] * 3
     assert wire.sent_bytes <= 2 * len(str(value))
     assert wire.on_all(lambda number: value_of_host(host, None)) == [None] * 3
-    assert wire.sent_bytes == 1024
 
 
 def test_bytes_come_as_they_are_in_pieces_of_few_sizes(wire, monkeypatch):
@@ -51,9 +51,8 @@ def test_bytes_come_as_they_are_in_pieces_of_few_sizes(wire, monkeypatch):
 
 
 def test_a_flag_is_raised_where_any_host_raises_it():
-    any_host = make_any_host(
-        make_mesh(dict.fromkeys(MESH_AXES, 1) | {"data": 4, "tensor": 2}, dict.fromkeys(MESH_AXES, 1))
-    )
+    ones = dict.fromkeys(MESH_AXES, 1)
+    any_host = make_any_host(make_mesh(ones | {"data": 4, "tensor": 2}, ones))
     assert not bool(any_host(False))
     raised = any_host(True)
     assert bool(raised)

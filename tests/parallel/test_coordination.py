@@ -67,6 +67,7 @@ class Client:
         return [each for each in self.values.items() if each[0].startswith(prefix)]
 
 
+@pytest.mark.fast
 def test_the_store_sees_only_its_own_keys(monkeypatch):
     client = Client()
     client.values["orbax/1"] = "another's"
@@ -80,26 +81,22 @@ def test_the_store_sees_only_its_own_keys(monkeypatch):
 
 def test_the_store_of_a_process_that_has_left_says_so(monkeypatch):
     monkeypatch.setattr(coordination.distributed, "global_state", SimpleNamespace(client=None))
-    with pytest.raises(ConnectionError, match="left"):
+    with pytest.raises(ConnectionError):
         CoordinationStore(1, 2).all()
 
 
-def test_an_unwatched_process_keeps_jaxs_heartbeat_and_abort(monkeypatch):
-    monkeypatch.setattr(coordination, "_LIBC", SimpleNamespace(signal=lambda *_: pytest.fail("a handler")))
-    monkeypatch.setattr(jax.config, "update", lambda *_: None)
-    assert not watchdog.is_on
-    assert watched_arguments(1) == {}
-
-
-@pytest.mark.parametrize(("process", "handled"), [(0, []), (1, [signal.SIGABRT])])
-def test_a_watched_process_has_a_heartbeat_far_above_any_limit(process, handled, monkeypatch):
+@pytest.mark.parametrize(("process", "is_watched"), [(0, True), (1, True), (1, False)])
+def test_a_watched_process_has_a_heartbeat_far_above_any_limit_and_others_keep_jaxs(process, is_watched, monkeypatch):
     signals = []
     monkeypatch.setattr(coordination, "_LIBC", SimpleNamespace(signal=lambda number, _: signals.append(number)))
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
-    monkeypatch.setattr(watchdog, "_least", 300.0)
-    most = 4 * 86400  # of the least limit's most, before a phase has been done once
-    assert watched_arguments(process)["heartbeat_timeout_seconds"] > most
-    assert signals == handled
+    if is_watched:
+        monkeypatch.setattr(watchdog, "_least", 300.0)
+        most = 4 * 86400  # of the least limit's most, before a phase has been done once
+        assert watched_arguments(process)["heartbeat_timeout_seconds"] > most
+    else:
+        assert watched_arguments(process) == {}
+    assert signals == ([signal.SIGABRT] if is_watched and process == 1 else [])
 
 
 def test_process_0_answers_if_its_port_does(monkeypatch):
@@ -118,7 +115,7 @@ def test_where_process_0_is_on_tpus_jax_says(monkeypatch):
     monkeypatch.setenv("MEGASCALE_COORDINATOR_ADDRESS", "")  # else the metadata server is asked
     monkeypatch.setenv("JAX_COORDINATOR_PORT", "1234")
     assert coordinator_address("gketpu", 1) == "localhost:1234"
-    with pytest.raises(ValueError, match="jax finds no cluster by the method gcetpu2"):
+    with pytest.raises(ValueError, match="gcetpu2"):
         coordinator_address("gcetpu2", 1)
 
 

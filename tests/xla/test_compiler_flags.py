@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import subprocess
-import sys
 
 import pytest
 
@@ -19,18 +18,18 @@ from maxtext_lite.xla.compiler_flags import (
     set_gpu_memory,
 )
 from maxtext_lite.xla.described import _NOTHING_CAN_BE_TIMED
-from tests.processes import environment
+from tests.processes import environment, quick_python
 
 ONE, TWO = Flag("xla_one", "1", "for a test"), Flag("xla_one_more", "true", "for a test")
 
 
 @pytest.mark.parametrize(("given", "found"), [
     (None, "--xla_one=1 --xla_one_more=true"),
-    ("--xla_other=2", "--xla_other=2 --xla_one=1 --xla_one_more=true"),
     ("--xla_one=5  --xla_other=2", "--xla_one=5 --xla_other=2 --xla_one_more=true"),
     ("--xla_one_more --xla_one=5", "--xla_one_more --xla_one=5"),
 ])  # fmt: skip
 @pytest.mark.parametrize("compiler", VARIABLES)
+@pytest.mark.fast
 def test_flags_are_added_to_those_that_are_given_but_change_none(compiler, given, found, monkeypatch):
     for variable in VARIABLES.values():
         monkeypatch.delenv(variable, raising=False)
@@ -42,17 +41,9 @@ def test_flags_are_added_to_those_that_are_given_but_change_none(compiler, given
     assert other not in os.environ
 
 
-def test_every_flag_is_named_once_without_dashes_and_says_why():
-    for flags in FLAGS.values():
-        names = [flag.name for flag in flags]
-        assert len(set(names)) == len(names)
-        assert all(flag.name.startswith("xla_") and "=" not in flag.name and flag.value and flag.why for flag in flags)
-
-
 @pytest.mark.parametrize(("libraries", "compilers"), [
     ((), ()),
     (("libtpu",), ("tpu",)),
-    (("jax_cuda12_plugin",), ("gpu",)),
     (("jax_cuda13_plugin", "libtpu"), ("gpu", "tpu")),
 ])  # fmt: skip
 def test_compilers_are_those_whose_library_is_installed(libraries, compilers, monkeypatch):
@@ -86,10 +77,9 @@ def test_jax_may_use_as_much_of_a_gpu_as_plans_do_unless_the_environment_says_ot
 def test_this_jax_knows_every_flag_of_xla():
     """One that it does not know ends a process that starts jax."""
     flags = [f"--{flag.name}={flag.value}" for flag in (*FLAGS["gpu"], SCHEDULED_MEMORY, *_NOTHING_CAN_BE_TIMED)]
-    start = "import jax; print(jax.device_count())"
     known, unknown = (
         subprocess.run(
-            [sys.executable, "-c", start],
+            [*quick_python(), "-c", "import jax; print(jax.device_count())"],
             env=environment(devices=2) | {"XLA_FLAGS": " ".join(each)},
             capture_output=True,
             text=True,

@@ -52,6 +52,7 @@ ENTRY %main (x: bf16[8,128]) -> bf16[8,128] {
 """
 
 
+@pytest.mark.fast
 def test_instructions_have_results_operands_and_attributes():
     module = parse(MODULE)
     assert module.num_partitions == 4

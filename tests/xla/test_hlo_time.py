@@ -31,6 +31,7 @@ def seconds(body, *more):
 WORK = '%w{} = f32[4] custom-call(%p), custom_call_target="kernel"'
 
 
+@pytest.mark.fast
 def test_what_runs_beside_is_hidden_and_what_is_awaited_early_is_not():
     start, done = f"%g = {GATHER}", "%d = f32[8] all-gather-done(%g)"
     assert seconds([start, WORK.format(1), done]) == 10

@@ -7,6 +7,7 @@ import pytest
 
 from maxtext_lite.xla.hlo_text import parse
 from maxtext_lite.xla.hlo_work import KernelCalls, LargeArray, work
+from maxtext_lite.xla.program_memory import ProgramMemory
 
 TRIPS = 5
 ONE = 2 * 8 * 16 * 16  # of [8, 16] times [16, 16]
@@ -24,8 +25,6 @@ def test_a_matmul_in_a_loop_counts_once_for_each_trip_and_loops_multiply():
     def outer(x, w):
         return jax.lax.scan(lambda carry, _: (inner(carry, w), None), x @ w, None, length=3)[0]
 
-    assert counted(lambda x, w: x @ w, (8, 16), (16, 16)).matmul_flops == {"f32": ONE}
-    assert counted(inner, (8, 16), (16, 16)).matmul_flops == {"f32": TRIPS * ONE}
     assert counted(outer, (8, 16), (16, 16)).matmul_flops == {"f32": (1 + 3 * TRIPS) * ONE}
 
 
@@ -44,21 +43,22 @@ def test_batched_and_transposed_contractions():
     assert (nothing.matmul_flops, nothing.kernels, nothing.cycles, nothing.kernel_flops) == ({}, (), None, 0)
 
 
-@pytest.mark.parametrize("options", [
-    {"window_strides": (1,), "padding": [(2, 1)]},
-    {"window_strides": (2,), "padding": [(0, 3)], "rhs_dilation": (3,)},
-    {"window_strides": (3,), "padding": [(1, 4)], "lhs_dilation": (4,)},
-    {"window_strides": (2,), "padding": [(3, 2)], "lhs_dilation": (6,), "rhs_dilation": (5,)},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window_strides": (2,), "padding": [(0, 3)], "rhs_dilation": (3,)},
+        {"window_strides": (2,), "padding": [(3, 2)], "lhs_dilation": (6,), "rhs_dilation": (5,)},
+    ],
+)
 def test_a_convolution_counts_products_with_elements_only(options):
     # Of ones, the result says how many products each of its elements is made of.
     def convolution(x, w):
         return jax.lax.conv_general_dilated(x, w, dimension_numbers=("NWC", "WIO", "NWC"), **options)
 
     x, w = np.ones((2, 11, 3), np.float32), np.ones((4, 3, 5), np.float32)
-    text = jax.jit(convolution).lower(x, w).compile().as_text()
-    assert " convolution(" in text
-    assert work(parse(text)).matmul_flops == {"f32": 2 * float(np.sum(convolution(x, w)))}
+    compiled = jax.jit(convolution).lower(x, w).compile()
+    assert " convolution(" in compiled.as_text()
+    assert work(parse(compiled.as_text())).matmul_flops == {"f32": 2 * float(np.sum(compiled(x, w)))}
 
 
 # A TPU's text: a batched matmul as a convolution with the batch as a spatial dim, kernels, two memories, slices.
@@ -157,6 +157,7 @@ metadata={op_name="jit(f)/vmap(jvp(kernel_tokamax_mosaic))/flash_attention_sm90/
 """
 
 
+@pytest.mark.fast
 def test_cublas_calls_are_matmuls_and_other_calls_are_kernels_by_their_scope_or_target():
     found = work(parse(GPU))
     assert found.matmul_flops == {"bf16": 2 * 8 * 16 * 32}
@@ -225,3 +226,12 @@ calls=%both
 
 def test_the_buffers_of_a_gather_that_runs_beside_a_fusion_only_pass_through_it():
     assert work(parse(BESIDE_A_GATHER)).memory_bytes == 2 * 8 * 64 * 4
+
+
+def test_what_a_program_holds_is_counted_as_its_arrays_are():
+    x, y = np.zeros(1000, np.float32), np.zeros(10, np.float32)
+    compiled = jax.jit(lambda x, y: (x + 1, y.sum()), donate_argnums=0).lower(x, y).compile()
+    found = ProgramMemory.of(compiled)
+    assert (found.arguments, found.aliased) == (4040, 4000)
+    assert found.outputs >= 4004  # and the table of a tuple
+    assert found.total == 40 + found.outputs + found.temporaries + found.generated_code
