@@ -20,6 +20,9 @@ RUN = (
     "max_target_length=16", "max_prefill_predict_length=6", "batch_size=4", "num_generations=4", "micro_batch_size=8",
     "eval_interval=3", "checkpoint_period=1", "log_period=1", "reward_functions=tests.rl.low_bytes:low_bytes",
 )  # fmt: skip
+# Two updates on each batch, a reference and importance weights: all that a batch can need after a restart.
+WHOLE = ("num_iterations=2", "grpo_beta=0.05", "rollout_correction=truncated", "ici_data_parallelism=2",
+         "ici_fsdp_parallelism=2", "ici_tensor_parallelism=2", "rollout_fsdp_parallelism=2")  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -43,10 +46,12 @@ def server(tmp_path_factory):
     export_model(directory, parameters(make_plain_decoder(CONFIG), 99), fields, dtype="float32")
     command = [sys.executable, str(REPOSITORY / "tests" / "rl" / "openai_server.py"), str(directory)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(1)) as process:
-        port = process.stdout.readline().strip()
-        assert port, "the server ended before it listened"
-        yield f"http://127.0.0.1:{port}"
-        process.terminate()
+        try:
+            port = process.stdout.readline().strip()
+            assert port, "the server ended before it listened"
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.kill()
 
 
 def lines(run_directory, name="metrics.jsonl"):

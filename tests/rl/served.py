@@ -22,6 +22,7 @@ CONFIG = load_config(None, [*TINY, "vocab_size=48", "initializer_range=0.4", "da
 MESH = sampling_mesh(jax.devices()[:2], {"data": 1, "fsdp": 2, "tensor": 1})
 
 
+@functools.cache
 def parameters(decoder, seed):
     """Parameters on a mesh, as a trainer has them."""
     return jax.jit(decoder.init, out_shardings=tree_shardings(MESH, decoder.axes))(jax.random.key(seed))
@@ -44,7 +45,7 @@ def local_responses(params, sampling=GREEDY):
 def engine_at(server, directory, kind="http", **how):
     """A client that does not wait long."""
     settings = {"stop_token_ids": [STOP], "seed": 0, "wait_seconds": 0.01, "attempts": 3} | how
-    url = f"{server}/v1" if kind == "http" else server
+    url = server if kind == "sglang" else f"{server}/v1"  # either will do
     return HttpEngine(kind, url, CONFIG, directory, **settings)
 
 
