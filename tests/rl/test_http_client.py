@@ -147,7 +147,7 @@ def test_an_answer_that_comes_letter_by_letter_or_that_nobody_waits_for_is_given
     "http://host/v1?a=1", "http://me:secret@host:port/v1",
 ])  # fmt: skip
 def test_what_is_no_address_is_refused(url):
-    with pytest.raises(UserError, match="^rollout_url=") as refused:
+    with pytest.raises(UserError, match=r"^rollout_url=") as refused:
         Server("rollout_url", url, attempts=1, wait_seconds=0, timeout_seconds=1)
     assert "secret" not in str(refused.value)
 
@@ -244,5 +244,5 @@ def test_a_completion_that_cannot_be_right_is_refused_by_its_field(kind, said, n
 
 def test_an_answer_has_one_choice():
     for choices in (None, [], [choice(1, 2, 4, 5)] * 2, ["text"]):
-        with pytest.raises(ValueError, match="^choices"):
+        with pytest.raises(ValueError, match=r"^choices"):
             read_completion({"choices": choices}, ASKED)

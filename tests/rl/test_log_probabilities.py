@@ -4,7 +4,6 @@ The frozen reference is a copy that later steps do not change, and that a restar
 """
 
 import contextlib
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -17,18 +16,16 @@ from maxtext_lite.rl.log_probabilities import Reference, make_log_probabilities
 from maxtext_lite.rl.rl_run import open_rl_run
 from maxtext_lite.training.step import TRAIN_BATCH_AXES
 from tests.responses import rows
+from tests.rl.conftest import WHOLE
 from tests.training.conftest import make_setup
 
 MESHES = {
-    "1": ({}, None, ()),
     "data 2 context 2 tensor 2, tiled": ({"data": 2, "context": 2, "tensor": 2}, None, ("num_vocab_tiling=2",)),
-    "fsdp 2, gpipe": ({"fsdp": 2}, Pipeline(2, 2), ()),
     "data 2, 1f1b": ({"data": 2}, Pipeline(2, 2, schedule="1f1b"), ()),
     "soft cap": ({}, None, ("final_logits_soft_cap=0.1",)),
 }
 
 
-@functools.cache
 def in_double(soft_cap):
     it = make_setup("optimizer=sgd")
     batch, params = rows(), it.initial.params
@@ -63,7 +60,7 @@ def test_every_mesh_gives_them_in_the_order_of_the_batch(name):
 
 
 def test_a_copy_is_kept_in_the_run_directory_and_found_after_a_restart(tmp_path, config_of):
-    config = config_of(tmp_path, "grpo_beta=0.1", "ici_fsdp_parallelism=8")
+    config = config_of(tmp_path, *WHOLE)
     with contextlib.closing(open_rl_run(config)) as rl:
         with jax.set_mesh(rl.run.mesh), rl.run.opened(print):
             state, _ = rl.run.restore_or_init()
@@ -74,5 +71,5 @@ def test_a_copy_is_kept_in_the_run_directory_and_found_after_a_restart(tmp_path,
             for one, other in zip(jax.tree.leaves(begun._params), jax.tree.leaves(resumed._params), strict=True):
                 assert np.array_equal(one, other)
             (tmp_path / "rl" / "reference").rename(tmp_path / "elsewhere")
-            with pytest.raises(UserError, match=r"reference is not there.*grpo_beta=0\.1"):
+            with pytest.raises(UserError, match=r"reference is not there.*grpo_beta=0.05"):
                 Reference(rl.run, config, state, 5)

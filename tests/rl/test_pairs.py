@@ -2,15 +2,13 @@
 
 import itertools
 import statistics
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from maxtext_lite.data import Prompt
-from maxtext_lite.rl import held_out
 from maxtext_lite.rl.advantages import equal_groups_fraction, group_advantages
-from maxtext_lite.rl.held_out import HELD_OUT, HeldOutResponses, held_out_record, held_out_text, pass_at_k
+from maxtext_lite.rl.held_out import held_out_record, held_out_text, pass_at_k
 from maxtext_lite.rl.pairs import Chunk, Sampled, batch_record, responses_hash
 from maxtext_lite.rl.rewards import Scores
 from maxtext_lite.rl.rollout import Response
@@ -139,43 +137,6 @@ def test_an_evaluation_counts_as_correct_what_the_first_function_does():
     passes = {name: value for name, value in record.items() if "pass" in name}
     assert passes == {"eval_pass_at_2": pytest.approx((2 / 3 + 0) / 2), "eval_pass_at_3": 0.5}
     assert "pass@2 33.3%, pass@3 50.0%" in held_out_text(record)
-
-
-@pytest.mark.parametrize("at_once", [5, 100])
-def test_prompts_are_sampled_and_judged_in_chunks_of_a_micro_batch_with_the_record_of_one(at_once, monkeypatch):
-    """Neither the time-out of a call of a reward function nor the watchdog meets more work than in training."""
-    did = []
-    said = []
-    monkeypatch.setattr(held_out.watchdog, "advance", lambda: did.append("advance"))
-    prompts = [SimpleNamespace(number=number, token_ids=[number]) for number in (3, 5, 8, 9)]
-
-    def sample(prompts, requests, sampling):
-        assert [request.token_ids for request in requests] == [prompt.token_ids for prompt in prompts]
-        did.append([request.key for request in requests])
-        lengths = [request.key[1] + request.key[2] for request in requests]
-        return SimpleNamespace(responses=[SimpleNamespace(token_ids=[0] * length) for length in lengths])
-
-    def judge(sampled, unit):
-        assert unit == 1  # a chunk may end between the responses to one prompt
-        rewards = np.array([len(response.token_ids) / 10 for response in sampled.responses])
-        return Scores(rewards, {"exact_answer": rewards}, 1, ["one has none"])
-
-    rl = SimpleNamespace(
-        config=SimpleNamespace(eval_steps=-1, eval_num_generations=3),
-        run=SimpleNamespace(eval_source=prompts, decoder=SimpleNamespace(joined=lambda params, frozen: params)),
-        batch=SimpleNamespace(pairs_per_micro_batch=at_once, prompts_per_batch=2),
-        engine=SimpleNamespace(update=lambda params, step: did.append((params, step))),
-        sample=sample, judge=judge, eval_sampling=None,
-    )  # fmt: skip
-    state = SimpleNamespace(params="params", frozen=None)
-    record, _ = HeldOutResponses(rl, said.append).of(state, 7, lambda: did.append("between"))
-    keys = [(HELD_OUT, number, generation) for number in (3, 5, 8, 9) for generation in range(3)]
-    chunks = [keys[first : first + at_once] for first in range(0, 12, at_once)]
-    assert did == [("params", 7), *(each for chunk in chunks for each in ("between", chunk, "advance"))]
-    lengths = [number + generation for _, number, generation in keys]
-    whole = Scores(np.array(lengths) / 10, {"exact_answer": np.array(lengths) / 10}, len(chunks), [])
-    assert record == held_out_record(whole, lengths, 3)
-    assert said == ["reward: one has none"] * len(chunks)
 
 
 def test_seconds_of_phases_and_their_overlap_count_once():

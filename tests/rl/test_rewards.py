@@ -312,7 +312,7 @@ def test_what_fails_counts_nothing_and_the_run_goes_on_or_stops(what, judges):
     assert message.startswith("Reward function m:fails ")
     assert message.endswith(f": no reward for {count} of 4 pairs.")
     if what not in ENDLESS:
-        with pytest.raises(RewardError, match="m:fails.*reward_error=zero"):
+        with pytest.raises(RewardError, match=r"m:fails.*reward_error=zero"):
             judges["stop", 30].of(ANSWERS, [what, "b", "c", "d"])
     for each in (judge, judges["stop", 30]):
         after = each.of(ANSWERS[:2], ["a", "b"])
