@@ -1,5 +1,4 @@
-"""Files are those of the safetensors library, in both directions; what is broken is named. Copies of their arrays are
-what NumPy's own assignment makes of them."""
+"""Files are those of the safetensors library, in both directions; what is broken is named."""
 
 import contextlib
 import json
@@ -15,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from maxtext_lite.config import UserError
-from maxtext_lite.hf.copying import aligned_empty, as_bits, assign, assign_cast, is_finite
+from maxtext_lite.hf.copying import aligned_empty, is_finite
 from maxtext_lite.hf.safetensors_dir import SafetensorsDir, Tensor, write_safetensors
 from tests.mutations import changed
 
@@ -81,13 +80,11 @@ CONTENT = safetensors.numpy.save(TENSORS)
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 BROKEN = {
     "cut off": {WHOLE: CONTENT[:-4]},
-    "longer": {WHOLE: CONTENT + b"more"},
     "empty": {WHOLE: b""},
     "deep": {WHOLE: whole_file(b'{"a":' * 200_000, 0)},
     "long header": {WHOLE: (2**40).to_bytes(8, "little") + CONTENT[8:]},
     "wrong size": {WHOLE: CONTENT.replace(b'"shape":[3,4]', b'"shape":[3,5]')},
     "overlap": {WHOLE: whole_file({"a": entry(0, 16), "b": entry(8, 24)}, 24)},
-    "gap": {WHOLE: whole_file({"a": entry(0, 16), "b": entry(20, 36)}, 36)},
     "huge": {WHOLE: whole_file({"a": entry(0, 16, [2**62, 8])}, 16)},
     "pointer, git lfs pull": {WHOLE: b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 134\n"},
     "missing file, model-1.safetensors": {INDEX: b'{"weight_map": {"a": "model-1.safetensors"}}'},
@@ -130,27 +127,6 @@ def test_any_file_and_any_index_is_one_or_refused(tmp_path, header, index, more,
     (tmp_path / "several" / INDEX).write_bytes(json.dumps(index).encode("utf-8", "surrogatepass"))
     with contextlib.suppress(UserError):
         assert set(SafetensorsDir(tmp_path / "several").tensors) <= {"a", "b"}
-
-
-X = np.random.default_rng(0).normal(size=(5, 70, 3)).astype(np.float32)
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (0, 2, 1), (1, 2, 0)])
-def test_any_arrangement_and_format_is_copied(order):
-    for source in (X, X[:, ::2], X.astype(jnp.bfloat16)):
-        for to in (np.float32, jnp.bfloat16, np.float16):
-            expected = source.transpose(order).astype(to)
-            into = np.empty(expected.shape, to)
-            assign_cast(into, source, as_bits(source).transpose(order))
-            np.testing.assert_array_equal(into, expected)
-
-
-def test_parts_of_an_array_are_assigned_in_place():
-    whole = np.zeros((3, 4, 90), np.float32)
-    assign(whole[1:, :, 10:80], np.swapaxes(X[:2, :, :], 1, 2)[:, [0, 1, 2, 2]])
-    np.testing.assert_array_equal(whole[1:, 3, 10:80], X[:2, :, 2])
-    assert not whole[0].any()
-    assert not whole[:, :, 80:].any()
 
 
 @pytest.mark.parametrize("format", [np.float64, np.float32, np.float16, jnp.bfloat16])

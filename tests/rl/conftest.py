@@ -16,7 +16,7 @@ RUN = (
 # Two updates on each batch, a reference and importance weights: all that a batch can need after a restart.
 WHOLE = ("num_iterations=2", "grpo_beta=0.05", "rollout_correction=truncated", "ici_data_parallelism=2",
          "ici_fsdp_parallelism=2", "ici_tensor_parallelism=2", "rollout_fsdp_parallelism=2",
-         "eval_num_generations=2")  # fmt: skip
+         "eval_num_generations=2", "eval_sampling_temperature=1")  # fmt: skip
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """Rollouts from a server that is a process of its own, by each interface: as by the local engine, as published, and
 measured where the server is off."""
 
+import contextlib
 import json
 import socket
 import urllib.parse
@@ -16,6 +17,7 @@ from maxtext_lite.rl import http_engine
 from maxtext_lite.rl.http_engine import WEIGHTS, _on_first_host
 from maxtext_lite.rl.rollout import Request
 from maxtext_lite.rl.rollout_steps import train_rl
+from maxtext_lite.rl.server_kinds import SERVER_KINDS
 from maxtext_lite.training import Callback
 from maxtext_lite.training.state import decoder_shape, make_plain_decoder
 from tests.parallel.wire import joined_hosts
@@ -226,8 +228,14 @@ def test_what_is_sent_and_answered_is_what_the_package_publishes(kind, server, t
 
 def test_vllm_must_report_the_log_probabilities_of_the_policy(server, tmp_path):
     """Before the first draw that is trained on, which greedy responses are not."""
+    engine = engine_at(server.url, tmp_path, "vllm")
+    engine.update(parameters(DECODER, 0), 0)
+    server.misbehave()
+    assert generate(engine, GREEDY, REQUESTS[:1])
+    for _ in range(2):
+        with pytest.raises(UserError, match="logprobs_mode"):
+            generate(engine, DRAWN, REQUESTS[:1])
     for mode, sampling, start in (
-        ("raw_logprobs", GREEDY, None),
         ("raw_logprobs", Sampling(1.0), None),
         ("processed_logprobs", Sampling(1.0), None),
         ("processed_logprobs", Sampling(0.7), None),
@@ -238,15 +246,13 @@ def test_vllm_must_report_the_log_probabilities_of_the_policy(server, tmp_path):
         (None, Sampling(0.7), "processed_logprobs"),
     ):
         server.misbehave(logprobs_mode=mode)
-        engine = engine_at(server.url, tmp_path, "vllm")
-        engine.update(parameters(DECODER, 0), 0)
-        if start is None:
-            assert generate(engine, sampling, REQUESTS[:1])
-        else:
-            for _ in range(2):
-                with pytest.raises(UserError, match=f"logprobs_mode.*--logprobs-mode {start}"):
-                    generate(engine, sampling, REQUESTS[:1])
-        engine.close()
+        expected = contextlib.nullcontext()
+        if start:
+            expected = pytest.raises(UserError, match=f"logprobs_mode.*--logprobs-mode {start}")
+        with expected:
+            SERVER_KINDS["vllm"].check(engine._server, sampling)
+    engine.close()
+    server.misbehave()
 
 
 def test_grpo_by_vllm_s_interface_measures_what_the_server_is_off_by(server, tmp_path, config_of, monkeypatch, capsys):
@@ -271,7 +277,8 @@ def test_grpo_by_vllm_s_interface_measures_what_the_server_is_off_by(server, tmp
 
     monkeypatch.setattr(http_engine.HttpEngine, "generate", recorded)
     words = [*WHOLE, "rollout_fsdp_parallelism=1", "rollout_engine=vllm", "eval_interval=-1"]
-    config = config_of(tmp_path, *words, "initializer_range=0.3", "enable_checkpointing=false")
+    more = [f"rollout_url={server.url}", "initializer_range=0.3", "enable_checkpointing=false"]
+    config = config_of(tmp_path, *words, *more)
     result = train_rl(config, callbacks=[Worse()])
     server.misbehave()
     exact, shifted, noisy = steps(result.run_directory)[::2]

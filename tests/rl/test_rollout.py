@@ -264,5 +264,5 @@ def test_what_does_not_fit_is_refused(engine):
         make_engine(LLAMA, num_devices=2, num_slots=5)
     keys = [Request([1], (0,)), Request([1], (1, 2))]
     for requests, most in (([Request([1] * 9, (1,))], 1), ([Request([], (0,))], 1), (REQUESTS, 13), (keys, 1)):
-        with pytest.raises(ValueError, match="tokens|keys"):
+        with pytest.raises(ValueError, match=r"tokens|keys"):
             engine.generate(requests, sampling=FREE, max_new_tokens=most)

@@ -215,7 +215,7 @@ def test_devices_of_their_own_sample_while_others_train_and_change_nothing(whole
 
     monkeypatch.setattr(LocalEngine, "generate", generate_beside)
     monkeypatch.setattr(rollout_steps, "ChunkedStep", StepBeside)
-    words = ["num_iterations=2", "grpo_beta=0.05", "rollout_correction=truncated", "steps=4", "eval_num_generations=2"]
+    words = ["num_iterations=2", "grpo_beta=0.05", "rollout_correction=truncated", "steps=4", *WHOLE[-2:]]
     config = config_of(
         tmp_path, *words, "micro_batch_size=4", "trainer_devices_fraction=0.5", "sampler_devices_fraction=0.5"
     )
