@@ -1,10 +1,8 @@
 """`generate`: text to the terminal, tokens as JSON, conversations, and where a text begins and ends."""
 
 import io
-import itertools
 import json
 import math
-from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -13,10 +11,10 @@ import pytest
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data.tokenizer import ByteTokenizer
 from maxtext_lite.generate import main, parse_generate_config
-from maxtext_lite.generation import answering, stream_text
+from maxtext_lite.generation import answering
 from maxtext_lite.generation.requests import GenerateConfig
 from maxtext_lite.generation.sampler import load_on_mesh
-from maxtext_lite.generation.stream_text import StopText, TimedTokens, WrittenText
+from maxtext_lite.generation.stream_text import StopText, WrittenText
 from maxtext_lite.generation.text_tokens import TextTokens
 
 LOAD = load_on_mesh
@@ -186,12 +184,3 @@ def test_a_text_begins_as_in_its_models_training_and_ends_where_its_files_or_the
     here, elsewhere = TextTokens(Framed(), None, (9,)), TextTokens(Framed(), tmp_path, (9,))
     assert here.encode("ab") == elsewhere.encode("ab", plain=True) == [97, 98]
     assert elsewhere.encode("ab") == [1, 97, 98]
-
-
-def test_tokens_are_timed_after_two_rounds(monkeypatch):
-    clock = itertools.count()
-    monkeypatch.setattr(stream_text, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
-    tokens = [(row, 7, -1.0) for _ in range(4) for row in range(2)]
-    timed = TimedTokens(iter(tokens))
-    assert list(timed) == tokens
-    assert str(timed) == "8 tokens in 8.00 s, the first after 1.00 s with compilation; then 1.0 tokens/s"

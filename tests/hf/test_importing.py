@@ -136,18 +136,6 @@ def test_layers_split_over_pipeline_stages_are_the_same_layers(tmp_path):
     equal(tensors_of(source), tensors_of(tmp_path))
 
 
-def test_each_device_has_its_part_and_no_more(tmp_path):
-    _, params = load(save("llama", tmp_path), fsdp=2, tensor=2, data=2)
-    query = params["layers"]["attention"]["query"]  # [L, D, N, H]: D over fsdp, N over tensor
-    assert query.shape == (3, 32, 4, 8)
-    assert {shard.data.shape for shard in query.addressable_shards} == {(3, 16, 2, 8)}
-    stored = tensors_of(tmp_path)
-    for shard in query.addressable_shards:
-        layers = [stored[f"model.layers.{layer}.self_attn.q_proj.weight"].reshape(4, 8, 32) for layer in range(3)]
-        whole = np.stack([layer.transpose(2, 0, 1) for layer in layers])
-        np.testing.assert_array_equal(shard.data, whole[shard.index])
-
-
 def test_a_model_in_bfloat16_is_read_bit_by_bit_and_written_but_for_experts_biases(tmp_path):
     source = save("deepseek_v3", tmp_path / "source", dtype="bfloat16")
     wide = {f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2)}

@@ -1,10 +1,10 @@
 """Files are those of the safetensors library, in both directions; what is broken is named."""
 
 import contextlib
+import itertools
 import json
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -129,25 +129,20 @@ def test_any_file_and_any_index_is_one_or_refused(tmp_path, header, index, more,
         assert set(SafetensorsDir(tmp_path / "several").tensors) <= {"a", "b"}
 
 
-@pytest.mark.parametrize("format", [np.float64, np.float32, np.float16, jnp.bfloat16])
-def test_a_number_that_is_none_is_found_wherever_it_stands(format):
-    x = np.random.default_rng(0).normal(size=(3, 70_000)).astype(format)
-    x[0, :4] = [0, -0.0, jnp.finfo(format).max, jnp.finfo(format).tiny / 2]
-    assert is_finite(x)
-    assert is_finite(x[:0])
-    for place in (0, 65_535, 65_536, x.size - 1):
-        for value in (np.nan, -np.inf):
-            damaged = x.copy()
-            damaged.reshape(-1)[place] = value
-            assert not is_finite(damaged)
-
-
-@pytest.mark.parametrize("shape", [(3, 70_001), ()])
-def test_what_is_aligned_is_not_copied_to_a_cpu_and_survives_donation(shape):
-    x = aligned_empty(shape, np.dtype(np.float32))
+def test_what_is_aligned_is_not_copied_to_a_cpu_and_survives_donation():
+    x = aligned_empty((3, 70_001), np.dtype(np.float32))
     x[...] = 1
     on_device = jax.device_put(x, jax.devices()[0])
     assert on_device.unsafe_buffer_pointer() == x.ctypes.data
-    assert on_device.shape == shape
     assert (np.asarray(jax.jit(lambda y: 2 * y, donate_argnums=0)(on_device)) == 2).all()
     assert (x == 1).all()
+
+
+def test_a_number_that_is_none_is_found_wherever_it_stands():
+    x = np.zeros((3, 70_000), ml_dtypes.bfloat16)
+    x[0, :3] = [-0.0, ml_dtypes.finfo(x.dtype).max, ml_dtypes.finfo(x.dtype).tiny / 2]
+    assert is_finite(x)
+    for place, value in itertools.product((0, 65_535, 65_536, x.size - 1), (np.nan, -np.inf)):
+        damaged = x.copy()
+        damaged.reshape(-1)[place] = value
+        assert not is_finite(damaged)

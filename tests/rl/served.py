@@ -45,7 +45,7 @@ class Served:
 
     Attributes:
       told: the requests since the last `misbehave` that are no completions, with their bodies.
-      last: path, body and answer of the last completion.
+      last: path and body of the last completion.
     """
 
     def __init__(self):
@@ -54,10 +54,10 @@ class Served:
         self.misbehave()
 
     def misbehave(self, **how):
-        """Fails `times` times with `status`, lacks the field `without` in its answers, has the values of `choice` in
-        them, gives the answers of `route`, adds `shift` to log-probabilities, or samples from parameters with `noise`
+        """Fails `times` times with `status`, has the values of `choice` in its answers, gives the answers of `route`,
+        adds `shift` to log-probabilities, or samples from parameters with `noise`
         after the next update; without arguments, it behaves."""
-        self.how, self.told, self.last = how, [], {}
+        self.how, self.told, self.last = how, [], None
 
     def load(self, directory):
         decoder, params, mesh = load_on_mesh(Path(directory), hf_config(Path(directory)), {})
@@ -89,19 +89,13 @@ class Served:
     def completion(self, body):
         """As OpenAI's protocol has it, with what vLLM adds where that is asked for."""
         token_ids, values, reason = self.drawn(body["prompt"], body["seed"], body["max_tokens"], body)
-        names = [f"token_id:{token_id}" for token_id in token_ids]
-        scored = {"text_offset": [0] * len(values), "token_logprobs": values, "tokens": names}
-        scored["top_logprobs"] = [{name: value} for name, value in zip(names, values, strict=True)]
+        scored = {"token_logprobs": values, "tokens": [f"token_id:{token_id}" for token_id in token_ids]}
         choice = {"index": 0, "text": "", "finish_reason": reason, "stop_reason": None, "logprobs": scored}
         if body["return_token_ids"]:
             choice |= {"token_ids": token_ids, "prompt_token_ids": body["prompt"]}
         if body.get("return_weight_versions"):
             choice["weight_versions"] = [{"version": self.weight_version, "start": 0, "end": len(token_ids)}]
-        choice |= self.how.get("choice", {})
-        choice.pop(self.how.get("without"), None)
-        usage = {"prompt_tokens": 3, "completion_tokens": len(token_ids), "total_tokens": 3 + len(token_ids)}
-        about = {"id": "cmpl-0", "object": "text_completion", "created": 0, "model": "model", "usage": usage}
-        return {**about, "choices": [choice]}
+        return {"choices": [choice | self.how.get("choice", {})]}
 
     def generation(self, body):
         """As SGLang's /generate."""
@@ -110,9 +104,8 @@ class Served:
         scored = [[value, token_id, None] for value, token_id in zip(values, token_ids, strict=True)]
         ends = {"stop": {"matched": token_ids[-1]}, "length": {"length": len(token_ids)}}
         about = {
-            "id": "0", "finish_reason": {"type": reason} | ends[reason], "prompt_tokens": len(prompt),
-            "completion_tokens": len(token_ids), "weight_version": self.weight_version,
-            "output_token_logprobs": scored, "output_token_logprobs_length": len(scored),
+            "finish_reason": {"type": reason} | ends[reason], "prompt_tokens": len(prompt),
+            "weight_version": self.weight_version, "output_token_logprobs": scored,
         }  # fmt: skip
         return {"text": "", "output_ids": token_ids, "prompt_token_ids": prompt, "meta_info": about}
 
@@ -126,7 +119,7 @@ class Served:
             return 200, self.how["route"][route]
         if route in ("/v1/completions", "/generate"):
             found = self.generation(body) if route == "/generate" else self.completion(body)
-            self.last = {"path": path, "body": body, "answer": found}
+            self.last = path, body
             return 200, found
         self.told.append([path, body])
         if route in ("/pause", "/pause_generation", "/resume", "/continue_generation"):

@@ -3,7 +3,6 @@ measured where the server is off."""
 
 import contextlib
 import json
-import socket
 import urllib.parse
 from pathlib import Path
 
@@ -83,7 +82,6 @@ def test_failures_that_pass_are_tried_again_and_others_are_told(engine, server):
         ({"status": 503, "times": 3}, "/v1/completions"),
         ({"status": 422, "times": 1}, "HTTP 422"),
         ({"status": 200, "times": 1}, "choices"),
-        ({"without": "token_ids"}, r"choices\[0\]\.token_ids"),
         ({"choice": {"token_ids": [1, -5], "logprobs": {"token_logprobs": [-1, -1]}}}, r"token_ids\[1\]=-5"),
     ):
         server.misbehave(**how)
@@ -120,25 +118,11 @@ def test_all_hosts_have_what_the_first_one_was_answered_or_its_problems(monkeypa
     assert all("/runs/rollout_weights/0" in problem for (problem,) in outcome(full))
 
 
-@pytest.mark.fast
-def test_no_server_is_one_clear_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(http_engine, "export_model", lambda directory, *_, **__: directory.mkdir(parents=True))
-    with socket.socket() as held:  # a port that nothing listens on
-        held.bind(("127.0.0.1", 0))
-        nobody = engine_at(f"http://127.0.0.1:{held.getsockname()[1]}", tmp_path)
-        with pytest.raises(UserError, match=r"^rollout_url=http://127"):
-            nobody.update({}, 0)
-        nobody.close()
-
-
 @pytest.mark.parametrize(("kind", "route", "answer"), [
     ("vllm", "/pause", {"status": "busy"}),
     ("vllm", "/collective_rpc", {"results": [None, "failed"]}),
-    ("vllm", "/collective_rpc", {"results": []}),
     ("vllm", "/update_weight_version", {"success": False}),
-    ("vllm", "/reset_prefix_cache", {"success": False}),
     ("vllm", "/resume", {}),
-    ("sglang", "/pause_generation", {}),
     ("sglang", "/update_weights_from_disk", {"success": False, "message": "no"}),
     ("sglang", "/continue_generation", {"status": 1}),
 ])  # fmt: skip
@@ -157,73 +141,28 @@ def test_an_update_that_is_not_done_ends_the_run(kind, route, answer, server, tm
     server.misbehave()
 
 
-def test_a_server_that_others_took_the_parameters_for_is_found_out(server, tmp_path):
-    """As behind an address with two servers, only one of which took the last update."""
-    engine, other = (engine_at(server.url, tmp_path / name, "vllm") for name in "ab")
-    for seed, each in enumerate((engine, other)):
-        each.update(parameters(DECODER, seed), 0)
-    with pytest.raises(UserError, match="weight_versions"):
-        generate(engine)
-    assert generate(other)
-    engine.close()
-    other.close()
-
-
-KINDS = {"integer": int, "number": (int, float), "string": str, "boolean": bool, "array": list, "object": dict}
-
-
-def fits(value, schema):
-    """Whether a JSON value fits a schema, by the parts of JSON Schema in PUBLISHED."""
-    if "anyOf" in schema:
-        return any(fits(value, branch) for branch in schema["anyOf"])
-    kind = schema.get("type")
-    if kind == "null" or value is None:
-        return value is None and kind in ("null", None)
-    if kind and (not isinstance(value, KINDS[kind]) or isinstance(value, bool) != (kind == "boolean")):
-        return False
-    if value not in schema.get("enum", [schema.get("const", value)]):
-        return False
-    if kind in ("integer", "number"):
-        return schema.get("minimum", value) <= value <= schema.get("maximum", value)
-    if kind == "array":
-        of = schema.get("prefixItems") or [schema["items"]] * len(value)
-        return len(of) == len(value) and all(map(fits, value, of))
-    known = schema.get("properties", {})
-    if kind != "object" or not known:
-        return True
-    has_all = value.keys() >= {*schema.get("required", ())}
-    return has_all and all(fits(value[name], known[name]) for name in value.keys() & known.keys())
-
-
 @pytest.mark.parametrize("kind", UPDATES)
-def test_what_is_sent_and_answered_is_what_the_package_publishes(kind, server, tmp_path):
-    """Of every route that is used: query parameters and body, each field known, and the answer that the server of these
-    tests gives."""
+def test_what_is_sent_is_what_the_package_publishes(kind, server, tmp_path):
+    """Of every route that is used: query parameters, and each field of the body."""
     server.misbehave(logprobs_mode="processed_logprobs")
     engine = engine_at(server.url, tmp_path, kind)
     engine.update(parameters(DECODER, 0), 0)
-    generate(engine, Sampling(temperature=0.8), REQUESTS[:1])
+    generate(engine, DRAWN, REQUESTS[:1])
     engine.close()
-    last = server.last
     assert [path for path, _ in server.told] == UPDATES[kind]
     for version in [version for version in PUBLISHED if version.startswith(kind)]:
-        routes = PUBLISHED[version]
-        for path, body in [*server.told, [last["path"], last["body"]]]:
+        for path, body in [*server.told, server.last]:
             parts = urllib.parse.urlsplit(path)
-            published = routes[f"POST {parts.path}"]
+            published = PUBLISHED[version][f"POST {parts.path}"]
             for name, value in urllib.parse.parse_qsl(parts.query):
-                assert fits(value, published["query"][name]), path
-            if published["body"] is not None:
-                assert fits(body, published["body"]), path
-                assert not body or not fits({name: [{}] for name in body}, published["body"]), "it can be wrong"
-                unknown = set(body) - set(published["body"]["properties"])
-                assert unknown <= (SINCE_0_33 if version == "vllm 0.32.0" else set()), path
-        answer = routes[f"POST {last['path']}"]["answer"]
-        assert fits(last["answer"], answer)
-        if kind == "vllm":
-            assert "json" in routes["GET /server_info"]["query"]["config_format"]["enum"]
-            known = answer["properties"]["choices"]["items"]["properties"]
-            assert set(last["answer"]["choices"][0]) - {"weight_versions"} <= set(known)
+                assert value in published["query"][name]["enum"]
+            fields = published["body"] and published["body"]["properties"]
+            if fields:
+                assert body.keys() - fields.keys() <= (SINCE_0_33 if version == "vllm 0.32.0" else set()), path
+                assert body.keys() >= {*published["body"].get("required", ())}
+            if "sampling_params" in body:
+                known = fields["sampling_params"]
+                assert body["sampling_params"].keys() <= known["anyOf"][0]["properties"].keys()
 
 
 def test_vllm_must_report_the_log_probabilities_of_the_policy(server, tmp_path):

@@ -99,24 +99,11 @@ def test_a_batch_is_recorded_alike_whatever_its_chunks():
 
 
 def test_the_hash_knows_every_token_and_their_order():
-    hashes = {
-        responses_hash(RESPONSES),
-        responses_hash(RESPONSES[::-1]),
-        responses_hash([*RESPONSES[:3], Response([255], [-2.0], True)]),
-        responses_hash([Response([53, 256, 54], [0, 0, 0], True)]),
-        responses_hash(RESPONSES[:2]),
-    }
-    assert len(hashes) == 5
+    other = [*RESPONSES[:3], Response([255], [-2.0], True)]
+    assert len({responses_hash(each) for each in (RESPONSES, RESPONSES[::-1], other, RESPONSES[:2])}) == 4
     assert responses_hash(RESPONSES) == responses_hash([r._replace(log_probabilities=[]) for r in RESPONSES])
-
-
-def test_lines_say_what_was_asked_answered_and_thought_of_it():
-    first, *_, last = chunk().lines(7)
-    assert first == {
-        "step": 7, "prompt_number": 5, "prompt": "2+3=", "response": "w", "tokens": 2, "ended": True, "reward": 1.0,
-        "rewards": {"a": 1.0, "b": 0.0}, "advantage": 0.5,
-    }  # fmt: skip
-    assert (last["prompt_number"], last["response"], last["advantage"]) == (9, "z", 0)
+    split = [Response([*RESPONSES[0].token_ids, *RESPONSES[1].token_ids], [], True)]
+    assert responses_hash(split) != responses_hash(RESPONSES[:2])
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_correct_response():
@@ -147,11 +134,5 @@ def test_seconds_of_phases_and_their_overlap_count_once():
     timeline = Timeline()
     with timeline.phase("rollout", 1), timeline.phase("train", 0):
         pass
-    with pytest.raises(ZeroDivisionError), timeline.phase("reward", 0):
-        raise ZeroDivisionError
-    record = timeline.record()
-    assert record["overlap_fraction"] == 1  # the rollout lasts from before the training to after it
-    assert record["rollout_seconds"] >= record["train_seconds"] > record["reward_seconds"] == 0
-    (name, chunk, start, stop), (other, *_) = timeline.to_json()
-    assert (name, chunk, other) == ("rollout", 1, "train")
-    assert stop - start == pytest.approx(record["rollout_seconds"], abs=2e-6)
+    assert timeline.record()["overlap_fraction"] == 1  # the rollout lasts from before the training to after it
+    assert [(name, chunk) for name, chunk, *_ in timeline.to_json()] == [("rollout", 1), ("train", 0)]

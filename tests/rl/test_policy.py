@@ -11,7 +11,7 @@ import pytest
 from maxtext_lite.models import DecoderShape
 from maxtext_lite.rl.policy import POLICY_METRICS
 from maxtext_lite.training.gradients import GradientLoop
-from maxtext_lite.training.outputs import WHOLE, Outputs, TokenSplit
+from maxtext_lite.training.outputs import WHOLE, Outputs
 from tests.responses import AGGREGATIONS, GRPO, LONGEST, PAIRS, TOKENS, chunks_of, rows, variant
 from tests.training.conftest import agrees, setup  # noqa: F401
 
@@ -102,63 +102,39 @@ def test_loss_metrics_and_gradients_are_those_of_trl_s_formulas(policy, setup): 
     decoder = types.SimpleNamespace(head=lambda params: params, shape=DecoderShape(264, 6, 1, 1, 2, 2, 1))
     counted = int(np.sum(batch["weights"])) if policy.divisor == "target_tokens" else PAIRS
     config = setup(*SGD, "num_vocab_tiling=2").config
-    # The tokens of a row may be shared out: [2, T] as [4, T / 2], and back.
-    halves = TokenSplit(
-        lambda a: a.reshape(-1, TOKENS // 2, *a.shape[2:]), lambda a: a.reshape(-1, TOKENS, *a.shape[2:])
-    )
-    for tokens in (WHOLE, halves) if policy is CASES[0] else (WHOLE,):
 
-        def loss(head_DV, x_BTD, batch, tokens=tokens):
-            factor = jnp.float32(1 / counted)
-            outputs = Outputs(decoder, head_DV, tokens.split(x_BTD), {}, config, tokens)
-            return policy.loss(outputs, batch, factor)
+    def loss(head_DV, x_BTD, batch):
+        outputs = Outputs(decoder, head_DV, x_BTD, {}, config, WHOLE)
+        return policy.loss(outputs, batch, jnp.float32(1 / counted))
 
-        with jax.default_matmul_precision("highest"):
-            differentiated = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
-            (_, sums), (dhead, dx) = differentiated(jnp.asarray(head, jnp.float32), jnp.asarray(x, jnp.float32), batch)
-        assert float(sums.nll) == pytest.approx(want.item(), rel=1e-5, abs=1e-7)
-        assert {name: float(value) for name, value in policy.metrics(sums.aux, counted, config).items()} == {
-            name: pytest.approx(value, rel=1e-4) for name, value in metrics.items()
-        }
-        np.testing.assert_allclose(dx, dlogits @ head.T, rtol=1e-3, atol=1e-7)
-        np.testing.assert_allclose(dhead, np.einsum("BTD,BTV->DV", x, dlogits), rtol=1e-3, atol=1e-6)
+    with jax.default_matmul_precision("highest"):
+        differentiated = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+        (_, sums), (dhead, dx) = differentiated(np.float32(head), np.float32(x), batch)
+    assert float(sums.nll) == pytest.approx(want.item(), rel=1e-5, abs=1e-7)
+    found = {name: float(value) for name, value in policy.metrics(sums.aux, counted, config).items()}
+    assert found == {name: pytest.approx(value, rel=1e-4) for name, value in metrics.items()}
+    np.testing.assert_allclose(dx, dlogits @ head.T, rtol=1e-3, atol=1e-7)
+    np.testing.assert_allclose(dhead, np.einsum("BTD,BTV->DV", x, dlogits), rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.fast
-def test_weights_of_importance_are_those_by_hand():
-    """Tokens that what sampled found 2/3, 1 and 4 times as unlikely as the trainer, with a cap of 2."""
-    batch = {name: np.zeros((1, 4), np.float32) for name in ("weights", "advantages", "rollout_log_probabilities")}
-    batch["weights"][0, 1:], batch["advantages"][:] = 1, -3
-    batch["rollout_log_probabilities"][0, 1:] = np.log(np.array([0.3, 0.2, 0.05]))
-    x = np.log(np.full((1, 4), 0.2, np.float32))
-    policy = variant(on_policy=True, beta=0.0, compares=True, correction_cap=2.0)
-
-    @jax.jit
-    def of(x, batch):
-        losses = lambda x: (jnp.sum(policy.token_losses(x, batch)[0]), policy.token_losses(x, batch))  # noqa: E731
-        return jax.grad(losses, has_aux=True)(x)
-
-    gradient, (loss, found) = of(x, batch)
-    np.testing.assert_allclose(loss[0], [0, 2, 3, 6], rtol=1e-5)
-    np.testing.assert_allclose(gradient[0], [0, 2, 3, 6], rtol=1e-5)
-    assert found["rollout_truncated"].tolist() == [[False, False, False, True]]
-    np.testing.assert_allclose(found["rollout_mismatch"][0], np.log([1, 1.5, 1, 4]), atol=1e-6)
-    np.testing.assert_allclose(found["rollout_kl"][0], [0, 2 / 3 - 1 + np.log(1.5), 0, 3 - np.log(4)], atol=1e-6)
-    # What nothing could have drawn weighs no more than the cap.
-    batch["rollout_log_probabilities"][0, 1:] = -1000
-    assert of(x, batch)[1][0].tolist() == [[0, 6, 6, 6]]
-
-
-@pytest.mark.fast
-def test_a_ratio_that_is_clipped_or_has_no_advantage_may_be_infinite():
+def test_a_ratio_that_is_clipped_or_has_no_advantage_and_a_weight_that_is_truncated_may_be_infinite():
     batch = rows()
     batch["advantages"][:] = np.array([1, 0] * 4)[:, None]
-    batch["old_log_probabilities"][:] = -1000
-    policy = variant(beta=0.0)
     x = np.full((PAIRS, TOKENS), -1.0, np.float32)
-    loss, gradient = jax.jit(jax.value_and_grad(lambda x: jnp.sum(policy.token_losses(x, batch)[0])))(x)
+
+    def of(policy, **changed):
+        losses = lambda x: jnp.sum(policy.token_losses(x, batch | changed)[0])  # noqa: E731
+        return jax.jit(jax.value_and_grad(losses))(x)
+
+    never = np.full((PAIRS, TOKENS), -1000, np.float32)
+    loss, gradient = of(variant(beta=0.0), old_log_probabilities=never)
     assert float(loss) == pytest.approx(-1.3 * batch["weights"][::2].sum())
     assert not np.any(gradient)
+    policy = variant(on_policy=True, beta=0.0, compares=True, correction_cap=2.0)
+    loss, gradient = of(policy, rollout_log_probabilities=never)
+    assert float(loss) == pytest.approx(-2 * batch["weights"][::2].sum())
+    np.testing.assert_allclose(gradient, -2 * batch["weights"] * batch["advantages"])
 
 
 def gradients(it, policy, batch):

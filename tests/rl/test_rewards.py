@@ -63,14 +63,10 @@ def test_the_shipped_functions_judge_by_number_by_text_and_by_format():
         shipped("other", pattern="")
 
 
-def test_math_verify_compares_expressions(monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "math_verify", None)
-        (problem,) = Functions(["math_verify", "exact_answer"], "").problems
-        assert "maxtext-lite[math]" in problem
-    pytest.importorskip("math_verify")
-    responses, answers = [r"so \boxed{0.5}", "1/3", r"$1+x$"], [r"\frac{1}{2}", "1/2", "x"]
-    assert shipped("math_verify", pattern="")(responses, answers) == [1, 0, 0]
+def test_a_package_that_is_not_installed_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    (problem,) = Functions(["math_verify", "exact_answer"], "").problems
+    assert "maxtext-lite[math]" in problem
 
 
 MODULE = '''
@@ -179,58 +175,37 @@ def test_what_cannot_be_called_is_said_of_all_at_once():
     assert "'judge'" in found[0]
 
 
-class Process:
-    """The worker, driven by hand."""
+def rewards(*overrides):
+    return Rewards(load_config(REPOSITORY / "configs" / "post_train" / "rl.yml", overrides))
 
-    def __init__(self):
-        pipe = subprocess.PIPE
-        self.popen = subprocess.Popen(
-            [sys.executable, "-m", "maxtext_lite.rl.reward_worker"],
-            stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True,
-            env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-        )  # fmt: skip
 
-    def tell(self, **request):
-        self.popen.stdin.write(json.dumps(request) + "\n")
-        self.popen.stdin.flush()
-
-    def asked(self, **request):
-        self.tell(**request)
-        return json.loads(self.popen.stdout.readline())
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        if self.popen.poll() is None:
-            os.killpg(self.popen.pid, signal.SIGKILL)
-        self.popen.communicate(timeout=60)
+def prompts(*fields):
+    return [Prompt(number, "p" * (number + 1), (1,), each) for number, each in enumerate(fields)]
 
 
 ASKED = {"prompts": ["p"], "completions": ["c"], "fields": {}}
+ANSWERS = prompts({"answer": "5"}, {"answer": "7", "level": 2}, {}, {"answer": "1/2"})
 
 
-def test_nothing_but_answers_goes_out_and_signals_end_nothing():
-    with Process() as worker:
-        assert worker.asked(names=["m:prints", "m:judge"], pattern="") == {"problems": []}
+def test_nothing_but_answers_goes_out_and_signals_end_nothing(capfd):
+    with rewards("reward_functions=m:prints,m:judge") as judge:
         for number in (signal.SIGINT, signal.SIGTERM):
-            worker.popen.send_signal(number)
-        assert worker.asked(name="m:prints", **ASKED) == {"rewards": [0.0]}
-        assert worker.asked(name="m:judge", **ASKED) == {"rewards": [1.0]}
-        output, errors = worker.popen.communicate(timeout=60)  # closes its input
-        assert output == ""
-        assert errors.splitlines() == ['{"rewards": [7]}', "written", "echoed"]
-        assert worker.popen.returncode == 0
+            os.kill(judge._worker._popen.pid, number)
+        assert judge.of(ANSWERS[:1], ["c"]).total.tolist() == [1]
+        assert judge.of(ANSWERS[:1], ["dd"]).total.tolist() == [2]
+    out, errors = capfd.readouterr()
+    assert out == ""
+    assert errors.splitlines() == ['{"rewards": [7]}', "written", "echoed"] * 2
+    assert judge._worker is None
 
 
 def test_it_ends_with_its_input_even_amid_a_call_and_takes_along_what_was_started():
-    with Process() as worker:
-        assert worker.asked(names=["m:sleeps", "m:starts"], pattern="") == {"problems": []}
-        (started,) = worker.asked(name="m:starts", **ASKED)["rewards"]
-        worker.tell(name="m:sleeps", **ASKED)
-        worker.popen.stdin.close()
-        assert worker.popen.wait(60) == -signal.SIGKILL
-        worker.popen.stdin = None
+    with rewards("reward_functions=m:starts,m:sleeps") as judge:
+        worker = judge._worker
+        (started,) = worker.asked({"name": "m:starts", **ASKED}, 60)["rewards"]
+        os.write(worker._to, json.dumps({"name": "m:sleeps", **ASKED}).encode() + b"\n")
+        worker._close_pipes()
+        assert worker._popen.wait(60) == -signal.SIGKILL
         deadline = time.monotonic() + 60
         while _is_running(int(started)):
             assert time.monotonic() < deadline
@@ -241,17 +216,6 @@ def _is_running(process):
     """Whether a process is alive, not only a zombie."""
     state = subprocess.run(["ps", "-o", "stat=", "-p", str(process)], capture_output=True, text=True, timeout=60).stdout
     return state.strip() != "" and not state.startswith("Z")
-
-
-def rewards(*overrides):
-    return Rewards(load_config(REPOSITORY / "configs" / "post_train" / "rl.yml", overrides))
-
-
-def prompts(*fields):
-    return [Prompt(number, "p" * (number + 1), (1,), each) for number, each in enumerate(fields)]
-
-
-ANSWERS = prompts({"answer": "5"}, {"answer": "7", "level": 2}, {}, {"answer": "1/2"})
 
 
 @pytest.mark.fast

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from maxtext_lite.config import Mla, RopeScaling, UserError
+from maxtext_lite.config import Mla, UserError
 from maxtext_lite.generation.sampler import Sampler
 from maxtext_lite.models import Decoder, DecoderShape, ExpertShape, Sampling
 from maxtext_lite.parallel import tree_shardings
@@ -139,19 +139,6 @@ def test_a_response_is_the_same_for_any_slots_and_devices(how, free_responses):
         np.testing.assert_allclose(one.log_probabilities, two.log_probabilities, rtol=0, atol=3e-5)
 
 
-def test_dynamic_rotation_follows_the_length_of_each_sequence_by_itself():
-    """As `generate` does with each prompt alone, which is compared with transformers; here prompts share slots."""
-    shape = dataclasses.replace(LLAMA, rope_scaling=RopeScaling("dynamic", 4.0, original_max_position_embeddings=6))
-    made = make_engine(shape, num_slots=2)
-    sampler = Sampler(Decoder(shape), parameters(Decoder(shape)), made._mesh)
-    responses = made.generate(REQUESTS[:4], sampling=Sampling(temperature=0), max_new_tokens=MOST_NEW)
-    assert len({len(request.token_ids) for request in REQUESTS[:4]}) > 2
-    for request, response in zip(REQUESTS[:4], responses, strict=True):
-        alone = list(sampler.stream([request.token_ids], max_new_tokens=MOST_NEW, sampling=Sampling(temperature=0)))
-        assert response.token_ids == [token for _, token, _ in alone]
-        np.testing.assert_allclose(response.log_probabilities, [p for *_, p in alone], rtol=1e-5, atol=1e-5)
-
-
 def test_a_response_depends_on_its_prompt_its_key_and_the_seed_only(engine, free_responses):
     how = {"sampling": FREE, "max_new_tokens": MOST_NEW}
     backwards = engine.generate(REQUESTS[::-1], **how)
@@ -248,21 +235,6 @@ def test_draws_follow_the_policy():
         assert ((counted[likely] - wanted) ** 2 / wanted).sum() < 13.8
 
 
-def test_an_update_changes_what_is_sampled(engine, free_responses):
-    decoder = Decoder(LLAMA)
-    mesh = sampling_mesh(jax.devices()[4:8], {"data": 2, "fsdp": 2, "tensor": 1})  # elsewhere than it samples
-    where = tree_shardings(mesh, decoder.axes)
-    how = {"sampling": FREE, "max_new_tokens": MOST_NEW}
-    engine.update(jax.device_put(jax.tree.map(lambda x: -x, parameters(decoder)), where), 1)
-    assert tokens(engine.generate(REQUESTS, **how)) != tokens(free_responses)
-    engine.update(jax.device_put(parameters(decoder), where), 2)
-    assert tokens(engine.generate(REQUESTS, **how)) == tokens(free_responses)
-
-
-def test_what_does_not_fit_is_refused(engine):
+def test_slots_that_devices_cannot_share_are_refused():
     with pytest.raises(UserError, match=r"rollout_slots=5 .*: 4 or 6"):
         make_engine(LLAMA, num_devices=2, num_slots=5)
-    keys = [Request([1], (0,)), Request([1], (1, 2))]
-    for requests, most in (([Request([1] * 9, (1,))], 1), ([Request([], (0,))], 1), (REQUESTS, 13), (keys, 1)):
-        with pytest.raises(ValueError, match=r"tokens|keys"):
-            engine.generate(requests, sampling=FREE, max_new_tokens=most)
