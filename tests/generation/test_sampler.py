@@ -7,13 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext_lite.config import Mla, load_config
+from maxtext_lite.config import load_config
 from maxtext_lite.config.hf.model_directory import hf_config
 from maxtext_lite.generation.sampler import Sampler, cast_once, load_on_mesh, mesh_problems
 from maxtext_lite.generation.scoring import Scorer, Span
 from maxtext_lite.models import Decoder, DecoderShape, Sampling
-from maxtext_lite.parallel import MESH_AXES, make_mesh, tree_shardings
-from tests.models.in_place import rewritten
 from tests.training.conftest import TINY, make_setup
 
 GREEDY = Sampling(temperature=0)
@@ -140,11 +138,23 @@ def test_a_draw_depends_on_its_own_prompt_and_number_only_whatever_the_mesh_and_
     monkeypatch.setattr("maxtext_lite.generation.sampler._FIRST_ROOM", 1)
     config = load_config(run.run_directory / "config.yml")
     split = Sampler(*load_on_mesh(run.run_directory, config, {"tensor": 2, "fsdp": 2}))
-    rooms = []
-    grow = split._grow
-    monkeypatch.setattr(split, "_grow", lambda cache, *, num_positions: rooms.append(num_positions) or grow(
-        cache, num_positions=num_positions))  # fmt: skip
+    rooms, caches = [], []
+    grow, extend = split._grow, split._extend
+
+    def grown_to(cache, *, num_positions):
+        rooms.append(num_positions)
+        return grow(cache, num_positions=num_positions)
+
+    def extended(params, token_B, cache, *others, **how):
+        caches.append(cache)
+        return extend(params, token_B, cache, *others, **how)
+
+    monkeypatch.setattr(split, "_grow", grown_to)
+    monkeypatch.setattr(split, "_extend", extended)
     grown = _texts(split, PROMPTS, **how)
+    assert all(cache.key.is_deleted() for cache in caches), "a token changes it in place"
+    shard = {cache.key.sharding.shard_shape(cache.key.shape)[1] for cache in caches}
+    assert shard == {2}, "sequences are split over fsdp from the start"
     assert rooms == [128]  # from 64 positions, for a prompt of 5 tokens
     alone = _texts(sampler, PROMPTS[:1], **how)
     for one, other in [*zip(together, grown, strict=True), (together[0], alone[0])]:
@@ -163,35 +173,6 @@ def test_a_mesh_that_a_model_cannot_lie_on_is_named_by_each_of_its_keys():
 
 
 PLAIN = DecoderShape(vocab_size=32, emb_dim=16, num_query_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=24, num_layers=4)
-
-
-@pytest.mark.parametrize("shape", [
-    dataclasses.replace(PLAIN, num_layers=7, pattern=("local", "local", "global"), window=3),
-    dataclasses.replace(
-        PLAIN, head_dim=6, rotary_dim=2,
-        latent=Mla(q_lora_rank=0, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=5),
-    ),
-], ids=["windows", "latent"])  # fmt: skip
-def test_a_token_changes_the_cache_in_place_wherever_it_lies(shape):
-    decoder, ones = Decoder(shape), dict.fromkeys(MESH_AXES, 1)
-    mesh = make_mesh(ones | {"fsdp": 2, "tensor": 2}, ones, jax.devices()[:4])
-    params = jax.device_put(jax.jit(decoder.init)(jax.random.key(0)), tree_shardings(mesh, decoder.axes))
-    sampler, sampling = Sampler(decoder, params, mesh), Sampling(temperature=1)
-    with jax.set_mesh(mesh):
-        length_B, key_B = np.full(4, 5, np.int32), jax.random.split(jax.random.key(0), 4)
-        token_B, _, cache = sampler._prefill(
-            sampler._params, np.zeros((4, 64), np.int32), length_B, key_B, num_positions=512, sampling=sampling
-        )
-        arguments = (sampler._params, token_B, cache, length_B, key_B)
-        extend = sampler._extend.lower(*arguments, sampling=sampling).compile()
-        parts = [jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype) for x in jax.tree.leaves(cache)]
-        # What one layer's attention reads is the most that is taken out of the cache, once each for keys and values.
-        assert not rewritten(extend.as_text(), 2 * min(part.size for part in parts) // shape.num_layers)
-        assert extend.memory_analysis().alias_size_in_bytes >= sum(part.size * 4 for part in parts)
-        after = sampler._extend(*arguments, sampling=sampling)[2]
-    assert cache.key.is_deleted()
-    assert after.key.sharding == cache.key.sharding
-    assert cache.key.sharding.shard_shape(cache.key.shape)[1] == 2, "sequences are split over fsdp from the start"
 
 
 def test_parameters_that_have_their_dtypes_already_are_not_copied():

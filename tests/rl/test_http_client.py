@@ -2,12 +2,13 @@
 
 import contextlib
 import json
-import math
 import socket
 import threading
 import time
+from pathlib import Path
 
 import pytest
+import yaml
 
 from maxtext_lite.config import UserError
 from maxtext_lite.models import Sampling
@@ -143,79 +144,15 @@ PROMPT, STOP = [5, 40, 7], 3
 ASKED = Asked(PROMPT, 4, Sampling(), seed=1, stop_token_ids=[STOP, 47], vocab_size=48, weights="b-2")
 
 
-def choice(*token_ids, **other):
-    """A choice with these tokens as OpenAI's protocol has it, except for what is given."""
-    made = {"index": 0, "text": "", "finish_reason": "length", "token_ids": list(token_ids)}
-    return made | {"logprobs": {"token_logprobs": [-0.5] * len(token_ids)}} | other
+READERS = {"http": read_completion, "vllm": read_vllm_completion, "sglang": read_generation}
+COMPLETIONS = yaml.safe_load(Path(__file__).with_name("completions.yml").read_text())
 
 
-def scored(*values):
-    return {"token_logprobs": list(values)}
-
-
-def vllm(*token_ids, **other):
-    """As vLLM has it; without what is None."""
-    said = scored(*[-0.5] * len(token_ids)) | {"tokens": [f"token_id:{token_id}" for token_id in token_ids]}
-    spans = [{"version": "b-2", "start": 0, "end": len(token_ids)}]
-    made = choice(*token_ids, logprobs=said, prompt_token_ids=PROMPT, weight_versions=spans) | other
-    return {name: value for name, value in made.items() if value is not None}
-
-
-def sglang(*token_ids, **other):
-    """An answer of SGLang; `other` are entries of meta_info."""
-    about = {
-        "finish_reason": {"type": "length", "length": len(token_ids)}, "prompt_tokens": 3, "weight_version": "b-2",
-        "output_token_logprobs": [[-0.5, token_id, None] for token_id in token_ids],
-    }  # fmt: skip
-    return {"output_ids": list(token_ids), "prompt_token_ids": PROMPT, "meta_info": about | other}
-
-
-READERS = {
-    "http": lambda said: read_completion({"choices": [said], "usage": {}}, ASKED),
-    "vllm": lambda said: read_vllm_completion({"choices": [said]}, ASKED),
-    "sglang": lambda said: read_generation(said, ASKED),
-}
-MATCHED = {"type": "stop", "matched": STOP}
-
-
-@pytest.mark.parametrize(("kind", "said", "tokens", "ended"), [
-    ("http", choice(1, STOP, finish_reason="stop"), [1, STOP], True),
-    ("http", choice(9, finish_reason="stop", stop_reason=9), [9], True),  # a token that the server itself knows
-    ("http", choice(1, 1, 1, 47), [1, 1, 1, 47], True),  # both, as an engine of ours says too
-    ("vllm", vllm(1, 2, 4, 5), [1, 2, 4, 5], False),
-    ("vllm", vllm(9, finish_reason="stop"), [9], True),  # its end-of-text
-    ("sglang", sglang(1, 2, 4, 5, weight_versions=[{"version": "b-2"}]), [1, 2, 4, 5], False),
-    ("sglang", sglang(1, STOP, finish_reason={"type": "stop", "matched": [STOP]}), [1, STOP], True),
-])  # fmt: skip
-def test_a_completion_that_can_be_right_is_taken_as_it_is(kind, said, tokens, ended):
-    assert READERS[kind](json.loads(json.dumps(said))) == (tokens, [-0.5] * len(tokens), ended)
-
-
-@pytest.mark.parametrize(("kind", "said"), [
-    ("http", choice(1, 2, 4, 5, index=1)),
-    ("http", choice(1, 2, 4, 5, prompt_token_ids=[5, 40, 7.0])),
-    ("http", choice(finish_reason="stop")),
-    ("http", choice(1, 2, 4, 5, 6)),
-    *(("http", choice(1, wrong, 4, 5)) for wrong in (-1, 48, 2.0, True)),
-    *(("http", choice(1, 2, logprobs=scored(-1, wrong))) for wrong in (math.nan, 0.01, -9999.0, "-1")),
-    ("http", choice(1, 2, logprobs=scored(-1))),
-    ("http", choice(1, 2, logprobs={})),
-    ("http", choice(1, 2, 4, 5, finish_reason="abort")),
-    ("http", choice(9, finish_reason="stop")),
-    ("http", choice(1, 9, finish_reason="stop", stop_reason=STOP)),
-    ("http", choice(1, STOP, 4, 5)),
-    ("http", choice(1, 2)),
-    ("vllm", vllm(1, 2, 4, 5, prompt_token_ids=None)),
-    ("vllm", vllm(1, 2, 4, 5, logprobs=scored(*[-1] * 4) | {"tokens": ["token_id:1"] * 4})),
-    ("vllm", vllm(1, 2, 4, 5, weight_versions=[{"version": "b-1"}])),
-    ("sglang", {"output_ids": [1]}),
-    ("sglang", sglang(1, 2, 4, 5, output_token_logprobs=[-0.5] * 4)),
-    ("sglang", sglang(1, 2, 4, 5, output_token_logprobs=[[-1, token_id, None] for token_id in (1, 3, 4, 5)])),
-    ("sglang", sglang(1, 2, 4, 5, prompt_tokens=4)),
-    ("sglang", sglang(1, 2, 4, 5, weight_version="default")),
-    ("sglang", sglang(1, 2, 4, 5, weight_versions=[{"version": "b-1"}, {"version": "b-2"}])),
-    ("sglang", sglang(1, 9, finish_reason=MATCHED)),
-])  # fmt: skip
-def test_a_completion_that_cannot_be_right_is_refused(kind, said):
-    with pytest.raises(ValueError):
-        READERS[kind](said)
+@pytest.mark.parametrize("row", COMPLETIONS, ids=lambda row: f"{row['kind']} {row.get('wrong', row.get('tokens'))}")
+def test_a_completion_is_taken_as_it_is_where_it_can_be_right(row):
+    if "wrong" in row:
+        with pytest.raises(ValueError):
+            READERS[row["kind"]](row["answer"], ASKED)
+    else:
+        expected = (row["tokens"], [-0.5] * len(row["tokens"]), row["ended"])
+        assert READERS[row["kind"]](row["answer"], ASKED) == expected

@@ -211,30 +211,6 @@ def test_a_long_response_keeps_no_slot_busy_but_its_own():
     assert made.decode_steps == 2, "it stops as soon as the last response has ended"
 
 
-def test_draws_follow_the_policy():
-    """Among three of eight tokens: their counts, by the chi-square that one in a thousand exceeds with 2 degrees of
-    freedom."""
-    shape, count, first = dataclasses.replace(LLAMA, vocab_size=8, num_layers=1, initializer_range=0.3), 3000, 2
-    sampling = Sampling(temperature=1.5, top_k=3)
-    made = make_engine(shape, num_slots=500)
-    requests = [Request([first], (1, number)) for number in range(count)]
-    pairs = np.array(tokens(made.generate(requests, sampling=sampling, max_new_tokens=2)))
-    commonest = int(np.bincount(pairs[:, 0]).argmax())
-    decoder, prompt = Decoder(shape), np.array([[first, commonest]])
-
-    @jax.jit
-    def logits(params):
-        return decoder.logits(params, decoder.hidden(params, prompt, np.ones_like(prompt), np.arange(2)[None]))
-
-    scaled_TV = np.asarray(logits(parameters(decoder))[0], np.float64) / sampling.temperature
-    for scaled, drawn in zip(scaled_TV, (pairs[:, 0], pairs[pairs[:, 0] == commonest, 1]), strict=True):
-        likely = scaled >= np.sort(scaled)[-3]
-        counted = np.bincount(drawn, minlength=8)
-        assert not counted[~likely].any()
-        wanted = np.exp(scaled[likely]) / np.exp(scaled[likely]).sum() * len(drawn)
-        assert ((counted[likely] - wanted) ** 2 / wanted).sum() < 13.8
-
-
 def test_slots_that_devices_cannot_share_are_refused():
     with pytest.raises(UserError, match=r"rollout_slots=5 .*: 4 or 6"):
         make_engine(LLAMA, num_devices=2, num_slots=5)

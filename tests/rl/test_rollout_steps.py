@@ -178,13 +178,16 @@ def test_what_makes_a_batch_of_pairs_stays_what_the_run_began_with(whole, config
     assert asked == ["num_generations=2", "num_iterations=1"]
 
 
-def test_within_a_batch_its_chunks_stay_as_they_are(whole, tmp_path, config_of):
+def test_within_a_batch_its_chunks_stay_as_they_are_and_a_restart_needs_the_reference(whole, tmp_path, config_of):
     """Step 5 is the first of two updates on its batch."""
     run = tmp_path / whole.run_directory.name
     shutil.copytree(whole.run_directory, run)
     shutil.rmtree(run / "checkpoints" / "6")
     with pytest.raises(UserError, match="between two updates on one batch"):
         train_rl(config_of(tmp_path, *WHOLE, "micro_batch_size=4"))
+    shutil.rmtree(run / "reference")
+    with pytest.raises(UserError, match=r"grpo_beta=0\.05"):
+        train_rl(config_of(tmp_path, *WHOLE))
 
 
 def test_devices_of_their_own_sample_while_others_train_and_change_nothing(whole, tmp_path, config_of, monkeypatch):
