@@ -20,10 +20,10 @@ from maxtext_lite.data.tokenizer import ByteTokenizer
 from maxtext_lite.evaluate import main
 from maxtext_lite.generate import main as generate
 from maxtext_lite.generation import scoring
-from maxtext_lite.generation.questions import Cloze, Scored, accuracy, continued, perplexity, read_questions, with_blank
-from maxtext_lite.generation.requests import EvaluateConfig
+from maxtext_lite.generation.questions import continued, read_questions, with_blank
+from maxtext_lite.generation.requests import EvaluateConfig, GenerateConfig
 from maxtext_lite.generation.scoring import TextScorer, evaluate, windows
-from maxtext_lite.harness import HarnessModel
+from maxtext_lite.harness import HarnessModel, _asked
 from tests import hf_models
 
 torch = pytest.importorskip("torch")
@@ -138,13 +138,6 @@ def test_a_continuation_is_read_with_its_context():
     assert [with_blank(*each) for each in blanks] == [" c", "c", " c", "\nc", "c"]
 
 
-def test_a_perplexity_beyond_every_float_is_infinite():
-    scored = [Scored(-1600.0, is_greedy=False, num_tokens=2)]
-    found = perplexity(scored, "ab")
-    assert (found["loss"], found["perplexity"], found["tokens"]) == (800.0, math.inf, 2)
-    assert accuracy([Cloze(context="a", target="b")], scored)["answer_perplexity"] == math.inf
-
-
 @pytest.mark.parametrize(("kind", "line", "named"), [
     ("choices", "{", "line 2"),
     ("choices", '{"context": "a", "choices": ["b"], "answer": 0}', "line 2: choices"),
@@ -220,6 +213,8 @@ def test_requests_of_the_harness_are_answered_as_the_commands_answer(directory, 
     assert written == alone
     (cut,) = harness.generate_until([_request("To be", {"until": alone[2:4], "max_gen_toks": 6})])
     assert cut == alone[: alone.index(alone[2:4])]
+    drawn = harness.generate_until([_request("To be", {"do_sample": True, "max_gen_toks": 6})] * 2)
+    assert len({alone, *drawn}) == 3
 
 
 def test_a_text_is_scored_from_its_first_token_on(harness, monkeypatch):
@@ -230,21 +225,20 @@ def test_a_text_is_scored_from_its_first_token_on(harness, monkeypatch):
     assert harness.loglikelihood_rolling([_request("")]) == [0]
 
 
-def test_options_of_sampling_mean_what_they_mean_to_the_harness(harness):
-    def written(**options):
-        return harness.generate_until([_request("To be", {"max_gen_toks": 8, **options})])[0]
-
-    likeliest = written()
-    assert written(do_sample=False, temperature=1.0) == written(temperature=0.0) == likeliest
-    sampled = written(do_sample=True, temperature=1.0)
-    assert sampled != likeliest
-    assert written(do_sample=True) == written(temperature=1) == sampled
-    assert written(do_sample=True, top_k=1) == written(do_sample=True, top_p=1e-6) == likeliest
-    assert written(max_gen_toks=None, max_new_tokens=8, until=None) == likeliest
-    requests = [_request("To be", {"do_sample": True, "temperature": 1.0, "max_gen_toks": 8})] * 3
-    answers = harness.generate_until(requests)
-    assert len(set(answers)) == 3
-    assert harness.generate_until(requests) == answers
+@pytest.mark.parametrize(("options", "asked"), [
+    ({}, {"temperature": 0, "max_new_tokens": 256}),
+    ({"do_sample": False, "temperature": 1.0, "max_gen_toks": 8}, {"temperature": 0, "max_new_tokens": 8}),
+    ({"temperature": 0.0, "until": "x", "max_tokens": 8},
+     {"temperature": 0, "stop_strings": ["x"], "max_new_tokens": 8}),
+    ({"temperature": 0.7, "until": ["x", "y"]},
+     {"temperature": 0.7, "stop_strings": ["x", "y"], "max_new_tokens": 256}),
+    ({"do_sample": True, "top_k": 1, "until": None}, {"temperature": 1, "top_k": 1, "max_new_tokens": 256}),
+    ({"do_sample": True, "top_p": 0.5, "max_gen_toks": None, "max_new_tokens": 8},
+     {"temperature": 1, "top_p": 0.5, "max_new_tokens": 8}),
+])  # fmt: skip
+def test_options_of_sampling_mean_what_they_mean_to_the_harness(options, asked):
+    """The draws of a request depend on its number, so repeated requests have answers of their own."""
+    assert _asked(3, "To be", options) == GenerateConfig(prompt="To be", seed=3, **asked)
 
 
 def test_wrong_options_of_a_request_and_wrong_arguments_of_a_model_are_refused(harness, directory):
