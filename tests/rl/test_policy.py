@@ -63,7 +63,7 @@ def published(log_probability, batch, policy):
 
 
 CASES = [
-    variant(compares=True),
+    pytest.param(variant(compares=True), marks=pytest.mark.fast),
     variant(beta=0.0, aggregation="token_mean"),
     variant(aggregation="seq_mean_token_sum_norm", compares=True, correction_cap=1.3),
     variant(on_policy=True, aggregation="token_mean", compares=True, correction_cap=1.3),

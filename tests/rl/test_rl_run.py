@@ -64,7 +64,7 @@ def test_what_cannot_be_leaves_no_directory(tmp_path, config_of, monkeypatch):
     for words, named in (
         (["reward_functions=tests.rl.conftest:nothing"], "nothing"),
         (["load_parameters_path=nowhere"], "load_parameters_path=nowhere"),
-        (endless, r"eval_interval.*Nearest that works: 250\."),
+        (endless, r"^eval_steps=-1 .*Nearest that works: 250\."),
     ):
         with pytest.raises(UserError, match=named):
             open_rl_run(config_of(tmp_path, *words))

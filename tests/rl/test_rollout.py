@@ -105,7 +105,7 @@ def recomputed(shape, responses, temperature):
 
 
 @pytest.mark.parametrize(("name", "sampling"), [
-    ("llama", FREE),
+    pytest.param("llama", FREE, marks=pytest.mark.fast),
     ("gemma", Sampling(temperature=0.6, top_p=0.8)),
     ("experts", Sampling(temperature=1.4, top_k=20, top_p=0.9)),
     ("latent", Sampling(temperature=0)),

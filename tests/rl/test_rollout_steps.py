@@ -33,7 +33,6 @@ def whole(tmp_path_factory, config_of):
     return train_rl(config_of(tmp_path_factory.mktemp("rl"), *WHOLE))
 
 
-@pytest.mark.fast
 def test_writes_what_the_interface_promises(whole):
     assert {"config.yml", "plan.json", "metrics.jsonl", "rollouts.jsonl", "timeline.jsonl", "checkpoints", "reference",
             "environment.json", "memory.json", "goodput.json", "tensorboard"} == {
