@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from tests.hf_variants import VARIANTS
+from tests.hf_variants import TINY, VARIANTS
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -18,53 +18,7 @@ _SIZES = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-_HEAD = {"head_dim": 8}
-_LATENT = {
-    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
-    "v_head_dim": 6, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 2,
-    "moe_intermediate_size": 12, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1,
-}  # fmt: skip
-_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
-
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {}),
-    "llama-biases-tied-llama3": ("Llama", {
-        "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "hidden_act": "gelu",
-        "rope_parameters": {
-            "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
-        },
-    }),
-    "llama-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}}),
-    "llama-dynamic": ("Llama", {"max_position_embeddings": 8, "rope_parameters": {
-        "rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}),
-    "mistral": ("Mistral", {"sliding_window": 5}),
-    "qwen2": ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
-    "qwen3": ("Qwen3", _HEAD),
-    "gemma2": ("Gemma2", {**_HEAD, "sliding_window": 5, "query_pre_attn_scalar": 6, "final_logit_softcapping": 2.0,
-                          "attn_logit_softcapping": 1.5}),
-    "gemma3_text": ("Gemma3Text", {
-        **_HEAD, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        "rope_parameters": {
-            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-        },
-    }),
-    "phi3": ("Phi3", {"sliding_window": 5, "rope_parameters": {
-        "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),
-    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
-    "olmo2": ("Olmo2", {}),
-    "gpt2": ("GPT2", {}),
-    "mixtral": ("Mixtral", {"num_local_experts": 4}),
-    "qwen3_moe": ("Qwen3Moe", {**_HEAD, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
-                               "norm_topk_prob": True}),
-    "gpt_oss": ("GptOss", {**_HEAD, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}),
-    "deepseek_v2": ("DeepseekV2", {**_LATENT, "q_lora_rank": None, "routed_scaling_factor": 1.5,
-                                    "topk_method": "group_limited_greedy"}),
-    "deepseek_v3": ("DeepseekV3", {
-        **_LATENT, "topk_group": 1, "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.7},
-    }),
-}  # fmt: skip
+MODELS: dict[str, tuple[str, dict[str, Any]]] = TINY["models"]
 """For each name the class of transformers, without Config or ForCausalLM, and what is not usual about it."""
 
 

@@ -1,43 +1,21 @@
 """Sampling from a run: the cache, stop tokens, and independence of prompts from each other."""
 
 import dataclasses
-import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext_lite.config import Mla, load_config
+from maxtext_lite.config import load_config
 from maxtext_lite.config.hf.model_directory import hf_config
 from maxtext_lite.generation.sampler import Sampler, cast_once, load_on_mesh, mesh_problems
 from maxtext_lite.generation.scoring import Scorer, Span
 from maxtext_lite.models import Decoder, DecoderShape, Sampling
-from maxtext_lite.parallel import MESH_AXES, make_mesh, tree_shardings
-from maxtext_lite.training import train
-from tests.models.in_place import rewritten
 from tests.training.conftest import TINY, make_setup
 
 GREEDY = Sampling(temperature=0)
 PROMPTS = [[5, 6, 7, 8, 9], [40], [17, 3, 99]]
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """A run directory with one checkpoint, and its config."""
-    directory = tmp_path_factory.mktemp("runs")
-    config = load_config(
-        None,
-        [
-            *TINY,
-            "steps=2",
-            "dataset_type=synthetic",
-            "eval_interval=-1",
-            "initializer_range=0.3",
-            f"base_output_directory={directory}",
-        ],
-    )
-    return train(config)
 
 
 @pytest.fixture(scope="module")
@@ -52,28 +30,21 @@ def _texts(sampler, prompts, **how):
     return texts
 
 
-def _dynamic_llama(directory, factor):
-    """A tiny model of transformers whose rotation follows the length past 32 tokens, saved."""
-    transformers = pytest.importorskip("transformers")
+def test_dynamic_rotation_goes_on_as_transformers_does_with_its_cache(tmp_path):
+    """Prompts below, at and beyond 32 tokens, together: each as alone, token by token; and texts as a whole."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=32, initializer_range=0.2, pad_token_id=0, bos_token_id=1,
-        eos_token_id=2, rope_parameters={"rope_type": "dynamic", "factor": factor, "rope_theta": 10000.0},
+        eos_token_id=2, rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
     )  # fmt: skip
     transformers.set_seed(0)
-    transformers.LlamaForCausalLM(config).save_pretrained(directory)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
     # A new one for every use: what it has seen before changes its rotation.
-    return lambda: transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
-
-
-@pytest.mark.parametrize("factor", [2.0, 4.0])
-def test_dynamic_rotation_goes_on_as_transformers_does_with_its_cache(factor, tmp_path):
-    """Prompts below, at and beyond 32 tokens, together: each as alone, token by token; and texts as a whole."""
-    torch = pytest.importorskip("torch")
-    theirs = _dynamic_llama(tmp_path, factor)
+    theirs = lambda: transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()  # noqa: E731
     decoder, params, mesh = load_on_mesh(tmp_path, hf_config(tmp_path), {})
     rng = np.random.default_rng(0)
-    prompts = [[int(token) for token in rng.integers(3, 96, length)] for length in (20, 32, 40, 57)]
+    prompts = [[int(token) for token in rng.integers(3, 96, length)] for length in (20, 32, 57)]
     ours = _texts(Sampler(decoder, params, mesh), prompts, max_new_tokens=14, sampling=GREEDY)
     scorer = Scorer(decoder, params, mesh, rows_at_once=2)
     for prompt, text in zip(prompts, ours, strict=True):
@@ -91,8 +62,6 @@ def test_dynamic_rotation_goes_on_as_transformers_does_with_its_cache(factor, tm
 
 _NARROW = {
     "window 1": {"model_type": "mistral", "sliding_window": 1, "hidden_act": "silu"},
-    "window 2 and none": {"model_type": "cohere2", "sliding_window": 2, "logit_scale": 0.3,
-                          "layer_types": ["sliding_attention", "full_attention"]},
     "chunks of 1": {"model_type": "llama4_text", "attention_chunk_size": 1, "intermediate_size_mlp": 40,
                     "num_local_experts": 4, "no_rope_layer_interval": 2, "interleave_moe_layer_step": 2, "head_dim": 8},
 }  # fmt: skip
@@ -128,7 +97,8 @@ def test_the_narrowest_windows_and_chunks_need_no_cache_to_be_right(name, tmp_pa
         np.testing.assert_allclose([p for _, p in text], found.max(-1).values, atol=1e-5)
 
 
-def test_greedy_tokens_are_the_argmax_of_the_whole_sequence(run, sampler):
+@pytest.mark.fast
+def test_greedy_tokens_are_the_argmax_of_the_whole_sequence_and_end_at_a_stop_token(run, sampler):
     texts = _texts(sampler, PROMPTS, max_new_tokens=6, sampling=GREEDY)
     decoder, params = make_setup().decoder, jax.device_get(run.state.params)
     wholes = [[*prompt, *(token for token, _ in text)] for prompt, text in zip(PROMPTS, texts, strict=True)]
@@ -148,101 +118,61 @@ def test_greedy_tokens_are_the_argmax_of_the_whole_sequence(run, sampler):
             assert token == int(np.argmax(of_next))
             assert log_probability == pytest.approx(float(of_next[token]), abs=1e-4)
 
-
-def test_a_draw_depends_on_its_own_prompt_and_number_only(sampler):
-    how = {"max_new_tokens": 8, "sampling": Sampling(1.0), "seed": 3}
-    together = _texts(sampler, PROMPTS, **how)
-    first_alone = _texts(sampler, PROMPTS[:1], **how)
-    assert [token for token, _ in together[0]] == [token for token, _ in first_alone[0]]
-    np.testing.assert_allclose([p for _, p in together[0]], [p for _, p in first_alone[0]], atol=1e-5)
-    other_seed = _texts(sampler, PROMPTS, **{**how, "seed": 4})
-    assert [token for token, _ in together[0]] != [token for token, _ in other_seed[0]]
-
-
-def test_whoever_takes_no_more_tokens_is_left_with_no_mesh(sampler):
-    before = jax.sharding.get_abstract_mesh()
-    tokens = sampler.stream(PROMPTS, max_new_tokens=5, sampling=GREEDY)
-    next(tokens)
-    assert jax.sharding.get_abstract_mesh() == before
-
-
-def test_a_stop_token_ends_its_own_text_only(sampler):
-    free = _texts(sampler, PROMPTS, max_new_tokens=8, sampling=GREEDY)
-    stop = free[0][2][0]
-    stopped = _texts(sampler, PROMPTS, max_new_tokens=8, sampling=GREEDY, stop_token_ids=[stop])
-    for whole, cut in zip(free, stopped, strict=True):
+    stop = texts[0][2][0]
+    stopped = _texts(sampler, PROMPTS, max_new_tokens=6, sampling=GREEDY, stop_token_ids=[stop])
+    for whole, cut in zip(texts, stopped, strict=True):
         tokens = [token for token, _ in whole]
         expected = tokens[: tokens.index(stop) + 1] if stop in tokens else tokens
         assert [token for token, _ in cut] == expected
+    before = jax.sharding.get_abstract_mesh()
+    next(sampler.stream(PROMPTS, max_new_tokens=5, sampling=GREEDY))
+    assert jax.sharding.get_abstract_mesh() == before, "whoever takes no more tokens is left with no mesh"
 
 
-@pytest.mark.parametrize("mesh", [{}, {"tensor": 2, "fsdp": 2}])
-def test_a_cache_that_grows_gives_the_same_text(mesh, run, sampler, monkeypatch):
+def test_a_draw_depends_on_its_own_prompt_and_number_only_whatever_the_mesh_and_the_room(run, sampler, monkeypatch):
     """However many tokens are asked for, the first one does not wait for room for all of them."""
-    how = {"max_new_tokens": 70, "sampling": Sampling(1.0), "seed": 1}
-    whole = _texts(sampler, PROMPTS, **how)
+    how = {"max_new_tokens": 70, "sampling": Sampling(1.0), "seed": 3}
+    together = _texts(sampler, PROMPTS, **how)
+    other_seed = _texts(sampler, PROMPTS, **how | {"seed": 4})
+    assert [token for token, _ in together[0]] != [token for token, _ in other_seed[0]]
     monkeypatch.setattr("maxtext_lite.generation.sampler._FIRST_ROOM", 1)
-    again = Sampler(*load_on_mesh(run.run_directory, load_config(run.run_directory / "config.yml"), mesh))
-    rooms = []
-    grow = again._grow
-    monkeypatch.setattr(again, "_grow", lambda cache, *, num_positions: rooms.append(num_positions) or grow(
-        cache, num_positions=num_positions))  # fmt: skip
-    grown = _texts(again, PROMPTS, **how)
+    config = load_config(run.run_directory / "config.yml")
+    split = Sampler(*load_on_mesh(run.run_directory, config, {"tensor": 2, "fsdp": 2}))
+    rooms, caches = [], []
+    grow, extend = split._grow, split._extend
+
+    def grown_to(cache, *, num_positions):
+        rooms.append(num_positions)
+        return grow(cache, num_positions=num_positions)
+
+    def extended(params, token_B, cache, *others, **how):
+        caches.append(cache)
+        return extend(params, token_B, cache, *others, **how)
+
+    monkeypatch.setattr(split, "_grow", grown_to)
+    monkeypatch.setattr(split, "_extend", extended)
+    grown = _texts(split, PROMPTS, **how)
+    assert all(cache.key.is_deleted() for cache in caches), "a token changes it in place"
+    shard = {cache.key.sharding.shard_shape(cache.key.shape)[1] for cache in caches}
+    assert shard == {2}, "sequences are split over fsdp from the start"
     assert rooms == [128]  # from 64 positions, for a prompt of 5 tokens
-    for one, other in zip(whole, grown, strict=True):
+    alone = _texts(sampler, PROMPTS[:1], **how)
+    for one, other in [*zip(together, grown, strict=True), (together[0], alone[0])]:
         assert [token for token, _ in one] == [token for token, _ in other]
         np.testing.assert_allclose([x for _, x in one], [x for _, x in other], atol=1e-5)
-    next(again.stream(PROMPTS, **how | {"max_new_tokens": 2**31 - 1}))
-
-
-def test_tensor_parallel_sampling_gives_the_same_text(run, sampler):
-    config = load_config(run.run_directory / "config.yml")
-    on_two = Sampler(*load_on_mesh(run.run_directory, config, {"tensor": 2}))
-    one, two = (_texts(s, PROMPTS, max_new_tokens=5, sampling=GREEDY) for s in (sampler, on_two))
-    assert json.dumps([[t for t, _ in text] for text in one]) == json.dumps([[t for t, _ in text] for text in two])
+    next(split.stream(PROMPTS, **how | {"max_new_tokens": 2**31 - 1}))
 
 
 def test_a_mesh_that_a_model_cannot_lie_on_is_named_by_each_of_its_keys():
     config = load_config(None, list(TINY))
     assert mesh_problems(config, 8, {"tensor": 2, "fsdp": 4}) == []
     tensor, fsdp = mesh_problems(config, 8, {"tensor": 4, "fsdp": 3})
-    assert tensor.startswith("ici_tensor_parallelism=4 does not divide the model's heads, mlp and vocabulary over 8")
-    assert fsdp == (
-        "ici_fsdp_parallelism=3 does not divide the model's embedding over 8 devices. Nearest that works: 2."
-    )
+    assert tensor.startswith("ici_tensor_parallelism=4 ")
+    assert fsdp.startswith("ici_fsdp_parallelism=3 ")
+    assert fsdp.endswith("Nearest that works: 2.")
 
 
 PLAIN = DecoderShape(vocab_size=32, emb_dim=16, num_query_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=24, num_layers=4)
-
-
-@pytest.mark.parametrize("shape", [
-    PLAIN,
-    dataclasses.replace(PLAIN, num_layers=7, pattern=("local", "local", "global"), window=3),
-    dataclasses.replace(
-        PLAIN, head_dim=6, rotary_dim=2,
-        latent=Mla(q_lora_rank=0, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=5),
-    ),
-], ids=["plain", "windows", "latent"])  # fmt: skip
-def test_a_token_changes_the_cache_in_place_wherever_it_lies(shape):
-    decoder, ones = Decoder(shape), dict.fromkeys(MESH_AXES, 1)
-    mesh = make_mesh(ones | {"fsdp": 2, "tensor": 2}, ones, jax.devices()[:4])
-    params = jax.device_put(jax.jit(decoder.init)(jax.random.key(0)), tree_shardings(mesh, decoder.axes))
-    sampler, sampling = Sampler(decoder, params, mesh), Sampling(temperature=1)
-    with jax.set_mesh(mesh):
-        length_B, key_B = jnp.full(4, 5), jax.vmap(jax.random.key)(jnp.arange(4))
-        token_B, _, cache = sampler._prefill(
-            sampler._params, np.zeros((4, 64), np.int32), length_B, key_B, num_positions=512, sampling=sampling
-        )
-        arguments = (sampler._params, token_B, cache, length_B, key_B)
-        extend = sampler._extend.lower(*arguments, sampling=sampling).compile()
-        parts = [jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype) for x in jax.tree.leaves(cache)]
-        # What one layer's attention reads is the most that is taken out of the cache, once each for keys and values.
-        assert not rewritten(extend.as_text(), 2 * min(part.size for part in parts) // shape.num_layers)
-        assert extend.memory_analysis().alias_size_in_bytes >= sum(part.size * 4 for part in parts)
-        after = sampler._extend(*arguments, sampling=sampling)[2]
-    assert cache.key.is_deleted()
-    assert after.key.sharding == cache.key.sharding
-    assert cache.key.sharding.shard_shape(cache.key.shape)[1] == 2, "sequences are split over fsdp from the start"
 
 
 def test_parameters_that_have_their_dtypes_already_are_not_copied():

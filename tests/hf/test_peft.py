@@ -1,5 +1,6 @@
 """Adapters are PEFT's, in and out: what they add to transformers' model is what ours add; experts' are refused."""
 
+import dataclasses
 import json
 import re
 
@@ -15,22 +16,18 @@ from maxtext_lite.config.hf.model_directory import directory_config
 from maxtext_lite.config.json_file import read_object
 from maxtext_lite.generation.sampler import load_on_mesh
 from maxtext_lite.hf import export_adapters, flat, read_peft_adapters
-from maxtext_lite.models import Decoder, Lora, merged
-from maxtext_lite.models.decoder import DecoderShape
+from maxtext_lite.models import Decoder, Lora
 from tests.hf.test_importing import TOKENS, load, logits_of
 from tests.hf_models import logits, model, save
 
 torch = pytest.importorskip("torch")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
-TOKEN_ROWS, PLACES = np.array([TOKENS]), np.arange(len(TOKENS))[None]
 LLAMA = ("query", "key", "value", "out", "gate", "up", "down")
 TARGETS = {
     "llama": LLAMA,
-    "gemma2": ("query", "down"),
     "phi3": ("query", "value", "out", "gate", "down"),  # parts of qkv_proj and of gate_up_proj
     "gpt2": ("query", "key", "value", "out", "up", "down"),  # linear modules the other way round
-    "mixtral": ("query", "key", "value", "out"),
     "deepseek_v3": ("query_down", "query_up", "kv_down", "key_up", "value_up", "out"),  # rotated dims in pairs
 }
 
@@ -38,20 +35,30 @@ TARGETS = {
 def adapted(directory, targets):
     """A decoder with random adapters of rank 3 beside imported parameters, its adapters, and all parameters."""
     plain, params = load(directory)
-    lora = Lora(3, 6.0, targets)
-    shape: DecoderShape = plain.shape
-    decoder = Decoder(type(shape)(**{**vars(shape), "lora": lora}))
+    decoder = Decoder(dataclasses.replace(plain.shape, lora=Lora(3, 6.0, targets)))
     adapters = decoder.trained(decoder.with_adapters(params, jax.random.key(1)))
     rng = np.random.default_rng(0)
     adapters = jax.tree.map(lambda x: np.asarray(0.1 * rng.standard_normal(x.shape), np.float32), adapters)
     return plain, decoder, adapters, decoder.joined(adapters, params)
 
 
+def shapes_of(decoder):
+    """Of the parameters without adapters."""
+    params = decoder.abstract_params
+    return {path: leaf.shape for path, leaf in flat(decoder.frozen(params) if decoder.shape.lora else params).items()}
+
+
 def export(directory, out, decoder, adapters):
     fields = read_object(directory / "config.json")
     kind, keys = fields["model_type"], model_keys(fields, "")
-    shapes = {path: leaf.shape for path, leaf in flat(decoder.frozen(decoder.abstract_params)).items()}
-    export_adapters(out, adapters, decoder.shape.lora, kind, keys, shapes=shapes, base=str(directory))
+    export_adapters(out, adapters, decoder.shape.lora, kind, keys, shapes=shapes_of(decoder), base=str(directory))
+
+
+def assert_same(one, other):
+    one, other = flat(one), flat(other)
+    assert one.keys() == other.keys()
+    for path, x in one.items():
+        np.testing.assert_array_equal(x, other[path], err_msg=path)
 
 
 def with_adapters_of(theirs, out, scale=None):
@@ -74,93 +81,52 @@ def with_adapters_of(theirs, out, scale=None):
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_adapters_add_in_transformers_what_they_add_here(name, tmp_path):
+def test_adapters_add_in_transformers_what_they_add_here_and_are_read_back(name, tmp_path):
     directory = save(name, tmp_path / "base")
-    plain, decoder, adapters, params = adapted(directory, TARGETS[name])
+    _, decoder, adapters, params = adapted(directory, TARGETS[name])
     export(directory, tmp_path / "adapters", decoder, adapters)
     ours = logits_of(decoder, params)[0]
     assert np.abs(ours - logits(model(name), TOKENS)).max() > 0.1 * np.abs(ours).max()
-    np.testing.assert_allclose(logits_of(plain, merged(params))[0], ours, atol=1e-5 * np.abs(ours).max())
     call, changed = with_adapters_of(model(name), tmp_path / "adapters")
     with torch.no_grad():
         theirs = call(model(name), changed, (torch.tensor([TOKENS]),)).logits[0].numpy()
     np.testing.assert_allclose(theirs, ours, atol=1e-5 * np.abs(ours).max())
-
-    shapes = {path: leaf.shape for path, leaf in flat(decoder.frozen(decoder.abstract_params)).items()}
     found = adapter_of(tmp_path / "adapters")
-    assert found is not None
     assert (found.rank, found.alpha) == (3, 6)
-    back, given = flat(read_peft_adapters(found, shapes)), flat(adapters)
-    assert given.keys() == back.keys()
-    for path, x in back.items():
-        np.testing.assert_array_equal(x, given[path], err_msg=path)
+    assert_same(read_peft_adapters(found, shapes_of(decoder)), adapters)
+
+    # Matrices that add nothing yet are read back as each weight's own too.
+    new = jax.tree_util.tree_map_with_path(lambda path, x: x * (path[-1].key == "a"), adapters)
+    export(directory, tmp_path / "new", decoder, new)
+    assert_same(read_peft_adapters(adapter_of(tmp_path / "new"), shapes_of(decoder)), new)
 
 
-def test_matrices_that_add_nothing_yet_are_read_back_as_each_weights_own(tmp_path):
-    directory = save("phi3", tmp_path / "base")
-    _, decoder, adapters, _ = adapted(directory, ("key", "value", "up"))
-    given = {path: np.zeros_like(x) if path.endswith("/b") else x for path, x in flat(adapters).items()}
-    for path, x in flat(adapters).items():
-        x[...] = given[path]
-    export(directory, tmp_path / "adapters", decoder, adapters)
-    shapes = {path: leaf.shape for path, leaf in flat(decoder.frozen(decoder.abstract_params)).items()}
-    found = adapter_of(tmp_path / "adapters")
-    assert found is not None
-    assert found.targets == "key,up,value"
-    back = flat(read_peft_adapters(found, shapes))
-    assert back.keys() == given.keys()
-    for path, x in back.items():
-        np.testing.assert_array_equal(x, given[path], err_msg=path)
-
-
-def test_an_export_without_metadata_is_of_the_rank_that_a_run_of_it_states(tmp_path, capsys):
-    """Older exports have none; read by themselves they are adapters of a wider matrix for all weights of a module."""
-    directory = save("phi3", tmp_path / "base")
-    plain, decoder, adapters, _ = adapted(directory, ("query", "value"))
-    export(directory, tmp_path / "adapters", decoder, adapters)
-    file = tmp_path / "adapters" / "adapter_model.safetensors"
-    safetensors.numpy.save_file(safetensors.numpy.load_file(file), file, {"format": "pt"})
-    words = [f"load_parameters_path={tmp_path / 'adapters'}", "dataset_type=synthetic", "max_target_length=32"]
-    assert load_config(None, words).lora_rank == 6
-    stated = {"lora_rank": 3, "lora_alpha": 6.0, "lora_targets": "key,query,value"}
-    config = load_config(None, [*words, *(f"{key}={value}" for key, value in stated.items())])
-    assert {key: getattr(config, key) for key in stated} == stated
-    with pytest.raises(UserError, match=r"lora_alpha=5 .* contradicts"):
-        load_config(None, [*words, "lora_rank=3", "lora_alpha=5"])
-    wide = adapter_of(tmp_path / "adapters")
-    assert wide is not None
-    found, shapes = wide.as_stated(3), {path: leaf.shape for path, leaf in flat(plain.abstract_params).items()}
-    capsys.readouterr()
-    back, given = flat(read_peft_adapters(found, shapes)), flat(adapters)
-    assert capsys.readouterr().err == "", "no matrix is copied"
+def test_a_module_of_several_weights_has_columns_of_each_where_the_metadata_says_so(tmp_path):
+    """An export without metadata, as older ones are, has the rank that a run of it states."""
+    directory, out = save("phi3", tmp_path / "base"), tmp_path / "adapters"
+    _, decoder, adapters, _ = adapted(directory, ("query", "value"))
+    export(directory, out, decoder, adapters)
+    file = out / "adapter_model.safetensors"
+    tensors = safetensors.numpy.load_file(file)
+    safetensors.numpy.save_file(tensors, file)
+    found = adapter_of(out)
+    assert (found.rank, found.alpha, found.targets) == (6, 12, "key,query,value")
+    words = [f"load_parameters_path={out}", "dataset_type=synthetic", "max_target_length=32", "lora_rank=3"]
+    config = load_config(None, [*words, "lora_alpha=6"])
+    assert (config.lora_rank, config.lora_alpha) == (3, 6)
+    with pytest.raises(UserError, match=r"lora_alpha=5 "):
+        load_config(None, [*words, "lora_alpha=5"])
+    back, given = flat(read_peft_adapters(found.as_stated(3), shapes_of(decoder))), flat(adapters)
     for path, x in given.items():
         np.testing.assert_array_equal(back[path], x, err_msg=path)
     assert not any(back[path].any() for path in back.keys() - given.keys() if path.endswith("/b")), "the keys' own"
-    both = {name: np.ones_like(x) for name, x in safetensors.numpy.load_file(file).items()}
-    safetensors.numpy.save_file(both, file)
-    with pytest.raises(UserError, match=r"rank_pattern gives .*qkv_proj 6 columns, not 3 for each of query, key, valu"):
-        read_peft_adapters(found, shapes)
 
-
-def test_columns_that_are_not_of_the_weight_that_the_metadata_names_are_refused(tmp_path):
-    directory = save("phi3", tmp_path / "base")
-    _, decoder, adapters, _ = adapted(directory, ("key", "value"))
-    export(directory, tmp_path / "adapters", decoder, adapters)
-    file = tmp_path / "adapters" / "adapter_model.safetensors"
-    tensors = safetensors.numpy.load_file(file)
     name = "base_model.model.model.layers.1.self_attn.qkv_proj.lora_B.weight"
-    assert tensors[name].shape == (64, 6)
     tensors[name][0, 4] = 1  # a row of the query, in the columns of the value
-    safetensors.numpy.save_file(tensors, file, {"lora_targets": "key,value"})
-    shapes = {path: leaf.shape for path, leaf in flat(decoder.frozen(decoder.abstract_params)).items()}
-    found = adapter_of(tmp_path / "adapters")
-    assert found is not None
-    with pytest.raises(UserError, match=r"columns 3 to 5 of lora_B of model\.layers\.1\.self_attn\.qkv_proj are not"):
-        read_peft_adapters(found, shapes)
-    safetensors.numpy.save_file(tensors, file)  # as others write it: one adapter of a larger rank
-    found = adapter_of(tmp_path / "adapters")
-    assert found is not None
-    assert (found.rank, found.alpha, found.targets) == (6, 12, "key,query,value")
+    safetensors.numpy.save_file(tensors, file, {"lora_targets": "query,value"})
+    for wrong in (adapter_of(out), found.as_stated(3)):
+        with pytest.raises(UserError, match=r"qkv_proj"):
+            read_peft_adapters(wrong, shapes_of(decoder))
 
 
 def outside(directory, out, modules, *, rank, alpha, **fields):
@@ -185,7 +151,7 @@ def outside(directory, out, modules, *, rank, alpha, **fields):
 
 
 @pytest.mark.parametrize("wide", [4, 8])
-def test_one_matrix_for_several_weights_is_each_ones(wide, tmp_path, capsys):
+def test_one_matrix_for_several_weights_is_each_ones(wide, tmp_path):
     """Also one that is wider than r as an export's are, with the same scale."""
     directory = save("phi3", tmp_path / "base")
     modules = ["self_attn.qkv_proj", "mlp.gate_up_proj", "mlp.down_proj"]
@@ -198,7 +164,6 @@ def test_one_matrix_for_several_weights_is_each_ones(wide, tmp_path, capsys):
     assert (config.lora_rank, config.lora_alpha) == (wide, 2.5 * wide)  # alpha / sqrt(r) = 2.5 = 10 / 4
     assert sorted(config.lora_targets.split(",")) == ["down", "gate", "key", "query", "up", "value"]
     decoder, params, _ = load_on_mesh(out, config, {"fsdp": 2, "tensor": 2})
-    assert "is copied to each of them" in capsys.readouterr().err
     call, changed = with_adapters_of(model("phi3"), out, scale=2.5)
     with torch.no_grad():
         theirs = call(model("phi3"), changed, (torch.tensor([TOKENS]),)).logits[0].numpy()
@@ -206,20 +171,25 @@ def test_one_matrix_for_several_weights_is_each_ones(wide, tmp_path, capsys):
     np.testing.assert_allclose(ours, theirs, atol=5e-6 * np.abs(theirs).max())
 
 
-def of_every_module(directory, out, **fields):
-    """An adapter whose modules have ranks, scales and layers of their own, by PEFT's rules worked out by hand."""
+def test_modules_have_ranks_scales_and_layers_of_their_own(tmp_path):
+    """By PEFT's rules worked out by hand. What a narrower adapter is padded
+    with never changes in training: both of its matrices are zero."""
+    directory, out = save("llama", tmp_path / "base"), tmp_path / "adapters"
     ranks = {"q_proj": (2, 4), "down_proj": (5, 10), "v_proj": (3, 1.5)}  # with alpha; r=3 and lora_alpha=6 give 2
     ranks |= {"layers.2.self_attn.q_proj": (1, 6)}
     widths = {"q_proj": (32, 32), "v_proj": (32, 16), "down_proj": (48, 32), "up_proj": (32, 48)}
-    rng, tensors, scales = np.random.default_rng(4), {}, {}
+    rng, tensors, changed = np.random.default_rng(4), {}, {}
+    weights = model("llama").state_dict()
     for layer, module in [(1, "self_attn.q_proj"), (2, "self_attn.q_proj"), (1, "mlp.down_proj"), (1, "mlp.up_proj"),
                           (2, "mlp.up_proj"), (2, "self_attn.v_proj")]:  # fmt: skip
         path, end = f"model.layers.{layer}.{module}", module.rpartition(".")[2]
         rank, alpha = ranks.get(f"layers.{layer}.{module}", ranks.get(end, (3, 6)))
-        scales[path] = alpha / rank
-        for which, shape in (("A", (rank, widths[end][0])), ("B", (widths[end][1], rank))):
-            name = f"base_model.model.{path}.lora_{which}.weight"
-            tensors[name] = 0.2 * rng.standard_normal(shape).astype(np.float32)
+        a, b = (
+            0.2 * rng.standard_normal(shape).astype(np.float32)
+            for shape in ((rank, widths[end][0]), (widths[end][1], rank))
+        )
+        tensors |= {f"base_model.model.{path}.lora_A.weight": a, f"base_model.model.{path}.lora_B.weight": b}
+        changed[f"{path}.weight"] = weights[f"{path}.weight"] + alpha / rank * torch.from_numpy(b @ a)
     out.mkdir()
     safetensors.numpy.save_file(tensors, out / "adapter_model.safetensors")
     about = {
@@ -228,110 +198,44 @@ def of_every_module(directory, out, **fields):
         "exclude_modules": r".*layers\.(2\.mlp\.down_proj|1\..*v_proj)",
         "rank_pattern": {r"layers\.2\..*q_proj": 1, "q_proj": 2, "down_proj": 5},
         "alpha_pattern": {r"layers\.2\..*q_proj": 6, "self_attn.q_proj": 4, "down_proj": 10, "v_proj": 1.5},
-        "fan_in_fan_out": False, "bias": "none", **fields,
+        "fan_in_fan_out": False, "bias": "none",
     }  # fmt: skip
     (out / "adapter_config.json").write_text(json.dumps(about))
-    return tensors, scales
-
-
-def test_modules_have_ranks_scales_and_layers_of_their_own(tmp_path, capsys):
-    directory = save("llama", tmp_path / "base")
-    tensors, scales = of_every_module(directory, tmp_path / "adapters")
-    config = directory_config(tmp_path / "adapters", "float32")
+    config = directory_config(out, "float32")
     assert (config.lora_rank, config.lora_alpha) == (5, 10)
-    decoder, params, _ = load_on_mesh(tmp_path / "adapters", config, {"fsdp": 2})
-    assert "B takes in the factor of a module whose alpha / r is not that of the others" in capsys.readouterr().err
-    weights, changed = model("llama").state_dict(), {}
-    for path, scale in scales.items():
-        a, b = (torch.from_numpy(tensors[f"base_model.model.{path}.lora_{which}.weight"]) for which in "AB")
-        changed[f"{path}.weight"] = weights[f"{path}.weight"] + scale * (b @ a)
+    decoder, params, _ = load_on_mesh(out, config, {"fsdp": 2})
     with torch.no_grad():
         of_all = torch.func.functional_call(model("llama"), changed, (torch.tensor([TOKENS]),))
     theirs = of_all.logits[0].numpy()
-    ours = logits_of(decoder, jax.tree.map(lambda x: np.asarray(x), params))[0]
-    np.testing.assert_allclose(ours, theirs, atol=5e-6 * np.abs(theirs).max())
+    params = jax.tree.map(np.asarray, params)
+    np.testing.assert_allclose(logits_of(decoder, params)[0], theirs, atol=5e-6 * np.abs(theirs).max())
 
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # between the library and transformers
-def test_peft_gives_the_same_modules_the_same_ranks_and_scales(tmp_path):
-    """Where the library is installed, which nothing else needs."""
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
-    _, scales = of_every_module(save("llama", tmp_path / "base"), tmp_path / "adapters")
-    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapters")
-    found = {
-        name.removeprefix("base_model.model."): layer.scaling["default"]
-        for name, layer in theirs.named_modules()
-        if hasattr(layer, "lora_A")
-    }
-    assert found == scales
-
-
-def test_what_a_narrower_adapter_is_padded_with_never_changes(tmp_path):
-    directory = save("llama", tmp_path / "base")
-    of_every_module(directory, tmp_path / "adapters")
-    found = adapter_of(tmp_path / "adapters")
-    assert found is not None
-    plain, params = load(directory)
-    shape: DecoderShape = plain.shape
-    lora = Lora(found.rank, found.alpha, tuple(found.targets.split(",")))
-    decoder = Decoder(type(shape)(**{**vars(shape), "lora": lora}))
-    adapters = read_peft_adapters(found, {path: leaf.shape for path, leaf in flat(plain.abstract_params).items()})
-
-    def nonlinear(adapters):
-        x = decoder.hidden(decoder.joined(adapters, params), TOKEN_ROWS, TOKEN_ROWS * 0 + 1, PLACES)
-        return (decoder.logits(decoder.joined(adapters, params), x) ** 2).mean()
-
-    gradients = flat(jax.jit(jax.grad(nonlinear))(adapters))
-    for path, x in flat(adapters).items():
-        both = [flat(adapters)[path.rpartition("/")[0] + f"/{which}"] for which in "ab"]
-        unused = (both[0] == 0).all(axis=tuple(range(1, both[0].ndim - 1)))  # [L, r]
+    adapters = flat(read_peft_adapters(adapter_of(out), shapes_of(decoder)))
+    for path in (path for path in adapters if path.endswith("/a")):
+        a, b = adapters[path], adapters[path.removesuffix("a") + "b"]
+        unused = (a == 0).all(axis=tuple(range(1, a.ndim - 1)))  # [L, r]
         assert unused.any()
-        ranks_first = np.moveaxis(np.asarray(gradients[path]), -1 if path.endswith("/a") else 1, 1)
-        assert not ranks_first[unused].any(), path
-        assert ranks_first[~unused].any(), path
-        assert x.shape == gradients[path].shape
+        assert not b[unused].any(), path
 
 
-@pytest.mark.parametrize(("fields", "message"), [
-    ({"rank": 3}, None),
-    ({"layers": 2}, "has no matrices for model.layers.2.mlp.down_proj or model.layers.2.self_attn.q_proj. All layers"),
-    ({"layers": 4}, "has matrices for modules without adapters in this model: model.layers.3.mlp.down_proj"),
-    ({"r": 5}, "layers.0.self_attn.q_proj.lora_A.weight is [3, 32] in F32, and has to be [5, 32]."),
-    ({"rank_pattern": {"q_proj": 6}, "alpha_pattern": {"q_proj": 8}}, "is [3, 32] in F32, and has to be [6, 32]"),
+@pytest.mark.parametrize(("fields", "named"), [
+    ({"layers": 2}, "no matrices for model.layers.2.mlp.down_proj"),
+    ({"layers": 4}, "model.layers.3.mlp.down_proj"),
+    ({"rank_pattern": {"q_proj": 6}, "alpha_pattern": {"q_proj": 8}}, r"is \[3, 32\] .*\[6, 32\]"),
 ])  # fmt: skip
-def test_matrices_that_do_not_fit_the_model_are_refused_by_name(fields, message, tmp_path):
+def test_matrices_that_do_not_fit_the_model_are_refused_by_name(fields, named, tmp_path):
     directory = save("llama", tmp_path / "base")
-    given = {"rank": 3, "alpha": 4, **fields}
-    out = outside(directory, tmp_path / "adapters", ["self_attn.q_proj", "mlp.down_proj"], **given)
-    shapes = {path: leaf.shape for path, leaf in flat(load(directory)[0].abstract_params).items()}
-    found = adapter_of(out)
-    assert found is not None
-    if message is None:
-        assert read_peft_adapters(found, shapes)["layers"]["mlp"]["down"]["a"].shape == (3, 48, 3)
-        return
-    with pytest.raises(UserError) as refusal:
+    modules, given = ["self_attn.q_proj", "mlp.down_proj"], {"rank": 3, "alpha": 4}
+    shapes = shapes_of(load(directory)[0])
+    fitting = adapter_of(outside(directory, tmp_path / "fitting", modules, **given))
+    assert read_peft_adapters(fitting, shapes)["layers"]["mlp"]["down"]["a"].shape == (3, 48, 3)
+    found = adapter_of(outside(directory, tmp_path / "adapters", modules, **given, **fields))
+    with pytest.raises(UserError, match=named):
         read_peft_adapters(found, shapes)
-    assert message in str(refusal.value)
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # between the library and transformers
-@pytest.mark.parametrize("name", ["llama", "phi3", "gpt2"])
-def test_peft_loads_them(name, tmp_path):
-    """Where the library is installed, which nothing else needs."""
-    peft = pytest.importorskip("peft")
-    transformers = pytest.importorskip("transformers")
-    directory = save(name, tmp_path / "base")
-    _, decoder, adapters, params = adapted(directory, TARGETS[name])
-    export(directory, tmp_path / "adapters", decoder, adapters)
-    base = transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
-    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapters").eval()
-    ours = logits_of(decoder, params)[0]
-    np.testing.assert_allclose(logits(theirs, TOKENS), ours, atol=1e-5 * np.abs(ours).max())
 
 
 def test_experts_adapters_are_refused(tmp_path):
     directory = save("mixtral", tmp_path / "base")
     _, decoder, adapters, _ = adapted(directory, LLAMA)
-    with pytest.raises(UserError, match=r"lora_targets=query.* adapts experts.*merge_lora=true"):
+    with pytest.raises(UserError, match=r"lora_targets=query.*merge_lora=true"):
         export(directory, tmp_path / "adapters", decoder, adapters)

@@ -1,17 +1,10 @@
 """A tiny run of reinforcement learning: sums of single digits, by an untrained model."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from maxtext_lite.config import load_config
-from maxtext_lite.config.hf.directory import run_config_json
-from maxtext_lite.hf import export_model
-from maxtext_lite.training.state import make_plain_decoder
-from tests.processes import environment
-from tests.source_tree import REPOSITORY
 from tests.training.conftest import TINY
 
 RUN = (
@@ -20,6 +13,10 @@ RUN = (
     "max_target_length=16", "max_prefill_predict_length=6", "batch_size=4", "num_generations=4", "micro_batch_size=8",
     "eval_interval=3", "checkpoint_period=1", "log_period=1", "reward_functions=tests.rl.low_bytes:low_bytes",
 )  # fmt: skip
+# Two updates on each batch, a reference and importance weights: all that a batch can need after a restart.
+WHOLE = ("num_iterations=2", "grpo_beta=0.05", "rollout_correction=truncated", "ici_data_parallelism=2",
+         "ici_fsdp_parallelism=2", "ici_tensor_parallelism=2", "rollout_fsdp_parallelism=2",
+         "eval_num_generations=2", "eval_sampling_temperature=1")  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -34,19 +31,11 @@ def config_of():
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory):
-    """The address of a server, with a model that no test uses."""
-    from tests.rl.served import CONFIG, parameters
+def server():
+    from tests.rl.served import serving
 
-    directory = tmp_path_factory.mktemp("served")
-    fields = run_config_json(directory, CONFIG, num_positions=32, dtype="float32")
-    export_model(directory, parameters(make_plain_decoder(CONFIG), 99), fields, dtype="float32")
-    command = [sys.executable, str(REPOSITORY / "tests" / "rl" / "openai_server.py"), str(directory)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(1)) as process:
-        port = process.stdout.readline().strip()
-        assert port, "the server ended before it listened"
-        yield f"http://127.0.0.1:{port}"
-        process.terminate()
+    with serving() as served:
+        yield served
 
 
 def lines(run_directory, name="metrics.jsonl"):

@@ -1,34 +1,24 @@
-"""Log-probabilities are those of the tempered softmax in double precision, in the batch's order on every mesh.
+"""Log-probabilities are those of the tempered softmax in double precision, in the batch's order on every mesh."""
 
-The frozen reference is a copy that later steps do not change, and that a restart finds again.
-"""
-
-import contextlib
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext_lite.config import UserError
 from maxtext_lite.parallel import Pipeline, sharding
-from maxtext_lite.rl.log_probabilities import Reference, make_log_probabilities
-from maxtext_lite.rl.rl_run import open_rl_run
+from maxtext_lite.rl.log_probabilities import make_log_probabilities
 from maxtext_lite.training.step import TRAIN_BATCH_AXES
 from tests.responses import rows
 from tests.training.conftest import make_setup
 
 MESHES = {
-    "1": ({}, None, ()),
     "data 2 context 2 tensor 2, tiled": ({"data": 2, "context": 2, "tensor": 2}, None, ("num_vocab_tiling=2",)),
-    "fsdp 2, gpipe": ({"fsdp": 2}, Pipeline(2, 2), ()),
     "data 2, 1f1b": ({"data": 2}, Pipeline(2, 2, schedule="1f1b"), ()),
     "soft cap": ({}, None, ("final_logits_soft_cap=0.1",)),
 }
 
 
-@functools.cache
 def in_double(soft_cap):
     it = make_setup("optimizer=sgd")
     batch, params = rows(), it.initial.params
@@ -60,19 +50,3 @@ def test_every_mesh_gives_them_in_the_order_of_the_batch(name):
     assert found.sharding.is_equivalent_to(sharding(it.mesh, TRAIN_BATCH_AXES), 3)
     got = np.asarray(found).swapaxes(0, 1).reshape(8, -1)
     np.testing.assert_allclose(got, in_double(0.1 if keys and "cap" in keys[0] else 0), rtol=1e-5, atol=1e-6)
-
-
-def test_a_copy_is_kept_in_the_run_directory_and_found_after_a_restart(tmp_path, config_of):
-    config = config_of(tmp_path, "grpo_beta=0.1", "ici_fsdp_parallelism=8")
-    with contextlib.closing(open_rl_run(config)) as rl:
-        with jax.set_mesh(rl.run.mesh), rl.run.opened(print):
-            state, _ = rl.run.restore_or_init()
-            Reference(rl.run, config, state, 0)
-            begun = Reference(rl.run, config, state, 0)  # again, as where a run is killed before its first checkpoint
-            state = state.__class__(**{**vars(state), "params": jax.tree.map(lambda x: x * 2, state.params)})
-            resumed = Reference(rl.run, config, state, 5)
-            for one, other in zip(jax.tree.leaves(begun._params), jax.tree.leaves(resumed._params), strict=True):
-                assert np.array_equal(one, other)
-            (tmp_path / "rl" / "reference").rename(tmp_path / "elsewhere")
-            with pytest.raises(UserError, match=r"reference is not there.*grpo_beta=0\.1"):
-                Reference(rl.run, config, state, 5)

@@ -1,12 +1,50 @@
-"""Pairs as rows, as lines and as a record: by hand."""
+"""From rewards to a batch: advantages, rows, lines and records, and those of an evaluation, by hand."""
+
+import itertools
+import statistics
 
 import numpy as np
 import pytest
 
 from maxtext_lite.data import Prompt
+from maxtext_lite.rl.advantages import equal_groups_fraction, group_advantages
+from maxtext_lite.rl.held_out import held_out_record, held_out_text, pass_at_k
 from maxtext_lite.rl.pairs import Chunk, Sampled, batch_record, responses_hash
 from maxtext_lite.rl.rewards import Scores
 from maxtext_lite.rl.rollout import Response
+from maxtext_lite.rl.timeline import Timeline, busy_seconds, shared_seconds
+
+
+def test_advantages_are_rewards_less_their_groups_mean_over_its_sample_deviation():
+    rewards = np.array([1.0, 0.0, 0.0, 1.0, 2.0, 2.0])
+    np.testing.assert_array_equal(group_advantages(rewards, 2, "none"), [0.5, -0.5, -0.5, 0.5, 0, 0])
+    assert group_advantages(rewards, 2, "group").dtype == np.float32
+    rewards = np.random.default_rng(0).normal(100, 3, 5 * 8)
+    want = []
+    for group in rewards.reshape(5, 8).tolist():
+        mean = statistics.fmean(group)
+        deviation = statistics.stdev(group)
+        want += [(reward - mean) / (deviation + 1e-4) for reward in group]
+    np.testing.assert_allclose(group_advantages(rewards, 8, "group"), want, rtol=1e-6)
+    with pytest.raises(ValueError, match="not whole groups of 3"):
+        group_advantages(rewards, 3, "none")
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("scale", ["group", "none"])
+def test_equal_rewards_have_no_advantage_and_the_largest_a_finite_one(scale):
+    rewards = np.full(6, 0.1)
+    assert np.any(rewards[:3] - rewards[:3].mean()), "their mean is rounded"
+    assert not np.any(group_advantages(rewards, 3, scale))
+    found = group_advantages(np.array([1e18, -1e18, 1e18, -1e18]), 4, scale)
+    assert np.isfinite(np.square(found)).all()
+    assert (np.sign(found) == [1, -1, 1, -1]).all()
+
+
+def test_the_fraction_of_groups_that_teach_nothing():
+    assert equal_groups_fraction(np.array([1.0, 1, 0, 1, 0, 0, 3, 2]), 2) == 0.5
+    assert equal_groups_fraction(np.full(6, 0.1), 3) == 1
+
 
 PROMPTS = (Prompt(5, "2+3=", (50, 43, 51, 61), {"answer": "5"}), Prompt(9, "1=", (49, 61), {"answer": "1"}))
 RESPONSES = (
@@ -17,67 +55,84 @@ RESPONSES = (
 )
 
 
-def chunk(total=(1.0, 0.0, 0.5, 0.5), scale="none"):
+def chunk():
+    total = np.array([1.0, 0.0, 0.5, 0.5])
     prompts = [PROMPTS[0], PROMPTS[0], PROMPTS[1], PROMPTS[1]]
-    scores = Scores(np.array(total), {"a": np.array(total), "b": np.arange(4.0)}, 3, ("a said no",))
-    return Chunk.judged(Sampled(prompts, RESPONSES, "wxyz"), scores, num_generations=2, scale_rewards=scale)
+    scores = Scores(total, {"m:a": total, "b": np.arange(4.0)}, 3, ("a said no",))
+    return Chunk.judged(Sampled(prompts, RESPONSES, "wxyz"), scores, num_generations=2, scale_rewards="none")
 
 
 def test_a_row_is_the_prompt_and_the_response_and_only_the_response_has_weight():
-    rows = chunk().rows(5, 8)
+    rows = chunk().rows(5, 8, compares=True)
     assert {name: x.shape for name, x in rows.items()} == dict.fromkeys(rows, (1, 5, 8))
     assert rows["tokens"][0, 0].tolist() == [50, 43, 51, 61, 53, 0, 0, 0]
     assert rows["targets"][0, 0].tolist() == [43, 51, 61, 53, 256, 0, 0, 0]
     assert rows["weights"][0, 0].tolist() == [0, 0, 0, 1, 1, 0, 0, 0]
     assert rows["segments"][0, 0].tolist() == [1, 1, 1, 1, 1, 0, 0, 0]
     assert rows["positions"][0, 0].tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
-    assert rows["weights"][0, 3].tolist() == [0, 1, 0, 0, 0, 0, 0, 0]  # a response of one token
+    assert rows["weights"][0, 3].tolist() == [0, 1, 0, 0, 0, 0, 0, 0]
     assert rows["advantages"][0, :, 0].tolist() == [0.5, -0.5, 0, 0, 0]
-    assert rows["weights"].sum() == sum(len(response.token_ids) for response in RESPONSES)
+    assert rows["weights"].sum() == 7
     assert all(not x[0, 4].any() for x in rows.values())  # no pair
-
-
-def test_rows_have_the_log_probabilities_of_what_sampled_where_they_are_compared():
-    rows = chunk().rows(5, 8, compares=True)["rollout_log_probabilities"]
-    assert rows.dtype == np.float32
-    expected = np.zeros((1, 5, 8))
-    expected[0, 0, 3:5], expected[0, 1, 3], expected[0, 2, 1:4], expected[0, 3, 1] = (-0.1, -0.2), -1, -0.5, -2
-    np.testing.assert_allclose(rows, expected, rtol=1e-6)
+    sampled = np.zeros((5, 8))
+    sampled[0, 3:5], sampled[1, 3], sampled[2, 1:4], sampled[3, 1] = (-0.1, -0.2), -1, -0.5, -2
+    np.testing.assert_allclose(rows["rollout_log_probabilities"][0], sampled, rtol=1e-6)
     assert "rollout_log_probabilities" not in chunk().rows(5, 8)
 
 
 def test_a_batch_is_recorded_alike_whatever_its_chunks():
-    whole = batch_record([chunk()])
-    assert whole["reward"] == 0.5
-    assert whole["rewards/b"] == 1.5
-    assert whole["reward_std"] == pytest.approx(np.sqrt(0.5) / 2)  # of (1, 0) over n - 1, and 0
-    assert whole["equal_reward_groups"] == 0.5
-    assert whole["reward_errors"] == 3
-    assert whole["response_tokens"] == 7 / 4
-    assert whole["truncated_responses"] == 0.25
-    twice = batch_record([chunk(), chunk()])
-    assert {name: twice[name] for name in ("reward", "reward_std", "response_tokens")} == {
-        name: whole[name] for name in ("reward", "reward_std", "response_tokens")
+    whole, twice = batch_record([chunk()]), batch_record([chunk(), chunk()])
+    assert whole == {
+        "reward": 0.5,
+        "reward_std": pytest.approx(np.sqrt(0.5) / 2),  # of (1, 0) over n - 1, and 0
+        "rewards/a": 0.5,
+        "rewards/b": 1.5,
+        "equal_reward_groups": 0.5,
+        "reward_errors": 3,
+        "response_tokens": 7 / 4,
+        "rollout_token_nll": pytest.approx(4.8 / 7),
+        "truncated_responses": 0.25,
+        "responses_hash": responses_hash(RESPONSES),
     }
-    assert twice["reward_errors"] == 6
+    changed = {"reward_errors": 6, "responses_hash": responses_hash(RESPONSES * 2)}
+    assert twice == {name: pytest.approx(value) for name, value in (whole | changed).items()}
 
 
 def test_the_hash_knows_every_token_and_their_order():
-    hashes = {
-        responses_hash(RESPONSES),
-        responses_hash(RESPONSES[::-1]),
-        responses_hash([*RESPONSES[:3], Response([255], [-2.0], True)]),
-        responses_hash([Response([53, 256, 54], [0, 0, 0], True)]),
-        responses_hash(RESPONSES[:2]),
-    }
-    assert len(hashes) == 5
+    other = [*RESPONSES[:3], Response([255], [-2.0], True)]
+    assert len({responses_hash(each) for each in (RESPONSES, RESPONSES[::-1], other, RESPONSES[:2])}) == 4
     assert responses_hash(RESPONSES) == responses_hash([r._replace(log_probabilities=[]) for r in RESPONSES])
+    split = [Response([*RESPONSES[0].token_ids, *RESPONSES[1].token_ids], [], True)]
+    assert responses_hash(split) != responses_hash(RESPONSES[:2])
 
 
-def test_lines_say_what_was_asked_answered_and_thought_of_it():
-    first, *_, last = chunk().lines(7)
-    assert first == {
-        "step": 7, "prompt_number": 5, "prompt": "2+3=", "response": "w", "tokens": 2, "ended": True, "reward": 1.0,
-        "rewards": {"a": 1.0, "b": 0.0}, "advantage": 0.5,
+def test_pass_at_k_is_the_share_of_subsets_with_a_correct_response():
+    for num_correct, k in itertools.product(range(6), range(1, 6)):
+        subsets = list(itertools.combinations([place < num_correct for place in range(5)], k))
+        assert pass_at_k(5, num_correct, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+
+
+def test_an_evaluation_counts_as_correct_what_the_first_function_does():
+    first, second = np.array([1.0, 0, 0, 1]), np.array([1.0, 1, 0, 0])
+    scores = Scores(first + second, {"exact_answer": first, "format": second}, 2, ())
+    assert held_out_record(scores, [3, 1, 1, 3], 1) == {
+        "eval_reward": 1.0, "eval_accuracy": 0.5, "eval_prompts": 4, "eval_response_tokens": 2.0,
+        "eval_reward_errors": 2,
     }  # fmt: skip
-    assert (last["prompt_number"], last["response"], last["advantage"]) == (9, "z", 0)
+    first = np.array([1.0, 0, 0, 0, 0, 0])
+    record = held_out_record(Scores(first, {"exact_answer": first}, 0, ()), [1] * 6, 3)
+    passes = {name: value for name, value in record.items() if "pass" in name}
+    assert passes == {"eval_pass_at_2": pytest.approx((2 / 3 + 0) / 2), "eval_pass_at_3": 0.5}
+    assert "pass@2 33.3%, pass@3 50.0%" in held_out_text(record)
+
+
+def test_seconds_of_phases_and_their_overlap_count_once():
+    assert busy_seconds([(3, 4), (0, 1), (0.5, 2), (2, 2.5)]) == 3.5
+    rollout, train = [(0, 2), (2, 4)], [(1, 3), (2.5, 3.5), (6, 7)]
+    assert shared_seconds(rollout, train) == shared_seconds(train, rollout) == 2.5
+    assert shared_seconds(rollout, []) == Timeline().record()["overlap_fraction"] == 0
+    timeline = Timeline()
+    with timeline.phase("rollout", 1), timeline.phase("train", 0):
+        pass
+    assert timeline.record()["overlap_fraction"] == 1  # the rollout lasts from before the training to after it
+    assert [(name, chunk) for name, chunk, *_ in timeline.to_json()] == [("rollout", 1), ("train", 0)]

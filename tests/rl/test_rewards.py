@@ -1,28 +1,83 @@
-"""Rewards of whole batches: sums by hand, and functions that fail in every way, after which the next call works."""
+"""Rewards: the shipped functions and the process of the others, by hand; functions that fail in every way, after which
+the next call works."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data.prompts import Prompt
+from maxtext_lite.rl.reward_functions import number_in, shipped
+from maxtext_lite.rl.reward_worker import Functions
 from maxtext_lite.rl.rewards import RewardError, Rewards, _Worker
 from tests.source_tree import REPOSITORY
 
-MODULE = '''
-import os, re, sys, time
 
-def length(completions): return [float(len(each)) for each in completions]
+def test_the_number_that_a_text_ends_up_with():
+    for text, number in yaml.safe_load(Path(__file__).with_name("numbers.yml").read_text(encoding="utf-8")).items():
+        assert number_in(text) == (None if number is None else Fraction(number)), text
+    assert number_in("7 " + "1" * 5000) is None  # which Python does not read as an integer
+
+
+def test_the_shipped_functions_judge_by_number_by_text_and_by_format():
+    numeric, exact = (shipped(name, pattern="") for name in ("numeric_answer", "exact_answer"))
+    assert numeric(["the answer is 0.3", "3/10", "0.30000000000000004", ""], ["0.3"] * 4) == [1, 1, 0, 0]
+    assert numeric(["1000", "1000", "none", "1"], ["$1,000", "no number", "7", None]) == [1, None, 0, None]
+    assert exact([" 42\n", "42.", "4 2", "42", "1"], ["42", "42", "42", " 42 ", [1]]) == [1, 0, 0, 1, None]
+    match = shipped("format", pattern="<think>.*</think>[0-9]+")
+    assert match(["<think>a\nb</think>5", "<think>a</think>5 ", "x<think></think>5"]) == [1, 0, 0]
+    with pytest.raises(KeyError):
+        shipped("other", pattern="")
+
+
+def test_a_package_that_is_not_installed_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    (problem,) = Functions(["math_verify", "exact_answer"], "").problems
+    assert "maxtext-lite[math]" in problem
+
+
+MODULE = '''
+import os, re, subprocess, sys, time
+import numpy as np
+
+class Judge:
+    def __call__(self, completions, **others): return [float(len(each)) for each in completions]
+
+judge = Judge()
+not_one = 5
+
+def named(prompts, answer): return [len(p) + (0 if a is None else len(a)) for p, a in zip(prompts, answer)]
+def everything(**given): return [len(given)] * len(given["completions"])
+def defaulted(completions, missing=3): return [missing] * len(completions)
+def missing(completions, nothing): return [0] * len(completions)
+def kinds(completions): return np.array([1, 0], np.float16)
+def mixed(completions): return [True, None]
+def huge(completions): return (10**400, float("-inf"))
+def text(completions): return "ab"
+def stream(completions): return (1.0 for _ in completions)
+def texts(completions): return [1.0, "b"]
+def complex_one(completions): return [1.0, 1j]
+def complex_array(completions): return np.array([1, 0], np.complex64)
+def short(completions): return [1.0]
+def raises(completions): raise ValueError("no\\nway")
+def exits(completions): sys.exit(3)
+def takes_all(completions): return [len(completions.pop(0)) for _ in range(len(completions))]
+def prints(completions):
+    print('{"rewards": [7]}'), os.write(1, b"written\\n"), subprocess.run(["echo", "echoed"])
+    return [float(len(sys.stdin.read()))] * len(completions)
+def sleeps(completions): time.sleep(600)
+def starts(completions): return [float(subprocess.Popen(["sleep", "600"]).pid)] * len(completions)
 def asked(prompts, level): return [len(p) + (0.5 if l is None else l) for p, l in zip(prompts, level)]
-def process(completions): return [os.getpid()] * len(completions)
-def chatty(completions):
-    print('{"rewards": [7, 7, 7, 7]}', flush=True)
-    return length(completions)
+def modules(completions): return [os.getpid() * ("jax" not in sys.modules)] * len(completions)
 def fails(completions):
     """Does what the first completion says; the others have rewards."""
     what = completions[0]
@@ -31,34 +86,69 @@ def fails(completions):
     if what == "hang": time.sleep(600)
     if what == "backtrack": re.match("(a+)+$", "a" * 60 + "b")  # holds the interpreter
     if what == "nan": rewards[0] = float("nan")
-    if what == "inf": rewards[0] = float("inf")
     if what == "none": rewards[:2] = [None, None]
     if what == "short": rewards.pop()
-    if what == "text": return "good"
     if what == "exit": sys.exit("done")
     if what == "crash": os._exit(5)
-    if what == "signal": os.kill(os.getpid(), 11)
     if what == "silence": os.closerange(3, 100)
     if what == "huge": rewards[:3] = [1e200, -2e12, 1e12]
     return rewards
 def numbers(completions):
-    """The completions as numbers: one that is none takes down the call, the words below also the process."""
+    """The completions as numbers: one that is none takes down the call, `hang` also the process."""
     if "hang" in completions: time.sleep(600)
-    if "crash" in completions: os._exit(5)
     return [float(each) for each in completions]
 '''
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
+    """A module of reward functions, m, and others that cannot be imported."""
     directory = tmp_path_factory.mktemp("rewards")
-    (directory / "mine.py").write_text(MODULE)
+    (directory / "m.py").write_text(MODULE)
+    (directory / "broken.py").write_text("import no_such_package")
+    (directory / "leaves.py").write_text("import sys; sys.exit('gone')")
     return directory
 
 
 @pytest.fixture(autouse=True)
 def working_directory(directory, monkeypatch):
     monkeypatch.chdir(directory)
+    monkeypatch.syspath_prepend(directory)
+    yield
+    for name in ("m", "broken", "leaves"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize(("name", "rewards"), [
+    ("m:judge", [1, 2]),
+    ("m:judge.__call__", [1, 2]),
+    ("m:named", [2, 2]),
+    ("m:everything", [4, 4]),
+    ("m:defaulted", [3, 3]),
+    ("m:kinds", [1, 0]),
+    ("m:mixed", [1, None]),
+    ("m:huge", [float("inf"), float("-inf")]),
+    ("m:takes_all", [1, 2]),
+    ("exact_answer", [0, None]),
+    *((f"m:{name}", None) for name in ("missing", "text", "stream", "texts", "complex_one", "complex_array", "short",
+                                       "raises", "exits")),
+])  # fmt: skip
+def test_what_a_function_says(name, rewards):
+    functions = Functions([name], "")
+    assert functions.problems == []
+    reply = functions.rewards(name, ["P", "PP"], ["a", "bb"], {"answer": ["x", None], "other": [1, 2]})
+    if rewards is None:
+        assert reply.keys() == {"error"}
+        assert reply["error"].isprintable()
+    else:
+        assert reply == {"rewards": rewards}
+
+
+def test_what_cannot_be_called_is_said_of_all_at_once():
+    wrong = ["m:jugde", "no_such:f", "broken:f", "leaves:f", "m:not_one"]
+    found = Functions([*wrong, "m:judge"], "").problems
+    assert [problem.split(": ")[0] for problem in found] == [f"reward_functions={name}" for name in wrong]
+    assert "'judge'" in found[0]
 
 
 def rewards(*overrides):
@@ -69,17 +159,50 @@ def prompts(*fields):
     return [Prompt(number, "p" * (number + 1), (1,), each) for number, each in enumerate(fields)]
 
 
+ASKED = {"prompts": ["p"], "completions": ["c"], "fields": {}}
 ANSWERS = prompts({"answer": "5"}, {"answer": "7", "level": 2}, {}, {"answer": "1/2"})
 
 
-def test_the_sum_is_weighted():
-    with rewards("reward_functions=numeric_answer, mine:length,mine:asked,format", "reward_weights=2,-0.5,1,0",
+def test_nothing_but_answers_goes_out_and_signals_end_nothing(capfd):
+    with rewards("reward_functions=m:prints,m:judge") as judge:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(judge._worker._popen.pid, number)
+        assert judge.of(ANSWERS[:1], ["c"]).total.tolist() == [1]
+        assert judge.of(ANSWERS[:1], ["dd"]).total.tolist() == [2]
+    out, errors = capfd.readouterr()
+    assert out == ""
+    assert errors.splitlines() == ['{"rewards": [7]}', "written", "echoed"] * 2
+    assert judge._worker is None
+
+
+def test_it_ends_with_its_input_even_amid_a_call_and_takes_along_what_was_started():
+    with rewards("reward_functions=m:starts,m:sleeps") as judge:
+        worker = judge._worker
+        (started,) = worker.asked({"name": "m:starts", **ASKED}, 60)["rewards"]
+        os.write(worker._to, json.dumps({"name": "m:sleeps", **ASKED}).encode() + b"\n")
+        worker._close_pipes()
+        assert worker._popen.wait(60) == -signal.SIGKILL
+        deadline = time.monotonic() + 60
+        while _is_running(int(started)):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def _is_running(process):
+    """Whether a process is alive, not only a zombie."""
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(process)], capture_output=True, text=True, timeout=60).stdout
+    return state.strip() != "" and not state.startswith("Z")
+
+
+@pytest.mark.fast
+def test_the_sum_is_weighted_and_texts_arrive_as_they_are():
+    with rewards("reward_functions=numeric_answer, m:judge,m:asked,format", "reward_weights=2,-0.5,1,0",
                  "reward_format=[0-9]*") as judge:  # fmt: skip
         scores = judge.of([*ANSWERS[:2], ANSWERS[3]], ["is 5", "is 8!", "0.5"])
         assert {name: found.tolist() for name, found in scores.by_name.items()} == {
             "numeric_answer": [1, 0, 1],
-            "mine:length": [4, 5, 3],
-            "mine:asked": [1.5, 4, 4.5],  # keys that a line lacks are None there
+            "m:judge": [4, 5, 3],
+            "m:asked": [1.5, 4, 4.5],  # keys that a line lacks are None there
             "format": [0, 0, 0],
         }
         assert scores.total.tolist() == [2 - 2 + 1.5, -2.5 + 4, 2 - 1.5 + 4.5]
@@ -87,120 +210,82 @@ def test_the_sum_is_weighted():
         assert (scores.errors, scores.messages) == (0, [])
         nothing = judge.of([], [])
         assert nothing.total.shape == nothing.by_name["format"].shape == (0,)
+        texts = ["x" * 3_000_000, "é東\u2028\n\ud800", "", "\0"]  # more than a pipe holds
+        assert judge.of(ANSWERS, texts).by_name["m:judge"].tolist() == [3_000_000, 5, 0, 1]
         with pytest.raises(ValueError, match="1 prompts for 2 completions"):
             judge.of(ANSWERS[:1], ["a", "b"])
     with pytest.raises(ValueError, match="closed"):
         judge.of(ANSWERS[:1], ["a"])
 
 
-NONE_OF = ": no reward for 4 of 4 pairs."
-FAILURES = {
-    "raise": (4, "raised RuntimeError: no (mine.py:14)" + NONE_OF),
-    "hang": (4, "did not return within reward_timeout_seconds=1" + NONE_OF),
-    "backtrack": (4, "did not return within reward_timeout_seconds=1" + NONE_OF),
-    "silence": (4, "ended its process (signal 9)" + NONE_OF),
-    "nan": (1, "returned nan: no reward for 1 of 4 pairs."),
-    "inf": (1, "returned inf: no reward for 1 of 4 pairs."),
-    "none": (2, "returned None: no reward for 2 of 4 pairs."),
-    "huge": (2, "returned a number beyond 1e+12, the largest in size: no reward for 2 of 4 pairs."),
-    "short": (4, "returned 3 numbers for 4 pairs" + NONE_OF),
-    "text": (4, "returned a str ('good'), not a list of numbers" + NONE_OF),
-    "exit": (4, "raised SystemExit: done (mine.py:22)" + NONE_OF),
-    "crash": (4, "ended its process (exit code 5)" + NONE_OF),
-    "signal": (4, "ended its process (signal 11)" + NONE_OF),
-}
-
-
+FAILURES = {"raise": 4, "hang": 4, "backtrack": 4, "silence": 4, "nan": 1, "none": 2, "huge": 2, "short": 4, "exit": 4,
+            "crash": 4}  # fmt: skip
 ENDLESS = ("hang", "backtrack")
 
 
 @pytest.fixture(scope="module")
 def judges(directory):
     """One that continues after a failure and one that stops, each with a short and a long time-out."""
-    before = os.getcwd()  # noqa: PTH109
-    os.chdir(directory)
-    keys = ("reward_functions=mine:fails,mine:length", "reward_weights=1,10")
-    every = {
-        (policy, seconds): rewards(*keys, f"reward_error={policy}", f"reward_timeout_seconds={seconds}")
-        for policy in ("zero", "stop")
-        for seconds in (1, 30)
-    }
-    os.chdir(before)
+    keys = ("reward_functions=m:fails,m:judge", "reward_weights=1,10")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(directory)
+        every = {
+            (policy, seconds): rewards(*keys, f"reward_error={policy}", f"reward_timeout_seconds={seconds}")
+            for policy, seconds in (("zero", 1), ("zero", 30), ("stop", 30))
+        }
     yield every
     for judge in every.values():
         judge.close()
 
 
 @pytest.mark.parametrize("what", FAILURES)
-def test_what_fails_counts_nothing_and_the_run_goes_on(what, judges):
-    count, sentence = FAILURES[what]
+def test_what_fails_counts_nothing_and_the_run_goes_on_or_stops(what, judges):
+    count = FAILURES[what]
     judge = judges["zero", 1 if what in ENDLESS else 30]
     scores = judge.of(ANSWERS, [what, "b", "c", "d"])
     rest = [1e12, 1] if what == "huge" else [1] * (4 - count)
-    assert scores.by_name["mine:fails"].tolist() == [0] * count + rest
-    assert scores.by_name["mine:length"].tolist() == [len(what), 1, 1, 1]
-    assert scores.total.tolist() == (scores.by_name["mine:fails"] + 10 * scores.by_name["mine:length"]).tolist()
+    assert scores.by_name["m:fails"].tolist() == [0] * count + rest
+    assert scores.by_name["m:judge"].tolist() == [len(what), 1, 1, 1]
+    assert scores.total.tolist() == (scores.by_name["m:fails"] + 10 * scores.by_name["m:judge"]).tolist()
     assert scores.errors == count
-    assert scores.messages == [f"Reward function mine:fails {sentence}"]
-    after = judge.of(ANSWERS[:2], ["a", "b"])
-    assert (after.total.tolist(), after.errors) == ([11, 11], 0)
+    (message,) = scores.messages
+    assert message.startswith("Reward function m:fails ")
+    assert message.endswith(f": no reward for {count} of 4 pairs.")
+    if what not in ENDLESS:
+        with pytest.raises(RewardError, match=r"m:fails.*reward_error=zero"):
+            judges["stop", 30].of(ANSWERS, [what, "b", "c", "d"])
+    for each in (judge, judges["stop", 30]):
+        after = each.of(ANSWERS[:2], ["a", "b"])
+        assert (after.total.tolist(), after.errors) == ([11, 11], 0)
 
 
-@pytest.mark.parametrize("what", ["raise", "hang", "none", "crash", "exit"])
-def test_or_the_run_stops_with_the_same_words(what, judges):
-    judge = judges["stop", 1 if what in ENDLESS else 30]
-    with pytest.raises(RewardError) as stopped:
-        judge.of(ANSWERS, [what, "b", "c", "d"])
-    assert stopped.value.problems == (
-        f"Reward function mine:fails {FAILURES[what][1]} Mend it, or set reward_error=zero.",
-    )
-    assert judge.of(ANSWERS[:2], ["a", "b"]).total.tolist() == [11, 11]
-
-
-def test_each_way_of_failing_is_said_once():
-    with rewards("reward_functions=exact_answer,mine:fails") as judge:
-        scores = judge.of([*ANSWERS, *ANSWERS], ["nan", "6", "7", "1/2"] * 2)
-        assert scores.total.tolist() == [0, 1, 1, 2, 1, 1, 1, 2]
-        assert scores.errors == 3
-        assert scores.messages == [
-            "Reward function exact_answer returned None: no reward for 2 of 8 pairs.",
-            "Reward function mine:fails returned nan: no reward for 1 of 8 pairs.",
-        ]
-
-
-@pytest.mark.parametrize(("word", "seconds", "sentence"), [
-    ("x", 30, "raised ValueError: could not convert string to float: 'x' (mine.py:32)"),
-    ("crash", 30, "ended its process (exit code 5)"),
-    ("hang", 3, "did not return within its share of reward_timeout_seconds=3"),
-])  # fmt: skip
-def test_a_failure_costs_the_responses_to_one_prompt_however_many_a_call_has(word, seconds, sentence):
+@pytest.mark.parametrize(("word", "seconds"), [("x", 30), ("hang", 3)])
+def test_a_failure_costs_the_responses_to_one_prompt_however_many_a_call_has(word, seconds):
     """Which pairs count 0 decides the update, and micro_batch_size must not."""
     asked, texts = [prompt for prompt in ANSWERS for _ in range(2)], ["1", "2", "3", word, "5", "6", "7", "8"]
-    keys = ("reward_functions=mine:numbers", f"reward_timeout_seconds={seconds}")
-    with rewards(*keys) as judge:
-        for pairs in (2, 4, 8):
+    with rewards("reward_functions=m:numbers", f"reward_timeout_seconds={seconds}") as judge:
+        for pairs in (2, 8):
             calls = [slice(first, first + pairs) for first in range(0, 8, pairs)]
             scores = [judge.of(asked[call], texts[call], 2) for call in calls]
             assert np.concatenate([each.total for each in scores]).tolist() == [1, 2, 0, 0, 5, 6, 7, 8]
             assert sum(each.errors for each in scores) == 2
-        assert scores[0].messages == [f"Reward function mine:numbers {sentence}: no reward for 2 of 8 pairs."]
+        assert len(scores[0].messages) == 1
         alone = judge.of(asked, texts, 1)
         assert (alone.total.tolist(), alone.errors) == ([1, 2, 3, 0, 5, 6, 7, 8], 1)
 
 
-def test_a_function_that_hangs_everywhere_takes_twice_its_time_not_more_for_more_responses():
-    with rewards("reward_functions=mine:numbers", "reward_timeout_seconds=1") as judge:
-        waited: list[float] = []
-        asked = _Worker.asked
+def test_a_function_that_hangs_everywhere_takes_twice_its_time_not_more_for_more_responses(monkeypatch):
+    waited = []
+    asked = _Worker.asked
 
-        def timed(worker, request, limit):
-            if "completions" in request:
-                waited.append(limit)
-            return asked(worker, request, limit)
+    def timed(worker, request, limit):
+        if "completions" in request:
+            waited.append(limit)
+        return asked(worker, request, limit)
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_Worker, "asked", timed)
-            scores = judge.of([*ANSWERS, *ANSWERS], ["hang"] * 8, 2)
+    monkeypatch.setattr(_Worker, "asked", timed)
+    with rewards("reward_functions=m:numbers", "reward_timeout_seconds=1") as judge:
+        scores = judge.of([*ANSWERS, *ANSWERS], ["hang"] * 8, 2)
     assert (scores.total.tolist(), scores.errors) == ([0] * 8, 8)
     assert len(waited) == 5
     assert sum(waited) <= 2.001
@@ -211,7 +296,7 @@ def test_an_answer_that_was_not_waited_for_is_not_that_to_the_next_question():
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGALRM, interrupt)
-    with rewards("reward_functions=mine:fails") as judge:
+    with rewards("reward_functions=m:fails") as judge:
         signal.setitimer(signal.ITIMER_REAL, 0.3)
         with pytest.raises(KeyboardInterrupt):
             judge.of(ANSWERS, ["hang", "b", "c", "d"])
@@ -219,64 +304,28 @@ def test_an_answer_that_was_not_waited_for_is_not_that_to_the_next_question():
         assert judge.of(ANSWERS[:2], ["a", "b"]).total.tolist() == [1, 1]
 
 
-def test_what_is_printed_is_no_answer(capfd):
-    with rewards("reward_functions=mine:chatty") as judge:
-        assert judge.of(ANSWERS, ["a", "b", "c", "dd"]).total.tolist() == [1, 1, 1, 2]
-    assert capfd.readouterr().err == '{"rewards": [7, 7, 7, 7]}\n'
-
-
-def test_texts_larger_than_a_pipe_and_of_any_character_arrive():
-    with rewards("reward_functions=mine:length") as judge:
-        texts = ["x" * 3_000_000, "é東\u2028\n\ud800", "", "\0"]
-        assert judge.of(ANSWERS, texts).total.tolist() == [3_000_000, 5, 0, 1]
-
-
-def test_one_process_has_all_calls_and_is_gone_afterwards():
-    judge = rewards("reward_functions=mine:process")
-    first, second = (judge.of(ANSWERS, [""] * 4).total[0] for _ in range(2))
+def test_one_process_without_jax_has_all_calls_and_is_gone_afterwards():
+    judge = rewards("reward_functions=m:modules")
+    first, second = (int(judge.of(ANSWERS, [""] * 4).total[0]) for _ in range(2))
     assert first == second != os.getpid()
+    assert first, "jax is not imported"
     judge.close()
     judge.close()
     with pytest.raises(ProcessLookupError):
-        os.kill(int(first), 0)
+        os.kill(first, 0)
 
 
-@pytest.mark.parametrize(("functions", "message"), [
-    ("mine:lenght,exact_answer", "reward_functions=mine:lenght: mine has no 'lenght'. Did you mean 'length'?"),
-    ("no_such:f", "reward_functions=no_such:f: there is no module 'no_such', in "),
-    ("crashes:f", "reward_functions=crashes:f: importing them ended its process (exit code 7)."),
-])  # fmt: skip
-def test_what_cannot_be_imported_is_refused_before_a_run(functions, message, directory):
-    (directory / "crashes.py").write_text("import os; os._exit(7)")
-    with pytest.raises(UserError) as refused:
-        rewards(f"reward_functions={functions}")
-    (problem,) = refused.value.problems
-    assert problem.startswith(message)
-
-
-def test_what_can_be_imported_no_more_is_a_failure_too(directory):
+def test_what_cannot_be_imported_is_refused_before_a_run_and_a_failure_later(directory):
     module = directory / "passing.py"
+    module.write_text("import os; os._exit(7)")
+    for wrong in ("m:jugde", "passing:f"):
+        with pytest.raises(UserError, match=f"^reward_functions={wrong}"):
+            rewards(f"reward_functions={wrong}")
     module.write_text("import os\ndef f(completions): os._exit(1)")
     with rewards("reward_functions=passing:f") as judge:
         assert judge.of(ANSWERS[:1], ["a"]).errors == 1
         module.unlink()
         (message,) = judge.of(ANSWERS[:1], ["a"]).messages
-        assert message.startswith("Reward function passing:f could not be started again: reward_functions=passing:f: ")
+        assert "reward_functions=passing:f" in message
         module.write_text("def f(completions): return [3.0]")
         assert judge.of(ANSWERS[:1], ["a"]).total.tolist() == [3]
-
-
-def test_neither_process_imports_jax_for_it(directory):
-    program = (
-        "import sys\nfrom maxtext_lite.config import load_config\nfrom maxtext_lite.data.prompts import Prompt\n"
-        "from maxtext_lite.rl.rewards import Rewards\n"
-        "config = load_config('post_train/rl.yml', ['reward_functions=modules:f'])\n"
-        "with Rewards(config) as judge:\n"
-        "    print(judge.of([Prompt(0, '', (), {})], ['']).total, 'jax' in sys.modules)\n"
-    )
-    (directory / "modules.py").write_text("import sys\ndef f(completions): return ['jax' in sys.modules]")
-    started = time.monotonic()
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=directory,
-                            env=os.environ | {"PYTHONPATH": str(REPOSITORY)})  # fmt: skip
-    assert result.stdout == "[0.] False\n", result.stderr
-    assert time.monotonic() - started < 60

@@ -3,11 +3,10 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext_lite.config import Mla, RopeScaling, UserError
+from maxtext_lite.config import Mla, UserError
 from maxtext_lite.generation.sampler import Sampler
 from maxtext_lite.models import Decoder, DecoderShape, ExpertShape, Sampling
 from maxtext_lite.parallel import tree_shardings
@@ -106,15 +105,17 @@ def recomputed(shape, responses, temperature):
 
 
 @pytest.mark.parametrize(("name", "sampling"), [
-    ("llama", FREE),
-    ("llama", Sampling(temperature=1.3, top_k=4)),
-    ("llama", Sampling(temperature=0)),
+    pytest.param("llama", FREE, marks=pytest.mark.fast),
     ("gemma", Sampling(temperature=0.6, top_p=0.8)),
     ("experts", Sampling(temperature=1.4, top_k=20, top_p=0.9)),
-    ("latent", Sampling(temperature=0.7)),
+    ("latent", Sampling(temperature=0)),
 ], ids=str)  # fmt: skip
 def test_log_probabilities_are_those_that_training_finds(name, sampling, engine):
-    made = engine if name == "llama" else make_engine(SHAPES[name])
+    """With a capacity, training drops tokens of popular experts; sampling never does."""
+    shape = SHAPES[name]
+    if shape.experts:
+        shape = dataclasses.replace(shape, experts=dataclasses.replace(shape.experts, capacity_factor=0.25))
+    made = engine if name == "llama" else make_engine(shape, params=parameters(Decoder(SHAPES[name])))
     responses = made.generate(REQUESTS, sampling=sampling, max_new_tokens=MOST_NEW)
     expected = recomputed(SHAPES[name], responses, sampling.temperature or 1)
     for response, wanted in zip(responses, expected, strict=True):
@@ -126,10 +127,7 @@ def test_log_probabilities_are_those_that_training_finds(name, sampling, engine)
 
 @pytest.mark.parametrize("how", [
     {"num_slots": 1},
-    {"num_slots": 16},
     {"num_slots": 5, "refill_fraction": 0.6},
-    {"num_devices": 2, "num_slots": 6},
-    {"num_devices": 4, "fsdp": 2, "tensor": 2, "num_slots": 6},
     {"num_devices": 8, "fsdp": 2, "tensor": 2, "num_slots": 8},
 ], ids=str)  # fmt: skip
 def test_a_response_is_the_same_for_any_slots_and_devices(how, free_responses):
@@ -139,29 +137,6 @@ def test_a_response_is_the_same_for_any_slots_and_devices(how, free_responses):
     for one, two in zip(responses, free_responses, strict=True):
         # Parameters that change by half a unit in their last place move these by up to 2.6e-5.
         np.testing.assert_allclose(one.log_probabilities, two.log_probabilities, rtol=0, atol=3e-5)
-
-
-def test_experts_answer_a_request_alike_among_any_neighbours_whatever_their_capacity():
-    """With a capacity, training drops tokens of popular experts; sampling never does."""
-    narrow = dataclasses.replace(SHAPES["experts"].experts, capacity_factor=0.25)
-    shape = dataclasses.replace(SHAPES["experts"], experts=narrow)
-    params = parameters(Decoder(SHAPES["experts"]))
-    how = {"sampling": FREE, "max_new_tokens": MOST_NEW}
-    one, other = (make_engine(shape, params=params, num_slots=slots) for slots in (2, 13))
-    assert tokens(one.generate(REQUESTS, **how)) == tokens(other.generate(REQUESTS, **how))
-
-
-def test_dynamic_rotation_follows_the_length_of_each_sequence_by_itself():
-    """As `generate` does with each prompt alone, which is compared with transformers; here prompts share slots."""
-    shape = dataclasses.replace(LLAMA, rope_scaling=RopeScaling("dynamic", 4.0, original_max_position_embeddings=6))
-    made = make_engine(shape, num_slots=2)
-    sampler = Sampler(Decoder(shape), parameters(Decoder(shape)), made._mesh)
-    responses = made.generate(REQUESTS[:4], sampling=Sampling(temperature=0), max_new_tokens=MOST_NEW)
-    assert len({len(request.token_ids) for request in REQUESTS[:4]}) > 2
-    for request, response in zip(REQUESTS[:4], responses, strict=True):
-        alone = list(sampler.stream([request.token_ids], max_new_tokens=MOST_NEW, sampling=Sampling(temperature=0)))
-        assert response.token_ids == [token for _, token, _ in alone]
-        np.testing.assert_allclose(response.log_probabilities, [p for *_, p in alone], rtol=1e-5, atol=1e-5)
 
 
 def test_a_response_depends_on_its_prompt_its_key_and_the_seed_only(engine, free_responses):
@@ -177,9 +152,8 @@ def test_a_response_depends_on_its_prompt_its_key_and_the_seed_only(engine, free
     assert tokens(reseeded.generate(REQUESTS, **how)) != tokens(free_responses)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(temperature=0), Sampling(temperature=0.9, top_k=6)], ids=str)
-def test_the_sampler_that_streams_draws_the_same(sampling, engine):
-    decoder = Decoder(LLAMA)
+def test_the_sampler_that_streams_draws_the_same(engine):
+    decoder, sampling = Decoder(LLAMA), Sampling(temperature=0.9, top_k=6)
     mesh = sampling_mesh(jax.devices()[:1], {"data": 1, "fsdp": 1, "tensor": 1})
     streaming = Sampler(decoder, jax.device_put(parameters(decoder), tree_shardings(mesh, decoder.axes)), mesh)
     prompts = [request.token_ids for request in REQUESTS]
@@ -225,75 +199,18 @@ def test_a_long_response_keeps_no_slot_busy_but_its_own():
     shape, params = counting_down()
     made = make_engine(shape, params=params, stop=[STOP], num_slots=4, max_new_tokens=40)
     requests = [Request([FOREVER if number % 4 == 0 else THREE], (number,)) for number in range(24)]
-    responses = made.generate(requests, sampling=Sampling(temperature=0), max_new_tokens=40)
+    greedy = Sampling(temperature=0)
+    responses = made.generate(requests, sampling=greedy, max_new_tokens=40)
     for number, response in enumerate(responses):
         assert response.token_ids == ([FOREVER] * 40 if number % 4 == 0 else [3, 2, STOP])
         assert response.ended == (number % 4 != 0)
     assert sum(len(response.token_ids) for response in responses) == 6 * 40 + 18 * 3
     busy = 6 * 39 + 18 * 2  # the first token of each comes with its prompt
     assert busy / 4 <= made.decode_steps <= 2 * 39 + 10
+    made.generate([Request([THREE], (number,)) for number in range(3)], sampling=greedy, max_new_tokens=40)
+    assert made.decode_steps == 2, "it stops as soon as the last response has ended"
 
 
-def test_decoding_stops_as_soon_as_the_last_response_has_ended():
-    shape, params = counting_down()
-    made = make_engine(shape, params=params, stop=[STOP], num_slots=4, max_new_tokens=40)
-    made.generate([Request([THREE], (number,)) for number in range(3)], sampling=FREE, max_new_tokens=40)
-    assert made.decode_steps == 2
-
-
-@pytest.mark.parametrize(("sampling", "limit"), [
-    (Sampling(temperature=1.5), 24.3),  # chi-square that one in a thousand exceeds, with 7 degrees of freedom
-    (Sampling(temperature=1.5, top_k=3), 13.8),  # with 2
-], ids=str)  # fmt: skip
-def test_draws_follow_the_policy(sampling, limit):
-    shape, count, first = dataclasses.replace(LLAMA, vocab_size=8, num_layers=1, initializer_range=0.3), 3000, 2
-    made = make_engine(shape, num_slots=500)
-    responses = made.generate(
-        [Request([first], (1, number)) for number in range(count)], sampling=sampling, max_new_tokens=2
-    )
-    decoder = Decoder(shape)
-
-    def probabilities(prompt):
-        token = jnp.asarray([prompt])
-        x = decoder.hidden(parameters(decoder), token, jnp.ones_like(token), jnp.arange(len(prompt))[None])
-        scaled = np.asarray(decoder.logits(parameters(decoder), x)[0, -1], np.float64) / sampling.temperature
-        kept = scaled >= np.sort(scaled)[-(sampling.top_k or 8)]
-        return np.where(kept, np.exp(scaled), 0) / np.exp(scaled[kept]).sum()
-
-    def check(drawn, expected):
-        counted = np.bincount(drawn, minlength=8)
-        assert not counted[expected == 0].any()
-        likely = expected > 0
-        wanted = expected[likely] * len(drawn)
-        assert ((counted[likely] - wanted) ** 2 / wanted).sum() < limit
-
-    pairs = np.array(tokens(responses))
-    check(pairs[:, 0], probabilities([first]))
-    commonest = int(np.bincount(pairs[:, 0]).argmax())
-    check(pairs[pairs[:, 0] == commonest, 1], probabilities([first, commonest]))
-
-
-def test_an_update_changes_what_is_sampled(free_responses):
-    made = make_engine(LLAMA, num_slots=4)
-    decoder = Decoder(LLAMA)
-    mesh = sampling_mesh(jax.devices()[4:8], {"data": 2, "fsdp": 2, "tensor": 1})  # elsewhere than it samples
-    where = tree_shardings(mesh, decoder.axes)
-    how = {"sampling": FREE, "max_new_tokens": MOST_NEW}
-    made.update(jax.device_put(jax.tree.map(lambda x: -x, parameters(decoder)), where), 1)
-    assert tokens(made.generate(REQUESTS, **how)) != tokens(free_responses)
-    made.update(jax.device_put(parameters(decoder), where), 2)
-    assert tokens(made.generate(REQUESTS, **how)) == tokens(free_responses)
-
-
-def test_what_does_not_fit_is_refused(engine):
-    with pytest.raises(UserError, match=r"rollout_slots=5 is not a multiple of the 2 shards .* work: 4 or 6\."):
+def test_slots_that_devices_cannot_share_are_refused():
+    with pytest.raises(UserError, match=r"rollout_slots=5 .*: 4 or 6"):
         make_engine(LLAMA, num_devices=2, num_slots=5)
-    how = {"sampling": FREE, "max_new_tokens": MOST_NEW}
-    with pytest.raises(ValueError, match="prompts of 1 to 9 tokens; the engine takes 1 to 8"):
-        engine.generate([Request([1], (0,)), Request([1] * 9, (1,))], **how)
-    with pytest.raises(ValueError, match="prompts of 0 to 0 tokens"):
-        engine.generate([Request([], (0,))], **how)
-    with pytest.raises(ValueError, match="max_new_tokens=13; the engine gives 1 to 12"):
-        engine.generate(REQUESTS, sampling=FREE, max_new_tokens=13)
-    with pytest.raises(ValueError, match="keys are of several lengths"):
-        engine.generate([Request([1], (0,)), Request([1], (1, 2))], **how)

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import signal
+import subprocess
 import threading
 
 import jax
@@ -13,14 +15,12 @@ from maxtext_lite.rl import rollout_steps
 from maxtext_lite.rl.rewards import RewardError
 from maxtext_lite.rl.rollout import LocalEngine
 from maxtext_lite.rl.rollout_steps import train_rl
+from maxtext_lite.train_rl import main
 from maxtext_lite.training import Callback, kernel_truth, loop
 from maxtext_lite.training.loss import cross_entropy
 from maxtext_lite.training.step import ChunkedStep
-from tests.rl.conftest import evaluations, lines, steps, timeless
-
-# Two updates on each batch, a reference and importance weights: all that a batch can need after a restart.
-WHOLE = ("num_iterations=2", "grpo_beta=0.05", "rollout_correction=truncated", "ici_data_parallelism=2",
-         "ici_fsdp_parallelism=2", "ici_tensor_parallelism=2", "rollout_fsdp_parallelism=2")  # fmt: skip
+from tests.processes import SECONDS, RunFiles, environment, quick_python
+from tests.rl.conftest import RUN, WHOLE, evaluations, lines, steps, timeless
 
 
 def parameters(result):
@@ -54,24 +54,6 @@ def test_writes_what_the_interface_promises(whole):
     assert found[0]["kl"] == pytest.approx(0, abs=1e-6)
     assert found[1]["kl"] > 0
     assert found[0]["examples_hash"] == found[1]["examples_hash"] != found[2]["examples_hash"]
-
-
-def test_what_is_not_computed_plainly_is_checked_before_the_first_gradient(tmp_path, config_of, monkeypatch):
-    config = config_of(tmp_path, "num_vocab_tiling=2", "steps=2", "num_iterations=2", "eval_interval=-1")
-
-    def off(*arguments):
-        loss, sums = cross_entropy(*arguments)
-        return 1.2 * loss, sums
-
-    with monkeypatch.context() as patch:
-        patch.setattr(kernel_truth, "cross_entropy", off)
-        with pytest.raises(UserError, match=r"num_vocab_tiling=2 is further .* in result and dx and dhead"):
-            train_rl(config)
-    result = train_rl(config)  # nothing was trained before
-    assert [line["step"] for line in steps(result.run_directory)] == [1, 2]
-    (errors,) = json.loads((result.run_directory / "environment.json").read_text())["kernels"].values()
-    assert errors.keys() == {"result", "dx", "dhead"}
-    assert all(error <= bound for error, bound in errors.values())
 
 
 def test_every_pair_is_written_down(whole):
@@ -109,6 +91,15 @@ def stopped_after(monkeypatch, num_steps):
     monkeypatch.setattr(loop, "Stop", StopAfter)
 
 
+def is_the_same_run(result, whole):
+    directories = result.run_directory, whole.run_directory
+    one, other = (timeless(steps(directory)) for directory in directories)
+    assert one == other
+    for read in (evaluations, lambda directory: lines(directory, "rollouts.jsonl")):
+        assert read(directories[0]) == read(directories[1])
+    assert all(np.array_equal(a, b) for a, b in zip(parameters(result), parameters(whole), strict=True))
+
+
 def test_stopped_after_any_step_a_run_continues_to_the_same_bits(whole, tmp_path, config_of, monkeypatch, capsys):
     for here, after in ((1, 1), (1, 2), (1, 3), (9, 6)):  # within a batch, between batches, within the next
         stopped_after(monkeypatch, here)
@@ -116,20 +107,66 @@ def test_stopped_after_any_step_a_run_continues_to_the_same_bits(whole, tmp_path
         assert result.step == after
         assert result.interrupted == (after < 6)
     assert capsys.readouterr().out.count("random weights") == 1  # of the first start alone
-    assert timeless(steps(result.run_directory)) == timeless(steps(whole.run_directory))
-    assert evaluations(result.run_directory) == evaluations(whole.run_directory)
-    assert lines(result.run_directory, "rollouts.jsonl") == lines(whole.run_directory, "rollouts.jsonl")
-    assert all(np.array_equal(a, b) for a, b in zip(parameters(result), parameters(whole), strict=True))
+    is_the_same_run(result, whole)
 
 
-def test_chunks_and_meshes_change_nothing(whole, tmp_path, config_of):
-    words = ["num_iterations=2", "grpo_beta=0.05", "rollout_correction=truncated", "micro_batch_size=-1",
-             "ici_fsdp_parallelism=8"]  # fmt: skip
-    one = train_rl(config_of(tmp_path, *words, "rollout_slots=8", "steps=4", "eval_interval=-1"))
-    for line, other in zip(steps(one.run_directory), steps(whole.run_directory), strict=False):
-        assert line.get("responses_hash") == other.get("responses_hash")
-        for name in ("loss", "grad_norm", "param_norm", "kl", "token_nll"):
-            assert line[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), name
+# A module of the working directory, as a user's own rewards are. Its file `deadly` is a number of calls, in the last of
+# which the run is killed: during a rollout, as the next chunk is sampled while one is judged.
+JUDGE = """
+import os, pathlib, signal
+def low_bytes(completions):
+    deadly = pathlib.Path("deadly")
+    if deadly.exists():
+        calls = int(deadly.read_text()) - 1
+        deadly.write_text(str(calls))
+        if not calls:
+            os.kill(os.getppid(), signal.SIGKILL)
+    return [sum(character < "@" for character in text) / max(len(text), 1) for text in completions]
+"""
+
+
+def test_the_command_killed_and_ended_by_a_signal_continues_to_the_same_bits(whole, tmp_path, config_of, monkeypatch):
+    """Killed in the second of two chunks of a batch; ended by SIGTERM between two updates on one."""
+    (tmp_path / "judge.py").write_text(JUDGE)
+    words = [*RUN, *WHOLE, f"base_output_directory={tmp_path}", "reward_functions=judge:low_bytes"]
+    command = [*quick_python(), "-m", "maxtext_lite.train_rl", "post_train/rl.yml", *words]
+    how = {"env": environment(8), "cwd": tmp_path, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    (tmp_path / "deadly").write_text("5")  # three chunks of the evaluation, and two of the first batch
+    killed = subprocess.run(command, timeout=SECONDS, check=False, **how)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    run = RunFiles(tmp_path / "rl")
+    assert run.last_step == 0
+    assert (run.directory / "reference" / "checkpoints" / "0").exists()
+
+    with subprocess.Popen(command, **how) as process:
+        for line in process.stdout:
+            if line.startswith("step 1/"):
+                process.send_signal(signal.SIGTERM)
+                break
+        rest, errors = process.communicate(timeout=SECONDS)
+    assert process.returncode == 75, errors
+    assert "SIGTERM" in rest
+    assert run.checkpoints[-1] == run.last_step < 6
+    (tmp_path / "deadly").unlink()
+    monkeypatch.chdir(tmp_path)
+    is_the_same_run(train_rl(config_of(tmp_path, *WHOLE, "reward_functions=judge:low_bytes")), whole)
+
+
+def test_a_non_finite_loss_ends_with_3(tmp_path, capsys):
+    words = [*RUN, *WHOLE, "learning_rate=1e30", "eval_interval=-1", f"base_output_directory={tmp_path}"]
+    assert main(["post_train/rl.yml", *words]) == 3
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: step ")
+
+
+def test_what_is_not_computed_plainly_is_checked_before_the_first_gradient(tmp_path, config_of, monkeypatch):
+    def off(*arguments):
+        loss, sums = cross_entropy(*arguments)
+        return 1.2 * loss, sums
+
+    monkeypatch.setattr(kernel_truth, "cross_entropy", off)
+    with pytest.raises(UserError, match="num_vocab_tiling=2"):
+        train_rl(config_of(tmp_path, *WHOLE, "num_vocab_tiling=2", "eval_interval=-1"))
+    assert not steps(tmp_path / "rl")
 
 
 def test_what_makes_a_batch_of_pairs_stays_what_the_run_began_with(whole, config_of):
@@ -140,32 +177,19 @@ def test_what_makes_a_batch_of_pairs_stays_what_the_run_began_with(whole, config
     assert asked == ["num_generations=2", "num_iterations=1"]
 
 
-def test_what_responses_are_written_down_follows_the_terminal(tmp_path, config_of):
-    """The first batch, those whose steps have a line there, and the last."""
-    words = ["num_iterations=2", "steps=10", "log_period=6", "eval_interval=-1", "ici_fsdp_parallelism=8"]
-    seen = []
-
-    class Seen(Callback):
-        def after_step(self, step, record, state):
-            seen.append((step, record["loss"]))
-
-    config = config_of(tmp_path, *words, "enable_checkpointing=false", "profiler_steps=1")
-    result = train_rl(config, callbacks=[Seen()])
-    assert seen == [(line["step"], line["loss"]) for line in steps(result.run_directory)]
-    assert {pair["step"] for pair in lines(result.run_directory, "rollouts.jsonl")} == {1, 5, 9}
-    assert list((result.run_directory / "tensorboard" / "plugins" / "profile").rglob("*.xplane.pb"))
-
-
-def test_within_a_batch_its_chunks_stay_as_they_are(whole, tmp_path, config_of):
+def test_within_a_batch_its_chunks_stay_as_they_are_and_a_restart_needs_the_reference(whole, tmp_path, config_of):
     """Step 5 is the first of two updates on its batch."""
     run = tmp_path / whole.run_directory.name
     shutil.copytree(whole.run_directory, run)
     shutil.rmtree(run / "checkpoints" / "6")
-    with pytest.raises(UserError, match=r"saved between two updates on one batch.*after that batch they may change"):
+    with pytest.raises(UserError, match="between two updates on one batch"):
         train_rl(config_of(tmp_path, *WHOLE, "micro_batch_size=4"))
+    shutil.rmtree(run / "reference")
+    with pytest.raises(UserError, match=r"grpo_beta=0\.05"):
+        train_rl(config_of(tmp_path, *WHOLE))
 
 
-def test_devices_of_their_own_sample_while_others_train(tmp_path, config_of, monkeypatch):
+def test_devices_of_their_own_sample_while_others_train_and_change_nothing(whole, tmp_path, config_of, monkeypatch):
     """Each waits until the other is running: one after the other, they would deadlock."""
     sampling, training = threading.Event(), threading.Event()
     generate = LocalEngine.generate
@@ -173,7 +197,7 @@ def test_devices_of_their_own_sample_while_others_train(tmp_path, config_of, mon
 
     def generate_beside(self, requests, **how):
         devices["sampler"] = set(self._mesh.devices.flat)
-        if requests[0].key[:2] == (0, 2):  # the second chunk of the first batch
+        if requests[0].key[:2] == (0, 1):  # the second chunk of the first batch
             sampling.set()
             assert training.wait(120), "no training meanwhile"
         return generate(self, requests, **how)
@@ -193,21 +217,26 @@ def test_devices_of_their_own_sample_while_others_train(tmp_path, config_of, mon
 
     monkeypatch.setattr(LocalEngine, "generate", generate_beside)
     monkeypatch.setattr(rollout_steps, "ChunkedStep", StepBeside)
-    result = train_rl(
-        config_of(
-            tmp_path, "trainer_devices_fraction=0.5", "sampler_devices_fraction=0.5", "steps=2", "eval_interval=-1"
-        )
+    words = ["num_iterations=2", "grpo_beta=0.05", "rollout_correction=truncated", "steps=4", *WHOLE[-2:]]
+    config = config_of(
+        tmp_path, *words, "micro_batch_size=4", "trainer_devices_fraction=0.5", "sampler_devices_fraction=0.5"
     )
+    result = train_rl(config)
     assert devices["trainer"] | devices["sampler"] == set(jax.devices())
     assert not devices["trainer"] & devices["sampler"]
-    first, _ = steps(result.run_directory)
-    assert first["overlap_fraction"] > 0
+    found = steps(result.run_directory)
+    assert found[0]["overlap_fraction"] > 0
     phases = {
         (name, chunk): (start, stop)
         for name, chunk, start, stop in lines(result.run_directory, "timeline.jsonl")[0]["phases"]
     }
     (train_start, train_stop), (start, stop) = phases["train", 0], phases["rollout", 1]
     assert max(train_start, start) < min(train_stop, stop)
+    assert evaluations(result.run_directory)[0] == evaluations(whole.run_directory)[0]
+    for line, other in zip(found, steps(whole.run_directory), strict=False):
+        assert line.get("responses_hash") == other.get("responses_hash")
+        for name in ("loss", "grad_norm", "param_norm", "kl", "token_nll"):
+            assert line[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), name
 
 
 def failing(completions):
@@ -216,29 +245,37 @@ def failing(completions):
 
 def test_a_reward_that_fails_counts_nothing_or_ends_the_run(tmp_path, config_of, monkeypatch, capsys):
     monkeypatch.setattr(rollout_steps, "_EQUAL_BATCHES", 2)
-    words = [
-        "reward_functions=tests.rl.test_rollout_steps:failing",
-        "steps=3",
-        "eval_interval=-1",
-        "ici_fsdp_parallelism=8",
-    ]
+    words = [*WHOLE, "reward_functions=tests.rl.test_rollout_steps:failing", "eval_interval=-1"]
     result = train_rl(config_of(tmp_path, *words))
     line, *_ = steps(result.run_directory)
-    said = capsys.readouterr().out
-    assert said.count("in the last 2 batches all responses to the same prompt had equal rewards") == 1
-    assert said.count("the policy begins with random weights: load_parameters_path names no model") == 1
-    assert (line["reward"], line["reward_errors"], line["equal_reward_groups"], line["grad_norm"]) == (0, 16, 1, 0)
+    assert capsys.readouterr().out.count("in the last 2 batches all responses to the same prompt") == 1
+    assert (line["reward"], line["reward_errors"], line["equal_reward_groups"]) == (0, 16, 1)
+    assert line["grad_norm"] == pytest.approx(0, abs=1e-6)  # of the KL divergence
     with pytest.raises(RewardError, match=r"failing.*no opinion"):
         train_rl(config_of(tmp_path, *words, "reward_error=stop", "run_name=stops"))
 
 
-def test_with_lora_the_reference_is_the_frozen_model(tmp_path, config_of):
-    words = ["lora_rank=2", "grpo_beta=0.1", "steps=3", "eval_interval=-1", "ici_fsdp_parallelism=8"]
-    result = train_rl(config_of(tmp_path, *words))
+def test_with_lora_the_reference_is_the_frozen_model_and_a_long_run_writes_few_responses(tmp_path, config_of):
+    """The first batch, those whose steps have a line on the terminal, and the last."""
+    seen = []
+
+    class Seen(Callback):
+        def after_step(self, step, record, state):
+            seen.append((step, record["loss"]))
+
+    words = [*WHOLE, "lora_rank=2", "steps=10", "log_period=6"]
+    more = ["enable_checkpointing=false", "profiler_steps=1", "eval_interval=-1", "num_vocab_tiling=2"]
+    result = train_rl(config_of(tmp_path, *words, *more), callbacks=[Seen()])
+    found = steps(result.run_directory)
     assert not (result.run_directory / "reference").exists()
-    first, second, third = steps(result.run_directory)
-    assert first["kl"] == pytest.approx(0, abs=1e-7)
-    assert 0 < second["kl"] < third["kl"]
+    assert found[0]["kl"] == pytest.approx(0, abs=1e-7)
+    assert 0 < found[1]["kl"] < found[3]["kl"]
+    assert seen == [(line["step"], line["loss"]) for line in found]
+    assert {pair["step"] for pair in lines(result.run_directory, "rollouts.jsonl")} == {1, 5, 9}
+    assert list((result.run_directory / "tensorboard" / "plugins" / "profile").rglob("*.xplane.pb"))
+    (errors,) = json.loads((result.run_directory / "environment.json").read_text())["kernels"].values()
+    assert errors.keys() == {"result", "dx", "dhead"}
+    assert all(error <= bound for error, bound in errors.values())
 
 
 @pytest.mark.parametrize(("words", "seconds"), [
