@@ -24,7 +24,7 @@ def run(tmp_path):
 
     def made(*words):
         directory = write_run(tmp_path / "run", [*LINES[:2], eval_line(2, 3.9), LINES[2]], [*ADAM, *words])
-        (directory / "checkpoints" / "2").mkdir(parents=True)
+        (directory / "checkpoints" / "2").mkdir(parents=True, exist_ok=True)
         (directory / "checkpoints" / "2" / "array").write_text("of step 2")
         return directory
 

@@ -14,6 +14,9 @@ RUN = (*TINY, "dataset_type=synthetic", "eval_interval=2", "eval_steps=1", "chec
        "learning_rate_schedule=constant", "per_device_batch_size=1", "steps=7")  # fmt: skip
 
 
+LATE = ["eval_interval=100"]
+
+
 class Seen(Callback):
     """Notes what it sees, and ends the run at its first event of a kind, or after a step."""
 
@@ -72,14 +75,15 @@ def test_a_run_ends_evaluated_and_saved_and_goes_on_as_if_it_had_not_ended(whole
     legs = [
         ({"ends_at": "evaluation"}, (), ["step 1", "step 2", "evaluation 2", "checkpoint 2"]),
         ({"ends_at": "evaluation"}, (), ["evaluation 2"]),  # that a start makes up for
-        ({"ends_after": 3, "wants_state": True}, (), ["step 3", "evaluation 3", "checkpoint 3"]),
-        ({"ends_after": 4}, ["eval_interval=100"], ["step 4", "checkpoint 4", "step 5", "checkpoint 5", "evaluation 5"]),
-        ({"ends_at": "checkpoint"}, ["eval_interval=100"], ["step 6", "checkpoint 6", "evaluation 6"]),
+        ({"ends_after": 3}, (), ["step 3", "step 4", "evaluation 4", "checkpoint 4"]),
+        ({"ends_after": 5, "wants_state": True}, (), ["step 5", "evaluation 5", "checkpoint 5"]),
+        ({"ends_at": "checkpoint"}, LATE, ["step 6", "checkpoint 6", "evaluation 6"]),
         ({}, (), ["step 7", "evaluation 7", "checkpoint 7"]),
     ]
     for ends, words, want in legs:
         if want == ["evaluation 2"]:
-            (result.run_directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:2]))
+            path = tmp_path / "default" / "metrics.jsonl"
+            path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
         seen = Seen(**ends)
         result, lines = trained(tmp_path, seen, words=words)
         assert sorted(seen.events) == sorted(want)

@@ -328,7 +328,7 @@ def test_frozen_parameters_are_saved_once_and_adapters_come_back_beside_them(tmp
         load_parameters(tmp_path, plain.abstract.params, "key")
 
 
-# ---- Parameters alone ------------------------------------------------------------------------------------------------
+# ---- Parameters alone --------------------------------------------------------------------------
 
 
 def test_parameters_load_from_any_intact_checkpoint_and_a_damaged_one_is_passed_over_with_a_note(saved, copy, capsys):

@@ -124,7 +124,10 @@ def test_it_is_compiled_for_the_state_and_batches_of_the_run(overrides, make):
     assert {array.sharding for array in batch.values()} == {sharding(where, TRAIN_BATCH_AXES)}
     assert mesh == where.abstract_mesh
     assert precision == "highest"  # TINY's, not the thread's own
-    assert (number and (number.shape, number.dtype.name)) == (((), "int32") if overrides else None)
+    if overrides:
+        assert (number.shape, number.dtype.name) == ((), "int32")
+    else:
+        assert number is None
 
 
 def test_an_error_in_the_background_reaches_who_needs_the_executable(make):

@@ -141,7 +141,8 @@ def test_of_many_at_once_one_holds_it(run, tmp_path):
     for dead in (False, True, True, True):
         if dead:
             leave(tmp_path, started="12345")  # which is where those of the disk look
-        contenders, got, start = [Lease(run, Failures(), renewal_seconds=60) for _ in range(5)], [], threading.Barrier(5)
+        contenders = [Lease(run, Failures(), renewal_seconds=60) for _ in range(5)]
+        got, start = [], threading.Barrier(5)
 
         def contend(contender, got=got, start=start):
             start.wait()
@@ -200,7 +201,7 @@ def test_to_wait_for_another_hosts_lease_is_no_hang_and_other_hosts_hold_none(tm
     assert not (tmp_path / "elsewhere").exists()
 
 
-# ---- The files, on a file system and in a bucket -------------------------------------------------------------------------
+# ---- The files, on a file system and in a bucket -----------------------------------------------
 
 
 def test_a_lease_is_made_once_renewed_while_it_is_there_and_removed(run):

@@ -88,7 +88,7 @@ def test_loss_and_gradient_of_answers_are_those_of_transformers(tmp_path, monkey
     assert np.abs(gradient - want).max() <= 1e-4 * np.abs(want).max()
 
 
-# ---- DPO -------------------------------------------------------------------------------------------------------------
+# ---- DPO ---------------------------------------------------------------------------------------
 
 EXAMPLES, MOST_PAIRS = 8, 3
 DPO = ("dataset_type=dpo", "dpo_beta=0.3", "dpo_label_smoothing=0.1", "optimizer=sgd", "gradient_clipping_threshold=0")

@@ -1,7 +1,6 @@
 """Schedules at their corners and across resumes; optimizers against formulas in float64; what weight decay touches."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -120,7 +119,7 @@ def test_a_restart_in_a_ramp_leaves_the_schedule_as_it_is(unit):
     assert (seen, float(schedule(step, progress_of(seen)))) == (64, 0)
 
 
-# ---- Optimizers ------------------------------------------------------------------------------------------------------
+# ---- Optimizers --------------------------------------------------------------------------------
 
 RNG = np.random.default_rng(0)
 AXES = {
@@ -178,7 +177,8 @@ def step_of(name, m, v, g, t):
 
 @pytest.mark.fast
 @pytest.mark.parametrize(
-    ("name", "clipping", "decays_all"), [("adamw", 0.5, False), ("sgd", 3.0, True), ("sgd", 0, False), ("lion", 0, False)]
+    ("name", "clipping", "decays_all"),
+    [("adamw", 0.5, False), ("sgd", 3.0, True), ("sgd", 0, False), ("lion", 0, False)],
 )
 def test_three_steps_are_those_of_the_formula(name, clipping, decays_all):
     """Clipped by the norm of all gradients together; norms and embeddings are decayed only where it is asked for."""

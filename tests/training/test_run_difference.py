@@ -34,7 +34,7 @@ def run(tmp_path):
     config = {"dataset_path": f"{tmp_path}/a.txt", "max_target_length": 32, "eval_fraction": 0.0,
               "eval_interval": -1, "data_shuffle_seed": 5}  # fmt: skip
 
-    def make(lines=(line(1),)):
+    def make(lines=LINES[:1]):
         directory = tmp_path / f"run{len(list(tmp_path.iterdir()))}"
         directory.mkdir()
         (directory / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
@@ -93,7 +93,7 @@ def test_within_a_tolerance_splits_and_roundings_agree_but_counts_and_hashes_mus
 def test_runs_without_a_common_step_and_no_runs_are_refused(run, tmp_path):
     with pytest.raises(UserError, match="no step in common"):
         compare_metrics((run(), run([line(2)])), 0.0)
-    with pytest.raises(UserError, match="RUN_DIR=.*none"):
+    with pytest.raises(UserError, match=r"RUN_DIR=.*none"):
         compare_metrics((run(), tmp_path / "none"), 0.0)
 
 

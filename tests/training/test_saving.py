@@ -46,7 +46,7 @@ def os_error(number, path=None):
     return OSError(number, os.strerror(number), path)
 
 
-# ---- The name ----------------------------------------------------------------------------------------------------------
+# ---- The name ----------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=["disk", "bucket"])
@@ -103,7 +103,7 @@ def test_one_set_aside_is_kept_until_its_step_is_saved_again(parent):
     assert (parent / "7" / "params" / "w").read_text() == "whole"
 
 
-# ---- The checksums -----------------------------------------------------------------------------------------------------
+# ---- The checksums -----------------------------------------------------------------------------
 
 FILES = {
     "about/metadata": b"{}",
@@ -183,7 +183,7 @@ def with_checksum(directory, text):
     (directory / part_name(0, 1)).write_bytes(text + f"# sha256 of the lines above: {own}\n".encode())
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.text(max_size=10) | SCALARS.map(lambda name: f"{'0' * 64}  {name}"), max_size=4))
 def test_any_file_of_checksums_is_one_or_damaged(directory, lines):
     with_checksum(directory, "".join(f"{line}\n" for line in lines).encode("utf-8", "surrogatepass"))
@@ -198,12 +198,13 @@ def test_a_checksum_of_a_file_elsewhere_is_refused(directory, name):
         read_manifest(directory)
 
 
-# ---- A save, and the check of one --------------------------------------------------------------------------------------
+# ---- A save, and the check of one --------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def items():
-    return {"params": ocp.args.StandardSave({"w": jax.device_put(np.arange(8.0))}), "about": ocp.args.JsonSave({"format": 3})}
+    params = ocp.args.StandardSave({"w": jax.device_put(np.arange(8.0))})
+    return {"params": params, "about": ocp.args.JsonSave({"format": 3})}
 
 
 @pytest.fixture

@@ -42,7 +42,8 @@ def steps_of(directory):
 
 def test_a_run_that_finds_guilty_rows_ends_in_the_bits_of_one_that_was_told(words, bucket, tmp_path, capsys):
     """The first in a bucket, where its list is written and read."""
-    found = train(load_config(None, [*words, f"base_output_directory={bucket}", "run_name=found", "max_loss_spike=1.5"]))
+    own = [f"base_output_directory={bucket}", "run_name=found", "max_loss_spike=1.5"]
+    found = train(load_config(None, [*words, *own]))
     said = capsys.readouterr().out
     assert [line.split()[1] for line in said.splitlines() if "the run goes back" in line] == ["25", "27"]
     text = (bucket / "found" / "excluded_rows.jsonl").read_text()
@@ -84,7 +85,7 @@ def test_a_run_that_comes_to_other_rows_ends_there(monkeypatch, tmp_path):
     """The checkpoint from which its batch changed was damaged since."""
     monkeypatch.setattr(spikes, "_leads_to", lambda *_: False)
     run = types.SimpleNamespace(checkpointer=None, restore_or_init=lambda: (None, Counts(16)), mixtures=[])
-    with pytest.raises(NoWayBack, match="step 25 .*step 16") as spike:
+    with pytest.raises(NoWayBack, match=r"step 25 .*step 16") as spike:
         spikes.leave_out_guilty(run, None, place=Place(25, 192, []), limit=1.0)
     with pytest.raises(NoWayBack):
         refuse_to_go_back(run_of(tmp_path, "exclude", []), spike.value)
@@ -147,5 +148,5 @@ def test_a_run_goes_back_a_few_times_only(tmp_path):
     refuse_to_go_back(run_of(tmp_path, "exclude", [1] * 9 + [100] * (MOST - 1)), spike)  # long ago does not count
     with pytest.raises(LossSpike, match="gone back 5 times"):
         refuse_to_go_back(run_of(tmp_path, "exclude", [98, 98, 99, 100, 100]), spike)
-    with pytest.raises(LossSpike, match="loss 9$"):
+    with pytest.raises(LossSpike, match=r"loss 9$"):
         refuse_to_go_back(run_of(tmp_path, "stop", []), spike)

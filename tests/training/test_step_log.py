@@ -32,10 +32,10 @@ def opened(tmp_path_factory):
 @pytest.fixture
 def log_of(opened, monkeypatch):
     """A function from counts and changed keys to a step log that writes metrics.jsonl."""
-    logs = []
+    logs, config = [], opened.config
 
     def make(counts=Counts(), **changed):  # noqa: B008 - it is frozen
-        monkeypatch.setattr(opened, "config", opened.config.model_copy(update=changed))
+        monkeypatch.setattr(opened, "config", config.model_copy(update=changed))
         logs.append(MetricsLog(opened.directory, 0, opened.failures))
         return StepLog(opened, Terminal(log_period=1, quiet=True), logs[-1], counts)
 

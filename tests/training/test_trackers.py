@@ -80,8 +80,9 @@ def test_a_service_is_given_the_config_and_each_record_and_a_run_that_goes_on_is
         assert params["steps"] == 7
         assert service.calls("log_metrics")[0] == ((NUMBERS,), {"step": 4, "run_id": "abc", "synchronous": False})
     words = ["rollout_engine=http", "rollout_url=http://me:secret@here:8000"]
+    (tmp_path / "rl").mkdir()
     service = Service()
-    tracker(service, load_config("configs/post_train/rl.yml", words), tmp_path, pytest.fail)
+    tracker(service, load_config("configs/post_train/rl.yml", words), tmp_path / "rl", pytest.fail)
     assert "http://***@here:8000" in repr(service.asked)
     assert "secret" not in repr(service.asked)
 
@@ -105,7 +106,7 @@ def test_a_service_that_is_gone_ends_no_run_but_one_that_refuses_it_at_its_start
     tracker.close()
     assert (len(service.calls("log")), len(service.calls("finish")), len(said)) == (1, 0, 1)
     monkeypatch.setitem(sys.modules, "wandb", service)
-    with pytest.raises(UserError, match="^log_to=wandb"):
+    with pytest.raises(UserError, match=r"^log_to=wandb"):
         open_trackers(config("log_to=tensorboard,wandb"), tmp_path, 0, Failures(), {}, pytest.fail)
 
 
