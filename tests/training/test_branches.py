@@ -63,14 +63,6 @@ def test_adam_keeps_the_decays_of_the_run_in_a_ramp_those_of_its_full_batch(run)
     assert make_plan(second, num_devices=1).adam_b2 == pytest.approx(1 - 2 * 4 * 0.1)
 
 
-@pytest.mark.parametrize(
-    ("words", "rule"), [(("num_epochs=1", "steps=-1", "last_batch=train"), None), (SCALED, "linear"), (SCALED, "none")]
-)
-def test_what_only_the_run_can_have_is_left_to_it(words, rule, run):
-    for branch in branches(run(*words), rule=rule).all:
-        assert make_plan(branch.config, num_devices=1).global_batch_to_train == branch.sizes.batch
-
-
 def test_a_run_is_copied_up_to_the_step_once_and_stays_as_it_is(run):
     source = run()
     beside = {"reference.npz": b"of DPO", "excluded_rows.jsonl": b"", "hf/config.json": b"of its model"}
@@ -135,16 +127,3 @@ def test_losses_are_means_over_the_same_last_examples_without_those_that_are_not
 def test_what_cannot_be_branched_is_refused(words, asked, error, run):
     with pytest.raises(UserError, match=error):
         branches(run(*words), **asked)
-
-
-@pytest.mark.parametrize(
-    ("rates", "said"), [((0.2, 0.1, 0.0), "works: 2"), ((0.0, 0.0, 0.0), "No checkpoint"), ((None,) * 3, "not known")]
-)
-def test_nothing_branches_off_a_step_without_a_learning_rate(rates, said, tmp_path):
-    """The newest checkpoint of a run whose schedule ends at 0 is one."""
-    lines = [step_line(step, learning_rate=rate) for step, rate in enumerate(rates, start=1)]
-    directory = write_run(tmp_path / "run", lines, ADAM)
-    for step in (1, 2, 3):
-        (directory / "checkpoints" / str(step)).mkdir(parents=True)
-    with pytest.raises(UserError, match=rf"--step=3: .*{said}"):
-        branches(directory, step=3)

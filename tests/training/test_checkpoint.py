@@ -5,7 +5,6 @@ import functools
 import itertools
 import json
 import math
-import resource
 import shutil
 import threading
 
@@ -20,14 +19,11 @@ from maxtext_lite.training.checkpoint import OWN, Checkpointer, CheckpointReader
 from maxtext_lite.training.optimizer import make_optimizer
 from maxtext_lite.training.parameter_files import (
     StageLayout,
-    check_start,
     layer_dims_of,
-    load_adapters,
     load_parameters,
     save_parameters,
     whole_checkpoint,
 )
-from maxtext_lite.training.state import abstract_on_mesh
 from tests.training.conftest import COUNTS, TINY
 
 NEXT = dataclasses.replace(COUNTS, step=8)
@@ -115,11 +111,6 @@ def test_another_run_is_refused_by_the_one_key_that_says_so(began, overrides, sa
     assert len(refusal.value.problems) == 1
 
 
-def test_a_part_passed_from_python_is_asked_for_again(saved):
-    with pytest.raises(UserError, match=r"without model=\.\.\."):
-        restored_as(*saved, fingerprint(config_of(), "text", None) | {"model": OWN})
-
-
 def test_what_does_not_change_the_model_may_change(saved):
     directory, it = saved
     now = ["steps=99", "learning_rate=1e-5", "gradient_accumulation_steps=2", "weight_decay=0", "seed=5",
@@ -153,18 +144,6 @@ def test_whichever_file_of_the_newest_is_damaged_it_is_named_and_the_one_before_
         checkpointer.close()
         assert f"step 7 is damaged: {file}" in said[0] or (how, str(file)) == ("gone", "sha256.0-of-1")
         assert names_in(run) == ["6", "damaged-7"]
-
-
-def test_after_a_damaged_checkpoint_the_one_before_comes_back_to_the_bit(saved, copy):
-    data = max((copy / "checkpoints" / "7" / "params").rglob("d/*"), key=lambda path: path.stat().st_size)
-    DAMAGES["a flipped bit"](data)
-    checkpointer = opened(copy, "max_num_checkpoints_to_keep=1")
-    state, counts = checkpointer.restore(saved[1].abstract)
-    assert counts.step == 6
-    same(state.params, doubled(saved[1]))
-    checkpointer.save(state, dataclasses.replace(counts, step=7))  # the name is free
-    checkpointer.close()
-    assert names_in(copy) == ["7", "damaged-7"]
 
 
 def test_where_all_are_damaged_nothing_is_renamed_and_the_run_does_not_start_over(copy):
@@ -217,23 +196,6 @@ def test_the_older_checkpoint_stays_until_the_newer_one_has_its_checksums(saved,
     may_hash.set()
     checkpointer.close()
     assert names_in(copy) == ["8"]
-
-
-def test_a_checkpoint_that_cannot_be_written_is_one_sentence_with_what_is_safe(saved, copy, capfd):
-    """A limit on file sizes stands in for a full disk: Orbax's own threads hit it."""
-    checkpointer = opened(copy)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2_000, before[1]))
-        checkpointer.save(saved[1].state(), NEXT)
-        with pytest.raises(UserError, match=r"unfinished-8\S* .*safe: the checkpoint of step 7") as refusal:
-            checkpointer.wait()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    checkpointer.close()
-    assert len(refusal.value.problems) == 1
-    assert "Traceback" not in capfd.readouterr().err
-    assert {"6", "7"} == {name for name in names_in(copy) if name.isdigit()}
 
 
 def test_checkpoints_of_earlier_versions_are_read_with_a_note_and_those_of_later_ones_refused(saved, copy):
@@ -317,9 +279,6 @@ def test_frozen_parameters_are_saved_once_and_adapters_come_back_beside_them(tmp
     added = 3 * np.einsum("LDr,LrNH->LDNH", *(pair[name].astype(np.float64) for name in "ab"))
     np.testing.assert_allclose(loaded["layers"]["attention"]["query"], query + added, rtol=1e-6, atol=1e-6)
     same(loaded["layers"]["mlp"]["up"], want.frozen["layers"]["mlp"]["up"])
-    lora, alone = load_adapters(tmp_path / "checkpoints" / "8", plain.mesh)
-    assert lora == it.decoder.shape.lora
-    same(alone, want.params)
     for keys in (LORA[:1], (*LORA, "lora_alpha=7")):
         with pytest.raises(UserError, match=r"lora_(rank=0|alpha=7) contradicts"):
             restored_as(tmp_path, it, fingerprint(config_of(*keys), "text", None))
@@ -368,23 +327,6 @@ def test_parameters_alone_are_written_over_and_begun_from_but_not_continued(save
     with pytest.raises(UserError, match="load_parameters_path"):
         checkpointer.restore(it.abstract)
     checkpointer.close()
-
-
-def test_a_run_that_resumes_is_told_that_it_needs_its_origin_no_longer(tmp_path):
-    words = [f"load_parameters_path={tmp_path}/gone", "base_emb_dim=128"]
-    check_start(load_config(None, ["base_emb_dim=128"]), resumes=False)
-    rl = load_config("post_train/rl.yml", words)  # its reference may be there
-    for config, resumes in ((load_config(None, words), False), (load_config(None, words), True), (rl, True)):
-        with pytest.raises(UserError, match="load_parameters_path") as refused:
-            check_start(config, resumes=resumes)
-        assert ("load_parameters_path= (empty)" in str(refused.value)) == (resumes and config is not rl)
-
-
-def test_parameters_that_a_mesh_does_not_split_evenly_are_refused_by_name(setup):
-    ones = dict.fromkeys(MESH_AXES, 1)
-    mesh = make_mesh(ones | {"tensor": 4}, ones, jax.devices()[:4])
-    with pytest.raises(UserError, match=r"key.*tensor=4"):
-        abstract_on_mesh(setup().decoder, mesh, "tensor=4. Nearest that works: 2.")
 
 
 def test_stacks_of_two_kinds_of_layers_are_dealt_each_by_its_own_length():

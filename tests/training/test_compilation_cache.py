@@ -1,9 +1,5 @@
 """A start finds what an earlier one compiled for the same program, and trains to the same bits."""
 
-import contextlib
-import os
-import time
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -71,40 +67,3 @@ def test_programs_are_read_without_keeping_others(tmp_path):
     jax.clear_caches()
     cube(X)
     assert len(list(kept.iterdir())) > len(entries)
-
-
-def test_a_directory_that_the_user_named_stays_and_a_bucket_has_none(tmp_path):
-    keep_compiled(load_config(None, ["base_output_directory=gs://there/runs", "run_name=a"]))
-    assert jax.config.jax_compilation_cache_dir is None
-    jax.config.update(KEYS[0], str(tmp_path / "mine"))
-    keep_compiled(config(tmp_path))
-    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "mine")
-
-
-def test_an_entry_counts_once_it_is_whole(tmp_path, monkeypatch):
-    def cut_short(path, value, write=Path.write_bytes):
-        write(path, value[: len(value) // 2])
-        raise OSError("killed")
-
-    keep_compiled(config(tmp_path))
-    for killed in (True, False):
-        with monkeypatch.context() as patched, contextlib.ExitStack() as warned:
-            if killed:
-                patched.setattr(Path, "write_bytes", cut_short)
-                warned.enter_context(pytest.warns(UserWarning, match="killed"))
-            jax.clear_caches()
-            jax.jit(lambda x: x * 5 + 1)(X)
-        assert bool([*tmp_path.rglob("jit__lambda*-cache")]) != killed
-    assert not [*tmp_path.rglob("*-cache.*")]  # nor does a full disk keep the part
-
-
-def test_a_start_removes_the_parts_that_killed_ones_left(tmp_path):
-    keep_compiled(config(tmp_path))
-    kept = Path(jax.config.jax_compilation_cache_dir)
-    kept.mkdir(parents=True)
-    for name, age in (("old-cache", 1e9), ("old-cache.7", 4000), ("old-cache.7-ab.partial", 4000), ("new-cache.8", 0)):
-        (kept / name).write_bytes(b"x")
-        os.utime(kept / name, (time.time() - age,) * 2)
-    jax.config.update(KEYS[0], None)
-    keep_compiled(config(tmp_path))
-    assert {path.name for path in kept.iterdir()} == {"old-cache", "new-cache.8"}

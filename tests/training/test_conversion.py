@@ -8,8 +8,7 @@ import pytest
 import safetensors.numpy
 
 from maxtext_lite.config import UserError, load_config
-from maxtext_lite.config.hf.model_directory import config_of_run, hf_config
-from maxtext_lite.data.chat import ChatTemplate, chat_template
+from maxtext_lite.data.chat import ChatTemplate
 from maxtext_lite.training import train
 from maxtext_lite.training.conversion import export_directory, import_directory
 from tests.hf.test_carried import USER, save_words
@@ -72,22 +71,3 @@ def test_a_run_goes_out_with_its_own_tokenizer_and_template_from_any_directory(c
         with pytest.raises(UserError, match=word.partition("=")[0]):
             export_directory(run, tmp_path / "nothing", [word], merge_lora=None)
     assert not list((tmp_path / "nothing").glob("*"))
-
-
-def test_adapters_go_out_with_a_template_of_their_own_and_name_their_base(chatting, tmp_path, monkeypatch):
-    directory, keys = chatting
-    first = directory / "runs" / "first"
-    monkeypatch.chdir(directory)
-    export_directory(first, tmp_path / "base", [], merge_lora=None)
-    (tmp_path / "new.jinja").write_text("{% for m in messages %}new {{ m.content }} {% endfor %}")
-    lora = ["lora_rank=2", f"load_parameters_path={tmp_path / 'base'}", f"chat_template={tmp_path / 'new.jinja'}"]
-    run = train(load_config(None, [*keys, *lora, "run_name=new"])).run_directory
-    export_directory(run, tmp_path / "new", [], merge_lora=None)
-    about = tmp_path / "new" / "adapter_config.json"
-    assert json.loads(about.read_text())["base_model_name_or_path"] == str(tmp_path / "base")
-    import_directory(tmp_path / "new", tmp_path / "merged", [])
-    for path, find in (("new", hf_config), ("merged", config_of_run)):
-        assert chat_template(find(tmp_path / path)).render(USER) == "new hi ", path
-    about.write_text(about.read_text().replace(str(tmp_path / "base"), str(first)))
-    with pytest.raises(UserError, match="convert export"):  # the base is a run
-        hf_config(tmp_path / "new")

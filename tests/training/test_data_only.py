@@ -34,18 +34,6 @@ def test_the_ids_of_each_step_are_those_of_the_order_also_in_a_ramp(tmp_path, ca
     assert not (tmp_path / "runs").exists()
 
 
-def test_ids_of_a_mixture_name_the_source(tmp_path, capsys):
-    for name in "ab":
-        (tmp_path / f"{name}.txt").write_text(f"{name}bc " * 400)
-    sources = f"[{{path: {tmp_path}/a.txt, weight: 1}}, {{path: {tmp_path}/b.txt, weight: 3}}]"
-    words = [f"dataset_path={sources}", "eval_interval=-1", "eval_fraction=0", "steps=5", "warmup_steps=1", "ids=true"]
-    assert main([*SIZES, *words]) == 0
-    steps = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    ids = [tuple(pair) for step in steps for pair in step["ids"]]
-    assert len({*ids}) == 40
-    assert [sum(name == source for name, _ in ids) for source in "ab"] == [10, 30]
-
-
 @pytest.mark.fast
 def test_what_was_read_is_counted_and_listed_rows_are_left_out(tmp_path, monkeypatch, capsys):
     given = []

@@ -9,9 +9,7 @@ import pytest
 
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.training import dpo_reference, train
-from maxtext_lite.training.dpo_reference import FILE, add_reference
-from maxtext_lite.training.metrics import Terminal
-from maxtext_lite.training.opening import open_run
+from maxtext_lite.training.dpo_reference import FILE
 from tests.training.conftest import TINY
 
 
@@ -77,17 +75,6 @@ def test_stopped_and_resumed_equals_whole_to_the_bit(trained, whole):
     for name in ("loss", "reward_margin", "examples_hash", "eval_loss", "eval_reward_margin"):
         found, want = ({line["step"]: line[name] for line in each if name in line} for each in (lines, whole[1]))
         assert want.items() <= found.items()
-
-
-def test_a_run_that_goes_back_before_its_first_checkpoint_keeps_the_reference(config_of, whole):
-    """The search for guilty rows and the steps after it both begin at step 0, with one source."""
-    run = open_run(config_of("back", "enable_checkpointing=false"))
-    with jax.set_mesh(run.mesh), run.opened(print):
-        start = run.restore_or_init()
-        for _ in range(2):
-            add_reference(run, *start, Terminal(log_period=1, quiet=True))
-            for found, want in zip((run.eval_source.reference, run.source.reference), tables_of(whole[0]), strict=True):
-                np.testing.assert_array_equal(found, want)
 
 
 def test_with_adapters_the_reference_is_the_model_without_them_and_packed_pairs_have_the_same(trained, whole):

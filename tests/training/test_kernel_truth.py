@@ -106,14 +106,3 @@ def test_a_run_with_a_wrong_kernel_does_not_begin_and_its_errors_are_kept(begun,
     errors = json.loads(about.read_text())["kernels"]["attention=splash"]
     assert errors.keys() == {"result", "dq", "dk", "dv"}
     assert min(error / bound for error, bound in errors.values()) > 10
-
-
-def test_xla_knows_the_options_with_which_gpus_compile_what_is_not_in_eight_bits():
-    """It refuses a name that it does not know, on any platform."""
-    asked = [("gpu", "none"), ("gpu", "int8"), ("tpu", "none"), ("cpu", "none")]
-    assert [kernel_truth.compile_options(*each) is not None for each in asked] == [True, False, False, False]
-    x = np.ones((2, 2), np.float32)
-    square = jax.jit(lambda x: x @ x, compiler_options=kernel_truth.compile_options("gpu", "none"))
-    np.testing.assert_array_equal(square(x), 2 * x)
-    with pytest.raises(Exception, match="No such compile option"):
-        jax.jit(lambda x: x @ x, compiler_options={"xla_gpu_autotune_levels": 0})(x)

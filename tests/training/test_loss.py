@@ -1,6 +1,5 @@
 """The tiled cross-entropy, its hand-made gradient and the forward pass's outputs, against float64 by hand."""
 
-import dataclasses
 import math
 
 import jax
@@ -11,7 +10,7 @@ import pytest
 from maxtext_lite.models.layers import BiasedHead
 from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding
 from maxtext_lite.training.loss import HEAD_AXES, Readout, cross_entropy, token_losses
-from maxtext_lite.training.outputs import TokenSplit, forward, spread_over_targets
+from maxtext_lite.training.outputs import spread_over_targets
 from maxtext_lite.xla.hlo import collectives
 
 B, T, D, V = 3, 12, 8, 20
@@ -138,31 +137,6 @@ def test_bfloat16_gradients_come_back_in_bfloat16():
     dx, dhead = jax.jit(jax.grad(loss, (0, 1)))(x.astype(jnp.bfloat16), head.astype(jnp.bfloat16))
     assert dx.dtype == dhead.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(dx, np.float32), by_hand(how, biased=False)[2][0], atol=0.05)
-
-
-HALVES = TokenSplit(
-    lambda x: x.reshape(-1, x.shape[1] // 2, *x.shape[2:]), lambda x: x.reshape(-1, 2 * x.shape[1], *x.shape[2:])
-)
-
-
-def test_likelihoods_and_logits_are_each_others_and_the_same_in_shares(setup, rows):
-    it = setup("num_vocab_tiling=2", "final_logits_soft_cap=3.0")
-
-    @jax.jit
-    def found(params):
-        whole = forward(it.decoder, params, rows, it.config)
-        shared = dataclasses.replace(whole, x_BTD=HALVES.split(whole.x_BTD), tokens=HALVES)
-        each = [(outputs.nll(rows["targets"]), outputs.logits()) for outputs in (whole, shared)]
-        return each, whole.scored_nll(rows["targets"])
-
-    with jax.default_matmul_precision("highest"):
-        ((nll, logits), shared), scored = jax.device_get(found(it.initial.params))
-    log_partition = np.log(np.exp(logits.astype(np.float64)).sum(-1))
-    want = log_partition - np.take_along_axis(logits, rows["targets"][..., None], -1)[..., 0]
-    np.testing.assert_allclose(nll, want, rtol=1e-5)
-    np.testing.assert_allclose(scored, nll, rtol=1e-6)
-    np.testing.assert_allclose(shared[0], nll, rtol=1e-6)
-    np.testing.assert_allclose(shared[1], logits, rtol=1e-5, atol=1e-6)
 
 
 def test_target_tokens_share_a_row_s_weight_alike():

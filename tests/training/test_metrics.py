@@ -2,10 +2,8 @@
 
 import contextlib
 import errno
-import io
 import json
 import math
-import re
 
 import pytest
 
@@ -76,13 +74,6 @@ def test_steps_that_are_gone_or_have_another_line_now_are_told(lines, gone, tmp_
     assert log_after(tmp_path, lines, 3)[0] == (f"metrics.jsonl holds no step {gone} any more.",)
 
 
-def test_numbers_that_json_does_not_have_become_null(tmp_path):
-    text = b'{"step": 1, "loss": NaN, "kl": -Infinity, "phases": [[1e999]], "big": 1' + b"0" * 400 + b"}"
-    (line,) = log_after(tmp_path, [text], 1)[1]
-    kept = json.loads(line, parse_constant=pytest.fail)
-    assert kept == {"step": 1, "loss": None, "kl": None, "phases": [[None]], "big": 10**400}
-
-
 def test_speed_and_mfu():
     speed = Speed(flops_per_example=1e12, num_devices=4, peak=50.0)
     found = speed.of(num_examples=40, target_tokens=1000, step_seconds=0.5)
@@ -112,31 +103,6 @@ def test_plain_lines_have_the_speed_since_the_last_one_but_for_the_first_step_of
     assert second[:1] + second[2:5] == ["step 5/5", "256 tokens/s", "1.5 TFLOP/s/device", "MFU 3.0%"]
     Terminal(log_period=1, quiet=False).step({"step": 1, **RECORD, "learning_rate": math.nan})
     assert "lr" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("more", [{}, {"reward": 0.5, "loss": -2e-9}], ids=str)
-@pytest.mark.parametrize("columns", [60, 100])
-def test_a_terminals_lines_fit_its_width_and_the_bar_keeps_its_eta(columns, more, monkeypatch):
-    screen = io.StringIO()
-    screen.isatty = lambda: True
-    monkeypatch.setattr("sys.stdout", screen)
-    for name, value in (("COLUMNS", str(columns)), ("LINES", "25"), ("TERM", "xterm")):
-        monkeypatch.setenv(name, value)
-    terminal = Terminal(log_period=1, quiet=False)
-    terminal.start(99_997, 100_000)
-    said = ("word " * 40).rstrip()
-    terminal.say(said)
-    for step in range(99_998, 100_001):
-        terminal.step({"step": step, **RECORD, **more})
-    terminal.close()
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue()).replace("\r", "\n")
-    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
-    assert said in lines  # the terminal's to wrap, which a copy of it then is not
-    lines.remove(said)
-    assert max(map(len, lines)) <= columns
-    (line,) = [line for line in lines if line.startswith("step 99998/100000  loss ")]
-    assert "-0.0" not in line
-    assert re.search(r"step 100000/100000 .* ETA 0:00:00$", [line for line in lines if "━" in line][-1])
 
 
 # ---- Goodput -----------------------------------------------------------------------------------
@@ -174,19 +140,6 @@ def test_a_start_is_written_as_it_goes_on_and_the_next_one_adds_to_it(tmp_path, 
     assert [(each["first_step"], each["kept_step"]) for each in starts(tmp_path)] == [(0, 3), (3, 4)]
 
 
-def test_a_run_that_has_lost_its_directory_does_not_write_over_the_accounts_of_the_next(tmp_path):
-    suspended = Goodput(tmp_path, Failures(), Clock())
-    suspended.write()
-    following = Goodput(tmp_path, Failures(), Clock())
-    following.resume(7)
-    following.write()
-    suspended.close()
-    assert [each["first_step"] for each in starts(tmp_path)] == [0, 7]
-    (tmp_path / FILE).write_text('{"starts": [')
-    Goodput(tmp_path, Failures(), Clock()).write()
-    assert len(starts(tmp_path)) == 1
-
-
 # ---- Failed writes -----------------------------------------------------------------------------
 
 
@@ -206,20 +159,6 @@ def test_the_first_failure_is_kept_and_says_what_is_safe():
     assert found.found
     with pytest.raises(UserError, match=r"^run/metrics.jsonl .*safe: the checkpoint of step 60"):
         found.raise_together()
-
-
-def test_a_full_disk_is_kept_for_the_run_to_end_on(tmp_path, monkeypatch):
-    failures = Failures()
-    with contextlib.closing(MetricsLog(tmp_path, 0, failures)) as log:
-        log._file.close()
-        monkeypatch.setattr(log, "_file", open("/dev/full", "w"))  # noqa: SIM115, PTH123
-        log.write({"step": 1, "loss": 1.0})
-        log.flush()
-        with pytest.raises(UserError, match="metrics"):
-            failures.raise_together()
-    failures = Failures()
-    Goodput(tmp_path / "nowhere", failures, Clock()).write()
-    assert failures.found
 
 
 def test_what_another_host_could_not_write_is_raised_here_too(monkeypatch):

@@ -2,7 +2,6 @@
 
 import json
 import math
-import types
 
 import jax
 import numpy as np
@@ -12,15 +11,13 @@ from maxtext_lite.config import load_config
 from maxtext_lite.config.hf.model_directory import hf_config
 from maxtext_lite.data import open_sources
 from maxtext_lite.hf import load_hf_parameters
-from maxtext_lite.models import DecoderShape
 from maxtext_lite.parallel import MESH_AXES, Pipeline, make_mesh, sharding, tree_shardings
 from maxtext_lite.training.gradients import GradientLoop
 from maxtext_lite.training.objective import NEXT_TOKEN, objective_of
 from maxtext_lite.training.optimizer import make_optimizer
-from maxtext_lite.training.outputs import WHOLE, Outputs, TokenSplit
 from maxtext_lite.training.preference import Preference, pair_losses, pairs_of, segment_sums
 from maxtext_lite.training.state import StepParts, make_decoder
-from maxtext_lite.training.step import EVAL_BATCH_AXES, make_eval_step, make_summarise
+from maxtext_lite.training.step import EVAL_BATCH_AXES, make_eval_step
 from tests import hf_models
 from tests.gpu import unordered_sums
 from tests.training.conftest import LENGTH
@@ -168,42 +165,6 @@ def test_sums_over_segments_are_those_by_hand_and_have_an_order_on_gpus():
     assert unordered_sums(traced.lower(lowering_platforms=("cuda",)).as_text()) == []
 
 
-@pytest.mark.parametrize(("tiles", "shared"), [(1, False), (4, True)])
-def test_loss_and_gradients_of_logits_are_those_in_double_precision(tiles, shared, pairs, setup):
-    """Of random hidden states and a random head, through softmax; the tokens of a row may be shared out."""
-    examples, num_pairs = pairs
-    rows = {name: x.reshape(2 * EXAMPLES, LENGTH) for name, x in examples.items()}
-    rng = np.random.default_rng(1)
-    x, head = rng.normal(size=(2 * EXAMPLES, LENGTH, 6)), rng.normal(size=(6, 264))
-    logits = x @ head
-    probability = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-    nll = -np.log(np.take_along_axis(probability, rows["targets"][..., None], -1)[..., 0])
-    want, ratios, slope = in_double(nll.reshape(EXAMPLES, 2, LENGTH), examples, 0.3, 0.1)
-    dlogits = slope.reshape(2 * EXAMPLES, LENGTH, 1) * (probability - np.eye(264)[rows["targets"]])
-
-    decoder = types.SimpleNamespace(head=lambda params: params, shape=DecoderShape(264, 6, 1, 1, 2, 2, 1))
-    config = setup(*DPO, f"num_vocab_tiling={tiles}").config
-    halves = TokenSplit(
-        lambda a: a.reshape(-1, LENGTH // 2, *a.shape[2:]), lambda a: a.reshape(-1, LENGTH, *a.shape[2:])
-    )
-    tokens = halves if shared else WHOLE
-
-    def loss(head_DV, x_BTD, rows):
-        outputs = Outputs(decoder, head_DV, tokens.split(x_BTD), {}, config, tokens)
-        return Preference(0.3, 0.1).loss(outputs, rows, np.float32(1 / num_pairs))
-
-    with jax.default_matmul_precision("highest"):
-        differentiated = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
-        (_, sums), (dhead, dx) = jax.device_get(differentiated(head.astype(np.float32), x.astype(np.float32), rows))
-    assert sums.nll == pytest.approx(want, rel=1e-5)
-    rewards = 0.3 * ratios
-    accuracy = (rewards[:, 0] > rewards[:, 1]).mean()
-    found = [sums.aux[name] for name in ("reward_chosen", "reward_rejected", "reward_accuracy")]
-    assert found == pytest.approx([*rewards.mean(0), accuracy], rel=1e-4)
-    np.testing.assert_allclose(dx, dlogits @ head.T, rtol=1e-3, atol=1e-5)
-    np.testing.assert_allclose(dhead, np.einsum("BTD,BTV->DV", x, dlogits), rtol=1e-3, atol=1e-5)
-
-
 @pytest.fixture(scope="module")
 def by_hand(pairs, setup):
     """Loss, log-ratios [pairs, 2] and gradients of a decoder, by plain log_softmax and the published formula."""
@@ -271,32 +232,3 @@ def test_scores_and_their_evaluation_are_those_of_the_formula(pairs, setup, by_h
         "eval_pairs": 2 * num_pairs,
         "eval_reward_accuracy": (margin > 0).mean(),
     }
-
-
-def test_replicas_with_parameters_of_their_own_have_means_over_all_pairs(pairs, setup, by_hand):
-    loss, ratios, _ = by_hand
-    it = setup(*DPO, "enable_diloco=true", data=2, replicas=2)
-    batch = it.batch(pairs[0], 1, 8)
-    _, (local,) = it.run(it.compile_step(batch), batch, 1)
-    with jax.set_mesh(it.mesh):
-        whole = jax.device_get(make_summarise(it.parts)(local))
-    assert local["pairs"].tolist() == [7, 6]
-    margin = ratios[:, 0] - ratios[:, 1]
-    want = {"loss": loss, "reward_margin": 0.3 * margin.mean(), "reward_accuracy": (margin > 0).mean()}
-    for name, value in want.items():
-        assert whole[name] == pytest.approx(value, rel=1e-4 if name == "reward_margin" else 1e-5)
-
-
-def test_auxiliary_losses_of_experts_weigh_pairs_alike(pairs, setup, agrees):
-    examples, _ = pairs
-    keys = (*DPO, "num_experts=4", "num_experts_per_tok=2", "base_moe_mlp_dim=8", "load_balance_loss_weight=0.5",
-            "router_z_loss_multiplier=0.1")  # fmt: skip
-    found = []
-    for accumulation, slots in ((1, 8), (4, 2)):
-        it = setup(*keys)
-        found.append(it.gradients(it.state().params, it.batch(examples, accumulation, slots)))
-    agrees(found[1].gradients, found[0].gradients)
-    for name, value in found[0].aux.items():
-        assert found[1].aux[name] == pytest.approx(value, rel=1e-5)
-    # The balance loss is 1 where choices are even, a little more elsewhere: a mean over pairs, not over rows.
-    assert 0.9 < found[0].aux["moe_balance"] < 2

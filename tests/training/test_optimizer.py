@@ -7,7 +7,6 @@ import pytest
 
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import UserError, load_config
-from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding
 from maxtext_lite.training.optimizer import (
     Progress,
     learning_rate_schedule,
@@ -16,7 +15,6 @@ from maxtext_lite.training.optimizer import (
     schedule_of_run,
 )
 from maxtext_lite.training.state import make_decoder
-from maxtext_lite.xla.hlo import collectives
 
 
 def rates(steps, *overrides):
@@ -219,22 +217,6 @@ def test_muon_orthogonalises_each_layer_and_leaves_ends_to_adam():
     for name, part in (("embedding", "table"), ("head", "projection")):
         step = -(0.09 / 0.19 + 1) * np.sign(gradients[name][part])
         np.testing.assert_allclose(updates[name][part], step, rtol=1e-4)
-
-
-def test_muon_orthogonalises_experts_and_layers_of_stages_where_they_lie():
-    """On the devices of a pipeline of two repeats nothing is sent, and the step is that of one device."""
-    axes = {"gate": ("repeats", "layers", "experts", "expert_embed", "mlp")}
-    chosen = optimizer_of("optimizer=muon", axes=axes)
-    params = {"gate": RNG.normal(size=(2, 2, 4, 6, 8)).astype(np.float32)}
-    want = after_steps(chosen, [params], 1.0, params)["gate"]
-    assert singular_values(want - params["gate"]).min() > 0.6
-    mesh = make_mesh(dict.fromkeys(MESH_AXES, 1) | {"stage": 2, "expert": 4}, dict.fromkeys(MESH_AXES, 1))
-    split, whole = sharding(mesh, axes["gate"]), sharding(mesh)
-    state = jax.jit(chosen.init)(params)
-    params, state = jax.tree.map(lambda x: jax.device_put(x, split if x.ndim == 5 else whole), (params, state))
-    compiled = jax.jit(chosen.finish).lower(params, state, params, 1.0).compile()
-    assert not collectives(compiled.as_text())
-    np.testing.assert_allclose(compiled(params, state, params, 1.0)[0]["gate"], want, rtol=0, atol=1e-6)
 
 
 STACKED = {  # axes, shape, and how many dims are stacked

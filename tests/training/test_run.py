@@ -1,7 +1,6 @@
 """A run before its first step, and its files other than checkpoints, on a file system and in a bucket."""
 
 import json
-import re
 import subprocess
 
 import jax
@@ -11,10 +10,7 @@ import pytest
 
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import UserError, load_config
-from maxtext_lite.hf import store_files
-from maxtext_lite.training import run_files as module
 from maxtext_lite.training.checkpoint import Counts
-from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.metrics import Terminal
 from maxtext_lite.training.opening import open_run
 from maxtext_lite.training.optimizer import Progress
@@ -63,32 +59,6 @@ def test_what_cannot_be_made_or_written_at_the_start_is_refused(tmp_path):
     (tmp_path / "here" / "checkpoints" / "3").mkdir(parents=True)
     with pytest.raises(UserError, match=r"start .* over"):  # a run with checkpoints
         run_of(tmp_path, WITHOUT)
-
-
-def test_a_run_holds_its_directory_with_and_without_checkpoints(tmp_path):
-    run, other = run_of(tmp_path), run_of(tmp_path, WITHOUT)
-    for one, two in ((run, other), (other, run)):
-        with one.opened(print):
-            with pytest.raises(UserError, match="here is in use"), two.opened(print):
-                pytest.fail("both were opened")
-            assert (tmp_path / "here" / "lease").is_dir()
-        assert not (tmp_path / "here" / "lease").exists()
-        two.failures = one.failures = Failures()  # else they would end on the refusal
-
-
-def test_a_run_that_its_data_end_says_how_high_the_rate_still_is(tmp_path, capsys):
-    """40 rows of a, half of all, last until example 80: 2 of 6 steps of 32; of an own optimizer no rate is known."""
-    for name in "ab":
-        (tmp_path / f"{name}.jsonl").write_text(f'{{"text": "one row of {name}"}}\n' * 40)
-    sources = f"{{path: {tmp_path}/a.jsonl, weight: 1, max_epochs: 1}}, {{path: {tmp_path}/b.jsonl, weight: 1}}"
-    keys = [f"dataset_path=[{sources}]", "dataset_type=text", "packing=none", "eval_fraction=0",
-            "mixture_exhausted=stop", "per_device_batch_size=4", "warmup_steps=0"]  # fmt: skip
-    for own, said in ((OwnParts(), 1), (OwnParts(optimizer=optax.sgd(0.1)), 0)):
-        run = run_of(tmp_path, *keys, f"run_name=said_{said}", own=own)
-        with run.opened(print):
-            run._mix(Counts())
-            introduce(run, Counts())
-        assert capsys.readouterr().out.count("the rate is then still about 66.7% of its peak, not 0.0%") == said
 
 
 @pytest.mark.parametrize("unit", ["steps", "examples", "tokens"])
@@ -175,22 +145,6 @@ def test_in_a_bucket_files_are_uploaded_whole_and_what_was_not_is_gone_at_the_ne
         has_checkpoints(run_directory(load_config(None, ["base_output_directory=gs://nowhere/runs", "run_name=a"])))
 
 
-def test_what_an_earlier_start_stored_of_its_model_is_fetched_and_removed(bucket):
-    """A template that is no longer in use would be taken for the run's."""
-    config = load_config(None, ["base_output_directory=gs://bucket/x", "dataset_type=synthetic"])
-    words, plan = bucket / "run" / "hf" / "config.json", bucket / "run" / "plan.json"
-    for file in (words, plan):
-        file.write_text("{}")
-    files = RunFiles(bucket / "run")
-    files.make()
-    files.fetch()
-    assert (files.directory / "hf" / "config.json").read_text() == "{}"
-    store_files(config, files.directory / "hf")
-    files.remove_gone()
-    files.close()
-    assert (words.exists(), plan.exists()) == (False, True)
-
-
 def test_what_a_kill_left_half_written_is_removed_and_json_is_replaced_whole(tmp_path, monkeypatch):
     write_json(tmp_path / "plan.json", {"a": 1})
     (tmp_path / "hf").mkdir()
@@ -204,14 +158,6 @@ def test_what_a_kill_left_half_written_is_removed_and_json_is_replaced_whole(tmp
     assert left == {"plan.json": {"a": 1}}
 
 
-def test_a_spool_that_another_user_made_is_not_used(bucket, monkeypatch, tmp_path):
-    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
-    (tmp_path / "maxtext_lite-4000000").mkdir()
-    monkeypatch.setattr("os.getuid", lambda: 4_000_000)
-    with pytest.raises(PermissionError):
-        RunFiles(bucket / "run").make()
-
-
 def test_the_environment_names_versions_devices_and_the_commit_of_the_source(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = environment()
@@ -221,28 +167,3 @@ def test_the_environment_names_versions_devices_and_the_commit_of_the_source(tmp
     git = ["git", "-C", str(REPOSITORY), "rev-parse", "HEAD"]
     checked_out = subprocess.run(git, capture_output=True, text=True, check=False, timeout=60)
     assert found["git_commit"] == (checked_out.stdout.strip() or None)
-
-
-def test_an_installed_package_and_one_that_its_checkout_ignores_have_no_commit(tmp_path, monkeypatch):
-    source = tmp_path / "venv" / "environment.py"
-    source.parent.mkdir()
-    source.touch()
-    monkeypatch.setattr(module, "__file__", str(source))
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert environment()["git_commit"] is None
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e@example.org"]
-    subprocess.run([*git, "init", "-q"], check=True, timeout=60)
-    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "m"], check=True, timeout=60)
-    assert re.fullmatch(r"[0-9a-f]{40}", environment()["git_commit"])
-    (tmp_path / ".gitignore").write_text("venv\n")
-    assert environment()["git_commit"] is None
-
-
-@pytest.mark.parametrize("git", [None, "", "exit 3", "echo 'warning: HEAD is ambiguous'", "exec sleep 20"])
-def test_without_a_git_that_answers_there_is_no_commit(git, tmp_path, monkeypatch):
-    if git is not None:
-        (tmp_path / "git").write_text(f"#!/bin/sh\n{git}\n" if git else "")
-        (tmp_path / "git").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin" if git else str(tmp_path))
-    monkeypatch.setattr(module, "_SECONDS_FOR_GIT", 0.2)
-    assert environment()["git_commit"] is None

@@ -62,6 +62,7 @@ LONGROPE = {"rope_type": "longrope", "factor": 4, "original_max_position_embeddi
             "short_factor": [1 + i for i in range(48)], "long_factor": [2 + i for i in range(48)]}  # fmt: skip
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("words", [
     "ici_pipeline_parallelism=2 pipeline_schedule=1f1b num_layers_per_pipeline_stage=2 per_device_batch_size=2",
     "ici_pipeline_parallelism=4 num_pipeline_repeats=1",
@@ -78,18 +79,6 @@ def test_what_a_machine_of_many_devices_allows_shrinks_to_one(words):
     assert (whole.num_vocab_tiling > 1) == (config.num_vocab_tiling > 1)
     if config.rope_scaling:
         assert whole.rope_scaling.short_factor == (1, 13, 25, 37)
-
-
-def test_a_model_from_the_files_of_a_directory_stays_that_model(tmp_path):
-    words = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rms_norm_eps": 3e-5, "vocab_size": 640,
-             "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-             "intermediate_size": 128, "max_position_embeddings": 512, "rope_theta": 12345.0,
-             "tie_word_embeddings": True}  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(words))
-    (tmp_path / "model.safetensors").touch()
-    for config in (small(f"load_parameters_path={tmp_path}")[0], small(f"load_parameters_path={tmp_path}")[1](WHOLE)):
-        assert (config.attention_bias, config.normalization_layer_epsilon) == ("qkv", 3e-5)
-        assert (config.rope_max_timescale, config.logits_via_embedding) == (12345, True)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from maxtext_lite.data.excluded import ExcludedRow
 from maxtext_lite.training import LossSpike, spikes, train
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.row_losses import RowLoss
-from maxtext_lite.training.spikes import MOST, NoWayBack, Place, RowsBefore, find_guilty, refuse_to_go_back
+from maxtext_lite.training.spikes import MOST, Place, RowsBefore, find_guilty, refuse_to_go_back
 
 SIZES = ["base_emb_dim=16", "base_mlp_dim=32", "base_num_decoder_layers=1", "base_num_query_heads=2",
          "base_num_kv_heads=1", "head_dim=8", "max_target_length=32", "per_device_batch_size=1", "warmup_steps=1",
@@ -81,31 +81,6 @@ def test_a_checkpoint_suits_if_the_steps_after_it_take_the_same_examples(step, b
     assert spikes._leads_to(place, run, Counts(step, step * 8, step * 80), history) == leads
 
 
-def test_a_run_that_comes_to_other_rows_ends_there(monkeypatch, tmp_path):
-    """The checkpoint from which its batch changed was damaged since."""
-    monkeypatch.setattr(spikes, "_leads_to", lambda *_: False)
-    run = types.SimpleNamespace(checkpointer=None, restore_or_init=lambda: (None, Counts(16)), mixtures=[])
-    with pytest.raises(NoWayBack, match=r"step 25 .*step 16") as spike:
-        spikes.leave_out_guilty(run, None, place=Place(25, 192, []), limit=1.0)
-    with pytest.raises(NoWayBack):
-        refuse_to_go_back(run_of(tmp_path, "exclude", []), spike.value)
-
-
-def test_a_run_that_is_killed_while_it_looks_has_gone_back_and_left_nothing_out(tmp_path, monkeypatch):
-    """Started again, it comes to the same spike."""
-    went = []
-    checkpointer = types.SimpleNamespace(go_back=lambda before, suits: went.append(before))
-
-    def killed():
-        assert went == [24]  # a checkpoint of step 24 may be of an update that is to blame
-        raise KeyboardInterrupt
-
-    run = types.SimpleNamespace(checkpointer=checkpointer, restore_or_init=killed, directory=tmp_path)
-    with pytest.raises(KeyboardInterrupt):
-        spikes.leave_out_guilty(run, None, place=Place(25, 192, []), limit=1.0)
-    assert not list(tmp_path.iterdir())
-
-
 def row_of(number, loss, grad_norm=1.0, tokens=10):
     return RowLoss("", number, "", 1, tokens, loss, loss * tokens, grad_norm, tokens)
 
@@ -114,6 +89,7 @@ ALIKE = [row_of(number, 2.0) for number in range(8)]
 LIGHT = [row_of(number, 9.0, tokens=0.01) for number in range(8)]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(("rows", "before", "guilty"), [
     # One and two rows that stand out by their loss, one by its gradient, one that is no number.
     ([*ALIKE, row_of(8, 9.0)], None, (80, [8])),

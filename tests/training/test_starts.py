@@ -52,17 +52,6 @@ def test_a_resume_that_moves_the_schedule_says_so_once(first, overrides, end, ra
     assert moved_schedule(*of, again, 9, 32 + batch) == []
 
 
-def test_a_run_of_a_version_that_listed_no_starts_is_told_of_another_end_once():
-    """There the schedule ended where 64 examples end in batches of 8; the run has had batches of 4 for 32 of them."""
-    *of, starts = start([], 8, 32, "global_batch_size=8")
-    assert [entry["step"] for entry in starts] == [8]
-    (said,) = moved_schedule(*of, starts, 8, 32)
-    assert "step 12 instead of 8" in said
-    assert moved_schedule(*of, starts, 9, 40) == []
-    *of, starts = start([], 8, 32)
-    assert moved_schedule(*of, starts, 8, 32) == []
-
-
 def test_a_step_has_the_settings_of_the_start_that_took_it():
     own = ["excluded_rows=rows.jsonl", "learning_rate=0.1"]
     *_, starts = start([], 2, 8)

@@ -8,7 +8,7 @@ import pytest
 
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import UserError, load_config
-from maxtext_lite.training import opening, train
+from maxtext_lite.training import train
 from maxtext_lite.training.executables import Executables
 from maxtext_lite.training.step_memory import Ladder, OutOfMemory, StepMemory, raising_out_of_memory
 from tests.training.conftest import TINY
@@ -49,17 +49,6 @@ def test_under_a_limit_it_is_the_run_that_fitted(fitted, tmp_path, capsys):
     assert found["compiled_bytes"] <= found["limit_bytes"] == memory["compiled_bytes"]
     assert found["error_of_plan_to_compiled"] == found["planned_bytes"] / found["compiled_bytes"] - 1
     same(whole, result)
-
-
-def test_a_split_that_is_left_open_is_chosen_once_and_the_run_resumes_with_it(fitted, tmp_path, monkeypatch):
-    open_split = ["per_device_batch_size=auto", "global_batch_size=16"]
-    asked = make_plan(load_config(None, [*RUN, *ASKED]), num_devices=8, platform="cpu")
-    limit = (asked.memory.total - 1) / 1e9
-    run(tmp_path, "open", *open_split, "steps=1", device_memory_gb=limit)
-    monkeypatch.setattr(opening, "choose", None)  # it is not asked again
-    result, found = run(tmp_path, "open", *open_split, device_memory_gb=limit)
-    assert found["rungs"] == [RUNG]
-    same(fitted[0], result)
 
 
 def test_a_first_step_that_finds_no_room_is_taken_again_with_less(fitted, tmp_path, monkeypatch):

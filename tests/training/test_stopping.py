@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 
 import jax
 import numpy as np
@@ -57,20 +56,6 @@ def test_handlers_are_handed_back(ends):
     except RuntimeError:
         pass
     assert handlers() == mine
-
-
-def test_in_another_thread_signals_stay_with_whoever_has_them():
-    before, seen = handlers(), []
-
-    def watch():
-        with watch_signals() as signals:
-            seen.append((handlers(), signals.received))
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    thread.join(60)
-    assert seen == [(before, None)]
-    assert handlers() == before
 
 
 def test_one_process_stops_after_the_step_in_which_it_was_asked(setup):

@@ -1,6 +1,5 @@
 """What each service is given of a run's records, by stand-ins of those that are extras, and that none ends a run."""
 
-import json
 import math
 import struct
 import sys
@@ -85,16 +84,6 @@ def test_a_service_is_given_the_config_and_each_record_and_a_run_that_goes_on_is
     tracker(service, load_config("configs/post_train/rl.yml", words), tmp_path / "rl", pytest.fail)
     assert "http://***@here:8000" in repr(service.asked)
     assert "secret" not in repr(service.asked)
-
-
-@pytest.mark.parametrize("damaged", ["null", '{"wandb": 5}', '{"wandb": "x"'])
-def test_where_the_ids_are_damaged_a_service_gets_a_new_run_and_it_is_told(damaged, tmp_path):
-    (tmp_path / "trackers.json").write_text(damaged)
-    service, said = Service(), []
-    WandB(service, config(), tmp_path, said.append)
-    assert len(said) == 1
-    assert service.calls("init")[0][1]["id"] is None
-    assert json.loads((tmp_path / "trackers.json").read_text()) == {"wandb": "abc"}
 
 
 def test_a_service_that_is_gone_ends_no_run_but_one_that_refuses_it_at_its_start_does(tmp_path, monkeypatch):
