@@ -141,11 +141,11 @@ def test_the_first_field_and_the_first_step_that_differ_are_named(copy, asked):
     assert [line.split()[1] for line in fields if line.startswith("!")] == ["grad_norm"]
 
 
-def test_the_first_steps_begin_with_the_parameters_of_the_first_start(tmp_path, asked, monkeypatch):
+def test_the_first_steps_begin_with_the_parameters_of_the_first_start(run, tmp_path, asked, monkeypatch):
     """Named relative to where the run began, and no longer by the start after it."""
     monkeypatch.chdir(tmp_path)
     words = [*SIZES, "dataset_type=synthetic", "packing=true", "base_output_directory=runs"]
-    assert train([*words, "run_name=base", "steps=2"]) == 0
+    shutil.copytree(run, tmp_path / "runs" / "base")
     assert train([*words, "run_name=on", "steps=2", "load_parameters_path=runs/base"]) == 0
     assert train([*words, "run_name=on", "steps=4", "load_parameters_path="]) == 0
     monkeypatch.chdir(tmp_path.parent)

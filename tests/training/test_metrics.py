@@ -12,7 +12,7 @@ from maxtext_lite.training import failures as failures_module
 from maxtext_lite.training import goodput as goodput_module
 from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.goodput import FILE, Goodput
-from maxtext_lite.training.metrics import MetricsLog, Speed, Terminal, lacks_evaluation
+from maxtext_lite.training.metrics import MetricsLog, Speed, Terminal
 from tests.process.test_phases import Clock
 
 
@@ -33,19 +33,6 @@ def test_lines_after_the_restored_step_and_a_broken_one_are_removed(tmp_path):
         log.write({"step": 4, "loss": math.nan, "skipped": False, "name": "x"})
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["loss"] is None
     assert log_after(tmp_path, lines, 0)[1] == []
-
-
-@pytest.mark.parametrize(
-    ("lines", "lacks"),
-    [
-        ([{"step": 2, "eval_loss": 1.0}, {"step": 3}], True),
-        ([{"step": 3}, {"step": 3, "eval_loss": 1.0}, {"step": 4}], False),
-        ([{"step": 2}], False),  # the line of the step is gone
-    ],
-)
-def test_a_step_that_lacks_its_evaluation_has_a_line_and_no_evaluation_of_its_own(lines, lacks, tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert lacks_evaluation(tmp_path / "metrics.jsonl", 3) == lacks
 
 
 @pytest.mark.fast

@@ -193,8 +193,7 @@ def by_hand(pairs, setup):
 @pytest.mark.parametrize(
     ("accumulation", "slots", "mesh", "pipeline", "keys"),
     [
-        (4, 4, {}, None, ()),  # with empty slots
-        (2, 4, {"data": 2, "context": 2}, None, ("num_vocab_tiling=2",)),
+        (4, 4, {"data": 2, "context": 2}, None, ("num_vocab_tiling=2",)),  # with empty slots
         (2, 4, {"data": 2}, Pipeline(2, 2, schedule="1f1b"), ()),
     ],
     ids=str,

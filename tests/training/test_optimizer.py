@@ -265,7 +265,7 @@ EXPERTS = ["num_experts=4", "num_experts_per_tok=2", "routed_bias=true", "routed
            "base_num_decoder_layers=2", "vocab_size=257", "learning_rate=1"]  # fmt: skip
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_routers_biases_follow_the_expert_counts_and_nothing_else(optimizer):
     """By 0.25 towards the mean of a layer, 0 at it; no clipping, decay, learning rate or state; the rest as without."""
     config = load_config(None, [*EXPERTS, f"optimizer={optimizer}", "weight_decay_on_norms_and_embeddings=true"])
