@@ -5,11 +5,11 @@ import os
 
 import pytest
 
-from tests.golden.record import DIFFERENT, RECORD, SAME, WITHIN, check, compare, main, read_record, this_machine
+from tests.golden.record import DIFFERENT, RECORD, SAME, WITHIN, compare, main, read_record
 from tests.golden.runs import HERE, RUNS
 
-# Run directories that an earlier version left, and a new run on three axes.
-FEW = ("old run of a ramp, on 8 devices", "old run of lora, on 8 devices", "mesh data 2 fsdp 2 tensor 2")
+# Run directories that an earlier version left.
+FEW = ("old run of a ramp, on 8 devices", "old run of lora, on 8 devices")
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +30,7 @@ def test_every_run_is_as_recorded(capfd):
     assert main(["check", "--tolerant"]) == 0, capfd.readouterr().out
 
 
+@pytest.mark.fast
 def test_the_record_has_every_run_and_stays_small(record):
     assert sorted(record) == sorted(RUNS)
     assert RECORD.stat().st_size < 150_000
@@ -41,17 +42,12 @@ def test_the_record_has_every_run_and_stays_small(record):
 
 @pytest.mark.parametrize(("change", "verdict"), [
     (lambda run: None, SAME),
-    (lambda run: run.update(new_key=[1.0]), SAME),
     (lambda run: run["parameters"].update(w=[2.0, "another"]), WITHIN),
     (lambda run: run.update(loss=[5.0, 4.0 * (1 + 9e-6)]), WITHIN),
     (lambda run: run.update(loss=[5.0, 4.0 * (1 + 2e-5)]), DIFFERENT),
-    (lambda run: run.update(loss=[5.0, float("nan")]), DIFFERENT),
     (lambda run: run.update(grad_norm=[1.0, 1.0 + 9e-5]), WITHIN),
-    (lambda run: run["parameters"].update(w=[2.001, "another"]), DIFFERENT),
     (lambda run: run.update(examples_hash=["0a", "0c"]), DIFFERENT),
-    (lambda run: run.update(target_tokens=[100, 101]), DIFFERENT),
     (lambda run: run.update(loss=[5.0]), DIFFERENT),
-    (lambda run: run.pop("loss"), DIFFERENT),
     (lambda run: run["parameters"].pop("w"), DIFFERENT),
 ])  # fmt: skip
 def test_what_differs_is_told_from_what_is_rounded(change, verdict):
@@ -62,21 +58,3 @@ def test_what_differs_is_told_from_what_is_rounded(change, verdict):
     found = copy.deepcopy(recorded)
     change(found)
     assert compare(found, recorded, 1e-5)[0] == verdict
-
-
-@pytest.mark.parametrize(("name", "loss", "elsewhere", "tolerant", "agrees"), [
-    ("mesh fsdp 8", 4.0, False, False, True),
-    ("mesh fsdp 8", 4.00001, False, False, False),
-    ("mesh fsdp 8", 4.00001, False, True, True),
-    ("mesh fsdp 8", 4.00001, True, False, True),
-    ("mesh fsdp 8", 4.1, True, True, False),
-    ("old run of lora", 4.00001, False, False, True),
-    ("old run of lora", 4.1, False, False, False),
-    ("mesh data 8", 4.0, False, True, False),  # it has no record
-])  # fmt: skip
-def test_here_bits_must_be_the_same_and_elsewhere_values_close(name, loss, elsewhere, tolerant, agrees, capsys):
-    recorded = {"loss": [4.0], "parameters": {}}
-    machine = this_machine() | ({"jax": "0.0.0"} if elsewhere else {})
-    record = {"machine": machine, "runs": {"mesh fsdp 8": recorded, "old run of lora": recorded}}
-    assert check({name: {"loss": [loss], "parameters": {}}}, record, tolerant=tolerant) is agrees
-    assert ("there 0.0.0" in capsys.readouterr().out) is elsewhere

@@ -1,9 +1,5 @@
 """A start finds what an earlier one compiled for the same program, and trains to the same bits."""
 
-import contextlib
-import os
-import time
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -16,10 +12,11 @@ from maxtext_lite.training.compilation_cache import DIRECTORY, keep_compiled, nu
 from tests.training.conftest import TINY
 
 KEYS = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+X = np.arange(3.0)
 
 
-@pytest.fixture
-def settings():
+@pytest.fixture(autouse=True)
+def _settings():
     """Keeps every program, however short its compilation, and restores jax's settings afterwards."""
     before = {key: getattr(jax.config, key) for key in KEYS}
     reset_cache()
@@ -31,12 +28,12 @@ def settings():
     reset_cache()
 
 
-def config(tmp_path, name):
+def config(tmp_path, name="run"):
     words = [*TINY, "dataset_type=synthetic", "eval_interval=-1", "steps=2", "enable_checkpointing=false"]
     return load_config(None, [*words, f"base_output_directory={tmp_path}", f"run_name={name}"])
 
 
-def test_the_second_start_finds_the_train_step(settings, tmp_path, capsys):
+def test_the_second_start_finds_the_train_step(tmp_path, capsys):
     results = []
     for name in ("first", "second"):
         keep_compiled(config(tmp_path, name))
@@ -49,74 +46,24 @@ def test_the_second_start_finds_the_train_step(settings, tmp_path, capsys):
     assert list(kept.glob("jit_train_step-*"))
 
 
-def test_where_nothing_was_kept_nothing_is_made(settings, tmp_path):
-    with reading_compiled(config(tmp_path, "run")):
-        jax.jit(lambda x: x**4)(np.arange(3.0))
-    assert not list(tmp_path.iterdir())
-    assert getattr(jax.config, KEYS[0]) is None
-
-
-def test_programs_are_read_without_keeping_others(settings, tmp_path):
+def test_programs_are_read_without_keeping_others(tmp_path):
     """As a replay does, so that the next replay finds the run's own programs, or again none."""
     square, cube = jax.jit(lambda x: x**2), jax.jit(lambda x: x**3)
-    x = np.arange(3.0)
-    keep_compiled(config(tmp_path, "run"))
-    square(x)
+    with reading_compiled(config(tmp_path)):
+        square(X)
+    assert not list(tmp_path.iterdir())
+    keep_compiled(config(tmp_path))
+    jax.clear_caches()
+    square(X)
     (kept,) = (tmp_path / DIRECTORY).iterdir()
     entries = sorted(kept.iterdir())
     jax.clear_caches()
     found = num_found()
-    with reading_compiled(config(tmp_path, "run")):
-        square(x)
-        cube(x)
+    with reading_compiled(config(tmp_path)):
+        square(X)
+        cube(X)
     assert num_found() > found
     assert sorted(kept.iterdir()) == entries
     jax.clear_caches()
-    cube(x)
+    cube(X)
     assert len(list(kept.iterdir())) > len(entries)
-
-
-def test_a_directory_that_the_user_named_stays_and_a_bucket_has_none(settings, tmp_path):
-    keep_compiled(load_config(None, ["base_output_directory=gs://there/runs", "run_name=a"]))
-    assert jax.config.jax_compilation_cache_dir is None
-    jax.config.update(KEYS[0], str(tmp_path / "mine"))
-    keep_compiled(config(tmp_path, "a"))
-    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "mine")
-
-
-def test_an_entry_counts_once_it_is_whole(settings, tmp_path, monkeypatch):
-    def cut_short(path, value, write=Path.write_bytes):
-        write(path, value[: len(value) // 2])
-        raise OSError("killed")
-
-    keep_compiled(config(tmp_path, "a"))
-    for killed in (True, False):
-        with monkeypatch.context() as patched, contextlib.ExitStack() as warned:
-            if killed:
-                patched.setattr(Path, "write_bytes", cut_short)
-                warned.enter_context(pytest.warns(UserWarning, match="killed"))
-            jax.clear_caches()
-            jax.jit(lambda x: x * 5 + 1)(np.arange(7.0))
-        assert bool([*tmp_path.rglob("jit__lambda*-cache")]) != killed
-    assert not [*tmp_path.rglob("*-cache.*")]  # nor does a full disk keep the part
-
-
-def test_a_start_removes_the_parts_that_killed_ones_left(settings, tmp_path):
-    keep_compiled(config(tmp_path, "a"))
-    kept = Path(jax.config.jax_compilation_cache_dir)
-    kept.mkdir(parents=True)
-    for name, age in (("old-cache", 9e9), ("old-cache.7", 4000), ("old-cache.7-ab.partial", 4000), ("new-cache.8", 0)):
-        (kept / name).write_bytes(b"x")
-        os.utime(kept / name, (time.time() - min(age, 1e9),) * 2)
-    jax.config.update(KEYS[0], None)
-    keep_compiled(config(tmp_path, "b"))
-    assert {path.name for path in kept.iterdir()} == {"old-cache", "new-cache.8"}
-
-
-def test_what_is_found_is_counted_in_the_thread_that_compiles(settings, tmp_path):
-    keep_compiled(config(tmp_path, "a"))
-    before = num_found()
-    for _ in range(2):
-        jax.clear_caches()
-        jax.jit(lambda x: x * 3 + 1)(np.arange(7.0))
-    assert num_found() > before

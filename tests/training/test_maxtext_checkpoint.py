@@ -7,6 +7,7 @@ with a tied table whatever its dtype is.
 """
 
 import json
+import re
 import zlib
 from pathlib import Path
 
@@ -19,7 +20,6 @@ import pytest
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.convert import main
 from maxtext_lite.generation.sampler import load_on_mesh
-from maxtext_lite.training import train
 
 TOKENS = np.random.default_rng(0).integers(1, 64, (1, 12)).astype(np.int32)
 SIZES = [
@@ -32,8 +32,6 @@ LOCAL = ["sliding_window_size=4", "query_pre_attn_scalar=8"]
 # MaxText's model_name, and what is said of it here; two layers of Gemma 2 are one of MaxText's.
 MODELS = {
     "llama3-8b": ["model_name=llama3-8b", "base_num_decoder_layers=3"],
-    "llama3.1-8b": ["model_name=llama3.1-8b", "base_num_decoder_layers=3"],
-    "mistral-7b": ["model_name=mistral-7b", "base_num_decoder_layers=3"],
     "gemma-2b": [*GEMMA, "base_num_decoder_layers=3"],
     "gemma2-2b": ["model_name=gemma2-2b", *LOCAL, "base_num_decoder_layers=4"],
     "gemma3-4b": ["model_name=gemma3-4b", *LOCAL, "base_num_decoder_layers=8"],
@@ -69,16 +67,11 @@ def checkpoint(directory, recorded, case, change=lambda name, x: x):
     return directory
 
 
-@pytest.fixture(scope="module")
-def llama(recorded, tmp_path_factory):
-    return checkpoint(tmp_path_factory.mktemp("llama") / "maxtext", recorded, "llama3-8b-scanned")
-
-
 def logits_of(directory):
     decoder, params, _ = load_on_mesh(directory, load_config(directory / "config.yml"), {"fsdp": 2})
     with jax.default_matmul_precision("highest"):
-        hidden = decoder.hidden(params, TOKENS, np.ones_like(TOKENS), np.arange(TOKENS.shape[1])[None])
-        return np.asarray(decoder.logits(params, hidden))
+        places = np.ones_like(TOKENS), np.arange(TOKENS.shape[1])[None]
+        return jax.jit(lambda params: decoder.logits(params, decoder.hidden(params, TOKENS, *places)))(params)
 
 
 @pytest.mark.parametrize("case", [
@@ -94,53 +87,18 @@ def test_an_imported_checkpoint_has_the_logits_of_maxtext(case, recorded, tmp_pa
     np.testing.assert_allclose(logits_of(tmp_path / "out"), theirs, atol=5e-6 * np.abs(theirs).max())
 
 
-def test_a_run_has_the_same_losses_from_the_checkpoint_and_from_the_hugging_face_directory(recorded, tmp_path):
-    def padded(name, x):  # a vocabulary for bytes, of 264 tokens, and what MaxText pads it with
-        x = np.pad(x, ((0, 208), (0, 0))) if name.endswith("embedding") else x
-        return (np.pad(x, ((0, 0), (0, 208))) if "logits_dense" in name else x).astype(jnp.bfloat16)
-
-    sizes = [*SIZES, *MODELS["llama3-8b"], "vocab_size=264"]
-
-    source = checkpoint(tmp_path / "maxtext", recorded, "llama3-8b-scanned", padded)
-    step = source / "checkpoints" / "7"
-    assert main(["import", str(step), str(tmp_path / "imported"), *sizes]) == 0
-    assert load_config(tmp_path / "imported" / "config.yml").weight_dtype == "bfloat16"
-    assert main(["export", str(tmp_path / "imported"), str(tmp_path / "hf")]) == 0
-    losses = {}
-    for name in ("imported", "hf"):
-        config = load_config(None, [
-            f"base_output_directory={tmp_path}", f"run_name=from-{name}", f"load_parameters_path={tmp_path / name}",
-            *(sizes if name == "imported" else ["dtype=float32"]), "dataset_type=synthetic",
-            "tokenizer_type=byte", "weight_dtype=float32", "steps=3", "warmup_steps=0", "max_target_length=16",
-            "per_device_batch_size=1", "eval_interval=-1", "learning_rate=1e-2",
-        ])  # fmt: skip
-        result = train(config)
-        lines = (result.run_directory / "metrics.jsonl").read_text().splitlines()
-        losses[name] = [json.loads(line)["loss"] for line in lines if '"loss"' in line]
-    assert len(losses["hf"]) == 3
-    assert losses["hf"][0] != losses["hf"][2]
-    np.testing.assert_array_equal(losses["imported"], losses["hf"])
-
-
-@pytest.mark.parametrize(("words", "change", "message"), [
+@pytest.mark.parametrize(("words", "change", "named"), [
     (["base_num_decoder_layers=4"], {}, "key/kernel is [16, 3, 2, 8], not [16, 4, 2, 8]"),
-    (["base_mlp_dim=32"], {}, "mlp/wo/kernel is [24, 3, 16], not [32, 3, 16]"),
-    (["logits_via_embedding=true"], {}, "has arrays that the model has no place for: decoder/logits_dense/kernel."),
-    (["qk_norm=head"], {}, "lacks arrays of the model: decoder/layers_0/self_attention/key_norm/scale"),
-    (["num_experts=4"], {}, "num_experts=4 is not of a MaxText model that is read: it must be 1."),
-    (["layer_pattern=global,global,nope"], {}, "layer_pattern=global,global,nope is not of a MaxText model"),
-    (["residual_multiplier=0.5"], {}, "residual_multiplier=0.5 is not of a MaxText model that is read: it must be 1."),
-    (["norm_placement=post"], {}, "norm_placement=post is not of a MaxText model that is read: it must be pre or"),
-    (["rope_scaling={rope_type: dynamic, factor: 2.0, original_max_position_embeddings: 8}"], {},
-     "rope_scaling=dynamic is not of a MaxText model that is read: it must be llama3 or linear."),
-    (["steps=3"], {}, "'steps=3' is not key=value with a key that convert takes."),
-    ([], {"decoder/decoder_norm/scale": np.nan}, "decoder/decoder_norm/scale holds NaN or infinite numbers."),
+    (["logits_via_embedding=true"], {}, "decoder/logits_dense/kernel"),
+    (["qk_norm=head"], {}, "decoder/layers_0/self_attention/key_norm/scale"),
+    (["num_experts=4"], {}, "num_experts=4"),
+    (["norm_placement=post"], {}, "norm_placement=post"),
+    (["rope_scaling={rope_type: dynamic, factor: 2.0, original_max_position_embeddings: 8}"], {}, "rope_scaling"),
+    (["steps=3"], {}, "steps=3"),
+    ([], {"decoder/decoder_norm/scale": np.nan}, "decoder/decoder_norm/scale"),
 ])  # fmt: skip
-def test_another_model_than_the_checkpoint_s_is_refused(words, change, message, recorded, llama, tmp_path):
-    source = llama
-    if change:
-        source = checkpoint(tmp_path / "nan", recorded, "llama3-8b-scanned", lambda name, x: x + change.get(name, 0))
-    with pytest.raises(UserError) as refusal:
+def test_another_model_than_the_checkpoint_s_is_refused(words, change, named, recorded, tmp_path):
+    source = checkpoint(tmp_path / "maxtext", recorded, "llama3-8b-scanned", lambda name, x: x + change.get(name, 0))
+    with pytest.raises(UserError, match=re.escape(named)):
         main(["import", str(source), str(tmp_path / "out"), *SIZES, *MODELS["llama3-8b"], *words])
-    assert message in str(refusal.value)
     assert not (tmp_path / "out").exists()

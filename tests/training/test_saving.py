@@ -1,160 +1,274 @@
-"""A checkpoint gets its name last; all hosts check the same files."""
+"""A checkpoint counts once it is whole and has its name; every file of it has a checksum; all hosts check the same."""
 
 import errno
+import hashlib
 import os
+import shutil
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
 from maxtext_lite.config import UserError
-from maxtext_lite.training import saving
-from maxtext_lite.training.commit import remove
+from maxtext_lite.config.whole_file import steps_in
+from maxtext_lite.training import commit, saving
+from maxtext_lite.training.commit import make_room, remove, remove_leftovers, set_aside, while_unfinished
 from maxtext_lite.training.failures import Failures
-from maxtext_lite.training.manifest import write_part
-from maxtext_lite.training.saving import Saver, check, read_arrays, save_alone
+from maxtext_lite.training.manifest import Damaged, damage, in_items, part_name, read_manifest, write_part
+from maxtext_lite.training.saving import Saver, check, save_alone
+
+
+class Killed(BaseException):
+    pass
+
+
+def kill(*_):
+    raise Killed
+
+
+def failing(error):
+    """A function that raises the error, whatever it is called with."""
+
+    def fail(*_, **__):
+        raise error
+
+    return fail
+
+
+def os_error(number, path=None):
+    return OSError(number, os.strerror(number), path)
+
+
+# ---- The name ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["disk", "bucket"])
+def parent(request, tmp_path):
+    """A directory of checkpoints."""
+    if request.param == "disk":
+        (tmp_path / "checkpoints").mkdir()
+        return tmp_path / "checkpoints"
+    return request.getfixturevalue("bucket") / "checkpoints"
+
+
+def write(parent, step, text="whole", *, commits=True):
+    make_room(parent / str(step))
+    where = while_unfinished(parent / str(step)) / "params"
+    where.mkdir(parents=True, exist_ok=True)
+    (where / "w").write_text(text)
+    assert step not in steps_in(parent)
+    if commits:
+        commit.commit(parent / str(step))
+
+
+def names_in(parent):
+    return sorted(path.name for path in parent.iterdir())
+
+
+def test_a_checkpoint_counts_from_its_commit_to_its_removal_and_what_a_kill_leaves_does_not(parent, monkeypatch):
+    for step in (10, 8, 9):
+        write(parent, step)
+    assert steps_in(parent) == [8, 9, 10]
+    remove(parent / "10")
+    assert names_in(parent) == ["8", "9"]
+    write(parent, 10, "half", commits=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(commit, "remove_objects", kill)
+        patch.setattr(shutil, "rmtree", kill)
+        with pytest.raises(Killed):
+            remove(parent / "8")
+    assert steps_in(parent) == [9]
+    remove_leftovers(parent)
+    assert names_in(parent) == ["9"]
+    write(parent, 10, "again")
+    assert (parent / "10" / "params" / "w").read_text() == "again"
+
+
+def test_one_set_aside_is_kept_until_its_step_is_saved_again(parent):
+    write(parent, 7, "damaged")
+    assert set_aside(parent / "7").name == "damaged-7"
+    remove_leftovers(parent)
+    assert steps_in(parent) == []
+    kept = parent / ("7" if "gs:" in str(parent) else "damaged-7")
+    assert (kept / "params" / "w").read_text() == "damaged"
+    write(parent, 7)
+    assert steps_in(parent) == [7]
+    assert (parent / "7" / "params" / "w").read_text() == "whole"
+
+
+# ---- The checksums -----------------------------------------------------------------------------
+
+FILES = {
+    "about/metadata": b"{}",
+    "params/d/ab12": b"x" * 5000,
+    "params/ocdbt.process_0/d/cd": b"first",
+    "params/ocdbt.process_1/d/ef": b"second",
+    "params/array_metadatas/process_1": b"shapes",
+    "params/ocdbt.process_7/d/aa": b"of an eighth process",
+    "commit_success.txt": b"",
+}
+
+
+@pytest.fixture
+def directory(tmp_path):
+    for name, content in FILES.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return tmp_path
+
+
+@pytest.mark.fast
+def test_the_shares_of_two_processes_hold_each_file_once(directory):
+    hashed = [write_part(directory, process, 2) for process in (0, 1)]
+    assert hashed == [sum(map(len, FILES.values())) - len(b"secondshapes"), len(b"secondshapes")]
+    assert read_manifest(directory) == {name: hashlib.sha256(text).hexdigest() for name, text in FILES.items()}
+
+
+CHANGES = [
+    lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    lambda path: path.write_bytes(path.read_bytes() + b"x"),
+    lambda path: path.write_bytes(b"\xff\xfe"),
+    lambda path: path.unlink(),
+    lambda path: (path.unlink(), path.mkdir()),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_file_is_named_by_the_host_whose_share_it_is(change, directory):
+    assert read_manifest(directory) is None
+    write_part(directory, 0, 1)
+    digests = read_manifest(directory)
+    assert damage(directory, digests) == (None, sum((directory / name).stat().st_size for name in digests))
+    change(directory / "params" / "d" / "ab12")
+    shares = [damage(directory, digests, share=share, num_shares=3)[0] for share in range(3)]
+    (found,) = {*shares} - {None}
+    assert found.startswith("params/d/ab12 ")
+    assert shares.count(None) == 2
+    assert damage(directory, in_items(digests, ["about"]))[0] is None
+
+
+@pytest.mark.parametrize("change", [
+    *CHANGES[:-1],
+    lambda path: path.write_text(path.read_text().replace("d/ef", "d/ee")),
+    lambda path: path.write_bytes(b""),
+    lambda path: shutil.copy(path.with_name("sha256.0-of-2"), path),
+])  # fmt: skip
+def test_damaged_checksums_are_damage_too(change, directory):
+    for process in (0, 1):
+        write_part(directory, process, 2)
+    change(directory / part_name(1, 2))
+    with pytest.raises(Damaged, match=r"sha256\.1-of-2"):
+        read_manifest(directory)
+
+
+def with_checksum(directory, text):
+    own = hashlib.sha256(text).hexdigest()
+    (directory / part_name(0, 1)).write_bytes(text + f"# sha256 of the lines above: {own}\n".encode())
+
+
+@pytest.mark.parametrize("name", ["/etc/hostname", "../other/file", "params/../../file", "a\0b"])
+def test_a_checksum_of_a_file_elsewhere_is_refused(directory, name):
+    with_checksum(directory, f"{'0' * 64}  {name}\n".encode())
+    with pytest.raises(Damaged, match="not a file of the checkpoint"):
+        read_manifest(directory)
+
+
+# ---- A save, and the check of one --------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def items():
-    return {"params": ocp.args.StandardSave({"w": jnp.arange(8.0)}), "about": ocp.args.JsonSave({"format": 3})}
+    params = ocp.args.StandardSave({"w": jax.device_put(np.arange(8.0))})
+    return {"params": params, "about": ocp.args.JsonSave({"format": 3})}
+
+
+@pytest.fixture
+def saved_3(items, tmp_path):
+    save_alone(tmp_path / "3", items)
+    return tmp_path / "3"
 
 
 def test_a_kill_before_the_checksums_stand_leaves_no_checkpoint(items, tmp_path, monkeypatch):
-    class Killed(BaseException):
-        pass
-
-    def kill(*_):
-        raise Killed
-
-    monkeypatch.setattr(saving, "write_part", kill)
     monkeypatch.setattr(saving.threading, "excepthook", lambda _: None)
     saver = Saver(Failures())
-    saver.start(tmp_path / "3", items, on_commit=lambda _: None)
-    saver._thread.join()
-    assert [path.name for path in tmp_path.iterdir()] == ["unfinished-3"]
-    monkeypatch.setattr(saving, "write_part", write_part)
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "write_part", kill)
+        saver.start(tmp_path / "3", items, on_commit=pytest.fail)
+        saver._thread.join()
+    assert names_in(tmp_path) == ["unfinished-3"]
     said = []
     saver.start(tmp_path / "3", items, on_commit=said.append)
-    saver.wait()
-    assert [path.name for path in tmp_path.iterdir()] == ["3"]
-    assert "hashed at" in said[0]
     saver.close()
+    assert names_in(tmp_path) == ["3"]
+    assert len(said) == 1
     assert check(tmp_path / "3").problem is None
+    lost = Saver(Failures(), holds=lambda: False)  # a run that lost its directory names no checkpoint there
+    lost.start(tmp_path / "4", items, on_commit=pytest.fail)
+    lost.close()
+    assert names_in(tmp_path) == ["3", "unfinished-4"]
 
 
-def test_a_run_that_lost_its_directory_names_no_checkpoint_there(items, tmp_path):
-    saver = Saver(Failures(), holds=lambda: False)
-    saver.start(tmp_path / "3", items, on_commit=pytest.fail)
-    saver.close()
-    assert [path.name for path in tmp_path.iterdir()] == ["unfinished-3"]
+VANISHED = ValueError('NOT_FOUND: Error reading Byte range [0, 7) of local file "/runs/unfinished-4/d/56e1"')
 
 
-def test_replicas_share_the_writing_of_large_arrays_alone(tmp_path):
-    """By the chunks on disk, one per slice that a replica writes."""
-    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
-    replicated = jax.NamedSharding(mesh, jax.P())
-    arrays = {"small": np.ones((2, 2**17), np.float32), "large": np.ones((2, 2**18), np.float32)}
-    save_alone(tmp_path / "3", {"params": ocp.args.StandardSave(jax.device_put(arrays, replicated))})
-    with ocp.StandardCheckpointer() as checkpointer:
-        found = checkpointer.metadata(tmp_path / "3" / "params").item_metadata
-    assert found["small"].storage.chunk_shape == (2, 2**17)
-    assert found["large"].storage.chunk_shape == (1, 2**18)
-
-
-def test_a_full_disk_is_raised_by_whoever_waits(items, tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(saving, "write_part", full)
-    with pytest.raises(UserError, match=r"unfinished-3 cannot be written: No space left on device. What is safe:"):
+@pytest.mark.parametrize(
+    ("error", "raised", "said"),
+    [
+        (os_error(errno.ENOSPC), UserError, "unfinished-3 cannot be written"),
+        (VANISHED, UserError, "^/runs/unfinished-4/d/56e1 cannot be written"),  # of Orbax
+        (TypeError("a bug"), TypeError, "a bug"),
+    ],
+    ids=str,
+)
+def test_a_failed_save_is_raised_by_whoever_waits_and_a_bug_is_no_full_disk(
+    error, raised, said, items, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(saving, "write_part", failing(error))
+    with pytest.raises(raised, match=said):
         save_alone(tmp_path / "3", items)
 
 
-def test_files_that_vanish_are_the_users_to_find(items, tmp_path, monkeypatch):
-    save_alone(tmp_path / "3", items)
-    for path in (tmp_path / "3" / "params").rglob("d/*"):
-        path.unlink()
-    abstract = {"params": {"w": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=jnp.zeros(8).sharding)}}
-    with pytest.raises(UserError, match=r"3 cannot be read \(ValueError: NOT_FOUND: "):
-        read_arrays(tmp_path / "3", abstract)
-    text = 'NOT_FOUND: Error reading Byte range [18987, 26817) of local file "/runs/unfinished-4/d/56e1"'
-
-    def vanished(*_):
-        raise ValueError(text)  # of Orbax, where it gathers what the processes wrote
-
-    monkeypatch.setattr(saving, "write_part", vanished)
-    with pytest.raises(UserError, match=r"^/runs/unfinished-4/d/56e1 cannot be written: No such file or directory\. W"):
-        save_alone(tmp_path / "4", items)
+PASSING = "a cannot be read: Too many open files."
 
 
-def test_a_bug_is_not_told_as_a_full_disk(items, tmp_path, monkeypatch):
-    def buggy(*_):
-        raise TypeError("a bug")
-
-    monkeypatch.setattr(saving, "write_part", buggy)
-    with pytest.raises(TypeError, match="a bug"):
-        save_alone(tmp_path / "3", items)
-
-
-def test_hosts_that_see_other_files_are_not_taken_for_damage(items, tmp_path, monkeypatch):
-    save_alone(tmp_path / "3", items)
-    monkeypatch.setattr(saving, "exchange", lambda mine: [mine, [None, "its checksums are missing", None]])
-    with pytest.raises(UserError, match=r"host 1 does not see the same files in .*/3 as host 0"):
-        check(tmp_path / "3")
+@pytest.mark.parametrize(
+    ("theirs", "said"),
+    [
+        ([None, "its checksums are missing", None], "host 1 does not see the same files"),
+        ([PASSING, None, None], PASSING),
+        ((PASSING, None, 0), PASSING),
+    ],
+)
+def test_what_another_host_cannot_see_or_read_now_ends_the_start_on_all(saved_3, monkeypatch, theirs, said):
+    monkeypatch.setattr(saving, "exchange", lambda mine: [mine, theirs if type(mine) is type(theirs) else mine])
+    with pytest.raises(UserError, match=said):
+        check(saved_3)
 
 
-def test_damage_that_only_another_host_found_counts(items, tmp_path, monkeypatch):
-    save_alone(tmp_path / "3", items)
-    other = None, "about/metadata is missing", 0
-    monkeypatch.setattr(saving, "exchange", lambda mine: [mine, other if isinstance(mine, tuple) else mine])
-    assert check(tmp_path / "3").problem == "about/metadata is missing"
+def test_damage_that_only_another_host_found_counts(saved_3, monkeypatch):
+    theirs = None, "about/metadata is missing", 0
+    monkeypatch.setattr(saving, "exchange", lambda mine: [mine, theirs if isinstance(mine, tuple) else mine])
+    assert check(saved_3).problem == "about/metadata is missing"
 
 
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM, errno.EACCES, errno.ESTALE, errno.ETIMEDOUT])
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES, errno.ESTALE])
 @pytest.mark.parametrize("reader", ["iterdir", "read_text", "open"], ids=["listed", "checksums", "hashed"])
-def test_what_cannot_be_read_for_now_is_not_taken_for_damage(items, tmp_path, monkeypatch, reader, number):
-    save_alone(tmp_path / "3", items)
+def test_what_cannot_be_read_for_now_is_not_taken_for_damage(saved_3, monkeypatch, reader, number):
     found = getattr(Path, reader)
 
     def fail(path, *words, **keys):
         if reader == "open" and path.name.startswith("sha256."):  # read_text opens, too
             return found(path, *words, **keys)
-        raise OSError(number, os.strerror(number), str(path))
+        raise os_error(number, str(path))
 
     monkeypatch.setattr(Path, reader, fail)
-    with pytest.raises(UserError, match=rf"/3\S* cannot be read: {os.strerror(number)}\. Nothing is set aside"):
-        check(tmp_path / "3")
+    with pytest.raises(UserError, match=os.strerror(number)):
+        check(saved_3)
 
 
-def test_what_a_disk_cannot_read_is_damage(items, tmp_path, monkeypatch):
-    save_alone(tmp_path / "3", items)
-
-    def fail(path, *_, **__):
-        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
-
-    monkeypatch.setattr(Path, "read_text", fail)
-    assert check(tmp_path / "3").problem == "sha256.0-of-1 cannot be read: Input/output error"
-
-
-@pytest.mark.parametrize("found", [["a cannot be read: Too many open files.", None, None],
-                                   ("a cannot be read: Too many open files.", None, 0)],
-                         ids=["listed", "hashed"])  # fmt: skip
-def test_a_passing_error_of_another_host_ends_the_start_on_all(items, tmp_path, monkeypatch, found):
-    save_alone(tmp_path / "3", items)
-    monkeypatch.setattr(saving, "exchange", lambda mine: [mine, found if type(mine) is type(found) else mine])
-    with pytest.raises(UserError, match=r"^a cannot be read: Too many open files\.$"):
-        check(tmp_path / "3")
-
-
-def test_without_checksums_a_new_checkpoint_is_damaged_and_an_old_one_is_not(items, tmp_path):
-    save_alone(tmp_path / "3", items)
-    (tmp_path / "3" / "sha256.0-of-1").unlink()
-    assert check(tmp_path / "3").problem == "its checksums are missing"
-    (tmp_path / "3" / "about" / "metadata").write_text('{"format": 2}')
-    assert check(tmp_path / "3").problem is None
-    remove(tmp_path / "3")
-    assert not list(tmp_path.iterdir())
+def test_what_a_disk_cannot_read_is_damage(saved_3, monkeypatch):
+    monkeypatch.setattr(Path, "read_text", failing(os_error(errno.EIO)))
+    assert "Input/output error" in check(saved_3).problem
