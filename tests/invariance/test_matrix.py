@@ -171,12 +171,12 @@ MODELS: dict[str, tuple[tuple[str, ...], int]] = {
 
 
 def neighbours(predictions, rows):
-    """A custom loss that depends on the order of tokens: each target's nll times that of the one before, and a term of
-    the hidden states; weighed in part."""
+    """A custom loss that depends on the order of tokens: each target's nll times that of the one before, and terms of
+    the hidden states and the logits; weighed in part."""
     weights, nll = rows["weights"], predictions.nll()
     pairs = jnp.sum(weights[:, 1:] * weights[:, :-1] * nll[:, 1:] * nll[:, :-1])
-    squares = jnp.sum(weights * jnp.mean(jnp.square(predictions.hidden()), axis=-1))
-    return pairs + 0.1 * squares + jnp.sum(weights * nll), jnp.sum(weights)
+    squares = sum(jnp.mean(jnp.square(x), axis=-1) for x in (predictions.hidden(), predictions.logits()))
+    return pairs + 0.1 * jnp.sum(weights * squares) + jnp.sum(weights * nll), jnp.sum(weights)
 
 
 OBJECTIVES = {"custom loss": CustomLoss(neighbours, 264, 16)}
@@ -417,7 +417,7 @@ if os.environ.get("EVERY_MESH"):  # takes minutes
 
 
 def placed(tree, like):
-    """Arrays as those of a state: of its shapes, which have a dim of rounds in some pipelines, and where it has them."""
+    """Arrays of the shapes of `like`, which have a dim of rounds in some pipelines, where those are."""
     return jax.tree.map(lambda x, leaf: jax.device_put(np.reshape(x, leaf.shape), leaf.sharding), tree, like)
 
 
@@ -475,7 +475,7 @@ def test_a_split_step_is_that_of_all_rows_on_one_device(name, reference, agrees)
         *one.keys, *point.keys, **point.mesh, pipeline=point.pipeline, objective=one.objective
     )
     scale = np.float32(3) if one.expert_layers else None
-    num_batches, slots = point.batch
+    num_batches, _ = point.batch
     replicas = it.mesh.shape["data"]
     step = compiled_gradients(
         it, it.batch(one.rows, *point.batch), is_traced=bool(point.used), loss_scale=scale

@@ -35,27 +35,33 @@ def problem():
     return stack, rows, weight
 
 
+@pytest.fixture(scope="module")
+def in_turn(problem):
+    """All rows after all layers, and the gradients by the layers and by the rows."""
+    stack, rows, weight = problem
+
+    def total(stack, x):
+        out = layers(stack, rows | {"x": x})
+        return jnp.sum(weight * out["x"]), out
+
+    with jax.default_matmul_precision("highest"):
+        gradients, out = jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))(stack, rows["x"])
+    return out, gradients
+
+
 @pytest.mark.parametrize(
     ("pipeline", "mesh"),
     [
-        (Pipeline(2, 2), {"stage": 2}),
         (Pipeline(2, 8), {"stage": 2, "fsdp": 2, "data": 2}),
         (Pipeline(4, 4), {"stage": 4, "data": 2}),
-        (Pipeline(8, 8), {"stage": 8}),
-        (Pipeline(2, 4, 2), {"stage": 2, "fsdp": 2}),
         (Pipeline(4, 4, 2), {"stage": 4, "fsdp": 2}),
         (Pipeline(2, 2, 4), {"stage": 2, "data": 4}),
     ],
 )
-def test_rows_and_gradients_are_those_of_all_layers_in_turn(pipeline, mesh, problem):
+def test_rows_and_gradients_are_those_of_all_layers_in_turn(pipeline, mesh, problem, in_turn):
     stack, rows, weight = problem
-
-    def total(stack, x, run):
-        return jnp.sum(weight * run(stack, rows | {"x": x})["x"])
-
+    want_rows, want = in_turn
     with jax.default_matmul_precision("highest"):
-        want_rows = layers(stack, rows)
-        want = jax.grad(total, argnums=(0, 1))(stack, rows["x"], layers)
         replicas = mesh.get("data", 1)
 
         def piped(stack, x):
@@ -95,7 +101,7 @@ def test_a_tick_neither_copies_nor_adds_up_all_pieces_and_sends_one(pipeline, pr
 @pytest.mark.parametrize("pipeline", [Pipeline(2, 512), Pipeline(2, 512, 2)])
 def test_gradients_of_many_pieces_are_summed_in_float32(pipeline):
     """In bfloat16 256 + 1 is 256."""
-    rows = jnp.zeros((512, 6), jnp.bfloat16)
+    rows = np.zeros((512, 6), jnp.bfloat16)
 
     def shift(stack, rows):
         return rows + jnp.sum(stack, axis=0)
@@ -104,9 +110,9 @@ def test_gradients_of_many_pieces_are_summed_in_float32(pipeline):
         return jnp.sum(pipeline.run(shift, pipeline.in_stages(stack), rows, axes=("batch", None)).astype(jnp.float32))
 
     with jax.set_mesh(mesh_of(stage=2)):
-        found = jax.jit(jax.grad(total))(jnp.zeros((4, 6), jnp.bfloat16))
+        found = jax.jit(jax.grad(total))(np.zeros((4, 6), jnp.bfloat16))
     assert found.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(found.astype(jnp.float32), np.full((4, 6), 512.0))
+    np.testing.assert_array_equal(np.asarray(found, np.float32), np.full((4, 6), 512.0))
 
 
 def test_layers_are_assigned_round_after_round():
@@ -128,7 +134,7 @@ def test_ticks():
     assert Pipeline(4, 8).num_ticks_1f1b(5) == 40 + 6
 
 
-@pytest.mark.parametrize("num_pieces", [4, 6])
+@pytest.mark.parametrize("num_pieces", [6])
 def test_one_forward_and_one_backward_a_tick_add_up_to_the_gradient(num_pieces, problem):
     """By hand: pieces of 4 rows enter one at a time, the loss is sum(weight * x), and missing pieces weigh 0."""
     stack, rows, weight = problem
@@ -169,7 +175,7 @@ def test_one_forward_and_one_backward_a_tick_add_up_to_the_gradient(num_pieces, 
         return jnp.sum(weight[: 4 * num_pieces] * layers(stack, used | {"x": x})["x"])
 
     with jax.default_matmul_precision("highest"):
-        loss, (want, want_x) = jax.value_and_grad(total, argnums=(0, 1))(stack, used["x"])
+        loss, (want, want_x) = jax.jit(jax.value_and_grad(total, argnums=(0, 1)))(stack, used["x"])
         with jax.set_mesh(mesh_of(stage=4, fsdp=2)):
             gradient, losses, back = jax.jit(step)(stack, pieces, weights)
     np.testing.assert_allclose(losses, loss, rtol=1e-5, atol=1e-5)  # a sum of 144 terms of either sign

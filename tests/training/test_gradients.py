@@ -55,16 +55,26 @@ EXPERTS = ("num_experts=4", "num_experts_per_tok=2", "base_moe_mlp_dim=8", "rout
 ROUGH = "float16 on data 2"  # which rounds what it multiplies, here by another factor
 # further keys, mesh, pipeline, and what is expected over what is counted
 STEPS = {
-    "1": ((), {}, None, 1),
     "data 2, ZeRO-1, bfloat16 gradients": (
-        ("shard_optimizer_over_data=true", "grad_dtype=bfloat16"), {"data": 2}, None, 1),
-    "data 2 fsdp 2, experts with biases": (EXPERTS, {"data": 2, "fsdp": 2}, None, 3),
-    "LoRA on context 2": (("lora_rank=3", "lora_alpha=6"), {"context": 2}, None, 2),
+        ("shard_optimizer_over_data=true", "grad_dtype=bfloat16"),
+        {"data": 2},
+        None,
+        1,
+    ),
+    "data 2 fsdp 2, experts with biases, state on the host": (
+        (*EXPERTS, "optimizer_memory_host_offload=true"),
+        {"data": 2, "fsdp": 2},
+        None,
+        3,
+    ),
     ROUGH: (("dtype=float16",), {"data": 2}, None, 1.5),
-    "state on the host": (("optimizer_memory_host_offload=true",), {}, None, 2),
-    "gpipe, fsdp 2": ((), {"fsdp": 2}, Pipeline(2, 2), 3),
-    "1f1b, data 2": ((), {"data": 2}, Pipeline(2, 2, schedule="1f1b"), 3),
-}  # fmt: skip
+    "LoRA, 1f1b, data 2": (
+        ("lora_rank=3", "lora_alpha=6"),
+        {"data": 2},
+        Pipeline(2, 2, schedule="1f1b"),
+        2,
+    ),
+}
 
 
 @pytest.mark.parametrize("name", STEPS)
