@@ -11,11 +11,10 @@ import pytest
 
 from maxtext_lite.config import load_config
 from maxtext_lite.training import train
-from tests.invariance.conftest import MODEL
+from tests.invariance.conftest import MODEL, TABLE
 from tests.processes import RunFiles, in_turn, train_in_turn
 
 STEPS = 5
-# Batches of 8, 8, 16, 16, 16, in either mode of the ramp and on any number of devices.
 RUN = [
     *MODEL,
     f"steps={STEPS}",
@@ -29,151 +28,52 @@ RUN = [
     "global_batch_size=16",
     "gradient_accumulation_steps=-1",
 ]
-ROWS = ["packing=false", "optimizer=sgd", "sgd_momentum=0.9", "schedule_unit=tokens"]
-PACKED = ["schedule_unit=steps"]
-
-
-def by_examples(per_device):
-    return ramp("per_device_batch_size", per_device)
-
-
-def by_accumulation(per_device):
-    return ramp("gradient_accumulation_steps", per_device)
-
-
-def ramp(mode, per_device):
-    keys = (f"{key}={per_device / 2}" for key in ("per_device_batch_size_start", "per_device_batch_size_increment"))
-    return [f"rampup_mode={mode}", f"per_device_batch_size={per_device}", *keys]
-
-
-# For each run the one that it must equal, where it goes on from another the name of that and the step after which that
-# was killed, and its keys. "one" trains in this process on 8 devices.
-ONE = {
-    "rows": ("rows", None, [*ROWS, *by_examples(2), "ici_fsdp_parallelism=8"]),
-    "packed": (
-        "packed",
-        None,
-        [*PACKED, *by_examples(1), "ici_data_parallelism=2", "eval_per_device_batch_size=1"],
-    ),
+KINDS = {
+    "rows": ["packing=false", "optimizer=sgd", "sgd_momentum=0.9", "schedule_unit=tokens"],
+    "packed": ["schedule_unit=steps"],
 }
-TWO = {
-    "packed-2": (
-        "packed",
-        None,
-        [
-            *PACKED,
-            *by_accumulation(2),
-            "expansion_factor_real_data=0.5",
-            "ici_data_parallelism=2",
-            "eval_per_device_batch_size=0.5",
-            "balance_attention=true",
-        ],
-    ),
-    "packed-zero": (
-        "packed",
-        ("packed", 2),
-        [*PACKED, *by_accumulation(1), "ici_data_parallelism=4", "shard_optimizer_over_data=true"],
-    ),
-    "rows-2": ("rows", None, [*ROWS, *by_examples(1), "ici_tensor_parallelism=4", "expansion_factor_real_data=2"]),
-    "rows-context": (
-        "rows",
-        ("rows", 3),
-        [*ROWS, *by_accumulation(2), "ici_context_parallelism=4", "context_parallel_strategy=ring"],
-    ),
-    "rows-dcn-data": (
-        "rows",
-        None,
-        [*ROWS, *by_accumulation(2), "dcn_data_parallelism=2", "ici_fsdp_parallelism=2"],
-    ),
-    "rows-dcn-stages": (
-        "rows",
-        ("rows", 1),
-        [
-            *ROWS,
-            *by_accumulation(2),
-            "dcn_pipeline_parallelism=2",
-            "ici_fsdp_parallelism=2",
-            "pipeline_schedule=1f1b",
-        ],
-    ),
-    "rows-dcn-context": (
-        "rows",
-        ("rows", 4),
-        [
-            *ROWS,
-            *by_accumulation(2),
-            "dcn_context_parallelism=2",
-            "ici_tensor_parallelism=2",
-            "context_parallel_strategy=all_gather",
-        ],
-    ),
-}
-BACK = {
-    "rows-rounds": (
-        "rows",
-        ("rows-2", 1),
-        [
-            *ROWS,
-            *by_examples(1),
-            "ici_pipeline_parallelism=2",
-            "ici_data_parallelism=2",
-            "num_pipeline_microbatches=2",
-        ],
-    ),
-    "packed-back": ("packed", ("packed-2", 3), [*PACKED, *by_examples(1), "ici_fsdp_parallelism=8"]),
-}
-FOUR = {
-    "rows-4": (
-        "rows",
-        ("rows-rounds", 2),
-        [
-            *ROWS,
-            *by_accumulation(1),
-            "expansion_factor_real_data=2",
-            "dcn_data_parallelism=2",
-            "dcn_pipeline_parallelism=2",
-            "ici_fsdp_parallelism=2",
-            "balance_attention=true",
-            "pipeline_schedule=1f1b",
-        ],
-    ),
-}
-WAYS = {**ONE, **TWO, **BACK, **FOUR}
+GROUPS = TABLE["runs"]
+WAYS = {name: way for group in GROUPS.values() for name, way in group.items()}
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, documents):
-    """All of them, those of as many processes in one launch; four processes are refused in the end.
+    """All runs of the table; the four processes are refused in the end.
 
     What each process of two and of four opened of the data is returned too.
     """
     directory = tmp_path_factory.mktemp("runs")
     text = "dataset_path={}/{}/documents.jsonl".format(documents, "{process}")
 
+    def named(name, *keys, ramp, equals="rows", text=text):
+        mode, per_device = ramp
+        sizes = [f"per_device_batch_size_{end}={per_device / 2}" for end in ("start", "increment")]
+        about = [f"rampup_mode={mode}", f"per_device_batch_size={per_device}", *sizes]
+        return [*RUN, *KINDS[equals], *about, text, f"base_output_directory={directory}", f"run_name={name}", *keys]
+
     def words(group):
         found = []
-        for name, (_, start, keys) in group.items():
-            if start:
-                killed(directory / start[0], start[1], directory / name)
-            found.append([*RUN, text, *keys, f"base_output_directory={directory}", f"run_name={name}"])
+        for name, way in GROUPS[group].items():
+            if "after" in way:
+                whole, step = way["after"]
+                killed(directory / whole, step, directory / name)
+            found.append(named(name, *way["keys"], ramp=way["ramp"], equals=way["equals"]))
         return found
 
     def alone(group):
         for each in words(group):
             train(load_config(None, [word.replace("{process}", "0") for word in each]))
 
-    alone(ONE)
-    opened = {2: train_in_turn(words(TWO), processes=2, devices=2, watched=documents)}
-    alone(BACK)
-    nowhere = [
-        *RUN,
-        *by_examples(1),
+    alone(1)
+    opened = {2: train_in_turn(words(2), processes=2, devices=2, watched=documents)}
+    alone("1 again")
+    nowhere = named(
+        "nothing",
         "expansion_factor_real_data=2",
-        "run_name=nothing",
-        f"base_output_directory={directory}",
-        f"dataset_path={documents}/nowhere.jsonl",
-    ]
-    refused, opened[4] = in_turn([*words(FOUR), nowhere], processes=4, devices=2, watched=documents)
+        ramp=["per_device_batch_size", 1],
+        text=f"dataset_path={documents}/nowhere.jsonl",
+    )
+    refused, opened[4] = in_turn([*words(4), nowhere], processes=4, devices=2, watched=documents)
     return lambda name: RunFiles(directory / name), opened, refused
 
 
@@ -185,12 +85,12 @@ def killed(whole, step, directory):
     assert RunFiles(directory).checkpoints == list(range(1, step + 1))
 
 
-OTHERS = [name for name, (one, *_) in WAYS.items() if name != one]
+OTHERS = [name for name, way in WAYS.items() if name != way["equals"]]
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_counts_hashes_and_learning_rates_are_those_of_one_process(name, runs):
-    run, one = runs[0], runs[0](WAYS[name][0])
+    run, one = runs[0], runs[0](WAYS[name]["equals"])
     exact = (
         "step",
         "examples",
@@ -210,7 +110,7 @@ def test_counts_hashes_and_learning_rates_are_those_of_one_process(name, runs):
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_losses_agree_and_up_to_the_kill_they_are_the_same_lines(name, runs):
-    run, (one, start, _) = runs[0], WAYS[name]
+    run, one, start = runs[0], WAYS[name]["equals"], WAYS[name].get("after")
     for key in ("loss", "grad_norm"):
         np.testing.assert_allclose(run(name).sequence(key), run(one).sequence(key), rtol=1e-5)
     if start:
@@ -223,12 +123,12 @@ def test_losses_agree_and_up_to_the_kill_they_are_the_same_lines(name, runs):
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_evaluations_agree_whatever_their_batch(name, runs):
-    (got,), (want,) = runs[0](name).evaluations, runs[0](WAYS[name][0]).evaluations
+    (got,), (want,) = runs[0](name).evaluations, runs[0](WAYS[name]["equals"]).evaluations
     assert got["eval_target_tokens"] == want["eval_target_tokens"]
     assert got["eval_loss"] == pytest.approx(want["eval_loss"], rel=1e-6)
 
 
-@pytest.mark.parametrize("name", [name for name in OTHERS if WAYS[name][0] == "rows"])
+@pytest.mark.parametrize("name", [name for name in OTHERS if WAYS[name]["equals"] == "rows"])
 def test_parameters_after_5_steps_of_sgd_agree(name, runs):
     got, want = (runs[0](each).parameters(STEPS) for each in (name, "rows"))
     norms = {path: np.linalg.norm(b.astype(float)) for path, b in jax.tree.leaves_with_path(want)}

@@ -12,11 +12,9 @@ from maxtext_lite.config import load_config
 from maxtext_lite.convert import main as convert
 from maxtext_lite.generate import main as generate
 from maxtext_lite.models import Decoder, merged
-from maxtext_lite.parallel import sharding
 from maxtext_lite.training import train
 from maxtext_lite.training.nonfinite import find_nonfinite
 from maxtext_lite.training.state import decoder_shape
-from maxtext_lite.training.step import TRAIN_BATCH_AXES
 from tests.training.conftest import TINY
 
 LORA = ("optimizer=sgd", "gradient_clipping_threshold=0", "lora_rank=3", "lora_alpha=6")
@@ -50,12 +48,7 @@ def test_nothing_as_large_as_the_weights_is_made_beside_them(setup):
 
     def memory(*keys):
         it = setup(*BIG, *keys)
-        where = sharding(it.mesh, TRAIN_BATCH_AXES)
-        batch = {
-            name: jax.ShapeDtypeStruct((2, 1, 8), "float32" if name == "weights" else "int32", sharding=where)
-            for name in ("tokens", "targets", "segments", "positions", "weights")
-        }
-        analysis = it.compile_step(batch).memory_analysis()
+        analysis = it.compile_step(it.abstract_batch(2, 1, 8)).memory_analysis()
         size = lambda tree: sum(4 * leaf.size for leaf in jax.tree.leaves(tree))  # noqa: E731
         trained = it.decoder.trained(it.decoder.abstract_params)
         return analysis, size(it.decoder.abstract_params), size(trained)

@@ -10,6 +10,7 @@ import itertools
 import math
 import os
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -25,149 +26,19 @@ from maxtext_lite.training.optimizer import learning_rate_schedule
 from maxtext_lite.training.step import ChunkedStep, make_summarise
 from maxtext_lite.xla.hlo import collectives
 from tests import responses
+from tests.invariance.conftest import TABLE
 from tests.training.conftest import LENGTH, make_setup
 
-COMMON = (
-    "optimizer=sgd",
-    "gradient_clipping_threshold=0",
-    "base_num_query_heads=8",
-    "base_num_kv_heads=4",
-    "base_num_decoder_layers=4",
-)
-# Multipliers large enough for each auxiliary loss to be a good part of the gradient.
-EXPERTS = (
-    "num_experts=4",
-    "num_experts_per_tok=2",
-    "base_moe_mlp_dim=8",
-    "routed_bias=true",
-    "load_balance_loss_weight=0.5",
-    "router_z_loss_multiplier=0.05",
-)
-LORA = ("lora_rank=3", "lora_alpha=6")
-# For each the keys, and how many of its layers have experts.
-MODELS: dict[str, tuple[tuple[str, ...], int]] = {
-    "dense": (("z_loss_multiplier=1e-3",), 0),
-    "experts": (EXPERTS, 4),
-    "capacity": ((*EXPERTS, "capacity_factor=0.75"), 4),
-    "custom loss": (EXPERTS, 4),
-    "DPO": (("dataset_type=dpo", "dpo_beta=0.3", "dpo_label_smoothing=0.1"), 0),
-    "Gemma-like": (
-        (
-            "normalization=rms_norm_plus_one",
-            "norm_placement=both",
-            "mlp_activation=gelu_tanh",
-            "qk_norm=head",
-            "layer_pattern=local,nope,global",
-            "sliding_window_size=5",
-            "attn_logits_soft_cap=2",
-            "final_logits_soft_cap=3",
-            "query_pre_attn_scalar=7",
-            "rope_local_max_timescale=100",
-            "scale_embeddings=true",
-            "base_num_decoder_layers=6",
-            "rope_scaling={rope_type: linear, factor: 2}",
-            "logits_via_embedding=true",
-        ),
-        0,
-    ),
-    "GPT-2-like": (
-        (
-            "normalization=layer_norm",
-            "gated_mlp=false",
-            "mlp_bias=true",
-            "attention_bias=all",
-            "mlp_activation=gelu",
-            "trainable_position_size=32",
-            "base_num_kv_heads=8",
-            "qk_norm=all_heads",
-        ),
-        0,
-    ),
-    "Cohere-like": (
-        (
-            "normalization=layer_norm_no_bias",
-            "parallel_block=one_norm",
-            "qk_norm=each_head",
-            "logits_multiplier=0.3",
-            "logits_bias=true",
-            "residual_multiplier=0.7",
-            "embedding_multiplier=3",
-            "clip_qkv=0.9",
-            "mlp_activation=relu",
-            "position_temperature={scale: 0.5, floor_scale: 3, layers: nope}",
-            "layer_pattern=local,nope",
-            "sliding_window_size=5",
-            "final_logits_soft_cap=3",
-        ),
-        0,
-    ),
-    "Apertus-like": (
-        (
-            "mlp_activation=xielu",
-            "gated_mlp=false",
-            "qk_norm=head_after_rope",
-            "normalization=layer_norm_plus_one",
-            "parallel_block=two_norms",
-            "base_num_kv_heads=8",
-            "head_dim=8",
-            "rope_scaling={rope_type: longrope, factor: 2, original_max_position_embeddings: 4, "
-            "short_factor: [1, 1, 2, 2], long_factor: [2, 3, 4, 5]}",
-        ),
-        0,
-    ),
-    "gpt-oss-like": (
-        (
-            "num_experts=4",
-            "num_experts_per_tok=2",
-            "base_moe_mlp_dim=8",
-            "expert_bias=true",
-            "attention_bias=all",
-            "attention_sinks=true",
-            "mlp_activation=clamped_silu",
-            "layer_pattern=local,chunked",
-            "sliding_window_size=3",
-            "norm_placement=post",
-            "mlp_pattern=dense,moe",
-            "shared_experts=1",
-            "base_shared_mlp_dim=4",
-            "shared_expert_gate=true",
-            "chunk_attn_window_size=5",
-            "apply_router_weight_on_input=true",
-            "qk_norm=l2_after_rope",
-        ),
-        2,
-    ),
-    "DeepSeek-like": (
-        (
-            "num_experts=4",
-            "num_experts_per_tok=2",
-            "base_moe_mlp_dim=8",
-            "shared_experts=1",
-            "routed_bias=true",
-            "routed_score_func=sigmoid",
-            "first_num_dense_layers=1",
-            "base_num_decoder_layers=5",
-            "base_num_kv_heads=8",
-            "mla={q_lora_rank: 12, kv_lora_rank: 8, qk_nope_head_dim: 4, qk_rope_head_dim: 4, v_head_dim: 6}",
-            "head_dim=8",
-        ),
-        4,
-    ),
-    "LoRA": (
-        (
-            *LORA,
-            "layer_pattern=local,global",
-            "sliding_window_size=8",
-            "norm_placement=both",
-            "logits_via_embedding=true",
-        ),
-        0,
-    ),
-    "LoRA, experts": (
-        (*LORA, *EXPERTS, "shared_experts=1", "first_num_dense_layers=1", "base_num_decoder_layers=3"),
-        2,
-    ),
-}
+MODELS = TABLE["models"]
+COMMON = ("optimizer=sgd", "gradient_clipping_threshold=0", "base_num_query_heads=8", "base_num_kv_heads=4",
+          "base_num_decoder_layers=4")  # fmt: skip
+
+
+def keys_of(model):
+    """The keys of a model of the table."""
+    about = MODELS[model]
+    others = keys_of(about["like"]) if "like" in about else COMMON
+    return (*others, *about["keys"])
 
 
 def neighbours(predictions, rows):
@@ -221,8 +92,8 @@ class Reference:
     """
 
     def __init__(self, model, rows):
-        keys, self.expert_layers = MODELS[model]
-        self.name, self.keys, self.objective = model, (*COMMON, *keys), OBJECTIVES.get(model)
+        self.name, self.keys, self.objective = model, keys_of(model), OBJECTIVES.get(model)
+        self.expert_layers = MODELS[model].get("expert_layers", 0)
         self.rows = pairs_of_answers() if model == "DPO" else rows
         self.it = make_setup(*self.keys)
         self.decoder = Decoder(dataclasses.replace(self.it.decoder.shape, lora=None))
@@ -312,93 +183,26 @@ def reference(rows):
     return functools.cache(lambda model: Reference(model, rows))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Point:
-    """A way to split a step of 16 rows.
-
-    Attributes:
-      batch: micro-batches, and row slots of each; slots without a row are empty.
-      used: how many of the micro-batches have rows, an argument of the compiled step, in turn; () where all do.
-    """
+    """A row of the table."""
 
     model: str
-    batch: tuple[int, int]
+    batch: Sequence[int]
     mesh: dict[str, int] = dataclasses.field(default_factory=dict)
-    pipeline: Pipeline | None = None
-    keys: tuple[str, ...] = ()
-    used: tuple[int, ...] = ()
+    pipeline: Any = None
+    keys: Sequence[str] = ()
+    used: Sequence[int] = ()
+
+    def __post_init__(self):
+        self.pipeline = Pipeline(*self.pipeline) if self.pipeline else None
 
     @property
     def is_interleaved(self):
         return self.pipeline is not None and self.pipeline.schedule == "1f1b"
 
 
-def gpipe(stages, microbatches, repeats=1):
-    return Pipeline(stages, microbatches, repeats)
-
-
-def interleaved(stages, microbatches):
-    return Pipeline(stages, microbatches, schedule="1f1b")
-
-
-RING, GATHER = "context_parallel_strategy=ring", "context_parallel_strategy=all_gather"
-CUBE = {"data": 2, "fsdp": 2, "tensor": 2}
-POINTS = {
-    # One axis, or accumulation, alone.
-    "accumulated": Point("dense", (16, 1)),
-    "data": Point("dense", (4, 8), {"data": 8}),
-    "fsdp": Point("dense", (1, 16), {"fsdp": 8}, keys=("remat_policy=full",)),
-    "tensor": Point("dense", (1, 16), {"tensor": 4}, keys=("num_vocab_tiling=4",)),
-    "ring": Point("dense", (1, 16), {"context": 8}, keys=(RING, "remat_policy=full")),
-    "gathered": Point("dense", (2, 8), {"data": 2, "context": 4}, keys=(GATHER, "remat_policy=save_dot_products")),
-    "gpipe": Point("dense", (1, 16), {}, gpipe(4, 8)),
-    "1f1b": Point("dense", (2, 8), {}, interleaved(4, 4), ("remat_policy=minimal",)),
-    "experts": Point("experts", (1, 16), {"expert": 4, "tensor": 2}),
-    # Mixtures of them.
-    "any accumulation": Point("dense", (4, 16), CUBE, used=(1, 2, 4)),
-    "ring, tensor": Point(
-        "dense",
-        (3, 8),
-        {"data": 2, "context": 2, "tensor": 2},
-        keys=(RING, "remat_policy=minimal", "num_vocab_tiling=4"),
-    ),
-    "rounds": Point("dense", (3, 8), {"data": 2, "fsdp": 2}, gpipe(2, 2, 2)),
-    "rounds of one layer": Point("dense", (1, 16), {"fsdp": 2, "tensor": 2}, gpipe(2, 8, 2), ("remat_policy=full",)),
-    "1f1b, any accumulation": Point("dense", (4, 8), {"data": 2}, interleaved(2, 4), used=(2, 3)),
-    "1f1b, fsdp, tensor": Point(
-        "dense", (1, 16), {"fsdp": 2, "tensor": 2}, interleaved(2, 4), ("num_vocab_tiling=4", "remat_policy=full")
-    ),
-    "experts, empty slots": Point("experts", (4, 8), {"data": 4, "expert": 2}),
-    "experts of one device": Point("experts", (8, 2), {"data": 2}, keys=("remat_policy=full",)),
-    "experts, context": Point("experts", (2, 8), {"context": 2, "expert": 2}),
-    "experts, 1f1b": Point("experts", (2, 8), {"data": 2, "expert": 2}, interleaved(2, 2)),
-    "capacity": Point("capacity", (2, 8), {"data": 2, "fsdp": 2, "expert": 2}),
-    "capacity, context": Point("capacity", (2, 8), {"context": 2, "expert": 2}),  # tokens in another order
-    # Other objectives.
-    "custom loss": Point("custom loss", (4, 4), {"data": 2, "context": 2, "tensor": 2}),
-    "custom loss, 1f1b": Point("custom loss", (1, 16), {"data": 2, "expert": 2}, interleaved(2, 2)),
-    "custom loss, rounds": Point("custom loss", (2, 8), {"fsdp": 2}, gpipe(2, 2, 2)),
-    "pairs": Point("DPO", (2, 8), CUBE, keys=("num_vocab_tiling=2",)),
-    "pairs, context": Point("DPO", (4, 8), {"data": 2, "context": 4}),
-    "pairs, 1f1b": Point("DPO", (2, 8), {"data": 2}, interleaved(2, 2)),
-    "pairs, gpipe": Point("DPO", (1, 16), {"fsdp": 2}, gpipe(2, 2)),
-    # Other models.
-    "Gemma-like": Point("Gemma-like", (2, 8), {"fsdp": 2, "tensor": 2, "context": 2}),
-    "Gemma-like, 1f1b": Point("Gemma-like", (2, 8), {"tensor": 4}, interleaved(2, 2)),
-    "GPT-2-like, rounds": Point("GPT-2-like", (2, 8), {"fsdp": 2, "context": 2}, gpipe(2, 2, 2)),
-    "Cohere-like, 1f1b": Point("Cohere-like", (2, 8), {"tensor": 2, "data": 2}, interleaved(2, 2)),
-    "Apertus-like, rounds": Point("Apertus-like", (2, 8), {"fsdp": 2, "context": 2}, gpipe(2, 2, 2)),
-    "gpt-oss-like": Point("gpt-oss-like", (2, 8), {"expert": 2, "tensor": 2, "context": 2}),
-    "gpt-oss-like, 1f1b": Point("gpt-oss-like", (2, 8), {"expert": 2, "data": 2}, interleaved(2, 2)),
-    "DeepSeek-like, rounds": Point("DeepSeek-like", (2, 8), {"fsdp": 2, "expert": 2}, gpipe(2, 2, 2)),
-    "DeepSeek-like, 1f1b": Point("DeepSeek-like", (2, 8), {"context": 2}, interleaved(4, 4)),
-    "adapters": Point("LoRA", (2, 8), {"fsdp": 2, "context": 2, "tensor": 2}, keys=("remat_policy=full",)),
-    "adapters, rounds": Point("LoRA", (4, 4), {"data": 2, "fsdp": 2}, gpipe(2, 2, 2), ("remat_policy=minimal",)),
-    "adapters, experts": Point("LoRA, experts", (2, 8), {"expert": 2, "fsdp": 2, "tensor": 2}),
-    "adapters, experts, 1f1b": Point(
-        "LoRA, experts", (2, 8), {"expert": 2}, interleaved(2, 2), ("remat_policy=full",)
-    ),
-}
+POINTS = {name: Point(**point) for name, point in TABLE["points"].items()}
 
 
 def factorizations(num_devices):
@@ -411,7 +215,7 @@ def factorizations(num_devices):
 if os.environ.get("EVERY_MESH"):  # takes minutes
     for number, sizes in enumerate(itertools.chain(*map(factorizations, (2, 4, 8)))):
         stages = sizes.pop("stage")
-        pipeline = Pipeline(stages, stages, schedule=("gpipe", "1f1b")[number % 2]) if stages > 1 else None
+        pipeline = (stages, stages, 1, ("gpipe", "1f1b")[number % 2]) if stages > 1 else None
         model = "experts" if sizes["expert"] > 1 else "dense"
         POINTS[f"{sizes} {pipeline}"] = Point(model, (1 + number % 2, 16), sizes, pipeline)
 
@@ -466,7 +270,12 @@ def squared_norm(tree):
     return sum(np.sum(np.square(leaf, dtype=np.float64)) for leaf in jax.tree.leaves(tree))
 
 
-@pytest.mark.parametrize("name", POINTS)
+FAST = ("any accumulation", "1f1b, any accumulation", "experts, context")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.fast if name in FAST else ()) for name in POINTS]
+)
 def test_a_split_step_is_that_of_all_rows_on_one_device(name, reference, agrees):
     """Also, with experts, of a router that sends everything to the same ones; under a loss scale, no power of two."""
     point = POINTS[name]
@@ -563,7 +372,7 @@ def test_splits_leave_a_step_in_eight_bits_alone(reference, rows):
     rounding = apart(want.gradients, one(0)[1])
     assert 0.004 < rounding < 0.02  # 1 / 127 is 0.008
     for batch, mesh, pipeline in (
-        ((2, 8), {"data": 2}, interleaved(2, 2)),
+        ((2, 8), {"data": 2}, Pipeline(2, 2, schedule="1f1b")),
         ((4, 4), {"fsdp": 2, "tensor": 2, "context": 2}, None),
     ):
         got = of(batch, mesh, pipeline)
@@ -590,7 +399,7 @@ def test_gradients_cross_in_grad_dtype(reference, rows):
     assert 0 < squared_norm(jax.tree.map(np.subtract, exact, summed)) < 1e-4 * squared_norm(exact)
 
 
-BIASED = (*COMMON, *EXPERTS, "initializer_range=0.2", "learning_rate=0.1", "routed_bias_update_rate=0.01")
+BIASED = (*keys_of("experts"), "initializer_range=0.2", "learning_rate=0.1", "routed_bias_update_rate=0.01")
 
 
 def test_steps_with_experts_agree_however_they_are_split(rows, agrees):
@@ -655,10 +464,10 @@ UPDATES = 3
 # aggregation, responses of a chunk, row slots of a chunk, mesh; 4 prompts with 2 responses each
 CHUNKS = [
     ("seq_mean_token_mean", 2, 2, {}, None),
-    ("token_mean", 4, 4, CUBE, None),
+    ("token_mean", 4, 4, {"data": 2, "fsdp": 2, "tensor": 2}, None),
     ("seq_mean_token_sum_norm", 8, 8, {"context": 2, "data": 2}, None),
-    ("token_mean", 2, 4, {"fsdp": 2}, gpipe(2, 2)),
-    ("seq_mean_token_mean", 4, 4, {"data": 2}, interleaved(2, 2)),
+    ("token_mean", 2, 4, {"fsdp": 2}, Pipeline(2, 2)),
+    ("seq_mean_token_mean", 4, 4, {"data": 2}, Pipeline(2, 2, schedule="1f1b")),
 ]
 
 

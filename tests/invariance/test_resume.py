@@ -13,7 +13,7 @@ import pytest
 
 from maxtext_lite.config import load_config
 from maxtext_lite.training import train
-from tests.invariance.conftest import MODEL
+from tests.invariance.conftest import MODEL, TABLE
 
 RUN = [
     *MODEL,
@@ -26,9 +26,6 @@ RUN = [
     "gradient_accumulation_steps=-1",
     "per_device_batch_size=1",
 ]
-MOMENTUM = ["optimizer=sgd", "sgd_momentum=0.9"]
-NARROW = ["weight_dtype=bfloat16", "dtype=bfloat16"]
-
 
 def losses(lines):
     return [line["loss"] for line in lines if "loss" in line]
@@ -74,61 +71,12 @@ def adapters(lines, state):
     assert state.frozen
 
 
-FEATURES = {
-    "the noise scale of four micro-batches": (
-        [
-            "per_device_batch_size=0.25",
-            "ici_fsdp_parallelism=2",
-            "ici_tensor_parallelism=2",
-            "ici_data_parallelism=2",
-            "eval_interval=2",
-        ],
-        noise_scale,
-    ),
-    "replicas within a period": (
-        [
-            *MOMENTUM,
-            "enable_diloco=true",
-            "diloco_sync_period=3",
-            "ici_data_parallelism=4",
-            "ici_fsdp_parallelism=2",
-        ],
-        local_updates,
-    ),
-    "a loss scale that grows": (
-        [
-            *MOMENTUM,
-            "dtype=float16",
-            "loss_scale_growth_interval=1",
-            "max_skipped_updates=1",
-            "checkpoint_period=7",
-            "steps=12",
-        ],
-        scaled_losses,
-    ),
-    "experts in bfloat16, ZeRO-1": (
-        [
-            "num_experts=4",
-            "num_experts_per_tok=2",
-            "base_moe_mlp_dim=8",
-            "routed_bias=true",
-            "load_balance_loss_weight=0.01",
-            "router_z_loss_multiplier=0.05",
-            "dtype=bfloat16",
-            "ici_data_parallelism=2",
-            "ici_expert_parallelism=2",
-            "shard_optimizer_over_data=true",
-            "steps=6",
-            "checkpoint_period=3",
-            "warmup_steps=1",
-        ],
-        experts,
-    ),
-    "adapters": (["lora_rank=2", "ici_tensor_parallelism=2", "learning_rate=0.05"], adapters),
-    **{
-        f"bfloat16 weights, {optimizer}": ([*NARROW, f"optimizer={optimizer}"], narrow)
-        for optimizer in ("adamw", "lion", "muon", "adafactor")
-    },
+CHECKS = {
+    "noise scale": noise_scale,
+    "replicas within a period": local_updates,
+    "loss scale": scaled_losses,
+    "experts": experts,
+    "adapters": adapters,
 }
 
 
@@ -139,9 +87,9 @@ def timeless(directory):
     return [{key: x for key, x in line.items() if not any(word in key for word in clock)} for line in lines]
 
 
-@pytest.mark.parametrize("name", FEATURES)
-def test_killed_and_resumed_a_run_is_the_one_that_nobody_stopped(name, tmp_path, documents, capsys):
-    keys, check = FEATURES[name]
+@pytest.mark.parametrize("feature", TABLE["resumed"])
+def test_killed_and_resumed_a_run_is_the_one_that_nobody_stopped(feature, tmp_path, documents, capsys):
+    keys, check = TABLE["resumed"][feature], CHECKS.get(feature, narrow)
 
     def run(name):
         path = f"dataset_path={documents}/0/documents.jsonl"

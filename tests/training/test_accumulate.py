@@ -23,6 +23,7 @@ def test_is_a_multisteps_and_keeps_no_accumulator():
     assert not accumulation.has_updated(state)
 
 
+@pytest.mark.fast
 def test_equals_the_inner_optimizer_on_the_sum():
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1))
     accumulation = GradientAccumulation(optax.chain(inner, optax.scale(-10.0)))  # of learning rate 1, downhill
@@ -95,6 +96,7 @@ def test_a_master_copy_keeps_what_bfloat16_parameters_would_lose():
     np.testing.assert_allclose(master_of(state)["w"], 0, atol=1e-4)  # each of its thousand sums is rounded to 2^-24
 
 
+@pytest.mark.fast
 def test_three_steps_of_a_narrow_weight_by_hand():
     """From 1 with momentum 0.5, rate 2^-10 and gradients 1, 2, 0: the trace is 1, 2.5, 1.25."""
     accumulation = GradientAccumulation(optax.trace(0.5))

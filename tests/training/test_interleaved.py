@@ -6,8 +6,7 @@ That their gradients are those of no pipeline: tests/invariance/test_matrix.py.
 import jax
 import pytest
 
-from maxtext_lite.parallel import Pipeline, sharding
-from maxtext_lite.training.step import TRAIN_BATCH_AXES
+from maxtext_lite.parallel import Pipeline
 from maxtext_lite.xla.hlo import collectives
 from tests.training.conftest import LENGTH
 
@@ -23,16 +22,9 @@ def compiled(setup):
         for accumulation, microbatches in sizes:
             pipeline = Pipeline(2, microbatches, schedule=schedule)
             it = setup(*FOUR_LAYERS, "base_emb_dim=64", "base_mlp_dim=128", pipeline=pipeline)
-            where = sharding(it.mesh, TRAIN_BATCH_AXES)
-            batch = {
-                name: jax.ShapeDtypeStruct(
-                    (accumulation, 4 * microbatches, LENGTH),
-                    "float32" if name == "weights" else "int32",
-                    sharding=where,
-                )
-                for name in ("tokens", "targets", "segments", "positions", "weights")
-            }
-            found[accumulation, microbatches] = it, it.compile_step(batch)
+            found[accumulation, microbatches] = it, it.compile_step(
+                it.abstract_batch(accumulation, 4 * microbatches, LENGTH)
+            )
         return found
 
     return steps("1f1b", [(1, 4), (8, 4)]), steps("gpipe", [(1, 4), (1, 16)])

@@ -67,6 +67,7 @@ def test_replicas_train_on_their_own_rows_and_are_averaged(setup, rows, agrees):
 
 
 @pytest.mark.parametrize(("lr", "momentum"), [(1.0, 0.0), (0.7, 0.9)])
+@pytest.mark.fast
 def test_four_replicas_of_a_quadratic_follow_the_closed_form(lr, momentum):
     """Replica r minimises (x - c_r)^2 / 2 by H steps of rate e: x -> c_r + (1 - e)^H (x - c_r). With q = (1 - e)^H and
     the mean c of the c_r, the outer gradient is (1 - q)(x - c): Nesterov SGD on a quadratic around c."""

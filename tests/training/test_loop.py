@@ -60,6 +60,7 @@ def whole(tmp_path_factory, documents):
     return _train(tmp_path_factory.mktemp("runs"), documents, "run_name=whole", "profiler_steps=1")
 
 
+@pytest.mark.fast
 def test_writes_what_the_interface_promises(whole):
     names = {path.name for path in whole.run_directory.iterdir()}
     assert names == {
