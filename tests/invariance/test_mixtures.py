@@ -87,26 +87,6 @@ def test_the_rows_are_those_of_the_loop_through_changes_of_mixture_and_batch(run
     assert files.steps[-1]["tokens_seen"] == sum(tokens for _, tokens, _ in records)
 
 
-def test_the_source_with_which_it_began_has_the_order_and_hashes_of_a_run_without_mixtures(run):
-    (config, *_), files = run
-    b = open_mixture(config)[0]
-    plain = [example_ids(8 * step, 8, num_examples=len(b), seed=5).tolist() for step in range(2)]
-    found = files.sequence("examples_hash")[:2]
-    assert found == [(f"{sum(map(splitmix64, ids)) % 2**64:016x}",) for ids in plain]
-    assert "source_epochs" not in files.steps[0]
-
-
-def test_a_checkpoint_has_the_mixtures_of_its_run(run):
-    _, files = run
-    about = json.loads((files.directory / "checkpoints" / "8" / "about" / "metadata").read_text())
-    assert [mixture["examples_seen"] for mixture in about["mixtures"]] == [0, 16, 40]
-    assert [mixture["tokens_seen"] for mixture in about["mixtures"]] == [
-        sum(step["target_tokens"] for step in files.steps[:steps]) for steps in (0, 2, 5)
-    ]
-    names = [sorted(part["name"] for part in mixture["parts"]) for mixture in about["mixtures"]]
-    assert names == [["b"], ["a", "b"], ["b", "c"]]
-
-
 def test_each_source_is_evaluated_and_its_tokens_counted(run):
     (_, *configs), files = run
     lines = [json.loads(line) for line in (files.directory / "metrics.jsonl").read_text().splitlines()]

@@ -23,35 +23,6 @@ def test_is_a_multisteps_and_keeps_no_accumulator():
     assert not accumulation.has_updated(state)
 
 
-@pytest.mark.fast
-def test_equals_the_inner_optimizer_on_the_sum():
-    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1))
-    accumulation = GradientAccumulation(optax.chain(inner, optax.scale(-10.0)))  # of learning rate 1, downhill
-    rng = np.random.default_rng(0)
-    stream = {"w": rng.normal(size=(3, 4, 2)).astype(np.float32), "b": rng.normal(size=(3, 4)).astype(np.float32)}
-
-    @jax.jit
-    def by_both(stream):
-        state, params = accumulation.init(PARAMS), PARAMS
-        inner_state, expected = inner.init(PARAMS), PARAMS
-        for step in range(3):
-            accumulator = accumulation.accumulator(params)
-            for micro in range(4):
-                gradients = jax.tree.map(lambda g, at=(step, micro): g[at], stream)
-                accumulator = accumulation.accumulate(accumulator, gradients)
-            params, state = accumulation.finish(accumulator, state, params, 0.1)
-            total = jax.tree.map(lambda g, at=step: jnp.sum(g[at], axis=0), stream)
-            updates, inner_state = inner.update(total, inner_state, expected)
-            expected = optax.apply_updates(expected, updates)
-        return params, state, expected
-
-    params, state, expected = by_both(stream)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), params, expected)
-    assert state.gradient_step == 3
-    assert state.mini_step == 0
-    assert accumulation.has_updated(state)
-
-
 def test_512_bfloat16_gradients_sum_to_512():
     """A bfloat16 sum stops at 256: 256 + 1 rounds to 256."""
     accumulation = GradientAccumulation(optax.sgd(1.0))
@@ -67,13 +38,6 @@ def test_leading_dims_hold_one_accumulator_each():
     accumulator = GradientAccumulation(optax.sgd(1.0)).accumulator(PARAMS, 4)
     assert accumulator["w"].shape == (4, 2)
     assert accumulator["b"].shape == (4,)
-
-
-def test_works_as_a_plain_transformation():
-    accumulation = GradientAccumulation(optax.sgd(0.5))
-    updates, state = accumulation.gradient_transformation().update(PARAMS, accumulation.init(PARAMS), PARAMS)
-    np.testing.assert_allclose(updates["w"], [-0.5, 1.0])
-    assert state.gradient_step == 1
 
 
 def test_a_master_copy_keeps_what_bfloat16_parameters_would_lose():
