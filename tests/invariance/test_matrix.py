@@ -100,7 +100,7 @@ class Reference:
         abstract = self.it.abstract
         self.frozen, params = drawn(abstract.frozen, 4), drawn(abstract.params, 5)
         self.params = [params]
-        if "experts" in model and abstract.frozen is None:
+        if model in ("experts", "capacity"):
             even = jax.tree.map(np.copy, params)  # a router that knows no difference: all go to experts 0 and 1
             even["layers"]["mlp"]["router"][:] = 0
             even["layers"]["mlp"]["router_bias"][:] = 0
@@ -225,14 +225,6 @@ def placed(tree, like):
     return jax.tree.map(lambda x, leaf: jax.device_put(np.reshape(x, leaf.shape), leaf.sharding), tree, like)
 
 
-def compiled_gradients(it, batch, *, is_traced, loss_scale):
-    """`GradientLoop.of_step`, compiled."""
-    number = np.int32(0) if is_traced else None
-    with jax.set_mesh(it.mesh), jax.default_matmul_precision("highest"):
-        step = jax.jit(GradientLoop(it.parts).of_step)
-        return step.lower(it.abstract.params, batch, number, loss_scale, it.abstract.frozen).compile()
-
-
 def dealt(it, rows, used, batch):
     """The rows in the first `used` micro-batches; what stands in the others weighs nothing."""
     num_batches, slots = batch
@@ -280,15 +272,15 @@ def test_a_split_step_is_that_of_all_rows_on_one_device(name, reference, agrees)
     """Also, with experts, of a router that sends everything to the same ones; under a loss scale, no power of two."""
     point = POINTS[name]
     one = reference(point.model)
-    it = make_setup(
-        *one.keys, *point.keys, **point.mesh, pipeline=point.pipeline, objective=one.objective
-    )
+    it = make_setup(*one.keys, *point.keys, **point.mesh, pipeline=point.pipeline, objective=one.objective)
     scale = np.float32(3) if one.expert_layers else None
     num_batches, _ = point.batch
     replicas = it.mesh.shape["data"]
-    step = compiled_gradients(
-        it, it.batch(one.rows, *point.batch), is_traced=bool(point.used), loss_scale=scale
-    )
+    number = np.int32(0) if point.used else None
+    with jax.set_mesh(it.mesh), jax.default_matmul_precision("highest"):
+        step = jax.jit(GradientLoop(it.parts).of_step)
+        batch = it.batch(one.rows, *point.batch)
+        step = step.lower(it.abstract.params, batch, number, scale, it.abstract.frozen).compile()
     frozen = placed(one.frozen, it.abstract.frozen)
     for number, used in itertools.product(range(len(one.params)), point.used or (num_batches,)):
         (loss, z_loss, aux, counts), gradients = one(number)
@@ -300,6 +292,7 @@ def test_a_split_step_is_that_of_all_rows_on_one_device(name, reference, agrees)
         assert got.aux.keys() == aux.keys()
         for part, value in aux.items():
             np.testing.assert_allclose(got.aux[part], value, rtol=1e-5, err_msg=part)
+        assert aux.get(DROPPED, 1) > 0.05
         np.testing.assert_array_equal(got.expert_counts, counts)  # whole numbers, whatever the split
         assert got.num_counted == one.counted(one.rows)
         assert got.target_tokens == np.count_nonzero(one.rows["weights"])

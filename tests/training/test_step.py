@@ -222,7 +222,7 @@ def test_tensor_parallelism_splits_what_stands_between_blocks(setup):
     assert sizes[127] - sizes[128] > 0.4 * layer_inputs
 
 
-@pytest.mark.parametrize("policy", ["none", "minimal", "save_qkv_proj", "full"])
+@pytest.mark.parametrize("policy", ["none", "save_qkv_proj", "full"])
 def test_the_plan_estimates_what_the_compiler_allocates(policy, setup):
     """The plan's memory other than the state is within a tenth of the step's temporaries."""
     keys = ["base_num_decoder_layers=8", "base_emb_dim=64", "base_num_query_heads=4", "base_num_kv_heads=2",
