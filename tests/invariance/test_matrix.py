@@ -109,15 +109,16 @@ class Reference:
         self._compiled = jax.jit(jax.value_and_grad(formula, has_aux=True))
         self._found: dict[Any, Any] = {}
 
-    def __call__(self, number, rows=None):
-        """(loss, z-loss, auxiliary values, expert counts) and gradients of all rows, or of some."""
+    def at(self, params, rows):
+        """(loss, z-loss, auxiliary values, expert counts) and gradients of rows."""
         with jax.default_matmul_precision("highest"):
-            if rows is not None:
-                (_, about), gradients = jax.device_get(self._compiled(self.params[number], rows))
-                return about, gradients
-            if number not in self._found:
-                (_, about), gradients = jax.device_get(self._compiled(self.params[number], self.rows))
-                self._found[number] = about, gradients
+            (_, about), gradients = jax.device_get(self._compiled(params, rows))
+        return about, gradients
+
+    def __call__(self, number):
+        """The same of all rows, by the parameters of this number."""
+        if number not in self._found:
+            self._found[number] = self.at(self.params[number], self.rows)
         return self._found[number]
 
     def counted(self, rows):
@@ -252,7 +253,7 @@ def groups_by_hand(one, number, point, used, replicas):
         counted = one.counted(part)
         if counted == 0:  # such a group counts for nothing
             continue
-        _, mean = one(number, part)
+        _, mean = one.at(one.params[number], part)
         total += counted / one.counted(one.rows) * squared_norm(mean)
         groups += 1
     return groups, total
@@ -358,11 +359,11 @@ def test_splits_leave_a_step_in_eight_bits_alone(reference, rows):
 
     def of(batch, mesh, pipeline):
         it = make_setup(*one.keys, "quantization=int8", **mesh, pipeline=pipeline)
-        return it.gradients(placed(one.params[0], it.abstract.params), it.batch(rows, *batch))
+        return it.gradients(it.state().params, it.batch(rows, *batch))
 
     one = reference("dense")
     want = of((1, 16), {}, None)
-    rounding = apart(want.gradients, one(0)[1])
+    rounding = apart(want.gradients, one.at(one.it.initial.params, rows)[1])
     assert 0.004 < rounding < 0.02  # 1 / 127 is 0.008
     for batch, mesh, pipeline in (
         ((2, 8), {"data": 2}, Pipeline(2, 2, schedule="1f1b")),
@@ -421,7 +422,7 @@ def test_an_update_with_experts_is_that_of_all_rows_or_of_each_replicas(
         half = slice(8 * replica, 8 * replica + 8) if replicas else slice(16)
         for name, array in rows.items():
             own[name][half] = array[half]
-        (loss, _, parts, counts), gradients = one(0, own)
+        (loss, _, parts, counts), gradients = one.at(one.params[0], own)
         assert metrics["loss"] == pytest.approx(float(loss), rel=1e-5)
         assert metrics["grad_norm"] == pytest.approx(math.sqrt(squared_norm(gradients)), rel=1e-5)
         found.append((parts[BALANCE], 0.5 * parts[BALANCE], 0.05 * parts[ROUTER_Z]))
