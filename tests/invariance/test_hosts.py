@@ -141,7 +141,8 @@ def test_parameters_after_5_steps_of_sgd_agree(name, runs):
 def test_shards_of_balanced_rows_wait_less_for_each_other(runs):
     """Both have 4 shards of rows; what it would be otherwise is in the other run's metrics."""
     for balanced, other, first in (("packed-2", "packed", 0), ("rows-4", "rows-dcn-data", 2)):
-        after, before = (np.mean(runs[0](name).sequence("attention_imbalance")[first:]) for name in (balanced, other))
+        steps = (runs[0](name).steps[first:] for name in (balanced, other))
+        after, before = (np.mean([step["attention_imbalance"] for step in each]) for each in steps)
         assert after < 0.7 * before
 
 
