@@ -56,11 +56,10 @@ def half(predictions, rows):
     return jnp.sum(rows["weights"] * predictions.nll()), 0.5 * jnp.sum(rows["weights"] > 0)
 
 
-@pytest.mark.parametrize("keys", [(), ("enable_diloco=true", "diloco_sync_period=2")], ids=["", "DiLoCo"])
-def test_a_run_counts_weights_in_part_and_evaluates_by_the_loss(keys, tmp_path):
+def test_a_run_counts_weights_in_part_and_evaluates_by_the_loss(tmp_path):
     """Half the weight is twice the loss, in steps and evaluations, and with local updates too."""
 
-    def records(name, **own):
+    def records(name, *keys, **own):
         config = load_config(None, [*TINY, *keys, "dataset_type=synthetic", "steps=2", "warmup_steps=1",
                                     "eval_interval=2", "eval_steps=1", "ici_fsdp_parallelism=1", "learning_rate=1e-3",
                                     "ici_data_parallelism=8", "enable_checkpointing=false", "optimizer=sgd",
@@ -69,11 +68,13 @@ def test_a_run_counts_weights_in_part_and_evaluates_by_the_loss(keys, tmp_path):
         directory = train(config, **own).run_directory
         return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
-    want, got = records("config"), records("own", objective=half)
-    assert got[0]["loss"] == pytest.approx(2 * want[0]["loss"], rel=1e-5)
-    assert got[0][WEIGHT] == want[0]["target_tokens"] / 2
-    assert got[2]["eval_loss"] == pytest.approx(2 * want[2]["eval_loss"], rel=1e-3)
-    assert got[2]["eval_loss_weight"] == got[2]["eval_target_tokens"] / 2
+    want = records("config")
+    for name, keys in (("own", ()), ("replicas", ("enable_diloco=true", "diloco_sync_period=2"))):
+        got = records(name, *keys, objective=half)
+        assert got[0]["loss"] == pytest.approx(2 * want[0]["loss"], rel=1e-5)
+        assert got[0][WEIGHT] == want[0]["target_tokens"] / 2
+        assert got[2]["eval_loss"] == pytest.approx(2 * want[2]["eval_loss"], rel=1e-3)
+        assert got[2]["eval_loss_weight"] == got[2]["eval_target_tokens"] / 2
 
 
 def test_pairs_have_an_objective_of_their_own(tmp_path):
