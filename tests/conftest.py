@@ -68,9 +68,28 @@ TESTS = Path(__file__).parent
 # last, so that all workers end at about the same time. (`--no-loadscope-reorder`: xdist itself would go by the number
 # of tests, and begin the longest files, which have few, at the end.) "." holds the tests of the commands.
 FOLDERS = (
-    "invariance", "docs", ".", "rl", "training", "models", "hf", "generation", "aot", "golden", "mutants", "parallel", "xla",
-    "scripts", "data", "data/preparing", "process", "batching", "reporting", "config", "config/hf",
-)  # fmt: skip
+    "invariance",
+    "docs",
+    ".",
+    "rl",
+    "training",
+    "models",
+    "hf",
+    "generation",
+    "aot",
+    "golden",
+    "mutants",
+    "parallel",
+    "xla",
+    "scripts",
+    "data",
+    "data/preparing",
+    "process",
+    "batching",
+    "reporting",
+    "config",
+    "config/hf",
+)
 WITHOUT_JAX = ("batching", "reporting", "config")
 """Folders whose tests take milliseconds each: `--fast` runs the first case of each of their test functions."""
 

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from maxtext_lite.cli import run_command
 from maxtext_lite.equiv import main
 from maxtext_lite.training import equivalence
 from maxtext_lite.training.equivalence import Verdict
@@ -28,12 +27,3 @@ def test_a_line_for_each_split_and_the_exit_code(verdicts, code, last, monkeypat
     assert main(["--json"]) == code
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [each["agrees"] for each in told] == [each.agrees for each in verdicts]
-
-
-@pytest.mark.parametrize(("argv", "error"), [
-    (["steps=-4"], "error: steps=-4"),
-    (["enable_diloco=true", "ici_data_parallelism=-1", "ici_fsdp_parallelism=1"], "error: enable_diloco=true: each"),
-])  # fmt: skip
-def test_what_is_wrong_is_refused(argv, error, capsys):
-    assert run_command(main, argv) == 2
-    assert capsys.readouterr().err.startswith(error)

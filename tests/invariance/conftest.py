@@ -1,25 +1,15 @@
-"""Ragged documents, and one tiny run that all ways to split it must agree with."""
+"""Ragged documents, and the tiny model of runs that must agree."""
 
 import json
+from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
+import yaml
 
-from maxtext_lite.training.custom_loss import CustomLoss
 from tests.training.conftest import TINY, agrees, rows, setup  # noqa: F401
 
-
-def neighbours(predictions, rows):  # noqa: F811
-    """A custom loss that depends on the order of tokens: each target's nll times that of the one before, and a term of
-    the hidden states; weighed in part."""
-    weights, nll = rows["weights"], predictions.nll()
-    pairs = jnp.sum(weights[:, 1:] * weights[:, :-1] * nll[:, 1:] * nll[:, :-1])
-    squares = jnp.sum(weights * jnp.mean(jnp.square(predictions.hidden()), axis=-1))
-    return pairs + 0.1 * squares + jnp.sum(weights * nll), jnp.sum(weights)
-
-
-CUSTOM = CustomLoss(neighbours, 264, 16)
+TABLE = yaml.safe_load((Path(__file__).parent / "matrix.yml").read_text())
 MODEL = [*TINY, "base_num_kv_heads=4", "learning_rate=0.01"]
 
 

@@ -3,7 +3,6 @@
 import copy
 import json
 import random
-import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -243,15 +242,3 @@ def test_damaged_data_are_refused_or_read(tmp_path):
     damage = Damage(4)
     damage_data(tmp_path / "data", damage, 12)
     assert damage.counts["refused"] > 10
-
-
-def everything(directory: Path, seed: int, times: int) -> Counter[str]:
-    """What became of many times as much damage as the tests do."""
-    damage = Damage(seed)
-    for family in ("llama", "gemma2", "gemma3_text", "gpt2", "deepseek_v3", "gpt_oss", "qwen3_moe", "smollm3", "phi3"):
-        damage_weights(directory / family, family, damage, times)
-    damage_shards(directory / "shards", damage, 2 * times)
-    damage_tokenizer(directory / "tokenizer", damage, 2 * times)
-    damage_data(directory / "data", damage, times)
-    shutil.rmtree(directory)
-    return damage.counts

@@ -22,11 +22,17 @@ from tests.hf_variants import VARIANTS
 GIVEN, NEW = 7, 7  # tokens of a prompt, and of what follows it
 
 
-def ours(decoder, params):
-    """Logits of packed and padded rows, the greedy text after a prompt, and its logits."""
+CACHED = ("sliding", "chunk", "layer_types", "longrope", "dynamic", "yarn", "lora_rank", "no_rope")
+"""Words of what the cache must know of a family; the others' texts one token at a time: tests/models."""
+
+
+def ours(decoder, params, *, is_decoded):
+    """Logits of packed and padded rows; and the greedy text after a prompt, and its logits."""
 
     def everything(params):
         rows = decoder.logits(params, decoder.hidden(params, ROWS, SEGMENTS, POSITIONS))
+        if not is_decoded:
+            return rows, None
 
         def step(carry, token):
             cache, likeliest, count = carry
@@ -40,7 +46,7 @@ def ours(decoder, params):
         return rows, jax.lax.scan(step, start, tokens)[1]
 
     with jax.default_matmul_precision("highest"):
-        return jax.tree.map(np.asarray, jax.jit(everything)(params))
+        return jax.device_get(jax.jit(everything)(params))
 
 
 def theirs(made):
@@ -61,15 +67,17 @@ def theirs(made):
 def test_a_variant_is_what_transformers_makes_of_it(name, tmp_path):
     source, made = save(name, tmp_path / "source"), model(name)
     decoder, params = load(source)
-    rows, (tokens, steps) = ours(decoder, params)
+    is_decoded = any(word in str(VARIANTS[name]) for word in CACHED)
+    rows, decoded = ours(decoder, params, is_decoded=is_decoded)
     expected = logits(made, TOKENS)
     close = {"atol": 1e-5 * np.abs(expected).max(), "rtol": 0}
     for got, document in ((rows[0], TOKENS), (rows[1, :9], TOKENS[:9]), (rows[1, 9:13], TOKENS[3:7])):
         logits(made, TOKENS[:1])  # rotation that follows the length forgets what it has seen
         np.testing.assert_allclose(got, logits(made, document), **close)
-    text, text_logits = theirs(made)
-    assert list(tokens) == text
-    np.testing.assert_allclose(steps, text_logits, **close)
+    if is_decoded:
+        text, text_logits = theirs(made)
+        assert list(decoded[0]) == text
+        np.testing.assert_allclose(decoded[1], text_logits, **close)
 
     original = read_object(source / "config.json")
     old = read_object(save(name, tmp_path / "old", old=True) / "config.json")
@@ -120,7 +128,7 @@ def test_the_text_part_of_a_model_of_images_is_that_model(name, kind, old, tmp_p
 
 def test_a_text_part_of_another_family_is_refused(tmp_path):
     source = _of_images("gemma", tmp_path, old=False, model_type="gemma3")
-    with pytest.raises(UserError, match=r"text_config.model_type=gemma of model_type=gemma3 is none of gemma3_text"):
+    with pytest.raises(UserError, match=r"text_config\.model_type=gemma"):
         hf_config(source)
 
 
@@ -130,5 +138,5 @@ def test_an_activation_with_other_constants_is_refused(tmp_path):
     tensors = safetensors.numpy.load_file(path)
     name = "model.layers.1.mlp.act_fn.beta"
     safetensors.numpy.save_file(tensors | {name: np.full([], 0.75, np.float32)}, path)
-    with pytest.raises(UserError, match=rf"{name} is 0.75, not 0.5"):
+    with pytest.raises(UserError, match=name):
         load(source)

@@ -42,7 +42,6 @@ def accumulating(steps):
 
 
 CASES = {
-    "llama on one GPU": (1, ("model_name=llama3-8b", *mesh(), *accumulating(4)), MHA),
     "qwen3, data x fsdp x tensor": (8, ("model_name=qwen3-8b", *mesh(data=2, fsdp=2, tensor=2), *accumulating(4)), MHA),
     "gpt2, a pipeline": (
         8, ("model_name=gpt2", f"trainable_position_size={T}", *mesh(pipeline=2, fsdp=4), "base_num_kv_heads=8",
@@ -56,11 +55,8 @@ CASES = {
     "gemma2": (8, ("model_name=gemma2-9b", WINDOW, *mesh(data=2, fsdp=2, tensor=2)), set()),
     "gpt-oss": (8, ("model_name=gpt-oss-20b", WINDOW, *EXPERTS, *mesh(data=2, fsdp=2, tensor=2)), set()),
     "deepseek": (8, ("model_name=deepseek-v2-lite", *LATENT, *mesh(data=2, fsdp=4), *accumulating(4)), set()),
-    "gemma3": (8, ("model_name=gemma3-4b", WINDOW, "layer_pattern=local,global", *mesh(fsdp=8)), set()),
-    "qwen3, experts": (8, ("model_name=qwen3-30b-a3b", *EXPERTS, *mesh(expert=4, fsdp=2)), MHA),
     "mixtral, a capacity": (
         8, ("model_name=mixtral-8x7b", *EXPERTS, "capacity_factor=1.25", *mesh(expert=2, fsdp=4)), MHA),
-    "smollm3": (8, ("model_name=smollm3-3b", "base_num_decoder_layers=4", *mesh(data=8), *accumulating(4)), MHA),
     "mistral, a document a row": (
         8, ("model_name=mistral-7b-v0.1", WINDOW, "packing=false", *mesh(data=2, fsdp=2, tensor=2), *accumulating(4)),
         CUDNN),

@@ -1,4 +1,9 @@
-"""Runs of several processes: whoever reads and however the devices are split, the run is that of one process."""
+"""Whole runs, split over processes and devices, ramped, killed after any step and resumed: all are one run.
+
+The single steps of the matrix are those of test_matrix.py.
+"""
+
+import shutil
 
 import jax
 import numpy as np
@@ -6,128 +11,145 @@ import pytest
 
 from maxtext_lite.config import load_config
 from maxtext_lite.training import train
-from tests.invariance.conftest import MODEL
+from tests.invariance.conftest import MODEL, TABLE
 from tests.processes import RunFiles, in_turn, train_in_turn
 
-# Batches of 8, 8, 16, 16, 16, in either mode of the ramp and on any number of devices.
-RUN = [*MODEL, "steps=5", "eval_interval=5", "eval_fraction=0.1", "checkpoint_period=5", "async_checkpointing=false",
-       "schedule_unit=examples", "enable_rampup_batch_size=true", "global_rampup_samples=16", "global_batch_size=16",
-       "gradient_accumulation_steps=-1"]  # fmt: skip
-
-
-def ramp(mode, per_device):
-    keys = (f"{key}={per_device / 2}" for key in ("per_device_batch_size_start", "per_device_batch_size_increment"))
-    return [f"rampup_mode={mode}", f"per_device_batch_size={per_device}", *keys]
-
-
-def rows_of_documents(*overrides):
-    return ["packing=false", "optimizer=sgd", "schedule_unit=tokens", *overrides]
+STEPS = 5
+RUN = [
+    *MODEL,
+    f"steps={STEPS}",
+    "base_num_decoder_layers=4",
+    "eval_interval=5",
+    "eval_fraction=0.1",
+    "checkpoint_period=1",
+    "max_num_checkpoints_to_keep=10",
+    "enable_rampup_batch_size=true",
+    "global_rampup_samples=16",
+    "global_batch_size=16",
+    "gradient_accumulation_steps=-1",
+]
+KINDS = {
+    "rows": ["packing=false", "optimizer=sgd", "sgd_momentum=0.9", "schedule_unit=tokens"],
+    "packed": ["schedule_unit=steps"],
+}
+GROUPS = TABLE["runs"]
+WAYS = {name: way for group in GROUPS.values() for name, way in group.items()}
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, documents):
-    """Two runs by one process with 8 devices, both by two and the second by four with 2 each, which are then refused.
+    """All runs of the table; the four processes are refused in the end.
 
-    The second also with tokens split over both, and with `dcn` axes: in parts of one process each. Some balance
-    the rows of each step over shards, where all hosts know the rows or two of four do.
+    What each process of two and of four opened of the data is returned too.
     """
     directory = tmp_path_factory.mktemp("runs")
     text = "dataset_path={}/{}/documents.jsonl".format(documents, "{process}")
 
-    def named(name, *overrides):
-        return [*RUN, f"base_output_directory={directory}", f"run_name={name}", text, *overrides]
+    def named(name, *keys, ramp, equals="rows", text=text):
+        mode, per_device = ramp
+        sizes = [f"per_device_batch_size_{end}={per_device / 2}" for end in ("start", "increment")]
+        about = [f"rampup_mode={mode}", f"per_device_batch_size={per_device}", *sizes]
+        return [*RUN, *KINDS[equals], *about, text, f"base_output_directory={directory}", f"run_name={name}", *keys]
 
-    for one in (
-        named("packed", *ramp("per_device_batch_size", 1), "ici_data_parallelism=2", "eval_per_device_batch_size=1"),
-        named("rows", *rows_of_documents(*ramp("per_device_batch_size", 2))),
-    ):
-        train(load_config(None, [override.replace("{process}", "0") for override in one]))
-    opened = {
-        2: train_in_turn(
-            [
-                named("packed-2", *ramp("gradient_accumulation_steps", 2), "expansion_factor_real_data=0.5",
-                      "ici_data_parallelism=2", "eval_per_device_batch_size=0.5", "balance_attention=true"),
-                named("rows-2", *rows_of_documents(*ramp("per_device_batch_size", 1)), "ici_tensor_parallelism=4",
-                      "expansion_factor_real_data=2"),
-                named("rows-context", *rows_of_documents(*ramp("gradient_accumulation_steps", 2)),
-                      "ici_context_parallelism=4", "context_parallel_strategy=ring"),
-                named("rows-dcn-data", *rows_of_documents(*ramp("gradient_accumulation_steps", 2)),
-                      "dcn_data_parallelism=2", "ici_fsdp_parallelism=2"),
-                named("rows-dcn-stages", *rows_of_documents(*ramp("gradient_accumulation_steps", 2)),
-                      "dcn_pipeline_parallelism=2", "ici_fsdp_parallelism=2", "pipeline_schedule=1f1b"),
-                named("rows-dcn-context", *rows_of_documents(*ramp("gradient_accumulation_steps", 2)),
-                      "dcn_context_parallelism=2", "ici_tensor_parallelism=2", "context_parallel_strategy=all_gather"),
-            ],
-            processes=2, devices=2, watched=documents,
-        ),
-    }  # fmt: skip
-    four = [
-        named("rows-4", *rows_of_documents(*ramp("gradient_accumulation_steps", 1)), "expansion_factor_real_data=2",
-              "dcn_data_parallelism=2", "dcn_pipeline_parallelism=2", "ici_fsdp_parallelism=2",
-              "balance_attention=true"),
-        [*RUN, *ramp("per_device_batch_size", 1), "expansion_factor_real_data=2", "run_name=nothing",
-         f"base_output_directory={directory}", f"dataset_path={documents}/nowhere.jsonl"],
-    ]  # fmt: skip
-    refused, opened[4] = in_turn(four, processes=4, devices=2, watched=documents)
+    def words(group):
+        found = []
+        for name, way in GROUPS[group].items():
+            if "after" in way:
+                whole, step = way["after"]
+                killed(directory / whole, step, directory / name)
+            found.append(named(name, *way["keys"], ramp=way["ramp"], equals=way["equals"]))
+        return found
+
+    def alone(group):
+        for each in words(group):
+            train(load_config(None, [word.replace("{process}", "0") for word in each]))
+
+    alone(1)
+    opened = {2: train_in_turn(words(2), processes=2, devices=2, watched=documents)}
+    alone("1 again")
+    nowhere = named(
+        "nothing",
+        "expansion_factor_real_data=2",
+        ramp=["per_device_batch_size", 1],
+        text=f"dataset_path={documents}/nowhere.jsonl",
+    )
+    refused, opened[4] = in_turn([*words(4), nowhere], processes=4, devices=2, watched=documents)
     return lambda name: RunFiles(directory / name), opened, refused
 
 
-WAYS = [("packed", "packed-2"), *(("rows", f"rows-{how}") for how in (
-    "2", "context", "dcn-data", "dcn-stages", "dcn-context", "4"
-))]  # fmt: skip
+def killed(whole, step, directory):
+    """Leaves what a kill after a step would: its checkpoint, none of a later step, and lines of later ones too."""
+    shutil.copytree(whole, directory)
+    for later in range(step + 1, STEPS + 1):
+        shutil.rmtree(directory / "checkpoints" / str(later))
+    assert RunFiles(directory).checkpoints == list(range(1, step + 1))
 
 
-@pytest.mark.parametrize(("one", "several"), WAYS)
-def test_counts_hashes_and_learning_rates_are_those_of_one_process(one, several, runs):
-    run, *_ = runs
-    exact = ("step", "examples_hash", "target_tokens", "examples_seen", "tokens_seen", "learning_rate",
-             "global_batch_to_train")  # fmt: skip
-    assert run(several).sequence(*exact) == run(one).sequence(*exact)
-    assert [step["global_batch_to_train"] for step in run(one).steps] == [8, 8, 16, 16, 16]
-    assert len({step["target_tokens"] for step in run(one).steps}) > 2  # ragged
+OTHERS = [name for name, way in WAYS.items() if name != way["equals"]]
 
 
-@pytest.mark.parametrize(("one", "several"), WAYS)
-def test_losses_agree(one, several, runs):
-    run, *_ = runs
+@pytest.mark.parametrize("name", OTHERS)
+def test_counts_hashes_and_learning_rates_are_those_of_one_process(name, runs):
+    run, one = runs[0], runs[0](WAYS[name]["equals"])
+    exact = (
+        "step",
+        "examples",
+        "examples_hash",
+        "target_tokens",
+        "examples_seen",
+        "tokens_seen",
+        "learning_rate",
+        "global_batch_to_train",
+        "epoch",
+    )
+    assert run(name).sequence(*exact) == one.sequence(*exact)
+    assert one.sequence("global_batch_to_train") == [(8,), (8,), (16,), (16,), (16,)]
+    assert len(set(one.sequence("target_tokens"))) > 2  # ragged
+    assert run(name).checkpoints == list(range(1, STEPS + 1))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_losses_agree_and_up_to_the_kill_they_are_the_same_lines(name, runs):
+    run, one, start = runs[0], WAYS[name]["equals"], WAYS[name].get("after")
     for key in ("loss", "grad_norm"):
-        got, want = ([step[key] for step in run(name).steps] for name in (several, one))
-        np.testing.assert_allclose(got, want, rtol=1e-5)
+        np.testing.assert_allclose(run(name).sequence(key), run(one).sequence(key), rtol=1e-5)
+    if start:
+        before, step = start
+        about = ("gradient_accumulation_steps", "loss", "step_seconds")
+        assert run(name).sequence(*about)[:step] == run(before).sequence(*about)[:step]
+        later = run(name).sequence("step_seconds")[step:]
+        assert not set(later) & set(run(before).sequence("step_seconds"))
 
 
-def test_shards_of_balanced_rows_wait_less_for_each_other(runs):
-    """Both have 4 shards of rows; what it would be otherwise is in the other run's metrics."""
-    run, *_ = runs
-    for balanced, other in (("packed-2", "packed"), ("rows-4", "rows-dcn-data")):
-        after, before = (
-            np.mean([step["attention_imbalance"] for step in run(name).steps]) for name in (balanced, other)
-        )
-        assert after < 0.7 * before
-
-
-@pytest.mark.parametrize(("one", "several"), WAYS)
-def test_evaluations_agree_whatever_their_batch(one, several, runs):
-    run, *_ = runs
-    (got,), (want,) = run(several).evaluations, run(one).evaluations
+@pytest.mark.parametrize("name", OTHERS)
+def test_evaluations_agree_whatever_their_batch(name, runs):
+    (got,), (want,) = runs[0](name).evaluations, runs[0](WAYS[name]["equals"]).evaluations
     assert got["eval_target_tokens"] == want["eval_target_tokens"]
     assert got["eval_loss"] == pytest.approx(want["eval_loss"], rel=1e-6)
 
 
-@pytest.mark.parametrize(("one", "several"), [way for way in WAYS if way[0] == "rows"])
-def test_parameters_after_5_steps_of_sgd_agree(one, several, runs):
-    run, *_ = runs
-    got, want = (run(name).parameters(5) for name in (several, one))
+@pytest.mark.parametrize("name", [name for name in OTHERS if WAYS[name]["equals"] == "rows"])
+def test_parameters_after_5_steps_of_sgd_agree(name, runs):
+    got, want = (runs[0](each).parameters(STEPS) for each in (name, "rows"))
     norms = {path: np.linalg.norm(b.astype(float)) for path, b in jax.tree.leaves_with_path(want)}
     whole = np.linalg.norm(list(norms.values()))
-    for path, difference in jax.tree.leaves_with_path(jax.tree.map(lambda a, b: a.astype(float) - b, got, want)):
-        assert np.linalg.norm(difference) <= 1e-5 * norms[path] + 1e-7 * whole, path
+    difference = jax.tree.map(lambda a, b: a.astype(float).reshape(b.shape) - b, got, want)
+    for path, each in jax.tree.leaves_with_path(difference):
+        assert np.linalg.norm(each) <= 1e-5 * norms[path] + 1e-7 * whole, path
+
+
+def test_shards_of_balanced_rows_wait_less_for_each_other(runs):
+    """Both have 4 shards of rows; what it would be otherwise is in the other run's metrics."""
+    for balanced, other, first in (("packed-2", "packed", 0), ("rows-4", "rows-dcn-data", 2)):
+        steps = (runs[0](name).steps[first:] for name in (balanced, other))
+        after, before = (np.mean([step["attention_imbalance"] for step in each]) for each in steps)
+        assert after < 0.7 * before
 
 
 @pytest.mark.parametrize(("name", "processes", "savers"), [("rows-2", 2, {0, 1}), ("rows-4", 4, {0, 2})])
 def test_each_process_writes_the_checksums_of_what_it_saved(name, processes, savers, runs):
     """Of small arrays the first replica saves all, the other replica's processes nothing."""
-    run, *_ = runs
-    checkpoint = run(name).directory / "checkpoints" / "5"
+    checkpoint = runs[0](name).directory / "checkpoints" / str(STEPS)
     parts = [checkpoint / f"sha256.{process}-of-{processes}" for process in range(processes)]
     assert sorted(checkpoint.glob("sha256.*")) == parts
     for process, part in enumerate(parts):
@@ -150,7 +172,7 @@ def test_data_that_a_loading_host_misses_ends_all_processes_with_2_and_one_messa
     said = [line.partition("] ")[2] for line in refused.stderr.splitlines()]
     assert len(said) == 4
     assert len(set(said)) == 1
-    assert said[0].startswith(f"error: dataset_path='{documents}/nowhere.jsonl': there is no such file")
+    assert said[0].startswith(f"error: dataset_path='{documents}/nowhere.jsonl'")
     before, saved, after = refused.stdout.partition("saved step 5")
     assert (saved, "compiled" in before, "compiled" in after) == ("saved step 5", True, False)
     assert not run("nothing").directory.exists()

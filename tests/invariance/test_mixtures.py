@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from maxtext_lite.config import SourceList, UserError, load_config
+from maxtext_lite.config import load_config
 from maxtext_lite.data import example_ids, open_mixture
 from maxtext_lite.data.mixture_source import parts_of
 from maxtext_lite.training import train
@@ -87,15 +87,6 @@ def test_the_rows_are_those_of_the_loop_through_changes_of_mixture_and_batch(run
     assert files.steps[-1]["tokens_seen"] == sum(tokens for _, tokens, _ in records)
 
 
-def test_the_source_with_which_it_began_has_the_order_and_hashes_of_a_run_without_mixtures(run):
-    (config, *_), files = run
-    b = open_mixture(config)[0]
-    plain = [example_ids(8 * step, 8, num_examples=len(b), seed=5).tolist() for step in range(2)]
-    found = files.sequence("examples_hash")[:2]
-    assert found == [(f"{sum(map(splitmix64, ids)) % 2**64:016x}",) for ids in plain]
-    assert "source_epochs" not in files.steps[0]
-
-
 def test_a_checkpoint_has_the_mixtures_of_its_run(run):
     _, files = run
     about = json.loads((files.directory / "checkpoints" / "8" / "about" / "metadata").read_text())
@@ -125,11 +116,3 @@ def test_each_source_is_evaluated_and_its_tokens_counted(run):
     table = json.loads((files.directory / "plan.json").read_text())["mixture"]
     assert {row["name"] for row in table} == {"b", "c"}
 
-
-def test_a_source_with_other_rows_under_its_name_is_refused(run, texts, tmp_path):
-    configs, _ = run
-    (tmp_path / "c.jsonl").write_text((texts / "c.jsonl").read_text() + '{"text": "more"}\n')
-    (b, c) = configs[-1].dataset_path.entries
-    changed = SourceList((b, c.model_copy(update={"path": str(tmp_path / "c.jsonl")})))
-    with pytest.raises(UserError, match="dataset_path: the source named c has other rows than the run's"):
-        train(configs[-1].model_copy(update={"dataset_path": changed, "steps": 9}))

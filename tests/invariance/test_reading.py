@@ -1,4 +1,4 @@
-"""Who reads what, for thousands of ways to run: every example of every step once, by hosts that are made up."""
+"""Who reads what, for a thousand ways to run: every example of every step once, by hosts that are made up."""
 
 import dataclasses
 import functools
@@ -18,8 +18,8 @@ from maxtext_lite.parallel import make_mesh, sharding
 from maxtext_lite.training.step import TRAIN_BATCH_AXES
 
 NUM_EXAMPLES = 37
-MACHINES = [(devices, hosts) for devices in (1, 2, 4, 8) for hosts in (1, 2, 4) if hosts <= devices]
-PER_DEVICE = [Fraction(text) for text in ("0.25", "0.5", "1", "1.5", "4")]
+MACHINES = [(1, 1), (2, 2), (4, 2), (8, 1), (8, 4)]
+PER_DEVICE = [Fraction(text) for text in ("0.25", "0.5", "1.5", "4")]
 FACTORS = [Fraction(text) for text in ("-1", "1", "2", "4", "0.5")]
 RAMPS = [None, "per_device_batch_size", "gradient_accumulation_steps"]
 RAMP_SAMPLES = 9
@@ -100,10 +100,10 @@ class Way:
 
 
 def every_way():
-    """All machines, batches, factors, ramps and lengths; the meshes in turn."""
+    """Machines, batches, factors, ramps and lengths; the meshes in turn."""
     turns = itertools.count()
     for (devices, hosts), per_device, accumulation, factor, ramp, length in itertools.product(
-        MACHINES, PER_DEVICE, (1, 2, 3, 8), FACTORS, RAMPS, LENGTHS
+        MACHINES, PER_DEVICE, (1, 2, 3), FACTORS, RAMPS, LENGTHS
     ):
         fitting = [mesh for mesh in MESHES if devices % -math.prod(mesh.values()) == 0]
         yield Way(devices, hosts, per_device, accumulation, factor, ramp, fitting[next(turns) % len(fitting)], length)
@@ -229,5 +229,5 @@ def test_every_example_of_every_step_is_read_once_by_a_host_that_loads(segments_
             assert sizes_of(resumed) == rest, (way, anywhere)
             read = positions_of(resumed)
             assert [first for first, _ in read] == [anywhere, *(stop for _, stop in read[:-1])]
-    assert legal > 4000
+    assert legal > 1000
     assert len(hashes) < legal / 10  # so that most were compared with another way

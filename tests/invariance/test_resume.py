@@ -1,72 +1,106 @@
-"""A ramped run killed after any step and continued on other processes and devices is the run that was not stopped."""
+"""A run that was killed and goes on on the same devices equals, to the bit, the run that nobody stopped.
 
+On other devices and processes: test_hosts.py.
+"""
+
+import itertools
+import json
 import shutil
 
+import jax
+import numpy as np
 import pytest
 
 from maxtext_lite.config import load_config
 from maxtext_lite.training import train
-from tests.invariance.conftest import MODEL
-from tests.processes import RunFiles, train_in_turn
+from tests.invariance.conftest import MODEL, TABLE
 
-STEPS = 5
-# Batches of 8, 8, 16, 16, 16 on any number of devices: the global batch is stated, and the accumulation follows.
-RUN = [*MODEL, f"steps={STEPS}", "eval_interval=-1", "eval_fraction=0", "checkpoint_period=1",
-       "max_num_checkpoints_to_keep=10", "enable_rampup_batch_size=true", "global_rampup_samples=16",
-       "global_batch_size=16", "gradient_accumulation_steps=-1", "per_device_batch_size=1",
-       "per_device_batch_size_start=0.5", "per_device_batch_size_increment=0.5"]  # fmt: skip
-MODES = {
-    "per_device_batch_size": ["rampup_mode=per_device_batch_size", "schedule_unit=steps"],
-    "gradient_accumulation_steps": ["rampup_mode=gradient_accumulation_steps", "schedule_unit=examples"],
+RUN = [
+    *MODEL,
+    "steps=4",
+    "checkpoint_period=2",
+    "eval_interval=-1",
+    "eval_fraction=0.05",
+    "learning_rate_schedule=constant",
+    "global_batch_size=8",
+    "gradient_accumulation_steps=-1",
+    "per_device_batch_size=1",
+]
+
+def losses(lines):
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def noise_scale(lines, state):
+    narrow(lines, state)
+    assert lines[-2]["gradient_noise_scale"] > 0
+    assert lines[-2]["gradient_noise_scale_ratio"] == pytest.approx(lines[-2]["gradient_noise_scale"] / 8)
+    assert [line["step"] for line in lines if "eval_loss" in line] == [2, 4]
+
+
+def local_updates(lines, state):
+    assert {line["gradient_noise_scale"] for line in lines} == {None}
+    # The last synchronisation was a step ago.
+    start, end = (jax.tree.leaves(tree) for tree in (state.outer.params, state.params))
+    assert any(not np.array_equal(p, own[0]) for p, own in zip(start, end, strict=True))
+
+
+def scaled_losses(lines, state):
+    assert any(line["skipped"] for line in lines)  # doubling at every update, it must overflow
+    assert lines[0]["loss_scale"] == 2.0**16
+    for before, after in itertools.pairwise(lines):
+        assert after["loss_scale"] == before["loss_scale"] * (0.5 if before["skipped"] else 2)
+    assert int(state.opt_state.gradient_step) == sum(not line["skipped"] for line in lines)
+
+
+def experts(lines, state):
+    assert losses(lines)[-1] < losses(lines)[0] - 0.02
+    assert all(0.9 < line["moe_balance"] < 2 for line in lines)
+    assert {"moe_balance_loss", "router_z_loss"} <= lines[0].keys()
+    assert 0 < np.abs(state.params["layers"]["mlp"]["router_bias"]).max() <= 6 * 0.001 + 1e-6
+
+
+def narrow(lines, state):
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(state.params)} == {"bfloat16"}
+    wide = {leaf.dtype.name for leaf in jax.tree.leaves(state.opt_state) if leaf.size > 1}
+    assert wide == {"float32"}
+
+
+CHECKS = {
+    "noise scale": noise_scale,
+    "replicas within a period": local_updates,
+    "loss scale": scaled_losses,
+    "experts": experts,
+    "adapters": lambda lines, state: state.frozen,
+    "narrow weights": narrow,
 }
-EXACT = ("step", "examples", "examples_hash", "learning_rate", "examples_seen", "tokens_seen", "target_tokens",
-         "global_batch_to_train", "epoch")  # fmt: skip
 
 
-def killed_after(step, whole, directory):
-    """What a kill after a step leaves: its checkpoint, none of a later step, and lines that are in part later."""
-    shutil.copytree(whole.directory, directory)
-    for later in range(step + 1, STEPS + 1):
-        shutil.rmtree(directory / "checkpoints" / str(later))
-    assert RunFiles(directory).checkpoints == list(range(1, step + 1))
-    return RunFiles(directory)
+def timeless(directory):
+    """Metrics without what depends on the clock."""
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    clock = ("seconds", "per_second", "tflops", "mfu")
+    return [{key: x for key, x in line.items() if not any(word in key for word in clock)} for line in lines]
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory, documents):
-    """For each mode the run that was not stopped and, by step, those that were.
+@pytest.mark.parametrize("feature", TABLE["resumed"])
+def test_killed_and_resumed_a_run_is_the_one_that_nobody_stopped(feature, tmp_path, documents, capsys):
+    keys, check = TABLE["resumed"][feature], CHECKS[feature]
 
-    One mode begins on one process with 8 devices and goes on on two with 2 each; the other goes the other way.
-    """
-    directory = tmp_path_factory.mktemp("runs")
-
-    def named(name, mode):
+    def run(name):
         path = f"dataset_path={documents}/0/documents.jsonl"
-        return [*RUN, *MODES[mode], path, f"base_output_directory={directory}", f"run_name={name}"]
+        config = load_config(None, [*RUN, *keys, path, f"base_output_directory={tmp_path}", f"run_name={name}"])
+        return config, train(config)
 
-    one_first, two_first = MODES
-    whole = {mode: RunFiles(directory / mode) for mode in MODES}
-    train(load_config(None, named(one_first, one_first)))
-    killed = {one_first: {k: killed_after(k, whole[one_first], directory / f"one-{k}") for k in range(1, STEPS)}}
-    resumed = [named(f"one-{k}", one_first) for k in range(1, STEPS)]
-    train_in_turn([*resumed, named(two_first, two_first)], processes=2, devices=2)
-    killed[two_first] = {k: killed_after(k, whole[two_first], directory / f"two-{k}") for k in range(1, STEPS)}
-    for k in range(1, STEPS):
-        train(load_config(None, named(f"two-{k}", two_first)))
-    return whole, killed
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("step", range(1, STEPS))
-def test_killed_after_any_step_the_run_goes_on_as_it_would_have(step, mode, runs):
-    whole, killed = (found[mode] for found in runs)
-    assert whole.sequence("global_batch_to_train") == [(8,), (8,), (16,), (16,), (16,)]
-    assert killed[step].sequence(*EXACT) == whole.sequence(*EXACT)
-    # Up to the kill they are the same lines; after it the devices are others.
-    split = ("gradient_accumulation_steps", "loss", "step_seconds")
-    assert killed[step].sequence(*split)[:step] == whole.sequence(*split)[:step]
-    steps = zip(killed[step].sequence(split[0])[step:], whole.sequence(split[0])[step:], strict=True)
-    assert all(resumed != straight for resumed, straight in steps)
-    for resumed, straight in zip(killed[step].steps, whole.steps, strict=True):
-        assert resumed["loss"] == pytest.approx(straight["loss"], rel=1e-5)
-    assert killed[step].checkpoints == list(range(1, STEPS + 1))
+    config, straight = run("straight")
+    shutil.copytree(tmp_path / "straight", tmp_path / "resumed")
+    shutil.rmtree(tmp_path / "resumed" / "checkpoints" / str(config.steps))
+    capsys.readouterr()
+    _, resumed = run("resumed")
+    assert f"after step {config.checkpoint_period}" in capsys.readouterr().out
+    states = [jax.device_get(result.state) for result in (resumed, straight)]
+    jax.tree.map(np.testing.assert_array_equal, *states)
+    lines = timeless(tmp_path / "straight")
+    assert timeless(tmp_path / "resumed") == lines
+    check(lines, states[1])
+    assert losses(lines)[-1] < losses(lines)[0]

@@ -27,6 +27,7 @@ def mesh():
     return make_mesh(sizes, dict.fromkeys(MESH_AXES, 1))
 
 
+@pytest.mark.fast
 def test_each_shard_holds_an_early_and_a_late_chunk():
     assert context_order(8, 2).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
     assert context_order(6, 3).tolist() == [0, 5, 1, 4, 2, 3]

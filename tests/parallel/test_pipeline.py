@@ -35,27 +35,33 @@ def problem():
     return stack, rows, weight
 
 
+@pytest.fixture(scope="module")
+def in_turn(problem):
+    """All rows after all layers, and the gradients by the layers and by the rows."""
+    stack, rows, weight = problem
+
+    def total(stack, x):
+        out = layers(stack, rows | {"x": x})
+        return jnp.sum(weight * out["x"]), out
+
+    with jax.default_matmul_precision("highest"):
+        gradients, out = jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))(stack, rows["x"])
+    return out, gradients
+
+
 @pytest.mark.parametrize(
     ("pipeline", "mesh"),
     [
-        (Pipeline(2, 2), {"stage": 2}),
         (Pipeline(2, 8), {"stage": 2, "fsdp": 2, "data": 2}),
         (Pipeline(4, 4), {"stage": 4, "data": 2}),
-        (Pipeline(8, 8), {"stage": 8}),
-        (Pipeline(2, 4, 2), {"stage": 2, "fsdp": 2}),
         (Pipeline(4, 4, 2), {"stage": 4, "fsdp": 2}),
         (Pipeline(2, 2, 4), {"stage": 2, "data": 4}),
     ],
 )
-def test_rows_and_gradients_are_those_of_all_layers_in_turn(pipeline, mesh, problem):
+def test_rows_and_gradients_are_those_of_all_layers_in_turn(pipeline, mesh, problem, in_turn):
     stack, rows, weight = problem
-
-    def total(stack, x, run):
-        return jnp.sum(weight * run(stack, rows | {"x": x})["x"])
-
+    want_rows, want = in_turn
     with jax.default_matmul_precision("highest"):
-        want_rows = layers(stack, rows)
-        want = jax.grad(total, argnums=(0, 1))(stack, rows["x"], layers)
         replicas = mesh.get("data", 1)
 
         def piped(stack, x):
@@ -95,7 +101,7 @@ def test_a_tick_neither_copies_nor_adds_up_all_pieces_and_sends_one(pipeline, pr
 @pytest.mark.parametrize("pipeline", [Pipeline(2, 512), Pipeline(2, 512, 2)])
 def test_gradients_of_many_pieces_are_summed_in_float32(pipeline):
     """In bfloat16 256 + 1 is 256."""
-    rows = jnp.zeros((512, 6), jnp.bfloat16)
+    rows = np.zeros((512, 6), jnp.bfloat16)
 
     def shift(stack, rows):
         return rows + jnp.sum(stack, axis=0)
@@ -104,11 +110,12 @@ def test_gradients_of_many_pieces_are_summed_in_float32(pipeline):
         return jnp.sum(pipeline.run(shift, pipeline.in_stages(stack), rows, axes=("batch", None)).astype(jnp.float32))
 
     with jax.set_mesh(mesh_of(stage=2)):
-        found = jax.jit(jax.grad(total))(jnp.zeros((4, 6), jnp.bfloat16))
+        found = jax.jit(jax.grad(total))(np.zeros((4, 6), jnp.bfloat16))
     assert found.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(found.astype(jnp.float32), np.full((4, 6), 512.0))
+    np.testing.assert_array_equal(np.asarray(found, np.float32), np.full((4, 6), 512.0))
 
 
+@pytest.mark.fast
 def test_layers_are_assigned_round_after_round():
     """Layer l = (round x stages + stage) x layers per stack + place."""
     pipeline = Pipeline(2, 2, 2)
@@ -126,54 +133,3 @@ def test_ticks():
     assert Pipeline(4, 8).num_ticks == 8 + 3
     assert Pipeline(4, 8, 2).num_ticks == 16 + 3
     assert Pipeline(4, 8).num_ticks_1f1b(5) == 40 + 6
-
-
-@pytest.mark.parametrize("num_pieces", [4, 6])
-def test_one_forward_and_one_backward_a_tick_add_up_to_the_gradient(num_pieces, problem):
-    """By hand: pieces of 4 rows enter one at a time, the loss is sum(weight * x), and missing pieces weigh 0."""
-    stack, rows, weight = problem
-    pipeline = Pipeline(4, 4, schedule="1f1b")
-    used = jax.tree.map(lambda x: x[: 4 * num_pieces], rows)
-    pieces = jax.tree.map(lambda x: x.reshape(num_pieces, 4, *x.shape[1:]), used)
-    weights = weight[: 4 * num_pieces].reshape(num_pieces, 4, -1)
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), pieces)
-
-    def step(stack, pieces, weights):
-        def tick(time, carry):
-            flight, gradients, losses, back = carry
-            number = time - 3
-            exists = (number >= 0) & (number < num_pieces)
-            w = weights[jnp.clip(number, 0, num_pieces - 1)] * exists
-
-            def leave(left):
-                return [w], jnp.sum(w * left["x"])
-
-            entering = jax.tree.map(lambda x: x[jnp.clip(time, 0, num_pieces - 1)], pieces)
-            flight, new, (cotangent,), loss = pipeline.tick_1f1b(
-                lambda stack, _, rows: layers(stack, rows),
-                stack,
-                None,
-                flight,
-                time,
-                entering=entering,
-                leave=leave,
-                axes=AXES,
-            )
-            return flight, gradients + new, losses + loss, back.at[time].set(cotangent)
-
-        ticks = pipeline.num_ticks_1f1b(1) + num_pieces - 4
-        start = pipeline.no_flight(abstract), jnp.zeros(stack.shape), 0.0, jnp.zeros((ticks, 4, 6))
-        return jax.lax.fori_loop(0, ticks, tick, start)[1:]
-
-    def total(stack, x):
-        return jnp.sum(weight[: 4 * num_pieces] * layers(stack, used | {"x": x})["x"])
-
-    with jax.default_matmul_precision("highest"):
-        loss, (want, want_x) = jax.value_and_grad(total, argnums=(0, 1))(stack, used["x"])
-        with jax.set_mesh(mesh_of(stage=4, fsdp=2)):
-            gradient, losses, back = jax.jit(step)(stack, pieces, weights)
-    np.testing.assert_allclose(losses, loss, rtol=1e-5, atol=1e-5)  # a sum of 144 terms of either sign
-    np.testing.assert_allclose(gradient, want, rtol=1e-4, atol=1e-5)
-    # Piece i is back at the first stage 2 (P - 1) = 6 ticks after it entered; nothing comes back before.
-    assert not np.asarray(back[:6]).any()
-    np.testing.assert_allclose(back[6:].reshape(-1, 6), want_x, rtol=1e-4, atol=1e-6)

@@ -102,6 +102,15 @@ class Setup:
             laid_out[name] = jax.device_put(full, sharding(self.mesh, TRAIN_BATCH_AXES))
         return laid_out
 
+    def abstract_batch(self, accumulation, slots, length):
+        """The shapes of a batch [A, slots, T]."""
+        where = sharding(self.mesh, TRAIN_BATCH_AXES)
+        batch = {}
+        for name in ("tokens", "targets", "segments", "positions", "weights"):
+            dtype = np.float32 if name == "weights" else np.int32
+            batch[name] = jax.ShapeDtypeStruct((accumulation, slots, length), dtype, sharding=where)
+        return batch
+
     def compile_step(self, batch, num_micro_batches=None):
         step = make_train_step(self.parts, learning_rate_schedule(self.config, last=self.config.steps))
         with jax.set_mesh(self.mesh), jax.default_matmul_precision("highest"):

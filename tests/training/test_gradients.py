@@ -1,4 +1,7 @@
-"""Batches in chunks add up to the same step as all at once, and their gradients cross the data axis once."""
+"""Batches in chunks add up to the same step as all at once, and their gradients cross the data axis once.
+
+In pipelines and on other meshes: the responses of tests/invariance/test_matrix.py.
+"""
 
 import dataclasses
 import re
@@ -7,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from maxtext_lite.parallel import Pipeline, sharding
+from maxtext_lite.parallel import sharding
 from maxtext_lite.training.gradients import GradientLoop
 from maxtext_lite.training.objective import NEXT_TOKEN
 from maxtext_lite.training.optimizer import learning_rate_schedule
@@ -52,26 +55,29 @@ class Chunked:
 SGD = ("optimizer=sgd", "learning_rate=0.5", "z_loss_multiplier=1e-3")
 EXPERTS = ("num_experts=4", "num_experts_per_tok=2", "base_moe_mlp_dim=8", "routed_bias=true",
            "load_balance_loss_weight=0.1")  # fmt: skip
-ROUGH = "float16 on data 2"  # which rounds what it multiplies, here by another factor
-# further keys, mesh, pipeline, and what is expected over what is counted
+ROUGH = "float16"  # which rounds what it multiplies, here by another factor
+# further keys, mesh, and what is expected over what is counted
 STEPS = {
-    "1": ((), {}, None, 1),
     "data 2, ZeRO-1, bfloat16 gradients": (
-        ("shard_optimizer_over_data=true", "grad_dtype=bfloat16"), {"data": 2}, None, 1),
-    "data 2 fsdp 2, experts with biases": (EXPERTS, {"data": 2, "fsdp": 2}, None, 3),
-    "LoRA on context 2": (("lora_rank=3", "lora_alpha=6"), {"context": 2}, None, 2),
-    ROUGH: (("dtype=float16",), {"data": 2}, None, 1.5),
-    "state on the host": (("optimizer_memory_host_offload=true",), {}, None, 2),
-    "gpipe, fsdp 2": ((), {"fsdp": 2}, Pipeline(2, 2), 3),
-    "1f1b, data 2": ((), {"data": 2}, Pipeline(2, 2, schedule="1f1b"), 3),
-}  # fmt: skip
+        ("shard_optimizer_over_data=true", "grad_dtype=bfloat16"),
+        {"data": 2},
+        1,
+    ),
+    "data 2, experts with biases, state on the host": (
+        (*EXPERTS, "optimizer_memory_host_offload=true"),
+        {"data": 2},
+        3,
+    ),
+    ROUGH: (("dtype=float16",), {}, 1.5),
+    "LoRA": (("lora_rank=3", "lora_alpha=6"), {}, 2),
+}
 
 
 @pytest.mark.parametrize("name", STEPS)
 def test_chunks_one_by_one_are_the_step_of_all_micro_batches(name, setup, rows, agrees):
     """Also if the expected count differs from the actual one; if they are equal, results are equal to the bit."""
-    keys, mesh, pipeline, excess = STEPS[name]
-    it = setup(*SGD, *keys, **mesh, pipeline=pipeline)
+    keys, mesh, excess = STEPS[name]
+    it = setup(*SGD, *keys, **mesh)
     batch = it.batch(rows, ACCUMULATION, 4)
     counted = np.count_nonzero(rows["weights"])
     want, want_metrics = it.run(it.compile_step(batch), batch, 2)
@@ -89,29 +95,23 @@ def test_chunks_one_by_one_are_the_step_of_all_micro_batches(name, setup, rows, 
     assert got.progress.examples.tolist() == want.progress.examples.tolist() == [0, 32]
 
 
-@pytest.mark.parametrize("mesh", [{}, {"data": 2, "context": 2}])
-def test_an_example_counts_wherever_its_padding_is(mesh, setup, rows):
+def test_an_example_counts_wherever_its_padding_is(setup, rows):
     """In half of the rows at the beginning; 2 of 16 slots have no example."""
     moved = {name: np.where(np.arange(16)[:, None] % 2, x, x[:, ::-1]) for name, x in rows.items()}
     assert np.count_nonzero(moved["segments"][:, 0]) < 14
     moved["segments"][[4, 9]] = 0
-    it = setup(**mesh)
+    it = setup(data=2, context=2)
     with jax.set_mesh(it.mesh):
         loop = GradientLoop(it.parts)
-        counts = loop.counts(loop.rows(it.batch(moved, ACCUMULATION, 4)))
+        counts = jax.jit(lambda batch: loop.counts(loop.rows(batch)))(it.batch(moved, ACCUMULATION, 4))
     assert int(counts["examples"].sum()) == 14
 
 
 def test_a_step_that_counts_nothing_is_skipped_and_one_that_is_not_finite_too(setup, rows):
-    it = setup(*SGD, data=2)
-    batch = it.batch(rows, ACCUMULATION, 4)
-    chunked = Chunked(it, batch, 7)
-    blank = it.batch(rows | {"weights": np.zeros_like(rows["weights"])}, ACCUMULATION, 4)
-    infinite = it.batch(
-        rows | {"weights": np.where(rows["weights"] > 0, np.inf, 0).astype(np.float32)}, ACCUMULATION, 4
-    )
-    for each in (blank, infinite):
-        state, (metrics,) = chunked.run(each, 1)
+    it = setup(*SGD)
+    chunked = Chunked(it, it.batch(rows, ACCUMULATION, 4), 7)
+    for weights in (np.zeros_like(rows["weights"]), np.where(rows["weights"] > 0, np.float32(np.inf), 0)):
+        state, (metrics,) = chunked.run(it.batch(rows | {"weights": weights}, ACCUMULATION, 4), 1)
         assert metrics["skipped"]
         for part in ("params", "opt_state", "progress"):
             jax.tree.map(np.testing.assert_array_equal, getattr(state, part), getattr(it.initial, part))

@@ -31,14 +31,13 @@ def _run(it, compiled, batch, steps):
 OUTER = ("diloco_outer_lr=1", "diloco_outer_momentum=0", "diloco_sync_period=2")
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_one_replica_that_averages_with_itself_is_plain_training(optimizer, setup, rows, agrees):
-    plain, alone = setup(f"optimizer={optimizer}"), setup(f"optimizer={optimizer}", *OUTER, replicas=1)
+def test_one_replica_that_averages_with_itself_is_plain_training(setup, rows, agrees):
+    keys = ("optimizer=sgd", "sgd_momentum=0.9")
+    plain, alone = setup(*keys), setup(*keys, *OUTER, replicas=1)
     batch = plain.batch(rows, 2, 8)
     want, want_metrics = plain.run(plain.compile_step(batch), batch, 5)
     got, got_metrics = _run(alone, alone.compile_step(batch), batch, 5)
-    if optimizer == "sgd":
-        agrees(jax.tree.map(lambda p: p[0], got.params), want.params)
+    agrees(jax.tree.map(lambda p: p[0], got.params), want.params)
     for name in ("loss", "grad_norm", "learning_rate", "target_tokens"):
         np.testing.assert_allclose([m[name] for m in got_metrics], [m[name] for m in want_metrics], rtol=1e-5)
 
@@ -67,7 +66,8 @@ def test_replicas_train_on_their_own_rows_and_are_averaged(setup, rows, agrees):
     assert metrics[0]["target_tokens"] == sum(tokens)
 
 
-@pytest.mark.parametrize(("lr", "momentum"), [(1.0, 0.0), (0.7, 0.0), (0.7, 0.9), (1.0, 0.9)])
+@pytest.mark.parametrize(("lr", "momentum"), [(1.0, 0.0), (0.7, 0.9)])
+@pytest.mark.fast
 def test_four_replicas_of_a_quadratic_follow_the_closed_form(lr, momentum):
     """Replica r minimises (x - c_r)^2 / 2 by H steps of rate e: x -> c_r + (1 - e)^H (x - c_r). With q = (1 - e)^H and
     the mean c of the c_r, the outer gradient is (1 - q)(x - c): Nesterov SGD on a quadratic around c."""
@@ -76,11 +76,12 @@ def test_four_replicas_of_a_quadratic_follow_the_closed_form(lr, momentum):
     q = (1 - rate) ** 5
     outer = local.outer_state({"x": jnp.float32(3.0)})
     x_R = local.copies({"x": jnp.float32(3.0)})
+    synchronised = jax.jit(local.synchronised)
     x, v = 3.0, 0.0
     for _ in range(6):
         for _ in range(5):
-            x_R = {"x": x_R["x"] - rate * (x_R["x"] - centres)}
-        x_R, outer = local.synchronised(x_R, outer)
+            x_R = {"x": np.float32(x_R["x"] - rate * (x_R["x"] - centres))}
+        x_R, outer = synchronised(x_R, outer)
         gradient = (1 - q) * (x - centres.mean())
         v = momentum * v + gradient
         x -= lr * (gradient + momentum * v)
@@ -94,9 +95,10 @@ def test_masters_meet_and_weights_are_the_rounding_of_what_comes_of_it():
     outer = local.outer_state({"x": jnp.ones((), jnp.bfloat16)}, {"x": jnp.float32(1)})
     masters_R = {"x": jnp.array([1 + 2**-9, 1 + 3 * 2**-9], jnp.float32)}
     params_R = jax.tree.map(lambda x: x.astype(jnp.bfloat16), masters_R)
+    synchronised = jax.jit(local.synchronised)
     for mean, after in ((1 + 2**-8, 1 + 2**-9), (1 + 2**-8, 1 + 1.5 * 2**-9)):
-        x_R, outer = local.synchronised(params_R, outer, masters_R)
-        assert float(jnp.mean(masters_R["x"])) == mean
+        x_R, outer = synchronised(params_R, outer, masters_R)
+        assert float(np.mean(masters_R["x"])) == mean
         assert float(outer.master["x"]) == after
         assert x_R["x"].dtype == outer.params["x"].dtype == jnp.bfloat16
         np.testing.assert_array_equal(x_R["x"], jnp.full(2, after, jnp.bfloat16))

@@ -1,11 +1,12 @@
-"""Whole runs: their files, their resumption, and that the split of a batch changes nothing."""
+"""Whole runs: their files, and what ends, skips or blocks them.
+
+That splits and resumptions change nothing: tests/invariance.
+"""
 
 import errno
-import itertools
 import json
 import os
 import re
-import shutil
 import signal
 import threading
 import time
@@ -17,8 +18,7 @@ import pytest
 
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data import example_ids, examples_hash, token_stream
-from maxtext_lite.data.sources_on_hosts import open_sources_on_hosts
-from maxtext_lite.training import NonFiniteLoss, opening, saving, train
+from maxtext_lite.training import NonFiniteLoss, saving, train
 from maxtext_lite.training.callbacks import Callback
 from maxtext_lite.training.feed_steps import FeedSteps, HeldOutLoss
 from maxtext_lite.training.goodput import Goodput
@@ -59,6 +59,7 @@ def whole(tmp_path_factory, documents):
     return _train(tmp_path_factory.mktemp("runs"), documents, "run_name=whole", "profiler_steps=1")
 
 
+@pytest.mark.fast
 def test_writes_what_the_interface_promises(whole):
     names = {path.name for path in whole.run_directory.iterdir()}
     assert names == {
@@ -101,60 +102,11 @@ def test_writes_what_the_interface_promises(whole):
     assert again.global_batch_size == 8
 
 
-FOUR_ON_THREE_AXES = ("per_device_batch_size=0.25", "ici_fsdp_parallelism=2", "ici_tensor_parallelism=2",
-                      "ici_data_parallelism=2")  # fmt: skip
-
-
-@pytest.mark.parametrize("split", [
-    ["per_device_batch_size=0.5", "ici_fsdp_parallelism=1", "ici_data_parallelism=8"],  # 4 rows in 8 slots
-    FOUR_ON_THREE_AXES,
-], ids=["A=2 on data 8", "A=4 on data 2 fsdp 2 tensor 2"])  # fmt: skip
-def test_the_split_of_a_batch_changes_nothing(split, whole, tmp_path, documents):
-    other = _train(tmp_path, documents, *split)
-    (steps, evaluations), (want, want_evaluations) = _records(other), _records(whole)
-    assert steps[0]["gradient_accumulation_steps"] != want[0]["gradient_accumulation_steps"]
-    for exact in ("examples_hash", "target_tokens", "examples_seen", "tokens_seen"):
-        assert [record[exact] for record in steps] == [record[exact] for record in want]
-    # Computed in float32 inside the step: a product and a sum are rounded once or twice as the compiler fuses them.
-    rates = [np.float32([record["learning_rate"] for record in records]) for records in (steps, want)]
-    np.testing.assert_array_max_ulp(*rates, maxulp=1)
-    for close in ("loss", "grad_norm"):
-        np.testing.assert_allclose([r[close] for r in steps[:5]], [r[close] for r in want[:5]], rtol=1e-5)
-    np.testing.assert_allclose(
-        [r["eval_loss"] for r in evaluations], [r["eval_loss"] for r in want_evaluations], rtol=1e-5
-    )
-    assert [r["eval_target_tokens"] for r in evaluations] == [r["eval_target_tokens"] for r in want_evaluations]
-
-
 SGD, MOMENTUM = "optimizer=sgd", "sgd_momentum=0.9"
 """The optimizer that compiles fastest, where it does not matter which it is, and what gives it a state."""
 
 CONSTANT = "learning_rate_schedule=constant"
 """The schedule of a run that ends early is then that of the whole run, and so is what is compiled."""
-
-
-def _cut_off(result, step, directory):
-    """Copies a run into `directory` under the default name, as a kill after its checkpoint of `step` would leave it."""
-    shutil.copytree(result.run_directory, directory / "default")
-    for path in (directory / "default" / "checkpoints").iterdir():
-        if path.name.isdigit() and int(path.name) > step:
-            shutil.rmtree(path)
-    assert (directory / "default" / "checkpoints" / str(step)).is_dir()
-
-
-def test_stopped_and_resumed_equals_whole_to_the_bit(whole, tmp_path, documents, capsys):
-    _cut_off(whole, 3, tmp_path)
-    resumed = _train(tmp_path, documents)
-    assert "after step 3" in capsys.readouterr().out
-    assert resumed.step == 6
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(resumed.state), jax.device_get(whole.state))
-    keep = lambda records: [(r["step"], r["loss"], r["examples_hash"]) for r in records]  # noqa: E731
-    assert keep(_records(resumed)[0]) == keep(_records(whole)[0])
-
-    # Again, with nothing left to do: nothing is touched.
-    before = (resumed.run_directory / "metrics.jsonl").read_text()
-    assert _train(tmp_path, documents).step == 6
-    assert (resumed.run_directory / "metrics.jsonl").read_text() == before
 
 
 def test_recording_a_step_at_once_or_while_the_next_one_runs_gives_the_same_run(
@@ -170,59 +122,10 @@ def test_recording_a_step_at_once_or_while_the_next_one_runs_gives_the_same_run(
     assert got_evaluations == want_evaluations
 
 
-def test_resumed_on_another_mesh_and_accumulation_a_run_continues_unchanged(whole, tmp_path, documents):
-    """Three steps as A = 1 on 8 devices, three more as A = 4 on data 2, fsdp 2, tensor 2."""
-    _cut_off(whole, 3, tmp_path)
-    moved = _train(tmp_path, documents, *FOUR_ON_THREE_AXES)
-    got, want = (_records(result)[0] for result in (moved, whole))
-    assert [record["gradient_accumulation_steps"] for record in got] == [1, 1, 1, 4, 4, 4]
-    assert [record["examples_hash"] for record in got] == [record["examples_hash"] for record in want]
-    np.testing.assert_allclose([r["loss"] for r in got], [r["loss"] for r in want], rtol=1e-5)
-
-
-def test_resuming_another_model_is_refused(whole, documents):
-    with pytest.raises(UserError, match=r"base_mlp_dim=48 contradicts the checkpoint of step 6 in .*base_mlp_dim=24"):
-        _train(whole.run_directory.parent, documents, "run_name=whole", "base_mlp_dim=48", "steps=9")
-
-
-def test_a_run_with_checkpoints_is_not_started_over_without_them(whole, documents):
-    with pytest.raises(UserError, match=r"enable_checkpointing=false would start .* over, which holds checkpoints"):
-        _train(whole.run_directory.parent, documents, "run_name=whole", "enable_checkpointing=false")
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "lion", "muon", "adafactor"])
-def test_bfloat16_weights_train_and_resume(optimizer, tmp_path, documents):
-    narrow = ("weight_dtype=bfloat16", "dtype=bfloat16", f"optimizer={optimizer}", "eval_interval=-1", CONSTANT)
-    _train(tmp_path, documents, *narrow, "steps=3")
-    resumed = _train(tmp_path, documents, *narrow)
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(resumed.state.params)} == {"bfloat16"}
-    wide = {leaf.dtype.name for leaf in jax.tree.leaves(resumed.state.opt_state) if leaf.size > 1}
-    assert wide == {"float32"}
-    losses = [record["loss"] for record in _records(resumed)[0]]
-    assert len(losses) == 6
-    assert losses[-1] < losses[0]
-
-
-def test_a_signal_stops_after_the_step_and_saves(tmp_path, documents):
-    run = tmp_path / "default"
-
-    def interrupt_after_two_steps():
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            if (run / "metrics.jsonl").exists() and '"step": 2' in (run / "metrics.jsonl").read_text():
-                os.kill(os.getpid(), signal.SIGTERM)
-                return
-            time.sleep(0.01)
-
-    watcher = threading.Thread(target=interrupt_after_two_steps)
-    watcher.start()
-    result = _train(tmp_path, documents, "steps=100000", "checkpoint_period=100000", "eval_interval=-1", SGD)
-    watcher.join()
-    assert result.interrupted
-    assert 2 <= result.step < 100000
-    assert (run / "checkpoints" / str(result.step)).is_dir()
-    assert [record["step"] for record in _records(result)[0]] == list(range(1, result.step + 1))
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # restored
+@pytest.mark.parametrize("override", ["base_mlp_dim=48", "enable_checkpointing=false"])
+def test_a_run_goes_on_as_the_model_that_it_was_and_is_not_started_over(override, whole, documents):
+    with pytest.raises(UserError, match=override):
+        _train(whole.run_directory.parent, documents, "run_name=whole", override, "steps=9")
 
 
 def test_a_signal_breaks_off_an_evaluation_and_the_next_start_makes_up_for_it_also_after_the_last_step(
@@ -257,29 +160,16 @@ def test_a_signal_breaks_off_an_evaluation_and_the_next_start_makes_up_for_it_al
     assert (ended.interrupted, ended.step, ended.eval_loss) == (False, 6, whole.eval_loss)
     assert [each["eval_loss"] for each in _records(ended)[1]] == [each["eval_loss"] for each in all_evaluations]
     assert "nothing to do" not in capsys.readouterr().out
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # restored
+    # Again, with nothing left to do: nothing is touched.
+    before = (ended.run_directory / "metrics.jsonl").read_text()
     assert _train(tmp_path, documents).eval_loss is None
-    assert "6 steps already, and none is left of the 6 that are asked for" in capsys.readouterr().out
-
-
-def test_the_split_of_tokens_over_devices_changes_nothing(whole, tmp_path, documents):
-    """The run of the 8 devices of fsdp again, each example on two of them."""
-    split = _train(tmp_path, documents, "ici_context_parallelism=2", "context_parallel_strategy=ring")
-    for got, want in zip(_records(split), _records(whole), strict=True):
-        exact = [key for key in want[0] if key in ("step", "examples_hash", "target_tokens", "eval_target_tokens")]
-        assert [[record[key] for key in exact] for record in got] == [[record[key] for key in exact] for record in want]
-        for key in ("loss", "grad_norm", "eval_loss"):
-            if key in want[0]:
-                np.testing.assert_allclose([r[key] for r in got], [r[key] for r in want], rtol=1e-5)
-
-
-def test_parameters_of_another_run_start_a_new_one(whole, tmp_path, documents):
-    fresh = _train(tmp_path, documents, f"load_parameters_path={whole.run_directory}", "steps=2",
-                   "eval_interval=-1")  # fmt: skip
-    assert _records(fresh)[0][0]["loss"] < _records(whole)[0][0]["loss"] - 0.1
+    assert "nothing to do" in capsys.readouterr().out
+    assert (ended.run_directory / "metrics.jsonl").read_text() == before
 
 
 def test_a_non_finite_loss_stops_the_run_and_saves_nothing(tmp_path, documents):
-    with pytest.raises(NonFiniteLoss, match=r"step 1 left param_norm inf"):
+    with pytest.raises(NonFiniteLoss, match=r"step 1 .*param_norm"):
         _train(
             tmp_path,
             documents,
@@ -297,77 +187,56 @@ RAMP = ("enable_rampup_batch_size=true", "global_batch_size=0", "gradient_accumu
         "global_rampup_samples=44", "ici_data_parallelism=2", "steps=7", "eval_interval=-1", SGD)  # fmt: skip
 
 
-def test_both_ramps_train_the_same_examples_to_the_same_losses(tmp_path, documents, capsys):
+def test_a_ramp_of_three_stages_has_the_schedule_of_a_run_without_one(tmp_path, documents, capsys):
     """Batches of 8, 12 and 16 on 8 devices: shares of 22 samples are 3 steps of 8 and 2 of 12."""
-    by_rows = _train(tmp_path, documents, *RAMP, "run_name=rows", "schedule_unit=examples")
+    ramped = _train(tmp_path, documents, *RAMP, "schedule_unit=examples")
     # 8 rows in 8 slots, then 12 in 16 and 16 in 16: two executables for three stages.
-    assert capsys.readouterr().out.count("compiled the train step of the next stage") == 1
-    by_steps = _train(tmp_path, documents, *RAMP, "run_name=steps", "schedule_unit=examples",
-                      "rampup_mode=gradient_accumulation_steps", "per_device_batch_size=0.5",
-                      "gradient_accumulation_steps=4", "per_device_batch_size_start=0.25",
-                      "per_device_batch_size_increment=0.125")  # fmt: skip
     said = capsys.readouterr().out
-    assert "compiled the train step of the next stage" not in said
-    assert "from step 4: global_batch_to_train=12 = 0.5 per device x 8 devices x 3 accumulation" in said
-    (rows, _), (steps, _) = _records(by_rows), _records(by_steps)
-    assert [r["examples"] for r in rows] == [8, 8, 8, 12, 12, 16, 16]
-    assert [r["global_batch_to_train"] for r in rows] == [r["examples"] for r in rows]
-    assert [r["per_device_batch_size"] for r in rows] == [1.0, 1.0, 1.0, 1.5, 1.5, 2.0, 2.0]
-    assert [r["gradient_accumulation_steps"] for r in steps] == [2, 2, 2, 3, 3, 4, 4]
-    for exact in ("examples", "examples_hash", "learning_rate", "target_tokens", "examples_seen", "tokens_seen"):
-        assert [r[exact] for r in rows] == [r[exact] for r in steps]
-    np.testing.assert_allclose([r["loss"] for r in rows], [r["loss"] for r in steps], rtol=1e-5)
-    # In examples the schedule is that of a run without a ramp: at the peak after 2 x 16 examples, at its end after 80.
-    assert rows[3]["learning_rate"] > rows[2]["learning_rate"]  # 36 examples against 24
-    assert rows[-1]["learning_rate"] == pytest.approx(0.1 * 0.01, rel=1e-5)
-    assert rows[0]["learning_rate"] == pytest.approx(8 / 32 * 0.01, rel=1e-5)
+    assert said.count("compiled the train step of the next stage") == 1
+    assert "from step 4: global_batch_to_train=12 = 1.5 per device x 8 devices x 1 accumulation" in said
+    steps, _ = _records(ramped)
+    assert [step["examples"] for step in steps] == [8, 8, 8, 12, 12, 16, 16]
+    assert [step["global_batch_to_train"] for step in steps] == [8, 8, 8, 12, 12, 16, 16]
+    assert [step["per_device_batch_size"] for step in steps] == [1.0, 1.0, 1.0, 1.5, 1.5, 2.0, 2.0]
+    # At the peak after 2 x 16 examples, at its end after 80.
+    assert steps[3]["learning_rate"] > steps[2]["learning_rate"]  # 36 examples against 24
+    assert steps[-1]["learning_rate"] == pytest.approx(0.1 * 0.01, rel=1e-5)
+    assert steps[0]["learning_rate"] == pytest.approx(8 / 32 * 0.01, rel=1e-5)
 
 
-def _poisoned(monkeypatch, *poisoned, without=(), huge=()):
-    """Replaces every run's training source: examples with NaN weights, with weights of 1e15, and missing ones."""
+class Poisoned:
+    """Examples, of which some overflow by their weights, some are missing, and some have weights of 1e15."""
 
-    class Poisoned:
-        def __init__(self, source):
-            self.source = source
-            self.kept = [i for i in range(len(source)) if i not in without]
+    fingerprint = "poisoned"
 
-        num_tokens = property(lambda self: self.source.num_tokens)
-        num_target_tokens = property(lambda self: self.source.num_target_tokens)
-        fingerprint = property(lambda self: self.source.fingerprint)
-        fields = property(lambda self: self.source.fields)
-        notes = ()
+    def __init__(self, *poisoned, without=(), huge=()):
+        self.kept = [number for number in range(100) if number not in without]
+        self.weights = dict.fromkeys(poisoned, 3e38) | dict.fromkeys(huge, 1e15)
 
-        def __len__(self):
-            return len(self.kept)
+    def __len__(self):
+        return len(self.kept)
 
-        def __getitem__(self, example_id):
-            row = dict(self.source[self.kept[example_id]])
-            if self.kept[example_id] in poisoned:
-                row["weights"] = row["weights"] * np.float32("nan")
-            if self.kept[example_id] in huge:
-                row["weights"] = row["weights"] * np.float32(1e15)
-            return row
-
-        def documents(self, example_ids):
-            return self.source.documents(np.asarray(self.kept)[example_ids])
-
-    def open_poisoned(*arguments, **keys):
-        source, evaluation = open_sources_on_hosts(*arguments, **keys)
-        return Poisoned(source), evaluation
-
-    monkeypatch.setattr(opening, "open_sources_on_hosts", open_poisoned)
+    def __getitem__(self, example_id):
+        number = self.kept[example_id]
+        tokens = np.random.default_rng(number).integers(0, 264, 33)
+        return {
+            "tokens": tokens[:-1],
+            "targets": tokens[1:],
+            "weights": np.full(32, self.weights.get(number, 1), np.float32),
+        }
 
 
 SKIP = ("data_shuffle_seed=-1", CONSTANT, SGD, MOMENTUM, "warmup_steps=4", "eval_interval=-1",
         "ici_data_parallelism=4", "steps=6")  # fmt: skip
 
 
-def test_a_skipped_step_leaves_no_trace_but_in_the_log(tmp_path, documents, monkeypatch):
+def test_a_skipped_step_leaves_no_trace_but_in_the_log(tmp_path, documents):
     """Example 19 of file order is poisoned: with batches of 8 it is in step 3, on one of the 8 devices."""
-    _poisoned(monkeypatch, 19)
-    skipped = _train(tmp_path, documents, *SKIP, "run_name=skipped", "skip_nonfinite_updates=true")
-    _poisoned(monkeypatch, without=range(16, 24))
-    clean = _train(tmp_path, documents, *SKIP, "run_name=clean", "steps=5")
+    skipping = (*SKIP, "skip_nonfinite_updates=true")
+    skipped = _train(tmp_path, documents, *skipping, "run_name=skipped", source=Poisoned(19))
+    clean = _train(
+        tmp_path, documents, *skipping, "run_name=clean", "steps=5", source=Poisoned(without=range(16, 24))
+    )
     (got, _), (want, _) = _records(skipped), _records(clean)
     assert [record["skipped"] for record in got] == [False, False, True, False, False, False]
     assert got[2]["loss"] is None
@@ -383,66 +252,27 @@ def test_a_skipped_step_leaves_no_trace_but_in_the_log(tmp_path, documents, monk
     )
 
 
-def test_a_gradient_that_is_not_finite_ends_the_run_and_is_named(tmp_path, documents, monkeypatch):
+def test_a_gradient_that_is_not_finite_ends_the_run_and_is_named(tmp_path, documents):
     """With A = 2, examples 19 and 21 of step 3 are in micro-batch 1, after 16 and 18 in micro-batch 0.
 
     Step 4 is already running when step 3 is checked; its update would leave parameters that make everything infinite.
     """
-    _poisoned(monkeypatch, 19, 21, huge=range(24, 32))
-    message = (
-        r"step 3 has loss nan and grad_norm nan: micro-batch 1, example ids 19, 21, "
-        r"first parameter whose gradient is not finite: embedding\.table; nothing was saved at or after it"
-    )
+    source = Poisoned(19, 21, huge=range(24, 32))
+    message = r"step 3 .*micro-batch 1, example ids 19, 21, .*embedding\.table"
     with pytest.raises(NonFiniteLoss, match=message):
         _train(tmp_path, documents, *SKIP, "per_device_batch_size=0.5", "checkpoint_period=2",
-               "gradient_clipping_threshold=0", "sgd_momentum=0")  # fmt: skip
+               "gradient_clipping_threshold=0", "sgd_momentum=0", source=source)  # fmt: skip
     assert {path.name for path in (tmp_path / "default" / "checkpoints").iterdir()} == {"2"}
 
 
-def test_too_many_skipped_steps_in_a_row_end_the_run(tmp_path, documents, monkeypatch):
+def test_too_many_skipped_steps_in_a_row_end_the_run(tmp_path, documents):
     """Steps 2, 3 and then 5, 6, 7 hold a poisoned example: the third in a row is one too many, even after a resume."""
-    _poisoned(monkeypatch, 8, 16, 32, 40, 48)
+    source = Poisoned(8, 16, 32, 40, 48)
     keys = (*SKIP, "skip_nonfinite_updates=true", "max_skipped_updates=3", "checkpoint_period=1")
-    _train(tmp_path, documents, *keys, "steps=6")
-    with pytest.raises(NonFiniteLoss, match=r"step 7 .*, after 3 skipped steps in a row: .* example ids 48,"):
-        _train(tmp_path, documents, *keys, "steps=9")
+    _train(tmp_path, documents, *keys, "steps=6", source=source)
+    with pytest.raises(NonFiniteLoss, match=r"step 7 .*example ids 48,"):
+        _train(tmp_path, documents, *keys, "steps=9", source=source)
     assert int(max(path.name for path in (tmp_path / "default" / "checkpoints").iterdir())) == 6
-
-
-def test_float16_skips_while_its_scale_comes_down_and_resumes_to_the_bit(tmp_path, documents):
-    keys = ("dtype=float16", "loss_scale_growth_interval=1", CONSTANT, "eval_interval=-1",
-            "max_skipped_updates=1", "checkpoint_period=7", SGD, MOMENTUM)  # fmt: skip
-    straight = _train(tmp_path, documents, *keys, "run_name=straight", "steps=12")
-    _cut_off(straight, 7, tmp_path)
-    resumed = _train(tmp_path, documents, *keys, "steps=12")
-    (got, _), (want, _) = _records(resumed), _records(straight)
-    assert any(record["skipped"] for record in want)  # doubling at every update, it must overflow
-    assert want[0]["loss_scale"] == 2.0**16
-    for before, after in itertools.pairwise(want):
-        assert after["loss_scale"] == before["loss_scale"] * (0.5 if before["skipped"] else 2)
-    assert int(straight.state.opt_state.gradient_step) == sum(not record["skipped"] for record in want)
-    keep = lambda records: [(r["loss"], r["grad_norm"], r["loss_scale"], r["learning_rate"]) for r in records]  # noqa: E731
-    assert keep(got) == keep(want)
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(resumed.state), jax.device_get(straight.state))
-
-
-def test_local_updates_resume_mid_period_to_the_bit(tmp_path, documents, capsys):
-    keys = ("enable_diloco=true", "diloco_sync_period=4", "ici_data_parallelism=4", "ici_fsdp_parallelism=2",
-            CONSTANT, SGD, MOMENTUM, "checkpoint_period=3", "eval_interval=6")  # fmt: skip
-    straight = _train(tmp_path, documents, *keys, "run_name=straight")
-    _cut_off(straight, 3, tmp_path)
-    resumed = _train(tmp_path, documents, *keys)
-    assert "gradient_noise_scale: null, as replicas have parameters of their own" in capsys.readouterr().out
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(resumed.state), jax.device_get(straight.state))
-    (got, evaluations), (want, want_evaluations) = _records(resumed), _records(straight)
-    assert [r["loss"] for r in got] == [r["loss"] for r in want]
-    assert evaluations == want_evaluations
-    assert {r["gradient_noise_scale"] for r in got} == {None}
-    start, end = (
-        jax.tree.leaves(jax.device_get(tree)) for tree in (straight.state.outer.params, straight.state.params)
-    )
-    # The last synchronisation was two steps ago.
-    assert any(not np.array_equal(p, own[0]) for p, own in zip(start, end, strict=True))
 
 
 def test_epochs_train_on_each_example_once_down_to_the_last(tmp_path, documents, capsys):
@@ -464,11 +294,6 @@ def test_epochs_train_on_each_example_once_down_to_the_last(tmp_path, documents,
     hashes = [examples_hash(example_ids(0, 289, num_examples=289, seed=0)[i : i + 64]) for i in range(0, 289, 64)]
     assert [record["examples_hash"] for record in records[:5]] == hashes
     assert records[-1]["tokens_seen"] == 2 * records[4]["tokens_seen"]
-    _train(tmp_path, documents, *keys)
-    assert re.search(
-        r"nothing to do: .* has 10 steps already, and none is left\n",
-        capsys.readouterr().out,
-    )
 
 
 def test_the_learning_rate_scales_with_the_batch(tmp_path, documents):
@@ -481,20 +306,6 @@ def test_the_learning_rate_scales_with_the_batch(tmp_path, documents):
     mu, nu = (np.asarray(jax.tree.leaves(tree)[-1], np.float64) for tree in (moments.mu, moments.nu))
     big = np.abs(mu) > np.abs(mu).max() / 10
     np.testing.assert_allclose((mu**2 / nu)[big], (4 * 0.1) ** 2 / (4 * 0.05), rtol=1e-4)
-
-
-def test_the_noise_scale_is_logged_and_goes_on_after_a_resume(tmp_path, documents, capsys):
-    keys = ("gradient_accumulation_steps=4", "per_device_batch_size=0.25", CONSTANT,
-            SGD, "eval_interval=-1")  # fmt: skip
-    straight = _train(tmp_path, documents, *keys, "run_name=straight")
-    assert "noise scale" in capsys.readouterr().out
-    _cut_off(straight, 3, tmp_path)
-    resumed = _train(tmp_path, documents, *keys)
-    (got, _), (want, _) = _records(resumed), _records(straight)
-    names = ("gradient_noise_scale", "gradient_noise_scale_ratio", "gradient_noise_scale_error")
-    assert [[r[name] for name in names] for r in got] == [[r[name] for name in names] for r in want]
-    assert want[-1]["gradient_noise_scale"] > 0
-    assert want[-1]["gradient_noise_scale_ratio"] == pytest.approx(want[-1]["gradient_noise_scale"] / 8)
 
 
 def test_a_damaged_record_ends_the_run_which_is_saved_and_goes_on_once_it_is_repaired(tmp_path):
@@ -514,11 +325,7 @@ def test_a_damaged_record_ends_the_run_which_is_saved_and_goes_on_once_it_is_rep
     with pytest.raises(UserError) as caught:
         _train(tmp_path, tmp_path / "data", *keys)
     saved_step = damaged_step - 2  # when two more batches have been read
-    assert re.fullmatch(
-        rf"{shard}: record 2 is damaged \(.*\)\. Copy or prepare the data again\. "
-        rf"The run ended after step {saved_step}, saved\.",
-        str(caught.value),
-    )
+    assert re.search(rf"{shard}.* record 2 .* after step {saved_step}\b", str(caught.value))
     shard.write_bytes(content)
     token_stream._reader.cache_clear()  # another process would not have it
     result = _train(tmp_path, tmp_path / "data", *keys)
@@ -534,20 +341,17 @@ def test_what_cannot_be_read_from_the_start_trains_nothing(tmp_path):
     content = shard.read_bytes()
     shard.write_bytes(content[:5000] + b"?" + content[5001:])
     keys = ["dataset_type=array_record", "data_shuffle_seed=-1", "eval_interval=-1", "run_name=unread", SGD]
-    with pytest.raises(UserError, match=r"record 0 is damaged \(.*\)\. Copy or prepare the data again\.$"):
+    with pytest.raises(UserError, match="record 0 "):
         _train(tmp_path, tmp_path / "data", *keys)
     assert not list((tmp_path / "unread" / "checkpoints").glob("[0-9]*"))
 
 
-@pytest.mark.parametrize(("name", "problem"), [
-    ("goodput.json", "Is a directory"), ("metrics.jsonl", "Is a directory"), ("lease", "Not a directory"),
-    ("memory.json", "Is a directory"), ("tensorboard", "File exists"), ("checkpoints", "File exists"),
-])  # fmt: skip
-def test_what_stands_in_the_way_of_an_output_is_one_sentence(name, problem, tmp_path, documents):
+@pytest.mark.parametrize("name", ["metrics.jsonl", "lease", "checkpoints"])
+def test_what_stands_in_the_way_of_an_output_is_named(name, tmp_path, documents):
     path = tmp_path / "blocked" / name
     path.parent.mkdir()
-    path.mkdir() if problem == "Is a directory" else path.write_text("x")
-    with pytest.raises(UserError, match=rf"blocked/{name} cannot be written: {problem}\.") as refusal:
+    path.mkdir() if "." in name else path.write_text("x")
+    with pytest.raises(UserError, match=f"blocked/{name}") as refusal:
         _train(tmp_path, documents, "run_name=blocked", "eval_interval=-1")
     assert len(refusal.value.problems) == 1
 
@@ -562,31 +366,8 @@ def test_a_file_that_is_full_only_as_it_is_closed_ends_the_run_too(of, close, tm
         return closes(self)
 
     monkeypatch.setattr(of, close, full)
-    with pytest.raises(UserError, match=r"written: Disk quota exceeded\. What is safe: the checkpoint of step 2,"):
+    with pytest.raises(UserError, match="checkpoint of step 2,"):
         _train(tmp_path, documents, "run_name=full", "eval_interval=-1", "steps=2")
-
-
-def test_an_evaluation_that_meets_a_damaged_record_ends_the_run_which_is_saved_and_goes_on(tmp_path):
-    text = "".join(np.random.default_rng(0).choice(list("abcdefgh"), 8000))
-    write_prepared(tmp_path / "data", byte_shards([text], 1), tokens_per_record=64, options="group_size:1,uncompressed")
-    shard = tmp_path / "data" / "00000.array_record"
-    content = shard.read_bytes()
-    at = content.index(np.array(list(text[7900:7930].encode()), "<u2").tobytes())  # held out: the last 5 %
-    shard.write_bytes(content[:at] + b"?" + content[at + 1 :])
-    keys = ["dataset_type=array_record", "data_shuffle_seed=-1", "run_name=held_out", "checkpoint_period=100", SGD]
-    with pytest.raises(UserError) as caught:
-        _train(tmp_path, tmp_path / "data", *keys)
-    assert re.fullmatch(
-        rf"{shard}: record 123 is damaged \(.*\)\. Copy or prepare the data again\. "
-        r"The run ended after step 3, saved\.",
-        str(caught.value),
-    )
-    shard.write_bytes(content)
-    token_stream._reader.cache_clear()  # another process would not have it
-    steps, evaluations = _records(_train(tmp_path, tmp_path / "data", *keys))
-    ids = [np.arange(8 * step, 8 * step + 8) for step in range(6)]
-    assert [record["examples_hash"] for record in steps] == [examples_hash(numbers) for numbers in ids]
-    assert [record["step"] for record in evaluations] == [3, 6]
 
 
 def test_a_full_disk_is_told_with_the_checkpoint_whose_save_was_under_way(tmp_path, documents, monkeypatch):
@@ -607,5 +388,5 @@ def test_a_full_disk_is_told_with_the_checkpoint_whose_save_was_under_way(tmp_pa
 
     monkeypatch.setattr(JsonLines, "write", writes)
     monkeypatch.setattr(saving, "write_part", hashes)
-    with pytest.raises(UserError, match=r"metrics.jsonl cannot be written: No space .* the checkpoint of step 3, from"):
+    with pytest.raises(UserError, match=r"metrics.jsonl .* checkpoint of step 3,"):
         _train(tmp_path, documents, "run_name=under_way", "eval_interval=-1")

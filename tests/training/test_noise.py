@@ -1,7 +1,5 @@
 """The noise scale against distributions whose noise scale is known."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 
@@ -27,7 +25,7 @@ def _step(rng, tokens, mean, deviations):
     }
 
 
-@pytest.mark.parametrize("replicas_and_accumulation", [(2, 1), (1, 2), (4, 1), (2, 4), (8, 8)], ids=str)
+@pytest.mark.parametrize("replicas_and_accumulation", [(1, 2), (8, 8)], ids=str)
 @pytest.mark.parametrize("ragged", [False, True])
 def test_a_quadratic_with_known_covariance_within_5_percent_after_2000_steps(replicas_and_accumulation, ragged):
     """loss_i(x) = |x - c_i|^2 / 2 has gradients x - c_i: mean x - E[c], covariance that of c, at every x."""
@@ -118,6 +116,7 @@ def test_what_says_nothing_changes_nothing():
     assert noise.after(group_squares=3.0, groups=2, grad_norm=float("inf"), examples=4) == noise
 
 
+@pytest.mark.fast
 def test_null_until_it_can_be_told():
     assert NoiseScale().record(8) == dict.fromkeys(
         (
@@ -137,15 +136,19 @@ def test_null_until_it_can_be_told():
     assert once.relative_error is None
 
 
-def test_a_checkpoint_keeps_all_of_it():
-    noise = NoiseScale().after(group_squares=1.5, groups=2, grad_norm=1.0, examples=4)
-    assert NoiseScale(**dataclasses.asdict(noise)) == noise
-
-
-def test_why_it_is_unknown():
-    assert "one gradient" in why_unknown(num_replicas=1, accumulation=1, local_updates=False, interleaved=False)
-    assert "enable_diloco" in why_unknown(num_replicas=4, accumulation=2, local_updates=True, interleaved=False)
-    assert why_unknown(num_replicas=2, accumulation=1, local_updates=False, interleaved=False) is None
-    assert why_unknown(num_replicas=1, accumulation=2, local_updates=False, interleaved=False) is None
-    assert "1f1b" in why_unknown(num_replicas=1, accumulation=2, local_updates=False, interleaved=True)
-    assert why_unknown(num_replicas=2, accumulation=1, local_updates=False, interleaved=True) is None
+@pytest.mark.parametrize(
+    ("replicas", "accumulation", "local", "interleaved", "why"),
+    [
+        (1, 1, False, False, "one gradient"),
+        (4, 2, True, False, "enable_diloco"),
+        (1, 2, False, True, "1f1b"),
+        (2, 1, False, False, None),
+        (1, 2, False, False, None),
+        (2, 1, False, True, None),
+    ],
+)
+def test_why_it_is_unknown(replicas, accumulation, local, interleaved, why):
+    said = why_unknown(
+        num_replicas=replicas, accumulation=accumulation, local_updates=local, interleaved=interleaved
+    )
+    assert said is None if why is None else why in said
