@@ -28,7 +28,11 @@ _NO_CREDENTIALS = {
 def variables(port: int) -> dict[str, str]:
     """What a process needs in its environment; gcsfs, TensorStore and TensorFlow each have a variable of their own."""
     url = f"http://127.0.0.1:{port}"
-    names = ("STORAGE_EMULATOR_HOST", "TENSORSTORE_GCS_HTTP_URL", "CLOUD_STORAGE_EMULATOR_ENDPOINT")
+    names = (
+        "STORAGE_EMULATOR_HOST",
+        "TENSORSTORE_GCS_HTTP_URL",
+        "CLOUD_STORAGE_EMULATOR_ENDPOINT",
+    )
     return dict.fromkeys(names, url) | _NO_CREDENTIALS
 
 
@@ -37,7 +41,9 @@ def _heeding_preconditions(handler):
         wanted = request.query.get("ifGenerationMatch")
         if wanted and "upload_id" not in request.query:
             bucket = request.params["bucket_name"]
-            name = request.params.get("object_id") or request.query.get("name", [None])[0]
+            name = (
+                request.params.get("object_id") or request.query.get("name", [None])[0]
+            )
             name = name or request.data["meta"]["name"]
             found = storage.objects.get(bucket, {}).get(name)
             if wanted[0] != (found["generation"] if found else "0"):
@@ -80,7 +86,9 @@ def _dating_changes(handler):
             request.params["object_id"]
         )
         if found:
-            found["updated"] = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+            found["updated"] = datetime.datetime.now(datetime.UTC).strftime(
+                "%Y-%m-%dT%H:%M:%S.%fZ"
+            )
         handler(request, response, storage, *args, **kwargs)
 
     return dating
@@ -101,7 +109,9 @@ def _serve() -> None:
         None
     )  # all objects' metadata, at each write
     server.HTTPServer.request_queue_size = 128
-    with emulator.create_server("127.0.0.1", 0, in_memory=True, default_bucket=BUCKET) as running:
+    with emulator.create_server(
+        "127.0.0.1", 0, in_memory=True, default_bucket=BUCKET
+    ) as running:
         while running._api._httpd is None:
             pass
         print(running._api._httpd.server_port, flush=True)
@@ -114,7 +124,12 @@ def bucket_server() -> Iterator[dict[str, str]]:
     command = [sys.executable, "-m", "tests.bucket_emulator"]
     pipe = subprocess.PIPE
     with subprocess.Popen(
-        command, cwd=REPOSITORY, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True
+        command,
+        cwd=REPOSITORY,
+        stdin=pipe,
+        stdout=pipe,
+        stderr=subprocess.DEVNULL,
+        text=True,
     ) as it:
         assert it.stdin is not None
         assert it.stdout is not None

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-SIMULATED_DEVICES = int(os.environ.get("SIMULATED_DEVICES", "8"))  # tests need 8; the golden record also has runs on 1
+SIMULATED_DEVICES = int(
+    os.environ.get("SIMULATED_DEVICES", "8")
+)  # tests need 8; the golden record also has runs on 1
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # The same collectives and buffers; only the last step, to machine code, tries less hard. The first and the last option
@@ -24,15 +26,23 @@ QUICK_COMPILATION = (
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true",
 )
 _devices = f"--xla_force_host_platform_device_count={SIMULATED_DEVICES}"
-os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), _devices, *QUICK_COMPILATION]).strip()
+os.environ["XLA_FLAGS"] = " ".join(
+    [os.environ.get("XLA_FLAGS", ""), _devices, *QUICK_COMPILATION]
+).strip()
 # XLA gives the simulated devices one thread each. Steps dispatched ahead take some of them, the others then wait in a
 # collective for a device that no thread is left to run, and XLA aborts after 40 seconds. Twice as many threads suffice.
 os.environ.setdefault("NPROC", str(2 * SIMULATED_DEVICES))
 
 # A shell ignores SIGINT for what it starts in the background, and all that it starts inherits that.
 for number in (signal.SIGINT, signal.SIGTERM):
-    if signal.getsignal(number) == signal.SIG_IGN and threading.current_thread() is threading.main_thread():
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    if (
+        signal.getsignal(number) == signal.SIG_IGN
+        and threading.current_thread() is threading.main_thread()
+    ):
+        signal.signal(
+            number,
+            signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL,
+        )
 
 # Compiled source is kept even where the shell says otherwise: without it, a third of the time that a process takes to
 # import the library without jax goes into compiling it, and tests start many such processes.
@@ -50,13 +60,22 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 def _cpu() -> str:
     """What decides whether machine code compiled here runs: a cache carried to a lesser CPU must not be read there."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    lines = (
+        Path("/proc/cpuinfo").read_text().splitlines()
+        if Path("/proc/cpuinfo").exists()
+        else []
+    )
     flags = [line for line in lines if line.startswith(("flags", "Features"))][:1]
-    return hashlib.sha256(f"{platform.platform()} {platform.processor()} {flags}".encode()).hexdigest()[:12]
+    return hashlib.sha256(
+        f"{platform.platform()} {platform.processor()} {flags}".encode()
+    ).hexdigest()[:12]
 
 
 # Most of the suite's time is compilation, and much of it is the same every time.
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".jax_cache" / _cpu()))
+os.environ.setdefault(
+    "JAX_COMPILATION_CACHE_DIR",
+    str(Path(__file__).parent.parent / ".jax_cache" / _cpu()),
+)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
@@ -95,7 +114,11 @@ WITHOUT_JAX = ("batching", "reporting", "config")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--fast", action="store_true", help="the tests marked `fast`, and those that need no jax")
+    parser.addoption(
+        "--fast",
+        action="store_true",
+        help="the tests marked `fast`, and those that need no jax",
+    )
 
 
 def fast_tests(items: list[pytest.Item]) -> list[pytest.Item]:
@@ -105,18 +128,26 @@ def fast_tests(items: list[pytest.Item]) -> list[pytest.Item]:
     for item in items:
         function = (item.path, getattr(item, "originalname", item.name))
         needs_no_jax = item.path.relative_to(TESTS).parts[0] in WITHOUT_JAX
-        if item.get_closest_marker("fast") or (needs_no_jax and function not in functions):
+        if item.get_closest_marker("fast") or (
+            needs_no_jax and function not in functions
+        ):
             chosen.append(item)
         functions.add(function)
     return chosen
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
     places = {folder: place for place, folder in enumerate(FOLDERS)}
-    items.sort(key=lambda item: places.get(item.path.parent.relative_to(TESTS).as_posix(), 0))
+    items.sort(
+        key=lambda item: places.get(item.path.parent.relative_to(TESTS).as_posix(), 0)
+    )
     if config.getoption("fast"):
         fast = fast_tests(items)
-        config.hook.pytest_deselected(items=[item for item in items if item not in fast])
+        config.hook.pytest_deselected(
+            items=[item for item in items if item not in fast]
+        )
         items[:] = fast
 
 

@@ -9,7 +9,11 @@ from pathlib import Path
 
 with socket.socket(socket.AF_UNIX) as server:
     server.connect(sys.argv[1])
-    request = {"arguments": sys.argv[2:], "environment": dict(os.environ), "directory": str(Path.cwd())}
+    request = {
+        "arguments": sys.argv[2:],
+        "environment": dict(os.environ),
+        "directory": str(Path.cwd()),
+    }
     text = (json.dumps(request) + "\n").encode()
     sent = socket.send_fds(server, [text], [0, 1, 2])
     server.sendall(text[sent:])

@@ -20,9 +20,12 @@ from pathlib import Path
 
 # What train, train_rl, generate, evaluate and the rest import; not the commands themselves, which are run.
 IMPORTED = (
-    "maxtext_lite.training.loop", "maxtext_lite.training.saving", "maxtext_lite.rl.rollout_steps", "maxtext_lite.hf",
+    "maxtext_lite.training.loop",
+    "maxtext_lite.training.saving",
+    "maxtext_lite.rl.rollout_steps",
+    "maxtext_lite.hf",
     "maxtext_lite.generation.sampler",
-)  # fmt: skip
+)
 
 
 def become(request: dict, streams: list[int]) -> None:
@@ -59,10 +62,17 @@ def _take(environment: dict[str, str]) -> None:
         known = name.lower() in jax.config.values
         if known and before.get(name) != environment.get(name):
             assert name in environment, f"{name} cannot be taken back"
-            jax.config.update(name.lower(), type(jax.config.values[name.lower()] or "")(environment[name]))
+            jax.config.update(
+                name.lower(),
+                type(jax.config.values[name.lower()] or "")(environment[name]),
+            )
     if environment.get("PYTHONUNBUFFERED"):
         sys.stdout.reconfigure(write_through=True)
-    sys.path[:0] = [each for each in environment.get("PYTHONPATH", "").split(":") if each and each not in sys.path]
+    sys.path[:0] = [
+        each
+        for each in environment.get("PYTHONPATH", "").split(":")
+        if each and each not in sys.path
+    ]
     sys.path.insert(0, "")  # for what `python` itself puts first
 
 

@@ -41,12 +41,29 @@ def absent_gpu(monkeypatch, mesh):
     h100 = H100()
     monkeypatch.setattr(jax.extend.backend, "get_default_device", lambda: h100)
     monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
-    monkeypatch.setattr(cudnn, "check_compute_capability", lambda capability: float(capability) <= 9.0)
-    monkeypatch.setattr(cudnn, "is_cuda_compute_capability_equal", lambda capability: capability == "9.0")
+    monkeypatch.setattr(
+        cudnn, "check_compute_capability", lambda capability: float(capability) <= 9.0
+    )
+    monkeypatch.setattr(
+        cudnn,
+        "is_cuda_compute_capability_equal",
+        lambda capability: capability == "9.0",
+    )
     names = {field.name for field in dataclasses.fields(AbstractDevice)}
-    known = {"device_kind": h100.device_kind, "num_cores": h100.core_count, "platform": "gpu"}
-    device = AbstractDevice(**{name: value for name, value in known.items() if name in names})
-    with jax.set_mesh(mesh), jax.sharding.use_abstract_mesh(mesh.abstract_mesh.update(abstract_device=device)):
+    known = {
+        "device_kind": h100.device_kind,
+        "num_cores": h100.core_count,
+        "platform": "gpu",
+    }
+    device = AbstractDevice(
+        **{name: value for name, value in known.items() if name in names}
+    )
+    with (
+        jax.set_mesh(mesh),
+        jax.sharding.use_abstract_mesh(
+            mesh.abstract_mesh.update(abstract_device=device)
+        ),
+    ):
         yield
 
 
@@ -65,7 +82,10 @@ def step_for_gpu(monkeypatch, overrides, *, num_devices, accelerator):
     rows = plan.slots_for(plan.stages[-1].micro_batch_to_train)
     where = sharding(mesh, TRAIN_BATCH_AXES)
     shape = (plan.gradient_accumulation_steps, rows, tokens)
-    batch = {name: jax.ShapeDtypeStruct(shape, field_dtype(name), sharding=where) for name in fields}
+    batch = {
+        name: jax.ShapeDtypeStruct(shape, field_dtype(name), sharding=where)
+        for name in fields
+    }
     with absent_gpu(monkeypatch, mesh):
         lowered = step.trace(state, batch, None).lower(lowering_platforms=("cuda",))
     return lowered.as_text()
@@ -74,17 +94,29 @@ def step_for_gpu(monkeypatch, overrides, *, num_devices, accelerator):
 def squares(stablehlo, length):
     """Types of the arrays with two dims or more of at least `length`, which should be longer than all other dims."""
     found = Counter(re.findall(r"tensor<((?:\d+x)+)[a-z]", stablehlo))
-    return {dims: n for dims, n in found.items() if sum(int(dim) >= length for dim in dims[:-1].split("x")) >= 2}
+    return {
+        dims: n
+        for dims, n in found.items()
+        if sum(int(dim) >= length for dim in dims[:-1].split("x")) >= 2
+    }
 
 
 def unordered_sums(stablehlo):
     """Results of the scatters that may add to one place twice, which a GPU does in an order of its own each time."""
-    scatters = re.findall(r'"stablehlo\.scatter"\((.*?)\}\) : .*?-> (\S+)', stablehlo, re.DOTALL)
-    return [to for text, to in scatters if "stablehlo.add" in text and "unique_indices = true" not in text]
+    scatters = re.findall(
+        r'"stablehlo\.scatter"\((.*?)\}\) : .*?-> (\S+)', stablehlo, re.DOTALL
+    )
+    return [
+        to
+        for text, to in scatters
+        if "stablehlo.add" in text and "unique_indices = true" not in text
+    ]
 
 
 def kernels(stablehlo):
     """Calls of kernels by name, backward ones too."""
     targets = re.findall(r"custom_call @([\w$.]+)", stablehlo)
     named = re.findall(r'name = "(\w+)"', stablehlo)
-    return Counter(target for target in targets if "harding" not in target) + Counter(named)
+    return Counter(target for target in targets if "harding" not in target) + Counter(
+        named
+    )

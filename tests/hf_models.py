@@ -15,9 +15,17 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 _SIZES = {
-    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = TINY["models"]
 """For each name the class of transformers, without Config or ForCausalLM, and what is not usual about it."""
 
@@ -27,12 +35,25 @@ def model(name: str) -> Any:
     """A model all of whose parameters are random, biases and norms included."""
     kind, more = (MODELS | VARIANTS)[name]
     config_class = getattr(transformers, f"{kind}Config")
-    sizes = {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 1,
-             "eos_token_id": 2} if kind == "GPT2" else _SIZES  # fmt: skip
+    sizes = (
+        {
+            "vocab_size": 96,
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 64,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        }
+        if kind == "GPT2"
+        else _SIZES
+    )
     sizes = sizes | {"num_hidden_layers": 2} if name in VARIANTS else sizes
     config = config_class(**{**sizes, **more})
     torch.manual_seed(0)
-    made = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    made = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager"
+    ).eval()
     values = torch.Generator().manual_seed(0)
     for path, parameter in [*made.named_parameters(), *made.named_buffers()]:
         if not path.endswith(("inv_freq", "embed_scale", ".beta", ".eps")):
@@ -55,11 +76,18 @@ def save(name: str, directory: Path, *, old: bool = False, **changed: Any) -> Pa
 def _old(fields: dict[str, Any]) -> dict[str, Any]:
     rope = fields.pop("rope_parameters", None)
     fields["torch_dtype"] = fields.pop("dtype")
-    types = fields.pop("layer_types", None) if fields["model_type"] in ("gemma2", "gemma3_text", "qwen2") else None
+    types = (
+        fields.pop("layer_types", None)
+        if fields["model_type"] in ("gemma2", "gemma3_text", "qwen2")
+        else None
+    )
     if fields["model_type"] == "olmo3":
         rope = rope["full_attention"]
     if fields["model_type"] == "gpt_neox":
-        fields["rotary_emb_base"], fields["rotary_pct"] = rope["rope_theta"], rope["partial_rotary_factor"]
+        fields["rotary_emb_base"], fields["rotary_pct"] = (
+            rope["rope_theta"],
+            rope["partial_rotary_factor"],
+        )
         return fields
     if fields["model_type"] == "gemma3_text":
         del fields["_sliding_window_pattern"]
@@ -102,15 +130,30 @@ def save_with_tokenizer(directory: Path) -> Path:
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    words.train_from_iterator(["to be or not to be that is the question of the king and the queen"] * 8, trainer)
-    words.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>")
+    words.train_from_iterator(
+        ["to be or not to be that is the question of the king and the queen"] * 8,
+        trainer,
+    )
+    words.post_processor = tokenizers.processors.TemplateProcessing(
+        "<s> $A", special_tokens=[("<s>", 0)]
+    )
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, bos_token="<s>", eos_token="</s>"
+    )
     fast.chat_template = CHAT
     fast.save_pretrained(directory)
     config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, bos_token_id=0, eos_token_id=1, initializer_range=0.3,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        bos_token_id=0,
+        eos_token_id=1,
+        initializer_range=0.3,
+    )
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(config).save_pretrained(directory)
     return directory

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import yaml
 
-TINY = yaml.safe_load(Path(__file__).with_name("hf_models.yml").read_text(encoding="utf-8"))
+TINY = yaml.safe_load(
+    Path(__file__).with_name("hf_models.yml").read_text(encoding="utf-8")
+)
 VARIANTS = TINY["variants"]
 """As `hf_models.MODELS`."""

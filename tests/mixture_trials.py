@@ -14,7 +14,12 @@ from pathlib import Path
 import numpy as np
 
 from maxtext_lite.data.feed import TrainingReads
-from maxtext_lite.data.mixture_history import RowStream, SourcePart, continued, history_of
+from maxtext_lite.data.mixture_history import (
+    RowStream,
+    SourcePart,
+    continued,
+    history_of,
+)
 from maxtext_lite.data.mixture_source import MixtureSource
 from maxtext_lite.data.order import example_ids
 from maxtext_lite.data.packing import DocumentRows, PackedRows
@@ -28,7 +33,8 @@ def write_texts(directory: Path, **most: int) -> Path:
     for number, (name, longest) in enumerate(most.items()):
         rng = np.random.default_rng(number)
         texts = [
-            "".join(rng.choice(list("mixture "), length)) for length in rng.integers(1, longest, 40)
+            "".join(rng.choice(list("mixture "), length))
+            for length in rng.integers(1, longest, 40)
         ]
         lines = [json.dumps({"text": text}) for text in texts]
         (directory / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
@@ -38,7 +44,8 @@ def write_texts(directory: Path, **most: int) -> Path:
 def mixture_of(texts: Path, weights: Mapping[str, object]) -> str:
     """The override that mixes texts of a directory."""
     entries = [
-        f"{{path: {texts}/{name}.jsonl, weight: {weight}}}" for name, weight in weights.items()
+        f"{{path: {texts}/{name}.jsonl, weight: {weight}}}"
+        for name, weight in weights.items()
     ]
     return f"dataset_path=[{', '.join(entries)}]"
 
@@ -66,12 +73,17 @@ class TijdemansLoop:
     def next(self):
         self.n += 1
         owed = [
-            self.n * share - given for share, given in zip(self.shares, self.given, strict=True)
+            self.n * share - given
+            for share, given in zip(self.shares, self.given, strict=True)
         ]
         able = [s for s in range(len(owed)) if owed[s] >= self.slack]
         # The last row by which it must come: whole, as the paper's deadlines are.
         chosen = min(
-            able, key=lambda s: (((1 - self.slack + self.given[s]) / self.shares[s]).__floor__(), s)
+            able,
+            key=lambda s: (
+                ((1 - self.slack + self.given[s]) / self.shares[s]).__floor__(),
+                s,
+            ),
         )
         self.given[chosen] += 1
         return chosen
@@ -99,7 +111,8 @@ class TreesLoop:
             half = Fraction(1, 2)
             node = (
                 left
-                if ((passed + 1) * p + half).__floor__() > (passed * p + half).__floor__()
+                if ((passed + 1) * p + half).__floor__()
+                > (passed * p + half).__floor__()
                 else right
             )
         return node
@@ -135,13 +148,17 @@ class Counters:
 
 def random_parts(rng, sources):
     parts, kind = [], rng.choice(["tokens", "whole", "extreme", "equal"])
-    for number, name in enumerate(rng.sample(sorted(sources), rng.randint(1, len(sources)))):
+    for number, name in enumerate(
+        rng.sample(sorted(sources), rng.randint(1, len(sources)))
+    ):
         source = sources[name]
         weight = {
             "whole": Fraction(rng.randint(1, 9)),
             "equal": Fraction(1),
             "extreme": Fraction(rng.choice(["1e-6", "0.999999", "0.5"])),
-            "tokens": Fraction(str(rng.random() + 0.01)) * len(source) / source.num_target_tokens,
+            "tokens": Fraction(str(rng.random() + 0.01))
+            * len(source)
+            / source.num_target_tokens,
         }[kind]
         most = (
             rng.randint(0, 3 * len(source)) if number and rng.random() < 0.4 else None
@@ -155,7 +172,10 @@ def read_by_hosts(rng, source, first, *, batch, micro_batches, steps):
     hosts, loads = rng.randint(1, 4), rng.choice([1, 1, 2, 3])
     # A host may own none: it does not load.
     owner = np.array(
-        [rng.randrange(hosts) for _ in range(batch // micro_batches + rng.randint(0, 3))]
+        [
+            rng.randrange(hosts)
+            for _ in range(batch // micro_batches + rng.randint(0, 3))
+        ]
     )
     keys = {
         "num_steps": steps,
@@ -166,7 +186,9 @@ def read_by_hosts(rng, source, first, *, batch, micro_batches, steps):
     found = np.full((steps, batch), -1, np.int64)
     for host in range(hosts):
         host_slots = np.flatnonzero(owner == host)
-        reads = TrainingReads(source, host_slots=host_slots, first_example=first, seed=SEED, **keys)
+        reads = TrainingReads(
+            source, host_slots=host_slots, first_example=first, seed=SEED, **keys
+        )
         reads = pickle.loads(pickle.dumps(reads))  # as a reading process has it
         for index in rng.sample(range(len(reads)), len(reads)):
             ids, (micros, places), rows, *_ = reads[index]
@@ -174,7 +196,9 @@ def read_by_hosts(rng, source, first, *, batch, micro_batches, steps):
             assert (found[index // loads, own] == -1).all(), "a row was read twice"
             found[index // loads, own] = ids[own]
             for row, example in enumerate(ids[own].tolist()):
-                np.testing.assert_array_equal(rows["tokens"][row], source[example]["tokens"])
+                np.testing.assert_array_equal(
+                    rows["tokens"][row], source[example]["tokens"]
+                )
     assert (found >= 0).all(), "a row was not read"
     return found.reshape(-1).tolist()
 
@@ -184,10 +208,16 @@ def try_history(number: int) -> int:
     rng = random.Random(number)
     packing = rng.random() < 0.5
     sources = {
-        name: text_source(rng, name, packing=packing) for name in "abcdefg"[: rng.randint(1, 7)]
+        name: text_source(rng, name, packing=packing)
+        for name in "abcdefg"[: rng.randint(1, 7)]
     }
     by_fingerprint = {source.fingerprint: source for source in sources.values()}
-    history, counters, seen, consumed = (), None, 0, {name: [] for name in by_fingerprint}
+    history, counters, seen, consumed = (
+        (),
+        None,
+        0,
+        {name: [] for name in by_fingerprint},
+    )
     for _ in range(rng.randint(1, 4)):
         parts = random_parts(rng, sources)
         if counters is None:
@@ -202,10 +232,14 @@ def try_history(number: int) -> int:
         ordered = sorted(parts, key=lambda part: part.fingerprint)
         stream = RowStream(history)
         source = MixtureSource(
-            tuple(ordered), tuple(by_fingerprint[part.fingerprint] for part in ordered), stream
+            tuple(ordered),
+            tuple(by_fingerprint[part.fingerprint] for part in ordered),
+            stream,
         )
         firsts = np.cumsum([0, *(len(each) for each in source.sources)])
-        for _ in range(rng.randint(1, 3)):  # stages of a ramp, or a restart with another batch
+        for _ in range(
+            rng.randint(1, 3)
+        ):  # stages of a ramp, or a restart with another batch
             micro_batches = rng.choice([1, 2, 3])
             batch, steps = micro_batches * rng.randint(1, 9), rng.randint(1, 8)
             ids = read_by_hosts(

@@ -11,7 +11,20 @@ SCALARS = (
     | st.integers(-3, 70)
     | st.integers()
     | st.sampled_from(
-        [2**31, 2**63, -(2**63), 2**64, 10**30, 0.5, -1.0, 1e300, 1e-300, 1e400, -0.0, float("nan")]
+        [
+            2**31,
+            2**63,
+            -(2**63),
+            2**64,
+            10**30,
+            0.5,
+            -1.0,
+            1e300,
+            1e-300,
+            1e400,
+            -0.0,
+            float("nan"),
+        ]
     )
     | st.floats()
     | st.text(max_size=6)
@@ -36,7 +49,8 @@ SCALARS = (
 VALUES = st.recursive(
     SCALARS,
     lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=4), inner, max_size=3)
     ),
     max_leaves=5,
 )

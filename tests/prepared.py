@@ -33,7 +33,9 @@ def write_prepared(
     entries = []
     for number, documents in enumerate(shards):
         name = f"{number:05d}.array_record"
-        tokens = np.array([token for document in documents for token in document], dtype)
+        tokens = np.array(
+            [token for document in documents for token in document], dtype
+        )
         writer = ArrayRecordWriter(str(directory / name), options)
         for first in range(0, len(tokens), tokens_per_record):
             writer.write(tokens[first : first + tokens_per_record].tobytes())
@@ -42,12 +44,20 @@ def write_prepared(
             np.array([len(document) for document in documents], "<i8").tobytes()
         )
         content.update(tokens.tobytes())
-        about = {"documents": len(documents), "tokens": len(tokens), "content": content.hexdigest()}
+        about = {
+            "documents": len(documents),
+            "tokens": len(tokens),
+            "content": content.hexdigest(),
+        }
         entries.append(stored_shard(directory, name, **about))
     lengths = [len(document) for documents in shards for document in documents]
     np.cumsum([0, *lengths]).astype("<i8").tofile(directory / DOCUMENTS_FILE)
     manifest = Manifest(
-        tokenizer, vocab_size, token_dtype(vocab_size), tokens_per_record, tuple(entries)
+        tokenizer,
+        vocab_size,
+        token_dtype(vocab_size),
+        tokens_per_record,
+        tuple(entries),
     )
     (directory / MANIFEST_FILE).write_text(manifest_text(manifest))
     return manifest

@@ -68,9 +68,17 @@ def quick_python() -> tuple[str, ...]:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(folder / "socket"))
     listener.listen(64)
-    command = [sys.executable, str(REPOSITORY / "tests" / "fork_server.py"), str(listener.fileno())]
+    command = [
+        sys.executable,
+        str(REPOSITORY / "tests" / "fork_server.py"),
+        str(listener.fileno()),
+    ]
     server = subprocess.Popen(  # it ends as its standard input ends, with this process
-        command, stdin=subprocess.PIPE, env=environment(), pass_fds=[listener.fileno()], start_new_session=True
+        command,
+        stdin=subprocess.PIPE,
+        env=environment(),
+        pass_fds=[listener.fileno()],
+        start_new_session=True,
     )
     listener.close()
 
@@ -79,7 +87,13 @@ def quick_python() -> tuple[str, ...]:
         shutil.rmtree(folder)
 
     atexit.register(end)
-    words = (sys.executable, "-I", "-S", str(REPOSITORY / "tests" / "fork_client.py"), str(folder / "socket"))
+    words = (
+        sys.executable,
+        "-I",
+        "-S",
+        str(REPOSITORY / "tests" / "fork_client.py"),
+        str(folder / "socket"),
+    )
     (folder / "python").write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
     (folder / "python").chmod(0o755)
     return words
@@ -92,21 +106,47 @@ def folder_of_python() -> Path:
 
 def environment(devices: int | None = None) -> dict[str, str]:
     """The environment of a process with simulated devices, with conftest's cache of compiled code and nothing else."""
-    kept = {key: value for key, value in os.environ.items() if key not in ("NPROC", "OMP_NUM_THREADS")}
-    flags = [] if devices is None else [f"--xla_force_host_platform_device_count={devices}"]
-    return kept | {"XLA_FLAGS": " ".join([*flags, *QUICK_COMPILATION]), "PYTHONPATH": str(REPOSITORY)}
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("NPROC", "OMP_NUM_THREADS")
+    }
+    flags = (
+        [] if devices is None else [f"--xla_force_host_platform_device_count={devices}"]
+    )
+    return kept | {
+        "XLA_FLAGS": " ".join([*flags, *QUICK_COMPILATION]),
+        "PYTHONPATH": str(REPOSITORY),
+    }
 
 
-def launched(command: Sequence[str], *, processes: int, devices: int) -> tuple[list[str], dict[str, str]]:
+def launched(
+    command: Sequence[str], *, processes: int, devices: int
+) -> tuple[list[str], dict[str, str]]:
     """A command that runs as several processes with several devices each, and its environment."""
     if processes == 1:
         return list(command), environment(devices)
-    launcher = [sys.executable, str(REPOSITORY / "scripts" / "launch_local.py"), "--processes", str(processes)]
-    return [*launcher, "--devices-per-process", str(devices), "--", *command], environment()
+    launcher = [
+        sys.executable,
+        str(REPOSITORY / "scripts" / "launch_local.py"),
+        "--processes",
+        str(processes),
+    ]
+    return [
+        *launcher,
+        "--devices-per-process",
+        str(devices),
+        "--",
+        *command,
+    ], environment()
 
 
 def in_turn(
-    overrides: Sequence[Sequence[str]], *, processes: int, devices: int, watched: Path | str = "/nothing"
+    overrides: Sequence[Sequence[str]],
+    *,
+    processes: int,
+    devices: int,
+    watched: Path | str = "/nothing",
 ) -> tuple[subprocess.CompletedProcess[str], list[list[str]]]:
     """Does the runs one after another, in the same processes, up to one that fails.
 
@@ -115,12 +155,29 @@ def in_turn(
     """
     with tempfile.TemporaryDirectory() as record:
         command, variables = launched(
-            [*quick_python(), "-c", RUNS, str(watched), record, json.dumps([list(each) for each in overrides])],
+            [
+                *quick_python(),
+                "-c",
+                RUNS,
+                str(watched),
+                record,
+                json.dumps([list(each) for each in overrides]),
+            ],
             processes=processes,
             devices=devices,
         )
-        result = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=SECONDS, check=False)
-        return result, [json.loads((Path(record) / str(process)).read_text()) for process in range(processes)]
+        result = subprocess.run(
+            command,
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            check=False,
+        )
+        return result, [
+            json.loads((Path(record) / str(process)).read_text())
+            for process in range(processes)
+        ]
 
 
 def train_in_turn(overrides: Sequence[Sequence[str]], **how: Any) -> list[list[str]]:
@@ -147,19 +204,33 @@ for line in sys.stdin:
 
 
 @contextlib.contextmanager
-def commands_in_turn(*, devices: int) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
+def commands_in_turn(
+    *, devices: int
+) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
     """A function (directory, command, *arguments) that runs commands in one process, for those that end in no time."""
     pipe = subprocess.PIPE
     words = [*quick_python(), "-c", COMMANDS]
-    with subprocess.Popen(words, env=environment(devices), stdin=pipe, stdout=pipe, text=True) as process:
+    with subprocess.Popen(
+        words, env=environment(devices), stdin=pipe, stdout=pipe, text=True
+    ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
 
-        def run(directory: Path, command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-            print(json.dumps([str(directory), command, arguments]), file=process.stdin, flush=True)
+        def run(
+            directory: Path, command: str, *arguments: str
+        ) -> subprocess.CompletedProcess[str]:
+            print(
+                json.dumps([str(directory), command, arguments]),
+                file=process.stdin,
+                flush=True,
+            )
             answer = process.stdout.readline()
-            assert answer, f"{command} {arguments} ended the process with {process.wait()}"
-            return subprocess.CompletedProcess([command, *arguments], *json.loads(answer))
+            assert answer, (
+                f"{command} {arguments} ended the process with {process.wait()}"
+            )
+            return subprocess.CompletedProcess(
+                [command, *arguments], *json.loads(answer)
+            )
 
         yield run
         process.stdin.close()
@@ -202,14 +273,20 @@ class UnderWay:
 
 
 @contextlib.contextmanager
-def train_under_way(overrides: Sequence[str], *, processes: int, devices: int) -> Iterator[UnderWay]:
+def train_under_way(
+    overrides: Sequence[str], *, processes: int, devices: int
+) -> Iterator[UnderWay]:
     """The command `train`; where the block leaves it running it is killed, and the launcher's guard kills the rest."""
     with tempfile.TemporaryDirectory() as ids:
         command, variables = launched(
-            [*quick_python(), "-c", TRAIN, ids, *overrides], processes=processes, devices=devices
+            [*quick_python(), "-c", TRAIN, ids, *overrides],
+            processes=processes,
+            devices=devices,
         )
         pipe = subprocess.PIPE
-        with subprocess.Popen(command, env=variables, stdout=pipe, stderr=pipe, text=True) as popen:
+        with subprocess.Popen(
+            command, env=variables, stdout=pipe, stderr=pipe, text=True
+        ) as popen:
             try:
                 yield UnderWay(popen, Path(ids))
             finally:
@@ -234,12 +311,20 @@ class RunFiles:
     @property
     def _records(self) -> list[dict]:
         text = (self.directory / "metrics.jsonl").read_text()
-        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        return [
+            json.loads(line)
+            for line in text.splitlines(keepends=True)
+            if line.endswith("\n")
+        ]
 
     @property
     def last_step(self) -> int:
         """The last on record; 0 before the first."""
-        return self.steps[-1]["step"] if (self.directory / "metrics.jsonl").exists() and self.steps else 0
+        return (
+            self.steps[-1]["step"]
+            if (self.directory / "metrics.jsonl").exists() and self.steps
+            else 0
+        )
 
     def sequence(self, *keys: str) -> list[tuple]:
         """These values of each step."""
@@ -248,12 +333,20 @@ class RunFiles:
     @property
     def checkpoints(self) -> list[int]:
         """The steps that were saved."""
-        return sorted(int(path.name) for path in (self.directory / "checkpoints").glob("*") if path.name.isdigit())
+        return sorted(
+            int(path.name)
+            for path in (self.directory / "checkpoints").glob("*")
+            if path.name.isdigit()
+        )
 
     def parameters(self, step: int) -> dict:
         """The parameters that were saved after a step, in host memory, read by Orbax alone."""
         path = (self.directory / "checkpoints" / str(step) / "params").absolute()
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             saved = checkpointer.metadata(path).item_metadata.tree
-            as_arrays = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), saved)
-            return checkpointer.restore(path, ocp.args.PyTreeRestore(restore_args=as_arrays))
+            as_arrays = jax.tree.map(
+                lambda _: ocp.RestoreArgs(restore_type=np.ndarray), saved
+            )
+            return checkpointer.restore(
+                path, ocp.args.PyTreeRestore(restore_args=as_arrays)
+            )

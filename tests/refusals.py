@@ -7,12 +7,51 @@ from maxtext_lite.config import KEYS, RL_KEYS, RLRunConfig
 
 RL_FILE = "configs/post_train/rl.yml"
 EXTREME = (
-    "0", "-1", "2", "7", "1e20", "-1e20", "1000000000000000000", "9223372036854775808", str(10**400), "1e308", "5e-324",
-    "1e400", ".nan", "-.inf", "-0.0", "0.333333333333333333", "1e-300", "1/3", "1/0", "99999999999999999999/3",
-    "0x" + "f" * 4000, "1" * 5000, "a" * 5000, "", "null", "[1, 2]", "{}", "{rope_type: linear, factor: 1e400}", "true",
-    "\x1b[31mred", "a\0b", "\u202eabc", "\udc80", "naïve-ß-漢字", "*x", "&a [*a]", "!!python/object:os.system x",
-    "[" * 60, "'unclosed", "a=b", "../..", "2147483647", "1000000007", "0.25",
-)  # fmt: skip
+    "0",
+    "-1",
+    "2",
+    "7",
+    "1e20",
+    "-1e20",
+    "1000000000000000000",
+    "9223372036854775808",
+    str(10**400),
+    "1e308",
+    "5e-324",
+    "1e400",
+    ".nan",
+    "-.inf",
+    "-0.0",
+    "0.333333333333333333",
+    "1e-300",
+    "1/3",
+    "1/0",
+    "99999999999999999999/3",
+    "0x" + "f" * 4000,
+    "1" * 5000,
+    "a" * 5000,
+    "",
+    "null",
+    "[1, 2]",
+    "{}",
+    "{rope_type: linear, factor: 1e400}",
+    "true",
+    "\x1b[31mred",
+    "a\0b",
+    "\u202eabc",
+    "\udc80",
+    "naïve-ß-漢字",
+    "*x",
+    "&a [*a]",
+    "!!python/object:os.system x",
+    "[" * 60,
+    "'unclosed",
+    "a=b",
+    "../..",
+    "2147483647",
+    "1000000007",
+    "0.25",
+)
 """Values of a command line: numbers beyond every bound, texts that are no text, YAML that is none."""
 
 
@@ -26,7 +65,11 @@ def changes(problem):
         named = [setting.partition("=") for setting in split(text, (" ",))]
         stated = all(equals and re.fullmatch(r"\w+", name) for name, equals, _ in named)
         assert stated or key, problem
-        found.append({name: value for name, _, value in named} if stated or not key else {key[1]: text})
+        found.append(
+            {name: value for name, _, value in named}
+            if stated or not key
+            else {key[1]: text}
+        )
     return found
 
 
@@ -55,7 +98,10 @@ def random_words(rng, *, is_rl):
     """`key=value` of a few keys: half of the values are of the key's kind, the others extreme."""
     keys = (*KEYS, *RL_KEYS) if is_rl else KEYS
     chosen = rng.sample(keys, rng.choice([1, 1, 2, 3, 5, 9]))
-    return [f"{key}={rng.choice(EXTREME) if rng.random() < 0.5 else _usual(rng, key)}" for key in chosen]
+    return [
+        f"{key}={rng.choice(EXTREME) if rng.random() < 0.5 else _usual(rng, key)}"
+        for key in chosen
+    ]
 
 
 def _usual(rng, key):
@@ -63,8 +109,12 @@ def _usual(rng, key):
     if kind is bool:
         return rng.choice(["true", "false"])
     if kind is str:
-        return rng.choice(["x", "a,b", "global", "local,global", "exact_answer", "{prompt}"])
+        return rng.choice(
+            ["x", "a,b", "global", "local,global", "exact_answer", "{prompt}"]
+        )
     choices = get_args(kind)
     if choices and all(isinstance(choice, str) for choice in choices):
         return rng.choice(choices)
-    return rng.choice(["1", "2", "3", "6", "8", "12", "64", "100", "1000", "-1", "0", "0.5"])
+    return rng.choice(
+        ["1", "2", "3", "6", "8", "12", "64", "100", "1000", "-1", "0", "0.5"]
+    )

@@ -47,12 +47,20 @@ def write_metrics(directory: Path, lines: list[dict[str, Any]]) -> Path:
     return directory
 
 
-def write_run(directory: Path, lines: list[dict[str, Any]], overrides: list[str], *, num_devices: int = 1) -> Path:
+def write_run(
+    directory: Path,
+    lines: list[dict[str, Any]],
+    overrides: list[str],
+    *,
+    num_devices: int = 1,
+) -> Path:
     """A run directory with every file that training writes, but for checkpoints."""
     write_metrics(directory, lines)
     config = load_config(None, [f"run_name={directory.name}", *overrides])
     write_resolved(config, directory / "config.yml")
-    plan = make_plan(config, num_devices=num_devices, num_examples=64 if config.num_epochs else None)
+    plan = make_plan(
+        config, num_devices=num_devices, num_examples=64 if config.num_epochs else None
+    )
     (directory / "plan.json").write_text(json.dumps(plan.to_json()), encoding="utf-8")
     environment = {
         "python": "3.11.7",
@@ -60,5 +68,7 @@ def write_run(directory: Path, lines: list[dict[str, Any]], overrides: list[str]
         "devices": ["cpu"] * num_devices,
         "git_commit": None,
     }
-    (directory / "environment.json").write_text(json.dumps(environment), encoding="utf-8")
+    (directory / "environment.json").write_text(
+        json.dumps(environment), encoding="utf-8"
+    )
     return directory

@@ -61,4 +61,6 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     for file, spent in seconds.most_common(10):
         terminalreporter.write_line(f"{spent:8.1f} {compilations[file]:13}  {file}")
     total = sum(seconds.values())
-    terminalreporter.write_line(f"{total:8.1f} {sum(compilations.values()):13}  all {len(seconds)} files")
+    terminalreporter.write_line(
+        f"{total:8.1f} {sum(compilations.values()):13}  all {len(seconds)} files"
+    )

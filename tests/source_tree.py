@@ -49,7 +49,9 @@ def modules() -> dict[str, Module]:
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = ["maxtext_lite", *path.relative_to(PACKAGE).with_suffix("").parts]
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        found[name] = Module(name, path, ast.parse(path.read_text(encoding="utf-8"), filename=str(path)))
+        found[name] = Module(
+            name, path, ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+        )
     return found
 
 
@@ -73,7 +75,9 @@ def _statements(node: ast.AST, at_import_time_only: bool) -> Iterator[ast.AST]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             continue
-        if at_import_time_only and isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        if at_import_time_only and isinstance(
+            child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+        ):
             continue
         yield child
         yield from _statements(child, at_import_time_only)

@@ -29,7 +29,9 @@ class Memory:
         self.calls: list[tuple[str, str]] = []
         self.before: Callable[[str, str], None] = lambda method, name: None
         for method in ("get_file", "put_file", "cat_file", "pipe_file"):
-            monkeypatch.setattr(self.files, method, self._told(method, getattr(self.files, method)))
+            monkeypatch.setattr(
+                self.files, method, self._told(method, getattr(self.files, method))
+            )
         monkeypatch.setattr(bucket_directory, "file_system", self._file_system)
 
     def _file_system(self, url: str, key: str) -> tuple[Any, str]:

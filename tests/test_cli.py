@@ -9,7 +9,13 @@ import jax
 import numpy as np
 import pytest
 
-from maxtext_lite.cli import COMMANDS, ArgumentParser, config_arguments, main, run_command
+from maxtext_lite.cli import (
+    COMMANDS,
+    ArgumentParser,
+    config_arguments,
+    main,
+    run_command,
+)
 from maxtext_lite.config import UserError
 
 
@@ -28,7 +34,11 @@ def test_options_and_overrides_come_in_any_order(words, config, overrides, flag)
     config_arguments(parser)
     parser.add_argument("--flag", action="store_true")
     arguments = parser.parse(words)
-    assert (arguments.config, arguments.overrides, arguments.flag) == (config, overrides, flag)
+    assert (arguments.config, arguments.overrides, arguments.flag) == (
+        config,
+        overrides,
+        flag,
+    )
 
 
 @pytest.mark.fast
@@ -53,7 +63,9 @@ def test_other_exit_codes_and_exceptions_pass():
         run_command(breaks, [])
 
 
-@pytest.mark.parametrize("allocate", [lambda _: jax.numpy.zeros(2**50), lambda _: np.zeros(2**58)])
+@pytest.mark.parametrize(
+    "allocate", [lambda _: jax.numpy.zeros(2**50), lambda _: np.zeros(2**58)]
+)
 def test_a_full_memory_of_a_device_or_the_host_is_one_line(allocate, capsys):
     assert run_command(allocate, []) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -73,29 +85,42 @@ def test_the_console_script_lists_the_commands_runs_one_and_refuses_others(capsy
     assert "Did you mean 'plan'?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("command", "config"), [("train", "base.yml"), ("train_rl", "post_train/rl.yml")])
-def test_the_help_names_the_config_that_a_command_takes_by_default(command, config, capsys):
+@pytest.mark.parametrize(
+    ("command", "config"), [("train", "base.yml"), ("train_rl", "post_train/rl.yml")]
+)
+def test_the_help_names_the_config_that_a_command_takes_by_default(
+    command, config, capsys
+):
     assert main([command, "--help"]) == 0
     assert f"(default: configs/{config})" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize("words", [["--version"], ["plan", "--version"], ["generate", "--version"]])
+@pytest.mark.parametrize(
+    "words", [["--version"], ["plan", "--version"], ["generate", "--version"]]
+)
 def test_every_command_says_its_version_and_needs_nothing_else_for_it(words, capsys):
     assert main(words) == 0
     name, version, _, jax_version, _, _ = capsys.readouterr().out.split()
-    assert (name, version) == ("maxtext_lite", importlib.metadata.version("maxtext-lite"))
+    assert (name, version) == (
+        "maxtext_lite",
+        importlib.metadata.version("maxtext-lite"),
+    )
     assert jax_version == f"{importlib.metadata.version('jax')},"
 
 
 @pytest.mark.parametrize("module", ["maxtext_lite plan", "maxtext_lite.plan"])
 def test_python_m_ends_with_the_exit_code_of_the_command(module):
     command = [sys.executable, "-m", *module.split(), "steps=x"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
 
 
 def test_a_reader_that_has_seen_enough_is_no_error():
     command = f"{sys.executable} -m maxtext_lite plan --json | head -1"
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, shell=True, capture_output=True, text=True, timeout=120, check=False
+    )
     assert (done.stdout, done.stderr) == ("{\n", "")

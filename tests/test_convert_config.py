@@ -29,8 +29,15 @@ def test_a_command_line_of_maxtext_becomes_a_config(converted):
     words += " model_name=qwen3-0.6b attention=flash sa_block_q=1024 quantization= max_num_checkpoints_to_keep=None"
     config, text = converted(*words.split(), "gradient_accumulation_steps=2")
     assert make_plan(config, num_devices=16).global_batch_to_train == 128
-    assert (config.run_name, config.steps, config.model_name) == ("7", 10000, "qwen3-0.6b")
-    assert (config.learning_rate, config.warmup_steps) == (3e-05, 1000)  # MaxText's default, and a tenth of the steps
+    assert (config.run_name, config.steps, config.model_name) == (
+        "7",
+        10000,
+        "qwen3-0.6b",
+    )
+    assert (config.learning_rate, config.warmup_steps) == (
+        3e-05,
+        1000,
+    )  # MaxText's default, and a tenth of the steps
     assert "base_emb_dim" not in text  # of the model's own file
     assert "sa_block_q" in text.rpartition("# Without effect")[2]
 
@@ -41,10 +48,28 @@ def test_a_file_is_read_over_those_that_it_is_based_on(converted, tmp_path):
     (tmp_path / "configs" / "dpo.yml").write_text(dpo)
     file = tmp_path / "configs" / "mine" / "run.yml"
     file.write_text("base_config: dpo.yml\nsteps: 6\ndataset_type: hf\n")
-    words = ["dpo.dpo_label_smoothing=0.1", "tokenizer_path=tokens.model", "dropout_rate=0.5"]
+    words = [
+        "dpo.dpo_label_smoothing=0.1",
+        "tokenizer_path=tokens.model",
+        "dropout_rate=0.5",
+    ]
     config, text = converted(str(file), *words)
-    assert (config.steps, config.dpo_beta, config.dpo_label_smoothing, config.objective) == (6, 0.3, 0.1, "auto")
-    assert (config.dataset_type, config.dataset_path, config.weight_decay) == ("dpo", "prepared", 0.1)
+    assert (
+        config.steps,
+        config.dpo_beta,
+        config.dpo_label_smoothing,
+        config.objective,
+    ) == (
+        6,
+        0.3,
+        0.1,
+        "auto",
+    )
+    assert (config.dataset_type, config.dataset_path, config.weight_decay) == (
+        "dpo",
+        "prepared",
+        0.1,
+    )
     assert "dropout_rate=0.5" in text.rpartition("# No equivalent")[2]
 
 
@@ -54,7 +79,9 @@ def test_stdin_is_a_file_and_devices_round_as_maxtext_does(converted, monkeypatc
     assert make_plan(config, num_devices=8).global_batch_to_train == 2
 
 
-def test_a_command_line_of_theirs_means_their_base_yml_in_a_checkout_of_ours_too(converted, monkeypatch):
+def test_a_command_line_of_theirs_means_their_base_yml_in_a_checkout_of_ours_too(
+    converted, monkeypatch
+):
     monkeypatch.chdir(packaged_directory("configs").parent)
     _, text = converted("python3", "-m", "MaxText.train", "configs/base.yml", "steps=7")
     assert "steps: 7\n" in text

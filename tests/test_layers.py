@@ -31,19 +31,33 @@ OWNERS = {
     "torch": "maxtext_lite.hf",
     "transformers": "maxtext_lite.hf",
 }
-UNKNOWN_TO_MODELS = {"load_config", "make_plan", "BatchPlan", "BatchConfig", "MeshConfig", "Mesh", "make_mesh"}
+UNKNOWN_TO_MODELS = {
+    "load_config",
+    "make_plan",
+    "BatchPlan",
+    "BatchConfig",
+    "MeshConfig",
+    "Mesh",
+    "make_mesh",
+}
 
 
 def internal_imports(module: Module) -> dict[str, int]:
     """The modules of maxtext_lite that a module imports, with the line of each."""
-    return {found.module: found.line for found in imports(module) if found.module in modules()}
+    return {
+        found.module: found.line
+        for found in imports(module)
+        if found.module in modules()
+    }
 
 
 def test_a_module_imports_from_lower_layers_or_its_own_package_only():
     for module in modules().values():
         for name, line in internal_imports(module).items():
             package = modules()[name].package
-            is_below = package == module.package or LAYERS[package] < LAYERS[module.package]
+            is_below = (
+                package == module.package or LAYERS[package] < LAYERS[module.package]
+            )
             assert is_below, f"{module.where(line)} imports {name}"
 
 
@@ -80,8 +94,12 @@ def test_what_has_one_owner_is_named_by_no_other():
     for module in modules().values():
         named = words(module)
         for word, owner in OWNERS.items():
-            assert word not in named or module.name.startswith(owner), f"{module.where()} names {word}"
-        assert module.package != "models" or not named & UNKNOWN_TO_MODELS, module.where()
+            assert word not in named or module.name.startswith(owner), (
+                f"{module.where()} names {word}"
+            )
+        assert module.package != "models" or not named & UNKNOWN_TO_MODELS, (
+            module.where()
+        )
 
 
 WITHOUT_JAX = """
@@ -102,5 +120,7 @@ assert not {"jax", "jaxlib", "flax", "optax", "orbax", "grain", "torch"} & set(s
 def test_plan_advise_and_report_run_without_jax(tmp_path):
     run = write_run(tmp_path / "run", [step_line(1)], [])
     command = [sys.executable, "-c", WITHOUT_JAX, str(run)]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, timeout=300)
+    result = subprocess.run(
+        command, capture_output=True, text=True, cwd=REPOSITORY, timeout=300
+    )
     assert result.returncode == 0, result.stderr

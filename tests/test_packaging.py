@@ -20,7 +20,9 @@ from packaging.utils import canonicalize_name
 import maxtext_lite
 from tests.source_tree import PACKAGE, REPOSITORY, imports, modules
 
-PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))[
+    "project"
+]
 EXTRAS = PROJECT["optional-dependencies"]
 ASSETS = list((PACKAGE / "assets").iterdir())
 
@@ -31,21 +33,38 @@ def wheel(tmp_path_factory):
     directory = tmp_path_factory.mktemp("wheel")
     build = f"from hatchling.build import build_wheel; print(build_wheel({str(directory)!r}))"
     command = [sys.executable, "-c", build]
-    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300
+    )
     assert result.returncode == 0, result.stderr
     return zipfile.ZipFile(directory / result.stdout.split()[-1])
 
 
 def test_the_wheel_holds_every_module_config_and_asset_and_nothing_else(wheel):
     names = set(wheel.namelist())
-    files = [module.path for module in modules().values()] + [*ASSETS, *(REPOSITORY / "configs").rglob("*.yml")]
+    files = [module.path for module in modules().values()] + [
+        *ASSETS,
+        *(REPOSITORY / "configs").rglob("*.yml"),
+    ]
     for file in files:
         name = file.relative_to(REPOSITORY).as_posix()
-        assert name.replace("configs/", "maxtext_lite/configs/", name.startswith("configs/")) in names
-    assert {"maxtext_lite/reporting/page.css", "maxtext_lite/reporting/page.js", "maxtext_lite/py.typed"} <= names
+        assert (
+            name.replace(
+                "configs/", "maxtext_lite/configs/", name.startswith("configs/")
+            )
+            in names
+        )
+    assert {
+        "maxtext_lite/reporting/page.css",
+        "maxtext_lite/reporting/page.js",
+        "maxtext_lite/py.typed",
+    } <= names
     (about,) = {name.split("/")[0] for name in names} - {"maxtext_lite"}
     assert about == f"maxtext_lite-{maxtext_lite.__version__}.dist-info"
-    assert "maxtext-lite = maxtext_lite.cli:main" in wheel.read(f"{about}/entry_points.txt").decode()
+    assert (
+        "maxtext-lite = maxtext_lite.cli:main"
+        in wheel.read(f"{about}/entry_points.txt").decode()
+    )
     assert b"Apache License" in wheel.read(f"{about}/licenses/LICENSE")
 
 
@@ -65,42 +84,78 @@ def test_a_wheel_finds_its_configs_from_any_directory(wheel, tmp_path):
     )
     variables = {"PYTHONPATH": str(tmp_path / "site"), "PATH": ""}
     command = [sys.executable, "-c", program]
-    result = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     site = (tmp_path / "site" / "maxtext_lite").resolve()
-    expected = ["7", str(site / "configs"), str(site / "assets" / "shakespeare.jsonl.gz")]
+    expected = [
+        "7",
+        str(site / "configs"),
+        str(site / "assets" / "shakespeare.jsonl.gz"),
+    ]
     assert result.stdout.split() == expected, result.stderr
 
 
 @pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
 def test_the_lock_has_one_version_within_the_range_of_every_dependency(python):
-    machine = {"sys_platform": "linux", "platform_system": "Linux", "platform_machine": "x86_64"}
+    machine = {
+        "sys_platform": "linux",
+        "platform_system": "Linux",
+        "platform_machine": "x86_64",
+    }
     versions = {"python_version": python, "python_full_version": f"{python}.5"}
     environment = {**default_environment(), **machine, **versions}
     locked = {}
-    for line in (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").splitlines():
+    for line in (
+        (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    ):
         entry = None if line.startswith("#") or not line else Requirement(line)
         if entry and (not entry.marker or entry.marker.evaluate(environment)):
             name = canonicalize_name(entry.name)
             assert name not in locked, f"two versions of {name}"
             locked[name] = str(entry.specifier).removeprefix("==")
-    of_extras = [text for extra in ("gcs", "s3", "hf", "prepare", "test") for text in EXTRAS[extra]]
+    of_extras = [
+        text
+        for extra in ("gcs", "s3", "hf", "prepare", "test")
+        for text in EXTRAS[extra]
+    ]
     for text in [*PROJECT["dependencies"], *of_extras]:
         requirement = Requirement(text)
         name = canonicalize_name(requirement.name)
-        if name != "maxtext-lite" and (not requirement.marker or requirement.marker.evaluate(environment)):
+        if name != "maxtext-lite" and (
+            not requirement.marker or requirement.marker.evaluate(environment)
+        ):
             assert requirement.specifier.contains(locked[name]), text
-            is_here = sys.version.startswith(f"{python}.") and text in PROJECT["dependencies"]
-            assert not is_here or importlib.metadata.version(name) == locked[name], "run scripts/test.sh"
+            is_here = (
+                sys.version.startswith(f"{python}.") and text in PROJECT["dependencies"]
+            )
+            assert not is_here or importlib.metadata.version(name) == locked[name], (
+                "run scripts/test.sh"
+            )
 
 
-DISTRIBUTIONS = {"absl": "absl-py", "yaml": "pyyaml", "orbax": "orbax-checkpoint", "pydantic_core": "pydantic"}
+DISTRIBUTIONS = {
+    "absl": "absl-py",
+    "yaml": "pyyaml",
+    "orbax": "orbax-checkpoint",
+    "pydantic_core": "pydantic",
+}
 EXTRA_OF = {"config.bucket": "gcs", "harness": "harness", "rl.reward_functions": "math"}
 
 
 @pytest.mark.fast
 def test_every_package_that_is_imported_is_declared():
     for module in modules().values():
-        extra = "hf" if module.package == "hf" else EXTRA_OF.get(module.name.removeprefix("maxtext_lite."))
+        extra = (
+            "hf"
+            if module.package == "hf"
+            else EXTRA_OF.get(module.name.removeprefix("maxtext_lite."))
+        )
         needed = [*PROJECT["dependencies"], *EXTRAS.get(extra, [])]
         declared = {canonicalize_name(Requirement(text).name) for text in needed}
         for found in imports(module):
@@ -113,15 +168,28 @@ def test_every_package_that_is_imported_is_declared():
 def tracked_files() -> list[Path]:
     """The files of a commit: tracked ones, and new ones that git does not ignore."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
-    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60
+    )
     if result.returncode != 0:
         pytest.skip("not a git checkout")
-    return [REPOSITORY / name for name in result.stdout.split("\0") if name and (REPOSITORY / name).is_file()]
+    return [
+        REPOSITORY / name
+        for name in result.stdout.split("\0")
+        if name and (REPOSITORY / name).is_file()
+    ]
 
 
 def test_no_file_names_the_machine_it_was_written_on_or_a_package_registry():
     # Spelled in pieces, so that this file passes its own test.
-    words = ["file" + ":///", "/wo" + "rk/", "/ro" + "ot/", "pypi" + ".org", "pythonhosted" + ".org", "npmjs" + ".org"]
+    words = [
+        "file" + ":///",
+        "/wo" + "rk/",
+        "/ro" + "ot/",
+        "pypi" + ".org",
+        "pythonhosted" + ".org",
+        "npmjs" + ".org",
+    ]
     pattern = re.compile("|".join(map(re.escape, words)).encode())
     files = [path for path in tracked_files() if path.suffix != ".gz"]
     assert not [path for path in files if pattern.search(path.read_bytes())]
@@ -129,9 +197,18 @@ def test_no_file_names_the_machine_it_was_written_on_or_a_package_registry():
 
 def test_the_shipped_files_are_those_whose_origin_is_stated():
     origins = (PACKAGE / "assets" / "ORIGIN.md").read_text(encoding="utf-8")
-    stated = dict(re.findall(r"^## (\S+)\n(?:(?!## ).*\n)*?.*?\bbytes:\s`([0-9a-f]{64})`", origins, re.MULTILINE))
+    stated = dict(
+        re.findall(
+            r"^## (\S+)\n(?:(?!## ).*\n)*?.*?\bbytes:\s`([0-9a-f]{64})`",
+            origins,
+            re.MULTILINE,
+        )
+    )
     files = [file for file in ASSETS if file.suffix == ".gz"]
-    assert stated == {file.name: hashlib.sha256(gzip.decompress(file.read_bytes())).hexdigest() for file in files}
+    assert stated == {
+        file.name: hashlib.sha256(gzip.decompress(file.read_bytes())).hexdigest()
+        for file in files
+    }
     assert all(file.name in origins for file in ASSETS if file.name != "ORIGIN.md")
 
 
@@ -139,9 +216,15 @@ def test_the_shipped_sums_are_made_again_and_no_problem_occurs_twice(tmp_path):
     """So no held-out problem is trained on."""
     shipped = gzip.decompress((PACKAGE / "assets" / "arithmetic.jsonl.gz").read_bytes())
     made = tmp_path / "made.jsonl.gz"
-    command = [sys.executable, str(REPOSITORY / "scripts" / "make_arithmetic.py"), str(made)]
+    command = [
+        sys.executable,
+        str(REPOSITORY / "scripts" / "make_arithmetic.py"),
+        str(made),
+    ]
     subprocess.run(command, check=True, timeout=300)
     assert gzip.decompress(made.read_bytes()) == shipped
     lines = [json.loads(line) for line in shipped.splitlines()]
     assert len({line["prompt"] for line in lines}) == len(lines) == 9000
-    assert all(line["answer"] == str(eval(line["prompt"].rstrip("="))) for line in lines[::100])
+    assert all(
+        line["answer"] == str(eval(line["prompt"].rstrip("="))) for line in lines[::100]
+    )

@@ -36,26 +36,70 @@ def plan(printed):
 
 @pytest.mark.fast
 def test_a_machine_that_does_not_exist_is_planned(plan):
-    machine = ["--devices", "256", "--hosts", "64", "--device-memory-gb", "95", "model_name=llama3-8b"]
-    found = plan(*machine, "per_device_batch_size=1", "max_target_length=8192", "expansion_factor_real_data=4")
+    machine = [
+        "--devices",
+        "256",
+        "--hosts",
+        "64",
+        "--device-memory-gb",
+        "95",
+        "model_name=llama3-8b",
+    ]
+    found = plan(
+        *machine,
+        "per_device_batch_size=1",
+        "max_target_length=8192",
+        "expansion_factor_real_data=4",
+    )
     assert found.keys() >= set(PLAN_JSON.split())
     assert found["global_batch_to_train"] == 256
     assert found["tokens_per_step"] == 256 * 8192
     assert found["global_batch_to_load"] == 4 * 256
     assert found["loading_hosts"] == list(range(16))
     assert found["examples_per_loading_host"] == 256 // 16
-    assert found["memory"].keys() >= {"params", "optimizer_state", "gradients", "activations", "logits", "total"}
+    assert found["memory"].keys() >= {
+        "params",
+        "optimizer_state",
+        "gradients",
+        "activations",
+        "logits",
+        "total",
+    }
     assert found["memory"]["limit"] == 95e9
     assert found["epochs"] is None
 
 
 def test_the_plans_of_a_ramp_and_of_reinforcement_learning_have_their_own_keys(plan):
-    ramp = plan("enable_rampup_batch_size=true", "per_device_batch_size_start=8", "global_rampup_samples=64")["rampup"]
+    ramp = plan(
+        "enable_rampup_batch_size=true",
+        "per_device_batch_size_start=8",
+        "global_rampup_samples=64",
+    )["rampup"]
     assert ramp.keys() >= {"num_increments", "samples_per_increment", "total_steps"}
-    stage = ["first_step", "num_steps", "per_device_batch_size", "gradient_accumulation_steps", "global_batch_to_train"]
+    stage = [
+        "first_step",
+        "num_steps",
+        "per_device_batch_size",
+        "gradient_accumulation_steps",
+        "global_batch_to_train",
+    ]
     assert all(each.keys() >= {*stage, "samples"} for each in ramp["stages"])
-    rl = plan(RL_FILE, "batch_size=6", "num_generations=4", "micro_batch_size=8", "num_iterations=2")["rl"]
-    found = [rl[key] for key in ("prompts_per_batch", "pairs_per_batch", "pairs_per_micro_batch", "micro_batches")]
+    rl = plan(
+        RL_FILE,
+        "batch_size=6",
+        "num_generations=4",
+        "micro_batch_size=8",
+        "num_iterations=2",
+    )["rl"]
+    found = [
+        rl[key]
+        for key in (
+            "prompts_per_batch",
+            "pairs_per_batch",
+            "pairs_per_micro_batch",
+            "micro_batches",
+        )
+    ]
     assert found == [6, 24, 8, 3]
     assert rl["updates_per_batch"] == 2
 
@@ -101,7 +145,10 @@ def test_random_configs_plan_or_are_refused_in_lines(capsys):
         words = [RL_FILE] * is_rl + random_words(rng, is_rl=is_rl)
         for option in ("--devices", "--hosts", "--examples", "--device-memory-gb"):
             if rng.random() < 0.3:
-                words += [option, rng.choice(EXTREME) if rng.random() < 0.3 else rng.choice("1248")]
+                words += [
+                    option,
+                    rng.choice(EXTREME) if rng.random() < 0.3 else rng.choice("1248"),
+                ]
         planned += outcome(words, capsys) == 0
     assert 2 < planned < 40
 
@@ -127,7 +174,14 @@ def test_no_value_makes_planning_take_long(words, capsys):
 
 
 def test_several_mistakes_are_an_error_line_each(capsys):
-    solved = ["--devices", "8", "--hosts", "3", "global_batch_size=16", "per_device_batch_size=auto"]
+    solved = [
+        "--devices",
+        "8",
+        "--hosts",
+        "3",
+        "global_batch_size=16",
+        "per_device_batch_size=auto",
+    ]
     assert run_command(main, [*solved, "stps=3", "--device-memory-gb", "0"]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) >= 2
@@ -138,19 +192,36 @@ def test_several_mistakes_are_an_error_line_each(capsys):
 
 
 def test_the_pipeline_is_drawn_as_text_and_into_a_file(tmp_path, printed):
-    words = ["ici_pipeline_parallelism=4", "pipeline_schedule=1f1b", "--devices", "4", "--draw", "pipeline"]
+    words = [
+        "ici_pipeline_parallelism=4",
+        "pipeline_schedule=1f1b",
+        "--devices",
+        "4",
+        "--draw",
+        "pipeline",
+    ]
     lines = printed(*words).splitlines()
-    assert lines[0].startswith("1f1b: 10 ticks forwards and backwards in a step of 1 micro-batch x 4 microbatches")
+    assert lines[0].startswith(
+        "1f1b: 10 ticks forwards and backwards in a step of 1 micro-batch x 4 microbatches"
+    )
     assert lines[4] == "stage 3   .    .    .    F0B0 F1B1 F2B2 F3B3 .    .    ."
     printed(*words, "--draw-to", str(tmp_path / "p.svg"))
     assert (tmp_path / "p.svg").read_text().startswith("<svg ")
 
 
-DATA = ["packing=false", "max_target_length=16", "eval_interval=-1", "eval_fraction=0", "per_device_batch_size=4"]
+DATA = [
+    "packing=false",
+    "max_target_length=16",
+    "eval_interval=-1",
+    "eval_fraction=0",
+    "per_device_batch_size=4",
+]
 
 
 def test_examples_are_those_of_the_data_unless_they_are_given(tmp_path, plan):
-    (tmp_path / "data.jsonl").write_text("".join('{"text": "' + "x" * 15 + '"}\n' for _ in range(11)))
+    (tmp_path / "data.jsonl").write_text(
+        "".join('{"text": "' + "x" * 15 + '"}\n' for _ in range(11))
+    )
     words = [*DATA, f"dataset_path={tmp_path}/data.jsonl", "num_epochs=2"]
     counted = plan(*words)
     keys = ("num_examples", "steps", "steps_per_epoch", "epochs", "dropped_examples")
@@ -158,31 +229,62 @@ def test_examples_are_those_of_the_data_unless_they_are_given(tmp_path, plan):
     assert plan(*words, "--examples", "100")["steps"] == 50
 
 
-def test_a_mixture_is_shown_and_a_source_that_would_pass_its_max_epochs_refused(tmp_path, plan):
+def test_a_mixture_is_shown_and_a_source_that_would_pass_its_max_epochs_refused(
+    tmp_path, plan
+):
     """Rows of 15 bytes, one per line, 11 and 5 lines: 40 examples take 20 from each source, so b's 4 times."""
     for name, lines in (("a", 11), ("b", 5)):
-        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"text": "{name * 15}"}}\n' for _ in range(lines)))
+        (tmp_path / f"{name}.jsonl").write_text(
+            "".join(f'{{"text": "{name * 15}"}}\n' for _ in range(lines))
+        )
     words = [*DATA, "steps=10", "warmup_steps=0"]
     listed = "dataset_path=[{{path: {0}/a.jsonl, weight: 1}}, {{path: {0}/b.jsonl, weight: 1, max_epochs: {1}}}]".format
-    assert {row["name"]: row for row in plan(*words, listed(tmp_path, 4))["mixture"]} == {
-        "a": {"name": "a", "examples": 11, "target_tokens": 165, "rows": 20, "token_share": 0.5, "epochs": 20 / 11},
-        "b": {"name": "b", "examples": 5, "target_tokens": 75, "rows": 20, "token_share": 0.5, "epochs": 4},
+    assert {
+        row["name"]: row for row in plan(*words, listed(tmp_path, 4))["mixture"]
+    } == {
+        "a": {
+            "name": "a",
+            "examples": 11,
+            "target_tokens": 165,
+            "rows": 20,
+            "token_share": 0.5,
+            "epochs": 20 / 11,
+        },
+        "b": {
+            "name": "b",
+            "examples": 5,
+            "target_tokens": 75,
+            "rows": 20,
+            "token_share": 0.5,
+            "epochs": 4,
+        },
     }
     with pytest.raises(UserError, match="max_epochs of the source b"):
         main([*words, listed(tmp_path, 3)])
     stopped = plan(*words, listed(tmp_path, 3), "mixture_exhausted=stop")["mixture"]
     assert sum(row["rows"] for row in stopped) == 28
-    assert plan(*words, listed("nowhere", 3), "--examples", "16")["steps"] == 10  # the data need not exist
+    assert (
+        plan(*words, listed("nowhere", 3), "--examples", "16")["steps"] == 10
+    )  # the data need not exist
 
 
 @pytest.mark.parametrize(
     ("limit", "exhausted", "may_end_before"),
     [(3, "stop", True), (4, "error", True), (3, "drop", False), (-1, "error", False)],
 )
-def test_a_run_whose_sources_are_limited_may_end_before(tmp_path, printed, plan, limit, exhausted, may_end_before):
+def test_a_run_whose_sources_are_limited_may_end_before(
+    tmp_path, printed, plan, limit, exhausted, may_end_before
+):
     sources = f"[{{path: a.jsonl, weight: 1}}, {{path: b.jsonl, weight: 1, max_epochs: {limit}}}]"
-    keys = {"dataset_path": sources, "mixture_exhausted": exhausted, "steps": 10, "warmup_steps": 0}
-    saved = printed(*(f"{key}={value}" for key, value in keys.items()), "--examples", "16", "--json")
+    keys = {
+        "dataset_path": sources,
+        "mixture_exhausted": exhausted,
+        "steps": 10,
+        "warmup_steps": 0,
+    }
+    saved = printed(
+        *(f"{key}={value}" for key, value in keys.items()), "--examples", "16", "--json"
+    )
     record_run(tmp_path, saved, keys)
     record_checkpoint(tmp_path, step=4, examples_seen=64)
     words = ["--from", str(tmp_path), "--examples", "16"]
@@ -192,7 +294,9 @@ def test_a_run_whose_sources_are_limited_may_end_before(tmp_path, printed, plan,
 def record_run(directory, plan_json, keys):
     """A run directory that holds a plan and a config."""
     (directory / "plan.json").write_text(plan_json)
-    (directory / "config.yml").write_text("".join(f"{key}: {value}\n" for key, value in keys.items()))
+    (directory / "config.yml").write_text(
+        "".join(f"{key}: {value}\n" for key, value in keys.items())
+    )
 
 
 def record_checkpoint(directory, *, step, examples_seen):
@@ -203,21 +307,37 @@ def record_checkpoint(directory, *, step, examples_seen):
 
 
 def test_a_run_is_held_against_another_machine(tmp_path, printed, plan):
-    keys = {"global_batch_size": 48, "per_device_batch_size": 2, "gradient_accumulation_steps": -1}
+    keys = {
+        "global_batch_size": 48,
+        "per_device_batch_size": 2,
+        "gradient_accumulation_steps": -1,
+    }
     words = [f"{key}={value}" for key, value in keys.items()]
-    record_run(tmp_path, printed(*words, "--devices", "8", "--json", "--examples", "1000"), keys)
+    record_run(
+        tmp_path,
+        printed(*words, "--devices", "8", "--json", "--examples", "1000"),
+        keys,
+    )
     run = ["--from", str(tmp_path), "--devices"]
     assert "gradient_accumulation_steps  3 -> 6\n" in printed(*run, "4")
     assert plan(*run, "8")["changes"] == {}
     record_checkpoint(tmp_path, step=9, examples_seen=432)
     said = printed(*run, "8", "global_batch_size=96", "steps=20")
-    assert "total_examples               12000 -> 1488\n" in said  # 432 and 11 steps of 96
+    assert (
+        "total_examples               12000 -> 1488\n" in said
+    )  # 432 and 11 steps of 96
     for words in (["base.yml"], ["per_device_batch_size=auto"]):
         with pytest.raises(UserError, match=f"--from={tmp_path}"):
             main(["--from", str(tmp_path), *words])
 
 
-SOLVED = ["--devices", "8", "global_batch_size=16", "per_device_batch_size=-1", "gradient_accumulation_steps=-1"]
+SOLVED = [
+    "--devices",
+    "8",
+    "global_batch_size=16",
+    "per_device_batch_size=-1",
+    "gradient_accumulation_steps=-1",
+]
 SOLVED += ["model_name=llama3.2-1b", "dtype=bfloat16", "max_target_length=1024"]
 
 
@@ -230,7 +350,10 @@ def test_both_batch_keys_are_found_and_the_line_plans_what_was_found(printed, pl
     seconds = [each["seconds"] for each in told["plans"]]
     assert len(seconds) == 10
     assert seconds == sorted(seconds)
-    found, first = plan("--devices", "8", "--device", "v5e", *best.split()), told["plans"][0]
+    found, first = (
+        plan("--devices", "8", "--device", "v5e", *best.split()),
+        told["plans"][0],
+    )
     assert found["global_batch_to_train"] == 16
     assert found["memory"]["total"] == first["memory"] <= found["memory"]["limit"]
     for key in ("mesh", "per_device_batch_size", "gradient_accumulation_steps"):

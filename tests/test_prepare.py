@@ -16,8 +16,14 @@ from tests.source_tree import REPOSITORY
 
 @pytest.fixture
 def words(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "abc"}\n{"text": ""}\nno\n{"text": "defg"}\n')
-    return [f"input={tmp_path / 'a.jsonl'}", f"output={tmp_path / 'out'}", "max_bad_fraction=0.25"]
+    (tmp_path / "a.jsonl").write_text(
+        '{"text": "abc"}\n{"text": ""}\nno\n{"text": "defg"}\n'
+    )
+    return [
+        f"input={tmp_path / 'a.jsonl'}",
+        f"output={tmp_path / 'out'}",
+        "max_bad_fraction=0.25",
+    ]
 
 
 @pytest.mark.fast
@@ -29,12 +35,24 @@ def test_texts_become_a_dataset_that_a_run_reads(words, tmp_path, capsys):
     assert "1 empty documents left out, 1 bad lines" in out
     assert main(words) == 0
     assert "is complete" in capsys.readouterr().out
-    keys = ["dataset_type=array_record", "max_target_length=4", "eval_fraction=0", "eval_interval=-1"]
-    source, _ = open_sources(load_config(None, [*keys, f"dataset_path={tmp_path / 'out'}"]))
-    assert [source[row]["tokens"].tolist() for row in range(len(source))] == [[*b"abc", 256], [*b"defg"]]
+    keys = [
+        "dataset_type=array_record",
+        "max_target_length=4",
+        "eval_fraction=0",
+        "eval_interval=-1",
+    ]
+    source, _ = open_sources(
+        load_config(None, [*keys, f"dataset_path={tmp_path / 'out'}"])
+    )
+    assert [source[row]["tokens"].tolist() for row in range(len(source))] == [
+        [*b"abc", 256],
+        [*b"defg"],
+    ]
     inspect = ["inspect", str(tmp_path / "out"), "max_target_length=4"]
     assert main(inspect) == 0
-    assert "concat 2 rows 7 target tokens, 87.50% of the slots" in " ".join(capsys.readouterr().out.split())
+    assert "concat 2 rows 7 target tokens, 87.50% of the slots" in " ".join(
+        capsys.readouterr().out.split()
+    )
     assert main([*inspect, "--rows", "1:2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["tokens"] == [*b"defg"]
 
@@ -71,15 +89,24 @@ def test_a_share_leaves_the_manifest_to_the_last(words, tmp_path):
 
 def test_a_pipeline_of_datatrove_makes_the_same_bytes(tmp_path, monkeypatch):
     """Its executors call a copy of each step with the documents of the previous step, the rank and the world size."""
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")  # which a share sets for its whole process
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "abc " * 70_000}) + "\n" for _ in range(12)))
+    monkeypatch.setenv(
+        "TOKENIZERS_PARALLELISM", "true"
+    )  # which a share sets for its whole process
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"text": "abc " * 70_000}) + "\n" for _ in range(12))
+    )
     words = [f"input={tmp_path / 'a.jsonl'}", "task_megabytes=1"]
     assert main([*words, f"output={tmp_path / 'own'}", "num_workers=1"]) == 0
-    step = pickle.loads(pickle.dumps(PrepareStep(*words, f"output={tmp_path / 'step'}")))
+    step = pickle.loads(
+        pickle.dumps(PrepareStep(*words, f"output={tmp_path / 'step'}"))
+    )
     for rank in (4, 0, 2, 1, 3):  # 4 tasks: one share has none
         assert not (tmp_path / "step" / "manifest.json").exists()
         assert step(None, rank, 5) is None
-    own, ours = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("own", "step"))
+    own, ours = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+        for name in ("own", "step")
+    )
     assert len(own) == 6  # a task without lines writes no shard
     assert ours == own
     with pytest.raises(UserError, match="PrepareStep"):
@@ -90,5 +117,9 @@ def test_a_pipeline_of_datatrove_makes_the_same_bytes(tmp_path, monkeypatch):
 
 def test_the_page_on_data_names_every_key():
     page = (REPOSITORY / "docs" / "data.md").read_text(encoding="utf-8")
-    stated = re.findall(r"^\| `(\w+)`(?:, `(\w+)`)? \|", page.partition("## Preparing")[2], re.MULTILINE)
-    assert {key for keys in stated for key in keys if key} >= set(PrepareConfig.model_fields)
+    stated = re.findall(
+        r"^\| `(\w+)`(?:, `(\w+)`)? \|", page.partition("## Preparing")[2], re.MULTILINE
+    )
+    assert {key for keys in stated for key in keys if key} >= set(
+        PrepareConfig.model_fields
+    )

@@ -10,11 +10,16 @@ from tests.run_directories import eval_line, step_line, write_run
 @pytest.fixture
 def runs(tmp_path):
     lines = [*(step_line(step) for step in range(1, 6)), eval_line(5, 3.5)]
-    return [write_run(tmp_path / name, lines, ["steps=5", "warmup_steps=1"]) for name in "ab"]
+    return [
+        write_run(tmp_path / name, lines, ["steps=5", "warmup_steps=1"])
+        for name in "ab"
+    ]
 
 
 @pytest.mark.fast
-def test_one_or_several_runs_become_one_page_that_does_not_depend_on_when_it_is_written(runs, capsys):
+def test_one_or_several_runs_become_one_page_that_does_not_depend_on_when_it_is_written(
+    runs, capsys
+):
     pages = []
     for _ in range(2):
         assert main([str(runs[0])]) == 0

@@ -20,22 +20,46 @@ from tests.training.conftest import TINY
 
 SECONDS = 300  # for any of these processes: one that hangs is killed
 STEPS = 40
-RUN = [*TINY, f"steps={STEPS}", "eval_interval=10", "eval_steps=1", "checkpoint_period=10", "log_period=1"]
+RUN = [
+    *TINY,
+    f"steps={STEPS}",
+    "eval_interval=10",
+    "eval_steps=1",
+    "checkpoint_period=10",
+    "log_period=1",
+]
 RUN += ["per_device_batch_size=1"]
 ENDLESS = ["steps=1000000", "checkpoint_period=1000000", "eval_interval=-1"]
 SECRET = "planted-0451"
 
 
 def command(directory, *overrides, python=None):
-    words = ["-m", "maxtext_lite.train", "base.yml", *RUN, f"base_output_directory={directory}", *overrides]
+    words = [
+        "-m",
+        "maxtext_lite.train",
+        "base.yml",
+        *RUN,
+        f"base_output_directory={directory}",
+        *overrides,
+    ]
     return [*(python or quick_python()), *words]
 
 
 def environment():
     """Two devices without conftest's settings, as on a user's machine; and secrets, which must not leak."""
-    kept = {key: value for key, value in os.environ.items() if key not in ("NPROC", "OMP_NUM_THREADS")}
-    kept |= dict.fromkeys(("AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "WANDB_API_KEY"), SECRET)
-    return kept | {"XLA_FLAGS": " ".join(["--xla_force_host_platform_device_count=2", *QUICK_COMPILATION])}
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("NPROC", "OMP_NUM_THREADS")
+    }
+    kept |= dict.fromkeys(
+        ("AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "WANDB_API_KEY"), SECRET
+    )
+    return kept | {
+        "XLA_FLAGS": " ".join(
+            ["--xla_force_host_platform_device_count=2", *QUICK_COMPILATION]
+        )
+    }
 
 
 @contextlib.contextmanager
@@ -43,7 +67,13 @@ def under_way(words, directory):
     """A process in a directory, killed with all that it started where it is left running or takes too long."""
     pipe = subprocess.PIPE
     with subprocess.Popen(
-        words, env=environment(), cwd=directory, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+        words,
+        env=environment(),
+        cwd=directory,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        start_new_session=True,
     ) as process:
         timer = threading.Timer(SECONDS, process.kill)
         timer.start()
@@ -78,14 +108,31 @@ tflops_per_device mfu skipped examples_hash
 
 def test_a_run_shows_its_plan_and_progress_and_records_every_step(uninterrupted):
     run, output = uninterrupted
-    for part in ("global_batch_to_train", "attention kernel: dot_product", f"step {STEPS}/{STEPS}", "held-out loss"):
+    for part in (
+        "global_batch_to_train",
+        "attention kernel: dot_product",
+        f"step {STEPS}/{STEPS}",
+        "held-out loss",
+    ):
         assert part in output
     assert [record["step"] for record in run.steps] == list(range(1, STEPS + 1))
     assert all(record.keys() >= set(METRICS.split()) for record in run.steps)
-    assert [record["step"] for record in run.evaluations] == list(range(10, STEPS + 1, 10))
-    assert all(record.keys() >= {"eval_loss", "eval_target_tokens"} for record in run.evaluations)
+    assert [record["step"] for record in run.evaluations] == list(
+        range(10, STEPS + 1, 10)
+    )
+    assert all(
+        record.keys() >= {"eval_loss", "eval_target_tokens"}
+        for record in run.evaluations
+    )
     names = {path.name for path in run.directory.iterdir()}
-    assert names >= {"config.yml", "plan.json", "metrics.jsonl", "tensorboard", "checkpoints", "environment.json"}
+    assert names >= {
+        "config.yml",
+        "plan.json",
+        "metrics.jsonl",
+        "tensorboard",
+        "checkpoints",
+        "environment.json",
+    }
 
 
 def test_secrets_in_the_environment_are_in_no_file_and_no_line(uninterrupted):
@@ -108,7 +155,9 @@ def kill_after(step, directory):
     assert STEPS not in run.checkpoints
 
 
-def test_killed_at_any_step_the_same_command_ends_in_the_same_bits(uninterrupted, tmp_path):
+def test_killed_at_any_step_the_same_command_ends_in_the_same_bits(
+    uninterrupted, tmp_path
+):
     """Killed before its first checkpoint, then well after one: it resumes each time."""
     for step in (5, 23):
         kill_after(step, tmp_path)
@@ -117,11 +166,15 @@ def test_killed_at_any_step_the_same_command_ends_in_the_same_bits(uninterrupted
     same = ("step", "loss", "grad_norm", "examples_hash", "tokens_seen")
     assert got.sequence(*same) == want.sequence(*same)
     assert got.evaluations == want.evaluations
-    jax.tree.map(np.testing.assert_array_equal, got.parameters(STEPS), want.parameters(STEPS))
+    jax.tree.map(
+        np.testing.assert_array_equal, got.parameters(STEPS), want.parameters(STEPS)
+    )
 
 
 @pytest.mark.parametrize("is_command", [True, False])
-def test_a_command_is_watched_from_before_jax_is_imported_and_a_call_is_not(is_command, monkeypatch):
+def test_a_command_is_watched_from_before_jax_is_imported_and_a_call_is_not(
+    is_command, monkeypatch
+):
     watched = []
     monkeypatch.setattr(train.command_signals, "installed", is_command)
     monkeypatch.setattr(train.watchdog, "start", watched.append)
@@ -157,13 +210,26 @@ def compiled(self, slots):
 Executables._compile = compiled
 sys.exit(run_command(main))
 """
-RAMP = ["enable_rampup_batch_size=true", "per_device_batch_size_start=1", "per_device_batch_size_increment=1"]
+RAMP = [
+    "enable_rampup_batch_size=true",
+    "per_device_batch_size_start=1",
+    "per_device_batch_size_increment=1",
+]
 RAMP += ["per_device_batch_size=2", "global_rampup_samples=1000000"]
 
 
-def test_a_signal_ends_with_75_after_saving_although_the_next_stage_is_being_compiled(tmp_path):
-    words = [*quick_python(), "-c", SLOW, *command(tmp_path, *ENDLESS, *RAMP, python=["python"])[3:]]
-    code, output, errors = signalled(words, tmp_path, after="step 2/", number=signal.SIGTERM)
+def test_a_signal_ends_with_75_after_saving_although_the_next_stage_is_being_compiled(
+    tmp_path,
+):
+    words = [
+        *quick_python(),
+        "-c",
+        SLOW,
+        *command(tmp_path, *ENDLESS, *RAMP, python=["python"])[3:],
+    ]
+    code, output, errors = signalled(
+        words, tmp_path, after="step 2/", number=signal.SIGTERM
+    )
     assert code == 75, errors
     assert "stopped by SIGTERM after step" in output
     assert len(RunFiles(tmp_path / "default").checkpoints) == 1
@@ -172,13 +238,23 @@ def test_a_signal_ends_with_75_after_saving_although_the_next_stage_is_being_com
 def test_a_signal_before_the_first_step_ends_at_once_with_130_and_no_output(tmp_path):
     """With a step that no other test has compiled, so that compilation takes long enough."""
     words = command(tmp_path, "base_mlp_dim=40", python=[sys.executable])
-    code, _, errors = signalled(words, tmp_path, after="attention kernel", number=signal.SIGINT)
+    code, _, errors = signalled(
+        words, tmp_path, after="attention kernel", number=signal.SIGINT
+    )
     assert (code, errors) == (130, "")
     assert RunFiles(tmp_path / "default").checkpoints == []
 
 
 @pytest.mark.fast
 def test_a_non_finite_loss_ends_with_3(tmp_path, capsys):
-    words = ["optimizer=sgd", "learning_rate=1e30", "gradient_clipping_threshold=0", "warmup_steps=0"]
-    assert run_command(train.main, [*RUN, *words, f"base_output_directory={tmp_path}"]) == 3
+    words = [
+        "optimizer=sgd",
+        "learning_rate=1e30",
+        "gradient_clipping_threshold=0",
+        "warmup_steps=0",
+    ]
+    assert (
+        run_command(train.main, [*RUN, *words, f"base_output_directory={tmp_path}"])
+        == 3
+    )
     assert "error: step " in capsys.readouterr().err

@@ -12,7 +12,13 @@ from maxtext_lite.tune import main
 from tests.run_directories import step_line, write_run
 from tests.training.conftest import TINY
 
-WORDS = [*TINY, "per_device_batch_size=2", "gradient_accumulation_steps=2", "remat_policy=minimal", "run_name=here"]
+WORDS = [
+    *TINY,
+    "per_device_batch_size=2",
+    "gradient_accumulation_steps=2",
+    "remat_policy=minimal",
+    "run_name=here",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -35,21 +41,38 @@ def test_a_table_a_page_and_the_best_config(tmp_path, capsys):
     words = [*WORDS, f"base_output_directory={tmp_path}"]
     asked = load_config(None, words)
     assert main(words) == 0
-    assert "per_device_batch_size=4 gradient_accumulation_steps=1: does not fit" in capsys.readouterr().out
+    assert (
+        "per_device_batch_size=4 gradient_accumulation_steps=1: does not fit"
+        in capsys.readouterr().out
+    )
     best = load_config(tmp_path / "here-tune" / "best.yml")
     assert (best.per_device_batch_size, best.gradient_accumulation_steps) == (2, 2)
     assert best.model_dump() == asked.model_dump()  # which was the best already
     assert main([*words, "--json", "--output", str(tmp_path / "other")]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert [each["least_step_seconds"] for each in told["ways"]] == [None] * 3  # a CPU's peak is not known
+    assert [each["least_step_seconds"] for each in told["ways"]] == [
+        None
+    ] * 3  # a CPU's peak is not known
     tokens = 8 * 2 * 2 * asked.max_target_length
-    assert [each["tokens_per_second"] for each in told["ways"]] == [tokens / 2, tokens / 4, None]
-    assert told["ways"][1]["keys"] == {"per_device_batch_size": "1", "gradient_accumulation_steps": "4"}
+    assert [each["tokens_per_second"] for each in told["ways"]] == [
+        tokens / 2,
+        tokens / 4,
+        None,
+    ]
+    assert told["ways"][1]["keys"] == {
+        "per_device_batch_size": "1",
+        "gradient_accumulation_steps": "4",
+    }
     assert (tmp_path / "other" / "report.html").stat().st_size > 10_000
 
 
-def test_the_least_time_of_known_devices_stands_beside_the_measured(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("maxtext_lite.tune.device_of_kind", lambda kind: device_named("h200", option="--device"))
+def test_the_least_time_of_known_devices_stands_beside_the_measured(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(
+        "maxtext_lite.tune.device_of_kind",
+        lambda kind: device_named("h200", option="--device"),
+    )
     assert main([*WORDS, "--json", f"base_output_directory={tmp_path}"]) == 0
     ways = json.loads(capsys.readouterr().out)["ways"]
     assert 0 < ways[0]["least_step_seconds"] < 2

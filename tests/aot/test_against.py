@@ -51,7 +51,10 @@ ENTRY %main (p: bf16[8192,8192]) -> bf16[8192,8192] {{
     ],
 )
 def test_a_slice_is_as_square_as_it_can_be(name, devices, slices, topology):
-    assert against.topology_of(device_named(name, option="--device"), devices, slices) == topology
+    assert (
+        against.topology_of(device_named(name, option="--device"), devices, slices)
+        == topology
+    )
 
 
 @pytest.mark.fast
@@ -61,9 +64,20 @@ def test_half_a_chip_is_refused():
 
 
 def ranked_on_four(*keys, most):
-    open_batch = "global_batch_size=8", "per_device_batch_size=-1", "gradient_accumulation_steps=-1", "dtype=bfloat16"
+    open_batch = (
+        "global_batch_size=8",
+        "per_device_batch_size=-1",
+        "gradient_accumulation_steps=-1",
+        "dtype=bfloat16",
+    )
     config = load_config(None, [*open_batch, *keys])
-    return rank(config, Topology(4), DEVICE, lambda each: make_plan(each, num_devices=4, platform="tpu"), most=most)
+    return rank(
+        config,
+        Topology(4),
+        DEVICE,
+        lambda each: make_plan(each, num_devices=4, platform="tpu"),
+        most=most,
+    )
 
 
 def test_the_slices_are_those_of_the_mesh(monkeypatch):
@@ -77,24 +91,39 @@ def test_the_slices_are_those_of_the_mesh(monkeypatch):
         against.compare(found, DEVICE)
 
 
-@pytest.mark.parametrize(("silent", "memory_seconds"), [((), 1e-6), (("splash",), 1e-6), ((), None)])
-def test_attention_is_left_out_of_both_where_its_kernel_does_not_tell(silent, memory_seconds, monkeypatch):
+@pytest.mark.parametrize(
+    ("silent", "memory_seconds"), [((), 1e-6), (("splash",), 1e-6), ((), None)]
+)
+def test_attention_is_left_out_of_both_where_its_kernel_does_not_tell(
+    silent, memory_seconds, monkeypatch
+):
     ranked = ranked_on_four("ici_fsdp_parallelism=2", "ici_data_parallelism=2", most=2)
-    asked, plan, module = [], ranked[0].plan, parse(HLO.format(kernel="splash" if silent else "Sharding"))
+    asked, plan, module = (
+        [],
+        ranked[0].plan,
+        parse(HLO.format(kernel="splash" if silent else "Sharding")),
+    )
     devices = np.arange(4).reshape([*plan.mesh.values()])
 
     def compile_for(config, *, topology):
         asked.append((config, topology))
         return types.SimpleNamespace(
             module=module,
-            mesh=types.SimpleNamespace(devices=devices, axis_names=tuple(plan.mesh), size=4),
-            roofline=types.SimpleNamespace(matmul_seconds=1e-3, memory_seconds=memory_seconds),
+            mesh=types.SimpleNamespace(
+                devices=devices, axis_names=tuple(plan.mesh), size=4
+            ),
+            roofline=types.SimpleNamespace(
+                matmul_seconds=1e-3, memory_seconds=memory_seconds
+            ),
             collectives=[
                 Traffic("all-gather", ("fsdp",), 1, 1, 0, 10**8, {}, sent_bytes=1e8),
-                Traffic("all-reduce", ("data", "fsdp"), 1, 1, 0, 10**8, {}, sent_bytes=2e8),
+                Traffic(
+                    "all-reduce", ("data", "fsdp"), 1, 1, 0, 10**8, {}, sent_bytes=2e8
+                ),
             ],
             work=types.SimpleNamespace(
-                silent_kernels=silent, kernels=tuple(KernelCalls(name, 2, None) for name in silent)
+                silent_kernels=silent,
+                kernels=tuple(KernelCalls(name, 2, None) for name in silent),
             ),
             memory=types.SimpleNamespace(total=10**9),
         )
@@ -104,11 +133,16 @@ def test_attention_is_left_out_of_both_where_its_kernel_does_not_tell(silent, me
     assert asked == [(each.config, "v5e:2x2") for each in ranked]
     time, found = ranked[0].time, compared[0]
     left_out = time.attention_seconds if silent else 0
-    assert found["matmul_seconds"] == {"predicted": time.matmul_seconds - left_out, "compiled": 1e-3}
+    assert found["matmul_seconds"] == {
+        "predicted": time.matmul_seconds - left_out,
+        "compiled": 1e-3,
+    }
     assert found["memory"] == {"predicted": plan.memory.total, "compiled": 10**9}
     # Of the links of 200 GB/s a ring has its share of the two dims, in logarithms; data x fsdp is all four devices.
     rate = {2: 100e9, 4: 200e9}.get(plan.mesh["fsdp"], 100e9)
-    assert found["collectives_seconds"]["compiled"] == pytest.approx(1e8 / rate + 2e8 / 200e9)
+    assert found["collectives_seconds"]["compiled"] == pytest.approx(
+        1e8 / rate + 2e8 / 200e9
+    )
     # Two trips, each with a matmul of 2 x 8192^3 FLOPs and one of two kernels, beside or before a gather of 2 GB.
     trip = max(2 * 8192**3 / 197e12 + left_out / 2, 1e9 / rate)
     step = None if memory_seconds is None else pytest.approx(2 * trip, rel=1e-6)
@@ -120,8 +154,19 @@ def test_attention_is_left_out_of_both_where_its_kernel_does_not_tell(silent, me
 
 @pytest.mark.parametrize(
     ("compiled", "expected"),
-    [([5, 6, 7, 8], 1.0), ([8, 7, 6], -1.0), ([10, 30, 20], 0.5), ([5, 6], None), ([5, None, 6], None)],
+    [
+        ([5, 6, 7, 8], 1.0),
+        ([8, 7, 6], -1.0),
+        ([10, 30, 20], 0.5),
+        ([5, 6], None),
+        ([5, None, 6], None),
+    ],
 )
 def test_ranks_agree_as_far_as_spearman_says(compiled, expected):
-    compared = [{"step_seconds": {"predicted": a, "compiled": b}} for a, b in enumerate(compiled)]
-    assert against.rank_correlation(compared) == (None if expected is None else pytest.approx(expected))
+    compared = [
+        {"step_seconds": {"predicted": a, "compiled": b}}
+        for a, b in enumerate(compiled)
+    ]
+    assert against.rank_correlation(compared) == (
+        None if expected is None else pytest.approx(expected)
+    )

@@ -27,13 +27,19 @@ TABLE = TABLES // 2
 def program(name="fsdp 8", *more):
     keys, num_devices = REFERENCES[name]
     config = load_config(None, [*TINY, "per_device_batch_size=2", *keys, *more])
-    return compile_program(config, make_plan(config, num_devices=num_devices), jax.devices()[:num_devices])
+    return compile_program(
+        config, make_plan(config, num_devices=num_devices), jax.devices()[:num_devices]
+    )
 
 
 REFERENCES = {
     "fsdp 8": ((), 8),
     "data 4, ZeRO-1, accumulation 4": (
-        ("ici_data_parallelism=4", "shard_optimizer_over_data=true", "gradient_accumulation_steps=4"),
+        (
+            "ici_data_parallelism=4",
+            "shard_optimizer_over_data=true",
+            "gradient_accumulation_steps=4",
+        ),
         4,
     ),
     "data 2 x fsdp 2 x tensor 2, local updates": (
@@ -53,7 +59,10 @@ TABLES_OF = {
         ("all-reduce", "fsdp"): (6, PARAMETERS - TABLE + 120),
     },
     "data 4, ZeRO-1, accumulation 4": {
-        ("all-reduce", "data"): (16, PARAMETERS + 168),  # once, not four times; a CPU has no reduce-scatter here
+        ("all-reduce", "data"): (
+            16,
+            PARAMETERS + 168,
+        ),  # once, not four times; a CPU has no reduce-scatter here
         ("all-gather", "data"): (12, PARAMETERS),
     },
     "data 2 x fsdp 2 x tensor 2, local updates": {
@@ -63,7 +72,10 @@ TABLES_OF = {
         # Two in the forward pass and four in the backward pass of each of two layers, two at the ends.
         ("all-gather", "tensor"): (14, 14 * STREAM // 2),
         # As many sums, and the look-up's and the loss's; logits' maxima and sums; gradients of norms; scalars.
-        ("all-reduce", "tensor"): (16, 16 * STREAM // 2 + 2 * STREAM // 32 + NORMS + 620),
+        ("all-reduce", "tensor"): (
+            16,
+            16 * STREAM // 2 + 2 * STREAM // 32 + NORMS + 620,
+        ),
     },
 }
 
@@ -79,11 +91,15 @@ def test_the_collectives_of_a_reference_config(name):
 
 def test_what_a_device_sends_on_rings_follows_from_what_it_holds_afterwards():
     rows = {(row.kind, "+".join(row.axes)): row for row in program().collectives}
-    gathers, sums, tokens = (rows[kind, "fsdp"] for kind in ("all-gather", "all-reduce", "all-to-all"))
+    gathers, sums, tokens = (
+        rows[kind, "fsdp"] for kind in ("all-gather", "all-reduce", "all-to-all")
+    )
     assert gathers.sent_bytes == (2 * LAYERS + TABLE + IDS) * 7 / 8
     assert sums.sent_bytes == 2 * (PARAMETERS - TABLE + 120) * 7 / 8
     assert tokens.sent_bytes == 2 * STREAM // 4 * 7 / 8
-    assert program().sent_bytes == gathers.sent_bytes + sums.sent_bytes + tokens.sent_bytes
+    assert (
+        program().sent_bytes == gathers.sent_bytes + sums.sent_bytes + tokens.sent_bytes
+    )
     assert gathers.bytes_by_dtype == {"f32": 2 * LAYERS + TABLE, "s32": IDS}
     assert (gathers.async_times, sums.async_times) == (0, 0)  # a CPU waits for each
 
@@ -111,17 +127,31 @@ def test_only_local_updates_synchronize_and_they_send_their_parameters_once():
 
 
 def test_what_is_exchanged_in_the_loop_counts_once_for_each_micro_batch_though_its_bound_be_traced():
-    keys = ("enable_rampup_batch_size=true", "rampup_mode=gradient_accumulation_steps", "per_device_batch_size_start=2",
-            "per_device_batch_size_increment=2", "per_device_batch_size=6", "gradient_accumulation_steps=3",
-            "global_rampup_samples=96", "steps=40")  # fmt: skip
-    ramp, (times, size) = program("fsdp 8", *keys), table(program().collectives)["all-gather", "fsdp"]
+    keys = (
+        "enable_rampup_batch_size=true",
+        "rampup_mode=gradient_accumulation_steps",
+        "per_device_batch_size_start=2",
+        "per_device_batch_size_increment=2",
+        "per_device_batch_size=6",
+        "gradient_accumulation_steps=3",
+        "global_rampup_samples=96",
+        "steps=40",
+    )
+    ramp, (times, size) = (
+        program("fsdp 8", *keys),
+        table(program().collectives)["all-gather", "fsdp"],
+    )
     size += 2 * IDS  # of micro-batches of 6 rows a device
     assert table(ramp.collectives)["all-gather", "fsdp"] == (3 * times, 3 * size)
-    assert None in [row.times for row in total_traffic(collectives(ramp.compiled.as_text()), ramp.mesh)]
+    assert None in [
+        row.times
+        for row in total_traffic(collectives(ramp.compiled.as_text()), ramp.mesh)
+    ]
 
 
 @pytest.mark.parametrize(
-    "name", ["data 4, ZeRO-1, accumulation 4", "data 2 x fsdp 2 x tensor 2, local updates"]
+    "name",
+    ["data 4, ZeRO-1, accumulation 4", "data 2 x fsdp 2 x tensor 2, local updates"],
 )
 def test_bytes_are_those_of_live_arrays_and_of_what_the_step_takes(name):
     overrides, num_devices = REFERENCES[name]
@@ -133,8 +163,15 @@ def test_bytes_are_those_of_live_arrays_and_of_what_the_step_takes(name):
 
     def held(tree):
         leaves = jax.tree.leaves(tree)
-        each = {device: sum(s.data.nbytes for leaf in leaves for s in leaf.addressable_shards if s.device == device)
-                for device in setup.mesh.devices.flat}  # fmt: skip
+        each = {
+            device: sum(
+                s.data.nbytes
+                for leaf in leaves
+                for s in leaf.addressable_shards
+                if s.device == device
+            )
+            for device in setup.mesh.devices.flat
+        }
         (size,) = set(each.values())  # every device holds as much
         return size
 
@@ -154,7 +191,14 @@ def test_bytes_are_those_of_live_arrays_and_of_what_the_step_takes(name):
     assert it.memory.aliased == held(state)  # the state is donated
     metrics = it.memory.outputs - it.memory.aliased
     assert 0 < metrics < 1000  # scalars, and a table of pointers
-    assert it.memory.total == held(state) + batch + metrics + it.memory.temporaries + it.memory.generated_code
+    assert (
+        it.memory.total
+        == held(state)
+        + batch
+        + metrics
+        + it.memory.temporaries
+        + it.memory.generated_code
+    )
 
 
 def test_logical_axes_and_mesh_axes_of_a_parameter():
@@ -166,7 +210,9 @@ def test_logical_axes_and_mesh_axes_of_a_parameter():
 
 def test_flops_of_the_model_are_six_per_weight_and_token_and_the_attention():
     it = program()
-    weights = (LAYERS + TABLES // 2) // 4  # the embedding table is looked up, not multiplied
+    weights = (
+        LAYERS + TABLES // 2
+    ) // 4  # the embedding table is looked up, not multiplied
     attention = 6 * 2 * 32 * 4 * 4
     assert it.model_flops == 16 * 32 * (6 * weights + attention)
     assert 0 < it.xla_flops < it.model_flops
@@ -185,16 +231,31 @@ ROWS, TOKENS, KEPT_LAYERS = 2, 256, 5
 
 def residual_bytes(config):
     """Of a forward pass, without what is small: masks, positions, and a number for each token."""
-    decoder = make_decoder(config, "cpu", make_plan(config, num_devices=1, platform="cpu"))
+    decoder = make_decoder(
+        config, "cpu", make_plan(config, num_devices=1, platform="cpu")
+    )
     tokens = jax.ShapeDtypeStruct((ROWS, TOKENS), jnp.int32)
 
     def backward(params, *rows):
-        return jax.vjp(lambda params: decoder.hidden_and_aux(params, *rows)[0], decoder.cast(params))[1]
+        return jax.vjp(
+            lambda params: decoder.hidden_and_aux(params, *rows)[0],
+            decoder.cast(params),
+        )[1]
 
     found = jax.eval_shape(backward, decoder.abstract_params, tokens, tokens, tokens)
-    weights = {leaf.shape for leaf in jax.tree.leaves(decoder.abstract_params["layers"])}
-    kept = [x for x in jax.tree.leaves(found) if x.ndim > 2 and x.shape[0] == KEPT_LAYERS and x.shape not in weights]
-    return sum(x.dtype.itemsize * x.size for x in kept if x.size >= KEPT_LAYERS * ROWS * TOKENS * 8)
+    weights = {
+        leaf.shape for leaf in jax.tree.leaves(decoder.abstract_params["layers"])
+    }
+    kept = [
+        x
+        for x in jax.tree.leaves(found)
+        if x.ndim > 2 and x.shape[0] == KEPT_LAYERS and x.shape not in weights
+    ]
+    return sum(
+        x.dtype.itemsize * x.size
+        for x in kept
+        if x.size >= KEPT_LAYERS * ROWS * TOKENS * 8
+    )
 
 
 @pytest.mark.parametrize(
@@ -208,13 +269,22 @@ def residual_bytes(config):
         ("remat_policy=none",),
         (*EXPERTS, "remat_policy=minimal"),
         (*EXPERTS, "remat_policy=custom", "remat_save=expert_rows,mlpwi_0"),
-        (*EXPERTS, "remat_policy=custom", "remat_save=expert_rows,mlpwi_0", "capacity_factor=1.5"),
+        (
+            *EXPERTS,
+            "remat_policy=custom",
+            "remat_save=expert_rows,mlpwi_0",
+            "capacity_factor=1.5",
+        ),
     ],
     ids=" ".join,
 )
 def test_what_is_kept_of_a_layer_is_what_its_backward_pass_is_given(overrides):
     mesh = dict.fromkeys(("stage", "data", "fsdp", "expert", "context", "tensor"), 1)
-    shape = [f"base_num_decoder_layers={KEPT_LAYERS}", f"max_target_length={TOKENS}", "base_mlp_dim=400"]
+    shape = [
+        f"base_num_decoder_layers={KEPT_LAYERS}",
+        f"max_target_length={TOKENS}",
+        "base_mlp_dim=400",
+    ]
     config = load_config(None, [*shape, "dtype=bfloat16", *overrides])
     lines = activation_lines(config, mesh, ROWS, 1, "gpipe", Accelerator("cpu"))
     planned = sum(line.bytes for line in lines if line.name == "kept of layers")

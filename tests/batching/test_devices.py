@@ -3,17 +3,27 @@
 import pytest
 import yaml
 
-from maxtext_lite.batching.devices import DEVICES, Device, device_named, device_of_kind, peak_tflops
+from maxtext_lite.batching.devices import (
+    DEVICES,
+    Device,
+    device_named,
+    device_of_kind,
+    peak_tflops,
+)
 from maxtext_lite.batching.roofline import roofline
 from maxtext_lite.config import UserError
 from tests.source_tree import REPOSITORY
 
-TABLE = yaml.safe_load((REPOSITORY / "tests" / "batching" / "devices.yml").read_text(encoding="utf-8"))
+TABLE = yaml.safe_load(
+    (REPOSITORY / "tests" / "batching" / "devices.yml").read_text(encoding="utf-8")
+)
 
 
 def test_what_jax_calls_a_device_is_known_with_its_peaks():
     found = {kind: device_of_kind(kind) for kind in TABLE["kinds"]}
-    assert {kind: device and device.name for kind, device in found.items()} == TABLE["kinds"]
+    assert {kind: device and device.name for kind, device in found.items()} == TABLE[
+        "kinds"
+    ]
     for kind, peaks in TABLE["peaks"].items():
         assert {dtype: peak_tflops(kind, dtype) for dtype in peaks} == peaks
     with pytest.raises(UserError, match="--device=v5 "):
@@ -32,7 +42,10 @@ def test_the_figures_of_a_device_agree_with_each_other_and_with_the_page(device)
     if device.clock_hz is not None:  # whole matmul units of 128 x 128
         units = bfloat16 / device.clock_hz / (2 * 128 * 128)
         assert units == pytest.approx(round(units), rel=0.01)
-    peaks = [device.peak_flops.get(dtype) for dtype in ("bfloat16", "float8", "int8", "float32")]
+    peaks = [
+        device.peak_flops.get(dtype)
+        for dtype in ("bfloat16", "float8", "int8", "float32")
+    ]
     rates = [device.network_bytes_per_second, device.host_bytes_per_second]
     figures = [
         *(peak and f"{peak / 1e12:,g}" for peak in peaks),
@@ -43,8 +56,12 @@ def test_the_figures_of_a_device_agree_with_each_other_and_with_the_page(device)
         f"{device.most_linked:,}",
         *(rate and f"{rate / 1e9:g}" for rate in rates),
     ]
-    row = " | ".join([device.name, *(figure or "" for figure in figures), device.source])
-    assert f"| {row} |\n" in (REPOSITORY / "docs" / "performance.md").read_text(encoding="utf-8")
+    row = " | ".join(
+        [device.name, *(figure or "" for figure in figures), device.source]
+    )
+    assert f"| {row} |\n" in (REPOSITORY / "docs" / "performance.md").read_text(
+        encoding="utf-8"
+    )
 
 
 @pytest.mark.parametrize("row", TABLE["rates"], ids=str)
@@ -53,24 +70,42 @@ def test_an_axis_has_the_links_or_the_network_that_its_neighbours_are_on(row):
     if "of" in row:
         device = device.in_hosts(*row["of"])
     more = {"slices": row["slices"]} if "slices" in row else {}
-    rate = device.axis_bytes_per_second(row["size"], stride=row.get("stride", 1), in_slice=row["in_slice"], **more)
+    rate = device.axis_bytes_per_second(
+        row["size"], stride=row.get("stride", 1), in_slice=row["in_slice"], **more
+    )
     assert rate == (row["rate"] and pytest.approx(row["rate"] * 1e9))
 
 
 # ---- The roofline, worked out by hand for round numbers ------------------------------------------------------------
 
 TOY = Device(
-    "toy", "tpu", ("toy",), {"bfloat16": 100.0, "int8": 200.0}, 1000, memory_bytes_per_second=50.0,
-    link_bytes_per_second=10.0, clock_hz=None, source="made up",
+    "toy",
+    "tpu",
+    ("toy",),
+    {"bfloat16": 100.0, "int8": 200.0},
+    1000,
+    memory_bytes_per_second=50.0,
+    link_bytes_per_second=10.0,
+    clock_hz=None,
+    source="made up",
 )
-AMOUNTS = {"dtype": "bfloat16", "model_flops": 300.0, "matmul_flops": {"bf16": 400.0, "s8": 200.0},
-           "memory_bytes": 100.0, "sent_bytes": 20.0}
+AMOUNTS = {
+    "dtype": "bfloat16",
+    "model_flops": 300.0,
+    "matmul_flops": {"bf16": 400.0, "s8": 200.0},
+    "memory_bytes": 100.0,
+    "sent_bytes": 20.0,
+}
 
 
 @pytest.mark.fast
 def test_each_resource_takes_its_time_and_the_slowest_bounds_mfu():
     found = roofline(TOY, **AMOUNTS)
-    assert (found.matmul_seconds, found.memory_seconds, found.link_seconds) == (5.0, 2.0, 2.0)
+    assert (found.matmul_seconds, found.memory_seconds, found.link_seconds) == (
+        5.0,
+        2.0,
+        2.0,
+    )
     assert found.bound == ("matmuls", 5.0)
     assert found.most_mfu == pytest.approx(300 / 100 / 5)
     assert found.mfu_of(6.0) == pytest.approx(0.5)
@@ -79,14 +114,35 @@ def test_each_resource_takes_its_time_and_the_slowest_bounds_mfu():
     assert roofline(TOY, **AMOUNTS | {"memory_bytes": 1000.0}).bound == ("memory", 20.0)
 
 
-@pytest.mark.parametrize(("operands", "seconds"), [("s8", 2.0), ("f32", 4.0), ("bf16xs8", 4.0), ("f8e4m3fn", 4.0)])
-def test_a_dtype_without_a_peak_counts_as_bfloat16_and_of_two_the_slower(operands, seconds):
-    assert roofline(TOY, **AMOUNTS | {"matmul_flops": {operands: 400.0}}).matmul_seconds == seconds
+@pytest.mark.parametrize(
+    ("operands", "seconds"),
+    [("s8", 2.0), ("f32", 4.0), ("bf16xs8", 4.0), ("f8e4m3fn", 4.0)],
+)
+def test_a_dtype_without_a_peak_counts_as_bfloat16_and_of_two_the_slower(
+    operands, seconds
+):
+    assert (
+        roofline(TOY, **AMOUNTS | {"matmul_flops": {operands: 400.0}}).matmul_seconds
+        == seconds
+    )
 
 
 def test_what_is_not_known_stays_so():
     found = roofline(None, **AMOUNTS)
-    assert (found.matmul_seconds, found.bound, found.most_mfu, found.mfu_of(1.0)) == (None, None, None, None)
-    found = roofline(TOY, **AMOUNTS | {"matmul_flops": {"bf16": None}, "sent_bytes": None})
-    assert (found.matmul_seconds, found.link_seconds, found.bound) == (None, None, ("memory", 2.0))
-    assert roofline(TOY, **AMOUNTS | {"dtype": "float32"}).most_mfu is None  # MFU is absent there in training too
+    assert (found.matmul_seconds, found.bound, found.most_mfu, found.mfu_of(1.0)) == (
+        None,
+        None,
+        None,
+        None,
+    )
+    found = roofline(
+        TOY, **AMOUNTS | {"matmul_flops": {"bf16": None}, "sent_bytes": None}
+    )
+    assert (found.matmul_seconds, found.link_seconds, found.bound) == (
+        None,
+        None,
+        ("memory", 2.0),
+    )
+    assert (
+        roofline(TOY, **AMOUNTS | {"dtype": "float32"}).most_mfu is None
+    )  # MFU is absent there in training too

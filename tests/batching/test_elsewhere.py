@@ -9,10 +9,21 @@ from maxtext_lite.batching import resumed
 from maxtext_lite.batching.elsewhere import changed_settings, done_in, moved, read_plan
 from maxtext_lite.config import UserError
 
-STATED = ["global_batch_size=48", "per_device_batch_size=2", "gradient_accumulation_steps=-1"]
-RAMP = ["enable_rampup_batch_size=true", "per_device_batch_size_start=1/3", "per_device_batch_size_increment=1/3",
-        "global_rampup_samples=480", "rampup_mode=gradient_accumulation_steps", "global_batch_size=48",
-        "per_device_batch_size=1", "gradient_accumulation_steps=-1"]
+STATED = [
+    "global_batch_size=48",
+    "per_device_batch_size=2",
+    "gradient_accumulation_steps=-1",
+]
+RAMP = [
+    "enable_rampup_batch_size=true",
+    "per_device_batch_size_start=1/3",
+    "per_device_batch_size_increment=1/3",
+    "global_rampup_samples=480",
+    "rampup_mode=gradient_accumulation_steps",
+    "global_batch_size=48",
+    "per_device_batch_size=1",
+    "gradient_accumulation_steps=-1",
+]
 HELD_OUT = [*STATED, "eval_dataset_path=held_out.txt", "eval_fraction=0.1"]
 
 
@@ -24,7 +35,9 @@ def move(words, *, to, changed=()):
     """From 8 devices."""
     run, config = load_config(None, words), load_config(None, [*words, *changed])
     before = written(make_plan(run, num_devices=8))
-    return moved(before, make_plan(config, num_devices=to), changed_settings(run, config))
+    return moved(
+        before, make_plan(config, num_devices=to), changed_settings(run, config)
+    )
 
 
 def test_a_stated_batch_stays_and_its_accumulation_follows():
@@ -50,32 +63,61 @@ def test_a_batch_of_each_device_grows_with_them():
 
 
 ANOTHER_RUN = (
-    "max_target_length=128", "seed=3", "data_shuffle_seed=5", "optimizer=sgd", "learning_rate=1e-4", "warmup_steps=5",
-    "base_emb_dim=256", "dtype=bfloat16", "eval_fraction=0.1", "excluded_rows=rows.jsonl", "steps=300",
+    "max_target_length=128",
+    "seed=3",
+    "data_shuffle_seed=5",
+    "optimizer=sgd",
+    "learning_rate=1e-4",
+    "warmup_steps=5",
+    "base_emb_dim=256",
+    "dtype=bfloat16",
+    "eval_fraction=0.1",
+    "excluded_rows=rows.jsonl",
+    "steps=300",
 )
 THE_SAME_RUN = (
-    "ici_data_parallelism=2", "remat_policy=full", "attention=dot_product", "expansion_factor_real_data=0.5",
-    "run_name=other", "eval_interval=7", "optimizer_memory_host_offload=true", "num_vocab_tiling=2",
+    "ici_data_parallelism=2",
+    "remat_policy=full",
+    "attention=dot_product",
+    "expansion_factor_real_data=0.5",
+    "run_name=other",
+    "eval_interval=7",
+    "optimizer_memory_host_offload=true",
+    "num_vocab_tiling=2",
     "dataset_path=/mnt/texts/shakespeare.jsonl.gz",
 )
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize(("words", "changed", "alike"), [
-    (STATED, [], True),
-    *((STATED, [word], False) for word in ANOTHER_RUN),
-    *((STATED, [word], True) for word in THE_SAME_RUN),
-    (STATED, ["learning_rate_scaling=sqrt", "base_global_batch_size=16"], False),
-    (RAMP, [], True),
-    (RAMP, ["global_rampup_samples=960"], False),
-    (HELD_OUT, ["eval_dataset_path=other.txt"], True),
-    (HELD_OUT, ["eval_dataset_path=other.txt", "eval_fraction=0.5"], True),
-    (HELD_OUT, ["eval_dataset_path="], False),  # the training text itself has the held-out rows then
-])
-def test_another_training_key_is_another_run_and_another_split_or_path_is_not(words, changed, alike):
+@pytest.mark.parametrize(
+    ("words", "changed", "alike"),
+    [
+        (STATED, [], True),
+        *((STATED, [word], False) for word in ANOTHER_RUN),
+        *((STATED, [word], True) for word in THE_SAME_RUN),
+        (STATED, ["learning_rate_scaling=sqrt", "base_global_batch_size=16"], False),
+        (RAMP, [], True),
+        (RAMP, ["global_rampup_samples=960"], False),
+        (HELD_OUT, ["eval_dataset_path=other.txt"], True),
+        (HELD_OUT, ["eval_dataset_path=other.txt", "eval_fraction=0.5"], True),
+        (
+            HELD_OUT,
+            ["eval_dataset_path="],
+            False,
+        ),  # the training text itself has the held-out rows then
+    ],
+)
+def test_another_training_key_is_another_run_and_another_split_or_path_is_not(
+    words, changed, alike
+):
     found = move(words, to=8, changed=changed)
     assert found.trains_alike == alike
-    assert alike or len(changed) > 1 or words != STATED or changed[0].partition("=")[0] in found.changes
+    assert (
+        alike
+        or len(changed) > 1
+        or words != STATED
+        or changed[0].partition("=")[0] in found.changes
+    )
     assert changed or not found.changes
 
 
@@ -90,24 +132,42 @@ def test_a_damaged_plan_is_refused(tmp_path, text):
 def test_a_run_at_its_end_has_had_its_last_batch():
     """100 examples in batches of 15: six whole ones, and one of 10 that is trained or dropped."""
     for more, step, seen in ((["last_batch=train"], 7, 100), ([], 6, 90)):
-        config = load_config(None, ["num_epochs=1", "per_device_batch_size=15", "warmup_steps=0", *more])
+        config = load_config(
+            None, ["num_epochs=1", "per_device_batch_size=15", "warmup_steps=0", *more]
+        )
         plan = make_plan(config, num_devices=1, num_examples=100)
         assert plan.last_batch_examples == (10 if more else None)
-        before = {**written(plan), "dropped_examples": 0}  # its batches were others at first
-        assert moved(before, resumed(config, plan, step=step, examples_seen=seen)).trains_alike
+        before = {
+            **written(plan),
+            "dropped_examples": 0,
+        }  # its batches were others at first
+        assert moved(
+            before, resumed(config, plan, step=step, examples_seen=seen)
+        ).trains_alike
 
 
 def test_a_run_that_goes_on_ends_where_what_is_left_does():
     """64 examples: 8 steps of 4, then 4 steps of 8."""
-    keys = ["num_epochs=1", "per_device_batch_size=-1", "global_batch_size=4", "warmup_steps=0"]
+    keys = [
+        "num_epochs=1",
+        "per_device_batch_size=-1",
+        "global_batch_size=4",
+        "warmup_steps=0",
+    ]
     before = written(make_plan(load_config(None, keys), num_devices=1, num_examples=64))
     config = load_config(None, [*keys, "global_batch_size=8"])
     plan = make_plan(config, num_devices=1, num_examples=64)
-    found = moved(before, resumed(config, plan, step=8, examples_seen=32), may_end_before=True)
+    found = moved(
+        before, resumed(config, plan, step=8, examples_seen=32), may_end_before=True
+    )
     assert found.changes["steps"] == (16, 12)
     assert found.unchanged["total_examples"] == 64
     assert found.to_json()["resumed"] == {
-        "step": 8, "examples_seen": 32, "steps": 12, "total_examples": 64, "may_end_before": True,
+        "step": 8,
+        "examples_seen": 32,
+        "steps": 12,
+        "total_examples": 64,
+        "may_end_before": True,
     }
     assert moved(before, plan).changes["steps"] == (16, 8)
     assert "resumed" not in moved(before, plan).to_json()
@@ -117,14 +177,25 @@ def test_a_run_that_goes_on_ends_where_what_is_left_does():
 def test_a_run_at_its_end_does_not_continue(steps):
     before = written(make_plan(load_config(None, ["steps=10"]), num_devices=1))
     config = load_config(None, [f"steps={steps}"])
-    found = moved(before, resumed(config, make_plan(config, num_devices=1), step=10, examples_seen=160))
+    found = moved(
+        before,
+        resumed(config, make_plan(config, num_devices=1), step=10, examples_seen=160),
+    )
     assert "step 10 after 160 examples" in found.lines()[-1]
 
 
 def test_a_run_is_as_far_as_its_newest_checkpoint_that_says_so(tmp_path):
     assert done_in(tmp_path) == (0, 0)
-    for step, about in ((4, '{"examples_seen": 16}'), (8, '{"examples_seen": 32}'), (9, "{"), (10, "[]"), (12, None)):
+    for step, about in (
+        (4, '{"examples_seen": 16}'),
+        (8, '{"examples_seen": 32}'),
+        (9, "{"),
+        (10, "[]"),
+        (12, None),
+    ):
         (tmp_path / "checkpoints" / str(step) / "about").mkdir(parents=True)
         if about is not None:
-            (tmp_path / "checkpoints" / str(step) / "about" / "metadata").write_text(about)
+            (tmp_path / "checkpoints" / str(step) / "about" / "metadata").write_text(
+                about
+            )
     assert done_in(tmp_path) == (8, 32)

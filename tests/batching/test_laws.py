@@ -4,7 +4,12 @@ import math
 
 import pytest
 
-from maxtext_lite.batching.advice import batch_size_advice, example_efficiency, laws_beside, step_efficiency
+from maxtext_lite.batching.advice import (
+    batch_size_advice,
+    example_efficiency,
+    laws_beside,
+    step_efficiency,
+)
 from maxtext_lite.batching.laws import (
     BATCH_LAWS,
     RATE_LAWS,
@@ -47,17 +52,24 @@ def test_batches_and_learning_rates_of_three_models(model):
     found = [law.tokens(budget(model)) for law in BATCH_LAWS]
     assert found[:-1] == pytest.approx(batches, rel=1e-9)
     assert found[-1] is None  # Kaplan's needs a loss
-    assert batch_interval(budget(model), "best") == Interval(min(found[:4]), max(found[:4]))
-    assert batch_interval(budget(model), "critical") == Interval(min(found[4:6]), max(found[4:6]))
+    assert batch_interval(budget(model), "best") == Interval(
+        min(found[:4]), max(found[:4])
+    )
+    assert batch_interval(budget(model), "critical") == Interval(
+        min(found[4:6]), max(found[4:6])
+    )
     rates = [
         power(1.79, N, -0.713) * power(1, D, 0.307),
         power(0.3118, 6 * N * D, -0.125),
         power(0.00235, N / 1.08e8, -1 / 3),
     ]
-    assert [law.rate(budget(model)) for law in RATE_LAWS] == pytest.approx(rates, rel=1e-9)
-    assert (rate_interval(budget(model)).low, rate_interval(budget(model)).high) == pytest.approx(
-        (min(rates), max(rates))
+    assert [law.rate(budget(model)) for law in RATE_LAWS] == pytest.approx(
+        rates, rel=1e-9
     )
+    assert (
+        rate_interval(budget(model)).low,
+        rate_interval(budget(model)).high,
+    ) == pytest.approx((min(rates), max(rates)))
 
 
 def test_only_the_step_law_leaves_the_embeddings_out():
@@ -69,7 +81,9 @@ def test_only_the_step_law_leaves_the_embeddings_out():
 
 
 def test_kaplans_law_is_of_the_loss():
-    assert BATCH_LAWS[-1].tokens(budget("8B", loss=2.3)) == pytest.approx(power(2e8, 2.3, -1 / 0.21))
+    assert BATCH_LAWS[-1].tokens(budget("8B", loss=2.3)) == pytest.approx(
+        power(2e8, 2.3, -1 / 0.21)
+    )
     assert batch_interval(budget("8B", loss=1.0), "critical").high == 2e8
 
 
@@ -102,25 +116,55 @@ def test_the_middle_of_an_interval_is_geometric():
 # ---- A measured noise scale ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("noise", "batch", "step", "example"), [
-    (64.0, 64, 0.5, 0.5), (300.0, 100, 0.25, 0.75), (50.0, 200, 0.8, 0.2),
-])
-def test_what_a_step_and_an_example_achieve_follows_from_noise_and_batch(noise, batch, step, example):
-    assert (step_efficiency(noise, batch), example_efficiency(noise, batch)) == pytest.approx((step, example))
+@pytest.mark.parametrize(
+    ("noise", "batch", "step", "example"),
+    [
+        (64.0, 64, 0.5, 0.5),
+        (300.0, 100, 0.25, 0.75),
+        (50.0, 200, 0.8, 0.2),
+    ],
+)
+def test_what_a_step_and_an_example_achieve_follows_from_noise_and_batch(
+    noise, batch, step, example
+):
+    assert (
+        step_efficiency(noise, batch),
+        example_efficiency(noise, batch),
+    ) == pytest.approx((step, example))
 
 
-@pytest.mark.parametrize(("noise", "error", "batch", "said", "unsaid"), [
-    # Steps are as 1 + noise / B, examples as 1 + B / noise: 5.5 for 10, and 11 / 9 for 10 / 9.
-    (900.0, 0.1, 100, ["900 examples", "720 to 1,080", "10% of", "45% fewer steps and 10% more examples"], "half the"),
-    (100.0, 0.1, 400, ["80% of", "40% fewer examples and 20% more steps"], "twice the batch would"),
-    (110.0, 0.05, 100, ["of similar size"], "well"),
-    (250.0, 0.2, 100, ["above twice", "cannot be told"], "well"),
-    (45.0, 0.2, 100, ["below half", "cannot be told"], "well"),
-    (1e6, 0.5, 8, ["too uncertain", "0 to"], "well"),  # within two errors of zero
-    (900.0, None, 100, ["unknown error", "hint"], "well"),
-    (None, None, 64, ["not known"], "well"),
-    (-12.5, 0.1, 64, ["-12.5", "nothing"], "well"),
-])
+@pytest.mark.parametrize(
+    ("noise", "error", "batch", "said", "unsaid"),
+    [
+        # Steps are as 1 + noise / B, examples as 1 + B / noise: 5.5 for 10, and 11 / 9 for 10 / 9.
+        (
+            900.0,
+            0.1,
+            100,
+            [
+                "900 examples",
+                "720 to 1,080",
+                "10% of",
+                "45% fewer steps and 10% more examples",
+            ],
+            "half the",
+        ),
+        (
+            100.0,
+            0.1,
+            400,
+            ["80% of", "40% fewer examples and 20% more steps"],
+            "twice the batch would",
+        ),
+        (110.0, 0.05, 100, ["of similar size"], "well"),
+        (250.0, 0.2, 100, ["above twice", "cannot be told"], "well"),
+        (45.0, 0.2, 100, ["below half", "cannot be told"], "well"),
+        (1e6, 0.5, 8, ["too uncertain", "0 to"], "well"),  # within two errors of zero
+        (900.0, None, 100, ["unknown error", "hint"], "well"),
+        (None, None, 64, ["not known"], "well"),
+        (-12.5, 0.1, 64, ["-12.5", "nothing"], "well"),
+    ],
+)
 def test_the_advice_is_as_certain_as_the_estimate(noise, error, batch, said, unsaid):
     text = batch_size_advice(noise, error, batch)
     assert all(part in text for part in said), text
@@ -133,6 +177,8 @@ def test_laws_beside_a_noise_scale_count_examples_of_all_their_rows():
     assert "299 to 1,415 examples" in said
     assert "800 to 3,534" in said
     pairs = load_config("post_train/dpo.yml")
-    rows = pairs.model_copy(update={"dataset_type": "sft", "max_target_length": 2 * pairs.max_target_length})
+    rows = pairs.model_copy(
+        update={"dataset_type": "sft", "max_target_length": 2 * pairs.max_target_length}
+    )
     assert (pairs.rows_per_example, rows.rows_per_example) == (2, 1)
     assert laws_beside(pairs, 10**9) == laws_beside(rows, 10**9)

@@ -24,14 +24,27 @@ def plain(batch):
     ("examples", "short", "steps", "total", "left_over"),
     # The batches are 1 1 1 1 1 2 2 2 3 3 4 4 ..., their sums 1 2 3 4 5 7 9 11 14 17 21 25 ...
     [
-        (0, False, 0, 0, 0), (1, False, 1, 1, 0), (5, True, 5, 5, 0), (6, False, 5, 5, 1), (6, True, 6, 6, 1),
-        (13, False, 8, 11, 2), (13, True, 9, 13, 2), (17, False, 10, 17, 0), (20, False, 10, 17, 3),
-        (20, True, 11, 20, 3), (21, True, 11, 21, 0), (10**12 + 2, True, 249999999999 + 8, 10**12 + 2, 1),
+        (0, False, 0, 0, 0),
+        (1, False, 1, 1, 0),
+        (5, True, 5, 5, 0),
+        (6, False, 5, 5, 1),
+        (6, True, 6, 6, 1),
+        (13, False, 8, 11, 2),
+        (13, True, 9, 13, 2),
+        (17, False, 10, 17, 0),
+        (20, False, 10, 17, 3),
+        (20, True, 11, 20, 3),
+        (21, True, 11, 21, 0),
+        (10**12 + 2, True, 249999999999 + 8, 10**12 + 2, 1),
     ],
-)  # fmt: skip
+)
 def test_whole_batches_fit_into_the_examples(examples, short, steps, total, left_over):
     length = epochs(examples, short=short)
-    assert (length.steps, length.total_examples, length.short_batch_examples) == (steps, total, left_over)
+    assert (length.steps, length.total_examples, length.short_batch_examples) == (
+        steps,
+        total,
+        left_over,
+    )
 
 
 def test_a_run_that_ended_in_a_short_batch_continues():
@@ -54,7 +67,9 @@ def replay(stages, examples, short, seen=0):
     """One step after the other: (steps, examples consumed), and the examples of each step."""
     batches = []
     while True:
-        batch = [stage for stage in stages if stage.samples_before <= seen][-1].global_batch_to_train
+        batch = [stage for stage in stages if stage.samples_before <= seen][
+            -1
+        ].global_batch_to_train
         if seen + batch > examples:
             break
         batches.append(batch)
@@ -67,22 +82,39 @@ def replay(stages, examples, short, seen=0):
 def test_the_closed_form_equals_replay_from_anywhere():
     rng = random.Random(3)
     for _ in range(2_000):
-        devices, start, stride = rng.choice([1, 2, 5]), rng.randint(1, 5), rng.randint(1, 3)
+        devices, start, stride = (
+            rng.choice([1, 2, 5]),
+            rng.randint(1, 5),
+            rng.randint(1, 3),
+        )
         size, increment = Fraction(start, devices), Fraction(stride, devices)
         target = size + rng.randint(1, 4) * increment
-        ramp = RampupBatchManager(devices, size, target, increment, rng.randint(1, 60), rng.randint(1, 2))
+        ramp = RampupBatchManager(
+            devices, size, target, increment, rng.randint(1, 60), rng.randint(1, 2)
+        )
         stages = rng.choice([ramp.all_stages, plain(rng.randint(1, 9))])
-        examples, short, seen = rng.randint(0, 120), rng.random() < 0.5, rng.randint(0, 130)
+        examples, short, seen = (
+            rng.randint(0, 120),
+            rng.random() < 0.5,
+            rng.randint(0, 130),
+        )
         length = epochs(examples, short=short, stages=stages)
-        whole_run, rest = replay(stages, examples, short), replay(stages, examples, short, seen)
+        whole_run, rest = (
+            replay(stages, examples, short),
+            replay(stages, examples, short, seen),
+        )
         assert (length.steps, length.total_examples) == (len(whole_run), sum(whole_run))
         step = rng.randint(0, 9)
         assert length.steps_left(step, seen) == len(rest)
         end = (step + len(rest), seen + sum(rest))
         assert length.examples_after(len(rest), seen) == end[1]
-        steps = rng.randint(0, 20)  # stated, of which as many are within `examples` as a replay has
+        steps = rng.randint(
+            0, 20
+        )  # stated, of which as many are within `examples` as a replay has
         stated = RunLength(stages, steps, None, False)
-        assert stated.steps_within(seen, examples) == len(replay(stages, examples, False, seen))
+        assert stated.steps_within(seen, examples) == len(
+            replay(stages, examples, False, seen)
+        )
         assert stated.steps_left(min(step, steps), seen) == steps - min(step, steps)
         for batch in [*rest, 0]:
             assert length.step_examples(seen) == batch
@@ -93,10 +125,20 @@ def test_the_closed_form_equals_replay_from_anywhere():
 def test_a_resumed_run_has_the_length_and_the_stages_of_what_is_left():
     """After 4 steps of 2, the batches 1 2 3 4 4 ... continue at example 8: 2 until 11, 3 until 17, then 4."""
     length = dataclasses.replace(epochs(27, short=True), done=(4, 8))
-    assert (length.steps, length.total_examples, length.short_batch_examples) == (11, 27, 1)
-    ahead = [(each.first_step, each.num_steps, each.samples_before) for each in length.stages_ahead]
+    assert (length.steps, length.total_examples, length.short_batch_examples) == (
+        11,
+        27,
+        1,
+    )
+    ahead = [
+        (each.first_step, each.num_steps, each.samples_before)
+        for each in length.stages_ahead
+    ]
     assert ahead == [(5, 2, 8), (7, 2, 12), (9, None, 18)]
     assert epochs(26, short=True).stages_ahead == SEEDS_RAMP.all_stages
-    assert dataclasses.replace(epochs(27, short=True), done=(13, 27)).short_batch_examples == 0
+    assert (
+        dataclasses.replace(epochs(27, short=True), done=(13, 27)).short_batch_examples
+        == 0
+    )
     over = dataclasses.replace(epochs(26, short=False), done=(30, 30))
     assert (over.steps, over.total_examples, over.short_batch_examples) == (30, 30, 0)

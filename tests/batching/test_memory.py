@@ -7,26 +7,66 @@ import yaml
 
 from maxtext_lite.batching import make_plan
 from maxtext_lite.batching.activations import LayerOnDevice, splits_residual
-from maxtext_lite.batching.ledger import LAYERS, PASSES, MemoryEstimate, MemoryLine, bytes_text
+from maxtext_lite.batching.ledger import (
+    LAYERS,
+    PASSES,
+    MemoryEstimate,
+    MemoryLine,
+    bytes_text,
+)
 from maxtext_lite.batching.memory import estimate_memory, vocab_tiles
 from maxtext_lite.batching.memory_ladder import LADDER_KEYS, next_rung
 from maxtext_lite.config import load_config
 from maxtext_lite.config.kernels import Accelerator
 from tests.source_tree import REPOSITORY
 
-ROWS = yaml.safe_load((REPOSITORY / "tests" / "batching" / "memory.yml").read_text(encoding="utf-8"))
+ROWS = yaml.safe_load(
+    (REPOSITORY / "tests" / "batching" / "memory.yml").read_text(encoding="utf-8")
+)
 ONE_DEVICE = dict.fromkeys(("stage", "data", "fsdp", "expert", "context", "tensor"), 1)
 V, D, N, K, H, F, L, T = 320, 128, 8, 4, 16, 384, 4, 256
 MATRICES = L * (2 * D * N * H + 2 * D * K * H + 3 * D * F)
-NAMES = {"V": V, "D": D, "N": N, "K": K, "H": H, "F": F, "L": L, "T": T, "TOKENS": 16 * T, "TABLES": 2 * V * D,
-         "MATRICES": MATRICES, "NORMS": 9 * D, "ALL": 2 * V * D + MATRICES + 9 * D}
+NAMES = {
+    "V": V,
+    "D": D,
+    "N": N,
+    "K": K,
+    "H": H,
+    "F": F,
+    "L": L,
+    "T": T,
+    "TOKENS": 16 * T,
+    "TABLES": 2 * V * D,
+    "MATRICES": MATRICES,
+    "NORMS": 9 * D,
+    "ALL": 2 * V * D + MATRICES + 9 * D,
+}
 
 
-def estimate(keys=(), mesh=(), slots=16, accumulation=1, pieces=1, replicas=None, device="", limit=None):
-    accelerator = Accelerator(*device.split()) if " " in device or device in ("cpu", "tpu") else None
+def estimate(
+    keys=(),
+    mesh=(),
+    slots=16,
+    accumulation=1,
+    pieces=1,
+    replicas=None,
+    device="",
+    limit=None,
+):
+    accelerator = (
+        Accelerator(*device.split())
+        if " " in device or device in ("cpu", "tpu")
+        else None
+    )
     mesh = ONE_DEVICE | dict(mesh)
     return estimate_memory(
-        load_config(None, keys), mesh, slots, accumulation, pieces, limit, replicas,
+        load_config(None, keys),
+        mesh,
+        slots,
+        accumulation,
+        pieces,
+        limit,
+        replicas,
         accelerator or Accelerator.planned("gpu"),
     )
 
@@ -37,14 +77,24 @@ def held(memory, *names):
 
 def found_in(row):
     """(what was found, by name, and what was expected as arithmetic) of a row."""
-    asked = {name: row[name] for name in row if name not in ("lines", "memory", "than", "within")}
-    memory, lines, parts = estimate(**asked), row.get("lines", {}), row.get("memory", {})
+    asked = {
+        name: row[name]
+        for name in row
+        if name not in ("lines", "memory", "than", "within")
+    }
+    memory, lines, parts = (
+        estimate(**asked),
+        row.get("lines", {}),
+        row.get("memory", {}),
+    )
     found = {name: held(memory, *name.split(" + ")) for name in lines}
     return found | {name: getattr(memory, name) for name in parts}, lines | parts
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['keys']} {row.get('mesh', '')}")
+@pytest.mark.parametrize(
+    "row", ROWS, ids=lambda row: f"{row['keys']} {row.get('mesh', '')}"
+)
 def test_bytes_are_as_worked_out_by_hand(row):
     found, arithmetic = found_in(row)
     before = found_in(row | row["than"])[0] if "than" in row else {}
@@ -57,7 +107,14 @@ def test_bytes_are_as_worked_out_by_hand(row):
 
 def test_logits_are_split_into_the_fewest_tiles_of_half_a_gib():
     """llama3-8b's 128,256 float32 logits of a token are 513,024 bytes: 1,046 tokens in 512 MiB."""
-    for rows, tokens, tiles in ((1, 1024, 1), (1, 4096, 4), (1, 8192, 8), (3, 8192, 32), (1, 1047, 3), (2, 3, 1)):
+    for rows, tokens, tiles in (
+        (1, 1024, 1),
+        (1, 4096, 4),
+        (1, 8192, 8),
+        (3, 8192, 32),
+        (1, 1047, 3),
+        (2, 3, 1),
+    ):
         assert vocab_tiles(-1, rows=rows, tokens=tokens, vocab_size=128_256) == tiles
     assert vocab_tiles(-1, rows=10**6, tokens=3, vocab_size=128_256) == 3
     assert vocab_tiles(-1, rows=8, tokens=1024, vocab_size=32_768) == 2
@@ -67,20 +124,39 @@ def test_logits_are_split_into_the_fewest_tiles_of_half_a_gib():
 def test_context_shards_keep_their_tokens_and_the_scores_of_a_tile():
     """8,192 tokens, 16 rows: the scores of one tile, four times, and with shards the arrays of the others."""
     keys = ["max_target_length=8192", "remat_policy=full"]
-    one, ring = estimate(keys), estimate([*keys, "context_parallel_strategy=ring"], {"context": 4})
+    one, ring = (
+        estimate(keys),
+        estimate([*keys, "context_parallel_strategy=ring"], {"context": 4}),
+    )
     gathered, split = estimate(keys, {"context": 4}), estimate(keys, {"fsdp": 4})
-    assert ring.params == split.params < one.params / 3.9  # parameters lie over context as over fsdp
+    assert (
+        ring.params == split.params < one.params / 3.9
+    )  # parameters lie over context as over fsdp
     tile, keys_and_values = 4 * 4 * 16 * N * 512**2, 2 * K * H
-    of_one, of_ring, of_gathered = (held(memory, "attention of a layer") for memory in (one, ring, gathered))
-    assert (of_one - tile) // 4 == of_ring - tile - 16 * 2 * 2048 * keys_and_values * (4 + 4)
+    of_one, of_ring, of_gathered = (
+        held(memory, "attention of a layer") for memory in (one, ring, gathered)
+    )
+    assert (of_one - tile) // 4 == of_ring - tile - 16 * 2 * 2048 * keys_and_values * (
+        4 + 4
+    )
     assert of_gathered - of_ring == 16 * (8192 - 2 * 2048) * keys_and_values * (4 + 4)
-    for name in ("kept of layers", "stream of a layer", "heads of a layer", "mlp of a layer"):
+    for name in (
+        "kept of layers",
+        "stream of a layer",
+        "heads of a layer",
+        "mlp of a layer",
+    ):
         assert held(one, name) == 4 * held(ring, name) > 0, name
 
 
 def test_tensor_shards_of_gpus_gather_tokens_in_the_backward_pass():
-    gpu, tpu = (estimate(["remat_policy=full"], {"tensor": 2}, device=name) for name in ("gpu 9.0", "tpu"))
-    assert [len(gpu.at(moment)) - len(tpu.at(moment)) for moment in ("mlp", "attention")] == [1, 2]
+    gpu, tpu = (
+        estimate(["remat_policy=full"], {"tensor": 2}, device=name)
+        for name in ("gpu 9.0", "tpu")
+    )
+    assert [
+        len(gpu.at(moment)) - len(tpu.at(moment)) for moment in ("mlp", "attention")
+    ] == [1, 2]
 
 
 def test_the_total_is_what_is_held_at_the_fullest_moment():
@@ -88,24 +164,49 @@ def test_the_total_is_what_is_held_at_the_fullest_moment():
     keys = ["vocab_size=32000", "remat_policy=full"]
     layers, loss = estimate(limit=95), estimate(keys)
     lasting = layers.params + layers.optimizer_state
-    assert layers.total == lasting + layers.gradients + layers.most("weights") + layers.activations
+    assert (
+        layers.total
+        == lasting + layers.gradients + layers.most("weights") + layers.activations
+    )
     kept = held(loss, "kept of layers")
-    assert loss.total == loss.params + loss.optimizer_state + 4 * MATRICES + kept + loss.logits
-    assert estimate(keys, device="tpu").at_peak("gradients") == 0, "no stack is filled with zeros before layers go back"
-    assert (layers.peak, loss.peak, layers.limit) == ("attention", "loss", 95_000_000_000)
-    there = estimate(["optimizer_memory_host_offload=true"])  # not held with activations
+    assert (
+        loss.total
+        == loss.params + loss.optimizer_state + 4 * MATRICES + kept + loss.logits
+    )
+    assert estimate(keys, device="tpu").at_peak("gradients") == 0, (
+        "no stack is filled with zeros before layers go back"
+    )
+    assert (layers.peak, loss.peak, layers.limit) == (
+        "attention",
+        "loss",
+        95_000_000_000,
+    )
+    there = estimate(
+        ["optimizer_memory_host_offload=true"]
+    )  # not held with activations
     others = layers.total - layers.optimizer_state
-    assert there.total == max(others, layers.params + layers.gradients + layers.optimizer_state)
+    assert there.total == max(
+        others, layers.params + layers.gradients + layers.optimizer_state
+    )
 
 
 def test_named_tensors_of_a_layer():
     """An mlp's output is kept where a norm asks for it; latent attention projects a part of its keys: 16 of 128."""
     for placement, width in (("pre", 0), ("post", D), ("both", D)):
         config = load_config(None, [f"norm_placement={placement}"])
-        assert LayerOnDevice(config, ONE_DEVICE, 4096).named_bytes()["mlpwo"] == 4 * width
-    latent = load_config(None, ["model_name=deepseek-v2-lite", "tokenizer_type=byte", "vocab_size=320"])
-    assert LayerOnDevice(latent, ONE_DEVICE, 4096).named_bytes()["key_proj"] == 2 * 16 * 128
-    config = load_config(None, ["max_target_length=256"])  # a row is split over tensor where its tokens can be
+        assert (
+            LayerOnDevice(config, ONE_DEVICE, 4096).named_bytes()["mlpwo"] == 4 * width
+        )
+    latent = load_config(
+        None, ["model_name=deepseek-v2-lite", "tokenizer_type=byte", "vocab_size=320"]
+    )
+    assert (
+        LayerOnDevice(latent, ONE_DEVICE, 4096).named_bytes()["key_proj"]
+        == 2 * 16 * 128
+    )
+    config = load_config(
+        None, ["max_target_length=256"]
+    )  # a row is split over tensor where its tokens can be
     assert splits_residual(config, ONE_DEVICE | {"tensor": 4, "context": 2})
     assert not splits_residual(config, ONE_DEVICE | {"tensor": 3})
 
@@ -130,15 +231,34 @@ def test_the_peak_is_the_fullest_moment():
     assert (memory.activations, memory.logits, memory.held) == (9, 9, 30)
     found = json.loads(json.dumps(memory.to_json()))
     lines = found.pop("lines")
-    parts = {"params": 10, "optimizer_state": 20, "gradients": 6, "weights": 0, "activations": 9, "logits": 9}
+    parts = {
+        "params": 10,
+        "optimizer_state": 20,
+        "gradients": 6,
+        "weights": 0,
+        "activations": 9,
+        "logits": 9,
+    }
     assert found.pop("at_peak") == parts | {"logits": 0}
     assert found == parts | {"total": 45, "limit": 50, "offloaded": 7, "peak": "mlp"}
-    assert list(lines[3].values()) == ["mlp of a layer", "activations", 4, "hidden values", ["mlp"]]
-    assert [bytes_text(size) for size in (95_000_000_000, 1_500_000, 400)] == ["95.0 GB", "1.5 MB", "0.4 kB"]
+    assert list(lines[3].values()) == [
+        "mlp of a layer",
+        "activations",
+        4,
+        "hidden values",
+        ["mlp"],
+    ]
+    assert [bytes_text(size) for size in (95_000_000_000, 1_500_000, 400)] == [
+        "95.0 GB",
+        "1.5 MB",
+        "0.4 kB",
+    ]
 
 
 def test_a_line_on_the_host_between_updates_is_not_held():
-    there = MemoryLine("optimizer state", "optimizer_state", 20, "two moments", ("update",))
+    there = MemoryLine(
+        "optimizer state", "optimizer_state", 20, "two moments", ("update",)
+    )
     memory = MemoryEstimate((LINES[0], there, *LINES[2:]), None, offloaded=20)
     assert (memory.peak, memory.total, memory.held) == ("update", 36, 10)
 
@@ -152,7 +272,12 @@ def rungs(*words):
     def plan_of(config):
         return make_plan(config, num_devices=8)
 
-    sizes = ("base_emb_dim=256", "max_target_length=512", "vocab_size=50304", "base_num_decoder_layers=4")
+    sizes = (
+        "base_emb_dim=256",
+        "max_target_length=512",
+        "vocab_size=50304",
+        "base_num_decoder_layers=4",
+    )
     config = load_config(None, [*sizes, *words])
     found, plans = [], [plan_of(config)]
     while (rung := next_rung(config, plans[-1], plan_of)) is not None:
@@ -169,7 +294,12 @@ def test_rows_are_halved_then_layers_recomputed_then_logits_split():
         {"per_device_batch_size": "2", "gradient_accumulation_steps": "6"},
         {"per_device_batch_size": "1", "gradient_accumulation_steps": "12"},
     ]
-    assert [rung["remat_policy"] for rung in found[2:6]] == ["save_dot_products", "minimal", "save_qkv_proj", "full"]
+    assert [rung["remat_policy"] for rung in found[2:6]] == [
+        "save_dot_products",
+        "minimal",
+        "save_qkv_proj",
+        "full",
+    ]
     tiles = [int(rung["num_vocab_tiling"]) for rung in found[6:]]
     assert tiles == sorted(tiles) != []
     assert all(512 % pieces == 0 for pieces in tiles)
@@ -180,22 +310,50 @@ def test_rows_are_halved_then_layers_recomputed_then_logits_split():
 
 def test_rows_that_the_shards_cannot_share_are_not_halved():
     """Half a row for each of 8 fsdp shards would leave half of them idle and not help the others."""
-    assert rungs("per_device_batch_size=1")[0][0] == {"remat_policy": "save_dot_products"}
-    found, _ = rungs("per_device_batch_size=1", "ici_tensor_parallelism=4", "ici_fsdp_parallelism=2")
-    assert [rung.get("per_device_batch_size") for rung in found[:3]] == ["1/2", "1/4", None]
-    found, plans = rungs("per_device_batch_size=1", "remat_policy=custom", "remat_save=query_proj,mlpwi_0")
+    assert rungs("per_device_batch_size=1")[0][0] == {
+        "remat_policy": "save_dot_products"
+    }
+    found, _ = rungs(
+        "per_device_batch_size=1", "ici_tensor_parallelism=4", "ici_fsdp_parallelism=2"
+    )
+    assert [rung.get("per_device_batch_size") for rung in found[:3]] == [
+        "1/2",
+        "1/4",
+        None,
+    ]
+    found, plans = rungs(
+        "per_device_batch_size=1",
+        "remat_policy=custom",
+        "remat_save=query_proj,mlpwi_0",
+    )
     assert found[0]["remat_policy"] in ("save_qkv_proj", "full")
     assert plans[1].memory.activations < plans[0].memory.activations
 
 
-@pytest.mark.parametrize("mode", ["per_device_batch_size", "gradient_accumulation_steps"])
+@pytest.mark.parametrize(
+    "mode", ["per_device_batch_size", "gradient_accumulation_steps"]
+)
 def test_every_stage_of_a_ramp_keeps_its_batch(mode):
     found, plans = rungs(
-        "enable_rampup_batch_size=true", f"rampup_mode={mode}", "per_device_batch_size=8", "steps=100",
-        "gradient_accumulation_steps=4", "per_device_batch_size_start=2", "per_device_batch_size_increment=2",
+        "enable_rampup_batch_size=true",
+        f"rampup_mode={mode}",
+        "per_device_batch_size=8",
+        "steps=100",
+        "gradient_accumulation_steps=4",
+        "per_device_batch_size_start=2",
+        "per_device_batch_size_increment=2",
         "global_rampup_samples=960",
     )
-    assert (found[0]["per_device_batch_size"], found[0]["gradient_accumulation_steps"]) == ("4", "8")
-    batches = [[(stage.first_step, stage.global_batch_to_train) for stage in plan.stages] for plan in plans]
+    assert (
+        found[0]["per_device_batch_size"],
+        found[0]["gradient_accumulation_steps"],
+    ) == (
+        "4",
+        "8",
+    )
+    batches = [
+        [(stage.first_step, stage.global_batch_to_train) for stage in plan.stages]
+        for plan in plans
+    ]
     assert len(batches[0]) > 1
     assert all(each == batches[0] for each in batches)

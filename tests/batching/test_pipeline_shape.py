@@ -6,7 +6,15 @@ import pytest
 
 from maxtext_lite.batching.pipeline_shape import PipelineShape, Work
 
-SHAPES = [(2, 2, 1, 1), (2, 8, 1, 3), (4, 4, 1, 2), (4, 8, 1, 1), (2, 2, 2, 2), (4, 8, 3, 1), (3, 3, 2, 2)]
+SHAPES = [
+    (2, 2, 1, 1),
+    (2, 8, 1, 3),
+    (4, 4, 1, 2),
+    (4, 8, 1, 1),
+    (2, 2, 2, 2),
+    (4, 8, 3, 1),
+    (3, 3, 2, 2),
+]
 
 
 def ticks_of(shape, schedule):
@@ -23,18 +31,29 @@ def ticks_of(shape, schedule):
     return found
 
 
-@pytest.mark.parametrize(("sizes", "schedule"), [
-    *((sizes, "gpipe") for sizes in SHAPES),
-    *((sizes, "1f1b") for sizes in SHAPES if sizes[2] == 1),  # it goes round once
-])
+@pytest.mark.parametrize(
+    ("sizes", "schedule"),
+    [
+        *((sizes, "gpipe") for sizes in SHAPES),
+        *((sizes, "1f1b") for sizes in SHAPES if sizes[2] == 1),  # it goes round once
+    ],
+)
 def test_every_piece_passes_every_stage_in_order_and_comes_back(sizes, schedule):
     shape = PipelineShape(*sizes)
     stages, microbatches, rounds, accumulation = sizes
     ticks = ticks_of(shape, schedule)
     assert len(ticks) == 2 * stages * microbatches * rounds * accumulation
     for number in range(microbatches * accumulation):
-        way = [ticks["forward", stage, number, turn] for turn in range(rounds) for stage in range(stages)]
-        back = [ticks["backward", stage, number, turn] for turn in range(rounds) for stage in range(stages)]
+        way = [
+            ticks["forward", stage, number, turn]
+            for turn in range(rounds)
+            for stage in range(stages)
+        ]
+        back = [
+            ticks["backward", stage, number, turn]
+            for turn in range(rounds)
+            for stage in range(stages)
+        ]
         assert way == sorted(set(way))
         assert back[::-1] == sorted(set(back))
         assert way[-1] <= back[-1]
@@ -49,25 +68,37 @@ def test_the_bubble_is_the_share_of_ticks_without_work(sizes):
         assert all(work.forward is None or work.backward is None for work in row)
     if shape.num_repeats == 1:
         for row in shape.timetable("1f1b"):
-            missing = sum((work.forward is None) + (work.backward is None) for work in row)
+            missing = sum(
+                (work.forward is None) + (work.backward is None) for work in row
+            )
             assert Fraction(missing, 2 * len(row)) == shape.bubble_fraction("1f1b")
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize(("schedule", "stages"), [
-    ("gpipe", ["F0 F1 . . B1 B0", ". F0 F1 B1 B0 ."]), ("1f1b", ["F0 F1 B0 B1", ". F0B0 F1B1 ."]),
-])
+@pytest.mark.parametrize(
+    ("schedule", "stages"),
+    [
+        ("gpipe", ["F0 F1 . . B1 B0", ". F0 F1 B1 B0 ."]),
+        ("1f1b", ["F0 F1 B0 B1", ". F0B0 F1B1 ."]),
+    ],
+)
 def test_by_hand_two_stages_two_pieces(schedule, stages):
     def shown(work):
         pieces = (("F", work.forward), ("B", work.backward))
         return "".join(f"{way}{piece.number}" for way, piece in pieces if piece) or "."
 
-    assert [" ".join(map(shown, row)) for row in PipelineShape(2, 2, 1, 1).timetable(schedule)] == stages
+    assert [
+        " ".join(map(shown, row))
+        for row in PipelineShape(2, 2, 1, 1).timetable(schedule)
+    ] == stages
 
 
 def test_in_1f1b_a_stage_keeps_no_more_inputs_than_twice_the_stages_behind_it():
     """An input is kept from its forward to its backward, however many pieces a step has."""
     ticks = ticks_of(PipelineShape(4, 8, 1, 4), "1f1b")
     for stage in range(4):
-        ages = [ticks["backward", stage, n, 0] - ticks["forward", stage, n, 0] for n in range(32)]
+        ages = [
+            ticks["backward", stage, n, 0] - ticks["forward", stage, n, 0]
+            for n in range(32)
+        ]
         assert set(ages) == {2 * (3 - stage)}

@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from maxtext_lite.batching import format_plan, load_plan, make_plan, resumed, row_slots, scaled_optimizer
+from maxtext_lite.batching import (
+    format_plan,
+    load_plan,
+    make_plan,
+    resumed,
+    row_slots,
+    scaled_optimizer,
+)
 from maxtext_lite.config import UserError, load_config
 
 ROWS = yaml.safe_load((Path(__file__).parent / "plans.yml").read_text(encoding="utf-8"))
@@ -27,7 +34,9 @@ def entry(plan, name):
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("row", [pytest.param(row, id=" ".join(row["keys"])) for row in ROWS])
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, id=" ".join(row["keys"])) for row in ROWS]
+)
 def test_a_plan_is_as_worked_out_by_hand(row):
     config = load_config(row.get("file"), row["keys"])
     plan = make_plan(config, **{"num_devices": 1, **row["machine"]})
@@ -35,10 +44,18 @@ def test_a_plan_is_as_worked_out_by_hand(row):
         plan = resumed(config, plan, **row["resumed"])
     for name, expected in row["plan"].items():
         found = entry(plan, name)
-        assert found == (pytest.approx(expected, rel=1e-15) if isinstance(expected, float) else expected), name
+        assert found == (
+            pytest.approx(expected, rel=1e-15)
+            if isinstance(expected, float)
+            else expected
+        ), name
     table = [line.strip() for line in format_plan(plan).splitlines()]
     for name, text in row.get("table", {}).items():
-        (shown,) = [line.removeprefix(name).strip() for line in table if line.startswith(f"{name}  ")]
+        (shown,) = [
+            line.removeprefix(name).strip()
+            for line in table
+            if line.startswith(f"{name}  ")
+        ]
         assert shown.startswith(text)
     if "warnings" in row:
         assert len(plan.warnings) == len(row["warnings"]), plan.warnings
@@ -46,11 +63,23 @@ def test_a_plan_is_as_worked_out_by_hand(row):
             assert named in warning
 
 
-@pytest.mark.parametrize(("examples", "shards", "hosts", "pieces", "slots"), [
-    (4, 8, 1, 1, 8), (16, 8, 1, 1, 16), (17, 8, 1, 1, 24), (4, 2, 4, 1, 4), (5, 2, 4, 1, 8), (3, 1, 1, 1, 3),
-    (6, 1, 1, 4, 8), (16, 4, 2, 4, 16), (1, 1, 3, 2, 6),
-])
-def test_rows_are_rounded_up_to_shards_hosts_and_pipeline_pieces(examples, shards, hosts, pieces, slots):
+@pytest.mark.parametrize(
+    ("examples", "shards", "hosts", "pieces", "slots"),
+    [
+        (4, 8, 1, 1, 8),
+        (16, 8, 1, 1, 16),
+        (17, 8, 1, 1, 24),
+        (4, 2, 4, 1, 4),
+        (5, 2, 4, 1, 8),
+        (3, 1, 1, 1, 3),
+        (6, 1, 1, 4, 8),
+        (16, 4, 2, 4, 16),
+        (1, 1, 3, 2, 6),
+    ],
+)
+def test_rows_are_rounded_up_to_shards_hosts_and_pipeline_pieces(
+    examples, shards, hosts, pieces, slots
+):
     assert row_slots(examples, shards, hosts, pieces) == slots
 
 
@@ -65,17 +94,35 @@ def test_plan_json_has_every_field_that_is_promised():
 
 
 def test_a_scaled_config_is_not_scaled_again():
-    config = load_config(None, ["learning_rate_scaling=sqrt", "base_global_batch_size=4", "scale_adam_with_batch=true"])
+    config = load_config(
+        None,
+        [
+            "learning_rate_scaling=sqrt",
+            "base_global_batch_size=4",
+            "scale_adam_with_batch=true",
+        ],
+    )
     scaled = scaled_optimizer(config, make_plan(config, num_devices=1))
-    assert (scaled.learning_rate, scaled.adam_b1, scaled.adam_b2, scaled.adam_eps) == (6e-3, 0.6, 0.8, 5e-9)
+    assert (scaled.learning_rate, scaled.adam_b1, scaled.adam_b2, scaled.adam_eps) == (
+        6e-3,
+        0.6,
+        0.8,
+        5e-9,
+    )
     assert scaled_optimizer(scaled, make_plan(scaled, num_devices=1)) == scaled
     assert scaled.origins == config.origins
 
 
 def test_an_evaluation_that_cannot_fit_is_warned_of():
     """64 times the rows of a micro-batch: the stream twice, and gate and up, beside the state; or a tile's logits."""
-    keys = ("eval_per_device_batch_size=64", "per_device_batch_size=1", "base_mlp_dim=4096", "remat_policy=full",
-            "num_vocab_tiling=-1", "ici_fsdp_parallelism=8")
+    keys = (
+        "eval_per_device_batch_size=64",
+        "per_device_batch_size=1",
+        "base_mlp_dim=4096",
+        "remat_policy=full",
+        "num_vocab_tiling=-1",
+        "ici_fsdp_parallelism=8",
+    )
     config, held = load_config(None, keys), plan_of(*keys).memory.held
 
     def warnings(needed, *more):
@@ -83,7 +130,9 @@ def test_an_evaluation_that_cannot_fit_is_warned_of():
 
     widths = 4 * (2 * config.base_emb_dim + 2 * 4096)
     needed = held + 64 * config.max_target_length * widths
-    assert [warning.rpartition(" ")[2] for warning in warnings(needed - 1)] == ["eval_per_device_batch_size."]
+    assert [warning.rpartition(" ")[2] for warning in warnings(needed - 1)] == [
+        "eval_per_device_batch_size."
+    ]
     assert warnings(needed) == ()
     assert warnings(needed - 1, "eval_interval=-1") == ()
     assert warnings(needed - 1, "eval_per_device_batch_size=1") == ()
@@ -91,30 +140,56 @@ def test_an_evaluation_that_cannot_fit_is_warned_of():
     assert "evaluation" in warnings(least)[0]
     assert "evaluation" not in warnings(least - 1)[0]
     large = ("vocab_size=65536", "base_mlp_dim=64", "num_vocab_tiling=1")
-    logits = plan_of(*keys, *large).memory.held + 64 * config.max_target_length * 4 * 65536
+    logits = (
+        plan_of(*keys, *large).memory.held + 64 * config.max_target_length * 4 * 65536
+    )
     assert warnings(logits, *large) == ()
     assert len(warnings(logits - 1, *large)) == 1
 
 
 def test_masters_take_four_bytes_for_each_parameter():
     keys = ("weight_dtype=bfloat16", "steps=100")
-    whole, without = (plan_of(*keys, f"master_weights={each}").memory for each in ("true", "false"))
+    whole, without = (
+        plan_of(*keys, f"master_weights={each}").memory for each in ("true", "false")
+    )
     saved = whole.total - without.total
-    assert saved == whole.optimizer_state - without.optimizer_state == 2 * without.params
+    assert (
+        saved == whole.optimizer_state - without.optimizer_state == 2 * without.params
+    )
 
 
 def test_the_memory_of_a_ramp_is_that_of_its_target():
     keys = ["per_device_batch_size=4", "gradient_accumulation_steps=4"]
-    ramp = ["enable_rampup_batch_size=true", "per_device_batch_size_start=1", "per_device_batch_size_increment=1"]
+    ramp = [
+        "enable_rampup_batch_size=true",
+        "per_device_batch_size_start=1",
+        "per_device_batch_size_increment=1",
+    ]
     for mode in ("per_device_batch_size", "gradient_accumulation_steps"):
-        assert plan_of(*keys, *ramp, f"rampup_mode={mode}").memory == plan_of(*keys).memory
+        assert (
+            plan_of(*keys, *ramp, f"rampup_mode={mode}").memory == plan_of(*keys).memory
+        )
 
 
 def test_the_length_of_a_ramped_run_in_steps_of_the_target():
     """8 steps of 4, 4 of 8 would follow, of which two are left: 32 + 16 examples = 3 steps of 16."""
-    ramp = ("enable_rampup_batch_size=true", "per_device_batch_size_start=4", "per_device_batch_size_increment=4")
-    plan = plan_of("per_device_batch_size=16", *ramp, "global_rampup_samples=90", "steps=10", num_devices=1)
-    assert (plan.total_examples, plan.schedule_end("examples", 0, 0), plan.schedule_end("steps", 0, 0)) == (48, 3, 10)
+    ramp = (
+        "enable_rampup_batch_size=true",
+        "per_device_batch_size_start=4",
+        "per_device_batch_size_increment=4",
+    )
+    plan = plan_of(
+        "per_device_batch_size=16",
+        *ramp,
+        "global_rampup_samples=90",
+        "steps=10",
+        num_devices=1,
+    )
+    assert (
+        plan.total_examples,
+        plan.schedule_end("examples", 0, 0),
+        plan.schedule_end("steps", 0, 0),
+    ) == (48, 3, 10)
     assert plan.stage_at(31).global_batch_to_train == 4
     assert plan.stage_at(32).global_batch_to_train == 8
     with pytest.raises(ValueError, match="negative"):
@@ -126,21 +201,48 @@ def test_examples_are_counted_only_for_a_config_that_can_be_planned():
         assert config.num_epochs == 2
         return 1000
 
-    assert load_plan(None, ["num_epochs=2"], num_devices=8, num_examples=count)[1].steps == 15
-    for overrides in (["num_epochs=2", "per_device_batch_size=0.3"], ["num_epochs=2", "stps=3"]):
+    assert (
+        load_plan(None, ["num_epochs=2"], num_devices=8, num_examples=count)[1].steps
+        == 15
+    )
+    for overrides in (
+        ["num_epochs=2", "per_device_batch_size=0.3"],
+        ["num_epochs=2", "stps=3"],
+    ):
         with pytest.raises(UserError, match=overrides[1].partition("=")[0]):
-            load_plan(None, overrides, num_devices=8, num_examples=lambda config: pytest.fail("was counted"))
-    assert load_plan(None, num_devices=8, num_examples=lambda config: pytest.fail("was counted"))[1].epochs is None
+            load_plan(
+                None,
+                overrides,
+                num_devices=8,
+                num_examples=lambda config: pytest.fail("was counted"),
+            )
+    assert (
+        load_plan(
+            None, num_devices=8, num_examples=lambda config: pytest.fail("was counted")
+        )[1].epochs
+        is None
+    )
     for num_examples, key in ((None, "num_epochs"), (0, "num_examples")):
         with pytest.raises(UserError, match=key):
             load_plan(None, ["num_epochs=2"], num_devices=8, num_examples=num_examples)
 
 
 def test_problems_of_config_and_plan_come_at_once():
-    words = ["stps=3", "steps=0", "per_device_batch_size=0.3", "gradient_accumulation_steps=0"]
+    words = [
+        "stps=3",
+        "steps=0",
+        "per_device_batch_size=0.3",
+        "gradient_accumulation_steps=0",
+    ]
     with pytest.raises(UserError) as refused:
         load_plan(None, words, num_devices=8, num_hosts=3)
-    named = ("'stps'", "steps=0 ", "gradient_accumulation_steps=0 ", "num_hosts=3 ", "per_device_batch_size=0.3 ")
+    named = (
+        "'stps'",
+        "steps=0 ",
+        "gradient_accumulation_steps=0 ",
+        "num_hosts=3 ",
+        "per_device_batch_size=0.3 ",
+    )
     assert len(refused.value.problems) == len(named)
     for name, problem in zip(named, refused.value.problems, strict=True):
         assert name in problem

@@ -20,17 +20,44 @@ from maxtext_lite.config.kernels import Accelerator
 
 DEVICE = device_named("v6e", option="--device")
 L4 = device_named("l4", option="--device")
-MODEL = ["base_emb_dim=512", "base_mlp_dim=2048", "base_num_query_heads=8", "base_num_kv_heads=2", "head_dim=64",
-         "base_num_decoder_layers=4", "vocab_size=4096", "max_target_length=1024", "dtype=bfloat16",
-         "global_batch_size=8", "per_device_batch_size=-1", "gradient_accumulation_steps=-1"]
-AXES = [f"ici_{axis}_parallelism" for axis in ("pipeline", "data", "fsdp", "expert", "context", "tensor")]
-FEW = ["global_batch_size=2", "max_target_length=2048"]  # examples, for fewer plans to try
-REMAT = ("none", "save_dot_products", "minimal", "save_qkv_proj", "full", "minimal_offloaded", "qkv_proj_offloaded")
+MODEL = [
+    "base_emb_dim=512",
+    "base_mlp_dim=2048",
+    "base_num_query_heads=8",
+    "base_num_kv_heads=2",
+    "head_dim=64",
+    "base_num_decoder_layers=4",
+    "vocab_size=4096",
+    "max_target_length=1024",
+    "dtype=bfloat16",
+    "global_batch_size=8",
+    "per_device_batch_size=-1",
+    "gradient_accumulation_steps=-1",
+]
+AXES = [
+    f"ici_{axis}_parallelism"
+    for axis in ("pipeline", "data", "fsdp", "expert", "context", "tensor")
+]
+FEW = [
+    "global_batch_size=2",
+    "max_target_length=2048",
+]  # examples, for fewer plans to try
+REMAT = (
+    "none",
+    "save_dot_products",
+    "minimal",
+    "save_qkv_proj",
+    "full",
+    "minimal_offloaded",
+    "qkv_proj_offloaded",
+)
 TOPOLOGY = Topology(4, accelerator=Accelerator.planned("tpu"))
 
 
 def plan_of(num_devices, memory_gb):
-    return lambda config: make_plan(config, num_devices=num_devices, device_memory_gb=memory_gb, platform="tpu")
+    return lambda config: make_plan(
+        config, num_devices=num_devices, device_memory_gb=memory_gb, platform="tpu"
+    )
 
 
 def ranked(words=(), num_devices=4, memory_gb=32, device=DEVICE, **keys):
@@ -46,8 +73,12 @@ def all_plans(num_devices):
     for sizes in itertools.product((1, 2, 4), repeat=len(AXES)):
         if math.prod(sizes) != num_devices:
             continue
-        for steps, pieces in itertools.product((1, 2), (1, 2) if sizes[0] > 1 else (0,)):
-            mesh = dict(zip(AXES, sizes, strict=True)) | {"gradient_accumulation_steps": steps}
+        for steps, pieces in itertools.product(
+            (1, 2), (1, 2) if sizes[0] > 1 else (0,)
+        ):
+            mesh = dict(zip(AXES, sizes, strict=True)) | {
+                "gradient_accumulation_steps": steps
+            }
             if pieces:
                 mesh["num_pipeline_microbatches"] = sizes[0] * pieces
             split = config.model_copy(update=mesh)
@@ -59,31 +90,49 @@ def all_plans(num_devices):
                 plan = plan_of(num_devices, None)(each)
                 model = StepModel(each, resolved[0].mesh, DEVICE, plan.memory)
                 rows = plan.micro_batch_slots * plan.rows_per_example
-                time = model.step(each, rows, plan.global_batch_to_train, plan.pipeline_shape)
+                time = model.step(
+                    each, rows, plan.global_batch_to_train, plan.pipeline_shape
+                )
                 found.append((time.seconds, plan.memory.total))
     return sorted(found)
 
 
 @pytest.mark.parametrize("memory_gb", [32, 0.3])
 def test_it_finds_the_best_of_all_that_fit(memory_gb):
-    found = [(each.time.seconds, each.plan.memory.total) for each in ranked(FEW, memory_gb=memory_gb, most=40)]
+    found = [
+        (each.time.seconds, each.plan.memory.total)
+        for each in ranked(FEW, memory_gb=memory_gb, most=40)
+    ]
     expected = [each for each in all_plans(4) if each[1] <= memory_gb * 1e9]
     assert 40 < len(expected) < len(all_plans(4)) + (memory_gb == 32)
-    assert [seconds for seconds, _ in found] == pytest.approx([seconds for seconds, _ in expected[:40]])
+    assert [seconds for seconds, _ in found] == pytest.approx(
+        [seconds for seconds, _ in expected[:40]]
+    )
     assert set(found) <= set(expected)
 
 
 def test_where_nothing_fits_it_says_what_comes_nearest_and_by_how_much():
     least = min(memory for _, memory in all_plans(4))
-    with pytest.raises(UserError, match=f"needs {least / 1e6:.1f} MB: {(least - 1e7) / 1e6:.1f} MB"):
+    with pytest.raises(
+        UserError, match=f"needs {least / 1e6:.1f} MB: {(least - 1e7) / 1e6:.1f} MB"
+    ):
         ranked(FEW, memory_gb=0.01)
 
 
 def test_keys_that_were_stated_are_kept():
-    stated = {"ici_tensor_parallelism": 2, "ici_data_parallelism": 1, "ici_fsdp_parallelism": -1,
-              "remat_policy": "full", "optimizer_memory_host_offload": False}
-    found = ranked([f"{key}={str(value).lower()}" for key, value in stated.items()], num_devices=8)
-    assert {(each.plan.mesh["tensor"], each.plan.mesh["data"]) for each in found} == {(2, 1)}
+    stated = {
+        "ici_tensor_parallelism": 2,
+        "ici_data_parallelism": 1,
+        "ici_fsdp_parallelism": -1,
+        "remat_policy": "full",
+        "optimizer_memory_host_offload": False,
+    }
+    found = ranked(
+        [f"{key}={str(value).lower()}" for key, value in stated.items()], num_devices=8
+    )
+    assert {(each.plan.mesh["tensor"], each.plan.mesh["data"]) for each in found} == {
+        (2, 1)
+    }
     assert len({each.plan.mesh["context"] for each in found}) > 1
     for each in found:
         assert not each.keys.keys() & stated.keys()
@@ -92,7 +141,10 @@ def test_keys_that_were_stated_are_kept():
 
 def test_a_stated_pipeline_is_split_into_pieces_and_stated_replicas_stay():
     for word in ("diloco_num_replicas=2", "ici_data_parallelism=2"):
-        assert {each.plan.diloco_num_replicas for each in ranked(["enable_diloco=true", word])} == {2}
+        assert {
+            each.plan.diloco_num_replicas
+            for each in ranked(["enable_diloco=true", word])
+        } == {2}
     found = ranked(["ici_pipeline_parallelism=2", "remat_policy=full"], most=60)
     assert {each.plan.num_pipeline_stages for each in found} == {2}
     assert {each.plan.num_pipeline_microbatches for each in found} >= {2, 4, 8}
@@ -110,7 +162,9 @@ def test_the_settings_of_the_best_plan_it_and_a_run_takes_them():
     alone = load_config(None, [*MODEL, *best.settings])
     assert not wants_solving(alone)
     assert plan_of(4, 0.3)(alone) == best.plan
-    assert choose(load_config(None, MODEL), TOPOLOGY, DEVICE, plan_of(4, 0.3))[0] == dict(best.keys)
+    assert choose(load_config(None, MODEL), TOPOLOGY, DEVICE, plan_of(4, 0.3))[
+        0
+    ] == dict(best.keys)
 
 
 def test_rates_that_are_not_known_are_an_error_and_not_a_guess():
@@ -123,24 +177,33 @@ def test_rates_that_are_not_known_are_an_error_and_not_a_guess():
             ranked(memory_gb=memory_gb, device=device)
         return float(re.search(r"needs ([\d.]+) MB", str(refused.value))[1])
 
-    without_host = dataclasses.replace(DEVICE, host_bytes_per_second=None)  # what fits only there does not count
+    without_host = dataclasses.replace(
+        DEVICE, host_bytes_per_second=None
+    )  # what fits only there does not count
     with_it, without = least(DEVICE, 0.01), least(without_host, 0.01)
     assert with_it < without
     assert least(without_host, (with_it + without) / 2000) == without
 
 
 @pytest.mark.parametrize("device", [None, L4])
-def test_where_a_device_has_too_few_figures_it_is_the_fewest_micro_batches_that_fit(device):
+def test_where_a_device_has_too_few_figures_it_is_the_fewest_micro_batches_that_fit(
+    device,
+):
     config = load_config(None, MODEL)
 
     def chosen(memory_gb):
         return choose(config, Topology(4), device, plan_of(4, memory_gb))[0]
 
     sizes = [
-        plan_of(4, None)(config.model_copy(update={"gradient_accumulation_steps": steps})).memory.total
+        plan_of(4, None)(
+            config.model_copy(update={"gradient_accumulation_steps": steps})
+        ).memory.total
         for steps in (1, 2)
     ]
-    assert chosen(None) == {"per_device_batch_size": 2, "gradient_accumulation_steps": 1}
+    assert chosen(None) == {
+        "per_device_batch_size": 2,
+        "gradient_accumulation_steps": 1,
+    }
     assert chosen(sum(sizes) / 2e9)["gradient_accumulation_steps"] == 2
     with pytest.raises(UserError, match="no legal plan fits"):
         chosen(1e-3)
@@ -154,47 +217,98 @@ def test_devices_of_different_hosts_send_over_the_network():
         def plan(config):
             return make_plan(config, num_devices=4, num_hosts=num_hosts)
 
-        return rank(config, Topology(4, num_hosts), device, plan, most=1)[0].time.collectives_seconds
+        return rank(config, Topology(4, num_hosts), device, plan, most=1)[
+            0
+        ].time.collectives_seconds
 
     assert collectives(4) == pytest.approx(9 * collectives(1))  # 50 GB/s, and not 450
-    assert collectives(2) == pytest.approx(4.5 * collectives(1))  # two devices of a host send at once
+    assert collectives(2) == pytest.approx(
+        4.5 * collectives(1)
+    )  # two devices of a host send at once
 
 
-RAMP = ["enable_rampup_batch_size=true", "per_device_batch_size_start=1", "per_device_batch_size_increment=1",
-        "global_rampup_samples=20"]
+RAMP = [
+    "enable_rampup_batch_size=true",
+    "per_device_batch_size_start=1",
+    "per_device_batch_size_increment=1",
+    "global_rampup_samples=20",
+]
 
 
-@pytest.mark.parametrize(("words", "memory_gb", "nearest"), [
-    ([*RAMP, "num_epochs=1"], 32, "gradient_accumulation_steps=1 or enable_rampup_batch_size=false"),
-    ([*RAMP, "global_batch_size=256"], 1.5, "gradient_accumulation_steps=8 or"),  # 4 need 1.93 GB
-    (["enable_diloco=true"], 32, "1"),
-    (["enable_diloco=true", "ici_data_parallelism=-1", "ici_fsdp_parallelism=2"], 32, "2"),
-    (["ici_tensor_parallelism=3"], 32, ""),
-])
-def test_what_would_let_the_choice_change_the_training_is_refused(words, memory_gb, nearest):
+@pytest.mark.parametrize(
+    ("words", "memory_gb", "nearest"),
+    [
+        (
+            [*RAMP, "num_epochs=1"],
+            32,
+            "gradient_accumulation_steps=1 or enable_rampup_batch_size=false",
+        ),
+        (
+            [*RAMP, "global_batch_size=256"],
+            1.5,
+            "gradient_accumulation_steps=8 or",
+        ),  # 4 need 1.93 GB
+        (["enable_diloco=true"], 32, "1"),
+        (
+            ["enable_diloco=true", "ici_data_parallelism=-1", "ici_fsdp_parallelism=2"],
+            32,
+            "2",
+        ),
+        (["ici_tensor_parallelism=3"], 32, ""),
+    ],
+)
+def test_what_would_let_the_choice_change_the_training_is_refused(
+    words, memory_gb, nearest
+):
     def plan(config):
-        return make_plan(config, num_devices=4, num_examples=20, device_memory_gb=memory_gb, platform="tpu")
+        return make_plan(
+            config,
+            num_devices=4,
+            num_examples=20,
+            device_memory_gb=memory_gb,
+            platform="tpu",
+        )
 
     for device in (DEVICE, None):
-        with pytest.raises(UserError, match=rf"Nearest that works?: {nearest}") as refused:
+        with pytest.raises(
+            UserError, match=rf"Nearest that works?: {nearest}"
+        ) as refused:
             choose(load_config(None, [*MODEL, *words]), TOPOLOGY, device, plan)
-        assert str(refused.value).startswith(("enable_rampup_batch_size", "diloco_num_replicas", "ici_tensor"))
+        assert str(refused.value).startswith(
+            ("enable_rampup_batch_size", "diloco_num_replicas", "ici_tensor")
+        )
 
 
 def test_a_search_tries_only_sizes_that_divide_the_model(monkeypatch):
     """720,720 devices have 3.4 million meshes; of these, about two thousand split 4 layers and widths of 2^n evenly."""
     tried = []
-    monkeypatch.setattr(ranking, "resolve", lambda config, _: tried.append(config) or [])
+    monkeypatch.setattr(
+        ranking, "resolve", lambda config, _: tried.append(config) or []
+    )
     with pytest.raises(UserError, match="no mesh and batch"):
-        rank(load_config(None, [*MODEL, "global_batch_size=1"]), Topology(720720), DEVICE, lambda _: None)
+        rank(
+            load_config(None, [*MODEL, "global_batch_size=1"]),
+            Topology(720720),
+            DEVICE,
+            lambda _: None,
+        )
     assert len(tried) < 2000
 
 
 # ---- Tuning: what is measured, in which order, and that the fastest is found, with times that are made up ----------
 
-BATCH = ["per_device_batch_size=4", "gradient_accumulation_steps=2", "base_num_decoder_layers=4"]
-SPLIT = ["per_device_batch_size=-1", "gradient_accumulation_steps=1", "remat_policy=full", "ici_fsdp_parallelism=1",
-         "ici_data_parallelism=-1"]
+BATCH = [
+    "per_device_batch_size=4",
+    "gradient_accumulation_steps=2",
+    "base_num_decoder_layers=4",
+]
+SPLIT = [
+    "per_device_batch_size=-1",
+    "gradient_accumulation_steps=1",
+    "remat_policy=full",
+    "ici_fsdp_parallelism=1",
+    "ici_data_parallelism=-1",
+]
 
 
 class Machine:
@@ -207,28 +321,45 @@ class Machine:
 
     def __call__(self, candidate):
         plan, policy = candidate.plan, REMAT_ORDER.index(candidate.config.remat_policy)
-        self.measured.append((plan.gradient_accumulation_steps, candidate.config.remat_policy))
+        self.measured.append(
+            (plan.gradient_accumulation_steps, candidate.config.remat_policy)
+        )
         assert plan.global_batch_to_train == 64
         if plan.per_device_batch_size > self.most_rows * (1 + policy):
             return Timing(None, None)
         rows = plan.per_device_batch_size * plan.gradient_accumulation_steps
-        return Timing(self.per_micro_batch * plan.gradient_accumulation_steps + float(rows) * (1 + policy / 10), 1)
+        return Timing(
+            self.per_micro_batch * plan.gradient_accumulation_steps
+            + float(rows) * (1 + policy / 10),
+            1,
+        )
 
     def tune(self, **keys):
-        found = tune(self.config, lambda config: make_plan(config, num_devices=8), self, **keys)
+        found = tune(
+            self.config, lambda config: make_plan(config, num_devices=8), self, **keys
+        )
         return [(candidate.keys, timing.seconds) for candidate, timing in found]
 
 
-@pytest.mark.parametrize("machine", [
-    {}, {"most_rows": 4}, {"most_rows": 2}, {"most_rows": 2, "per_micro_batch": 0.01},
-], ids=str)
+@pytest.mark.parametrize(
+    "machine",
+    [
+        {},
+        {"most_rows": 4},
+        {"most_rows": 2},
+        {"most_rows": 2, "per_micro_batch": 0.01},
+    ],
+    ids=str,
+)
 def test_the_best_candidate_is_the_best_of_a_full_search(machine):
     short, full = Machine(**machine), Machine(**machine)
     found, every = short.tune(), full.tune(full=True)
     assert found[0] == every[0]
     fits = [seconds for _, seconds in every if seconds is not None]
     assert fits == sorted(fits)
-    assert len(every) == len({str(keys) for keys, _ in every}) == 4 * len(REMAT_ORDER)  # 8, 4, 2 or 1 row per device
+    assert (
+        len(every) == len({str(keys) for keys, _ in every}) == 4 * len(REMAT_ORDER)
+    )  # 8, 4, 2 or 1 row per device
     assert len(short.measured) < len(full.measured)
 
 
@@ -236,20 +367,38 @@ def test_candidates_that_do_not_fit_retry_with_less_kept_and_come_last():
     machine = Machine(most_rows=4)
     keys, seconds = machine.tune()[-1]
     assert machine.measured[:3] == [(1, "none"), (1, "save_dot_products"), (2, "none")]
-    assert (keys["per_device_batch_size"], keys["remat_policy"], seconds) == (8, "none", None)
+    assert (keys["per_device_batch_size"], keys["remat_policy"], seconds) == (
+        8,
+        "none",
+        None,
+    )
 
 
-@pytest.mark.parametrize(("batch", "devices", "most_rows", "expected"), [
-    (12, 8, 99, [1, 2]),  # 16 slots in each of these, but 3 x 8, 4 x 8, 6 x 8 and 12 x 8 otherwise
-    (13, 7, 99, [1]), (100, 8, 99, [1]), (64, 8, 99, [1, 2, 4, 8]),
-    (100, 8, 9, [1, 2]),  # the fullest does not fit
-])
-def test_splits_with_the_fewest_empty_slots_that_fit_are_measured(batch, devices, most_rows, expected):
+@pytest.mark.parametrize(
+    ("batch", "devices", "most_rows", "expected"),
+    [
+        (
+            12,
+            8,
+            99,
+            [1, 2],
+        ),  # 16 slots in each of these, but 3 x 8, 4 x 8, 6 x 8 and 12 x 8 otherwise
+        (13, 7, 99, [1]),
+        (100, 8, 99, [1]),
+        (64, 8, 99, [1, 2, 4, 8]),
+        (100, 8, 9, [1, 2]),  # the fullest does not fit
+    ],
+)
+def test_splits_with_the_fewest_empty_slots_that_fit_are_measured(
+    batch, devices, most_rows, expected
+):
     measured = []
 
     def measure(candidate):
         measured.append(candidate.plan.gradient_accumulation_steps)
-        return Timing(1.0 if candidate.plan.per_device_batch_size < most_rows else None, 1)
+        return Timing(
+            1.0 if candidate.plan.per_device_batch_size < most_rows else None, 1
+        )
 
     config = load_config(None, [*SPLIT, f"global_batch_size={batch}"])
     assert tune(config, lambda config: make_plan(config, num_devices=devices), measure)
@@ -262,14 +411,20 @@ def test_stated_keys_stay_and_open_pieces_of_a_pipeline_are_tried():
     assert {policy for _, policy in machine.measured} == {"none"}
     assert {keys["num_pipeline_microbatches"] for keys, _ in found} == {2, 4, 8, 16}
     assert all("remat_policy" not in keys for keys, _ in found)
-    stated = Machine("ici_pipeline_parallelism=2", "remat_policy=none", "num_pipeline_microbatches=4").tune()
+    stated = Machine(
+        "ici_pipeline_parallelism=2", "remat_policy=none", "num_pipeline_microbatches=4"
+    ).tune()
     assert all("num_pipeline_microbatches" not in keys for keys, _ in stated)
 
 
 def test_the_shorter_of_two_medians_counts_for_the_three_fastest():
     times = iter([9.0, 3.0, 2.0, 4.0, 5.0, 2.5, 1.0])
     config = load_config(None, [*BATCH, "remat_policy=full"])
-    found = tune(config, lambda config: make_plan(config, num_devices=8), lambda _: Timing(next(times), 1))
+    found = tune(
+        config,
+        lambda config: make_plan(config, num_devices=8),
+        lambda _: Timing(next(times), 1),
+    )
     assert [timing.seconds for _, timing in found] == [1.0, 2.0, 2.5, 9.0]
 
 

@@ -8,17 +8,39 @@ import pytest
 from maxtext_lite.batching.rate_shape import decay, warm_up
 from maxtext_lite.config import load_config
 
-KEYS = ("warmup_steps=10", "learning_rate_final_fraction=0.1", "wsd_decay_steps_fraction=0.2")
+KEYS = (
+    "warmup_steps=10",
+    "learning_rate_final_fraction=0.1",
+    "wsd_decay_steps_fraction=0.2",
+)
 
 
-@pytest.mark.parametrize(("name", "expected"), [
-    # At the end of the warm-up, a quarter of the way, half-way, within the last fifth, at the end, and after it.
-    ("cosine", [1, 0.1 + 0.9 * (1 + 0.5**0.5) / 2, 0.55, 0.1 + 0.9 * (1 + math.cos(0.89 * math.pi)) / 2, 0.1, 0.1]),
-    ("linear", [1, 0.775, 0.55, 0.199, 0.1, 0.1]),
-    ("constant", [1, 1, 1, 1, 1, 1]), ("wsd", [1, 1, 1, 0.55, 0.1, 0.1]),
-])
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        # At the end of the warm-up, a quarter of the way, half-way, within the last fifth, at the end, and after it.
+        (
+            "cosine",
+            [
+                1,
+                0.1 + 0.9 * (1 + 0.5**0.5) / 2,
+                0.55,
+                0.1 + 0.9 * (1 + math.cos(0.89 * math.pi)) / 2,
+                0.1,
+                0.1,
+            ],
+        ),
+        ("linear", [1, 0.775, 0.55, 0.199, 0.1, 0.1]),
+        ("constant", [1, 1, 1, 1, 1, 1]),
+        ("wsd", [1, 1, 1, 0.55, 0.1, 0.1]),
+    ],
+)
 def test_the_rate_falls_from_the_end_of_the_warm_up_to_that_of_the_run(name, expected):
     config = load_config(None, [f"learning_rate_schedule={name}", *KEYS])
-    found = decay(config, np.array([10.0, 35.0, 60.0, 99.0, 110.0, 200.0]), 110.0, np).tolist()
+    found = decay(
+        config, np.array([10.0, 35.0, 60.0, 99.0, 110.0, 200.0]), 110.0, np
+    ).tolist()
     assert found == pytest.approx(expected)
-    assert warm_up(config, np.array([0.0, 4.0, 10.0, 60.0]), np).tolist() == pytest.approx([0, 0.4, 1, 1])
+    assert warm_up(
+        config, np.array([0.0, 4.0, 10.0, 60.0]), np
+    ).tolist() == pytest.approx([0, 0.4, 1, 1])

@@ -13,19 +13,43 @@ from maxtext_lite.batching.solve import resolve
 from maxtext_lite.batching.step_time import StepModel
 from tests.source_tree import REPOSITORY
 
-ROWS_OF_TABLE = yaml.safe_load((REPOSITORY / "tests" / "batching" / "seconds.yml").read_text(encoding="utf-8"))
+ROWS_OF_TABLE = yaml.safe_load(
+    (REPOSITORY / "tests" / "batching" / "seconds.yml").read_text(encoding="utf-8")
+)
 DEVICE = Device(
-    "toy", "gpu", ("toy",), {"bfloat16": 1.0, "int8": 2.0}, 10**12, memory_bytes_per_second=1.0,
-    link_bytes_per_second=1.0, clock_hz=None, source="made up", most_linked=64, host_bytes_per_second=0.5,
-)  # fmt: skip
+    "toy",
+    "gpu",
+    ("toy",),
+    {"bfloat16": 1.0, "int8": 2.0},
+    10**12,
+    memory_bytes_per_second=1.0,
+    link_bytes_per_second=1.0,
+    clock_hz=None,
+    source="made up",
+    most_linked=64,
+    host_bytes_per_second=0.5,
+)
 D, F, N, K, H, L, V, T = 64, 192, 4, 2, 16, 4, 512, 128
-MODEL = [f"base_emb_dim={D}", f"base_mlp_dim={F}", f"base_num_query_heads={N}", f"base_num_kv_heads={K}",
-         f"head_dim={H}", f"base_num_decoder_layers={L}", f"vocab_size={V}", f"max_target_length={T}",
-         "dtype=bfloat16", "grad_dtype=bfloat16", "per_device_batch_size=2", "remat_policy=none"]  # fmt: skip
+MODEL = [
+    f"base_emb_dim={D}",
+    f"base_mlp_dim={F}",
+    f"base_num_query_heads={N}",
+    f"base_num_kv_heads={K}",
+    f"head_dim={H}",
+    f"base_num_decoder_layers={L}",
+    f"vocab_size={V}",
+    f"max_target_length={T}",
+    "dtype=bfloat16",
+    "grad_dtype=bfloat16",
+    "per_device_batch_size=2",
+    "remat_policy=none",
+]
 QKVO = D * N * H + 2 * D * K * H + N * H * D
 LAYER = QKVO + 3 * D * F
 ROWS = 2
-SCORES = N * 2 * H * T**2 / 2  # products of scores and of values, of the keys that come no later
+SCORES = (
+    N * 2 * H * T**2 / 2
+)  # products of scores and of values, of the keys that come no later
 
 
 def step(*keys, devices=1, device=DEVICE):
@@ -33,12 +57,32 @@ def step(*keys, devices=1, device=DEVICE):
     plan = make_plan(config, num_devices=devices)
     sizes, _ = resolve(config, Topology(devices))
     model = StepModel(config, sizes.mesh, device, plan.memory)
-    return model.step(config, plan.micro_batch_slots, plan.global_batch_to_train, plan.pipeline_shape)
+    return model.step(
+        config, plan.micro_batch_slots, plan.global_batch_to_train, plan.pipeline_shape
+    )
 
 
-TIMES = ("seconds", "matmul_seconds", "memory_seconds", "collectives_seconds", "host_seconds")
-NAMES = {"D": D, "F": F, "N": N, "K": K, "H": H, "L": L, "V": V, "T": T, "QKVO": QKVO, "LAYER": LAYER, "ROWS": ROWS,
-         "SCORES": SCORES}
+TIMES = (
+    "seconds",
+    "matmul_seconds",
+    "memory_seconds",
+    "collectives_seconds",
+    "host_seconds",
+)
+NAMES = {
+    "D": D,
+    "F": F,
+    "N": N,
+    "K": K,
+    "H": H,
+    "L": L,
+    "V": V,
+    "T": T,
+    "QKVO": QKVO,
+    "LAYER": LAYER,
+    "ROWS": ROWS,
+    "SCORES": SCORES,
+}
 
 
 def arithmetic(text, names):
@@ -54,7 +98,9 @@ def times_of(row):
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("row", ROWS_OF_TABLE, ids=lambda row: f"{row['keys']} {row.get('device', '')}")
+@pytest.mark.parametrize(
+    "row", ROWS_OF_TABLE, ids=lambda row: f"{row['keys']} {row.get('device', '')}"
+)
 def test_times_are_as_worked_out_by_hand(row):
     found = times_of(row)
     before = times_of(row | row["than"]) if "than" in row else {}
@@ -76,14 +122,31 @@ def test_matmuls_are_the_models_and_the_scores_once_more():
 def test_frozen_weights_have_no_bytes_of_gradients(platform, shards):
     """64 more columns of gate and up, which are made again, and rows of down, which is not."""
     device = dataclasses.replace(DEVICE, platform=platform)
-    keys = ("lora_rank=1", "lora_targets=query", "remat_policy=full", f"ici_fsdp_parallelism={shards}")
+    keys = (
+        "lora_rank=1",
+        "lora_targets=query",
+        "remat_policy=full",
+        f"ici_fsdp_parallelism={shards}",
+    )
 
     def memory(mlp):
-        held = make_plan(load_config(None, [*MODEL, *keys, f"base_mlp_dim={mlp}"]), num_devices=shards).memory.params
-        return step(*keys, f"base_mlp_dim={mlp}", devices=shards, device=device).memory_seconds - 2 * held
+        held = make_plan(
+            load_config(None, [*MODEL, *keys, f"base_mlp_dim={mlp}"]),
+            num_devices=shards,
+        ).memory.params
+        return (
+            step(
+                *keys, f"base_mlp_dim={mlp}", devices=shards, device=device
+            ).memory_seconds
+            - 2 * held
+        )
 
-    weights = L * D * 64 * 2 * (3 + 3 + 2 + (2 * 3 if shards > 1 else 0))  # read in each pass, gathered in two
-    tokens = ROWS * T * L * 64 * 2 * (3 + 3 + 2 + 4 * 3)  # read or written, and in four passes of the activation
+    weights = (
+        L * D * 64 * 2 * (3 + 3 + 2 + (2 * 3 if shards > 1 else 0))
+    )  # read in each pass, gathered in two
+    tokens = (
+        ROWS * T * L * 64 * 2 * (3 + 3 + 2 + 4 * 3)
+    )  # read or written, and in four passes of the activation
     assert memory(F + 64) - memory(F) == pytest.approx(weights + tokens)
 
 
@@ -92,11 +155,21 @@ def test_muon_makes_matrices_orthogonal_once_a_step():
     heads = "base_num_query_heads=8"
     shapes = [(D, 8 * H)] * 2 + [(K * H, D)] * 2 + [(D, F)] * 3
     for steps in (1, 2):
-        times = [step(heads, f"optimizer={name}", f"gradient_accumulation_steps={steps}") for name in ("sgd", "muon")]
+        times = [
+            step(heads, f"optimizer={name}", f"gradient_accumulation_steps={steps}")
+            for name in ("sgd", "muon")
+        ]
         more = times[1].matmul_seconds - times[0].matmul_seconds
-        assert more == pytest.approx(2 * 5 * L * sum(2 * m * m * n + m**3 for m, n in shapes))
-    plain, muon = (step(heads, f"optimizer={name}", "ici_fsdp_parallelism=4", devices=4) for name in ("sgd", "muon"))
-    gathered = 5 * L * 4 * sum(2 * m * n + m * m for m, n in shapes if m == D)  # X twice and X X^T, in float32
+        assert more == pytest.approx(
+            2 * 5 * L * sum(2 * m * m * n + m**3 for m, n in shapes)
+        )
+    plain, muon = (
+        step(heads, f"optimizer={name}", "ici_fsdp_parallelism=4", devices=4)
+        for name in ("sgd", "muon")
+    )
+    gathered = (
+        5 * L * 4 * sum(2 * m * n + m * m for m, n in shapes if m == D)
+    )  # X twice and X X^T, in float32
     reduced = 5 * L * 2 * 4 * sum(m * m for m, _ in shapes if m != D)
     sent = muon.collectives_seconds - plain.collectives_seconds
     assert sent == pytest.approx((gathered + reduced) * 3 / 4)
@@ -106,8 +179,15 @@ def test_muon_makes_matrices_orthogonal_once_a_step():
 
 
 def test_stages_wait_for_each_other():
-    keys = ("ici_fsdp_parallelism=1", "ici_pipeline_parallelism=2", "num_layers_per_pipeline_stage=2")
-    few, many = (step(*keys, f"num_pipeline_microbatches={pieces}", devices=2) for pieces in (2, 4))
+    keys = (
+        "ici_fsdp_parallelism=1",
+        "ici_pipeline_parallelism=2",
+        "num_layers_per_pipeline_stage=2",
+    )
+    few, many = (
+        step(*keys, f"num_pipeline_microbatches={pieces}", devices=2)
+        for pieces in (2, 4)
+    )
     # (S - 1) / (M + S - 1) of the ticks, beside those that work
     assert few.bubble_seconds > many.bubble_seconds > 0
     busy = few.seconds - few.bubble_seconds
@@ -117,13 +197,29 @@ def test_stages_wait_for_each_other():
 
 
 def test_with_several_rounds_a_stage_copies_the_weights_of_each_tick():
-    keys = "ici_pipeline_parallelism=2", "ici_fsdp_parallelism=1", "num_pipeline_microbatches=4", "remat_policy=full"
-    one, two = (step(*keys, f"num_layers_per_pipeline_stage={layers}", devices=2) for layers in (2, 1))
+    keys = (
+        "ici_pipeline_parallelism=2",
+        "ici_fsdp_parallelism=1",
+        "num_pipeline_microbatches=4",
+        "remat_policy=full",
+    )
+    one, two = (
+        step(*keys, f"num_layers_per_pipeline_stage={layers}", devices=2)
+        for layers in (2, 1)
+    )
     idle = {1: 5 / 4, 2: 9 / 8}  # of four pieces in each round, one tick more in all
-    held = make_plan(load_config(None, [*MODEL, *keys, "num_layers_per_pipeline_stage=2"]), num_devices=2).memory
-    update = 2 * (held.params + held.optimizer_state) + 8 * count_parameters(load_config(None, MODEL), stage=2).total
+    held = make_plan(
+        load_config(None, [*MODEL, *keys, "num_layers_per_pipeline_stage=2"]),
+        num_devices=2,
+    ).memory
+    update = (
+        2 * (held.params + held.optimizer_state)
+        + 8 * count_parameters(load_config(None, MODEL), stage=2).total
+    )
     copies = 4 * 10 * 2 * L / 2 * LAYER
-    assert (two.memory_seconds - update) / idle[2] - (one.memory_seconds - update) / idle[1] == pytest.approx(copies)
+    assert (two.memory_seconds - update) / idle[2] - (
+        one.memory_seconds - update
+    ) / idle[1] == pytest.approx(copies)
 
 
 def test_a_gpu_merges_the_attention_of_each_other_context_shard():
@@ -132,11 +228,19 @@ def test_a_gpu_merges_the_attention_of_each_other_context_shard():
 
     def more(platform, policy, shards):
         device = dataclasses.replace(DEVICE, platform=platform)
-        keys = (f"ici_context_parallelism={shards}", f"ici_fsdp_parallelism={8 // shards}")
-        return step(*keys, f"remat_policy={policy}", devices=8, device=device).memory_seconds
+        keys = (
+            f"ici_context_parallelism={shards}",
+            f"ici_fsdp_parallelism={8 // shards}",
+        )
+        return step(
+            *keys, f"remat_policy={policy}", devices=8, device=device
+        ).memory_seconds
 
     for policy, passes in (("none", 3.2), ("full", 4.2)):
-        of_gpu, of_tpu = (more(platform, policy, 4) - more(platform, policy, 2) for platform in ("gpu", "tpu"))
+        of_gpu, of_tpu = (
+            more(platform, policy, 4) - more(platform, policy, 2)
+            for platform in ("gpu", "tpu")
+        )
         tokens = ROWS * T  # of a device, whatever splits them
         merged = passes * L * H * (15 * N + 14 * 2 * K) * tokens
         assert of_gpu - of_tpu == pytest.approx(merged * (3 - 1))
@@ -144,10 +248,14 @@ def test_a_gpu_merges_the_attention_of_each_other_context_shard():
 
 def test_of_an_array_that_fits_on_the_chip_its_share_of_that_size_is_moved():
     def memory(on_chip):
-        return step(device=dataclasses.replace(DEVICE, on_chip_bytes=on_chip)).memory_seconds
+        return step(
+            device=dataclasses.replace(DEVICE, on_chip_bytes=on_chip)
+        ).memory_seconds
 
     assert memory(1) == memory(0)
-    large = ROWS * T * V * 2  # no array is larger: what is moved of them halves with each doubling
+    large = (
+        ROWS * T * V * 2
+    )  # no array is larger: what is moved of them halves with each doubling
     first, second, third = (memory(large * times) for times in (1, 2, 4))
     assert first < memory(0)
     assert first - second == pytest.approx(2 * (second - third))
@@ -155,12 +263,18 @@ def test_of_an_array_that_fits_on_the_chip_its_share_of_that_size_is_moved():
 
 def test_heads_with_a_norm_of_their_own_are_read_once_more_and_on_a_tpu_pass_in_float32():
     def memory(platform, *keys):
-        return step(*keys, device=dataclasses.replace(DEVICE, platform=platform)).memory_seconds
+        return step(
+            *keys, device=dataclasses.replace(DEVICE, platform=platform)
+        ).memory_seconds
 
     heads = ROWS * T * L * (N + K) * H * 2
     for platform, times in (("gpu", 1), ("tpu", 4)):
         more = memory(platform, "qk_norm=head") - memory(platform)
-        passes, kept, weights = 3 * times * heads, 3 * heads, 2 * L * H * 40  # at most; the norms are small
+        passes, kept, weights = (
+            3 * times * heads,
+            3 * heads,
+            2 * L * H * 40,
+        )  # at most; the norms are small
         assert passes + kept <= more <= passes + kept + weights
 
 
@@ -168,10 +282,16 @@ def test_an_unknown_rate_is_refused_where_it_is_needed():
     alone = dataclasses.replace(DEVICE, link_bytes_per_second=None, most_linked=1)
     assert step(device=alone).collectives_seconds == 0
     for axis in ("data", "fsdp", "tensor", "context", "pipeline"):
-        config = load_config(None, [*MODEL, "ici_fsdp_parallelism=1", f"ici_{axis}_parallelism=2"])
+        config = load_config(
+            None, [*MODEL, "ici_fsdp_parallelism=1", f"ici_{axis}_parallelism=2"]
+        )
         sizes, _ = resolve(config, Topology(2))
-        with pytest.raises(ValueError, match="what it sends"):  # before any time is asked for
-            StepModel(config, sizes.mesh, alone, make_plan(config, num_devices=2).memory)
+        with pytest.raises(
+            ValueError, match="what it sends"
+        ):  # before any time is asked for
+            StepModel(
+                config, sizes.mesh, alone, make_plan(config, num_devices=2).memory
+            )
     with pytest.raises(ValueError, match="its peak in bfloat16"):
         step(device=dataclasses.replace(DEVICE, peak_flops={}))
     cut_off = dataclasses.replace(DEVICE, host_bytes_per_second=None)

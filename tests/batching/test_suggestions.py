@@ -10,18 +10,28 @@ from tests.refusals import RL_FILE, changes, random_words
 from tests.source_tree import REPOSITORY
 
 # Every scalar stays the text that the command line would have.
-DRAWN = yaml.load((REPOSITORY / "tests" / "batching" / "suggestions.yml").read_text(), Loader=yaml.BaseLoader)
+DRAWN = yaml.load(
+    (REPOSITORY / "tests" / "batching" / "suggestions.yml").read_text(),
+    Loader=yaml.BaseLoader,
+)
 
 
 def asked(rng):
     """A file, words of a command line and a machine."""
-    machine = {"num_devices": rng.choice([1, 4, 6, 8, 64]), "num_hosts": rng.choice([1, 1, 1, 1, 2, 3])}
+    machine = {
+        "num_devices": rng.choice([1, 4, 6, 8, 64]),
+        "num_hosts": rng.choice([1, 1, 1, 1, 2, 3]),
+    }
     if rng.random() < 0.3:
         is_rl = rng.random() < 0.4
         return RL_FILE if is_rl else None, random_words(rng, is_rl=is_rl), machine
     words = ["num_experts=24"]  # for an expert axis to divide
     for often, share in (("often", 0.15), ("seldom", 0.04)):
-        words += [f"{key}={rng.choice(values)}" for key, values in DRAWN[often].items() if rng.random() < share]
+        words += [
+            f"{key}={rng.choice(values)}"
+            for key, values in DRAWN[often].items()
+            if rng.random() < share
+        ]
     return None, words, machine
 
 
@@ -38,8 +48,14 @@ def planned(file, words, machine, changed):
 def check_arithmetic(plan):
     trainers, slots = plan.num_devices, plan.micro_batch_slots
     assert plan.micro_batch_to_train == plan.per_device_batch_size * trainers
-    assert plan.global_batch_to_train == plan.micro_batch_to_train * plan.gradient_accumulation_steps
-    assert plan.global_batch_to_load >= plan.global_batch_to_train * plan.expansion_factor_real_data
+    assert (
+        plan.global_batch_to_train
+        == plan.micro_batch_to_train * plan.gradient_accumulation_steps
+    )
+    assert (
+        plan.global_batch_to_load
+        >= plan.global_batch_to_train * plan.expansion_factor_real_data
+    )
     assert slots % plan.layout_shards == slots % plan.batch_shards == 0
     assert slots % plan.num_hosts == slots % plan.num_pipeline_microbatches == 0
     assert slots >= plan.micro_batch_to_train >= 1
@@ -55,14 +71,26 @@ def test_a_random_config_plans_or_names_changes_that_plan():
     for _ in range(60):
         file, words, machine = asked(rng)
         plan, problems = planned(file, words, machine, {})
-        for gone in [problem.partition("=")[0] for problem in problems if "Nearest" not in problem]:
-            words = [word for word in words if word.partition("=")[0] != gone]  # nothing but to remove it
+        for gone in [
+            problem.partition("=")[0]
+            for problem in problems
+            if "Nearest" not in problem
+        ]:
+            words = [
+                word for word in words if word.partition("=")[0] != gone
+            ]  # nothing but to remove it
         plan, problems = planned(file, words, machine, {})
         if plan is None:
             named = [changes(problem) for problem in problems]
             for change in named[0] if len(named) == 1 else ():
-                assert not planned(file, words, machine, change)[1], (words, machine, change)
-            together = {key: value for first, *_ in named for key, value in first.items()}
+                assert not planned(file, words, machine, change)[1], (
+                    words,
+                    machine,
+                    change,
+                )
+            together = {
+                key: value for first, *_ in named for key, value in first.items()
+            }
             plan, problems = planned(file, words, machine, together)
             assert not problems, (words, machine, together)
         else:

@@ -23,35 +23,66 @@ from tests.source_tree import REPOSITORY
 
 BFLOAT16 = "dtype=bfloat16"
 CPU, BARE = Accelerator("cpu"), Accelerator("gpu", "9.0")  # without tokamax
-H100, B200 = (Accelerator("gpu", capability, TOKAMAX_VERSIONS[-1]) for capability in ("9.0", "10.0"))
+H100, B200 = (
+    Accelerator("gpu", capability, TOKAMAX_VERSIONS[-1])
+    for capability in ("9.0", "10.0")
+)
 A100 = Accelerator("gpu", "8.0", TOKAMAX_VERSIONS[0])
-DEVICES = {"a100": A100, "h100": H100, "b200": B200, "bare": BARE, "tpu": Accelerator("tpu"), "cpu": CPU}
-TABLE = yaml.safe_load((REPOSITORY / "tests" / "config" / "kernels.yml").read_text(encoding="utf-8"))
+DEVICES = {
+    "a100": A100,
+    "h100": H100,
+    "b200": B200,
+    "bare": BARE,
+    "tpu": Accelerator("tpu"),
+    "cpu": CPU,
+}
+TABLE = yaml.safe_load(
+    (REPOSITORY / "tests" / "config" / "kernels.yml").read_text(encoding="utf-8")
+)
 MODELS = sorted(path.stem for path in (REPOSITORY / "configs" / "models").glob("*.yml"))
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("row", TABLE["attention"], ids=lambda row: f"{row['device']} {row['keys']}")
+@pytest.mark.parametrize(
+    "row", TABLE["attention"], ids=lambda row: f"{row['device']} {row['keys']}"
+)
 def test_auto_names_a_kernel_that_runs_and_does_what_the_layers_need(row):
     config, shards = load_config(None, row["keys"]), row.get("shards", 1)
     device = DEVICES.get(row["device"]) or Accelerator(*row["device"].split())
     choice = attention_kernel(config, device, shards)
-    assert choice.name == choice.to_json()["name"] == planned_kernel(config, device, shards).name == row["kernel"]
+    assert (
+        choice.name
+        == choice.to_json()["name"]
+        == planned_kernel(config, device, shards).name
+        == row["kernel"]
+    )
     reasons = row.get("passed_over")
     if reasons is not None:
         assert choice.passed_over.keys() == reasons.keys()
-        assert all(reason in choice.passed_over[name] for name, reason in reasons.items())
+        assert all(
+            reason in choice.passed_over[name] for name, reason in reasons.items()
+        )
         assert all(str(choice).count(name) == 1 for name in (choice.name, *reasons))
 
 
 def test_every_shipped_model_has_a_fused_kernel_on_hopper_and_blackwell_and_plain_ones_everywhere():
     plain = set()
     for name in MODELS:
-        words = [f"model_name={name}", "max_target_length=8192", BFLOAT16, "dataset_path=x",
-                 "tokenizer_type=huggingface", "tokenizer_path=x",
-                 *(["trainable_position_size=8192"] if "gpt2" in name else ())]
+        words = [
+            f"model_name={name}",
+            "max_target_length=8192",
+            BFLOAT16,
+            "dataset_path=x",
+            "tokenizer_type=huggingface",
+            "tokenizer_path=x",
+            *(["trainable_position_size=8192"] if "gpt2" in name else ()),
+        ]
         config = load_config(None, words)
-        assert attention_kernel(config, H100).name == attention_kernel(config, B200).name == "tokamax_mosaic"
+        assert (
+            attention_kernel(config, H100).name
+            == attention_kernel(config, B200).name
+            == "tokamax_mosaic"
+        )
         elsewhere = attention_kernel(config, A100).name
         assert elsewhere in ("pallas_mha", "dot_product")
         if elsewhere == "pallas_mha":
@@ -61,32 +92,63 @@ def test_every_shipped_model_has_a_fused_kernel_on_hopper_and_blackwell_and_plai
 
 def test_a_plan_takes_a_kernel_that_is_named_at_its_word_and_assumes_tokamax():
     for name in KERNELS:
-        assert load_config(None, [f"attention={name}", BFLOAT16, "packing=false"]).attention == name
+        assert (
+            load_config(
+                None, [f"attention={name}", BFLOAT16, "packing=false"]
+            ).attention
+            == name
+        )
     config = load_config(None, ["attention=splash", BFLOAT16])
     assert planned_kernel(config, CPU, 1) == KernelChoice("splash")
-    planned = attention_kernel(load_config(None, [BFLOAT16]), Accelerator.planned("gpu"))
+    planned = attention_kernel(
+        load_config(None, [BFLOAT16]), Accelerator.planned("gpu")
+    )
     assert planned.to_json() == {
-        "name": "tokamax_mosaic", "passed_over": {}, "assumed": "compute capability 9.0 with tokamax",
+        "name": "tokamax_mosaic",
+        "passed_over": {},
+        "assumed": "compute capability 9.0 with tokamax",
     }
 
 
-@pytest.mark.parametrize(("name", "accelerator", "shards", "nearest"), [
-    ("splash", CPU, 1, "dot_product"), ("cudnn_masked", H100, 2, "tokamax_mosaic"),
-    ("tokamax_mosaic", Accelerator("gpu", "8.0"), 1, "pallas_mha"),
-])
+@pytest.mark.parametrize(
+    ("name", "accelerator", "shards", "nearest"),
+    [
+        ("splash", CPU, 1, "dot_product"),
+        ("cudnn_masked", H100, 2, "tokamax_mosaic"),
+        ("tokamax_mosaic", Accelerator("gpu", "8.0"), 1, "pallas_mha"),
+    ],
+)
 def test_a_kernel_that_does_not_run_here_is_refused(name, accelerator, shards, nearest):
-    with pytest.raises(ValueError, match=rf"^attention={name} .*Nearest that works: {nearest}\.$"):
-        attention_kernel(load_config(None, [f"attention={name}", BFLOAT16]), accelerator, shards)
+    with pytest.raises(
+        ValueError, match=rf"^attention={name} .*Nearest that works: {nearest}\.$"
+    ):
+        attention_kernel(
+            load_config(None, [f"attention={name}", BFLOAT16]), accelerator, shards
+        )
 
 
 def test_what_each_kernel_lacks():
-    needs = Needs(head_dim=64, window=True, soft_cap=2.0, sinks=True, values_differ=True, documents=True)
+    needs = Needs(
+        head_dim=64,
+        window=True,
+        soft_cap=2.0,
+        sinks=True,
+        values_differ=True,
+        documents=True,
+    )
     words = ("documents", "windows", "soft cap", "sinks", "another width")
-    found = {name: [word for word in words if word in " ".join(lacking(name, needs))] for name in KERNELS}
+    found = {
+        name: [word for word in words if word in " ".join(lacking(name, needs))]
+        for name in KERNELS
+    }
     of_scores = ["soft cap", "sinks", "another width"]
     assert found == {
-        "cudnn_flash": ["documents", *of_scores], "pallas_mha": ["windows", *of_scores], "cudnn_masked": of_scores,
-        "splash": [], "dot_product": [], "tokamax_mosaic": [],
+        "cudnn_flash": ["documents", *of_scores],
+        "pallas_mha": ["windows", *of_scores],
+        "cudnn_masked": of_scores,
+        "splash": [],
+        "dot_product": [],
+        "tokamax_mosaic": [],
     }
 
 
@@ -96,37 +158,61 @@ def test_what_is_installed_is_found_without_importing_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr("importlib.metadata.version", lambda name: f"{name} 7")
     assert installed_tokamax() == Accelerator.of("gpu").tokamax == "tokamax 7"
-    assert Accelerator.planned("gpu").tokamax == TOKAMAX_VERSIONS[-1]  # for another machine, where an extra installs it
+    assert (
+        Accelerator.planned("gpu").tokamax == TOKAMAX_VERSIONS[-1]
+    )  # for another machine, where an extra installs it
     assert Accelerator.of(BARE) is Accelerator.planned(BARE) is BARE
 
 
 # ---- Experts: the kernel of their matmuls, and the exchange of tokens between devices ------------------------------
 
 
-@pytest.mark.parametrize(("accelerator", "dtype", "kernel"), [
-    (Accelerator("cpu", tokamax="0.0.17"), "bfloat16", "ragged_dot"),
-    (Accelerator("tpu", tokamax="0.0.17"), "bfloat16", "megablox"),
-    (Accelerator("gpu", "9.0", "0.0.17"), "bfloat16", "tokamax"),
-    (Accelerator("gpu", "9.0", "0.0.12"), "float16", "tokamax"),
-    (Accelerator("gpu", "9.0", "0.0.13"), "float16", "blocks"),  # an untested version
-    (Accelerator("gpu", "8.0", "0.0.17"), "float16", "blocks"),
-    (Accelerator("gpu", "10.0", "0.0.17"), "bfloat16", "blocks"),
-    (Accelerator("gpu", "9.0", "0.0.17"), "float32", "blocks"),
-    (Accelerator("gpu", "9.0"), "bfloat16", "blocks"),
-])
+@pytest.mark.parametrize(
+    ("accelerator", "dtype", "kernel"),
+    [
+        (Accelerator("cpu", tokamax="0.0.17"), "bfloat16", "ragged_dot"),
+        (Accelerator("tpu", tokamax="0.0.17"), "bfloat16", "megablox"),
+        (Accelerator("gpu", "9.0", "0.0.17"), "bfloat16", "tokamax"),
+        (Accelerator("gpu", "9.0", "0.0.12"), "float16", "tokamax"),
+        (
+            Accelerator("gpu", "9.0", "0.0.13"),
+            "float16",
+            "blocks",
+        ),  # an untested version
+        (Accelerator("gpu", "8.0", "0.0.17"), "float16", "blocks"),
+        (Accelerator("gpu", "10.0", "0.0.17"), "bfloat16", "blocks"),
+        (Accelerator("gpu", "9.0", "0.0.17"), "float32", "blocks"),
+        (Accelerator("gpu", "9.0"), "bfloat16", "blocks"),
+    ],
+)
 def test_each_platform_has_its_kernel_for_experts(accelerator, dtype, kernel):
     assert grouped_matmul_kernel(accelerator, dtype) == kernel
 
 
-@pytest.mark.parametrize(("axis", "chosen", "element_bytes", "rows"), [
-    (8, 2, 2, 1280),  # 4096 x 2 / 8 x 5/4
-    (8, 8, 2, 5120),  # 2 x 7 x 5,120 x 2 bytes for each dim, against 7 x 4,096 x (2 + 4)
-    (4, 8, 2, None),  # ten rows both ways against four tokens and six bytes
-    (8, 8, 4, None),
-    (2, 1, 2, 2560),
-    (64, 64, 2, 4096),  # one expert each: a token comes once, or not at all
-    (1, 8, 2, None),
-])
-def test_tokens_are_exchanged_where_that_moves_fewer_bytes(axis, chosen, element_bytes, rows):
-    sizes = {"num_tokens": 4096, "num_per_token": chosen, "num_experts": 64, "num_shards": axis}
+@pytest.mark.parametrize(
+    ("axis", "chosen", "element_bytes", "rows"),
+    [
+        (8, 2, 2, 1280),  # 4096 x 2 / 8 x 5/4
+        (
+            8,
+            8,
+            2,
+            5120,
+        ),  # 2 x 7 x 5,120 x 2 bytes for each dim, against 7 x 4,096 x (2 + 4)
+        (4, 8, 2, None),  # ten rows both ways against four tokens and six bytes
+        (8, 8, 4, None),
+        (2, 1, 2, 2560),
+        (64, 64, 2, 4096),  # one expert each: a token comes once, or not at all
+        (1, 8, 2, None),
+    ],
+)
+def test_tokens_are_exchanged_where_that_moves_fewer_bytes(
+    axis, chosen, element_bytes, rows
+):
+    sizes = {
+        "num_tokens": 4096,
+        "num_per_token": chosen,
+        "num_experts": 64,
+        "num_shards": axis,
+    }
     assert exchanged_rows(**sizes, element_bytes=element_bytes) == rows

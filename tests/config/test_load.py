@@ -49,7 +49,11 @@ def test_base_yml_is_the_default_and_holds_every_default(monkeypatch):
     assert set(config.origins.values()) == {"base.yml"}
     assert config.steps == written["steps"] == 250
     assert config == load_config("configs/base.yml") == load_config("base.yml")
-    rl = yaml.safe_load((packaged_directory("configs") / "post_train" / "rl.yml").read_text(encoding="utf-8"))
+    rl = yaml.safe_load(
+        (packaged_directory("configs") / "post_train" / "rl.yml").read_text(
+            encoding="utf-8"
+        )
+    )
     assert [key for key in rl if key not in (*KEYS, "base")] == list(RL_KEYS)
 
 
@@ -59,20 +63,32 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_its_base(here):
     Path("my.yml").write_text("base: deep.yml\nseed: 2\nlog_period: 2\n")
     config = load_config("my.yml", ["log_period=4", "log_period=3"])
     assert (config.steps, config.seed, config.log_period) == (10, 2, 3)
-    assert [config.origins[key] for key in ("checkpoint_period", "steps", "seed", "log_period")] == [
-        "base.yml", "deep.yml", "my.yml", "command line",
+    assert [
+        config.origins[key]
+        for key in ("checkpoint_period", "steps", "seed", "log_period")
+    ] == [
+        "base.yml",
+        "deep.yml",
+        "my.yml",
+        "command line",
     ]
 
 
 def test_a_model_file_lies_between_base_yml_and_what_the_user_states(here):
     Path("my.yml").write_text("base_num_decoder_layers: 2\n")
     config = load_config("my.yml", ["model_name=llama3-8b", "head_dim=64"])
-    assert (config.base_emb_dim, config.base_num_decoder_layers, config.head_dim) == (4096, 2, 64)
+    assert (config.base_emb_dim, config.base_num_decoder_layers, config.head_dim) == (
+        4096,
+        2,
+        64,
+    )
     assert config.origins["base_emb_dim"] == "models/llama3-8b.yml"
     assert config.origins["base_num_decoder_layers"] == "my.yml"
 
 
-def test_a_model_of_the_working_directory_is_found_and_a_resolved_config_does_not_need_it(here, monkeypatch):
+def test_a_model_of_the_working_directory_is_found_and_a_resolved_config_does_not_need_it(
+    here, monkeypatch
+):
     Path("configs/models").mkdir(parents=True)
     Path("configs/models/mine.yml").write_text("base_emb_dim: 64\n")
     config = load_config(None, ["model_name=mine"])
@@ -81,15 +97,26 @@ def test_a_model_of_the_working_directory_is_found_and_a_resolved_config_does_no
     (here / "elsewhere").mkdir()
     monkeypatch.chdir(here / "elsewhere")
     assert load_config(here / "config.yml") == config
-    assert load_config(here / "config.yml", ["model_name=mine", "steps=5"]).base_emb_dim == 64
-    assert "model_name=other" in problems_of(here / "config.yml", ["model_name=other"])[0]
+    assert (
+        load_config(here / "config.yml", ["model_name=mine", "steps=5"]).base_emb_dim
+        == 64
+    )
+    assert (
+        "model_name=other" in problems_of(here / "config.yml", ["model_name=other"])[0]
+    )
 
 
-def test_a_base_is_looked_for_beside_the_file_then_at_home_and_among_the_shipped_ones(here, monkeypatch):
+def test_a_base_is_looked_for_beside_the_file_then_at_home_and_among_the_shipped_ones(
+    here, monkeypatch
+):
     monkeypatch.setenv("HOME", str(here / "home"))
     for name, text in {
-        "sub/base.yml": "seed: 5\n", "sub/my.yml": "base: base.yml\n", "my.yml": "base: configs/base.yml\nsteps: 30\n",
-        "home/mine.yml": "steps: 7\n", "of_home.yml": "base: ~/mine.yml\n", "base.yml": "base: base.yml\nseed: 3\n",
+        "sub/base.yml": "seed: 5\n",
+        "sub/my.yml": "base: base.yml\n",
+        "my.yml": "base: configs/base.yml\nsteps: 30\n",
+        "home/mine.yml": "steps: 7\n",
+        "of_home.yml": "base: ~/mine.yml\n",
+        "base.yml": "base: base.yml\nseed: 3\n",
     }.items():
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_text(text)
@@ -105,7 +132,9 @@ def test_a_file_of_a_shipped_name_is_the_users_own(here):
     own.write_text("base: base.yml\nsteps: 7\n")
     assert not isinstance(load_config("post_train/rl.yml"), RLRunConfig)
     assert load_config("post_train/rl.yml").steps == 7
-    own.write_text("base: post_train/rl.yml\nsteps: 7\n")  # the shipped file: there is none beside it
+    own.write_text(
+        "base: post_train/rl.yml\nsteps: 7\n"
+    )  # the shipped file: there is none beside it
     assert isinstance(load_config("post_train/rl.yml"), RLRunConfig)
 
 
@@ -115,7 +144,10 @@ def test_an_empty_file_is_a_config(here):
 
 
 def test_only_files_inside_the_shipped_directory_are_shipped_files():
-    assert packaged_file("configs", "configs/base.yml") == packaged_directory("configs") / "base.yml"
+    assert (
+        packaged_file("configs", "configs/base.yml")
+        == packaged_directory("configs") / "base.yml"
+    )
     assert packaged_file("configs", "../pyproject.toml") is None
     assert packaged_file("configs", "nothing.yml") is None
     assert packaged_file("assets", "shakespeare.jsonl.gz").is_file()
@@ -123,33 +155,59 @@ def test_only_files_inside_the_shipped_directory_are_shipped_files():
 
 def test_a_wheel_finds_its_configs_from_any_directory(tmp_path):
     package = tmp_path / "site" / "maxtext_lite"
-    shutil.copytree(REPOSITORY / "maxtext_lite", package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        REPOSITORY / "maxtext_lite",
+        package,
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
     shutil.copytree(REPOSITORY / "configs", package / "configs")
     program = (
         "import maxtext_lite; print(maxtext_lite.load_config('configs/models/llama3-8b.yml').base_emb_dim,"
         "maxtext_lite.load_config(None, ['model_name=smollm2-135m']).base_emb_dim, maxtext_lite.__file__)"
     )
-    command, environment = [sys.executable, "-c", program], os.environ | {"PYTHONPATH": str(tmp_path / "site")}
-    said = subprocess.check_output(command, cwd=tmp_path, env=environment, text=True, timeout=120)
+    command, environment = (
+        [sys.executable, "-c", program],
+        os.environ | {"PYTHONPATH": str(tmp_path / "site")},
+    )
+    said = subprocess.check_output(
+        command, cwd=tmp_path, env=environment, text=True, timeout=120
+    )
     assert said.split() == ["4096", "576", str(package / "__init__.py")]
 
 
 # ---- What is no config ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("content", "named"), [
-    (b"stps: 30\nxyzzy: 1\n", ["'stps'", "'xyzzy'"]), (b"steps: " + b"[" * 9000, ["my.yml"]),
-    (b"\xff\xfe", ["my.yml"]), (b"\x00\x01\x02" * 9, ["my.yml"]), (b"#" * (2**22 + 1), ["my.yml has 4,194,305"]),
-    (b"a: &a [1]\n" + b"".join(b"b%d: &%c [%s]\n" % (i, 98 + i, b", ".join([b"*%c" % (97 + i)] * 9))
-                               for i in range(9)), ["my.yml"]),  # aliases of aliases
-    (b"".join(b"key%d: 1\n" % number for number in range(30)), ["'key"] * 20 + ["10 more"]),
-])
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (b"stps: 30\nxyzzy: 1\n", ["'stps'", "'xyzzy'"]),
+        (b"steps: " + b"[" * 9000, ["my.yml"]),
+        (b"\xff\xfe", ["my.yml"]),
+        (b"\x00\x01\x02" * 9, ["my.yml"]),
+        (b"#" * (2**22 + 1), ["my.yml has 4,194,305"]),
+        (
+            b"a: &a [1]\n"
+            + b"".join(
+                b"b%d: &%c [%s]\n" % (i, 98 + i, b", ".join([b"*%c" % (97 + i)] * 9))
+                for i in range(9)
+            ),
+            ["my.yml"],
+        ),  # aliases of aliases
+        (
+            b"".join(b"key%d: 1\n" % number for number in range(30)),
+            ["'key"] * 20 + ["10 more"],
+        ),
+    ],
+)
 def test_what_is_no_config_is_refused_by_its_file_or_key(here, content, named):
     """As are the files of refusals.yml."""
     Path("my.yml").write_bytes(content)
     problems = problems_of("my.yml")
     assert len(problems) == len(named), problems
-    assert all(word in problem for word, problem in zip(named, problems, strict=True)), problems
+    assert all(
+        word in problem for word, problem in zip(named, problems, strict=True)
+    ), problems
 
 
 @pytest.mark.parametrize("name", ["a" * 5000, "a\0b", "\ud800", "x/" * 3000])
@@ -161,11 +219,28 @@ def test_a_name_that_no_file_can_have_is_refused_in_a_line(here, name):
         assert problem.isprintable()
 
 
-def test_all_problems_are_reported_at_once_and_each_with_the_value_that_suits_the_others(here):
+def test_all_problems_are_reported_at_once_and_each_with_the_value_that_suits_the_others(
+    here,
+):
     Path("my.yml").write_text("stps: 30\nseed: 1.5\nseed: 2.5\nbase_num_kv_heads: 3\n")
-    words = ["steps=many", "optimizer=adam", "nonsense", "base_num_query_heads=true", "scale_adam_with_batch=true"]
-    named = ["'seed'", "'nonsense'", "'stps'", "steps=many", "base_num_query_heads=true", "base_num_kv_heads=3",
-             "seed=2.5", "optimizer=adam", "scale_adam_with_batch=true"]
+    words = [
+        "steps=many",
+        "optimizer=adam",
+        "nonsense",
+        "base_num_query_heads=true",
+        "scale_adam_with_batch=true",
+    ]
+    named = [
+        "'seed'",
+        "'nonsense'",
+        "'stps'",
+        "steps=many",
+        "base_num_query_heads=true",
+        "base_num_kv_heads=3",
+        "seed=2.5",
+        "optimizer=adam",
+        "scale_adam_with_batch=true",
+    ]
     problems = problems_of("my.yml", words)
     assert len(problems) == len(named)
     assert all(any(name in problem for problem in problems) for name in named), problems
@@ -189,19 +264,57 @@ def test_a_directory_or_a_broken_link_is_not_a_misspelt_name(here):
 
 
 PIECES = (
-    "steps", "run_name", ": ", "- ", "\n", "  ", "[", "]", "{", "}", "&a ", "*a ", "<<: ", "!!python/object:os.system ",
-    "!!binary ", "!!set ", "? ", "| ", "'", '"', "#", "---\n", "1", "1e999", "0x1F", "2024-01-01", "~", "\t", "@", "\0",
+    "steps",
+    "run_name",
+    ": ",
+    "- ",
+    "\n",
+    "  ",
+    "[",
+    "]",
+    "{",
+    "}",
+    "&a ",
+    "*a ",
+    "<<: ",
+    "!!python/object:os.system ",
+    "!!binary ",
+    "!!set ",
+    "? ",
+    "| ",
+    "'",
+    '"',
+    "#",
+    "---\n",
+    "1",
+    "1e999",
+    "0x1F",
+    "2024-01-01",
+    "~",
+    "\t",
+    "@",
+    "\0",
 )
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
     st.lists(st.sampled_from(PIECES) | st.text(max_size=5), max_size=14).map("".join)
-    | st.dictionaries(st.sampled_from(sorted(RLRunConfig.model_fields)), VALUES, max_size=3).map(json.dumps)
+    | st.dictionaries(
+        st.sampled_from(sorted(RLRunConfig.model_fields)), VALUES, max_size=3
+    ).map(json.dumps)
     | st.binary(max_size=30)
 )
 def test_any_document_is_a_config_or_refused(tmp_path, document):
     file = tmp_path / "any.yml"
-    file.write_bytes(document if isinstance(document, bytes) else document.encode("utf-8", "surrogatepass"))
+    file.write_bytes(
+        document
+        if isinstance(document, bytes)
+        else document.encode("utf-8", "surrogatepass")
+    )
     with contextlib.suppress(UserError):
         load_config(file)

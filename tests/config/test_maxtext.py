@@ -9,34 +9,71 @@ from maxtext_lite.config.errors import setting_text
 from maxtext_lite.config.maxtext import maxtext_defaults, maxtext_models, translate
 from tests.source_tree import REPOSITORY
 
-BASE_KEYS = (REPOSITORY / "tests" / "maxtext_base_keys.txt").read_text(encoding="utf-8").split()  # of MaxText 0.2.5
-TABLE = yaml.safe_load((REPOSITORY / "tests" / "config" / "maxtext.yml").read_text(encoding="utf-8"))
+BASE_KEYS = (
+    (REPOSITORY / "tests" / "maxtext_base_keys.txt").read_text(encoding="utf-8").split()
+)  # of MaxText 0.2.5
+TABLE = yaml.safe_load(
+    (REPOSITORY / "tests" / "config" / "maxtext.yml").read_text(encoding="utf-8")
+)
 
 
 def config_of(stated, num_devices=None):
     found = translate(stated, num_devices=num_devices)
-    return load_config(None, [f"{key}={setting_text(value)}" for key, value in found.values.items()])
+    return load_config(
+        None, [f"{key}={setting_text(value)}" for key, value in found.values.items()]
+    )
 
 
-@pytest.mark.parametrize(("stated", "num_devices", "rows"), [
-    ({}, 8, 96),
-    ({"per_device_batch_size": 8.0, "gradient_accumulation_steps": 2}, 8, 128),
-    ({"per_device_batch_size": 0.3, "gradient_accumulation_steps": 4}, 8, 8),  # 2.4 rows are 2
-    ({"per_device_batch_size": 1.3}, 8, 10),
-    # 28.999999999999996 in floating point
-    ({"per_device_batch_size": 0.29, "ici_fsdp_parallelism": 1, "ici_data_parallelism": -1}, 100, 28),
-])
+@pytest.mark.parametrize(
+    ("stated", "num_devices", "rows"),
+    [
+        ({}, 8, 96),
+        ({"per_device_batch_size": 8.0, "gradient_accumulation_steps": 2}, 8, 128),
+        (
+            {"per_device_batch_size": 0.3, "gradient_accumulation_steps": 4},
+            8,
+            8,
+        ),  # 2.4 rows are 2
+        ({"per_device_batch_size": 1.3}, 8, 10),
+        # 28.999999999999996 in floating point
+        (
+            {
+                "per_device_batch_size": 0.29,
+                "ici_fsdp_parallelism": 1,
+                "ici_data_parallelism": -1,
+            },
+            100,
+            28,
+        ),
+    ],
+)
 def test_a_step_trains_on_as_many_rows_as_in_maxtext(stated, num_devices, rows):
-    assert make_plan(config_of(stated, num_devices), num_devices=num_devices).global_batch_to_train == rows
+    assert (
+        make_plan(
+            config_of(stated, num_devices), num_devices=num_devices
+        ).global_batch_to_train
+        == rows
+    )
 
 
 def test_loads_and_ramps_are_those_of_maxtext():
-    stated = {"per_device_batch_size": 2, "gradient_accumulation_steps": 4, "expansion_factor_real_data": 2.0}
+    stated = {
+        "per_device_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+        "expansion_factor_real_data": 2.0,
+    }
     plan = make_plan(config_of(stated), num_devices=8, num_hosts=8)
     assert (plan.global_batch_to_train, plan.global_batch_to_load) == (64, 128)
-    ramp = make_plan(config_of({"enable_rampup_batch_size": True, "steps": 100}), num_devices=8).rampup
-    assert [(stage.global_batch_to_train, stage.num_steps) for stage in ramp.stages] == [
-        (32, 4), (48, 3), (64, 2), (80, 2),
+    ramp = make_plan(
+        config_of({"enable_rampup_batch_size": True, "steps": 100}), num_devices=8
+    ).rampup
+    assert [
+        (stage.global_batch_to_train, stage.num_steps) for stage in ramp.stages
+    ] == [
+        (32, 4),
+        (48, 3),
+        (64, 2),
+        (80, 2),
     ]
 
 
@@ -52,7 +89,10 @@ def test_every_key_of_maxtext_s_base_yml_is_known_and_no_other():
 def test_every_named_model_has_a_file():
     assert len(maxtext_models()) == 52
     for ours, besides in maxtext_models().values():
-        assert ours == "default" or (REPOSITORY / "configs" / "models" / f"{ours}.yml").is_file()
+        assert (
+            ours == "default"
+            or (REPOSITORY / "configs" / "models" / f"{ours}.yml").is_file()
+        )
         assert besides.keys() <= Config.model_fields.keys()
 
 
@@ -72,7 +112,11 @@ def test_what_has_no_equivalent_is_listed(stated):
 @pytest.mark.parametrize("row", TABLE["noted"], ids=lambda row: str(row["stated"]))
 def test_what_differs_is_said(row):
     before = translate({}).notes
-    assert any(row["part"] in note for note in translate(row["stated"]).notes if note not in before)
+    assert any(
+        row["part"] in note
+        for note in translate(row["stated"]).notes
+        if note not in before
+    )
 
 
 @pytest.mark.parametrize("stated", TABLE["refused"], ids=str)

@@ -8,11 +8,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxtext_lite.config import KEYS, Mla, Remat, RopeScaling, SourceList, UserError, load_config, remat_of, single_path
+from maxtext_lite.config import (
+    KEYS,
+    Mla,
+    Remat,
+    RopeScaling,
+    SourceList,
+    UserError,
+    load_config,
+    remat_of,
+    single_path,
+)
 from maxtext_lite.config.errors import WrongType
 from maxtext_lite.config.field_types import exact
 from maxtext_lite.config.rl_rules import reward_names, reward_weights
-from maxtext_lite.config.sections import PROJECTIONS, QKV, REMAT_POLICIES, REMAT_TENSORS, listed
+from maxtext_lite.config.sections import (
+    PROJECTIONS,
+    QKV,
+    REMAT_POLICIES,
+    REMAT_TENSORS,
+    listed,
+)
 from maxtext_lite.config.shown import TracedSteps, require_trackers, tracker_names
 from maxtext_lite.config.source_list import is_source_list, name_of_path
 from maxtext_lite.config.violation import divisors, divisors_of, multiples, one_of
@@ -26,29 +42,70 @@ def value_of(word, file=None):
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize(("word", "value"), [
-    ("per_device_batch_size=1/3", Fraction(1, 3)), ("per_device_batch_size=0.29", Fraction(29, 100)),
-    ("per_device_batch_size=1e-3", Fraction(1, 1000)), ("per_device_batch_size=16.0", 16),
-    ("packing=true", True), ("packing=concat", True), ("packing=none", False), ("packing=best_fit", "best_fit"),
-    ("run_name=007", "007"), ("run_name='a b'", "a b"), ("run_name=a=b", "a=b"), ("run_name=#5", "#5"),
-    ("remat_policy=none", "none"), ("tokenizer_path=", ""), ("tokenizer_path=''", ""),
-    # Of a text nothing is dropped, and a local path may hold colons.
-    *((f"dataset_path={text}", text) for text in (
-        "r1 #2", "'r1' #2", "!!str 5", "&a x", "x: y", "*.txt", "[ab]*.txt", "[ab]", "[a.txt]", "007")),
-    *((f"base_output_directory={path}", path) for path in (
-        "./gs:/bucket", "/a/b:/c", "gs:bucket", "a b:/c", "1:/x", "runs/2026-01-01T10:00", "gs://bucket/runs")),
-    ("mla={}", None), ("rope_scaling={}", None),
-    ("rope_scaling={rope_type: llama3, factor: 8, low_freq_factor: 1, high_freq_factor: 4, "
-     "original_max_position_embeddings: 64}",
-     RopeScaling("llama3", 8.0, 64, low_freq_factor=1.0, high_freq_factor=4.0)),
-])
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("per_device_batch_size=1/3", Fraction(1, 3)),
+        ("per_device_batch_size=0.29", Fraction(29, 100)),
+        ("per_device_batch_size=1e-3", Fraction(1, 1000)),
+        ("per_device_batch_size=16.0", 16),
+        ("packing=true", True),
+        ("packing=concat", True),
+        ("packing=none", False),
+        ("packing=best_fit", "best_fit"),
+        ("run_name=007", "007"),
+        ("run_name='a b'", "a b"),
+        ("run_name=a=b", "a=b"),
+        ("run_name=#5", "#5"),
+        ("remat_policy=none", "none"),
+        ("tokenizer_path=", ""),
+        ("tokenizer_path=''", ""),
+        # Of a text nothing is dropped, and a local path may hold colons.
+        *(
+            (f"dataset_path={text}", text)
+            for text in (
+                "r1 #2",
+                "'r1' #2",
+                "!!str 5",
+                "&a x",
+                "x: y",
+                "*.txt",
+                "[ab]*.txt",
+                "[ab]",
+                "[a.txt]",
+                "007",
+            )
+        ),
+        *(
+            (f"base_output_directory={path}", path)
+            for path in (
+                "./gs:/bucket",
+                "/a/b:/c",
+                "gs:bucket",
+                "a b:/c",
+                "1:/x",
+                "runs/2026-01-01T10:00",
+                "gs://bucket/runs",
+            )
+        ),
+        ("mla={}", None),
+        ("rope_scaling={}", None),
+        (
+            "rope_scaling={rope_type: llama3, factor: 8, low_freq_factor: 1, high_freq_factor: 4, "
+            "original_max_position_embeddings: 64}",
+            RopeScaling("llama3", 8.0, 64, low_freq_factor=1.0, high_freq_factor=4.0),
+        ),
+    ],
+)
 def test_a_value_is_what_the_user_wrote(word, value):
     found = value_of(word)
     assert found == value
     assert isinstance(found, bool) == isinstance(value, bool)
 
 
-@pytest.mark.parametrize("value", [True, None, "x", "0.5", [1], float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "value", [True, None, "x", "0.5", [1], float("nan"), float("inf")]
+)
 def test_what_is_no_number_is_no_batch_number(value):
     with pytest.raises(WrongType):
         exact(value)
@@ -60,7 +117,9 @@ def test_auto_leaves_the_accumulation_open_too_unless_somebody_states_it(tmp_pat
         return config.per_device_batch_size, config.gradient_accumulation_steps
 
     auto = "per_device_batch_size=auto"
-    assert keys(auto) == keys("per_device_batch_size=-1", "gradient_accumulation_steps=-1")
+    assert keys(auto) == keys(
+        "per_device_batch_size=-1", "gradient_accumulation_steps=-1"
+    )
     assert keys(auto, "gradient_accumulation_steps=2") == (-1, 2)
     path = tmp_path / "auto.yml"
     path.write_text("per_device_batch_size: auto\n")
@@ -68,21 +127,38 @@ def test_auto_leaves_the_accumulation_open_too_unless_somebody_states_it(tmp_pat
     assert keys("per_device_batch_size=4", file=path) == (4, 1)
 
 
-PATHS = ["base_output_directory", "load_parameters_path", "dataset_path", "eval_dataset_path", "tokenizer_path"]
+PATHS = [
+    "base_output_directory",
+    "load_parameters_path",
+    "dataset_path",
+    "eval_dataset_path",
+    "tokenizer_path",
+]
 
 
 @pytest.mark.parametrize("key", [*PATHS, "chat_template"])
 def test_a_url_that_is_not_read_or_written_is_refused_by_its_key(key):
     assert [key for key in KEYS if key.endswith(("_path", "_directory"))] == PATHS
-    for url in ("gs:/bucket", "hdfs://h:9/x", "abfs://c@a/x", "hf://u/m", "HTTPS://x/y", "a+b.c-d:/"):
-        with pytest.raises(UserError, match=f"^{key}={url.replace('+', '.')} ") as refused:
+    for url in (
+        "gs:/bucket",
+        "hdfs://h:9/x",
+        "abfs://c@a/x",
+        "hf://u/m",
+        "HTTPS://x/y",
+        "a+b.c-d:/",
+    ):
+        with pytest.raises(
+            UserError, match=f"^{key}={url.replace('+', '.')} "
+        ) as refused:
             load_config(None, [f"{key}={url}"])
         assert len(refused.value.problems) == 1
     with pytest.raises(UserError, match=r"Nearest that works: /a/b\."):
         load_config(None, ["base_output_directory=file:///a/b"])
 
 
-@pytest.mark.parametrize("key", ["base_output_directory=gs", "dataset_path=s3", "load_parameters_path=gs"])
+@pytest.mark.parametrize(
+    "key", ["base_output_directory=gs", "dataset_path=s3", "load_parameters_path=gs"]
+)
 def test_a_path_with_a_password_is_refused_without_it(key):
     with pytest.raises(UserError, match=key.partition("=")[0]) as refused:
         load_config(None, ["dataset_type=array_record", f"{key}://me:planted@bucket/x"])
@@ -92,13 +168,42 @@ def test_a_path_with_a_password_is_refused_without_it(key):
 # ---- YAML, as version 1.2 has it -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("text", "value"), [
-    ("1e-3", 0.001), ("1E5", 1e5), (".5", 0.5), ("5.", 5.0), ("-2", -2), ("+3", 3), ("010", 10), ("0o17", 15),
-    ("0x1F", 31), ("on", "on"), ("off", "off"), ("yes", "yes"), ("no", "no"), ("y", "y"), ("1_000", "1_000"),
-    ("1:30", "1:30"), ("2024-01-01", "2024-01-01"), ("true", True), ("False", False), ("~", None), ("null", None),
-    ("", None), ("none", "none"), ('"5"', "5"), ("'true'", "true"), ("[[1, 2], [3]]", [[1, 2], [3]]), ("1e", "1e"),
-    ("{a: 1}", {"a": 1}), ("!!seq [!!map {a: 1}]", [{"a": 1}]), ("-.inf", -math.inf), ("a # comment", "a"),
-])
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-3", 0.001),
+        ("1E5", 1e5),
+        (".5", 0.5),
+        ("5.", 5.0),
+        ("-2", -2),
+        ("+3", 3),
+        ("010", 10),
+        ("0o17", 15),
+        ("0x1F", 31),
+        ("on", "on"),
+        ("off", "off"),
+        ("yes", "yes"),
+        ("no", "no"),
+        ("y", "y"),
+        ("1_000", "1_000"),
+        ("1:30", "1:30"),
+        ("2024-01-01", "2024-01-01"),
+        ("true", True),
+        ("False", False),
+        ("~", None),
+        ("null", None),
+        ("", None),
+        ("none", "none"),
+        ('"5"', "5"),
+        ("'true'", "true"),
+        ("[[1, 2], [3]]", [[1, 2], [3]]),
+        ("1e", "1e"),
+        ("{a: 1}", {"a": 1}),
+        ("!!seq [!!map {a: 1}]", [{"a": 1}]),
+        ("-.inf", -math.inf),
+        ("a # comment", "a"),
+    ],
+)
 def test_scalars_are_those_of_yaml_1_2(text, value):
     parsed = parse_value(text).value
     assert parsed == value
@@ -113,17 +218,43 @@ def test_python_numbers_are_read_back(integer, number):
 
 def test_entries_come_in_order_with_duplicates_and_a_scalar_with_its_text():
     entries = parse_mapping("b: 1\na: x\nb: 2\n")
-    assert [(key, value.value) for key, value in entries] == [("b", 1), ("a", "x"), ("b", 2)]
+    assert [(key, value.value) for key, value in entries] == [
+        ("b", 1),
+        ("a", "x"),
+        ("b", 2),
+    ]
     assert parse_mapping("# nothing\n") == []
-    assert [parse_value(text).text for text in ("007", "'007'", "[1]")] == ["007", "007", None]
-    alone, beside = ["a", " a ", "'a # b'", '"a"\n', "~"], ["a # b", "'a' # b", "!!str a", "&a b", "", "# a", "[a]"]
-    assert [is_one_scalar(text) for text in (*alone, *beside)] == [True] * len(alone) + [False] * len(beside)
+    assert [parse_value(text).text for text in ("007", "'007'", "[1]")] == [
+        "007",
+        "007",
+        None,
+    ]
+    alone, beside = (
+        ["a", " a ", "'a # b'", '"a"\n', "~"],
+        ["a # b", "'a' # b", "!!str a", "&a b", "", "# a", "[a]"],
+    )
+    assert [is_one_scalar(text) for text in (*alone, *beside)] == [True] * len(
+        alone
+    ) + [False] * len(beside)
 
 
-@pytest.mark.parametrize("text", [
-    "[1", "&a [*a]", "*a", "!!python/name:os 1", "!foo {a: 1}", "[!foo [a]]", "{a: 1, b: 2, a: 3}",
-    "- a: 1\n  'a': 1\n", "\0", "a: b: c", "--- 1\n--- 2\n", "[" * 2000,
-])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[1",
+        "&a [*a]",
+        "*a",
+        "!!python/name:os 1",
+        "!foo {a: 1}",
+        "[!foo [a]]",
+        "{a: 1, b: 2, a: 3}",
+        "- a: 1\n  'a': 1\n",
+        "\0",
+        "a: b: c",
+        "--- 1\n--- 2\n",
+        "[" * 2000,
+    ],
+)
 def test_what_is_not_yaml_or_has_tags_or_a_key_twice_is_refused(text):
     with pytest.raises(ValueError, match=r"YAML|itself|tag|twice|nested"):
         parse_value(text)
@@ -136,58 +267,96 @@ def test_what_is_not_yaml_or_has_tags_or_a_key_twice_is_refused(text):
 
 
 def test_a_list_of_sources_has_exact_weights_and_names_by_default():
-    words = ("dataset_path=[{path: data/web.jsonl.gz, weight: 0.7}, {path: 'a: b/c', weight: 1/3, max_epochs: 2, "
-             'name: "d é"}, {path: 007, weight: 0x2}]')
+    words = (
+        "dataset_path=[{path: data/web.jsonl.gz, weight: 0.7}, {path: 'a: b/c', weight: 1/3, max_epochs: 2, "
+        'name: "d é"}, {path: 007, weight: 0x2}]'
+    )
     entries = value_of(words).entries
-    assert [(each.path, each.weight, each.max_epochs, each.name) for each in entries] == [
-        ("data/web.jsonl.gz", Fraction(7, 10), -1, "web"), ("a: b/c", Fraction(1, 3), 2, "d é"), ("007", 2, -1, "007"),
+    assert [
+        (each.path, each.weight, each.max_epochs, each.name) for each in entries
+    ] == [
+        ("data/web.jsonl.gz", Fraction(7, 10), -1, "web"),
+        ("a: b/c", Fraction(1, 3), 2, "d é"),
+        ("007", 2, -1, "007"),
     ]
     assert isinstance(value_of("dataset_path=[{path: a, weight: 1}]"), SourceList)
     assert single_path(value_of("dataset_path=[ab]*.txt")) == "[ab]*.txt"
-    names = {"data/web.jsonl.gz": "web", "data/web/": "web", "data/.hidden/": ".hidden", "a.b/c": "c", "/": "/"}
+    names = {
+        "data/web.jsonl.gz": "web",
+        "data/web/": "web",
+        "data/.hidden/": ".hidden",
+        "a.b/c": "c",
+        "/": "/",
+    }
     assert {path: name_of_path(path) for path in names} == names
-    assert [is_source_list(value) for value in ([{}], [], {}, ["a"], "a", None)] == [True] * 3 + [False] * 3
+    assert [is_source_list(value) for value in ([{}], [], {}, ["a"], "a", None)] == [
+        True
+    ] * 3 + [False] * 3
 
 
-@pytest.mark.parametrize(("names", "weights", "expected"), [
-    ("exact_answer", "", {"exact_answer": 1.0}),
-    ("exact_answer , m:f,", " ", {"exact_answer": 1.0, "m:f": 1.0}),
-    ("m:f,exact_answer", "-0.5, 2e-1", {"m:f": -0.5, "exact_answer": 0.2}),
-])
+@pytest.mark.parametrize(
+    ("names", "weights", "expected"),
+    [
+        ("exact_answer", "", {"exact_answer": 1.0}),
+        ("exact_answer , m:f,", " ", {"exact_answer": 1.0, "m:f": 1.0}),
+        ("m:f,exact_answer", "-0.5, 2e-1", {"m:f": -0.5, "exact_answer": 0.2}),
+    ],
+)
 def test_each_reward_function_has_its_weight(names, weights, expected):
     config = load_config(RL, [f"reward_functions={names}", f"reward_weights={weights}"])
-    assert dict(zip(reward_names(config), reward_weights(config), strict=True)) == expected
+    assert (
+        dict(zip(reward_names(config), reward_weights(config), strict=True)) == expected
+    )
 
 
 def test_a_prompt_template_may_have_lines(tmp_path):
     file = tmp_path / "mine.yml"
-    file.write_text('base: configs/post_train/rl.yml\nprompt_template: "Question: {prompt}\\nAnswer:\\t"\n')
+    file.write_text(
+        'base: configs/post_train/rl.yml\nprompt_template: "Question: {prompt}\\nAnswer:\\t"\n'
+    )
     assert load_config(file).prompt_template == "Question: {prompt}\nAnswer:\t"
 
 
 def test_trackers_may_be_a_list_or_a_text_and_need_their_extras(monkeypatch):
     words = ["tensorboard", "[tensorboard, wandb]", "wandb, mlflow", "[]", ""]
     assert [tracker_names(value_of(f"log_to={word}")) for word in words] == [
-        ["tensorboard"], ["tensorboard", "wandb"], ["wandb", "mlflow"], [], [],
+        ["tensorboard"],
+        ["tensorboard", "wandb"],
+        ["wandb", "mlflow"],
+        [],
+        [],
     ]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     require_trackers("tensorboard")
-    with pytest.raises(UserError, match=r"(?s)maxtext-lite\[wandb\].*maxtext-lite\[mlflow\]"):
+    with pytest.raises(
+        UserError, match=r"(?s)maxtext-lite\[wandb\].*maxtext-lite\[mlflow\]"
+    ):
         require_trackers("tensorboard,wandb,mlflow")
 
 
 def test_traced_steps_are_the_first_ones_or_a_range():
-    of = {word: TracedSteps.of(value_of(f"profiler_steps={word}")) for word in ("0", "5", "100-104")}
-    assert of == {"0": TracedSteps(0), "5": TracedSteps(5), "100-104": TracedSteps(steps=(100, 104))}
+    of = {
+        word: TracedSteps.of(value_of(f"profiler_steps={word}"))
+        for word in ("0", "5", "100-104")
+    }
+    assert of == {
+        "0": TracedSteps(0),
+        "5": TracedSteps(5),
+        "100-104": TracedSteps(steps=(100, 104)),
+    }
 
 
 LATENT = "mla={q_lora_rank: 0, kv_lora_rank: 16, qk_nope_head_dim: 12, qk_rope_head_dim: 4, v_head_dim: 8}"
 
 
-@pytest.mark.parametrize(("words", "rotary", "values"), [
-    (["head_dim=32"], 32, 32), (["head_dim=32", "partial_rotary_factor=0.25"], 8, 32),
-    ([LATENT, "base_num_kv_heads=8"], 4, 8),
-])
+@pytest.mark.parametrize(
+    ("words", "rotary", "values"),
+    [
+        (["head_dim=32"], 32, 32),
+        (["head_dim=32", "partial_rotary_factor=0.25"], 8, 32),
+        ([LATENT, "base_num_kv_heads=8"], 4, 8),
+    ],
+)
 def test_what_a_head_rotates_and_how_wide_its_values_are(words, rotary, values):
     config = load_config(None, words)
     assert (config.rotary_dim, config.value_dim) == (rotary, values)
@@ -202,7 +371,9 @@ def test_each_policy_keeps_known_tensors_once():
     assert of("remat_policy=full") == Remat(())
     assert of("remat_policy=save_qkv_proj") == Remat(QKV)
     assert of("remat_policy=minimal_offloaded") == Remat((), PROJECTIONS)
-    custom = of("remat_policy=custom", "remat_save=context, query_proj", "remat_offload=mlpwo")
+    custom = of(
+        "remat_policy=custom", "remat_save=context, query_proj", "remat_offload=mlpwo"
+    )
     assert custom == Remat(("context", "query_proj"), ("mlpwo",))
     for policy in REMAT_POLICIES:
         saved, offloaded = of(f"remat_policy={policy}")
@@ -216,7 +387,9 @@ def test_each_policy_keeps_known_tensors_once():
 
 def test_divisors_are_all_divisors_found_in_bounded_work():
     for whole in (1, 2, 12, 17, 36, 4096):
-        assert divisors(whole) == tuple(number for number in range(1, whole + 1) if whole % number == 0)
+        assert divisors(whole) == tuple(
+            number for number in range(1, whole + 1) if whole % number == 0
+        )
     assert divisors(2**31 - 2)[-2:] == (2**30 - 1, 2**31 - 2)
     huge = 2 * 10**30  # larger than any key
     assert divisors(huge)[:3] == (1, 2, 4)
@@ -230,8 +403,13 @@ def test_values_come_from_the_nearest_on_either_side():
     assert sides(one_of("k", [8, 1, 4, 2], 3)) == [[2, 1], [4, 8]]
     assert sides(one_of("k", [3], 3)) == [[], []]
     assert sides(divisors_of("k", 6, 2)) == [[1], [3, 6]]
-    assert sides(divisors_of("k", 4, Fraction(3))) == [[Fraction(2), Fraction(1)], [Fraction(4)]]
+    assert sides(divisors_of("k", 4, Fraction(3))) == [
+        [Fraction(2), Fraction(1)],
+        [Fraction(4)],
+    ]
     below, above = sides(multiples("k", Fraction(1, 8), Fraction(3, 10)))
     assert (below, above[0]) == ([Fraction(1, 4), Fraction(1, 8)], Fraction(3, 8))
     assert [side[0] for side in sides(multiples("k", 2, 4))] == [2, 6]
-    assert sides(multiples("k", 3, 10**18, offset=1))[1][0] == 10**18 + 3  # floats would give another number
+    assert (
+        sides(multiples("k", 3, 10**18, offset=1))[1][0] == 10**18 + 3
+    )  # floats would give another number

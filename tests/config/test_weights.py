@@ -7,15 +7,34 @@ import pytest
 from maxtext_lite.config import Mla, adapted_weights, load_config
 from maxtext_lite.config.model_rules import adaptable_weights
 from maxtext_lite.config.weight_axes import is_matrix, num_inputs, num_parts, unstacked
-from maxtext_lite.config.weights import ExpertSizes, ModelShape, end_weights, layer_weights, stacks_of
+from maxtext_lite.config.weights import (
+    ExpertSizes,
+    ModelShape,
+    end_weights,
+    layer_weights,
+    stacks_of,
+)
 
-SMALL = ModelShape(vocab_size=11, emb_dim=8, num_query_heads=4, num_kv_heads=2, head_dim=6, mlp_dim=5, num_layers=3)
+SMALL = ModelShape(
+    vocab_size=11,
+    emb_dim=8,
+    num_query_heads=4,
+    num_kv_heads=2,
+    head_dim=6,
+    mlp_dim=5,
+    num_layers=3,
+)
 
 
 def lines_of(table, *, is_normal):
     """Each weight with its sizes and its logical axes, in the order in which values are drawn."""
-    kept = {path: weight for path, weight in table.items() if weight.is_normal == is_normal}
-    return [" ".join(map(str, (path, *weight.sizes, *weight.axes))) for path, weight in kept.items()]
+    kept = {
+        path: weight for path, weight in table.items() if weight.is_normal == is_normal
+    }
+    return [
+        " ".join(map(str, (path, *weight.sizes, *weight.axes)))
+        for path, weight in kept.items()
+    ]
 
 
 def table(text):
@@ -33,14 +52,28 @@ def test_a_llamas_layer_is_as_written_by_hand_in_the_order_in_which_its_values_a
         mlp/up 8 5 embed mlp
         mlp/down 5 8 mlp embed
     """)
-    assert sorted(lines_of(weights, is_normal=False)) == ["attention_norm/scale 8 norm", "mlp_norm/scale 8 norm"]
-    assert {weight.start for weight in weights.values() if not weight.is_normal} == {"ones"}
+    assert sorted(lines_of(weights, is_normal=False)) == [
+        "attention_norm/scale 8 norm",
+        "mlp_norm/scale 8 norm",
+    ]
+    assert {weight.start for weight in weights.values() if not weight.is_normal} == {
+        "ones"
+    }
 
 
 def test_experts_and_latent_attention_are_as_written_by_hand():
-    latent, experts = Mla(7, 3, 4, 2, 5), ExpertSizes(6, 2, 9, shared_dim=18, biased=True, with_bias=True)
-    stacks = stacks_of(dataclasses.replace(SMALL, latent=latent, experts=experts, num_dense_layers=1))
-    assert {name: count for name, (count, _) in stacks.items()} == {"": 1, "dense_layers": 1, "layers": 2}
+    latent, experts = (
+        Mla(7, 3, 4, 2, 5),
+        ExpertSizes(6, 2, 9, shared_dim=18, biased=True, with_bias=True),
+    )
+    stacks = stacks_of(
+        dataclasses.replace(SMALL, latent=latent, experts=experts, num_dense_layers=1)
+    )
+    assert {name: count for name, (count, _) in stacks.items()} == {
+        "": 1,
+        "dense_layers": 1,
+        "layers": 2,
+    }
     assert lines_of(stacks["layers"][1], is_normal=True) == table("""
         attention/query_down 8 7 embed latent
         attention/query_up 7 4 6 latent heads head_dim
@@ -74,9 +107,16 @@ def test_experts_and_latent_attention_are_as_written_by_hand():
 
 def test_biases_norms_and_sinks_are_there_where_the_model_has_them():
     gpt = dataclasses.replace(
-        SMALL, norm="layer_norm", gated=False, mlp_bias=True, attention_bias="all", num_positions=4, tied=True
+        SMALL,
+        norm="layer_norm",
+        gated=False,
+        mlp_bias=True,
+        attention_bias="all",
+        num_positions=4,
+        tied=True,
     )
-    assert {path for path in layer_weights(gpt) if path.endswith("bias")} == set(table("""
+    assert {path for path in layer_weights(gpt) if path.endswith("bias")} == set(
+        table("""
         attention_norm/bias
         mlp_norm/bias
         attention/query_bias
@@ -85,14 +125,30 @@ def test_biases_norms_and_sinks_are_there_where_the_model_has_them():
         attention/out_bias
         mlp/up_bias
         mlp/down_bias
-    """))
-    assert list(end_weights(gpt)) == ["embedding/table", "embedding/positions", "final_norm/scale", "final_norm/bias"]
-    assert list(end_weights(SMALL)) == ["embedding/table", "final_norm/scale", "head/projection"]
+    """)
+    )
+    assert list(end_weights(gpt)) == [
+        "embedding/table",
+        "embedding/positions",
+        "final_norm/scale",
+        "final_norm/bias",
+    ]
+    assert list(end_weights(SMALL)) == [
+        "embedding/table",
+        "final_norm/scale",
+        "head/projection",
+    ]
     others = dataclasses.replace(
-        SMALL, norm="rms_norm_plus_one", norm_placement="both", qk_norm="all_heads", attention_bias="qkv", sinks=True
+        SMALL,
+        norm="rms_norm_plus_one",
+        norm_placement="both",
+        qk_norm="all_heads",
+        attention_bias="qkv",
+        sinks=True,
     )
     weights = layer_weights(others)
-    assert weights.keys() - layer_weights(SMALL).keys() == set(table("""
+    assert weights.keys() - layer_weights(SMALL).keys() == set(
+        table("""
         attention_post_norm/scale
         mlp_post_norm/scale
         attention/query_norm/scale
@@ -101,33 +157,59 @@ def test_biases_norms_and_sinks_are_there_where_the_model_has_them():
         attention/key_bias
         attention/value_bias
         attention/sinks
-    """))
-    assert {weight.start for weight in weights.values() if not weight.is_normal} == {"zeros"}
+    """)
+    )
+    assert {weight.start for weight in weights.values() if not weight.is_normal} == {
+        "zeros"
+    }
     assert weights["attention/key_norm/scale"].sizes == (2, 6)
-    assert layer_weights(dataclasses.replace(others, qk_norm="head"))["attention/key_norm/scale"].sizes == (6,)
+    assert layer_weights(dataclasses.replace(others, qk_norm="head"))[
+        "attention/key_norm/scale"
+    ].sizes == (6,)
     post = layer_weights(dataclasses.replace(SMALL, norm_placement="post"))
-    assert {path for path in post if "norm" in path} == {"attention_post_norm/scale", "mlp_post_norm/scale"}
+    assert {path for path in post if "norm" in path} == {
+        "attention_post_norm/scale",
+        "mlp_post_norm/scale",
+    }
 
 
 def test_adapters_stand_between_a_weights_inputs_and_its_outputs():
     experts = dataclasses.replace(SMALL, experts=ExpertSizes(6, 2, 9))
     weights = layer_weights(experts)
-    found = {name: [each.sizes for each in weights[name].adapters(3)] for name in ("attention/out", "mlp/up")}
-    assert found == {"attention/out": [(4, 6, 3), (3, 8)], "mlp/up": [(6, 8, 3), (6, 3, 9)]}
+    found = {
+        name: [each.sizes for each in weights[name].adapters(3)]
+        for name in ("attention/out", "mlp/up")
+    }
+    assert found == {
+        "attention/out": [(4, 6, 3), (3, 8)],
+        "mlp/up": [(6, 8, 3), (6, 3, 9)],
+    }
     assert weights["mlp/up"].adapters(3)[1].axes == ("experts", "lora_rank", "mlp")
 
 
 LATENT = "mla={q_lora_rank: %d, kv_lora_rank: 4, qk_nope_head_dim: 12, qk_rope_head_dim: 4, v_head_dim: 8}"
 
 
-@pytest.mark.parametrize(("words", "expected"), [
-    ([], "query key value out gate up down"),
-    (["gated_mlp=false"], "query key value out up down"),
-    (["num_experts=4"], "query key value out gate up down"),  # but routers
-    (["base_num_kv_heads=8", LATENT % 0], "query kv_down key_up value_up out gate up down"),
-    (["base_num_kv_heads=8", LATENT % 6], "query_down query_up kv_down key_up value_up out gate up down"),
-    (["lora_targets=down, value,query,value"], "query value down"),  # in the model's order
-])
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], "query key value out gate up down"),
+        (["gated_mlp=false"], "query key value out up down"),
+        (["num_experts=4"], "query key value out gate up down"),  # but routers
+        (
+            ["base_num_kv_heads=8", LATENT % 0],
+            "query kv_down key_up value_up out gate up down",
+        ),
+        (
+            ["base_num_kv_heads=8", LATENT % 6],
+            "query_down query_up kv_down key_up value_up out gate up down",
+        ),
+        (
+            ["lora_targets=down, value,query,value"],
+            "query value down",
+        ),  # in the model's order
+    ],
+)
 def test_adapters_are_for_the_weights_that_tokens_are_multiplied_by(words, expected):
     config = load_config(None, [*words, "lora_rank=2"])
     assert adapted_weights(config) == tuple(expected.split())
@@ -135,18 +217,32 @@ def test_adapters_are_for_the_weights_that_tokens_are_multiplied_by(words, expec
     assert adapted_weights(load_config()) == ()
 
 
-@pytest.mark.parametrize(("axes", "inputs"), [
-    ("embed heads head_dim", 1), ("heads head_dim embed", 2), ("embed mlp", 1), ("mlp embed", 1),
-    ("latent heads head_dim", 1), ("embed latent", 1), ("mlp lora_rank", 1), ("heads head_dim lora_rank", 2),
-    ("lora_rank heads head_dim", 1),
-])
+@pytest.mark.parametrize(
+    ("axes", "inputs"),
+    [
+        ("embed heads head_dim", 1),
+        ("heads head_dim embed", 2),
+        ("embed mlp", 1),
+        ("mlp embed", 1),
+        ("latent heads head_dim", 1),
+        ("embed latent", 1),
+        ("mlp lora_rank", 1),
+        ("heads head_dim lora_rank", 2),
+        ("lora_rank heads head_dim", 1),
+    ],
+)
 def test_matrices_and_how_many_dims_they_sum_over(axes, inputs):
     assert is_matrix(("layers", *axes.split()))
     assert num_inputs(tuple(axes.split())) == inputs
 
 
 def test_norms_tables_and_biases_are_no_matrices():
-    for axes in ("layers norm", "vocab embed", "positions embed", "layers heads head_dim"):
+    for axes in (
+        "layers norm",
+        "vocab embed",
+        "positions embed",
+        "layers heads head_dim",
+    ):
         assert not is_matrix(tuple(axes.split()))
     assert unstacked(("repeats", "layers", "embed", "mlp")) == ("embed", "mlp")
     assert unstacked(("dense_layers", "norm")) == ("norm",)
@@ -154,5 +250,12 @@ def test_norms_tables_and_biases_are_no_matrices():
 
 def test_the_mesh_axes_that_split_a_logical_axis():
     mesh = {"data": 2, "fsdp": 3, "tensor": 5, "expert": 7, "context": 11}
-    parts = {"embed": 3 * 7 * 11, "expert_embed": 3 * 11, "heads": 5, "experts": 7, "norm": 1, "layers": 1}
+    parts = {
+        "embed": 3 * 7 * 11,
+        "expert_embed": 3 * 11,
+        "heads": 5,
+        "experts": 7,
+        "norm": 1,
+        "layers": 1,
+    }
     assert {axis: num_parts(axis, mesh) for axis in parts} == parts

@@ -11,7 +11,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from maxtext_lite.config import KEYS, Config, UserError, describe, load_config, whole_file, write_resolved
+from maxtext_lite.config import (
+    KEYS,
+    Config,
+    UserError,
+    describe,
+    load_config,
+    whole_file,
+    write_resolved,
+)
 from maxtext_lite.config.errors import setting_text
 from maxtext_lite.config.field_types import exact
 from maxtext_lite.config.load import read_config
@@ -19,27 +27,70 @@ from maxtext_lite.config.whole_file import replacing, steps_in, write_whole
 
 RL = "configs/post_train/rl.yml"
 LONGROPE = {
-    "rope_type": "longrope", "factor": 4, "original_max_position_embeddings": 64,
-    "short_factor": [1.0123456789 + i / 7 for i in range(16)], "long_factor": [2.5 + i / 3 for i in range(16)],
+    "rope_type": "longrope",
+    "factor": 4,
+    "original_max_position_embeddings": 64,
+    "short_factor": [1.0123456789 + i / 7 for i in range(16)],
+    "long_factor": [2.5 + i / 3 for i in range(16)],
 }
-MANY_SOURCES = [{"path": f"/data/{'directory/' * 60}{number}.txt", "weight": 1} for number in range(120)]
+MANY_SOURCES = [
+    {"path": f"/data/{'directory/' * 60}{number}.txt", "weight": 1}
+    for number in range(120)
+]
 TWO_SOURCES = "[{path: web.jsonl.gz, weight: 0.7}, {path: 'a: b/c', weight: 999999999999999999/7000000, name: \"d é\"}]"
-NUMBERS = ("0.29", "1/3", "10000000001/4096", "100000000000000001/1000000", "999999999999999999/7000000")
+NUMBERS = (
+    "0.29",
+    "1/3",
+    "10000000001/4096",
+    "100000000000000001/1000000",
+    "999999999999999999/7000000",
+)
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize(("file", "words"), [
-    (None, ["steps=7", "model_name=deepseek-v3"]), (None, ["model_name=llama4-scout"]),
-    (None, ["head_dim=32", f"rope_scaling={json.dumps(LONGROPE)}"]),
-    (None, [f"dataset_path={json.dumps(MANY_SOURCES)}"]),
-    (None, [f"dataset_path={TWO_SOURCES}", "mixture_exhausted=error"]),
-    *((None, [f"per_device_batch_size={number}", f"capacity_factor={number}", "num_experts=2"]) for number in NUMBERS),
-    # Texts that are something else in YAML, or look like an address with a secret.
-    *((None, [f"run_name='{name}'"]) for name in (
-        "...", "---", "null", "~", "1e5", "0x1", '"', "- a", "a: b", "[", "@", "%")),
-    (RL, ["prompt_template=http://a.b/?sig={prompt}"]), (None, ["dataset_path=a/?://y?token=abc"]),
-    (None, ["dataset_path=[{path: 'a/?://y?token=abc', weight: 1}]"]), (RL, ["batch_size=6", "micro_batch_size=8"]),
-])
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        (None, ["steps=7", "model_name=deepseek-v3"]),
+        (None, ["model_name=llama4-scout"]),
+        (None, ["head_dim=32", f"rope_scaling={json.dumps(LONGROPE)}"]),
+        (None, [f"dataset_path={json.dumps(MANY_SOURCES)}"]),
+        (None, [f"dataset_path={TWO_SOURCES}", "mixture_exhausted=error"]),
+        *(
+            (
+                None,
+                [
+                    f"per_device_batch_size={number}",
+                    f"capacity_factor={number}",
+                    "num_experts=2",
+                ],
+            )
+            for number in NUMBERS
+        ),
+        # Texts that are something else in YAML, or look like an address with a secret.
+        *(
+            (None, [f"run_name='{name}'"])
+            for name in (
+                "...",
+                "---",
+                "null",
+                "~",
+                "1e5",
+                "0x1",
+                '"',
+                "- a",
+                "a: b",
+                "[",
+                "@",
+                "%",
+            )
+        ),
+        (RL, ["prompt_template=http://a.b/?sig={prompt}"]),
+        (None, ["dataset_path=a/?://y?token=abc"]),
+        (None, ["dataset_path=[{path: 'a/?://y?token=abc', weight: 1}]"]),
+        (RL, ["batch_size=6", "micro_batch_size=8"]),
+    ],
+)
 def test_a_config_comes_back_from_its_file_a_pickle_and_json(tmp_path, file, words):
     config = load_config(file, words)
     write_resolved(config, tmp_path / "config.yml")
@@ -49,7 +100,10 @@ def test_a_config_comes_back_from_its_file_a_pickle_and_json(tmp_path, file, wor
     assert pickle.loads(pickle.dumps(config)).origins == config.origins
     assert type(config).model_validate(config.model_dump(mode="json")) == config
     assert type(config).model_validate_json(config.model_dump_json()) == config
-    said = [f"{key}={setting_text(getattr(config, key))}" for key in ("rope_scaling", "position_temperature", "mla")]
+    said = [
+        f"{key}={setting_text(getattr(config, key))}"
+        for key in ("rope_scaling", "position_temperature", "mla")
+    ]
     assert load_config(file, [*words, *said]) == config
 
 
@@ -58,7 +112,11 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(
 )
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
     # What `exact` accepts: a ratio of two numbers of at most 18 digits, or the decimal of a float.
     per_device=st.fractions(min_value="1/1000", max_value=1000, max_denominator=10**15)
@@ -68,19 +126,35 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(
     path=TEXTS,
     packing=st.sampled_from([True, False, "best_fit"]),
 )
-def test_any_values_come_back_from_config_yml(tmp_path, per_device, rate, name, path, packing):
-    values = {"per_device_batch_size": per_device, "learning_rate": rate, "run_name": name, "dataset_path": path}
+def test_any_values_come_back_from_config_yml(
+    tmp_path, per_device, rate, name, path, packing
+):
+    values = {
+        "per_device_batch_size": per_device,
+        "learning_rate": rate,
+        "run_name": name,
+        "dataset_path": path,
+    }
     config = load_config().model_copy(update={**values, "packing": packing})
     write_resolved(config, tmp_path / "config.yml")
     assert read_config(tmp_path / "config.yml").config == config
     # Other YAML readers can read it too.
-    assert set(yaml.safe_load((tmp_path / "config.yml").read_text(encoding="utf-8"))) == set(KEYS)
+    assert set(
+        yaml.safe_load((tmp_path / "config.yml").read_text(encoding="utf-8"))
+    ) == set(KEYS)
 
 
 def test_config_yml_says_where_each_value_came_from(tmp_path):
-    write_resolved(load_config(None, ["steps=30", "model_name=smollm2-135m"]), tmp_path / "config.yml")
+    write_resolved(
+        load_config(None, ["steps=30", "model_name=smollm2-135m"]),
+        tmp_path / "config.yml",
+    )
     text = (tmp_path / "config.yml").read_text()
-    lines = dict(line.split(":", 1) for line in text.splitlines() if line and not line.startswith("#"))
+    lines = dict(
+        line.split(":", 1)
+        for line in text.splitlines()
+        if line and not line.startswith("#")
+    )
     assert tuple(lines) == KEYS
     assert lines["steps"].split() == ["30", "#", "command", "line"]
     assert lines["base_emb_dim"].split() == ["576", "#", "models/smollm2-135m.yml"]
@@ -96,21 +170,36 @@ def test_configs_do_not_change_and_are_equal_when_their_values_are():
     with pytest.raises(ValidationError):
         plain.steps = 5
     assert set(KEYS) == set(Config.model_fields)
-    assert load_config(None, ["per_device_batch_size=1/3"]).per_device_batch_size == Fraction(1, 3)
+    assert load_config(
+        None, ["per_device_batch_size=1/3"]
+    ).per_device_batch_size == Fraction(1, 3)
 
 
 def test_the_table_shows_what_matters_and_what_differs():
-    rows = {line.split()[0]: line.split()[1:] for line in describe(load_config(None, ["adam_b1=0.8"])).splitlines()}
+    rows = {
+        line.split()[0]: line.split()[1:]
+        for line in describe(load_config(None, ["adam_b1=0.8"])).splitlines()
+    }
     assert rows["adam_b1"] == ["0.8", "command", "line"]
     assert rows["per_device_batch_size"] == ["16", "base.yml"]
     assert "adam_b2" not in rows
-    of_rl = {line.split()[0] for line in describe(load_config(RL, ["num_generations=16"])).splitlines()}
-    assert {"batch_size", "micro_batch_size", "num_generations", "reward_functions"} <= of_rl
+    of_rl = {
+        line.split()[0]
+        for line in describe(load_config(RL, ["num_generations=16"])).splitlines()
+    }
+    assert {
+        "batch_size",
+        "micro_batch_size",
+        "num_generations",
+        "reward_functions",
+    } <= of_rl
     assert not {"per_device_batch_size", "gradient_accumulation_steps"} & of_rl
 
 
 def test_a_password_in_an_address_does_not_reach_the_run_directory_or_the_log(tmp_path):
-    config = load_config(RL, ["rollout_engine=vllm", "rollout_url=http://me:planted@host:8000"])
+    config = load_config(
+        RL, ["rollout_engine=vllm", "rollout_url=http://me:planted@host:8000"]
+    )
     write_resolved(config, tmp_path / "config.yml")
     for text in ((tmp_path / "config.yml").read_text(), describe(config)):
         assert "http://***@host:8000" in text
@@ -121,7 +210,9 @@ def test_a_password_in_an_address_does_not_reach_the_run_directory_or_the_log(tm
 
 
 @pytest.mark.parametrize(("content", "written"), [("ü", b"\xc3\xbc"), (b"\0", b"\0")])
-def test_a_text_or_bytes_take_the_place_and_the_permissions_of_what_was_there(tmp_path, content, written):
+def test_a_text_or_bytes_take_the_place_and_the_permissions_of_what_was_there(
+    tmp_path, content, written
+):
     path = tmp_path / "a"
     for mode in (0o600, 0o664):
         path.write_text("before")
@@ -137,9 +228,15 @@ def _fails_halfway(path):
         raise ZeroDivisionError
 
 
-@pytest.mark.parametrize("write", [
-    lambda path: write_whole(path, b"content"), lambda path: write_resolved(load_config(), path), _fails_halfway,
-], ids=["file", "config", "block"])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda path: write_whole(path, b"content"),
+        lambda path: write_resolved(load_config(), path),
+        _fails_halfway,
+    ],
+    ids=["file", "config", "block"],
+)
 def test_an_incomplete_write_leaves_what_was_there(tmp_path, monkeypatch, write):
     """So that a start on a full disk does not make a whole run unusable."""
 
@@ -150,7 +247,9 @@ def test_an_incomplete_write_leaves_what_was_there(tmp_path, monkeypatch, write)
     monkeypatch.setattr(whole_file.os, "fsync", full)
     with pytest.raises((OSError, ZeroDivisionError)):
         write(tmp_path / "a")
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a": "before"}
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        "a": "before"
+    }
     with pytest.raises(FileNotFoundError) as error:
         write_whole(tmp_path / "no" / "a", "")
     assert error.value.filename == os.fspath(tmp_path / "no" / "a")
@@ -161,7 +260,9 @@ def test_steps_are_the_directories_with_their_number_as_name(tmp_path):
     for name in ("10", "9", "007", "unfinished-11", "deleted-8", "damaged-9"):
         (tmp_path / name).mkdir()
     (tmp_path / "12").write_text("a file")
-    assert steps_in(tmp_path) == [9, 10], "on a file system, what bears a mark has no other name"
+    assert steps_in(tmp_path) == [9, 10], (
+        "on a file system, what bears a mark has no other name"
+    )
     with pytest.raises(UserError, match="12"):
         steps_in(tmp_path / "12")
 

@@ -17,7 +17,8 @@ PAIRS = [
 ]
 REFERENCE = np.array([[-1, -2], [-3, -4], [-5, -6]], np.float32)
 LONG = [
-    {"prompt": p, "completion": c} for p, c in (("abc", "defgh"), ("abcdefghij", "k"), ("ab", "c"))
+    {"prompt": p, "completion": c}
+    for p, c in (("abc", "defgh"), ("abcdefghij", "k"), ("ab", "c"))
 ]
 
 
@@ -31,7 +32,8 @@ def opened(tmp_path, lines, kind="sft", **changes):
         "eval_interval": -1,
     } | changes
     return open_sources(
-        load_config(None, [f"{key}={value}" for key, value in values.items()]), vocab_size=320
+        load_config(None, [f"{key}={value}" for key, value in values.items()]),
+        vocab_size=320,
     )
 
 
@@ -43,7 +45,9 @@ def texts(row):
     """Each array of a row as its numbers, separated by spaces; bytes as letters and end-of-text as $."""
     said = {name: " ".join(f"{x:g}" for x in values) for name, values in row.items()}
     for name in ("tokens", "targets"):
-        said[name] = "".join(chr(x) if x < END else "$" for x in row[name]).replace("\0", ".")
+        said[name] = "".join(chr(x) if x < END else "$" for x in row[name]).replace(
+            "\0", "."
+        )
     return said
 
 
@@ -53,7 +57,9 @@ def targets_of(source):
 
 @pytest.mark.fast
 def test_two_short_texts_share_a_row_by_hand(tmp_path):
-    source, evaluation = opened(tmp_path, [sft("ab", "c"), sft("d", "ef")], max_target_length=8)
+    source, evaluation = opened(
+        tmp_path, [sft("ab", "c"), sft("d", "ef")], max_target_length=8
+    )
     assert evaluation is None
     assert len(source) == 1
     assert texts(source[0]) == {
@@ -63,9 +69,9 @@ def test_two_short_texts_share_a_row_by_hand(tmp_path):
         "positions": "0 1 2 0 1 2 0 0",
         "weights": "0 1 1 1 1 1 0 0",
     }
-    assert {values.dtype.name for name, values in source[0].items() if name != "weights"} == {
-        "int32"
-    }
+    assert {
+        values.dtype.name for name, values in source[0].items() if name != "weights"
+    } == {"int32"}
     assert source[0]["weights"].dtype == np.float32
     assert source.num_target_tokens == targets_of(source) == 5
     with pytest.raises(IndexError):
@@ -74,7 +80,9 @@ def test_two_short_texts_share_a_row_by_hand(tmp_path):
 
 def test_packed_rows_contain_the_same_sequences_as_separate_rows(tmp_path):
     rng = np.random.default_rng(0)
-    lines = [sft("x" * rng.integers(0, 12), "y" * rng.integers(1, 12)) for _ in range(60)]
+    lines = [
+        sft("x" * rng.integers(0, 12), "y" * rng.integers(1, 12)) for _ in range(60)
+    ]
     packed, _ = opened(tmp_path, lines, max_target_length=32)
     apart, _ = opened(tmp_path, lines, max_target_length=32, packing="false")
     assert len(apart) == 60 > 2 * len(packed)
@@ -94,7 +102,12 @@ def test_packed_rows_contain_the_same_sequences_as_separate_rows(tmp_path):
 
     assert pieces(packed) == pieces(apart)
     expected = sum(len(line["completion"]) + 1 for line in lines)
-    assert packed.num_target_tokens == apart.num_target_tokens == targets_of(packed) == expected
+    assert (
+        packed.num_target_tokens
+        == apart.num_target_tokens
+        == targets_of(packed)
+        == expected
+    )
 
 
 def test_a_pair_is_two_rows_by_hand(tmp_path):
@@ -109,7 +122,9 @@ def test_a_pair_is_two_rows_by_hand(tmp_path):
         "reference": "-1 0 0 0 0 -2 0 0 0 0",
     }
     fields = source.with_reference(REFERENCE).fields
-    assert example_shape(load_config(None, ["dataset_type=dpo", "max_target_length=5"])) == (
+    assert example_shape(
+        load_config(None, ["dataset_type=dpo", "max_target_length=5"])
+    ) == (
         10,
         fields,
     )
@@ -124,10 +139,17 @@ def test_pairs_share_rows_where_both_of_their_answers_fit(tmp_path):
     assert row["reference"] == "-1 0 0 -3 0 0 0 0 0 -2 0 0 0 -4 0 0 0 0"
     apart, _ = opened(tmp_path, PAIRS, "dpo", max_target_length=9, packing="false")
     expected = sum(len(pair["chosen"] + pair["rejected"]) + 2 for pair in PAIRS)
-    assert source.num_target_tokens == apart.num_target_tokens == targets_of(source) == expected
+    assert (
+        source.num_target_tokens
+        == apart.num_target_tokens
+        == targets_of(source)
+        == expected
+    )
 
 
-def test_lines_that_are_too_long_are_truncated_or_dropped_and_counted_or_refused(tmp_path):
+def test_lines_that_are_too_long_are_truncated_or_dropped_and_counted_or_refused(
+    tmp_path,
+):
     source, _ = opened(tmp_path, LONG, max_target_length=7, packing="false")
     # The first loses end-of-text, the second all of its answer.
     assert [texts(source[row])["weights"] for row in range(len(source))] == [
@@ -138,10 +160,14 @@ def test_lines_that_are_too_long_are_truncated_or_dropped_and_counted_or_refused
     source, _ = opened(tmp_path, LONG, max_target_length=7, long_examples="drop")
     assert (len(source), source.notes[0][:6]) == (1, "2 of 3")
     with pytest.raises(
-        UserError, match=r"data.jsonl:1: .*: max_target_length=8, long_examples=truncate or"
+        UserError,
+        match=r"data.jsonl:1: .*: max_target_length=8, long_examples=truncate or",
     ):
         opened(tmp_path, LONG, max_target_length=7, long_examples="refuse")
-    assert opened(tmp_path, LONG, max_target_length=11, long_examples="refuse")[0].notes == ()
+    assert (
+        opened(tmp_path, LONG, max_target_length=11, long_examples="refuse")[0].notes
+        == ()
+    )
     with pytest.raises(UserError, match="dataset_path="):
         opened(tmp_path, LONG[1:2], max_target_length=7)
 
@@ -150,7 +176,11 @@ def test_lines_that_are_too_long_are_truncated_or_dropped_and_counted_or_refused
     "pair",
     [
         {"prompt": "x", "chosen": "y", "rejected": "y"},
-        {"prompt": "abcdefgh", "chosen": "i", "rejected": "jk"},  # no token of an answer in its row
+        {
+            "prompt": "abcdefgh",
+            "chosen": "i",
+            "rejected": "jk",
+        },  # no token of an answer in its row
         {
             "prompt": "ab",
             "chosen": "cdefgh",
@@ -194,12 +224,17 @@ def test_fingerprints_tell_data_apart(tmp_path):
     ]
     assert len(set(found)) == len(found)
     assert opened(tmp_path, [sft("ab", "cd")])[0].fingerprint == found[0]
-    assert opened(tmp_path, PAIRS, "dpo")[0].with_reference(REFERENCE).fingerprint == found[4]
+    assert (
+        opened(tmp_path, PAIRS, "dpo")[0].with_reference(REFERENCE).fingerprint
+        == found[4]
+    )
 
 
 def test_invalid_lines_are_refused(tmp_path):
     (tmp_path / "a.txt").write_text("x")
-    (tmp_path / "b.jsonl").write_text('{"prompt": "x", "completion": "y"}\n\n{"prompt": ')
+    (tmp_path / "b.jsonl").write_text(
+        '{"prompt": "x", "completion": "y"}\n\n{"prompt": '
+    )
     for name, place in (("a.txt", "a.txt"), ("b.jsonl", "b.jsonl:3")):
         with pytest.raises(UserError, match=place):
             opened(tmp_path, [], dataset_path=tmp_path / name)

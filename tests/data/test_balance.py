@@ -30,7 +30,8 @@ def texts(tmp_path_factory):
         ("dpo", 40, {"prompt": 6, "chosen": 12, "rejected": 9}),
     ):
         lines = [
-            {key: "x" * int(rng.integers(1, n)) for key, n in most.items()} for _ in range(count)
+            {key: "x" * int(rng.integers(1, n)) for key, n in most.items()}
+            for _ in range(count)
         ]
         (directory / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
     return directory
@@ -48,20 +49,22 @@ def config_of(texts, kind="text", path="a", *overrides):
     return load_config(None, [*keys, *overrides])
 
 
-KINDS = [("text", "a", f"packing={packing}") for packing in ("true", "false", "best_fit")]
+KINDS = [
+    ("text", "a", f"packing={packing}") for packing in ("true", "false", "best_fit")
+]
 KINDS += [("sft", "sft"), ("sft", "sft", "packing=false"), ("dpo", "dpo")]
 
 
 def lengths_in(row):
     """The cost of each run of one document or of padding, token by token."""
     segments = row["segments"].reshape(-1, T)  # for DPO, of two rows
-    return [len(list(run)) for one in segments for _, run in itertools.groupby(one.tolist())]
+    return [
+        len(list(run)) for one in segments for _, run in itertools.groupby(one.tolist())
+    ]
 
 
 def test_documents_are_those_in_the_rows(texts):
-    mixture = (
-        f"dataset_path=[{{path: {texts}/a.jsonl, weight: 1}}, {{path: {texts}/b.jsonl, weight: 1}}]"
-    )
+    mixture = f"dataset_path=[{{path: {texts}/a.jsonl, weight: 1}}, {{path: {texts}/b.jsonl, weight: 1}}]"
     for kind in (*KINDS, ("text", mixture)):
         source = open_mixture(config_of(texts, *kind))[0]
         ids = np.random.default_rng(1).permutation(np.arange(len(source)).repeat(2))
@@ -133,7 +136,8 @@ def test_rows_are_assigned_nearly_optimally(turns, shards, bound):
         order = assign_rows(costs, turns, shards)
         assert sorted(order.tolist()) == list(range(len(turns)))
         best = min(
-            waited(costs[list(rows)], turns, shards) for rows in itertools.permutations(order)
+            waited(costs[list(rows)], turns, shards)
+            for rows in itertools.permutations(order)
         )
         assert best <= waited(costs[order], turns, shards) <= bound * best
 
@@ -141,18 +145,27 @@ def test_rows_are_assigned_nearly_optimally(turns, shards, bound):
 @pytest.mark.fast
 @pytest.mark.parametrize(
     ("shards", "pieces", "slots", "examples", "micro_batches", "replicas"),
-    [(4, 1, 16, 64, 4, 1), (4, 2, 16, 30, 2, 2), (2, 2, 8, 13, 3, 1), (8, 1, 8, 3, 1, 2)],
+    [
+        (4, 1, 16, 64, 4, 1),
+        (4, 2, 16, 30, 2, 2),
+        (2, 2, 8, 13, 3, 1),
+        (8, 1, 8, 3, 1, 2),
+    ],
 )
 def test_every_row_is_assigned_once_and_stays_with_its_replica(
     shards, pieces, slots, examples, micro_batches, replicas
 ):
     """Also if the last slots of a micro-batch are empty."""
     lengths = np.random.default_rng(0).integers(1, 100, 200)
-    source = SimpleNamespace(documents=lambda ids: Documents(lengths[ids], np.arange(len(ids))))
+    source = SimpleNamespace(
+        documents=lambda ids: Documents(lengths[ids], np.arange(len(ids)))
+    )
     balance = Balance(True, np.square, shards, replicas, pieces, slots)
     ids = np.random.default_rng(1).permutation(200)[:examples]
     order, imbalance = balance.arranged(source, ids, micro_batches)
-    off, before = dataclasses.replace(balance, is_on=False).arranged(source, ids, micro_batches)
+    off, before = dataclasses.replace(balance, is_on=False).arranged(
+        source, ids, micro_batches
+    )
     assert off.tolist() == list(range(examples))
     arranged = ids[order]
     assert 0 <= imbalance <= before
@@ -165,7 +178,9 @@ def test_every_row_is_assigned_once_and_stays_with_its_replica(
     ):
         assert sorted(own.ravel()) == sorted(theirs.ravel())
     # [micro-batch, replica, shard, piece, row]: shards of a replica wait for each other piece by piece.
-    of_shards = costs.reshape(micro_batches, replicas, shards // replicas, pieces, -1).sum(axis=-1)
+    of_shards = costs.reshape(
+        micro_batches, replicas, shards // replicas, pieces, -1
+    ).sum(axis=-1)
     assert imbalance == pytest.approx(
         of_shards.max(axis=2).sum() / of_shards.mean(axis=2).sum() - 1
     )
@@ -174,7 +189,10 @@ def test_every_row_is_assigned_once_and_stays_with_its_replica(
 @pytest.mark.parametrize(
     ("mesh", "batch"),
     [
-        (["ici_data_parallelism=2"], ["per_device_batch_size=4", "gradient_accumulation_steps=2"]),
+        (
+            ["ici_data_parallelism=2"],
+            ["per_device_batch_size=4", "gradient_accumulation_steps=2"],
+        ),
         (
             ["ici_tensor_parallelism=2"],
             ["per_device_batch_size=2", "expansion_factor_real_data=0.5"],
@@ -186,9 +204,16 @@ def test_devices_have_the_rows_of_the_stated_imbalance(texts, mesh, batch):
     config = config_of(texts, "text", "b", *mesh, *batch)
     plan, source = make_plan(config, num_devices=8), open_mixture(config)[0]
     rows = sharding(
-        make_mesh(plan.ici_mesh, plan.dcn_mesh), ("accumulation", "global_batch", "length")
+        make_mesh(plan.ici_mesh, plan.dcn_mesh),
+        ("accumulation", "global_batch", "length"),
     )
-    keys = {"sharding": rows, "examples_seen": 0, "num_steps": 1, "seed": 0, "worker_count": 0}
+    keys = {
+        "sharding": rows,
+        "examples_seen": 0,
+        "num_steps": 1,
+        "seed": 0,
+        "worker_count": 0,
+    }
     balance = Balance.of(config, plan)
     found = []
     for is_on in (False, True):
@@ -208,10 +233,15 @@ def test_devices_have_the_rows_of_the_stated_imbalance(texts, mesh, batch):
             for shard in step.arrays["segments"].addressable_shards
         }
         squares = [
-            [[n**2 for row in rows for n in lengths_in({"segments": row})] for rows in x]
+            [
+                [n**2 for row in rows for n in lengths_in({"segments": row})]
+                for rows in x
+            ]
             for x in held.values()
         ]
-        costs = np.array([[sum(of_rows) for of_rows in of_device] for of_device in squares])
+        costs = np.array(
+            [[sum(of_rows) for of_rows in of_device] for of_device in squares]
+        )
         assert len(costs) == plan.batch_shards
         assert step.attention_imbalance == pytest.approx(
             costs.max(axis=0).sum() / costs.mean(axis=0).sum() - 1
@@ -228,7 +258,9 @@ def test_one_shard_and_sources_that_do_not_know_have_no_imbalance(texts):
     assert Balance.of(config, make_plan(config, num_devices=8)) is not None
     synthetic = config_of(texts, "synthetic", "dataset_path=")
     balance = Balance.of(synthetic, make_plan(synthetic, num_devices=8))
-    order, imbalance = balance.arranged(open_mixture(synthetic)[0], np.array([5, 2, 2, 7]), 1)
+    order, imbalance = balance.arranged(
+        open_mixture(synthetic)[0], np.array([5, 2, 2, 7]), 1
+    )
     assert (order.tolist(), imbalance) == ([0, 1, 2, 3], None)
 
 

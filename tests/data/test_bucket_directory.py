@@ -69,7 +69,9 @@ def test_objects_are_written_listed_read_and_removed(bucket, tmp_path):
     assert bucket.listed() == {}
 
 
-def test_a_dataset_is_read_as_from_a_local_directory(bucket, tmp_path, monkeypatch, capsys):
+def test_a_dataset_is_read_as_from_a_local_directory(
+    bucket, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     manifest = write_prepared(
         tmp_path / "data", byte_shards(["one", "two words", "x" * 20_000, "end"], 2)
@@ -94,7 +96,9 @@ def test_a_dataset_is_read_as_from_a_local_directory(bucket, tmp_path, monkeypat
     if in_place:
         with pytest.raises(UserError) as caught:
             find_prepared("dataset_path", bucket.url)
-        problem = f"is not the file that {MANIFEST_FILE} was written for: its ends differ."
+        problem = (
+            f"is not the file that {MANIFEST_FILE} was written for: its ends differ."
+        )
         assert str(caught.value) == f"{bucket.url}/{names[1]} {problem}"
     else:  # what has been fetched is whole
         assert find_prepared("dataset_path", bucket.url) == (directory, None)

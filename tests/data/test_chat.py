@@ -33,7 +33,9 @@ LOOPS = (
     "{% endgeneration %}{% if ns.count > 1 %}{% break %}{% endif %}{% endfor %}{{ {'b': [1, 'é<'], 'a': none} | "
     "tojson(indent=2) }}{% if tools is not none %}tools{% endif %}{{ strftime_now('%Y') }}"
 )
-PRINTS = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}{{ eos_token }}"
+PRINTS = (
+    "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}{{ eos_token }}"
+)
 BEGIN = {"__type": "AddedToken", "content": "<s>", "special": True}
 NO_BEGIN = {"bos_token": None}
 
@@ -76,8 +78,12 @@ def test_a_template_is_rendered_with_the_special_tokens_that_transformers_reads(
     words.save(str(tmp_path / "tokenizer.json"))
     if mapped:
         (tmp_path / "special_tokens_map.json").write_text(json.dumps(mapped))
-    tokenizer = transformers.AutoTokenizer.from_pretrained(directory(tmp_path, template, **config))
-    expected = tokenizer.apply_chat_template(TURNS, tokenize=False, add_generation_prompt=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(
+        directory(tmp_path, template, **config)
+    )
+    expected = tokenizer.apply_chat_template(
+        TURNS, tokenize=False, add_generation_prompt=True
+    )
     assert ChatTemplate(tmp_path).render(TURNS) == expected
     assert "Yes." in expected
     assert (
@@ -108,7 +114,11 @@ def test_a_template_is_found_in_any_of_its_places(tmp_path):
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "three"}))
     assert ChatTemplate(tmp_path).render([]) == "three"
     directory(
-        tmp_path, [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "two"}]
+        tmp_path,
+        [
+            {"name": "tool_use", "template": "no"},
+            {"name": "default", "template": "two"},
+        ],
     )
     assert ChatTemplate(tmp_path).render([]) == "two"
     (tmp_path / "chat_template.jinja").write_text("one")
@@ -117,7 +127,13 @@ def test_a_template_is_found_in_any_of_its_places(tmp_path):
 
 def test_training_data_are_the_same_on_every_day(tmp_path):
     path = directory(tmp_path, "{{ strftime_now('%Y') }}")
-    assert abs(int(ChatTemplate(path).render([])) - datetime.datetime.now(datetime.UTC).year) <= 1
+    assert (
+        abs(
+            int(ChatTemplate(path).render([]))
+            - datetime.datetime.now(datetime.UTC).year
+        )
+        <= 1
+    )
     assert ChatTemplate(path, today=DATE_OF_TRAINING_DATA).render([]) == "2024"
 
 
@@ -168,17 +184,21 @@ def test_a_template_file_takes_precedence_over_the_directory(tmp_path):
     file = tmp_path / "own.jinja"
     file.write_text("{{ eos_token }}{% if add_generation_prompt %}go{% endif %}")
     assert ChatTemplate(tmp_path, file=file).render(TURNS) == "</s>go"
-    assert ChatTemplate(tmp_path, file=file).render(TURNS, answer_follows=False) == "</s>"
     assert (
-        chat_template(load_config(None, [f"chat_template={file}", "dataset_type=sft"])).render(
-            TURNS
-        )
+        ChatTemplate(tmp_path, file=file).render(TURNS, answer_follows=False) == "</s>"
+    )
+    assert (
+        chat_template(
+            load_config(None, [f"chat_template={file}", "dataset_type=sft"])
+        ).render(TURNS)
         == "go"
     )
     (tmp_path / "tokenizer.json").write_text("{}")
     for path in (tmp_path, tmp_path / "tokenizer.json"):
         keys = ["tokenizer_type=huggingface", f"tokenizer_path={path}"]
-        assert chat_template(load_config(None, keys)).render(TURNS) == "of the directory"
+        assert (
+            chat_template(load_config(None, keys)).render(TURNS) == "of the directory"
+        )
     for key in (f"chat_template={tmp_path}/gone.jinja", "chat_template="):
         with pytest.raises(UserError):
             chat_template(load_config(None, [key, "dataset_type=sft"]))

@@ -61,7 +61,9 @@ def tokenizer_path(tmp_path_factory):
         "show_progress": False,
     }
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=320, **keys)
-    tokenizer.train_from_iterator(["user\n\n\n Yes, sure. No. assistant\n\n"] * 20, trainer)
+    tokenizer.train_from_iterator(
+        ["user\n\n\n Yes, sure. No. assistant\n\n"] * 20, trainer
+    )
     directory = tmp_path_factory.mktemp("tokenizer")
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(
@@ -84,7 +86,9 @@ def renderer(path, template=None, tmp_path=None, elsewhere=False):
 def learned(it, rendered, tokenizer):
     """The text of each stretch of learned tokens, special tokens spelled out."""
     (tokenized,) = it.tokens([rendered])
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], tokenized.is_answer.astype(int), [0]])))
+    edges = np.flatnonzero(
+        np.diff(np.concatenate([[0], tokenized.is_answer.astype(int), [0]]))
+    )
     pieces = zip(edges[::2], edges[1::2], strict=True)
     texts = [
         tokenizer.decode(tokenized.token_ids[a:b].tolist(), skip_special_tokens=False)
@@ -116,7 +120,9 @@ def plain(tokenizer_path):
     ],
     ids=["chatml", "llama3", "instruct"],
 )
-def test_answers_are_the_assistants_turns(template, answers, tokenizer_path, plain, tmp_path):
+def test_answers_are_the_assistants_turns(
+    template, answers, tokenizer_path, plain, tmp_path
+):
     it = renderer(tokenizer_path, template, tmp_path)
     rendered = it.sft_text("d:1", {"messages": TURNS, "other": 1})
     texts, whole, tokenized = learned(it, rendered, plain)
@@ -178,7 +184,10 @@ def test_a_token_that_contains_the_beginning_of_an_answer_is_not_learned(
 ):
     """ChatML's line break before the answer and the first in it are one token; the second is one by itself."""
     it = renderer(tokenizer_path, CHATML, tmp_path)
-    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "\n\nNo."}]
+    turns = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "\n\nNo."},
+    ]
     texts, _, tokenized = learned(it, it.sft_text("d:1", {"messages": turns}), plain)
     assert texts == ["\nNo.<|im_end|>"]
     assert tokenized.num_cut == 1
@@ -220,7 +229,10 @@ def test_plain_text_ends_with_end_of_text(elsewhere, beginning_with_s, plain):
     assert not tokenized.is_answer[0]
 
 
-USER, ASSISTANT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}
+USER, ASSISTANT = (
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Ho"},
+)
 
 
 @pytest.mark.parametrize(
@@ -247,7 +259,9 @@ def test_an_invalid_sft_line_is_refused_with_its_place(value, tokenizer_path, tm
 
 
 def test_a_template_gets_the_name_of_who_says_a_turn(tokenizer_path, tmp_path):
-    template = "{% for m in messages %}<{{ m.name or m.role }}>{{ m.content }}{% endfor %}"
+    template = (
+        "{% for m in messages %}<{{ m.name or m.role }}>{{ m.content }}{% endfor %}"
+    )
     turns = [USER | {"name": "bob"}, ASSISTANT | {"name": "", "train": True}]
     rendered = renderer(tokenizer_path, template, tmp_path).sft_text(
         "d.jsonl:7", {"messages": turns}
@@ -264,7 +278,9 @@ def test_an_invalid_pair_is_refused_with_its_place(value, tokenizer_path):
 
 
 @pytest.mark.parametrize("kind", ["huggingface", "byte"])
-@pytest.mark.parametrize("template", [FORGETFUL, "{{ raise_exception('no system') }}", None])
+@pytest.mark.parametrize(
+    "template", [FORGETFUL, "{{ raise_exception('no system') }}", None]
+)
 def test_templates_in_which_answers_cannot_be_found_are_refused(
     template, kind, tokenizer_path, tmp_path
 ):
@@ -276,7 +292,9 @@ def test_templates_in_which_answers_cannot_be_found_are_refused(
 @pytest.mark.parametrize(
     "template", [CHATML, LLAMA3, INSTRUCT], ids=["chatml", "llama3", "instruct"]
 )
-def test_a_prompt_is_what_comes_before_its_answer(template, tokenizer_path, plain, tmp_path):
+def test_a_prompt_is_what_comes_before_its_answer(
+    template, tokenizer_path, plain, tmp_path
+):
     it = renderer(tokenizer_path, template, tmp_path)
     prompt = it.prompt_text("d:1", "messages", TURNS[:2])
     rendered = it.sft_text(
@@ -285,24 +303,38 @@ def test_a_prompt_is_what_comes_before_its_answer(template, tokenizer_path, plai
     (asked,), (tokenized,) = it.prompt_tokens([prompt]), it.tokens([rendered])
     assert prompt.text == rendered.text[: rendered.answers[0][0]]
     assert plain.decode(asked.tolist(), skip_special_tokens=False) == prompt.text
-    if template is not LLAMA3:  # this tokenizer joins two line breaks unless a word follows
+    if (
+        template is not LLAMA3
+    ):  # this tokenizer joins two line breaks unless a word follows
         assert (
-            asked.tolist() == tokenized.token_ids[: np.flatnonzero(tokenized.is_answer)[0]].tolist()
+            asked.tolist()
+            == tokenized.token_ids[: np.flatnonzero(tokenized.is_answer)[0]].tolist()
         )
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_a_plain_prompt_begins_as_a_text_does(elsewhere, beginning_with_s, plain):
     it = renderer(beginning_with_s, elsewhere=elsewhere)
-    some, none = it.prompt_tokens([it.prompt_text("d:1", "prompt", text) for text in ("user", "")])
-    rendered = [plain.decode(tokens.tolist(), skip_special_tokens=False) for tokens in (some, none)]
+    some, none = it.prompt_tokens(
+        [it.prompt_text("d:1", "prompt", text) for text in ("user", "")]
+    )
+    rendered = [
+        plain.decode(tokens.tolist(), skip_special_tokens=False)
+        for tokens in (some, none)
+    ]
     assert rendered == (["<s>user", "<s>"] if elsewhere else ["user", "</s>"])
     assert some.dtype == none.dtype == np.int32
 
 
 @pytest.mark.parametrize(
     "value",
-    ["\ud83d", [], [USER, ASSISTANT], [{"role": "system", "content": "x"}], [USER, USER]],
+    [
+        "\ud83d",
+        [],
+        [USER, ASSISTANT],
+        [{"role": "system", "content": "x"}],
+        [USER, USER],
+    ],
     ids=str,
 )
 def test_an_invalid_prompt_is_refused_with_its_line(value, tokenizer_path, tmp_path):

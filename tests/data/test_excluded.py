@@ -37,22 +37,41 @@ MIXED = MixtureSource(PARTS, (ONE, OTHER))
 
 
 @pytest.mark.parametrize("separator", ["", "\u2028", "\x85", "\x0c", "\n", "\r"])
-def test_written_lists_are_read_back_also_names_with_a_line_separator(separator, tmp_path):
+def test_written_lists_are_read_back_also_names_with_a_line_separator(
+    separator, tmp_path
+):
     path = tmp_path / "rows.jsonl"
     name = f"web{separator}code"
     row = ExcludedRow(
-        row=3, source=name, data="text:1", from_example=8, spike=1, step=2, loss=9.5, grad_norm=None
+        row=3,
+        source=name,
+        data="text:1",
+        from_example=8,
+        spike=1,
+        step=2,
+        loss=9.5,
+        grad_norm=None,
     )
     no_number = ExcludedRow(row=3, loss=float("nan"), grad_norm=float("inf"))
     path.write_text(excluded_text([row, no_number]) + '{"row": 4}\n', encoding="utf-8")
-    assert read_excluded(path, "excluded_rows=x") == [row, ExcludedRow(row=3), ExcludedRow(row=4)]
-    assert read_excluded(tmp_path / "none.jsonl") == []  # of a run that left nothing out
+    assert read_excluded(path, "excluded_rows=x") == [
+        row,
+        ExcludedRow(row=3),
+        ExcludedRow(row=4),
+    ]
+    assert (
+        read_excluded(tmp_path / "none.jsonl") == []
+    )  # of a run that left nothing out
 
 
-@pytest.mark.parametrize("line", ['{"row": -1}', '{"rows": 1}', '{"row": 1, "place": 3}', "12", ""])
+@pytest.mark.parametrize(
+    "line", ['{"row": -1}', '{"rows": 1}', '{"row": 1, "place": 3}', "12", ""]
+)
 def test_an_invalid_list_is_refused_with_its_line(line, tmp_path):
     path = tmp_path / "rows.jsonl"
-    path.write_text('{"row": 3, "source": "web\u2028"}\n' + line + "\n", encoding="utf-8")
+    path.write_text(
+        '{"row": 3, "source": "web\u2028"}\n' + line + "\n", encoding="utf-8"
+    )
     with pytest.raises(UserError, match="excluded_rows=x line 2"):
         read_excluded(path, "excluded_rows=x")
     with pytest.raises(UserError, match="excluded_rows=x"):
@@ -63,15 +82,30 @@ def test_an_invalid_list_is_refused_with_its_line(line, tmp_path):
 @pytest.mark.parametrize(
     ("source", "rows", "ids"),
     [
-        (ONE, [{"row": 3}, {"row": 9, "data": "text:one", "from_example": 40}], {3: 0, 9: 40}),
+        (
+            ONE,
+            [{"row": 3}, {"row": 9, "data": "text:one", "from_example": 40}],
+            {3: 0, 9: 40},
+        ),
         # Ids count on from one source to the next; a row listed twice is left out from the earlier position.
-        (MIXED, [{"row": 3, "source": "code"}, {"row": 3, "source": "web"}], {13: 0, 3: 0}),
+        (
+            MIXED,
+            [{"row": 3, "source": "code"}, {"row": 3, "source": "web"}],
+            {13: 0, 3: 0},
+        ),
         (MIXED, [{"row": 4, "data": "text:other", "source": "its old name"}], {14: 0}),
-        (MIXED, [{"row": 2, "source": "web", "from_example": at} for at in (8, 5, 6)], {2: 5}),
+        (
+            MIXED,
+            [{"row": 2, "source": "web", "from_example": at} for at in (8, 5, 6)],
+            {2: 5},
+        ),
     ],
 )
 def test_rows_are_found_by_fingerprint_or_name(source, rows, ids):
-    assert excluded_ids(source, [ExcludedRow(**row) for row in rows], "excluded_rows=x") == ids
+    assert (
+        excluded_ids(source, [ExcludedRow(**row) for row in rows], "excluded_rows=x")
+        == ids
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,7 +114,9 @@ def test_rows_are_found_by_fingerprint_or_name(source, rows, ids):
 def test_a_missing_row_is_refused_only_in_a_list_of_the_config(row):
     with pytest.raises(UserError, match="excluded_rows=x"):
         excluded_ids(ONE, [ExcludedRow(**row)], "excluded_rows=x")
-    assert excluded_ids(ONE, [ExcludedRow(**row)]) == {}  # the run had another source then
+    assert (
+        excluded_ids(ONE, [ExcludedRow(**row)]) == {}
+    )  # the run had another source then
 
 
 def test_a_row_is_left_out_from_its_place_on():

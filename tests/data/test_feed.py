@@ -53,7 +53,9 @@ class NumberedSource:
         time.sleep(self.seconds)
         self.read.append(example_id)
         return {
-            name: np.full(T, example_id + 1, np.float32 if name == "weights" else np.int32)
+            name: np.full(
+                T, example_id + 1, np.float32 if name == "weights" else np.int32
+            )
             for name in FIELDS
         }
 
@@ -77,7 +79,9 @@ def plan_for(num_devices: int, keys: str = "", **options):
 def row_sharding(
     num_devices: int, *, spec: tuple = (None, "fsdp", None), tensor: int = 1
 ) -> NamedSharding:
-    devices = np.array(jax.devices()[:num_devices]).reshape(num_devices // tensor, tensor)
+    devices = np.array(jax.devices()[:num_devices]).reshape(
+        num_devices // tensor, tensor
+    )
     return NamedSharding(Mesh(devices, ("fsdp", "tensor")), PartitionSpec(*spec))
 
 
@@ -95,7 +99,9 @@ def batches(source, plan, num_devices=1, **keys):
 
 def evaluated(source, plan, num_devices, eval_steps=-1):
     sharding = row_sharding(num_devices, spec=("fsdp", None))
-    with evaluation_batches(source, plan, sharding=sharding, eval_steps=eval_steps) as iterator:
+    with evaluation_batches(
+        source, plan, sharding=sharding, eval_steps=eval_steps
+    ) as iterator:
         return list(iterator)
 
 
@@ -124,7 +130,9 @@ def assert_same_batches(some, others):
     ],
 )
 def test_example_j_is_in_micro_batch_j_mod_A_and_slot_j_div_A(per_device, slots):
-    plan = plan_for(8, f"per_device_batch_size={per_device} gradient_accumulation_steps=2")
+    plan = plan_for(
+        8, f"per_device_batch_size={per_device} gradient_accumulation_steps=2"
+    )
     size = int(16 * per_device)
     first, second = batches(NumberedSource(100), plan, 8, num_steps=2, seed=-1)
     assert first.num_examples == size
@@ -151,7 +159,9 @@ SPLITS_OF_16 = [
 
 
 @pytest.mark.parametrize(("num_devices", "per_device", "accumulation"), SPLITS_OF_16)
-def test_every_split_of_a_global_batch_has_the_same_examples(num_devices, per_device, accumulation):
+def test_every_split_of_a_global_batch_has_the_same_examples(
+    num_devices, per_device, accumulation
+):
     plan = plan_for(
         num_devices,
         f"per_device_batch_size={per_device} gradient_accumulation_steps={accumulation}",
@@ -166,9 +176,12 @@ def test_every_split_of_a_global_batch_has_the_same_examples(num_devices, per_de
 
 
 @pytest.mark.parametrize(
-    ("spec", "tensor"), [((None, "fsdp", None), 2), ((None, "fsdp", "tensor"), 2), ((), 1)]
+    ("spec", "tensor"),
+    [((None, "fsdp", None), 2), ((None, "fsdp", "tensor"), 2), ((), 1)],
 )
-def test_each_device_gets_its_part_of_the_global_array_and_each_row_is_read_once(spec, tensor):
+def test_each_device_gets_its_part_of_the_global_array_and_each_row_is_read_once(
+    spec, tensor
+):
     keys = f"per_device_batch_size=1 gradient_accumulation_steps=2 ici_tensor_parallelism={tensor}"
     source, sharding = NumberedSource(100), row_sharding(8, spec=spec, tensor=tensor)
     (batch,) = batches(source, plan_for(8, keys), sharding=sharding, num_steps=1)
@@ -176,7 +189,10 @@ def test_each_device_gets_its_part_of_the_global_array_and_each_row_is_read_once
     assert sorted(source.read) == sorted(ids)
     num_slots = batch.arrays["tokens"].shape[1]
     whole = np.array(
-        [[[ids[2 * slot + micro] + 1] * T for slot in range(num_slots)] for micro in range(2)]
+        [
+            [[ids[2 * slot + micro] + 1] * T for slot in range(num_slots)]
+            for micro in range(2)
+        ]
     )
     for array in batch.arrays.values():
         assert array.sharding == sharding
@@ -199,7 +215,8 @@ def test_an_excluded_row_leaves_its_slot_empty_from_its_position_on(keys):
             is_out = example == 5 or (example == 2 and 8 * step + place >= 6)
             for values in batch.arrays.values():
                 assert (
-                    np.asarray(values)[place % 2, place // 2] == (0 if is_out else example + 1)
+                    np.asarray(values)[place % 2, place // 2]
+                    == (0 if is_out else example + 1)
                 ).all()
 
 
@@ -212,7 +229,9 @@ def reads_of(source, host_slots, **changes):
         "micro_batches": 3,
         "loads_per_step": 1,
     }
-    return TrainingReads(source, host_slots=np.asarray(host_slots), **{"seed": 4} | keys | changes)
+    return TrainingReads(
+        source, host_slots=np.asarray(host_slots), **{"seed": 4} | keys | changes
+    )
 
 
 @pytest.mark.parametrize("is_balanced", [False, True])
@@ -242,7 +261,9 @@ def test_a_host_reads_the_rows_of_its_slots_and_no_others(host_slots):
     expected = example_ids(69, 39, num_examples=100, seed=4)
     np.testing.assert_array_equal(part.example_ids, expected)
     own = [
-        (j % 3, host_slots.index(j // 3), expected[j]) for j in range(39) if j // 3 in host_slots
+        (j % 3, host_slots.index(j // 3), expected[j])
+        for j in range(39)
+        if j // 3 in host_slots
     ]
     assert source.read == [example for _, _, example in own]
     assert part.cells.T.tolist() == [[micro, place] for micro, place, _ in own]
@@ -297,7 +318,10 @@ def test_a_short_last_batch_has_only_the_remaining_examples():
     ids = [example for batch in found for example in batch.example_ids.tolist()]
     assert ids == example_ids(0, 46, num_examples=23, seed=0).tolist()
     last = slot_numbers(found[-1].arrays["tokens"])
-    assert last.tolist() == [[*found[-1].example_ids[0::2], -1], [*found[-1].example_ids[1::2], -1]]
+    assert last.tolist() == [
+        [*found[-1].example_ids[0::2], -1],
+        [*found[-1].example_ids[1::2], -1],
+    ]
     resumed = batches(NumberedSource(23), plan, 2, examples_seen=35, num_steps=2)
     assert [batch.num_examples for batch in resumed] == [8, 3]
 
@@ -320,14 +344,18 @@ RAMP = "per_device_batch_size=4 gradient_accumulation_steps=4 enable_rampup_batc
 RAMP += " per_device_batch_size_start=2 per_device_batch_size_increment=1 global_rampup_samples=100"
 
 
-@pytest.mark.parametrize("mode", ["per_device_batch_size", "gradient_accumulation_steps"])
+@pytest.mark.parametrize(
+    "mode", ["per_device_batch_size", "gradient_accumulation_steps"]
+)
 def test_a_ramp_changes_the_batch_and_not_the_order(mode):
     plan = plan_for(2, f"{RAMP} rampup_mode={mode}")
     # Shares of 50 examples: 16 a step for 4 steps (64), 24 for 3 steps (72), then 32.
     sizes = [16] * 4 + [24] * 3 + [32] * 3
     for first_step in (0, 4, 6):
         start = sum(sizes[:first_step])
-        found = batches(NumberedSource(90), plan, 2, examples_seen=start, num_steps=10 - first_step)
+        found = batches(
+            NumberedSource(90), plan, 2, examples_seen=start, num_steps=10 - first_step
+        )
         assert [batch.num_examples for batch in found] == sizes[first_step:]
         for batch in found:
             size = batch.num_examples
@@ -338,7 +366,11 @@ def test_a_ramp_changes_the_batch_and_not_the_order(mode):
             assert sorted(slots[slots >= 0]) == sorted(expected)
             a, b = (4, size // 4) if mode == "per_device_batch_size" else (size // 8, 8)
             assert batch.num_micro_batches == a
-            assert batch.arrays["tokens"].shape == (4, b, T)  # one shape, whatever the accumulation
+            assert batch.arrays["tokens"].shape == (
+                4,
+                b,
+                T,
+            )  # one shape, whatever the accumulation
             assert (slots[a:] == -1).all()
     # From within a stage, after another batch size: the stage lasts until its end is reached.
     found = batches(NumberedSource(90), plan, 2, examples_seen=60, num_steps=5)
@@ -347,8 +379,12 @@ def test_a_ramp_changes_the_batch_and_not_the_order(mode):
 
 @pytest.mark.parametrize("num_steps", [10**12, 2**63 - 1])
 @pytest.mark.parametrize("examples_seen", [0, 10**9])
-@pytest.mark.parametrize("keys", ["expansion_factor_real_data=0.5 per_device_batch_size=2", RAMP])
-def test_a_run_of_any_length_begins_at_once_wherever_it_resumes(keys, examples_seen, num_steps):
+@pytest.mark.parametrize(
+    "keys", ["expansion_factor_real_data=0.5 per_device_batch_size=2", RAMP]
+)
+def test_a_run_of_any_length_begins_at_once_wherever_it_resumes(
+    keys, examples_seen, num_steps
+):
     """A list of the run's steps, or a walk to the next step, would not end."""
     plan = plan_for(1, keys.replace("samples=100", "samples=2147483647"))
     with feed(
@@ -362,16 +398,20 @@ def test_a_run_of_any_length_begins_at_once_wherever_it_resumes(keys, examples_s
             examples_seen += len(ids)
 
 
-@pytest.mark.parametrize(("num_devices", "per_device"), [(1, 7), (1, 64), (8, 0.5), (4, 3)])
+@pytest.mark.parametrize(
+    ("num_devices", "per_device"), [(1, 7), (1, 64), (8, 0.5), (4, 3)]
+)
 def test_an_evaluation_sees_every_example_once(num_devices, per_device):
     plan = plan_for(num_devices, f"eval_per_device_batch_size={per_device}")
     found = evaluated(NumberedSource(29), plan, num_devices)
     size = int(per_device * num_devices)
-    assert [batch.num_examples for batch in found] == [size] * (29 // size) + [29 % size] * (
-        29 % size > 0
-    )
+    assert [batch.num_examples for batch in found] == [size] * (29 // size) + [
+        29 % size
+    ] * (29 % size > 0)
     seen = [slot_numbers(batch.arrays["weights"]) for batch in found]
-    assert all(len(slots) == len(seen[0]) for slots in seen)  # one shape, so one compilation
+    assert all(
+        len(slots) == len(seen[0]) for slots in seen
+    )  # one shape, so one compilation
     assert [i for slots in seen for i in slots if i >= 0] == list(range(29))
     assert [i for batch in found for i in batch.example_ids] == list(range(29))
     for slots, batch in zip(seen, found, strict=True):
@@ -420,7 +460,9 @@ def test_reading_runs_ahead_and_ends_with_the_iterator():
 
 
 def test_the_wait_is_measured_where_it_happens():
-    (batch,) = batches(NumberedSource(100, seconds=0.1), plan_for(1, TWO_A_STEP), num_steps=1)
+    (batch,) = batches(
+        NumberedSource(100, seconds=0.1), plan_for(1, TWO_A_STEP), num_steps=1
+    )
     assert 0.05 < batch.data_seconds < 20
 
 
@@ -430,12 +472,18 @@ def test_an_unreadable_row_is_known_two_batches_ahead_and_raised_once():
         Damaged(100), plan, seed=-1, num_steps=100
     ) as iterator:  # the fourth step holds example 7
         assert iterator.first_problem() is None
-        assert [next(iterator).problem for _ in range(3)] == [None, "record 7", "record 7"]
+        assert [next(iterator).problem for _ in range(3)] == [
+            None,
+            "record 7",
+            "record 7",
+        ]
         with pytest.raises(UserError, match="record 7"):
             next(iterator)
         with pytest.raises(StopIteration):
             next(iterator)
-    assert [batch.problem for batch in batches(Damaged(100), plan, seed=-1)] == [None] * 3
+    assert [batch.problem for batch in batches(Damaged(100), plan, seed=-1)] == [
+        None
+    ] * 3
 
 
 def test_an_evaluation_continues_without_unreadable_rows():
@@ -488,7 +536,9 @@ def wait_until_gone(process_id):
         time.sleep(0.05)
 
 
-@pytest.mark.skipif(not pathlib.Path("/proc").is_dir(), reason="looks for processes in /proc")
+@pytest.mark.skipif(
+    not pathlib.Path("/proc").is_dir(), reason="looks for processes in /proc"
+)
 def test_worker_processes_outlive_a_signal_to_all_but_never_their_parent(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)

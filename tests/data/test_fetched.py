@@ -35,8 +35,12 @@ def bucket(monkeypatch, tmp_path):
 
 
 def ids():
-    stream, starts = open_prepared("dataset_path", *find_prepared("dataset_path", URL + "/"))
-    assert starts.tolist() == np.cumsum([0, *(len(text) + 1 for text in TEXTS)]).tolist()
+    stream, starts = open_prepared(
+        "dataset_path", *find_prepared("dataset_path", URL + "/")
+    )
+    assert (
+        starts.tolist() == np.cumsum([0, *(len(text) + 1 for text in TEXTS)]).tolist()
+    )
     return stream[:].tolist()
 
 
@@ -60,7 +64,9 @@ def test_the_second_start_fetches_only_the_manifest(bucket, capsys):
 
 
 @pytest.mark.parametrize("killed_at", [DOCUMENTS_FILE, SHARDS[1]])
-def test_the_remains_of_a_killed_start_are_fetched_again(bucket, killed_at, monkeypatch):
+def test_the_remains_of_a_killed_start_are_fetched_again(
+    bucket, killed_at, monkeypatch
+):
     monkeypatch.setattr(fetched, "_FETCHED_AT_ONCE", 1)
     fetch = bucket.files.get_file
 
@@ -79,7 +85,9 @@ def test_the_remains_of_a_killed_start_are_fetched_again(bucket, killed_at, monk
     assert ids() == IDS
     again = [name for method, name in bucket.calls if method == "get_file"]
     assert killed_at in again
-    assert (SHARDS[0] in again) == (killed_at == DOCUMENTS_FILE)  # which comes before the shards
+    assert (SHARDS[0] in again) == (
+        killed_at == DOCUMENTS_FILE
+    )  # which comes before the shards
 
 
 def flipped(content):
@@ -96,7 +104,10 @@ def flipped(content):
         (DOCUMENTS_FILE, flipped),
         (MANIFEST_FILE, lambda content: b"{"),
         (MANIFEST_FILE, lambda content: b'{"format": 7}'),
-        (MANIFEST_FILE, lambda content: content.replace(SHARDS[1].encode(), b"../1.array_record")),
+        (
+            MANIFEST_FILE,
+            lambda content: content.replace(SHARDS[1].encode(), b"../1.array_record"),
+        ),
         (MANIFEST_FILE, None),
     ],
 )
@@ -112,7 +123,9 @@ def test_a_changed_object_is_named_and_not_kept(bucket, name, damaged):
     assert ids() == IDS
 
 
-def test_another_dataset_under_the_address_and_a_damaged_copy_are_fetched(bucket, tmp_path):
+def test_another_dataset_under_the_address_and_a_damaged_copy_are_fetched(
+    bucket, tmp_path
+):
     directory, _ = find_prepared("dataset_path", URL)
     (directory / SHARDS[0]).write_bytes(b"damaged")
     assert ids() == IDS

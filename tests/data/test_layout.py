@@ -11,7 +11,13 @@ T = 4
 
 
 def layout_of(
-    hosts, *, readers=None, filled=13, shape=(8, 1), order=range(8), spec=(None, "fsdp", None)
+    hosts,
+    *,
+    readers=None,
+    filled=13,
+    shape=(8, 1),
+    order=range(8),
+    spec=(None, "fsdp", None),
 ):
     mesh = Mesh(np.array(jax.devices())[list(order)].reshape(shape), ("fsdp", "tensor"))
     return row_layout(
@@ -28,19 +34,25 @@ def handed_out(layout, whole, unread=0):
     parts = []
     for host, slots in enumerate(layout.slots_of_host):
         parts.append(
-            np.asarray(layout.to_devices(host, {"tokens": whole[..., slots, :]})["tokens"])
+            np.asarray(
+                layout.to_devices(host, {"tokens": whole[..., slots, :]})["tokens"]
+            )
         )
     assert (sum((part != 0).astype(int) for part in parts) <= 1).all()
     loaded = sum(parts)
     loaded = np.where(loaded == 0, unread, loaded)
-    return layout.hand_out({"tokens": jax.device_put(loaded, layout.load_sharding)})["tokens"]
+    return layout.hand_out({"tokens": jax.device_put(loaded, layout.load_sharding)})[
+        "tokens"
+    ]
 
 
 @pytest.mark.parametrize("hosts", [1, 2, 8])
 def test_hosts_read_straight_into_the_slots_of_their_devices(hosts):
     layout = layout_of(hosts)
     assert layout.load_positions is None
-    for slots, expected in zip(layout.slots_of_host, np.split(np.arange(16), hosts), strict=True):
+    for slots, expected in zip(
+        layout.slots_of_host, np.split(np.arange(16), hosts), strict=True
+    ):
         assert slots.tolist() == expected.tolist()
 
 
@@ -66,11 +78,17 @@ def test_hosts_with_the_same_rows_share_them():
 @pytest.mark.parametrize(
     "spec", [(None, "fsdp", None), ("fsdp", None)], ids=["training", "evaluation"]
 )
-def test_rows_are_handed_out_as_they_were_read(hosts, readers, shape, filled, order, spec):
+def test_rows_are_handed_out_as_they_were_read(
+    hosts, readers, shape, filled, order, spec
+):
     """Whatever is in the slots of hosts that do not read, or beyond a reader's share."""
-    layout = layout_of(hosts, readers=readers, shape=shape, filled=filled, order=order, spec=spec)
+    layout = layout_of(
+        hosts, readers=readers, shape=shape, filled=filled, order=order, spec=spec
+    )
     assert layout.load_positions is not None
-    assert sorted(np.concatenate(layout.slots_of_host)) == list(range(filled))  # each row once
+    assert sorted(np.concatenate(layout.slots_of_host)) == list(
+        range(filled)
+    )  # each row once
     shares = [len(slots) for slots in layout.slots_of_host]
     assert max(shares[:readers]) - min(shares[:readers]) <= 1
     assert not any(shares[readers:])

@@ -48,7 +48,9 @@ def opened(path, **changes):
         "eval_fraction": 0,
     }
     keys |= {"eval_interval": -1, **changes}
-    return open_sources(load_config(None, [f"{key}={value}" for key, value in keys.items()]))[0]
+    return open_sources(
+        load_config(None, [f"{key}={value}" for key, value in keys.items()])
+    )[0]
 
 
 @pytest.mark.parametrize(
@@ -56,12 +58,19 @@ def opened(path, **changes):
     [("concat", "<u2", 1), ("none", "<i4", 1), ("best_fit", "<i8", 3)],
 )
 def test_the_rows_are_those_of_the_same_text(tmp_path, packing, dtype, sequences_each):
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    write_megatron(tmp_path / "m.x", DOCUMENTS, dtype=dtype, sequences_each=sequences_each)
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
+    )
+    write_megatron(
+        tmp_path / "m.x", DOCUMENTS, dtype=dtype, sequences_each=sequences_each
+    )
     text = opened(tmp_path / "a.jsonl", dataset_type="text", packing=packing)
     for suffix in (".bin", ".idx"):
         source = opened(tmp_path / f"m{suffix}", packing=packing)
-        assert (len(source), source.num_target_tokens) == (len(text), text.num_target_tokens)
+        assert (len(source), source.num_target_tokens) == (
+            len(text),
+            text.num_target_tokens,
+        )
         copy = pickle.loads(pickle.dumps(source))
         assert copy.fingerprint == source.fingerprint
         for number in range(len(text)):
@@ -71,7 +80,11 @@ def test_the_rows_are_those_of_the_same_text(tmp_path, packing, dtype, sequences
 
 def test_the_fingerprint_is_of_the_content(tmp_path):
     found = []
-    for name, documents in (("a", DOCUMENTS), ("b", DOCUMENTS), ("c", [[7], *DOCUMENTS[1:]])):
+    for name, documents in (
+        ("a", DOCUMENTS),
+        ("b", DOCUMENTS),
+        ("c", [[7], *DOCUMENTS[1:]]),
+    ):
         write_megatron(tmp_path / f"{name}.x", documents)
         found.append(opened(tmp_path / f"{name}.bin").fingerprint)
     assert found[0] == found[1] != found[2]
@@ -83,11 +96,27 @@ def test_a_document_without_end_of_text_still_ends(tmp_path):
     source = opened(tmp_path / "m.bin")
     row = source[0]
     assert row["tokens"].tolist() == [1, 2, 3, 4, 5, 6, 256, 0]
-    assert row["targets"].tolist() == [2, 3, 0, 0, 6, 256, 0, 0]  # none from another document
+    assert row["targets"].tolist() == [
+        2,
+        3,
+        0,
+        0,
+        6,
+        256,
+        0,
+        0,
+    ]  # none from another document
     assert row["segments"].tolist() == [1, 1, 1, 2, 3, 3, 3, 0]
     assert row["weights"].tolist() == [1, 1, 0, 0, 1, 1, 0, 0]
-    assert (source.num_documents, source.num_target_tokens, len(source.notes)) == (3, 4, 1)
-    for packing, rows in (("none", [[1, 2, 3], [5, 6, 256]]), ("best_fit", [[1, 2, 5, 6]])):
+    assert (source.num_documents, source.num_target_tokens, len(source.notes)) == (
+        3,
+        4,
+        1,
+    )
+    for packing, rows in (
+        ("none", [[1, 2, 3], [5, 6, 256]]),
+        ("best_fit", [[1, 2, 5, 6]]),
+    ):
         found = opened(tmp_path / "m.bin", packing=packing)
         padded = [row + [0] * (8 - len(row)) for row in rows]
         assert [found[i]["tokens"].tolist() for i in range(len(found))] == padded
@@ -99,7 +128,10 @@ DAMAGES = {
     "another magic": ("m.idx", lambda content: b"x" + content[1:]),
     "floats": ("m.idx", lambda content: content[:17] + b"\6" + content[18:]),
     "cut index": ("m.idx", lambda content: content[:-1]),
-    "a pointer": ("m.idx", lambda content: content[:66] + bytes([content[66] ^ 1]) + content[67:]),
+    "a pointer": (
+        "m.idx",
+        lambda content: content[:66] + bytes([content[66] ^ 1]) + content[67:],
+    ),
     "a document": (
         "m.idx",
         lambda content: content[:106] + bytes([content[106] ^ 1]) + content[107:],
@@ -122,15 +154,23 @@ def test_a_damaged_file_is_named(tmp_path, damage):
     [
         ([[1, 2, 999, 256]], {}),  # beyond the vocabulary
         ([], {}),
-        *[([[256]] * 10, {"packing": packing}) for packing in ("concat", "none", "best_fit")],
+        *[
+            ([[256]] * 10, {"packing": packing})
+            for packing in ("concat", "none", "best_fit")
+        ],
         (
             [[256]] * 40 + [[1, 2]],
             {"eval_fraction": 0.1, "eval_interval": 10},
         ),  # no target to train on
-        ([[1, 2]] + [[256]] * 40, {"eval_fraction": 0.1, "eval_interval": 10}),  # none to hold out
+        (
+            [[1, 2]] + [[256]] * 40,
+            {"eval_fraction": 0.1, "eval_interval": 10},
+        ),  # none to hold out
     ],
 )
-def test_data_without_a_target_or_beyond_the_vocabulary_are_refused(tmp_path, documents, keys):
+def test_data_without_a_target_or_beyond_the_vocabulary_are_refused(
+    tmp_path, documents, keys
+):
     write_megatron(tmp_path / "m.x", documents)
     with pytest.raises(UserError):
         opened(tmp_path / "m.bin", **keys)

@@ -30,17 +30,32 @@ def test_random_histories_agree_with_a_loop_with_counters(number):
 def test_a_history_by_hand():
     """Two halves for 4 rows, then b and c in turn: b continues with its row 2."""
     history = history_of([part("b"), part("a")])
-    history = continued(history, [part("c"), part("b")], examples_seen=4, tokens_seen=70)
+    history = continued(
+        history, [part("c"), part("b")], examples_seen=4, tokens_seen=70
+    )
     stream = RowStream(history)
     numbers, positions, names = stream.rows(0, 8)
     found = [
         (names[number][-1], position)
         for number, position in zip(numbers, positions.tolist(), strict=True)
     ]
-    assert found == [("a", 0), ("b", 0), ("a", 1), ("b", 1), ("b", 2), ("c", 0), ("b", 3), ("c", 1)]
+    assert found == [
+        ("a", 0),
+        ("b", 0),
+        ("a", 1),
+        ("b", 1),
+        ("b", 2),
+        ("c", 0),
+        ("b", 3),
+        ("c", 1),
+    ]
     assert stream.given(7) == {"rows of a": 2, "rows of b": 4, "rows of c": 1}
     assert stream.given(2) == {"rows of a": 1, "rows of b": 1}
-    assert (stream.last.examples_seen, stream.last.tokens_seen, stream.end) == (4, 70, None)
+    assert (stream.last.examples_seen, stream.last.tokens_seen, stream.end) == (
+        4,
+        70,
+        None,
+    )
 
 
 def test_a_source_at_its_limit_is_left_out_from_its_next_turn():
@@ -48,7 +63,9 @@ def test_a_source_at_its_limit_is_left_out_from_its_next_turn():
     numbers, positions, names = stream.rows(0, 12)
     found = "".join(names[number][-1] for number in numbers)
     assert found == "abcabcbccccc"
-    assert [positions[i] for i, name in enumerate(found) if name == "c"] == list(range(7))
+    assert [positions[i] for i, name in enumerate(found) if name == "c"] == list(
+        range(7)
+    )
     assert stream.left_out == {"rows of a": 6, "rows of b": 8}
     ends = RowStream(history_of([part("a", most=2), part("b", most=3)]))
     assert ends.end == 5
@@ -58,7 +75,10 @@ def test_a_source_at_its_limit_is_left_out_from_its_next_turn():
 
 def test_an_entry_is_added_only_where_the_mixture_changed():
     first = history_of([part("a", "3"), part("b", "1")])
-    for same in ([part("b", "1"), part("a", "3")], [part("a", "3/2"), part("b", "1/2")]):
+    for same in (
+        [part("b", "1"), part("a", "3")],
+        [part("a", "3/2"), part("b", "1/2")],
+    ):
         assert continued(first, same, examples_seen=9, tokens_seen=1) == first
     for other in (
         [part("a", "2"), part("b", "1")],
@@ -69,16 +89,21 @@ def test_an_entry_is_added_only_where_the_mixture_changed():
         assert history[0] == first[0]
         assert (history[1].examples_seen, history[1].tokens_seen) == (9, 1)
         # Changed once more before its first row, it never was.
-        assert continued(history, [part("c")], examples_seen=9, tokens_seen=1)[1].parts == (
-            part("c"),
-        )
-    assert continued(first, [part("c")], examples_seen=0, tokens_seen=0) == history_of([part("c")])
+        assert continued(history, [part("c")], examples_seen=9, tokens_seen=1)[
+            1
+        ].parts == (part("c"),)
+    assert continued(first, [part("c")], examples_seen=0, tokens_seen=0) == history_of(
+        [part("c")]
+    )
 
 
 def test_a_source_is_known_by_its_rows_and_a_name_by_its_source():
     history = history_of([part("a"), part("b")])
     renamed = dataclasses.replace(part("a"), name="web")
-    assert continued(history, [renamed, part("b")], examples_seen=5, tokens_seen=5) == history
+    assert (
+        continued(history, [renamed, part("b")], examples_seen=5, tokens_seen=5)
+        == history
+    )
     changed = dataclasses.replace(part("a"), fingerprint="other rows")
     with pytest.raises(UserError, match=r"dataset_path: .* a "):
         continued(history, [changed, part("b")], examples_seen=5, tokens_seen=5)
@@ -94,7 +119,9 @@ def test_a_history_is_json_and_back():
 @pytest.mark.fast
 def test_the_source_with_which_a_run_began_alone_keeps_the_order_and_hash_that_it_had():
     history = history_before_names("rows of a")
-    stream = RowStream(continued(history, [part("a"), part("b")], examples_seen=7, tokens_seen=9))
+    stream = RowStream(
+        continued(history, [part("a"), part("b")], examples_seen=7, tokens_seen=9)
+    )
     assert stream.seed("rows of a", 5) == 5
     assert stream.salt("rows of a") == 0
     assert stream.rows(0, 7)[1].tolist() == list(range(7))

@@ -20,9 +20,13 @@ def begun(*keys, a="max_epochs: 1.5", b=""):
     """A run of two equal halves: a has 20 examples, and with max_epochs of 1.5 gives 30."""
     entries = f"[{{path: a, weight: 1, {a}}}, {{path: b, weight: 1, {b}}}]"
     config = load_config(
-        None, [f"dataset_path={entries}", "per_device_batch_size=8", "warmup_steps=0", *keys]
+        None,
+        [f"dataset_path={entries}", "per_device_batch_size=8", "warmup_steps=0", *keys],
     )
-    sources = [NumberedSource(size, fingerprint=f"rows of {name}") for name, size in SIZES.items()]
+    sources = [
+        NumberedSource(size, fingerprint=f"rows of {name}")
+        for name, size in SIZES.items()
+    ]
     parts = parts_of(config, sources)
     assert [part.most_rows for part in parts] == [30 if a else None, 300 if b else None]
     source = MixtureSource(tuple(parts), tuple(sources))
@@ -38,7 +42,8 @@ def test_a_source_that_would_pass_its_max_epochs_is_refused_before_the_run():
     """a's row number 30 would be example 60 (rows 0, 2, ... are a's): 7 batches of 8 end before it, 8 do not."""
     assert left(begun("steps=7")) == 7
     with pytest.raises(
-        UserError, match=r"a .* 60, .* steps=7, mixture_exhausted=stop, mixture_exhausted=drop or"
+        UserError,
+        match=r"a .* 60, .* steps=7, mixture_exhausted=stop, mixture_exhausted=drop or",
     ):
         left(begun("steps=8"))
     assert left(begun("steps=99", a="")) == 99
@@ -71,7 +76,12 @@ def test_a_run_that_stops_there_has_the_whole_batches_before_it():
 )
 def test_a_run_that_stops_there_says_how_high_its_learning_rate_still_is(keys, rate):
     """The schedule is that of 20 steps, also for a run that resumes with more data; the run has 7."""
-    keys = ["steps=20", "mixture_exhausted=stop", "learning_rate_final_fraction=0.1", *keys.split()]
+    keys = [
+        "steps=20",
+        "mixture_exhausted=stop",
+        "learning_rate_final_fraction=0.1",
+        *keys.split(),
+    ]
     config, plan, _ = begun(*keys)
     found = early_end(config, plan, steps=7, examples_seen=56)
     assert found == [] if rate is None else f"about {rate} of its peak" in found[0]
@@ -83,7 +93,9 @@ def test_a_run_that_drops_it_continues_until_no_source_is_left():
     run = begun("steps=41", "mixture_exhausted=drop", b="max_epochs: 3")
     assert left(run) == 41
     assert run[2].stream.end == 330
-    with pytest.raises(UserError, match=r"example 330, .* steps=41, mixture_exhausted=stop or"):
+    with pytest.raises(
+        UserError, match=r"example 330, .* steps=41, mixture_exhausted=stop or"
+    ):
         left(begun("steps=42", "mixture_exhausted=drop", b="max_epochs: 3"))
     assert len(mixture_sentences(run[0], run[2], 0, 60)) == 2
     assert "example 60" in mixture_sentences(run[0], run[2], 0, 61)[2]
@@ -104,8 +116,12 @@ def test_a_run_that_drops_it_continues_until_no_source_is_left():
 
 def test_a_resumed_run_continues_its_history_and_a_lone_source_needs_none():
     config, _, source = begun()
-    two, history = in_run(config, source, as_json(history_of([source.parts[0]])), (9, 8))
-    assert [(mixture["examples_seen"], mixture["tokens_seen"]) for mixture in history] == [
+    two, history = in_run(
+        config, source, as_json(history_of([source.parts[0]])), (9, 8)
+    )
+    assert [
+        (mixture["examples_seen"], mixture["tokens_seen"]) for mixture in history
+    ] == [
         (0, 0),
         (9, 8),
     ]

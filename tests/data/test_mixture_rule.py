@@ -38,13 +38,17 @@ TREES = {
     "100 sources": [_RANDOM.paretovariate(0.3) for _ in range(100)],
 }
 WEIGHTS = {
-    name: [Fraction(str(w)) for w in weights] for name, weights in (PERIODIC | TREES).items()
+    name: [Fraction(str(w)) for w in weights]
+    for name, weights in (PERIODIC | TREES).items()
 }
 
 
 def bound_of_tree(weights):
     """The maximum of half the sum of w / W over the nodes from a leaf of Huffman's tree up to below its root."""
-    heap = [(weight, number, [(weight, Fraction(0))]) for number, weight in enumerate(weights)]
+    heap = [
+        (weight, number, [(weight, Fraction(0))])
+        for number, weight in enumerate(weights)
+    ]
     order = len(heap)
     heapq.heapify(heap)
     while len(heap) > 1:
@@ -70,7 +74,9 @@ def worst_difference(rule, weights, rows=ROWS):
         worst = max(worst, rows * share - len(places))
         if len(places):
             worst = max(
-                worst, np.max(places * share - numbers), np.max(numbers + 1 - (places + 1) * share)
+                worst,
+                np.max(places * share - numbers),
+                np.max(numbers + 1 - (places + 1) * share),
             )
         total += len(places)
     assert total == rows
@@ -83,7 +89,9 @@ def test_tijdemans_rule_is_within_its_bound_of_n_times_the_weight_after_every_ro
     rule = rule_of(weights)
     assert isinstance(rule, PeriodicRule)
     k = len(weights)
-    assert worst_difference(rule, weights) <= (0 if k == 1 else 1 - Fraction(1, 2 * k - 2))
+    assert worst_difference(rule, weights) <= (
+        0 if k == 1 else 1 - Fraction(1, 2 * k - 2)
+    )
 
 
 @pytest.mark.parametrize("name", TREES)
@@ -91,12 +99,16 @@ def test_the_trees_rule_is_within_its_bound_of_n_times_the_weight_after_every_ro
     weights = WEIGHTS[name]
     rule = rule_of(weights)
     assert isinstance(rule, TreeRule)
-    assert worst_difference(rule, weights) <= bound_of_tree(weights) < Fraction(168, 100)
+    assert (
+        worst_difference(rule, weights) <= bound_of_tree(weights) < Fraction(168, 100)
+    )
     assert len(weights) != 2 or bound_of_tree(weights) == Fraction(1, 2)
 
 
 @pytest.mark.parametrize("name", ["five", "irrational", "100 sources"])
-def test_rows_are_found_by_position_and_positions_by_row_whatever_the_scale_of_the_weights(name):
+def test_rows_are_found_by_position_and_positions_by_row_whatever_the_scale_of_the_weights(
+    name,
+):
     rule = rule_of(WEIGHTS[name])
     sources, ranks = rule.rows_at(np.arange(5000))
     shuffled = np.random.default_rng(0).permutation(5000)
@@ -106,7 +118,10 @@ def test_rows_are_found_by_position_and_positions_by_row_whatever_the_scale_of_t
     ):
         np.testing.assert_array_equal(found, expected)
     for n in (0, 1, 17, 4999):
-        assert rule.counts(n) == np.bincount(sources[:n], minlength=len(WEIGHTS[name])).tolist()
+        assert (
+            rule.counts(n)
+            == np.bincount(sources[:n], minlength=len(WEIGHTS[name])).tolist()
+        )
         assert position_of(rule, int(sources[n]), int(ranks[n])) == n
 
 
@@ -125,7 +140,9 @@ def test_far_positions_are_exact(name):
         ]
         assert before[source] == rank
         share = weights[source] / sum(weights)
-        assert abs(rank - position * share) <= Fraction(168, 100) + Fraction(position, 2**63)
+        assert abs(rank - position * share) <= Fraction(168, 100) + Fraction(
+            position, 2**63
+        )
 
 
 @pytest.mark.parametrize("weights", [[], [Fraction(1), Fraction(0)]])

@@ -37,7 +37,9 @@ def started(config):
 
 
 def alone(texts, name):
-    return open_sources(load_config(None, [*KEYS, f"dataset_path={texts}/{name}.jsonl"]))
+    return open_sources(
+        load_config(None, [*KEYS, f"dataset_path={texts}/{name}.jsonl"])
+    )
 
 
 def weights_of(source, number):
@@ -56,7 +58,9 @@ def test_the_examples_of_a_mixture_are_those_of_its_sources(texts):
         assert len(joined) == len(rows)
         for i, row in enumerate(rows):
             np.testing.assert_array_equal(joined[i]["tokens"], row["tokens"])
-        assert joined.num_target_tokens == sum(weights_of(joined, i) for i in range(len(rows)))
+        assert joined.num_target_tokens == sum(
+            weights_of(joined, i) for i in range(len(rows))
+        )
         some = np.array([0, len(rows) - 1, 3, 3])
         assert joined.count_targets(some) == sum(weights_of(joined, i) for i in some)
         assert (joined.num_tokens, joined.fields) == (16, ordered[0].fields)
@@ -70,13 +74,17 @@ def test_weights_are_of_target_tokens(texts):
     shares = {"a": Fraction(1, 4), "b": Fraction(1, 4), "c": Fraction(1, 2)}
     source = started(config_of(texts, a=0.25, b=0.25, c=0.5))
     for part, each in zip(source.parts, source.sources, strict=True):
-        assert Fraction(part.row_weight) == shares[part.name] * len(each) / each.num_target_tokens
+        assert (
+            Fraction(part.row_weight)
+            == shares[part.name] * len(each) / each.num_target_tokens
+        )
     n = 6000
     counted = source.target_tokens(0, n, 1)
     total = sum(counted.values())
     assert total == target_tokens_between(source, 0, n, seed=1)
     assert total == sum(
-        weights_of(source, example) for example in ids_of_run(source, 0, n, seed=1).tolist()
+        weights_of(source, example)
+        for example in ids_of_run(source, 0, n, seed=1).tolist()
     )
     for name, share in shares.items():
         assert counted[name] / total == pytest.approx(float(share), abs=0.005)
@@ -85,10 +93,15 @@ def test_weights_are_of_target_tokens(texts):
 
 
 def test_ids_hashes_and_orders_do_not_depend_on_how_the_sources_are_listed(texts):
-    one, other = started(config_of(texts, a=1, b=2, c=3)), started(config_of(texts, c=6, a=2, b=4))
+    one, other = (
+        started(config_of(texts, a=1, b=2, c=3)),
+        started(config_of(texts, c=6, a=2, b=4)),
+    )
     ids = ids_of_run(one, 3, 500, seed=7)
     np.testing.assert_array_equal(ids, ids_of_run(other, 3, 500, seed=7))
-    np.testing.assert_array_equal(ids, ids_of_run(pickle.loads(pickle.dumps(one)), 3, 500, seed=7))
+    np.testing.assert_array_equal(
+        ids, ids_of_run(pickle.loads(pickle.dumps(one)), 3, 500, seed=7)
+    )
     # A source more changes ids and not what is hashed of the same rows.
     two = started(config_of(texts, a=1, c=3))
     hashed = {}
@@ -104,7 +117,9 @@ def test_one_source_has_the_ids_and_hashes_that_it_has_without_a_mixture(texts):
     listed, plain = started(config_of(texts, b=0.3)), alone(texts, "b")[0]
     assert [source.fingerprint for source in listed.sources] == [plain.fingerprint]
     ids = ids_of_run(plain, 5, 200, seed=3)
-    np.testing.assert_array_equal(ids, example_ids(5, 200, num_examples=len(plain), seed=3))
+    np.testing.assert_array_equal(
+        ids, example_ids(5, 200, num_examples=len(plain), seed=3)
+    )
     np.testing.assert_array_equal(ids_of_run(listed, 5, 200, seed=3), ids)
     assert examples_hash(listed.hashed(ids)) == examples_hash(ids)
     assert listed.epochs(200) == {"b": 200 / len(plain)}
@@ -115,7 +130,10 @@ def test_a_run_that_began_with_one_source_keeps_its_order_when_others_are_added(
     config = load_config(None, [*KEYS, f"dataset_path={texts}/b.jsonl"])
     both, _ = open_mixture(config_of(texts, b=1, c=1))
     history = continued(
-        history_of(parts_of(config, [plain])), both.parts, examples_seen=50, tokens_seen=0
+        history_of(parts_of(config, [plain])),
+        both.parts,
+        examples_seen=50,
+        tokens_seen=0,
     )
     source = both.with_stream(RowStream(history))
     ids = ids_of_run(source, 50, 400, seed=3)
@@ -135,11 +153,16 @@ def test_two_sources_with_the_same_rows_are_refused(texts, tmp_path):
         open_mixture(load_config(None, [*KEYS, f"dataset_path={entries}"]))
 
 
-def test_a_held_out_text_of_its_own_is_opened_once_and_leaves_all_rows_to_train_on(texts):
+def test_a_held_out_text_of_its_own_is_opened_once_and_leaves_all_rows_to_train_on(
+    texts,
+):
     config = config_of(texts, a=1, b=1).model_copy(
         update={"eval_dataset_path": str(texts / "c.jsonl")}
     )
-    assert [each.eval_dataset_path != "" for each in each_config(config)] == [True, False]
+    assert [each.eval_dataset_path != "" for each in each_config(config)] == [
+        True,
+        False,
+    ]
     mixture, held_out = open_mixture(config)
     assert not isinstance(held_out, MixtureSource)
     assert held_out.num_documents == 40

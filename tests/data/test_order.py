@@ -18,7 +18,9 @@ def splitmix64(state: int) -> int:
 @pytest.mark.parametrize("num_examples", [1, 2, 3, 7, 64, 1000, 2**16 + 1, 2**16 + 3])
 def test_every_epoch_has_every_example_once(num_examples):
     for epoch, seed in ((0, 0), (1, 0), (1, 2**63)):
-        ids = example_ids(epoch * num_examples, num_examples, num_examples=num_examples, seed=seed)
+        ids = example_ids(
+            epoch * num_examples, num_examples, num_examples=num_examples, seed=seed
+        )
         assert ids.dtype == np.int64
         assert sorted(ids) == list(range(num_examples))
 
@@ -44,18 +46,23 @@ def test_epochs_and_seeds_have_different_orders_near_chance():
         for other in orders[:i]:
             # Two random permutations agree in 1 place on average; 10 or more has probability 1e-7.
             assert np.sum(one == other) < 10
-    firsts = [int(example_ids(2 * epoch, 1, num_examples=2, seed=0)[0]) for epoch in range(64)]
+    firsts = [
+        int(example_ids(2 * epoch, 1, num_examples=2, seed=0)[0]) for epoch in range(64)
+    ]
     assert 16 < sum(firsts) < 48  # a fair coin is outside with probability 3e-5
 
 
 @pytest.mark.parametrize("num_examples", [1, 5, 100, 2**16 + 1])
 @pytest.mark.parametrize("seed", [FILE_ORDER, 9])
-def test_an_id_depends_on_its_position_only_not_on_how_it_is_asked_for(num_examples, seed):
+def test_an_id_depends_on_its_position_only_not_on_how_it_is_asked_for(
+    num_examples, seed
+):
     keys = {"num_examples": num_examples, "seed": seed}
     whole = example_ids(0, 333, **keys)
     for count in (1, 4, 100):
         parts = [
-            example_ids(first, min(count, 333 - first), **keys) for first in range(0, 333, count)
+            example_ids(first, min(count, 333 - first), **keys)
+            for first in range(0, 333, count)
         ]
         np.testing.assert_array_equal(np.concatenate(parts), whole)
     assert example_ids(5, 0, **keys).shape == (0,)
@@ -115,4 +122,7 @@ def test_the_hash_adds_splitmix64_of_each_id():
     assert examples_hash(np.array([1234567])) == f"{6457827717110365317:016x}"
     ids = np.random.default_rng(0).integers(2**31, size=1000)
     for some in (ids, ids[:-1], ids.repeat(2), ids[:0]):
-        assert examples_hash(some) == f"{sum(splitmix64(int(i)) for i in some) & MASK:016x}"
+        assert (
+            examples_hash(some)
+            == f"{sum(splitmix64(int(i)) for i in some) & MASK:016x}"
+        )

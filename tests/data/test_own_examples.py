@@ -12,7 +12,10 @@ class Examples(list):
 
 
 def source_of(*examples):
-    full = [{"tokens": np.arange(4), "targets": np.arange(1, 5), **fields} for fields in examples]
+    full = [
+        {"tokens": np.arange(4), "targets": np.arange(1, 5), **fields}
+        for fields in examples
+    ]
     return own_examples(Examples(full), key="source", num_tokens=4, vocab_size=10)
 
 
@@ -27,9 +30,9 @@ def test_optional_fields_default_to_one_document_of_weight_1():
         "positions": [0, 1, 2, 3],
         "weights": [1] * 4,
     }
-    assert {name: x.dtype.name for name, x in row.items()} == dict.fromkeys(row, "int32") | {
-        "weights": "float32"
-    }
+    assert {name: x.dtype.name for name, x in row.items()} == dict.fromkeys(
+        row, "int32"
+    ) | {"weights": "float32"}
 
 
 @pytest.mark.fast
@@ -43,9 +46,19 @@ def test_padding_is_no_target_wherever_it_is(segments):
 def test_custom_fields_are_float32_and_targets_are_counted():
     weights = np.array([0, 1, 0.5, 0])
     source = source_of(
-        *({"weights": weights, "price": np.full(4, 0.25 * number)} for number in range(3))
+        *(
+            {"weights": weights, "price": np.full(4, 0.25 * number)}
+            for number in range(3)
+        )
     )
-    assert set(source.fields) == {"tokens", "targets", "segments", "positions", "weights", "price"}
+    assert set(source.fields) == {
+        "tokens",
+        "targets",
+        "segments",
+        "positions",
+        "weights",
+        "price",
+    }
     assert source[2]["price"].dtype == np.float32
     assert source[2]["price"].tolist() == [0.5] * 4
     assert source.num_target_tokens == 6
@@ -92,7 +105,10 @@ def test_invalid_examples_are_refused():
         source_of()
     with pytest.raises(UserError, match=r"source\[0\] .*targets"):
         own_examples(
-            Examples([{"tokens": np.arange(4)}]), key="source", num_tokens=4, vocab_size=10
+            Examples([{"tokens": np.arange(4)}]),
+            key="source",
+            num_tokens=4,
+            vocab_size=10,
         )
     with pytest.raises(UserError, match=r"source\[0\]: weights"):  # of padding
         source_of({"weights": np.ones(4), "segments": np.array([0, 1, 1, 0])})

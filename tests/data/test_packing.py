@@ -18,7 +18,8 @@ DTYPES = dict.fromkeys(["tokens", "targets", "segments", "positions"], np.int32)
 def all_rows(layout, stream, starts):
     spans = [layout.span(row) for row in range(len(layout))]
     return [
-        build_row(stream, starts, start=a, stop=b, num_tokens=layout.num_tokens) for a, b in spans
+        build_row(stream, starts, start=a, stop=b, num_tokens=layout.num_tokens)
+        for a, b in spans
     ]
 
 
@@ -47,19 +48,25 @@ def test_rows_by_hand(layout, expected):
     ):
         assert {name: values.dtype for name, values in row.items()} == DTYPES
         for name, numbers in zip(DTYPES, line.split("|"), strict=True):
-            assert row[name].tolist() == [int(number) for number in numbers.split()], name
+            assert row[name].tolist() == [int(number) for number in numbers.split()], (
+                name
+            )
 
 
 @pytest.mark.parametrize("layout_type", LAYOUTS)
 @pytest.mark.parametrize("num_tokens", [1, 3, 32, 1000])
-@pytest.mark.parametrize("lengths", [[2], [33], [2, 65, 3, 32, 7, 2, 128], "random"], ids=str)
+@pytest.mark.parametrize(
+    "lengths", [[2], [33], [2, 65, 3, 32, 7, 2, 128], "random"], ids=str
+)
 def test_every_token_but_a_documents_first_is_a_target_exactly_once(
     layout_type, num_tokens, lengths
 ):
     if lengths == "random":
         lengths = np.random.default_rng(0).integers(2, 60, size=80)
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    stream = np.arange(starts[-1], dtype=np.int32)  # a token is its own place in the stream
+    stream = np.arange(
+        starts[-1], dtype=np.int32
+    )  # a token is its own place in the stream
     document_of = np.repeat(np.arange(len(lengths)), lengths)
     layout = layout_type(starts, num_tokens)
     rows = all_rows(layout, stream, starts)
@@ -67,7 +74,11 @@ def test_every_token_but_a_documents_first_is_a_target_exactly_once(
     pairs = collections.Counter()
     for number, row in enumerate(rows):
         real = row["weights"] > 0
-        pairs.update(zip(row["tokens"][real].tolist(), row["targets"][real].tolist(), strict=True))
+        pairs.update(
+            zip(
+                row["tokens"][real].tolist(), row["targets"][real].tolist(), strict=True
+            )
+        )
         used = row["segments"] > 0
         tokens, segments, positions = (
             row["tokens"][used],
@@ -87,7 +98,9 @@ def test_every_token_but_a_documents_first_is_a_target_exactly_once(
             assert segments.max() == 1
         elif number < len(rows) - 1:
             assert used.all()
-    assert pairs == {(place - 1, place): 1 for place in stream.tolist() if place not in starts}
+    assert pairs == {
+        (place - 1, place): 1 for place in stream.tolist() if place not in starts
+    }
     weights = [row["weights"].sum() for row in rows]
     for first in (0, len(rows) // 2):
         assert layout.count_targets_between(first, len(rows)) == sum(weights[first:])

@@ -55,8 +55,16 @@ def decoded(prompt):
         ({"prompt": "2+3=", "answer": 1e16}, "2+3=", {"answer": "10000000000000000"}),
         ({"prompt": "2+3=", "completion": "5"}, "2+3=", {"answer": "5"}),
         ({"prompt": "é", "completion": "5", "answer": "6"}, "é", {}),
-        ({"question": "q", "answer": GSM8K}, "q", {"answer": "1,024", "solution": GSM8K}),
-        ({"messages": [SYSTEM, USER, HO, USER], "answer": "x"}, "s:Be;u:Hi;a:Ho;u:Hi;a:", {}),
+        (
+            {"question": "q", "answer": GSM8K},
+            "q",
+            {"answer": "1,024", "solution": GSM8K},
+        ),
+        (
+            {"messages": [SYSTEM, USER, HO, USER], "answer": "x"},
+            "s:Be;u:Hi;a:Ho;u:Hi;a:",
+            {},
+        ),
         ({"messages": [USER, HO]}, "u:Hi;a:", {"answer": "Ho"}),
         ({"messages": [USER, HO], "answer": "x"}, "u:Hi;a:", {}),
         ({"prompt": [USER], "completion": [HO, USER, HA]}, "u:Hi;a:", {"answer": "Ho"}),
@@ -71,7 +79,8 @@ def test_a_line_is_a_prompt(line, text, added, lines):
 
 def test_prompt_templates_surround_the_users_text(lines):
     keys = lines(
-        {"prompt": "2+3=", "answer": "5"}, {"messages": [SYSTEM, USER, HO, USER], "answer": "x"}
+        {"prompt": "2+3=", "answer": "5"},
+        {"messages": [SYSTEM, USER, HO, USER], "answer": "x"},
     )
     keys.append('prompt_template="Sum:\\n{prompt}!"')
     last = "s:Be;u:Hi;a:Ho;u:Sum:\nHi!;a:"
@@ -88,7 +97,9 @@ def test_an_empty_prompt_comes_after_the_end_of_another_text(lines):
 
 def test_the_same_lines_are_held_out_as_in_sft():
     """The shipped sums: with the same eval_fraction, SFT and RL train on the same lines."""
-    sft = load_config("configs/post_train/sft.yml", ["eval_fraction=0.29", "packing=false"])
+    sft = load_config(
+        "configs/post_train/sft.yml", ["eval_fraction=0.29", "packing=false"]
+    )
     answers = open_answers(sft, ByteTokenizer(), begins_as_elsewhere=False)
     for prompts, examples, count in zip(
         opened("eval_fraction=0.29"), answers, (6390, 2610), strict=True
@@ -96,14 +107,19 @@ def test_the_same_lines_are_held_out_as_in_sft():
         assert len(prompts) == len(examples) == count
         for number in (0, 1, count - 1):
             row = examples[number]
-            text = bytes(int(token) for token in row["tokens"][row["segments"] > 0]).decode()
+            text = bytes(
+                int(token) for token in row["tokens"][row["segments"] > 0]
+            ).decode()
             assert text == prompts[number].text + prompts[number].fields["completion"]
 
 
 def test_long_prompts_are_dropped_and_counted_or_refused(lines):
     """By lines: the one line in four that is held out is the last, though the first of all is dropped."""
     keys = lines(
-        *({"prompt": text, "answer": "5"} for text in ["x" * 11, "y" * 10, "z" * 60, "last"])
+        *(
+            {"prompt": text, "answer": "5"}
+            for text in ["x" * 11, "y" * 10, "z" * 60, "last"]
+        )
     )
     keys = [keys[0], "max_prefill_predict_length=10", "eval_fraction=0.25"]
     source, held_out = opened(*keys)
@@ -121,7 +137,9 @@ def test_long_prompts_are_dropped_and_counted_or_refused(lines):
 
 def test_held_out_lines_may_have_a_file_of_their_own(lines):
     one, *_ = lines(
-        {"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}, name="one.jsonl.gz"
+        {"prompt": "a", "answer": "1"},
+        {"prompt": "b", "answer": "2"},
+        name="one.jsonl.gz",
     )
     two, *_ = lines({"prompt": "c", "answer": "3"}, name="two.jsonl")
     for kind, count in (("prompts", 2), ("arithmetic", 2 * 100**2)):
@@ -137,8 +155,16 @@ def test_held_out_lines_may_have_a_file_of_their_own(lines):
         {"prompt": 5},
         {"prompt": [USER, HO], "answer": "x"},  # the last turn is not the user's
         {"prompt": "x"},  # no answer, which reward_functions=exact_answer compares
-        {"prompt": "x", "answer": "x", "completions": 1},  # an argument of every reward function
-        {"prompt": [USER], "answer": "x", "tools": [{"name": "add"}]},  # would not be rendered
+        {
+            "prompt": "x",
+            "answer": "x",
+            "completions": 1,
+        },  # an argument of every reward function
+        {
+            "prompt": [USER],
+            "answer": "x",
+            "tools": [{"name": "add"}],
+        },  # would not be rendered
     ],
 )
 def test_an_invalid_prompt_is_refused_with_its_line(line, lines):
@@ -183,7 +209,11 @@ def test_every_problem_occurs_once():
         "eval_fraction=0.29",
     ]
     source, held_out = opened(*keys)
-    found = {prompt.text: prompt.fields["answer"] for part in (source, held_out) for prompt in part}
+    found = {
+        prompt.text: prompt.fields["answer"]
+        for part in (source, held_out)
+        for prompt in part
+    }
     calculated = {
         f"{a}{op}{b}=": str(eval(f"{a}{op}{b}"))
         for op in "*+-"
@@ -193,13 +223,19 @@ def test_every_problem_occurs_once():
     assert found == calculated
     assert (len(source), len(held_out)) == (507 - 147, 147)  # floor(0.29 x 507)
     assert (
-        num_problems(load_config("configs/post_train/rl.yml", ["dataset_type=arithmetic"]))
+        num_problems(
+            load_config("configs/post_train/rl.yml", ["dataset_type=arithmetic"])
+        )
         == 20_000
     )
     assert [prompt.number for prompt in held_out] == list(range(147))
     assert all(decoded(prompt) == prompt.text for prompt in held_out)
     # Spread: each operation has about its third, and each first operand some.
-    assert {sum(op in prompt.text for prompt in held_out) // 20 for op in "*+-"} <= {1, 2, 3}
+    assert {sum(op in prompt.text for prompt in held_out) // 20 for op in "*+-"} <= {
+        1,
+        2,
+        3,
+    }
     assert len({re.split("[*+-]", prompt.text)[0] for prompt in held_out}) == 13
     for seed in (7, -1):
         assert [p.text for p in opened(*keys, f"data_shuffle_seed={seed}")[1]] == [

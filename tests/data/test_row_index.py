@@ -40,9 +40,9 @@ def test_rows_by_hand():
     assert built[2]["positions"].tolist() == [0, 0, 1, 2]
     assert built[4]["weights"].tolist() == [1, 1, 1, 0]
     assert built[4]["segments"].tolist() == [1, 1, 2, 0]
-    assert {name: x.dtype for name, x in built[4].items()} == dict.fromkeys(FIELDS, np.int32) | {
-        "weights": np.float32
-    }
+    assert {name: x.dtype for name, x in built[4].items()} == dict.fromkeys(
+        FIELDS, np.int32
+    ) | {"weights": np.float32}
     assert rows.note.startswith("95.00% of")
     assert "; 1 documents are longer than max_target_length=4" in rows.note
 
@@ -51,15 +51,21 @@ def test_documents_of_one_token_make_no_row(monkeypatch):
     monkeypatch.setattr(row_index, "_WINDOW_DOCUMENTS", 2)
     stream, starts = stream_of([1, 1, 3, 1, 1, 1, 1, 2])
     rows = rows_of("best_fit", starts, 4)
-    assert [rows.build(stream, row)["targets"].tolist() for row in range(len(rows))] == [
+    assert [
+        rows.build(stream, row)["targets"].tolist() for row in range(len(rows))
+    ] == [
         [3, 4, 0, 0],
         [10, 0, 0, 0],
     ]
     assert len(rows_of("best_fit", stream_of([1] * 5)[1], 4)) == 0
 
 
-@pytest.mark.parametrize(("num_tokens", "window"), [(3, 20), (64, 20), (64, 1), (64, 2**16)])
-def test_every_target_is_in_one_row_and_no_fitting_document_is_cut(num_tokens, window, monkeypatch):
+@pytest.mark.parametrize(
+    ("num_tokens", "window"), [(3, 20), (64, 20), (64, 1), (64, 2**16)]
+)
+def test_every_target_is_in_one_row_and_no_fitting_document_is_cut(
+    num_tokens, window, monkeypatch
+):
     monkeypatch.setattr(row_index, "_WINDOW_DOCUMENTS", window)
     rng = np.random.default_rng(num_tokens)
     lengths = np.concatenate([rng.integers(2, 40, 70), rng.integers(2, 400, 8)])
@@ -73,7 +79,11 @@ def test_every_target_is_in_one_row_and_no_fitting_document_is_cut(num_tokens, w
         real = row["weights"] > 0
         np.testing.assert_array_equal(real, row["segments"] > 0)
         targets.append(int(real.sum()))
-        pairs.update(zip(row["tokens"][real].tolist(), row["targets"][real].tolist(), strict=True))
+        pairs.update(
+            zip(
+                row["tokens"][real].tolist(), row["targets"][real].tolist(), strict=True
+            )
+        )
         for segment in range(1, row["segments"].max() + 1):
             places = row["tokens"][row["segments"] == segment]
             np.testing.assert_array_equal(places, places[0] + np.arange(len(places)))
@@ -82,11 +92,16 @@ def test_every_target_is_in_one_row_and_no_fitting_document_is_cut(num_tokens, w
             )
             assert len(set(document_of[places].tolist())) == 1
             pieces_of[int(document_of[places[0]])] += 1
-    assert pairs == {(place - 1, place): 1 for place in stream.tolist() if place not in starts}
-    assert pieces_of == {
-        number: -(-(int(length) - 1) // num_tokens) for number, length in enumerate(lengths)
+    assert pairs == {
+        (place - 1, place): 1 for place in stream.tolist() if place not in starts
     }
-    assert rows.cut_documents == sum(length - 1 > num_tokens for length in lengths.tolist())
+    assert pieces_of == {
+        number: -(-(int(length) - 1) // num_tokens)
+        for number, length in enumerate(lengths)
+    }
+    assert rows.cut_documents == sum(
+        length - 1 > num_tokens for length in lengths.tolist()
+    )
 
     for number in range(len(rows)):
         assert rows.count_targets(np.array([number, number])) == 2 * targets[number]
@@ -108,7 +123,10 @@ LENGTHS = np.random.default_rng(1).integers(2, 90, 100)
 @pytest.mark.parametrize("packing", ["best_fit", False])
 def test_an_index_in_files_gives_the_rows_of_one_in_memory(packing, place):
     stream, starts = stream_of(LENGTHS)
-    in_memory, stored = rows_of(packing, starts, 32), rows_of(packing, starts, 32, place)
+    in_memory, stored = (
+        rows_of(packing, starts, 32),
+        rows_of(packing, starts, 32, place),
+    )
     assert len(pickle.dumps(stored)) < 3000
     copy = pickle.loads(pickle.dumps(stored))
     again = rows_of(packing, starts, 32, place)
@@ -143,7 +161,9 @@ def test_an_index_is_made_once_for_each_length_and_is_the_same_wherever_it_is_ma
     assert len(list(place.beside.iterdir())) == 3
     assert not (tmp_path / "cache").exists()
     elsewhere = IndexPlace(tmp_path / "elsewhere" / "rows", place.fingerprint)
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: False
+    )  # root may write anywhere
     rows_of("best_fit", starts, 32, elsewhere)
     assert not elsewhere.beside.exists()
     assert files_of(tmp_path / "cache" / "rows").items() >= made.items()

@@ -23,7 +23,8 @@ def opened(path, **changes):
     } | changes
     vocab_size = keys.pop("vocab_size", 320)
     return open_sources(
-        load_config(None, [f"{key}={value}" for key, value in keys.items()]), vocab_size=vocab_size
+        load_config(None, [f"{key}={value}" for key, value in keys.items()]),
+        vocab_size=vocab_size,
     )
 
 
@@ -48,7 +49,9 @@ def texts_of(source) -> list[str]:
 
 def write(path: pathlib.Path, text: str) -> pathlib.Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    path.write_bytes(
+        gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode()
+    )
     return path
 
 
@@ -82,7 +85,9 @@ def test_a_file_gives_its_documents(tmp_path, name, content, documents, packing)
 
 
 def test_best_fit_says_what_became_of_documents(tmp_path):
-    source, _ = opened(write(tmp_path / "a.jsonl", jsonl("x" * 8, "y" * 12)), packing="best_fit")
+    source, _ = opened(
+        write(tmp_path / "a.jsonl", jsonl("x" * 8, "y" * 12)), packing="best_fit"
+    )
     assert texts_of(source) == ["x" * 8, "y" * 12]
     assert source.notes[0].startswith("83.33% of")
     assert "; 1 documents are longer than max_target_length=8" in source.notes[0]
@@ -120,11 +125,15 @@ def test_the_packaged_text_is_found_by_name_and_tokenized_whole(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     config = load_config(None, [])
     training, evaluation = open_sources(config, vocab_size=config.vocab_size)
-    lines = gzip.decompress(packaged_file("assets", config.dataset_path).read_bytes()).splitlines()
+    lines = gzip.decompress(
+        packaged_file("assets", config.dataset_path).read_bytes()
+    ).splitlines()
     texts = [json.loads(line)["text"].encode() for line in lines]
     assert training.num_documents == len(texts) == 38
     # Each byte but a document's first is a target, and so is each end-of-text.
-    assert training.num_target_tokens + evaluation.num_target_tokens == sum(map(len, texts))
+    assert training.num_target_tokens + evaluation.num_target_tokens == sum(
+        map(len, texts)
+    )
     num_rows = len(training) + len(evaluation)
     assert num_rows == -(-(sum(map(len, texts)) + len(texts) - 1) // 256)
     assert len(evaluation) == num_rows * 2 // 100
@@ -146,13 +155,19 @@ class WideTokenizer:
 
 @pytest.mark.parametrize("packing", ["true", "false"])
 @pytest.mark.parametrize("fraction", [0.001, 0.29, 0.99])
-def test_the_split_shares_out_every_target_and_leaks_none(tmp_path, monkeypatch, packing, fraction):
+def test_the_split_shares_out_every_target_and_leaks_none(
+    tmp_path, monkeypatch, packing, fraction
+):
     """Of tokens that do not fit in 16 bits."""
-    monkeypatch.setattr("maxtext_lite.data.sources.load_tokenizer", lambda config: WideTokenizer())
+    monkeypatch.setattr(
+        "maxtext_lite.data.sources.load_tokenizer", lambda config: WideTokenizer()
+    )
     # No character comes twice, so a token tells its document and its place there.
     characters = iter(range(0x4E00, 0x9000))
     lengths = np.random.default_rng(0).integers(1, 60, size=30)
-    documents = ["".join(chr(next(characters)) for _ in range(length)) for length in lengths]
+    documents = [
+        "".join(chr(next(characters)) for _ in range(length)) for length in lengths
+    ]
     path = write(tmp_path / "data.jsonl", jsonl(*documents))
     keys = {"packing": packing, "vocab_size": 200_000}
     whole, _ = opened(path, **keys)
@@ -166,10 +181,14 @@ def test_the_split_shares_out_every_target_and_leaks_none(tmp_path, monkeypatch,
         example = evaluation[i - len(training)] if is_held_out else training[i]
         for name, values in whole[i].items():
             np.testing.assert_array_equal(example[name], values)
-        targets[is_held_out].extend(t for t in example["targets"].tolist() if t > 100_000)
+        targets[is_held_out].extend(
+            t for t in example["targets"].tolist() if t > 100_000
+        )
         inputs += [] if is_held_out else example["tokens"].tolist()
     assert not {*targets[True]} & {*targets[False], *inputs}
-    expected = [100_000 + ord(character) for text in documents for character in text[1:]]
+    expected = [
+        100_000 + ord(character) for text in documents for character in text[1:]
+    ]
     assert sorted(targets[False] + targets[True]) == expected
     assert (
         training.num_target_tokens + evaluation.num_target_tokens
@@ -190,12 +209,17 @@ def test_the_split_shares_out_every_target_and_leaks_none(tmp_path, monkeypatch,
     ("fraction", "count", "held_out"),
     [(0.29, 100, 29), (0.57, 100, 57), (0.001, 100, 1), (0.5, 3, 1), (0.0, 100, 0)],
 )
-def test_a_fraction_is_taken_as_written_and_holds_out_at_least_one(fraction, count, held_out):
+def test_a_fraction_is_taken_as_written_and_holds_out_at_least_one(
+    fraction, count, held_out
+):
     assert num_held_out(fraction, count, "lines") == held_out
 
 
 def test_a_text_of_its_own_is_held_out_whole(tmp_path):
-    train, held_out = write(tmp_path / "a.txt", "train"), write(tmp_path / "b.txt", "held out")
+    train, held_out = (
+        write(tmp_path / "a.txt", "train"),
+        write(tmp_path / "b.txt", "held out"),
+    )
     parts = opened(train, eval_dataset_path=held_out, eval_fraction=0.5)
     assert [texts_of(part) for part in parts] == [["train"], ["held out"]]
 
@@ -207,7 +231,9 @@ def test_fingerprints_tell_data_apart_but_not_places(tmp_path):
         tmp_path / "moved.jsonl", jsonl("some textmore of it", "x" * 40)
     )  # the same letters
     prints = [source.fingerprint for source in opened(one, eval_fraction=0.2)]
-    assert [source.fingerprint for source in opened(zipped, eval_fraction=0.2)] == prints
+    assert [
+        source.fingerprint for source in opened(zipped, eval_fraction=0.2)
+    ] == prints
     for path, change in (
         (moved, {}),
         (one, {"max_target_length": 9}),
@@ -222,7 +248,11 @@ def test_fingerprints_tell_data_apart_but_not_places(tmp_path):
 def test_synthetic_examples_are_a_function_of_their_number():
     keys = {"dataset_type": "synthetic", "max_target_length": 1000}
     training, evaluation = opened("", **keys)
-    assert (len(training), len(evaluation), evaluation.num_target_tokens) == (2**31 - 1, 64, 64_000)
+    assert (len(training), len(evaluation), evaluation.num_target_tokens) == (
+        2**31 - 1,
+        64,
+        64_000,
+    )
     for i in (0, 2**31 - 2):
         row, again = training[i], opened("", **keys)[0][i]
         np.testing.assert_array_equal(row["tokens"], again["tokens"])
@@ -263,7 +293,9 @@ def test_missing_files_are_refused(tmp_path, monkeypatch, name, key):
         ("empty.txt", b"", ""),
     ],
 )
-def test_unreadable_contents_are_refused_with_their_place(tmp_path, name, content, place):
+def test_unreadable_contents_are_refused_with_their_place(
+    tmp_path, name, content, place
+):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=name + place):
         opened(tmp_path / name)
@@ -271,25 +303,41 @@ def test_unreadable_contents_are_refused_with_their_place(tmp_path, name, conten
 
 @pytest.mark.parametrize("packing", ["concat", "none", "best_fit"])
 def test_a_prepared_dataset_gives_the_rows_of_its_text(tmp_path, packing):
-    texts = ["one", "two words", "x" * 50, "the last document of its shard", "another " * 9, "end"]
+    texts = [
+        "one",
+        "two words",
+        "x" * 50,
+        "the last document of its shard",
+        "another " * 9,
+        "end",
+    ]
     write(tmp_path / "a.jsonl", jsonl(*texts))
     write_prepared(tmp_path / "d", byte_shards(texts, 2), tokens_per_record=16)
     keys = {"packing": packing, "eval_fraction": 0.3}
     of_text = opened(tmp_path / "a.jsonl", **keys)
     of_records = opened(tmp_path / "d", dataset_type="array_record", **keys)
     for text, records in zip(of_text, of_records, strict=True):
-        assert (len(records), records.num_target_tokens) == (len(text), text.num_target_tokens)
+        assert (len(records), records.num_target_tokens) == (
+            len(text),
+            text.num_target_tokens,
+        )
         ids = np.array([0, len(text) - 1, 0])
         copy = pickle.loads(pickle.dumps(records))
         assert copy.count_targets(ids) == text.count_targets(ids)
         for number in range(len(text)):
             for name, values in text[number].items():
                 np.testing.assert_array_equal(copy[number][name], values)
-        assert copy.fingerprint == records.fingerprint != text.fingerprint  # it is the manifest's
+        assert (
+            copy.fingerprint == records.fingerprint != text.fingerprint
+        )  # it is the manifest's
 
 
-@pytest.mark.parametrize("dataset", [{"tokenizer": "huggingface:ab:0"}, {"shards": [[]]}])
-def test_a_prepared_dataset_of_another_tokenizer_or_without_documents_is_refused(tmp_path, dataset):
+@pytest.mark.parametrize(
+    "dataset", [{"tokenizer": "huggingface:ab:0"}, {"shards": [[]]}]
+)
+def test_a_prepared_dataset_of_another_tokenizer_or_without_documents_is_refused(
+    tmp_path, dataset
+):
     write_prepared(tmp_path, **{"shards": byte_shards(["text"], 1)} | dataset)
     with pytest.raises(UserError, match="dataset_path="):
         opened(tmp_path, dataset_type="array_record")

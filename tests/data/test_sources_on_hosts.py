@@ -7,8 +7,16 @@ import numpy as np
 import pytest
 
 from maxtext_lite.config import UserError, load_config
-from maxtext_lite.data import example_ids, mixture_source, open_sources, sources_on_hosts
-from maxtext_lite.data.sources_on_hosts import open_sources_on_hosts, target_tokens_of_run
+from maxtext_lite.data import (
+    example_ids,
+    mixture_source,
+    open_sources,
+    sources_on_hosts,
+)
+from maxtext_lite.data.sources_on_hosts import (
+    open_sources_on_hosts,
+    target_tokens_of_run,
+)
 
 
 @pytest.fixture
@@ -16,9 +24,13 @@ def config(tmp_path):
     path = tmp_path / "documents.jsonl"
     rng = np.random.default_rng(0)
     path.write_text(
-        "".join(json.dumps({"text": "x" * int(n)}) + "\n" for n in rng.integers(1, 60, 40))
+        "".join(
+            json.dumps({"text": "x" * int(n)}) + "\n" for n in rng.integers(1, 60, 40)
+        )
     )
-    return load_config(None, [f"dataset_path={path}", "max_target_length=16", "eval_fraction=0.1"])
+    return load_config(
+        None, [f"dataset_path={path}", "max_target_length=16", "eval_fraction=0.1"]
+    )
 
 
 @pytest.fixture
@@ -40,14 +52,20 @@ def be_host(monkeypatch):
 
 
 @pytest.mark.fast
-def test_a_host_that_does_not_read_opens_nothing_and_knows_all(config, be_host, monkeypatch):
+def test_a_host_that_does_not_read_opens_nothing_and_knows_all(
+    config, be_host, monkeypatch
+):
     told = be_host(0, [{}])
     train, evaluation = open_sources_on_hosts(config, vocab_size=320, loading_hosts=[0])
     be_host(1, told)
     monkeypatch.setattr(
-        mixture_source, "open_sources", lambda *_, **__: pytest.fail("it opened the data")
+        mixture_source,
+        "open_sources",
+        lambda *_, **__: pytest.fail("it opened the data"),
     )
-    other_train, other_evaluation = open_sources_on_hosts(config, vocab_size=320, loading_hosts=[0])
+    other_train, other_evaluation = open_sources_on_hosts(
+        config, vocab_size=320, loading_hosts=[0]
+    )
     for known, source in ((other_train, train), (other_evaluation, evaluation)):
         assert len(known) == len(source)
         for fact in ("num_tokens", "num_target_tokens", "fingerprint", "fields"):
@@ -78,11 +96,18 @@ def test_the_target_tokens_of_a_run_are_counted_exactly(config):
         ids = example_ids(0, total_examples, num_examples=len(source), seed=3)
         by_hand = sum(int((source[int(i)]["weights"] > 0).sum()) for i in ids)
         assert (
-            target_tokens_of_run(source, total_examples=total_examples, seed=3, loading_hosts=[0])
+            target_tokens_of_run(
+                source, total_examples=total_examples, seed=3, loading_hosts=[0]
+            )
             == by_hand
         )
-    full, _ = open_sources(load_config(None, ["dataset_type=synthetic", "max_target_length=16"]))
-    assert target_tokens_of_run(full, total_examples=10**9, seed=0, loading_hosts=[0]) == 16 * 10**9
+    full, _ = open_sources(
+        load_config(None, ["dataset_type=synthetic", "max_target_length=16"])
+    )
+    assert (
+        target_tokens_of_run(full, total_examples=10**9, seed=0, loading_hosts=[0])
+        == 16 * 10**9
+    )
 
 
 def test_what_is_planned_and_what_is_trained_on_are_opened_alike(
@@ -91,12 +116,16 @@ def test_what_is_planned_and_what_is_trained_on_are_opened_alike(
     """Texts for a model from elsewhere begin as its own tokenizer begins them, also without the path on resumption."""
     told = []
     monkeypatch.setattr(
-        mixture_source, "open_sources", lambda _, **keys: told.append(keys) or (None, None)
+        mixture_source,
+        "open_sources",
+        lambda _, **keys: told.append(keys) or (None, None),
     )
     (tmp_path / "run/hf").mkdir(parents=True)
     (tmp_path / "run/hf/config.json").write_text("{}")
     (tmp_path / "run/checkpoints/5").mkdir(parents=True)
-    shutil.copytree(tmp_path / "run/hf", tmp_path / "killed/hf")  # before its first checkpoint
+    shutil.copytree(
+        tmp_path / "run/hf", tmp_path / "killed/hf"
+    )  # before its first checkpoint
     for path, run_name, expected in (
         ("", "new", False),
         (f"{tmp_path}/run", "new", True),

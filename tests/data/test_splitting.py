@@ -31,15 +31,21 @@ def words_of(kind):
     if kind == "gpt2":
         return byte_level
     if kind == "digits":
-        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+        return pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), byte_level]
+        )
     pattern = Regex(splitting._PATTERNS[kind])
-    return pre_tokenizers.Sequence([pre_tokenizers.Split(pattern, behavior="isolated"), byte_level])
+    return pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(pattern, behavior="isolated"), byte_level]
+    )
 
 
 @pytest.fixture(scope="module")
 def prose():
     ((name, file),) = find_files("dataset_path", "shakespeare.jsonl.gz")
-    return next(value for _, value in json_lines(name, file, wanted="text"))["text"][:20_000]
+    return next(value for _, value in json_lines(name, file, wanted="text"))["text"][
+        :20_000
+    ]
 
 
 def trained(kind, prose):
@@ -62,7 +68,10 @@ def test_the_tokens_of_the_pieces_are_those_of_the_whole(kind, prose):
     tokenizer = trained(kind, prose)
     assert splitting.may_split(json.loads(tokenizer.to_str()))
     draw = random.Random(3)
-    texts = [prose, *("".join(draw.choices(ALPHABET, k=draw.randrange(80))) for _ in range(150))]
+    texts = [
+        prose,
+        *("".join(draw.choices(ALPHABET, k=draw.randrange(80))) for _ in range(150)),
+    ]
     cuts = 0
     for text in texts:
         for most in (1, 7) if text is not prose else (50, 9999):
@@ -74,14 +83,20 @@ def test_the_tokens_of_the_pieces_are_those_of_the_whole(kind, prose):
                 for piece in pieces
                 for token in tokenizer.encode(piece, add_special_tokens=False).ids
             ]
-            assert joined == tokenizer.encode(text, add_special_tokens=False).ids, (pieces,)
+            assert joined == tokenizer.encode(text, add_special_tokens=False).ids, (
+                pieces,
+            )
     assert cuts > 150
 
 
 @pytest.mark.fast
 @pytest.mark.parametrize(
     ("text", "most", "pieces"),
-    [("a b  c. d e\n f", 1, "a| b  c. d| e\n f"), ("a b c d", 3, "a b| c d"), ("", 5, "")],
+    [
+        ("a b  c. d e\n f", 1, "a| b  c. d| e\n f"),
+        ("a b c d", 3, "a b| c d"),
+        ("", 5, ""),
+    ],
 )
 def test_places_are_single_spaces_between_letters(text, most, pieces):
     assert splitting.pieces(text, most) == pieces.split("|")
@@ -111,7 +126,11 @@ def test_other_tokenizers_do_not_cut(change, prose):
 
 
 def test_texts_are_tokenized_into_one_stream():
-    for texts, expected in ((["ab", "", "c"], [[97, 98, 256, 99, 256], [3, 1, 2]]), ([], [[], []])):
+    for texts, expected in (
+        (["ab", "", "c"], [[97, 98, 256, 99, 256], [3, 1, 2]]),
+        ([], [[], []]),
+    ):
         assert [
-            x.tolist() for x in splitting.tokenized(ByteTokenizer(), texts, np.dtype("<u2"))
+            x.tolist()
+            for x in splitting.tokenized(ByteTokenizer(), texts, np.dtype("<u2"))
         ] == expected

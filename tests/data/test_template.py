@@ -97,7 +97,9 @@ def test_endless_templates_are_refused(source, monkeypatch):
     begin = time.process_time()
     with pytest.raises((TooMuchWorkError, RecursionError, jinja2.UndefinedError)):
         render(source)
-    assert time.process_time() - begin < 60  # hours, or all of the memory, without the bound
+    assert (
+        time.process_time() - begin < 60
+    )  # hours, or all of the memory, without the bound
 
 
 def test_a_template_that_is_too_long_is_not_compiled():
@@ -125,7 +127,9 @@ def test_a_template_that_is_too_long_is_not_compiled():
     ids=["last", "filters", "formats", "maps", "macro"],
 )
 def test_two_hundred_turns_render_as_in_a_plain_sandbox(source):
-    expected = ImmutableSandboxedEnvironment().from_string(source).render(messages=TURNS)
+    expected = (
+        ImmutableSandboxedEnvironment().from_string(source).render(messages=TURNS)
+    )
     assert render(source, TURNS) == expected
 
 

@@ -66,7 +66,9 @@ def test_a_damaged_gzip_is_named(content, name, tmp_path, monkeypatch):
     monkeypatch.setattr(text_files, "_SMALL", 2**20)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=name):
-        lines(tmp_path, content, name) if "json" in name else read_text(name, tmp_path / name)
+        lines(tmp_path, content, name) if "json" in name else read_text(
+            name, tmp_path / name
+        )
 
 
 def test_a_path_that_is_not_a_file_is_named_without_waiting(tmp_path):

@@ -25,7 +25,12 @@ from maxtext_lite.data.manifest import (
     read_manifest,
     stored_shard,
 )
-from maxtext_lite.data.token_stream import RecordStream, map_array, open_prepared, verify
+from maxtext_lite.data.token_stream import (
+    RecordStream,
+    map_array,
+    open_prepared,
+    verify,
+)
 from tests.mutations import changed
 from tests.prepared import byte_shards, write_prepared
 
@@ -61,7 +66,9 @@ def refusal(prepared):
 def test_every_slice_is_what_was_written(prepared):
     stream, starts = open_prepared("dataset_path", prepared)
     assert len(stream) == len(IDS)
-    assert starts.tolist() == np.cumsum([0, *(len(text) + 1 for text in TEXTS)]).tolist()
+    assert (
+        starts.tolist() == np.cumsum([0, *(len(text) + 1 for text in TEXTS)]).tolist()
+    )
     for start in range(len(IDS) + 1):
         for stop in range(start, len(IDS) + 3, 7):
             found = stream[start:stop]
@@ -74,14 +81,17 @@ def test_threads_and_a_pickled_copy_read_the_same(prepared, monkeypatch):
     # Neither shards nor records stay: what other threads read from is let go of all the time.
     for name in ("_reader", "_record"):
         monkeypatch.setattr(
-            token_stream, name, functools.lru_cache(1)(getattr(token_stream, name).__wrapped__)
+            token_stream,
+            name,
+            functools.lru_cache(1)(getattr(token_stream, name).__wrapped__),
         )
     stored = pickle.dumps((stream, starts))
     assert len(stored) < 2000  # no token, no document, nothing that is open
     copy, copied_starts = pickle.loads(stored)
     np.testing.assert_array_equal(copied_starts, starts)
     bounds = [
-        sorted(pair) for pair in np.random.default_rng(0).integers(0, len(IDS), (400, 2)).tolist()
+        sorted(pair)
+        for pair in np.random.default_rng(0).integers(0, len(IDS), (400, 2)).tolist()
     ]
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda pair: copy[pair[0] : pair[1]].tolist(), bounds))
@@ -95,7 +105,11 @@ def test_changed_files_are_refused_by_name(prepared, refusal):
     assert len(other) == len(
         content
     )  # ArrayRecord rounds up to blocks: the size alone would not tell
-    for changed_shard in (content[:-1], content[:5] + bytes([content[5] ^ 1]) + content[6:], other):
+    for changed_shard in (
+        content[:-1],
+        content[:5] + bytes([content[5] ^ 1]) + content[6:],
+        other,
+    ):
         shard.write_bytes(changed_shard)
         assert refusal().startswith(str(shard))
     shard.write_bytes(content)
@@ -116,13 +130,22 @@ def test_a_flipped_byte_is_named_or_does_not_matter(prepared):
     """Flips in every region of a shard: wherever the ids could change, the record is refused."""
     shard = prepared / "00000.array_record"
     content = shard.read_bytes()
-    in_use = [at for at, byte in enumerate(content) if byte]  # between, ArrayRecord pads with zeros
+    in_use = [
+        at for at, byte in enumerate(content) if byte
+    ]  # between, ArrayRecord pads with zeros
     rng = np.random.default_rng(0)
     refused = 0
     for at in sorted(
-        {*in_use[:20], *in_use[-20:], *rng.choice(in_use, 40).tolist(), len(content) // 2 + 9999}
+        {
+            *in_use[:20],
+            *in_use[-20:],
+            *rng.choice(in_use, 40).tolist(),
+            len(content) // 2 + 9999,
+        }
     ):
-        shard.write_bytes(content[:at] + bytes([content[at] ^ (1 << at % 8)]) + content[at + 1 :])
+        shard.write_bytes(
+            content[:at] + bytes([content[at] ^ (1 << at % 8)]) + content[at + 1 :]
+        )
         token_stream._reader.cache_clear()  # what is open under this name was the whole file
         token_stream._record.cache_clear()
         stream = RecordStream(prepared, read_manifest(prepared))
@@ -152,7 +175,9 @@ def test_verify_reads_everything(prepared):
 
 
 @settings(
-    deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None,
+    max_examples=25,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(st.data())
 def test_any_manifest_is_one_or_refused(tmp_path, data):
@@ -161,7 +186,9 @@ def test_any_manifest_is_one_or_refused(tmp_path, data):
         write_prepared(directory, [[[1, 2, 3], [4]], [[5, 6]]])
         shutil.copy(directory / MANIFEST_FILE, right)
     stated = data.draw(changed(json.loads(right.read_text())))
-    (directory / MANIFEST_FILE).write_bytes(json.dumps(stated).encode("utf-8", "surrogatepass"))
+    (directory / MANIFEST_FILE).write_bytes(
+        json.dumps(stated).encode("utf-8", "surrogatepass")
+    )
     with contextlib.suppress(UserError):
         stream, starts = open_prepared("dataset_path", directory)
         assert stream[0 : len(stream)].tolist() == [1, 2, 3, 4, 5, 6][: starts[-1]]
@@ -189,9 +216,13 @@ def test_a_manifest_is_read_back_also_without_the_sizes_of_its_shards(tmp_path):
 
 def test_the_fingerprint_is_of_the_content_and_not_of_the_files():
     renamed = tuple(
-        dataclasses.replace(shard, file=f"x{shard.file}", sha256="00") for shard in SHARDS
+        dataclasses.replace(shard, file=f"x{shard.file}", sha256="00")
+        for shard in SHARDS
     )
-    assert dataclasses.replace(MANIFEST, shards=renamed).fingerprint == MANIFEST.fingerprint
+    assert (
+        dataclasses.replace(MANIFEST, shards=renamed).fingerprint
+        == MANIFEST.fingerprint
+    )
     others = [dataclasses.replace(MANIFEST, tokenizer="other")]
     for shards in (
         SHARDS[::-1],
@@ -203,10 +234,14 @@ def test_the_fingerprint_is_of_the_content_and_not_of_the_files():
 
 
 @pytest.mark.parametrize(
-    "change", [{"format": 2}, {"tokens": 151}, {"fingerprint": ""}, {"shards": [{}]}], ids=str
+    "change",
+    [{"format": 2}, {"tokens": 151}, {"fingerprint": ""}, {"shards": [{}]}],
+    ids=str,
 )
 def test_a_damaged_manifest_is_refused(change, tmp_path):
-    (tmp_path / MANIFEST_FILE).write_text(json.dumps(json.loads(manifest_text(MANIFEST)) | change))
+    (tmp_path / MANIFEST_FILE).write_text(
+        json.dumps(json.loads(manifest_text(MANIFEST)) | change)
+    )
     with pytest.raises(UserError, match=MANIFEST_FILE):
         read_manifest(tmp_path)
 
@@ -216,4 +251,6 @@ def test_a_shards_entry_is_of_its_file(tmp_path):
     (tmp_path / "s").write_bytes(content)
     found = stored_shard(tmp_path, "s", documents=2, tokens=7, content="c")
     ends = hashlib.sha256(content[:4096] + content[-4096:]).hexdigest()
-    assert found == Shard("s", 2, 7, hashlib.sha256(content).hexdigest(), "c", 10_240, ends)
+    assert found == Shard(
+        "s", 2, 7, hashlib.sha256(content).hexdigest(), "c", 10_240, ends
+    )

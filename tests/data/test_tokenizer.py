@@ -27,7 +27,9 @@ def load(kind, path="", *more):
 
 def train_bpe(directory, special_tokens=("<|endoftext|>",)):
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+        add_prefix_space=False
+    )
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     keys = {
@@ -35,7 +37,9 @@ def train_bpe(directory, special_tokens=("<|endoftext|>",)):
         "initial_alphabet": alphabet,
         "show_progress": False,
     }
-    tokenizer.train_from_iterator(CORPUS, tokenizers.trainers.BpeTrainer(vocab_size=300, **keys))
+    tokenizer.train_from_iterator(
+        CORPUS, tokenizers.trainers.BpeTrainer(vocab_size=300, **keys)
+    )
     directory.mkdir(exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     return directory / "tokenizer.json"
@@ -64,8 +68,12 @@ def paths(tmp_path_factory):
     directory = tmp_path_factory.mktemp("tokenizers")
     bpe, model = train_bpe(directory), train_sentencepiece(directory)
     of_library = {
-        "huggingface": lambda text: tokenizers.Tokenizer.from_file(str(bpe)).encode(text).ids,
-        "sentencepiece": sentencepiece.SentencePieceProcessor(model_file=str(model)).encode,
+        "huggingface": lambda text: (
+            tokenizers.Tokenizer.from_file(str(bpe)).encode(text).ids
+        ),
+        "sentencepiece": sentencepiece.SentencePieceProcessor(
+            model_file=str(model)
+        ).encode,
         "byte": lambda text: list(text.encode()),
     }
     return {"huggingface": bpe, "sentencepiece": model, "byte": ""}, of_library
@@ -104,7 +112,9 @@ def test_tokens_are_placed_where_their_text_stands(tokenizer):
         np.testing.assert_array_equal(placed.token_ids, tokenizer.encode(text))
         # Every character belongs to a token, in order; the tokens of one character share it.
         covered = 0
-        for token, start, stop in zip(placed.token_ids, placed.starts, placed.stops, strict=True):
+        for token, start, stop in zip(
+            placed.token_ids, placed.starts, placed.stops, strict=True
+        ):
             assert start <= covered <= stop
             covered = stop
             said = tokenizer.decode([token]).strip()
@@ -113,7 +123,9 @@ def test_tokens_are_placed_where_their_text_stands(tokenizer):
         assert covered == len(text)
 
 
-def test_a_stream_gives_the_same_text_as_it_is_made_and_never_half_a_character(tokenizer):
+def test_a_stream_gives_the_same_text_as_it_is_made_and_never_half_a_character(
+    tokenizer,
+):
     ids = tokenizer.encode(UNICODE).tolist()
     decoder = tokenizer.stream_decoder()
     for _ in range(2):
@@ -128,7 +140,11 @@ def test_a_stream_gives_the_same_text_as_it_is_made_and_never_half_a_character(t
 def test_the_fingerprint_is_of_the_contents_not_the_place(tmp_path):
     a, b, c = (
         load("huggingface", train_bpe(tmp_path / name, tokens)).fingerprint
-        for name, tokens in (("a", ["<eos>"]), ("b", ["<eos>"]), ("c", ["<eos>", "<pad>"]))
+        for name, tokens in (
+            ("a", ["<eos>"]),
+            ("b", ["<eos>"]),
+            ("c", ["<eos>", "<pad>"]),
+        )
     )
     assert a == b != c
 
@@ -155,7 +171,11 @@ def test_a_file_that_asks_for_dropout_truncation_and_padding_gets_none(tmp_path)
         ("<s> </s>", None, 1),
         ("</s> <|endoftext|>", None, 1),  # the more specific name first
         ("<|endoftext|> <stop>", {"eos_token": "<stop>"}, 1),
-        ("<|endoftext|> <stop>", {"eos_token": {"content": "<stop>", "special": True}}, 1),
+        (
+            "<|endoftext|> <stop>",
+            {"eos_token": {"content": "<stop>", "special": True}},
+            1,
+        ),
         ("<eos>", {}, 0),
         ("<pad> <cls>", None, None),
         ("<eos>", {"eos_token": "<gone>"}, None),

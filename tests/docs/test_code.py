@@ -12,14 +12,29 @@ from tests.source_tree import REPOSITORY
 
 LIBRARY = (REPOSITORY / "docs" / "library.md").read_text(encoding="utf-8")
 EXAMPLES = sorted((REPOSITORY / "examples").glob("*.py"))
-TINY = ["dataset_type=synthetic", "tokenizer_type=byte", "vocab_size=264", "max_target_length=16", "base_emb_dim=16"]
-TINY += ["base_num_query_heads=2", "base_num_kv_heads=2", "head_dim=8", "base_mlp_dim=32", "base_num_decoder_layers=1"]
+TINY = [
+    "dataset_type=synthetic",
+    "tokenizer_type=byte",
+    "vocab_size=264",
+    "max_target_length=16",
+    "base_emb_dim=16",
+]
+TINY += [
+    "base_num_query_heads=2",
+    "base_num_kv_heads=2",
+    "head_dim=8",
+    "base_mlp_dim=32",
+    "base_num_decoder_layers=1",
+]
 TINY += ["warmup_steps=1", "eval_interval=-1", "enable_checkpointing=false"]
 
 
 def set_for_all(monkeypatch, words):
     """Adds words to each config that a program loads."""
-    monkeypatch.setattr("maxtext_lite.load_config", lambda path=None, own=(): load_config(path, [*own, *words]))
+    monkeypatch.setattr(
+        "maxtext_lite.load_config",
+        lambda path=None, own=(): load_config(path, [*own, *words]),
+    )
 
 
 def test_every_block_of_the_page_on_the_library_runs(tmp_path, monkeypatch):
@@ -30,11 +45,16 @@ def test_every_block_of_the_page_on_the_library_runs(tmp_path, monkeypatch):
     names = {}
     for number, block in enumerate(code):
         exec(compile(block, f"library.md, block {number + 1}", "exec"), names)
-    runs = {path.parent.name: RunFiles(path.parent) for path in tmp_path.rglob("metrics.jsonl")}
+    runs = {
+        path.parent.name: RunFiles(path.parent)
+        for path in tmp_path.rglob("metrics.jsonl")
+    }
     assert runs.keys() == set(re.findall(r"run_name=(\w+)", LIBRARY))
     assert runs["own_rate"].sequence("learning_rate") == [(None,)] * 3
     assert all(rate > 0 for (rate,) in runs["own_optimizer"].sequence("learning_rate"))
-    assert [step for step, _ in names["enough"].seen] == [step for (step,) in runs["own_callback"].sequence("step")]
+    assert [step for step, _ in names["enough"].seen] == [
+        step for (step,) in runs["own_callback"].sequence("step")
+    ]
     assert names["enough"].seen
     assert not names["result"].interrupted
 
@@ -42,7 +62,12 @@ def test_every_block_of_the_page_on_the_library_runs(tmp_path, monkeypatch):
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_every_example_runs_in_a_directory_of_its_own(example, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    words = [*TINY, "per_device_batch_size=1", "gradient_accumulation_steps=2", "base_output_directory=."]
+    words = [
+        *TINY,
+        "per_device_batch_size=1",
+        "gradient_accumulation_steps=2",
+        "base_output_directory=.",
+    ]
     if example.stem == "own_callback":  # which looks at evaluations
         words += ["eval_interval=2", "eval_steps=1"]
     monkeypatch.setattr("sys.argv", [str(example), *words, "steps=4"])
@@ -55,7 +80,9 @@ def test_every_example_runs_in_a_directory_of_its_own(example, tmp_path, monkeyp
 def test_every_cell_of_the_notebook_runs_and_the_losses_are_the_same_however_the_batch_is_split(
     tmp_path, monkeypatch, capsys
 ):
-    notebook = json.loads((REPOSITORY / "examples" / "first_run.ipynb").read_text(encoding="utf-8"))
+    notebook = json.loads(
+        (REPOSITORY / "examples" / "first_run.ipynb").read_text(encoding="utf-8")
+    )
     assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
     set_for_all(monkeypatch, [*TINY, "steps=2"])
     monkeypatch.chdir(tmp_path)
@@ -68,4 +95,7 @@ def test_every_cell_of_the_notebook_runs_and_the_losses_are_the_same_however_the
     assert len(whole) == 2
     assert split == pytest.approx(whole, rel=1e-5)
     assert "64 examples = 1 x 64 devices x 1 accumulation" in capsys.readouterr().out
-    assert 'points="40.0,20.0 310.0,160.0 580.0,90.0"' in names["Curve"]([3.0, 1.0, 2.0])._repr_svg_()
+    assert (
+        'points="40.0,20.0 310.0,160.0 580.0,90.0"'
+        in names["Curve"]([3.0, 1.0, 2.0])._repr_svg_()
+    )

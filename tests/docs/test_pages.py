@@ -27,24 +27,35 @@ from tests.source_tree import REPOSITORY
 DOCS = REPOSITORY / "docs"
 ROOT = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"]
 PAGES = {name: (REPOSITORY / name).read_text(encoding="utf-8") for name in ROOT}
-PAGES |= {path.name: path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))}
+PAGES |= {
+    path.name: path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))
+}
 EVERY_PAGE = pytest.mark.parametrize("name", PAGES)
 
 
 def without_blocks(text, languages=r"\w*"):
-    return re.sub(rf"^```(?:{languages})$.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    return re.sub(
+        rf"^```(?:{languages})$.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL
+    )
 
 
 def anchors(path):
     """The slugs of a page's headings; those in blocks of code are none."""
-    headings = re.findall(r"^#+ (.*)$", without_blocks(path.read_text(encoding="utf-8")), re.MULTILINE)
-    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+    headings = re.findall(
+        r"^#+ (.*)$", without_blocks(path.read_text(encoding="utf-8")), re.MULTILINE
+    )
+    return {
+        re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower())
+        for heading in headings
+    }
 
 
 @EVERY_PAGE
 def test_every_link_and_anchor_leads_somewhere(name):
     page = REPOSITORY / name if name in ROOT else DOCS / name
-    for link, anchor in re.findall(r"\]\((?![a-z]+:)([^)#\s]*)#?([^)\s]*)\)", without_blocks(PAGES[name])):
+    for link, anchor in re.findall(
+        r"\]\((?![a-z]+:)([^)#\s]*)#?([^)\s]*)\)", without_blocks(PAGES[name])
+    ):
         target = (page.parent / link).resolve() if link else page
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), f"{link}#{anchor}"
@@ -53,49 +64,116 @@ def test_every_link_and_anchor_leads_somewhere(name):
 def test_every_page_has_a_place_on_the_site():
     site = yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8"))
     named = set(re.findall(r"[\w/]+\.md", str(site["nav"])))
-    assert named == set(PAGES) - set(ROOT) | {"index.md", "contributing.md", "changelog.md"}
+    assert named == set(PAGES) - set(ROOT) | {
+        "index.md",
+        "contributing.md",
+        "changelog.md",
+    }
     assert site["strict"]
 
 
 # Of other frameworks, of one command, of a list's entries, and what stands for any key.
-OTHER_KEYS = {"text", "key", "lr", "path", "data_only", "ids", "depends", "verify", "merge_lora", "rngs"}
+OTHER_KEYS = {
+    "text",
+    "key",
+    "lr",
+    "path",
+    "data_only",
+    "ids",
+    "depends",
+    "verify",
+    "merge_lora",
+    "rngs",
+}
 OTHER_KEYS |= {"preferred_element_type"}
-KNOWN = {*RLRunConfig.model_fields, *GenerateConfig.model_fields, *PrepareConfig.model_fields, *OTHER_KEYS}
+KNOWN = {
+    *RLRunConfig.model_fields,
+    *GenerateConfig.model_fields,
+    *PrepareConfig.model_fields,
+    *OTHER_KEYS,
+}
 # Values of keys in a table of other frameworks' keys, and words of theirs that are no keys.
-VALUES = {"array_record", "deepseek-v3", "wsd", "linear", "cosine", "dpo", "sft", "fsdp", "tensor", "context", "data"}
-VALUES |= {"num_slices", "dcn_", "token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"}
-THEIR_VALUES = {"fsdp_transpose", "tensor_sequence", "context_usp_ulysses", "sequence", "diloco", "hf", "grain"}
+VALUES = {
+    "array_record",
+    "deepseek-v3",
+    "wsd",
+    "linear",
+    "cosine",
+    "dpo",
+    "sft",
+    "fsdp",
+    "tensor",
+    "context",
+    "data",
+}
+VALUES |= {
+    "num_slices",
+    "dcn_",
+    "token_mean",
+    "seq_mean_token_mean",
+    "seq_mean_token_sum_norm",
+}
+THEIR_VALUES = {
+    "fsdp_transpose",
+    "tensor_sequence",
+    "context_usp_ulysses",
+    "sequence",
+    "diloco",
+    "hf",
+    "grain",
+}
 
 
 @EVERY_PAGE
 def test_every_key_that_a_page_sets_exists(name):
     text = without_blocks(PAGES[name], "yaml|python|text")
-    settings = [*re.findall(r"`([^`\n]+)`", text), *re.findall(r"^python -m .*$", text, re.MULTILINE)]
-    named = re.findall(r"(?<![\w.\-\[{$/:])([a-z][a-z_0-9]+)=(?!=)", "\n".join(settings))
+    settings = [
+        *re.findall(r"`([^`\n]+)`", text),
+        *re.findall(r"^python -m .*$", text, re.MULTILINE),
+    ]
+    named = re.findall(
+        r"(?<![\w.\-\[{$/:])([a-z][a-z_0-9]+)=(?!=)", "\n".join(settings)
+    )
     assert {key for key in named if not key.startswith("xla_")} <= KNOWN
 
 
 def rows(name, heading):
     """The cells of the tables below a heading."""
-    part = re.split(rf"^#+ {heading}$", PAGES[name], flags=re.MULTILINE)[1].split("\n## ")[0]
-    return [line.strip("| ").split(" | ") for line in part.splitlines() if line.startswith("| `")]
+    part = re.split(rf"^#+ {heading}$", PAGES[name], flags=re.MULTILINE)[1].split(
+        "\n## "
+    )[0]
+    return [
+        line.strip("| ").split(" | ")
+        for line in part.splitlines()
+        if line.startswith("| `")
+    ]
 
 
 @pytest.mark.parametrize("heading", ["From MaxText", "From torchtitan", "From TRL"])
 def test_the_keys_that_a_row_names_exist_on_both_sides(heading):
     assert len(rows("coming_from.md", heading)) >= 10
     for row in rows("coming_from.md", heading):
-        before, here = (set(re.findall(r"`([a-z][a-z_]*)(?::[^`]*)?`", cell)) for cell in (row[0], row[-1]))
+        before, here = (
+            set(re.findall(r"`([a-z][a-z_]*)(?::[^`]*)?`", cell))
+            for cell in (row[0], row[-1])
+        )
         assert here <= RLRunConfig.model_fields.keys() | VALUES, row
-        assert heading != "From MaxText" or before <= maxtext_defaults().keys() | THEIR_VALUES, row
+        assert (
+            heading != "From MaxText"
+            or before <= maxtext_defaults().keys() | THEIR_VALUES
+        ), row
 
 
 def commands():
     """Of every page but those of test_readme: command, kind and text of what it prints."""
     found = []
     note = r"<!-- (output|output has|errors|output: its first lines) -->\n```text\n(.*?)^```$"
-    block = re.compile(rf"^```bash\n(python [^`]*?)^```\n{note}", re.MULTILINE | re.DOTALL)
-    shown = re.compile(r"^```\n\$ (python [^\n]*\n)(.*?)^```$", re.MULTILINE | re.DOTALL)
+    block = re.compile(
+        rf"^```bash\n(python [^`]*?)^```\n{note}", re.MULTILINE | re.DOTALL
+    )
+    shown = re.compile(
+        r"^```\n\$ (python [^\n]*\n)(.*?)^```$", re.MULTILINE | re.DOTALL
+    )
     for name, page in PAGES.items():
         if name not in ("README.md", "running.md", "launching.md"):
             for command, kind, text in block.findall(page):
@@ -114,7 +192,13 @@ def test_the_pages_have_the_commands_that_they_should():
 def test_a_command_prints_what_its_page_says(command, kind, text, capsys):
     _, option, name, *words = shlex.split(command.replace("\\\n", " "))
     if option == "-c":
-        done = subprocess.run([sys.executable, "-c", name], capture_output=True, text=True, timeout=300, cwd=REPOSITORY)
+        done = subprocess.run(
+            [sys.executable, "-c", name],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            cwd=REPOSITORY,
+        )
         code, out, err = done.returncode, done.stdout, done.stderr
     else:
         code = run_command(importlib.import_module(name).main, words)
@@ -132,23 +216,35 @@ def first_words(page):
     """The word in the first cell of each row of a page's tables, and the other cells."""
     lines = [line for line in PAGES[page].splitlines() if line.startswith("| `")]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return {row[0].strip("`"): row[1:] for row in cells if re.fullmatch(r"`\w+`", row[0])}
+    return {
+        row[0].strip("`"): row[1:] for row in cells if re.fullmatch(r"`\w+`", row[0])
+    }
 
 
 def test_tables_of_what_there_is_are_those_of_the_program():
-    parallelism, post_training = first_words("parallelism.md"), first_words("post_training.md")
-    assert {axis for axis, row in parallelism.items() if row[0].startswith("`{ici,dcn}_")} == set(MESH_AXES)
+    parallelism, post_training = (
+        first_words("parallelism.md"),
+        first_words("post_training.md"),
+    )
+    assert {
+        axis for axis, row in parallelism.items() if row[0].startswith("`{ici,dcn}_")
+    } == set(MESH_AXES)
     for policy, (saved, host) in REMAT_POLICIES.items():
         assert parallelism[policy] == [", ".join(saved), ", ".join(host)]
     assert set(SHIPPED_REWARDS) <= post_training.keys()
     assert set(FAMILIES) <= first_words("hugging_face.md").keys()
     assert all(f"`{word}`" in PAGES["hugging_face.md"] for word in _SCALINGS)
     for kind, (needed, optional) in ROPE_ENTRIES.items():
-        assert set(re.findall(r"`(\w+)`", first_words("models.md")[kind][0])) == {*needed, *optional}
+        assert set(re.findall(r"`(\w+)`", first_words("models.md")[kind][0])) == {
+            *needed,
+            *optional,
+        }
 
 
 def test_the_chunks_of_four_context_shards():
-    row = re.compile(r"^\| (\d) \| (\d+) - (\d+) \| (\d+) - (\d+) \| (\d+) \|$", re.MULTILINE)
+    row = re.compile(
+        r"^\| (\d) \| (\d+) - (\d+) \| (\d+) - (\d+) \| (\d+) \|$", re.MULTILINE
+    )
     found = row.findall(PAGES["parallelism.md"])
     by_shard = context_order(4096, 4).reshape(4, 2, 512)
     for shard, *chunk_ends, pairs in (map(int, row) for row in found):

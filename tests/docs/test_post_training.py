@@ -29,26 +29,51 @@ TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
 
 def test_every_line_of_the_tables_is_read(tmp_path):
     (tmp_path / "t.jinja").write_text(TEMPLATE)
-    config = load_config(None, ["dataset_type=sft", f"chat_template={tmp_path / 't.jinja'}"])
+    config = load_config(
+        None, ["dataset_type=sft", f"chat_template={tmp_path / 't.jinja'}"]
+    )
     renderer = Renderer(config, load_tokenizer(config), begins_as_elsewhere=False)
-    lines = [json.loads(line) for line in re.findall(r"^\| `(\{.*?\})` \|", BEFORE_RL, re.MULTILINE)]
+    lines = [
+        json.loads(line)
+        for line in re.findall(r"^\| `(\{.*?\})` \|", BEFORE_RL, re.MULTILINE)
+    ]
     assert len(lines) == 6
     for line in lines:
-        texts = renderer.dpo_texts("here", line) if "chosen" in line else (renderer.sft_text("here", line),)
+        texts = (
+            renderer.dpo_texts("here", line)
+            if "chosen" in line
+            else (renderer.sft_text("here", line),)
+        )
         for text in texts:
             (answer,) = text.answers
-            assert text.text[slice(*answer)] in ("5", "05", "assistant:Hello.;", "assistant:No.;")
+            assert text.text[slice(*answer)] in (
+                "5",
+                "05",
+                "assistant:Hello.;",
+                "assistant:No.;",
+            )
 
 
 def test_every_line_of_rl_is_the_prompt_and_the_answer_beside_it(tmp_path):
-    (tmp_path / "t.jinja").write_text(TEMPLATE + "{% if add_generation_prompt %}assistant:{% endif %}")
+    (tmp_path / "t.jinja").write_text(
+        TEMPLATE + "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
     rows = re.findall(r"^\| `(\{.*?\})` \| (.*) \| (.*) \|$", RL, re.MULTILINE)
     assert len(rows) == 6
     (tmp_path / "d.jsonl").write_text("".join(f"{line}\n" for line, _, _ in rows))
-    words = [f"dataset_path={tmp_path / 'd.jsonl'}", f"chat_template={tmp_path / 't.jinja'}", "eval_fraction=0.5"]
+    words = [
+        f"dataset_path={tmp_path / 'd.jsonl'}",
+        f"chat_template={tmp_path / 't.jinja'}",
+        "eval_fraction=0.5",
+    ]
     words += ["max_prefill_predict_length=30", "max_target_length=32"]
     parts = open_prompts(load_config(RL_FILE, words))
-    found = [(prompt.text, prompt.fields["answer"]) for part in parts if part for prompt in part]
+    found = [
+        (prompt.text, prompt.fields["answer"])
+        for part in parts
+        if part
+        for prompt in part
+    ]
     assert found == [(text, answer) for _, text, answer in rows]
 
 
@@ -56,41 +81,79 @@ def test_every_line_of_rl_is_the_prompt_and_the_answer_beside_it(tmp_path):
 @pytest.mark.parametrize("smoothing", [0.0, 0.25])
 def test_the_formula_is_the_loss(smoothing):
     (formula,) = re.findall(r"^loss = (.*)$", PAGE, re.MULTILINE)
-    formula = formula.replace("log sigmoid(", "logsigmoid(").replace("e logs", "e * logs").replace(") logs", ") * logs")
+    formula = (
+        formula.replace("log sigmoid(", "logsigmoid(")
+        .replace("e logs", "e * logs")
+        .replace(") logs", ") * logs")
+    )
     formula = re.sub(r"\bb m\b", "b * m", formula)
     margins = [-3.0, 0.0, 0.7]
-    found = pair_losses(jnp.array(margins, jnp.float32), beta=0.5, label_smoothing=smoothing)
+    found = pair_losses(
+        jnp.array(margins, jnp.float32), beta=0.5, label_smoothing=smoothing
+    )
     for margin, loss in zip(margins, found.tolist(), strict=True):
-        names = {"e": smoothing, "b": 0.5, "m": margin, "logsigmoid": lambda x: -math.log1p(math.exp(-x))}
+        names = {
+            "e": smoothing,
+            "b": 0.5,
+            "m": margin,
+            "logsigmoid": lambda x: -math.log1p(math.exp(-x)),
+        }
         assert loss == pytest.approx(eval(formula, names), rel=1e-6)
 
 
 def test_the_configs_run_as_they_stand_one_after_the_other(tmp_path):
-    words = ["steps=3", "warmup_steps=0", "base_num_decoder_layers=1", "eval_interval=3"]
+    words = [
+        "steps=3",
+        "warmup_steps=0",
+        "base_num_decoder_layers=1",
+        "eval_interval=3",
+    ]
     words.append(f"base_output_directory={tmp_path}")
-    for name, more in (("sft", []), ("dpo", [f"load_parameters_path={tmp_path / 'sft'}"])):
+    for name, more in (
+        ("sft", []),
+        ("dpo", [f"load_parameters_path={tmp_path / 'sft'}"]),
+    ):
         train(load_config(f"configs/post_train/{name}.yml", [*words, *more]))
         run = RunFiles(tmp_path / name)
         first, _, last = run.steps
         assert last["loss"] < first["loss"]
     assert first["loss"] == pytest.approx(np.log(2), rel=1e-5)
-    named = set(re.findall(r"`((?:eval_|reward_|pairs)\w*)`", BEFORE_RL.partition("**Metrics**")[2]))
-    assert {"pairs", "reward_margin", "eval_pairs"} <= named <= {*first, *run.evaluations[0]}
+    named = set(
+        re.findall(
+            r"`((?:eval_|reward_|pairs)\w*)`", BEFORE_RL.partition("**Metrics**")[2]
+        )
+    )
+    assert (
+        {"pairs", "reward_margin", "eval_pairs"}
+        <= named
+        <= {*first, *run.evaluations[0]}
+    )
 
 
 def test_the_variants_and_the_template_of_the_page_are_configs():
-    variants = re.findall(r"^\| (?:DAPO|Dr\. GRPO|GSPO).* \| `(.*)` \|$", RL, re.MULTILINE)
+    variants = re.findall(
+        r"^\| (?:DAPO|Dr\. GRPO|GSPO).* \| `(.*)` \|$", RL, re.MULTILINE
+    )
     assert len(variants) == 3
     for words in variants:
         load_config(RL_FILE, shlex.split(words))
     (word,) = re.findall(r"^`(prompt_template=.*)`\.$", RL, re.MULTILINE)
-    assert load_config(RL_FILE, shlex.split(word)).prompt_template == "Question: {prompt}\nAnswer:"
+    assert (
+        load_config(RL_FILE, shlex.split(word)).prompt_template
+        == "Question: {prompt}\nAnswer:"
+    )
 
 
 def test_the_function_of_the_page_rewards_what_it_says(tmp_path, monkeypatch):
-    ((name, code),) = re.findall(r"<!-- file: (.*) -->\n```python\n(.*?)```", RL, re.DOTALL)
+    ((name, code),) = re.findall(
+        r"<!-- file: (.*) -->\n```python\n(.*?)```", RL, re.DOTALL
+    )
     (tmp_path / name).write_text(code)
-    command = RL.partition("### Rewards")[2].partition("maxtext_lite.train_rl")[2].partition("```")[0]
+    command = (
+        RL.partition("### Rewards")[2]
+        .partition("maxtext_lite.train_rl")[2]
+        .partition("```")[0]
+    )
     words = re.findall(r"reward_\w+=[\w.,:]*\S", command)
     assert len(words) == 2
     asked = Prompt(0, "2+3=", (), {"answer": "5", "level": 1})

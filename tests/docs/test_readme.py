@@ -19,7 +19,8 @@ from tests.processes import RunFiles, folder_of_python
 from tests.source_tree import REPOSITORY
 
 BLOCK = re.compile(
-    r"(?:^<!-- (?P<note>[^\n]*?) -->\n)?^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
+    r"(?:^<!-- (?P<note>[^\n]*?) -->\n)?^```(?P<language>\w+)\n(?P<text>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
 )
 
 
@@ -51,12 +52,21 @@ def blocks(page: str) -> list[Commands]:
 def run(block: Commands, folder: Path) -> None:
     """Runs a block as a user who activated .venv: without what conftest.py sets, but for quick compilation."""
     ours = ("XLA_FLAGS", "NPROC", "OMP_NUM_THREADS", "PYTHONPATH")
-    kept = {key: value for key, value in os.environ.items() if key not in ours and not key.startswith("PYTEST")}
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ours and not key.startswith("PYTEST")
+    }
     path = f"{folder_of_python()}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     result = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", block.text],
         cwd=folder,
-        env={**kept, "PATH": path, "COLUMNS": "120", "XLA_FLAGS": " ".join(QUICK_COMPILATION)},
+        env={
+            **kept,
+            "PATH": path,
+            "COLUMNS": "120",
+            "XLA_FLAGS": " ".join(QUICK_COMPILATION),
+        },
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -80,8 +90,14 @@ def ran(tmp_path_factory):
 
 
 def test_the_run_of_the_page_has_each_step_once_and_the_files_that_the_page_lists(ran):
-    assert RunFiles(ran / "runs" / "tiny").sequence("step") == [(step,) for step in range(1, 31)]
-    listed = re.search(r"^A run lives in `base_output_directory/run_name`: (.*)$", text_of("docs/running.md"), re.M)
+    assert RunFiles(ran / "runs" / "tiny").sequence("step") == [
+        (step,) for step in range(1, 31)
+    ]
+    listed = re.search(
+        r"^A run lives in `base_output_directory/run_name`: (.*)$",
+        text_of("docs/running.md"),
+        re.M,
+    )
     for name in re.findall(r"`([^`]+)`", listed[1]):
         assert (ran / "runs" / "tiny" / name).exists()
     assert (ran / "runs" / "first" / "report.html").is_file()
@@ -89,10 +105,16 @@ def test_the_run_of_the_page_has_each_step_once_and_the_files_that_the_page_list
 
 
 def test_eight_simulated_devices_give_the_losses_of_one_as_the_page_says(ran):
-    one = RunFiles(ran / "runs" / "tiny").steps[:20]  # the other ten have another learning rate
+    one = RunFiles(ran / "runs" / "tiny").steps[
+        :20
+    ]  # the other ten have another learning rate
     eight = RunFiles(ran / "runs" / "tiny-on-eight").steps
-    assert [line["examples_hash"] for line in one] == [line["examples_hash"] for line in eight]
-    losses_of_one, losses_of_eight = ([line["loss"] for line in lines] for lines in (one, eight))
+    assert [line["examples_hash"] for line in one] == [
+        line["examples_hash"] for line in eight
+    ]
+    losses_of_one, losses_of_eight = (
+        [line["loss"] for line in lines] for lines in (one, eight)
+    )
     assert len(losses_of_eight) == 20
     assert losses_of_eight[:5] == pytest.approx(losses_of_one[:5], rel=1e-5)
     assert losses_of_eight == pytest.approx(losses_of_one, rel=1e-4)
@@ -108,5 +130,7 @@ def test_a_command_of_the_page_on_launching_prints_what_it_says(number):
 @pytest.mark.fast
 def test_the_readme_shows_every_command_and_stays_short():
     shown = text_of("README.md") + text_of("docs/coming_from.md")
-    assert set(re.findall(r"^python -m maxtext_lite\.(\w+)", shown, re.MULTILINE)) == set(COMMANDS)
+    assert set(
+        re.findall(r"^python -m maxtext_lite\.(\w+)", shown, re.MULTILINE)
+    ) == set(COMMANDS)
     assert text_of("README.md").count("\n") <= 120

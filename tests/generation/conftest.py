@@ -10,8 +10,18 @@ from tests.training.conftest import TINY
 @pytest.fixture(scope="session")
 def run(tmp_path_factory):
     """A run with one checkpoint, of texts as bytes."""
-    keys = ["steps=2", "eval_interval=-1", "per_device_batch_size=1", "initializer_range=0.3"]
-    return train(load_config(None, [*TINY, *keys, f"base_output_directory={tmp_path_factory.mktemp('runs')}"]))
+    keys = [
+        "steps=2",
+        "eval_interval=-1",
+        "per_device_batch_size=1",
+        "initializer_range=0.3",
+    ]
+    return train(
+        load_config(
+            None,
+            [*TINY, *keys, f"base_output_directory={tmp_path_factory.mktemp('runs')}"],
+        )
+    )
 
 
 @pytest.fixture(scope="session")

@@ -36,8 +36,12 @@ def model(tmp_path_factory):
     """A tiny random model whose tokenizer has a token for each letter, and the tokens of a text."""
     path = hf_models.save("llama", tmp_path_factory.mktemp("model"))
     letters = sorted({*TEXT, *string.ascii_lowercase, "?"})
-    vocabulary = {"<eos>": 2, "<bos>": 1, "<pad>": 0} | {letter: 3 + number for number, letter in enumerate(letters)}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<pad>"))
+    vocabulary = {"<eos>": 2, "<bos>": 1, "<pad>": 0} | {
+        letter: 3 + number for number, letter in enumerate(letters)
+    }
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel(vocabulary, unk_token="<pad>")
+    )
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
     tokenizer.add_special_tokens(["<eos>", "<bos>"])
     tokenizer.save(str(path / "tokenizer.json"))
@@ -47,8 +51,12 @@ def model(tmp_path_factory):
 def _log_probabilities(tokens):
     """The log-probability of each token but the first, by transformers."""
     with torch.no_grad():
-        logits = hf_models.model("llama")(torch.tensor([tokens])).logits[0, :-1].double()
-    return torch.log_softmax(logits, -1)[torch.arange(len(tokens) - 1), torch.tensor(tokens[1:])].numpy()
+        logits = (
+            hf_models.model("llama")(torch.tensor([tokens])).logits[0, :-1].double()
+        )
+    return torch.log_softmax(logits, -1)[
+        torch.arange(len(tokens) - 1), torch.tensor(tokens[1:])
+    ].numpy()
 
 
 @pytest.fixture
@@ -56,9 +64,22 @@ def found(model, tmp_path, capsys):
     """A function from a key, the content of its file and more words to the scores."""
 
     def run(key, content, *words, directory=model[0]):
-        text = content if isinstance(content, str) else "\n".join(map(json.dumps, content)) + "\n\n"
+        text = (
+            content
+            if isinstance(content, str)
+            else "\n".join(map(json.dumps, content)) + "\n\n"
+        )
         (tmp_path / key).write_text(text)
-        main([str(directory), f"{key}={tmp_path / key}", "dtype=float32", "max_length=32", "--json", *words])
+        main(
+            [
+                str(directory),
+                f"{key}={tmp_path / key}",
+                "dtype=float32",
+                "max_length=32",
+                "--json",
+                *words,
+            ]
+        )
         return json.loads(capsys.readouterr().out)
 
     return run
@@ -72,8 +93,12 @@ def test_perplexity_is_that_of_transformers_window_by_window(model, found):
     for scored in range(32, len(tokens), 16):
         nll -= _log_probabilities(tokens[scored - 16 : scored + 16])[15:].sum()
     assert scores["tokens"] == len(tokens) - 1
-    assert scores["perplexity"] == pytest.approx(math.exp(nll / (len(tokens) - 1)), rel=1e-4)
-    assert scores["bits_per_byte"] == pytest.approx(nll / math.log(2) / len(TEXT), rel=1e-4)
+    assert scores["perplexity"] == pytest.approx(
+        math.exp(nll / (len(tokens) - 1)), rel=1e-4
+    )
+    assert scores["bits_per_byte"] == pytest.approx(
+        nll / math.log(2) / len(TEXT), rel=1e-4
+    )
 
 
 def test_choices_are_those_of_transformers(model, found):
@@ -82,15 +107,27 @@ def test_choices_are_those_of_transformers(model, found):
     questions, right, right_by_byte = [], 0, 0
     for _ in range(5):
         context, *choices = rng.choice(words, 4, replace=False)
-        whole = [_log_probabilities(model[1](f"{context} {choice}")) for choice in choices]
+        whole = [
+            _log_probabilities(model[1](f"{context} {choice}")) for choice in choices
+        ]
         likelihoods = [of_tokens[len(context) - 1 :].sum() for of_tokens in whole]
         answer = int(rng.integers(3))
         right += int(np.argmax(likelihoods)) == answer
-        right_by_byte += int(np.argmax([x / len(c) for x, c in zip(likelihoods, choices, strict=True)])) == answer
+        right_by_byte += (
+            int(
+                np.argmax(
+                    [x / len(c) for x, c in zip(likelihoods, choices, strict=True)]
+                )
+            )
+            == answer
+        )
         questions.append({"context": context, "choices": choices, "answer": answer})
     scores = found("choices", questions)
     assert scores["questions"] == 5
-    assert (scores["accuracy"], scores["accuracy_per_byte"]) == (right / 5, right_by_byte / 5)
+    assert (scores["accuracy"], scores["accuracy_per_byte"]) == (
+        right / 5,
+        right_by_byte / 5,
+    )
 
 
 def test_a_cloze_is_right_where_it_is_what_the_model_would_write(model, found):
@@ -100,28 +137,49 @@ def test_a_cloze_is_right_where_it_is_what_the_model_would_write(model, found):
 
     def next_letters(contexts):
         with torch.no_grad():
-            likeliest = hf_models.model("llama")(torch.tensor([encode(text) for text in contexts])).logits[:, -1]
+            likeliest = hf_models.model("llama")(
+                torch.tensor([encode(text) for text in contexts])
+            ).logits[:, -1]
         return [letters.get(token, "") for token in likeliest.argmax(-1).tolist()]
 
-    contexts = ["".join(three) for three in itertools.product(string.ascii_lowercase, repeat=3)]
-    before_blanks = [c + blank for c, blank in zip(contexts, next_letters(contexts), strict=True) if blank.isspace()]
+    contexts = [
+        "".join(three) for three in itertools.product(string.ascii_lowercase, repeat=3)
+    ]
+    before_blanks = [
+        c + blank
+        for c, blank in zip(contexts, next_letters(contexts), strict=True)
+        if blank.isspace()
+    ]
     continued = zip(before_blanks, next_letters(before_blanks), strict=True)
-    context, letter = next((context, letter) for context, letter in continued if letter.strip())
+    context, letter = next(
+        (context, letter) for context, letter in continued if letter.strip()
+    )
     targets = (letter, "a" if letter != "a" else "b")
-    lines = [{"context": context[:3], "target": context[3:] + target} for target in targets]
+    lines = [
+        {"context": context[:3], "target": context[3:] + target} for target in targets
+    ]
     assert found("cloze", lines)["accuracy"] == 0.5
-    likelihood = sum(_log_probabilities(encode(context + target))[2:].sum() for target in targets)
-    assert found("cloze", lines)["answer_perplexity"] == pytest.approx(math.exp(-likelihood / 4), rel=1e-4)
+    likelihood = sum(
+        _log_probabilities(encode(context + target))[2:].sum() for target in targets
+    )
+    assert found("cloze", lines)["answer_perplexity"] == pytest.approx(
+        math.exp(-likelihood / 4), rel=1e-4
+    )
 
 
 @pytest.mark.parametrize(
-    ("count", "length", "stride"), [(2, 8, 7), (8, 8, 7), (9, 8, 7), (40, 8, 3), (41, 16, 1), (5, 2, 1)]
+    ("count", "length", "stride"),
+    [(2, 8, 7), (8, 8, 7), (9, 8, 7), (40, 8, 3), (41, 16, 1), (5, 2, 1)],
 )
-def test_windows_score_each_token_once_after_as_much_context_as_they_hold(count, length, stride):
+def test_windows_score_each_token_once_after_as_much_context_as_they_hold(
+    count, length, stride
+):
     tokens, scored = list(range(count)), []
     for number, span in enumerate(windows(tokens, length=length, stride=stride)):
         assert 2 <= len(span.tokens) <= length
-        assert list(span.tokens) == list(range(span.tokens[0], span.tokens[0] + len(span.tokens)))
+        assert list(span.tokens) == list(
+            range(span.tokens[0], span.tokens[0] + len(span.tokens))
+        )
         assert span.first == (1 if number == 0 else length - stride)
         scored += span.tokens[span.first :]
     assert scored == tokens[1:]
@@ -138,13 +196,28 @@ def test_a_continuation_is_read_with_its_context():
     assert [with_blank(*each) for each in blanks] == [" c", "c", " c", "\nc", "c"]
 
 
-@pytest.mark.parametrize(("kind", "line", "named"), [
-    ("choices", "{", "line 2"),
-    ("choices", '{"context": "a", "choices": ["b"], "answer": 0}', "line 2: choices"),
-    ("choices", '{"context": "a", "choices": ["b", "c"], "answer": 2}', "line 2: .*answer"),
-    ("choices", '{"context": "a", "choices": ["b", " "], "answer": 1}', "line 2: .*choices"),
-    ("cloze", '{"context": "a"}', "line 2: target"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "line", "named"),
+    [
+        ("choices", "{", "line 2"),
+        (
+            "choices",
+            '{"context": "a", "choices": ["b"], "answer": 0}',
+            "line 2: choices",
+        ),
+        (
+            "choices",
+            '{"context": "a", "choices": ["b", "c"], "answer": 2}',
+            "line 2: .*answer",
+        ),
+        (
+            "choices",
+            '{"context": "a", "choices": ["b", " "], "answer": 1}',
+            "line 2: .*choices",
+        ),
+        ("cloze", '{"context": "a"}', "line 2: target"),
+    ],
+)
 def test_wrong_questions_are_refused_by_line(kind, line, named, tmp_path):
     path = tmp_path / "q.jsonl"
     path.write_text("\n" + line)
@@ -157,21 +230,45 @@ def test_wrong_questions_are_refused_by_line(kind, line, named, tmp_path):
     assert cloze.context == "a\u2028b\x85"  # which end no line
 
 
-def test_a_continuation_longer_than_max_length_is_refused_before_the_model_is_loaded(directory, tmp_path):
+def test_a_continuation_longer_than_max_length_is_refused_before_the_model_is_loaded(
+    directory, tmp_path
+):
     """Its first tokens would have no context, or positions that the model has not learned."""
-    for positions, works in ((0, "works: 42"), (41, "works: 42"), (32, "32 learned positions")):
-        config = load_config(directory / "config.yml", [f"trainable_position_size={positions}"])
-        texts = TextScorer(tmp_path, config, max_length=32, rows_at_once=1, mesh={"tensor": 1, "fsdp": 1})
-        with pytest.raises(UserError, match=rf"^continuation 2 .*max_length=32 .*{works}"):
-            texts.continuations([("Q:" * 40, "a" * 31), ("Q:", "b" * 40), ("", "c" * 41)])
+    for positions, works in (
+        (0, "works: 42"),
+        (41, "works: 42"),
+        (32, "32 learned positions"),
+    ):
+        config = load_config(
+            directory / "config.yml", [f"trainable_position_size={positions}"]
+        )
+        texts = TextScorer(
+            tmp_path,
+            config,
+            max_length=32,
+            rows_at_once=1,
+            mesh={"tensor": 1, "fsdp": 1},
+        )
+        with pytest.raises(
+            UserError, match=rf"^continuation 2 .*max_length=32 .*{works}"
+        ):
+            texts.continuations(
+                [("Q:" * 40, "a" * 31), ("Q:", "b" * 40), ("", "c" * 41)]
+            )
     path = tmp_path / "questions.jsonl"
-    path.write_text(json.dumps({"context": "Q: ", "choices": ["yes", "b" * 40], "answer": 0}))
+    path.write_text(
+        json.dumps({"context": "Q: ", "choices": ["yes", "b" * 40], "answer": 0})
+    )
     with pytest.raises(UserError, match=rf"^choices={path}, question 1, choice 1 "):
         evaluate(tmp_path, config, EvaluateConfig(choices=str(path), max_length=32))
 
 
-@pytest.mark.parametrize(("key", "content"), [("text", "abc"), ("cloze", [{"context": "a", "target": "b"}])])
-def test_a_score_that_is_not_a_number_or_a_mesh_that_does_not_fit_is_refused(key, content, found, monkeypatch):
+@pytest.mark.parametrize(
+    ("key", "content"), [("text", "abc"), ("cloze", [{"context": "a", "target": "b"}])]
+)
+def test_a_score_that_is_not_a_number_or_a_mesh_that_does_not_fit_is_refused(
+    key, content, found, monkeypatch
+):
     for word in ("ici_tensor_parallelism=3", "ici_fsdp_parallelism=16"):
         with pytest.raises(UserError, match=f"^{word} "):
             found(key, content, word)
@@ -188,14 +285,18 @@ def test_a_score_that_is_not_a_number_or_a_mesh_that_does_not_fit_is_refused(key
 
 @pytest.fixture(scope="module")
 def harness(directory):
-    return HarnessModel(str(directory), max_length="24", batch_size="2", device="cuda:0")
+    return HarnessModel(
+        str(directory), max_length="24", batch_size="2", device="cuda:0"
+    )
 
 
 def _request(*args):
     return SimpleNamespace(args=args)
 
 
-def test_requests_of_the_harness_are_answered_as_the_commands_answer(directory, harness, found, capsys):
+def test_requests_of_the_harness_are_answered_as_the_commands_answer(
+    directory, harness, found, capsys
+):
     text = "To be, or not to be, that is the question."
     scores = found("text", text, "max_length=24", directory=directory)
     (whole,) = harness.loglikelihood_rolling([_request(text)])
@@ -203,17 +304,41 @@ def test_requests_of_the_harness_are_answered_as_the_commands_answer(directory, 
     pairs = [("To be", " or"), ("", "To")]
     scored = harness.loglikelihood([_request(*pair) for pair in pairs])
     for (context, target), (likelihood, is_greedy) in zip(pairs, scored, strict=True):
-        scores = found("cloze", [{"context": context, "target": target}], "max_length=24", directory=directory)
-        assert likelihood == pytest.approx(-len(target) * math.log(scores["answer_perplexity"]), rel=1e-5)
+        scores = found(
+            "cloze",
+            [{"context": context, "target": target}],
+            "max_length=24",
+            directory=directory,
+        )
+        assert likelihood == pytest.approx(
+            -len(target) * math.log(scores["answer_perplexity"]), rel=1e-5
+        )
         assert is_greedy == (scores["accuracy"] == 1)
-    after = [256, *b"To be"]  # of a model from scratch, a text begins after the end of another
-    generate([str(directory), f"prompt_ids={[after]}", "temperature=0", "max_new_tokens=6", "--json"])
+    after = [
+        256,
+        *b"To be",
+    ]  # of a model from scratch, a text begins after the end of another
+    generate(
+        [
+            str(directory),
+            f"prompt_ids={[after]}",
+            "temperature=0",
+            "max_new_tokens=6",
+            "--json",
+        ]
+    )
     alone = ByteTokenizer().decode(json.loads(capsys.readouterr().out)[0]["tokens"])
-    (written,) = harness.generate_until([_request("To be", {"until": [], "max_gen_toks": 6, "do_sample": False})])
+    (written,) = harness.generate_until(
+        [_request("To be", {"until": [], "max_gen_toks": 6, "do_sample": False})]
+    )
     assert written == alone
-    (cut,) = harness.generate_until([_request("To be", {"until": alone[2:4], "max_gen_toks": 6})])
+    (cut,) = harness.generate_until(
+        [_request("To be", {"until": alone[2:4], "max_gen_toks": 6})]
+    )
     assert cut == alone[: alone.index(alone[2:4])]
-    drawn = harness.generate_until([_request("To be", {"do_sample": True, "max_gen_toks": 6})] * 2)
+    drawn = harness.generate_until(
+        [_request("To be", {"do_sample": True, "max_gen_toks": 6})] * 2
+    )
     assert len({alone, *drawn}) == 3
 
 
@@ -221,27 +346,53 @@ def test_a_text_is_scored_from_its_first_token_on(harness, monkeypatch):
     """After end-of-text where, as GPT-2's and Qwen's, the tokenizer adds no first token."""
     monkeypatch.setattr(harness._scorer, "encode", lambda text: list(text.encode()))
     (whole,) = harness.loglikelihood_rolling([_request("To be")])
-    assert whole == pytest.approx(harness.loglikelihood([_request("", "To be")])[0][0], rel=1e-5)
+    assert whole == pytest.approx(
+        harness.loglikelihood([_request("", "To be")])[0][0], rel=1e-5
+    )
     assert harness.loglikelihood_rolling([_request("")]) == [0]
 
 
-@pytest.mark.parametrize(("options", "asked"), [
-    ({}, {"temperature": 0, "max_new_tokens": 256}),
-    ({"do_sample": False, "temperature": 1.0, "max_gen_toks": 8}, {"temperature": 0, "max_new_tokens": 8}),
-    ({"temperature": 0.0, "until": "x", "max_tokens": 8},
-     {"temperature": 0, "stop_strings": ["x"], "max_new_tokens": 8}),
-    ({"temperature": 0.7, "until": ["x", "y"]},
-     {"temperature": 0.7, "stop_strings": ["x", "y"], "max_new_tokens": 256}),
-    ({"do_sample": True, "top_k": 1, "until": None}, {"temperature": 1, "top_k": 1, "max_new_tokens": 256}),
-    ({"do_sample": True, "top_p": 0.5, "max_gen_toks": None, "max_new_tokens": 8},
-     {"temperature": 1, "top_p": 0.5, "max_new_tokens": 8}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "asked"),
+    [
+        ({}, {"temperature": 0, "max_new_tokens": 256}),
+        (
+            {"do_sample": False, "temperature": 1.0, "max_gen_toks": 8},
+            {"temperature": 0, "max_new_tokens": 8},
+        ),
+        (
+            {"temperature": 0.0, "until": "x", "max_tokens": 8},
+            {"temperature": 0, "stop_strings": ["x"], "max_new_tokens": 8},
+        ),
+        (
+            {"temperature": 0.7, "until": ["x", "y"]},
+            {"temperature": 0.7, "stop_strings": ["x", "y"], "max_new_tokens": 256},
+        ),
+        (
+            {"do_sample": True, "top_k": 1, "until": None},
+            {"temperature": 1, "top_k": 1, "max_new_tokens": 256},
+        ),
+        (
+            {
+                "do_sample": True,
+                "top_p": 0.5,
+                "max_gen_toks": None,
+                "max_new_tokens": 8,
+            },
+            {"temperature": 1, "top_p": 0.5, "max_new_tokens": 8},
+        ),
+    ],
+)
 def test_options_of_sampling_mean_what_they_mean_to_the_harness(options, asked):
     """The draws of a request depend on its number, so repeated requests have answers of their own."""
-    assert _asked(3, "To be", options) == GenerateConfig(prompt="To be", seed=3, **asked)
+    assert _asked(3, "To be", options) == GenerateConfig(
+        prompt="To be", seed=3, **asked
+    )
 
 
-def test_wrong_options_of_a_request_and_wrong_arguments_of_a_model_are_refused(harness, directory):
+def test_wrong_options_of_a_request_and_wrong_arguments_of_a_model_are_refused(
+    harness, directory
+):
     for options, named in (
         ({"num_beams": 4}, "num_beams=4"),
         ({"max_tokens": 0}, "max_tokens=0 .*Nearest that works: 1"),
@@ -264,9 +415,13 @@ def test_the_command_of_the_harness_has_our_models(monkeypatch, capsys):
     for name, content in {
         "lm_eval": {"__spec__": object()},
         "lm_eval.api": {},
-        "lm_eval.__main__": {"cli_evaluate": lambda: models["maxtext_lite"](path=sys.argv[1])},
+        "lm_eval.__main__": {
+            "cli_evaluate": lambda: models["maxtext_lite"](path=sys.argv[1])
+        },
         "lm_eval.api.model": {"LM": object},
-        "lm_eval.api.registry": {"register_model": lambda name: functools.partial(models.__setitem__, name)},
+        "lm_eval.api.registry": {
+            "register_model": lambda name: functools.partial(models.__setitem__, name)
+        },
     }.items():
         module = ModuleType(name)
         vars(module).update(content)

@@ -26,13 +26,20 @@ def config(directory):
 
 
 def ask(directory, capsys, config, *, as_json=False, **asked):
-    answering.generate(directory, config, GenerateConfig(temperature=0, **asked), as_json=as_json)
+    answering.generate(
+        directory, config, GenerateConfig(temperature=0, **asked), as_json=as_json
+    )
     return capsys.readouterr().out
 
 
 @pytest.mark.fast
-def test_text_goes_on_from_the_prompt_and_an_empty_one_starts_a_document(directory, capsys):
-    for words in (["prompt=To be: or", "max_new_tokens=12", "seed=1"], ["max_new_tokens=3"]):
+def test_text_goes_on_from_the_prompt_and_an_empty_one_starts_a_document(
+    directory, capsys
+):
+    for words in (
+        ["prompt=To be: or", "max_new_tokens=12", "seed=1"],
+        ["max_new_tokens=3"],
+    ):
         texts = []
         for _ in range(2):
             assert main([str(directory), *words]) == 0
@@ -40,20 +47,43 @@ def test_text_goes_on_from_the_prompt_and_an_empty_one_starts_a_document(directo
         assert texts[0] == texts[1]
         assert texts[0].endswith("\n")
         assert texts[0].startswith("To be: or" if len(words) > 1 else "")
-    config = parse_generate_config(["prompt=1e3", "temperature=1e-1", "stop_token_ids=[1, 2]", "top_k=3", "top_k=4"])
-    assert config == GenerateConfig(prompt="1e3", temperature=0.1, stop_token_ids=[1, 2], top_k=4)
+    config = parse_generate_config(
+        [
+            "prompt=1e3",
+            "temperature=1e-1",
+            "stop_token_ids=[1, 2]",
+            "top_k=3",
+            "top_k=4",
+        ]
+    )
+    assert config == GenerateConfig(
+        prompt="1e3", temperature=0.1, stop_token_ids=[1, 2], top_k=4
+    )
     asked = GenerateConfig(ici_tensor_parallelism=2, ici_data_parallelism=3)
     assert asked.mesh == {"tensor": 2, "fsdp": 1, "data": 3}
 
 
-def test_json_of_prompt_ids_needs_no_tokenizer_and_has_no_text(directory, config, capsys, monkeypatch):
-    of_text = json.loads(ask(directory, capsys, config, as_json=True, prompt="AB", max_new_tokens=4))
+def test_json_of_prompt_ids_needs_no_tokenizer_and_has_no_text(
+    directory, config, capsys, monkeypatch
+):
+    of_text = json.loads(
+        ask(directory, capsys, config, as_json=True, prompt="AB", max_new_tokens=4)
+    )
     monkeypatch.setattr("maxtext_lite.generation.text_tokens.load_tokenizer", None)
-    words = [str(directory), "prompt_ids=[[65,66],[4]]", "temperature=0", "max_new_tokens=4", "--json"]
+    words = [
+        str(directory),
+        "prompt_ids=[[65,66],[4]]",
+        "temperature=0",
+        "max_new_tokens=4",
+        "--json",
+    ]
     assert main(words) == 0
     answer = json.loads(capsys.readouterr().out)
     assert [len(text["tokens"]) for text in answer] == [4, 4]
-    assert all(len(text["log_probabilities"]) == 4 and max(text["log_probabilities"]) < 0 for text in answer)
+    assert all(
+        len(text["log_probabilities"]) == 4 and max(text["log_probabilities"]) < 0
+        for text in answer
+    )
     assert of_text[0].keys() - answer[0].keys() == {"text"}
     assert of_text[0]["tokens"] == answer[0]["tokens"]
     stop = answer[0]["tokens"][0]
@@ -61,14 +91,25 @@ def test_json_of_prompt_ids_needs_no_tokenizer_and_has_no_text(directory, config
     assert json.loads(capsys.readouterr().out)[0]["tokens"] == [stop]
 
 
-def test_several_texts_are_printed_when_all_are_done_and_each_is_what_it_is_alone(directory, config, capsys):
+def test_several_texts_are_printed_when_all_are_done_and_each_is_what_it_is_alone(
+    directory, config, capsys
+):
     together = ask(directory, capsys, config, prompts=["To be", "or"], max_new_tokens=5)
-    alone = [ask(directory, capsys, config, prompt=prompt, max_new_tokens=5) for prompt in ("To be", "or")]
-    assert together == "".join(f"---- {number}\n{text}" for number, text in enumerate(alone))
+    alone = [
+        ask(directory, capsys, config, prompt=prompt, max_new_tokens=5)
+        for prompt in ("To be", "or")
+    ]
+    assert together == "".join(
+        f"---- {number}\n{text}" for number, text in enumerate(alone)
+    )
 
 
-def test_each_line_of_a_conversation_is_answered_after_all_before_it(directory, config, capsys, monkeypatch, tmp_path):
-    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}")
+def test_each_line_of_a_conversation_is_answered_after_all_before_it(
+    directory, config, capsys, monkeypatch, tmp_path
+):
+    (tmp_path / "t.jinja").write_text(
+        "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}"
+    )
     monkeypatch.setenv("HOME", str(tmp_path))
     chatting = config.model_copy(update={"chat_template": "~/t.jinja"})
     monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n"))
@@ -77,27 +118,45 @@ def test_each_line_of_a_conversation_is_answered_after_all_before_it(directory, 
     first = ask(directory, capsys, config, prompt="s:S;u:one;", **how)
     answer = first.removeprefix("s:S;u:one;").removesuffix("\n")
     prompt = f"s:S;u:one;a:{answer};u:two;"
-    assert said == f"{answer}\n" + ask(directory, capsys, config, prompt=prompt, **how).removeprefix(prompt)
+    assert said == f"{answer}\n" + ask(
+        directory, capsys, config, prompt=prompt, **how
+    ).removeprefix(prompt)
     with pytest.raises(UserError, match="chat template"):
         main([str(directory), "prompt=x", "--chat"])
 
 
-def test_as_many_tokens_are_added_as_the_learned_positions_allow(directory, config, capsys, monkeypatch, tmp_path):
+def test_as_many_tokens_are_added_as_the_learned_positions_allow(
+    directory, config, capsys, monkeypatch, tmp_path
+):
     """The last one is not fed back and needs no position. A conversation ends at the turn that goes past them."""
-    monkeypatch.setattr(answering, "load_on_mesh", lambda *_: LOAD(directory, config, {}))
+    monkeypatch.setattr(
+        answering, "load_on_mesh", lambda *_: LOAD(directory, config, {})
+    )
     short = config.model_copy(update={"trainable_position_size": 20})
 
     def after(length, added):
-        text = ask(directory, capsys, short, as_json=True, prompt_ids=[[5] * length], max_new_tokens=added)
+        text = ask(
+            directory,
+            capsys,
+            short,
+            as_json=True,
+            prompt_ids=[[5] * length],
+            max_new_tokens=added,
+        )
         return len(json.loads(text)[0]["tokens"])
 
     for length, most in ((17, 4), (20, 1)):
         assert after(length, most) == most
-        with pytest.raises(UserError, match=rf"^max_new_tokens={most + 1} .*Nearest that works: {most}\."):
+        with pytest.raises(
+            UserError,
+            match=rf"^max_new_tokens={most + 1} .*Nearest that works: {most}\.",
+        ):
             after(length, most + 1)
     with pytest.raises(UserError, match=r"^max_new_tokens=1 after a prompt of 21 "):
         after(21, 1)
-    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m['content'] }};{% endfor %}")
+    (tmp_path / "t.jinja").write_text(
+        "{% for m in messages %}{{ m['content'] }};{% endfor %}"
+    )
     chatting = short.model_copy(update={"chat_template": f"{tmp_path}/t.jinja"})
     monkeypatch.setattr("sys.stdin", io.StringIO("one\nand two is too long\nthree\n"))
     with pytest.raises(UserError, match=r"^max_new_tokens=4 "):
@@ -105,7 +164,9 @@ def test_as_many_tokens_are_added_as_the_learned_positions_allow(directory, conf
     assert capsys.readouterr().out.count("\n") == 1
 
 
-def test_a_token_without_a_probability_ends_the_answers(directory, config, capsys, monkeypatch):
+def test_a_token_without_a_probability_ends_the_answers(
+    directory, config, capsys, monkeypatch
+):
     def damaged(*arguments):
         decoder, params, mesh = LOAD(*arguments)
         return decoder, jax.tree.map(lambda x: x * math.nan, params), mesh
@@ -113,35 +174,72 @@ def test_a_token_without_a_probability_ends_the_answers(directory, config, capsy
     monkeypatch.setattr(answering, "load_on_mesh", damaged)
     for as_json in (True, False):
         with pytest.raises(UserError, match=r"prompt 0 .* nan in dtype=float32"):
-            ask(directory, capsys, config, as_json=as_json, prompts=["To", "be"], max_new_tokens=3)
+            ask(
+                directory,
+                capsys,
+                config,
+                as_json=as_json,
+                prompts=["To", "be"],
+                max_new_tokens=3,
+            )
 
 
 def test_what_is_wrong_with_prompts_and_mesh_is_said_at_once(directory, config, capsys):
-    sizes = {"ici_tensor_parallelism": 3, "ici_fsdp_parallelism": 3, "ici_data_parallelism": 9}
+    sizes = {
+        "ici_tensor_parallelism": 3,
+        "ici_fsdp_parallelism": 3,
+        "ici_data_parallelism": 9,
+    }
     with pytest.raises(UserError) as refusal:
-        ask(directory, capsys, config, prompt_ids=[[1, 264]], stop_token_ids=[-1], **sizes)
+        ask(
+            directory,
+            capsys,
+            config,
+            prompt_ids=[[1, 264]],
+            stop_token_ids=[-1],
+            **sizes,
+        )
     assert [problem.split(" ")[0] for problem in refusal.value.problems] == [
-        "prompt_ids:", "stop_token_ids:", *(f"{key}={value}" for key, value in sizes.items())
-    ]  # fmt: skip
+        "prompt_ids:",
+        "stop_token_ids:",
+        *(f"{key}={value}" for key, value in sizes.items()),
+    ]
 
 
 TEXT = "one, two.\nUser: three"
 
 
-@pytest.mark.parametrize(("stops", "expected"), [
-    ([], TEXT), (["two"], "one, "), (["four"], TEXT), (["o.", "two."], "one, "), (["three!"], TEXT), (["one"], ""),
-    ([".\nUsed", "\nUser"], "one, two."),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("stops", "expected"),
+    [
+        ([], TEXT),
+        (["two"], "one, "),
+        (["four"], TEXT),
+        (["o.", "two."], "one, "),
+        (["three!"], TEXT),
+        (["one"], ""),
+        ([".\nUsed", "\nUser"], "one, two."),
+    ],
+)
 def test_a_text_ends_before_the_first_stop_string(stops, expected):
     for size in (1, 2, 3, 5, 100):
         until, text = StopText(stops), ""
         for start in range(0, len(TEXT), size):
             text += until.push(TEXT[start : start + size])
-            assert expected.startswith(text), "nothing is let through that belongs to a stop string"
+            assert expected.startswith(text), (
+                "nothing is let through that belongs to a stop string"
+            )
         assert text + until.flush() == expected
         assert until.found == (expected != TEXT)
     until = StopText(["##"])
-    assert [until.push(character) for character in "a#b##c"] == ["a", "", "#b", "", "", ""]
+    assert [until.push(character) for character in "a#b##c"] == [
+        "a",
+        "",
+        "#b",
+        "",
+        "",
+        "",
+    ]
 
 
 def test_neither_stop_tokens_nor_stop_strings_are_part_of_a_text():
@@ -158,7 +256,9 @@ def test_neither_stop_tokens_nor_stop_strings_are_part_of_a_text():
     assert write([*b"ab#", 256], [256], ["##"]) == "ab#"
 
 
-def test_a_text_begins_as_in_its_models_training_and_ends_where_its_files_or_the_request_say(tmp_path):
+def test_a_text_begins_as_in_its_models_training_and_ends_where_its_files_or_the_request_say(
+    tmp_path,
+):
     config = load_config(None, ["vocab_size=264"])
     tokens = TextTokens.of(tmp_path, config)
     assert tokens.stop_token_ids == (256,)
@@ -181,6 +281,9 @@ def test_a_text_begins_as_in_its_models_training_and_ends_where_its_files_or_the
         def encode_with_special(self, text):
             return np.array([1, *self.encode(text)], np.int32)
 
-    here, elsewhere = TextTokens(Framed(), None, (9,)), TextTokens(Framed(), tmp_path, (9,))
+    here, elsewhere = (
+        TextTokens(Framed(), None, (9,)),
+        TextTokens(Framed(), tmp_path, (9,)),
+    )
     assert here.encode("ab") == elsewhere.encode("ab", plain=True) == [97, 98]
     assert elsewhere.encode("ab") == [1, 97, 98]

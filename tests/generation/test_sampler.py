@@ -9,7 +9,12 @@ import pytest
 
 from maxtext_lite.config import load_config
 from maxtext_lite.config.hf.model_directory import hf_config
-from maxtext_lite.generation.sampler import Sampler, cast_once, load_on_mesh, mesh_problems
+from maxtext_lite.generation.sampler import (
+    Sampler,
+    cast_once,
+    load_on_mesh,
+    mesh_problems,
+)
 from maxtext_lite.generation.scoring import Scorer, Span
 from maxtext_lite.models import Decoder, DecoderShape, Sampling
 from tests.training.conftest import TINY, make_setup
@@ -20,7 +25,11 @@ PROMPTS = [[5, 6, 7, 8, 9], [40], [17, 3, 99]]
 
 @pytest.fixture(scope="module")
 def sampler(run):
-    return Sampler(*load_on_mesh(run.run_directory, load_config(run.run_directory / "config.yml"), {}))
+    return Sampler(
+        *load_on_mesh(
+            run.run_directory, load_config(run.run_directory / "config.yml"), {}
+        )
+    )
 
 
 def _texts(sampler, prompts, **how):
@@ -32,39 +41,72 @@ def _texts(sampler, prompts, **how):
 
 def test_dynamic_rotation_goes_on_as_transformers_does_with_its_cache(tmp_path):
     """Prompts below, at and beyond 32 tokens, together: each as alone, token by token; and texts as a whole."""
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    torch, transformers = (
+        pytest.importorskip("torch"),
+        pytest.importorskip("transformers"),
+    )
     config = transformers.LlamaConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=32, initializer_range=0.2, pad_token_id=0, bos_token_id=1,
-        eos_token_id=2, rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
-    )  # fmt: skip
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        initializer_range=0.2,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
+    )
     transformers.set_seed(0)
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
     # A new one for every use: what it has seen before changes its rotation.
     theirs = lambda: transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()  # noqa: E731
     decoder, params, mesh = load_on_mesh(tmp_path, hf_config(tmp_path), {})
     rng = np.random.default_rng(0)
-    prompts = [[int(token) for token in rng.integers(3, 96, length)] for length in (20, 32, 57)]
-    ours = _texts(Sampler(decoder, params, mesh), prompts, max_new_tokens=14, sampling=GREEDY)
+    prompts = [
+        [int(token) for token in rng.integers(3, 96, length)] for length in (20, 32, 57)
+    ]
+    ours = _texts(
+        Sampler(decoder, params, mesh), prompts, max_new_tokens=14, sampling=GREEDY
+    )
     scorer = Scorer(decoder, params, mesh, rows_at_once=2)
     for prompt, text in zip(prompts, ours, strict=True):
         options = {"max_new_tokens": 14, "do_sample": False, "eos_token_id": None}
-        found = theirs().generate(torch.tensor([prompt]), return_dict_in_generate=True, output_logits=True, **options)
+        found = theirs().generate(
+            torch.tensor([prompt]),
+            return_dict_in_generate=True,
+            output_logits=True,
+            **options,
+        )
         tokens = found.sequences[0].tolist()
         assert [token for token, _ in text] == tokens[len(prompt) :]
-        expected = [torch.log_softmax(x[0], -1)[token] for x, (token, _) in zip(found.logits, text, strict=True)]
+        expected = [
+            torch.log_softmax(x[0], -1)[token]
+            for x, (token, _) in zip(found.logits, text, strict=True)
+        ]
         np.testing.assert_allclose([p for _, p in text], expected, atol=1e-4)
         with torch.no_grad():
             whole = torch.log_softmax(theirs()(found.sequences).logits[0, :-1], -1)
         likelihood = float(whole[range(len(tokens) - 1), tokens[1:]].sum())
-        assert scorer.score([Span(tokens, 1)])[0].log_likelihood == pytest.approx(likelihood, abs=1e-3)
+        assert scorer.score([Span(tokens, 1)])[0].log_likelihood == pytest.approx(
+            likelihood, abs=1e-3
+        )
 
 
 _NARROW = {
     "window 1": {"model_type": "mistral", "sliding_window": 1, "hidden_act": "silu"},
-    "chunks of 1": {"model_type": "llama4_text", "attention_chunk_size": 1, "intermediate_size_mlp": 40,
-                    "num_local_experts": 4, "no_rope_layer_interval": 2, "interleave_moe_layer_step": 2, "head_dim": 8},
-}  # fmt: skip
+    "chunks of 1": {
+        "model_type": "llama4_text",
+        "attention_chunk_size": 1,
+        "intermediate_size_mlp": 40,
+        "num_local_experts": 4,
+        "no_rope_layer_interval": 2,
+        "interleave_moe_layer_step": 2,
+        "head_dim": 8,
+    },
+}
 
 
 @pytest.mark.parametrize("name", _NARROW)
@@ -74,62 +116,104 @@ def test_the_narrowest_windows_and_chunks_need_no_cache_to_be_right(name, tmp_pa
     Its own generate is no reference: with a window of 1 its dynamic cache keeps the last 1 - 1 = 0 keys, which Python
     reads as all of them, and every token sees the whole text. Its static cache is right.
     """
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-             "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3, "pad_token_id": 0,
-             "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 64}  # fmt: skip
+    torch, transformers = (
+        pytest.importorskip("torch"),
+        pytest.importorskip("transformers"),
+    )
+    sizes = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "initializer_range": 0.3,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "max_position_embeddings": 64,
+    }
     fields = {**sizes, **_NARROW[name]}
     transformers.set_seed(0)
-    theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**fields)).eval()
+    theirs = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**fields)
+    ).eval()
     theirs.save_pretrained(tmp_path)
     theirs.config._experts_implementation = "eager"  # the others know no float64
     theirs.double()
     prompts = [[7], [40, 41, 5], [17, 3, 90, 4, 6, 8]]
     texts = _texts(
-        Sampler(*load_on_mesh(tmp_path, hf_config(tmp_path), {})), prompts, max_new_tokens=5, sampling=GREEDY
+        Sampler(*load_on_mesh(tmp_path, hf_config(tmp_path), {})),
+        prompts,
+        max_new_tokens=5,
+        sampling=GREEDY,
     )
     for prompt, text in zip(prompts, texts, strict=True):
         tokens = [*prompt, *(token for token, _ in text)]
         with torch.no_grad():
-            whole = torch.log_softmax(theirs(torch.tensor([tokens]), use_cache=False).logits[0, :-1], -1)
+            whole = torch.log_softmax(
+                theirs(torch.tensor([tokens]), use_cache=False).logits[0, :-1], -1
+            )
         found = whole[len(prompt) - 1 :]
         assert found.argmax(-1).tolist() == tokens[len(prompt) :]
-        np.testing.assert_allclose([p for _, p in text], found.max(-1).values, atol=1e-5)
+        np.testing.assert_allclose(
+            [p for _, p in text], found.max(-1).values, atol=1e-5
+        )
 
 
 @pytest.mark.fast
-def test_greedy_tokens_are_the_argmax_of_the_whole_sequence_and_end_at_a_stop_token(run, sampler):
+def test_greedy_tokens_are_the_argmax_of_the_whole_sequence_and_end_at_a_stop_token(
+    run, sampler
+):
     texts = _texts(sampler, PROMPTS, max_new_tokens=6, sampling=GREEDY)
     decoder, params = make_setup().decoder, jax.device_get(run.state.params)
-    wholes = [[*prompt, *(token for token, _ in text)] for prompt, text in zip(PROMPTS, texts, strict=True)]
+    wholes = [
+        [*prompt, *(token for token, _ in text)]
+        for prompt, text in zip(PROMPTS, texts, strict=True)
+    ]
     lengths = np.array([len(whole) for whole in wholes])
     rows = np.array([[*whole, *[0] * (max(lengths) - len(whole))] for whole in wholes])
     places = np.arange(max(lengths))[None]
 
     @jax.jit
     def of_every_next(params):
-        x = decoder.hidden(params, rows, (places < lengths[:, None]).astype(np.int32), np.tile(places, (len(rows), 1)))
+        x = decoder.hidden(
+            params,
+            rows,
+            (places < lengths[:, None]).astype(np.int32),
+            np.tile(places, (len(rows), 1)),
+        )
         return jax.nn.log_softmax(decoder.logits(params, x))
 
     # A token does not see those after it: what is said of the whole text is what is said of each of its beginnings.
-    for prompt, text, log_probabilities in zip(PROMPTS, texts, np.asarray(of_every_next(params)), strict=True):
+    for prompt, text, log_probabilities in zip(
+        PROMPTS, texts, np.asarray(of_every_next(params)), strict=True
+    ):
         assert len(text) == 6
-        for (token, log_probability), of_next in zip(text, log_probabilities[len(prompt) - 1 :], strict=False):
+        for (token, log_probability), of_next in zip(
+            text, log_probabilities[len(prompt) - 1 :], strict=False
+        ):
             assert token == int(np.argmax(of_next))
             assert log_probability == pytest.approx(float(of_next[token]), abs=1e-4)
 
     stop = texts[0][2][0]
-    stopped = _texts(sampler, PROMPTS, max_new_tokens=6, sampling=GREEDY, stop_token_ids=[stop])
+    stopped = _texts(
+        sampler, PROMPTS, max_new_tokens=6, sampling=GREEDY, stop_token_ids=[stop]
+    )
     for whole, cut in zip(texts, stopped, strict=True):
         tokens = [token for token, _ in whole]
         expected = tokens[: tokens.index(stop) + 1] if stop in tokens else tokens
         assert [token for token, _ in cut] == expected
     before = jax.sharding.get_abstract_mesh()
     next(sampler.stream(PROMPTS, max_new_tokens=5, sampling=GREEDY))
-    assert jax.sharding.get_abstract_mesh() == before, "whoever takes no more tokens is left with no mesh"
+    assert jax.sharding.get_abstract_mesh() == before, (
+        "whoever takes no more tokens is left with no mesh"
+    )
 
 
-def test_a_draw_depends_on_its_own_prompt_and_number_only_whatever_the_mesh_and_the_room(run, sampler, monkeypatch):
+def test_a_draw_depends_on_its_own_prompt_and_number_only_whatever_the_mesh_and_the_room(
+    run, sampler, monkeypatch
+):
     """However many tokens are asked for, the first one does not wait for room for all of them."""
     how = {"max_new_tokens": 70, "sampling": Sampling(1.0), "seed": 3}
     together = _texts(sampler, PROMPTS, **how)
@@ -152,14 +236,18 @@ def test_a_draw_depends_on_its_own_prompt_and_number_only_whatever_the_mesh_and_
     monkeypatch.setattr(split, "_grow", grown_to)
     monkeypatch.setattr(split, "_extend", extended)
     grown = _texts(split, PROMPTS, **how)
-    assert all(cache.key.is_deleted() for cache in caches), "a token changes it in place"
+    assert all(cache.key.is_deleted() for cache in caches), (
+        "a token changes it in place"
+    )
     shard = {cache.key.sharding.shard_shape(cache.key.shape)[1] for cache in caches}
     assert shard == {2}, "sequences are split over fsdp from the start"
     assert rooms == [128]  # from 64 positions, for a prompt of 5 tokens
     alone = _texts(sampler, PROMPTS[:1], **how)
     for one, other in [*zip(together, grown, strict=True), (together[0], alone[0])]:
         assert [token for token, _ in one] == [token for token, _ in other]
-        np.testing.assert_allclose([x for _, x in one], [x for _, x in other], atol=1e-5)
+        np.testing.assert_allclose(
+            [x for _, x in one], [x for _, x in other], atol=1e-5
+        )
     next(split.stream(PROMPTS, **how | {"max_new_tokens": 2**31 - 1}))
 
 
@@ -172,11 +260,22 @@ def test_a_mesh_that_a_model_cannot_lie_on_is_named_by_each_of_its_keys():
     assert fsdp.endswith("Nearest that works: 2.")
 
 
-PLAIN = DecoderShape(vocab_size=32, emb_dim=16, num_query_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=24, num_layers=4)
+PLAIN = DecoderShape(
+    vocab_size=32,
+    emb_dim=16,
+    num_query_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    mlp_dim=24,
+    num_layers=4,
+)
 
 
 def test_parameters_that_have_their_dtypes_already_are_not_copied():
-    decoder, wide = (Decoder(dataclasses.replace(PLAIN, dtype=dtype)) for dtype in (jnp.bfloat16, jnp.float32))
+    decoder, wide = (
+        Decoder(dataclasses.replace(PLAIN, dtype=dtype))
+        for dtype in (jnp.bfloat16, jnp.float32)
+    )
     params = jax.jit(wide.init)(jax.random.key(0))
     assert cast_once(wide, params) is params
     cast = cast_once(decoder, params)

@@ -29,7 +29,14 @@ RECORD = HERE / "record.json"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 # What a clock says, and what follows from the rest.
 CLOCKS = ("seconds", "per_second", "tflops", "mfu", "overlap")
-DERIVED = {"step", "tokens_seen", "epoch", "examples", "per_device_batch_size", "gradient_accumulation_steps"}
+DERIVED = {
+    "step",
+    "tokens_seen",
+    "epoch",
+    "examples",
+    "per_device_batch_size",
+    "gradient_accumulation_steps",
+}
 
 SAME, WITHIN, DIFFERENT = "same bits", "within tolerance", "DIFFERENT"
 
@@ -47,16 +54,27 @@ def measure(run: GoldenRun, directory: Path) -> dict[str, Any]:
         shutil.copytree(HERE / "old_runs" / run.begins_as, directory / "run")
     for leg in run.legs:
         file = run.file.replace("RUN_DIR", str(directory / "run"))
-        config = load_config(file, [*leg, f"base_output_directory={directory}", "run_name=run"])
+        config = load_config(
+            file, [*leg, f"base_output_directory={directory}", "run_name=run"]
+        )
         result = (train_rl if isinstance(config, RLRunConfig) else train)(config)
     found: dict[str, Any] = {}
     for line in (result.run_directory / "metrics.jsonl").read_text().splitlines():
         for key, value in json.loads(line).items():
-            if value is not None and key not in DERIVED and not any(word in key for word in CLOCKS):
+            if (
+                value is not None
+                and key not in DERIVED
+                and not any(word in key for word in CLOCKS)
+            ):
                 found.setdefault(key, []).append(value)
-    leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(result.state.model_params))
+    leaves = jax.tree_util.tree_leaves_with_path(
+        jax.device_get(result.state.model_params)
+    )
     name = lambda path: jax.tree_util.keystr(path, simple=True, separator=".")  # noqa: E731
-    return {**found, "parameters": {name(path): _summary(leaf) for path, leaf in leaves}}
+    return {
+        **found,
+        "parameters": {name(path): _summary(leaf) for path, leaf in leaves},
+    }
 
 
 def _summary(leaf: Any) -> list[Any]:
@@ -67,7 +85,9 @@ def _summary(leaf: Any) -> list[Any]:
     return [norm, hashlib.sha256(np.ascontiguousarray(leaf).tobytes()).hexdigest()[:16]]
 
 
-def compare(found: Mapping[str, Any], recorded: Mapping[str, Any], tolerance: float) -> tuple[str, str]:
+def compare(
+    found: Mapping[str, Any], recorded: Mapping[str, Any], tolerance: float
+) -> tuple[str, str]:
     """SAME, WITHIN or DIFFERENT, and the largest of the differences; what the record does not have is not compared."""
     if all(found.get(key) == value for key, value in recorded.items()):
         return SAME, ""
@@ -77,7 +97,9 @@ def compare(found: Mapping[str, Any], recorded: Mapping[str, Any], tolerance: fl
         if len(here) != len(wanted):
             return DIFFERENT, f"{key}: {len(wanted)} values became {len(here)}"
         # Losses and rates; norms and the like, which AdamW moves further.
-        allowed = tolerance if "loss" in key or key == "learning_rate" else 10 * tolerance
+        allowed = (
+            tolerance if "loss" in key or key == "learning_rate" else 10 * tolerance
+        )
         for number, (a, b) in enumerate(zip(here, wanted, strict=True), start=1):
             excess = _excess(a, b, allowed)
             if excess > worst:
@@ -87,7 +109,10 @@ def compare(found: Mapping[str, Any], recorded: Mapping[str, Any], tolerance: fl
 
 def _numbers(run: Mapping[str, Any]) -> dict[str, list[Any]]:
     """A run's values by key, with the norms of its parameters in place of their checksums."""
-    norms = {f"norm of {name}": [norm] for name, (norm, _) in run.get("parameters", {}).items()}
+    norms = {
+        f"norm of {name}": [norm]
+        for name, (norm, _) in run.get("parameters", {}).items()
+    }
     return {key: value for key, value in run.items() if key != "parameters"} | norms
 
 
@@ -105,8 +130,17 @@ def this_machine() -> dict[str, str]:
     """What the bits of a run depend on besides the code."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else [platform.processor()]
-    cpu = sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))})
-    name = next((line.partition(":")[2].strip() for line in cpu if line.startswith("model name")), platform.machine())
+    cpu = sorted(
+        {line for line in lines if line.startswith(("model name", "flags", "Features"))}
+    )
+    name = next(
+        (
+            line.partition(":")[2].strip()
+            for line in cpu
+            if line.startswith("model name")
+        ),
+        platform.machine(),
+    )
     flags = hashlib.sha256("\n".join(cpu).encode()).hexdigest()[:8]
     versions = {package: importlib.metadata.version(package) for package in PACKAGES}
     return {"cpu": f"{name} ({flags})", **versions}
@@ -122,9 +156,18 @@ def measure_all(runs: Iterable[GoldenRun]) -> dict[str, Any]:
         started = []
         for devices, of_process in names.items():
             out = Path(directory) / f"{devices}.json"
-            words = [sys.executable, "-m", "tests.golden.record", "measure", str(out), *of_process]
+            words = [
+                sys.executable,
+                "-m",
+                "tests.golden.record",
+                "measure",
+                str(out),
+                *of_process,
+            ]
             environment = os.environ | {"SIMULATED_DEVICES": str(devices)}
-            started.append((out, subprocess.Popen(words, env=environment, cwd=HERE.parents[1])))
+            started.append(
+                (out, subprocess.Popen(words, env=environment, cwd=HERE.parents[1]))
+            )
         codes = [process.wait() for _, process in started]
         if any(codes):
             raise SystemExit("error: a run failed; the lines above say why.")
@@ -139,7 +182,10 @@ def _measure_here(out: Path, names: Sequence[str]) -> None:
     for name in names:
         printed = io.StringIO()
         try:
-            with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stdout(printed):
+            with (
+                tempfile.TemporaryDirectory() as directory,
+                contextlib.redirect_stdout(printed),
+            ):
                 found[name] = measure(RUNS[name], Path(directory))
         except BaseException:
             print(printed.getvalue(), file=sys.stderr)
@@ -158,26 +204,43 @@ def write_record(record: Mapping[str, Any]) -> None:
     """Writes it with a line for each key of a run and each leaf of its parameters, so that a diff can be read."""
     lines = ["{", f'"machine": {json.dumps(record["machine"])},', '"runs": {']
     for name, run in sorted(record["runs"].items()):
-        values = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in run.items() if key != "parameters"]
-        leaves = [f"    {json.dumps(key)}: {json.dumps(value)}" for key, value in run["parameters"].items()]
+        values = [
+            f"  {json.dumps(key)}: {json.dumps(value)}"
+            for key, value in run.items()
+            if key != "parameters"
+        ]
+        leaves = [
+            f"    {json.dumps(key)}: {json.dumps(value)}"
+            for key, value in run["parameters"].items()
+        ]
         values.append('  "parameters": {\n' + ",\n".join(leaves) + "\n  }")
         lines.append(f"{json.dumps(name)}: {{\n" + ",\n".join(values) + "\n},")
     lines[-1] = lines[-1].removesuffix(",")
     RECORD.write_text("\n".join([*lines, "}", "}", ""]), encoding="utf-8")
 
 
-def check(found: Mapping[str, Any], record: Mapping[str, Any], *, tolerant: bool) -> bool:
+def check(
+    found: Mapping[str, Any], record: Mapping[str, Any], *, tolerant: bool
+) -> bool:
     """Prints how each run compares with the record; whether all agree as they should on this machine."""
     here, there = this_machine(), record["machine"]
-    differing = [f"{key} is {here[key]}, there {there.get(key)}" for key in here if here[key] != there.get(key)]
+    differing = [
+        f"{key} is {here[key]}, there {there.get(key)}"
+        for key in here
+        if here[key] != there.get(key)
+    ]
     if differing:
-        print(f"The record was made elsewhere, so that bits may differ: {'; '.join(differing)}.")
+        print(
+            f"The record was made elsewhere, so that bits may differ: {'; '.join(differing)}."
+        )
     counts = dict.fromkeys((SAME, WITHIN, DIFFERENT), 0)
     agree = True
     for name in sorted(found):
         verdict, what = DIFFERENT, "the record has no such run"
         if name in record["runs"]:
-            verdict, what = compare(found[name], record["runs"][name], RUNS[name].tolerance)
+            verdict, what = compare(
+                found[name], record["runs"][name], RUNS[name].tolerance
+            )
         counts[verdict] += 1
         # The steps after an old run's were made by the code that left it, and another program may round otherwise.
         rounds = tolerant or bool(differing) or bool(RUNS[name].begins_as)
@@ -192,21 +255,39 @@ def main(argv: Sequence[str]) -> int:
     if argv[:1] == ["measure"]:  # this script, started by itself
         _measure_here(Path(argv[1]), argv[2:])
         return 0
-    parser = argparse.ArgumentParser(prog="python -m tests.golden.record", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.golden.record", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("what", choices=["record", "check"])
-    parser.add_argument("words", nargs="*", help="only runs whose name holds one of these")
-    parser.add_argument("--tolerant", action="store_true", help="bits may differ here too, within the tolerances")
+    parser.add_argument(
+        "words", nargs="*", help="only runs whose name holds one of these"
+    )
+    parser.add_argument(
+        "--tolerant",
+        action="store_true",
+        help="bits may differ here too, within the tolerances",
+    )
     arguments = parser.parse_args(argv)
-    runs = [run for run in RUNS.values() if not arguments.words or any(word in run.name for word in arguments.words)]
+    runs = [
+        run
+        for run in RUNS.values()
+        if not arguments.words or any(word in run.name for word in arguments.words)
+    ]
     if not runs:
-        parser.error(f"no run is named like {' or '.join(arguments.words)}; they are: {', '.join(RUNS)}")
+        parser.error(
+            f"no run is named like {' or '.join(arguments.words)}; they are: {', '.join(RUNS)}"
+        )
     found = measure_all(runs)
     if arguments.what == "check":
         return 0 if check(found, read_record(), tolerant=arguments.tolerant) else 1
     # What earlier versions wrote and went on to is not for this one to record again.
     old = read_record()["runs"] if RECORD.exists() else {}
-    others = {name: run for name, run in old.items() if name in RUNS and name not in found}
-    kept = {name: run for name, run in old.items() if name in found and RUNS[name].begins_as}
+    others = {
+        name: run for name, run in old.items() if name in RUNS and name not in found
+    }
+    kept = {
+        name: run for name, run in old.items() if name in found and RUNS[name].begins_as
+    }
     write_record({"machine": this_machine(), "runs": others | found | kept})
     print(f"wrote {len(found) - len(kept)} runs to {os.path.relpath(RECORD)}")
     return 0

@@ -5,7 +5,15 @@ import os
 
 import pytest
 
-from tests.golden.record import DIFFERENT, RECORD, SAME, WITHIN, compare, main, read_record
+from tests.golden.record import (
+    DIFFERENT,
+    RECORD,
+    SAME,
+    WITHIN,
+    compare,
+    main,
+    read_record,
+)
 from tests.golden.runs import HERE, RUNS
 
 # Run directories that an earlier version left.
@@ -21,11 +29,16 @@ def record():
 def test_a_run_is_as_recorded(name, record, tmp_path):
     from tests.golden.record import measure
 
-    verdict, what = compare(measure(RUNS[name], tmp_path), record[name], RUNS[name].tolerance)
+    verdict, what = compare(
+        measure(RUNS[name], tmp_path), record[name], RUNS[name].tolerance
+    )
     assert verdict in (SAME, WITHIN), what
 
 
-@pytest.mark.skipif(not os.environ.get("EVERY_GOLDEN_RUN"), reason="takes minutes; EVERY_GOLDEN_RUN is not set")
+@pytest.mark.skipif(
+    not os.environ.get("EVERY_GOLDEN_RUN"),
+    reason="takes minutes; EVERY_GOLDEN_RUN is not set",
+)
 def test_every_run_is_as_recorded(capfd):
     assert main(["check", "--tolerant"]) == 0, capfd.readouterr().out
 
@@ -34,27 +47,46 @@ def test_every_run_is_as_recorded(capfd):
 def test_the_record_has_every_run_and_stays_small(record):
     assert sorted(record) == sorted(RUNS)
     assert RECORD.stat().st_size < 150_000
-    assert sum(path.stat().st_size for path in (HERE / "old_runs").rglob("*") if path.is_file()) < 200_000
+    assert (
+        sum(
+            path.stat().st_size
+            for path in (HERE / "old_runs").rglob("*")
+            if path.is_file()
+        )
+        < 200_000
+    )
     for name, run in record.items():
         assert len(run["loss"]) >= 3, name
-        assert {"grad_norm", "learning_rate", "target_tokens", "examples_hash", "parameters"} <= set(run), name
+        assert {
+            "grad_norm",
+            "learning_rate",
+            "target_tokens",
+            "examples_hash",
+            "parameters",
+        } <= set(run), name
 
 
-@pytest.mark.parametrize(("change", "verdict"), [
-    (lambda run: None, SAME),
-    (lambda run: run["parameters"].update(w=[2.0, "another"]), WITHIN),
-    (lambda run: run.update(loss=[5.0, 4.0 * (1 + 9e-6)]), WITHIN),
-    (lambda run: run.update(loss=[5.0, 4.0 * (1 + 2e-5)]), DIFFERENT),
-    (lambda run: run.update(grad_norm=[1.0, 1.0 + 9e-5]), WITHIN),
-    (lambda run: run.update(examples_hash=["0a", "0c"]), DIFFERENT),
-    (lambda run: run.update(loss=[5.0]), DIFFERENT),
-    (lambda run: run["parameters"].pop("w"), DIFFERENT),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "verdict"),
+    [
+        (lambda run: None, SAME),
+        (lambda run: run["parameters"].update(w=[2.0, "another"]), WITHIN),
+        (lambda run: run.update(loss=[5.0, 4.0 * (1 + 9e-6)]), WITHIN),
+        (lambda run: run.update(loss=[5.0, 4.0 * (1 + 2e-5)]), DIFFERENT),
+        (lambda run: run.update(grad_norm=[1.0, 1.0 + 9e-5]), WITHIN),
+        (lambda run: run.update(examples_hash=["0a", "0c"]), DIFFERENT),
+        (lambda run: run.update(loss=[5.0]), DIFFERENT),
+        (lambda run: run["parameters"].pop("w"), DIFFERENT),
+    ],
+)
 def test_what_differs_is_told_from_what_is_rounded(change, verdict):
     recorded = {
-        "loss": [5.0, 4.0], "grad_norm": [1.0, 1.0], "examples_hash": ["0a", "0b"], "target_tokens": [100, 100],
+        "loss": [5.0, 4.0],
+        "grad_norm": [1.0, 1.0],
+        "examples_hash": ["0a", "0b"],
+        "target_tokens": [100, 100],
         "parameters": {"w": [2.0, "a checksum"]},
-    }  # fmt: skip
+    }
     found = copy.deepcopy(recorded)
     change(found)
     assert compare(found, recorded, 1e-5)[0] == verdict

@@ -8,23 +8,41 @@ import tokenizers
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data import load_tokenizer
 from maxtext_lite.data.chat import ChatTemplate
-from maxtext_lite.hf.carried import carry_tokens, stop_ids_of, stop_ids_with, store_files
+from maxtext_lite.hf.carried import (
+    carry_tokens,
+    stop_ids_of,
+    stop_ids_with,
+    store_files,
+)
 
 LLAMA = {
-    "model_type": "llama", "vocab_size": 264, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": [3, 2],
-}  # fmt: skip
+    "model_type": "llama",
+    "vocab_size": 264,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "bos_token_id": 1,
+    "eos_token_id": [3, 2],
+}
 USER = [{"role": "user", "content": "hi"}]
 
 
 def save_words(directory, words, special):
     """A tokenizer.json of whole words, of which `special` are special tokens and the first of those end-of-text."""
     directory.mkdir(parents=True, exist_ok=True)
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="a"))
+    made = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel(
+            {word: i for i, word in enumerate(words)}, unk_token="a"
+        )
+    )
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     made.add_special_tokens(special)
     made.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": special[0], "chat_template": "theirs"}))
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": special[0], "chat_template": "theirs"})
+    )
     return directory / "tokenizer.json"
 
 
@@ -34,20 +52,41 @@ def model(tmp_path):
     directory = tmp_path / "model"
     save_words(directory, ["a", "<s>", "</s>", "<end>"], ["</s>", "<s>", "<end>"])
     (directory / "config.json").write_text(json.dumps(LLAMA))
-    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "temperature": 0.6}))
+    (directory / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": 2, "temperature": 0.6})
+    )
     (directory / "model.safetensors").write_bytes(b"")
     return directory
 
 
 def stored(tmp_path, *words):
     """What a run with these keys stores, as text by name."""
-    out, where = tmp_path / "run" / "hf", [f"base_output_directory={tmp_path}", "run_name=run"]
-    store_files(load_config(None, ["dataset_type=sft", "dataset_path=x.jsonl", "vocab_size=264", *where, *words]), out)
-    return {file.name: file.read_text() for file in out.iterdir()} if out.exists() else {}
+    out, where = (
+        tmp_path / "run" / "hf",
+        [f"base_output_directory={tmp_path}", "run_name=run"],
+    )
+    store_files(
+        load_config(
+            None,
+            [
+                "dataset_type=sft",
+                "dataset_path=x.jsonl",
+                "vocab_size=264",
+                *where,
+                *words,
+            ],
+        ),
+        out,
+    )
+    return (
+        {file.name: file.read_text() for file in out.iterdir()} if out.exists() else {}
+    )
 
 
 @pytest.mark.fast
-def test_stop_tokens_are_those_of_both_files_and_what_is_none_is_named_with_its_file(tmp_path):
+def test_stop_tokens_are_those_of_both_files_and_what_is_none_is_named_with_its_file(
+    tmp_path,
+):
     generation = tmp_path / "generation_config.json"
     (tmp_path / "config.json").write_text('{"eos_token_id": 5}')
     assert stop_ids_of(tmp_path) == [5]
@@ -65,23 +104,47 @@ def test_a_run_stores_its_model_and_tokenizer_as_they_are(model, tmp_path):
     (tmp_path / "run" / "hf").mkdir(parents=True)
     (tmp_path / "run" / "hf" / "merges.txt").write_text("of an earlier start")
     files = stored(tmp_path, f"load_parameters_path={model}")
-    assert files == {file.name: file.read_text() for file in model.iterdir() if file.suffix == ".json"}
-    again = ["tokenizer_type=huggingface", f"tokenizer_path={tmp_path / 'run/hf/tokenizer.json'}"]
+    assert files == {
+        file.name: file.read_text()
+        for file in model.iterdir()
+        if file.suffix == ".json"
+    }
+    again = [
+        "tokenizer_type=huggingface",
+        f"tokenizer_path={tmp_path / 'run/hf/tokenizer.json'}",
+    ]
     (tmp_path / "run/checkpoints/3").mkdir(parents=True)
-    assert stored(tmp_path, *again) == files, "its own files, and a resumed run need not name its model"
+    assert stored(tmp_path, *again) == files, (
+        "its own files, and a resumed run need not name its model"
+    )
     (tmp_path / "run/checkpoints/3").rename(tmp_path / "run/checkpoints/unfinished-3")
     files = stored(tmp_path, *again)
     assert "tokenizer.json" in files
-    assert not files.keys() & {"config.json", "generation_config.json"}, "it starts over, from scratch"
+    assert not files.keys() & {"config.json", "generation_config.json"}, (
+        "it starts over, from scratch"
+    )
     (model / "merges.txt").symlink_to(tmp_path / "gone")
     with pytest.raises(UserError, match=r"merges\.txt"):
         stored(tmp_path, f"load_parameters_path={model}")
 
 
-@pytest.mark.parametrize(("words", "special", "first", "ends"), [
-    (["</s>", "a", "G", "<end>"], ["</s>"], None, 0),  # another vocabulary, in which 2 and 3 are words
-    (["a", "<s>", "</s>", "<end>", "<new>"], ["<new>", "<s>", "</s>", "<end>"], 1, [2, 3, 4]),  # an extended one
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "special", "first", "ends"),
+    [
+        (
+            ["</s>", "a", "G", "<end>"],
+            ["</s>"],
+            None,
+            0,
+        ),  # another vocabulary, in which 2 and 3 are words
+        (
+            ["a", "<s>", "</s>", "<end>", "<new>"],
+            ["<new>", "<s>", "</s>", "<end>"],
+            1,
+            [2, 3, 4],
+        ),  # an extended one
+    ],
+)
 def test_texts_end_at_the_special_tokens_of_the_tokenizer_that_the_run_used(
     words, special, first, ends, model, tmp_path
 ):
@@ -90,11 +153,20 @@ def test_texts_end_at_the_special_tokens_of_the_tokenizer_that_the_run_used(
     files = stored(tmp_path, f"load_parameters_path={model}", *keys)
     assert files["tokenizer.json"] == own.read_text()
     fields = json.loads(files["config.json"])
-    assert fields == {**LLAMA, "bos_token_id": first, "eos_token_id": ends, "pad_token_id": None}
+    assert fields == {
+        **LLAMA,
+        "bos_token_id": first,
+        "eos_token_id": ends,
+        "pad_token_id": None,
+    }
     assert json.loads(files["generation_config.json"])["eos_token_id"] == ends
     tokenizer = load_tokenizer(load_config(None, [*keys, "vocab_size=264"]))
-    at = list(dict.fromkeys([*stop_ids_with(model, tokenizer), tokenizer.end_of_text_id]))
-    assert at == (ends if isinstance(ends, list) else [ends]), "while it samples at its first start"
+    at = list(
+        dict.fromkeys([*stop_ids_with(model, tokenizer), tokenizer.end_of_text_id])
+    )
+    assert at == (ends if isinstance(ends, list) else [ends]), (
+        "while it samples at its first start"
+    )
 
 
 def test_the_template_of_a_run_is_stored_in_place_of_its_tokenizers(tmp_path):
@@ -104,7 +176,11 @@ def test_the_template_of_a_run_is_stored_in_place_of_its_tokenizers(tmp_path):
     keys = ["tokenizer_type=huggingface", f"tokenizer_path={own}"]
     stored(tmp_path, *keys, f"chat_template={tmp_path / 'new.jinja'}")
     config = load_config(None, [*keys, "vocab_size=264"])
-    carry_tokens(config.model_copy(update={"tokenizer_path": str(tmp_path / "run/hf")}), None, tmp_path / "out")
+    carry_tokens(
+        config.model_copy(update={"tokenizer_path": str(tmp_path / "run/hf")}),
+        None,
+        tmp_path / "out",
+    )
     for out in (tmp_path / "run" / "hf", tmp_path / "out"):
         assert ChatTemplate(out).render(USER) == "new hi"
         assert "theirs" not in (out / "tokenizer_config.json").read_text()
@@ -114,11 +190,15 @@ def test_the_template_of_a_run_is_stored_in_place_of_its_tokenizers(tmp_path):
         stored(tmp_path, f"chat_template={tmp_path / 'gone.jinja'}")
 
 
-def test_a_byte_tokenizer_has_no_file_and_a_template_of_its_own_is_stored(model, tmp_path):
+def test_a_byte_tokenizer_has_no_file_and_a_template_of_its_own_is_stored(
+    model, tmp_path
+):
     assert stored(tmp_path) == {}
     (tmp_path / "t.jinja").write_text("{{ messages[0].content }}")
     template = f"chat_template={tmp_path / 't.jinja'}"
-    assert stored(tmp_path, template) == {"chat_template.jinja": "{{ messages[0].content }}"}
+    assert stored(tmp_path, template) == {
+        "chat_template.jinja": "{{ messages[0].content }}"
+    }
     assert stored(tmp_path) == {}, "which is no longer in use"
     files = stored(tmp_path, f"load_parameters_path={model}", "tokenizer_type=byte")
     assert set(files) == {"config.json", "generation_config.json"}

@@ -23,7 +23,9 @@ RNG = np.random.default_rng(0)
 E4M3, BF16 = jnp.float8_e4m3fn, jnp.bfloat16
 OUT, IN = 48, 80
 QUANT_STATE = "weight.quant_state.bitsandbytes__nf4"
-NF4 = np.concatenate([-(np.linspace(1, 0.1, 7) ** 1.3), [0.0], np.linspace(0.08, 1, 8) ** 1.3]).astype(np.float32)
+NF4 = np.concatenate(
+    [-(np.linspace(1, 0.1, 7) ** 1.3), [0.0], np.linspace(0.08, 1, 8) ** 1.3]
+).astype(np.float32)
 
 
 def directory(path, quantization, tensors, **fields):
@@ -42,7 +44,9 @@ def expected(exact, *rounded):
 
 
 def blocks(scales, height, width):
-    return np.repeat(np.repeat(scales.astype(np.float64), height, 0), width, 1)[:OUT, :IN]
+    return np.repeat(np.repeat(scales.astype(np.float64), height, 0), width, 1)[
+        :OUT, :IN
+    ]
 
 
 def float8(shape=(OUT, IN)):
@@ -53,20 +57,37 @@ def fp8(block, quantization=None):
     """Blocks of which the last ones of 48 x 80 may be cut off."""
     grid = (-(-OUT // block[0]), -(-IN // block[1]))
     weight, scales = float8(), RNG.uniform(1e-4, 1e-2, grid).astype(np.float32)
-    tensors = {"weight": weight, "weight_scale_inv": scales.reshape(() if grid == (1, 1) else grid)}
-    about = {"quant_method": "fp8", "weight_block_size": block if grid != (1, 1) else None}
+    tensors = {
+        "weight": weight,
+        "weight_scale_inv": scales.reshape(() if grid == (1, 1) else grid),
+    }
+    about = {
+        "quant_method": "fp8",
+        "weight_block_size": block if grid != (1, 1) else None,
+    }
     return about, tensors, expected(weight.astype(np.float64) * blocks(scales, *block))
 
 
 def float8_rows():
     weight, scales = float8(), RNG.uniform(1e-4, 1e-2, (OUT, 1)).astype(np.float32)
     tensors = {"weight": weight, "weight_scale": scales}
-    return {"quant_method": "fbgemm_fp8"}, tensors, expected(weight.astype(np.float64) * scales)
+    return (
+        {"quant_method": "fbgemm_fp8"},
+        tensors,
+        expected(weight.astype(np.float64) * scales),
+    )
 
 
 def groups(stored, **weights):
-    group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "int", "symmetric": True, **weights}}
-    return {"quant_method": "compressed-tensors", "format": stored, "config_groups": {"group_0": group}}
+    group = {
+        "targets": ["Linear"],
+        "weights": {"num_bits": 8, "type": "int", "symmetric": True, **weights},
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": stored,
+        "config_groups": {"group_0": group},
+    }
 
 
 def integers(*, group, symmetric, scale_dtype=BF16, order=None):
@@ -75,7 +96,9 @@ def integers(*, group, symmetric, scale_dtype=BF16, order=None):
     weight = RNG.integers(-128, 128, (OUT, IN)).astype(np.int8)
     scales = RNG.uniform(1e-3, 1e-2, (OUT, IN // width)).astype(scale_dtype)
     zeros = RNG.integers(-128, 128, scales.shape).astype(np.int8)
-    tensors = {"weight": weight, "weight_scale": scales} | ({} if symmetric else {"weight_zero_point": zeros})
+    tensors = {"weight": weight, "weight_scale": scales} | (
+        {} if symmetric else {"weight_zero_point": zeros}
+    )
     counted = weight.astype(np.float64) - (0 if symmetric else blocks(zeros, 1, width))
     return (
         groups("int-quantized", symmetric=symmetric),
@@ -86,11 +109,15 @@ def integers(*, group, symmetric, scale_dtype=BF16, order=None):
 
 def packed_bits(numbers, bits):
     """int32 words of each row, from the lowest bit on."""
-    flat = [sum(int(number) << (at * bits) for at, number in enumerate(row)) for row in numbers]
+    flat = [
+        sum(int(number) << (at * bits) for at, number in enumerate(row))
+        for row in numbers
+    ]
     words = -(-numbers.shape[1] * bits // 32)
-    return np.array([[(row >> (32 * word)) & 0xFFFFFFFF for word in range(words)] for row in flat], np.uint32).view(
-        np.int32
-    )
+    return np.array(
+        [[(row >> (32 * word)) & 0xFFFFFFFF for word in range(words)] for row in flat],
+        np.uint32,
+    ).view(np.int32)
 
 
 def packed(bits, group, *, symmetric=True, ordered=False):
@@ -98,17 +125,25 @@ def packed(bits, group, *, symmetric=True, ordered=False):
     scales = RNG.uniform(1e-3, 1e-1, (OUT, IN // group)).astype(BF16)
     zeros = RNG.integers(0, 2**bits, scales.shape)
     tensors = {
-        "weight_packed": packed_bits(numbers, bits), "weight_scale": scales, "weight_shape": np.array([OUT, IN])
-    }  # fmt: skip
+        "weight_packed": packed_bits(numbers, bits),
+        "weight_scale": scales,
+        "weight_shape": np.array([OUT, IN]),
+    }
     zero = np.full_like(zeros, 2 ** (bits - 1)) if symmetric else zeros
     if not symmetric:
-        tensors["weight_zero_point"] = np.ascontiguousarray(packed_bits(zeros.T, bits).T)
+        tensors["weight_zero_point"] = np.ascontiguousarray(
+            packed_bits(zeros.T, bits).T
+        )
     of_group = np.arange(IN) // group
     if ordered:
         of_group = RNG.permutation(of_group)
         tensors["weight_g_idx"] = of_group.astype(np.int32)
     exact = (numbers - zero[:, of_group]) * scales.astype(np.float64)[:, of_group]
-    return groups("pack-quantized", num_bits=bits, symmetric=symmetric), tensors, expected(exact, BF16)
+    return (
+        groups("pack-quantized", num_bits=bits, symmetric=symmetric),
+        tensors,
+        expected(exact, BF16),
+    )
 
 
 def four_bits(*, nested, storage=np.uint8):
@@ -120,14 +155,31 @@ def four_bits(*, nested, storage=np.uint8):
     count = -(-len(numbers) // 64)
     state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": shape}
     scales = RNG.uniform(0.5, 2, count).astype(np.float32)
-    tensors = {"weight": data.view(storage)[:, None], "weight.quant_map": NF4, "weight.absmax": scales}
+    tensors = {
+        "weight": data.view(storage)[:, None],
+        "weight.quant_map": NF4,
+        "weight.absmax": scales,
+    }
     exact = scales.astype(np.float64)
     if nested:
-        codes, levels = RNG.integers(0, 256, count).astype(np.uint8), np.linspace(-1, 1, 256).astype(np.float32)
+        codes, levels = (
+            RNG.integers(0, 256, count).astype(np.uint8),
+            np.linspace(-1, 1, 256).astype(np.float32),
+        )
         of_codes = RNG.uniform(0.5, 1, -(-count // 32)).astype(np.float32)
-        state |= {"nested_blocksize": 32, "nested_dtype": "float32", "nested_offset": 1.25}
-        tensors |= {"weight.absmax": codes, "weight.nested_absmax": of_codes, "weight.nested_quant_map": levels}
-        exact = ((levels[codes] * np.repeat(of_codes, 32)[:count]) + np.float32(1.25)).astype(np.float64)
+        state |= {
+            "nested_blocksize": 32,
+            "nested_dtype": "float32",
+            "nested_offset": 1.25,
+        }
+        tensors |= {
+            "weight.absmax": codes,
+            "weight.nested_absmax": of_codes,
+            "weight.nested_quant_map": levels,
+        }
+        exact = (
+            (levels[codes] * np.repeat(of_codes, 32)[:count]) + np.float32(1.25)
+        ).astype(np.float64)
     text = json.dumps(state).encode()
     tensors[QUANT_STATE] = np.frombuffer(text, np.uint8)
     values = NF4.astype(np.float64)[numbers] * np.repeat(exact, 64)[: len(numbers)]
@@ -136,7 +188,10 @@ def four_bits(*, nested, storage=np.uint8):
 
 
 def int8_rows():
-    weight, rows = RNG.integers(-127, 128, (OUT, IN)).astype(np.int8), RNG.uniform(1, 2, OUT).astype(np.float32)
+    weight, rows = (
+        RNG.integers(-127, 128, (OUT, IN)).astype(np.int8),
+        RNG.uniform(1, 2, OUT).astype(np.float32),
+    )
     scale = (rows * np.float32(7.874015718698502e-3)).astype(np.float64)
     about = {"quant_method": "bitsandbytes", "load_in_8bit": True}
     return about, {"weight": weight, "SCB": rows}, expected(weight * scale[:, None])
@@ -147,10 +202,14 @@ CASES = {
     "fp8-ragged": lambda: fp8([32, 32]),
     "fp8-tensor": lambda: fp8([OUT, IN]),
     "fbgemm_fp8": float8_rows,
-    "int8-float32-scales": lambda: integers(group=0, symmetric=True, scale_dtype=np.float32),
+    "int8-float32-scales": lambda: integers(
+        group=0, symmetric=True, scale_dtype=np.float32
+    ),
     "int8-group-asymmetric": lambda: integers(group=20, symmetric=False),
     "int4-group": lambda: packed(4, 16),
-    "int4-group-asymmetric-ordered": lambda: packed(4, 20, symmetric=False, ordered=True),
+    "int4-group-asymmetric-ordered": lambda: packed(
+        4, 20, symmetric=False, ordered=True
+    ),
     "int3-channel": lambda: packed(3, IN),
     "nf4": lambda: four_bits(nested=False),
     "nf4-nested": lambda: four_bits(nested=True),
@@ -164,8 +223,13 @@ def test_a_tensor_is_what_its_format_says(name, tmp_path, monkeypatch):
     monkeypatch.setattr(dequantized, "_AT_ONCE", 500)  # several pieces
     about, tensors, wanted = CASES[name]()
     if name == "fp8":  # are left out
-        tensors |= {"activation_scale": np.ones((), np.float32), "k_scale": np.ones((), np.float32)}
-    files = directory(tmp_path, about, {f"x.{key}": value for key, value in tensors.items()})
+        tensors |= {
+            "activation_scale": np.ones((), np.float32),
+            "k_scale": np.ones((), np.float32),
+        }
+    files = directory(
+        tmp_path, about, {f"x.{key}": value for key, value in tensors.items()}
+    )
     stored = files.tensors["x.weight"]
     assert (stored.dtype, stored.shape) == ("BF16", wanted.shape)
     assert list(files.tensors) == ["x.weight"]
@@ -177,7 +241,9 @@ def test_a_tensor_is_what_its_format_says(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["nf4-nested", "bnb-int8"])
-def test_matrices_of_gpt2_are_turned_for_bitsandbytes_and_turned_back(name, tmp_path, monkeypatch):
+def test_matrices_of_gpt2_are_turned_for_bitsandbytes_and_turned_back(
+    name, tmp_path, monkeypatch
+):
     """A square one would otherwise be read the wrong way round: no shape says so."""
     monkeypatch.setattr(dequantized, "_AT_ONCE", 500)  # several pieces
     about, tensors, wanted = CASES[name]()
@@ -194,11 +260,17 @@ def test_blocks_of_mxfp4_are_those_of_transformers(tmp_path):
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     codes = RNG.integers(0, 256, (3, 20, 2, 16)).astype(np.uint8)
     scales = RNG.integers(90, 140, (3, 20, 2)).astype(np.uint8)
-    theirs = mxfp4.convert_moe_packed_tensors(torch.from_numpy(codes), torch.from_numpy(scales))
+    theirs = mxfp4.convert_moe_packed_tensors(
+        torch.from_numpy(codes), torch.from_numpy(scales)
+    )
     tensors = {"experts.down_proj_blocks": codes, "experts.down_proj_scales": scales}
-    files = directory(tmp_path, {"quant_method": "mxfp4"}, tensors, model_type="gpt_oss")
+    files = directory(
+        tmp_path, {"quant_method": "mxfp4"}, tensors, model_type="gpt_oss"
+    )
     assert files.tensors["experts.down_proj"].shape == (3, 64, 20)
-    np.testing.assert_array_equal(files.view("experts.down_proj").astype(np.float32), theirs.float().numpy())
+    np.testing.assert_array_equal(
+        files.view("experts.down_proj").astype(np.float32), theirs.float().numpy()
+    )
     box = slice(1, 3), slice(40, 50), slice(3, 9)
     part = files.part("experts.down_proj", lambda: box)[box]
     np.testing.assert_array_equal(part.astype(np.float32), theirs.float().numpy()[box])
@@ -212,7 +284,9 @@ def quantized_llama(path):
         rounded[name] = tensors[name] = x.astype(BF16)
         if "_proj" in name:
             scales = (np.abs(x).max(1, keepdims=True) / 127).astype(BF16)
-            tensors[name] = np.round(x / scales.astype(np.float32)).clip(-128, 127).astype(np.int8)
+            tensors[name] = (
+                np.round(x / scales.astype(np.float32)).clip(-128, 127).astype(np.int8)
+            )
             tensors[f"{name}_scale"] = scales
             rounded[name] = tensors[name].astype(BF16) * scales
     safetensors.numpy.save_file(rounded, plain / "model.safetensors")
@@ -226,21 +300,31 @@ def test_a_quantized_directory_is_loaded_as_the_plain_one_of_its_numbers(tmp_pat
     config = hf_config(quantized)
     assert (config.dtype, config.weight_dtype) == ("bfloat16", "bfloat16")
     mesh = {"fsdp": 2, "tensor": 2, "data": 2}
-    for one, other in zip(*(jax.tree.leaves(load(path, **mesh)[1]) for path in (plain, quantized)), strict=True):
+    for one, other in zip(
+        *(jax.tree.leaves(load(path, **mesh)[1]) for path in (plain, quantized)),
+        strict=True,
+    ):
         assert one.dtype == jnp.bfloat16
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize(("name", "change"), [
-    ("int4-group", {"weight_scale": None}),
-    ("int4-group", {"weight_shape": np.array([OUT, IN + 8])}),
-    ("int4-group-asymmetric-ordered", {"weight_g_idx": np.full(IN, 9, np.int32)}),
-    ("fp8", {"weight_scale_inv": None}),
-    ("nf4", {"weight.absmax": np.ones(3, np.float32)}),
-    ("nf4", {QUANT_STATE: np.frombuffer(b'{"blocksize": 64}', np.uint8)}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("int4-group", {"weight_scale": None}),
+        ("int4-group", {"weight_shape": np.array([OUT, IN + 8])}),
+        ("int4-group-asymmetric-ordered", {"weight_g_idx": np.full(IN, 9, np.int32)}),
+        ("fp8", {"weight_scale_inv": None}),
+        ("nf4", {"weight.absmax": np.ones(3, np.float32)}),
+        ("nf4", {QUANT_STATE: np.frombuffer(b'{"blocksize": 64}', np.uint8)}),
+    ],
+)
 def test_tensors_that_do_not_fit_each_other_are_refused(name, change, tmp_path):
     about, tensors, _ = CASES[name]()
-    changed = {f"x.{key}": value for key, value in (tensors | change).items() if value is not None}
+    changed = {
+        f"x.{key}": value
+        for key, value in (tensors | change).items()
+        if value is not None
+    }
     with pytest.raises(UserError, match=r"config\.json: quantization_config"):
         directory(tmp_path, about, changed)

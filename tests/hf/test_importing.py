@@ -29,11 +29,19 @@ POSITIONS = np.array([range(16), [*range(9), *range(4), *range(3)]], np.int32)
 def load(directory, *, dtype="float32", **mesh_sizes):
     """The decoder of a directory and its parameters on a mesh."""
     config = hf_config(directory, [f"dtype={dtype}"])
-    decoder = make_decoder(config.model_copy(update={"attention": "dot_product"}), "cpu")
+    decoder = make_decoder(
+        config.model_copy(update={"attention": "dot_product"}), "cpu"
+    )
     sizes = dict.fromkeys(MESH_AXES, 1) | mesh_sizes
-    mesh = make_mesh(sizes, dict.fromkeys(MESH_AXES, 1), jax.devices()[: int(np.prod(list(sizes.values())))])
+    mesh = make_mesh(
+        sizes,
+        dict.fromkeys(MESH_AXES, 1),
+        jax.devices()[: int(np.prod(list(sizes.values())))],
+    )
     abstract = jax.tree.map(
-        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+        lambda leaf, where: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=where
+        ),
         decoder.abstract_params,
         tree_shardings(mesh, decoder.axes),
     )
@@ -50,25 +58,41 @@ def logits_of(decoder, params):
 
 def equal(one, other):
     assert jax.tree.structure(one) == jax.tree.structure(other)
-    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, np.asarray(y).reshape(x.shape)), one, other)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_array_equal(x, np.asarray(y).reshape(x.shape)),
+        one,
+        other,
+    )
 
 
 def tensors_of(directory):
     files = sorted(directory.glob("*.safetensors"))
-    return {tensor: x for file in files for tensor, x in safetensors.numpy.load_file(file).items()}
+    return {
+        tensor: x
+        for file in files
+        for tensor, x in safetensors.numpy.load_file(file).items()
+    }
 
 
 def rewrite(directory, change):
     """Changes the tensors of a directory."""
-    safetensors.numpy.save_file(change(tensors_of(directory)), directory / "model.safetensors")
+    safetensors.numpy.save_file(
+        change(tensors_of(directory)), directory / "model.safetensors"
+    )
 
 
-@pytest.mark.parametrize("name", [pytest.param("qwen3", marks=pytest.mark.fast), *sorted({*MODELS} - {"qwen3"})])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("qwen3", marks=pytest.mark.fast), *sorted({*MODELS} - {"qwen3"})],
+)
 def test_a_model_is_transformers_in_both_directions(name, tmp_path):
     """Imported onto a mesh with its logits, packed and padded; and exported from there, with its config.json or a new
     one, in several files. Both versions of transformers say the same of it."""
     source = save(name, tmp_path / "source", old=name in ("gemma3_text", "phi3"))
-    new, old = (read_object(save(name, tmp_path / str(old), old=old) / "config.json") for old in (False, True))
+    new, old = (
+        read_object(save(name, tmp_path / str(old), old=old) / "config.json")
+        for old in (False, True)
+    )
     assert "rope_parameters" in new or name == "gpt2"
     assert "rope_parameters" not in old
     assert same_architecture(model_keys(new, "new"), model_keys(old, "old")) == []
@@ -78,18 +102,39 @@ def test_a_model_is_transformers_in_both_directions(name, tmp_path):
     theirs = model(name)
     expected = logits(theirs, TOKENS)
     largest = np.abs(expected).max()
-    for got, document in ((ours[0], TOKENS), (ours[1, :9], TOKENS[:9]), (ours[1, 9:13], TOKENS[3:7])):
-        logits(theirs, TOKENS[:1])  # dynamic rotation forgets what it has seen when it sees a short text
+    for got, document in (
+        (ours[0], TOKENS),
+        (ours[1, :9], TOKENS[:9]),
+        (ours[1, 9:13], TOKENS[3:7]),
+    ):
+        logits(
+            theirs, TOKENS[:1]
+        )  # dynamic rotation forgets what it has seen when it sees a short text
         np.testing.assert_allclose(got, logits(theirs, document), atol=1e-5 * largest)
 
     original = read_object(source / "config.json")
     imported = tensors_of(source)
-    for out, carried in (("carried", original), ("fresh", {"model_type": original["model_type"]})):
+    for out, carried in (
+        ("carried", original),
+        ("fresh", {"model_type": original["model_type"]}),
+    ):
         directory = tmp_path / out
         directory.mkdir()
-        fields = config_json(hf_config(source), max_position_embeddings=64, dtype="float32", original=carried)
+        fields = config_json(
+            hf_config(source),
+            max_position_embeddings=64,
+            dtype="float32",
+            original=carried,
+        )
         kind = fields["model_type"]
-        export_parameters(directory, params, kind, model_keys(fields, ""), dtype="float32", file_bytes=30_000)
+        export_parameters(
+            directory,
+            params,
+            kind,
+            model_keys(fields, ""),
+            dtype="float32",
+            file_bytes=30_000,
+        )
         (directory / "config.json").write_text(json.dumps(fields))
         assert kind == original["model_type"]
         assert len(list(directory.glob("model-00001-of-*.safetensors"))) == 1
@@ -98,10 +143,18 @@ def test_a_model_is_transformers_in_both_directions(name, tmp_path):
         for tensor, x in imported.items():
             np.testing.assert_array_equal(exported[tensor], x, err_msg=tensor)
         read, report = transformers.AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+            directory,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            output_loading_info=True,
         )
-        assert not any(report[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-        np.testing.assert_allclose(logits(read.eval(), TOKENS), expected, atol=1e-6 * largest)
+        assert not any(
+            report[problem]
+            for problem in ("missing_keys", "unexpected_keys", "mismatched_keys")
+        )
+        np.testing.assert_allclose(
+            logits(read.eval(), TOKENS), expected, atol=1e-6 * largest
+        )
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3"])
@@ -114,36 +167,62 @@ def test_layers_split_over_pipeline_stages_are_the_same_layers(tmp_path):
     source = save("deepseek_v3", tmp_path / "source")
     decoder, plain = load(source)  # a dense layer, and two with experts
     mesh = make_mesh(
-        dict.fromkeys(MESH_AXES, 1) | {"stage": 2, "fsdp": 2}, dict.fromkeys(MESH_AXES, 1), jax.devices()[:4]
+        dict.fromkeys(MESH_AXES, 1) | {"stage": 2, "fsdp": 2},
+        dict.fromkeys(MESH_AXES, 1),
+        jax.devices()[:4],
     )
 
     def in_stages(leaf, axes):
         return jax.ShapeDtypeStruct(
-            (1, 2, *leaf.shape[1:]), leaf.dtype, sharding=sharding(mesh, ("repeats", "layers", *axes[1:]))
+            (1, 2, *leaf.shape[1:]),
+            leaf.dtype,
+            sharding=sharding(mesh, ("repeats", "layers", *axes[1:])),
         )
 
     whole = decoder.abstract_params
-    abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding(mesh)), whole)
-    abstract["layers"] = jax.tree.map(in_stages, whole["layers"], decoder.axes["layers"])
+    abstract = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=sharding(mesh)
+        ),
+        whole,
+    )
+    abstract["layers"] = jax.tree.map(
+        in_stages, whole["layers"], decoder.axes["layers"]
+    )
     loaded = load_hf_parameters(source, abstract, "HF_DIR")
     gate = loaded["layers"]["mlp"]["gate"]
-    assert {shard.data.shape for shard in gate.addressable_shards} == {(1, 1, 4, 16, 12)}
+    assert {shard.data.shape for shard in gate.addressable_shards} == {
+        (1, 1, 4, 16, 12)
+    }
     equal(plain, loaded)
     fields = read_object(source / "config.json")
-    export_parameters(tmp_path, loaded, "deepseek_v3", model_keys(fields, ""), dtype="float32")
+    export_parameters(
+        tmp_path, loaded, "deepseek_v3", model_keys(fields, ""), dtype="float32"
+    )
     equal(tensors_of(source), tensors_of(tmp_path))
 
 
-def test_a_model_in_bfloat16_is_read_bit_by_bit_and_written_but_for_experts_biases(tmp_path):
+def test_a_model_in_bfloat16_is_read_bit_by_bit_and_written_but_for_experts_biases(
+    tmp_path,
+):
     source = save("deepseek_v3", tmp_path / "source", dtype="bfloat16")
-    wide = {f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2)}
-    rewrite(source, lambda tensors: {n: x if n in wide else x.astype(jnp.bfloat16) for n, x in tensors.items()})
+    wide = {
+        f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2)
+    }
+    rewrite(
+        source,
+        lambda tensors: {
+            n: x if n in wide else x.astype(jnp.bfloat16) for n, x in tensors.items()
+        },
+    )
     config = hf_config(source)
     assert (config.dtype, config.weight_dtype) == ("bfloat16", "bfloat16")
     _, params = load(source, dtype="bfloat16")
     assert params["layers"]["mlp"]["up"].dtype == jnp.bfloat16
     fields = read_object(source / "config.json")
-    export_parameters(tmp_path, params, "deepseek_v3", model_keys(fields, ""), dtype="bfloat16")
+    export_parameters(
+        tmp_path, params, "deepseek_v3", model_keys(fields, ""), dtype="bfloat16"
+    )
     exported = tensors_of(tmp_path)
     assert {name for name, x in exported.items() if x.dtype == np.float32} == wide
     equal(tensors_of(source), exported)
@@ -157,16 +236,37 @@ def llama(tmp_path):
 NORM = "model.norm.weight"
 
 
-@pytest.mark.parametrize(("change", "named"), [
-    (lambda t: {n: x for n, x in t.items() if "0.mlp.up" not in n}, "lacks .*model.layers.0.mlp.up_proj.weight"),
-    (lambda t: {n: x for n, x in t.items() if n != "lm_head.weight"}, "lm_head.weight.*tie_word_embeddings=true"),
-    (lambda t: t | {"model.layers.3.input_layernorm.weight": np.zeros(32)}, "no place .*model.layers.3.input_lay"),
-    (lambda t: t | {NORM: np.zeros(31, np.float32)}, rf"{NORM} is \[31\], not \[32\]"),
-    (lambda t: t | {NORM: np.zeros(32, np.int8)}, f"{NORM} is I8"),
-    (lambda t: t | {NORM: np.full(32, 1e300)}, f"model.safetensors: {NORM} "),
-    (lambda t: t | {NORM: np.append(np.zeros(31), np.nan).astype(np.float32)}, f"model.safetensors: {NORM} "),
-    (lambda t: t | {NORM: np.append(np.zeros(31), -np.inf).astype(jnp.bfloat16)}, f"model.safetensors: {NORM} "),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (
+            lambda t: {n: x for n, x in t.items() if "0.mlp.up" not in n},
+            "lacks .*model.layers.0.mlp.up_proj.weight",
+        ),
+        (
+            lambda t: {n: x for n, x in t.items() if n != "lm_head.weight"},
+            "lm_head.weight.*tie_word_embeddings=true",
+        ),
+        (
+            lambda t: t | {"model.layers.3.input_layernorm.weight": np.zeros(32)},
+            "no place .*model.layers.3.input_lay",
+        ),
+        (
+            lambda t: t | {NORM: np.zeros(31, np.float32)},
+            rf"{NORM} is \[31\], not \[32\]",
+        ),
+        (lambda t: t | {NORM: np.zeros(32, np.int8)}, f"{NORM} is I8"),
+        (lambda t: t | {NORM: np.full(32, 1e300)}, f"model.safetensors: {NORM} "),
+        (
+            lambda t: t | {NORM: np.append(np.zeros(31), np.nan).astype(np.float32)},
+            f"model.safetensors: {NORM} ",
+        ),
+        (
+            lambda t: t | {NORM: np.append(np.zeros(31), -np.inf).astype(jnp.bfloat16)},
+            f"model.safetensors: {NORM} ",
+        ),
+    ],
+)
 def test_tensors_that_do_not_fit_are_named(change, named, llama):
     rewrite(llama, change)
     with pytest.raises(UserError, match=named) as refusal:
@@ -177,7 +277,10 @@ def test_tensors_that_do_not_fit_are_named(change, named, llama):
 
 def test_of_several_files_that_with_the_tensor_is_named(llama):
     other = {"model.layers.0.surprise": np.zeros(3), NORM: np.zeros(31)}
-    rewrite(llama, lambda tensors: {name: x for name, x in tensors.items() if name not in other})
+    rewrite(
+        llama,
+        lambda tensors: {name: x for name, x in tensors.items() if name not in other},
+    )
     (llama / "model.safetensors").rename(llama / "model-1.safetensors")
     safetensors.numpy.save_file(other, llama / "model-2.safetensors")
     with pytest.raises(UserError) as refusal:
@@ -187,30 +290,54 @@ def test_of_several_files_that_with_the_tensor_is_named(llama):
     assert f"{NORM} of model-2.safetensors" in norm
 
 
-def test_a_checkpoint_without_the_prefix_or_with_what_is_no_tensor_of_another_model_is_the_same(tmp_path):
+def test_a_checkpoint_without_the_prefix_or_with_what_is_no_tensor_of_another_model_is_the_same(
+    tmp_path,
+):
     """Buffers, empty tensors, as transformers stores shared experts that there are none of, and heads of further
     tokens of DeepSeek-V3 and ERNIE 4.5."""
-    empty = {"model.layers.0.mlp.shared_experts.up_proj.weight": np.zeros((0, 32), np.float32)}
-    heads = dict.fromkeys(("model.layers.3.eh_proj.weight", "model.mtp_linear_proj.0.weight"), np.zeros(4, np.float32))
+    empty = {
+        "model.layers.0.mlp.shared_experts.up_proj.weight": np.zeros(
+            (0, 32), np.float32
+        )
+    }
+    heads = dict.fromkeys(
+        ("model.layers.3.eh_proj.weight", "model.mtp_linear_proj.0.weight"),
+        np.zeros(4, np.float32),
+    )
     for name, prefix, more in (
         ("gpt2", "transformer.", {"h.0.attn.bias": np.zeros(4, np.float32)}),
-        ("llama-biases-tied-llama3", "model.", {"layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4, np.float32)}),
+        (
+            "llama-biases-tied-llama3",
+            "model.",
+            {"layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4, np.float32)},
+        ),
         ("llama", "", empty),
         ("deepseek_v3", "", heads),
     ):
-        first, second = save(name, tmp_path / name), save(name, tmp_path / f"{name}-other")
-        rewrite(second, lambda tensors, prefix=prefix, more=more: {
-            **{path.removeprefix(prefix): x for path, x in tensors.items()}, **more
-        })  # fmt: skip
+        first, second = (
+            save(name, tmp_path / name),
+            save(name, tmp_path / f"{name}-other"),
+        )
+        rewrite(
+            second,
+            lambda tensors, prefix=prefix, more=more: {
+                **{path.removeprefix(prefix): x for path, x in tensors.items()},
+                **more,
+            },
+        )
         equal(load(first)[1], load(second)[1])
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt2"])
-def test_a_tied_model_may_store_its_table_twice_or_only_its_head_but_not_another_one(name, tmp_path):
+def test_a_tied_model_may_store_its_table_twice_or_only_its_head_but_not_another_one(
+    name, tmp_path
+):
     whole, headed = save(name, tmp_path / "whole"), save(name, tmp_path / "headed")
     table = "transformer.wte.weight" if name == "gpt2" else "model.embed_tokens.weight"
     rewrite(headed, lambda tensors: tensors | {"lm_head.weight": tensors.pop(table)})
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(headed, attn_implementation="eager").eval()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        headed, attn_implementation="eager"
+    ).eval()
     np.testing.assert_array_equal(logits(theirs, TOKENS), logits(model(name), TOKENS))
     expected = load(whole)[1]
     equal(expected, load(headed)[1])
@@ -242,8 +369,15 @@ def test_a_model_of_another_size_than_its_files_or_the_decoder_is_refused(llama)
     fields = read_object(llama / "config.json")
     other = save("llama", llama.parent / "other", intermediate_size=40)
     decoder = make_decoder(hf_config(other), "cpu")
-    with pytest.raises(UserError, match=r"layers/mlp/down is \(3, 48, 32\) there and \(3, 40, 32\) here"):
+    with pytest.raises(
+        UserError,
+        match=r"layers/mlp/down is \(3, 48, 32\) there and \(3, 40, 32\) here",
+    ):
         load_hf_parameters(llama, decoder.abstract_params, "HF_DIR")
-    (llama / "config.json").write_text(json.dumps(fields | {"num_hidden_layers": 9_999}))
-    with pytest.raises(UserError, match=r"30 tensors.*89,994"):  # before its tensors are named
+    (llama / "config.json").write_text(
+        json.dumps(fields | {"num_hidden_layers": 9_999})
+    )
+    with pytest.raises(
+        UserError, match=r"30 tensors.*89,994"
+    ):  # before its tensors are named
         load(llama)

@@ -36,7 +36,10 @@ def read(directory):
 
 
 def write(directory, **how):
-    tensors = [Tensor(name, x.shape, x.dtype, lambda x=x: x.astype(np.float64)) for name, x in TENSORS.items()]
+    tensors = [
+        Tensor(name, x.shape, x.dtype, lambda x=x: x.astype(np.float64))
+        for name, x in TENSORS.items()
+    ]
     write_safetensors(directory, tensors, **how)
 
 
@@ -47,7 +50,9 @@ def test_the_library_reads_what_is_written_and_what_it_wrote_is_read(tmp_path):
     assert_same(safetensors.numpy.load_file(tmp_path / "model.safetensors"), TENSORS)
     with safetensors.safe_open(tmp_path / "model.safetensors", "np") as opened:
         assert opened.metadata() == {"format": "pt"}
-    safetensors.numpy.save_file(TENSORS, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    safetensors.numpy.save_file(
+        TENSORS, tmp_path / "model.safetensors", metadata={"format": "pt"}
+    )
     assert_same(read(tmp_path), TENSORS)
     with pytest.raises(ValueError, match="read-only"):
         read(tmp_path)["a"][0] = 1
@@ -59,7 +64,9 @@ def test_several_files_have_an_index(tmp_path):
     assert index["metadata"]["total_size"] == sum(x.nbytes for x in TENSORS.values())
     assert index["weight_map"]["a"] == "model-00001-of-00002.safetensors"
     assert index["weight_map"]["b.weight"] == "model-00002-of-00002.safetensors"
-    (tmp_path / "consolidated.safetensors").write_bytes(b"of no index: another copy of the model")
+    (tmp_path / "consolidated.safetensors").write_bytes(
+        b"of no index: another copy of the model"
+    )
     assert_same(read(tmp_path), TENSORS)
 
 
@@ -83,10 +90,20 @@ BROKEN = {
     "gap": {WHOLE: whole_file({"a": entry(0, 16), "b": entry(20, 36)}, 36)},
     "overlap": {WHOLE: whole_file({"a": entry(0, 16), "b": entry(8, 24)}, 24)},
     "huge": {WHOLE: whole_file({"a": entry(0, 16, [2**62, 8])}, 16)},
-    "pointer, git lfs pull": {WHOLE: b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 134\n"},
-    "missing file, model-1.safetensors": {INDEX: b'{"weight_map": {"a": "model-1.safetensors"}}'},
-    "elsewhere, ../x.safetensors": {WHOLE: CONTENT, INDEX: b'{"weight_map": {"a": "../x.safetensors"}}'},
-    "another, model.safetensors": {WHOLE: CONTENT, INDEX: b'{"weight_map": {"c": "model.safetensors"}}'},
+    "pointer, git lfs pull": {
+        WHOLE: b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 134\n"
+    },
+    "missing file, model-1.safetensors": {
+        INDEX: b'{"weight_map": {"a": "model-1.safetensors"}}'
+    },
+    "elsewhere, ../x.safetensors": {
+        WHOLE: CONTENT,
+        INDEX: b'{"weight_map": {"a": "../x.safetensors"}}',
+    },
+    "another, model.safetensors": {
+        WHOLE: CONTENT,
+        INDEX: b'{"weight_map": {"c": "model.safetensors"}}',
+    },
     "no index, index.json": {WHOLE: CONTENT, INDEX: b"[]"},
     "twice, two.safetensors": {"one.safetensors": CONTENT, "two.safetensors": CONTENT},
 }
@@ -98,7 +115,9 @@ def test_what_is_broken_is_named(kind, tmp_path):
         (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError) as refusal:
         SafetensorsDir(tmp_path)
-    assert (kind.partition(", ")[2] or f"{WHOLE} is not a safetensors file") in str(refusal.value)
+    assert (kind.partition(", ")[2] or f"{WHOLE} is not a safetensors file") in str(
+        refusal.value
+    )
 
 
 def test_what_is_aligned_is_not_copied_to_a_cpu_and_survives_donation():
@@ -106,7 +125,9 @@ def test_what_is_aligned_is_not_copied_to_a_cpu_and_survives_donation():
     x[...] = 1
     on_device = jax.device_put(x, jax.devices()[0])
     assert on_device.unsafe_buffer_pointer() == x.ctypes.data
-    assert (np.asarray(jax.jit(lambda y: 2 * y, donate_argnums=0)(on_device)) == 2).all()
+    assert (
+        np.asarray(jax.jit(lambda y: 2 * y, donate_argnums=0)(on_device)) == 2
+    ).all()
     assert (x == 1).all()
 
 
@@ -114,7 +135,9 @@ def test_a_number_that_is_none_is_found_wherever_it_stands():
     x = np.zeros((3, 70_000), ml_dtypes.bfloat16)
     x[0, :3] = [-0.0, ml_dtypes.finfo(x.dtype).max, ml_dtypes.finfo(x.dtype).tiny / 2]
     assert is_finite(x)
-    for place, value in itertools.product((0, 65_535, 65_536, x.size - 1), (np.nan, -np.inf)):
+    for place, value in itertools.product(
+        (0, 65_535, 65_536, x.size - 1), (np.nan, -np.inf)
+    ):
         damaged = x.copy()
         damaged.reshape(-1)[place] = value
         assert not is_finite(damaged)

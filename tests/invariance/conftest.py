@@ -18,7 +18,10 @@ def documents(tmp_path_factory):
     """A directory for each of two hosts, with the same ragged documents; a third host would find nothing."""
     rng = np.random.default_rng(0)
     words = ["to", "be", "or", "not", "that", "is", "the", "question"]
-    texts = [json.dumps({"text": " ".join(rng.choice(words, rng.integers(1, 40)))}) + "\n" for _ in range(120)]
+    texts = [
+        json.dumps({"text": " ".join(rng.choice(words, rng.integers(1, 40)))}) + "\n"
+        for _ in range(120)
+    ]
     directory = tmp_path_factory.mktemp("text")
     for host in ("0", "1"):
         (directory / host).mkdir()

@@ -43,21 +43,33 @@ class CutOffAfter(Callback):
 
 
 def lines(directory):
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (directory / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
-def test_cut_off_and_resumed_in_a_bucket_equals_whole_on_disk(bucket, tmp_path, documents, monkeypatch, capsys):
+def test_cut_off_and_resumed_in_a_bucket_equals_whole_on_disk(
+    bucket, tmp_path, documents, monkeypatch, capsys
+):
     words = [*RUN, "run_name=run", f"dataset_path={documents}/0/documents.jsonl"]
     train(load_config(None, [*words, f"base_output_directory={tmp_path}"]))
     whole = lines(tmp_path / "run")
     there = load_config(None, [*words, f"base_output_directory={bucket}"])
     with monkeypatch.context() as patch:
-        patch.setattr(RunFiles, "close", lambda self: None)  # nobody uploads anything after a kill
+        patch.setattr(
+            RunFiles, "close", lambda self: None
+        )  # nobody uploads anything after a kill
         with pytest.raises(CutOff):
             train(there, callbacks=[CutOffAfter(5)])
     run = bucket / "run"
     found = [line["step"] for line in lines(run)]
-    assert found == [1, 2, 3, 4]  # those of the newest checkpoint, without the step after it
+    assert found == [
+        1,
+        2,
+        3,
+        4,
+    ]  # those of the newest checkpoint, without the step after it
     # As a kill leaves a checkpoint: begun, and damaged for whoever took it for one.
     (run / "checkpoints" / "unfinished-6").write_text("-")
     (run / "checkpoints" / "6" / "params").mkdir(parents=True, exist_ok=True)
@@ -66,9 +78,13 @@ def test_cut_off_and_resumed_in_a_bucket_equals_whole_on_disk(bucket, tmp_path, 
     assert str(result.run_directory) == str(run)
     assert f"resuming {run} after step 4" in capsys.readouterr().out
     exact = ("step", "loss", "grad_norm", "param_norm", "examples_hash", "tokens_seen")
-    assert [[line[key] for key in exact] for line in lines(run)] == [[line[key] for key in exact] for line in whole]
+    assert [[line[key] for key in exact] for line in lines(run)] == [
+        [line[key] for key in exact] for line in whole
+    ]
     assert [path.name for path in checkpoints_in(str(run), "key")] == ["6", "4", "2"]
-    assert not any(path.name.startswith("unfinished") for path in (run / "checkpoints").iterdir())
+    assert not any(
+        path.name.startswith("unfinished") for path in (run / "checkpoints").iterdir()
+    )
     assert not list((run / "lease").glob("*"))
 
     copy = local_copy(str(run), "RUN_DIR")  # what readers read
@@ -81,13 +97,21 @@ def test_cut_off_and_resumed_in_a_bucket_equals_whole_on_disk(bucket, tmp_path, 
     (run / "checkpoints" / "6" / "about" / "metadata").write_text("{}")
     train(there)
     said = capsys.readouterr().out
-    assert "checkpoint of step 6 is damaged: about/metadata is not as it was written. It is set aside as gs://" in said
+    assert (
+        "checkpoint of step 6 is damaged: about/metadata is not as it was written. It is set aside as gs://"
+        in said
+    )
     assert f"resuming {run} after step 4" in said
     assert [line["loss"] for line in lines(run)] == [line["loss"] for line in whole]
 
 
 def test_a_bucket_that_stops_answering_ends_the_run_with_76(bucket, bucket_environment):
-    words = ["dataset_type=synthetic", "steps=100000", "hang_timeout_seconds=5", "max_num_checkpoints_to_keep=1000"]
+    words = [
+        "dataset_type=synthetic",
+        "steps=100000",
+        "hang_timeout_seconds=5",
+        "max_num_checkpoints_to_keep=1000",
+    ]
     command = [
         sys.executable,
         "-m",
@@ -98,7 +122,9 @@ def test_a_bucket_that_stops_answering_ends_the_run_with_76(bucket, bucket_envir
         "run_name=run",
     ]
     pipe, server = subprocess.PIPE, int(bucket_environment["BUCKET_PROCESS"])
-    with subprocess.Popen(command, env=environment(1), stdout=pipe, stderr=pipe, text=True) as run:
+    with subprocess.Popen(
+        command, env=environment(1), stdout=pipe, stderr=pipe, text=True
+    ) as run:
         assert any("saved step 4" in line for line in run.stdout)
         os.kill(server, signal.SIGSTOP)
         try:

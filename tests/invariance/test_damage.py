@@ -23,19 +23,49 @@ from maxtext_lite.training.state import make_decoder
 from tests.hf_models import save, save_with_tokenizer
 
 WRONG = (
-    None, True, -1, 0, 1, 2.5, 10**18, 10**400, float("nan"), float("inf"), "", "x" * 5000, "\ud83d", "\x1b[2J\n", [],
-    [1], [[]] * 3, {}, {"a": {"b": [1]}}, {"content": 3}, [{"role": "user"}], [{"role": "user", "content": 5}],
-)  # fmt: skip
+    None,
+    True,
+    -1,
+    0,
+    1,
+    2.5,
+    10**18,
+    10**400,
+    float("nan"),
+    float("inf"),
+    "",
+    "x" * 5000,
+    "\ud83d",
+    "\x1b[2J\n",
+    [],
+    [1],
+    [[]] * 3,
+    {},
+    {"a": {"b": [1]}},
+    {"content": 3},
+    [{"role": "user"}],
+    [{"role": "user", "content": 5}],
+)
 
 
 def damaged_bytes(content: bytes, draw: random.Random) -> bytes:
     """The content with bits flipped, cut off, zeroed, deleted, repeated or appended."""
     place = draw.randrange(max(len(content), 1))
     length = draw.choice((1, 2, 8, 100, len(content)))
-    head, part, tail = content[:place], content[place : place + length], content[place + length :]
+    head, part, tail = (
+        content[:place],
+        content[place : place + length],
+        content[place + length :],
+    )
     match draw.randrange(7):
         case 0:
-            return head + bytes([content[place] ^ 1 << draw.randrange(8)]) + content[place + 1 :] if content else b"x"
+            return (
+                head
+                + bytes([content[place] ^ 1 << draw.randrange(8)])
+                + content[place + 1 :]
+                if content
+                else b"x"
+            )
         case 1:
             return head
         case 2:
@@ -47,7 +77,9 @@ def damaged_bytes(content: bytes, draw: random.Random) -> bytes:
         case 5:
             return content + draw.randbytes(draw.choice((1, 9, 4000)))
         case _:
-            return head + draw.choice((b"[" * 200_000, b'{"a":' * 200_000, b"\xff\xfe", b"\0", b"NaN", b'"'))
+            return head + draw.choice(
+                (b"[" * 200_000, b'{"a":' * 200_000, b"\xff\xfe", b"\0", b"NaN", b'"')
+            )
 
 
 def damaged_json(content: bytes, draw: random.Random) -> bytes:
@@ -56,7 +88,13 @@ def damaged_json(content: bytes, draw: random.Random) -> bytes:
     places = [(value, name) for name in value]
     for holder, name in places:
         inner = holder[name]
-        names = list(inner) if isinstance(inner, dict) else range(len(inner)) if isinstance(inner, list) else ()
+        names = (
+            list(inner)
+            if isinstance(inner, dict)
+            else range(len(inner))
+            if isinstance(inner, list)
+            else ()
+        )
         places += [(inner, each) for each in list(names)[:40]]
     holder, name = draw.choice(places)
     match draw.randrange(5):
@@ -65,10 +103,15 @@ def damaged_json(content: bytes, draw: random.Random) -> bytes:
         case 1:
             holder[name] = [copy.deepcopy(holder[name])]
         case 2 if isinstance(holder, dict):
-            holder[draw.choice(("zeta", "", "quantization_config", "\ud83d"))] = draw.choice(WRONG)
+            holder[draw.choice(("zeta", "", "quantization_config", "\ud83d"))] = (
+                draw.choice(WRONG)
+            )
         case 3:
             text = json.dumps(value)
-            return (text[:-1] + f", {json.dumps(next(iter(value), 'a'))}: {json.dumps(draw.choice(WRONG))}}}").encode()
+            return (
+                text[:-1]
+                + f", {json.dumps(next(iter(value), 'a'))}: {json.dumps(draw.choice(WRONG))}}}"
+            ).encode()
         case _:
             holder[name] = draw.choice(WRONG)
     return json.dumps(value).encode()
@@ -88,7 +131,9 @@ class Damage:
             problems = None
         except UserError as error:
             problems = error.problems
-        assert problems is None or (problems and all(problem.isprintable() for problem in problems)), problems
+        assert problems is None or (
+            problems and all(problem.isprintable() for problem in problems)
+        ), problems
         self.counts["read" if problems is None else "refused"] += 1
 
     def try_all(self, file: Path, times: int, use) -> None:
@@ -97,7 +142,11 @@ class Damage:
         lines = file.suffix in (".json", ".jsonl")
         for _ in range(times):
             if lines and self.draw.random() < 0.6:
-                first, newline, rest = whole.partition(b"\n") if file.suffix == ".jsonl" else (whole, b"", b"")
+                first, newline, rest = (
+                    whole.partition(b"\n")
+                    if file.suffix == ".jsonl"
+                    else (whole, b"", b"")
+                )
                 content = damaged_json(first, self.draw) + newline + rest
             else:
                 content = damaged_bytes(whole, self.draw)
@@ -109,13 +158,20 @@ class Damage:
 
 def loader(directory):
     """A function that loads the weights of a directory onto one device and compares them with what they are now."""
-    decoder = make_decoder(hf_config(directory).model_copy(update={"attention": "dot_product"}), "cpu")
+    decoder = make_decoder(
+        hf_config(directory).model_copy(update={"attention": "dot_product"}), "cpu"
+    )
     sizes = dict.fromkeys(MESH_AXES, 1)
     where = sharding(make_mesh(sizes, sizes, jax.devices()[:1]))
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), decoder.abstract_params)
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+        decoder.abstract_params,
+    )
 
     def load():
-        return jax.tree.map(np.asarray, load_hf_parameters(directory, abstract, "HF_DIR"))
+        return jax.tree.map(
+            np.asarray, load_hf_parameters(directory, abstract, "HF_DIR")
+        )
 
     whole = load()
     file = directory / "model.safetensors"
@@ -125,7 +181,11 @@ def loader(directory):
         loaded = load()
         first = 8 + int.from_bytes(stored[:8], "little")
         # Of other numbers no file knows what they should be; everything else that is read is what it was.
-        if len(content) == len(stored) and content[:first] == stored[:first] and content != stored:
+        if (
+            len(content) == len(stored)
+            and content[:first] == stored[:first]
+            and content != stored
+        ):
             assert all(np.isfinite(x).all() for x in jax.tree.leaves(loaded))
             return
         jax.tree.map(np.testing.assert_array_equal, loaded, whole)
@@ -137,9 +197,17 @@ def damage_weights(directory: Path, family: str, damage: Damage, times: int) -> 
     save(family, directory)
     use = loader(directory)
     damage.try_all(directory / "model.safetensors", times, use)
-    damage.try_all(directory / "config.json", times, lambda _: (hf_config(directory), stop_ids_of(directory)))
+    damage.try_all(
+        directory / "config.json",
+        times,
+        lambda _: (hf_config(directory), stop_ids_of(directory)),
+    )
     if (directory / "generation_config.json").exists():
-        damage.try_all(directory / "generation_config.json", times // 2, lambda _: stop_ids_of(directory))
+        damage.try_all(
+            directory / "generation_config.json",
+            times // 2,
+            lambda _: stop_ids_of(directory),
+        )
 
 
 def damage_shards(directory: Path, damage: Damage, times: int) -> None:
@@ -160,7 +228,10 @@ def damage_shards(directory: Path, damage: Damage, times: int) -> None:
     file.write_bytes(content)
 
 
-TURNS = [{"role": "user", "content": "to be"}, {"role": "assistant", "content": "or not"}]
+TURNS = [
+    {"role": "user", "content": "to be"},
+    {"role": "assistant", "content": "or not"},
+]
 
 
 def damage_tokenizer(directory: Path, damage: Damage, times: int) -> None:
@@ -177,7 +248,12 @@ def damage_tokenizer(directory: Path, damage: Damage, times: int) -> None:
         ChatTemplate(directory).render(TURNS)
         stop_ids_of(directory)
 
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+    for name in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "generation_config.json",
+    ):
         damage.try_all(directory / name, times, use)
 
 
@@ -192,31 +268,54 @@ LINES = {
 
 def damage_data(directory: Path, damage: Damage, times: int) -> None:
     directory.mkdir()
-    (directory / "t.jinja").write_text("{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}")
+    (directory / "t.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+    )
     for kind, value in LINES.items():
         file = directory / f"{kind}.jsonl"
-        file.write_bytes("\n".join(json.dumps(value | {"number": number}) for number in range(4)).encode())
+        file.write_bytes(
+            "\n".join(
+                json.dumps(value | {"number": number}) for number in range(4)
+            ).encode()
+        )
         keys = [f"dataset_path={file}", "eval_fraction=0", "max_target_length=64"]
         if kind == "rl":
-            config = load_config("configs/post_train/rl.yml", [
-                "dataset_type=prompts", f"dataset_path={file}", "eval_interval=-1", "eval_fraction=0",
-                "tokenizer_type=byte",
-                "apply_chat_template=false",
-            ])  # fmt: skip
-            damage.try_all(file, times, lambda _, config=config: len(open_prompts(config)[0]))
+            config = load_config(
+                "configs/post_train/rl.yml",
+                [
+                    "dataset_type=prompts",
+                    f"dataset_path={file}",
+                    "eval_interval=-1",
+                    "eval_fraction=0",
+                    "tokenizer_type=byte",
+                    "apply_chat_template=false",
+                ],
+            )
+            damage.try_all(
+                file, times, lambda _, config=config: len(open_prompts(config)[0])
+            )
             continue
         dataset = {"chat": "sft"}.get(kind, kind)
         rows = ["objective=dpo"] if kind == "dpo" else []
         config = load_config(
-            None, [*keys, f"dataset_type={dataset}", "eval_interval=-1", *rows]
-            + ([f"chat_template={directory / 't.jinja'}"] if kind in ("chat", "sft", "dpo") else [])
-        )  # fmt: skip
+            None,
+            [*keys, f"dataset_type={dataset}", "eval_interval=-1", *rows]
+            + (
+                [f"chat_template={directory / 't.jinja'}"]
+                if kind in ("chat", "sft", "dpo")
+                else []
+            ),
+        )
         damage.try_all(file, times, lambda _, config=config: open_sources(config)[0][0])
         if kind == "text":
             plain = directory / "plain.txt"
             plain.write_text("To be, or not to be.\n" * 20)
-            config = load_config(None, [f"dataset_path={plain}", *keys[1:], "eval_interval=-1"])
-            damage.try_all(plain, times, lambda _, config=config: open_sources(config)[0][0])
+            config = load_config(
+                None, [f"dataset_path={plain}", *keys[1:], "eval_interval=-1"]
+            )
+            damage.try_all(
+                plain, times, lambda _, config=config: open_sources(config)[0][0]
+            )
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

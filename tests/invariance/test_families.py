@@ -22,7 +22,16 @@ from tests.hf_variants import VARIANTS
 GIVEN, NEW = 7, 7  # tokens of a prompt, and of what follows it
 
 
-CACHED = ("sliding", "chunk", "layer_types", "longrope", "dynamic", "yarn", "lora_rank", "no_rope")
+CACHED = (
+    "sliding",
+    "chunk",
+    "layer_types",
+    "longrope",
+    "dynamic",
+    "yarn",
+    "lora_rank",
+    "no_rope",
+)
 """Words of what the cache must know of a family; the others' texts one token at a time: tests/models."""
 
 
@@ -37,12 +46,18 @@ def ours(decoder, params, *, is_decoded):
         def step(carry, token):
             cache, likeliest, count = carry
             token = jnp.where(token < 0, likeliest, token)
-            hidden, cache = decoder.decode(params, token[None, None], count[None], cache)
+            hidden, cache = decoder.decode(
+                params, token[None, None], count[None], cache
+            )
             found = decoder.logits(params, hidden)[0, 0]
             return (cache, jnp.argmax(found), count + 1), (token, found)
 
         tokens = jnp.asarray([*TOKENS[:GIVEN], *[-1] * NEW])
-        start = decoder.new_cache(1, GIVEN + NEW), jnp.zeros([], tokens.dtype), jnp.zeros([], jnp.int32)
+        start = (
+            decoder.new_cache(1, GIVEN + NEW),
+            jnp.zeros([], tokens.dtype),
+            jnp.zeros([], jnp.int32),
+        )
         return rows, jax.lax.scan(step, start, tokens)[1]
 
     with jax.default_matmul_precision("highest"):
@@ -57,7 +72,9 @@ def theirs(made):
         for at in range(GIVEN + NEW):
             if at == len(tokens):
                 tokens.append(int(found[-1].argmax()))
-            out = made(torch.tensor([[tokens[at]]]), past_key_values=cache, use_cache=True)
+            out = made(
+                torch.tensor([[tokens[at]]]), past_key_values=cache, use_cache=True
+            )
             cache = out.past_key_values
             found.append(out.logits[0, 0].numpy())
     return tokens, np.stack(found)
@@ -71,8 +88,14 @@ def test_a_variant_is_what_transformers_makes_of_it(name, tmp_path):
     rows, decoded = ours(decoder, params, is_decoded=is_decoded)
     expected = logits(made, TOKENS)
     close = {"atol": 1e-5 * np.abs(expected).max(), "rtol": 0}
-    for got, document in ((rows[0], TOKENS), (rows[1, :9], TOKENS[:9]), (rows[1, 9:13], TOKENS[3:7])):
-        logits(made, TOKENS[:1])  # rotation that follows the length forgets what it has seen
+    for got, document in (
+        (rows[0], TOKENS),
+        (rows[1, :9], TOKENS[:9]),
+        (rows[1, 9:13], TOKENS[3:7]),
+    ):
+        logits(
+            made, TOKENS[:1]
+        )  # rotation that follows the length forgets what it has seen
         np.testing.assert_allclose(got, logits(made, document), **close)
     if is_decoded:
         text, text_logits = theirs(made)
@@ -83,43 +106,80 @@ def test_a_variant_is_what_transformers_makes_of_it(name, tmp_path):
     old = read_object(save(name, tmp_path / "old", old=True) / "config.json")
     assert "rope_parameters" not in old
     assert same_architecture(model_keys(original, "new"), model_keys(old, "old")) == []
-    for out, carried in (("carried", original), ("fresh", {"model_type": original["model_type"]})):
-        fields = config_json(hf_config(source), max_position_embeddings=64, dtype="float32", original=carried)
+    for out, carried in (
+        ("carried", original),
+        ("fresh", {"model_type": original["model_type"]}),
+    ):
+        fields = config_json(
+            hf_config(source),
+            max_position_embeddings=64,
+            dtype="float32",
+            original=carried,
+        )
         (tmp_path / out).mkdir()
-        export_parameters(tmp_path / out, params, fields["model_type"], model_keys(fields, ""), dtype="float32")
+        export_parameters(
+            tmp_path / out,
+            params,
+            fields["model_type"],
+            model_keys(fields, ""),
+            dtype="float32",
+        )
         (tmp_path / out / "config.json").write_text(json.dumps(fields))
         read, report = transformers.AutoModelForCausalLM.from_pretrained(
-            tmp_path / out, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+            tmp_path / out,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            output_loading_info=True,
         )
-        assert not any(report[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-        np.testing.assert_allclose(logits(read.eval(), TOKENS), expected, atol=1e-6 * np.abs(expected).max())
+        assert not any(
+            report[problem]
+            for problem in ("missing_keys", "unexpected_keys", "mismatched_keys")
+        )
+        np.testing.assert_allclose(
+            logits(read.eval(), TOKENS), expected, atol=1e-6 * np.abs(expected).max()
+        )
 
 
 def _of_images(name, directory, *, old, **outer):
     """A text model's directory, as the model of text and images has it that it is a part of."""
     save(name, directory)
-    fields, path = read_object(directory / "config.json"), directory / "model.safetensors"
+    fields, path = (
+        read_object(directory / "config.json"),
+        directory / "model.safetensors",
+    )
     tensors = safetensors.numpy.load_file(path)
     prefix = "language_model.model." if old else "model.language_model."
-    renamed = {key.replace("model.", prefix, 1) if key.startswith("model.") else key: x for key, x in tensors.items()}
+    renamed = {
+        key.replace("model.", prefix, 1) if key.startswith("model.") else key: x
+        for key, x in tensors.items()
+    }
     if old and "lm_head.weight" in renamed:
         renamed["language_model.lm_head.weight"] = renamed.pop("lm_head.weight")
     image = {f"{'' if old else 'model.'}vision_tower.x.weight": np.zeros(2, np.float32)}
     safetensors.numpy.save_file(renamed | image, path)
-    (directory / "config.json").write_text(json.dumps({"text_config": fields, "vision_config": {}, **outer}))
+    (directory / "config.json").write_text(
+        json.dumps({"text_config": fields, "vision_config": {}, **outer})
+    )
     return directory
 
 
 @pytest.mark.parametrize("old", [True, False])
-@pytest.mark.parametrize(("name", "kind"), [("gemma3_text", "gemma3"), ("ministral3", "mistral3")])
-def test_the_text_part_of_a_model_of_images_is_that_model(name, kind, old, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("name", "kind"), [("gemma3_text", "gemma3"), ("ministral3", "mistral3")]
+)
+def test_the_text_part_of_a_model_of_images_is_that_model(
+    name, kind, old, tmp_path, capsys
+):
     plain = load(save(name, tmp_path / "plain"))[1]
     source = _of_images(name, tmp_path / "whole", old=old, model_type=kind)
     _, params = load(source)
     assert "1 tensors for images are passed over" in capsys.readouterr().err
     assert jax.tree.all(jax.tree.map(np.array_equal, plain, params))
     fields = config_json(
-        hf_config(source), max_position_embeddings=64, dtype="float32", original=read_object(source / "config.json")
+        hf_config(source),
+        max_position_embeddings=64,
+        dtype="float32",
+        original=read_object(source / "config.json"),
     )
     assert fields["model_type"] == name
     assert "vision_config" not in fields

@@ -29,7 +29,12 @@ RUN = [
     "gradient_accumulation_steps=-1",
 ]
 KINDS = {
-    "rows": ["packing=false", "optimizer=sgd", "sgd_momentum=0.9", "schedule_unit=tokens"],
+    "rows": [
+        "packing=false",
+        "optimizer=sgd",
+        "sgd_momentum=0.9",
+        "schedule_unit=tokens",
+    ],
     "packed": ["schedule_unit=steps"],
 }
 GROUPS = TABLE["runs"]
@@ -47,9 +52,20 @@ def runs(tmp_path_factory, documents):
 
     def named(name, *keys, ramp, equals="rows", text=text):
         mode, per_device = ramp
-        sizes = [f"per_device_batch_size_{end}={per_device / 2}" for end in ("start", "increment")]
+        sizes = [
+            f"per_device_batch_size_{end}={per_device / 2}"
+            for end in ("start", "increment")
+        ]
         about = [f"rampup_mode={mode}", f"per_device_batch_size={per_device}", *sizes]
-        return [*RUN, *KINDS[equals], *about, text, f"base_output_directory={directory}", f"run_name={name}", *keys]
+        return [
+            *RUN,
+            *KINDS[equals],
+            *about,
+            text,
+            f"base_output_directory={directory}",
+            f"run_name={name}",
+            *keys,
+        ]
 
     def words(group):
         found = []
@@ -57,7 +73,9 @@ def runs(tmp_path_factory, documents):
             if "after" in way:
                 whole, step = way["after"]
                 killed(directory / whole, step, directory / name)
-            found.append(named(name, *way["keys"], ramp=way["ramp"], equals=way["equals"]))
+            found.append(
+                named(name, *way["keys"], ramp=way["ramp"], equals=way["equals"])
+            )
         return found
 
     def alone(group):
@@ -73,7 +91,9 @@ def runs(tmp_path_factory, documents):
         ramp=["per_device_batch_size", 1],
         text=f"dataset_path={documents}/nowhere.jsonl",
     )
-    refused, opened[4] = in_turn([*words(4), nowhere], processes=4, devices=2, watched=documents)
+    refused, opened[4] = in_turn(
+        [*words(4), nowhere], processes=4, devices=2, watched=documents
+    )
     return lambda name: RunFiles(directory / name), opened, refused
 
 
@@ -112,7 +132,9 @@ def test_counts_hashes_and_learning_rates_are_those_of_one_process(name, runs):
 def test_losses_agree_and_up_to_the_kill_they_are_the_same_lines(name, runs):
     run, one, start = runs[0], WAYS[name]["equals"], WAYS[name].get("after")
     for key in ("loss", "grad_norm"):
-        np.testing.assert_allclose(run(name).sequence(key), run(one).sequence(key), rtol=1e-5)
+        np.testing.assert_allclose(
+            run(name).sequence(key), run(one).sequence(key), rtol=1e-5
+        )
     if start:
         before, step = start
         about = ("gradient_accumulation_steps", "loss", "step_seconds")
@@ -123,39 +145,67 @@ def test_losses_agree_and_up_to_the_kill_they_are_the_same_lines(name, runs):
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_evaluations_agree_whatever_their_batch(name, runs):
-    (got,), (want,) = runs[0](name).evaluations, runs[0](WAYS[name]["equals"]).evaluations
+    (got,), (want,) = (
+        runs[0](name).evaluations,
+        runs[0](WAYS[name]["equals"]).evaluations,
+    )
     assert got["eval_target_tokens"] == want["eval_target_tokens"]
     assert got["eval_loss"] == pytest.approx(want["eval_loss"], rel=1e-6)
 
 
-@pytest.mark.parametrize("name", [name for name in OTHERS if WAYS[name]["equals"] == "rows"])
+@pytest.mark.parametrize(
+    "name", [name for name in OTHERS if WAYS[name]["equals"] == "rows"]
+)
 def test_parameters_after_5_steps_of_sgd_agree(name, runs):
     got, want = (runs[0](each).parameters(STEPS) for each in (name, "rows"))
-    norms = {path: np.linalg.norm(b.astype(float)) for path, b in jax.tree.leaves_with_path(want)}
+    norms = {
+        path: np.linalg.norm(b.astype(float))
+        for path, b in jax.tree.leaves_with_path(want)
+    }
     whole = np.linalg.norm(list(norms.values()))
-    difference = jax.tree.map(lambda a, b: a.astype(float).reshape(b.shape) - b, got, want)
+    difference = jax.tree.map(
+        lambda a, b: a.astype(float).reshape(b.shape) - b, got, want
+    )
     for path, each in jax.tree.leaves_with_path(difference):
         assert np.linalg.norm(each) <= 1e-5 * norms[path] + 1e-7 * whole, path
 
 
 def test_shards_of_balanced_rows_wait_less_for_each_other(runs):
     """Both have 4 shards of rows; what it would be otherwise is in the other run's metrics."""
-    for balanced, other, first in (("packed-2", "packed", 0), ("rows-4", "rows-dcn-data", 2)):
+    for balanced, other, first in (
+        ("packed-2", "packed", 0),
+        ("rows-4", "rows-dcn-data", 2),
+    ):
         steps = (runs[0](name).steps[first:] for name in (balanced, other))
-        after, before = (np.mean([step["attention_imbalance"] for step in each]) for each in steps)
+        after, before = (
+            np.mean([step["attention_imbalance"] for step in each]) for each in steps
+        )
         assert after < 0.7 * before
 
 
-@pytest.mark.parametrize(("name", "processes", "savers"), [("rows-2", 2, {0, 1}), ("rows-4", 4, {0, 2})])
-def test_each_process_writes_the_checksums_of_what_it_saved(name, processes, savers, runs):
+@pytest.mark.parametrize(
+    ("name", "processes", "savers"), [("rows-2", 2, {0, 1}), ("rows-4", 4, {0, 2})]
+)
+def test_each_process_writes_the_checksums_of_what_it_saved(
+    name, processes, savers, runs
+):
     """Of small arrays the first replica saves all, the other replica's processes nothing."""
     checkpoint = runs[0](name).directory / "checkpoints" / str(STEPS)
-    parts = [checkpoint / f"sha256.{process}-of-{processes}" for process in range(processes)]
+    parts = [
+        checkpoint / f"sha256.{process}-of-{processes}" for process in range(processes)
+    ]
     assert sorted(checkpoint.glob("sha256.*")) == parts
     for process, part in enumerate(parts):
         named = [line.split("  ")[1] for line in part.read_text().splitlines()[:-1]]
-        assert any(f"process_{process}/" in name for name in named) == (process in savers)
-        assert not any(f"process_{other}/" in name for name in named for other in range(processes) if other != process)
+        assert any(f"process_{process}/" in name for name in named) == (
+            process in savers
+        )
+        assert not any(
+            f"process_{other}/" in name
+            for name in named
+            for other in range(processes)
+            if other != process
+        )
 
 
 def test_only_hosts_that_load_open_the_data(runs, documents):
@@ -165,7 +215,9 @@ def test_only_hosts_that_load_open_the_data(runs, documents):
     assert opened == {2: files, 4: [*files, [], []]}
 
 
-def test_data_that_a_loading_host_misses_ends_all_processes_with_2_and_one_message(documents, runs):
+def test_data_that_a_loading_host_misses_ends_all_processes_with_2_and_one_message(
+    documents, runs
+):
     """Hosts 0 and 1 find nothing; hosts 2 and 3 would not have looked."""
     run, _, refused = runs
     assert refused.returncode == 2
@@ -174,5 +226,9 @@ def test_data_that_a_loading_host_misses_ends_all_processes_with_2_and_one_messa
     assert len(set(said)) == 1
     assert said[0].startswith(f"error: dataset_path='{documents}/nowhere.jsonl'")
     before, saved, after = refused.stdout.partition("saved step 5")
-    assert (saved, "compiled" in before, "compiled" in after) == ("saved step 5", True, False)
+    assert (saved, "compiled" in before, "compiled" in after) == (
+        "saved step 5",
+        True,
+        False,
+    )
     assert not run("nothing").directory.exists()

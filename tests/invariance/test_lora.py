@@ -27,18 +27,33 @@ def test_a_step_that_is_not_finite_changes_nothing_and_its_cause_is_found(setup,
     batch = it.batch({**rows, "weights": weights}, 2, 8)
     state, (metrics,) = it.run(it.compile_step(batch), batch, 1)
     assert metrics["skipped"]
-    for got, want in ((state.params, it.initial.params), (state.frozen, it.initial.frozen)):
+    for got, want in (
+        (state.params, it.initial.params),
+        (state.frozen, it.initial.frozen),
+    ):
         jax.tree.map(np.testing.assert_array_equal, got, want)
     with jax.set_mesh(it.mesh):
-        found = find_nonfinite(it.parts, it.state(), batch, np.arange(100, 116), micro_batches=2)
+        found = find_nonfinite(
+            it.parts, it.state(), batch, np.arange(100, 116), micro_batches=2
+        )
     assert found is not None
     assert (found.micro_batch, found.example_ids) == (1, (105,))
     assert found.parameter.startswith("layers.attention.")
 
 
-BIG = ("vocab_size=1024", "base_emb_dim=64", "head_dim=16", "base_mlp_dim=512", "base_num_decoder_layers=8",
-       "max_target_length=8", "optimizer=adamw", "remat_policy=full", "num_vocab_tiling=4",
-       "layer_pattern=local,global", "sliding_window_size=4")  # fmt: skip
+BIG = (
+    "vocab_size=1024",
+    "base_emb_dim=64",
+    "head_dim=16",
+    "base_mlp_dim=512",
+    "base_num_decoder_layers=8",
+    "max_target_length=8",
+    "optimizer=adamw",
+    "remat_policy=full",
+    "num_vocab_tiling=4",
+    "layer_pattern=local,global",
+    "sliding_window_size=4",
+)
 
 
 def test_nothing_as_large_as_the_weights_is_made_beside_them(setup):
@@ -54,7 +69,9 @@ def test_nothing_as_large_as_the_weights_is_made_beside_them(setup):
         return analysis, size(it.decoder.abstract_params), size(trained)
 
     analysis, everything, adapters = memory("lora_rank=2")
-    assert analysis.argument_size_in_bytes == pytest.approx(everything + 2 * adapters, rel=0.01)
+    assert analysis.argument_size_in_bytes == pytest.approx(
+        everything + 2 * adapters, rel=0.01
+    )
     assert analysis.alias_size_in_bytes > 0.99 * (everything + 2 * adapters)
     whole, weights, _ = memory()
     assert whole.argument_size_in_bytes == pytest.approx(3 * weights, rel=0.01)
@@ -82,36 +99,63 @@ ADAPTED = ["lora_rank=2", "lora_alpha=8"]
 
 
 def lines_of(directory):
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (directory / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def test_whole_runs_agree_in_a_pipeline_and_hand_their_sums_on(tmp_path, capsys):
     """Ramped and evaluated, from another run's parameters; then generated from, exported, and begun with."""
 
     def run(name, *keys):
-        return train(load_config(None, [*RUN, *keys, f"base_output_directory={tmp_path}", f"run_name={name}"]))
+        return train(
+            load_config(
+                None,
+                [*RUN, *keys, f"base_output_directory={tmp_path}", f"run_name={name}"],
+            )
+        )
 
     base = run("base", "steps=1", "enable_rampup_batch_size=false")
     start = f"load_parameters_path={tmp_path / 'base'}"
-    mesh = ("ici_data_parallelism=2", "ici_tensor_parallelism=2", "ici_fsdp_parallelism=2")
+    mesh = (
+        "ici_data_parallelism=2",
+        "ici_tensor_parallelism=2",
+        "ici_fsdp_parallelism=2",
+    )
     straight = run("straight", *ADAPTED, start, *mesh)
     frozen = jax.device_get(straight.state.frozen)
-    jax.tree.map(np.testing.assert_array_equal, frozen, jax.device_get(base.state.params))
+    jax.tree.map(
+        np.testing.assert_array_equal, frozen, jax.device_get(base.state.params)
+    )
     # The other half of it, in a pipeline of two stages.
     shutil.copytree(tmp_path / "straight", tmp_path / "piped")
     shutil.rmtree(tmp_path / "piped" / "checkpoints" / "4")
-    run("piped", *ADAPTED, start, "ici_pipeline_parallelism=2", "ici_data_parallelism=4")
+    run(
+        "piped", *ADAPTED, start, "ici_pipeline_parallelism=2", "ici_data_parallelism=4"
+    )
     for name in ("loss", "eval_loss"):
-        got, want = ([line[name] for line in lines_of(tmp_path / run) if name in line] for run in ("piped", "straight"))
+        got, want = (
+            [line[name] for line in lines_of(tmp_path / run) if name in line]
+            for run in ("piped", "straight")
+        )
         np.testing.assert_allclose(got, want, rtol=1e-5)
 
     decoder = Decoder(decoder_shape(load_config(None, [*RUN, *ADAPTED])))
     params = jax.device_get(straight.state.params)
     sums = jax.device_get(merged(decoder.joined(params, frozen)))
     start = f"load_parameters_path={tmp_path / 'straight'}"
-    follower = run("follower", "steps=1", "learning_rate=0", "enable_rampup_batch_size=false", start)
+    follower = run(
+        "follower",
+        "steps=1",
+        "learning_rate=0",
+        "enable_rampup_batch_size=false",
+        start,
+    )
     got = jax.device_get(follower.state.params)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7), got, sums)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7), got, sums
+    )
 
     capsys.readouterr()
     asked = ["prompt_ids=[[5,6,7]]", "max_new_tokens=4", "temperature=0", "--json"]
@@ -120,17 +164,30 @@ def test_whole_runs_agree_in_a_pipeline_and_hand_their_sums_on(tmp_path, capsys)
     tokens = np.array([[5, 6, 7, *new["tokens"][:-1]]])
     with jax.default_matmul_precision("highest"):
         whole = decoder.joined(params, frozen)
-        x = decoder.hidden(whole, tokens, np.ones_like(tokens), np.arange(tokens.shape[1])[None])
+        x = decoder.hidden(
+            whole, tokens, np.ones_like(tokens), np.arange(tokens.shape[1])[None]
+        )
         likeliest = jax.nn.log_softmax(decoder.logits(whole, x))[0, 2:]
-    np.testing.assert_allclose(new["log_probabilities"], np.max(likeliest, axis=-1), rtol=1e-4)
+    np.testing.assert_allclose(
+        new["log_probabilities"], np.max(likeliest, axis=-1), rtol=1e-4
+    )
 
     for out, more in (("adapters", []), ("merged", ["merge_lora=true"])):
-        assert convert(["export", str(tmp_path / "straight"), str(tmp_path / out), *more]) == 0
-    stored = safetensors.numpy.load_file(tmp_path / "adapters" / "adapter_model.safetensors")
+        assert (
+            convert(["export", str(tmp_path / "straight"), str(tmp_path / out), *more])
+            == 0
+        )
+    stored = safetensors.numpy.load_file(
+        tmp_path / "adapters" / "adapter_model.safetensors"
+    )
     b = stored["base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"]
-    np.testing.assert_array_equal(b.T.reshape(2, 4, 4), params["layers"]["attention"]["query"]["b"][1])
+    np.testing.assert_array_equal(
+        b.T.reshape(2, 4, 4), params["layers"]["attention"]["query"]["b"][1]
+    )
     about = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
     assert (about["r"], about["lora_alpha"]) == (2, 8)
     whole = safetensors.numpy.load_file(tmp_path / "merged" / "model.safetensors")
     up = whole["model.layers.0.mlp.up_proj.weight"]
-    np.testing.assert_allclose(up.T, sums["layers"]["mlp"]["up"][0], rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(
+        up.T, sums["layers"]["mlp"]["up"][0], rtol=1e-6, atol=1e-7
+    )

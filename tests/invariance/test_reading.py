@@ -54,13 +54,21 @@ class Way:
     @property
     def config(self):
         """Put together without the parser, which would take most of the time."""
-        keys = {"per_device_batch_size": self.per_device, "gradient_accumulation_steps": self.accumulation}
+        keys = {
+            "per_device_batch_size": self.per_device,
+            "gradient_accumulation_steps": self.accumulation,
+        }
         keys |= {"expansion_factor_real_data": self.factor, **self.length}
         keys |= {f"ici_{axis}_parallelism": size for axis, size in self.mesh.items()}
         if self.ramp:
-            keys |= {"enable_rampup_batch_size": True, "rampup_mode": self.ramp, "global_rampup_samples": RAMP_SAMPLES}
+            keys |= {
+                "enable_rampup_batch_size": True,
+                "rampup_mode": self.ramp,
+                "global_rampup_samples": RAMP_SAMPLES,
+            }
             keys |= dict.fromkeys(
-                ("per_device_batch_size_start", "per_device_batch_size_increment"), self.per_device / 2
+                ("per_device_batch_size_start", "per_device_batch_size_increment"),
+                self.per_device / 2,
             )
         return BASE.model_copy(update=keys)
 
@@ -73,10 +81,22 @@ class Way:
         elif self.ramp:
             whole.append(Fraction(self.accumulation, 2))
         if self.factor > 0:
-            whole.append(self.hosts / self.factor if self.factor > 1 else 1 / self.factor)
+            whole.append(
+                self.hosts / self.factor if self.factor > 1 else 1 / self.factor
+            )
         if self.length.get("last_batch") == "drop":  # a whole batch fits into the data
-            first_batch = self.per_device * self.devices * self.accumulation / (2 if self.ramp else 1)
-            whole.append(Fraction(1, 1 if first_batch <= self.length["num_epochs"] * NUM_EXAMPLES else 2))
+            first_batch = (
+                self.per_device
+                * self.devices
+                * self.accumulation
+                / (2 if self.ramp else 1)
+            )
+            whole.append(
+                Fraction(
+                    1,
+                    1 if first_batch <= self.length["num_epochs"] * NUM_EXAMPLES else 2,
+                )
+            )
         return all(count.denominator == 1 for count in whole)
 
     def batches(self, seen, steps_done):
@@ -84,12 +104,19 @@ class Way:
         target = int(self.per_device * self.devices * self.accumulation)
         half = target // 2
         ramp_end = -(-RAMP_SAMPLES // half) * half if self.ramp else 0
-        total = self.length["num_epochs"] * NUM_EXAMPLES if "num_epochs" in self.length else math.inf
+        total = (
+            self.length["num_epochs"] * NUM_EXAMPLES
+            if "num_epochs" in self.length
+            else math.inf
+        )
         found = []
         while seen < total and steps_done + len(found) != self.length["steps"]:
             size, accumulation = target, self.accumulation
             if seen < ramp_end:
-                size, accumulation = half, accumulation // (2 if self.ramp != "per_device_batch_size" else 1)
+                size, accumulation = (
+                    half,
+                    accumulation // (2 if self.ramp != "per_device_batch_size" else 1),
+                )
             if seen + size > total:
                 if self.length["last_batch"] == "drop":
                     break
@@ -102,11 +129,23 @@ class Way:
 def every_way():
     """Machines, batches, factors, ramps and lengths; the meshes in turn."""
     turns = itertools.count()
-    for (devices, hosts), per_device, accumulation, factor, ramp, length in itertools.product(
+    for (
+        devices,
+        hosts,
+    ), per_device, accumulation, factor, ramp, length in itertools.product(
         MACHINES, PER_DEVICE, (1, 2, 3), FACTORS, RAMPS, LENGTHS
     ):
         fitting = [mesh for mesh in MESHES if devices % -math.prod(mesh.values()) == 0]
-        yield Way(devices, hosts, per_device, accumulation, factor, ramp, fitting[next(turns) % len(fitting)], length)
+        yield Way(
+            devices,
+            hosts,
+            per_device,
+            accumulation,
+            factor,
+            ramp,
+            fitting[next(turns) % len(fitting)],
+            length,
+        )
 
 
 class Numbers:
@@ -141,14 +180,23 @@ def segments_of(monkeypatch):
 
     def segments(plan, examples_seen, num_steps):
         def layout(shape, where, *, filled_slots, loading_hosts):
-            return layout_on_made_up_hosts(shape, where, plan.num_hosts, filled_slots, loading_hosts)
+            return layout_on_made_up_hosts(
+                shape, where, plan.num_hosts, filled_slots, loading_hosts
+            )
 
         monkeypatch.setattr(feed, "row_layout", layout)
-        mesh = make_mesh(plan.ici_mesh, plan.dcn_mesh, jax.devices()[: plan.num_devices])
+        mesh = make_mesh(
+            plan.ici_mesh, plan.dcn_mesh, jax.devices()[: plan.num_devices]
+        )
         return feed.training_batches(
-            Numbers(), plan, sharding=sharding(mesh, TRAIN_BATCH_AXES), examples_seen=examples_seen,
-            num_steps=num_steps, seed=5, worker_count=0,
-        )  # fmt: skip
+            Numbers(),
+            plan,
+            sharding=sharding(mesh, TRAIN_BATCH_AXES),
+            examples_seen=examples_seen,
+            num_steps=num_steps,
+            seed=5,
+            worker_count=0,
+        )
 
     return segments
 
@@ -156,14 +204,19 @@ def segments_of(monkeypatch):
 def sizes_of(segments):
     """(examples, micro-batches) of each step."""
     return [
-        (reads.step_examples, micro_batches) for reads, _, _, micro_batches in segments for _ in range(reads.num_steps)
+        (reads.step_examples, micro_batches)
+        for reads, _, _, micro_batches in segments
+        for _ in range(reads.num_steps)
     ]
 
 
 def positions_of(segments):
     """(first, one beyond the last) position in the run of the examples of each step."""
     return [
-        (reads.first_example + step * reads.step_examples, reads.first_example + (step + 1) * reads.step_examples)
+        (
+            reads.first_example + step * reads.step_examples,
+            reads.first_example + (step + 1) * reads.step_examples,
+        )
         for reads, *_ in segments
         for step in range(reads.num_steps)
     ]
@@ -181,17 +234,27 @@ def check_step(plan, segment, step):
             found = of_host[step * loads + load]
             assert (found.example_ids == want).all()
             ids = found.rows["tokens"][:, 0]
-            cells = [(int(micro_batch), int(slots[place])) for micro_batch, place in found.cells.T]
-            assert not set(cells) & at_cell.keys()  # disjoint, also over loads and hosts
+            cells = [
+                (int(micro_batch), int(slots[place]))
+                for micro_batch, place in found.cells.T
+            ]
+            assert (
+                not set(cells) & at_cell.keys()
+            )  # disjoint, also over loads and hosts
             at_cell |= dict(zip(cells, ids.tolist(), strict=True))
             parts.append(int(examples_hash(ids), 16))
             assert len(ids) <= plan.global_batch_to_load
             assert host in plan.loading_hosts or not len(ids)
-    assert at_cell == {(j % micro_batches, j // micro_batches): example_id for j, example_id in enumerate(want)}
+    assert at_cell == {
+        (j % micro_batches, j // micro_batches): example_id
+        for j, example_id in enumerate(want)
+    }
     if layout.load_positions is not None:
         shares = [len(layout.slots_of_host[host]) for host in plan.loading_hosts]
         assert max(shares) - min(shares) <= 1
-        assert len(set(layout.load_positions)) == sum(shares) == len(layout.load_positions)
+        assert (
+            len(set(layout.load_positions)) == sum(shares) == len(layout.load_positions)
+        )
     return f"{sum(parts) % 2**64:016x}"
 
 
@@ -199,7 +262,11 @@ def test_every_example_of_every_step_is_read_once_by_a_host_that_loads(segments_
     hashes: dict[tuple[int, ...], list[str]] = {}
     legal = refused = 0
     for way in every_way():
-        machine = {"num_devices": way.devices, "num_hosts": way.hosts, "num_examples": NUM_EXAMPLES}
+        machine = {
+            "num_devices": way.devices,
+            "num_hosts": way.hosts,
+            "num_examples": NUM_EXAMPLES,
+        }
         if not way.is_legal:
             refused += 1
             if refused % 40 == 0:  # to name what would work takes long
@@ -213,21 +280,33 @@ def test_every_example_of_every_step_is_read_once_by_a_host_that_loads(segments_
         batches = way.batches(0, 0)
         segments = segments_of(plan, 0, plan.length.steps_left(0, 0))
         assert sizes_of(segments) == batches, way
-        found = [check_step(plan, segment, step) for segment in segments for step in range(segment.reads.num_steps)]
-        assert found == hashes.setdefault(tuple(examples for examples, _ in batches), found), way
+        found = [
+            check_step(plan, segment, step)
+            for segment in segments
+            for step in range(segment.reads.num_steps)
+        ]
+        assert found == hashes.setdefault(
+            tuple(examples for examples, _ in batches), found
+        ), way
         # Resumed: after one of its own steps, or anywhere, as a run of other batches leaves it.
         seen = [0, *itertools.accumulate(examples for examples, _ in batches)]
         steps = positions_of(segments)
         assert [first for first, _ in steps] == seen[:-1]
         done = legal % len(batches)
         assert plan.length.steps_left(done, seen[done]) == len(batches) - done
-        assert positions_of(segments_of(plan, seen[done], len(batches) - done)) == steps[done:], way
+        assert (
+            positions_of(segments_of(plan, seen[done], len(batches) - done))
+            == steps[done:]
+        ), way
         anywhere = legal * 7 % seen[-1]
         if rest := way.batches(anywhere, 1):
             assert plan.length.steps_left(1, anywhere) == len(rest)
             resumed = segments_of(plan, anywhere, len(rest))
             assert sizes_of(resumed) == rest, (way, anywhere)
             read = positions_of(resumed)
-            assert [first for first, _ in read] == [anywhere, *(stop for _, stop in read[:-1])]
+            assert [first for first, _ in read] == [
+                anywhere,
+                *(stop for _, stop in read[:-1]),
+            ]
     assert legal > 1000
     assert len(hashes) < legal / 10  # so that most were compared with another way

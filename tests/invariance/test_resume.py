@@ -27,6 +27,7 @@ RUN = [
     "per_device_batch_size=1",
 ]
 
+
 def losses(lines):
     return [line["loss"] for line in lines if "loss" in line]
 
@@ -34,7 +35,9 @@ def losses(lines):
 def noise_scale(lines, state):
     narrow(lines, state)
     assert lines[-2]["gradient_noise_scale"] > 0
-    assert lines[-2]["gradient_noise_scale_ratio"] == pytest.approx(lines[-2]["gradient_noise_scale"] / 8)
+    assert lines[-2]["gradient_noise_scale_ratio"] == pytest.approx(
+        lines[-2]["gradient_noise_scale"] / 8
+    )
     assert [line["step"] for line in lines if "eval_loss" in line] == [2, 4]
 
 
@@ -46,23 +49,35 @@ def local_updates(lines, state):
 
 
 def scaled_losses(lines, state):
-    assert any(line["skipped"] for line in lines)  # doubling at every update, it must overflow
+    assert any(
+        line["skipped"] for line in lines
+    )  # doubling at every update, it must overflow
     assert lines[0]["loss_scale"] == 2.0**16
     for before, after in itertools.pairwise(lines):
-        assert after["loss_scale"] == before["loss_scale"] * (0.5 if before["skipped"] else 2)
-    assert int(state.opt_state.gradient_step) == sum(not line["skipped"] for line in lines)
+        assert after["loss_scale"] == before["loss_scale"] * (
+            0.5 if before["skipped"] else 2
+        )
+    assert int(state.opt_state.gradient_step) == sum(
+        not line["skipped"] for line in lines
+    )
 
 
 def experts(lines, state):
     assert losses(lines)[-1] < losses(lines)[0] - 0.02
     assert all(0.9 < line["moe_balance"] < 2 for line in lines)
     assert {"moe_balance_loss", "router_z_loss"} <= lines[0].keys()
-    assert 0 < np.abs(state.params["layers"]["mlp"]["router_bias"]).max() <= 6 * 0.001 + 1e-6
+    assert (
+        0
+        < np.abs(state.params["layers"]["mlp"]["router_bias"]).max()
+        <= 6 * 0.001 + 1e-6
+    )
 
 
 def narrow(lines, state):
     assert {leaf.dtype.name for leaf in jax.tree.leaves(state.params)} == {"bfloat16"}
-    wide = {leaf.dtype.name for leaf in jax.tree.leaves(state.opt_state) if leaf.size > 1}
+    wide = {
+        leaf.dtype.name for leaf in jax.tree.leaves(state.opt_state) if leaf.size > 1
+    }
     assert wide == {"float32"}
 
 
@@ -78,18 +93,35 @@ CHECKS = {
 
 def timeless(directory):
     """Metrics without what depends on the clock."""
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (directory / "metrics.jsonl").read_text().splitlines()
+    ]
     clock = ("seconds", "per_second", "tflops", "mfu")
-    return [{key: x for key, x in line.items() if not any(word in key for word in clock)} for line in lines]
+    return [
+        {key: x for key, x in line.items() if not any(word in key for word in clock)}
+        for line in lines
+    ]
 
 
 @pytest.mark.parametrize("feature", TABLE["resumed"])
-def test_killed_and_resumed_a_run_is_the_one_that_nobody_stopped(feature, tmp_path, documents, capsys):
+def test_killed_and_resumed_a_run_is_the_one_that_nobody_stopped(
+    feature, tmp_path, documents, capsys
+):
     keys, check = TABLE["resumed"][feature], CHECKS[feature]
 
     def run(name):
         path = f"dataset_path={documents}/0/documents.jsonl"
-        config = load_config(None, [*RUN, *keys, path, f"base_output_directory={tmp_path}", f"run_name={name}"])
+        config = load_config(
+            None,
+            [
+                *RUN,
+                *keys,
+                path,
+                f"base_output_directory={tmp_path}",
+                f"run_name={name}",
+            ],
+        )
         return config, train(config)
 
     config, straight = run("straight")

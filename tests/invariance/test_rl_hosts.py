@@ -11,7 +11,13 @@ from tests.processes import RunFiles, in_turn, train_in_turn
 from tests.rl.conftest import RUN, evaluations, lines
 
 FILE = "configs/post_train/rl.yml"
-WORDS = [*RUN, "num_iterations=2", "grpo_beta=0.05", "rollout_correction=truncated", "max_num_checkpoints_to_keep=20"]
+WORDS = [
+    *RUN,
+    "num_iterations=2",
+    "grpo_beta=0.05",
+    "rollout_correction=truncated",
+    "max_num_checkpoints_to_keep=20",
+]
 AMID = 3  # steps, after which a batch has had one of its two updates
 
 
@@ -24,9 +30,16 @@ def runs(tmp_path_factory):
     directory = tmp_path_factory.mktemp("runs")
 
     def named(name, *overrides):
-        return [*WORDS, f"base_output_directory={directory}", f"run_name={name}", *overrides]
+        return [
+            *WORDS,
+            f"base_output_directory={directory}",
+            f"run_name={name}",
+            *overrides,
+        ]
 
-    config = load_config(FILE, named("one", "ici_fsdp_parallelism=4", "ici_data_parallelism=2"))
+    config = load_config(
+        FILE, named("one", "ici_fsdp_parallelism=4", "ici_data_parallelism=2")
+    )
     assert isinstance(config, RLRunConfig)
     train_rl(config)
 
@@ -34,11 +47,25 @@ def runs(tmp_path_factory):
     for checkpoint in (directory / "four" / "checkpoints").iterdir():
         if int(checkpoint.name) > AMID:
             shutil.rmtree(checkpoint)
-    mesh = ("ici_fsdp_parallelism=2", "ici_data_parallelism=2", "rollout_fsdp_parallelism=4")
-    fails = [FILE, *RUN, "reward_functions=tests.rl.test_rollout_steps:failing", "reward_error=stop", *mesh,
-             f"base_output_directory={directory / 'fails'}"]  # fmt: skip
+    mesh = (
+        "ici_fsdp_parallelism=2",
+        "ici_data_parallelism=2",
+        "rollout_fsdp_parallelism=4",
+    )
+    fails = [
+        FILE,
+        *RUN,
+        "reward_functions=tests.rl.test_rollout_steps:failing",
+        "reward_error=stop",
+        *mesh,
+        f"base_output_directory={directory / 'fails'}",
+    ]
     failed, _ = in_turn([[FILE, *named("two", *mesh)], fails], processes=2, devices=2)
-    train_in_turn([[FILE, *named("four", "ici_fsdp_parallelism=4", "ici_data_parallelism=2")]], processes=4, devices=2)
+    train_in_turn(
+        [[FILE, *named("four", "ici_fsdp_parallelism=4", "ici_data_parallelism=2")]],
+        processes=4,
+        devices=2,
+    )
     return lambda name: RunFiles(directory / name), failed
 
 
@@ -50,11 +77,17 @@ def test_prompts_responses_and_rewards_are_those_of_one_process(several, runs):
     got, want = (runs[0](name) for name in (several, "one"))
     exact = ("step", "examples_hash", "examples_seen", "target_tokens")
     assert got.sequence(*exact) == want.sequence(*exact)
-    sampled = [[step["responses_hash"] for step in run.steps if "reward" in step] for run in (got, want)]
+    sampled = [
+        [step["responses_hash"] for step in run.steps if "reward" in step]
+        for run in (got, want)
+    ]
     assert sampled[0] == sampled[1]
     assert len(set(sampled[0])) == 3
     pairs = [
-        [(pair["prompt"], pair["response"], pair["rewards"]) for pair in lines(run.directory, "rollouts.jsonl")]
+        [
+            (pair["prompt"], pair["response"], pair["rewards"])
+            for pair in lines(run.directory, "rollouts.jsonl")
+        ]
         for run in (got, want)
     ]
     assert pairs[0] == pairs[1]
@@ -64,7 +97,9 @@ def test_prompts_responses_and_rewards_are_those_of_one_process(several, runs):
 @pytest.mark.parametrize("several", SEVERAL)
 def test_losses_agree(several, runs):
     for key in ("loss", "kl", "grad_norm", "param_norm", "token_nll"):
-        got, want = ([step[key] for step in runs[0](name).steps] for name in (several, "one"))
+        got, want = (
+            [step[key] for step in runs[0](name).steps] for name in (several, "one")
+        )
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6, err_msg=key)
 
 

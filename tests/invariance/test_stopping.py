@@ -21,10 +21,17 @@ def story(tmp_path_factory, documents):
     """One run through all of it, and the same run without it."""
     directory = tmp_path_factory.mktemp("runs")
     overrides = [
-        *MODEL, "steps=100000", "learning_rate_schedule=constant", "per_device_batch_size=-1", "global_batch_size=4",
-        "checkpoint_period=5", "eval_interval=-1", f"dataset_path={documents}/0/documents.jsonl",
-        f"base_output_directory={directory}", "run_name=interrupted",
-    ]  # fmt: skip
+        *MODEL,
+        "steps=100000",
+        "learning_rate_schedule=constant",
+        "per_device_batch_size=-1",
+        "global_batch_size=4",
+        "checkpoint_period=5",
+        "eval_interval=-1",
+        f"dataset_path={documents}/0/documents.jsonl",
+        f"base_output_directory={directory}",
+        "run_name=interrupted",
+    ]
     run, found = RunFiles(directory / "interrupted"), {}
 
     def until_after(step, act):
@@ -32,13 +39,26 @@ def story(tmp_path_factory, documents):
             under_way.wait_until(lambda: run.last_step > step and run.checkpoints)
             began = time.monotonic()
             act(under_way)
-            return *under_way.end(), time.monotonic() - began, run.last_step, run.checkpoints
+            return (
+                *under_way.end(),
+                time.monotonic() - began,
+                run.last_step,
+                run.checkpoints,
+            )
 
-    found["killed"] = until_after(6, lambda both: os.kill(both.process_id(1), signal.SIGKILL))
-    found["all told"] = until_after(found["killed"][4], lambda both: both.popen.send_signal(signal.SIGTERM))
-    found["one told"] = until_after(found["all told"][4], lambda both: os.kill(both.process_id(1), signal.SIGTERM))
+    found["killed"] = until_after(
+        6, lambda both: os.kill(both.process_id(1), signal.SIGKILL)
+    )
+    found["all told"] = until_after(
+        found["killed"][4], lambda both: both.popen.send_signal(signal.SIGTERM)
+    )
+    found["one told"] = until_after(
+        found["all told"][4], lambda both: os.kill(both.process_id(1), signal.SIGTERM)
+    )
     last = found["one told"][4] + 2
-    train(load_config(None, [*overrides, f"steps={last}"]))  # on 8 devices: half an example each
+    train(
+        load_config(None, [*overrides, f"steps={last}"])
+    )  # on 8 devices: half an example each
     train(load_config(None, [*overrides, f"steps={last}", "run_name=straight"]))
     return found, run, RunFiles(directory / "straight")
 
@@ -52,21 +72,30 @@ def test_where_one_process_is_killed_the_others_are_ended_within_seconds(story):
     assert checkpoints[-1] % 5 == 0
 
 
-@pytest.mark.parametrize(("who", "reasons"), [
-    ("all told", {"SIGTERM"}),
-    ("one told", {"SIGTERM", "another host"}),
-])  # fmt: skip
-def test_told_to_stop_all_stop_after_the_same_step_saved_and_with_75(who, reasons, story):
+@pytest.mark.parametrize(
+    ("who", "reasons"),
+    [
+        ("all told", {"SIGTERM"}),
+        ("one told", {"SIGTERM", "another host"}),
+    ],
+)
+def test_told_to_stop_all_stop_after_the_same_step_saved_and_with_75(
+    who, reasons, story
+):
     code, output, errors, _, last_step, checkpoints = story[0][who]
     assert code == 75, errors
     assert checkpoints[-1] == last_step
     said = [line for line in output.splitlines() if "stopped by" in line]
-    assert said in [[f"[0] stopped by {reason} after step {last_step}, saved"] for reason in reasons]
+    assert said in [
+        [f"[0] stopped by {reason} after step {last_step}, saved"] for reason in reasons
+    ]
 
 
 def test_after_all_that_the_run_is_the_one_that_nobody_stopped(story):
     found, run, straight = story
-    assert found["killed"][4] < found["all told"][4] < found["one told"][4] < run.last_step
+    assert (
+        found["killed"][4] < found["all told"][4] < found["one told"][4] < run.last_step
+    )
     assert run.sequence(*EXACT) == straight.sequence(*EXACT)
     for interrupted, whole in zip(run.steps[:5], straight.steps[:5], strict=True):
         assert interrupted["loss"] == pytest.approx(whole["loss"], rel=1e-5)
@@ -109,18 +138,43 @@ if jax.process_count() > 1:
 """
 
 
-def test_what_one_process_asks_for_or_cannot_read_ends_all_after_the_same_step(tmp_path):
+def test_what_one_process_asks_for_or_cannot_read_ends_all_after_the_same_step(
+    tmp_path,
+):
     """With several hosts a callback's answer is a step later; what was trained on the way is what one process trains.
     An evaluation that one process cannot read ends all at its step, which is saved."""
     found = {}
     for processes in (2, 1):
-        words = [*MODEL, "steps=9", "learning_rate_schedule=constant", "per_device_batch_size=2", "eval_interval=-1",
-                 f"base_output_directory={tmp_path}", f"run_name={processes}"]  # fmt: skip
-        command, variables = launched([*quick_python(), "-c", OWN, *words], processes=processes, devices=2 // processes)
-        result = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=SECONDS, check=False)
+        words = [
+            *MODEL,
+            "steps=9",
+            "learning_rate_schedule=constant",
+            "per_device_batch_size=2",
+            "eval_interval=-1",
+            f"base_output_directory={tmp_path}",
+            f"run_name={processes}",
+        ]
+        command, variables = launched(
+            [*quick_python(), "-c", OWN, *words],
+            processes=processes,
+            devices=2 // processes,
+        )
+        result = subprocess.run(
+            command,
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            check=False,
+        )
         assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
-        said = [line.removeprefix("[0] ").removeprefix("[1] ") for line in result.stdout.splitlines()]
-        found[processes] = [line for line in said if line.startswith(("ended", "refused"))]
+        said = [
+            line.removeprefix("[0] ").removeprefix("[1] ")
+            for line in result.stdout.splitlines()
+        ]
+        found[processes] = [
+            line for line in said if line.startswith(("ended", "refused"))
+        ]
     refused = "refused: record 7 is damaged. The run ended after step 3, saved."
     assert {number: sorted(said) for number, said in found.items()} == {
         2: ["ended after 5", "ended after 5", refused, refused],
@@ -154,15 +208,38 @@ sys.exit(run_command(main))
 """
 
 
-def test_a_disk_that_is_full_on_one_host_alone_ends_all_with_2_and_the_same_line(tmp_path):
+def test_a_disk_that_is_full_on_one_host_alone_ends_all_with_2_and_the_same_line(
+    tmp_path,
+):
     """Nobody waits for that host's part of the save, and what is safe is what the first host knows of."""
-    words = [*MODEL, "steps=100000", "learning_rate_schedule=constant", "per_device_batch_size=1", "eval_interval=-1",
-             "checkpoint_period=2", "log_to=", f"base_output_directory={tmp_path}", "run_name=full"]  # fmt: skip
-    command, variables = launched([*quick_python(), "-c", FULL, *words], processes=2, devices=1)
-    ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=SECONDS, check=False)
+    words = [
+        *MODEL,
+        "steps=100000",
+        "learning_rate_schedule=constant",
+        "per_device_batch_size=1",
+        "eval_interval=-1",
+        "checkpoint_period=2",
+        "log_to=",
+        f"base_output_directory={tmp_path}",
+        "run_name=full",
+    ]
+    command, variables = launched(
+        [*quick_python(), "-c", FULL, *words], processes=2, devices=1
+    )
+    ended = subprocess.run(
+        command,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
     assert ended.returncode == 2, ended.stderr[-4000:]
     line = r"error: \S+/unfinished-4\S* cannot be written: File too large\. What is safe: the checkpoint of step 2, .*"
-    said = [re.findall(rf"^\[{process}\] (error: .*)", ended.stderr, re.MULTILINE) for process in range(2)]
+    said = [
+        re.findall(rf"^\[{process}\] (error: .*)", ended.stderr, re.MULTILINE)
+        for process in range(2)
+    ]
     assert said[0] == said[1]
     assert re.fullmatch(line, *said[0])
     assert "Traceback" not in ended.stderr

@@ -22,18 +22,39 @@ torch = pytest.importorskip("torch")
 RATE, CLIP, DECAY = 3e-2, 0.5, 0.1
 LENGTHS = [12, 3, 9, 1, 12, 7, 2, 5]
 KEYS = [
-    "optimizer=adamw", f"learning_rate={RATE}", "learning_rate_schedule=constant", "warmup_steps=0", "steps=1",
-    f"gradient_clipping_threshold={CLIP}", f"weight_decay={DECAY}", "adam_b1=0.9", "adam_b2=0.99", "adam_eps=1e-4",
-    "matmul_precision=highest", "load_balance_loss_weight=0", "routed_bias_update_rate=0", "dtype=float32",
-]  # fmt: skip
-DECAYED = ("proj", "lm_head", "c_attn", "c_fc", "c_proj", "gate.weight", "router.weight")
+    "optimizer=adamw",
+    f"learning_rate={RATE}",
+    "learning_rate_schedule=constant",
+    "warmup_steps=0",
+    "steps=1",
+    f"gradient_clipping_threshold={CLIP}",
+    f"weight_decay={DECAY}",
+    "adam_b1=0.9",
+    "adam_b2=0.99",
+    "adam_eps=1e-4",
+    "matmul_precision=highest",
+    "load_balance_loss_weight=0",
+    "routed_bias_update_rate=0",
+    "dtype=float32",
+]
+DECAYED = (
+    "proj",
+    "lm_head",
+    "c_attn",
+    "c_fc",
+    "c_proj",
+    "gate.weight",
+    "router.weight",
+)
 
 
 def _rows():
     """Rows of tokens, the next ones as targets, and weights that are 0 after each row's end and here and there."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(3, 96, (len(LENGTHS), 13)).astype(np.int32)
-    weights = (np.arange(12)[None] < np.array(LENGTHS)[:, None]) & (rng.random((len(LENGTHS), 12)) < 0.8)
+    weights = (np.arange(12)[None] < np.array(LENGTHS)[:, None]) & (
+        rng.random((len(LENGTHS), 12)) < 0.8
+    )
     weights[:, 0] = True
     return tokens, weights.astype(np.float32)
 
@@ -43,19 +64,34 @@ def _torch_step(name, directory):
     model = copy.deepcopy(hf_models.model(name))  # in evaluation mode: without dropout
     tokens, weights = _rows()
     total = 0.0
-    for row, weight, length in zip(tokens, weights, LENGTHS, strict=True):  # one by one: no padding, no mask
+    for row, weight, length in zip(
+        tokens, weights, LENGTHS, strict=True
+    ):  # one by one: no padding, no mask
         logits = model(torch.tensor(row[None, :length])).logits[0]
-        nll = torch.nn.functional.cross_entropy(logits, torch.tensor(row[1 : length + 1]).long(), reduction="none")
+        nll = torch.nn.functional.cross_entropy(
+            logits, torch.tensor(row[1 : length + 1]).long(), reduction="none"
+        )
         total = total + (nll * torch.tensor(weight[:length])).sum()
     loss = total / weights.sum()
     loss.backward()
     table = model.get_input_embeddings().weight
     gradient = table.grad.numpy().copy()
     named = [(path, p) for path, p in model.named_parameters() if p.requires_grad]
-    is_decayed = lambda path, p: p.ndim > 1 and any(word in path for word in DECAYED) and "bias" not in path  # noqa: E731
+
+    def is_decayed(path, p):
+        return (
+            p.ndim > 1 and any(word in path for word in DECAYED) and "bias" not in path
+        )
+
     groups = [
-        {"params": [p for path, p in named if is_decayed(path, p)], "weight_decay": DECAY},
-        {"params": [p for path, p in named if not is_decayed(path, p)], "weight_decay": 0.0},
+        {
+            "params": [p for path, p in named if is_decayed(path, p)],
+            "weight_decay": DECAY,
+        },
+        {
+            "params": [p for path, p in named if not is_decayed(path, p)],
+            "weight_decay": 0.0,
+        },
     ]
     torch.nn.utils.clip_grad_norm_([p for _, p in named], CLIP)
     torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.99), eps=1e-4).step()
@@ -65,7 +101,9 @@ def _torch_step(name, directory):
 
 def _laid_out(decoder, mesh):
     return jax.tree.map(
-        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+        lambda leaf, where: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=where
+        ),
         decoder.abstract_params,
         tree_shardings(mesh, decoder.axes),
     )
@@ -89,7 +127,9 @@ def test_a_step_is_that_of_torch(name, tmp_path):
     decoder = Decoder(make_decoder(config, "cpu").shape)
     parts = StepParts(decoder, make_optimizer(config, decoder.axes), mesh, config)
     batch = {
-        key: jax.device_put(x.reshape(-1, 2, 12).swapaxes(0, 1), sharding(mesh, TRAIN_BATCH_AXES))
+        key: jax.device_put(
+            x.reshape(-1, 2, 12).swapaxes(0, 1), sharding(mesh, TRAIN_BATCH_AXES)
+        )
         for key, x in rows.items()
     }
     params = load_hf_parameters(before, _laid_out(decoder, mesh), "HF_DIR")
@@ -98,13 +138,20 @@ def test_a_step_is_that_of_torch(name, tmp_path):
         if name == "llama":
             found = jax.jit(GradientLoop(parts).of_step)(params, batch)
             gradient = np.asarray(found.gradients["embedding"]["table"])
-            assert np.abs(gradient - want_gradient).max() <= 2e-4 * np.abs(want_gradient).max()
+            assert (
+                np.abs(gradient - want_gradient).max()
+                <= 2e-4 * np.abs(want_gradient).max()
+            )
         step = make_train_step(parts, learning_rate_schedule(config, last=1))
         state, metrics = jax.device_get(step(state_from(parts, params, 0), batch, None))
     assert float(metrics["loss"]) == pytest.approx(want_loss, rel=1e-5)
-    want = jax.device_get(load_hf_parameters(tmp_path / "after", _laid_out(decoder, mesh), "HF_DIR"))
+    want = jax.device_get(
+        load_hf_parameters(tmp_path / "after", _laid_out(decoder, mesh), "HF_DIR")
+    )
     ours, at_first = (jax.tree.leaves(tree) for tree in (state.params, start))
-    for (path, theirs), found, first in zip(jax.tree.leaves_with_path(want), ours, at_first, strict=True):
+    for (path, theirs), found, first in zip(
+        jax.tree.leaves_with_path(want), ours, at_first, strict=True
+    ):
         moved = np.linalg.norm(theirs - first)
         assert moved > 0 or name == "deepseek_v2", path
         off = np.linalg.norm(found - theirs)

@@ -18,14 +18,29 @@ pytest.importorskip("libtpu", reason="libtpu, of the extra tpu, is not installed
 
 LAYERS = 3
 SMALL = (
-    "dataset_type=synthetic", "steps=100", "dtype=bfloat16", "vocab_size=2048", "base_emb_dim=256",
-    "base_num_query_heads=4", "base_num_kv_heads=4", "head_dim=64", "base_mlp_dim=512",
-    f"base_num_decoder_layers={LAYERS}", "max_target_length=384", "per_device_batch_size=1",
-)  # fmt: skip
+    "dataset_type=synthetic",
+    "steps=100",
+    "dtype=bfloat16",
+    "vocab_size=2048",
+    "base_emb_dim=256",
+    "base_num_query_heads=4",
+    "base_num_kv_heads=4",
+    "head_dim=64",
+    "base_mlp_dim=512",
+    f"base_num_decoder_layers={LAYERS}",
+    "max_target_length=384",
+    "per_device_batch_size=1",
+)
 PROGRAMS = {
-    "data 2 x fsdp 4, A = 2": ("ici_data_parallelism=2", "gradient_accumulation_steps=2"),
+    "data 2 x fsdp 4, A = 2": (
+        "ici_data_parallelism=2",
+        "gradient_accumulation_steps=2",
+    ),
     "fsdp 2 x tensor 4": ("ici_tensor_parallelism=4", "remat_policy=minimal"),
-    "data 4 x fsdp 2, ZeRO-1": ("ici_data_parallelism=4", "shard_optimizer_over_data=true"),
+    "data 4 x fsdp 2, ZeRO-1": (
+        "ici_data_parallelism=4",
+        "shard_optimizer_over_data=true",
+    ),
     "fsdp 2 x expert 4": ("model_name=mixtral-8x7b", "ici_expert_parallelism=4"),
 }
 
@@ -44,7 +59,8 @@ def whole_stacks(module: Module, it: Program) -> set[str]:
     sharded = {
         tuple(sorted(size for size in parameter.shape if size > 1))
         for parameter in it.parameters
-        if parameter.name.startswith("layers.") and any(map(len, parameter.partition_spec[1:]))
+        if parameter.name.startswith("layers.")
+        and any(map(len, parameter.partition_spec[1:]))
     }
     return {
         instruction.line
@@ -60,11 +76,15 @@ def test_attention_is_splash_in_both_directions(name):
     kernels = {kernel.name: kernel.times for kernel in compiled.work.kernels}
     micro_batches = 2 if "A = 2" in name else 1
     for direction in ("splash_mha_fwd", "splash_mha_dkv"):
-        times = [count for kernel, count in kernels.items() if kernel.startswith(direction)]
+        times = [
+            count for kernel, count in kernels.items() if kernel.startswith(direction)
+        ]
         assert len(times) == 1
         assert times[0] % (LAYERS * micro_batches) == 0
     # Those of experts have no name of their own: three matmuls, each once forward and twice backward.
-    others = sum(count for kernel, count in kernels.items() if not kernel.startswith("splash"))
+    others = sum(
+        count for kernel, count in kernels.items() if not kernel.startswith("splash")
+    )
     assert others == (9 * LAYERS if "expert" in name else 0)
 
 
@@ -96,15 +116,26 @@ def test_gradients_cross_data_once_a_step_after_the_loop():
 def test_sharded_optimizer_states_cost_no_copy_of_the_parameters():
     """Which XLA makes of donated arrays that are gathered into, and of what has been gathered."""
     compiled, module = program("data 4 x fsdp 2, ZeRO-1")
-    across = [c for c in collectives(module) if c.kind == "all-gather" and "data" in c.axes(compiled.mesh)]
+    across = [
+        c
+        for c in collectives(module)
+        if c.kind == "all-gather" and "data" in c.axes(compiled.mesh)
+    ]
     parameters = sum(parameter.bytes_per_device for parameter in compiled.parameters)
-    assert sum(c.payload_bytes * (c.times or 0) for c in across) == pytest.approx(parameters, rel=0.01)
-    stack = max((p for p in compiled.parameters if p.name.startswith("layers.")), key=lambda p: p.bytes_per_device)
+    assert sum(c.payload_bytes * (c.times or 0) for c in across) == pytest.approx(
+        parameters, rel=0.01
+    )
+    stack = max(
+        (p for p in compiled.parameters if p.name.startswith("layers.")),
+        key=lambda p: p.bytes_per_device,
+    )
     copies = [
         instruction.line
         for _, instruction, _ in module.scheduled()
         for array in instruction.arrays
-        if instruction.opcode == "copy" and array.dtype == "f32" and array.num_bytes == stack.bytes_per_device
+        if instruction.opcode == "copy"
+        and array.dtype == "f32"
+        and array.num_bytes == stack.bytes_per_device
     ]
     assert copies == []
 

@@ -17,7 +17,10 @@ def inputs(num_tokens, *, seed=0, num_kv_heads=K, value_dim=H, rows=B):
     """
     rng = np.random.default_rng(seed)
     shapes = (N, H), (num_kv_heads, H), (num_kv_heads, value_dim), (N, value_dim)
-    q, k, v, g = (rng.normal(size=(rows, num_tokens, *shape)).astype(np.float32) for shape in shapes)
+    q, k, v, g = (
+        rng.normal(size=(rows, num_tokens, *shape)).astype(np.float32)
+        for shape in shapes
+    )
     segment = np.cumsum(rng.random((rows, num_tokens)) < 0.05, axis=1) + 1
     segment[0] = 1
     segment[1:, num_tokens // 3 :] += 1
@@ -41,7 +44,9 @@ def attention(q, k, v, segment, g, sink=None, scoring=Scoring()):  # noqa: B008
     score = np.where(seen[:, None], score, -np.inf)
     # The sink is one more key, whose value is 0.
     last = np.full(q.shape[2], -np.inf) if sink is None else np.float64(sink)
-    score = np.concatenate([score, np.broadcast_to(last[:, None, None], (*score.shape[:3], 1))], axis=-1)
+    score = np.concatenate(
+        [score, np.broadcast_to(last[:, None, None], (*score.shape[:3], 1))], axis=-1
+    )
     weight = np.exp(score - score.max(-1, keepdims=True))
     weight /= weight.sum(-1, keepdims=True)
     context = np.einsum("bnts,bsnh->btnh", weight[..., :-1], v)
@@ -56,14 +61,22 @@ def attention(q, k, v, segment, g, sink=None, scoring=Scoring()):  # noqa: B008
     dq = np.einsum("bnts,bsnh->btnh", dproduct, k)
     dk = shared(np.einsum("bnts,btnh->bsnh", dproduct, q))
     dv = shared(np.einsum("bnts,btnh->bsnh", weight[..., :-1], g))
-    return context, dq, dk, dv, *(() if sink is None else (dscore[..., -1].sum(axis=(0, 2)),))
+    return (
+        context,
+        dq,
+        dk,
+        dv,
+        *(() if sink is None else (dscore[..., -1].sum(axis=(0, 2)),)),
+    )
 
 
 def with_gradients(attend):
     """(q, k, v, segment, g, sink) -> context and the gradients of its product with g."""
 
     def run(q, k, v, segment, g, sink=None):
-        context, back = jax.vjp(lambda q, k, v, sink: attend(q, k, v, segment, sink), q, k, v, sink)
+        context, back = jax.vjp(
+            lambda q, k, v, sink: attend(q, k, v, segment, sink), q, k, v, sink
+        )
         return context, *(dx for dx in back(g.astype(context.dtype)) if dx is not None)
 
     return run
@@ -73,9 +86,13 @@ def assert_close(found, expected, *, atol=2e-5, share=None):
     """Array by array; with `share`, the norm of the difference is that share of the norm at most."""
     for got, want in zip(found, expected, strict=True):
         if share is None:
-            np.testing.assert_allclose(np.reshape(got, want.shape), want, rtol=1e-4, atol=atol)
+            np.testing.assert_allclose(
+                np.reshape(got, want.shape), want, rtol=1e-4, atol=atol
+            )
         else:
-            assert np.linalg.norm(np.reshape(np.float64(got), want.shape) - want) <= share * np.linalg.norm(want)
+            assert np.linalg.norm(
+                np.reshape(np.float64(got), want.shape) - want
+            ) <= share * np.linalg.norm(want)
 
 
 # ---- Experts --------------------------------------------------------------------------------------------------------
@@ -83,7 +100,9 @@ def assert_close(found, expected, *, atol=2e-5, share=None):
 
 def _hidden(gate, up, activation):
     """Of a gated mlp, with its derivatives by gate and up."""
-    most, steepness, one = (7.0, 1.702, 1.0) if activation == "clamped_silu" else (np.inf, 1.0, 0.0)
+    most, steepness, one = (
+        (7.0, 1.702, 1.0) if activation == "clamped_silu" else (np.inf, 1.0, 0.0)
+    )
     a, b = np.minimum(gate, most), np.clip(up, -most, most) + one
     sigmoid = 1 / (1 + np.exp(-steepness * a))
     by_gate = b * sigmoid * (1 + steepness * a * (1 - sigmoid)) * (gate < most)
@@ -107,15 +126,21 @@ def experts(x, expert, share, weights, g, *, activation="silu", on_input=False):
             is_chosen = (expert[..., j] == e)[..., None]
             s = share[..., j, None] * is_chosen
             given, factor = (s * x, is_chosen) if on_input else (x, s)
-            hidden, by_gate, by_up = _hidden(given @ gate + gate_bias, given @ up + up_bias, activation)
+            hidden, by_gate, by_up = _hidden(
+                given @ gate + gate_bias, given @ up + up_bias, activation
+            )
             out = hidden @ down + down_bias
             y += factor * out
             dout = factor * g
             dgate, dup = dout @ down.T * by_gate, dout @ down.T * by_up
             dgiven = dgate @ gate.T + dup @ up.T
             dx += s * dgiven if on_input else dgiven
-            dshare[..., j] += (is_chosen * (dgiven * x if on_input else out * g)).sum(-1)
-            for which, (left, right) in enumerate(((given, dgate), (given, dup), (hidden, dout))):
+            dshare[..., j] += (is_chosen * (dgiven * x if on_input else out * g)).sum(
+                -1
+            )
+            for which, (left, right) in enumerate(
+                ((given, dgate), (given, dup), (hidden, dout))
+            ):
                 dweights[which][e] += np.einsum("BTi,BTo->io", left, right)
                 if biases:
                     dweights[3 + which][e] += right.sum((0, 1))
@@ -130,15 +155,27 @@ def routing(x, router, shape: ExpertShape, bias=0.0):
     judged = score + bias
     if shape.num_groups > 1:
         groups = judged.reshape(*judged.shape[:2], shape.num_groups, -1)
-        best = np.sort(groups)[..., -2:].sum(-1) if shape.score == "sigmoid" else groups.max(-1)
+        best = (
+            np.sort(groups)[..., -2:].sum(-1)
+            if shape.score == "sigmoid"
+            else groups.max(-1)
+        )
         rank = np.argsort(np.argsort(-best))
-        judged = np.where((rank < shape.groups_per_token)[..., None], groups, -np.inf).reshape(judged.shape)
+        judged = np.where(
+            (rank < shape.groups_per_token)[..., None], groups, -np.inf
+        ).reshape(judged.shape)
     expert = np.argsort(-judged, kind="stable")[..., : shape.num_per_token]
     is_chosen = expert[..., None] == np.arange(logits.shape[-1])
-    if shape.score == "sparsemixer":  # each choice by a softmax over the experts that are left and near the best
-        left = np.where(np.cumsum(is_chosen, 2) - is_chosen > 0, -np.inf, logits[:, :, None])
+    if (
+        shape.score == "sparsemixer"
+    ):  # each choice by a softmax over the experts that are left and near the best
+        left = np.where(
+            np.cumsum(is_chosen, 2) - is_chosen > 0, -np.inf, logits[:, :, None]
+        )
         most = left.max(-1, keepdims=True)
-        far = (most - logits[:, :, None]) / np.maximum(np.abs(logits[:, :, None]), most) > 0.02
+        far = (most - logits[:, :, None]) / np.maximum(
+            np.abs(logits[:, :, None]), most
+        ) > 0.02
         each = np.exp(np.where(far, -np.inf, left))
         each /= each.sum(-1, keepdims=True)
         share = (each * is_chosen).sum(-1)
@@ -150,6 +187,8 @@ def routing(x, router, shape: ExpertShape, bias=0.0):
         by_logits = chosen[..., None] * (is_chosen - score[:, :, None])
     if shape.normalised:
         total = chosen.sum(-1, keepdims=True)
-        by_logits = by_logits / total[..., None] - (chosen / total**2)[..., None] * by_logits.sum(2, keepdims=True)
+        by_logits = by_logits / total[..., None] - (chosen / total**2)[
+            ..., None
+        ] * by_logits.sum(2, keepdims=True)
         chosen = chosen / total
     return expert, shape.scaling * chosen, shape.scaling * by_logits, score, logits

@@ -17,15 +17,31 @@ from maxtext_lite.models.tile_layout import Layout
 from maxtext_lite.models.tiled_attention import tiled_attention
 from maxtext_lite.parallel import MESH_AXES, make_mesh, over_replicas
 from tests.models import exact
-from tests.models.exact import EVERYTHING, SINK, H, K, assert_close, inputs, with_gradients
+from tests.models.exact import (
+    EVERYTHING,
+    SINK,
+    H,
+    K,
+    assert_close,
+    inputs,
+    with_gradients,
+)
 from tests.models.tokamax_stand_in import Blocks, Range, StandIn
 
 KERNELS = {
-    "tiled": lambda *x, scoring=EVERYTHING: tiled_attention(*x[:4], "ring", x[4], scoring),
-    "splash": lambda *x, scoring=EVERYTHING: splash_attention(*x, scoring=scoring, interpret=True),
+    "tiled": lambda *x, scoring=EVERYTHING: tiled_attention(
+        *x[:4], "ring", x[4], scoring
+    ),
+    "splash": lambda *x, scoring=EVERYTHING: splash_attention(
+        *x, scoring=scoring, interpret=True
+    ),
     "mosaic": lambda *x, scoring=EVERYTHING: mosaic_attention(*x, scoring=scoring),
-    "mha": lambda *x, scoring=EVERYTHING: mha_attention(*x[:4], scoring=scoring, interpret=True),
-    "cudnn_masked": lambda *x, scoring=EVERYTHING: cudnn_masked_attention(*x[:4], scoring=scoring),
+    "mha": lambda *x, scoring=EVERYTHING: mha_attention(
+        *x[:4], scoring=scoring, interpret=True
+    ),
+    "cudnn_masked": lambda *x, scoring=EVERYTHING: cudnn_masked_attention(
+        *x[:4], scoring=scoring
+    ),
 }
 
 
@@ -35,14 +51,21 @@ def stand_ins(monkeypatch):
     asked, by_name, pair = [], jax.nn.dot_product_attention, (128, 128)
 
     def attend(*arrays, implementation, **options):
-        asked.append((implementation, sorted(name for name, value in options.items() if value is not None)))
+        asked.append(
+            (
+                implementation,
+                sorted(name for name, value in options.items() if value is not None),
+            )
+        )
         return by_name(*arrays, implementation="xla", **options)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", attend)
     monkeypatch.setattr(mosaic, "flash_attention", lambda: (StandIn(), Range))
     monkeypatch.setattr(StandIn, "rows_of_calls", [])
     monkeypatch.setattr(StandIn, "configs", [])
-    monkeypatch.setattr(splash_blocks, "MOST_TOKENS", (MostTokens(256, pair, pair, pair, fused=pair),))
+    monkeypatch.setattr(
+        splash_blocks, "MOST_TOKENS", (MostTokens(256, pair, pair, pair, fused=pair),)
+    )
     return asked
 
 
@@ -55,7 +78,16 @@ def stand_ins(monkeypatch):
         ("tiled", 53, Scoring(window=18, soft_cap=1.5), True, 1, 6, 512),
         # Three tiles and one that is padded; tiles of two strips; windows that see whole tiles, and parts.
         ("tiled", 53, Scoring(scale=0.4), True, 2, 16, 16),
-        pytest.param("tiled", 53, Scoring(window=9, soft_cap=0.7), True, 4, 6, 32, marks=pytest.mark.fast),
+        pytest.param(
+            "tiled",
+            53,
+            Scoring(window=9, soft_cap=0.7),
+            True,
+            4,
+            6,
+            32,
+            marks=pytest.mark.fast,
+        ),
         ("tiled", 53, Scoring(scale=0.4, window=18), False, 1, 6, 16),
         # A window across blocks, which keeps the first from the last one's sight; and one kernel for all gradients.
         ("splash", 384, Scoring(scale=0.4, window=140, soft_cap=1.5), True, 2, 8, 512),
@@ -74,8 +106,12 @@ def test_a_kernel_equals_float64_attention(
     monkeypatch.setattr(tile_layout, "_STRIP", 16)
     monkeypatch.setattr(tile_layout, "_TILE", tile)
     run = jax.jit(with_gradients(lambda *x: KERNELS[kernel](*x, scoring=scoring)))
-    for seed, sink in enumerate((SINK, np.array([500.0, -500.0, 0.0, 90.0], np.float32))):
-        arrays = inputs(num_tokens, seed=seed, num_kv_heads=num_kv_heads, value_dim=value_dim)
+    for seed, sink in enumerate(
+        (SINK, np.array([500.0, -500.0, 0.0, 90.0], np.float32))
+    ):
+        arrays = inputs(
+            num_tokens, seed=seed, num_kv_heads=num_kv_heads, value_dim=value_dim
+        )
         given = (*arrays, sink if sinks else None)
         with jax.default_matmul_precision("highest"):
             assert_close(run(*given), exact.attention(*given, scoring))
@@ -90,9 +126,13 @@ def test_plain_attention_equals_float64_attention_of_tokens_in_any_order():
 
         @jax.jit
         def run(q, k, v, segment, scoring=scoring):
-            return plain_attention(q, k, v, SINK, segment_BT=segment, place_T=place, scoring=scoring)
+            return plain_attention(
+                q, k, v, SINK, segment_BT=segment, place_T=place, scoring=scoring
+            )
 
-        assert_close([run(*(x[:, place] for x in (q, k, v, segment)))], [want[:, place]])
+        assert_close(
+            [run(*(x[:, place] for x in (q, k, v, segment)))], [want[:, place]]
+        )
 
 
 @pytest.mark.parametrize("kernel", ["tiled", "splash", "mosaic", "mha"])
@@ -104,69 +144,106 @@ def test_bfloat16_stays_close_and_the_gradient_of_float32_sinks_is_float32(kerne
     found = run(*narrow, sink)
     dtypes = [jnp.bfloat16] * 4 + ([] if sink is None else [jnp.float32])
     assert [x.dtype for x in found] == dtypes
-    want = exact.attention(*(np.asarray(x, np.float64) if x.ndim == 4 else x for x in narrow), sink, scoring)
+    want = exact.attention(
+        *(np.asarray(x, np.float64) if x.ndim == 4 else x for x in narrow),
+        sink,
+        scoring,
+    )
     assert_close(found, want, share=0.02)
 
 
 @pytest.mark.parametrize("kernel", ["tiled", "mosaic", "mha", "cudnn_masked"])
 def test_replicas_are_apart_and_heads_and_rows_lie_on_their_devices(kernel):
     arrays = inputs(32, rows=8)
-    mesh = make_mesh(dict.fromkeys(MESH_AXES, 1) | {"data": 2, "fsdp": 2, "tensor": 2}, dict.fromkeys(MESH_AXES, 1))
+    mesh = make_mesh(
+        dict.fromkeys(MESH_AXES, 1) | {"data": 2, "fsdp": 2, "tensor": 2},
+        dict.fromkeys(MESH_AXES, 1),
+    )
     scoring = Scoring(scale=0.4) if kernel == "mha" else Scoring(scale=0.4, window=9)
     sink = SINK if kernel in ("tiled", "mosaic") else None
 
     def of_replica(sink, *arrays):
-        return with_gradients(lambda *x: KERNELS[kernel](*x, scoring=scoring))(*arrays, sink)
+        return with_gradients(lambda *x: KERNELS[kernel](*x, scoring=scoring))(
+            *arrays, sink
+        )
 
     with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
-        found = jax.jit(over_replicas(of_replica, 2, rows=(1, 2, 3, 4, 5)))(sink, *arrays)
+        found = jax.jit(over_replicas(of_replica, 2, rows=(1, 2, 3, 4, 5)))(
+            sink, *arrays
+        )
     for replica, rows in enumerate((slice(0, 4), slice(4, 8))):
         want = exact.attention(*(x[rows] for x in arrays), sink, scoring)
         assert_close([x[replica] for x in found], want)
-    assert set(StandIn.rows_of_calls) == ({2} if kernel == "mosaic" else set())  # 8 over data 2 x fsdp 2, in one call
+    assert set(StandIn.rows_of_calls) == (
+        {2} if kernel == "mosaic" else set()
+    )  # 8 over data 2 x fsdp 2, in one call
 
 
 @pytest.mark.parametrize("scoring", [Scoring(), Scoring(scale=0.4, window=40)], ids=str)
-def test_cudnn_without_a_mask_is_right_for_all_tokens_of_rows_of_one_document(scoring, stand_ins):
+def test_cudnn_without_a_mask_is_right_for_all_tokens_of_rows_of_one_document(
+    scoring, stand_ins
+):
     q, k, v, _, g = inputs(100)
     segment = np.ones(q.shape[:2], np.int32)
     segment[0, 80:] = 0
     real = (segment > 0)[..., None, None]
     options = {"kernel": "cudnn_flash", "strategy": "ring", "scoring": scoring}
-    found = jax.jit(with_gradients(lambda *x: attention(*x, **options)))(q, k, v, segment, g * real)
+    found = jax.jit(with_gradients(lambda *x: attention(*x, **options)))(
+        q, k, v, segment, g * real
+    )
     want = exact.attention(q, k, v, segment, g * real, scoring=scoring)
     assert_close([found[0] * real, *found[1:]], [want[0] * real, *want[1:]])
     assert {implementation for implementation, _ in stand_ins} == {"cudnn"}
     assert not any("mask" in names for _, names in stand_ins)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the XLA implementation of 0.0.12
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # of the XLA implementation of 0.0.12
 def test_the_op_and_its_vjp_are_called_as_tokamax_has_them(monkeypatch):
     """Its XLA implementation in the place of its kernels: the same base class, `bind`, residuals and `Mask`.
 
     Its gradient makes the softmax anew, of the keys alone, where the kernels take the log-partition: no sinks here.
     """
-    base = pytest.importorskip("tokamax._src.ops.attention.base", reason="tokamax is not installed")
+    base = pytest.importorskip(
+        "tokamax._src.ops.attention.base", reason="tokamax is not installed"
+    )
 
     class Plain(base.DotProductAttention):
         pass
 
     monkeypatch.undo()
     mosaic.flash_attention()  # absl's flags count as parsed from here on
-    monkeypatch.setattr(mosaic, "flash_attention", lambda: (Plain(vjp=base.DotProductAttentionVjp()), base.Mask))
+    monkeypatch.setattr(
+        mosaic,
+        "flash_attention",
+        lambda: (Plain(vjp=base.DotProductAttentionVjp()), base.Mask),
+    )
     arrays = inputs(100, value_dim=8)
-    found = jax.jit(with_gradients(lambda *x: mosaic_attention(*x, scoring=EVERYTHING)))(*arrays)
+    found = jax.jit(
+        with_gradients(lambda *x: mosaic_attention(*x, scoring=EVERYTHING))
+    )(*arrays)
     assert_close(found, exact.attention(*arrays, scoring=EVERYTHING))
 
 
 @pytest.mark.parametrize(
     ("width", "forward", "backward"),
-    [(64, Blocks(block_kv=256, num_stages=3), Blocks()), (256, Blocks(), Blocks(compute_wgs=1))],
+    [
+        (64, Blocks(block_kv=256, num_stages=3), Blocks()),
+        (256, Blocks(), Blocks(compute_wgs=1)),
+    ],
 )
 def test_tokamaxs_blocks_are_those_that_were_the_fastest(width, forward, backward):
-    q, k = (jax.ShapeDtypeStruct((1, 256, heads, width), jnp.float32) for heads in (2, 1))
+    q, k = (
+        jax.ShapeDtypeStruct((1, 256, heads, width), jnp.float32) for heads in (2, 1)
+    )
     segment = np.ones((1, 256), np.int32)
-    jax.eval_shape(jax.grad(lambda *x: mosaic_attention(*x, segment).sum(), argnums=(0, 1, 2)), q, k, k)
+    jax.eval_shape(
+        jax.grad(lambda *x: mosaic_attention(*x, segment).sum(), argnums=(0, 1, 2)),
+        q,
+        k,
+        k,
+    )
     assert (StandIn.configs[0], StandIn.configs[-1]) == (forward, backward)
 
 
@@ -174,14 +251,21 @@ def test_a_window_that_reaches_every_key_costs_nothing():
     *arrays, _ = inputs(40)
 
     def lowered(scoring):
-        run = jax.jit(lambda *x: attention(*x, kernel="dot_product", strategy="ring", scoring=scoring))
+        run = jax.jit(
+            lambda *x: attention(
+                *x, kernel="dot_product", strategy="ring", scoring=scoring
+            )
+        )
         return run.lower(*arrays).as_text()
 
-    assert lowered(Scoring(window=40)) == lowered(Scoring()) != lowered(Scoring(window=39))
+    assert (
+        lowered(Scoring(window=40)) == lowered(Scoring()) != lowered(Scoring(window=39))
+    )
 
 
 @pytest.mark.parametrize(
-    ("run", "num_tiles", "tile"), [(500, 1, 500), (512, 1, 512), (513, 2, 264), (1536, 3, 512), (4099, 9, 456)]
+    ("run", "num_tiles", "tile"),
+    [(500, 1, 500), (512, 1, 512), (513, 2, 264), (1536, 3, 512), (4099, 9, 456)],
 )
 def test_there_are_as_few_tiles_as_can_be_and_little_padding(run, num_tiles, tile):
     layout = Layout.of(run, None)
@@ -198,7 +282,9 @@ def test_there_are_as_few_tiles_as_can_be_and_little_padding(run, num_tiles, til
         (K, H, Scoring(), 2, "2 shards"),
     ],
 )
-def test_what_a_kernel_lacks_is_refused(num_kv_heads, value_dim, scoring, shards, lacks, monkeypatch):
+def test_what_a_kernel_lacks_is_refused(
+    num_kv_heads, value_dim, scoring, shards, lacks, monkeypatch
+):
     monkeypatch.setattr(attention_module, "context_shards", lambda: shards)
     *arrays, _ = inputs(16, num_kv_heads=num_kv_heads, value_dim=value_dim)
     with pytest.raises(ValueError, match=lacks):
@@ -213,5 +299,7 @@ def test_a_scoring_without_sense_is_refused(values):
 
 def test_splash_refuses_a_length_that_its_blocks_do_not_divide():
     *arrays, _ = inputs(100)
-    with pytest.raises(ValueError, match="max_target_length=100 to be a multiple of 128"):
+    with pytest.raises(
+        ValueError, match="max_target_length=100 to be a multiple of 128"
+    ):
         splash_attention(*arrays, interpret=True)

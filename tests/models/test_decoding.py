@@ -8,32 +8,62 @@ import numpy as np
 import pytest
 
 from maxtext_lite.config import Mla
-from maxtext_lite.models import Decoder, DecoderShape, ExpertShape, KVCache, Sampling, Scoring, decoding, sample_token
+from maxtext_lite.models import (
+    Decoder,
+    DecoderShape,
+    ExpertShape,
+    KVCache,
+    Sampling,
+    Scoring,
+    decoding,
+    sample_token,
+)
 from maxtext_lite.models.decoding import CachedAttend
 from tests.models import exact
 from tests.models.exact import SINK, inputs
 from tests.models.in_place import rewritten
 
-SHAPE = DecoderShape(vocab_size=31, emb_dim=16, num_query_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=24, num_layers=2)
+SHAPE = DecoderShape(
+    vocab_size=31,
+    emb_dim=16,
+    num_query_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    mlp_dim=24,
+    num_layers=2,
+)
 LATENT = dataclasses.replace(
     SHAPE,
     head_dim=6,
     rotary_dim=2,
     num_kv_heads=4,
-    latent=Mla(q_lora_rank=0, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=5),
+    latent=Mla(
+        q_lora_rank=0,
+        kv_lora_rank=8,
+        qk_nope_head_dim=4,
+        qk_rope_head_dim=2,
+        v_head_dim=5,
+    ),
 )
 
 
 def random_params(decoder):
     rng = np.random.default_rng(0)
-    return jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32) / 4, decoder.abstract_params)
+    return jax.tree.map(
+        lambda x: rng.normal(size=x.shape).astype(np.float32) / 4,
+        decoder.abstract_params,
+    )
 
 
 @pytest.mark.parametrize(
     "shape",
     [
         dataclasses.replace(SHAPE, pattern=("local", "chunked"), window=3, chunk=5),
-        dataclasses.replace(LATENT, num_dense_layers=1, experts=ExpertShape(6, 2, 10, shared_dim=10, biased=True)),
+        dataclasses.replace(
+            LATENT,
+            num_dense_layers=1,
+            experts=ExpertShape(6, 2, 10, shared_dim=10, biased=True),
+        ),
     ],
     ids=["windows and chunks", "latent, experts"],
 )
@@ -49,50 +79,88 @@ def test_decoding_from_the_cache_equals_the_whole_sequence(shape):
     @jax.jit
     def run(params):
         whole = decoder.hidden(params, tokens, np.ones_like(tokens), position)
-        of_prompt, cache = decoder.decode(params, prompt, jnp.zeros(2, jnp.int32), decoder.new_cache(2, 16))
+        of_prompt, cache = decoder.decode(
+            params, prompt, jnp.zeros(2, jnp.int32), decoder.new_cache(2, 16)
+        )
 
         def step(cache, added):
             at = lengths + added
-            x, cache = decoder.decode(params, jnp.asarray(tokens)[jnp.arange(2), at][:, None], at, cache)
+            x, cache = decoder.decode(
+                params, jnp.asarray(tokens)[jnp.arange(2), at][:, None], at, cache
+            )
             return cache, x[:, 0]
 
         return whole, of_prompt, jax.lax.scan(step, cache, jnp.arange(total - 7))[1]
 
     whole, of_prompt, steps = jax.device_get(run(random_params(decoder)))
     for row, length in enumerate(lengths):
-        np.testing.assert_allclose(of_prompt[row, :length], whole[row, :length], rtol=1e-4, atol=1e-5)
-        np.testing.assert_allclose(steps[:, row], whole[row, length : length + 5], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            of_prompt[row, :length], whole[row, :length], rtol=1e-4, atol=1e-5
+        )
+        np.testing.assert_allclose(
+            steps[:, row], whole[row, length : length + 5], rtol=1e-4, atol=1e-5
+        )
 
 
 def test_latent_attention_keeps_one_head_whatever_the_heads():
     cache = jax.eval_shape(lambda: Decoder(LATENT).new_cache(3, 16))
     assert cache.value is None
-    assert cache.key.shape == (2, 3, 1, 16, 8 + 2)  # the latent vector and what is rotated
+    assert cache.key.shape == (
+        2,
+        3,
+        1,
+        16,
+        8 + 2,
+    )  # the latent vector and what is rotated
 
 
 @pytest.mark.parametrize(
     ("scoring", "sink", "at_once", "dtype"),
     [
         (Scoring(window=4, soft_cap=1.5, scale=0.4), SINK, 512, np.float32),
-        (Scoring(window=4, soft_cap=1.5, scale=0.4), SINK, 3, np.float32),  # the prompt's queries in blocks of three
+        (
+            Scoring(window=4, soft_cap=1.5, scale=0.4),
+            SINK,
+            3,
+            np.float32,
+        ),  # the prompt's queries in blocks of three
         (Scoring(chunk=5), None, 512, jnp.bfloat16),
     ],
     ids=str,
 )
-def test_attention_over_a_cache_equals_that_of_the_whole(scoring, sink, at_once, dtype, monkeypatch):
+def test_attention_over_a_cache_equals_that_of_the_whole(
+    scoring, sink, at_once, dtype, monkeypatch
+):
     """A prompt of six tokens, and then one at a time; values of another width; bfloat16 is kept as its bits."""
     monkeypatch.setattr(decoding, "_QUERIES", at_once)
     q, k, v, _, g = (x.astype(dtype) for x in inputs(12, value_dim=6))
-    one = np.zeros((2, 12)) if scoring.chunk is None else np.tile(np.arange(12) // scoring.chunk, (2, 1))
-    want = exact.attention(q, k, v, one, g, sink, dataclasses.replace(scoring, chunk=None))[0]
-    sizes = {"num_layers": 3, "num_sequences": 2, "num_positions": 20, "num_kv_heads": 2}
+    one = (
+        np.zeros((2, 12))
+        if scoring.chunk is None
+        else np.tile(np.arange(12) // scoring.chunk, (2, 1))
+    )
+    want = exact.attention(
+        q, k, v, one, g, sink, dataclasses.replace(scoring, chunk=None)
+    )[0]
+    sizes = {
+        "num_layers": 3,
+        "num_sequences": 2,
+        "num_positions": 20,
+        "num_kv_heads": 2,
+    }
     cache = KVCache.empty(**sizes, key_dim=16, value_dim=6, dtype=dtype)
-    run = jax.jit(lambda q, k, v, position, cache: CachedAttend(position, cache, 1, scoring)(q, k, v, sink))
+    run = jax.jit(
+        lambda q, k, v, position, cache: CachedAttend(position, cache, 1, scoring)(
+            q, k, v, sink
+        )
+    )
     for first, end in ((0, 6), *((t, t + 1) for t in range(6, 12))):
         position = np.tile(np.arange(first, end), (2, 1))
         context, cache = run(*(x[:, first:end] for x in (q, k, v)), position, cache)
         tolerance = 1e-5 if dtype == np.float32 else 0.02
-        np.testing.assert_allclose(np.float64(context), want[:, first:end], rtol=tolerance, atol=tolerance)
+        np.testing.assert_allclose(
+            np.float64(context), want[:, first:end], rtol=tolerance, atol=tolerance
+        )
     for layers in jax.device_get(cache):  # the others are as they were
         assert layers.dtype == (np.float32 if dtype == np.float32 else np.uint16)
         assert not layers[[0, 2]].any()
@@ -102,21 +170,41 @@ def test_attention_over_a_cache_equals_that_of_the_whole(scoring, sink, at_once,
 @pytest.mark.parametrize(
     "shape",
     [
-        dataclasses.replace(LATENT, num_layers=6, num_dense_layers=1, experts=ExpertShape(4, 2, 10)),
-        dataclasses.replace(SHAPE, num_layers=12, pattern=("local", "global"), window=3, dtype=jnp.bfloat16),
+        dataclasses.replace(
+            LATENT, num_layers=6, num_dense_layers=1, experts=ExpertShape(4, 2, 10)
+        ),
+        dataclasses.replace(
+            SHAPE,
+            num_layers=12,
+            pattern=("local", "global"),
+            window=3,
+            dtype=jnp.bfloat16,
+        ),
     ],
     ids=["latent, experts", "windows, bfloat16"],
 )
 def test_a_token_is_written_into_the_cache_and_nothing_else_of_it_is(shape):
     decoder = Decoder(shape)
     cache = jax.eval_shape(lambda: decoder.new_cache(3, 512))
-    number, one_each = jax.ShapeDtypeStruct((3,), jnp.int32), jax.ShapeDtypeStruct((3, 1), jnp.int32)
-    decode = jax.jit(decoder.decode, donate_argnums=3).lower(decoder.abstract_params, one_each, number, cache).compile()
+    number, one_each = (
+        jax.ShapeDtypeStruct((3,), jnp.int32),
+        jax.ShapeDtypeStruct((3, 1), jnp.int32),
+    )
+    decode = (
+        jax.jit(decoder.decode, donate_argnums=3)
+        .lower(decoder.abstract_params, one_each, number, cache)
+        .compile()
+    )
     layer = min(x.size for x in jax.tree.leaves(cache)) // shape.num_layers
     # What one layer's attention reads is the most that is taken out of the cache, once each for keys and values.
     # Of two bytes a number it is made of bits, and for a CPU's matmul wider.
-    made_of_bits = {"bitcast-convert", "convert"} if shape.dtype == jnp.bfloat16 else set()
-    assert {line.split()[0] for line in rewritten(decode.as_text(), layer)} <= {"dynamic-slice", "slice"} | made_of_bits
+    made_of_bits = (
+        {"bitcast-convert", "convert"} if shape.dtype == jnp.bfloat16 else set()
+    )
+    assert {line.split()[0] for line in rewritten(decode.as_text(), layer)} <= {
+        "dynamic-slice",
+        "slice",
+    } | made_of_bits
     assert not rewritten(decode.as_text(), 2 * layer)
     memory = decode.memory_analysis()
     cache_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
@@ -145,13 +233,28 @@ def test_draws_follow_the_asked_distribution_and_log_probabilities_those_of_the_
 
     @jax.jit
     def draw(logits, key):
-        logits, keys = jnp.broadcast_to(logits, (draws, 4)), jax.random.split(key, draws)
+        logits, keys = (
+            jnp.broadcast_to(logits, (draws, 4)),
+            jax.random.split(key, draws),
+        )
         of_model = [sample_token(logits, keys, sampling) for sampling, _ in CASES]
-        return of_model, [sample_token(logits, keys, each, each.policy_temperature)[1] for each, _ in CASES]
+        return of_model, [
+            sample_token(logits, keys, each, each.policy_temperature)[1]
+            for each, _ in CASES
+        ]
 
-    found, of_policy = jax.device_get(draw(np.float32(np.log(PROBABILITY)), jax.random.key(0)))
-    for (sampling, expected), (tokens, of_model), policy in zip(CASES, found, of_policy, strict=True):
-        np.testing.assert_allclose(np.bincount(tokens, minlength=4) / draws, expected, atol=0.015, err_msg=sampling)
+    found, of_policy = jax.device_get(
+        draw(np.float32(np.log(PROBABILITY)), jax.random.key(0))
+    )
+    for (sampling, expected), (tokens, of_model), policy in zip(
+        CASES, found, of_policy, strict=True
+    ):
+        np.testing.assert_allclose(
+            np.bincount(tokens, minlength=4) / draws,
+            expected,
+            atol=0.015,
+            err_msg=sampling,
+        )
         # Over all tokens, whatever the restriction; greedy draws are the model's own.
         np.testing.assert_allclose(of_model, np.log(PROBABILITY)[tokens], rtol=1e-5)
         right = SQUARED if sampling.temperature == 0.5 else PROBABILITY
@@ -163,6 +266,14 @@ def test_of_equally_likely_tokens_top_p_keeps_the_fewest():
 
     @jax.jit
     def draw(logits, key):
-        return sample_token(jnp.broadcast_to(logits, (200, 8)), jax.random.split(key, 200), Sampling(top_p=0.3))[0]
+        return sample_token(
+            jnp.broadcast_to(logits, (200, 8)),
+            jax.random.split(key, 200),
+            Sampling(top_p=0.3),
+        )[0]
 
-    assert set(np.asarray(draw(logits, jax.random.key(0))).tolist()) == {0, 1, 2}  # 0.136 each
+    assert set(np.asarray(draw(logits, jax.random.key(0))).tolist()) == {
+        0,
+        1,
+        2,
+    }  # 0.136 each

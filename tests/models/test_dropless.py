@@ -11,7 +11,13 @@ import pytest
 from maxtext_lite.models import ExpertShape
 from maxtext_lite.models.dropless import FURTHER_ROUNDS, dropless
 from maxtext_lite.models.moe import ExpertWeights
-from maxtext_lite.parallel import MESH_AXES, make_mesh, over_replicas, over_stages, sharding
+from maxtext_lite.parallel import (
+    MESH_AXES,
+    make_mesh,
+    over_replicas,
+    over_stages,
+    sharding,
+)
 from maxtext_lite.xla.hlo import collectives
 from tests.models import exact
 
@@ -21,15 +27,28 @@ ON_INPUT = dataclasses.replace(SHAPE, on_input=True)
 RNG = np.random.default_rng(0)
 X, G = (RNG.normal(size=(B, T, D)).astype(np.float32) for _ in range(2))
 SHARE = RNG.uniform(size=(B, T, J)).astype(np.float32)
-WEIGHTS = ExpertWeights(*(RNG.normal(size=sizes).astype(np.float32) for sizes in ((E, D, F), (E, D, F), (E, F, D))))
-EVEN = np.stack([RNG.permutation(E)[:J] for _ in range(B * T)]).reshape(B, T, J).astype(np.int32)
-UNEVEN = np.broadcast_to(np.array([0, 1], np.int32), (B, T, J)).copy()  # all of them to one or two devices
+WEIGHTS = ExpertWeights(
+    *(
+        RNG.normal(size=sizes).astype(np.float32)
+        for sizes in ((E, D, F), (E, D, F), (E, F, D))
+    )
+)
+EVEN = (
+    np.stack([RNG.permutation(E)[:J] for _ in range(B * T)])
+    .reshape(B, T, J)
+    .astype(np.int32)
+)
+UNEVEN = np.broadcast_to(
+    np.array([0, 1], np.int32), (B, T, J)
+).copy()  # all of them to one or two devices
 for chosen in (EVEN, UNEVEN):
     chosen[0, :3] = E  # padding
 
 
 def by_hand(expert, weights=WEIGHTS, rows=slice(None), **how):
-    return exact.experts(X[rows], expert[rows], SHARE[rows], weights.arrays(), G[rows], **how)
+    return exact.experts(
+        X[rows], expert[rows], SHARE[rows], weights.arrays(), G[rows], **how
+    )
 
 
 def assert_close(found, expected, tolerance=1e-5):
@@ -39,11 +58,18 @@ def assert_close(found, expected, tolerance=1e-5):
 
 def mesh_of(**sizes):
     sizes = dict.fromkeys(MESH_AXES, 1) | sizes
-    return make_mesh(sizes, dict.fromkeys(MESH_AXES, 1), jax.devices()[: math.prod(sizes.values())])
+    return make_mesh(
+        sizes, dict.fromkeys(MESH_AXES, 1), jax.devices()[: math.prod(sizes.values())]
+    )
 
 
 def with_gradients(x, share, weights, g, expert, shape=SHAPE):
-    y, back = jax.vjp(lambda x, share, weights: dropless(x, expert, share, weights, shape), x, share, weights)
+    y, back = jax.vjp(
+        lambda x, share, weights: dropless(x, expert, share, weights, shape),
+        x,
+        share,
+        weights,
+    )
     dx, dshare, dweights = back(g)
     return y, dx, dshare, *dweights.arrays()
 
@@ -56,7 +82,9 @@ def compiled_on(mesh, function=with_gradients):
     x, g, share, even = (jax.device_put(array, rows) for array in (X, G, SHARE, EVEN))
     with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
         compiled = jax.jit(function).lower(x, share, weights, g, even).compile()
-    return compiled, lambda expert: jax.device_get(compiled(x, share, weights, g, jax.device_put(expert, rows)))
+    return compiled, lambda expert: jax.device_get(
+        compiled(x, share, weights, g, jax.device_put(expert, rows))
+    )
 
 
 @pytest.mark.parametrize(
@@ -69,10 +97,14 @@ def compiled_on(mesh, function=with_gradients):
     ],
     ids=["expert", "fsdp, on the input", "tensor", "gathered"],
 )
-def test_values_and_gradients_do_not_depend_on_the_mesh_or_on_how_even_choices_are(sizes, exchanges, shape):
+def test_values_and_gradients_do_not_depend_on_the_mesh_or_on_how_even_choices_are(
+    sizes, exchanges, shape
+):
     """Also where one device is chosen by all and an exchange takes as many rounds as there can be."""
     mesh = mesh_of(**sizes)
-    compiled, run = compiled_on(mesh, lambda *arguments: with_gradients(*arguments, shape))
+    compiled, run = compiled_on(
+        mesh, lambda *arguments: with_gradients(*arguments, shape)
+    )
     for expert in (EVEN, UNEVEN):
         assert_close(run(expert), by_hand(expert, on_input=shape.on_input))
     crossing = [c for c in collectives(compiled.as_text()) if "expert" in c.axes(mesh)]
@@ -86,18 +118,25 @@ def test_values_and_gradients_do_not_depend_on_the_mesh_or_on_how_even_choices_a
 @pytest.mark.fast
 def test_weight_gradients_cross_fsdp_in_their_dtype_as_an_all_to_all():
     shape = dataclasses.replace(SHAPE, grad_dtype=jnp.bfloat16)
-    compiled, run = compiled_on(mesh_of(fsdp=8), lambda *arguments: with_gradients(*arguments, shape))
+    compiled, run = compiled_on(
+        mesh_of(fsdp=8), lambda *arguments: with_gradients(*arguments, shape)
+    )
     found, want = run(EVEN), by_hand(EVEN)
     assert_close(found[:3], want[:3])
     for got, right in zip(found[3:], want[3:], strict=True):
         assert 1e-4 < np.linalg.norm(got - right) / np.linalg.norm(right) < 0.01
-    assert {c.kind for c in collectives(compiled.as_text())} == {"all-gather", "all-to-all"}
+    assert {c.kind for c in collectives(compiled.as_text())} == {
+        "all-gather",
+        "all-to-all",
+    }
 
 
 def test_replicas_keep_their_gradients_apart():
     """Two replicas on a data axis, whose experts are the same: nothing crosses `data`."""
     mesh = mesh_of(data=2, expert=4)
-    compiled, run = compiled_on(mesh, over_replicas(with_gradients, 2, rows=(0, 1, 3, 4)))
+    compiled, run = compiled_on(
+        mesh, over_replicas(with_gradients, 2, rows=(0, 1, 3, 4))
+    )
     assert not [c for c in collectives(compiled.as_text()) if "data" in c.axes(mesh)]
     for expert in (EVEN, UNEVEN):
         got = run(expert)
@@ -108,9 +147,14 @@ def test_replicas_keep_their_gradients_apart():
 def test_pipeline_stages_have_experts_of_their_own():
     """Stage by stage other weights and other tokens, of which one stage's choices are uneven."""
     turned = ExpertWeights(*(w[::-1] for w in WEIGHTS.arrays()))
-    both = ExpertWeights(*map(np.stack, zip(WEIGHTS.arrays(), turned.arrays(), strict=True)))
+    both = ExpertWeights(
+        *map(np.stack, zip(WEIGHTS.arrays(), turned.arrays(), strict=True))
+    )
     x, share, g = (np.stack([array] * 2) for array in (X, SHARE, G))
-    with jax.set_mesh(mesh_of(stage=2, expert=4)), jax.default_matmul_precision("highest"):
+    with (
+        jax.set_mesh(mesh_of(stage=2, expert=4)),
+        jax.default_matmul_precision("highest"),
+    ):
         run = jax.jit(over_stages(with_gradients))
         got = jax.device_get(run(x, share, both, g, np.stack([EVEN, UNEVEN])))
     assert_close([array[0] for array in got], by_hand(EVEN))

@@ -46,20 +46,28 @@ def by_hand(x, w, g, word):
     dx = rounded(g * w_scale, kind, -1) @ (w_rounded / w_scale).T
     rows = zip(x, g, strict=True)
     if word != "fp8":
-        rows = ((rounded(x_row, kind, 0), rounded(g_row, kind, 0)) for x_row, g_row in rows)
+        rows = (
+            (rounded(x_row, kind, 0), rounded(g_row, kind, 0)) for x_row, g_row in rows
+        )
     return y, dx, sum(x_row.T @ g_row for x_row, g_row in rows)
 
 
 def arrays():
     """x, w and g [B, T, 16], with tokens and channels of very different sizes, as activations have them."""
-    x, w, g = RNG.normal(size=(B, T, D)), RNG.normal(size=(D, D)), RNG.normal(size=(B, T, D))
+    x, w, g = (
+        RNG.normal(size=(B, T, D)),
+        RNG.normal(size=(D, D)),
+        RNG.normal(size=(B, T, D)),
+    )
     x *= np.exp(RNG.normal(size=(B, T, 1)) + RNG.normal(size=(D,)))
     return x.astype(np.float32), w.astype(np.float32), (1e-4 * g).astype(np.float32)
 
 
 def with_gradients(x, w, g, axes, word, grad_dtype=jnp.float32):
     def of(x, w):
-        return project(x, nnx.Param(w, axes=axes, grad_dtype=grad_dtype, quantization=word))
+        return project(
+            x, nnx.Param(w, axes=axes, grad_dtype=grad_dtype, quantization=word)
+        )
 
     y, back = jax.vjp(of, x, w)
     return y, *back(g)
@@ -68,7 +76,12 @@ def with_gradients(x, w, g, axes, word, grad_dtype=jnp.float32):
 def assert_close(found, expected, tolerance=2e-6):
     for got, want in zip(found, expected, strict=True):
         want = np.asarray(want)
-        np.testing.assert_allclose(np.reshape(got, want.shape), want, rtol=0, atol=tolerance * np.abs(want).max())
+        np.testing.assert_allclose(
+            np.reshape(got, want.shape),
+            want,
+            rtol=0,
+            atol=tolerance * np.abs(want).max(),
+        )
 
 
 @pytest.mark.fast
@@ -83,7 +96,10 @@ def test_a_projection_and_its_gradients_are_those_of_the_recipe():
         found = {}
         for word in KIND:
             to_heads = with_gradients(x, w.reshape(D, N, H), g_heads, outwards, word)
-            found[word] = to_heads, with_gradients(x_heads, w.reshape(N, H, D), g, inwards, word)
+            found[word] = (
+                to_heads,
+                with_gradients(x_heads, w.reshape(N, H, D), g, inwards, word),
+            )
         return found
 
     for word, results in run(x, w, g).items():
@@ -96,7 +112,9 @@ def test_numbers_of_the_grid_stay_as_they_are_and_zeros_and_infinities_too(word)
     kind, scale = KIND[word], 2.0**-20
     x = RNG.normal(size=(3, 64))
     grid = rounded(x / np.abs(x).max(1, keepdims=True) * LARGEST[kind], kind, 1) * scale
-    rows = np.float32(np.concatenate([grid, np.zeros((1, 64)), [[np.inf] * 64, [np.nan] * 64]]))
+    rows = np.float32(
+        np.concatenate([grid, np.zeros((1, 64)), [[np.inf] * 64, [np.nan] * 64]])
+    )
     rows[4:, 1:] = 1
 
     @jax.jit
@@ -112,7 +130,9 @@ def test_numbers_of_the_grid_stay_as_they_are_and_zeros_and_infinities_too(word)
 
 def mesh_of(**sizes):
     sizes = dict.fromkeys(MESH_AXES, 1) | sizes
-    return make_mesh(sizes, dict.fromkeys(MESH_AXES, 1), jax.devices()[: math.prod(sizes.values())])
+    return make_mesh(
+        sizes, dict.fromkeys(MESH_AXES, 1), jax.devices()[: math.prod(sizes.values())]
+    )
 
 
 @pytest.mark.parametrize(
@@ -129,12 +149,19 @@ def test_a_projection_is_that_of_the_recipe_on_every_mesh(sizes, axes, word):
     """To the last bits of float32, where scales of a device's own would show in the second digit."""
     x, w, g = arrays()
     mesh = mesh_of(**sizes)
-    tokens, activation = ("global_batch", "length", None), ("global_batch", "length", "activation_mlp")
-    x_axes, g_axes = (tokens, activation) if axes[0] == "embed" else (activation, tokens)
+    tokens, activation = (
+        ("global_batch", "length", None),
+        ("global_batch", "length", "activation_mlp"),
+    )
+    x_axes, g_axes = (
+        (tokens, activation) if axes[0] == "embed" else (activation, tokens)
+    )
 
     def step(w, x, g):
         of_replica = over_replicas(
-            lambda w, x, g: with_gradients(x, w, g, axes, word), mesh.shape["data"], rows=(1, 2)
+            lambda w, x, g: with_gradients(x, w, g, axes, word),
+            mesh.shape["data"],
+            rows=(1, 2),
         )
         y, dx, dw = of_replica(w, x, g)
         return y, dx, jnp.sum(dw, axis=0)
@@ -142,18 +169,33 @@ def test_a_projection_is_that_of_the_recipe_on_every_mesh(sizes, axes, word):
     where = [sharding(mesh, of) for of in (axes, x_axes, g_axes)]
     with jax.set_mesh(mesh):
         compiled = jax.jit(step, in_shardings=where).lower(w, x, g).compile()
-    assert_close(compiled(*map(jax.device_put, (w, x, g), where)), by_hand(x, w, g, word))
-    gathers = [c for c in collectives(compiled.as_text()) if c.kind == "all-gather" and "fsdp" in c.axes(mesh)]
+    assert_close(
+        compiled(*map(jax.device_put, (w, x, g), where)), by_hand(x, w, g, word)
+    )
+    gathers = [
+        c
+        for c in collectives(compiled.as_text())
+        if c.kind == "all-gather" and "fsdp" in c.axes(mesh)
+    ]
     weights = [c for c in gathers if c.payload_bytes >= 16 * 16 // mesh.shape["tensor"]]
     assert weights
-    assert all(re.search(r"= \(?s8\[", c.line) for c in weights), [c.line for c in weights]
+    assert all(re.search(r"= \(?s8\[", c.line) for c in weights), [
+        c.line for c in weights
+    ]
 
 
 def test_int8_is_multiplied_as_int8_in_all_three_matmuls():
-    text = jax.jit(lambda *a: with_gradients(*a, ("embed", "mlp"), "int8")).lower(*arrays()).as_text()
+    text = (
+        jax.jit(lambda *a: with_gradients(*a, ("embed", "mlp"), "int8"))
+        .lower(*arrays())
+        .as_text()
+    )
     dots = re.findall(r"dot_general .*: \((\S+), (\S+)\) -> (\S+)", text)
     assert len(dots) >= 3
-    assert all(a.endswith("xi8>") and b.endswith("xi8>") and y.endswith("xi32>") for a, b, y in dots), dots
+    assert all(
+        a.endswith("xi8>") and b.endswith("xi8>") and y.endswith("xi32>")
+        for a, b, y in dots
+    ), dots
 
 
 @pytest.mark.parametrize("word", ["fp8", "int8"])
@@ -164,8 +206,17 @@ def test_experts_with_and_without_a_capacity_round_to_the_same_on_a_mesh(word):
     """
     E, J, F = 4, 2, 8
     x, g = (RNG.normal(size=(B, T, D)).astype(np.float32) for _ in range(2))
-    weights = ExpertWeights(*(RNG.normal(size=s).astype(np.float32) for s in ((E, D, F), (E, D, F), (E, F, D))))
-    expert = np.stack([RNG.permutation(E)[:J] for _ in range(B * T)]).reshape(B, T, J).astype(np.int32)
+    weights = ExpertWeights(
+        *(
+            RNG.normal(size=s).astype(np.float32)
+            for s in ((E, D, F), (E, D, F), (E, F, D))
+        )
+    )
+    expert = (
+        np.stack([RNG.permutation(E)[:J] for _ in range(B * T)])
+        .reshape(B, T, J)
+        .astype(np.int32)
+    )
     share = RNG.uniform(size=(B, T, J)).astype(np.float32)
 
     def run(word, *, with_slots):

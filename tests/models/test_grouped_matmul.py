@@ -39,13 +39,20 @@ def by_loop(x, weight, sizes, g):
     x, weight, g = (np.float64(array) for array in (x, weight, g))
     group = np.repeat(np.arange(E), sizes)
     used = len(group)
-    y, dx = np.einsum("ui,uio->uo", x[:used], weight[group]), np.einsum("uo,uio->ui", g[:used], weight[group])
-    dweight = np.stack([x[:used][group == e].T @ g[:used][group == e] for e in range(E)])
+    y, dx = (
+        np.einsum("ui,uio->uo", x[:used], weight[group]),
+        np.einsum("uo,uio->ui", g[:used], weight[group]),
+    )
+    dweight = np.stack(
+        [x[:used][group == e].T @ g[:used][group == e] for e in range(E)]
+    )
     return y, dx, dweight
 
 
 def with_gradients(x, weight, sizes, g, kernel="ragged_dot"):
-    y, back = jax.vjp(lambda x, weight: grouped_matmul(x, weight, sizes, kernel), x, weight)
+    y, back = jax.vjp(
+        lambda x, weight: grouped_matmul(x, weight, sizes, kernel), x, weight
+    )
     return y, *back(g)
 
 
@@ -55,10 +62,17 @@ def with_gradients(x, weight, sizes, g, kernel="ragged_dot"):
 def test_a_mapped_dim_becomes_more_groups(weights_mapped, kernel):
     """Four sets of which each leaves other rows unused; one more vmap outside, as in a pipeline."""
     x, weight, g = arrays(*SETS)
-    run = jax.vmap(functools.partial(with_gradients, kernel=kernel), in_axes=(0, 0 if weights_mapped else None, 0, 0))
-    found = jax.jit(jax.vmap(run, in_axes=(0, 0, None, 0)))(x, weight if weights_mapped else weight[:, 0], SIZES, g)
+    run = jax.vmap(
+        functools.partial(with_gradients, kernel=kernel),
+        in_axes=(0, 0 if weights_mapped else None, 0, 0),
+    )
+    found = jax.jit(jax.vmap(run, in_axes=(0, 0, None, 0)))(
+        x, weight if weights_mapped else weight[:, 0], SIZES, g
+    )
     for i, r in np.ndindex(SETS):
-        want = by_loop(x[i, r], weight[i, r if weights_mapped else 0], SIZES[r], g[i, r])
+        want = by_loop(
+            x[i, r], weight[i, r if weights_mapped else 0], SIZES[r], g[i, r]
+        )
         for got, right in zip(found, want, strict=True):
             # Rows after the groups hold nothing of use.
             np.testing.assert_allclose(got[i, r][: len(right)], right, atol=1e-5)
@@ -79,7 +93,11 @@ def test_rows_that_belong_to_no_group_do_no_harm_to_those_that_do(kernel, sizes)
 
     @jax.jit
     def run(x, weight, size, g):
-        return kernel.by_rows(x, weight, size), kernel.by_rows_transposed(g, weight, size), kernel.over_rows(x, g, size)
+        return (
+            kernel.by_rows(x, weight, size),
+            kernel.by_rows_transposed(g, weight, size),
+            kernel.over_rows(x, g, size),
+        )
 
     for groups in SIZES * (sizes[0] // U):
         x, weight, g = arrays(sizes=sizes)
@@ -87,26 +105,38 @@ def test_rows_that_belong_to_no_group_do_no_harm_to_those_that_do(kernel, sizes)
         with jax.default_matmul_precision("highest"):
             found = run(x, weight, groups, g)
         for got, right in zip(found, by_loop(x, weight, groups, g), strict=True):
-            np.testing.assert_allclose(got[: len(right)], right, atol=1e-5 if sizes[0] == U else 1e-4)
+            np.testing.assert_allclose(
+                got[: len(right)], right, atol=1e-5 if sizes[0] == U else 1e-4
+            )
 
 
 def test_bfloat16_sums_in_float32():
     x, weight, g = (array.astype(jnp.bfloat16) for array in arrays())
     y, dx, dweight = jax.jit(with_gradients)(x, weight, SIZES[0], g.astype(np.float32))
-    assert (y.dtype, dx.dtype, dweight.dtype) == (jnp.float32, jnp.bfloat16, jnp.bfloat16)
+    assert (y.dtype, dx.dtype, dweight.dtype) == (
+        jnp.float32,
+        jnp.bfloat16,
+        jnp.bfloat16,
+    )
     want = by_loop(x, weight, SIZES[0], g)
-    for got, right, tolerance in zip((y, dx, dweight), want, (1e-5, 0.05, 0.05), strict=True):
+    for got, right, tolerance in zip(
+        (y, dx, dweight), want, (1e-5, 0.05, 0.05), strict=True
+    ):
         np.testing.assert_allclose(np.float64(got)[: len(right)], right, atol=tolerance)
 
 
 @pytest.mark.parametrize("kernel", ["ragged_dot", "blocks", "tokamax", "megablox"])
 def test_those_of_int8_are_exact(kernel):
     """`tokamax` and `megablox`, whose kernels do not know it, hand it on."""
-    x, weight, g = (RNG.integers(-127, 128, array.shape).astype(np.int8) for array in arrays())
+    x, weight, g = (
+        RNG.integers(-127, 128, array.shape).astype(np.int8) for array in arrays()
+    )
 
     @jax.jit
     def run(x, weight, size, g):
-        return grouped_matmul(x, weight, size, kernel), grouped_matmul_transposed(g, weight, size, kernel)
+        return grouped_matmul(x, weight, size, kernel), grouped_matmul_transposed(
+            g, weight, size, kernel
+        )
 
     y, dx = run(x, weight, SIZES[0], g)
     assert y.dtype == dx.dtype == jnp.int32
@@ -115,7 +145,12 @@ def test_those_of_int8_are_exact(kernel):
 
 
 def test_a_block_has_about_the_rows_of_a_group():
-    assert [block_rows(65_536, num_groups) for num_groups in (8, 128, 256, 1024)] == [512, 512, 256, 128]
+    assert [block_rows(65_536, num_groups) for num_groups in (8, 128, 256, 1024)] == [
+        512,
+        512,
+        256,
+        128,
+    ]
     assert block_rows(100, 8) == 100
 
 
@@ -130,15 +165,22 @@ def lowered_for_cuda(kernel):
     sizes = (2, 512, IN_WIDE), (16, IN_WIDE, OUT_WIDE), (2, 16), (2, 512, OUT_WIDE)
     kinds = jnp.bfloat16, jnp.bfloat16, jnp.int32, jnp.float32
     given = [jax.ShapeDtypeStruct(*pair) for pair in zip(sizes, kinds, strict=True)]
-    mapped = jax.vmap(functools.partial(with_gradients, kernel=kernel), in_axes=(0, None, 0, 0))
+    mapped = jax.vmap(
+        functools.partial(with_gradients, kernel=kernel), in_axes=(0, None, 0, 0)
+    )
     return jax.jit(mapped).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def per_row_of_all(text):
     """Arrays of a lowered program that have something for every pair of a row and a group."""
-    found = {tuple(map(int, sizes.split("x"))) for sizes in re.findall(r"tensor<((?:\d+x)*\d+)x[a-z]\w*>", text)}
+    found = {
+        tuple(map(int, sizes.split("x")))
+        for sizes in re.findall(r"tensor<((?:\d+x)*\d+)x[a-z]\w*>", text)
+    }
     assert found
-    return [sizes for sizes in found if np.prod(sizes) >= 1024 * 16 * min(IN_WIDE, OUT_WIDE)]
+    return [
+        sizes for sizes in found if np.prod(sizes) >= 1024 * 16 * min(IN_WIDE, OUT_WIDE)
+    ]
 
 
 def test_for_nvidia_no_operand_has_every_row_for_every_group():
@@ -163,13 +205,25 @@ def test_the_sum_over_rows_waits_for_each_matmul(monkeypatch, mended):
     """As tokamax has it, it overwrites registers that a matmul still reads: once that is mended, this test says so."""
     pytest.importorskip("tokamax")
     if not mended:
-        monkeypatch.setattr(kernels_of_groups, "waiting_for_each_matmul", contextlib.nullcontext)
-    kernels, waits = importlib.import_module("tokamax._src.ops.ragged_dot.pallas_mosaic_gpu_kernel_sm90"), []
+        monkeypatch.setattr(
+            kernels_of_groups, "waiting_for_each_matmul", contextlib.nullcontext
+        )
+    kernels, waits = (
+        importlib.import_module(
+            "tokamax._src.ops.ragged_dot.pallas_mosaic_gpu_kernel_sm90"
+        ),
+        [],
+    )
     pallas, wait = kernels.plgpu, kernels.plgpu.wgmma_wait
     monkeypatch.setattr(pallas, "wgmma_wait", lambda n: (waits.append(n), wait(n)))
-    x, g = (jax.ShapeDtypeStruct((512, width), jnp.bfloat16) for width in (IN_WIDE, OUT_WIDE))
+    x, g = (
+        jax.ShapeDtypeStruct((512, width), jnp.bfloat16)
+        for width in (IN_WIDE, OUT_WIDE)
+    )
     sizes = jax.ShapeDtypeStruct((16,), jnp.int32)
     with absent_gpu(monkeypatch, make_mesh(ONES, ONES, jax.devices()[:1])):
-        jax.jit(on_hopper().over_rows).trace(x, g, sizes).lower(lowering_platforms=("cuda",))
+        jax.jit(on_hopper().over_rows).trace(x, g, sizes).lower(
+            lowering_platforms=("cuda",)
+        )
     assert set(waits) == ({0} if mended else {1})
     assert kernels.plgpu is pallas

@@ -15,7 +15,9 @@ from maxtext_lite.models.latent_attention import LatentAttention
 from maxtext_lite.models.rotary import Rope, rotary_angles
 
 B, T, D, N = 2, 9, 16, 2
-WIDTHS = Mla(q_lora_rank=10, kv_lora_rank=7, qk_nope_head_dim=5, qk_rope_head_dim=4, v_head_dim=6)
+WIDTHS = Mla(
+    q_lora_rank=10, kv_lora_rank=7, qk_nope_head_dim=5, qk_rope_head_dim=4, v_head_dim=6
+)
 SHAPE = DecoderShape(
     vocab_size=31,
     emb_dim=D,
@@ -56,11 +58,15 @@ def by_loops(w, x):
             seen = [s for s in range(t + 1) if SEGMENT[b, s] == SEGMENT[b, t]]
             score = [
                 query[n, :5] @ (keys[s] @ w["key_up"][:, n])
-                + turned(query[n, 5:], POSITION[b, t]) @ turned(latent[s][7:], POSITION[b, s])
+                + turned(query[n, 5:], POSITION[b, t])
+                @ turned(latent[s][7:], POSITION[b, s])
                 for s in seen
             ]
             share = np.exp(np.array(score) / 3)
-            value = sum(p * (keys[s] @ w["value_up"][:, n]) for p, s in zip(share, seen, strict=True))
+            value = sum(
+                p * (keys[s] @ w["value_up"][:, n])
+                for p, s in zip(share, seen, strict=True)
+            )
             y[b, t] += value / share.sum() @ w["out"][n]
     return y
 
@@ -68,15 +74,23 @@ def by_loops(w, x):
 @pytest.mark.parametrize("query_rank", [10, 0])
 @pytest.mark.fast
 def test_latent_attention_equals_a_loop(query_rank):
-    shape = dataclasses.replace(SHAPE, latent=dataclasses.replace(WIDTHS, q_lora_rank=query_rank))
-    graph, abstract = nnx.split(nnx.eval_shape(lambda: LatentAttention(shape, rngs=nnx.Rngs(params=0))))
+    shape = dataclasses.replace(
+        SHAPE, latent=dataclasses.replace(WIDTHS, q_lora_rank=query_rank)
+    )
+    graph, abstract = nnx.split(
+        nnx.eval_shape(lambda: LatentAttention(shape, rngs=nnx.Rngs(params=0)))
+    )
     rng = np.random.default_rng(0)
-    state = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32) / 3, abstract)
+    state = jax.tree.map(
+        lambda leaf: rng.normal(size=leaf.shape).astype(np.float32) / 3, abstract
+    )
     x = rng.normal(size=(B, T, D)).astype(np.float32)
 
     def attend(q, k, v, sink):
         assert sink is None
-        return attention(q, k, v, jnp.asarray(SEGMENT), kernel="dot_product", strategy="ring"), None
+        return attention(
+            q, k, v, jnp.asarray(SEGMENT), kernel="dot_product", strategy="ring"
+        ), None
 
     @jax.jit
     def run(state, x):
@@ -87,4 +101,6 @@ def test_latent_attention_equals_a_loop(query_rank):
         got = np.asarray(run(state, x))
     real = SEGMENT > 0
     weights = jax.tree.map(np.float64, nnx.to_pure_dict(state))
-    np.testing.assert_allclose(got[real], by_loops(weights, np.float64(x))[real], atol=2e-5)
+    np.testing.assert_allclose(
+        got[real], by_loops(weights, np.float64(x))[real], atol=2e-5
+    )

@@ -12,13 +12,26 @@ from jax.extend.core import jaxprs_in_params
 
 from maxtext_lite.config import Mla, PositionTemperature, RopeScaling
 from maxtext_lite.models import DecoderLayer, DecoderShape, Scoring, root_key
-from maxtext_lite.models.layers import RESIDUAL_AXES, Embedding, projections, query_factor
+from maxtext_lite.models.layers import (
+    RESIDUAL_AXES,
+    Embedding,
+    projections,
+    query_factor,
+)
 from maxtext_lite.models.rotary import Rope
 from maxtext_lite.models.stacks import layer_of, scan_pattern
 from maxtext_lite.parallel import MESH_AXES, make_mesh
 from maxtext_lite.parallel.axes import partition_spec
 
-SHAPE = DecoderShape(vocab_size=11, emb_dim=8, num_query_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=12, num_layers=7)
+SHAPE = DecoderShape(
+    vocab_size=11,
+    emb_dim=8,
+    num_query_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    mlp_dim=12,
+    num_layers=7,
+)
 ONES = dict.fromkeys(MESH_AXES, 1)
 
 
@@ -26,7 +39,9 @@ def module_and_state(make, dtype=np.float32):
     """A module's graph, and random numbers in the place of its parameters."""
     graph, abstract = nnx.split(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(params=0))))
     rng = np.random.default_rng(0)
-    return graph, jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(dtype), abstract)
+    return graph, jax.tree.map(
+        lambda leaf: rng.normal(size=leaf.shape).astype(dtype), abstract
+    )
 
 
 # ---- The block ------------------------------------------------------------------------------------------------------
@@ -34,21 +49,29 @@ def module_and_state(make, dtype=np.float32):
 
 def test_a_multiplier_that_two_bytes_do_not_hold_is_not_rounded():
     graph, state = module_and_state(
-        lambda rngs: DecoderLayer(dataclasses.replace(SHAPE, residual_multiplier=0.22), rngs=rngs)
+        lambda rngs: DecoderLayer(
+            dataclasses.replace(SHAPE, residual_multiplier=0.22), rngs=rngs
+        )
     )
     y = np.random.default_rng(0).normal(size=(2, 3, 8)).astype(jnp.bfloat16)
     want = (np.float64(y) * 0.22).astype(jnp.bfloat16)
-    np.testing.assert_array_equal(jax.jit(nnx.merge(graph, state)._plus)(np.zeros_like(y), y), want)
+    np.testing.assert_array_equal(
+        jax.jit(nnx.merge(graph, state)._plus)(np.zeros_like(y), y), want
+    )
 
 
 def test_the_gradient_of_an_embedding_is_summed_over_tokens_in_float32():
     """In bfloat16 256 + 1 is 256."""
     shape = dataclasses.replace(SHAPE, num_positions=4)
-    graph, state = module_and_state(lambda rngs: Embedding(shape, rngs=rngs), jnp.bfloat16)
+    graph, state = module_and_state(
+        lambda rngs: Embedding(shape, rngs=rngs), jnp.bfloat16
+    )
     tokens, positions = jnp.full((2, 512), 3), jnp.ones((2, 512), jnp.int32)
 
     def total(state):
-        return jnp.sum(nnx.merge(graph, state)(tokens, positions, jnp.bfloat16).astype(jnp.float32))
+        return jnp.sum(
+            nnx.merge(graph, state)(tokens, positions, jnp.bfloat16).astype(jnp.float32)
+        )
 
     with jax.set_mesh(make_mesh(ONES, ONES, jax.devices()[:1])):
         found = jax.jit(jax.grad(total))(state)
@@ -61,8 +84,12 @@ def test_the_gradient_of_an_embedding_is_summed_over_tokens_in_float32():
 def test_the_largest_offset_of_a_position_does_not_wrap():
     tuning = PositionTemperature(scale=0.5, floor_scale=8, offset=2**31 - 1)
     shape = dataclasses.replace(SHAPE, position_temperature=tuning)
-    factor = jax.jit(lambda position: query_factor(shape, "global", position, None))(np.arange(3)[None])
-    np.testing.assert_allclose(factor, np.full((1, 3), 1 + 0.5 * np.log1p(2**28)), rtol=1e-6)
+    factor = jax.jit(lambda position: query_factor(shape, "global", position, None))(
+        np.arange(3)[None]
+    )
+    np.testing.assert_allclose(
+        factor, np.full((1, 3), 1 + 0.5 * np.log1p(2**28)), rtol=1e-6
+    )
 
 
 def constraints_in(jaxpr):
@@ -80,10 +107,17 @@ def test_tokens_are_gathered_over_tensor_once_in_each_pass_for_all_weights_that_
     attention = nnx.merge(graph, state).attention
 
     def total(x_BTD):
-        return sum(jnp.sum(y) for y in projections(x_BTD, attention.query, attention.key, attention.value))
+        return sum(
+            jnp.sum(y)
+            for y in projections(x_BTD, attention.query, attention.key, attention.value)
+        )
 
     with jax.set_mesh(make_mesh(ONES | {"tensor": 2}, ONES, jax.devices()[:2])):
-        found = list(constraints_in(jax.make_jaxpr(jax.grad(total))(np.ones((2, 16, 8), np.float32)).jaxpr))
+        found = list(
+            constraints_in(
+                jax.make_jaxpr(jax.grad(total))(np.ones((2, 16, 8), np.float32)).jaxpr
+            )
+        )
     assert found.count(partition_spec(("batch", "length", "activation_embed"))) == 2
     assert partition_spec(RESIDUAL_AXES) in found  # what is kept, and the gradient
 
@@ -106,7 +140,10 @@ GEMMA = dataclasses.replace(
 @pytest.mark.fast
 def test_what_a_layer_of_each_kind_sees_and_how_it_rotates():
     assert (SHAPE.rope("global"), SHAPE.scoring("global")) == (Rope(4, 1e4), Scoring())
-    assert (GEMMA.rope("local"), GEMMA.rope("global")) == (Rope(4, 1e4), Rope(4, 1e6, LINEAR))
+    assert (GEMMA.rope("local"), GEMMA.rope("global")) == (
+        Rope(4, 1e4),
+        Rope(4, 1e6, LINEAR),
+    )
     assert GEMMA.scoring("local") == Scoring(scale=0.25, window=5, soft_cap=50.0)
     assert GEMMA.scoring("global") == Scoring(scale=0.25, soft_cap=50.0)
     assert dataclasses.replace(SHAPE, chunk=3).scoring("chunked") == Scoring(chunk=3)
@@ -118,11 +155,27 @@ def test_what_a_layer_of_each_kind_sees_and_how_it_rotates():
 
 
 def test_latent_attention_scales_all_of_a_score_where_yarn_says_so():
-    widths = Mla(q_lora_rank=0, kv_lora_rank=6, qk_nope_head_dim=2, qk_rope_head_dim=2, v_head_dim=3)
-    yarn = RopeScaling("yarn", 40.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=1.0)
-    latent = dataclasses.replace(SHAPE, latent=widths, rope_scaling=yarn, num_kv_heads=4)
+    widths = Mla(
+        q_lora_rank=0,
+        kv_lora_rank=6,
+        qk_nope_head_dim=2,
+        qk_rope_head_dim=2,
+        v_head_dim=3,
+    )
+    yarn = RopeScaling(
+        "yarn",
+        40.0,
+        original_max_position_embeddings=64,
+        mscale=1.0,
+        mscale_all_dim=1.0,
+    )
+    latent = dataclasses.replace(
+        SHAPE, latent=widths, rope_scaling=yarn, num_kv_heads=4
+    )
     assert (latent.value_dim, SHAPE.value_dim) == (3, 4)
-    assert math.isclose(latent.scoring("global").scale, (0.1 * math.log(40) + 1) ** 2 / 2)
+    assert math.isclose(
+        latent.scoring("global").scale, (0.1 * math.log(40) + 1) ** 2 / 2
+    )
     assert dataclasses.replace(SHAPE, rope_scaling=yarn).scoring("global") == Scoring()
 
 
@@ -134,26 +187,45 @@ def test_a_pattern_goes_on_where_dense_layers_end():
 
 @pytest.mark.parametrize(
     ("kinds", "mlps"),
-    [("a", ""), ("abc", ""), ("abcdefgh", ""), ("gl", "dm"), ("g", "mdd"), ("lg", "mmdmm"), ("l", "dmmmmmm")],
+    [
+        ("a", ""),
+        ("abc", ""),
+        ("abcdefgh", ""),
+        ("gl", "dm"),
+        ("g", "mdd"),
+        ("lg", "mmdmm"),
+        ("l", "dmmmmmm"),
+    ],
 )
 def test_every_layer_runs_once_in_its_place_with_its_kinds(kinds, mlps):
     """Also layers of two stacks: regular ones by rounds, irregular ones run by run."""
     stack_of = [mlps[layer % len(mlps)] if mlps else None for layer in range(7)]
-    stacks = {mlp: np.array([layer for layer in range(7) if stack_of[layer] == mlp]) for mlp in set(stack_of)}
+    stacks = {
+        mlp: np.array([layer for layer in range(7) if stack_of[layer] == mlp])
+        for mlp in set(stack_of)
+    }
     of_mlp = {None: 0, "d": 1, "m": 2}
 
     def layer(kind, place, carry, stack):
         number = stack if place is None else stack[place]
         seen, count = carry
-        return seen.at[count].set(100 * number + 10 * kinds.index(kind[0]) + of_mlp[kind[1]]), count + 1
+        return seen.at[count].set(
+            100 * number + 10 * kinds.index(kind[0]) + of_mlp[kind[1]]
+        ), count + 1
 
     period = range(len(kinds) * max(1, len(mlps)))
-    of_layers = tuple((kinds[n % len(kinds)], mlps[n % len(mlps)] if mlps else None) for n in period)
+    of_layers = tuple(
+        (kinds[n % len(kinds)], mlps[n % len(mlps)] if mlps else None) for n in period
+    )
     of_layers = of_layers if mlps else of_layers[: len(kinds)]
-    run = jax.jit(lambda stacks: scan_pattern(layer, of_layers, (jnp.full(7, -1), 0), stacks))
+    run = jax.jit(
+        lambda stacks: scan_pattern(layer, of_layers, (jnp.full(7, -1), 0), stacks)
+    )
     seen, count = run(stacks)
     assert count == 7
-    assert seen.tolist() == [100 * n + 10 * (n % len(kinds)) + of_mlp[stack_of[n]] for n in range(7)]
+    assert seen.tolist() == [
+        100 * n + 10 * (n % len(kinds)) + of_mlp[stack_of[n]] for n in range(7)
+    ]
 
 
 def test_a_loop_takes_one_layer_of_a_stack_at_a_time_and_widens_no_more_than_that():
@@ -161,13 +233,20 @@ def test_a_loop_takes_one_layer_of_a_stack_at_a_time_and_widens_no_more_than_tha
 
     def products(stack):
         def product(number, found):
-            return found.at[number].set(jnp.ones(300, jnp.bfloat16) @ layer_of({"weight": stack}, number)["weight"])
+            return found.at[number].set(
+                jnp.ones(300, jnp.bfloat16)
+                @ layer_of({"weight": stack}, number)["weight"]
+            )
 
         return jax.lax.fori_loop(0, 5, product, jnp.zeros((5, 7), jnp.bfloat16))
 
     compiled = jax.jit(products).lower(stack).compile()
-    np.testing.assert_allclose(np.float64(compiled(stack)), np.float64(stack).sum(axis=1), rtol=2**-8)
-    assert compiled.memory_analysis().temp_size_in_bytes < 2 * 4 * 300 * 7  # float32 of all five would be 5 x 4 x ...
+    np.testing.assert_allclose(
+        np.float64(compiled(stack)), np.float64(stack).sum(axis=1), rtol=2**-8
+    )
+    assert (
+        compiled.memory_analysis().temp_size_in_bytes < 2 * 4 * 300 * 7
+    )  # float32 of all five would be 5 x 4 x ...
 
 
 def test_all_bits_of_a_seed_count_and_one_of_32_bits_has_the_key_of_jax():
@@ -175,4 +254,6 @@ def test_all_bits_of_a_seed_count_and_one_of_32_bits_has_the_key_of_jax():
     keys = [tuple(np.asarray(jax.random.key_data(root_key(seed)))) for seed in seeds]
     assert len(set(keys)) == len(seeds)
     for seed in seeds[:4]:
-        np.testing.assert_array_equal(keys[seeds.index(seed)], jax.random.key_data(jax.random.key(seed)))
+        np.testing.assert_array_equal(
+            keys[seeds.index(seed)], jax.random.key_data(jax.random.key(seed))
+        )

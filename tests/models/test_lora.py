@@ -10,16 +10,31 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxtext_lite.models import Adapted, Decoder, DecoderShape, ExpertShape, Lora, merged
+from maxtext_lite.models import (
+    Adapted,
+    Decoder,
+    DecoderShape,
+    ExpertShape,
+    Lora,
+    merged,
+)
 from maxtext_lite.models.ops import project
 from maxtext_lite.parallel import Pipeline
 
 TARGETS = ("query", "key", "value", "out", "gate", "up", "down")
 PLAIN = DecoderShape(
-    vocab_size=264, emb_dim=16, num_query_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=24, num_layers=4
+    vocab_size=264,
+    emb_dim=16,
+    num_query_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    mlp_dim=24,
+    num_layers=4,
 )
 LLAMA = dataclasses.replace(PLAIN, lora=Lora(3, 6.0, TARGETS), initializer_range=0.2)
-EXPERTS = dataclasses.replace(LLAMA, experts=ExpertShape(4, 2, 8, shared_dim=8), num_dense_layers=1, num_layers=2)
+EXPERTS = dataclasses.replace(
+    LLAMA, experts=ExpertShape(4, 2, 8, shared_dim=8), num_dense_layers=1, num_layers=2
+)
 TOKENS = np.random.default_rng(0).integers(0, 264, (2, 16))
 ONES, POSITIONS = np.ones_like(TOKENS), np.broadcast_to(np.arange(16), TOKENS.shape)
 
@@ -36,9 +51,14 @@ def logits(decoder, params):
 def random_params(decoder):
     """Frozen weights, and adapters that add nothing yet; and the same with other adapters."""
     rng = np.random.default_rng(1)
-    random = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32) / 4, decoder.abstract_params)
+    random = jax.tree.map(
+        lambda x: rng.normal(size=x.shape).astype(np.float32) / 4,
+        decoder.abstract_params,
+    )
     frozen, adapters = decoder.frozen(random), decoder.trained(random)
-    new = jax.tree_util.tree_map_with_path(lambda path, x: 0 * x if path[-1].key == "b" else x, adapters)
+    new = jax.tree_util.tree_map_with_path(
+        lambda path, x: 0 * x if path[-1].key == "b" else x, adapters
+    )
     return decoder.joined(new, frozen), random
 
 
@@ -48,7 +68,10 @@ def test_beside_the_weights_they_add_what_they_add_merged_and_nothing_before_the
     run = jax.jit(lambda params: logits(decoder, params))
     run_plain = jax.jit(lambda params: logits(without(decoder), params))
     with jax.default_matmul_precision("highest"):
-        before, after = np.asarray(run_plain(decoder.frozen(new))), np.asarray(run(changed))
+        before, after = (
+            np.asarray(run_plain(decoder.frozen(new))),
+            np.asarray(run(changed)),
+        )
         np.testing.assert_array_equal(run(new), before)
         assert np.abs(after - before).max() > 0.1 * np.abs(before).max()
         as_one = run_plain(jax.jit(merged)(changed))
@@ -56,33 +79,62 @@ def test_beside_the_weights_they_add_what_they_add_merged_and_nothing_before_the
 
 
 def test_in_bfloat16_the_first_step_too_begins_with_the_frozen_model():
-    decoder = Decoder(dataclasses.replace(LLAMA, num_layers=2, dtype=jnp.bfloat16, weight_dtype=jnp.bfloat16))
+    decoder = Decoder(
+        dataclasses.replace(
+            LLAMA, num_layers=2, dtype=jnp.bfloat16, weight_dtype=jnp.bfloat16
+        )
+    )
     abstract = decoder.abstract_params
-    assert {leaf.dtype for leaf in jax.tree.leaves(decoder.trained(abstract))} == {np.dtype(np.float32)}
-    assert {leaf.dtype for leaf in jax.tree.leaves(decoder.frozen(abstract))} == {np.dtype(jnp.bfloat16)}
-    both = jax.jit(lambda params: (logits(decoder, params), logits(without(decoder), decoder.frozen(params))))
-    params = jax.tree.map(lambda x, like: x.astype(like.dtype), random_params(decoder)[0], abstract)
+    assert {leaf.dtype for leaf in jax.tree.leaves(decoder.trained(abstract))} == {
+        np.dtype(np.float32)
+    }
+    assert {leaf.dtype for leaf in jax.tree.leaves(decoder.frozen(abstract))} == {
+        np.dtype(jnp.bfloat16)
+    }
+    both = jax.jit(
+        lambda params: (
+            logits(decoder, params),
+            logits(without(decoder), decoder.frozen(params)),
+        )
+    )
+    params = jax.tree.map(
+        lambda x, like: x.astype(like.dtype), random_params(decoder)[0], abstract
+    )
     np.testing.assert_array_equal(*both(params))
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 @pytest.mark.parametrize(
     ("ins", "outs", "axes"),
-    [((6,), (4, 3), ("embed", "heads", "head_dim")), ((2, 3), (12,), ("heads", "head_dim", "embed"))],
+    [
+        ((6,), (4, 3), ("embed", "heads", "head_dim")),
+        ((2, 3), (12,), ("heads", "head_dim", "embed")),
+    ],
     ids=["one input dim", "two"],
 )
 @pytest.mark.fast
-def test_what_they_add_to_a_projection_and_its_gradients_by_hand(ins, outs, axes, quantization):
+def test_what_they_add_to_a_projection_and_its_gradients_by_hand(
+    ins, outs, axes, quantization
+):
     """In float64: y = x W + s x a b, g the cotangent of y; W's place in the sum leaves da = s x^T (g b^T).
 
     Beside a weight in eight bits they stay as they are: x W and g W^T are taken off as they are without adapters.
     """
     rng = np.random.default_rng(2)
     x, g = rng.standard_normal((2, 10, 6)), rng.standard_normal((2, 10, 12))
-    w, a, b = rng.standard_normal((6, 12)), rng.standard_normal((6, 3)), rng.standard_normal((3, 12))
+    w, a, b = (
+        rng.standard_normal((6, 12)),
+        rng.standard_normal((6, 3)),
+        rng.standard_normal((3, 12)),
+    )
 
     def of(x, value):
-        return project(x, nnx.Param(value, axes=axes, grad_dtype=jnp.float32, quantization=quantization))
+        return project(
+            x,
+            nnx.Param(
+                value, axes=axes, grad_dtype=jnp.float32, quantization=quantization
+            ),
+        )
 
     @jax.jit
     def run(x, w, a, b, g):
@@ -92,13 +144,23 @@ def test_what_they_add_to_a_projection_and_its_gradients_by_hand(ins, outs, axes
         return y - plain, dx - back_of_plain(g)[0], da, db, plain
 
     shapes = (2, 10, *ins), (*ins, *outs), (*ins, 3), (3, *outs), (2, 10, *outs)
-    given = [np.float32(array).reshape(shape) for array, shape in zip((x, w, a, b, g), shapes, strict=True)]
+    given = [
+        np.float32(array).reshape(shape)
+        for array, shape in zip((x, w, a, b, g), shapes, strict=True)
+    ]
     with jax.default_matmul_precision("highest"):
         *found, plain = run(*given)
     rows, of_rows = x.reshape(-1, 6), g.reshape(-1, 12)
-    expected = 1.5 * x @ a @ b, 1.5 * g @ (a @ b).T, 1.5 * rows.T @ of_rows @ b.T, 1.5 * (rows @ a).T @ of_rows
+    expected = (
+        1.5 * x @ a @ b,
+        1.5 * g @ (a @ b).T,
+        1.5 * rows.T @ of_rows @ b.T,
+        1.5 * (rows @ a).T @ of_rows,
+    )
     for got, want in zip(found, expected, strict=True):
-        np.testing.assert_allclose(np.reshape(got, want.shape), want, rtol=1e-5, atol=2e-5)
+        np.testing.assert_allclose(
+            np.reshape(got, want.shape), want, rtol=1e-5, atol=2e-5
+        )
     off = np.abs(np.reshape(plain, g.shape) - x @ w).max()
     assert off < 1e-4 if quantization == "none" else 1e-3 < off < 0.5
 
@@ -107,13 +169,22 @@ def test_adapters_are_split_as_the_weights_that_they_stand_beside():
     lora = Lora(3, 6.0, ("query", "down"))
     decoder = Decoder(dataclasses.replace(EXPERTS, num_layers=4, lora=lora))
     axes = decoder.trained(decoder.axes)
-    query = {"a": ("layers", "embed", "lora_rank"), "b": ("layers", "lora_rank", "heads", "head_dim")}
+    query = {
+        "a": ("layers", "embed", "lora_rank"),
+        "b": ("layers", "lora_rank", "heads", "head_dim"),
+    }
     assert axes["layers"]["attention"]["query"] == query
-    dense = {"a": ("dense_layers", "mlp", "lora_rank"), "b": ("dense_layers", "lora_rank", "embed")}
+    dense = {
+        "a": ("dense_layers", "mlp", "lora_rank"),
+        "b": ("dense_layers", "lora_rank", "embed"),
+    }
     assert axes["dense_layers"]["mlp"]["down"] == dense
     assert set(axes) == {"layers", "dense_layers"}
     b = ("layers", "experts", "lora_rank", "expert_embed")
-    assert axes["layers"]["mlp"]["down"] == {"a": ("layers", "experts", "mlp", "lora_rank"), "b": b}
+    assert axes["layers"]["mlp"]["down"] == {
+        "a": ("layers", "experts", "mlp", "lora_rank"),
+        "b": b,
+    }
     found = decoder.trained(decoder.abstract_params)["layers"]["mlp"]["down"]
     assert (found["a"].shape, found["b"].shape) == ((3, 4, 8, 3), (3, 4, 3, 16))
 
@@ -122,15 +193,29 @@ def test_new_ones_are_uniform_in_a_zero_in_b_and_every_weight_is_drawn_by_itself
     """The uniform draws behind a weight are erf of its normal ones: no adapter begins as any of them does."""
     decoder, in_stages = Decoder(LLAMA), Decoder(LLAMA, Pipeline(2, 2, 2))
     params, base, staged = jax.device_get(
-        jax.jit(lambda key: (decoder.init(key), without(decoder).init(key), in_stages.init(key)))(jax.random.key(7))
+        jax.jit(
+            lambda key: (
+                decoder.init(key),
+                without(decoder).init(key),
+                in_stages.init(key),
+            )
+        )(jax.random.key(7))
     )
     jax.tree.map(np.testing.assert_array_equal, decoder.frozen(params), base)
     assert np.std(base["layers"]["mlp"]["up"]) == pytest.approx(0.2, rel=0.1)
     np.testing.assert_array_equal(base["layers"]["mlp_norm"]["scale"], np.ones((4, 16)))
     adapters = decoder.trained(params)["layers"]
     of_stages = in_stages.trained(staged)["layers"]
-    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, np.reshape(y, x.shape)), adapters, of_stages)
-    for part, name, inputs in (("attention", "query", 16), ("attention", "out", 16), ("mlp", "down", 24)):
+    jax.tree.map(
+        lambda x, y: np.testing.assert_array_equal(x, np.reshape(y, x.shape)),
+        adapters,
+        of_stages,
+    )
+    for part, name, inputs in (
+        ("attention", "query", 16),
+        ("attention", "out", 16),
+        ("mlp", "down", 24),
+    ):
         one, bound = adapters[part][name], inputs**-0.5
         assert not np.any(one["b"])
         assert 0.9 * bound < np.abs(one["a"]).max() <= bound
@@ -138,8 +223,15 @@ def test_new_ones_are_uniform_in_a_zero_in_b_and_every_weight_is_drawn_by_itself
         assert np.std(one["a"]) == pytest.approx(bound / 3**0.5, rel=0.15)
     firsts = [np.ravel(leaf) for leaf in jax.tree.leaves(adapters) if leaf.std()]
     assert len(firsts) == 7  # every b is zero
-    layers = [layer for leaf in jax.tree.leaves(base["layers"]) if leaf.std() for layer in leaf]
-    drawn = [np.vectorize(math.erf)(np.ravel(layer) / (0.2 * np.sqrt(2))) for layer in layers]
+    layers = [
+        layer
+        for leaf in jax.tree.leaves(base["layers"])
+        if leaf.std()
+        for layer in leaf
+    ]
+    drawn = [
+        np.vectorize(math.erf)(np.ravel(layer) / (0.2 * np.sqrt(2))) for layer in layers
+    ]
     for one, other in itertools.combinations(firsts + drawn, 2):
         size = min(len(one), len(other))
         # Of 64 numbers and more, by chance never.

@@ -29,25 +29,39 @@ def normal(*sizes):
 
 X, G, ROUTER = normal(B, T, D), normal(B, T, D), normal(D, E)
 WEIGHTS = ExpertWeights(normal(E, D, F), normal(E, D, F), normal(E, F, D))
-BIASED = ExpertWeights(*(5 * weight for weight in WEIGHTS[:3]), normal(E, F), normal(E, F), normal(E, D))
-REAL = np.arange(T)[None] < np.array([T, 7, 0])[:, None]  # a whole example, a ragged one and an empty slot
+BIASED = ExpertWeights(
+    *(5 * weight for weight in WEIGHTS[:3]), normal(E, F), normal(E, F), normal(E, D)
+)
+REAL = (
+    np.arange(T)[None] < np.array([T, 7, 0])[:, None]
+)  # a whole example, a ragged one and an empty slot
 BIAS = np.array([0.3, -0.4, 0.0, 0.2, 0.1, -0.1, 0.5, 0.0], np.float32)
 
-DEEPSEEK = dataclasses.replace(SHAPE, score="sigmoid", scaling=2.5, biased=True, num_groups=4, groups_per_token=2)
+DEEPSEEK = dataclasses.replace(
+    SHAPE, score="sigmoid", scaling=2.5, biased=True, num_groups=4, groups_per_token=2
+)
 GPT_OSS = dataclasses.replace(SHAPE, activation="clamped_silu", with_bias=True)
 LLAMA4 = dataclasses.replace(SHAPE, score="sigmoid", normalised=False, on_input=True)
 VARIANTS = {
     "Mixtral, Qwen3": dataclasses.replace(SHAPE, matmul="blocks"),
-    "DeepSeek-V2": dataclasses.replace(SHAPE, normalised=False, num_groups=4, groups_per_token=2),
+    "DeepSeek-V2": dataclasses.replace(
+        SHAPE, normalised=False, num_groups=4, groups_per_token=2
+    ),
     "DeepSeek-V3": DEEPSEEK,
-    "Phi-3.5": dataclasses.replace(SHAPE, score="sparsemixer", normalised=False, num_per_token=2),
+    "Phi-3.5": dataclasses.replace(
+        SHAPE, score="sparsemixer", normalised=False, num_per_token=2
+    ),
     "Llama 4": dataclasses.replace(LLAMA4, num_per_token=1),
     "gpt-oss": GPT_OSS,
     "every expert": dataclasses.replace(SHAPE, num_per_token=E),
     "capacity 1": dataclasses.replace(SHAPE, capacity_factor=Fraction(1)),
-    "DeepSeek-V3, capacity 3/5": dataclasses.replace(DEEPSEEK, capacity_factor=Fraction(3, 5)),
+    "DeepSeek-V3, capacity 3/5": dataclasses.replace(
+        DEEPSEEK, capacity_factor=Fraction(3, 5)
+    ),
     "gpt-oss, capacity 1": dataclasses.replace(GPT_OSS, capacity_factor=Fraction(1)),
-    "on the input, capacity 1": dataclasses.replace(LLAMA4, capacity_factor=Fraction(1)),
+    "on the input, capacity 1": dataclasses.replace(
+        LLAMA4, capacity_factor=Fraction(1)
+    ),
 }
 
 
@@ -78,7 +92,10 @@ FAST = "DeepSeek-V3, capacity 3/5"
 
 @pytest.mark.parametrize(
     "shape",
-    [pytest.param(shape, id=name, marks=[pytest.mark.fast] * (name == FAST)) for name, shape in VARIANTS.items()],
+    [
+        pytest.param(shape, id=name, marks=[pytest.mark.fast] * (name == FAST))
+        for name, shape in VARIANTS.items()
+    ],
 )
 def test_outputs_statistics_and_gradients_equal_those_by_hand(shape):
     bias = BIAS if shape.biased else None
@@ -97,31 +114,50 @@ def test_outputs_statistics_and_gradients_equal_those_by_hand(shape):
 
     with jax.default_matmul_precision("highest"):
         (dx, drouter, dweights), y, dropped, aux = ours(X, router, weights)
-    expert, share, by_logits, score, logits = exact.routing(X, router, shape, 0.0 if bias is None else bias)
+    expert, share, by_logits, score, logits = exact.routing(
+        X, router, shape, 0.0 if bias is None else bias
+    )
     kept = taken_in_time(expert, shape) & REAL[..., None]
     how = {"activation": shape.activation, "on_input": shape.on_input}
-    want, want_dx, dshare, *want_dweights = exact.experts(X, expert, share * kept, weights.arrays(), G, **how)
+    want, want_dx, dshare, *want_dweights = exact.experts(
+        X, expert, share * kept, weights.arrays(), G, **how
+    )
     dlogits = np.einsum("BTJ,BTJE->BTE", dshare * kept, by_logits)
     want_dx += dlogits @ np.float64(router).T
     want_drouter = np.einsum("BTD,BTE->DE", np.float64(X), dlogits)
-    largest = [np.abs(array).max() for array in (want, want_dx, want_drouter, *want_dweights)]
+    largest = [
+        np.abs(array).max() for array in (want, want_dx, want_drouter, *want_dweights)
+    ]
     assert min(largest) > 1e-3
     found = y, dx, drouter, *dweights.arrays()
-    for got, right, most in zip(found, (want, want_dx, want_drouter, *want_dweights), largest, strict=True):
+    for got, right, most in zip(
+        found, (want, want_dx, want_drouter, *want_dweights), largest, strict=True
+    ):
         np.testing.assert_allclose(got, right, atol=2e-5 * most)
 
     tokens = np.maximum(REAL.sum(1), 1)
     choices = shape.num_per_token * tokens
-    np.testing.assert_allclose(dropped, (REAL[..., None] & ~kept).sum((1, 2)) / choices, atol=1e-6)
-    assert (np.max(dropped) > 0.05) == (shape.capacity_factor is not None)  # else the loop would show nothing
+    np.testing.assert_allclose(
+        dropped, (REAL[..., None] & ~kept).sum((1, 2)) / choices, atol=1e-6
+    )
+    assert (np.max(dropped) > 0.05) == (
+        shape.capacity_factor is not None
+    )  # else the loop would show nothing
     softmax_z = np.log(np.exp(logits).sum(-1)) ** 2 * REAL
     np.testing.assert_allclose(aux[ROUTER_Z], softmax_z, rtol=1e-5)
-    by_score = exact.routing(X, router, shape)[0]  # the balance is judged without the bias
+    by_score = exact.routing(X, router, shape)[
+        0
+    ]  # the balance is judged without the bias
     counts, judged = (
-        ((chosen[..., None] == np.arange(E)) & REAL[..., None, None]).sum((1, 2)) for chosen in (expert, by_score)
+        ((chosen[..., None] == np.arange(E)) & REAL[..., None, None]).sum((1, 2))
+        for chosen in (expert, by_score)
     )
-    probability = (score / score.sum(-1, keepdims=True) * REAL[..., None]).sum(1) / tokens[:, None]
-    np.testing.assert_allclose(aux[BALANCE], E * (judged / choices[:, None] * probability).sum(-1), rtol=1e-5)
+    probability = (score / score.sum(-1, keepdims=True) * REAL[..., None]).sum(
+        1
+    ) / tokens[:, None]
+    np.testing.assert_allclose(
+        aux[BALANCE], E * (judged / choices[:, None] * probability).sum(-1), rtol=1e-5
+    )
     assert (EXPERT_COUNTS in aux) == shape.biased
     if shape.biased:
         np.testing.assert_array_equal(aux[EXPERT_COUNTS], counts)
@@ -144,7 +180,9 @@ def test_bfloat16_stays_close(factor):
         dx, dweights = back(g)
         return y, dx, *dweights.arrays()
 
-    x, weights, g = jax.tree.map(lambda array: array.astype(jnp.bfloat16), (X, WEIGHTS, G))
+    x, weights, g = jax.tree.map(
+        lambda array: array.astype(jnp.bfloat16), (X, WEIGHTS, G)
+    )
     found = ours(x, weights, g)
     assert {array.dtype for array in found} == {jnp.dtype(jnp.bfloat16)}
     y, dx, _, *dweights = exact.experts(x, expert, share, weights.arrays(), g)
@@ -154,16 +192,25 @@ def test_bfloat16_stays_close(factor):
 @pytest.mark.parametrize("on_input", [False, True])
 def test_plain_experts_are_what_was_chosen_times_its_share(on_input):
     """What a run compares its kernels with."""
-    expert, share = np.where(REAL[..., None], exact.routing(X, ROUTER, SHAPE)[0], E), RNG.random((B, T, J))
+    expert, share = (
+        np.where(REAL[..., None], exact.routing(X, ROUTER, SHAPE)[0], E),
+        RNG.random((B, T, J)),
+    )
     how = {"activation": "clamped_silu", "on_input": on_input}
-    found = jax.jit(functools.partial(plain_experts, expert_BTJ=expert, **how))(X, np.float32(share), *WEIGHTS[:3])
+    found = jax.jit(functools.partial(plain_experts, expert_BTJ=expert, **how))(
+        X, np.float32(share), *WEIGHTS[:3]
+    )
     assert_close([found], exact.experts(X, expert, share, WEIGHTS[:3], G, **how)[:1])
 
 
 def test_capacity_is_rounded_up_exactly():
     """0.07 x 300 / 7 is 3 exactly, which binary fractions do not say."""
-    shape = ExpertShape(num_experts=7, num_per_token=1, mlp_dim=F, capacity_factor=Fraction("0.07"))
+    shape = ExpertShape(
+        num_experts=7, num_per_token=1, mlp_dim=F, capacity_factor=Fraction("0.07")
+    )
     want = [math.ceil(Fraction(7, 100) * tokens / 7) for tokens in range(301)]
     np.testing.assert_array_equal(expert_capacity(shape, 300), want)
     ample = dataclasses.replace(shape, capacity_factor=Fraction(100))
-    np.testing.assert_array_equal(expert_capacity(ample, 4), [0, 1, 2, 3, 4])  # a token goes to an expert once
+    np.testing.assert_array_equal(
+        expert_capacity(ample, 4), [0, 1, 2, 3, 4]
+    )  # a token goes to an expert once

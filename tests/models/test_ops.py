@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxtext_lite.models.ops import layer_norm, mlp_hidden, product, project, rms_norm, rotate, soft_capped, xielu
+from maxtext_lite.models.ops import (
+    layer_norm,
+    mlp_hidden,
+    product,
+    project,
+    rms_norm,
+    rotate,
+    soft_capped,
+    xielu,
+)
 from maxtext_lite.models.rotary import Rope, rotary_angles
 from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding
 from maxtext_lite.xla.hlo import collectives
@@ -16,7 +25,9 @@ POSITION = np.tile(np.arange(T), (B, 1)) + 3
 
 
 def project_along(*axes, grad_dtype=jnp.float32):
-    return lambda x, w: project(x, nnx.Param(w, axes=axes, grad_dtype=grad_dtype, quantization="none"))
+    return lambda x, w: project(
+        x, nnx.Param(w, axes=axes, grad_dtype=grad_dtype, quantization="none")
+    )
 
 
 def rotated(x, _):
@@ -34,7 +45,9 @@ def rms_norm_by_hand(x, w):
 
 
 def layer_norm_by_hand(x, w):
-    return w[1] + w[0] * (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-5)
+    return w[1] + w[0] * (x - x.mean(-1, keepdims=True)) / jnp.sqrt(
+        x.var(-1, keepdims=True) + 1e-5
+    )
 
 
 def clamped_by_hand(g, u):
@@ -44,39 +57,93 @@ def clamped_by_hand(g, u):
 
 def xielu_by_hand(x, w):
     p, n = (jnp.log(1 + jnp.exp(each)) for each in w)
-    return jnp.where(x > 0, p * x**2, (n + 0.5) * (jnp.exp(jnp.minimum(x, 0)) - 1 - x)) + x / 2
+    return (
+        jnp.where(x > 0, p * x**2, (n + 0.5) * (jnp.exp(jnp.minimum(x, 0)) - 1 - x))
+        + x / 2
+    )
 
 
 ROWS, HEADS = (B, T, D), (B, T, N, H)
 CASES = {
     "project": (
-        project_along("embed", "heads", "head_dim"), lambda x, w: jnp.einsum("btd,dnh->btnh", x, w), ROWS, (D, N, H)),
+        project_along("embed", "heads", "head_dim"),
+        lambda x, w: jnp.einsum("btd,dnh->btnh", x, w),
+        ROWS,
+        (D, N, H),
+    ),
     "project two dims": (
-        project_along("heads", "head_dim", "embed"), lambda x, w: jnp.einsum("btnh,nhd->btd", x, w), HEADS, (N, H, D)),
+        project_along("heads", "head_dim", "embed"),
+        lambda x, w: jnp.einsum("btnh,nhd->btd", x, w),
+        HEADS,
+        (N, H, D),
+    ),
     "rms_norm": (lambda x, w: rms_norm(x, w, 1e-5), rms_norm_by_hand, ROWS, (D,)),
-    "rms_norm of heads": (lambda x, w: rms_norm(x, w, 1e-5), rms_norm_by_hand, HEADS, (H,)),
-    "layer_norm": (lambda x, w: layer_norm(x, w[0], w[1], 1e-5), layer_norm_by_hand, ROWS, (2, D)),
-    "silu": (lambda g, u: mlp_hidden("silu", g, u), lambda g, u: g / (1 + jnp.exp(-g)) * u, ROWS, ROWS),
+    "rms_norm of heads": (
+        lambda x, w: rms_norm(x, w, 1e-5),
+        rms_norm_by_hand,
+        HEADS,
+        (H,),
+    ),
+    "layer_norm": (
+        lambda x, w: layer_norm(x, w[0], w[1], 1e-5),
+        layer_norm_by_hand,
+        ROWS,
+        (2, D),
+    ),
+    "silu": (
+        lambda g, u: mlp_hidden("silu", g, u),
+        lambda g, u: g / (1 + jnp.exp(-g)) * u,
+        ROWS,
+        ROWS,
+    ),
     "gelu": (
         lambda g, u: mlp_hidden("gelu", g, u),
-        lambda g, u: g * 0.5 * (1 + jax.scipy.special.erf(g / np.sqrt(2))) * u, ROWS, ROWS),
+        lambda g, u: g * 0.5 * (1 + jax.scipy.special.erf(g / np.sqrt(2))) * u,
+        ROWS,
+        ROWS,
+    ),
     "gelu_tanh, not gated": (
         lambda x, _: mlp_hidden("gelu_tanh", x, None),
-        lambda x, _: 0.5 * x * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))), ROWS, ()),
-    "relu": (lambda g, u: mlp_hidden("relu", g, u), lambda g, u: g * (g > 0) * u, ROWS, ROWS),
+        lambda x, _: (
+            0.5 * x * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+        ),
+        ROWS,
+        (),
+    ),
+    "relu": (
+        lambda g, u: mlp_hidden("relu", g, u),
+        lambda g, u: g * (g > 0) * u,
+        ROWS,
+        ROWS,
+    ),
     "relu_squared": (
-        lambda x, _: mlp_hidden("relu_squared", x, None), lambda x, _: x**2 * (x > 0), ROWS, ()),
-    "clamped_silu": (lambda g, u: mlp_hidden("clamped_silu", 6 * g, 6 * u), clamped_by_hand, ROWS, ROWS),
+        lambda x, _: mlp_hidden("relu_squared", x, None),
+        lambda x, _: x**2 * (x > 0),
+        ROWS,
+        (),
+    ),
+    "clamped_silu": (
+        lambda g, u: mlp_hidden("clamped_silu", 6 * g, 6 * u),
+        clamped_by_hand,
+        ROWS,
+        ROWS,
+    ),
     "xielu": (lambda x, w: xielu(x, w[:1], w[1:]), xielu_by_hand, ROWS, (2,)),
-    "soft_capped": (lambda x, _: soft_capped(x, 2.0), lambda x, _: 2 * jnp.tanh(x / 2), ROWS, ()),
+    "soft_capped": (
+        lambda x, _: soft_capped(x, 2.0),
+        lambda x, _: 2 * jnp.tanh(x / 2),
+        ROWS,
+        (),
+    ),
     "rotate a part": (rotated, rotated_by_hand, HEADS, ()),
-}  # fmt: skip
+}
 
 
 def random_arrays(dtype):
     rng = np.random.default_rng(0)
     return {
-        name: tuple(rng.normal(size=shape).astype(dtype) for shape in shapes) for name, (_, _, *shapes) in CASES.items()
+        name: tuple(rng.normal(size=shape).astype(dtype) for shape in shapes)
+        for name, (_, _, *shapes) in CASES.items()
     }
 
 
@@ -84,14 +151,22 @@ def random_arrays(dtype):
 def test_values_and_gradients_equal_the_plain_formulas():
     arrays = random_arrays(np.float32)
     rng = np.random.default_rng(9)
-    weights = {name: rng.normal(size=jax.eval_shape(CASES[name][0], *arrays[name]).shape) for name in CASES}
+    weights = {
+        name: rng.normal(size=jax.eval_shape(CASES[name][0], *arrays[name]).shape)
+        for name in CASES
+    }
 
     def of_all(which):
         def run(arrays):
             def total(name):
-                return lambda *given: jnp.sum(CASES[name][which](*given) * weights[name])
+                return lambda *given: jnp.sum(
+                    CASES[name][which](*given) * weights[name]
+                )
 
-            return {name: jax.value_and_grad(total(name), argnums=(0, 1))(*arrays[name]) for name in CASES}
+            return {
+                name: jax.value_and_grad(total(name), argnums=(0, 1))(*arrays[name])
+                for name in CASES
+            }
 
         return jax.jit(run)
 
@@ -100,7 +175,9 @@ def test_values_and_gradients_equal_the_plain_formulas():
     with jax.enable_x64(True):
         want = jax.device_get(of_all(1)(jax.tree.map(np.float64, arrays)))
     for name in CASES:
-        for a, b in zip(jax.tree.leaves(got[name]), jax.tree.leaves(want[name]), strict=True):
+        for a, b in zip(
+            jax.tree.leaves(got[name]), jax.tree.leaves(want[name]), strict=True
+        ):
             np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6, err_msg=name)
 
 
@@ -110,11 +187,16 @@ def test_bfloat16_in_bfloat16_out():
     @jax.jit
     def run(arrays):
         wide = jax.tree.map(jnp.float32, arrays)
-        return {name: (ours(*arrays[name]), plain(*wide[name])) for name, (ours, plain, *_) in CASES.items()}
+        return {
+            name: (ours(*arrays[name]), plain(*wide[name]))
+            for name, (ours, plain, *_) in CASES.items()
+        }
 
     for name, (got, want) in jax.device_get(run(arrays)).items():
         assert got.dtype == jnp.bfloat16
-        np.testing.assert_allclose(np.float32(got), want, rtol=0.02, atol=0.02, err_msg=name)
+        np.testing.assert_allclose(
+            np.float32(got), want, rtol=0.02, atol=0.02, err_msg=name
+        )
 
 
 def test_a_weight_is_gathered_before_its_use_and_its_gradient_goes_back_to_the_shards():
@@ -122,9 +204,18 @@ def test_a_weight_is_gathered_before_its_use_and_its_gradient_goes_back_to_the_s
     axes = ("embed", "heads", "head_dim")
     ones = dict.fromkeys(MESH_AXES, 1)
     mesh = make_mesh(ones | {"fsdp": 2, "tensor": 2}, ones, jax.devices()[:4])
-    where = [sharding(mesh, of) for of in (("batch", None, None), axes, ("batch", None, "activation_heads", None))]
+    where = [
+        sharding(mesh, of)
+        for of in (
+            ("batch", None, None),
+            axes,
+            ("batch", None, "activation_heads", None),
+        )
+    ]
     rng = np.random.default_rng(1)
-    x, w, g = (rng.normal(size=size).astype(np.float32) for size in (ROWS, (D, N, H), HEADS))
+    x, w, g = (
+        rng.normal(size=size).astype(np.float32) for size in (ROWS, (D, N, H), HEADS)
+    )
 
     def gradients(x, w, g):
         y, back = jax.vjp(project_along(*axes, grad_dtype=jnp.bfloat16), x, w)
@@ -134,23 +225,40 @@ def test_a_weight_is_gathered_before_its_use_and_its_gradient_goes_back_to_the_s
         compiled = jax.jit(gradients, in_shardings=where).lower(x, w, g).compile()
     y, dx, dw = compiled(*map(jax.device_put, (x, w, g), where))
     x, w, g = map(np.float64, (x, w, g))
-    np.testing.assert_allclose(y, np.einsum("btd,dnh->btnh", x, w), rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(dx, np.einsum("btnh,dnh->btd", g, w), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        y, np.einsum("btd,dnh->btnh", x, w), rtol=1e-5, atol=1e-5
+    )
+    np.testing.assert_allclose(
+        dx, np.einsum("btnh,dnh->btd", g, w), rtol=1e-5, atol=1e-5
+    )
     want = np.einsum("btd,btnh->dnh", x, g)
-    assert 1e-4 < np.linalg.norm(dw - want) / np.linalg.norm(want) < 4e-3  # bfloat16 has 8 bits
+    assert (
+        1e-4 < np.linalg.norm(dw - want) / np.linalg.norm(want) < 4e-3
+    )  # bfloat16 has 8 bits
     assert dw.sharding.is_equivalent_to(sharding(mesh, axes), 3)
     gathers = [c for c in collectives(compiled.as_text()) if c.kind == "all-gather"]
-    assert {(c.axes(mesh), c.payload_bytes) for c in gathers} == {(("fsdp",), 4 * w.size // 2)}
+    assert {(c.axes(mesh), c.payload_bytes) for c in gathers} == {
+        (("fsdp",), 4 * w.size // 2)
+    }
 
 
 @pytest.mark.parametrize(
     ("platform", "dtype", "result"),
-    [("cpu", "bf16", "f32"), ("tpu", "bf16", "f32"), ("cuda", "bf16", "bf16"), ("cuda", "f32", "f32")],
+    [
+        ("cpu", "bf16", "f32"),
+        ("tpu", "bf16", "f32"),
+        ("cuda", "bf16", "bf16"),
+        ("cuda", "f32", "f32"),
+    ],
 )
 def test_a_gpus_matmul_writes_the_dtype_and_others_cast(platform, dtype, result):
     of = {"bf16": jnp.bfloat16, "f32": jnp.float32}[dtype]
     arrays = [jax.ShapeDtypeStruct(shape, of) for shape in ((2, 8, 64), (64, 32))]
-    traced = jax.jit(lambda x, weight: product("BTi,io->BTo", x, weight, "embed")).trace(*arrays)
+    traced = jax.jit(
+        lambda x, weight: product("BTi,io->BTo", x, weight, "embed")
+    ).trace(*arrays)
     text = traced.lower(lowering_platforms=(platform,)).as_text()
-    assert [line.rpartition("x")[2] for line in text.splitlines() if "dot_general" in line] == [f"{result}>"]
+    assert [
+        line.rpartition("x")[2] for line in text.splitlines() if "dot_general" in line
+    ] == [f"{result}>"]
     assert traced.out_info.dtype == of

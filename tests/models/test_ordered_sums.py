@@ -19,7 +19,11 @@ def summed(x, index, rows):
     ("tokens", "rows", "draws"),
     [
         (1024, 1, ("uniform",)),  # one run through all blocks, none of which is padded
-        (1000, 300, ("uniform", "sorted", "skewed")),  # most runs are of a few rows; a few long runs, many short ones
+        (
+            1000,
+            300,
+            ("uniform", "sorted", "skewed"),
+        ),  # most runs are of a few rows; a few long runs, many short ones
     ],
 )
 def test_rows_are_summed_by_index(tokens, rows, draws):
@@ -28,24 +32,38 @@ def test_rows_are_summed_by_index(tokens, rows, draws):
     random = np.random.default_rng(0)
     for draw in draws:
         index = random.integers(0, rows, (3, tokens))
-        index = np.minimum(random.geometric(0.3, (3, tokens)), rows) - 1 if draw == "skewed" else index
+        index = (
+            np.minimum(random.geometric(0.3, (3, tokens)), rows) - 1
+            if draw == "skewed"
+            else index
+        )
         index = np.sort(index) if draw == "sorted" else index
         x = random.normal(size=(3, tokens, 2)).astype(np.float32)
-        for found, x_of_one, index_of_one in zip(in_order(x, index), x, index, strict=True):
-            np.testing.assert_allclose(found, summed(np.float64(x_of_one), index_of_one, rows), atol=1e-4)
+        for found, x_of_one, index_of_one in zip(
+            in_order(x, index), x, index, strict=True
+        ):
+            np.testing.assert_allclose(
+                found, summed(np.float64(x_of_one), index_of_one, rows), atol=1e-4
+            )
 
 
 def test_a_run_that_ends_with_its_block_and_one_that_spans_blocks():
-    index = np.repeat([4, 2, 7, 0], [128, 300, 84, 128])  # sorted: 0 fills a block, 2 spans three, 4 begins within one
+    index = np.repeat(
+        [4, 2, 7, 0], [128, 300, 84, 128]
+    )  # sorted: 0 fills a block, 2 spans three, 4 begins within one
     x = np.arange(640 * 2, dtype=np.float32).reshape(640, 2)
     found = jax.jit(lambda x, index: _in_order(x, index, 9))(x, index)
-    np.testing.assert_array_equal(found, summed(x, index, 9))  # whole numbers below 2^24
+    np.testing.assert_array_equal(
+        found, summed(x, index, 9)
+    )  # whole numbers below 2^24
 
 
 @pytest.mark.fast
 def test_each_is_the_others_gradient():
     random = np.random.default_rng(1)
-    table, g = (random.normal(size=shape).astype(np.float32) for shape in ((7, 4), (2, 5, 4)))
+    table, g = (
+        random.normal(size=shape).astype(np.float32) for shape in ((7, 4), (2, 5, 4))
+    )
     index = random.integers(0, 7, (2, 5))
 
     @jax.jit
@@ -58,7 +76,9 @@ def test_each_is_the_others_gradient():
     for found in (rows, dsums):
         np.testing.assert_array_equal(found, table[index])
     for found in (drows, sums):
-        np.testing.assert_allclose(found, summed(g.reshape(10, 4), index.reshape(10), 7), rtol=1e-6)
+        np.testing.assert_allclose(
+            found, summed(g.reshape(10, 4), index.reshape(10), 7), rtol=1e-6
+        )
 
 
 def test_on_gpus_nothing_is_added_to_one_place_twice():
@@ -67,8 +87,13 @@ def test_on_gpus_nothing_is_added_to_one_place_twice():
     def gradient(table, index):
         return jax.grad(lambda table: jnp.sum(rows_at(table, index, 7) ** 2))(table)
 
-    lowered = jax.jit(gradient).trace(np.zeros((7, 4), np.float32), np.zeros((2, 300), np.int32))
-    of_gpu, of_cpu = (lowered.lower(lowering_platforms=(platform,)).as_text() for platform in ("cuda", "cpu"))
+    lowered = jax.jit(gradient).trace(
+        np.zeros((7, 4), np.float32), np.zeros((2, 300), np.int32)
+    )
+    of_gpu, of_cpu = (
+        lowered.lower(lowering_platforms=(platform,)).as_text()
+        for platform in ("cuda", "cpu")
+    )
     assert "stablehlo.scatter" in of_gpu
     assert unordered_sums(of_gpu) == []
     assert unordered_sums(of_cpu) == ["tensor<7x4xf32>"]

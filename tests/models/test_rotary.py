@@ -17,7 +17,11 @@ SCALINGS = {
     "default": None,
     "linear": RopeScaling("linear", 3.0),
     "llama3": RopeScaling(
-        "llama3", 8.0, original_max_position_embeddings=64, low_freq_factor=1.0, high_freq_factor=4.0
+        "llama3",
+        8.0,
+        original_max_position_embeddings=64,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
     ),
     "yarn": YARN(4.0),
     "yarn, gpt-oss": YARN(32.0, beta_fast=32.0, beta_slow=1.0, truncate=False),
@@ -32,7 +36,9 @@ def angles(rope, position, segment=None):
 
 def assert_turned(found, position, frequency, factor=1.0):
     angle = position[..., None] * frequency
-    np.testing.assert_allclose(found, factor * np.stack([np.cos(angle), np.sin(angle)]), atol=2e-5)
+    np.testing.assert_allclose(
+        found, factor * np.stack([np.cos(angle), np.sin(angle)]), atol=2e-5
+    )
 
 
 @pytest.mark.parametrize("name", SCALINGS)
@@ -50,7 +56,9 @@ def test_angles_equal_transformers(name):
         max_position_embeddings=64,
         rope_parameters={"rope_theta": BASE, **scaling.to_mapping()},
     )
-    frequency, factor = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[scaling.rope_type](config, "cpu")
+    frequency, factor = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[
+        scaling.rope_type
+    ](config, "cpu")
     assert_turned(found, position, frequency.numpy().astype(np.float64), factor)
 
 
@@ -60,7 +68,9 @@ def test_ntk_slows_the_slowest_plane_by_the_factor_and_leaves_the_fastest():
     frequency = base ** (-np.arange(0, DIM, 2) / DIM)
     np.testing.assert_allclose(frequency[[0, -1]], PLAIN[[0, -1]] / [1, 4])
     position = np.array([[8, 50]])
-    assert_turned(angles(Rope(DIM, BASE, RopeScaling("ntk", 4.0)), position), position, frequency)
+    assert_turned(
+        angles(Rope(DIM, BASE, RopeScaling("ntk", 4.0)), position), position, frequency
+    )
 
 
 LENGTHS = 10, 14
@@ -75,17 +85,25 @@ def test_dynamic_grows_with_each_document_by_itself_beyond_the_original_length()
     growth = 2.0 * np.maximum(LENGTH, 10) / 10 - 1
     base = BASE * growth ** (DIM / (DIM - 2))
     frequency = base[..., None] ** (-np.arange(0, DIM, 2) / DIM)
-    assert_turned(angles(Rope(DIM, BASE, scaling), POSITION, SEGMENT), POSITION, frequency)
+    assert_turned(
+        angles(Rope(DIM, BASE, scaling), POSITION, SEGMENT), POSITION, frequency
+    )
 
 
 def test_longrope_chooses_its_list_by_the_length_of_each_document():
     short, long = np.arange(1, 7.0), np.arange(11, 17.0)
     scaling = RopeScaling(
-        "longrope", 3.0, original_max_position_embeddings=10, short_factor=tuple(short), long_factor=tuple(long)
+        "longrope",
+        3.0,
+        original_max_position_embeddings=10,
+        short_factor=tuple(short),
+        long_factor=tuple(long),
     )
     frequency = PLAIN / np.where(LENGTH[..., None] > 10, long, short)
     factor = np.sqrt(1 + np.log(3) / np.log(10))
-    assert_turned(angles(Rope(DIM, BASE, scaling), POSITION, SEGMENT), POSITION, frequency, factor)
+    assert_turned(
+        angles(Rope(DIM, BASE, scaling), POSITION, SEGMENT), POSITION, frequency, factor
+    )
 
 
 def test_scores_are_multiplied_only_where_asked():

@@ -18,7 +18,17 @@ from maxtext_lite.models.splash_blocks import MostTokens
 from maxtext_lite.parallel import MESH_AXES, context_order, make_mesh, sharding
 from maxtext_lite.xla.hlo import collectives
 from tests.models import exact
-from tests.models.exact import EVERYTHING, SINK, B, H, K, N, assert_close, inputs, with_gradients
+from tests.models.exact import (
+    EVERYTHING,
+    SINK,
+    B,
+    H,
+    K,
+    N,
+    assert_close,
+    inputs,
+    with_gradients,
+)
 from tests.models.tokamax_stand_in import Range, StandIn
 
 KERNELS = {
@@ -31,12 +41,18 @@ KERNELS = {
 def on_shards(arrays, sink=None, *, kernel="tiled", sizes, **how):
     """The compiled function of the arrays as they lie on the shards, these, and the mesh."""
     count = math.prod(sizes.values())
-    mesh = make_mesh(dict.fromkeys(MESH_AXES, 1) | sizes, dict.fromkeys(MESH_AXES, 1), jax.devices()[:count])
+    mesh = make_mesh(
+        dict.fromkeys(MESH_AXES, 1) | sizes,
+        dict.fromkeys(MESH_AXES, 1),
+        jax.devices()[:count],
+    )
     order = context_order(arrays[0].shape[1], sizes["context"])
     run = with_gradients(lambda *x: KERNELS[kernel](*x, **how))
     axes = ("batch", "length", "activation_heads", None)
     with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
-        given = [jax.device_put(x[:, order], sharding(mesh, axes[: x.ndim])) for x in arrays]
+        given = [
+            jax.device_put(x[:, order], sharding(mesh, axes[: x.ndim])) for x in arrays
+        ]
         return jax.jit(run).lower(*given, sink).compile(), (*given, sink), mesh
 
 
@@ -51,13 +67,69 @@ WINDOW = Scoring(window=7, soft_cap=1.5, scale=0.5)
 @pytest.mark.parametrize(
     ("kernel", "strategy", "sizes", "num_tokens", "tile", "scoring", "sinks"),
     [
-        ("tiled", "ring", {"context": 3}, 96, 8, Scoring(), False),  # a chunk of 16 tokens is two tiles
-        ("tiled", "ring", {"context": 2, "tensor": 2, "fsdp": 2}, 96, 6, WINDOW, True),  # sees a tile and a key
-        ("tiled", "all_gather", {"context": 4}, 96, 512, Scoring(window=13, soft_cap=1.5), True),  # a chunk and a key
-        ("tiled", "ring", {"context": 4}, 96, 4, Scoring(window=31), True),  # crosses chunks, and passes by tiles
-        ("splash", "ring", {"context": 2}, 512, 512, Scoring(scale=0.4, window=140, soft_cap=1.5), True),  # gathered
-        ("splash", "ring", {"context": 2, "tensor": 2}, 512, 512, Scoring(scale=0.4, soft_cap=1.5), True),
-        ("mosaic", "all_gather", {"context": 2, "tensor": 2}, 40, 512, EVERYTHING, True),
+        (
+            "tiled",
+            "ring",
+            {"context": 3},
+            96,
+            8,
+            Scoring(),
+            False,
+        ),  # a chunk of 16 tokens is two tiles
+        (
+            "tiled",
+            "ring",
+            {"context": 2, "tensor": 2, "fsdp": 2},
+            96,
+            6,
+            WINDOW,
+            True,
+        ),  # sees a tile and a key
+        (
+            "tiled",
+            "all_gather",
+            {"context": 4},
+            96,
+            512,
+            Scoring(window=13, soft_cap=1.5),
+            True,
+        ),  # a chunk and a key
+        (
+            "tiled",
+            "ring",
+            {"context": 4},
+            96,
+            4,
+            Scoring(window=31),
+            True,
+        ),  # crosses chunks, and passes by tiles
+        (
+            "splash",
+            "ring",
+            {"context": 2},
+            512,
+            512,
+            Scoring(scale=0.4, window=140, soft_cap=1.5),
+            True,
+        ),  # gathered
+        (
+            "splash",
+            "ring",
+            {"context": 2, "tensor": 2},
+            512,
+            512,
+            Scoring(scale=0.4, soft_cap=1.5),
+            True,
+        ),
+        (
+            "mosaic",
+            "all_gather",
+            {"context": 2, "tensor": 2},
+            40,
+            512,
+            EVERYTHING,
+            True,
+        ),
         ("mosaic", "ring", {"context": 4}, 64, 512, EVERYTHING, True),
     ],
     ids=str,
@@ -69,8 +141,13 @@ def test_shards_equal_float64_attention_of_whole_examples(
     monkeypatch.setattr(mosaic, "flash_attention", lambda: (StandIn(), Range))
     monkeypatch.setattr(tile_layout, "_TILE", tile)
     pair = (128, 128)
-    monkeypatch.setattr(splash_blocks, "MOST_TOKENS", (MostTokens(256, pair, pair, pair, fused=pair),))
-    arrays, sink = inputs(num_tokens, value_dim=6 if kernel != "splash" else H), SINK if sinks else None
+    monkeypatch.setattr(
+        splash_blocks, "MOST_TOKENS", (MostTokens(256, pair, pair, pair, fused=pair),)
+    )
+    arrays, sink = (
+        inputs(num_tokens, value_dim=6 if kernel != "splash" else H),
+        SINK if sinks else None,
+    )
     compiled, given, mesh = on_shards(
         arrays, sink, kernel=kernel, sizes=sizes, strategy=strategy, scoring=scoring
     )
@@ -81,8 +158,12 @@ def test_shards_equal_float64_attention_of_whole_examples(
     if scoring == Scoring():
         found = in_true_order(compiled(3000 * given[0], *given[1:]), sizes["context"])
         assert_close(found, exact.attention(3000 * arrays[0], *arrays[1:]), share=1e-3)
-    gathers = strategy == "all_gather" or (kernel == "splash" and scoring.window is not None)
-    crossing = {c.kind for c in collectives(compiled.as_text()) if "context" in c.axes(mesh)}
+    gathers = strategy == "all_gather" or (
+        kernel == "splash" and scoring.window is not None
+    )
+    crossing = {
+        c.kind for c in collectives(compiled.as_text()) if "context" in c.axes(mesh)
+    }
     assert ("collective-permute" in crossing) == (not gathers)
     if kernel != "mosaic":  # which gathers the documents' numbers at least
         assert ("all-gather" in crossing) == gathers
@@ -103,24 +184,39 @@ def test_tiles_beyond_every_window_are_passed_over(shards, monkeypatch):
     """Keys that are not numbers spoil what is computed from them, even where a mask then hides it."""
     monkeypatch.setattr(tile_layout, "_TILE", 4)
     q, k, v, segment, g = inputs(32)
-    k, v = (np.where(np.arange(32)[:, None, None] < 4, np.float32(np.nan), x) for x in (k, v))
+    k, v = (
+        np.where(np.arange(32)[:, None, None] < 4, np.float32(np.nan), x)
+        for x in (k, v)
+    )
     sizes = {"context": shards}
-    compiled, given, _ = on_shards((q, k, v, segment, g), sizes=sizes, strategy="ring", scoring=Scoring(window=6))
-    reached = 12  # query 8 is the last whose window holds key 3, and its tile ends at 11
+    compiled, given, _ = on_shards(
+        (q, k, v, segment, g), sizes=sizes, strategy="ring", scoring=Scoring(window=6)
+    )
+    reached = (
+        12  # query 8 is the last whose window holds key 3, and its tile ends at 11
+    )
     for got in in_true_order(compiled(*given), shards):
         assert np.isnan(got[:, :4]).all()
         assert np.isfinite(got[:, reached:]).all()
 
 
 def test_splash_refuses_chunks_that_its_blocks_do_not_divide():
-    with pytest.raises(ValueError, match="max_target_length=256 to be a multiple of 512"):
+    with pytest.raises(
+        ValueError, match="max_target_length=256 to be a multiple of 512"
+    ):
         on_shards(inputs(256), kernel="splash", sizes={"context": 2}, strategy="ring")
 
 
 def test_the_private_backward_pass_of_splash_takes_what_the_ring_gives_it():
     """In another version of jax it may not: this fails then, and `splash._attend_backward` is to be looked at."""
-    names = inspect.getsource(splash_attention_kernel._splash_attention_bwd).replace(" ", "").replace("\n", "")
-    assert "(q,k,v,segment_ids,sinks,o,logsumexp,dq_mask_info,dkv_mask_info,)=res" in names
+    names = (
+        inspect.getsource(splash_attention_kernel._splash_attention_bwd)
+        .replace(" ", "")
+        .replace("\n", "")
+    )
+    assert (
+        "(q,k,v,segment_ids,sinks,o,logsumexp,dq_mask_info,dkv_mask_info,)=res" in names
+    )
 
 
 # ---- What crosses, and memory ---------------------------------------------------------------------------------------
@@ -132,7 +228,10 @@ def temporary_bytes(compiled):
 
 def test_memory_is_linear_in_the_tokens():
     """Of 12,288 tokens it is what 4,096 have three times, and no array of them has two dims of tokens."""
-    short, long = (on_shards(inputs(tokens), sizes={"context": 1}, strategy="ring")[0] for tokens in (4096, 12288))
+    short, long = (
+        on_shards(inputs(tokens), sizes={"context": 1}, strategy="ring")[0]
+        for tokens in (4096, 12288)
+    )
     tile = 4 * B * N * 512**2
     assert temporary_bytes(short) <= 5 * tile + 12 * 4 * B * 4096 * N * H
     assert temporary_bytes(long) - tile <= 3.1 * (temporary_bytes(short) - tile)

@@ -84,7 +84,11 @@ class StandInVjp(StandIn):
         dproduct = jnp.where(jnp.isfinite(score), dproduct * slope, 0)
 
         def shared(x):
-            return x.reshape(*x.shape[:2], num_kv_heads, -1, x.shape[3]).sum(3).astype(q.dtype)
+            return (
+                x.reshape(*x.shape[:2], num_kv_heads, -1, x.shape[3])
+                .sum(3)
+                .astype(q.dtype)
+            )
 
         return {
             "q": jnp.einsum("bnts,bsnh->btnh", dproduct, k).astype(q.dtype),
@@ -96,8 +100,14 @@ class StandInVjp(StandIn):
 def scores(q, k, *, mask, logits_scale, logits_soft_cap):
     """[B, N, T, S], -inf where a query does not see a key."""
     k = jnp.repeat(k, q.shape[2] // k.shape[2], axis=2)
-    score = logits_scale * jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=jnp.float32)
-    score = score if logits_soft_cap is None else logits_soft_cap * jnp.tanh(score / logits_soft_cap)
+    score = logits_scale * jnp.einsum(
+        "btnh,bsnh->bnts", q, k, preferred_element_type=jnp.float32
+    )
+    score = (
+        score
+        if logits_soft_cap is None
+        else logits_soft_cap * jnp.tanh(score / logits_soft_cap)
+    )
     key = jnp.arange(k.shape[1])
     seen = key >= mask.k_start[..., None]
     if mask.is_causal:

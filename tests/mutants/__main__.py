@@ -31,7 +31,9 @@ from tests.source_tree import REPOSITORY
 TESTS_OF_A_FAULT = 5
 TESTS_OF_A_FILE = 2
 SECONDS_OF_A_FAULT = 120
-NOT_COPIED = shutil.ignore_patterns(".git", ".venv*", ".jax_cache", ".mutants", "__pycache__", "runs", "build", "dist")
+NOT_COPIED = shutil.ignore_patterns(
+    ".git", ".venv*", ".jax_cache", ".mutants", "__pycache__", "runs", "build", "dist"
+)
 
 
 # ---- Which tests reach a function ----------------------------------------------------------------------------------
@@ -110,7 +112,9 @@ def read_map(path: Path) -> ReachMap:
                     case.setup_seconds = record["seconds"]
                 case.passed = case.passed and record["outcome"] == "passed"
     for case in cases.values():
-        case.num_functions = sum(num_functions[label] for label in [case.name, *case.fixtures])
+        case.num_functions = sum(
+            num_functions[label] for label in [case.name, *case.fixtures]
+        )
     return ReachMap(cases, reached, users)
 
 
@@ -123,7 +127,9 @@ def chosen_tests(reach: ReachMap, function: str) -> list[Case]:
     by_test: dict[str, list[Case]] = collections.defaultdict(list)
     for case in reach.cases_of(function):
         by_test[case.name.partition("[")[0]].append(case)
-    by_specificity = sorted(by_test.values(), key=lambda cases: min(case.num_functions for case in cases))
+    by_specificity = sorted(
+        by_test.values(), key=lambda cases: min(case.num_functions for case in cases)
+    )
     chosen: list[list[Case]] = []
     of_file: collections.Counter[str] = collections.Counter()
     for cases in by_specificity:
@@ -156,12 +162,25 @@ def map_tests(checkout: Path, directory: Path, jobs: int) -> None:
     log = directory / "reached.new"
     log.unlink(missing_ok=True)
     subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "maxtext_lite._reached", "-p", "no:cacheprovider",
-         "-n", str(jobs), "--dist", "loadscope", "--no-loadscope-reorder"],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "maxtext_lite._reached",
+            "-p",
+            "no:cacheprovider",
+            "-n",
+            str(jobs),
+            "--dist",
+            "loadscope",
+            "--no-loadscope-reorder",
+        ],
         cwd=copy,
         env=environment_of(copy, directory / "cache") | {"REACHED_LOG": str(log)},
         check=False,  # a test that fails on the copy sees no fault
-    )  # fmt: skip
+    )
     log.rename(directory / "reached.jsonl")
 
 
@@ -205,7 +224,16 @@ def run_fault(fault: Fault, copy: Path, reach: ReachMap, cache: Path) -> Seen:
             return seen(function, "", 0, "no test reaches it")
         arguments = copy / "tests.txt"
         arguments.write_text("\n".join(names))
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-rfE", "--tb=no", f"@{arguments}"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-rfE",
+            "--tb=no",
+            f"@{arguments}",
+        ]
         with subprocess.Popen(
             command,
             cwd=copy,
@@ -220,18 +248,32 @@ def run_fault(fault: Fault, copy: Path, reach: ReachMap, cache: Path) -> Seen:
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, 9)
                 process.communicate()
-                return seen(function, "", len(names), f"not seen in {SECONDS_OF_A_FAULT} seconds")
-        failed = re.search(r"^(?:FAILED|ERROR) (\S+?::.*?|\S+)(?: - .*)?$", output, re.MULTILINE)
+                return seen(
+                    function,
+                    "",
+                    len(names),
+                    f"not seen in {SECONDS_OF_A_FAULT} seconds",
+                )
+        failed = re.search(
+            r"^(?:FAILED|ERROR) (\S+?::.*?|\S+)(?: - .*)?$", output, re.MULTILINE
+        )
         if failed:
             return seen(function, failed[1], len(names))
         if process.returncode:
-            return seen(function, "", len(names), f"pytest ended with {process.returncode}: {output[-300:]}")
+            return seen(
+                function,
+                "",
+                len(names),
+                f"pytest ended with {process.returncode}: {output[-300:]}",
+            )
         return seen(function, "", len(names))
     finally:
         (copy / fault.file).write_text(before)
 
 
-def run_faults(faults: list[Fault], checkout: Path, directory: Path, jobs: int, until: float) -> None:
+def run_faults(
+    faults: list[Fault], checkout: Path, directory: Path, jobs: int, until: float
+) -> None:
     """Runs those that have no result yet, and appends to DIRECTORY/table.jsonl, up to a time."""
     reach = read_map(directory / "reached.jsonl")
     copies: SimpleQueue[Path] = SimpleQueue()
@@ -251,7 +293,10 @@ def run_faults(faults: list[Fault], checkout: Path, directory: Path, jobs: int, 
             copies.put(copy)
         with (directory / "table.jsonl").open("a") as table:
             table.write(json.dumps(vars(result)) + "\n")
-        print(f"{result.fault}: {result.seen_by or 'NOT SEEN'} {result.note} ({result.seconds} s)", flush=True)
+        print(
+            f"{result.fault}: {result.seen_by or 'NOT SEEN'} {result.note} ({result.seconds} s)",
+            flush=True,
+        )
 
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(run, faults))
@@ -266,12 +311,24 @@ def read_table(directory: Path) -> dict[str, dict]:
 
 def main() -> int:
     """Returns 1 where a fault was not seen, or could not be planted."""
-    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__.partition("\n")[0])
-    parser.add_argument("--checkout", type=Path, default=REPOSITORY, help="whose library and tests")
-    parser.add_argument("--directory", type=Path, help="of the map and the results (default: CHECKOUT/.mutants)")
-    parser.add_argument("--only", action="append", metavar="NAME", help="faults to run again, by name")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.mutants", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument(
+        "--checkout", type=Path, default=REPOSITORY, help="whose library and tests"
+    )
+    parser.add_argument(
+        "--directory",
+        type=Path,
+        help="of the map and the results (default: CHECKOUT/.mutants)",
+    )
+    parser.add_argument(
+        "--only", action="append", metavar="NAME", help="faults to run again, by name"
+    )
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--minutes", type=float, default=90, help="no fault is begun after these")
+    parser.add_argument(
+        "--minutes", type=float, default=90, help="no fault is begun after these"
+    )
     arguments = parser.parse_args()
     until = time.monotonic() + arguments.minutes * 60
     directory = (arguments.directory or arguments.checkout / ".mutants").absolute()
@@ -291,7 +348,9 @@ def main() -> int:
     for fault in faults:
         row = known.get(fault.name, {"seen_by": "", "note": "not run"})
         num_seen += bool(row["seen_by"])
-        print(f"| {fault.area} | {fault.name} | {row['seen_by'] or 'nothing. ' + row['note']} |")
+        print(
+            f"| {fault.area} | {fault.name} | {row['seen_by'] or 'nothing. ' + row['note']} |"
+        )
     print(f"{num_seen} of {len(faults)} seen")
     return int(num_seen < len(faults))
 

@@ -41,7 +41,9 @@ class Fault:
         text = path.read_text() if path.exists() else ""
         found = text.count(self.old)
         if found != 1:
-            raise ValueError(f"{self.name}: {self.file} has its lines {found} times. Port the fault to the new source.")
+            raise ValueError(
+                f"{self.name}: {self.file} has its lines {found} times. Port the fault to the new source."
+            )
         planted = text.replace(self.old, self.new)
         ast.parse(planted)
         path.write_text(planted)
@@ -50,7 +52,11 @@ class Fault:
     def target(self, root: Path) -> str:
         """`path:name` of the innermost function that holds the lines, or the one that is stated."""
         if self.function:
-            return self.function if ":" in self.function else f"{self.file}:{self.function}"
+            return (
+                self.function
+                if ":" in self.function
+                else f"{self.file}:{self.function}"
+            )
         text = (root / self.file).read_text()
         line = text[: text.index(self.old)].count("\n") + 1
         around: list[tuple[int, str]] = []
@@ -58,7 +64,9 @@ class Fault:
             if node.lineno <= line <= (node.end_lineno or 0):
                 around.append((node.lineno, name))
         if not around:
-            raise ValueError(f"{self.name}: its lines are in no function of {self.file}. State the function.")
+            raise ValueError(
+                f"{self.name}: its lines are in no function of {self.file}. State the function."
+            )
         return f"{self.file}:{max(around)[1]}"
 
 

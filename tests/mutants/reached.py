@@ -76,7 +76,11 @@ else:
     def pytest_runtest_protocol(item: Any) -> Iterator[None]:
         """Names the test, and writes down the shared fixtures that it requests."""
         fixtures = [found[-1] for found in item._fixtureinfo.name2fixturedefs.values()]
-        shared = sorted(fixture_label(fixture) for fixture in fixtures if fixture.scope != "function")
+        shared = sorted(
+            fixture_label(fixture)
+            for fixture in fixtures
+            if fixture.scope != "function"
+        )
         _write({"test": item.nodeid, "fixtures": shared})
         with labelled(item.nodeid):
             return (yield)
@@ -93,14 +97,23 @@ else:
     def pytest_runtest_makereport(item: Any) -> Iterator[Any]:
         """Writes down how a test ended and how long each part of it took."""
         report = yield
-        _write({"ended": item.nodeid, "when": report.when, "seconds": report.duration, "outcome": report.outcome})
+        _write(
+            {
+                "ended": item.nodeid,
+                "when": report.when,
+                "seconds": report.duration,
+                "outcome": report.outcome,
+            }
+        )
         return report
 
 
 # ---- The copy ------------------------------------------------------------------------------------------------------
 
 
-def functions(source: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+def functions(
+    source: str,
+) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     """The qualified name and the syntax of each function of a module."""
     waiting: list[tuple[str, ast.AST]] = [("", ast.parse(source))]
     while waiting:
@@ -120,9 +133,18 @@ def _instrumented(source: str, path: str) -> str:
     for name, function in functions(source):
         body = function.body
         first = body[0]
-        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and len(body) > 1:
+        if (
+            isinstance(first, ast.Expr)
+            and isinstance(first.value, ast.Constant)
+            and len(body) > 1
+        ):
             first = body[1]
-        begins = min([first.lineno, *(each.lineno for each in getattr(first, "decorator_list", []))])
+        begins = min(
+            [
+                first.lineno,
+                *(each.lineno for each in getattr(first, "decorator_list", [])),
+            ]
+        )
         if not lines[begins - 1][: first.col_offset].isspace():
             continue  # the whole function stands on one line
         call = f'__import__("maxtext_lite._reached", fromlist=["note"]).note("{path}:{name}")'
@@ -135,5 +157,7 @@ def _instrumented(source: str, path: str) -> str:
 def instrument(root: Path) -> None:
     """Adds the line to every function under ROOT/maxtext_lite."""
     for path in sorted((root / "maxtext_lite").rglob("*.py")):
-        path.write_text(_instrumented(path.read_text(), path.relative_to(root).as_posix()))
+        path.write_text(
+            _instrumented(path.read_text(), path.relative_to(root).as_posix())
+        )
     shutil.copy(__file__, root / "maxtext_lite" / "_reached.py")

@@ -57,7 +57,10 @@ def test_the_most_specific_tests_are_chosen_and_the_cheapest_run_first(tmp_path)
     log = tmp_path / "reached.jsonl"
     log.write_text("".join(json.dumps(record) + "\n" for record in records))
     reach = read_map(log)
-    assert [case.name for case in chosen_tests(reach, "x.py:f")] == ["b.py::test_trained", "a.py::test_one[1]"]
+    assert [case.name for case in chosen_tests(reach, "x.py:f")] == [
+        "b.py::test_trained",
+        "a.py::test_one[1]",
+    ]
     assert [case.num_functions for case in chosen_tests(reach, "x.py:f")] == [2, 1]
 
 

@@ -31,7 +31,9 @@ from maxtext_lite.parallel.axes import AS_IT_IS, partition_spec
 
 def mesh_of(**sizes):
     sizes = dict.fromkeys(MESH_AXES, 1) | sizes
-    return make_mesh(sizes, dict.fromkeys(MESH_AXES, 1), jax.devices()[: math.prod(sizes.values())])
+    return make_mesh(
+        sizes, dict.fromkeys(MESH_AXES, 1), jax.devices()[: math.prod(sizes.values())]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -40,15 +42,26 @@ def mesh():
 
 
 def test_known_axes():
-    assert partition_spec(("layers", "embed", "mlp")) == jax.P("stage", ("expert", "context", "fsdp"), "tensor")
-    assert partition_spec(("experts", "expert_embed", "mlp")) == jax.P("expert", ("context", "fsdp"), "tensor")
-    assert partition_spec(("accumulation", "global_batch", None)) == jax.P(None, ("data", "fsdp", "expert"), None)
-    assert partition_spec(("batch", AS_IT_IS, None)) == jax.P(("fsdp", "expert"), jax.P.UNCONSTRAINED, None)
+    assert partition_spec(("layers", "embed", "mlp")) == jax.P(
+        "stage", ("expert", "context", "fsdp"), "tensor"
+    )
+    assert partition_spec(("experts", "expert_embed", "mlp")) == jax.P(
+        "expert", ("context", "fsdp"), "tensor"
+    )
+    assert partition_spec(("accumulation", "global_batch", None)) == jax.P(
+        None, ("data", "fsdp", "expert"), None
+    )
+    assert partition_spec(("batch", AS_IT_IS, None)) == jax.P(
+        ("fsdp", "expert"), jax.P.UNCONSTRAINED, None
+    )
     assert axes_in_use(("embed", "heads", "head_dim")) == (None, "heads", "head_dim")
     assert axes_in_use(("vocab", None)) == ("vocab", None)
 
 
-@pytest.mark.parametrize(("axes", "named"), [(("embde",), "'embde'"), (("heads", "mlp"), "'tensor' is used twice")])
+@pytest.mark.parametrize(
+    ("axes", "named"),
+    [(("embde",), "'embde'"), (("heads", "mlp"), "'tensor' is used twice")],
+)
 def test_an_axis_that_is_unknown_or_used_twice_is_refused_by_name(axes, named):
     with pytest.raises(ValueError, match=named):
         partition_spec(axes)
@@ -63,23 +76,37 @@ def test_shards_are_counted_over_all_mesh_axes_of_a_name(mesh):
         assert [num_shards(axis) for axis in names] == [2, 4, 2, 1, 2, 1]
 
 
-def test_a_dim_that_does_not_divide_falls_back_to_its_uneven_axis_and_dims_are_replaced(mesh):
+def test_a_dim_that_does_not_divide_falls_back_to_its_uneven_axis_and_dims_are_replaced(
+    mesh,
+):
     with jax.set_mesh(mesh):
-        lay_out = jax.jit(lambda *arrays: [constrain(x, ("batch", "residual_length", None)) for x in arrays])
+        lay_out = jax.jit(
+            lambda *arrays: [
+                constrain(x, ("batch", "residual_length", None)) for x in arrays
+            ]
+        )
         whole, odd = lay_out(np.zeros((2, 4, 3)), np.zeros((2, 1, 3)))
     assert whole.sharding.shard_shape(whole.shape) == (1, 2, 3)
     assert odd.sharding.shard_shape(odd.shape) == (1, 1, 3)
     where = sharding(mesh, ("layers", "embed", "mlp"))
-    assert with_dims(where, 3, 0, 1, 2).spec == jax.P(None, None, ("expert", "context", "fsdp"), "tensor")
+    assert with_dims(where, 3, 0, 1, 2).spec == jax.P(
+        None, None, ("expert", "context", "fsdp"), "tensor"
+    )
 
 
 def test_the_gradient_of_a_gathered_weight_is_sharded_like_the_stored_weight(mesh):
-    lies_as, weight, place = ("embed", "mlp"), np.arange(24, dtype=np.float32).reshape(4, 6), np.array([1, 3, 1, 1])
+    lies_as, weight, place = (
+        ("embed", "mlp"),
+        np.arange(24, dtype=np.float32).reshape(4, 6),
+        np.array([1, 3, 1, 1]),
+    )
     want = np.zeros_like(weight)
     np.add.at(want, place, 2 * weight[place])
 
     def total(w):
-        return jnp.sum(jnp.square(gathered_for_use(w, axes_in_use(lies_as), lies_as)[place]))
+        return jnp.sum(
+            jnp.square(gathered_for_use(w, axes_in_use(lies_as), lies_as)[place])
+        )
 
     with jax.set_mesh(mesh):
         got = jax.jit(jax.grad(total))(jax.device_put(weight, sharding(mesh, lies_as)))
@@ -93,7 +120,9 @@ def test_over_replicas_gives_each_replica_its_contiguous_rows_and_leaves_tokens_
     rows = np.arange(32, dtype=np.float32).reshape(8, 4)
     with jax.set_mesh(mesh):
         x = jax.device_put(rows, sharding(mesh, ("global_batch", "length")))
-        run = jax.jit(over_replicas(lambda scale, x: (scale * x, x.sum()), 2, rows=(1,)))
+        run = jax.jit(
+            over_replicas(lambda scale, x: (scale * x, x.sum()), 2, rows=(1,))
+        )
         compiled = run.lower(10.0, x).compile()
     scaled, sums = compiled(10.0, x)
     np.testing.assert_array_equal(scaled, 10 * rows.reshape(2, 4, 4))
@@ -112,7 +141,9 @@ def run_on(function, out_axes, **sizes):
     """Results for X, of which each device has rows and columns, and the lowered program."""
     mesh = mesh_of(**sizes)
     with jax.set_mesh(mesh):
-        lowered = jax.jit(over_shards(function, [AXES], out_axes)).lower(jax.device_put(X, sharding(mesh, AXES)))
+        lowered = jax.jit(over_shards(function, [AXES], out_axes)).lower(
+            jax.device_put(X, sharding(mesh, AXES))
+        )
         return jax.device_get(lowered.compile()(X)), lowered.as_text()
 
 
@@ -121,14 +152,23 @@ def test_parts_are_gathered_scattered_summed_and_numbered_along_a_logical_axis()
 
     def everything(x):
         scattered = scattered_sum(jnp.concatenate([x, 10 * x]), "experts", 0)
-        return gathered(x, "experts", 0), scattered, summed(x, "mlp"), 0 * x + shard_index("experts")
+        return (
+            gathered(x, "experts", 0),
+            scattered,
+            summed(x, "mlp"),
+            0 * x + shard_index("experts"),
+        )
 
     out_axes = [WHOLE, AXES, ("batch", None), AXES]
-    (all_rows, scattered, sums, numbers), _ = run_on(everything, out_axes, fsdp=2, expert=2, tensor=2)
+    (all_rows, scattered, sums, numbers), _ = run_on(
+        everything, out_axes, fsdp=2, expert=2, tensor=2
+    )
     np.testing.assert_array_equal(all_rows, X)
     for half in (slice(0, 4), slice(4, 8)):
         total = X[half][:2] + X[half][2:]
-        np.testing.assert_array_equal(scattered[half], np.concatenate([total, 10 * total]))
+        np.testing.assert_array_equal(
+            scattered[half], np.concatenate([total, 10 * total])
+        )
     np.testing.assert_array_equal(sums, X[:, :2] + X[:, 2:])
     np.testing.assert_array_equal(numbers[:, 0], [0, 0, 1, 1, 0, 0, 1, 1])
 
@@ -139,10 +179,16 @@ def test_parts_are_exchanged_the_largest_is_found_and_narrow_parts_are_added_in_
     def everything(x):
         part = jnp.where(shard_index("experts") == 0, 1.0, 2.0**-8) * jnp.ones((4, 4))
         total = scattered_sum(part.astype(jnp.bfloat16), "experts", 0)
-        return exchanged(jnp.repeat(x, 2, axis=0), "experts"), largest(x, "experts"), total
+        return (
+            exchanged(jnp.repeat(x, 2, axis=0), "experts"),
+            largest(x, "experts"),
+            total,
+        )
 
     (sent, most, total), _ = run_on(everything, [AXES, WHOLE, AXES], expert=4)
-    np.testing.assert_array_equal(sent, X.reshape(4, 2, 4).swapaxes(0, 1).repeat(2, axis=0).reshape(16, 4))
+    np.testing.assert_array_equal(
+        sent, X.reshape(4, 2, 4).swapaxes(0, 1).repeat(2, axis=0).reshape(16, 4)
+    )
     np.testing.assert_array_equal(most, X[6:])
     np.testing.assert_array_equal(total, np.full((4, 4), 1 + 3 * 2.0**-8, np.float32))
 
@@ -158,12 +204,16 @@ def test_sets_under_vmap_are_exchanged_and_summed_as_each_alone(sets):
         return whole[:, 0] + exchanged(x.reshape(-1, 1), "experts").reshape(-1, 4)
 
     def of_all(x):
-        return jax.vmap(of_one, in_axes=(None, 0), out_axes=1)(x, factor).reshape(len(x), -1)
+        return jax.vmap(of_one, in_axes=(None, 0), out_axes=1)(x, factor).reshape(
+            len(x), -1
+        )
 
     got, text = run_on(of_all, AXES, expert=2)
     parts = np.concatenate([X[:4] + X[4:], 10 * (X[:4] + X[4:])])
     swapped = np.concatenate([X[:2], X[4:6], X[2:4], X[6:]])
-    np.testing.assert_array_equal(got, np.concatenate([f * (parts + swapped) for f in factor], axis=1))
+    np.testing.assert_array_equal(
+        got, np.concatenate([f * (parts + swapped) for f in factor], axis=1)
+    )
     sent = re.findall(r"all_to_all.*-> tensor<([\dx]+)xf32>", text)
     assert sorted(sent) == (["16", "2x4x4"] if sets == 1 else ["3x16", "3x2x4x4"])
 
@@ -171,9 +221,15 @@ def test_sets_under_vmap_are_exchanged_and_summed_as_each_alone(sets):
 def test_collectives_along_an_unsplit_axis_are_the_identity():
     def function(x):
         x = exchanged(largest(x, "experts"), "experts")
-        return summed(scattered_sum(gathered(x, "experts", 0), "experts", 0), "experts") + shard_index("experts")
+        return summed(
+            scattered_sum(gathered(x, "experts", 0), "experts", 0), "experts"
+        ) + shard_index("experts")
 
     got, text = run_on(function, AXES, fsdp=2, tensor=2)
     np.testing.assert_array_equal(got, X)
-    assert not [word for word in ("all_gather", "all_to_all", "all_reduce", "partition_id") if word in text]
+    assert not [
+        word
+        for word in ("all_gather", "all_to_all", "all_reduce", "partition_id")
+        if word in text
+    ]
     np.testing.assert_array_equal(jax.jit(function)(X), X)  # without a mesh

@@ -4,7 +4,14 @@ import jax
 import numpy as np
 import pytest
 
-from maxtext_lite.parallel import between_hosts, bytes_of_host, exchange, make_any_host, make_mesh, value_of_host
+from maxtext_lite.parallel import (
+    between_hosts,
+    bytes_of_host,
+    exchange,
+    make_any_host,
+    make_mesh,
+    value_of_host,
+)
 from maxtext_lite.parallel.mesh import MESH_AXES
 from tests.parallel.wire import NUM_HOSTS, joined_hosts
 
@@ -24,18 +31,31 @@ def test_one_host_exchanges_with_itself():
 @pytest.mark.fast
 def test_every_host_gets_every_value_and_equal_ones_are_not_sent(wire):
     long = "é" * 100_000
-    assert wire.on_all(lambda host: exchange([host, None])) == [[[number, None] for number in range(3)]] * 3
-    assert wire.on_all(lambda host: exchange({"found": long})) == [[{"found": long}] * 3] * 3
+    assert (
+        wire.on_all(lambda host: exchange([host, None]))
+        == [[[number, None] for number in range(3)]] * 3
+    )
+    assert (
+        wire.on_all(lambda host: exchange({"found": long}))
+        == [[{"found": long}] * 3] * 3
+    )
     assert wire.sent_bytes < 100
     values = ["other", long, long]
     assert wire.on_all(lambda host: exchange(values[host])) == [values] * 3
-    assert wire.sent_bytes < 2 * len(long.encode()) * 3 + 5_000  # an é is six letters of JSON
+    assert (
+        wire.sent_bytes < 2 * len(long.encode()) * 3 + 5_000
+    )  # an é is six letters of JSON
 
 
 @pytest.mark.parametrize("host", range(NUM_HOSTS))
 def test_the_value_of_one_host_is_all_that_is_sent(wire, host):
     value = {"ids": list(range(3000)), "log_probabilities": [-0.1, 1e-300, -7.25]}
-    assert wire.on_all(lambda number: value_of_host(host, value if number == host else object)) == [value] * 3
+    assert (
+        wire.on_all(
+            lambda number: value_of_host(host, value if number == host else object)
+        )
+        == [value] * 3
+    )
     assert wire.sent_bytes <= 2 * len(str(value))
     assert wire.on_all(lambda number: value_of_host(host, None)) == [None] * 3
 
@@ -45,8 +65,14 @@ def test_bytes_come_as_they_are_in_pieces_of_few_sizes(wire, monkeypatch):
     monkeypatch.setattr(between_hosts, "_MOST_BYTES", 64)
     content = np.random.default_rng(0).integers(256, size=300, dtype=np.uint8).tobytes()
     for size in (0, 1, 7, 8, 9, 71, 72, 73, 135, 136, 300):
-        said = [content[:size] if number == 1 else b"not this" for number in range(NUM_HOSTS)]
-        assert wire.on_all(lambda number, said=said: bytes_of_host(1, said[number])) == [content[:size]] * 3
+        said = [
+            content[:size] if number == 1 else b"not this"
+            for number in range(NUM_HOSTS)
+        ]
+        assert (
+            wire.on_all(lambda number, said=said: bytes_of_host(1, said[number]))
+            == [content[:size]] * 3
+        )
     assert wire.sizes <= {1 << power for power in range(7)}
 
 

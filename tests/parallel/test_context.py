@@ -38,18 +38,25 @@ def test_each_shard_holds_an_early_and_a_late_chunk():
 def test_causal_work_is_equal(shards):
     by_shard = context_order(48, shards).reshape(shards, -1)
     assert sorted(by_shard.ravel()) == list(range(48))
-    assert len({int(np.sum(tokens + 1)) for tokens in by_shard}) == 1  # token t looks at t + 1 keys
+    assert (
+        len({int(np.sum(tokens + 1)) for tokens in by_shard}) == 1
+    )  # token t looks at t + 1 keys
     assert np.all(np.diff(by_shard, axis=1) > 0)  # in order within a shard
 
 
 def test_tokens_that_cannot_be_split_are_refused():
-    with pytest.raises(ValueError, match="12 tokens are not a multiple of 2 chunks x 4 shards"):
+    with pytest.raises(
+        ValueError, match="12 tokens are not a multiple of 2 chunks x 4 shards"
+    ):
         context_order(12, 4)
 
 
 def test_a_batch_is_arranged_over_the_mesh_in_use(mesh):
     axes = ("global_batch", "length")
-    batch = {"tokens": jnp.arange(32).reshape(2, 16), "weights": jnp.arange(32.0).reshape(2, 16) / 2}
+    batch = {
+        "tokens": jnp.arange(32).reshape(2, 16),
+        "weights": jnp.arange(32.0).reshape(2, 16) / 2,
+    }
     with jax.set_mesh(mesh):
         assert context_shards() == 4
         got = jax.jit(lambda batch: in_context_order(batch, axes))(batch)
@@ -67,13 +74,25 @@ def test_a_batch_is_arranged_over_the_mesh_in_use(mesh):
 def test_shards_exchange_by_their_number(mesh):
     def numbers(function, *shape):
         """The results of `function` on each shard for [its number, ...]."""
-        local = lambda x: jnp.reshape(function(own_shard() + 0 * x.reshape(shape)), (1, -1))  # noqa: E731
+
+        def local(x):
+            return jnp.reshape(function(own_shard() + 0 * x.reshape(shape)), (1, -1))
+
         x = jnp.zeros((1, 4 * int(np.prod(shape))), jnp.int32)
         with jax.set_mesh(mesh):
-            return jax.jit(over_shards(local, ((None, "length"),), (None, "length")))(x).reshape(4, -1).tolist()
+            return (
+                jax.jit(over_shards(local, ((None, "length"),), (None, "length")))(x)
+                .reshape(4, -1)
+                .tolist()
+            )
 
     assert numbers(lambda x: x, 1) == [[0], [1], [2], [3]]
     assert numbers(to_next_shard, 1) == [[3], [0], [1], [2]]
     assert numbers(from_all_shards, 1) == [[0, 1, 2, 3]] * 4
     # For shard i, each shard has its own number times i.
-    assert numbers(lambda x: sum_to_shards(x * jnp.arange(4)), 4) == [[0], [6], [12], [18]]
+    assert numbers(lambda x: sum_to_shards(x * jnp.arange(4)), 4) == [
+        [0],
+        [6],
+        [12],
+        [18],
+    ]

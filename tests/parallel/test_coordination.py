@@ -42,12 +42,32 @@ sys.exit(run_command(main))
 
 
 def test_if_process_0_is_killed_the_others_name_it_and_exit_with_76(tmp_path):
-    launcher = [sys.executable, str(REPOSITORY / "scripts" / "launch_local.py"), "--processes", "2", "--grace", "60"]
-    command = [*launcher, "--devices-per-process", "1", "--", *quick_python(), "-c", PROGRAM, str(tmp_path)]
+    launcher = [
+        sys.executable,
+        str(REPOSITORY / "scripts" / "launch_local.py"),
+        "--processes",
+        "2",
+        "--grace",
+        "60",
+    ]
+    command = [
+        *launcher,
+        "--devices-per-process",
+        "1",
+        "--",
+        *quick_python(),
+        "-c",
+        PROGRAM,
+        str(tmp_path),
+    ]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    ended = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert ended.returncode == 128 + signal.SIGKILL  # the first that failed
-    (said,) = [line for line in ended.stderr.splitlines() if line.startswith("[1] error:")]
+    (said,) = [
+        line for line in ended.stderr.splitlines() if line.startswith("[1] error:")
+    ]
     assert "process 0 (coordinator)" in said
     assert "does not answer" in said
     assert "Exit code 76. Stacks of process 1 on" in said
@@ -71,7 +91,9 @@ class Client:
 def test_the_store_sees_only_its_own_keys(monkeypatch):
     client = Client()
     client.values["orbax/1"] = "another's"
-    monkeypatch.setattr(coordination.distributed, "global_state", SimpleNamespace(client=client))
+    monkeypatch.setattr(
+        coordination.distributed, "global_state", SimpleNamespace(client=client)
+    )
     store = CoordinationStore(1, 2)
     store.put("1", "a")
     store.put("1", "b")
@@ -80,15 +102,23 @@ def test_the_store_sees_only_its_own_keys(monkeypatch):
 
 
 def test_the_store_of_a_process_that_has_left_says_so(monkeypatch):
-    monkeypatch.setattr(coordination.distributed, "global_state", SimpleNamespace(client=None))
+    monkeypatch.setattr(
+        coordination.distributed, "global_state", SimpleNamespace(client=None)
+    )
     with pytest.raises(ConnectionError):
         CoordinationStore(1, 2).all()
 
 
 @pytest.mark.parametrize(("process", "is_watched"), [(0, True), (1, True), (1, False)])
-def test_a_watched_process_has_a_heartbeat_far_above_any_limit_and_others_keep_jaxs(process, is_watched, monkeypatch):
+def test_a_watched_process_has_a_heartbeat_far_above_any_limit_and_others_keep_jaxs(
+    process, is_watched, monkeypatch
+):
     signals = []
-    monkeypatch.setattr(coordination, "_LIBC", SimpleNamespace(signal=lambda number, _: signals.append(number)))
+    monkeypatch.setattr(
+        coordination,
+        "_LIBC",
+        SimpleNamespace(signal=lambda number, _: signals.append(number)),
+    )
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
     if is_watched:
         monkeypatch.setattr(watchdog, "_least", 300.0)
@@ -102,17 +132,27 @@ def test_a_watched_process_has_a_heartbeat_far_above_any_limit_and_others_keep_j
 def test_process_0_answers_if_its_port_does(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        monkeypatch.setattr(coordination.distributed, "global_state", SimpleNamespace(coordinator_address=address))
+        monkeypatch.setattr(
+            coordination.distributed,
+            "global_state",
+            SimpleNamespace(coordinator_address=address),
+        )
         assert coordinator_answers()
     assert not coordinator_answers()
-    monkeypatch.setattr(coordination.distributed, "global_state", SimpleNamespace(coordinator_address=None))
+    monkeypatch.setattr(
+        coordination.distributed,
+        "global_state",
+        SimpleNamespace(coordinator_address=None),
+    )
     assert not coordinator_answers()
 
 
 def test_where_process_0_is_on_tpus_jax_says(monkeypatch):
     monkeypatch.setattr(clusters.GkeTpuCluster, "is_env_present", lambda: True)
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "localhost,elsewhere")
-    monkeypatch.setenv("MEGASCALE_COORDINATOR_ADDRESS", "")  # else the metadata server is asked
+    monkeypatch.setenv(
+        "MEGASCALE_COORDINATOR_ADDRESS", ""
+    )  # else the metadata server is asked
     monkeypatch.setenv("JAX_COORDINATOR_PORT", "1234")
     assert coordinator_address("gketpu", 1) == "localhost:1234"
     with pytest.raises(ValueError, match="gcetpu2"):
@@ -123,7 +163,11 @@ def test_where_process_0_is_on_tpus_jax_says(monkeypatch):
 def test_the_watchdog_handles_an_abort_only_if_process_0_is_gone(answers, monkeypatch):
     did = []
     monkeypatch.setattr(coordination, "coordinator_answers", lambda: answers)
-    monkeypatch.setattr(coordination, "_LIBC", SimpleNamespace(signal=lambda *words: did.append(words)))
-    monkeypatch.setattr(coordination.watchdog, "coordinator_is_gone", lambda: did.append("gone"))
+    monkeypatch.setattr(
+        coordination, "_LIBC", SimpleNamespace(signal=lambda *words: did.append(words))
+    )
+    monkeypatch.setattr(
+        coordination.watchdog, "coordinator_is_gone", lambda: did.append("gone")
+    )
     coordination._on_abort(signal.SIGABRT)
     assert did == ([(signal.SIGABRT, None)] if answers else ["gone"])

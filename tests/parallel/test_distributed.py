@@ -30,7 +30,11 @@ from maxtext_lite.parallel import start_devices
     ("flags", "before", "threads"),
     [
         ("--xla_other=1 --xla_force_host_platform_device_count=8", None, "16"),
-        ("--xla_force_host_platform_device_count=4", "32", "32"),  # the user's own choice stands
+        (
+            "--xla_force_host_platform_device_count=4",
+            "32",
+            "32",
+        ),  # the user's own choice stands
         ("", None, None),
     ],
 )
@@ -46,9 +50,24 @@ def test_simulated_devices_get_two_threads_each(flags, before, threads, monkeypa
 
 def launch(program, *, grace):
     """The program as two processes with two devices each."""
-    launcher = [sys.executable, str(REPOSITORY / "scripts" / "launch_local.py"), "--processes", "2"]
+    launcher = [
+        sys.executable,
+        str(REPOSITORY / "scripts" / "launch_local.py"),
+        "--processes",
+        "2",
+    ]
     return subprocess.run(
-        [*launcher, "--devices-per-process", "2", "--grace", grace, "--", *quick_python(), "-c", START + program],
+        [
+            *launcher,
+            "--devices-per-process",
+            "2",
+            "--grace",
+            grace,
+            "--",
+            *quick_python(),
+            "-c",
+            START + program,
+        ],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
@@ -95,11 +114,15 @@ def test_two_processes_of_two_devices_that_slurm_has_started_are_four_devices_an
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
     }
-    processes = [start(SUM, **told, SLURM_PROCID=number, SLURM_LOCALID=number) for number in "01"]
+    processes = [
+        start(SUM, **told, SLURM_PROCID=number, SLURM_LOCALID=number) for number in "01"
+    ]
     for number, process in enumerate(processes):
         output, errors = process.communicate(timeout=120)
         assert process.returncode == 0, errors
-        assert [line for line in output.splitlines() if "Gloo" not in line] == [f"{number} 2 4 2 {{1111.0}}"]
+        assert [line for line in output.splitlines() if "Gloo" not in line] == [
+            f"{number} 2 4 2 {{1111.0}}"
+        ]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +132,9 @@ def test_two_processes_of_two_devices_that_slurm_has_started_are_four_devices_an
         ("raise OSError('no such disk')", 1, "[1] OSError: no such disk"),
     ],
 )
-def test_a_process_that_fails_alone_ends_the_run_though_jax_would_wait_for_the_others(failure, code, message):
+def test_a_process_that_fails_alone_ends_the_run_though_jax_would_wait_for_the_others(
+    failure, code, message
+):
     started = time.monotonic()
     result = launch(
         f"""
@@ -131,13 +156,27 @@ def test_who_has_not_connected_is_named_by_all_that_have():
     """Of four processes the last two never start; of two, process 0 does not."""
 
     def begin(process, num_processes, address, seconds):
-        told = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": num_processes, "JAX_PROCESS_ID": process}
-        return start(f"sys.exit(run_command(lambda _: start_devices(timeout_seconds={seconds})))", **told)
+        told = {
+            "JAX_COORDINATOR_ADDRESS": address,
+            "JAX_NUM_PROCESSES": num_processes,
+            "JAX_PROCESS_ID": process,
+        }
+        return start(
+            f"sys.exit(run_command(lambda _: start_devices(timeout_seconds={seconds})))",
+            **told,
+        )
 
     address = f"127.0.0.1:{free_port()}"
-    waiting = [begin("0", "4", address, 3), begin("1", "4", address, 60), begin("1", "2", "127.0.0.1:9", 1)]
+    waiting = [
+        begin("0", "4", address, 3),
+        begin("1", "4", address, 60),
+        begin("1", "2", "127.0.0.1:9", 1),
+    ]
     said = [process.communicate(timeout=60)[1] for process in waiting]
-    assert all(words.startswith("error: processes 2 and 3 of 4 have not connected") for words in said[:2])
+    assert all(
+        words.startswith("error: processes 2 and 3 of 4 have not connected")
+        for words in said[:2]
+    )
     assert said[2].startswith("error: process 0 of 2 has not answered")
     assert [process.returncode for process in waiting] == [1, 1, 1]
 
@@ -154,10 +193,14 @@ def test_who_has_not_connected_is_named_by_all_that_have():
     ids=str,
 )
 @pytest.mark.fast
-def test_a_half_described_run_is_refused_and_a_port_that_is_taken(told, named, monkeypatch):
+def test_a_half_described_run_is_refused_and_a_port_that_is_taken(
+    told, named, monkeypatch
+):
     with socket.create_server(("127.0.0.1", 0)) as server:
         address, *rest = told
-        address = f"127.0.0.1:{server.getsockname()[1]}" if address == "taken" else address
+        address = (
+            f"127.0.0.1:{server.getsockname()[1]}" if address == "taken" else address
+        )
         variables = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
         for variable, text in zip(variables, (address, *rest), strict=True):
             monkeypatch.setenv(variable, text)
@@ -169,7 +212,9 @@ def test_a_half_described_run_is_refused_and_a_port_that_is_taken(told, named, m
 def test_what_tpu_workers_are_told_is_heard_where_tpus_are_used(platforms, monkeypatch):
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "a,b")
     monkeypatch.setenv("TPU_WORKER_ID", "5")
-    monkeypatch.setattr(distributed.jax, "config", SimpleNamespace(jax_platforms=platforms))
+    monkeypatch.setattr(
+        distributed.jax, "config", SimpleNamespace(jax_platforms=platforms)
+    )
     if platforms == "cpu":
         assert start_devices() == jax.devices()
     else:

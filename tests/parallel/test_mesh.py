@@ -45,20 +45,30 @@ class FakeDevice:
 
 
 CORNERS = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0)]
-TPU_SLICES = [FakeDevice(4 * s + n, "tpu", "TPU v5 lite", s, s, CORNERS[n]) for s in (0, 1) for n in range(4)]
-GPU_HOSTS = [FakeDevice(2 * h + n, "gpu", "NVIDIA H100", h, h) for h in range(4) for n in (0, 1)]
+TPU_SLICES = [
+    FakeDevice(4 * s + n, "tpu", "TPU v5 lite", s, s, CORNERS[n])
+    for s in (0, 1)
+    for n in range(4)
+]
+GPU_HOSTS = [
+    FakeDevice(2 * h + n, "gpu", "NVIDIA H100", h, h) for h in range(4) for n in (0, 1)
+]
 
 
 def slices_along(grid, axis):
     """The slice indices along an axis, from each place of the other axes."""
     slices = np.vectorize(lambda device: device.slice_index)(grid)
-    rows = np.moveaxis(slices, MESH_AXES.index(axis), -1).reshape(-1, grid.shape[MESH_AXES.index(axis)])
+    rows = np.moveaxis(slices, MESH_AXES.index(axis), -1).reshape(
+        -1, grid.shape[MESH_AXES.index(axis)]
+    )
     return {tuple(row) for row in rows.tolist()}
 
 
 @pytest.mark.parametrize("axis", ["data", "fsdp", "stage"])
 def test_tpu_slices_are_split_along_the_dcn_axis_only(axis):
-    grid = device_grid(sizes_of(fsdp=2, tensor=2), sizes_of(**{axis: 2}), list(reversed(TPU_SLICES)))
+    grid = device_grid(
+        sizes_of(fsdp=2, tensor=2), sizes_of(**{axis: 2}), list(reversed(TPU_SLICES))
+    )
     assert grid.size == 8
     assert slices_along(grid, axis) == ({(0, 0, 1, 1)} if axis == "fsdp" else {(0, 1)})
     assert slices_along(grid, "tensor") == {(0, 0), (1, 1)}
@@ -66,10 +76,15 @@ def test_tpu_slices_are_split_along_the_dcn_axis_only(axis):
 
 @pytest.mark.parametrize(
     ("ici", "dcn", "named"),
-    [({"data": 8}, {}, "dcn_data_parallelism=1"), ({"data": 2}, {"stage": 4}, "dcn_pipeline_parallelism=4")],
+    [
+        ({"data": 8}, {}, "dcn_data_parallelism=1"),
+        ({"data": 2}, {"stage": 4}, "dcn_pipeline_parallelism=4"),
+    ],
 )
 def test_another_number_of_tpu_slices_than_the_dcn_axes_say_is_refused(ici, dcn, named):
-    with pytest.raises(UserError, match=f"{named}.*Nearest that works: dcn_data_parallelism=2"):
+    with pytest.raises(
+        UserError, match=f"{named}.*Nearest that works: dcn_data_parallelism=2"
+    ):
         device_grid(sizes_of(**ici), sizes_of(**dcn), TPU_SLICES)
 
 
@@ -81,5 +96,10 @@ def test_another_number_of_tpu_slices_than_the_dcn_axes_say_is_refused(ici, dcn,
         ({"fsdp": 8}, {}, {(0, 0, 1, 1, 2, 2, 3, 3)}),
     ],
 )
-def test_hosts_with_gpus_may_be_more_than_the_dcn_parts_and_neighbours_share_one(ici, dcn, found):
-    assert slices_along(device_grid(sizes_of(**ici), sizes_of(**dcn), GPU_HOSTS), "fsdp") == found
+def test_hosts_with_gpus_may_be_more_than_the_dcn_parts_and_neighbours_share_one(
+    ici, dcn, found
+):
+    assert (
+        slices_along(device_grid(sizes_of(**ici), sizes_of(**dcn), GPU_HOSTS), "fsdp")
+        == found
+    )

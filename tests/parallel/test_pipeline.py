@@ -23,14 +23,21 @@ def layers(stack, rows):
 
 def mesh_of(**sizes):
     count = int(np.prod([*sizes.values()]))
-    return make_mesh({a: sizes.get(a, 1) for a in MESH_AXES}, dict.fromkeys(MESH_AXES, 1), jax.devices()[:count])
+    return make_mesh(
+        {a: sizes.get(a, 1) for a in MESH_AXES},
+        dict.fromkeys(MESH_AXES, 1),
+        jax.devices()[:count],
+    )
 
 
 @pytest.fixture(scope="module")
 def problem():
     rng = np.random.default_rng(0)
     stack = rng.normal(size=(8, 6, 6)).astype(np.float32) / 2
-    rows = {"x": rng.normal(size=(32, 6)).astype(np.float32), "label": rng.integers(0, 3, 32).astype(np.int32)}
+    rows = {
+        "x": rng.normal(size=(32, 6)).astype(np.float32),
+        "label": rng.integers(0, 3, 32).astype(np.int32),
+    }
     weight = rng.normal(size=(32, 6)).astype(np.float32)
     return stack, rows, weight
 
@@ -45,7 +52,9 @@ def in_turn(problem):
         return jnp.sum(weight * out["x"]), out
 
     with jax.default_matmul_precision("highest"):
-        gradients, out = jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))(stack, rows["x"])
+        gradients, out = jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))(
+            stack, rows["x"]
+        )
     return out, gradients
 
 
@@ -58,22 +67,38 @@ def in_turn(problem):
         (Pipeline(2, 2, 4), {"stage": 2, "data": 4}),
     ],
 )
-def test_rows_and_gradients_are_those_of_all_layers_in_turn(pipeline, mesh, problem, in_turn):
+def test_rows_and_gradients_are_those_of_all_layers_in_turn(
+    pipeline, mesh, problem, in_turn
+):
     stack, rows, weight = problem
     want_rows, want = in_turn
     with jax.default_matmul_precision("highest"):
         replicas = mesh.get("data", 1)
 
         def piped(stack, x):
-            run = over_replicas(lambda stack, rows: pipeline.run(layers, stack, rows, axes=AXES), replicas, rows=(1,))
+            run = over_replicas(
+                lambda stack, rows: pipeline.run(layers, stack, rows, axes=AXES),
+                replicas,
+                rows=(1,),
+            )
             stored = pipeline.in_stages(stack)
-            out = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), run(stored, rows | {"x": x}))
+            out = jax.tree.map(
+                lambda x: x.reshape(-1, *x.shape[2:]), run(stored, rows | {"x": x})
+            )
             return jnp.sum(weight * out["x"]), out
 
         with jax.set_mesh(mesh_of(**mesh)):
-            got, got_rows = jax.jit(jax.grad(piped, (0, 1), has_aux=True))(stack, rows["x"])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), got_rows, want_rows)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
+            got, got_rows = jax.jit(jax.grad(piped, (0, 1), has_aux=True))(
+                stack, rows["x"]
+            )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6),
+        got_rows,
+        want_rows,
+    )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want
+    )
 
 
 @pytest.mark.parametrize("pipeline", [Pipeline(2, 8), Pipeline(2, 8, 2)])
@@ -82,19 +107,36 @@ def test_a_tick_neither_copies_nor_adds_up_all_pieces_and_sends_one(pipeline, pr
     stack, rows, weight = problem
 
     def total(stack, x):
-        return jnp.sum(weight * pipeline.run(layers, pipeline.in_stages(stack), rows | {"x": x}, axes=AXES)["x"])
+        return jnp.sum(
+            weight
+            * pipeline.run(
+                layers, pipeline.in_stages(stack), rows | {"x": x}, axes=AXES
+            )["x"]
+        )
 
     with jax.set_mesh(mesh_of(stage=2)):
-        module = parse(jax.jit(jax.grad(total, (0, 1))).lower(stack, rows["x"]).compile().as_text())
-    ticks = [it for computation, it, times in module.scheduled() if (times or 0) > 1
-             and it.opcode not in ("parameter", "get-tuple-element", "bitcast", "tuple", "while")
-             for array in it.arrays if array.dims == (1, 8, 4, 6)]  # fmt: skip
+        module = parse(
+            jax.jit(jax.grad(total, (0, 1))).lower(stack, rows["x"]).compile().as_text()
+        )
+    ticks = [
+        it
+        for computation, it, times in module.scheduled()
+        if (times or 0) > 1
+        and it.opcode
+        not in ("parameter", "get-tuple-element", "bitcast", "tuple", "while")
+        for array in it.arrays
+        if array.dims == (1, 8, 4, 6)
+    ]
     assert ticks, "the pieces are not found"
     for it in ticks:
         assert it.opcode == "fusion", it.line
         root = module.computations[dict(it.called)["calls"]].root
         assert root.opcode == "dynamic-update-slice", it.line
-    sent = [c.times for c in collectives(module) if c.kind == "collective-permute" and "f32" in c.payload]
+    sent = [
+        c.times
+        for c in collectives(module)
+        if c.kind == "collective-permute" and "f32" in c.payload
+    ]
     assert sent == [pipeline.num_ticks] * 2  # forward and backward
 
 
@@ -107,7 +149,11 @@ def test_gradients_of_many_pieces_are_summed_in_float32(pipeline):
         return rows + jnp.sum(stack, axis=0)
 
     def total(stack):
-        return jnp.sum(pipeline.run(shift, pipeline.in_stages(stack), rows, axes=("batch", None)).astype(jnp.float32))
+        return jnp.sum(
+            pipeline.run(
+                shift, pipeline.in_stages(stack), rows, axes=("batch", None)
+            ).astype(jnp.float32)
+        )
 
     with jax.set_mesh(mesh_of(stage=2)):
         found = jax.jit(jax.grad(total))(np.zeros((4, 6), jnp.bfloat16))
@@ -122,9 +168,16 @@ def test_layers_are_assigned_round_after_round():
     stored = pipeline.in_stages(jnp.arange(8))
     assert stored.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
     by_stage = pipeline._by_stage(stored)
-    assert by_stage[0].tolist() == [[0, 1], [2, 3]]  # round 0: layers 0, 1 on stage 0, 2 and 3 on stage 1
+    assert by_stage[0].tolist() == [
+        [0, 1],
+        [2, 3],
+    ]  # round 0: layers 0, 1 on stage 0, 2 and 3 on stage 1
     assert by_stage[1].tolist() == [[4, 5], [6, 7]]
-    assert pipeline.axes_in_stages(("layers", "embed")) == ("repeats", "layers", "embed")
+    assert pipeline.axes_in_stages(("layers", "embed")) == (
+        "repeats",
+        "layers",
+        "embed",
+    )
     assert Pipeline(2, 2).in_stages(stored) is stored
     assert Pipeline(2, 2).axes_in_stages(("layers", "embed")) == ("layers", "embed")
 

@@ -15,7 +15,10 @@ class Wire:
     """Joins `NUM_HOSTS` threads, and counts what each of them sends."""
 
     def __init__(self):
-        self.host, self.barrier = threading.local(), threading.Barrier(NUM_HOSTS, timeout=60)
+        self.host, self.barrier = (
+            threading.local(),
+            threading.Barrier(NUM_HOSTS, timeout=60),
+        )
         self.said, self.sent_bytes, self.sizes = [None] * NUM_HOSTS, 0, set()
 
     def joined(self, array):
@@ -31,7 +34,9 @@ class Wire:
         return self.joined(array)
 
     def broadcast_one_to_all(self, array, is_source):
-        return self.joined(array if is_source else np.zeros_like(array)).sum(axis=0, dtype=array.dtype)
+        return self.joined(array if is_source else np.zeros_like(array)).sum(
+            axis=0, dtype=array.dtype
+        )
 
     def on_all(self, work):
         """The result of `work(host)` on each host."""

@@ -7,10 +7,17 @@ import pytest
 from maxtext_lite.process.goodput import Start, goodput, goodput_text, spent, starts_of
 
 FIRST = Start(
-    1000.0, 1100.0, 0, 20, 20, {"start-up": 10.0, "compile": 30.0, "step": 40.0, "save": 20.0}
+    1000.0,
+    1100.0,
+    0,
+    20,
+    20,
+    {"start-up": 10.0, "compile": 30.0, "step": 40.0, "save": 20.0},
 )
 """20 steps of 2 s; it was killed, and the next one went on after step 15."""
-SECOND = Start(1130.0, 1200.0, 15, 40, 40, {"start-up": 10.0, "step": 50.0, "evaluation": 10.0})
+SECOND = Start(
+    1130.0, 1200.0, 15, 40, 40, {"start-up": 10.0, "step": 50.0, "evaluation": 10.0}
+)
 
 
 @pytest.mark.fast
@@ -28,7 +35,9 @@ def test_steps_that_were_done_again_count_once():
     }
     assert sum(found.values()) == 1200 - 1000
     assert goodput(starts) == pytest.approx(80 / 200)
-    assert goodput_text(starts).startswith("goodput 40.0%: 80.0 s of 200.0 in 2 starts ")
+    assert goodput_text(starts).startswith(
+        "goodput 40.0%: 80.0 s of 200.0 in 2 starts "
+    )
 
 
 def test_a_start_that_falls_back_further_undoes_earlier_ones_too():
@@ -48,8 +57,14 @@ def test_a_start_without_a_step_has_done_nothing_useful():
 
 
 @pytest.mark.parametrize("name", ["began", "last_step", "seconds"])
-@pytest.mark.parametrize("wrong", [None, "3", True, [1], {"step": None}, 10**400, float("nan")])
+@pytest.mark.parametrize(
+    "wrong", [None, "3", True, [1], {"step": None}, 10**400, float("nan")]
+)
 def test_a_start_with_anything_but_numbers_is_damaged(name, wrong):
     start = dataclasses.asdict(FIRST)
     assert starts_of({"starts": [start]}) == [FIRST]
-    assert starts_of({"starts": [start, start | {name: wrong}]}) == starts_of({"starts": 3}) == []
+    assert (
+        starts_of({"starts": [start, start | {name: wrong}]})
+        == starts_of({"starts": 3})
+        == []
+    )

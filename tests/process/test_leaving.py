@@ -34,12 +34,18 @@ print("went on", end=" ")
 
 
 @pytest.mark.parametrize(
-    ("seconds", "code", "said"), [(1000, 75, "said at exit\n"), (0, 0, "said went on at exit\n")]
+    ("seconds", "code", "said"),
+    [(1000, 75, "said at exit\n"), (0, 0, "said went on at exit\n")],
 )
 def test_only_work_that_is_still_running_makes_it_leave_early(seconds, code, said):
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, "-c", PROGRAM.format(seconds=seconds)]
     ended = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=60, check=False
+        command,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (code, said, "")

@@ -29,7 +29,9 @@ def shell(command, unbuffered=""):
         "-c",
         f"export PYTHONUNBUFFERED={unbuffered}; {command}; exit ${{PIPESTATUS[0]}}",
     ]
-    done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        words, cwd=REPOSITORY, capture_output=True, text=True, timeout=120
+    )
     return done.returncode, done.stdout, done.stderr
 
 

@@ -73,8 +73,12 @@ def test_the_parts_of_a_start_up_are_what_passed_between_marks():
     assert clock.start_up == {}
 
 
-@pytest.mark.parametrize(("again", "seconds"), [(PhaseClock.begin, 1), (PhaseClock.fold, 3)])
-def test_steps_on_the_way_back_are_start_up_and_have_the_limit_of_a_start(again, seconds):
+@pytest.mark.parametrize(
+    ("again", "seconds"), [(PhaseClock.begin, 1), (PhaseClock.fold, 3)]
+)
+def test_steps_on_the_way_back_are_start_up_and_have_the_limit_of_a_start(
+    again, seconds
+):
     """A restored checkpoint and a compilation may take longer than any step."""
     clock = Clock()
     clock.passes(2, "step", 7)

@@ -5,7 +5,9 @@ import pytest
 from maxtext_lite.process.progress import Seen, Stamp, coordinator_lost, judge, limit_of
 
 
-def stamp(host="a", phase="step", step=7, position=20, seconds=1.0, limit=300.0, code=0):
+def stamp(
+    host="a", phase="step", step=7, position=20, seconds=1.0, limit=300.0, code=0
+):
     return Stamp(host, phase, step, position, seconds, limit, 5, code)
 
 
@@ -18,7 +20,9 @@ def test_the_one_that_is_behind_is_named_with_its_phase_and_those_that_wait_are_
     waiting = stamp(position=21, seconds=900)
     found = verdict(waiting, waiting, stamp("c", "reading", seconds=301), waiting)
     assert found.code == 76
-    assert found.text.startswith("nothing moves: process 2 on c in reading of step 7 for 301 s")
+    assert found.text.startswith(
+        "nothing moves: process 2 on c in reading of step 7 for 301 s"
+    )
 
 
 @pytest.mark.fast
@@ -38,7 +42,10 @@ def test_the_one_that_is_behind_is_named_with_its_phase_and_those_that_wait_are_
         [Seen(None, 299.0), stamp(seconds=900)],  # it is yet to come
         [Seen(stamp(phase="end"), 5000.0), stamp()],  # has ended well
         [Seen(stamp(phase="end", code=75), 5000.0), stamp()],
-        [Seen(stamp(phase="end", code=2), 9.0), stamp()],  # the others may be about to fail alike
+        [
+            Seen(stamp(phase="end", code=2), 9.0),
+            stamp(),
+        ],  # the others may be about to fail alike
         [Seen(stamp(phase="end"), 5000.0)],
     ],
 )
@@ -55,7 +62,12 @@ def test_all_are_named_that_are_in_the_same_place_and_eight_at_most():
 @pytest.mark.parametrize(
     ("last", "silent", "named", "code"),
     [
-        (stamp(seconds=295), 4.0, None, None),  # time goes on for a stamp that is not new
+        (
+            stamp(seconds=295),
+            4.0,
+            None,
+            None,
+        ),  # time goes on for a stamp that is not new
         (stamp(seconds=295), 6.0, "in step 7 for 301 s", 76),
         (stamp(phase="compile"), 301.0, "compile of step 7", 76),
         (
@@ -64,11 +76,18 @@ def test_all_are_named_that_are_in_the_same_place_and_eight_at_most():
             "does not answer",
             76,
         ),  # it is not said to hang
-        (stamp(phase="end", code=2), 11.0, "exit code 2", 2),  # so that none is restarted
+        (
+            stamp(phase="end", code=2),
+            11.0,
+            "exit code 2",
+            2,
+        ),  # so that none is restarted
         (None, 301.0, "has not come", 76),
     ],
 )
-def test_one_that_says_nothing_any_more_is_named_with_where_it_was_last(last, silent, named, code):
+def test_one_that_says_nothing_any_more_is_named_with_where_it_was_last(
+    last, silent, named, code
+):
     found = verdict(stamp(position=21), Seen(last, silent))
     if named is None:
         assert found is None
@@ -79,7 +98,8 @@ def test_one_that_says_nothing_any_more_is_named_with_where_it_was_last(last, si
 
 
 @pytest.mark.parametrize(
-    ("last", "code"), [(None, 76), (stamp(phase="save"), 76), (stamp(phase="end", code=1), 1)]
+    ("last", "code"),
+    [(None, 76), (stamp(phase="save"), 76), (stamp(phase="end", code=1), 1)],
 )
 def test_without_the_coordinator_it_is_named_unless_it_has_said_why_it_ends(last, code):
     found = coordinator_lost(last)
@@ -90,5 +110,7 @@ def test_without_the_coordinator_it_is_named_unless_it_has_said_why_it_ends(last
 @pytest.mark.parametrize(
     ("longest", "limit"), [(None, 1200), (0.0, 300), (75.0, 300), (200.0, 800)]
 )
-def test_a_limit_is_four_times_what_a_phase_has_taken_and_never_below_the_least(longest, limit):
+def test_a_limit_is_four_times_what_a_phase_has_taken_and_never_below_the_least(
+    longest, limit
+):
     assert limit_of(longest, 300) == limit

@@ -14,7 +14,9 @@ def test_each_knows_who_is_missing_until_all_have_come():
         port = probe.getsockname()[1]
     rolls = [RollCall(process, 4) for process in range(4)]
     where = f"localhost:{port}", f"[::]:{port}", 60
-    calls = [threading.Thread(target=roll.take, args=where, daemon=True) for roll in rolls]
+    calls = [
+        threading.Thread(target=roll.take, args=where, daemon=True) for roll in rolls
+    ]
 
     def wait_until(start, *processes):
         deadline = time.monotonic() + 60
@@ -57,7 +59,10 @@ def test_all_that_have_come_end_with_process_0():
             RollCall(process, 4).take(f"localhost:{port}", f"127.0.0.1:{port}", seconds)
         ends[process] = str(end.value)[:12]
 
-    others = [threading.Thread(target=take, args=(process, 60), daemon=True) for process in (1, 3)]
+    others = [
+        threading.Thread(target=take, args=(process, 60), daemon=True)
+        for process in (1, 3)
+    ]
     for each in others:
         each.start()
     take(0, 0.5)

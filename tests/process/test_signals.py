@@ -10,7 +10,12 @@ import threading
 import pytest
 
 from maxtext_lite.process import signals
-from maxtext_lite.process.signals import NUMBERS, CommandSignals, command_signals, runs_a_command
+from maxtext_lite.process.signals import (
+    NUMBERS,
+    CommandSignals,
+    command_signals,
+    runs_a_command,
+)
 from tests.source_tree import REPOSITORY
 
 BOTH = pytest.mark.parametrize("number", NUMBERS)
@@ -145,7 +150,9 @@ def popen(words, **environment):
 
 
 @BOTH
-def test_the_end_is_prompt_in_a_long_call_into_c_and_a_forks_signals_are_its_own(number):
+def test_the_end_is_prompt_in_a_long_call_into_c_and_a_forks_signals_are_its_own(
+    number,
+):
     with popen(["-W", "ignore", "-c", IN_C]) as process:
         assert process.stdout.readline() == f"{signal.SIGINT:d}\n"
         process.send_signal(number)

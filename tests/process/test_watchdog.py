@@ -47,15 +47,22 @@ class Run:
     def __init__(self, num_processes, least, monkeypatch):
         # The watchdog's own: threads that other tests have left go on with the real ones.
         threads = {
-            kind.__name__: without_start(kind) for kind in (threading.Thread, threading.Timer)
+            kind.__name__: without_start(kind)
+            for kind in (threading.Thread, threading.Timer)
         }
-        monkeypatch.setattr(module, "threading", SimpleNamespace(**vars(threading) | threads))
         monkeypatch.setattr(
-            module, "time", SimpleNamespace(sleep=lambda seconds: self.passes(seconds or 0.05))
+            module, "threading", SimpleNamespace(**vars(threading) | threads)
+        )
+        monkeypatch.setattr(
+            module,
+            "time",
+            SimpleNamespace(sleep=lambda seconds: self.passes(seconds or 0.05)),
         )
         self.clocks = [Clock() for _ in range(num_processes)]
         self.dogs, self.stopped, self.codes, values = [], set(), {}, {}
-        self.stores = [Memory(process, num_processes, values) for process in range(num_processes)]
+        self.stores = [
+            Memory(process, num_processes, values) for process in range(num_processes)
+        ]
         for process, clock in enumerate(self.clocks):
             dog = Watchdog(
                 lambda c=clock: c.seconds,
@@ -93,7 +100,11 @@ class Run:
 
     def texts(self):
         """What they say, each wording once, without seconds."""
-        said = [re.sub(r"\d+ s\b", "S s", verdict.text) for verdict in self.found() if verdict]
+        said = [
+            re.sub(r"\d+ s\b", "S s", verdict.text)
+            for verdict in self.found()
+            if verdict
+        ]
         return list(dict.fromkeys(said))
 
 
@@ -188,11 +199,16 @@ def test_all_take_over_the_verdict_that_one_has_found(run):
     assert three.texts() == ["as process 1 says"]
 
 
-def test_after_a_failed_collective_the_lost_are_found_within_the_grace_or_the_error_goes_on(run):
+def test_after_a_failed_collective_the_lost_are_found_within_the_grace_or_the_error_goes_on(
+    run,
+):
     three = run()
     three.passes(2)
     three.stopped.add(1)
-    with pytest.raises(ValueError, match="closed by peer"), three.dogs[2].looking_for_the_lost():
+    with (
+        pytest.raises(ValueError, match="closed by peer"),
+        three.dogs[2].looking_for_the_lost(),
+    ):
         raise ValueError("closed by peer")
     assert three.dogs[0].look() is None
     assert "process 1" in three.dogs[2].look().text
@@ -261,7 +277,11 @@ def test_a_process_alone_whose_main_thread_hangs_in_c_ends_with_76():
     )
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     ended = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert ended.returncode == 76
     assert ended.stderr.startswith("error: nothing moves: process 0")

@@ -8,7 +8,10 @@ from tests.run_directories import eval_line, step_line, write_metrics
 def board_of(tmp_path, *runs):
     return make_board(
         read_runs(
-            [write_metrics(tmp_path / str(number), lines) for number, lines in enumerate(runs)]
+            [
+                write_metrics(tmp_path / str(number), lines)
+                for number, lines in enumerate(runs)
+            ]
         )
     )
 
@@ -31,8 +34,14 @@ def test_buckets_cover_every_row_once_and_are_equal_but_for_one(num_rows, most):
     ("changed", "expected"),
     [
         ({}, ["Loss", "Batch size", "Learning rate"]),
-        ({"gradient_noise_scale": 30.0}, ["Loss", "Batch size", "Gradient noise scale and batch"]),
-        ({"reward": 0.5, "token_nll": 0.4}, ["Reward", "Loss", "Divergence and uncertainty"]),
+        (
+            {"gradient_noise_scale": 30.0},
+            ["Loss", "Batch size", "Gradient noise scale and batch"],
+        ),
+        (
+            {"reward": 0.5, "token_nll": 0.4},
+            ["Reward", "Loss", "Divergence and uncertainty"],
+        ),
     ],
 )
 def test_charts_are_of_metrics_that_have_a_value(tmp_path, changed, expected):
@@ -50,7 +59,10 @@ def test_runs_share_a_chart_and_have_an_axis_only_if_it_has_values(tmp_path):
 
 
 def test_metrics_by_source_have_a_line_for_each(tmp_path):
-    lines = [step_line(step, source_epochs={"web": step / 4, "c/d": step / 2}) for step in (1, 2)]
+    lines = [
+        step_line(step, source_epochs={"web": step / 4, "c/d": step / 2})
+        for step in (1, 2)
+    ]
     lines[1]["source_epochs"]["new"] = 0.25  # joined later
     shares = {"web": 0.75, "c/d": 0.25}
     lines += [
@@ -62,7 +74,11 @@ def test_metrics_by_source_have_a_line_for_each(tmp_path):
         one["title"]: {line["label"]: line["mean"] for line in one["lines"]}
         for one in board["charts"]
     }
-    assert found["Epochs by source"] == {"web": [0.25, 0.5], "c/d": [0.5, 1.0], "new": [None, 0.25]}
+    assert found["Epochs by source"] == {
+        "web": [0.25, 0.5],
+        "c/d": [0.5, 1.0],
+        "new": [None, 0.25],
+    }
     assert found["Held-out loss by source"] == {"web": [3.0]}
     assert found["Target tokens by source"] == {"web": [0.75], "c/d": [0.25]}
 
@@ -78,38 +94,58 @@ def test_the_numbers_of_a_short_run_are_those_of_the_file(tmp_path):
     }
     training, held_out = chart(board, "Loss")["lines"]
     assert training["mean"] == pytest.approx([line["loss"] for line in lines], rel=1e-7)
-    assert (held_out["mean"], board["grids"][held_out["grid"]]["step"]) == ([2.5], [300])
+    assert (held_out["mean"], board["grids"][held_out["grid"]]["step"]) == (
+        [2.5],
+        [300],
+    )
 
 
 def test_a_long_run_is_downsampled_to_500_buckets_that_keep_a_spike(tmp_path):
-    lines = [step_line(step, loss=50.0 if step == 777 else 2.0) for step in range(1, 2001)]
+    lines = [
+        step_line(step, loss=50.0 if step == 777 else 2.0) for step in range(1, 2001)
+    ]
     board = board_of(tmp_path, lines)
     (loss,) = chart(board, "Loss")["lines"]
     assert len(loss["mean"]) == 500
     # Four steps per bucket; step 777 is row 776, in bucket 194: steps 777 to 780, represented by the second step.
     assert loss["high"][194] == 50.0
     assert loss["mean"][194] == (50 + 3 * 2) / 4
-    assert [board["grids"][0][name][194] for name in ("first", "step", "last")] == [777, 778, 780]
+    assert [board["grids"][0][name][194] for name in ("first", "step", "last")] == [
+        777,
+        778,
+        780,
+    ]
 
 
 def test_stages_are_marked_where_the_batch_size_changes(tmp_path):
     sizes = [8, 8, 16, 16, 32]
     lines = [
-        step_line(step, global_batch_to_train=size) for step, size in enumerate(sizes, start=1)
+        step_line(step, global_batch_to_train=size)
+        for step, size in enumerate(sizes, start=1)
     ]
     board = board_of(tmp_path, lines)
-    assert [(mark["kind"], mark["at"]["step"], mark["size"]) for mark in board["marks"]] == [
+    assert [
+        (mark["kind"], mark["at"]["step"], mark["size"]) for mark in board["marks"]
+    ] == [
         ("stage", 3, 16),
         ("stage", 5, 32),
     ]
-    assert board["marks"][0]["at"] == {"step": 3, "examples_seen": 24, "tokens_seen": 2400}
+    assert board["marks"][0]["at"] == {
+        "step": 3,
+        "examples_seen": 24,
+        "tokens_seen": 2400,
+    }
     assert {*chart(board, "Batch size")["lines"][0]["mean"]} == {*sizes}
 
 
 def test_skipped_steps_of_one_bucket_are_one_mark_that_counts_them(tmp_path):
-    lines = [step_line(step, skipped=step in (9, 11, 12, 1500)) for step in range(1, 2001)]
+    lines = [
+        step_line(step, skipped=step in (9, 11, 12, 1500)) for step in range(1, 2001)
+    ]
     board = board_of(tmp_path, lines)
-    assert [(mark["kind"], mark["at"]["step"], mark["title"]) for mark in board["marks"]] == [
+    assert [
+        (mark["kind"], mark["at"]["step"], mark["title"]) for mark in board["marks"]
+    ] == [
         ("skip", 11, "3 skipped: step 9, 11, 12"),
         ("skip", 1500, "1 skipped: step 1500"),
     ]
@@ -130,15 +166,33 @@ def test_the_noise_scale_has_a_band_of_one_standard_error_beside_the_batch(tmp_p
 
 
 def test_an_interval_takes_the_place_of_the_error_and_may_have_no_end(tmp_path):
-    known = NOISE | {"gradient_noise_scale_low": 20.0, "gradient_noise_scale_high": 90.0}
-    endless = NOISE | {"gradient_noise_scale_low": 20.0, "gradient_noise_scale_high": None}
-    neither = NOISE | {"gradient_noise_scale_low": None, "gradient_noise_scale_high": None}
+    known = NOISE | {
+        "gradient_noise_scale_low": 20.0,
+        "gradient_noise_scale_high": 90.0,
+    }
+    endless = NOISE | {
+        "gradient_noise_scale_low": 20.0,
+        "gradient_noise_scale_high": None,
+    }
+    neither = NOISE | {
+        "gradient_noise_scale_low": None,
+        "gradient_noise_scale_high": None,
+    }
     lines = [
-        step_line(step, **values) for step, values in enumerate((known, endless, neither), start=1)
+        step_line(step, **values)
+        for step, values in enumerate((known, endless, neither), start=1)
     ]
-    line = chart(board_of(tmp_path, lines), "Gradient noise scale and batch")["lines"][0]
-    assert (line["low"], line["high"][0], line["high"][2]) == ([20.0, 20.0, None], 90.0, None)
-    assert [line["high"][row] >= line["interval"] * line["mean"][row] for row in (0, 1)] == [
+    line = chart(board_of(tmp_path, lines), "Gradient noise scale and batch")["lines"][
+        0
+    ]
+    assert (line["low"], line["high"][0], line["high"][2]) == (
+        [20.0, 20.0, None],
+        90.0,
+        None,
+    )
+    assert [
+        line["high"][row] >= line["interval"] * line["mean"][row] for row in (0, 1)
+    ] == [
         False,
         True,
     ]

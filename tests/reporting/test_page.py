@@ -71,7 +71,11 @@ def test_the_numbers_of_the_page_are_those_of_the_run(tmp_path):
     page = page_of(write_run(tmp_path / "r", lines, ["steps=12", "warmup_steps=1"]))
     data = json.loads(page.data)
     steps = lines[:-1]
-    by_name = {line["name"]: line["mean"] for chart in data["charts"] for line in chart["lines"]}
+    by_name = {
+        line["name"]: line["mean"]
+        for chart in data["charts"]
+        for line in chart["lines"]
+    }
     for name, metric in (
         ("training", "loss"),
         ("global batch", "global_batch_to_train"),
@@ -83,7 +87,8 @@ def test_the_numbers_of_the_page_are_those_of_the_run(tmp_path):
         ("epoch", "epoch"),
     ):
         assert by_name[name] == [
-            None if line[metric] is None else pytest.approx(line[metric]) for line in steps
+            None if line[metric] is None else pytest.approx(line[metric])
+            for line in steps
         ], name
     assert by_name["held out"] == [2.125]
     # Every line is drawn, with a point for each of its numbers.
@@ -99,7 +104,8 @@ def test_the_numbers_of_the_page_are_those_of_the_run(tmp_path):
     ]
     assert Counter(points) >= Counter(drawn)
     assert data["grids"][0] == {
-        axis: [line[axis] for line in steps] for axis in ("step", "examples_seen", "tokens_seen")
+        axis: [line[axis] for line in steps]
+        for axis in ("step", "examples_seen", "tokens_seen")
     }
 
 
@@ -112,9 +118,12 @@ def test_the_page_asks_the_network_for_nothing(tmp_path):
         assert "src" not in attributes
         assert attributes.get("href", "data:,") == "data:,"
     assert not re.search(
-        r"@import|url\(|fetch|XMLHttpRequest|WebSocket|import\(|eval\(|new Function", text
+        r"@import|url\(|fetch|XMLHttpRequest|WebSocket|import\(|eval\(|new Function",
+        text,
     )
-    (policy,) = [meta["content"] for meta in page.attributes("meta") if meta.get("http-equiv")]
+    (policy,) = [
+        meta["content"] for meta in page.attributes("meta") if meta.get("http-equiv")
+    ]
     assert policy.startswith("default-src 'none'; ")
 
 
@@ -123,14 +132,21 @@ NASTY = "a<b>&\"c'</script><script>alert(1)</script>"
 
 def test_text_from_files_is_escaped(tmp_path):
     plain = "nasty"
-    directory = write_run(tmp_path / plain, run_lines(), ["dataset_path=" + json.dumps(NASTY)])
+    directory = write_run(
+        tmp_path / plain, run_lines(), ["dataset_path=" + json.dumps(NASTY)]
+    )
     renamed = directory.rename(tmp_path / NASTY.replace("/", "∕"))
     plan = json.loads((renamed / "plan.json").read_text())
-    (renamed / "plan.json").write_text(json.dumps(plan | {"warnings": [NASTY], NASTY: NASTY}))
+    (renamed / "plan.json").write_text(
+        json.dumps(plan | {"warnings": [NASTY], NASTY: NASTY})
+    )
     (renamed / "environment.json").write_text(
         json.dumps({"python": NASTY, "packages": {NASTY: NASTY}, "devices": [NASTY]})
     )
-    for directories in ([renamed], [renamed, write_run(tmp_path / "other", run_lines(), [])]):
+    for directories in (
+        [renamed],
+        [renamed, write_run(tmp_path / "other", run_lines(), [])],
+    ):
         text = render_page(read_runs(directories))
         page = Page(text)
         assert len(page.attributes("script")) == 2
@@ -147,7 +163,9 @@ def rows_of(page):
 def test_several_runs_lie_over_each_other_and_are_compared(tmp_path):
     one = write_run(tmp_path / "one", run_lines(), ["learning_rate=0.01"])
     two = write_run(
-        tmp_path / "two", run_lines(20), ["learning_rate=0.02", "seed=5", "per_device_batch_size=4"]
+        tmp_path / "two",
+        run_lines(20),
+        ["learning_rate=0.02", "seed=5", "per_device_batch_size=4"],
     )
     page = page_of(one, two)
     lines = json.loads(page.data)["charts"][0]["lines"]
@@ -166,17 +184,31 @@ def test_several_runs_lie_over_each_other_and_are_compared(tmp_path):
         for row, attributes in zip(page.rows, page.attributes("tr"), strict=True)
         if attributes
     }
-    assert {"seed", "learning_rate", "per_device_batch_size", "global_batch_to_train"} <= differing
-    assert not {"dataset_path", "gradient_accumulation_steps", "num_devices"} & differing
+    assert {
+        "seed",
+        "learning_rate",
+        "per_device_batch_size",
+        "global_batch_to_train",
+    } <= differing
+    assert (
+        not {"dataset_path", "gradient_accumulation_steps", "num_devices"} & differing
+    )
 
 
-def test_the_plan_shows_the_stages_of_a_ramp_and_the_config_only_what_differs_from_base(tmp_path):
+def test_the_plan_shows_the_stages_of_a_ramp_and_the_config_only_what_differs_from_base(
+    tmp_path,
+):
     # 15 / 3 = 5 samples per stage: 5 steps of 1, 3 of 2, 2 of 3, then 4.
     keys = "enable_rampup_batch_size=true per_device_batch_size_start=1 per_device_batch_size_increment=1"
     keys += " per_device_batch_size=4 global_rampup_samples=15 seed=3"
     page = page_of(write_run(tmp_path / "r", run_lines(), keys.split()))
     stages = [" ".join(row) for row in page.rows if len(row) == 7]
-    assert stages[1:] == ["1 5 1 1 1 5 ", "6 3 2 1 2 6 ", "9 2 3 1 3 6 ", "11 the rest 4 1 4 – "]
+    assert stages[1:] == [
+        "1 5 1 1 1 5 ",
+        "6 3 2 1 2 6 ",
+        "9 2 3 1 3 6 ",
+        "11 the rest 4 1 4 – ",
+    ]
     assert rows_of(page)["seed"] == ["3", "0", "command line"]
     assert "data_shuffle_seed" not in rows_of(page)
 
@@ -191,8 +223,16 @@ def test_data_are_a_row_for_each_source_and_a_histogram_of_all(tmp_path):
         "slots_used": 0.75,
         "lengths": [0, 500, 1000],
     }
-    code = {"name": "code", "documents": 20, "examples": 7, "slots_used": 1.0, "cut_documents": 3}
-    mixture = [{"name": "code", "examples": 7, "rows": 12, "token_share": 0.25, "epochs": 1.5}]
+    code = {
+        "name": "code",
+        "documents": 20,
+        "examples": 7,
+        "slots_used": 1.0,
+        "cut_documents": 3,
+    }
+    mixture = [
+        {"name": "code", "examples": 7, "rows": 12, "token_share": 0.25, "epochs": 1.5}
+    ]
     (directory / "plan.json").write_text(
         json.dumps(plan | {"data": [web, code], "mixture": mixture})
     )
@@ -239,7 +279,9 @@ def test_a_plan_that_is_not_as_expected_is_shown_as_far_as_it_goes(tmp_path, pla
 
 
 def test_the_timeline_has_a_bar_as_long_as_each_phase_in_the_line_of_its_kind(tmp_path):
-    directory = write_metrics(tmp_path / "rl", [step_line(7, reward=0.5), step_line(8, reward=0.5)])
+    directory = write_metrics(
+        tmp_path / "rl", [step_line(7, reward=0.5), step_line(8, reward=0.5)]
+    )
     phases = [
         ["rollout", 0, 0.0, 1.0],
         ["rollout", 1, 1.0, 2.0],
@@ -250,7 +292,9 @@ def test_the_timeline_has_a_bar_as_long_as_each_phase_in_the_line_of_its_kind(tm
         {"step": 7, "phases": phases},
         {"step": 8, "phases": [["rollout", 0, 0.0, 4.0], ["train", 12, 3.0, 4.0]]},
     ]
-    (directory / "timeline.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    (directory / "timeline.jsonl").write_text(
+        "".join(json.dumps(step) + "\n" for step in steps)
+    )
     page = page_of(directory)
     bars = [
         (bar["class"], bar["title"], *re.findall(r"[\d.]+", bar["style"]))

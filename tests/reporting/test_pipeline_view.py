@@ -24,5 +24,11 @@ def test_the_svg_has_a_box_for_each_piece_of_work():
     for shape, schedule in ((ONCE, "1f1b"), (ONCE, "gpipe"), (TWICE, "gpipe")):
         picture = pipeline_svg(shape, schedule)
         ElementTree.fromstring(picture)
-        pieces = shape.num_microbatches * shape.gradient_accumulation_steps * shape.num_repeats
-        assert len(re.findall(r"<rect [^>]*rx=", picture)) == 2 * shape.num_stages * pieces
+        pieces = (
+            shape.num_microbatches
+            * shape.gradient_accumulation_steps
+            * shape.num_repeats
+        )
+        assert (
+            len(re.findall(r"<rect [^>]*rx=", picture)) == 2 * shape.num_stages * pieces
+        )

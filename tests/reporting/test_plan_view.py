@@ -7,7 +7,10 @@ from maxtext_lite.reporting.plan_view import memory_parts, plan_rows, short_numb
 
 def plan_of(*overrides, num_devices=1, num_hosts=1, **options):
     return make_plan(
-        load_config(None, overrides), num_devices=num_devices, num_hosts=num_hosts, **options
+        load_config(None, overrides),
+        num_devices=num_devices,
+        num_hosts=num_hosts,
+        **options,
     ).to_json()
 
 
@@ -21,10 +24,16 @@ def test_a_plan_in_words():
     assert rows["key_of_the_future"][0] == '[1, {"a": null}]'
     assert rows["num_pipeline_stages"][0] == "2"
     unknown = {key for key, value in plan.items() if value is None}
-    assert set(plan) - set(rows) == {"mesh", "num_hosts", "rampup", "memory", "warnings"} | unknown
+    assert (
+        set(plan) - set(rows)
+        == {"mesh", "num_hosts", "rampup", "memory", "warnings"} | unknown
+    )
     rows = plan_rows(
         plan_of(
-            "per_device_batch_size=0.5", "ici_tensor_parallelism=4", num_devices=256, num_hosts=64
+            "per_device_batch_size=0.5",
+            "ici_tensor_parallelism=4",
+            num_devices=256,
+            num_hosts=64,
         )
     )
     assert rows["num_devices"] == ("256", "fsdp 64 × tensor 4, on 64 hosts")
@@ -38,7 +47,9 @@ def test_a_plan_in_words():
 def test_the_batches_of_reinforcement_learning_are_rows_like_the_others():
     apart = ["trainer_devices_fraction=0.5", "sampler_devices_fraction=0.5"]
     words = ["batch_size=4", "num_generations=8", "micro_batch_size=8", *apart]
-    plan = make_plan(load_config("post_train/rl.yml", words), num_devices=2, num_hosts=1).to_json()
+    plan = make_plan(
+        load_config("post_train/rl.yml", words), num_devices=2, num_hosts=1
+    ).to_json()
     rows = plan_rows(plan)
     assert rows["pairs_per_batch"][0] == "32"
     assert rows["micro_batches"][0] == "4"
@@ -48,7 +59,12 @@ def test_the_batches_of_reinforcement_learning_are_rows_like_the_others():
 
 
 def test_memory_is_shares_of_the_device_or_of_the_sum():
-    memory = {"params": 10_000, "optimizer_state": 30_000, "total": 40_000, "limit": None}
+    memory = {
+        "params": 10_000,
+        "optimizer_state": 30_000,
+        "total": 40_000,
+        "limit": None,
+    }
     sentence, parts = memory_parts({"memory": memory})
     assert sentence == "40.0 kB per device"
     assert parts == [("parameters", "10.0 kB", 0.25), ("optimizer", "30.0 kB", 0.75)]
@@ -60,12 +76,21 @@ def test_memory_is_shares_of_the_device_or_of_the_sum():
         "what is held at the peak adds up to the total"
     )
     _, parts = memory_parts({"memory": memory | {"limit": 20_000}})
-    assert sum(share for _, _, share in parts) == 1, "more than there is still fits the bar"
+    assert sum(share for _, _, share in parts) == 1, (
+        "more than there is still fits the bar"
+    )
 
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0"), (0.003, "0.003"), (999, "999"), (50_000, "50k"), (999_999, "1M"), (-1500, "-1.5k")],
+    [
+        (0, "0"),
+        (0.003, "0.003"),
+        (999, "999"),
+        (50_000, "50k"),
+        (999_999, "1M"),
+        (-1500, "-1.5k"),
+    ],
 )
 def test_short_numbers(value, text):
     assert short_number(value) == text

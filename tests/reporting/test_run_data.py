@@ -31,7 +31,13 @@ def test_every_column_is_that_of_the_file(tmp_path):
 
 
 def test_evaluations_have_the_counts_of_their_step(tmp_path):
-    lines = [step_line(1), step_line(2), eval_line(2, 3.5), step_line(3), eval_line(9, 3.25)]
+    lines = [
+        step_line(1),
+        step_line(2),
+        eval_line(2, 3.5),
+        step_line(3),
+        eval_line(9, 3.25),
+    ]
     run = read(write_metrics(tmp_path / "r", lines))
     assert run.evaluations == {
         "step": [2, 9],
@@ -42,7 +48,9 @@ def test_evaluations_have_the_counts_of_their_step(tmp_path):
     }
 
 
-@pytest.mark.parametrize("value", ["NaN", "1e999", '"text"', "true", "[1]", "1" + 400 * "0"])
+@pytest.mark.parametrize(
+    "value", ["NaN", "1e999", '"text"', "true", "[1]", "1" + 400 * "0"]
+)
 def test_what_is_no_number_is_a_gap(value, tmp_path):
     directory = write_metrics(tmp_path / "r", [step_line(1), step_line(2, loss="HERE")])
     path = directory / "metrics.jsonl"
@@ -51,7 +59,11 @@ def test_what_is_no_number_is_a_gap(value, tmp_path):
 
 
 def test_a_step_that_stands_twice_counts_as_the_later_line_has_it(tmp_path):
-    run = read(write_metrics(tmp_path / "r", [step_line(1), step_line(2), step_line(1, loss=9.0)]))
+    run = read(
+        write_metrics(
+            tmp_path / "r", [step_line(1), step_line(2), step_line(1, loss=9.0)]
+        )
+    )
     assert (run.steps["step"], run.steps["loss"]) == ([1, 2], [9.0, 3.98])
 
 
@@ -65,12 +77,22 @@ def test_files_that_are_missing_or_damaged_are_noted(tmp_path):
     (directory / "metrics.jsonl").unlink()
     (directory / "goodput.json").write_text('{"starts": [{"began": null}]}')
     text = " ".join(read(directory).notes)
-    for name in ("plan.json", "config.yml", "environment.json", "metrics.jsonl", "goodput.json"):
+    for name in (
+        "plan.json",
+        "config.yml",
+        "environment.json",
+        "metrics.jsonl",
+        "goodput.json",
+    ):
         assert name in text
 
 
-@pytest.mark.parametrize("number", ["1" + "0" * 400, "-1e308", "Infinity", "NaN", "1e999"])
-def test_numbers_that_nothing_can_be_computed_with_are_left_out_and_noted(number, tmp_path):
+@pytest.mark.parametrize(
+    "number", ["1" + "0" * 400, "-1e308", "Infinity", "NaN", "1e999"]
+)
+def test_numbers_that_nothing_can_be_computed_with_are_left_out_and_noted(
+    number, tmp_path
+):
     (tmp_path / "plan.json").write_text(
         f'{{"steps": {number}, "memory": {{"total": 5, "params": [{number}]}}}}'
     )
@@ -81,7 +103,9 @@ def test_numbers_that_nothing_can_be_computed_with_are_left_out_and_noted(number
 
 def test_settings_have_value_base_and_origin(tmp_path):
     directory = write_run(
-        tmp_path / "r", [], ["steps=7", "dataset_path='a # b.txt'", "per_device_batch_size=16"]
+        tmp_path / "r",
+        [],
+        ["steps=7", "dataset_path='a # b.txt'", "per_device_batch_size=16"],
     )
     settings = read(directory).settings
     steps, path, batch = (
@@ -92,8 +116,13 @@ def test_settings_have_value_base_and_origin(tmp_path):
     assert (batch.value, batch.base) == ("16", "16"), "16 and 16.0 are one number"
 
 
-def test_a_run_of_reinforcement_learning_has_accuracies_from_step_0_and_a_timeline(tmp_path):
-    lines = [{"step": 0, "eval_accuracy": 0.25, "eval_reward": 0.5}, step_line(1, reward=0.75)]
+def test_a_run_of_reinforcement_learning_has_accuracies_from_step_0_and_a_timeline(
+    tmp_path,
+):
+    lines = [
+        {"step": 0, "eval_accuracy": 0.25, "eval_reward": 0.5},
+        step_line(1, reward=0.75),
+    ]
     directory = write_metrics(
         tmp_path / "rl", [*lines, {"step": 1, "eval_accuracy": 0.5, "eval_reward": 0.5}]
     )
@@ -101,8 +130,12 @@ def test_a_run_of_reinforcement_learning_has_accuracies_from_step_0_and_a_timeli
         {"step": step, "phases": [["rollout", 0, 0.0, 1.5], ["train", 0, 1.5, 2]]}
         for step in range(1, 6)
     ]
-    timeline.append({"step": 6, "phases": [["train", 0, 2.0, 1.0]]})  # it ends before it starts
-    (directory / "timeline.jsonl").write_text("".join(json.dumps(line) + "\n" for line in timeline))
+    timeline.append(
+        {"step": 6, "phases": [["train", 0, 2.0, 1.0]]}
+    )  # it ends before it starts
+    (directory / "timeline.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in timeline)
+    )
     (run,) = read_runs([directory])
     assert run.steps["reward"] == [0.75]
     assert run.evaluations["eval_accuracy"] == [0.25, 0.5]

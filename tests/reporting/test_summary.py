@@ -11,7 +11,10 @@ def read(directory):
 
 def test_the_summary_of_a_run(tmp_path):
     speeds = {1: 1, 2: 500, 3: 900}
-    lines = [step_line(step, tokens_per_second=speed, mfu=0.4) for step, speed in speeds.items()]
+    lines = [
+        step_line(step, tokens_per_second=speed, mfu=0.4)
+        for step, speed in speeds.items()
+    ]
     skipped = {
         "loss": None,
         "grad_norm": None,
@@ -25,7 +28,11 @@ def test_the_summary_of_a_run(tmp_path):
         eval_line(4, 3.5),
     ]
     found = summary(
-        read(write_run(tmp_path / "r", lines, ["steps=10", "warmup_steps=2"], num_devices=2))
+        read(
+            write_run(
+                tmp_path / "r", lines, ["steps=10", "warmup_steps=2"], num_devices=2
+            )
+        )
     )
     assert {name: value for name, (value, _) in found.items() if value != NONE} == {
         "Steps": "4",
@@ -45,11 +52,19 @@ def test_the_summary_of_a_run(tmp_path):
     assert found["Steps"][1] == "of 10, 1 skipped"
 
 
-def test_a_run_of_reinforcement_learning_leads_with_reward_and_accuracy_and_has_no_loss(tmp_path):
+def test_a_run_of_reinforcement_learning_leads_with_reward_and_accuracy_and_has_no_loss(
+    tmp_path,
+):
     lines = [step_line(step, reward=step / 10, loss=-2e-9) for step in range(1, 31)]
     run = write_metrics(tmp_path / "r", [*lines, {"step": 30, "eval_accuracy": 0.75}])
-    shown = [(name, *cell) for name, cell in summary(read(run)).items() if cell[0] != NONE]
-    assert [name for name, _, _ in shown[:3]] == ["Steps", "Reward", "Held-out accuracy"]
+    shown = [
+        (name, *cell) for name, cell in summary(read(run)).items() if cell[0] != NONE
+    ]
+    assert [name for name, _, _ in shown[:3]] == [
+        "Steps",
+        "Reward",
+        "Held-out accuracy",
+    ]
     assert shown[1][1:] == ("2.05", "training, mean of steps 11 to 30")
     assert "Loss" not in [name for name, _, _ in shown]
 
@@ -62,14 +77,22 @@ def test_what_is_not_known_is_none(tmp_path):
 
 def test_advice_is_on_the_last_noise_scale_that_was_measured(tmp_path):
     noise = {"gradient_noise_scale": 900.0, "gradient_noise_scale_error": 0.1}
-    lines = [step_line(1), step_line(2, **noise), step_line(3, gradient_noise_scale=None)]
-    assert advice(read(write_metrics(tmp_path / "a", lines))) == batch_size_advice(900.0, 0.1, 8)
+    lines = [
+        step_line(1),
+        step_line(2, **noise),
+        step_line(3, gradient_noise_scale=None),
+    ]
+    assert advice(read(write_metrics(tmp_path / "a", lines))) == batch_size_advice(
+        900.0, 0.1, 8
+    )
     lines = [step_line(1, gradient_noise_scale=20.0)]
-    assert advice(read(write_metrics(tmp_path / "b", lines))) == batch_size_advice(20.0, None, 8)
-    assert advice(read(write_metrics(tmp_path / "c", [step_line(1)]))) == batch_size_advice(
-        None, None, 8
+    assert advice(read(write_metrics(tmp_path / "b", lines))) == batch_size_advice(
+        20.0, None, 8
     )
+    assert advice(
+        read(write_metrics(tmp_path / "c", [step_line(1)]))
+    ) == batch_size_advice(None, None, 8)
     assert advice(read(write_metrics(tmp_path / "d", []))) == ""
-    assert "the batch of 16 examples" in advice(read(write_run(tmp_path / "e", [], []))), (
-        "the plan's"
-    )
+    assert "the batch of 16 examples" in advice(
+        read(write_run(tmp_path / "e", [], []))
+    ), "the plan's"

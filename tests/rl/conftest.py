@@ -8,15 +8,37 @@ from maxtext_lite.config import load_config
 from tests.training.conftest import TINY
 
 RUN = (
-    *TINY, "warmup_steps=0", "steps=6", "learning_rate=3e-3", "learning_rate_schedule=constant",
-    "dataset_type=arithmetic", "arithmetic_largest=9", "arithmetic_operations=+", "eval_fraction=0.1",
-    "max_target_length=16", "max_prefill_predict_length=6", "batch_size=4", "num_generations=4", "micro_batch_size=8",
-    "eval_interval=3", "checkpoint_period=1", "log_period=1", "reward_functions=tests.rl.low_bytes:low_bytes",
-)  # fmt: skip
+    *TINY,
+    "warmup_steps=0",
+    "steps=6",
+    "learning_rate=3e-3",
+    "learning_rate_schedule=constant",
+    "dataset_type=arithmetic",
+    "arithmetic_largest=9",
+    "arithmetic_operations=+",
+    "eval_fraction=0.1",
+    "max_target_length=16",
+    "max_prefill_predict_length=6",
+    "batch_size=4",
+    "num_generations=4",
+    "micro_batch_size=8",
+    "eval_interval=3",
+    "checkpoint_period=1",
+    "log_period=1",
+    "reward_functions=tests.rl.low_bytes:low_bytes",
+)
 # Two updates on each batch, a reference and importance weights: all that a batch can need after a restart.
-WHOLE = ("num_iterations=2", "grpo_beta=0.05", "rollout_correction=truncated", "ici_data_parallelism=2",
-         "ici_fsdp_parallelism=2", "ici_tensor_parallelism=2", "rollout_fsdp_parallelism=2",
-         "eval_num_generations=2", "eval_sampling_temperature=1")  # fmt: skip
+WHOLE = (
+    "num_iterations=2",
+    "grpo_beta=0.05",
+    "rollout_correction=truncated",
+    "ici_data_parallelism=2",
+    "ici_fsdp_parallelism=2",
+    "ici_tensor_parallelism=2",
+    "rollout_fsdp_parallelism=2",
+    "eval_num_generations=2",
+    "eval_sampling_temperature=1",
+)
 
 
 @pytest.fixture(scope="session")
@@ -39,7 +61,9 @@ def server():
 
 
 def lines(run_directory, name="metrics.jsonl"):
-    return [json.loads(line) for line in (run_directory / name).read_text().splitlines()]
+    return [
+        json.loads(line) for line in (run_directory / name).read_text().splitlines()
+    ]
 
 
 def steps(run_directory):
@@ -53,4 +77,7 @@ def evaluations(run_directory):
 def timeless(records):
     """The records without their times."""
     words = ("seconds", "per_second", "tflops", "overlap")
-    return [{key: x for key, x in each.items() if not any(word in key for word in words)} for each in records]
+    return [
+        {key: x for key, x in each.items() if not any(word in key for word in words)}
+        for each in records
+    ]

@@ -3,4 +3,7 @@
 
 def low_bytes(completions):
     """A reward that an untrained model can raise: the share of a response's characters below '@'."""
-    return [sum(character < "@" for character in text) / max(len(text), 1) for text in completions]
+    return [
+        sum(character < "@" for character in text) / max(len(text), 1)
+        for text in completions
+    ]

@@ -26,7 +26,9 @@ from tests.training.conftest import TINY
 STOP, MOST = 3, 16
 GREEDY, DRAWN = Sampling(temperature=0), Sampling(temperature=0.8, top_k=40, top_p=0.95)
 REQUESTS = [Request([5 + number, 40, 7], (0, number)) for number in range(6)]
-CONFIG = load_config(None, [*TINY, "vocab_size=48", "initializer_range=0.4", "dataset_type=synthetic"])
+CONFIG = load_config(
+    None, [*TINY, "vocab_size=48", "initializer_range=0.4", "dataset_type=synthetic"]
+)
 MESH = sampling_mesh(jax.devices()[:2], {"data": 1, "fsdp": 2, "tensor": 1})
 DONE = {
     "/pause": {"status": "paused"},
@@ -36,7 +38,11 @@ DONE = {
     "/update_weight_version": {"success": True},
     "/reset_prefix_cache": {"success": True},
     "/collective_rpc": {"results": [None]},
-    "/update_weights_from_disk": {"success": True, "message": "done", "num_paused_requests": 0},
+    "/update_weights_from_disk": {
+        "success": True,
+        "message": "done",
+        "num_paused_requests": 0,
+    },
 }
 
 
@@ -60,17 +66,29 @@ class Served:
         self.how, self.told, self.last = how, [], None
 
     def load(self, directory):
-        decoder, params, mesh = load_on_mesh(Path(directory), hf_config(Path(directory)), {})
+        decoder, params, mesh = load_on_mesh(
+            Path(directory), hf_config(Path(directory)), {}
+        )
         rng, noise = np.random.default_rng(7), self.how.get("noise", 0)
 
         def noisy(x):
-            return jax.device_put(np.asarray(x) + np.float32(noise) * rng.normal(size=x.shape).astype("f4"), x.sharding)
+            return jax.device_put(
+                np.asarray(x)
+                + np.float32(noise) * rng.normal(size=x.shape).astype("f4"),
+                x.sharding,
+            )
 
         params = jax.tree.map(noisy, params)
         if decoder.shape not in self.engines:
             self.engines[decoder.shape] = functools.cache(
                 lambda stop: LocalEngine(
-                    decoder, mesh, num_slots=1, max_prompt_tokens=MOST, max_new_tokens=MOST, stop_token_ids=stop, seed=0
+                    decoder,
+                    mesh,
+                    num_slots=1,
+                    max_prompt_tokens=MOST,
+                    max_new_tokens=MOST,
+                    stop_token_ids=stop,
+                    seed=0,
                 )
             )
         self.engine, self.params = self.engines[decoder.shape], params
@@ -82,32 +100,64 @@ class Served:
         how = Sampling(asked["temperature"], max(asked["top_k"], 0), asked["top_p"])
         engine = self.engine(tuple(asked["stop_token_ids"]))
         engine.update(self.params, 0)
-        (response,) = engine.generate([Request(prompt, (seed,))], sampling=how, max_new_tokens=max_new_tokens)
-        values = [min(x + self.how.get("shift", 0), 0.0) for x in response.log_probabilities]
+        (response,) = engine.generate(
+            [Request(prompt, (seed,))], sampling=how, max_new_tokens=max_new_tokens
+        )
+        values = [
+            min(x + self.how.get("shift", 0), 0.0) for x in response.log_probabilities
+        ]
         return response.token_ids, values, "stop" if response.ended else "length"
 
     def completion(self, body):
         """As OpenAI's protocol has it, with what vLLM adds where that is asked for."""
-        token_ids, values, reason = self.drawn(body["prompt"], body["seed"], body["max_tokens"], body)
-        scored = {"token_logprobs": values, "tokens": [f"token_id:{token_id}" for token_id in token_ids]}
-        choice = {"index": 0, "text": "", "finish_reason": reason, "stop_reason": None, "logprobs": scored}
+        token_ids, values, reason = self.drawn(
+            body["prompt"], body["seed"], body["max_tokens"], body
+        )
+        scored = {
+            "token_logprobs": values,
+            "tokens": [f"token_id:{token_id}" for token_id in token_ids],
+        }
+        choice = {
+            "index": 0,
+            "text": "",
+            "finish_reason": reason,
+            "stop_reason": None,
+            "logprobs": scored,
+        }
         if body["return_token_ids"]:
             choice |= {"token_ids": token_ids, "prompt_token_ids": body["prompt"]}
         if body.get("return_weight_versions"):
-            choice["weight_versions"] = [{"version": self.weight_version, "start": 0, "end": len(token_ids)}]
+            choice["weight_versions"] = [
+                {"version": self.weight_version, "start": 0, "end": len(token_ids)}
+            ]
         return {"choices": [choice | self.how.get("choice", {})]}
 
     def generation(self, body):
         """As SGLang's /generate."""
         asked, prompt = body["sampling_params"], body["input_ids"]
-        token_ids, values, reason = self.drawn(prompt, asked["sampling_seed"], asked["max_new_tokens"], asked)
-        scored = [[value, token_id, None] for value, token_id in zip(values, token_ids, strict=True)]
-        ends = {"stop": {"matched": token_ids[-1]}, "length": {"length": len(token_ids)}}
+        token_ids, values, reason = self.drawn(
+            prompt, asked["sampling_seed"], asked["max_new_tokens"], asked
+        )
+        scored = [
+            [value, token_id, None]
+            for value, token_id in zip(values, token_ids, strict=True)
+        ]
+        ends = {
+            "stop": {"matched": token_ids[-1]},
+            "length": {"length": len(token_ids)},
+        }
         about = {
-            "finish_reason": {"type": reason} | ends[reason], "prompt_tokens": len(prompt),
-            "weight_version": self.weight_version, "output_token_logprobs": scored,
-        }  # fmt: skip
-        return {"text": "", "output_ids": token_ids, "prompt_token_ids": prompt, "meta_info": about}
+            "finish_reason": {"type": reason} | ends[reason],
+            "prompt_tokens": len(prompt),
+            "weight_version": self.weight_version,
+            "output_token_logprobs": scored,
+        }
+        return {
+            "text": "",
+            "output_ids": token_ids,
+            "prompt_token_ids": prompt,
+            "meta_info": about,
+        }
 
     def answer(self, path, body):
         """Status and answer of a POST."""
@@ -118,7 +168,9 @@ class Served:
         if route in self.how.get("route", {}):
             return 200, self.how["route"][route]
         if route in ("/v1/completions", "/generate"):
-            found = self.generation(body) if route == "/generate" else self.completion(body)
+            found = (
+                self.generation(body) if route == "/generate" else self.completion(body)
+            )
             self.last = path, body
             return 200, found
         self.told.append([path, body])
@@ -130,7 +182,9 @@ class Served:
             assert self.is_paused
             assert body["method"] == "reload_weights"
             self.load(body["kwargs"]["weights_path"])
-        self.weight_version = body.get("new_version", body.get("weight_version", self.weight_version))
+        self.weight_version = body.get(
+            "new_version", body.get("weight_version", self.weight_version)
+        )
         return 200, DONE[route]
 
 
@@ -171,15 +225,22 @@ def serving():
 @functools.cache
 def parameters(decoder, seed):
     """Parameters on a mesh, as a trainer has them."""
-    return jax.jit(decoder.init, out_shardings=tree_shardings(MESH, decoder.axes))(jax.random.key(seed))
+    return jax.jit(decoder.init, out_shardings=tree_shardings(MESH, decoder.axes))(
+        jax.random.key(seed)
+    )
 
 
 @functools.cache
 def local_engine():
     return LocalEngine(
-        make_plain_decoder(CONFIG), MESH, num_slots=4, max_prompt_tokens=MOST, max_new_tokens=MOST,
-        stop_token_ids=[STOP], seed=0,
-    )  # fmt: skip
+        make_plain_decoder(CONFIG),
+        MESH,
+        num_slots=4,
+        max_prompt_tokens=MOST,
+        max_new_tokens=MOST,
+        stop_token_ids=[STOP],
+        seed=0,
+    )
 
 
 def local_responses(params):
@@ -190,7 +251,12 @@ def local_responses(params):
 
 def engine_at(url, directory, kind="http", **how):
     """A client that does not wait long."""
-    settings = {"stop_token_ids": [STOP], "seed": 0, "wait_seconds": 0.01, "attempts": 3} | how
+    settings = {
+        "stop_token_ids": [STOP],
+        "seed": 0,
+        "wait_seconds": 0.01,
+        "attempts": 3,
+    } | how
     url = url if kind == "sglang" else f"{url}/v1"  # either will do
     return HttpEngine(kind, url, CONFIG, directory, **settings)
 

@@ -13,7 +13,12 @@ import yaml
 from maxtext_lite.config import UserError
 from maxtext_lite.models import Sampling
 from maxtext_lite.rl.http_client import Server
-from maxtext_lite.rl.server_answers import Asked, read_completion, read_generation, read_vllm_completion
+from maxtext_lite.rl.server_answers import (
+    Asked,
+    read_completion,
+    read_generation,
+    read_vllm_completion,
+)
 
 MOST_BYTES = 10_000
 
@@ -33,7 +38,11 @@ def serving(*answers):
         for answer in answers:
             with listener.accept()[0] as connection, contextlib.suppress(OSError):
                 received = piece = connection.recv(2**16)
-                while piece and not received.endswith(b"}") and not received.startswith(b"GET"):
+                while (
+                    piece
+                    and not received.endswith(b"}")
+                    and not received.startswith(b"GET")
+                ):
                     piece = connection.recv(2**16)
                     received += piece
                 heard.append(received)
@@ -52,11 +61,15 @@ def serving(*answers):
 
 def server_at(port, **how):
     settings = {"attempts": 3, "wait_seconds": 0.01, "timeout_seconds": 20} | how
-    return Server("rollout_url", f"http://me:se%40cret@127.0.0.1:{port}/v1/", **settings)
+    return Server(
+        "rollout_url", f"http://me:se%40cret@127.0.0.1:{port}/v1/", **settings
+    )
 
 
 def post(server, ends=None, **how):
-    return server.post("/v1/do", {"b": 2}, most_bytes=MOST_BYTES, ends=ends or threading.Event(), **how)
+    return server.post(
+        "/v1/do", {"b": 2}, most_bytes=MOST_BYTES, ends=ends or threading.Event(), **how
+    )
 
 
 def drip(head):
@@ -77,12 +90,17 @@ def endless():
 
 @pytest.mark.fast
 def test_an_object_comes_back_and_the_password_goes_to_the_server_only():
-    answer = response(b'{"a": "\xc3\xa9"}', "Content-Type: application/json; charset=utf-8")
+    answer = response(
+        b'{"a": "\xc3\xa9"}', "Content-Type: application/json; charset=utf-8"
+    )
     with serving(answer, answer) as (port, heard):
         server = server_at(port)
         assert post(server) == {"a": "é"}
         assert server.get("/v1/about?all=1", most_bytes=MOST_BYTES) == {"a": "é"}
-    assert (server.name, server.path) == (f"rollout_url=http://127.0.0.1:{port}/v1", "/v1")
+    assert (server.name, server.path) == (
+        f"rollout_url=http://127.0.0.1:{port}/v1",
+        "/v1",
+    )
     head, _, body = heard[0].partition(b"\r\n\r\n")
     assert head.startswith(b"POST /v1/do HTTP/1.1\r\n")
     assert b"Authorization: Basic bWU6c2VAY3JldA==" in head
@@ -91,36 +109,51 @@ def test_an_object_comes_back_and_the_password_goes_to_the_server_only():
     assert heard[1].endswith(b"\r\n\r\n"), "without a body"
 
 
-@pytest.mark.parametrize("answer", [
-    response(b"", "Location: http://u:secret@elsewhere/v1/do", status="307 Temporary Redirect"),
-    response(b"no\nsuch\x1b[1m", status="404 Not Found"),
-    response(b"<html>", "Content-Type: text/html"),
-    response(b'{"a": 1'),
-    response(b'{"a": "\xe9"}'),
-    response(b"[" * 9_000 + b"]" * 1_000),
-    response(b'{"a": "' + b"x" * MOST_BYTES + b'"}'),
-    endless,
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "answer",
+    [
+        response(
+            b"",
+            "Location: http://u:secret@elsewhere/v1/do",
+            status="307 Temporary Redirect",
+        ),
+        response(b"no\nsuch\x1b[1m", status="404 Not Found"),
+        response(b"<html>", "Content-Type: text/html"),
+        response(b'{"a": 1'),
+        response(b'{"a": "\xe9"}'),
+        response(b"[" * 9_000 + b"]" * 1_000),
+        response(b'{"a": "' + b"x" * MOST_BYTES + b'"}'),
+        endless,
+    ],
+)
 def test_an_answer_that_is_wrong_is_one_line_at_once(answer):
     with serving(answer) as (port, _), pytest.raises(UserError) as refused:
         post(server_at(port))
     (problem,) = refused.value.problems
-    assert problem.startswith(f"rollout_url=http://127.0.0.1:{port}/v1: http://127.0.0.1:{port}/v1/do ")
+    assert problem.startswith(
+        f"rollout_url=http://127.0.0.1:{port}/v1: http://127.0.0.1:{port}/v1/do "
+    )
     assert "secret" not in problem
     assert problem.isprintable()
 
 
-@pytest.mark.parametrize("answer", [
-    response(b"busy", status="503 Service Unavailable"),
-    response(b"", status="429 Too Many Requests"),
-    b"",
-    b"HTTP/1.1 200 OK\r\nContent-Length: 20\r\n\r\n{}",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "answer",
+    [
+        response(b"busy", status="503 Service Unavailable"),
+        response(b"", status="429 Too Many Requests"),
+        b"",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 20\r\n\r\n{}",
+    ],
+)
 def test_what_may_pass_is_tried_again_where_it_may_be_asked_twice(answer):
     with serving(answer, answer, response()) as (port, heard):
         assert post(server_at(port)) == {"a": 1}
         assert len(heard) == 3
-    with serving(answer, answer) as (port, heard), pytest.raises(UserError, match="2 attempts"):
+    with (
+        serving(answer, answer) as (port, heard),
+        pytest.raises(UserError, match="2 attempts"),
+    ):
         post(server_at(port, attempts=2))
     with serving(answer) as (port, heard), pytest.raises(UserError, match="1 attempt "):
         post(server_at(port), attempts=1)
@@ -141,14 +174,30 @@ def test_an_answer_that_comes_letter_by_letter_or_that_nobody_waits_for_is_given
 
 
 PROMPT, STOP = [5, 40, 7], 3
-ASKED = Asked(PROMPT, 4, Sampling(), seed=1, stop_token_ids=[STOP, 47], vocab_size=48, weights="b-2")
+ASKED = Asked(
+    PROMPT,
+    4,
+    Sampling(),
+    seed=1,
+    stop_token_ids=[STOP, 47],
+    vocab_size=48,
+    weights="b-2",
+)
 
 
-READERS = {"http": read_completion, "vllm": read_vllm_completion, "sglang": read_generation}
+READERS = {
+    "http": read_completion,
+    "vllm": read_vllm_completion,
+    "sglang": read_generation,
+}
 COMPLETIONS = yaml.safe_load(Path(__file__).with_name("completions.yml").read_text())
 
 
-@pytest.mark.parametrize("row", COMPLETIONS, ids=lambda row: f"{row['kind']} {row.get('wrong', row.get('tokens'))}")
+@pytest.mark.parametrize(
+    "row",
+    COMPLETIONS,
+    ids=lambda row: f"{row['kind']} {row.get('wrong', row.get('tokens'))}",
+)
 def test_a_completion_is_taken_as_it_is_where_it_can_be_right(row):
     if "wrong" in row:
         with pytest.raises(ValueError):

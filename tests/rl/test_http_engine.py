@@ -21,14 +21,33 @@ from maxtext_lite.training import Callback
 from maxtext_lite.training.state import decoder_shape, make_plain_decoder
 from tests.parallel.wire import joined_hosts
 from tests.rl.conftest import WHOLE, steps
-from tests.rl.served import CONFIG, DRAWN, GREEDY, REQUESTS, engine_at, generate, local_responses, parameters
+from tests.rl.served import (
+    CONFIG,
+    DRAWN,
+    GREEDY,
+    REQUESTS,
+    engine_at,
+    generate,
+    local_responses,
+    parameters,
+)
 
 DECODER = make_plain_decoder(CONFIG)
 ADAPTED = Decoder(decoder_shape(CONFIG.model_copy(update={"lora_rank": 2})))
 PUBLISHED = json.loads((Path(__file__).parent / "server_schemas.json").read_text())
 UPDATES = {
-    "vllm": ["/pause?mode=abort", "/collective_rpc", "/update_weight_version", "/reset_prefix_cache", "/resume"],
-    "sglang": ["/pause_generation", "/update_weights_from_disk", "/continue_generation"],
+    "vllm": [
+        "/pause?mode=abort",
+        "/collective_rpc",
+        "/update_weight_version",
+        "/reset_prefix_cache",
+        "/resume",
+    ],
+    "sglang": [
+        "/pause_generation",
+        "/update_weights_from_disk",
+        "/continue_generation",
+    ],
 }
 SINCE_0_33 = {"return_weight_versions"}
 """What vLLM ignores before."""
@@ -43,18 +62,26 @@ def engine(server, tmp_path, request):
 
 
 @pytest.mark.parametrize("engine", ["http", "vllm", "sglang"], indirect=True)
-def test_greedy_responses_are_those_of_the_local_engine_after_every_update(engine, tmp_path):
+def test_greedy_responses_are_those_of_the_local_engine_after_every_update(
+    engine, tmp_path
+):
     """Of parameters, of others with adapters, and of the first again."""
     found = []
     for step, decoder in enumerate((DECODER, ADAPTED, DECODER)):
         params = parameters(decoder, 0)
         if decoder is ADAPTED:
-            params = jax.tree.map(lambda x: jax.device_put(np.asarray(x) + 0.1, x.sharding), params)
+            params = jax.tree.map(
+                lambda x: jax.device_put(np.asarray(x) + 0.1, x.sharding), params
+            )
         engine.update(params, step)
         responses, expected = generate(engine), local_responses(params)
-        assert [(r.token_ids, r.ended) for r in responses] == [(r.token_ids, r.ended) for r in expected]
+        assert [(r.token_ids, r.ended) for r in responses] == [
+            (r.token_ids, r.ended) for r in expected
+        ]
         for one, other in zip(responses, expected, strict=True):
-            np.testing.assert_allclose(one.log_probabilities, other.log_probabilities, atol=1e-5)
+            np.testing.assert_allclose(
+                one.log_probabilities, other.log_probabilities, atol=1e-5
+            )
         found.append([response.token_ids for response in responses])
     assert found[0] == found[2] != found[1]
     assert sorted(path.name for path in (tmp_path / WEIGHTS).iterdir()) == ["0", "1"]
@@ -65,7 +92,9 @@ def test_draws_depend_on_seed_and_key(engine, server, tmp_path):
     first = generate(engine, DRAWN)
     assert {response.ended for response in first} == {True, False}
     assert generate(engine, DRAWN, REQUESTS[::-1]) == first[::-1]
-    same_prompt = generate(engine, DRAWN, [Request([5, 40, 7], (0, number)) for number in range(4)])
+    same_prompt = generate(
+        engine, DRAWN, [Request([5, 40, 7], (0, number)) for number in range(4)]
+    )
     assert len({tuple(response.token_ids) for response in same_prompt}) > 1
     other = engine_at(server.url, tmp_path, seed=1)
     other.update(parameters(DECODER, 0), 0)
@@ -82,7 +111,15 @@ def test_failures_that_pass_are_tried_again_and_others_are_told(engine, server):
         ({"status": 503, "times": 3}, "/v1/completions"),
         ({"status": 422, "times": 1}, "HTTP 422"),
         ({"status": 200, "times": 1}, "choices"),
-        ({"choice": {"token_ids": [1, -5], "logprobs": {"token_logprobs": [-1, -1]}}}, r"token_ids\[1\]=-5"),
+        (
+            {
+                "choice": {
+                    "token_ids": [1, -5],
+                    "logprobs": {"token_logprobs": [-1, -1]},
+                }
+            },
+            r"token_ids\[1\]=-5",
+        ),
     ):
         server.misbehave(**how)
         with pytest.raises(UserError, match=rf"rollout_url={server.url}/v1.*{named}"):
@@ -113,27 +150,44 @@ def test_all_hosts_have_what_the_first_one_was_answered_or_its_problems(monkeypa
     def full():
         raise OSError(28, "No space left on device", "/runs/rollout_weights/0")
 
-    assert outcome(lambda: [[[1, 2], [-0.5, -1e-300], True]]) == [[[[1, 2], [-0.5, -1e-300], True]]] * 3
+    assert (
+        outcome(lambda: [[[1, 2], [-0.5, -1e-300], True]])
+        == [[[[1, 2], [-0.5, -1e-300], True]]] * 3
+    )
     assert outcome(refused) == [("it refuses", "twice")] * 3
     assert all("/runs/rollout_weights/0" in problem for (problem,) in outcome(full))
 
 
-@pytest.mark.parametrize(("kind", "route", "answer"), [
-    ("vllm", "/pause", {"status": "busy"}),
-    ("vllm", "/collective_rpc", {"results": [None, "failed"]}),
-    ("vllm", "/update_weight_version", {"success": False}),
-    ("vllm", "/resume", {}),
-    ("sglang", "/update_weights_from_disk", {"success": False, "message": "no"}),
-    ("sglang", "/continue_generation", {"status": 1}),
-])  # fmt: skip
-def test_an_update_that_is_not_done_ends_the_run(kind, route, answer, server, tmp_path, monkeypatch):
-    monkeypatch.setattr(http_engine, "export_model", lambda directory, *_, **__: directory.mkdir(parents=True))
+@pytest.mark.parametrize(
+    ("kind", "route", "answer"),
+    [
+        ("vllm", "/pause", {"status": "busy"}),
+        ("vllm", "/collective_rpc", {"results": [None, "failed"]}),
+        ("vllm", "/update_weight_version", {"success": False}),
+        ("vllm", "/resume", {}),
+        ("sglang", "/update_weights_from_disk", {"success": False, "message": "no"}),
+        ("sglang", "/continue_generation", {"status": 1}),
+    ],
+)
+def test_an_update_that_is_not_done_ends_the_run(
+    kind, route, answer, server, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(
+        http_engine,
+        "export_model",
+        lambda directory, *_, **__: directory.mkdir(parents=True),
+    )
     words = {"/pause": "paused", "/resume": "resumed"}
     others = {path.partition("?")[0] for path in UPDATES[kind]} - {route}
-    fine = {path: {"status": words.get(path, "ok"), "success": True, "results": [None]} for path in others}
+    fine = {
+        path: {"status": words.get(path, "ok"), "success": True, "results": [None]}
+        for path in others
+    }
     server.misbehave(route={route: answer} | fine)
     engine = engine_at(server.url, tmp_path, kind)
-    with pytest.raises(UserError, match=rf"^rollout_url={server.url}.*({route}|step 3)"):
+    with pytest.raises(
+        UserError, match=rf"^rollout_url={server.url}.*({route}|step 3)"
+    ):
         engine.update({}, 3)
     with pytest.raises(UserError, match="last update"):
         generate(engine)
@@ -158,11 +212,16 @@ def test_what_is_sent_is_what_the_package_publishes(kind, server, tmp_path):
                 assert value in published["query"][name]["enum"]
             fields = published["body"] and published["body"]["properties"]
             if fields:
-                assert body.keys() - fields.keys() <= (SINCE_0_33 if version == "vllm 0.32.0" else set()), path
+                assert body.keys() - fields.keys() <= (
+                    SINCE_0_33 if version == "vllm 0.32.0" else set()
+                ), path
                 assert body.keys() >= {*published["body"].get("required", ())}
             if "sampling_params" in body:
                 known = fields["sampling_params"]
-                assert body["sampling_params"].keys() <= known["anyOf"][0]["properties"].keys()
+                assert (
+                    body["sampling_params"].keys()
+                    <= known["anyOf"][0]["properties"].keys()
+                )
 
 
 def test_vllm_must_report_the_log_probabilities_of_the_policy(server, tmp_path):
@@ -187,14 +246,18 @@ def test_vllm_must_report_the_log_probabilities_of_the_policy(server, tmp_path):
         server.misbehave(logprobs_mode=mode)
         expected = contextlib.nullcontext()
         if start:
-            expected = pytest.raises(UserError, match=f"logprobs_mode.*--logprobs-mode {start}")
+            expected = pytest.raises(
+                UserError, match=f"logprobs_mode.*--logprobs-mode {start}"
+            )
         with expected:
             SERVER_KINDS["vllm"].check(engine._server, sampling)
     engine.close()
     server.misbehave()
 
 
-def test_grpo_by_vllm_s_interface_measures_what_the_server_is_off_by(server, tmp_path, config_of, monkeypatch, capsys):
+def test_grpo_by_vllm_s_interface_measures_what_the_server_is_off_by(
+    server, tmp_path, config_of, monkeypatch, capsys
+):
     """With the first batch it is exact; with the second it reports log-probabilities that are 0.5 too low; with the
     third it draws from other parameters, and how far these are from the trainer's, transformers says in double
     precision."""
@@ -215,8 +278,17 @@ def test_grpo_by_vllm_s_interface_measures_what_the_server_is_off_by(server, tmp
                 sampled.clear()
 
     monkeypatch.setattr(http_engine.HttpEngine, "generate", recorded)
-    words = [*WHOLE, "rollout_fsdp_parallelism=1", "rollout_engine=vllm", "eval_interval=-1"]
-    more = [f"rollout_url={server.url}", "initializer_range=0.3", "enable_checkpointing=false"]
+    words = [
+        *WHOLE,
+        "rollout_fsdp_parallelism=1",
+        "rollout_engine=vllm",
+        "eval_interval=-1",
+    ]
+    more = [
+        f"rollout_url={server.url}",
+        "initializer_range=0.3",
+        "enable_checkpointing=false",
+    ]
     config = config_of(tmp_path, *words, *more)
     result = train_rl(config, callbacks=[Worse()])
     server.misbehave()
@@ -231,19 +303,31 @@ def test_grpo_by_vllm_s_interface_measures_what_the_server_is_off_by(server, tmp
     assert shifted["rollout_truncated"] == 0
     # The trainer's parameters of the third batch lie where the server has read them.
     weights = tmp_path / "rl" / WEIGHTS / "0"
-    model = transformers.AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float64)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        weights, dtype=torch.float64
+    )
     away = []
     for request, response in sampled:
         token_ids = torch.tensor([[*request.token_ids, *response.token_ids]])
         with torch.no_grad():
-            by_trainer = torch.log_softmax(model(token_ids).logits[0, len(request.token_ids) - 1 : -1], -1)
-        own = by_trainer.gather(1, torch.tensor(response.token_ids)[:, None])[:, 0].numpy()
+            by_trainer = torch.log_softmax(
+                model(token_ids).logits[0, len(request.token_ids) - 1 : -1], -1
+            )
+        own = by_trainer.gather(1, torch.tensor(response.token_ids)[:, None])[
+            :, 0
+        ].numpy()
         away.append(own - np.array(response.log_probabilities))
     away = np.concatenate(away)
     assert np.abs(away).mean() > 0.1
     assert noisy["rollout_mismatch"] == pytest.approx(np.abs(away).mean(), rel=1e-3)
-    assert noisy["rollout_kl"] == pytest.approx((np.exp(away) - 1 - away).mean(), rel=1e-3)
-    assert noisy["rollout_truncated"] == pytest.approx((np.exp(away) > 2).mean(), abs=1e-6)
+    assert noisy["rollout_kl"] == pytest.approx(
+        (np.exp(away) - 1 - away).mean(), rel=1e-3
+    )
+    assert noisy["rollout_truncated"] == pytest.approx(
+        (np.exp(away) > 2).mean(), abs=1e-6
+    )
     assert noisy["rollout_truncated"] > 0
     out = capsys.readouterr()
-    assert (out.out + out.err).count("differ from the trainer's by 0.5 a token") == 1  # once, and not of the third
+    assert (out.out + out.err).count(
+        "differ from the trainer's by 0.5 a token"
+    ) == 1  # once, and not of the third

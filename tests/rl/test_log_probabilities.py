@@ -1,6 +1,5 @@
 """Log-probabilities are those of the tempered softmax in double precision, in the batch's order on every mesh."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +12,11 @@ from tests.responses import rows
 from tests.training.conftest import make_setup
 
 MESHES = {
-    "data 2 context 2 tensor 2, tiled": ({"data": 2, "context": 2, "tensor": 2}, None, ("num_vocab_tiling=2",)),
+    "data 2 context 2 tensor 2, tiled": (
+        {"data": 2, "context": 2, "tensor": 2},
+        None,
+        ("num_vocab_tiling=2",),
+    ),
     "data 2, 1f1b": ({"data": 2}, Pipeline(2, 2, schedule="1f1b"), ()),
     "soft cap": ({}, None, ("final_logits_soft_cap=0.1",)),
 }
@@ -25,16 +28,18 @@ def in_double(soft_cap):
 
     @jax.jit
     def hidden(params):
-        return it.decoder.hidden(params, batch["tokens"], batch["segments"], batch["positions"]), it.decoder.head(
-            params
-        )
+        return it.decoder.hidden(
+            params, batch["tokens"], batch["segments"], batch["positions"]
+        ), it.decoder.head(params)
 
     with jax.default_matmul_precision("highest"):
         x, head = (np.asarray(a, np.float64) for a in hidden(params))
     logits = x @ head
     logits = (soft_cap * np.tanh(logits / soft_cap) if soft_cap else logits) / 0.7
     log_probability = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    of_target = np.take_along_axis(log_probability, batch["targets"][..., None], -1)[..., 0]
+    of_target = np.take_along_axis(log_probability, batch["targets"][..., None], -1)[
+        ..., 0
+    ]
     return np.where(batch["weights"] > 0, of_target, 0)
 
 
@@ -49,4 +54,6 @@ def test_every_mesh_gives_them_in_the_order_of_the_batch(name):
     assert found.dtype == jnp.float32
     assert found.sharding.is_equivalent_to(sharding(it.mesh, TRAIN_BATCH_AXES), 3)
     got = np.asarray(found).swapaxes(0, 1).reshape(8, -1)
-    np.testing.assert_allclose(got, in_double(0.1 if keys and "cap" in keys[0] else 0), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        got, in_double(0.1 if keys and "cap" in keys[0] else 0), rtol=1e-5, atol=1e-6
+    )

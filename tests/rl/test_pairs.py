@@ -17,7 +17,9 @@ from maxtext_lite.rl.timeline import Timeline, busy_seconds, shared_seconds
 
 def test_advantages_are_rewards_less_their_groups_mean_over_its_sample_deviation():
     rewards = np.array([1.0, 0.0, 0.0, 1.0, 2.0, 2.0])
-    np.testing.assert_array_equal(group_advantages(rewards, 2, "none"), [0.5, -0.5, -0.5, 0.5, 0, 0])
+    np.testing.assert_array_equal(
+        group_advantages(rewards, 2, "none"), [0.5, -0.5, -0.5, 0.5, 0, 0]
+    )
     assert group_advantages(rewards, 2, "group").dtype == np.float32
     rewards = np.random.default_rng(0).normal(100, 3, 5 * 8)
     want = []
@@ -46,7 +48,10 @@ def test_the_fraction_of_groups_that_teach_nothing():
     assert equal_groups_fraction(np.full(6, 0.1), 3) == 1
 
 
-PROMPTS = (Prompt(5, "2+3=", (50, 43, 51, 61), {"answer": "5"}), Prompt(9, "1=", (49, 61), {"answer": "1"}))
+PROMPTS = (
+    Prompt(5, "2+3=", (50, 43, 51, 61), {"answer": "5"}),
+    Prompt(9, "1=", (49, 61), {"answer": "1"}),
+)
 RESPONSES = (
     Response([53, 256], [-0.1, -0.2], True),
     Response([54], [-1.0], False),
@@ -59,7 +64,12 @@ def chunk():
     total = np.array([1.0, 0.0, 0.5, 0.5])
     prompts = [PROMPTS[0], PROMPTS[0], PROMPTS[1], PROMPTS[1]]
     scores = Scores(total, {"m:a": total, "b": np.arange(4.0)}, 3, ("a said no",))
-    return Chunk.judged(Sampled(prompts, RESPONSES, "wxyz"), scores, num_generations=2, scale_rewards="none")
+    return Chunk.judged(
+        Sampled(prompts, RESPONSES, "wxyz"),
+        scores,
+        num_generations=2,
+        scale_rewards="none",
+    )
 
 
 def test_a_row_is_the_prompt_and_the_response_and_only_the_response_has_weight():
@@ -75,7 +85,12 @@ def test_a_row_is_the_prompt_and_the_response_and_only_the_response_has_weight()
     assert rows["weights"].sum() == 7
     assert all(not x[0, 4].any() for x in rows.values())  # no pair
     sampled = np.zeros((5, 8))
-    sampled[0, 3:5], sampled[1, 3], sampled[2, 1:4], sampled[3, 1] = (-0.1, -0.2), -1, -0.5, -2
+    sampled[0, 3:5], sampled[1, 3], sampled[2, 1:4], sampled[3, 1] = (
+        (-0.1, -0.2),
+        -1,
+        -0.5,
+        -2,
+    )
     np.testing.assert_allclose(rows["rollout_log_probabilities"][0], sampled, rtol=1e-6)
     assert "rollout_log_probabilities" not in chunk().rows(5, 8)
 
@@ -95,34 +110,56 @@ def test_a_batch_is_recorded_alike_whatever_its_chunks():
         "responses_hash": responses_hash(RESPONSES),
     }
     changed = {"reward_errors": 6, "responses_hash": responses_hash(RESPONSES * 2)}
-    assert twice == {name: pytest.approx(value) for name, value in (whole | changed).items()}
+    assert twice == {
+        name: pytest.approx(value) for name, value in (whole | changed).items()
+    }
 
 
 def test_the_hash_knows_every_token_and_their_order():
     other = [*RESPONSES[:3], Response([255], [-2.0], True)]
-    assert len({responses_hash(each) for each in (RESPONSES, RESPONSES[::-1], other, RESPONSES[:2])}) == 4
-    assert responses_hash(RESPONSES) == responses_hash([r._replace(log_probabilities=[]) for r in RESPONSES])
+    assert (
+        len(
+            {
+                responses_hash(each)
+                for each in (RESPONSES, RESPONSES[::-1], other, RESPONSES[:2])
+            }
+        )
+        == 4
+    )
+    assert responses_hash(RESPONSES) == responses_hash(
+        [r._replace(log_probabilities=[]) for r in RESPONSES]
+    )
     split = [Response([*RESPONSES[0].token_ids, *RESPONSES[1].token_ids], [], True)]
     assert responses_hash(split) != responses_hash(RESPONSES[:2])
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_correct_response():
     for num_correct, k in itertools.product(range(6), range(1, 6)):
-        subsets = list(itertools.combinations([place < num_correct for place in range(5)], k))
-        assert pass_at_k(5, num_correct, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+        subsets = list(
+            itertools.combinations([place < num_correct for place in range(5)], k)
+        )
+        assert pass_at_k(5, num_correct, k) == pytest.approx(
+            sum(map(any, subsets)) / len(subsets)
+        )
 
 
 def test_an_evaluation_counts_as_correct_what_the_first_function_does():
     first, second = np.array([1.0, 0, 0, 1]), np.array([1.0, 1, 0, 0])
     scores = Scores(first + second, {"exact_answer": first, "format": second}, 2, ())
     assert held_out_record(scores, [3, 1, 1, 3], 1) == {
-        "eval_reward": 1.0, "eval_accuracy": 0.5, "eval_prompts": 4, "eval_response_tokens": 2.0,
+        "eval_reward": 1.0,
+        "eval_accuracy": 0.5,
+        "eval_prompts": 4,
+        "eval_response_tokens": 2.0,
         "eval_reward_errors": 2,
-    }  # fmt: skip
+    }
     first = np.array([1.0, 0, 0, 0, 0, 0])
     record = held_out_record(Scores(first, {"exact_answer": first}, 0, ()), [1] * 6, 3)
     passes = {name: value for name, value in record.items() if "pass" in name}
-    assert passes == {"eval_pass_at_2": pytest.approx((2 / 3 + 0) / 2), "eval_pass_at_3": 0.5}
+    assert passes == {
+        "eval_pass_at_2": pytest.approx((2 / 3 + 0) / 2),
+        "eval_pass_at_3": 0.5,
+    }
     assert "pass@2 33.3%, pass@3 50.0%" in held_out_text(record)
 
 
@@ -134,5 +171,10 @@ def test_seconds_of_phases_and_their_overlap_count_once():
     timeline = Timeline()
     with timeline.phase("rollout", 1), timeline.phase("train", 0):
         pass
-    assert timeline.record()["overlap_fraction"] == 1  # the rollout lasts from before the training to after it
-    assert [(name, chunk) for name, chunk, *_ in timeline.to_json()] == [("rollout", 1), ("train", 0)]
+    assert (
+        timeline.record()["overlap_fraction"] == 1
+    )  # the rollout lasts from before the training to after it
+    assert [(name, chunk) for name, chunk, *_ in timeline.to_json()] == [
+        ("rollout", 1),
+        ("train", 0),
+    ]

@@ -12,7 +12,16 @@ from maxtext_lite.models import DecoderShape
 from maxtext_lite.rl.policy import POLICY_METRICS
 from maxtext_lite.training.gradients import GradientLoop
 from maxtext_lite.training.outputs import WHOLE, Outputs
-from tests.responses import AGGREGATIONS, GRPO, LONGEST, PAIRS, TOKENS, chunks_of, rows, variant
+from tests.responses import (
+    AGGREGATIONS,
+    GRPO,
+    LONGEST,
+    PAIRS,
+    TOKENS,
+    chunks_of,
+    rows,
+    variant,
+)
 from tests.training.conftest import agrees, setup  # noqa: F401
 
 torch = pytest.importorskip("torch")
@@ -25,40 +34,62 @@ def published(log_probability, batch, policy):
     grpo, dapo and dr_grpo."""
     mask, advantages, old, reference = (
         torch.tensor(batch[name], dtype=torch.float64)
-        for name in ("weights", "advantages", "old_log_probabilities", "reference_log_probabilities")
+        for name in (
+            "weights",
+            "advantages",
+            "old_log_probabilities",
+            "reference_log_probabilities",
+        )
     )
     advantages = advantages[:, :1]
     if policy.on_policy:
         old = log_probability.detach()
     log_ratio = log_probability - old
     if policy.algo == "gspo":
-        log_weights = ((log_ratio * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).unsqueeze(-1)
+        log_weights = (
+            (log_ratio * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)
+        ).unsqueeze(-1)
     else:
         log_weights = log_ratio
     coef_1 = torch.exp(log_weights)
     coef_2 = torch.clamp(coef_1, 1 - policy.epsilon_low, 1 + policy.epsilon_high)
     losses = -torch.min(coef_1 * advantages, coef_2 * advantages).expand(mask.shape)
     kl = torch.exp(reference - log_probability) - (reference - log_probability) - 1
-    away = old.detach() - torch.tensor(batch["rollout_log_probabilities"], dtype=torch.float64)
+    away = old.detach() - torch.tensor(
+        batch["rollout_log_probabilities"], dtype=torch.float64
+    )
     if policy.correction_cap is not None:
         losses = losses * torch.clamp(torch.exp(away), max=policy.correction_cap)
     if policy.beta:
         losses = losses + policy.beta * kl
     loss = {
-        "seq_mean_token_mean": lambda: ((losses * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).mean(),
+        "seq_mean_token_mean": lambda: (
+            (losses * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)
+        ).mean(),
         "token_mean": lambda: (losses * mask).sum() / mask.sum(),
-        "seq_mean_token_sum_norm": lambda: (losses * mask).sum() / (losses.size(0) * LONGEST),
+        "seq_mean_token_sum_norm": lambda: (
+            (losses * mask).sum() / (losses.size(0) * LONGEST)
+        ),
     }[policy.aggregation]()
     mean = lambda x: ((x.expand(mask.shape) * mask).sum() / mask.sum()).item()  # noqa: E731
     metrics = {
-        "clip_fraction_low": mean(((coef_1 < 1 - policy.epsilon_low) & (advantages < 0)).double()),
-        "clip_fraction_high": mean(((coef_1 > 1 + policy.epsilon_high) & (advantages > 0)).double()),
+        "clip_fraction_low": mean(
+            ((coef_1 < 1 - policy.epsilon_low) & (advantages < 0)).double()
+        ),
+        "clip_fraction_high": mean(
+            ((coef_1 > 1 + policy.epsilon_high) & (advantages > 0)).double()
+        ),
         "token_nll": mean(-log_probability.detach()),
     }
     if policy.compares:
-        metrics |= {"rollout_mismatch": mean(away.abs()), "rollout_kl": mean(torch.exp(away) - 1 - away)}
+        metrics |= {
+            "rollout_mismatch": mean(away.abs()),
+            "rollout_kl": mean(torch.exp(away) - 1 - away),
+        }
     if policy.correction_cap is not None:
-        metrics["rollout_truncated"] = mean((torch.exp(away) > policy.correction_cap).double())
+        metrics["rollout_truncated"] = mean(
+            (torch.exp(away) > policy.correction_cap).double()
+        )
     return loss, metrics | ({"kl": mean(kl.detach())} if policy.beta else {})
 
 
@@ -66,15 +97,26 @@ CASES = [
     pytest.param(variant(compares=True), marks=pytest.mark.fast),
     variant(beta=0.0, aggregation="token_mean"),
     variant(aggregation="seq_mean_token_sum_norm", compares=True, correction_cap=1.3),
-    variant(on_policy=True, aggregation="token_mean", compares=True, correction_cap=1.3),
+    variant(
+        on_policy=True, aggregation="token_mean", compares=True, correction_cap=1.3
+    ),
     variant(algo="gspo", beta=0.0),
     variant(algo="gspo", aggregation="token_mean", on_policy=True, temperature=1.0),
     variant(algo="gspo", aggregation="token_mean"),
-    variant(algo="gspo", aggregation="seq_mean_token_sum_norm", compares=True, correction_cap=1.3),
+    variant(
+        algo="gspo",
+        aggregation="seq_mean_token_sum_norm",
+        compares=True,
+        correction_cap=1.3,
+    ),
 ]
 
 
-@pytest.mark.parametrize("policy", CASES, ids=lambda p: f"{p.algo} {p.aggregation} {p.on_policy} {p.correction_cap}")
+@pytest.mark.parametrize(
+    "policy",
+    CASES,
+    ids=lambda p: f"{p.algo} {p.aggregation} {p.on_policy} {p.correction_cap}",
+)
 def test_loss_metrics_and_gradients_are_those_of_trl_s_formulas(policy, setup):  # noqa: F811
     """Hidden states and output projection at random; from the gradient of log-probabilities, which torch finds in
     double precision, that of both through the tempered softmax by hand."""
@@ -82,7 +124,9 @@ def test_loss_metrics_and_gradients_are_those_of_trl_s_formulas(policy, setup): 
     x, head = rng.normal(size=(PAIRS, TOKENS, 6)), 0.3 * rng.normal(size=(6, 264))
     logits = x @ head / policy.temperature
     probability = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-    log_probability = np.log(np.take_along_axis(probability, batch["targets"][..., None], -1)[..., 0])
+    log_probability = np.log(
+        np.take_along_axis(probability, batch["targets"][..., None], -1)[..., 0]
+    )
     # Ratios on both sides of the clip range: old policies near this one.
     names = (f"{which}_log_probabilities" for which in ("old", "reference", "rollout"))
     for name, scale in zip(names, (0.6, 0.8, 0.3), strict=True):
@@ -92,15 +136,21 @@ def test_loss_metrics_and_gradients_are_those_of_trl_s_formulas(policy, setup): 
     want, metrics = published(variable, batch, policy)
     want.backward()
     one_hot = np.eye(264)[batch["targets"]]
-    dlogits = variable.grad.numpy()[..., None] * (one_hot - probability) / policy.temperature
+    dlogits = (
+        variable.grad.numpy()[..., None] * (one_hot - probability) / policy.temperature
+    )
     if not policy.on_policy and policy.algo == "grpo":
         assert metrics["clip_fraction_low"] > 0.05
         assert metrics["clip_fraction_high"] > 0.05
     if policy.correction_cap is not None:
         assert 0.05 < metrics["rollout_truncated"] < 0.95
 
-    decoder = types.SimpleNamespace(head=lambda params: params, shape=DecoderShape(264, 6, 1, 1, 2, 2, 1))
-    counted = int(np.sum(batch["weights"])) if policy.divisor == "target_tokens" else PAIRS
+    decoder = types.SimpleNamespace(
+        head=lambda params: params, shape=DecoderShape(264, 6, 1, 1, 2, 2, 1)
+    )
+    counted = (
+        int(np.sum(batch["weights"])) if policy.divisor == "target_tokens" else PAIRS
+    )
     config = setup(*SGD, "num_vocab_tiling=2").config
 
     def loss(head_DV, x_BTD, batch):
@@ -111,10 +161,17 @@ def test_loss_metrics_and_gradients_are_those_of_trl_s_formulas(policy, setup): 
         differentiated = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
         (_, sums), (dhead, dx) = differentiated(np.float32(head), np.float32(x), batch)
     assert float(sums.nll) == pytest.approx(want.item(), rel=1e-5, abs=1e-7)
-    found = {name: float(value) for name, value in policy.metrics(sums.aux, counted, config).items()}
-    assert found == {name: pytest.approx(value, rel=1e-4) for name, value in metrics.items()}
+    found = {
+        name: float(value)
+        for name, value in policy.metrics(sums.aux, counted, config).items()
+    }
+    assert found == {
+        name: pytest.approx(value, rel=1e-4) for name, value in metrics.items()
+    }
     np.testing.assert_allclose(dx, dlogits @ head.T, rtol=1e-3, atol=1e-7)
-    np.testing.assert_allclose(dhead, np.einsum("BTD,BTV->DV", x, dlogits), rtol=1e-3, atol=1e-6)
+    np.testing.assert_allclose(
+        dhead, np.einsum("BTD,BTV->DV", x, dlogits), rtol=1e-3, atol=1e-6
+    )
 
 
 @pytest.mark.fast
@@ -145,18 +202,27 @@ def gradients(it, policy, batch):
         return jax.device_get(jax.jit(function)(it.state().params, whole))
 
 
-def test_gradients_of_parameters_are_those_of_the_formula_by_plain_differentiation(setup, agrees):  # noqa: F811
+def test_gradients_of_parameters_are_those_of_the_formula_by_plain_differentiation(
+    setup,  # noqa: F811
+    agrees,  # noqa: F811
+):
     it, batch = setup(*SGD), rows()
 
     def mean_loss(params):
-        x = it.decoder.hidden(params, batch["tokens"], batch["segments"], batch["positions"])
+        x = it.decoder.hidden(
+            params, batch["tokens"], batch["segments"], batch["positions"]
+        )
         logits = jnp.einsum("BTD,DV->BTV", x, it.decoder.head(params)) / 0.7
-        of_target = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], -1)[..., 0]
+        of_target = jnp.take_along_axis(
+            jax.nn.log_softmax(logits), batch["targets"][..., None], -1
+        )[..., 0]
         mask = batch["weights"]
         log_ratio = mask * (of_target - batch["old_log_probabilities"])
         ratio = jnp.exp(mask * (log_ratio.sum(1) / mask.sum(1))[:, None])
         away = batch["reference_log_probabilities"] - of_target
-        gain = jnp.minimum(ratio * batch["advantages"], jnp.clip(ratio, 0.8, 1.3) * batch["advantages"])
+        gain = jnp.minimum(
+            ratio * batch["advantages"], jnp.clip(ratio, 0.8, 1.3) * batch["advantages"]
+        )
         return jnp.sum(mask * (0.1 * (jnp.exp(away) - away - 1) - gain)) / mask.sum()
 
     with jax.default_matmul_precision("highest"):
@@ -169,16 +235,33 @@ def test_gradients_of_parameters_are_those_of_the_formula_by_plain_differentiati
 
 def test_slots_without_a_pair_count_nothing_and_the_expected_count_is_the_most():
     batch = rows()
-    batch = {name: np.concatenate([x, np.zeros((3, TOKENS), x.dtype)]) for name, x in batch.items()}
+    batch = {
+        name: np.concatenate([x, np.zeros((3, TOKENS), x.dtype)])
+        for name, x in batch.items()
+    }
     counts = GRPO.counts(batch)
     assert counts["responses"].tolist() == [1] * PAIRS + [0] * 3
     assert counts["target_tokens"].tolist() == [3, 10, 1, 7, 5, 2, 9, 4, 0, 0, 0]
-    assert [variant(aggregation=name).divisor for name in AGGREGATIONS] == ["responses", "target_tokens", "responses"]
-    assert [variant(aggregation=name).expected(6) for name in AGGREGATIONS] == [6, 60, 6]
+    assert [variant(aggregation=name).divisor for name in AGGREGATIONS] == [
+        "responses",
+        "target_tokens",
+        "responses",
+    ]
+    assert [variant(aggregation=name).expected(6) for name in AGGREGATIONS] == [
+        6,
+        60,
+        6,
+    ]
 
 
-EXPERTS = (*SGD, "num_experts=4", "num_experts_per_tok=2", "base_moe_mlp_dim=8", "load_balance_loss_weight=0.5",
-           "router_z_loss_multiplier=0.1")  # fmt: skip
+EXPERTS = (
+    *SGD,
+    "num_experts=4",
+    "num_experts_per_tok=2",
+    "base_moe_mlp_dim=8",
+    "load_balance_loss_weight=0.5",
+    "router_z_loss_multiplier=0.1",
+)
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS[1:])
@@ -187,15 +270,30 @@ def test_experts_losses_weigh_as_responses_do(aggregation, setup):  # noqa: F811
     it, batch = setup(*EXPERTS), rows()
     got = gradients(it, variant(aggregation=aggregation), batch)
     tokens = batch["weights"].sum(axis=1)
-    by_response = tokens / tokens.sum() if aggregation == "token_mean" else np.full(PAIRS, 1 / PAIRS)
+    by_response = (
+        tokens / tokens.sum()
+        if aggregation == "token_mean"
+        else np.full(PAIRS, 1 / PAIRS)
+    )
     with jax.default_matmul_precision("highest"):
         _, aux = jax.jit(it.decoder.hidden_and_aux)(
             it.initial.params, batch["tokens"], batch["segments"], batch["positions"]
         )
     layers = it.config.base_num_decoder_layers
-    assert got.aux["moe_balance"] == pytest.approx(float(by_response @ aux["moe_balance"]) / layers, rel=1e-5)
+    assert got.aux["moe_balance"] == pytest.approx(
+        float(by_response @ aux["moe_balance"]) / layers, rel=1e-5
+    )
     by_token = by_response[:, None] * batch["weights"] / tokens[:, None]
     (z_name,) = [name for name in got.aux if "z" in name.split("_")]
-    assert got.aux[z_name] == pytest.approx(float(np.sum(by_token * aux[z_name])) / layers, rel=1e-5)
-    metrics = variant(aggregation=aggregation).metrics(got.aux, got.num_counted, it.config)
-    assert set(metrics) == {*POLICY_METRICS, "moe_balance", "moe_balance_loss", "router_z_loss"}
+    assert got.aux[z_name] == pytest.approx(
+        float(np.sum(by_token * aux[z_name])) / layers, rel=1e-5
+    )
+    metrics = variant(aggregation=aggregation).metrics(
+        got.aux, got.num_counted, it.config
+    )
+    assert set(metrics) == {
+        *POLICY_METRICS,
+        "moe_balance",
+        "moe_balance_loss",
+        "router_z_loss",
+    }

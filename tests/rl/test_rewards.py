@@ -23,18 +23,48 @@ from tests.source_tree import REPOSITORY
 
 
 def test_the_number_that_a_text_ends_up_with():
-    for text, number in yaml.safe_load(Path(__file__).with_name("numbers.yml").read_text(encoding="utf-8")).items():
+    for text, number in yaml.safe_load(
+        Path(__file__).with_name("numbers.yml").read_text(encoding="utf-8")
+    ).items():
         assert number_in(text) == (None if number is None else Fraction(number)), text
-    assert number_in("7 " + "1" * 5000) is None  # which Python does not read as an integer
+    assert (
+        number_in("7 " + "1" * 5000) is None
+    )  # which Python does not read as an integer
 
 
 def test_the_shipped_functions_judge_by_number_by_text_and_by_format():
-    numeric, exact = (shipped(name, pattern="") for name in ("numeric_answer", "exact_answer"))
-    assert numeric(["the answer is 0.3", "3/10", "0.30000000000000004", ""], ["0.3"] * 4) == [1, 1, 0, 0]
-    assert numeric(["1000", "1000", "none", "1"], ["$1,000", "no number", "7", None]) == [1, None, 0, None]
-    assert exact([" 42\n", "42.", "4 2", "42", "1"], ["42", "42", "42", " 42 ", [1]]) == [1, 0, 0, 1, None]
+    numeric, exact = (
+        shipped(name, pattern="") for name in ("numeric_answer", "exact_answer")
+    )
+    assert numeric(
+        ["the answer is 0.3", "3/10", "0.30000000000000004", ""], ["0.3"] * 4
+    ) == [
+        1,
+        1,
+        0,
+        0,
+    ]
+    assert numeric(
+        ["1000", "1000", "none", "1"], ["$1,000", "no number", "7", None]
+    ) == [
+        1,
+        None,
+        0,
+        None,
+    ]
+    assert exact(
+        [" 42\n", "42.", "4 2", "42", "1"], ["42", "42", "42", " 42 ", [1]]
+    ) == [
+        1,
+        0,
+        0,
+        1,
+        None,
+    ]
     match = shipped("format", pattern="<think>.*</think>[0-9]+")
-    assert match(["<think>a\nb</think>5", "<think>a</think>5 ", "x<think></think>5"]) == [1, 0, 0]
+    assert match(
+        ["<think>a\nb</think>5", "<think>a</think>5 ", "x<think></think>5"]
+    ) == [1, 0, 0]
     with pytest.raises(KeyError):
         shipped("other", pattern="")
 
@@ -119,24 +149,41 @@ def working_directory(directory, monkeypatch):
         sys.modules.pop(name, None)
 
 
-@pytest.mark.parametrize(("name", "rewards"), [
-    ("m:judge", [1, 2]),
-    ("m:judge.__call__", [1, 2]),
-    ("m:named", [2, 2]),
-    ("m:everything", [4, 4]),
-    ("m:defaulted", [3, 3]),
-    ("m:kinds", [1, 0]),
-    ("m:mixed", [1, None]),
-    ("m:huge", [float("inf"), float("-inf")]),
-    ("m:takes_all", [1, 2]),
-    ("exact_answer", [0, None]),
-    *((f"m:{name}", None) for name in ("missing", "text", "stream", "texts", "complex_one", "complex_array", "short",
-                                       "raises", "exits")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "rewards"),
+    [
+        ("m:judge", [1, 2]),
+        ("m:judge.__call__", [1, 2]),
+        ("m:named", [2, 2]),
+        ("m:everything", [4, 4]),
+        ("m:defaulted", [3, 3]),
+        ("m:kinds", [1, 0]),
+        ("m:mixed", [1, None]),
+        ("m:huge", [float("inf"), float("-inf")]),
+        ("m:takes_all", [1, 2]),
+        ("exact_answer", [0, None]),
+        *(
+            (f"m:{name}", None)
+            for name in (
+                "missing",
+                "text",
+                "stream",
+                "texts",
+                "complex_one",
+                "complex_array",
+                "short",
+                "raises",
+                "exits",
+            )
+        ),
+    ],
+)
 def test_what_a_function_says(name, rewards):
     functions = Functions([name], "")
     assert functions.problems == []
-    reply = functions.rewards(name, ["P", "PP"], ["a", "bb"], {"answer": ["x", None], "other": [1, 2]})
+    reply = functions.rewards(
+        name, ["P", "PP"], ["a", "bb"], {"answer": ["x", None], "other": [1, 2]}
+    )
     if rewards is None:
         assert reply.keys() == {"error"}
         assert reply["error"].isprintable()
@@ -147,16 +194,23 @@ def test_what_a_function_says(name, rewards):
 def test_what_cannot_be_called_is_said_of_all_at_once():
     wrong = ["m:jugde", "no_such:f", "broken:f", "leaves:f", "m:not_one"]
     found = Functions([*wrong, "m:judge"], "").problems
-    assert [problem.split(": ")[0] for problem in found] == [f"reward_functions={name}" for name in wrong]
+    assert [problem.split(": ")[0] for problem in found] == [
+        f"reward_functions={name}" for name in wrong
+    ]
     assert "'judge'" in found[0]
 
 
 def rewards(*overrides):
-    return Rewards(load_config(REPOSITORY / "configs" / "post_train" / "rl.yml", overrides))
+    return Rewards(
+        load_config(REPOSITORY / "configs" / "post_train" / "rl.yml", overrides)
+    )
 
 
 def prompts(*fields):
-    return [Prompt(number, "p" * (number + 1), (1,), each) for number, each in enumerate(fields)]
+    return [
+        Prompt(number, "p" * (number + 1), (1,), each)
+        for number, each in enumerate(fields)
+    ]
 
 
 ASKED = {"prompts": ["p"], "completions": ["c"], "fields": {}}
@@ -190,14 +244,22 @@ def test_it_ends_with_its_input_even_amid_a_call_and_takes_along_what_was_starte
 
 def _is_running(process):
     """Whether a process is alive, not only a zombie."""
-    state = subprocess.run(["ps", "-o", "stat=", "-p", str(process)], capture_output=True, text=True, timeout=60).stdout
+    state = subprocess.run(
+        ["ps", "-o", "stat=", "-p", str(process)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    ).stdout
     return state.strip() != "" and not state.startswith("Z")
 
 
 @pytest.mark.fast
 def test_the_sum_is_weighted_and_texts_arrive_as_they_are():
-    with rewards("reward_functions=numeric_answer, m:judge,m:asked,format", "reward_weights=2,-0.5,1,0",
-                 "reward_format=[0-9]*") as judge:  # fmt: skip
+    with rewards(
+        "reward_functions=numeric_answer, m:judge,m:asked,format",
+        "reward_weights=2,-0.5,1,0",
+        "reward_format=[0-9]*",
+    ) as judge:
         scores = judge.of([*ANSWERS[:2], ANSWERS[3]], ["is 5", "is 8!", "0.5"])
         assert {name: found.tolist() for name, found in scores.by_name.items()} == {
             "numeric_answer": [1, 0, 1],
@@ -210,16 +272,36 @@ def test_the_sum_is_weighted_and_texts_arrive_as_they_are():
         assert (scores.errors, scores.messages) == (0, [])
         nothing = judge.of([], [])
         assert nothing.total.shape == nothing.by_name["format"].shape == (0,)
-        texts = ["x" * 3_000_000, "é東\u2028\n\ud800", "", "\0"]  # more than a pipe holds
-        assert judge.of(ANSWERS, texts).by_name["m:judge"].tolist() == [3_000_000, 5, 0, 1]
+        texts = [
+            "x" * 3_000_000,
+            "é東\u2028\n\ud800",
+            "",
+            "\0",
+        ]  # more than a pipe holds
+        assert judge.of(ANSWERS, texts).by_name["m:judge"].tolist() == [
+            3_000_000,
+            5,
+            0,
+            1,
+        ]
         with pytest.raises(ValueError, match="1 prompts for 2 completions"):
             judge.of(ANSWERS[:1], ["a", "b"])
     with pytest.raises(ValueError, match="closed"):
         judge.of(ANSWERS[:1], ["a"])
 
 
-FAILURES = {"raise": 4, "hang": 4, "backtrack": 4, "silence": 4, "nan": 1, "none": 2, "huge": 2, "short": 4, "exit": 4,
-            "crash": 4}  # fmt: skip
+FAILURES = {
+    "raise": 4,
+    "hang": 4,
+    "backtrack": 4,
+    "silence": 4,
+    "nan": 1,
+    "none": 2,
+    "huge": 2,
+    "short": 4,
+    "exit": 4,
+    "crash": 4,
+}
 ENDLESS = ("hang", "backtrack")
 
 
@@ -230,7 +312,9 @@ def judges(directory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)
         every = {
-            (policy, seconds): rewards(*keys, f"reward_error={policy}", f"reward_timeout_seconds={seconds}")
+            (policy, seconds): rewards(
+                *keys, f"reward_error={policy}", f"reward_timeout_seconds={seconds}"
+            )
             for policy, seconds in (("zero", 1), ("zero", 30), ("stop", 30))
         }
     yield every
@@ -246,7 +330,10 @@ def test_what_fails_counts_nothing_and_the_run_goes_on_or_stops(what, judges):
     rest = [1e12, 1] if what == "huge" else [1] * (4 - count)
     assert scores.by_name["m:fails"].tolist() == [0] * count + rest
     assert scores.by_name["m:judge"].tolist() == [len(what), 1, 1, 1]
-    assert scores.total.tolist() == (scores.by_name["m:fails"] + 10 * scores.by_name["m:judge"]).tolist()
+    assert (
+        scores.total.tolist()
+        == (scores.by_name["m:fails"] + 10 * scores.by_name["m:judge"]).tolist()
+    )
     assert scores.errors == count
     (message,) = scores.messages
     assert message.startswith("Reward function m:fails ")
@@ -260,21 +347,39 @@ def test_what_fails_counts_nothing_and_the_run_goes_on_or_stops(what, judges):
 
 
 @pytest.mark.parametrize(("word", "seconds"), [("x", 30), ("hang", 3)])
-def test_a_failure_costs_the_responses_to_one_prompt_however_many_a_call_has(word, seconds):
+def test_a_failure_costs_the_responses_to_one_prompt_however_many_a_call_has(
+    word, seconds
+):
     """Which pairs count 0 decides the update, and micro_batch_size must not."""
-    asked, texts = [prompt for prompt in ANSWERS for _ in range(2)], ["1", "2", "3", word, "5", "6", "7", "8"]
-    with rewards("reward_functions=m:numbers", f"reward_timeout_seconds={seconds}") as judge:
+    asked, texts = (
+        [prompt for prompt in ANSWERS for _ in range(2)],
+        ["1", "2", "3", word, "5", "6", "7", "8"],
+    )
+    with rewards(
+        "reward_functions=m:numbers", f"reward_timeout_seconds={seconds}"
+    ) as judge:
         for pairs in (2, 8):
             calls = [slice(first, first + pairs) for first in range(0, 8, pairs)]
             scores = [judge.of(asked[call], texts[call], 2) for call in calls]
-            assert np.concatenate([each.total for each in scores]).tolist() == [1, 2, 0, 0, 5, 6, 7, 8]
+            assert np.concatenate([each.total for each in scores]).tolist() == [
+                1,
+                2,
+                0,
+                0,
+                5,
+                6,
+                7,
+                8,
+            ]
             assert sum(each.errors for each in scores) == 2
         assert len(scores[0].messages) == 1
         alone = judge.of(asked, texts, 1)
         assert (alone.total.tolist(), alone.errors) == ([1, 2, 3, 0, 5, 6, 7, 8], 1)
 
 
-def test_a_function_that_hangs_everywhere_takes_twice_its_time_not_more_for_more_responses(monkeypatch):
+def test_a_function_that_hangs_everywhere_takes_twice_its_time_not_more_for_more_responses(
+    monkeypatch,
+):
     waited = []
     asked = _Worker.asked
 

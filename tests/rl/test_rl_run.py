@@ -13,8 +13,12 @@ from maxtext_lite.rl.rollout import Response
 
 
 def test_devices_are_shared_out_and_slots_fit_those_that_sample(tmp_path, config_of):
-    words = ["trainer_devices_fraction=0.25", "sampler_devices_fraction=0.75", "rollout_fsdp_parallelism=2",
-             "decode_sampling_temperature=0.7"]  # fmt: skip
+    words = [
+        "trainer_devices_fraction=0.25",
+        "sampler_devices_fraction=0.75",
+        "rollout_fsdp_parallelism=2",
+        "decode_sampling_temperature=0.7",
+    ]
     with contextlib.closing(open_rl_run(config_of(tmp_path, *words))) as rl:
         assert list(rl.run.mesh.devices.flat) == jax.devices()[:2]
         assert list(rl.engine._mesh.devices.flat) == jax.devices()[2:]
@@ -25,37 +29,56 @@ def test_devices_are_shared_out_and_slots_fit_those_that_sample(tmp_path, config
         assert rl.eval_sampling.temperature == 0
 
 
-def test_a_response_ends_at_end_of_text_and_where_its_models_files_say(tmp_path, config_of):
+def test_a_response_ends_at_end_of_text_and_where_its_models_files_say(
+    tmp_path, config_of
+):
     """A resumed run needs no load_parameters_path, from which these files were copied. No stop token is text."""
     (tmp_path / "run/hf").mkdir(parents=True)
     (tmp_path / "run/hf/config.json").write_text('{"eos_token_id": [2, 3]}')
     (tmp_path / "run/checkpoints/5").mkdir(parents=True)
     for name, stop in (("run", (2, 3, 256)), ("new", (256,))):
-        with contextlib.closing(open_rl_run(config_of(tmp_path, f"run_name={name}"))) as rl:
+        with contextlib.closing(
+            open_rl_run(config_of(tmp_path, f"run_name={name}"))
+        ) as rl:
             assert rl.stop_token_ids == stop
             assert rl.text_of(Response([49, 50, 256], [0, 0, 0], True)) == "12"
             assert rl.text_of(Response([49, 50], [0, 0], False)) == "12"
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize(("words", "compares", "cap"), [
-    (["rollout_correction=truncated"], True, 2.0),
-    (["num_experts=4", "capacity_factor=1.5"], True, None),
-    (["num_experts=4"], False, None),
-    (["rollout_engine=sglang", "rollout_url=http://x"], True, None),
-    (["rollout_correction=truncated", "rollout_correction_cap=5"], True, 5.0),
-])  # fmt: skip
-def test_what_sampled_is_compared_where_it_may_differ(words, compares, cap, config_of, tmp_path):
+@pytest.mark.parametrize(
+    ("words", "compares", "cap"),
+    [
+        (["rollout_correction=truncated"], True, 2.0),
+        (["num_experts=4", "capacity_factor=1.5"], True, None),
+        (["num_experts=4"], False, None),
+        (["rollout_engine=sglang", "rollout_url=http://x"], True, None),
+        (["rollout_correction=truncated", "rollout_correction_cap=5"], True, 5.0),
+    ],
+)
+def test_what_sampled_is_compared_where_it_may_differ(
+    words, compares, cap, config_of, tmp_path
+):
     config = config_of(tmp_path, *words)
     policy = policy_of(config, rl_batch(config, Topology(8, 1)))
     assert (policy.compares, policy.correction_cap) == (compares, cap)
 
 
 def test_what_a_step_minimises_follows_from_the_keys(tmp_path, config_of):
-    words = ["grpo_epsilon=0.1", "loss_algo=gspo", "num_iterations=2", "decode_sampling_temperature=0.7"]
+    words = [
+        "grpo_epsilon=0.1",
+        "loss_algo=gspo",
+        "num_iterations=2",
+        "decode_sampling_temperature=0.7",
+    ]
     config = config_of(tmp_path, *words)
     policy = policy_of(config, rl_batch(config, Topology(8, 1)))
-    assert (policy.algo, policy.epsilon_low, policy.epsilon_high, policy.on_policy) == ("gspo", 0.1, 0.1, False)
+    assert (policy.algo, policy.epsilon_low, policy.epsilon_high, policy.on_policy) == (
+        "gspo",
+        0.1,
+        0.1,
+        False,
+    )
     assert (policy.temperature, policy.max_response_tokens) == (0.7, 10)
 
 
@@ -70,7 +93,11 @@ def test_what_cannot_be_leaves_no_directory(tmp_path, config_of, monkeypatch):
             open_rl_run(config_of(tmp_path, *words))
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(UserError, match="one host, not 2"):
-        open_rl_run(config_of(tmp_path, "trainer_devices_fraction=0.5", "sampler_devices_fraction=0.5"))
+        open_rl_run(
+            config_of(
+                tmp_path, "trainer_devices_fraction=0.5", "sampler_devices_fraction=0.5"
+            )
+        )
     assert not list(tmp_path.iterdir())
     monkeypatch.undo()
     for works in ("eval_steps=2", "eval_interval=-1"):

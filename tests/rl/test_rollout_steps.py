@@ -34,9 +34,19 @@ def whole(tmp_path_factory, config_of):
 
 
 def test_writes_what_the_interface_promises(whole):
-    assert {"config.yml", "plan.json", "metrics.jsonl", "rollouts.jsonl", "timeline.jsonl", "checkpoints", "reference",
-            "environment.json", "memory.json", "goodput.json", "tensorboard"} == {
-            path.name for path in whole.run_directory.iterdir()}  # fmt: skip
+    assert {
+        "config.yml",
+        "plan.json",
+        "metrics.jsonl",
+        "rollouts.jsonl",
+        "timeline.jsonl",
+        "checkpoints",
+        "reference",
+        "environment.json",
+        "memory.json",
+        "goodput.json",
+        "tensorboard",
+    } == {path.name for path in whole.run_directory.iterdir()}
     found = steps(whole.run_directory)
     assert [line["step"] for line in found] == [1, 2, 3, 4, 5, 6]
     assert [line["step"] for line in evaluations(whole.run_directory)] == [0, 3, 6]
@@ -48,12 +58,18 @@ def test_writes_what_the_interface_promises(whole):
     for line in sampled:
         assert line["rewards/low_bytes"] == line["reward"]
         assert line["loss"] == pytest.approx(0, abs=1e-5) or line["kl"] > 0
-        assert line["clip_fraction_low"] == line["clip_fraction_high"] == 0  # ratios are 1
+        assert (
+            line["clip_fraction_low"] == line["clip_fraction_high"] == 0
+        )  # ratios are 1
         assert line["token_nll"] > 0
         assert line["rollout_mismatch"] < 1e-5
     assert found[0]["kl"] == pytest.approx(0, abs=1e-6)
     assert found[1]["kl"] > 0
-    assert found[0]["examples_hash"] == found[1]["examples_hash"] != found[2]["examples_hash"]
+    assert (
+        found[0]["examples_hash"]
+        == found[1]["examples_hash"]
+        != found[2]["examples_hash"]
+    )
 
 
 def test_every_pair_is_written_down(whole):
@@ -64,11 +80,21 @@ def test_every_pair_is_written_down(whole):
         assert len({pair["prompt"] for pair in group}) == 1
         rewards = np.array([pair["reward"] for pair in group])
         spread = rewards.std(ddof=1) + 1e-4
-        expected = (rewards - rewards.mean()) / spread if len(set(rewards)) > 1 else np.zeros(4)
-        assert [pair["advantage"] for pair in group] == pytest.approx(expected, abs=1e-6)
+        expected = (
+            (rewards - rewards.mean()) / spread
+            if len(set(rewards)) > 1
+            else np.zeros(4)
+        )
+        assert [pair["advantage"] for pair in group] == pytest.approx(
+            expected, abs=1e-6
+        )
     found = steps(whole.run_directory)
-    assert found[0]["reward"] == pytest.approx(np.mean([pair["reward"] for pair in pairs[:16]]))
-    assert found[0]["response_tokens"] == np.mean([pair["tokens"] for pair in pairs[:16]])
+    assert found[0]["reward"] == pytest.approx(
+        np.mean([pair["reward"] for pair in pairs[:16]])
+    )
+    assert found[0]["response_tokens"] == np.mean(
+        [pair["tokens"] for pair in pairs[:16]]
+    )
 
 
 def stopped_after(monkeypatch, num_steps):
@@ -76,7 +102,9 @@ def stopped_after(monkeypatch, num_steps):
 
     class StopAfter:
         def __init__(self, mesh, _):
-            self.left = 0 if mesh is None else num_steps  # without a mesh: for callbacks, of which there are none
+            self.left = (
+                0 if mesh is None else num_steps
+            )  # without a mesh: for callbacks, of which there are none
 
         def after_this_step(self):
             self.left -= 1
@@ -97,16 +125,28 @@ def is_the_same_run(result, whole):
     assert one == other
     for read in (evaluations, lambda directory: lines(directory, "rollouts.jsonl")):
         assert read(directories[0]) == read(directories[1])
-    assert all(np.array_equal(a, b) for a, b in zip(parameters(result), parameters(whole), strict=True))
+    assert all(
+        np.array_equal(a, b)
+        for a, b in zip(parameters(result), parameters(whole), strict=True)
+    )
 
 
-def test_stopped_after_any_step_a_run_continues_to_the_same_bits(whole, tmp_path, config_of, monkeypatch, capsys):
-    for here, after in ((1, 1), (1, 2), (1, 3), (9, 6)):  # within a batch, between batches, within the next
+def test_stopped_after_any_step_a_run_continues_to_the_same_bits(
+    whole, tmp_path, config_of, monkeypatch, capsys
+):
+    for here, after in (
+        (1, 1),
+        (1, 2),
+        (1, 3),
+        (9, 6),
+    ):  # within a batch, between batches, within the next
         stopped_after(monkeypatch, here)
         result = train_rl(config_of(tmp_path, *WHOLE))
         assert result.step == after
         assert result.interrupted == (after < 6)
-    assert capsys.readouterr().out.count("random weights") == 1  # of the first start alone
+    assert (
+        capsys.readouterr().out.count("random weights") == 1
+    )  # of the first start alone
     is_the_same_run(result, whole)
 
 
@@ -125,13 +165,34 @@ def low_bytes(completions):
 """
 
 
-def test_the_command_killed_and_ended_by_a_signal_continues_to_the_same_bits(whole, tmp_path, config_of, monkeypatch):
+def test_the_command_killed_and_ended_by_a_signal_continues_to_the_same_bits(
+    whole, tmp_path, config_of, monkeypatch
+):
     """Killed in the second of two chunks of a batch; ended by SIGTERM between two updates on one."""
     (tmp_path / "judge.py").write_text(JUDGE)
-    words = [*RUN, *WHOLE, f"base_output_directory={tmp_path}", "reward_functions=judge:low_bytes"]
-    command = [*quick_python(), "-m", "maxtext_lite.train_rl", "post_train/rl.yml", *words]
-    how = {"env": environment(8), "cwd": tmp_path, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    (tmp_path / "deadly").write_text("5")  # three chunks of the evaluation, and two of the first batch
+    words = [
+        *RUN,
+        *WHOLE,
+        f"base_output_directory={tmp_path}",
+        "reward_functions=judge:low_bytes",
+    ]
+    command = [
+        *quick_python(),
+        "-m",
+        "maxtext_lite.train_rl",
+        "post_train/rl.yml",
+        *words,
+    ]
+    how = {
+        "env": environment(8),
+        "cwd": tmp_path,
+        "text": True,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+    }
+    (tmp_path / "deadly").write_text(
+        "5"
+    )  # three chunks of the evaluation, and two of the first batch
     killed = subprocess.run(command, timeout=SECONDS, check=False, **how)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     run = RunFiles(tmp_path / "rl")
@@ -149,16 +210,26 @@ def test_the_command_killed_and_ended_by_a_signal_continues_to_the_same_bits(who
     assert run.checkpoints[-1] == run.last_step < 6
     (tmp_path / "deadly").unlink()
     monkeypatch.chdir(tmp_path)
-    is_the_same_run(train_rl(config_of(tmp_path, *WHOLE, "reward_functions=judge:low_bytes")), whole)
+    is_the_same_run(
+        train_rl(config_of(tmp_path, *WHOLE, "reward_functions=judge:low_bytes")), whole
+    )
 
 
 def test_a_non_finite_loss_ends_with_3(tmp_path, capsys):
-    words = [*RUN, *WHOLE, "learning_rate=1e30", "eval_interval=-1", f"base_output_directory={tmp_path}"]
+    words = [
+        *RUN,
+        *WHOLE,
+        "learning_rate=1e30",
+        "eval_interval=-1",
+        f"base_output_directory={tmp_path}",
+    ]
     assert main(["post_train/rl.yml", *words]) == 3
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: step ")
 
 
-def test_what_is_not_computed_plainly_is_checked_before_the_first_gradient(tmp_path, config_of, monkeypatch):
+def test_what_is_not_computed_plainly_is_checked_before_the_first_gradient(
+    tmp_path, config_of, monkeypatch
+):
     def off(*arguments):
         loss, sums = cross_entropy(*arguments)
         return 1.2 * loss, sums
@@ -172,12 +243,24 @@ def test_what_is_not_computed_plainly_is_checked_before_the_first_gradient(tmp_p
 def test_what_makes_a_batch_of_pairs_stays_what_the_run_began_with(whole, config_of):
     """The run's position in the prompts follows from the pairs so far."""
     with pytest.raises(UserError) as refused:
-        train_rl(config_of(whole.run_directory.parent, *WHOLE, "num_generations=2", "num_iterations=1", "steps=8"))
-    asked = [problem.partition(" contradicts ")[0] for problem in refused.value.problems]
+        train_rl(
+            config_of(
+                whole.run_directory.parent,
+                *WHOLE,
+                "num_generations=2",
+                "num_iterations=1",
+                "steps=8",
+            )
+        )
+    asked = [
+        problem.partition(" contradicts ")[0] for problem in refused.value.problems
+    ]
     assert asked == ["num_generations=2", "num_iterations=1"]
 
 
-def test_within_a_batch_its_chunks_stay_as_they_are_and_a_restart_needs_the_reference(whole, tmp_path, config_of):
+def test_within_a_batch_its_chunks_stay_as_they_are_and_a_restart_needs_the_reference(
+    whole, tmp_path, config_of
+):
     """Step 5 is the first of two updates on its batch."""
     run = tmp_path / whole.run_directory.name
     shutil.copytree(whole.run_directory, run)
@@ -189,7 +272,9 @@ def test_within_a_batch_its_chunks_stay_as_they_are_and_a_restart_needs_the_refe
         train_rl(config_of(tmp_path, *WHOLE))
 
 
-def test_devices_of_their_own_sample_while_others_train_and_change_nothing(whole, tmp_path, config_of, monkeypatch):
+def test_devices_of_their_own_sample_while_others_train_and_change_nothing(
+    whole, tmp_path, config_of, monkeypatch
+):
     """Each waits until the other is running: one after the other, they would deadlock."""
     sampling, training = threading.Event(), threading.Event()
     generate = LocalEngine.generate
@@ -217,9 +302,19 @@ def test_devices_of_their_own_sample_while_others_train_and_change_nothing(whole
 
     monkeypatch.setattr(LocalEngine, "generate", generate_beside)
     monkeypatch.setattr(rollout_steps, "ChunkedStep", StepBeside)
-    words = ["num_iterations=2", "grpo_beta=0.05", "rollout_correction=truncated", "steps=4", *WHOLE[-2:]]
+    words = [
+        "num_iterations=2",
+        "grpo_beta=0.05",
+        "rollout_correction=truncated",
+        "steps=4",
+        *WHOLE[-2:],
+    ]
     config = config_of(
-        tmp_path, *words, "micro_batch_size=4", "trainer_devices_fraction=0.5", "sampler_devices_fraction=0.5"
+        tmp_path,
+        *words,
+        "micro_batch_size=4",
+        "trainer_devices_fraction=0.5",
+        "sampler_devices_fraction=0.5",
     )
     result = train_rl(config)
     assert devices["trainer"] | devices["sampler"] == set(jax.devices())
@@ -228,7 +323,9 @@ def test_devices_of_their_own_sample_while_others_train_and_change_nothing(whole
     assert found[0]["overlap_fraction"] > 0
     phases = {
         (name, chunk): (start, stop)
-        for name, chunk, start, stop in lines(result.run_directory, "timeline.jsonl")[0]["phases"]
+        for name, chunk, start, stop in lines(result.run_directory, "timeline.jsonl")[
+            0
+        ]["phases"]
     }
     (train_start, train_stop), (start, stop) = phases["train", 0], phases["rollout", 1]
     assert max(train_start, start) < min(train_stop, stop)
@@ -243,19 +340,36 @@ def failing(completions):
     raise RuntimeError("no opinion")
 
 
-def test_a_reward_that_fails_counts_nothing_or_ends_the_run(tmp_path, config_of, monkeypatch, capsys):
+def test_a_reward_that_fails_counts_nothing_or_ends_the_run(
+    tmp_path, config_of, monkeypatch, capsys
+):
     monkeypatch.setattr(rollout_steps, "_EQUAL_BATCHES", 2)
-    words = [*WHOLE, "reward_functions=tests.rl.test_rollout_steps:failing", "eval_interval=-1"]
+    words = [
+        *WHOLE,
+        "reward_functions=tests.rl.test_rollout_steps:failing",
+        "eval_interval=-1",
+    ]
     result = train_rl(config_of(tmp_path, *words))
     line, *_ = steps(result.run_directory)
-    assert capsys.readouterr().out.count("in the last 2 batches all responses to the same prompt") == 1
-    assert (line["reward"], line["reward_errors"], line["equal_reward_groups"]) == (0, 16, 1)
+    assert (
+        capsys.readouterr().out.count(
+            "in the last 2 batches all responses to the same prompt"
+        )
+        == 1
+    )
+    assert (line["reward"], line["reward_errors"], line["equal_reward_groups"]) == (
+        0,
+        16,
+        1,
+    )
     assert line["grad_norm"] == pytest.approx(0, abs=1e-6)  # of the KL divergence
     with pytest.raises(RewardError, match=r"failing.*no opinion"):
         train_rl(config_of(tmp_path, *words, "reward_error=stop", "run_name=stops"))
 
 
-def test_with_lora_the_reference_is_the_frozen_model_and_a_long_run_writes_few_responses(tmp_path, config_of):
+def test_with_lora_the_reference_is_the_frozen_model_and_a_long_run_writes_few_responses(
+    tmp_path, config_of
+):
     """The first batch, those whose steps have a line on the terminal, and the last."""
     seen = []
 
@@ -264,24 +378,55 @@ def test_with_lora_the_reference_is_the_frozen_model_and_a_long_run_writes_few_r
             seen.append((step, record["loss"]))
 
     words = [*WHOLE, "lora_rank=2", "steps=10", "log_period=6"]
-    more = ["enable_checkpointing=false", "profiler_steps=1", "eval_interval=-1", "num_vocab_tiling=2"]
+    more = [
+        "enable_checkpointing=false",
+        "profiler_steps=1",
+        "eval_interval=-1",
+        "num_vocab_tiling=2",
+    ]
     result = train_rl(config_of(tmp_path, *words, *more), callbacks=[Seen()])
     found = steps(result.run_directory)
     assert not (result.run_directory / "reference").exists()
     assert found[0]["kl"] == pytest.approx(0, abs=1e-7)
     assert 0 < found[1]["kl"] < found[3]["kl"]
     assert seen == [(line["step"], line["loss"]) for line in found]
-    assert {pair["step"] for pair in lines(result.run_directory, "rollouts.jsonl")} == {1, 5, 9}
-    assert list((result.run_directory / "tensorboard" / "plugins" / "profile").rglob("*.xplane.pb"))
-    (errors,) = json.loads((result.run_directory / "environment.json").read_text())["kernels"].values()
+    assert {pair["step"] for pair in lines(result.run_directory, "rollouts.jsonl")} == {
+        1,
+        5,
+        9,
+    }
+    assert list(
+        (result.run_directory / "tensorboard" / "plugins" / "profile").rglob(
+            "*.xplane.pb"
+        )
+    )
+    (errors,) = json.loads((result.run_directory / "environment.json").read_text())[
+        "kernels"
+    ].values()
     assert errors.keys() == {"result", "dx", "dhead"}
     assert all(error <= bound for error, bound in errors.values())
 
 
-@pytest.mark.parametrize(("words", "seconds"), [
-    (["reward_functions=exact_answer,numeric_answer", "reward_timeout_seconds=100"], 400),
-    (["rollout_engine=http", "rollout_url=http://x/v1", "reward_timeout_seconds=10"], 1820),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "seconds"),
+    [
+        (
+            [
+                "reward_functions=exact_answer,numeric_answer",
+                "reward_timeout_seconds=100",
+            ],
+            400,
+        ),
+        (
+            [
+                "rollout_engine=http",
+                "rollout_url=http://x/v1",
+                "reward_timeout_seconds=10",
+            ],
+            1820,
+        ),
+    ],
+)
 def test_the_watchdog_ends_no_run_that_waits_for_rewards_or_a_server_within_their_limits(
     words, seconds, tmp_path, config_of, monkeypatch
 ):

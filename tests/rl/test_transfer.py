@@ -17,16 +17,23 @@ LORA = Lora(rank=2, alpha=6.0, targets=("query", "down"))
 TRAINED = dataclasses.replace(LLAMA, num_layers=4, dtype=jnp.bfloat16, lora=LORA)
 
 
-@pytest.mark.parametrize("sampling_devices", [slice(0, 4), slice(4, 8), slice(2, 4)], ids=["same", "others", "two"])
+@pytest.mark.parametrize(
+    "sampling_devices",
+    [slice(0, 4), slice(4, 8), slice(2, 4)],
+    ids=["same", "others", "two"],
+)
 def test_parameters_come_from_adapters_and_pipelines_of_any_devices(sampling_devices):
-    trainer = Decoder(TRAINED, Pipeline(num_stages=2, num_microbatches=2, num_repeats=2))
+    trainer = Decoder(
+        TRAINED, Pipeline(num_stages=2, num_microbatches=2, num_repeats=2)
+    )
     sizes = dict.fromkeys(MESH_AXES, 1) | {"stage": 2, "fsdp": 2}
     mesh = make_mesh(sizes, dict.fromkeys(MESH_AXES, 1), jax.devices()[:4])
     host = parameters(trainer)
     params = jax.device_put(host, tree_shardings(mesh, trainer.axes))
     sampler = Decoder(dataclasses.replace(TRAINED, lora=None))
     there = sampling_mesh(
-        jax.devices()[sampling_devices], {"data": len(jax.devices()[sampling_devices]) // 2, "fsdp": 1, "tensor": 2}
+        jax.devices()[sampling_devices],
+        {"data": len(jax.devices()[sampling_devices]) // 2, "fsdp": 1, "tensor": 2},
     )
     found = Transfer(sampler, there)(params)
     jax.tree.map(lambda x: x.delete(), params)  # as the trainer's next step does
@@ -39,8 +46,12 @@ def test_parameters_come_from_adapters_and_pipelines_of_any_devices(sampling_dev
             leaf = leaf.weight + 3.0 * product.reshape(leaf.weight.shape)
         return leaf
 
-    wanted = jax.tree.map(expected, host, is_leaf=lambda node: isinstance(node, Adapted))
-    wanted["layers"] = jax.tree.map(lambda x: x.reshape(4, *x.shape[2:]), wanted["layers"])
+    wanted = jax.tree.map(
+        expected, host, is_leaf=lambda node: isinstance(node, Adapted)
+    )
+    wanted["layers"] = jax.tree.map(
+        lambda x: x.reshape(4, *x.shape[2:]), wanted["layers"]
+    )
     for (path, x), want, where in zip(
         jax.tree_util.tree_leaves_with_path(found),
         jax.tree.leaves(wanted),
@@ -52,4 +63,9 @@ def test_parameters_come_from_adapters_and_pipelines_of_any_devices(sampling_dev
         assert x.dtype == (jnp.float32 if "norm" in name else jnp.bfloat16), name
         assert x.shape == want.shape, name
         want = want if "norm" in name else want.astype(ml_dtypes.bfloat16)
-        np.testing.assert_allclose(np.asarray(x, np.float64), np.asarray(want, np.float64), rtol=1e-2, err_msg=name)
+        np.testing.assert_allclose(
+            np.asarray(x, np.float64),
+            np.asarray(want, np.float64),
+            rtol=1e-2,
+            err_msg=name,
+        )

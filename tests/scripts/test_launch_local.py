@@ -17,7 +17,12 @@ from tests.source_tree import REPOSITORY
 
 LAUNCHER = [sys.executable, "-I", str(REPOSITORY / "scripts" / "launch_local.py")]
 SECONDS = 60  # a launcher that takes longer is killed, and its processes with it
-TOLD = ("JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+TOLD = (
+    "JAX_COORDINATOR_ADDRESS",
+    "JAX_COORDINATOR_BIND_ADDRESS",
+    "JAX_NUM_PROCESSES",
+    "JAX_PROCESS_ID",
+)
 
 
 @pytest.fixture
@@ -26,10 +31,22 @@ def start():
     with contextlib.ExitStack() as stack:
 
         def run(*options, command, **environment):
-            words = [*WITH_SIGNALS, *LAUNCHER, "--processes", "2", "--grace", "0.3", *options, "--", *command]
+            words = [
+                *WITH_SIGNALS,
+                *LAUNCHER,
+                "--processes",
+                "2",
+                "--grace",
+                "0.3",
+                *options,
+                "--",
+                *command,
+            ]
             environment = {"PATH": os.environ["PATH"], **environment}
             pipe = subprocess.PIPE
-            process = subprocess.Popen(words, env=environment, stdout=pipe, stderr=pipe, start_new_session=True)
+            process = subprocess.Popen(
+                words, env=environment, stdout=pipe, stderr=pipe, start_new_session=True
+            )
             stack.enter_context(process)
             stack.callback(process.kill)
             timer = threading.Timer(SECONDS, process.kill)
@@ -60,13 +77,18 @@ def by_process(zero, one):
     return shell(f"if [ $JAX_PROCESS_ID = 0 ]; then {zero}; else {one}; fi")
 
 
-def test_each_process_is_told_who_it_is_and_all_one_coordinator_on_this_machine_only(run):
+def test_each_process_is_told_who_it_is_and_all_one_coordinator_on_this_machine_only(
+    run,
+):
     command = shell(f"echo {' '.join(f'${name}' for name in TOLD)}")
     code, output, errors = run("--processes", "3", command=command)
     assert (code, errors) == (0, b"")
     lines = sorted(output.decode().splitlines())
     assert len(lines) == 3
-    ports = {re.fullmatch(rf"\[{i}\] (127\.0\.0\.1:\d+) \1 3 {i}", line)[1] for i, line in enumerate(lines)}
+    ports = {
+        re.fullmatch(rf"\[{i}\] (127\.0\.0\.1:\d+) \1 3 {i}", line)[1]
+        for i, line in enumerate(lines)
+    }
     assert len(ports) == 1
 
 
@@ -77,18 +99,34 @@ def test_each_process_is_told_who_it_is_and_all_one_coordinator_on_this_machine_
         ("exit 0", "exit 0", 0),
         ("exit 0", "sleep 0.2; exit 3", 3),
         ("sleep 60", "exit 2", 2),  # the other one is ended, which is not its failure
-        ("trap 'exit 1' TERM; while :; do sleep 0.1; done", "exit 75", 75),  # the first that fails
+        (
+            "trap 'exit 1' TERM; while :; do sleep 0.1; done",
+            "exit 75",
+            75,
+        ),  # the first that fails
         ("trap 'exit 130' TERM; while :; do sleep 0.1; done", "sleep 0.3; exit 3", 3),
-        ("trap '' TERM; while :; do sleep 0.1; done", "exit 7", 7),  # only SIGKILL ends it
-        ("trap 'exit 0' TERM; while :; do sleep 0.1; done", "kill -SEGV $$", 128 + signal.SIGSEGV),
+        (
+            "trap '' TERM; while :; do sleep 0.1; done",
+            "exit 7",
+            7,
+        ),  # only SIGKILL ends it
+        (
+            "trap 'exit 0' TERM; while :; do sleep 0.1; done",
+            "kill -SEGV $$",
+            128 + signal.SIGSEGV,
+        ),
     ],
 )
-def test_one_that_fails_ends_all_and_its_exit_code_is_that_of_the_run(zero, one, code, run):
+def test_one_that_fails_ends_all_and_its_exit_code_is_that_of_the_run(
+    zero, one, code, run
+):
     assert run(command=by_process(zero, one))[0] == code
 
 
 def test_the_others_may_end_by_themselves_after_a_failure(run):
-    code, output, _ = run("--grace", "20", command=by_process("sleep 0.5; echo saved", "exit 3"))
+    code, output, _ = run(
+        "--grace", "20", command=by_process("sleep 0.5; echo saved", "exit 3")
+    )
     assert (code, output) == (3, b"[0] saved\n")
 
 
@@ -105,10 +143,18 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130), (signal.SIGHUP, 75)])
-def test_a_signal_reaches_every_process_once_and_their_answer_comes_back_however_long_saving_takes(number, code, start):
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, 75), (signal.SIGINT, 130), (signal.SIGHUP, 75)],
+)
+def test_a_signal_reaches_every_process_once_and_their_answer_comes_back_however_long_saving_takes(
+    number, code, start
+):
     process = start(command=[sys.executable, "-c", ANSWER, str(int(number)), str(code)])
-    assert sorted(process.stdout.readline() for _ in range(2)) == [b"[0] ready\n", b"[1] ready\n"]
+    assert sorted(process.stdout.readline() for _ in range(2)) == [
+        b"[0] ready\n",
+        b"[1] ready\n",
+    ]
     os.killpg(process.pid, number)  # as Ctrl-C does: to the whole group of the terminal
     output, _ = process.communicate()
     assert process.returncode == code
@@ -116,7 +162,9 @@ def test_a_signal_reaches_every_process_once_and_their_answer_comes_back_however
 
 
 def test_a_second_signal_ends_what_does_not_answer(start):
-    process = start(command=shell("trap '' TERM; echo ready; while :; do sleep 0.1; done"))
+    process = start(
+        command=shell("trap '' TERM; echo ready; while :; do sleep 0.1; done")
+    )
     for _ in range(2):
         assert process.stdout.readline().endswith(b"ready\n")
     process.terminate()
@@ -130,16 +178,22 @@ def test_a_second_signal_ends_what_does_not_answer(start):
 def is_running(pid):
     """Whether the process is there and not a zombie that nobody has asked about."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return (
+            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        )
     except (FileNotFoundError, ProcessLookupError):
         return False
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at /proc")
 @pytest.mark.parametrize("is_killed", [True, False])
-def test_neither_a_killed_launcher_nor_one_that_ends_leaves_a_process_behind(is_killed, start):
+def test_neither_a_killed_launcher_nor_one_that_ends_leaves_a_process_behind(
+    is_killed, start
+):
     wait = "wait" if is_killed else "exit 0"
-    process = start(command=shell(f"trap '' TERM HUP PIPE; sleep 600 & echo $$ $!; {wait}"))
+    process = start(
+        command=shell(f"trap '' TERM HUP PIPE; sleep 600 & echo $$ $!; {wait}")
+    )
     pids = []
     for _ in range(2):
         pids += map(int, process.stdout.readline().split()[1:])

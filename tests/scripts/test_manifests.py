@@ -7,10 +7,16 @@ import subprocess
 
 import pytest
 import yaml
-from kubeflow_trainer_api.models.io_k8s_api_core_v1_persistent_volume_claim import IoK8sApiCoreV1PersistentVolumeClaim
+from kubeflow_trainer_api.models.io_k8s_api_core_v1_persistent_volume_claim import (
+    IoK8sApiCoreV1PersistentVolumeClaim,
+)
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
-from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
-from kubeflow_trainer_api.models.trainer_v1alpha1_training_runtime import TrainerV1alpha1TrainingRuntime
+from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import (
+    TrainerV1alpha1TrainJob,
+)
+from kubeflow_trainer_api.models.trainer_v1alpha1_training_runtime import (
+    TrainerV1alpha1TrainingRuntime,
+)
 
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import load_config
@@ -36,7 +42,9 @@ SPECS = {
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("key", [key for key in MANIFESTS if key[1] in SCHEMAS], ids="-".join)
+@pytest.mark.parametrize(
+    "key", [key for key in MANIFESTS if key[1] in SCHEMAS], ids="-".join
+)
 def test_a_manifest_is_what_the_published_schema_says(key):
     # The models drop keys that they do not know, such as a misspelled one: what comes back must be all.
     assert SCHEMAS[key[1]].from_dict(MANIFESTS[key]).to_dict() == MANIFESTS[key]
@@ -44,7 +52,9 @@ def test_a_manifest_is_what_the_published_schema_says(key):
 
 def container_of(stem):
     """What runs: the container, and of a TrainJob what it says in the place of the runtime's."""
-    (container,) = SPECS[stem]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
+    (container,) = SPECS[stem]["replicatedJobs"][0]["template"]["spec"]["template"][
+        "spec"
+    ]["containers"]
     if stem == "trainjob":
         trainer = MANIFESTS[stem, "TrainJob"]["spec"]["trainer"]
         return {**container, **trainer, "resources": trainer["resourcesPerNode"]}
@@ -67,13 +77,22 @@ def test_the_command_line_of_the_pods_has_a_plan_for_their_devices(stem, pods):
 @pytest.mark.parametrize("stem", SPECS)
 @pytest.mark.parametrize(
     ("exit_code", "action"),
-    [(75, "RestartJobSet"), (76, "RestartJobSet"), (130, "RestartJobSet"), (137, "RestartJobSet")]
+    [
+        (75, "RestartJobSet"),
+        (76, "RestartJobSet"),
+        (130, "RestartJobSet"),
+        (137, "RestartJobSet"),
+    ]
     + [(1, "FailJobSet"), (2, "FailJobSet"), (3, "FailJobSet")],
 )
-def test_the_run_starts_again_where_that_helps_and_ends_where_it_does_not(stem, exit_code, action):
+def test_the_run_starts_again_where_that_helps_and_ends_where_it_does_not(
+    stem, exit_code, action
+):
     """By the rules in the documents of Job and of JobSet."""
     job = SPECS[stem]["replicatedJobs"][0]["template"]["spec"]
-    assert job["template"]["spec"]["restartPolicy"] == "Never"  # a pod failure policy needs it
+    assert (
+        job["template"]["spec"]["restartPolicy"] == "Never"
+    )  # a pod failure policy needs it
     assert job["backoffLimit"] == 0
     reason = "BackoffLimitExceeded"
     for rule in job["podFailurePolicy"]["rules"]:
@@ -81,41 +100,84 @@ def test_the_run_starts_again_where_that_helps_and_ends_where_it_does_not(stem, 
         if exit_code in rule["onExitCodes"]["values"]:
             reason = "PodFailurePolicy"
     policy = SPECS[stem]["failurePolicy"]
-    actions = [rule["action"] for rule in policy["rules"] if reason in rule["onJobFailureReasons"]]
+    actions = [
+        rule["action"]
+        for rule in policy["rules"]
+        if reason in rule["onJobFailureReasons"]
+    ]
     assert [*actions, "RestartJobSet"][0] == action
     assert policy["maxRestarts"] > 0
 
 
 def test_nodes_of_skypilot_find_each_other_and_run_the_training_command(tmp_path):
-    task = yaml.safe_load((REPOSITORY / "scripts" / "skypilot.yaml").read_text(encoding="utf-8"))
+    task = yaml.safe_load(
+        (REPOSITORY / "scripts" / "skypilot.yaml").read_text(encoding="utf-8")
+    )
     python = tmp_path / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
-    python.write_text("#!/usr/bin/env bash\nenv | grep ^JAX_\nprintf '%s\\n' \"$@\"\nexit 76\n")
+    python.write_text(
+        "#!/usr/bin/env bash\nenv | grep ^JAX_\nprintf '%s\\n' \"$@\"\nexit 76\n"
+    )
     python.chmod(0o755)
     found = []
     for rank in range(task["num_nodes"]):
-        sky = {"SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.9", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": str(rank)}
+        sky = {
+            "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.9",
+            "SKYPILOT_NUM_NODES": "2",
+            "SKYPILOT_NODE_RANK": str(rank),
+        }
         variables = {"PATH": os.environ["PATH"], **task["envs"], **sky}
         command = ["bash", "-c", task["run"]]
-        result = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=60)
-        assert result.returncode == 76, result.stderr  # the exit code is that of the training command
-        told = dict(line.split("=", 1) for line in result.stdout.splitlines() if line.startswith("JAX_"))
+        result = subprocess.run(
+            command,
+            cwd=tmp_path,
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert result.returncode == 76, (
+            result.stderr
+        )  # the exit code is that of the training command
+        told = dict(
+            line.split("=", 1)
+            for line in result.stdout.splitlines()
+            if line.startswith("JAX_")
+        )
         process = process_info(told, on_tpu=False)
         found.append((process.num_processes, process.process_id, process.address))
-        assert result.stdout.splitlines()[len(told) :][:3] == ["-u", "-m", "maxtext_lite.train"]
+        assert result.stdout.splitlines()[len(told) :][:3] == [
+            "-u",
+            "-m",
+            "maxtext_lite.train",
+        ]
     assert found == [(2, 0, "10.0.0.7:1234"), (2, 1, "10.0.0.7:1234")]
     assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [75, 76, 130]
 
 
 def test_an_image_has_what_it_copies_its_extra_a_user_and_a_command_that_takes_signals():
-    text = (REPOSITORY / "scripts" / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
+    text = (
+        (REPOSITORY / "scripts" / "Dockerfile")
+        .read_text(encoding="utf-8")
+        .replace("\\\n", " ")
+    )
     base, *stages = re.split(r"^FROM \S+ AS ", text, flags=re.MULTILINE)[1:]
     assert {stage.split()[0] for stage in stages} == {"cpu", "cuda13", "tpu"}
     for stage in stages:
-        assert re.search(r'^RUN pip install -c constraints\.txt -e "\.\[[\w,]+\]"$', stage, re.MULTILINE)
+        assert re.search(
+            r'^RUN pip install -c constraints\.txt -e "\.\[[\w,]+\]"$',
+            stage,
+            re.MULTILINE,
+        )
         assert stage.rstrip().endswith("USER 1000")
-    kept = re.findall(r"^!(.*)", (REPOSITORY / ".dockerignore").read_text(encoding="utf-8"), re.MULTILINE)
+    kept = re.findall(
+        r"^!(.*)",
+        (REPOSITORY / ".dockerignore").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
     for line in re.findall(r"^COPY (.*)$", base, re.MULTILINE):
         assert {path.split("/")[0] for path in line.split()[:-1]} <= set(kept)
     (entry,) = re.findall(r"^ENTRYPOINT (.*)$", base, re.MULTILINE)
-    assert runs_a_command([*json.loads(entry), "train"])  # the exec form: no shell stands between
+    assert runs_a_command(
+        [*json.loads(entry), "train"]
+    )  # the exec form: no shell stands between

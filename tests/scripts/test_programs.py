@@ -15,8 +15,14 @@ from tests.source_tree import REPOSITORY
 from tests.training.conftest import TINY
 
 SCRIPTS = REPOSITORY / "scripts"
-SOURCES = {path: path.read_text(encoding="utf-8") for path in sorted(SCRIPTS.glob("*.py"))}
-WITH_OPTIONS = [path for path, text in SOURCES.items() if "argparse" in text and "playwright" not in text]
+SOURCES = {
+    path: path.read_text(encoding="utf-8") for path in sorted(SCRIPTS.glob("*.py"))
+}
+WITH_OPTIONS = [
+    path
+    for path, text in SOURCES.items()
+    if "argparse" in text and "playwright" not in text
+]
 
 
 @pytest.fixture(autouse=True)
@@ -37,39 +43,80 @@ def printed(*words, exit_code=0):
     """The cells of the lines that a bench prints."""
     command = [*quick_python(), *words]
     done = subprocess.run(
-        command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=300, check=False
+        command,
+        cwd=REPOSITORY,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == exit_code, done.stderr
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.splitlines()]
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in done.stdout.splitlines()
+    ]
 
 
 def test_points_compile_or_say_why_not(tmp_path):
     points = f"# NAME | TOPOLOGY | keys\none | 1 | {' '.join(TINY)}\n\nwrong | 1 | learning_rte=1  # no such key\n"
     (tmp_path / "points.txt").write_text(points)
-    words = ["scripts/bench_aot.py", str(tmp_path / "points.txt"), "--out", str(tmp_path / "out.jsonl")]
+    words = [
+        "scripts/bench_aot.py",
+        str(tmp_path / "points.txt"),
+        "--out",
+        str(tmp_path / "out.jsonl"),
+    ]
     header, _, one, wrong = printed(*words, exit_code=1)
     cells = dict(zip(header, one, strict=True))
     assert cells["matmul TFLOP"].startswith("f32 ")
-    assert (cells["GB sent"], cells["bound on MFU"], cells["kernels"]) == ("0", "not known", "none")
+    assert (cells["GB sent"], cells["bound on MFU"], cells["kernels"]) == (
+        "0",
+        "not known",
+        "none",
+    )
     assert wrong[2].startswith("failed: error: unknown key 'learning_rte'")
     first, second = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
-    assert (first["point"], first["num_devices"], second["point"], second["exit_code"]) == ("one", 1, "wrong", 2)
+    assert (
+        first["point"],
+        first["num_devices"],
+        second["point"],
+        second["exit_code"],
+    ) == (
+        "one",
+        1,
+        "wrong",
+        2,
+    )
 
 
 def test_readers_of_prepared_data():
     options = "--rows 64 --tokens 512 --copies 1 --rounds 1"
     rows = printed("scripts/bench_data.py", *options.split())[4:]
-    assert [row[0] for row in rows] == ["ours, concat", "ours, best_fit", "ours, none", "grain", "sequential"]
+    assert [row[0] for row in rows] == [
+        "ours, concat",
+        "ours, best_fit",
+        "ours, none",
+        "grain",
+        "sequential",
+    ]
 
 
 def test_the_pictures_of_the_page_on_batch_size_are_what_the_script_draws(tmp_path):
     drawing = importlib.import_module("draw_batch_size")
     assert drawing.main([str(tmp_path)]) == 0
-    written = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()}
-    committed = {path.name: path.read_text(encoding="utf-8") for path in drawing.IMAGES.glob("*.svg")}
+    written = {
+        path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()
+    }
+    committed = {
+        path.name: path.read_text(encoding="utf-8")
+        for path in drawing.IMAGES.glob("*.svg")
+    }
     assert committed == written, "python scripts/draw_batch_size.py"
     page = (REPOSITORY / "docs" / "batch_size.md").read_text(encoding="utf-8")
-    assert sorted(re.findall(r"^!\[[^\]]{40,}\]\(images/(\w+\.svg)\)$", page, re.MULTILINE)) == sorted(written)
+    assert sorted(
+        re.findall(r"^!\[[^\]]{40,}\]\(images/(\w+\.svg)\)$", page, re.MULTILINE)
+    ) == sorted(written)
     # By hand: 8 devices x 1, 2, 3, 4 x A = 4: 32, 64, 96, 128. A third of 960 is 320: 10, 5 and (3.33 up to) 4 steps.
     for text in ("10 x 32 = 320", "5 x 64 = 320", "4 x 96 = 384", "128 a step"):
         assert f">{text}<" in written["rampup.svg"]
@@ -88,4 +135,7 @@ def test_the_pictures_of_the_page_on_batch_size_are_what_the_script_draws(tmp_pa
     ],
 )
 def test_a_link_of_the_repository_has_its_place_on_the_site(page, link, target):
-    assert importlib.import_module("site_pages").target_of(REPOSITORY / page, link) == target
+    assert (
+        importlib.import_module("site_pages").target_of(REPOSITORY / page, link)
+        == target
+    )

@@ -68,7 +68,12 @@ class Checkout:
 
     def start(self, script, *arguments, **variables):
         path = f"{self.stub}:/usr/bin:/bin"
-        variables = {"PATH": path, "HOME": str(self.stub), "STUB_DIRECTORY": str(self.stub), **variables}
+        variables = {
+            "PATH": path,
+            "HOME": str(self.stub),
+            "STUB_DIRECTORY": str(self.stub),
+            **variables,
+        }
         return subprocess.Popen(
             [*WITH_SIGNALS, str(self.root / script), *arguments],
             cwd=self.stub,
@@ -125,24 +130,42 @@ def test_a_failed_install_is_reported_and_repeated_in_full(checkout):
 
 
 @pytest.mark.parametrize("exit_code", [2, 3, 75])
-def test_the_exit_code_of_training_is_that_of_the_script_and_nothing_is_sampled(checkout, exit_code):
+def test_the_exit_code_of_training_is_that_of_the_script_and_nothing_is_sampled(
+    checkout, exit_code
+):
     checkout.answer("maxtext_lite.train", f"exit {exit_code}")
     assert checkout.run("scripts/train.sh")[0] == exit_code
     assert not any("generate" in call for call in checkout.calls())
 
 
 def test_the_run_to_sample_is_read_from_all_that_train_takes(monkeypatch, capsys):
-    code = re.search(r" -c '\n(.*?)\n' ", (REPOSITORY / "scripts/train.sh").read_text(), re.DOTALL)
-    for words in (["run_name=g", "--device-memory-gb", "4"], ["data_only=true"], ["enable_checkpointing=false"]):
+    code = re.search(
+        r" -c '\n(.*?)\n' ", (REPOSITORY / "scripts/train.sh").read_text(), re.DOTALL
+    )
+    for words in (
+        ["run_name=g", "--device-memory-gb", "4"],
+        ["data_only=true"],
+        ["enable_checkpointing=false"],
+    ):
         monkeypatch.setattr("sys.argv", ["-c", "configs/base.yml", *words])
         exec(code[1], {})
     assert capsys.readouterr().out == "runs/g\n\n\n"
 
 
-@pytest.mark.parametrize(("name", "whole_group"), [("TERM", False), ("INT", True)], ids=["script_only", "as_ctrl_c"])
-def test_a_signal_reaches_training_once_and_its_exit_code_comes_back(checkout, name, whole_group):
-    saves = f"trap 'echo got {name}; sleep 0.3; exit 75' {name}\ntouch \"$here/ready\"\n"
-    checkout.answer("maxtext_lite.train", saves + "for _ in $(seq 300); do sleep 0.1; done\n")
+@pytest.mark.parametrize(
+    ("name", "whole_group"),
+    [("TERM", False), ("INT", True)],
+    ids=["script_only", "as_ctrl_c"],
+)
+def test_a_signal_reaches_training_once_and_its_exit_code_comes_back(
+    checkout, name, whole_group
+):
+    saves = (
+        f"trap 'echo got {name}; sleep 0.3; exit 75' {name}\ntouch \"$here/ready\"\n"
+    )
+    checkout.answer(
+        "maxtext_lite.train", saves + "for _ in $(seq 300); do sleep 0.1; done\n"
+    )
     process = checkout.start("scripts/train.sh")
     deadline = time.monotonic() + 60
     while not (checkout.stub / "ready").exists():
@@ -156,25 +179,39 @@ def test_a_signal_reaches_training_once_and_its_exit_code_comes_back(checkout, n
     assert not any("generate" in call for call in checkout.calls())
 
 
-@pytest.mark.parametrize(("answers", "exit_code"), [({}, 0), ({"pyright": "exit 1"}, 1), ({"pytest": "exit 5"}, 5)])
+@pytest.mark.parametrize(
+    ("answers", "exit_code"),
+    [({}, 0), ({"pyright": "exit 1"}, 1), ({"pytest": "exit 5"}, 5)],
+)
 def test_ci_checks_the_source_before_the_tests(checkout, answers, exit_code):
     for name, text in answers.items():
         checkout.answer(name, text)
     assert checkout.run(".ci/run")[0] == exit_code
     calls = [call for call in checkout.calls() if not is_install(call)]
-    checks = ["-m ruff check .", "-m ruff format --check .", "-m pyright ", "scripts/check.sh", "scripts/audit.py"]
+    checks = [
+        "-m ruff check .",
+        "-m ruff format --check .",
+        "-m pyright ",
+        "scripts/check.sh",
+        "scripts/audit.py",
+    ]
     checks += ["-m pytest "] * (exit_code != 1)
     assert len(calls) == len(checks)
     assert all(check in call for check, call in zip(checks, calls, strict=True))
 
 
-def test_a_dry_run_of_a_slurm_job_prints_the_flags_and_the_command_and_runs_nothing(checkout):
+def test_a_dry_run_of_a_slurm_job_prints_the_flags_and_the_command_and_runs_nothing(
+    checkout,
+):
     code, output = checkout.run("scripts/slurm.sbatch", "--dry-run", "run_name=x y")
     assert code == 0, output
     *flags, command = output.splitlines()
     assert "--signal=B:USR1@300" in flags
     words = shlex.split(command)
-    assert (words[0], words[-3:]) == ("srun", ["-m", "maxtext_lite.train", "run_name=x y"])
+    assert (words[0], words[-3:]) == (
+        "srun",
+        ["-m", "maxtext_lite.train", "run_name=x y"],
+    )
     assert not checkout.calls()
     assert checkout.run("scripts/slurm.sbatch", "steps=3")[0] == 2  # this is no job
 
@@ -182,23 +219,63 @@ def test_a_dry_run_of_a_slurm_job_prints_the_flags_and_the_command_and_runs_noth
 def test_a_dry_run_on_tpu_vms_prints_the_commands_and_runs_none(checkout):
     checkout.answer("gcloud", "#!/usr/bin/env bash\necho called\n")
     (checkout.stub / "gcloud").chmod(0o755)
-    tpu = ["--name", "my-tpu", "--zone", "us-east5-b", "--project", "some-project", "--type", "v6e-8", "--dry-run"]
-    code, output = checkout.run("scripts/tpu_vm.sh", "up", *tpu, "--spot", "--delete-at-end", "--", "run_name=x y")
+    tpu = [
+        "--name",
+        "my-tpu",
+        "--zone",
+        "us-east5-b",
+        "--project",
+        "some-project",
+        "--type",
+        "v6e-8",
+        "--dry-run",
+    ]
+    code, output = checkout.run(
+        "scripts/tpu_vm.sh",
+        "up",
+        *tpu,
+        "--spot",
+        "--delete-at-end",
+        "--",
+        "run_name=x y",
+    )
     assert code == 0, output
     assert "called" not in output
-    commands = [shlex.split(line)[3:] for line in output.splitlines() if line.startswith("gcloud compute tpus ")]
+    commands = [
+        shlex.split(line)[3:]
+        for line in output.splitlines()
+        if line.startswith("gcloud compute tpus ")
+    ]
     verbs = ["create", "scp", "ssh", "ssh", "ssh", "ssh", "delete"]
     assert [command[:2] for command in commands] == [["tpu-vm", verb] for verb in verbs]
     assert {"--accelerator-type=v6e-8", "--spot"} <= set(commands[0])
-    assert commands[3][4] == r"--command=env maxtext_lite/scripts/tpu_worker.sh start maxtext_lite.train run_name=x\ y"
-    for command in ("create", "install", "start", "logs", "status", "stop", "ssh", "delete"):
+    assert (
+        commands[3][4]
+        == r"--command=env maxtext_lite/scripts/tpu_worker.sh start maxtext_lite.train run_name=x\ y"
+    )
+    for command in (
+        "create",
+        "install",
+        "start",
+        "logs",
+        "status",
+        "stop",
+        "ssh",
+        "delete",
+    ):
         code, output = checkout.run("scripts/tpu_vm.sh", command, *tpu)
         assert code == 0, output
-        assert all(line.startswith("gcloud compute tpus ") for line in output.splitlines())
-    assert checkout.run("scripts/tpu_vm.sh", "up", "--name", "My TPU", "--dry-run")[0] == 2
+        assert all(
+            line.startswith("gcloud compute tpus ") for line in output.splitlines()
+        )
+    assert (
+        checkout.run("scripts/tpu_vm.sh", "up", "--name", "My TPU", "--dry-run")[0] == 2
+    )
 
 
-def test_a_worker_of_a_tpu_installs_trains_in_the_background_and_says_what_came_of_it(checkout):
+def test_a_worker_of_a_tpu_installs_trains_in_the_background_and_says_what_came_of_it(
+    checkout,
+):
     worker = "scripts/tpu_worker.sh"
     checkout.answer("maxtext_lite.train", "exit 3")
     assert checkout.run(worker, "install")[0] == 0

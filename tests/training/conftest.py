@@ -31,15 +31,31 @@ from maxtext_lite.training.state import (
 from maxtext_lite.training.step import TRAIN_BATCH_AXES, make_train_step
 
 TINY = (
-    "vocab_size=264", "base_emb_dim=16", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=4",
-    "base_mlp_dim=24", "base_num_decoder_layers=2", "max_target_length=32", "steps=10", "warmup_steps=2",
-    "matmul_precision=highest", "learning_rate=1e-2",
-)  # fmt: skip
+    "vocab_size=264",
+    "base_emb_dim=16",
+    "base_num_query_heads=4",
+    "base_num_kv_heads=2",
+    "head_dim=4",
+    "base_mlp_dim=24",
+    "base_num_decoder_layers=2",
+    "max_target_length=32",
+    "steps=10",
+    "warmup_steps=2",
+    "matmul_precision=highest",
+    "learning_rate=1e-2",
+)
 ROWS, LENGTH = 16, 32
 
 
-ONE_DEVICE = make_mesh(dict.fromkeys(MESH_AXES, 1), dict.fromkeys(MESH_AXES, 1), jax.devices()[:1])
-NOT_OF_PARAMETERS = {"attention": "dot_product", "context_strategy": "all_gather", "saved": None, "offloaded": ()}
+ONE_DEVICE = make_mesh(
+    dict.fromkeys(MESH_AXES, 1), dict.fromkeys(MESH_AXES, 1), jax.devices()[:1]
+)
+NOT_OF_PARAMETERS = {
+    "attention": "dot_product",
+    "context_strategy": "all_gather",
+    "saved": None,
+    "offloaded": (),
+}
 """What a decoder's shape says besides its parameters, as all setups have it while these are drawn."""
 
 
@@ -65,7 +81,9 @@ class Setup:
     def parts(self):
         """The parts of its step."""
         objective = self.objective or objective_of(self.config)
-        return StepParts(self.decoder, self.optimizer, self.mesh, self.config, objective, self.local)
+        return StepParts(
+            self.decoder, self.optimizer, self.mesh, self.config, objective, self.local
+        )
 
     @property
     def abstract(self):
@@ -79,14 +97,20 @@ class Setup:
     @functools.cached_property
     def initial(self):
         """The same state on the host, from parameters shared by all setups of a shape, as no mesh changes it."""
-        without_adapters = Decoder(dataclasses.replace(self.decoder.shape, lora=None), self.decoder.pipeline)
+        without_adapters = Decoder(
+            dataclasses.replace(self.decoder.shape, lora=None), self.decoder.pipeline
+        )
         params = jax.tree.map(
             lambda x, like, where: jax.device_put(x.reshape(like.shape), where),
-            plain_parameters(dataclasses.replace(without_adapters.shape, **NOT_OF_PARAMETERS)),
+            plain_parameters(
+                dataclasses.replace(without_adapters.shape, **NOT_OF_PARAMETERS)
+            ),
             without_adapters.abstract_params,
             tree_shardings(ONE_DEVICE, without_adapters.axes),
         )
-        return jax.device_get(state_from(dataclasses.replace(self.parts, mesh=ONE_DEVICE), params, 0))
+        return jax.device_get(
+            state_from(dataclasses.replace(self.parts, mesh=ONE_DEVICE), params, 0)
+        )
 
     def state(self):
         """A new copy of the initial state on the mesh, as a step donates its argument."""
@@ -108,25 +132,35 @@ class Setup:
         batch = {}
         for name in ("tokens", "targets", "segments", "positions", "weights"):
             dtype = np.float32 if name == "weights" else np.int32
-            batch[name] = jax.ShapeDtypeStruct((accumulation, slots, length), dtype, sharding=where)
+            batch[name] = jax.ShapeDtypeStruct(
+                (accumulation, slots, length), dtype, sharding=where
+            )
         return batch
 
     def compile_step(self, batch, num_micro_batches=None):
-        step = make_train_step(self.parts, learning_rate_schedule(self.config, last=self.config.steps))
+        step = make_train_step(
+            self.parts, learning_rate_schedule(self.config, last=self.config.steps)
+        )
         with jax.set_mesh(self.mesh), jax.default_matmul_precision("highest"):
             return step.lower(self.abstract, batch, num_micro_batches).compile()
 
-    def gradients(self, params, batch, num_micro_batches=None, loss_scale=None, frozen=None):
+    def gradients(
+        self, params, batch, num_micro_batches=None, loss_scale=None, frozen=None
+    ):
         with jax.set_mesh(self.mesh), jax.default_matmul_precision("highest"):
             function = GradientLoop(self.parts).of_step
-            return jax.device_get(jax.jit(function)(params, batch, num_micro_batches, loss_scale, frozen))
+            return jax.device_get(
+                jax.jit(function)(params, batch, num_micro_batches, loss_scale, frozen)
+            )
 
     def run(self, compiled, batch, steps, num_micro_batches=None):
         """State and metrics of each of `steps` steps on the same batch."""
         state, metrics = self.state(), []
         for _ in range(steps):
             state, step_metrics = compiled(state, batch, num_micro_batches)
-            metrics.append(jax.device_get(step_metrics))  # waits: see feed_steps.py on simulated devices
+            metrics.append(
+                jax.device_get(step_metrics)
+            )  # waits: see feed_steps.py on simulated devices
         return jax.device_get(state), metrics
 
 
@@ -136,10 +170,14 @@ def make_setup(*overrides, replicas=None, pipeline=None, objective=None, **mesh_
     sizes = dict.fromkeys(MESH_AXES, 1) | mesh_sizes
     if pipeline:
         sizes["stage"] = pipeline.num_stages
-    mesh = make_mesh(sizes, dict.fromkeys(MESH_AXES, 1), jax.devices()[: math.prod(sizes.values())])
+    mesh = make_mesh(
+        sizes, dict.fromkeys(MESH_AXES, 1), jax.devices()[: math.prod(sizes.values())]
+    )
     decoder = Decoder(make_decoder(config, "cpu").shape, pipeline)
     optimizer = make_optimizer(config, decoder.trained(decoder.axes))
-    return Setup(config, mesh, decoder, optimizer, local_updates(config, replicas), objective)
+    return Setup(
+        config, mesh, decoder, optimizer, local_updates(config, replicas), objective
+    )
 
 
 @pytest.fixture(scope="session")
@@ -148,7 +186,13 @@ def setup():
 
 
 NOISE = NoiseScale().after(group_squares=1.5, groups=2, grad_norm=1.0, examples=4)
-COUNTS = Counts(step=7, examples_seen=112, tokens_seen=3_000_000_000, skipped_in_a_row=1, noise=NOISE)
+COUNTS = Counts(
+    step=7,
+    examples_seen=112,
+    tokens_seen=3_000_000_000,
+    skipped_in_a_row=1,
+    noise=NOISE,
+)
 
 
 @pytest.fixture(scope="session")
@@ -159,13 +203,17 @@ def saved(tmp_path_factory, setup):
     """
     directory = tmp_path_factory.mktemp("run")
     it = setup("optimizer=adamw", data=2, fsdp=2, tensor=2)
-    config = load_config(None, [*TINY, "optimizer=adamw", "max_num_checkpoints_to_keep=2"])
+    config = load_config(
+        None, [*TINY, "optimizer=adamw", "max_num_checkpoints_to_keep=2"]
+    )
     checkpointer = Checkpointer(directory, config, fingerprint(config, "text", None))
     assert checkpointer.latest_step() is None
     for step in (5, 6, 7):
         state = it.state()
         if step == 6:
-            state = dataclasses.replace(state, params=jax.tree.map(lambda x: x * 2, state.params))
+            state = dataclasses.replace(
+                state, params=jax.tree.map(lambda x: x * 2, state.params)
+            )
         checkpointer.save(state, dataclasses.replace(COUNTS, step=step))
     checkpointer.close()
     return directory, it
@@ -179,13 +227,21 @@ def rows():
     used = rng.integers(1, LENGTH + 1, ROWS)
     used[3], used[5] = 1, LENGTH
     real = np.arange(LENGTH)[None] < used[:, None]
-    starts = np.concatenate([np.ones((ROWS, 1), bool), segment[:, 1:] != segment[:, :-1]], axis=1)
-    position = np.arange(LENGTH)[None] - np.maximum.accumulate(np.where(starts, np.arange(LENGTH)[None], 0), axis=1)
+    starts = np.concatenate(
+        [np.ones((ROWS, 1), bool), segment[:, 1:] != segment[:, :-1]], axis=1
+    )
+    position = np.arange(LENGTH)[None] - np.maximum.accumulate(
+        np.where(starts, np.arange(LENGTH)[None], 0), axis=1
+    )
     weights = real * rng.choice([0.0, 0.5, 1.0, 1.0], (ROWS, LENGTH))
     weights[7] = 0
     return {
-        "tokens": np.where(real, rng.integers(0, 264, (ROWS, LENGTH)), 0).astype(np.int32),
-        "targets": np.where(real, rng.integers(0, 264, (ROWS, LENGTH)), 0).astype(np.int32),
+        "tokens": np.where(real, rng.integers(0, 264, (ROWS, LENGTH)), 0).astype(
+            np.int32
+        ),
+        "targets": np.where(real, rng.integers(0, 264, (ROWS, LENGTH)), 0).astype(
+            np.int32
+        ),
         "segments": np.where(real, segment, 0).astype(np.int32),
         "positions": np.where(real, position, 0).astype(np.int32),
         "weights": weights.astype(np.float32),
@@ -201,7 +257,11 @@ def agrees():
         whole = np.sqrt(sum(norm(y) ** 2 for y in jax.tree.leaves(b)))
         for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
             difference = norm(np.asarray(x, np.float64) - np.asarray(y, np.float64))
-            assert difference <= 1e-5 * norm(y) + 1e-7 * whole, (difference, norm(y), whole)
+            assert difference <= 1e-5 * norm(y) + 1e-7 * whole, (
+                difference,
+                norm(y),
+                whole,
+            )
 
     return check
 
@@ -212,8 +272,12 @@ def mean_loss():
 
     def loss(decoder, params, rows):
         x = decoder.hidden(params, rows["tokens"], rows["segments"], rows["positions"])
-        log_probability = jax.nn.log_softmax(jnp.einsum("BTD,DV->BTV", x, decoder.head(params)))
-        nll = -jnp.take_along_axis(log_probability, rows["targets"][..., None], -1)[..., 0]
+        log_probability = jax.nn.log_softmax(
+            jnp.einsum("BTD,DV->BTV", x, decoder.head(params))
+        )
+        nll = -jnp.take_along_axis(log_probability, rows["targets"][..., None], -1)[
+            ..., 0
+        ]
         return jnp.sum(rows["weights"] * nll) / jnp.sum(rows["weights"] > 0)
 
     return loss

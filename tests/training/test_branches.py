@@ -10,11 +10,28 @@ from maxtext_lite.config import UserError
 from maxtext_lite.training.branches import Branches
 from tests.run_directories import eval_line, step_line, write_run
 
-ADAM = ["per_device_batch_size=4", "gradient_accumulation_steps=2", "steps=6", "adam_b2=0.9"]
-LINES = [step_line(step, gradient_accumulation_steps=2, per_device_batch_size=4.0) for step in (1, 2, 3)]
-SCALED = ("learning_rate_scaling=sqrt", "base_global_batch_size=4", "scale_adam_with_batch=true")
-RAMP = ("per_device_batch_size=8", "enable_rampup_batch_size=true", "per_device_batch_size_start=4",
-        "per_device_batch_size_increment=4", "global_rampup_samples=64")  # fmt: skip
+ADAM = [
+    "per_device_batch_size=4",
+    "gradient_accumulation_steps=2",
+    "steps=6",
+    "adam_b2=0.9",
+]
+LINES = [
+    step_line(step, gradient_accumulation_steps=2, per_device_batch_size=4.0)
+    for step in (1, 2, 3)
+]
+SCALED = (
+    "learning_rate_scaling=sqrt",
+    "base_global_batch_size=4",
+    "scale_adam_with_batch=true",
+)
+RAMP = (
+    "per_device_batch_size=8",
+    "enable_rampup_batch_size=true",
+    "per_device_batch_size_start=4",
+    "per_device_batch_size_increment=4",
+    "global_rampup_samples=64",
+)
 MACHINE = {"num_devices": 1, "num_hosts": 1, "platform": "cpu"}
 
 
@@ -23,7 +40,9 @@ def run(tmp_path):
     """A function of more keys: a run of batches of 8 with a checkpoint of step 2."""
 
     def made(*words):
-        directory = write_run(tmp_path / "run", [*LINES[:2], eval_line(2, 3.9), LINES[2]], [*ADAM, *words])
+        directory = write_run(
+            tmp_path / "run", [*LINES[:2], eval_line(2, 3.9), LINES[2]], [*ADAM, *words]
+        )
         (directory / "checkpoints" / "2").mkdir(parents=True, exist_ok=True)
         (directory / "checkpoints" / "2" / "array").write_text("of step 2")
         return directory
@@ -32,7 +51,9 @@ def run(tmp_path):
 
 
 def branches(run, *, step=2, factors=(1, 2), rule=None):
-    return Branches(run, step, [Fraction(factor) for factor in factors], 8, rule, run.parent / "out")
+    return Branches(
+        run, step, [Fraction(factor) for factor in factors], 8, rule, run.parent / "out"
+    )
 
 
 @pytest.mark.fast
@@ -45,13 +66,31 @@ def branches(run, *, step=2, factors=(1, 2), rule=None):
         (("optimizer=sgd",), "none", "none"),
     ],
 )
-def test_the_learning_rate_follows_the_batch_by_the_rule_from_that_of_the_step(words, rule, wanted, run):
+def test_the_learning_rate_follows_the_batch_by_the_rule_from_that_of_the_step(
+    words, rule, wanted, run
+):
     found = branches(run(*words), rule=rule)
     assert (found.rule, found.batch) == (wanted, 8)
     for branch, batch, steps in zip(found.all, (8, 16), (8, 4), strict=True):
         config = branch.config
-        assert (config.global_batch_size, config.steps, config.base_global_batch_size) == (batch, 2 + steps, 8)
-        assert (config.learning_rate, config.learning_rate_schedule, config.warmup_steps) == (0.002, "constant", 0)
+        assert (
+            config.global_batch_size,
+            config.steps,
+            config.base_global_batch_size,
+        ) == (
+            batch,
+            2 + steps,
+            8,
+        )
+        assert (
+            config.learning_rate,
+            config.learning_rate_schedule,
+            config.warmup_steps,
+        ) == (
+            0.002,
+            "constant",
+            0,
+        )
         assert config.learning_rate_scaling == wanted
         assert config.eval_per_device_batch_size == 4  # the same held-out rows in each
 
@@ -65,22 +104,33 @@ def test_adam_keeps_the_decays_of_the_run_in_a_ramp_those_of_its_full_batch(run)
 
 def test_a_run_is_copied_up_to_the_step_once_and_stays_as_it_is(run):
     source = run()
-    beside = {"reference.npz": b"of DPO", "excluded_rows.jsonl": b"", "hf/config.json": b"of its model"}
+    beside = {
+        "reference.npz": b"of DPO",
+        "excluded_rows.jsonl": b"",
+        "hf/config.json": b"of its model",
+    }
     (source / "hf").mkdir()
     for name, content in beside.items():
         (source / name).write_bytes(content)
     before = {path: path.read_bytes() for path in source.rglob("*") if path.is_file()}
     found = branches(source)
-    (source.parent / "out" / ".batch-8" / "checkpoints").mkdir(parents=True)  # of a copy that was killed
+    (source.parent / "out" / ".batch-8" / "checkpoints").mkdir(
+        parents=True
+    )  # of a copy that was killed
     found.prepare(MACHINE)
     copied = found.all[0].directory
     assert (copied / "checkpoints" / "2" / "array").read_text() == "of step 2"
     assert {name: (copied / name).read_bytes() for name in beside} == beside
-    assert [json.loads(line)["step"] for line in (copied / "metrics.jsonl").read_text().splitlines()] == [1, 2, 2]
+    assert [
+        json.loads(line)["step"]
+        for line in (copied / "metrics.jsonl").read_text().splitlines()
+    ] == [1, 2, 2]
     (copied / "mark").write_text("trained")
     branches(source).prepare(MACHINE)
     assert (copied / "mark").exists()
-    assert {path: path.read_bytes() for path in source.rglob("*") if path.is_file()} == before
+    assert {
+        path: path.read_bytes() for path in source.rglob("*") if path.is_file()
+    } == before
     with pytest.raises(UserError, match="--output"):
         branches(source, rule="none").prepare(MACHINE)
     (source.parent / "out" / "branch.json").write_text('{"run"')
@@ -93,19 +143,29 @@ def result(found, branch, losses, evaluation=()):
     batch = branch.sizes.batch
     lines = []
     for number, loss in enumerate(losses, start=1):
-        seen = {"examples": batch, "examples_seen": 16 + batch * number, "target_tokens": batch * number}
+        seen = {
+            "examples": batch,
+            "examples_seen": 16 + batch * number,
+            "target_tokens": batch * number,
+        }
         lines.append(step_line(2 + number, loss=loss, **seen))
     branch.directory.mkdir(parents=True, exist_ok=True)
-    text = "".join(json.dumps(line) + "\n" for line in [*LINES[:2], *lines, *evaluation])
+    text = "".join(
+        json.dumps(line) + "\n" for line in [*LINES[:2], *lines, *evaluation]
+    )
     (branch.directory / "metrics.jsonl").write_text(text)
     return found.result(branch)
 
 
-def test_losses_are_means_over_the_same_last_examples_without_those_that_are_not_finite(run):
+def test_losses_are_means_over_the_same_last_examples_without_those_that_are_not_finite(
+    run,
+):
     """The last 16 of 64 examples: two steps of 8, of 56 and 64 target tokens, and one of 16."""
     found = branches(run())
     small, large = found.all
-    first = result(found, small, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0], [eval_line(10, 3.5)])
+    first = result(
+        found, small, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0], [eval_line(10, 3.5)]
+    )
     assert first.loss == pytest.approx((7 * 56 + 8 * 64) / 120)
     assert (first.tokens, first.steps, first.eval_loss) == (8 * 36, 8, 3.5)
     second = result(found, large, [1.0, 2.0, 3.0, 4.0])
@@ -120,8 +180,16 @@ def test_losses_are_means_over_the_same_last_examples_without_those_that_are_not
     ("words", "asked", "error"),
     [
         ((), {"step": 3}, r"--step=3.* Nearest that works: 2\."),
-        ((), {"factors": (1, 3)}, r"--factors=3: .* Nearest that work: 2 \(16\) or 4 \(32\)\."),
-        (("enable_diloco=true", "ici_data_parallelism=-1", "ici_fsdp_parallelism=1"), {}, "enable_diloco"),
+        (
+            (),
+            {"factors": (1, 3)},
+            r"--factors=3: .* Nearest that work: 2 \(16\) or 4 \(32\)\.",
+        ),
+        (
+            ("enable_diloco=true", "ici_data_parallelism=-1", "ici_fsdp_parallelism=1"),
+            {},
+            "enable_diloco",
+        ),
     ],
 )
 def test_what_cannot_be_branched_is_refused(words, asked, error, run):

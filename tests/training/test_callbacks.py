@@ -10,15 +10,28 @@ from maxtext_lite.config import load_config
 from maxtext_lite.training import Callback, train
 from tests.training.conftest import TINY
 
-RUN = (*TINY, "dataset_type=synthetic", "eval_interval=2", "eval_steps=1", "checkpoint_period=2", "warmup_steps=1",
-       "learning_rate_schedule=constant", "per_device_batch_size=1", "steps=6")  # fmt: skip
+RUN = (
+    *TINY,
+    "dataset_type=synthetic",
+    "eval_interval=2",
+    "eval_steps=1",
+    "checkpoint_period=2",
+    "warmup_steps=1",
+    "learning_rate_schedule=constant",
+    "per_device_batch_size=1",
+    "steps=6",
+)
 
 
 class Seen(Callback):
     """Notes what it sees, and ends the run at its first evaluation, or after a step."""
 
     def __init__(self, *, ends_after=None, ends_evaluated=False, wants_state=False):
-        self.ends_after, self.ends_evaluated, self.wants_state = ends_after, ends_evaluated, wants_state
+        self.ends_after, self.ends_evaluated, self.wants_state = (
+            ends_after,
+            ends_evaluated,
+            wants_state,
+        )
         self.events, self.values, self.states = [], [], {}
 
     def _saw(self, kind, step, value=None):
@@ -42,8 +55,14 @@ class Seen(Callback):
 
 
 def trained(directory, *callbacks):
-    result = train(load_config(None, [*RUN, f"base_output_directory={directory}"]), callbacks=callbacks)
-    lines = [json.loads(line) for line in (result.run_directory / "metrics.jsonl").read_text().splitlines()]
+    result = train(
+        load_config(None, [*RUN, f"base_output_directory={directory}"]),
+        callbacks=callbacks,
+    )
+    lines = [
+        json.loads(line)
+        for line in (result.run_directory / "metrics.jsonl").read_text().splitlines()
+    ]
     return result, lines
 
 
@@ -54,25 +73,48 @@ def whole(tmp_path_factory):
     return *trained(tmp_path_factory.mktemp("runs"), seen), seen
 
 
-def test_a_callback_sees_what_the_run_records_in_its_order_and_the_state_of_each_step(whole):
+def test_a_callback_sees_what_the_run_records_in_its_order_and_the_state_of_each_step(
+    whole,
+):
     result, lines, seen = whole
     of_evaluation = lambda step: [f"evaluation {step}", f"checkpoint {step}"]  # noqa: E731
     assert seen.events == [
-        "step 1", "step 2", *of_evaluation(2), "step 3", "step 4", *of_evaluation(4), "step 5", "step 6",
+        "step 1",
+        "step 2",
+        *of_evaluation(2),
+        "step 3",
+        "step 4",
+        *of_evaluation(4),
+        "step 5",
+        "step 6",
         *of_evaluation(6),
-    ]  # fmt: skip
-    assert [value for value in seen.values if value] == [line.get("loss", line.get("eval_loss")) for line in lines]
+    ]
+    assert [value for value in seen.values if value] == [
+        line.get("loss", line.get("eval_loss")) for line in lines
+    ]
     assert list(seen.states) == list(range(1, 7))
-    jax.tree.map(np.testing.assert_array_equal, seen.states[6], jax.device_get(result.state.params))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        seen.states[6],
+        jax.device_get(result.state.params),
+    )
 
 
-def test_a_run_ends_evaluated_and_saved_and_goes_on_as_if_it_had_not_ended(whole, tmp_path, capsys):
+def test_a_run_ends_evaluated_and_saved_and_goes_on_as_if_it_had_not_ended(
+    whole, tmp_path, capsys
+):
     """At once where no step is under way; without the state a step later, as the next is already running."""
     legs = [
-        ({"ends_evaluated": True}, ["step 1", "step 2", "evaluation 2", "checkpoint 2"]),
+        (
+            {"ends_evaluated": True},
+            ["step 1", "step 2", "evaluation 2", "checkpoint 2"],
+        ),
         ({"ends_evaluated": True}, ["evaluation 2"]),  # that a start makes up for
         ({"ends_after": 3}, ["step 3", "step 4", "evaluation 4", "checkpoint 4"]),
-        ({"ends_after": 5, "wants_state": True}, ["step 5", "evaluation 5", "checkpoint 5"]),
+        (
+            {"ends_after": 5, "wants_state": True},
+            ["step 5", "evaluation 5", "checkpoint 5"],
+        ),
         ({}, ["step 6", "evaluation 6", "checkpoint 6"]),
     ]
     for ends, want in legs:
@@ -82,9 +124,19 @@ def test_a_run_ends_evaluated_and_saved_and_goes_on_as_if_it_had_not_ended(whole
         seen = Seen(**ends)
         result, lines = trained(tmp_path, seen)
         assert sorted(seen.events) == sorted(want)
-        assert (f"step {result.step}", result.interrupted) == (f"step {want[-1].split()[1]}", False)
-        assert ("stopped by a callback after step" in capsys.readouterr().out) == bool(ends)
+        assert (f"step {result.step}", result.interrupted) == (
+            f"step {want[-1].split()[1]}",
+            False,
+        )
+        assert ("stopped by a callback after step" in capsys.readouterr().out) == bool(
+            ends
+        )
         assert bool(seen.states) == seen.wants_state
-    losses = [[line["loss"] for line in each if "loss" in line] for each in (lines, whole[1])]
+    losses = [
+        [line["loss"] for line in each if "loss" in line] for each in (lines, whole[1])
+    ]
     assert losses[0] == losses[1]
-    jax.tree.map(np.testing.assert_array_equal, *(jax.device_get(each.state) for each in (result, whole[0])))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        *(jax.device_get(each.state) for each in (result, whole[0])),
+    )

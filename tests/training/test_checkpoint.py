@@ -15,7 +15,12 @@ import pytest
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.parallel import MESH_AXES, Pipeline, make_mesh, sharding
 from maxtext_lite.training import manifest, saving
-from maxtext_lite.training.checkpoint import OWN, Checkpointer, CheckpointReader, fingerprint
+from maxtext_lite.training.checkpoint import (
+    OWN,
+    Checkpointer,
+    CheckpointReader,
+    fingerprint,
+)
 from maxtext_lite.training.optimizer import make_optimizer
 from maxtext_lite.training.parameter_files import (
     StageLayout,
@@ -82,7 +87,11 @@ NARROW = "weight_dtype=bfloat16"
 @pytest.mark.parametrize(
     ("began", "overrides", "said"),
     [
-        ({}, ["base_mlp_dim=48"], "base_mlp_dim=48 contradicts the checkpoint of step 7"),
+        (
+            {},
+            ["base_mlp_dim=48"],
+            "base_mlp_dim=48 contradicts the checkpoint of step 7",
+        ),
         ({}, ["data_shuffle_seed=3"], "data_shuffle_seed"),
         ({}, ["dtype=float16"], "dtype=float16"),
         ({}, ["optimizer=sgd"], "Use optimizer=adamw"),
@@ -90,21 +99,33 @@ NARROW = "weight_dtype=bfloat16"
         ({"dataset_path": "another"}, ["eval_fraction=0.5"], "eval_fraction=0.5"),
         ({"dataset_path": "another"}, [], "dataset_path"),
         ({"diloco_num_replicas": 4}, [], "Use enable_diloco=true"),
-        ({"optimizer": "sgd", "sgd_momentum is 0": False}, ["optimizer=sgd"], "^sgd_momentum=0"),
+        (
+            {"optimizer": "sgd", "sgd_momentum is 0": False},
+            ["optimizer=sgd"],
+            "^sgd_momentum=0",
+        ),
         ({"optimizer": "sgd", "sgd_momentum is 0": False}, [], "Use optimizer=sgd"),
         ({"optimizer": OWN}, [], r"with optimizer=\.\.\."),
         # As older versions wrote them: masters went with ZeRO-1, and adafactor's state was of whole stacks.
-        ({"weight_dtype": "bfloat16", "shard_optimizer_over_data": False}, [NARROW], "Use master_weights=false"),
+        (
+            {"weight_dtype": "bfloat16", "shard_optimizer_over_data": False},
+            [NARROW],
+            "Use master_weights=false",
+        ),
         ({"optimizer": "adafactor"}, ["optimizer=adafactor"], "load_parameters_path"),
     ],
     ids=str,
 )
-def test_another_run_is_refused_by_the_one_key_that_says_so(began, overrides, said, saved, copy):
+def test_another_run_is_refused_by_the_one_key_that_says_so(
+    began, overrides, said, saved, copy
+):
     about = copy / "checkpoints" / "7" / "about" / "metadata"
     words = json.loads(about.read_text())
     words["fingerprint"] |= began
     about.write_text(json.dumps(words | {"format": 2}))
-    (copy / "checkpoints" / "7" / "sha256.0-of-1").unlink()  # an older version wrote none
+    (
+        copy / "checkpoints" / "7" / "sha256.0-of-1"
+    ).unlink()  # an older version wrote none
     with pytest.raises(UserError, match=said) as refusal:
         restored_as(copy, saved[1], fingerprint(config_of(*overrides), "text", None))
     assert "another run_name" in str(refusal.value)
@@ -113,16 +134,28 @@ def test_another_run_is_refused_by_the_one_key_that_says_so(began, overrides, sa
 
 def test_what_does_not_change_the_model_may_change(saved):
     directory, it = saved
-    now = ["steps=99", "learning_rate=1e-5", "gradient_accumulation_steps=2", "weight_decay=0", "seed=5",
-           "gradient_clipping_threshold=0", "run_name=elsewhere", "shard_optimizer_over_data=true"]  # fmt: skip
+    now = [
+        "steps=99",
+        "learning_rate=1e-5",
+        "gradient_accumulation_steps=2",
+        "weight_decay=0",
+        "seed=5",
+        "gradient_clipping_threshold=0",
+        "run_name=elsewhere",
+        "shard_optimizer_over_data=true",
+    ]
     config = config_of(*now)
     parts = dataclasses.replace(it, optimizer=make_optimizer(config, it.decoder.axes))
     assert restored_as(directory, parts, fingerprint(config, "text", None))[1] == COUNTS
 
 
 DAMAGES = {
-    "a flipped bit": lambda path: path.write_bytes(bytes([path.read_bytes()[0] ^ 4]) + path.read_bytes()[1:]),
-    "cut short": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "a flipped bit": lambda path: path.write_bytes(
+        bytes([path.read_bytes()[0] ^ 4]) + path.read_bytes()[1:]
+    ),
+    "cut short": lambda path: path.write_bytes(
+        path.read_bytes()[: path.stat().st_size // 2]
+    ),
     "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
     "gone": lambda path: path.unlink(),
     "longer": lambda path: path.write_bytes(path.read_bytes() + b"x"),
@@ -131,18 +164,27 @@ DAMAGES = {
 
 
 @pytest.mark.fast
-def test_whichever_file_of_the_newest_is_damaged_it_is_named_and_the_one_before_is_taken(saved, tmp_path):
+def test_whichever_file_of_the_newest_is_damaged_it_is_named_and_the_one_before_is_taken(
+    saved, tmp_path
+):
     newest = saved[0] / "checkpoints" / "7"
-    files = [path.relative_to(newest) for path in sorted(newest.rglob("*")) if path.is_file()]
+    files = [
+        path.relative_to(newest) for path in sorted(newest.rglob("*")) if path.is_file()
+    ]
     assert len(files) > 20
-    for number, (file, (how, damage)) in enumerate(zip(files, itertools.cycle(DAMAGES.items()), strict=False)):
+    for number, (file, (how, damage)) in enumerate(
+        zip(files, itertools.cycle(DAMAGES.items()), strict=False)
+    ):
         run = shutil.copytree(saved[0], tmp_path / str(number))
         damage(run / "checkpoints" / "7" / file)
         said = []
         checkpointer = opened(run, say=said.append)
         assert checkpointer.latest_step() == 6, (file, how)
         checkpointer.close()
-        assert f"step 7 is damaged: {file}" in said[0] or (how, str(file)) == ("gone", "sha256.0-of-1")
+        assert f"step 7 is damaged: {file}" in said[0] or (how, str(file)) == (
+            "gone",
+            "sha256.0-of-1",
+        )
         assert names_in(run) == ["6", "damaged-7"]
 
 
@@ -154,7 +196,9 @@ def test_where_all_are_damaged_nothing_is_renamed_and_the_run_does_not_start_ove
     assert names_in(copy) == ["6", "7"]
 
 
-def test_going_back_deletes_what_follows_the_newest_whole_one_that_is_old_enough(saved, copy):
+def test_going_back_deletes_what_follows_the_newest_whole_one_that_is_old_enough(
+    saved, copy
+):
     shutil.copytree(copy / "checkpoints" / "7", copy / "checkpoints" / "9")
     checkpointer = opened(copy)
     seen = []
@@ -176,7 +220,9 @@ def test_going_back_deletes_what_follows_the_newest_whole_one_that_is_old_enough
     checkpointer.close()
 
 
-def test_the_older_checkpoint_stays_until_the_newer_one_has_its_checksums(saved, copy, monkeypatch):
+def test_the_older_checkpoint_stays_until_the_newer_one_has_its_checksums(
+    saved, copy, monkeypatch
+):
     """What a killed process left is not seen, and goes."""
     for name in ("9.orbax-checkpoint-tmp", "unfinished-9", "deleted-4"):
         (copy / "checkpoints" / name / "params").mkdir(parents=True)
@@ -198,7 +244,9 @@ def test_the_older_checkpoint_stays_until_the_newer_one_has_its_checksums(saved,
     assert names_in(copy) == ["8"]
 
 
-def test_checkpoints_of_earlier_versions_are_read_with_a_note_and_those_of_later_ones_refused(saved, copy):
+def test_checkpoints_of_earlier_versions_are_read_with_a_note_and_those_of_later_ones_refused(
+    saved, copy
+):
     older = copy / "checkpoints" / "7"
     (older / "sha256.0-of-1").unlink()
     about = older / "about" / "metadata"
@@ -223,24 +271,37 @@ def test_checkpoints_of_earlier_versions_are_read_with_a_note_and_those_of_later
 def test_replicas_and_their_outer_state_come_back_to_the_bit(tmp_path, setup):
     """Mid-period the replicas differ from the shared parameters, which are the ones to load."""
     it = setup("optimizer=adamw", data=2, replicas=4)
-    factor = lambda p: np.arange(1, 5, dtype=np.float32).reshape(-1, *[1] * (p.ndim - 1))  # noqa: E731
+
+    def factor(p):
+        return np.arange(1, 5, dtype=np.float32).reshape(-1, *[1] * (p.ndim - 1))
+
     apart = jax.tree.map(lambda p: jax.device_get(p) * factor(p), it.state().params)
     state = it.state()
-    state = dataclasses.replace(state, params=jax.device_put(apart, jax.tree.map(lambda p: p.sharding, state.params)))
+    state = dataclasses.replace(
+        state,
+        params=jax.device_put(apart, jax.tree.map(lambda p: p.sharding, state.params)),
+    )
     want = jax.device_get(state)
-    checkpointer = Checkpointer(tmp_path, config_of(), fingerprint(config_of(), "text", 4))
+    checkpointer = Checkpointer(
+        tmp_path, config_of(), fingerprint(config_of(), "text", 4)
+    )
     checkpointer.save(state, COUNTS)
     found, _ = checkpointer.restore(it.abstract)
     checkpointer.close()
     for part in ("params", "opt_state", "progress", "outer"):
         same(getattr(found, part), getattr(want, part))
-    same(load_parameters(tmp_path, setup("optimizer=adamw").abstract.params, "key"), want.outer.params)
+    same(
+        load_parameters(tmp_path, setup("optimizer=adamw").abstract.params, "key"),
+        want.outer.params,
+    )
 
 
 def test_masters_stay_while_their_placement_changes(tmp_path, setup):
     """Saved with ZeRO-1 in the fingerprint, as by older versions, and restored without it."""
     it = setup("optimizer=adamw", NARROW, "shard_optimizer_over_data=true", data=4)
-    older = fingerprint(config_of(NARROW), "text", None) | {"shard_optimizer_over_data": True}
+    older = fingerprint(config_of(NARROW), "text", None) | {
+        "shard_optimizer_over_data": True
+    }
     older.pop("master_weights")
     checkpointer = Checkpointer(tmp_path, config_of(NARROW), older)
     checkpointer.save(it.state(), COUNTS)
@@ -254,16 +315,21 @@ def test_masters_stay_while_their_placement_changes(tmp_path, setup):
 LORA = ("optimizer=adamw", "lora_rank=2", "lora_alpha=6", "lora_targets=query,down")
 
 
-def test_frozen_parameters_are_saved_once_and_adapters_come_back_beside_them(tmp_path, setup):
+def test_frozen_parameters_are_saved_once_and_adapters_come_back_beside_them(
+    tmp_path, setup
+):
     it = setup(*LORA, data=2)
     rng = np.random.default_rng(0)
     state = it.state()
     adapters = jax.tree.map(
-        lambda p: jax.device_put(rng.standard_normal(p.shape, np.float32), p.sharding), state.params
+        lambda p: jax.device_put(rng.standard_normal(p.shape, np.float32), p.sharding),
+        state.params,
     )
     state = dataclasses.replace(state, params=adapters)
     want = jax.device_get(state)
-    checkpointer = Checkpointer(tmp_path, config_of(*LORA), fingerprint(config_of(*LORA), "text", None))
+    checkpointer = Checkpointer(
+        tmp_path, config_of(*LORA), fingerprint(config_of(*LORA), "text", None)
+    )
     checkpointer.save(state, COUNTS)
     written = (tmp_path / "frozen").stat().st_mtime_ns
     checkpointer.save(state, NEXT)
@@ -275,9 +341,16 @@ def test_frozen_parameters_are_saved_once_and_adapters_come_back_beside_them(tmp
 
     plain = setup("optimizer=adamw", fsdp=2)
     loaded = jax.device_get(load_parameters(tmp_path, plain.abstract.params, "key"))
-    query, pair = want.frozen["layers"]["attention"]["query"], want.params["layers"]["attention"]["query"]
-    added = 3 * np.einsum("LDr,LrNH->LDNH", *(pair[name].astype(np.float64) for name in "ab"))
-    np.testing.assert_allclose(loaded["layers"]["attention"]["query"], query + added, rtol=1e-6, atol=1e-6)
+    query, pair = (
+        want.frozen["layers"]["attention"]["query"],
+        want.params["layers"]["attention"]["query"],
+    )
+    added = 3 * np.einsum(
+        "LDr,LrNH->LDNH", *(pair[name].astype(np.float64) for name in "ab")
+    )
+    np.testing.assert_allclose(
+        loaded["layers"]["attention"]["query"], query + added, rtol=1e-6, atol=1e-6
+    )
     same(loaded["layers"]["mlp"]["up"], want.frozen["layers"]["mlp"]["up"])
     for keys in (LORA[:1], (*LORA, "lora_alpha=7")):
         with pytest.raises(UserError, match=r"lora_(rank=0|alpha=7) contradicts"):
@@ -290,7 +363,9 @@ def test_frozen_parameters_are_saved_once_and_adapters_come_back_beside_them(tmp
 # ---- Parameters alone --------------------------------------------------------------------------
 
 
-def test_parameters_load_from_any_intact_checkpoint_and_a_damaged_one_is_passed_over_with_a_note(saved, copy, capsys):
+def test_parameters_load_from_any_intact_checkpoint_and_a_damaged_one_is_passed_over_with_a_note(
+    saved, copy, capsys
+):
     params = saved[1].abstract.params
     same(load_parameters(copy, params, "key"), saved[1].initial.params)
     renamed = shutil.copytree(copy / "checkpoints" / "6", copy / "renamed")
@@ -306,21 +381,34 @@ def test_parameters_load_from_any_intact_checkpoint_and_a_damaged_one_is_passed_
     assert "checkpoints/7 is damaged: params/_METADATA" in capsys.readouterr().err
     assert names_in(copy) == ["6", "7"]
     with pytest.raises(UserError, match=r"key=.*params/_METADATA"):
-        load_parameters(copy / "checkpoints" / "7", params, "key")  # asked for by name: no other is taken
+        load_parameters(
+            copy / "checkpoints" / "7", params, "key"
+        )  # asked for by name: no other is taken
 
 
-def test_parameters_of_another_shape_are_refused_with_the_keys_of_their_model(saved, setup):
+def test_parameters_of_another_shape_are_refused_with_the_keys_of_their_model(
+    saved, setup
+):
     params = setup("optimizer=adamw", "base_mlp_dim=48").abstract.params
-    with pytest.raises(UserError, match=r"key=.*\['up'\] is \(2, 16, 24\) there and \(2, 16, 48\) here") as refusal:
+    with pytest.raises(
+        UserError, match=r"key=.*\['up'\] is \(2, 16, 24\) there and \(2, 16, 48\) here"
+    ) as refusal:
         load_parameters(saved[0], params, "key")
     assert "base_mlp_dim=24" in str(refusal.value)
 
 
-def test_parameters_alone_are_written_over_and_begun_from_but_not_continued(saved, tmp_path):
+def test_parameters_alone_are_written_over_and_begun_from_but_not_continued(
+    saved, tmp_path
+):
     """As of `convert import`, whose config.yml names the directory itself as the run's."""
     it = saved[1]
     for params in (doubled(it), it.initial.params):
-        save_parameters(tmp_path, jax.device_put(params, jax.tree.map(lambda p: p.sharding, it.abstract.params)))
+        save_parameters(
+            tmp_path,
+            jax.device_put(
+                params, jax.tree.map(lambda p: p.sharding, it.abstract.params)
+            ),
+        )
     assert names_in(tmp_path) == ["0"]
     same(load_parameters(tmp_path, it.abstract.params, "key"), it.initial.params)
     checkpointer = opened(tmp_path)
@@ -339,7 +427,10 @@ def test_stacks_of_two_kinds_of_layers_are_dealt_each_by_its_own_length():
             shape = (*dims, num_layers // math.prod(dims), *rest)
             return jax.ShapeDtypeStruct(shape, np.float32, sharding=where)
 
-        dense, moe = {"norm": leaf(2, 5), "up": leaf(2, 5, 7)}, {"norm": leaf(4, 5), "up": leaf(4, 3, 5, 2)}
+        dense, moe = (
+            {"norm": leaf(2, 5), "up": leaf(2, 5, 7)},
+            {"norm": leaf(4, 5), "up": leaf(4, 3, 5, 2)},
+        )
         return {"layers": {"dense": dense, "moe": moe}}
 
     one, rounds = stacks(), stacks(2)

@@ -1,6 +1,5 @@
 """A start finds what an earlier one compiled for the same program, and trains to the same bits."""
 
-
 import jax
 import numpy as np
 import pytest
@@ -8,7 +7,12 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from maxtext_lite.config import load_config
 from maxtext_lite.training import train
-from maxtext_lite.training.compilation_cache import DIRECTORY, keep_compiled, num_found, reading_compiled
+from maxtext_lite.training.compilation_cache import (
+    DIRECTORY,
+    keep_compiled,
+    num_found,
+    reading_compiled,
+)
 from tests.training.conftest import TINY
 
 KEYS = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
@@ -29,8 +33,16 @@ def _settings():
 
 
 def config(tmp_path, name="run"):
-    words = [*TINY, "dataset_type=synthetic", "eval_interval=-1", "steps=2", "enable_checkpointing=false"]
-    return load_config(None, [*words, f"base_output_directory={tmp_path}", f"run_name={name}"])
+    words = [
+        *TINY,
+        "dataset_type=synthetic",
+        "eval_interval=-1",
+        "steps=2",
+        "enable_checkpointing=false",
+    ]
+    return load_config(
+        None, [*words, f"base_output_directory={tmp_path}", f"run_name={name}"]
+    )
 
 
 def test_the_second_start_finds_the_train_step(tmp_path, capsys):
@@ -41,7 +53,9 @@ def test_the_second_start_finds_the_train_step(tmp_path, capsys):
         results.append(train(config(tmp_path, name)))
         said = capsys.readouterr().out
         assert ("with what an earlier start had compiled" in said) == (name == "second")
-    jax.tree.map(np.testing.assert_array_equal, *(result.state.params for result in results))
+    jax.tree.map(
+        np.testing.assert_array_equal, *(result.state.params for result in results)
+    )
     (kept,) = (tmp_path / DIRECTORY).iterdir()
     assert list(kept.glob("jit_train_step-*"))
 

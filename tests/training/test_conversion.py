@@ -20,11 +20,21 @@ def chatting(tmp_path_factory):
     """A directory in which a run, `first`, used a tokenizer and a template of its own; and its keys but for those."""
     directory = tmp_path_factory.mktemp("chatting")
     save_words(directory / "own", ["a", "b", "</s>"], ["</s>"])
-    (directory / "t.jinja").write_text("{% for m in messages %}a {{ m.content }} {% endfor %}")
+    (directory / "t.jinja").write_text(
+        "{% for m in messages %}a {{ m.content }} {% endfor %}"
+    )
     turns = [*USER, {"role": "assistant", "content": "b"}]
     (directory / "chats.jsonl").write_text(f"{json.dumps({'messages': turns})}\n" * 32)
-    keys = [*TINY, "dataset_type=sft", "dataset_path=chats.jsonl", "base_output_directory=runs", "eval_interval=-1",
-            "per_device_batch_size=1", "steps=1", "warmup_steps=0"]  # fmt: skip
+    keys = [
+        *TINY,
+        "dataset_type=sft",
+        "dataset_path=chats.jsonl",
+        "base_output_directory=runs",
+        "eval_interval=-1",
+        "per_device_batch_size=1",
+        "steps=1",
+        "warmup_steps=0",
+    ]
     own = ["tokenizer_type=huggingface", "tokenizer_path=own", "chat_template=t.jinja"]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)
@@ -36,14 +46,20 @@ def names_in(directory):
     return {file.name for file in directory.iterdir()}
 
 
-def test_a_run_goes_out_comes_in_and_goes_out_with_the_same_numbers(chatting, tmp_path, monkeypatch):
+def test_a_run_goes_out_comes_in_and_goes_out_with_the_same_numbers(
+    chatting, tmp_path, monkeypatch
+):
     directory, _ = chatting
     monkeypatch.chdir(directory)
-    said = export_directory(directory / "runs" / "first", tmp_path / "hf", [], merge_lora=None)
+    said = export_directory(
+        directory / "runs" / "first", tmp_path / "hf", [], merge_lora=None
+    )
     one = safetensors.numpy.load_file(tmp_path / "hf" / "model.safetensors")
     count = sum(x.size for x in one.values())
     assert said == f"{count:,} parameters in {tmp_path / 'hf'}, as llama in float32"
-    in_half = import_directory(tmp_path / "hf", tmp_path / "in", ["weight_dtype=bfloat16"])
+    in_half = import_directory(
+        tmp_path / "hf", tmp_path / "in", ["weight_dtype=bfloat16"]
+    )
     assert in_half == f"{count:,} parameters in {tmp_path / 'in'}, in bfloat16"
     import_directory(tmp_path / "hf", tmp_path / "whole", ["ici_tensor_parallelism=2"])
     export_directory(tmp_path / "whole", tmp_path / "again", [], merge_lora=None)
@@ -53,20 +69,34 @@ def test_a_run_goes_out_comes_in_and_goes_out_with_the_same_numbers(chatting, tm
         np.testing.assert_array_equal(x, other[name], err_msg=name)
 
 
-def test_a_run_goes_out_with_its_own_tokenizer_and_template_from_any_directory(chatting, tmp_path, monkeypatch):
+def test_a_run_goes_out_with_its_own_tokenizer_and_template_from_any_directory(
+    chatting, tmp_path, monkeypatch
+):
     directory, _ = chatting
     run = shutil.copytree(directory / "runs" / "first", tmp_path / "moved")
     monkeypatch.chdir(tmp_path)
     export_directory(run, tmp_path / "out", [], merge_lora=None)
-    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (directory / "own" / "tokenizer.json").read_bytes()
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (
+        directory / "own" / "tokenizer.json"
+    ).read_bytes()
     assert ChatTemplate(tmp_path / "out").render(USER) == "a hi "
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 2
+    assert (
+        json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 2
+    )
     for name in ("tokenizer.json", "chat_template.jinja"):  # as of an older run
         (run / "hf" / name).unlink()
-    _, *gone = export_directory(run, tmp_path / "bare", [], merge_lora=None).splitlines()
-    assert [line.split()[0] for line in gone] == ["tokenizer_path=own", "chat_template=t.jinja"]
+    _, *gone = export_directory(
+        run, tmp_path / "bare", [], merge_lora=None
+    ).splitlines()
+    assert [line.split()[0] for line in gone] == [
+        "tokenizer_path=own",
+        "chat_template=t.jinja",
+    ]
     assert names_in(tmp_path / "bare") == {"config.json", "model.safetensors"}
-    assert json.loads((tmp_path / "bare" / "config.json").read_text()).get("eos_token_id") is None
+    assert (
+        json.loads((tmp_path / "bare" / "config.json").read_text()).get("eos_token_id")
+        is None
+    )
     for word in ("tokenizer_path=owm", "chat_template=s.jinja"):
         with pytest.raises(UserError, match=word.partition("=")[0]):
             export_directory(run, tmp_path / "nothing", [word], merge_lora=None)

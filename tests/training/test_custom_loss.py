@@ -18,21 +18,43 @@ def next_token(predictions, rows):
     return jnp.sum(rows["weights"] * predictions.nll()), jnp.sum(rows["weights"] > 0)
 
 
-ABOUT = {"fields": ("tokens", "targets", "segments", "positions", "weights", "price"), "vocab_size": 264, "emb_dim": 16}
+ABOUT = {
+    "fields": ("tokens", "targets", "segments", "positions", "weights", "price"),
+    "vocab_size": 264,
+    "emb_dim": 16,
+}
 REFUSED = {
-    "a mean": lambda p, rows: (jnp.mean(p.nll() * rows["weights"]), jnp.sum(rows["weights"])),
-    "rows between them": lambda p, rows: (jnp.sum(p.hidden()[:1] * p.hidden()), jnp.sum(rows["weights"])),
-    "a constant weight": lambda p, rows: (jnp.sum(p.nll() * rows["weights"]), jnp.float32(4)),
+    "a mean": lambda p, rows: (
+        jnp.mean(p.nll() * rows["weights"]),
+        jnp.sum(rows["weights"]),
+    ),
+    "rows between them": lambda p, rows: (
+        jnp.sum(p.hidden()[:1] * p.hidden()),
+        jnp.sum(rows["weights"]),
+    ),
+    "a constant weight": lambda p, rows: (
+        jnp.sum(p.nll() * rows["weights"]),
+        jnp.float32(4),
+    ),
     "padding counted": lambda p, rows: (jnp.sum(p.nll()), jnp.sum(rows["weights"])),
-    "empty rows weighed": lambda p, rows: (jnp.sum(p.nll() * rows["weights"]), 1.0 * rows["weights"].size),
+    "empty rows weighed": lambda p, rows: (
+        jnp.sum(p.nll() * rows["weights"]),
+        1.0 * rows["weights"].size,
+    ),
     "a weight of the model": lambda p, rows: (
         jnp.sum(p.nll() * rows["weights"]),
         jnp.sum(rows["weights"] * p.nll()),
     ),
     "no weight": lambda p, rows: jnp.sum(p.nll() * rows["weights"]),
     "an array": lambda p, rows: (p.nll() * rows["weights"], jnp.sum(rows["weights"])),
-    "not a number": lambda p, rows: (jnp.sum(p.nll()) * jnp.nan, jnp.sum(rows["weights"])),
-    "nothing weighs": lambda p, rows: (jnp.sum(p.nll() * rows["weights"]), jnp.float32(0)),
+    "not a number": lambda p, rows: (
+        jnp.sum(p.nll()) * jnp.nan,
+        jnp.sum(rows["weights"]),
+    ),
+    "nothing weighs": lambda p, rows: (
+        jnp.sum(p.nll() * rows["weights"]),
+        jnp.float32(0),
+    ),
 }
 
 
@@ -47,29 +69,54 @@ def test_a_z_loss_of_the_config_is_refused_and_sums_are_taken():
     with pytest.raises(UserError, match=r"z_loss_multiplier=0\.001"):
         custom_loss(next_token, **ABOUT, z_loss_multiplier=1e-3)
     taken = custom_loss(
-        lambda p, rows: (jnp.sum(rows["price"]), jnp.sum(rows["price"])), **ABOUT, z_loss_multiplier=0.0
+        lambda p, rows: (jnp.sum(rows["price"]), jnp.sum(rows["price"])),
+        **ABOUT,
+        z_loss_multiplier=0.0,
     )
     assert isinstance(taken, CustomLoss)
 
 
 def half(predictions, rows):
-    return jnp.sum(rows["weights"] * predictions.nll()), 0.5 * jnp.sum(rows["weights"] > 0)
+    return jnp.sum(rows["weights"] * predictions.nll()), 0.5 * jnp.sum(
+        rows["weights"] > 0
+    )
 
 
 def test_a_run_counts_weights_in_part_and_evaluates_by_the_loss(tmp_path):
     """Half the weight is twice the loss, in steps and evaluations, and with local updates too."""
 
     def records(name, *keys, **own):
-        config = load_config(None, [*TINY, *keys, "dataset_type=synthetic", "steps=2", "warmup_steps=1",
-                                    "eval_interval=2", "eval_steps=1", "ici_fsdp_parallelism=1", "learning_rate=1e-3",
-                                    "ici_data_parallelism=8", "enable_checkpointing=false", "optimizer=sgd",
-                                    f"run_name={name}", "gradient_clipping_threshold=0",
-                                    f"base_output_directory={tmp_path}"])  # fmt: skip
+        config = load_config(
+            None,
+            [
+                *TINY,
+                *keys,
+                "dataset_type=synthetic",
+                "steps=2",
+                "warmup_steps=1",
+                "eval_interval=2",
+                "eval_steps=1",
+                "ici_fsdp_parallelism=1",
+                "learning_rate=1e-3",
+                "ici_data_parallelism=8",
+                "enable_checkpointing=false",
+                "optimizer=sgd",
+                f"run_name={name}",
+                "gradient_clipping_threshold=0",
+                f"base_output_directory={tmp_path}",
+            ],
+        )
         directory = train(config, **own).run_directory
-        return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line)
+            for line in (directory / "metrics.jsonl").read_text().splitlines()
+        ]
 
     want = records("config")
-    for name, keys in (("own", ()), ("replicas", ("enable_diloco=true", "diloco_sync_period=2"))):
+    for name, keys in (
+        ("own", ()),
+        ("replicas", ("enable_diloco=true", "diloco_sync_period=2")),
+    ):
         got = records(name, *keys, objective=half)
         assert got[0]["loss"] == pytest.approx(2 * want[0]["loss"], rel=1e-5)
         assert got[0][WEIGHT] == want[0]["target_tokens"] / 2
@@ -78,13 +125,17 @@ def test_a_run_counts_weights_in_part_and_evaluates_by_the_loss(tmp_path):
 
 
 def test_pairs_have_an_objective_of_their_own(tmp_path):
-    config = load_config(None, [*TINY, "dataset_type=dpo", f"base_output_directory={tmp_path}"])
+    config = load_config(
+        None, [*TINY, "dataset_type=dpo", f"base_output_directory={tmp_path}"]
+    )
     with pytest.raises(UserError, match="dataset_type=dpo"):
         train(config, objective=next_token)
 
 
 def test_examples_of_a_program_cannot_be_balanced(tmp_path):
-    config = load_config(None, [*TINY, "balance_attention=true", f"base_output_directory={tmp_path}"])
+    config = load_config(
+        None, [*TINY, "balance_attention=true", f"base_output_directory={tmp_path}"]
+    )
     with pytest.raises(UserError, match=r"^balance_attention=true"):
         train(config, source=[{}])
     assert not list(tmp_path.iterdir())

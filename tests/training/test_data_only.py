@@ -11,17 +11,32 @@ from maxtext_lite.data.feed import training_batches
 from maxtext_lite.train import main
 from maxtext_lite.training import data_only
 
-SIZES = ["max_target_length=32", "per_device_batch_size=1", "ici_fsdp_parallelism=4", "ici_data_parallelism=2",
-         "data_only=true"]  # fmt: skip
+SIZES = [
+    "max_target_length=32",
+    "per_device_batch_size=1",
+    "ici_fsdp_parallelism=4",
+    "ici_data_parallelism=2",
+    "data_only=true",
+]
 
 
 def test_the_ids_of_each_step_are_those_of_the_order_also_in_a_ramp(tmp_path, capsys):
     text = tmp_path / "a.txt"
     text.write_text("abc " * 900)
-    ramp = ["enable_rampup_batch_size=true", "per_device_batch_size_start=0.5", "per_device_batch_size_increment=0.5",
-            "global_rampup_samples=8"]  # fmt: skip
-    words = [f"dataset_path={text}", "eval_fraction=0.2", "steps=14", "data_shuffle_seed=3", "ids=true",
-             f"base_output_directory={tmp_path}/runs"]  # fmt: skip
+    ramp = [
+        "enable_rampup_batch_size=true",
+        "per_device_batch_size_start=0.5",
+        "per_device_batch_size_increment=0.5",
+        "global_rampup_samples=8",
+    ]
+    words = [
+        f"dataset_path={text}",
+        "eval_fraction=0.2",
+        "steps=14",
+        "data_shuffle_seed=3",
+        "ids=true",
+        f"base_output_directory={tmp_path}/runs",
+    ]
     assert main([*SIZES, *ramp, *words]) == 0
     rows = -(-3600 // 32)  # the document and its end of text, which is no input
     training = rows - rows // 5
@@ -29,13 +44,21 @@ def test_the_ids_of_each_step_are_those_of_the_order_also_in_a_ramp(tmp_path, ca
     expected = example_ids(0, sum(sizes), num_examples=training, seed=3)
     assert sum(sizes) > training  # the second epoch has begun
     steps = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    for number, (step, ids) in enumerate(zip(steps, np.split(expected, np.cumsum(sizes)[:-1]), strict=True), start=1):
-        assert step == {"step": number, "examples_hash": examples_hash(ids), "ids": ids.tolist()}
+    for number, (step, ids) in enumerate(
+        zip(steps, np.split(expected, np.cumsum(sizes)[:-1]), strict=True), start=1
+    ):
+        assert step == {
+            "step": number,
+            "examples_hash": examples_hash(ids),
+            "ids": ids.tolist(),
+        }
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.fast
-def test_what_was_read_is_counted_and_listed_rows_are_left_out(tmp_path, monkeypatch, capsys):
+def test_what_was_read_is_counted_and_listed_rows_are_left_out(
+    tmp_path, monkeypatch, capsys
+):
     given = []
 
     def batches(*words, **keys):
@@ -44,7 +67,13 @@ def test_what_was_read_is_counted_and_listed_rows_are_left_out(tmp_path, monkeyp
 
     monkeypatch.setattr(data_only, "training_batches", batches)
     rows = tmp_path / "rows.jsonl"
-    words = [*SIZES, "dataset_type=synthetic", "steps=20", "warmup_steps=1", f"excluded_rows={rows}"]
+    words = [
+        *SIZES,
+        "dataset_type=synthetic",
+        "steps=20",
+        "warmup_steps=1",
+        f"excluded_rows={rows}",
+    ]
     with pytest.raises(UserError, match="excluded_rows"):
         main(words)
     rows.write_text('{"row": 28, "from_example": 4}\n')

@@ -20,14 +20,33 @@ def config_of(tmp_path_factory):
     rng = np.random.default_rng(0)
     with (directory / "pairs.jsonl").open("w") as file:
         for _ in range(60):
-            prompt, chosen, rejected = ("".join(rng.choice(list("abc "), rng.integers(1, 12))) for _ in range(3))
-            file.write(json.dumps({"prompt": prompt, "chosen": chosen, "rejected": f"{rejected}!"}) + "\n")
+            prompt, chosen, rejected = (
+                "".join(rng.choice(list("abc "), rng.integers(1, 12))) for _ in range(3)
+            )
+            file.write(
+                json.dumps(
+                    {"prompt": prompt, "chosen": chosen, "rejected": f"{rejected}!"}
+                )
+                + "\n"
+            )
     keys = [
-        *TINY, "dataset_type=dpo", f"dataset_path={directory / 'pairs.jsonl'}", f"base_output_directory={directory}",
-        "steps=4", "learning_rate_schedule=constant", "eval_interval=4", "eval_fraction=0.2", "packing=false",
-        "global_batch_size=8", "gradient_accumulation_steps=-1", "dpo_beta=0.5", "per_device_batch_size=1",
-    ]  # fmt: skip
-    return lambda name, *overrides: load_config(None, [*keys, f"run_name={name}", *overrides])
+        *TINY,
+        "dataset_type=dpo",
+        f"dataset_path={directory / 'pairs.jsonl'}",
+        f"base_output_directory={directory}",
+        "steps=4",
+        "learning_rate_schedule=constant",
+        "eval_interval=4",
+        "eval_fraction=0.2",
+        "packing=false",
+        "global_batch_size=8",
+        "gradient_accumulation_steps=-1",
+        "dpo_beta=0.5",
+        "per_device_batch_size=1",
+    ]
+    return lambda name, *overrides: load_config(
+        None, [*keys, f"run_name={name}", *overrides]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +55,12 @@ def trained(config_of):
 
     def run(name, *overrides):
         result = train(config_of(name, *overrides))
-        return result, [json.loads(line) for line in (result.run_directory / "metrics.jsonl").read_text().splitlines()]
+        return result, [
+            json.loads(line)
+            for line in (result.run_directory / "metrics.jsonl")
+            .read_text()
+            .splitlines()
+        ]
 
     return run
 
@@ -58,11 +82,19 @@ def test_the_first_step_prefers_nothing_and_later_ones_the_chosen(whole):
     assert steps[0]["loss"] == pytest.approx(np.log(2), rel=1e-5)
     assert abs(steps[0]["reward_margin"]) < 1e-5
     assert steps[-1]["loss"] < steps[0]["loss"]
-    assert [line["pairs"] for line in steps] == [line["examples"] for line in steps] == [8] * 4
+    assert (
+        [line["pairs"] for line in steps]
+        == [line["examples"] for line in steps]
+        == [8] * 4
+    )
     for line in steps:
-        assert line["reward_margin"] == pytest.approx(line["reward_chosen"] - line["reward_rejected"], abs=1e-6)
+        assert line["reward_margin"] == pytest.approx(
+            line["reward_chosen"] - line["reward_rejected"], abs=1e-6
+        )
     assert evaluation["eval_pairs"] == 12
-    assert evaluation["eval_reward_accuracy"] * 12 == pytest.approx(round(evaluation["eval_reward_accuracy"] * 12))
+    assert evaluation["eval_reward_accuracy"] * 12 == pytest.approx(
+        round(evaluation["eval_reward_accuracy"] * 12)
+    )
     assert evaluation["eval_loss"] < np.log(2)
 
 
@@ -72,26 +104,50 @@ def test_a_resume_keeps_the_reference_of_the_first_parameters(trained, whole):
     resumed, lines = trained("again", "steps=5", "eval_interval=5")
     assert (resumed.run_directory / FILE).read_bytes() == (first / FILE).read_bytes()
     assert lines[:5] == whole[1]
-    assert lines[5]["reward_margin"] > 1e-3  # of new parameters as their own reference it would be 0
+    assert (
+        lines[5]["reward_margin"] > 1e-3
+    )  # of new parameters as their own reference it would be 0
     assert lines[6]["eval_loss"] < whole[1][4]["eval_loss"]
 
 
-def test_with_adapters_the_reference_is_the_model_without_them_and_packed_pairs_have_the_same(trained, whole):
-    words = ["lora_rank=2", "packing=true", "per_device_batch_size=0.25", "steps=2", "warmup_steps=0"]
+def test_with_adapters_the_reference_is_the_model_without_them_and_packed_pairs_have_the_same(
+    trained, whole
+):
+    words = [
+        "lora_rank=2",
+        "packing=true",
+        "per_device_batch_size=0.25",
+        "steps=2",
+        "warmup_steps=0",
+    ]
     result, lines = trained("adapters", *words)
     plan = json.loads((result.run_directory / "plan.json").read_text())
-    assert (plan["global_batch_to_train"], plan["rows_per_example"], plan["tokens_per_step"]) == (8, 2, 8 * 2 * 32)
+    assert (
+        plan["global_batch_to_train"],
+        plan["rows_per_example"],
+        plan["tokens_per_step"],
+    ) == (
+        8,
+        2,
+        8 * 2 * 32,
+    )
     assert lines[0]["pairs"] > 8 == lines[0]["examples"]
     assert lines[0]["loss"] == pytest.approx(np.log(2), rel=1e-5)
     assert lines[-1]["eval_pairs"] == 12
-    for packed, apart in zip(*(tables_of(each) for each in (result, whole[0])), strict=True):
-        np.testing.assert_allclose(packed, apart, rtol=1e-5)  # of the same pairs by the same seed
+    for packed, apart in zip(
+        *(tables_of(each) for each in (result, whole[0])), strict=True
+    ):
+        np.testing.assert_allclose(
+            packed, apart, rtol=1e-5
+        )  # of the same pairs by the same seed
 
 
 @pytest.mark.fast
 def test_whatever_bit_flips_in_its_file_the_reference_is_as_it_was_or_refused(tmp_path):
     source = SimpleNamespace(fingerprint="pairs")
-    run = SimpleNamespace(directory=tmp_path, files=SimpleNamespace(directory=tmp_path), is_first=True)
+    run = SimpleNamespace(
+        directory=tmp_path, files=SimpleNamespace(directory=tmp_path), is_first=True
+    )
     with pytest.raises(UserError, match=FILE):
         dpo_reference._read(run, [source])
     table = np.random.default_rng(0).standard_normal((3, 2)).astype(np.float32)
@@ -99,11 +155,16 @@ def test_whatever_bit_flips_in_its_file_the_reference_is_as_it_was_or_refused(tm
     with pytest.raises(UserError, match="dataset_path"):
         dpo_reference._read(run, [source, SimpleNamespace(fingerprint="others")])
     whole, refused = (tmp_path / FILE).read_bytes(), 0
-    changed = [whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :] for at in range(len(whole))]
+    changed = [
+        whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :]
+        for at in range(len(whole))
+    ]
     for text in [*changed, whole[:50], whole[:-1], b"", b"PK", bytes(len(whole))]:
         (tmp_path / FILE).write_bytes(text)
         try:
-            np.testing.assert_array_equal(dpo_reference._read(run, [source])["pairs"], table)
+            np.testing.assert_array_equal(
+                dpo_reference._read(run, [source])["pairs"], table
+            )
         except UserError:
             refused += 1
     assert refused > len(whole) / 2

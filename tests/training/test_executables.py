@@ -14,22 +14,42 @@ from maxtext_lite.training.metrics import Terminal
 from maxtext_lite.training.opening import open_run
 from tests.training.conftest import TINY
 
-RUN = (*TINY, "dataset_type=synthetic", "eval_interval=-1", "enable_checkpointing=false", "optimizer=sgd")
+RUN = (
+    *TINY,
+    "dataset_type=synthetic",
+    "eval_interval=-1",
+    "enable_checkpointing=false",
+    "optimizer=sgd",
+)
 
-RAMP = ("enable_rampup_batch_size=true", "per_device_batch_size_start=1", "per_device_batch_size_increment=1",
-        "per_device_batch_size=3", "global_rampup_samples=32")  # fmt: skip
+RAMP = (
+    "enable_rampup_batch_size=true",
+    "per_device_batch_size_start=1",
+    "per_device_batch_size_increment=1",
+    "per_device_batch_size=3",
+    "global_rampup_samples=32",
+)
 # Stages of 4, 6 and 8 examples, all laid out in 8 slots.
-FRACTIONS = (*RAMP, "per_device_batch_size_start=0.5", "per_device_batch_size_increment=0.25",
-             "per_device_batch_size=1", "global_rampup_samples=16")  # fmt: skip
+FRACTIONS = (
+    *RAMP,
+    "per_device_batch_size_start=0.5",
+    "per_device_batch_size_increment=0.25",
+    "per_device_batch_size=1",
+    "global_rampup_samples=16",
+)
 
 
 @contextlib.contextmanager
 def begun(tmp_path, words):
     """The steps of a run, and the state before its first."""
-    run = open_run(load_config(None, [*RUN, *words, f"base_output_directory={tmp_path}"]))
+    run = open_run(
+        load_config(None, [*RUN, *words, f"base_output_directory={tmp_path}"])
+    )
     with jax.set_mesh(run.mesh):
         state, _ = run.restore_or_init()
-        with contextlib.closing(FeedSteps(run, Terminal(log_period=1, quiet=False), state, Counts())) as steps:
+        with contextlib.closing(
+            FeedSteps(run, Terminal(log_period=1, quiet=False), state, Counts())
+        ) as steps:
             yield run, steps, state
 
 
@@ -48,7 +68,10 @@ def test_each_stage_is_prepared_for_once_and_takes_the_examples_that_follow(
                 prepared.append(step)
             state, taken = steps.take(state, step)
             ids = example_ids(
-                seen[-1], taken.num_examples, num_examples=len(run.source), seed=run.config.data_shuffle_seed
+                seen[-1],
+                taken.num_examples,
+                num_examples=len(run.source),
+                seed=run.config.data_shuffle_seed,
             )
             np.testing.assert_array_equal(taken.example_ids, ids)
             seen.append(seen[-1] + taken.num_examples)

@@ -34,8 +34,12 @@ class Chunked:
                 jax.eval_shape(step.start),
                 self.start.output_shardings,
             )
-            chunk = {name: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype, sharding=x.sharding)
-                     for name, x in batch.items()}  # fmt: skip
+            chunk = {
+                name: jax.ShapeDtypeStruct(
+                    (1, *x.shape[1:]), x.dtype, sharding=x.sharding
+                )
+                for name, x in batch.items()
+            }
             self.chunk = step.add.lower(it.abstract, sums, chunk).compile()
             self.update = step.update.lower(it.abstract, sums).compile()
 
@@ -45,7 +49,10 @@ class Chunked:
         for _ in range(steps):
             sums = self.start()
             for index in range(ACCUMULATION):
-                chunk = {name: jax.device_put(np.asarray(x)[index : index + 1], where) for name, x in batch.items()}
+                chunk = {
+                    name: jax.device_put(np.asarray(x)[index : index + 1], where)
+                    for name, x in batch.items()
+                }
                 sums = jax.block_until_ready(self.chunk(state, sums, chunk))
             state, found = self.update(state, sums)
             metrics.append(jax.device_get(found))
@@ -53,8 +60,13 @@ class Chunked:
 
 
 SGD = ("optimizer=sgd", "learning_rate=0.5", "z_loss_multiplier=1e-3")
-EXPERTS = ("num_experts=4", "num_experts_per_tok=2", "base_moe_mlp_dim=8", "routed_bias=true",
-           "load_balance_loss_weight=0.1")  # fmt: skip
+EXPERTS = (
+    "num_experts=4",
+    "num_experts_per_tok=2",
+    "base_moe_mlp_dim=8",
+    "routed_bias=true",
+    "load_balance_loss_weight=0.1",
+)
 ROUGH = "float16"  # which rounds what it multiplies, here by another factor
 # further keys, mesh, and what is expected over what is counted
 STEPS = {
@@ -86,7 +98,9 @@ def test_chunks_one_by_one_are_the_step_of_all_micro_batches(name, setup, rows, 
         assert set(found) == set(wanted)
         assert wanted["groups"] > 1
         for key, value in wanted.items():
-            np.testing.assert_allclose(found[key], value, rtol=2e-3 if name == ROUGH else 1e-5, err_msg=key)
+            np.testing.assert_allclose(
+                found[key], value, rtol=2e-3 if name == ROUGH else 1e-5, err_msg=key
+            )
     if excess == 1:
         jax.tree.map(np.testing.assert_array_equal, got, want)
     elif name != ROUGH:
@@ -97,40 +111,63 @@ def test_chunks_one_by_one_are_the_step_of_all_micro_batches(name, setup, rows, 
 
 def test_an_example_counts_wherever_its_padding_is(setup, rows):
     """In half of the rows at the beginning; 2 of 16 slots have no example."""
-    moved = {name: np.where(np.arange(16)[:, None] % 2, x, x[:, ::-1]) for name, x in rows.items()}
+    moved = {
+        name: np.where(np.arange(16)[:, None] % 2, x, x[:, ::-1])
+        for name, x in rows.items()
+    }
     assert np.count_nonzero(moved["segments"][:, 0]) < 14
     moved["segments"][[4, 9]] = 0
     it = setup(data=2, context=2)
     with jax.set_mesh(it.mesh):
         loop = GradientLoop(it.parts)
-        counts = jax.jit(lambda batch: loop.counts(loop.rows(batch)))(it.batch(moved, ACCUMULATION, 4))
+        counts = jax.jit(lambda batch: loop.counts(loop.rows(batch)))(
+            it.batch(moved, ACCUMULATION, 4)
+        )
     assert int(counts["examples"].sum()) == 14
 
 
-def test_a_step_that_counts_nothing_is_skipped_and_one_that_is_not_finite_too(setup, rows):
+def test_a_step_that_counts_nothing_is_skipped_and_one_that_is_not_finite_too(
+    setup, rows
+):
     it = setup(*SGD)
     chunked = Chunked(it, it.batch(rows, ACCUMULATION, 4), 7)
-    for weights in (np.zeros_like(rows["weights"]), np.where(rows["weights"] > 0, np.float32(np.inf), 0)):
-        state, (metrics,) = chunked.run(it.batch(rows | {"weights": weights}, ACCUMULATION, 4), 1)
+    for weights in (
+        np.zeros_like(rows["weights"]),
+        np.where(rows["weights"] > 0, np.float32(np.inf), 0),
+    ):
+        state, (metrics,) = chunked.run(
+            it.batch(rows | {"weights": weights}, ACCUMULATION, 4), 1
+        )
         assert metrics["skipped"]
         for part in ("params", "opt_state", "progress"):
-            jax.tree.map(np.testing.assert_array_equal, getattr(state, part), getattr(it.initial, part))
+            jax.tree.map(
+                np.testing.assert_array_equal,
+                getattr(state, part),
+                getattr(it.initial, part),
+            )
         assert state.step == 1
 
 
-def test_gradients_cross_the_data_axis_in_the_update_alone_and_sums_are_given_up(setup, rows):
+def test_gradients_cross_the_data_axis_in_the_update_alone_and_sums_are_given_up(
+    setup, rows
+):
     it = setup("optimizer=adamw", data=4, fsdp=2)
     chunked = Chunked(it, it.batch(rows, 2, 8), 100)
     assert not [c.line for c in collectives(chunked.start.as_text())]
-    across = [c for c in collectives(chunked.chunk.as_text()) if "data" in c.axes(it.mesh)]
+    across = [
+        c for c in collectives(chunked.chunk.as_text()) if "data" in c.axes(it.mesh)
+    ]
     assert not [c.line for c in across], "sums stay with their replicas"
     parameters = sum(leaf.size for leaf in jax.tree.leaves(it.decoder.abstract_params))
     reduced = sum(
         np.prod([int(n) for n in sizes.split(",")], dtype=int)
-        for c in collectives(chunked.update.as_text()) if "data" in c.axes(it.mesh)
+        for c in collectives(chunked.update.as_text())
+        if "data" in c.axes(it.mesh)
         for sizes in re.findall(r"f32\[([\d,]+)\]", c.line.split(c.kind + "(")[0])
-    )  # fmt: skip
-    assert parameters / 2 <= reduced <= parameters + 100  # each device reduces its fsdp half, once
+    )
+    assert (
+        parameters / 2 <= reduced <= parameters + 100
+    )  # each device reduces its fsdp half, once
     # The sums are added to where they lie: of a chunk's results nothing is new but counts.
     memory = chunked.chunk.memory_analysis()
     assert memory.alias_size_in_bytes >= 4 * parameters / 2

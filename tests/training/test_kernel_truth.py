@@ -36,26 +36,50 @@ def kernels():
     return {
         "right": lambda q, k, v: right(q, k, v, SEGMENT),
         "ignores documents": lambda q, k, v: right(q, k, v, np.ones_like(SEGMENT)),
-        "scale of groups": lambda q, k, v: right(q, k, v, SEGMENT, scoring=Scoring(scale=(H * N // K) ** -0.5)),
+        "scale of groups": lambda q, k, v: right(
+            q, k, v, SEGMENT, scoring=Scoring(scale=(H * N // K) ** -0.5)
+        ),
         "dk": lambda q, k, v: right(q, _key_gradient_off(k), v, SEGMENT),
-        "past 128 tokens": lambda q, k, v: right(jnp.where(late, 0.8 * q, q), k, v, SEGMENT),
+        "past 128 tokens": lambda q, k, v: right(
+            jnp.where(late, 0.8 * q, q), k, v, SEGMENT
+        ),
     }
 
 
-@pytest.mark.parametrize(("dtype", "names"), [("float32", ["right"]), ("bfloat16", list(kernels()))])
-def test_each_planted_mistake_is_beyond_its_bound_and_what_is_right_is_not(dtype, names):
+@pytest.mark.parametrize(
+    ("dtype", "names"), [("float32", ["right"]), ("bfloat16", list(kernels()))]
+)
+def test_each_planted_mistake_is_beyond_its_bound_and_what_is_right_is_not(
+    dtype, names
+):
     """With the wider bound; a right kernel passes with the narrower one too."""
-    plain = functools.partial(plain_attention, segment_BT=jnp.asarray(SEGMENT), place_T=np.arange(T), scoring=Scoring())
+    plain = functools.partial(
+        plain_attention,
+        segment_BT=jnp.asarray(SEGMENT),
+        place_T=np.arange(T),
+        scoring=Scoring(),
+    )
     rng = np.random.default_rng(0)
-    arrays = [rng.normal(size=(1, T, heads, H)).astype(jnp.dtype(dtype)) for heads in (N, K, K)]
+    arrays = [
+        rng.normal(size=(1, T, heads, H)).astype(jnp.dtype(dtype))
+        for heads in (N, K, K)
+    ]
 
     @jax.jit
     def all_of_them(*arrays):
         least = kernel_truth.LEAST[dtype]
-        return {name: compare(kernels()[name], plain, arrays, least, jax.random.key(0)) for name in names}
+        return {
+            name: compare(kernels()[name], plain, arrays, least, jax.random.key(0))
+            for name in names
+        }
 
-    found = {name: np.asarray(numbers) for name, numbers in all_of_them(*arrays).items()}
-    beyond = {name: [bool(error > bound) for error, bound in numbers] for name, numbers in found.items()}
+    found = {
+        name: np.asarray(numbers) for name, numbers in all_of_them(*arrays).items()
+    }
+    beyond = {
+        name: [bool(error > bound) for error, bound in numbers]
+        for name, numbers in found.items()
+    }
     planted = {  # in the result, dq, dk and dv
         "right": [False, False, False, False],
         "ignores documents": [True, True, True, True],
@@ -74,12 +98,16 @@ def begun(setup, rows, tmp_path):
 
     def begin(name):
         it = setup("optimizer=sgd")
-        decoder = types.SimpleNamespace(shape=dataclasses.replace(it.decoder.shape, attention=name))
+        decoder = types.SimpleNamespace(
+            shape=dataclasses.replace(it.decoder.shape, attention=name)
+        )
         note = lambda **found: about.write_text(json.dumps(found))  # noqa: E731
         parts, said = dataclasses.replace(it.parts, decoder=decoder), []
         run = types.SimpleNamespace(parts=parts, note_environment=note)
         with jax.set_mesh(it.mesh):
-            prove_kernels(run, {name: array[None] for name, array in rows.items()}, said.append)
+            prove_kernels(
+                run, {name: array[None] for name, array in rows.items()}, said.append
+            )
         return said
 
     return begin, about
@@ -91,7 +119,9 @@ def test_where_a_run_computes_plainly_nothing_is_compared(begun):
     assert json.loads(about.read_text()) == {"python": "3"}
 
 
-def test_a_run_with_a_wrong_kernel_does_not_begin_and_its_errors_are_kept(begun, monkeypatch):
+def test_a_run_with_a_wrong_kernel_does_not_begin_and_its_errors_are_kept(
+    begun, monkeypatch
+):
     def without_documents(q, k, v, segment, *, kernel, **how):
         assert kernel == "splash"
         return attention(q, k, v, jnp.ones_like(segment), kernel="dot_product", **how)
@@ -101,7 +131,9 @@ def test_a_run_with_a_wrong_kernel_does_not_begin_and_its_errors_are_kept(begun,
     with pytest.raises(UserError) as caught:
         begin("splash")
     (problem,) = caught.value.problems
-    assert problem.startswith("attention=splash is further from plain arithmetic than its bound, in result and dq and ")
+    assert problem.startswith(
+        "attention=splash is further from plain arithmetic than its bound, in result and dq and "
+    )
     assert problem.endswith("Use attention=dot_product.")
     errors = json.loads(about.read_text())["kernels"]["attention=splash"]
     assert errors.keys() == {"result", "dq", "dk", "dv"}

@@ -25,7 +25,13 @@ def new(tmp_path):
     made = []
 
     def make(failures=None, renewal_seconds=60.0):
-        made.append(Lease(tmp_path / "run", failures or Failures(), renewal_seconds=renewal_seconds))
+        made.append(
+            Lease(
+                tmp_path / "run",
+                failures or Failures(),
+                renewal_seconds=renewal_seconds,
+            )
+        )
         return made[-1]
 
     yield make
@@ -37,7 +43,11 @@ def leave(tmp_path, *, number=1, age=0.0, **changed):
     """A lease that somebody else left, `age` seconds after its last renewal."""
     path = tmp_path / "run" / "lease" / f"{number}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(dataclasses.asdict(dataclasses.replace(Holder.this_process(), **changed))))
+    path.write_text(
+        json.dumps(
+            dataclasses.asdict(dataclasses.replace(Holder.this_process(), **changed))
+        )
+    )
     os.utime(path, (time.time() - age, time.time() - age))
     return path
 
@@ -46,7 +56,9 @@ def leave(tmp_path, *, number=1, age=0.0, **changed):
 def test_the_second_is_refused_with_who_holds_it_until_it_is_released(new, tmp_path):
     first = new()
     assert first.attempt() is None
-    with pytest.raises(UserError, match=rf"run is in use: process {os.getpid()} on host"):
+    with pytest.raises(
+        UserError, match=rf"run is in use: process {os.getpid()} on host"
+    ):
         new().attempt()
     first.release()
     assert not (tmp_path / "run" / "lease").exists()
@@ -73,7 +85,9 @@ def test_on_one_machine_a_dead_holder_is_known_at_once(new, tmp_path):
 
 
 @pytest.mark.parametrize("machine", ["another", ""])
-def test_elsewhere_missed_renewals_show_it_and_a_fresh_lease_is_waited_for(machine, new, tmp_path):
+def test_elsewhere_missed_renewals_show_it_and_a_fresh_lease_is_waited_for(
+    machine, new, tmp_path
+):
     path = leave(tmp_path, machine=machine, host="far", age=30)
     waiting = new()
     assert "on host far" in waiting.attempt()
@@ -105,7 +119,11 @@ def test_a_holder_renews_and_learns_that_it_was_taken_over(new, tmp_path):
 
 @pytest.fixture(params=["disk", "bucket"])
 def run(request, tmp_path):
-    return tmp_path / "run" if request.param == "disk" else request.getfixturevalue("bucket") / "run"
+    return (
+        tmp_path / "run"
+        if request.param == "disk"
+        else request.getfixturevalue("bucket") / "run"
+    )
 
 
 def test_of_many_at_once_one_holds_it(run, tmp_path):
@@ -124,7 +142,9 @@ def test_of_many_at_once_one_holds_it(run, tmp_path):
             except UserError:
                 got.append("refused")
 
-        threads = [threading.Thread(target=contend, args=(each,)) for each in contenders]
+        threads = [
+            threading.Thread(target=contend, args=(each,)) for each in contenders
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -137,7 +157,9 @@ def test_of_many_at_once_one_holds_it(run, tmp_path):
 
 
 @pytest.mark.parametrize("let_go", [False, True])
-def test_one_that_found_the_dead_long_ago_removes_nobodys_lease(let_go, new, tmp_path, monkeypatch):
+def test_one_that_found_the_dead_long_ago_removes_nobodys_lease(
+    let_go, new, tmp_path, monkeypatch
+):
     """Between its look and its own lease others come and go, and the numbers may begin anew."""
     leave(tmp_path, started="12345")
     slow, fast, last = new(), new(), new()
@@ -151,7 +173,9 @@ def test_one_that_found_the_dead_long_ago_removes_nobodys_lease(let_go, new, tmp
             assert last.attempt() is None
         return token_hex(number)
 
-    monkeypatch.setattr(lease_module.secrets, "token_hex", meanwhile)  # called after the look
+    monkeypatch.setattr(
+        lease_module.secrets, "token_hex", meanwhile
+    )  # called after the look
     assert slow.attempt() == ""
     assert (last if let_go else fast).check()
     with pytest.raises(UserError, match="is in use"):

@@ -39,17 +39,28 @@ def test_one_replica_that_averages_with_itself_is_plain_training(setup, rows, ag
     got, got_metrics = _run(alone, alone.compile_step(batch), batch, 5)
     agrees(jax.tree.map(lambda p: p[0], got.params), want.params)
     for name in ("loss", "grad_norm", "learning_rate", "target_tokens"):
-        np.testing.assert_allclose([m[name] for m in got_metrics], [m[name] for m in want_metrics], rtol=1e-5)
+        np.testing.assert_allclose(
+            [m[name] for m in got_metrics], [m[name] for m in want_metrics], rtol=1e-5
+        )
 
 
 def test_replicas_train_on_their_own_rows_and_are_averaged(setup, rows, agrees):
     """Four replicas on two data shards, three steps, one synchronisation: each trains on its quarter of the rows."""
-    keys = ("optimizer=sgd", "diloco_outer_lr=1", "diloco_outer_momentum=0", "diloco_sync_period=3")
+    keys = (
+        "optimizer=sgd",
+        "diloco_outer_lr=1",
+        "diloco_outer_momentum=0",
+        "diloco_sync_period=3",
+    )
     it, one = setup(*keys, data=2, fsdp=2, replicas=4), setup(*keys)
-    state, metrics = _run(it, it.compile_step(it.batch(rows, 1, 16)), it.batch(rows, 1, 16), 3)
+    state, metrics = _run(
+        it, it.compile_step(it.batch(rows, 1, 16)), it.batch(rows, 1, 16), 3
+    )
     ends, losses, tokens = [], [], []
     for replica in range(4):
-        own = {name: array[4 * replica : 4 * replica + 4] for name, array in rows.items()}
+        own = {
+            name: array[4 * replica : 4 * replica + 4] for name, array in rows.items()
+        }
         batch = one.batch(own, 1, 4)
         if replica == 0:
             compiled = one.compile_step(batch)
@@ -60,9 +71,15 @@ def test_replicas_train_on_their_own_rows_and_are_averaged(setup, rows, agrees):
     mean = jax.tree.map(lambda *p: np.mean(np.stack(p), axis=0), *ends)
     agrees(state.outer.params, mean)
     jax.tree.map(
-        lambda p, m: np.testing.assert_array_equal(p, np.broadcast_to(m, p.shape)), state.params, state.outer.params
+        lambda p, m: np.testing.assert_array_equal(p, np.broadcast_to(m, p.shape)),
+        state.params,
+        state.outer.params,
     )
-    np.testing.assert_allclose([m["loss"] for m in metrics], np.average(losses, axis=0, weights=tokens), rtol=1e-5)
+    np.testing.assert_allclose(
+        [m["loss"] for m in metrics],
+        np.average(losses, axis=0, weights=tokens),
+        rtol=1e-5,
+    )
     assert metrics[0]["target_tokens"] == sum(tokens)
 
 
@@ -71,7 +88,9 @@ def test_replicas_train_on_their_own_rows_and_are_averaged(setup, rows, agrees):
 def test_four_replicas_of_a_quadratic_follow_the_closed_form(lr, momentum):
     """Replica r minimises (x - c_r)^2 / 2 by H steps of rate e: x -> c_r + (1 - e)^H (x - c_r). With q = (1 - e)^H and
     the mean c of the c_r, the outer gradient is (1 - q)(x - c): Nesterov SGD on a quadratic around c."""
-    local = LocalUpdates(num_replicas=4, sync_period=5, outer_lr=lr, outer_momentum=momentum)
+    local = LocalUpdates(
+        num_replicas=4, sync_period=5, outer_lr=lr, outer_momentum=momentum
+    )
     centres, rate = np.array([1.0, -2.0, 4.0, 0.5]), 0.1
     q = (1 - rate) ** 5
     outer = local.outer_state({"x": jnp.float32(3.0)})
@@ -86,12 +105,16 @@ def test_four_replicas_of_a_quadratic_follow_the_closed_form(lr, momentum):
         v = momentum * v + gradient
         x -= lr * (gradient + momentum * v)
         assert float(outer.params["x"]) == pytest.approx(x, rel=1e-5)
-        np.testing.assert_array_equal(x_R["x"], np.full(4, np.float32(outer.params["x"])))
+        np.testing.assert_array_equal(
+            x_R["x"], np.full(4, np.float32(outer.params["x"]))
+        )
 
 
 def test_masters_meet_and_weights_are_the_rounding_of_what_comes_of_it():
     """At 1 + 2^-9 and 1 + 3 x 2^-9, whose mean is 1 + 2^-8; in bfloat16 they are 1 and 1 + 2^-7."""
-    local = LocalUpdates(num_replicas=2, sync_period=1, outer_lr=0.5, outer_momentum=0.0)
+    local = LocalUpdates(
+        num_replicas=2, sync_period=1, outer_lr=0.5, outer_momentum=0.0
+    )
     outer = local.outer_state({"x": jnp.ones((), jnp.bfloat16)}, {"x": jnp.float32(1)})
     masters_R = {"x": jnp.array([1 + 2**-9, 1 + 3 * 2**-9], jnp.float32)}
     params_R = jax.tree.map(lambda x: x.astype(jnp.bfloat16), masters_R)
@@ -107,14 +130,24 @@ def test_masters_meet_and_weights_are_the_rounding_of_what_comes_of_it():
 def test_replicas_with_narrow_weights_go_on_from_the_masters_that_met(setup):
     it = setup("optimizer=adamw", "weight_dtype=bfloat16", *OUTER, data=2, replicas=2)
     state = it.state()
-    apart = jax.tree.map(lambda m: m * np.array([1.0, 3.0], np.float32).reshape(-1, *[1] * (m.ndim - 1)),
-                         jax.device_get(master_of(state.opt_state)))  # fmt: skip
-    placed = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), apart, master_of(state.opt_state))
+    apart = jax.tree.map(
+        lambda m: m * np.array([1.0, 3.0], np.float32).reshape(-1, *[1] * (m.ndim - 1)),
+        jax.device_get(master_of(state.opt_state)),
+    )
+    placed = jax.tree.map(
+        lambda x, like: jax.device_put(x, like.sharding),
+        apart,
+        master_of(state.opt_state),
+    )
     state = dataclasses.replace(state, opt_state=with_master(state.opt_state, placed))
     with jax.set_mesh(it.mesh):
         met = jax.device_get(make_synchronise(it.parts)(state))
     for got_R, shared, rounded, was_R in zip(
-        *map(jax.tree.leaves, (master_of(met.opt_state), met.outer.master, met.outer.params, apart)), strict=True
+        *map(
+            jax.tree.leaves,
+            (master_of(met.opt_state), met.outer.master, met.outer.params, apart),
+        ),
+        strict=True,
     ):
         np.testing.assert_array_equal(shared, 2 * was_R[0])
         np.testing.assert_array_equal(got_R, np.stack([shared, shared]))
@@ -137,9 +170,14 @@ def test_a_replica_skips_for_itself(setup, rows):
     it = setup("optimizer=sgd", "diloco_sync_period=9", data=2, replicas=2)
     bad = {name: array.copy() for name, array in rows.items()}
     bad["weights"][0, 0] = np.nan  # in the first replica's half
-    state, (metrics,) = _run(it, it.compile_step(it.batch(bad, 1, 16)), it.batch(bad, 1, 16), 1)
+    state, (metrics,) = _run(
+        it, it.compile_step(it.batch(bad, 1, 16)), it.batch(bad, 1, 16), 1
+    )
     start, end = (jax.tree.leaves(tree.params) for tree in (it.initial, state))
-    moved = [any(not np.array_equal(p[r], q[r]) for p, q in zip(start, end, strict=True)) for r in range(2)]
+    moved = [
+        any(not np.array_equal(p[r], q[r]) for p, q in zip(start, end, strict=True))
+        for r in range(2)
+    ]
     assert moved == [False, True]
     assert metrics["skipped"]
     assert state.opt_state.gradient_step.tolist() == [0, 1]
@@ -149,5 +187,8 @@ def test_a_config_without_it_has_none():
     config = load_config(None, ["enable_diloco=true", "diloco_sync_period=7"])
     assert local_updates(config, None) is None
     assert dataclasses.asdict(local_updates(config, 4)) == {
-        "num_replicas": 4, "sync_period": 7, "outer_lr": 0.7, "outer_momentum": 0.9,
-    }  # fmt: skip
+        "num_replicas": 4,
+        "sync_period": 7,
+        "outer_lr": 0.7,
+        "outer_momentum": 0.9,
+    }

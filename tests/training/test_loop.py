@@ -26,9 +26,18 @@ from maxtext_lite.training.metrics import JsonLines
 from tests.prepared import byte_shards, write_prepared
 from tests.training.conftest import TINY
 
-RUN = [*TINY, "steps=6", "warmup_steps=2", "eval_interval=3", "eval_fraction=0.05", "checkpoint_period=3",
-       "learning_rate=0.01",
-       "global_batch_size=8", "gradient_accumulation_steps=-1", "per_device_batch_size=1"]  # fmt: skip
+RUN = [
+    *TINY,
+    "steps=6",
+    "warmup_steps=2",
+    "eval_interval=3",
+    "eval_fraction=0.05",
+    "checkpoint_period=3",
+    "learning_rate=0.01",
+    "global_batch_size=8",
+    "gradient_accumulation_steps=-1",
+    "per_device_batch_size=1",
+]
 
 
 @pytest.fixture(scope="module")
@@ -38,25 +47,44 @@ def documents(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "documents.jsonl"
     words = ["to", "be", "or", "not", "that", "is", "the", "question"]
     path.write_text(
-        "".join(json.dumps({"text": " ".join(rng.choice(words, rng.integers(1, 40)))}) + "\n" for _ in range(120))
+        "".join(
+            json.dumps({"text": " ".join(rng.choice(words, rng.integers(1, 40)))})
+            + "\n"
+            for _ in range(120)
+        )
     )
     return path
 
 
 def _train(tmp_path, documents, *overrides, **objects):
-    config = load_config(None, [*RUN, f"base_output_directory={tmp_path}", f"dataset_path={documents}", *overrides])
+    config = load_config(
+        None,
+        [
+            *RUN,
+            f"base_output_directory={tmp_path}",
+            f"dataset_path={documents}",
+            *overrides,
+        ],
+    )
     return train(config, **objects)
 
 
 def _records(result):
-    lines = [json.loads(line) for line in (result.run_directory / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "loss" in line], [line for line in lines if "eval_loss" in line]
+    lines = [
+        json.loads(line)
+        for line in (result.run_directory / "metrics.jsonl").read_text().splitlines()
+    ]
+    return [line for line in lines if "loss" in line], [
+        line for line in lines if "eval_loss" in line
+    ]
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, documents):
     """An uninterrupted run on the 8 devices."""
-    return _train(tmp_path_factory.mktemp("runs"), documents, "run_name=whole", "profiler_steps=1")
+    return _train(
+        tmp_path_factory.mktemp("runs"), documents, "run_name=whole", "profiler_steps=1"
+    )
 
 
 @pytest.mark.fast
@@ -72,26 +100,58 @@ def test_writes_what_the_interface_promises(whole):
         "memory.json",
         "goodput.json",
     }
-    (trace,) = (whole.run_directory / "tensorboard" / "plugins" / "profile").rglob("*.xplane.pb")
+    (trace,) = (whole.run_directory / "tensorboard" / "plugins" / "profile").rglob(
+        "*.xplane.pb"
+    )
     planes = jax.profiler.ProfileData.from_file(str(trace)).planes
-    events = [event for plane in planes for line in plane.lines for event in line.events if event.name == "train"]
+    events = [
+        event
+        for plane in planes
+        for line in plane.lines
+        for event in line.events
+        if event.name == "train"
+    ]
     # jax 0.12's binding makes a type without __module__, and aborts the process where that is an error.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        assert [dict(event.stats)["step_num"] for event in events] == [3]  # the traced step, as xprof finds it
+        assert [dict(event.stats)["step_num"] for event in events] == [
+            3
+        ]  # the traced step, as xprof finds it
     steps, evaluations = _records(whole)
     assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
     assert [record["step"] for record in evaluations] == [3, 6]
-    assert {"step", "loss", "grad_norm", "param_norm", "learning_rate", "examples", "target_tokens", "examples_seen",
-            "tokens_seen", "epoch", "per_device_batch_size", "gradient_accumulation_steps", "global_batch_to_train",
-            "step_seconds", "data_seconds", "tokens_per_second", "tflops_per_device", "mfu", "skipped",
-            "examples_hash"} <= set(steps[0])  # fmt: skip
+    assert {
+        "step",
+        "loss",
+        "grad_norm",
+        "param_norm",
+        "learning_rate",
+        "examples",
+        "target_tokens",
+        "examples_seen",
+        "tokens_seen",
+        "epoch",
+        "per_device_batch_size",
+        "gradient_accumulation_steps",
+        "global_batch_to_train",
+        "step_seconds",
+        "data_seconds",
+        "tokens_per_second",
+        "tflops_per_device",
+        "mfu",
+        "skipped",
+        "examples_hash",
+    } <= set(steps[0])
     assert set(evaluations[0]) == {"step", "eval_loss", "eval_target_tokens"}
     assert [record["examples_seen"] for record in steps] == [8, 16, 24, 32, 40, 48]
     assert steps[-1]["tokens_seen"] == sum(record["target_tokens"] for record in steps)
     assert steps[-1]["loss"] < steps[0]["loss"]
-    assert all(0 < record["training_seconds"] < record["run_seconds"] for record in steps)
-    parts = json.loads((whole.run_directory / "environment.json").read_text())["start_up_seconds"]
+    assert all(
+        0 < record["training_seconds"] < record["run_seconds"] for record in steps
+    )
+    parts = json.loads((whole.run_directory / "environment.json").read_text())[
+        "start_up_seconds"
+    ]
     assert list(parts) == ["data", "init", "compile", "first step"]
     assert whole.loss == steps[-1]["loss"]
     assert whole.eval_loss == evaluations[-1]["eval_loss"]
@@ -115,17 +175,34 @@ def test_recording_a_step_at_once_or_while_the_next_one_runs_gives_the_same_run(
     assert FeedSteps.ahead
     monkeypatch.setattr(FeedSteps, "ahead", False)
     at_once = _train(tmp_path, documents)
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(at_once.state), jax.device_get(whole.state))
-    keep = lambda records: [{key: r[key] for key in r if "second" not in key and "tflops" not in key} for r in records]  # noqa: E731
-    (got, got_evaluations), (want, want_evaluations) = _records(at_once), _records(whole)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        jax.device_get(at_once.state),
+        jax.device_get(whole.state),
+    )
+
+    def keep(records):
+        return [
+            {key: r[key] for key in r if "second" not in key and "tflops" not in key}
+            for r in records
+        ]
+
+    (got, got_evaluations), (want, want_evaluations) = (
+        _records(at_once),
+        _records(whole),
+    )
     assert keep(got) == keep(want)
     assert got_evaluations == want_evaluations
 
 
 @pytest.mark.parametrize("override", ["base_mlp_dim=48", "enable_checkpointing=false"])
-def test_a_run_goes_on_as_the_model_that_it_was_and_is_not_started_over(override, whole, documents):
+def test_a_run_goes_on_as_the_model_that_it_was_and_is_not_started_over(
+    override, whole, documents
+):
     with pytest.raises(UserError, match=override):
-        _train(whole.run_directory.parent, documents, "run_name=whole", override, "steps=9")
+        _train(
+            whole.run_directory.parent, documents, "run_name=whole", override, "steps=9"
+        )
 
 
 def test_a_signal_breaks_off_an_evaluation_and_the_next_start_makes_up_for_it_also_after_the_last_step(
@@ -146,19 +223,34 @@ def test_a_signal_breaks_off_an_evaluation_and_the_next_start_makes_up_for_it_al
         stopped = _train(tmp_path, documents)
     assert (stopped.interrupted, stopped.step, stopped.eval_loss) == (True, 3, None)
     assert "step 3/6  no evaluation, as the run stops" in capsys.readouterr().out
-    assert [path.name for path in (stopped.run_directory / "checkpoints").iterdir()] == ["3"]
+    assert [
+        path.name for path in (stopped.run_directory / "checkpoints").iterdir()
+    ] == ["3"]
     resumed = _train(tmp_path, documents, callbacks=[Interrupt()])
     assert (resumed.interrupted, resumed.step, resumed.eval_loss) == (True, 6, None)
-    parts = json.loads((resumed.run_directory / "environment.json").read_text())["start_up_seconds"]
+    parts = json.loads((resumed.run_directory / "environment.json").read_text())[
+        "start_up_seconds"
+    ]
     assert list(parts) == ["data", "restore", "evaluation", "compile", "first step"]
-    (steps, evaluations), (all_steps, all_evaluations) = _records(resumed), _records(whole)
+    (steps, evaluations), (all_steps, all_evaluations) = (
+        _records(resumed),
+        _records(whole),
+    )
     assert [step["loss"] for step in steps] == [step["loss"] for step in all_steps]
-    assert [each["eval_loss"] for each in evaluations] == [each["eval_loss"] for each in all_evaluations[:1]]
+    assert [each["eval_loss"] for each in evaluations] == [
+        each["eval_loss"] for each in all_evaluations[:1]
+    ]
     assert (resumed.run_directory / "checkpoints" / "6").is_dir()
     assert "stopped by SIGTERM after step 6, saved" in capsys.readouterr().out
     ended = _train(tmp_path, documents)
-    assert (ended.interrupted, ended.step, ended.eval_loss) == (False, 6, whole.eval_loss)
-    assert [each["eval_loss"] for each in _records(ended)[1]] == [each["eval_loss"] for each in all_evaluations]
+    assert (ended.interrupted, ended.step, ended.eval_loss) == (
+        False,
+        6,
+        whole.eval_loss,
+    )
+    assert [each["eval_loss"] for each in _records(ended)[1]] == [
+        each["eval_loss"] for each in all_evaluations
+    ]
     assert "nothing to do" not in capsys.readouterr().out
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # restored
     # Again, with nothing left to do: nothing is touched.
@@ -179,27 +271,62 @@ def test_a_non_finite_loss_stops_the_run_and_saves_nothing(tmp_path, documents):
             "warmup_steps=0",
             "checkpoint_period=6",
         )
-    assert not [p for p in (tmp_path / "default" / "checkpoints").glob("*") if p.name.isdigit()]
+    assert not [
+        p for p in (tmp_path / "default" / "checkpoints").glob("*") if p.name.isdigit()
+    ]
 
 
-RAMP = ("enable_rampup_batch_size=true", "global_batch_size=0", "gradient_accumulation_steps=1",
-        "per_device_batch_size=2", "per_device_batch_size_start=1", "per_device_batch_size_increment=0.5",
-        "global_rampup_samples=44", "ici_data_parallelism=2", "steps=7", "eval_interval=-1", SGD)  # fmt: skip
+RAMP = (
+    "enable_rampup_batch_size=true",
+    "global_batch_size=0",
+    "gradient_accumulation_steps=1",
+    "per_device_batch_size=2",
+    "per_device_batch_size_start=1",
+    "per_device_batch_size_increment=0.5",
+    "global_rampup_samples=44",
+    "ici_data_parallelism=2",
+    "steps=7",
+    "eval_interval=-1",
+    SGD,
+)
 
 
-def test_a_ramp_of_three_stages_has_the_schedule_of_a_run_without_one(tmp_path, documents, capsys):
+def test_a_ramp_of_three_stages_has_the_schedule_of_a_run_without_one(
+    tmp_path, documents, capsys
+):
     """Batches of 8, 12 and 16 on 8 devices: shares of 22 samples are 3 steps of 8 and 2 of 12."""
     ramped = _train(tmp_path, documents, *RAMP, "schedule_unit=examples")
     # 8 rows in 8 slots, then 12 in 16 and 16 in 16: two executables for three stages.
     said = capsys.readouterr().out
     assert said.count("compiled the train step of the next stage") == 1
-    assert "from step 4: global_batch_to_train=12 = 1.5 per device x 8 devices x 1 accumulation" in said
+    assert (
+        "from step 4: global_batch_to_train=12 = 1.5 per device x 8 devices x 1 accumulation"
+        in said
+    )
     steps, _ = _records(ramped)
     assert [step["examples"] for step in steps] == [8, 8, 8, 12, 12, 16, 16]
-    assert [step["global_batch_to_train"] for step in steps] == [8, 8, 8, 12, 12, 16, 16]
-    assert [step["per_device_batch_size"] for step in steps] == [1.0, 1.0, 1.0, 1.5, 1.5, 2.0, 2.0]
+    assert [step["global_batch_to_train"] for step in steps] == [
+        8,
+        8,
+        8,
+        12,
+        12,
+        16,
+        16,
+    ]
+    assert [step["per_device_batch_size"] for step in steps] == [
+        1.0,
+        1.0,
+        1.0,
+        1.5,
+        1.5,
+        2.0,
+        2.0,
+    ]
     # At the peak after 2 x 16 examples, at its end after 80.
-    assert steps[3]["learning_rate"] > steps[2]["learning_rate"]  # 36 examples against 24
+    assert (
+        steps[3]["learning_rate"] > steps[2]["learning_rate"]
+    )  # 36 examples against 24
     assert steps[-1]["learning_rate"] == pytest.approx(0.1 * 0.01, rel=1e-5)
     assert steps[0]["learning_rate"] == pytest.approx(8 / 32 * 0.01, rel=1e-5)
 
@@ -226,19 +353,41 @@ class Poisoned:
         }
 
 
-SKIP = ("data_shuffle_seed=-1", CONSTANT, SGD, MOMENTUM, "warmup_steps=4", "eval_interval=-1",
-        "ici_data_parallelism=4", "steps=6")  # fmt: skip
+SKIP = (
+    "data_shuffle_seed=-1",
+    CONSTANT,
+    SGD,
+    MOMENTUM,
+    "warmup_steps=4",
+    "eval_interval=-1",
+    "ici_data_parallelism=4",
+    "steps=6",
+)
 
 
 def test_a_skipped_step_leaves_no_trace_but_in_the_log(tmp_path, documents):
     """Example 19 of file order is poisoned: with batches of 8 it is in step 3, on one of the 8 devices."""
     skipping = (*SKIP, "skip_nonfinite_updates=true")
-    skipped = _train(tmp_path, documents, *skipping, "run_name=skipped", source=Poisoned(19))
+    skipped = _train(
+        tmp_path, documents, *skipping, "run_name=skipped", source=Poisoned(19)
+    )
     clean = _train(
-        tmp_path, documents, *skipping, "run_name=clean", "steps=5", source=Poisoned(without=range(16, 24))
+        tmp_path,
+        documents,
+        *skipping,
+        "run_name=clean",
+        "steps=5",
+        source=Poisoned(without=range(16, 24)),
     )
     (got, _), (want, _) = _records(skipped), _records(clean)
-    assert [record["skipped"] for record in got] == [False, False, True, False, False, False]
+    assert [record["skipped"] for record in got] == [
+        False,
+        False,
+        True,
+        False,
+        False,
+        False,
+    ]
     assert got[2]["loss"] is None
     assert got[2]["examples_seen"] == 24  # the data move on
     assert got[2]["param_norm"] == got[1]["param_norm"]
@@ -260,63 +409,123 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_is_named(tmp_path, docum
     source = Poisoned(19, 21, huge=range(24, 32))
     message = r"step 3 .*micro-batch 1, example ids 19, 21, .*embedding\.table"
     with pytest.raises(NonFiniteLoss, match=message):
-        _train(tmp_path, documents, *SKIP, "per_device_batch_size=0.5", "checkpoint_period=2",
-               "gradient_clipping_threshold=0", "sgd_momentum=0", source=source)  # fmt: skip
-    assert {path.name for path in (tmp_path / "default" / "checkpoints").iterdir()} == {"2"}
+        _train(
+            tmp_path,
+            documents,
+            *SKIP,
+            "per_device_batch_size=0.5",
+            "checkpoint_period=2",
+            "gradient_clipping_threshold=0",
+            "sgd_momentum=0",
+            source=source,
+        )
+    assert {path.name for path in (tmp_path / "default" / "checkpoints").iterdir()} == {
+        "2"
+    }
 
 
 def test_too_many_skipped_steps_in_a_row_end_the_run(tmp_path, documents):
     """Steps 2, 3 and then 5, 6, 7 hold a poisoned example: the third in a row is one too many, even after a resume."""
     source = Poisoned(8, 16, 32, 40, 48)
-    keys = (*SKIP, "skip_nonfinite_updates=true", "max_skipped_updates=3", "checkpoint_period=1")
+    keys = (
+        *SKIP,
+        "skip_nonfinite_updates=true",
+        "max_skipped_updates=3",
+        "checkpoint_period=1",
+    )
     _train(tmp_path, documents, *keys, "steps=6", source=source)
     with pytest.raises(NonFiniteLoss, match=r"step 7 .*example ids 48,"):
         _train(tmp_path, documents, *keys, "steps=9", source=source)
-    assert int(max(path.name for path in (tmp_path / "default" / "checkpoints").iterdir())) == 6
+    assert (
+        int(max(path.name for path in (tmp_path / "default" / "checkpoints").iterdir()))
+        == 6
+    )
 
 
-def test_epochs_train_on_each_example_once_down_to_the_last(tmp_path, documents, capsys):
+def test_epochs_train_on_each_example_once_down_to_the_last(
+    tmp_path, documents, capsys
+):
     """289 examples in batches of 64: five steps, the last with 33; then a second epoch, as without a stop."""
-    keys = ("num_epochs=1", "last_batch=train", "global_batch_size=64", "per_device_batch_size=4", "eval_interval=-1",
-            "schedule_unit=tokens", "steps=-1", SGD)  # fmt: skip
+    keys = (
+        "num_epochs=1",
+        "last_batch=train",
+        "global_batch_size=64",
+        "per_device_batch_size=4",
+        "eval_interval=-1",
+        "schedule_unit=tokens",
+        "steps=-1",
+        SGD,
+    )
     once = _train(tmp_path, documents, *keys)
     (records, _) = _records(once)
     assert [record["examples"] for record in records] == [64, 64, 64, 64, 33]
     assert records[-1]["epoch"] == 1.0
     assert records[-1]["learning_rate"] == pytest.approx(0.1 * 0.01, rel=1e-6)
-    assert records[-1]["tokens_seen"] == sum(record["target_tokens"] for record in records)
+    assert records[-1]["tokens_seen"] == sum(
+        record["target_tokens"] for record in records
+    )
     plan = json.loads((once.run_directory / "plan.json").read_text())
     assert (plan["steps"], plan["epochs"], plan["last_batch_examples"]) == (5, 1, 33)
     assert "nothing to do" not in capsys.readouterr().out
     twice = _train(tmp_path, documents, *keys, "num_epochs=2")
     (records, _) = _records(twice)
     assert [record["examples"] for record in records] == [64, 64, 64, 64, 33] * 2
-    hashes = [examples_hash(example_ids(0, 289, num_examples=289, seed=0)[i : i + 64]) for i in range(0, 289, 64)]
+    hashes = [
+        examples_hash(example_ids(0, 289, num_examples=289, seed=0)[i : i + 64])
+        for i in range(0, 289, 64)
+    ]
     assert [record["examples_hash"] for record in records[:5]] == hashes
     assert records[-1]["tokens_seen"] == 2 * records[4]["tokens_seen"]
 
 
 def test_the_learning_rate_scales_with_the_batch(tmp_path, documents):
-    scaled = _train(tmp_path, documents, "learning_rate_scaling=sqrt", "base_global_batch_size=2", "steps=1",
-                    "warmup_steps=0", CONSTANT, "scale_adam_with_batch=true",
-                    "eval_interval=-1")  # fmt: skip
+    scaled = _train(
+        tmp_path,
+        documents,
+        "learning_rate_scaling=sqrt",
+        "base_global_batch_size=2",
+        "steps=1",
+        "warmup_steps=0",
+        CONSTANT,
+        "scale_adam_with_batch=true",
+        "eval_interval=-1",
+    )
     assert _records(scaled)[0][0]["learning_rate"] == pytest.approx(0.02)
     # m = 8 / 2: after one step the moments are (1 - b) g with 1 - b = 4 x 0.1 and 4 x 0.05, so their ratio tells b.
     moments = scaled.state.opt_state.inner_opt_state[1]
-    mu, nu = (np.asarray(jax.tree.leaves(tree)[-1], np.float64) for tree in (moments.mu, moments.nu))
+    mu, nu = (
+        np.asarray(jax.tree.leaves(tree)[-1], np.float64)
+        for tree in (moments.mu, moments.nu)
+    )
     big = np.abs(mu) > np.abs(mu).max() / 10
-    np.testing.assert_allclose((mu**2 / nu)[big], (4 * 0.1) ** 2 / (4 * 0.05), rtol=1e-4)
+    np.testing.assert_allclose(
+        (mu**2 / nu)[big], (4 * 0.1) ** 2 / (4 * 0.05), rtol=1e-4
+    )
 
 
-def test_a_damaged_record_ends_the_run_which_is_saved_and_goes_on_once_it_is_repaired(tmp_path):
+def test_a_damaged_record_ends_the_run_which_is_saved_and_goes_on_once_it_is_repaired(
+    tmp_path,
+):
     text = "".join(np.random.default_rng(0).choice(list("abcdefgh"), 8000))
     write_prepared(
-        tmp_path / "data", byte_shards([text], 1), tokens_per_record=1024, options="group_size:1,uncompressed"
+        tmp_path / "data",
+        byte_shards([text], 1),
+        tokens_per_record=1024,
+        options="group_size:1,uncompressed",
     )
-    keys = ["dataset_type=array_record", "data_shuffle_seed=-1", "run_name=damaged", "eval_interval=-1", "steps=20",
-            "checkpoint_period=100", SGD]  # fmt: skip
+    keys = [
+        "dataset_type=array_record",
+        "data_shuffle_seed=-1",
+        "run_name=damaged",
+        "eval_interval=-1",
+        "steps=20",
+        "checkpoint_period=100",
+        SGD,
+    ]
     num_tokens = load_config(None, [*RUN]).max_target_length
-    damaged_step = (1024 * 2 // num_tokens - 1) // 8 + 1  # whose last target is the third record's first token
+    damaged_step = (
+        1024 * 2 // num_tokens - 1
+    ) // 8 + 1  # whose last target is the third record's first token
     assert 4 < damaged_step < 20
     shard = tmp_path / "data" / "00000.array_record"
     content = shard.read_bytes()
@@ -325,22 +534,39 @@ def test_a_damaged_record_ends_the_run_which_is_saved_and_goes_on_once_it_is_rep
     with pytest.raises(UserError) as caught:
         _train(tmp_path, tmp_path / "data", *keys)
     saved_step = damaged_step - 2  # when two more batches have been read
-    assert re.search(rf"{shard}.* record 2 .* after step {saved_step}\b", str(caught.value))
+    assert re.search(
+        rf"{shard}.* record 2 .* after step {saved_step}\b", str(caught.value)
+    )
     shard.write_bytes(content)
     token_stream._reader.cache_clear()  # another process would not have it
     result = _train(tmp_path, tmp_path / "data", *keys)
     steps, _ = _records(result)
     assert [record["step"] for record in steps] == list(range(1, 21))
-    ids = [np.arange(8 * step, 8 * step + 8) % (-(-8000 // num_tokens)) for step in range(20)]
-    assert [record["examples_hash"] for record in steps] == [examples_hash(numbers) for numbers in ids]
+    ids = [
+        np.arange(8 * step, 8 * step + 8) % (-(-8000 // num_tokens))
+        for step in range(20)
+    ]
+    assert [record["examples_hash"] for record in steps] == [
+        examples_hash(numbers) for numbers in ids
+    ]
 
 
 def test_what_cannot_be_read_from_the_start_trains_nothing(tmp_path):
-    write_prepared(tmp_path / "data", byte_shards(["x" * 20_000], 1), options="group_size:1,uncompressed")
+    write_prepared(
+        tmp_path / "data",
+        byte_shards(["x" * 20_000], 1),
+        options="group_size:1,uncompressed",
+    )
     shard = tmp_path / "data" / "00000.array_record"
     content = shard.read_bytes()
     shard.write_bytes(content[:5000] + b"?" + content[5001:])
-    keys = ["dataset_type=array_record", "data_shuffle_seed=-1", "eval_interval=-1", "run_name=unread", SGD]
+    keys = [
+        "dataset_type=array_record",
+        "data_shuffle_seed=-1",
+        "eval_interval=-1",
+        "run_name=unread",
+        SGD,
+    ]
     with pytest.raises(UserError, match="record 0 "):
         _train(tmp_path, tmp_path / "data", *keys)
     assert not list((tmp_path / "unread" / "checkpoints").glob("[0-9]*"))
@@ -357,7 +583,9 @@ def test_what_stands_in_the_way_of_an_output_is_named(name, tmp_path, documents)
 
 
 @pytest.mark.parametrize(("of", "close"), [(JsonLines, "close"), (Goodput, "close")])
-def test_a_file_that_is_full_only_as_it_is_closed_ends_the_run_too(of, close, tmp_path, documents, monkeypatch):
+def test_a_file_that_is_full_only_as_it_is_closed_ends_the_run_too(
+    of, close, tmp_path, documents, monkeypatch
+):
     closes = getattr(of, close)
 
     def full(self):
@@ -370,7 +598,9 @@ def test_a_file_that_is_full_only_as_it_is_closed_ends_the_run_too(of, close, tm
         _train(tmp_path, documents, "run_name=full", "eval_interval=-1", "steps=2")
 
 
-def test_a_full_disk_is_told_with_the_checkpoint_whose_save_was_under_way(tmp_path, documents, monkeypatch):
+def test_a_full_disk_is_told_with_the_checkpoint_whose_save_was_under_way(
+    tmp_path, documents, monkeypatch
+):
     """The line of step 4 cannot be written while the checkpoint of step 3 waits for its checksums."""
     fails, write, write_part = threading.Event(), JsonLines.write, saving.write_part
 

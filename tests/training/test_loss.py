@@ -21,11 +21,19 @@ def inputs():
     """Hidden states, head, targets, weights and the logits' bias."""
     rng = np.random.default_rng(0)
     x, head = rng.normal(size=(B, T, D)), rng.normal(size=(D, V))
-    return x, head, rng.integers(0, V, (B, T)), rng.choice([0.0, 0.5, 1.0], (B, T)), rng.normal(size=V)
+    return (
+        x,
+        head,
+        rng.integers(0, V, (B, T)),
+        rng.choice([0.0, 0.5, 1.0], (B, T)),
+        rng.normal(size=V),
+    )
 
 
 def narrow(*arrays):
-    return [np.asarray(a, np.float32 if a.dtype == np.float64 else np.int32) for a in arrays]
+    return [
+        np.asarray(a, np.float32 if a.dtype == np.float64 else np.int32) for a in arrays
+    ]
 
 
 def by_hand(how, *, biased):
@@ -40,9 +48,16 @@ def by_hand(how, *, biased):
     log_partition = np.log(np.exp(logits).sum(-1))
     nll = log_partition - np.take_along_axis(logits, target[..., None], -1)[..., 0]
     probability = np.exp(logits - log_partition[..., None])
-    towards = probability * (1 + 2 * how.z_loss_multiplier * log_partition[..., None]) - np.eye(V)[target]
+    towards = (
+        probability * (1 + 2 * how.z_loss_multiplier * log_partition[..., None])
+        - np.eye(V)[target]
+    )
     dproduct = how.multiplier * slope / how.temperature * weight[..., None] * towards
-    gradients = dproduct @ head.T, np.einsum("btd,btv->dv", x, dproduct), dproduct.sum((0, 1))
+    gradients = (
+        dproduct @ head.T,
+        np.einsum("btd,btv->dv", x, dproduct),
+        dproduct.sum((0, 1)),
+    )
     return nll, ((weight * nll).sum(), (weight * log_partition**2).sum()), gradients
 
 
@@ -62,13 +77,17 @@ def test_loss_and_gradients_are_those_by_hand(how, biased):
     *arrays, bias = narrow(*inputs())
 
     def loss(x, head, bias):
-        return cross_entropy(x, BiasedHead(head, bias) if biased else head, *arrays[2:], how)
+        return cross_entropy(
+            x, BiasedHead(head, bias) if biased else head, *arrays[2:], how
+        )
 
     @jax.jit
     def everything(*trained):
         found = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(*trained)
         x, head, bias = trained
-        nll = token_losses(x, BiasedHead(head, bias) if biased else head, arrays[2], how)
+        nll = token_losses(
+            x, BiasedHead(head, bias) if biased else head, arrays[2], how
+        )
         return found, loss(*trained)[0], nll
 
     with jax.default_matmul_precision("highest"):
@@ -82,7 +101,10 @@ def test_loss_and_gradients_are_those_by_hand(how, biased):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("axes", [{"fsdp": 4}, {"expert": 2, "context": 2, "tensor": 2}, {"stage": 2, "fsdp": 2}])
+@pytest.mark.parametrize(
+    "axes",
+    [{"fsdp": 4}, {"expert": 2, "context": 2, "tensor": 2}, {"stage": 2, "fsdp": 2}],
+)
 def test_the_heads_gradient_crosses_the_shards_once_for_all_tiles_and_is_the_same(axes):
     """Twelve tokens in as many tiles as a context shard has of them."""
     x, head, target, weight, _ = narrow(*inputs())
@@ -93,38 +115,74 @@ def test_the_heads_gradient_crosses_the_shards_once_for_all_tiles_and_is_the_sam
 
     def gradients(num_tiles, grad_dtype=jnp.float32):
         how = Readout(num_tiles, grad_dtype=grad_dtype, z_loss_multiplier=Z)
-        return jax.jit(jax.value_and_grad(lambda x, head: cross_entropy(x, head, target, weight, how), (0, 1), True))
+        return jax.jit(
+            jax.value_and_grad(
+                lambda x, head: cross_entropy(x, head, target, weight, how),
+                (0, 1),
+                True,
+            )
+        )
 
     with jax.default_matmul_precision("highest"):
         want = gradients(1)(x, head)
         with jax.set_mesh(mesh):
-            where = sharding(mesh, ("end_batch", "length", None)), sharding(mesh, HEAD_AXES)
+            where = (
+                sharding(mesh, ("end_batch", "length", None)),
+                sharding(mesh, HEAD_AXES),
+            )
             split = jax.device_put((x, head), where)
             tiled = gradients(num_tiles).lower(*split).compile()
             got, in_bfloat16 = tiled(*split), gradients(num_tiles, jnp.bfloat16)(*split)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)
-    jax.tree.map(np.testing.assert_array_equal, (got[0], got[1][0]), (in_bfloat16[0], in_bfloat16[1][0]))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want
+    )
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        (got[0], got[1][0]),
+        (in_bfloat16[0], in_bfloat16[1][0]),
+    )
     difference = np.asarray(in_bfloat16[1][1]) - np.asarray(want[1][1])
     assert 1e-4 < np.linalg.norm(difference) / np.linalg.norm(want[1][1]) < 1e-2
     whole = D * V // axes.get("tensor", 1)
-    summed = [c for c in collectives(tiled.as_text()) if "reduce" in c.kind and c.payload_bytes >= 4 * whole]
+    summed = [
+        c
+        for c in collectives(tiled.as_text())
+        if "reduce" in c.kind and c.payload_bytes >= 4 * whole
+    ]
     assert [(c.times, c.payload_bytes) for c in summed] == [(1, 4 * whole)]
 
 
 def test_large_logits_neither_overflow_nor_lose_the_target():
-    x, head = np.full((1, 1, 1), 1e4, np.float32), np.array([[1.0, 0.5, -1.0]], np.float32)
-    loss, _ = jax.jit(cross_entropy)(x, head, np.array([[1]]), np.ones((1, 1), np.float32))
+    x, head = (
+        np.full((1, 1, 1), 1e4, np.float32),
+        np.array([[1.0, 0.5, -1.0]], np.float32),
+    )
+    loss, _ = jax.jit(cross_entropy)(
+        x, head, np.array([[1]]), np.ones((1, 1), np.float32)
+    )
     assert float(loss) == pytest.approx(5e3)
 
 
 def test_all_logits_never_exist_at_once():
     """At V = 4096 the [B, T, V] float32 logits are 64 MB; in 16 tiles, value and gradient need a few tiles of it."""
-    sizes = jax.ShapeDtypeStruct((8, 512, 32), jnp.float32), jax.ShapeDtypeStruct((32, 4096), jnp.float32)
-    rows = jax.ShapeDtypeStruct((8, 512), jnp.int32), jax.ShapeDtypeStruct((8, 512), jnp.float32)
+    sizes = (
+        jax.ShapeDtypeStruct((8, 512, 32), jnp.float32),
+        jax.ShapeDtypeStruct((32, 4096), jnp.float32),
+    )
+    rows = (
+        jax.ShapeDtypeStruct((8, 512), jnp.int32),
+        jax.ShapeDtypeStruct((8, 512), jnp.float32),
+    )
 
     def temporaries(num_tiles):
         loss = lambda *arrays: cross_entropy(*arrays, Readout(num_tiles))[0]  # noqa: E731
-        return jax.jit(jax.grad(loss, (0, 1))).lower(*sizes, *rows).compile().memory_analysis().temp_size_in_bytes
+        return (
+            jax.jit(jax.grad(loss, (0, 1)))
+            .lower(*sizes, *rows)
+            .compile()
+            .memory_analysis()
+            .temp_size_in_bytes
+        )
 
     assert temporaries(1) >= 8 * 512 * 4096 * 4
     assert temporaries(16) < 8 * 512 * 4096 * 4 / 3
@@ -134,9 +192,13 @@ def test_bfloat16_gradients_come_back_in_bfloat16():
     x, head, target, weight, _ = narrow(*inputs())
     how = Readout(2, z_loss_multiplier=Z)
     loss = lambda x, head: cross_entropy(x, head, target, weight, how)[0]  # noqa: E731
-    dx, dhead = jax.jit(jax.grad(loss, (0, 1)))(x.astype(jnp.bfloat16), head.astype(jnp.bfloat16))
+    dx, dhead = jax.jit(jax.grad(loss, (0, 1)))(
+        x.astype(jnp.bfloat16), head.astype(jnp.bfloat16)
+    )
     assert dx.dtype == dhead.dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.asarray(dx, np.float32), by_hand(how, biased=False)[2][0], atol=0.05)
+    np.testing.assert_allclose(
+        np.asarray(dx, np.float32), by_hand(how, biased=False)[2][0], atol=0.05
+    )
 
 
 def test_target_tokens_share_a_row_s_weight_alike():

@@ -23,11 +23,23 @@ from maxtext_lite.generation.sampler import load_on_mesh
 
 TOKENS = np.random.default_rng(0).integers(1, 64, (1, 12)).astype(np.int32)
 SIZES = [
-    "base_emb_dim=16", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=8", "base_mlp_dim=24",
-    "vocab_size=64", "dtype=float32", "ici_fsdp_parallelism=1", "ici_data_parallelism=-1",
-]  # fmt: skip
-GEMMA = ["normalization=rms_norm_plus_one", "mlp_activation=gelu_tanh", "scale_embeddings=true",
-         "logits_via_embedding=true", "normalization_layer_epsilon=1e-6"]  # fmt: skip
+    "base_emb_dim=16",
+    "base_num_query_heads=4",
+    "base_num_kv_heads=2",
+    "head_dim=8",
+    "base_mlp_dim=24",
+    "vocab_size=64",
+    "dtype=float32",
+    "ici_fsdp_parallelism=1",
+    "ici_data_parallelism=-1",
+]
+GEMMA = [
+    "normalization=rms_norm_plus_one",
+    "mlp_activation=gelu_tanh",
+    "scale_embeddings=true",
+    "logits_via_embedding=true",
+    "normalization_layer_epsilon=1e-6",
+]
 LOCAL = ["sliding_window_size=4", "query_pre_attn_scalar=8"]
 # MaxText's model_name, and what is said of it here; two layers of Gemma 2 are one of MaxText's.
 MODELS = {
@@ -48,7 +60,13 @@ def recorded():
 
 def drawn(name, shape):
     draw = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape)
-    x = 1 + 0.2 * draw if name.endswith("scale") else draw if name.endswith("embedding") else 0.2 * draw
+    x = (
+        1 + 0.2 * draw
+        if name.endswith("scale")
+        else draw
+        if name.endswith("embedding")
+        else 0.2 * draw
+    )
     return x.astype(jnp.bfloat16).astype(np.float32)
 
 
@@ -61,44 +79,102 @@ def checkpoint(directory, recorded, case, change=lambda name, x: x):
         for step in steps:
             parent = parent.setdefault(step, {})
         parent[last] = change(name, drawn(name, shape))
-    state = {"params": {"params": tree}, "step": np.zeros((), np.int32), "opt_state": {"mu": np.zeros(3)}}
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler(items=ocp.PyTreeCheckpointHandler())) as checkpointer:
-        checkpointer.save(directory / "checkpoints" / "7", args=ocp.args.Composite(items=ocp.args.PyTreeSave(state)))
+    state = {
+        "params": {"params": tree},
+        "step": np.zeros((), np.int32),
+        "opt_state": {"mu": np.zeros(3)},
+    }
+    with ocp.Checkpointer(
+        ocp.CompositeCheckpointHandler(items=ocp.PyTreeCheckpointHandler())
+    ) as checkpointer:
+        checkpointer.save(
+            directory / "checkpoints" / "7",
+            args=ocp.args.Composite(items=ocp.args.PyTreeSave(state)),
+        )
     return directory
 
 
 def logits_of(directory):
-    decoder, params, _ = load_on_mesh(directory, load_config(directory / "config.yml"), {"fsdp": 2})
+    decoder, params, _ = load_on_mesh(
+        directory, load_config(directory / "config.yml"), {"fsdp": 2}
+    )
     with jax.default_matmul_precision("highest"):
         places = np.ones_like(TOKENS), np.arange(TOKENS.shape[1])[None]
-        return jax.jit(lambda params: decoder.logits(params, decoder.hidden(params, TOKENS, *places)))(params)
+        return jax.jit(
+            lambda params: decoder.logits(
+                params, decoder.hidden(params, TOKENS, *places)
+            )
+        )(params)
 
 
-@pytest.mark.parametrize("case", [
-    *(f"{model}-scanned" for model in MODELS), *(f"{model}-unscanned" for model in ("llama3-8b", "gemma2-2b")),
-])  # fmt: skip
-def test_an_imported_checkpoint_has_the_logits_of_maxtext(case, recorded, tmp_path, capsys):
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(f"{model}-scanned" for model in MODELS),
+        *(f"{model}-unscanned" for model in ("llama3-8b", "gemma2-2b")),
+    ],
+)
+def test_an_imported_checkpoint_has_the_logits_of_maxtext(
+    case, recorded, tmp_path, capsys
+):
     source = checkpoint(tmp_path / "maxtext", recorded, case)
     model, _, _ = case.rpartition("-")
-    assert main(["import", str(source), str(tmp_path / "out"), *SIZES, *MODELS[model]]) == 0
-    assert f"parameters of MaxText in {tmp_path / 'out'}, in float32" in capsys.readouterr().out
+    assert (
+        main(["import", str(source), str(tmp_path / "out"), *SIZES, *MODELS[model]])
+        == 0
+    )
+    assert (
+        f"parameters of MaxText in {tmp_path / 'out'}, in float32"
+        in capsys.readouterr().out
+    )
     np.testing.assert_array_equal(recorded[f"{case}/tokens"], TOKENS)
     theirs = recorded[f"{case}/logits"]
-    np.testing.assert_allclose(logits_of(tmp_path / "out"), theirs, atol=5e-6 * np.abs(theirs).max())
+    np.testing.assert_allclose(
+        logits_of(tmp_path / "out"), theirs, atol=5e-6 * np.abs(theirs).max()
+    )
 
 
-@pytest.mark.parametrize(("words", "change", "named"), [
-    (["base_num_decoder_layers=4"], {}, "key/kernel is [16, 3, 2, 8], not [16, 4, 2, 8]"),
-    (["logits_via_embedding=true"], {}, "decoder/logits_dense/kernel"),
-    (["qk_norm=head"], {}, "decoder/layers_0/self_attention/key_norm/scale"),
-    (["num_experts=4"], {}, "num_experts=4"),
-    (["norm_placement=post"], {}, "norm_placement=post"),
-    (["rope_scaling={rope_type: dynamic, factor: 2.0, original_max_position_embeddings: 8}"], {}, "rope_scaling"),
-    (["steps=3"], {}, "steps=3"),
-    ([], {"decoder/decoder_norm/scale": np.nan}, "decoder/decoder_norm/scale"),
-])  # fmt: skip
-def test_another_model_than_the_checkpoint_s_is_refused(words, change, named, recorded, tmp_path):
-    source = checkpoint(tmp_path / "maxtext", recorded, "llama3-8b-scanned", lambda name, x: x + change.get(name, 0))
+@pytest.mark.parametrize(
+    ("words", "change", "named"),
+    [
+        (
+            ["base_num_decoder_layers=4"],
+            {},
+            "key/kernel is [16, 3, 2, 8], not [16, 4, 2, 8]",
+        ),
+        (["logits_via_embedding=true"], {}, "decoder/logits_dense/kernel"),
+        (["qk_norm=head"], {}, "decoder/layers_0/self_attention/key_norm/scale"),
+        (["num_experts=4"], {}, "num_experts=4"),
+        (["norm_placement=post"], {}, "norm_placement=post"),
+        (
+            [
+                "rope_scaling={rope_type: dynamic, factor: 2.0, original_max_position_embeddings: 8}"
+            ],
+            {},
+            "rope_scaling",
+        ),
+        (["steps=3"], {}, "steps=3"),
+        ([], {"decoder/decoder_norm/scale": np.nan}, "decoder/decoder_norm/scale"),
+    ],
+)
+def test_another_model_than_the_checkpoint_s_is_refused(
+    words, change, named, recorded, tmp_path
+):
+    source = checkpoint(
+        tmp_path / "maxtext",
+        recorded,
+        "llama3-8b-scanned",
+        lambda name, x: x + change.get(name, 0),
+    )
     with pytest.raises(UserError, match=re.escape(named)):
-        main(["import", str(source), str(tmp_path / "out"), *SIZES, *MODELS["llama3-8b"], *words])
+        main(
+            [
+                "import",
+                str(source),
+                str(tmp_path / "out"),
+                *SIZES,
+                *MODELS["llama3-8b"],
+                *words,
+            ]
+        )
     assert not (tmp_path / "out").exists()

@@ -15,7 +15,10 @@ def _step(rng, tokens, mean, deviations):
     """The report of a step of groups with these numbers of tokens: sum of w/W |m|^2, groups, norm."""
     tokens = np.asarray(tokens)
     used = tokens[tokens > 0]
-    groups = mean + rng.normal(size=(len(used), len(mean))) * deviations / np.sqrt(used)[:, None]
+    groups = (
+        mean
+        + rng.normal(size=(len(used), len(mean))) * deviations / np.sqrt(used)[:, None]
+    )
     shares = used / used.sum()
     whole = (shares[:, None] * groups).sum(0)
     return {
@@ -27,7 +30,9 @@ def _step(rng, tokens, mean, deviations):
 
 @pytest.mark.parametrize("replicas_and_accumulation", [(1, 2), (8, 8)], ids=str)
 @pytest.mark.parametrize("ragged", [False, True])
-def test_a_quadratic_with_known_covariance_within_5_percent_after_2000_steps(replicas_and_accumulation, ragged):
+def test_a_quadratic_with_known_covariance_within_5_percent_after_2000_steps(
+    replicas_and_accumulation, ragged
+):
     """loss_i(x) = |x - c_i|^2 / 2 has gradients x - c_i: mean x - E[c], covariance that of c, at every x."""
     replicas, accumulation = replicas_and_accumulation
     groups, tokens_per_example = replicas * accumulation, 8
@@ -36,12 +41,16 @@ def test_a_quadratic_with_known_covariance_within_5_percent_after_2000_steps(rep
     for _ in range(2000):
         tokens = np.full(groups, examples * tokens_per_example // groups)
         if ragged:  # as many in all, in unequal groups, one of which may be empty
-            tokens = rng.multinomial(examples * tokens_per_example, rng.dirichlet(np.full(groups, 2.0)))
+            tokens = rng.multinomial(
+                examples * tokens_per_example, rng.dirichlet(np.full(groups, 2.0))
+            )
         noise = noise.after(**_step(rng, tokens, MEAN, DEVIATIONS), examples=examples)
     true = (DEVIATIONS**2).sum() / tokens_per_example / (MEAN**2).sum()
     assert noise.examples == pytest.approx(true, rel=0.05)
     assert noise.relative_error < 0.05
-    assert noise.record(examples)["gradient_noise_scale_ratio"] == pytest.approx(noise.examples / examples)
+    assert noise.record(examples)["gradient_noise_scale_ratio"] == pytest.approx(
+        noise.examples / examples
+    )
 
 
 def test_the_stated_error_is_the_scatter_of_repeated_runs():
@@ -49,23 +58,34 @@ def test_the_stated_error_is_the_scatter_of_repeated_runs():
     for seed in range(60):
         rng, noise = np.random.default_rng(seed), NoiseScale()
         for _ in range(200):
-            noise = noise.after(**_step(rng, [8, 8, 8, 8], MEAN, DEVIATIONS), examples=4)
+            noise = noise.after(
+                **_step(rng, [8, 8, 8, 8], MEAN, DEVIATIONS), examples=4
+            )
         estimates.append(noise.examples)
         errors.append(noise.relative_error)
-    assert np.mean(errors) == pytest.approx(np.std(estimates) / np.mean(estimates), rel=0.3)
+    assert np.mean(errors) == pytest.approx(
+        np.std(estimates) / np.mean(estimates), rel=0.3
+    )
 
 
 @pytest.mark.parametrize("noise_scale", [8, 1000])
 @pytest.mark.parametrize("groups", [2, 8])
-def test_the_interval_covers_the_noise_scale_in_about_68_of_100_runs_from_the_second_step_on(groups, noise_scale):
+def test_the_interval_covers_the_noise_scale_in_about_68_of_100_runs_from_the_second_step_on(
+    groups, noise_scale
+):
     """At 1000 examples and 8 a step, the gradient itself is lost in its noise for most of these steps."""
     rng, runs, dim = np.random.default_rng(0), 300, 30
     covered: dict[int, list[bool]] = {2: [], 4: [], 8: [], 32: []}
     for _ in range(runs):
         noise = NoiseScale()
-        means = rng.normal(size=(32, groups, dim)) * np.sqrt(noise_scale / dim / 4)  # of 4 examples each
+        means = rng.normal(size=(32, groups, dim)) * np.sqrt(
+            noise_scale / dim / 4
+        )  # of 4 examples each
         means[:, :, 0] += 1
-        squares, norms = (means**2).sum(2).mean(1), np.linalg.norm(means.mean(1), axis=1)
+        squares, norms = (
+            (means**2).sum(2).mean(1),
+            np.linalg.norm(means.mean(1), axis=1),
+        )
         for step in range(1, 33):
             noise = noise.after(
                 group_squares=float(squares[step - 1]),
@@ -75,7 +95,9 @@ def test_the_interval_covers_the_noise_scale_in_about_68_of_100_runs_from_the_se
             )
             if step in covered and noise.interval:
                 low, high = noise.interval
-                covered[step].append(low <= noise_scale and (high is None or noise_scale <= high))
+                covered[step].append(
+                    low <= noise_scale and (high is None or noise_scale <= high)
+                )
     for step, inside in covered.items():
         assert 0.58 < np.mean(inside) < 0.9, f"step {step}"
 
@@ -98,22 +120,37 @@ def test_a_ramp_does_not_show():
     rng, noise = np.random.default_rng(0), NoiseScale()
     for step in range(2000):
         groups = 2 if step < 1000 else 8
-        noise = noise.after(**_step(rng, [16] * groups, MEAN, DEVIATIONS), examples=2 * groups)
-    assert noise.examples == pytest.approx((DEVIATIONS**2).sum() / 8 / (MEAN**2).sum(), rel=0.05)
+        noise = noise.after(
+            **_step(rng, [16] * groups, MEAN, DEVIATIONS), examples=2 * groups
+        )
+    assert noise.examples == pytest.approx(
+        (DEVIATIONS**2).sum() / 8 / (MEAN**2).sum(), rel=0.05
+    )
 
 
 def test_the_beginning_is_forgotten():
     rng, noise = np.random.default_rng(0), NoiseScale()
     for step in range(6000):
-        noise = noise.after(**_step(rng, [16, 16, 16, 16], MEAN, DEVIATIONS * (1 if step < 500 else 2)), examples=4)
-    assert noise.examples == pytest.approx(4 * (DEVIATIONS**2).sum() / 16 / (MEAN**2).sum(), rel=0.05)
+        noise = noise.after(
+            **_step(rng, [16, 16, 16, 16], MEAN, DEVIATIONS * (1 if step < 500 else 2)),
+            examples=4,
+        )
+    assert noise.examples == pytest.approx(
+        4 * (DEVIATIONS**2).sum() / 16 / (MEAN**2).sum(), rel=0.05
+    )
 
 
 def test_what_says_nothing_changes_nothing():
     noise = NoiseScale().after(group_squares=3.0, groups=2, grad_norm=1.0, examples=4)
     assert noise.after(group_squares=3.0, groups=1, grad_norm=1.0, examples=4) == noise
-    assert noise.after(group_squares=float("nan"), groups=2, grad_norm=1.0, examples=4) == noise
-    assert noise.after(group_squares=3.0, groups=2, grad_norm=float("inf"), examples=4) == noise
+    assert (
+        noise.after(group_squares=float("nan"), groups=2, grad_norm=1.0, examples=4)
+        == noise
+    )
+    assert (
+        noise.after(group_squares=3.0, groups=2, grad_norm=float("inf"), examples=4)
+        == noise
+    )
 
 
 @pytest.mark.fast
@@ -127,11 +164,17 @@ def test_null_until_it_can_be_told():
             "gradient_noise_scale_high",
         )
     )
-    alike = NoiseScale().after(group_squares=1.0, groups=2, grad_norm=1.0, examples=4)  # groups without difference
+    alike = NoiseScale().after(
+        group_squares=1.0, groups=2, grad_norm=1.0, examples=4
+    )  # groups without difference
     assert alike.examples is None
-    drowned = NoiseScale().after(group_squares=3.0, groups=2, grad_norm=1.0, examples=4)  # |mu|^2 comes out negative
+    drowned = NoiseScale().after(
+        group_squares=3.0, groups=2, grad_norm=1.0, examples=4
+    )  # |mu|^2 comes out negative
     assert drowned.examples is None
-    once = NoiseScale().after(group_squares=1.5, groups=2, grad_norm=1.0, examples=4)  # S/W = |mu|^2 = 0.5
+    once = NoiseScale().after(
+        group_squares=1.5, groups=2, grad_norm=1.0, examples=4
+    )  # S/W = |mu|^2 = 0.5
     assert once.examples == pytest.approx(4.0)
     assert once.relative_error is None
 
@@ -149,6 +192,9 @@ def test_null_until_it_can_be_told():
 )
 def test_why_it_is_unknown(replicas, accumulation, local, interleaved, why):
     said = why_unknown(
-        num_replicas=replicas, accumulation=accumulation, local_updates=local, interleaved=interleaved
+        num_replicas=replicas,
+        accumulation=accumulation,
+        local_updates=local,
+        interleaved=interleaved,
     )
     assert said is None if why is None else why in said

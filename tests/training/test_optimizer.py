@@ -19,7 +19,9 @@ from maxtext_lite.training.state import make_decoder
 
 def rates(steps, *overrides):
     """The learning rates of steps of a run of 100, relative to the peak; the first step is 1."""
-    config = load_config(None, ["learning_rate=1e-3", "steps=100", "warmup_steps=10", *overrides])
+    config = load_config(
+        None, ["learning_rate=1e-3", "steps=100", "warmup_steps=10", *overrides]
+    )
     schedule = learning_rate_schedule(config, last=config.steps)
     return [float(schedule.rate(step)) / 1e-3 for step in steps]
 
@@ -28,29 +30,48 @@ def rates(steps, *overrides):
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("cosine", {1: 0.1, 5: 0.5, 10: 1.0, 55: 0.55, 100: 0.1}),  # half-way between 10 and 100: the mean of 1 and 0.1
+        (
+            "cosine",
+            {1: 0.1, 5: 0.5, 10: 1.0, 55: 0.55, 100: 0.1},
+        ),  # half-way between 10 and 100: the mean of 1 and 0.1
         ("linear", {1: 0.1, 10: 1.0, 55: 0.55, 100: 0.1}),
-        ("wsd", {1: 0.1, 10: 1.0, 80: 1.0, 90: 0.55, 100: 0.1}),  # the last fifth decays
+        (
+            "wsd",
+            {1: 0.1, 10: 1.0, 80: 1.0, 90: 0.55, 100: 0.1},
+        ),  # the last fifth decays
         ("constant", {1: 0.1, 10: 1.0, 100: 1.0}),
     ],
 )
 def test_schedule_at_its_corners(name, expected):
-    words = [f"learning_rate_schedule={name}", "learning_rate_final_fraction=0.1", "wsd_decay_steps_fraction=0.2"]
+    words = [
+        f"learning_rate_schedule={name}",
+        "learning_rate_final_fraction=0.1",
+        "wsd_decay_steps_fraction=0.2",
+    ]
     assert rates(expected, *words) == pytest.approx([*expected.values()], abs=1e-6)
 
 
 def test_a_warm_up_may_be_missing_or_longer_than_the_run_and_a_run_longer_than_32_bits_count():
-    assert rates([1], "warmup_steps=0", "learning_rate_schedule=constant") == pytest.approx([1])
-    assert rates([1, 5], "steps=5", "warmup_steps=20") == pytest.approx([1 / 20, 5 / 20])
+    assert rates(
+        [1], "warmup_steps=0", "learning_rate_schedule=constant"
+    ) == pytest.approx([1])
+    assert rates([1, 5], "steps=5", "warmup_steps=20") == pytest.approx(
+        [1 / 20, 5 / 20]
+    )
     long = load_config(None, ["learning_rate=1", "learning_rate_final_fraction=0"])
-    assert float(learning_rate_schedule(long, last=10**12).rate(5e11)) == pytest.approx(0.5)
+    assert float(learning_rate_schedule(long, last=10**12).rate(5e11)) == pytest.approx(
+        0.5
+    )
 
 
 def test_progress_counts_beyond_32_bits():
     progress = Progress.start()
     for _ in range(5):
         progress = progress.plus(np.array(2**31 - 1, np.int32), np.array(3, np.int32))
-    assert [int(high) * 2**32 + int(low) for high, low in progress] == [5 * (2**31 - 1), 15]
+    assert [int(high) * 2**32 + int(low) for high, low in progress] == [
+        5 * (2**31 - 1),
+        15,
+    ]
 
 
 class Full:
@@ -64,15 +85,27 @@ class Full:
 
 def schedule_after(unit, step, examples_seen, *overrides):
     """The schedule of a run of 64 examples, or of stated steps, that has come this far; and its plan."""
-    words = ["learning_rate=1", "warmup_steps=0", "learning_rate_schedule=linear", "learning_rate_final_fraction=0",
-             f"schedule_unit={unit}", "global_batch_size=4", "per_device_batch_size=-1", *overrides]  # fmt: skip
+    words = [
+        "learning_rate=1",
+        "warmup_steps=0",
+        "learning_rate_schedule=linear",
+        "learning_rate_final_fraction=0",
+        f"schedule_unit={unit}",
+        "global_batch_size=4",
+        "per_device_batch_size=-1",
+        *overrides,
+    ]
     config = load_config(None, words)
     plan = make_plan(config, num_devices=1, num_examples=64)
-    return schedule_of_run(config, plan, Full(), seed=0, step=step, examples_seen=examples_seen), plan
+    return schedule_of_run(
+        config, plan, Full(), seed=0, step=step, examples_seen=examples_seen
+    ), plan
 
 
 def progress_of(examples):
-    return Progress(np.array([0, examples], np.uint32), np.array([0, 8 * examples], np.uint32))
+    return Progress(
+        np.array([0, examples], np.uint32), np.array([0, 8 * examples], np.uint32)
+    )
 
 
 @pytest.mark.parametrize("unit", ["steps", "examples"])
@@ -85,7 +118,9 @@ def progress_of(examples):
         ("steps=20", 4, (20, 80)),
     ],
 )
-def test_a_run_that_continues_with_another_batch_has_a_schedule_that_ends_with_it(unit, length, batch, end):
+def test_a_run_that_continues_with_another_batch_has_a_schedule_that_ends_with_it(
+    unit, length, batch, end
+):
     """8 steps of 4 examples, then others, down to 0 at the last; from each of them on, the schedule is the same."""
     words = [length, f"global_batch_size={batch}"]
     schedule, plan = schedule_after(unit, 8, 32, *words)
@@ -95,24 +130,39 @@ def test_a_run_that_continues_with_another_batch_has_a_schedule_that_ends_with_i
         restarted, _ = schedule_after(unit, step - 1, seen - batch, *words)
         done = step / end[0] if unit == "steps" else seen / end[1]
         found = float(schedule(step, progress_of(seen)))
-        assert found == float(restarted(step, progress_of(seen))) == pytest.approx(1 - done, abs=1e-6)
-    before, _ = schedule_after(unit, 0, 0, "steps=16" if length.startswith("steps") else length)
+        assert (
+            found
+            == float(restarted(step, progress_of(seen)))
+            == pytest.approx(1 - done, abs=1e-6)
+        )
+    before, _ = schedule_after(
+        unit, 0, 0, "steps=16" if length.startswith("steps") else length
+    )
     assert float(before(8, progress_of(32))) == 0.5
 
 
 @pytest.mark.parametrize("unit", ["steps", "examples"])
 def test_a_restart_in_a_ramp_leaves_the_schedule_as_it_is(unit):
     """1, 2, 3, then 4 examples per step, the last step short; 3 skipped updates are not counted by either."""
-    ramp = ["enable_rampup_batch_size=true", "per_device_batch_size=4", "global_batch_size=0",
-            "per_device_batch_size_start=1", "per_device_batch_size_increment=1", "global_rampup_samples=15",
-            "num_epochs=1", "last_batch=train"]  # fmt: skip
+    ramp = [
+        "enable_rampup_batch_size=true",
+        "per_device_batch_size=4",
+        "global_batch_size=0",
+        "per_device_batch_size_start=1",
+        "per_device_batch_size_increment=1",
+        "global_rampup_samples=15",
+        "num_epochs=1",
+        "last_batch=train",
+    ]
     schedule, plan = schedule_after(unit, 0, 0, *ramp)
     seen = 0
     for step in range(1, plan.steps + 1):
         restarted, _ = schedule_after(unit, step - 1, seen, *ramp)
         seen += plan.length.step_examples(seen)
         for updates in (step, max(step - 3, 1)):
-            assert float(schedule(updates, progress_of(seen))) == float(restarted(updates, progress_of(seen)))
+            assert float(schedule(updates, progress_of(seen))) == float(
+                restarted(updates, progress_of(seen))
+            )
         assert restarted.units_per_step == schedule.units_per_step
     assert (seen, float(schedule(step, progress_of(seen)))) == (64, 0)
 
@@ -132,7 +182,15 @@ AXES = {
         },
     },
 }
-SHAPES = {"vocab": 6, "embed": 4, "layers": 3, "norm": 4, "mlp": 5, "heads": 2, "head_dim": 2}
+SHAPES = {
+    "vocab": 6,
+    "embed": 4,
+    "layers": 3,
+    "norm": 4,
+    "mlp": 5,
+    "heads": 2,
+    "head_dim": 2,
+}
 
 
 def is_axes(node):
@@ -141,7 +199,10 @@ def is_axes(node):
 
 def drawn():
     """A tree like the parameters, in float32."""
-    draw = lambda axes: RNG.normal(size=[SHAPES[axis] for axis in axes]).astype(np.float32)  # noqa: E731
+
+    def draw(axes):
+        return RNG.normal(size=[SHAPES[axis] for axis in axes]).astype(np.float32)
+
     return jax.tree.map(draw, AXES, is_leaf=is_axes)
 
 
@@ -150,12 +211,21 @@ GRADIENTS = [drawn() for _ in range(3)]
 
 
 def optimizer_of(*overrides, axes=AXES):
-    return make_optimizer(load_config(None, ["weight_decay=0", "gradient_clipping_threshold=0", *overrides]), axes)
+    return make_optimizer(
+        load_config(
+            None, ["weight_decay=0", "gradient_clipping_threshold=0", *overrides]
+        ),
+        axes,
+    )
 
 
 def after_steps(optimizer, gradients, rate, params=PARAMS):
     """The parameters after the steps, step k with k times the rate."""
-    params, state, finish = params, jax.jit(optimizer.init)(params), jax.jit(optimizer.finish)
+    params, state, finish = (
+        params,
+        jax.jit(optimizer.init)(params),
+        jax.jit(optimizer.finish),
+    )
     for number, gradient in enumerate(gradients, start=1):
         params, state = finish(gradient, state, params, number * rate)
     return jax.device_get(params)
@@ -181,11 +251,20 @@ def step_of(name, m, v, g, t):
 def test_three_steps_are_those_of_the_formula(name, clipping, decays_all):
     """Clipped by the norm of all gradients together; norms and embeddings are decayed only where it is asked for."""
     optimizer = optimizer_of(
-        f"optimizer={name}", "adam_b1=0.8", "adam_b2=0.95", "adam_eps=1e-3", "sgd_momentum=0.9", "weight_decay=0.5",
-        f"gradient_clipping_threshold={clipping}", f"weight_decay_on_norms_and_embeddings={str(decays_all).lower()}",
-    )  # fmt: skip
+        f"optimizer={name}",
+        "adam_b1=0.8",
+        "adam_b2=0.95",
+        "adam_eps=1e-3",
+        "sgd_momentum=0.9",
+        "weight_decay=0.5",
+        f"gradient_clipping_threshold={clipping}",
+        f"weight_decay_on_norms_and_embeddings={str(decays_all).lower()}",
+    )
     found = after_steps(optimizer, GRADIENTS, 0.01)
-    norms = [np.sqrt(sum(np.sum(np.float64(g) ** 2) for g in jax.tree.leaves(tree))) for tree in GRADIENTS]
+    norms = [
+        np.sqrt(sum(np.sum(np.float64(g) ** 2) for g in jax.tree.leaves(tree)))
+        for tree in GRADIENTS
+    ]
     leaves = jax.tree_util.tree_leaves_with_path(PARAMS)
     for (path, p), got, *gradients in zip(
         leaves, jax.tree.leaves(found), *map(jax.tree.leaves, GRADIENTS), strict=True
@@ -201,7 +280,9 @@ def test_three_steps_are_those_of_the_formula(name, clipping, decays_all):
 
 def singular_values(matrices):
     """Of updates, in units of what Muon scales an orthogonal matrix with."""
-    return np.linalg.svd(matrices, compute_uv=False) / (0.2 * np.sqrt(max(matrices.shape[-2:])))
+    return np.linalg.svd(matrices, compute_uv=False) / (
+        0.2 * np.sqrt(max(matrices.shape[-2:]))
+    )
 
 
 def test_muon_orthogonalises_each_layer_and_leaves_ends_to_adam():
@@ -209,7 +290,10 @@ def test_muon_orthogonalises_each_layer_and_leaves_ends_to_adam():
     found = after_steps(optimizer_of("optimizer=muon"), [gradients], 0.1)
     updates = jax.tree.map(lambda new, old: (new - old) / 0.1, found, PARAMS)
     layers = updates["layers"]
-    for stack in (layers["mlp"]["up"], *(layers["attention"][name].reshape(3, 4, 4) for name in ("query", "out"))):
+    for stack in (
+        layers["mlp"]["up"],
+        *(layers["attention"][name].reshape(3, 4, 4) for name in ("query", "out")),
+    ):
         values = singular_values(stack)
         assert values.min() > 0.6  # Newton-Schulz brings them near 1, not to it
         assert values.max() < 1.3
@@ -223,7 +307,11 @@ STACKED = {  # axes, shape, and how many dims are stacked
     "up": (("layers", "embed", "mlp"), (3, 6, 8), 1),
     "query": (("layers", "embed", "heads", "head_dim"), (2, 130, 2, 128), 1),
     "scale": (("layers", "norm"), (2, 5), 1),
-    "gate": (("repeats", "layers", "experts", "expert_embed", "mlp"), (2, 1, 2, 128, 129), 3),
+    "gate": (
+        ("repeats", "layers", "experts", "expert_embed", "mlp"),
+        (2, 1, 2, 128, 129),
+        3,
+    ),
     "gate_bias": (("layers", "experts", "mlp"), (2, 130, 140), 2),
     "table": (("vocab", "embed"), (130, 128), 0),
 }
@@ -234,14 +322,25 @@ def test_adafactor_is_optaxs_own_of_each_layer_and_expert():
     not by its experts; one layer a hundred times as large as the next."""
     trees = []
     for _ in range(4):
-        trees.append({name: RNG.normal(size=shape).astype(np.float32) for name, (_, shape, _) in STACKED.items()})
+        trees.append(
+            {
+                name: RNG.normal(size=shape).astype(np.float32)
+                for name, (_, shape, _) in STACKED.items()
+            }
+        )
     params, *steps = trees
     for name, p in params.items():
         sizes = 100.0 ** np.arange(len(p)) if STACKED[name][2] else np.ones(len(p))
-        params[name] = 0.02 * p * sizes.reshape(-1, *[1] * (p.ndim - 1)).astype(np.float32)
+        params[name] = (
+            0.02 * p * sizes.reshape(-1, *[1] * (p.ndim - 1)).astype(np.float32)
+        )
     axes = {name: axes for name, (axes, _, _) in STACKED.items()}
     optimizer = optimizer_of("optimizer=adafactor", axes=axes)
-    finish, state, found = jax.jit(optimizer.finish), jax.jit(optimizer.init)(params), params
+    finish, state, found = (
+        jax.jit(optimizer.finish),
+        jax.jit(optimizer.init)(params),
+        params,
+    )
     for gradients in steps:
         found, state = finish(gradients, state, found, 0.1)
     plain = optax.adafactor(0.1)
@@ -256,22 +355,48 @@ def test_adafactor_is_optaxs_own_of_each_layer_and_expert():
 
     for name, (_, shape, num_stacked) in STACKED.items():
         for at in np.ndindex(shape[:num_stacked]):
-            want = np.asarray(three_steps(params[name][at], *(gradients[name][at] for gradients in steps)))
-            np.testing.assert_allclose(found[name][at], want, rtol=1e-6, atol=1e-6 * float(np.abs(want).max()))
+            want = np.asarray(
+                three_steps(
+                    params[name][at], *(gradients[name][at] for gradients in steps)
+                )
+            )
+            np.testing.assert_allclose(
+                found[name][at], want, rtol=1e-6, atol=1e-6 * float(np.abs(want).max())
+            )
 
 
-EXPERTS = ["num_experts=4", "num_experts_per_tok=2", "routed_bias=true", "routed_bias_update_rate=0.25",
-           "base_emb_dim=8", "base_num_query_heads=2", "base_num_kv_heads=1", "head_dim=4", "base_mlp_dim=6",
-           "base_num_decoder_layers=2", "vocab_size=257", "learning_rate=1"]  # fmt: skip
+EXPERTS = [
+    "num_experts=4",
+    "num_experts_per_tok=2",
+    "routed_bias=true",
+    "routed_bias_update_rate=0.25",
+    "base_emb_dim=8",
+    "base_num_query_heads=2",
+    "base_num_kv_heads=1",
+    "head_dim=4",
+    "base_mlp_dim=6",
+    "base_num_decoder_layers=2",
+    "vocab_size=257",
+    "learning_rate=1",
+]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_routers_biases_follow_the_expert_counts_and_nothing_else(optimizer):
     """By 0.25 towards the mean of a layer, 0 at it; no clipping, decay, learning rate or state; the rest as without."""
-    config = load_config(None, [*EXPERTS, f"optimizer={optimizer}", "weight_decay_on_norms_and_embeddings=true"])
+    config = load_config(
+        None,
+        [
+            *EXPERTS,
+            f"optimizer={optimizer}",
+            "weight_decay_on_norms_and_embeddings=true",
+        ],
+    )
     decoder = make_decoder(config, "cpu")
     chosen = make_optimizer(config, decoder.axes)
-    params = jax.tree.map(lambda leaf: np.full(leaf.shape, 0.5, np.float32), decoder.abstract_params)
+    params = jax.tree.map(
+        lambda leaf: np.full(leaf.shape, 0.5, np.float32), decoder.abstract_params
+    )
     params["layers"]["mlp"]["gate"] = RNG.normal(size=(2, 4, 8, 6)).astype(np.float32)
     gradients = jax.tree.map(lambda leaf: 1e-3 * (leaf + 1), params)
     counts = np.array([[5_000_000, 0, 3, 1], [2, 2, 1, 3]])
@@ -282,7 +407,11 @@ def test_routers_biases_follow_the_expert_counts_and_nothing_else(optimizer):
     np.testing.assert_array_equal(got["layers"]["mlp"]["router_bias"], want)
 
     def without(tree):
-        mlp = {name: leaf for name, leaf in tree["layers"]["mlp"].items() if name != "router_bias"}
+        mlp = {
+            name: leaf
+            for name, leaf in tree["layers"]["mlp"].items()
+            if name != "router_bias"
+        }
         return tree | {"layers": tree["layers"] | {"mlp": mlp}}
 
     plain = make_optimizer(config, without(decoder.axes))
@@ -291,15 +420,30 @@ def test_routers_biases_follow_the_expert_counts_and_nothing_else(optimizer):
 
 
 def test_an_optimizer_of_ones_own_updates_as_it_says_and_a_factory_by_the_config_s_schedule():
-    words = ["warmup_steps=2", "learning_rate=0.1", "learning_rate_final_fraction=0", "learning_rate_schedule=linear"]
+    words = [
+        "warmup_steps=2",
+        "learning_rate=0.1",
+        "learning_rate_final_fraction=0",
+        "learning_rate_schedule=linear",
+    ]
     config = load_config(None, words)
     factory = own_optimizer(lambda rate, axes: optax.sgd(rate), config, AXES, last=6)
     found = after_steps(make_optimizer(config, AXES, factory), GRADIENTS, np.nan)
-    table, first, second, third = (tree["head"]["projection"] for tree in (PARAMS, *GRADIENTS))
+    table, first, second, third = (
+        tree["head"]["projection"] for tree in (PARAMS, *GRADIENTS)
+    )
     np.testing.assert_allclose(
-        found["head"]["projection"], table - 0.05 * first - 0.1 * second - 0.075 * third, rtol=1e-5, atol=1e-6
+        found["head"]["projection"],
+        table - 0.05 * first - 0.1 * second - 0.075 * third,
+        rtol=1e-5,
+        atol=1e-6,
     )
     sgd = optax.sgd(0.5)
     assert own_optimizer(sgd, config, AXES, last=10) is sgd
     with pytest.raises(UserError, match="schedule_unit"):
-        own_optimizer(lambda rate, axes: optax.sgd(rate), load_config(None, ["schedule_unit=tokens"]), AXES, last=10)
+        own_optimizer(
+            lambda rate, axes: optax.sgd(rate),
+            load_config(None, ["schedule_unit=tokens"]),
+            AXES,
+            last=10,
+        )

@@ -18,14 +18,25 @@ from maxtext_lite.training.profile import Profile
         (TracedSteps(99), 11, {}, [[13, 20]]),
         (TracedSteps(steps=(12, 14)), 13, {}, [[13, 14]]),
         (TracedSteps(steps=(12, 14)), 15, {}, []),
-        (TracedSteps(), 1, {5: "", 10: "2\n", 15: "no number", 19: "5"}, [[5, 7], [10, 11], [15, 17], [19, 20]]),
+        (
+            TracedSteps(),
+            1,
+            {5: "", 10: "2\n", 15: "no number", 19: "5"},
+            [[5, 7], [10, 11], [15, 17], [19, 20]],
+        ),
     ],
 )
-def test_the_steps_that_are_asked_for_are_traced_up_to_the_last(asked, first, demands, expected, tmp_path, monkeypatch):
+def test_the_steps_that_are_asked_for_are_traced_up_to_the_last(
+    asked, first, demands, expected, tmp_path, monkeypatch
+):
     traces = []
     monkeypatch.setattr(module, "_LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(jax.profiler, "start_trace", lambda directory: traces.append([step, None]))
-    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: traces[-1].__setitem__(1, step - 1))
+    monkeypatch.setattr(
+        jax.profiler, "start_trace", lambda directory: traces.append([step, None])
+    )
+    monkeypatch.setattr(
+        jax.profiler, "stop_trace", lambda: traces[-1].__setitem__(1, step - 1)
+    )
     profile = Profile(tmp_path, asked, Failures(), tmp_path)
     for step in range(first, 21):
         if step in demands:

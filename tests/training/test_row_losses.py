@@ -19,27 +19,37 @@ from maxtext_lite.training.row_losses import make_row_losses
     [(3, 8, {"data": 2, "fsdp": 4}, [4, 10]), (1, 16, {}, [])],
     ids=str,
 )
-def test_examples_whose_gradient_is_not_finite_are_named(accumulation, slots, mesh, culprits, setup, rows):
+def test_examples_whose_gradient_is_not_finite_are_named(
+    accumulation, slots, mesh, culprits, setup, rows
+):
     it = setup("optimizer=sgd", **mesh)
     bad = {name: array.copy() for name, array in rows.items()}
     bad["weights"][culprits, 0] = np.nan
     with jax.set_mesh(it.mesh):
         batch = it.batch(bad, accumulation, slots)
-        found = find_nonfinite(it.parts, it.state(), batch, np.arange(100, 116), micro_batches=accumulation)
+        found = find_nonfinite(
+            it.parts, it.state(), batch, np.arange(100, 116), micro_batches=accumulation
+        )
     if not culprits:
         assert found is None
         return
     micro_batch = min(row % accumulation for row in culprits)
     of_it = tuple(100 + row for row in culprits if row % accumulation == micro_batch)
     assert found == NonFinite(micro_batch, of_it, "embedding.table")
-    assert str(NonFinite(2, tuple(range(30)), "up")).startswith("micro-batch 2, example ids 0, 1, 2, 3, 4, 5, 6, 7, ..")
+    assert str(NonFinite(2, tuple(range(30)), "up")).startswith(
+        "micro-batch 2, example ids 0, 1, 2, 3, 4, 5, 6, 7, .."
+    )
 
 
 class Source:
     """The rows of the fixture as examples."""
 
     def __init__(self, rows):
-        self.rows, self.fields, self.num_tokens = rows, tuple(rows), rows["tokens"].shape[1]
+        self.rows, self.fields, self.num_tokens = (
+            rows,
+            tuple(rows),
+            rows["tokens"].shape[1],
+        )
 
     def __len__(self):
         return len(self.rows["tokens"])
@@ -49,32 +59,58 @@ class Source:
 
 
 def light(predictions, rows):
-    return jnp.sum(rows["weights"] * predictions.nll()), jnp.sum(rows["weights"] > 0) / 1000
+    return jnp.sum(rows["weights"] * predictions.nll()), jnp.sum(
+        rows["weights"] > 0
+    ) / 1000
 
 
-@pytest.mark.parametrize(("objective", "weight"), [(None, 1), (CustomLoss(light, 264, 16), 1e-3)])
-def test_each_row_has_the_loss_and_the_gradient_that_it_has_alone(objective, weight, setup, rows, mean_loss):
+@pytest.mark.parametrize(
+    ("objective", "weight"), [(None, 1), (CustomLoss(light, 264, 16), 1e-3)]
+)
+def test_each_row_has_the_loss_and_the_gradient_that_it_has_alone(
+    objective, weight, setup, rows, mean_loss
+):
     it = setup("data_shuffle_seed=-1", objective=objective)
     plan = make_plan(it.config, num_devices=1, platform="cpu")
     run = types.SimpleNamespace(
-        config=it.config, mesh=it.mesh, parts=it.parts, decoder=it.decoder, plan=plan, source=Source(rows),
+        config=it.config,
+        mesh=it.mesh,
+        parts=it.parts,
+        decoder=it.decoder,
+        plan=plan,
+        source=Source(rows),
         excluded={10: 10},
-    )  # fmt: skip
+    )
     state = it.state()
-    of_row = jax.jit(jax.value_and_grad(lambda params, row: mean_loss(it.decoder, params, row)))
+    of_row = jax.jit(
+        jax.value_and_grad(lambda params, row: mean_loss(it.decoder, params, row))
+    )
     with jax.set_mesh(it.mesh), jax.default_matmul_precision("highest"):
-        nothing, *found = make_row_losses(run)(state, 7, 4)  # row 7 has no target, and row 10 is left out
+        nothing, *found = make_row_losses(run)(
+            state, 7, 4
+        )  # row 7 has no target, and row 10 is left out
         assert (nothing.target_tokens, nothing.loss, nothing.grad_norm) == (0, 0, 0)
         tokens = (rows["weights"][8:10] > 0).sum(axis=1)
         for number, row in enumerate(found):
             alone = {name: values[8 + number][None] for name, values in rows.items()}
             loss, gradient = jax.device_get(of_row(state.params, alone))
-            norm = np.sqrt(sum(np.sum(np.square(leaf, dtype=np.float64)) for leaf in jax.tree.leaves(gradient)))
-            assert (row.source, row.row, row.target_tokens) == ("", 8 + number, tokens[number])
+            norm = np.sqrt(
+                sum(
+                    np.sum(np.square(leaf, dtype=np.float64))
+                    for leaf in jax.tree.leaves(gradient)
+                )
+            )
+            assert (row.source, row.row, row.target_tokens) == (
+                "",
+                8 + number,
+                tokens[number],
+            )
             assert row.num_counted == pytest.approx(weight * tokens[number], rel=1e-6)
             assert row.documents == rows["segments"][8 + number].max()
             assert row.loss == pytest.approx(loss / weight, rel=1e-5)
             assert row.loss_sum == pytest.approx(loss * tokens[number], rel=1e-5)
-            assert row.grad_norm == pytest.approx(norm * tokens[number] / tokens.sum() / weight, rel=1e-4)
+            assert row.grad_norm == pytest.approx(
+                norm * tokens[number] / tokens.sum() / weight, rel=1e-4
+            )
     with pytest.raises(UserError, match="enable_diloco"):
         make_row_losses(types.SimpleNamespace(parts=types.SimpleNamespace(local=True)))

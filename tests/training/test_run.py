@@ -14,19 +14,35 @@ from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.metrics import Terminal
 from maxtext_lite.training.opening import open_run
 from maxtext_lite.training.optimizer import Progress
-from maxtext_lite.training.run_files import RunFiles, environment, has_checkpoints, run_directory, write_json
+from maxtext_lite.training.run_files import (
+    RunFiles,
+    environment,
+    has_checkpoints,
+    run_directory,
+    write_json,
+)
 from maxtext_lite.training.state import OwnParts
 from tests.conftest import SIMULATED_DEVICES
 from tests.source_tree import REPOSITORY
 from tests.training.conftest import TINY
 
-RUN = [*TINY, "dataset_type=synthetic", "steps=6", "eval_interval=-1", "learning_rate_schedule=linear",
-       "learning_rate_final_fraction=0", "run_name=here"]  # fmt: skip
+RUN = [
+    *TINY,
+    "dataset_type=synthetic",
+    "steps=6",
+    "eval_interval=-1",
+    "learning_rate_schedule=linear",
+    "learning_rate_final_fraction=0",
+    "run_name=here",
+]
 WITHOUT = "enable_checkpointing=false"
 
 
 def run_of(tmp_path, *overrides, **more):
-    return open_run(load_config(None, [*RUN, f"base_output_directory={tmp_path}", *overrides]), **more)
+    return open_run(
+        load_config(None, [*RUN, f"base_output_directory={tmp_path}", *overrides]),
+        **more,
+    )
 
 
 def introduce(run, counts):
@@ -34,10 +50,16 @@ def introduce(run, counts):
 
 
 @pytest.mark.fast
-def test_a_run_is_planned_for_its_devices_and_memory_and_one_that_cannot_be_leaves_no_directory(tmp_path):
+def test_a_run_is_planned_for_its_devices_and_memory_and_one_that_cannot_be_leaves_no_directory(
+    tmp_path,
+):
     run = run_of(tmp_path, device_memory_gb=2.5)
     assert run.plan == make_plan(
-        run.config, num_devices=8, platform="cpu", num_examples=len(run.source), device_memory_gb=2.5
+        run.config,
+        num_devices=8,
+        platform="cpu",
+        num_examples=len(run.source),
+        device_memory_gb=2.5,
     )
     with pytest.raises(UserError, match="load_parameters_path"):
         run_of(tmp_path, f"load_parameters_path={tmp_path}/nowhere")
@@ -53,7 +75,10 @@ def test_what_cannot_be_made_or_written_at_the_start_is_refused(tmp_path):
     for name in ("config.yml", "plan.json", "environment.json", "memory.json"):
         (tmp_path / "here" / name).mkdir(parents=True)
         run = run_of(tmp_path, WITHOUT)
-        with pytest.raises(UserError, match=f"{name} cannot be written"), run.opened(print):
+        with (
+            pytest.raises(UserError, match=f"{name} cannot be written"),
+            run.opened(print),
+        ):
             introduce(run, Counts())
         (tmp_path / "here" / name).rmdir()
     (tmp_path / "here" / "checkpoints" / "3").mkdir(parents=True)
@@ -70,7 +95,9 @@ def test_the_schedule_ends_at_its_end_in_every_unit(unit, tmp_path):
     for update in range(1, 7):
         progress = progress.plus(np.int32(batch), np.int32(batch * 32))
         rates.append(float(schedule(np.int32(update), progress)))
-    np.testing.assert_allclose(rates, [0.005, 0.01, 0.0075, 0.005, 0.0025, 0], atol=1e-7)
+    np.testing.assert_allclose(
+        rates, [0.005, 0.01, 0.0075, 0.005, 0.0025, 0], atol=1e-7
+    )
 
 
 def test_a_new_run_starts_from_its_seed_and_says_what_it_is(tmp_path, capsys):
@@ -78,21 +105,40 @@ def test_a_new_run_starts_from_its_seed_and_says_what_it_is(tmp_path, capsys):
     state, counts = run.restore_or_init()
     other, _ = run_of(tmp_path, WITHOUT).restore_or_init()
     assert counts == Counts()
-    table, different = (np.asarray(each.params["embedding"]["table"]) for each in (state, other))
+    table, different = (
+        np.asarray(each.params["embedding"]["table"]) for each in (state, other)
+    )
     assert not np.array_equal(table, different)
     with run.opened(print):
         introduce(run, counts)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-    assert f"{parameters:,} parameters on {jax.device_count()} x cpu" in capsys.readouterr().out
-    assert json.loads((run.directory / "plan.json").read_text()) == json.loads(json.dumps(run.plan.to_json()))
-    assert {"config.yml", "environment.json"} <= {path.name for path in run.directory.iterdir()}
+    assert (
+        f"{parameters:,} parameters on {jax.device_count()} x cpu"
+        in capsys.readouterr().out
+    )
+    assert json.loads((run.directory / "plan.json").read_text()) == json.loads(
+        json.dumps(run.plan.to_json())
+    )
+    assert {"config.yml", "environment.json"} <= {
+        path.name for path in run.directory.iterdir()
+    }
 
 
-def test_a_resume_with_another_batch_moves_the_end_of_the_schedule_of_an_own_optimizer_too(tmp_path, capsys):
+def test_a_resume_with_another_batch_moves_the_end_of_the_schedule_of_an_own_optimizer_too(
+    tmp_path, capsys
+):
     """64 rows: after 4 steps of 8, two of 16 are left."""
     (tmp_path / "rows.jsonl").write_text('{"text": "a row"}\n' * 64)
-    keys = [f"dataset_path={tmp_path}/rows.jsonl", "dataset_type=text", "packing=none", "eval_fraction=0",
-            "warmup_steps=0", "num_epochs=1", "steps=-1", "per_device_batch_size=-1"]  # fmt: skip
+    keys = [
+        f"dataset_path={tmp_path}/rows.jsonl",
+        "dataset_type=text",
+        "packing=none",
+        "eval_fraction=0",
+        "warmup_steps=0",
+        "num_epochs=1",
+        "steps=-1",
+        "per_device_batch_size=-1",
+    ]
     rates, ends = [], []
 
     def factory(rate, axes):
@@ -101,23 +147,39 @@ def test_a_resume_with_another_batch_moves_the_end_of_the_schedule_of_an_own_opt
 
     before, after = Counts(), Counts(step=4, examples_seen=32)
     for counts, batch in ((before, 8), (after, 16)):
-        run = run_of(tmp_path, *keys, f"global_batch_size={batch}", own=OwnParts(optimizer=factory))
+        run = run_of(
+            tmp_path,
+            *keys,
+            f"global_batch_size={batch}",
+            own=OwnParts(optimizer=factory),
+        )
         with run.opened(print):
             state, found = run.restore_or_init()
-            assert (found.step, found.examples_seen) == (counts.step, counts.examples_seen)
+            assert (found.step, found.examples_seen) == (
+                counts.step,
+                counts.examples_seen,
+            )
             introduce(run, found)
-            ends.append(json.loads((tmp_path / "here" / "plan.json").read_text())["steps"])
+            ends.append(
+                json.loads((tmp_path / "here" / "plan.json").read_text())["steps"]
+            )
             run.save(state, after)
     assert ends == [8, 6]
-    assert "already done                 4: 32 examples" in (out := capsys.readouterr().out)
+    assert "already done                 4: 32 examples" in (
+        out := capsys.readouterr().out
+    )
     assert out.count("schedule ends with this run, at step 6 instead of 8") == 1
-    np.testing.assert_allclose([rates[0], rates[-1]], [[4 / 8, 3 / 8, 2 / 8], [2 / 6, 1 / 6, 0]], atol=1e-6)
+    np.testing.assert_allclose(
+        [rates[0], rates[-1]], [[4 / 8, 3 / 8, 2 / 8], [2 / 6, 1 / 6, 0]], atol=1e-6
+    )
 
 
 # ---- Files -------------------------------------------------------------------------------------
 
 
-def test_in_a_bucket_files_are_uploaded_whole_and_what_was_not_is_gone_at_the_next_start(bucket):
+def test_in_a_bucket_files_are_uploaded_whole_and_what_was_not_is_gone_at_the_next_start(
+    bucket,
+):
     """As after a kill: lines that were not uploaded belong to steps after the last checkpoint."""
     url = bucket / "run"
     killed, after = RunFiles(url), RunFiles(url)
@@ -137,15 +199,26 @@ def test_in_a_bucket_files_are_uploaded_whole_and_what_was_not_is_gone_at_the_ne
     with lines.open("a") as file:
         file.write("3\n")
     after.close()
-    assert [(url / name).read_text() for name in ("metrics.jsonl", "old")] == ["1\n3\n", "not touched"]
+    assert [(url / name).read_text() for name in ("metrics.jsonl", "old")] == [
+        "1\n3\n",
+        "not touched",
+    ]
     assert not after.directory.exists()
     (url / "checkpoints" / "unfinished-1").write_text("-")
     assert has_checkpoints(url)
     with pytest.raises(UserError, match=r"^base_output_directory=gs://nowhere/runs/a"):
-        has_checkpoints(run_directory(load_config(None, ["base_output_directory=gs://nowhere/runs", "run_name=a"])))
+        has_checkpoints(
+            run_directory(
+                load_config(
+                    None, ["base_output_directory=gs://nowhere/runs", "run_name=a"]
+                )
+            )
+        )
 
 
-def test_what_a_kill_left_half_written_is_removed_and_json_is_replaced_whole(tmp_path, monkeypatch):
+def test_what_a_kill_left_half_written_is_removed_and_json_is_replaced_whole(
+    tmp_path, monkeypatch
+):
     write_json(tmp_path / "plan.json", {"a": 1})
     (tmp_path / "hf").mkdir()
     for name in ("plan.json.1-abcd.partial", "hf/tokenizer.json.1-abcd.partial"):
@@ -154,16 +227,24 @@ def test_what_a_kill_left_half_written_is_removed_and_json_is_replaced_whole(tmp
     monkeypatch.setattr("os.fsync", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         write_json(tmp_path / "plan.json", {"a": 2})
-    left = {path.name: json.loads(path.read_text()) for path in tmp_path.rglob("*") if path.is_file()}
+    left = {
+        path.name: json.loads(path.read_text())
+        for path in tmp_path.rglob("*")
+        if path.is_file()
+    }
     assert left == {"plan.json": {"a": 1}}
 
 
-def test_the_environment_names_versions_devices_and_the_commit_of_the_source(tmp_path, monkeypatch):
+def test_the_environment_names_versions_devices_and_the_commit_of_the_source(
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     found = environment()
     assert (found["packages"]["jax"], found["num_processes"]) == (jax.__version__, 1)
     assert found["devices"] == [jax.devices()[0].device_kind] * SIMULATED_DEVICES
     assert json.loads(json.dumps(found)) == found
     git = ["git", "-C", str(REPOSITORY), "rev-parse", "HEAD"]
-    checked_out = subprocess.run(git, capture_output=True, text=True, check=False, timeout=60)
+    checked_out = subprocess.run(
+        git, capture_output=True, text=True, check=False, timeout=60
+    )
     assert found["git_commit"] == (checked_out.stdout.strip() or None)

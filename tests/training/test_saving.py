@@ -14,9 +14,22 @@ import pytest
 from maxtext_lite.config import UserError
 from maxtext_lite.config.whole_file import steps_in
 from maxtext_lite.training import commit, saving
-from maxtext_lite.training.commit import make_room, remove, remove_leftovers, set_aside, while_unfinished
+from maxtext_lite.training.commit import (
+    make_room,
+    remove,
+    remove_leftovers,
+    set_aside,
+    while_unfinished,
+)
 from maxtext_lite.training.failures import Failures
-from maxtext_lite.training.manifest import Damaged, damage, in_items, part_name, read_manifest, write_part
+from maxtext_lite.training.manifest import (
+    Damaged,
+    damage,
+    in_items,
+    part_name,
+    read_manifest,
+    write_part,
+)
 from maxtext_lite.training.saving import Saver, check, save_alone
 
 
@@ -67,7 +80,9 @@ def names_in(parent):
     return sorted(path.name for path in parent.iterdir())
 
 
-def test_a_checkpoint_counts_from_its_commit_to_its_removal_and_what_a_kill_leaves_does_not(parent, monkeypatch):
+def test_a_checkpoint_counts_from_its_commit_to_its_removal_and_what_a_kill_leaves_does_not(
+    parent, monkeypatch
+):
     for step in (10, 8, 9):
         write(parent, step)
     assert steps_in(parent) == [8, 9, 10]
@@ -123,8 +138,13 @@ def directory(tmp_path):
 @pytest.mark.fast
 def test_the_shares_of_two_processes_hold_each_file_once(directory):
     hashed = [write_part(directory, process, 2) for process in (0, 1)]
-    assert hashed == [sum(map(len, FILES.values())) - len(b"secondshapes"), len(b"secondshapes")]
-    assert read_manifest(directory) == {name: hashlib.sha256(text).hexdigest() for name, text in FILES.items()}
+    assert hashed == [
+        sum(map(len, FILES.values())) - len(b"secondshapes"),
+        len(b"secondshapes"),
+    ]
+    assert read_manifest(directory) == {
+        name: hashlib.sha256(text).hexdigest() for name, text in FILES.items()
+    }
 
 
 CHANGES = [
@@ -141,21 +161,29 @@ def test_a_changed_file_is_named_by_the_host_whose_share_it_is(change, directory
     assert read_manifest(directory) is None
     write_part(directory, 0, 1)
     digests = read_manifest(directory)
-    assert damage(directory, digests) == (None, sum((directory / name).stat().st_size for name in digests))
+    assert damage(directory, digests) == (
+        None,
+        sum((directory / name).stat().st_size for name in digests),
+    )
     change(directory / "params" / "d" / "ab12")
-    shares = [damage(directory, digests, share=share, num_shares=3)[0] for share in range(3)]
+    shares = [
+        damage(directory, digests, share=share, num_shares=3)[0] for share in range(3)
+    ]
     (found,) = {*shares} - {None}
     assert found.startswith("params/d/ab12 ")
     assert shares.count(None) == 2
     assert damage(directory, in_items(digests, ["about"]))[0] is None
 
 
-@pytest.mark.parametrize("change", [
-    *CHANGES[:-1],
-    lambda path: path.write_text(path.read_text().replace("d/ef", "d/ee")),
-    lambda path: path.write_bytes(b""),
-    lambda path: shutil.copy(path.with_name("sha256.0-of-2"), path),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        *CHANGES[:-1],
+        lambda path: path.write_text(path.read_text().replace("d/ef", "d/ee")),
+        lambda path: path.write_bytes(b""),
+        lambda path: shutil.copy(path.with_name("sha256.0-of-2"), path),
+    ],
+)
 def test_damaged_checksums_are_damage_too(change, directory):
     for process in (0, 1):
         write_part(directory, process, 2)
@@ -166,10 +194,14 @@ def test_damaged_checksums_are_damage_too(change, directory):
 
 def with_checksum(directory, text):
     own = hashlib.sha256(text).hexdigest()
-    (directory / part_name(0, 1)).write_bytes(text + f"# sha256 of the lines above: {own}\n".encode())
+    (directory / part_name(0, 1)).write_bytes(
+        text + f"# sha256 of the lines above: {own}\n".encode()
+    )
 
 
-@pytest.mark.parametrize("name", ["/etc/hostname", "../other/file", "params/../../file", "a\0b"])
+@pytest.mark.parametrize(
+    "name", ["/etc/hostname", "../other/file", "params/../../file", "a\0b"]
+)
 def test_a_checksum_of_a_file_elsewhere_is_refused(directory, name):
     with_checksum(directory, f"{'0' * 64}  {name}\n".encode())
     with pytest.raises(Damaged, match="not a file of the checkpoint"):
@@ -191,7 +223,9 @@ def saved_3(items, tmp_path):
     return tmp_path / "3"
 
 
-def test_a_kill_before_the_checksums_stand_leaves_no_checkpoint(items, tmp_path, monkeypatch):
+def test_a_kill_before_the_checksums_stand_leaves_no_checkpoint(
+    items, tmp_path, monkeypatch
+):
     monkeypatch.setattr(saving.threading, "excepthook", lambda _: None)
     saver = Saver(Failures())
     with monkeypatch.context() as patch:
@@ -205,20 +239,28 @@ def test_a_kill_before_the_checksums_stand_leaves_no_checkpoint(items, tmp_path,
     assert names_in(tmp_path) == ["3"]
     assert len(said) == 1
     assert check(tmp_path / "3").problem is None
-    lost = Saver(Failures(), holds=lambda: False)  # a run that lost its directory names no checkpoint there
+    lost = Saver(
+        Failures(), holds=lambda: False
+    )  # a run that lost its directory names no checkpoint there
     lost.start(tmp_path / "4", items, on_commit=pytest.fail)
     lost.close()
     assert names_in(tmp_path) == ["3", "unfinished-4"]
 
 
-VANISHED = ValueError('NOT_FOUND: Error reading Byte range [0, 7) of local file "/runs/unfinished-4/d/56e1"')
+VANISHED = ValueError(
+    'NOT_FOUND: Error reading Byte range [0, 7) of local file "/runs/unfinished-4/d/56e1"'
+)
 
 
 @pytest.mark.parametrize(
     ("error", "raised", "said"),
     [
         (os_error(errno.ENOSPC), UserError, "unfinished-3 cannot be written"),
-        (VANISHED, UserError, "^/runs/unfinished-4/d/56e1 cannot be written"),  # of Orbax
+        (
+            VANISHED,
+            UserError,
+            "^/runs/unfinished-4/d/56e1 cannot be written",
+        ),  # of Orbax
         (TypeError("a bug"), TypeError, "a bug"),
     ],
     ids=str,
@@ -237,26 +279,43 @@ PASSING = "a cannot be read: Too many open files."
 @pytest.mark.parametrize(
     ("theirs", "said"),
     [
-        ([None, "its checksums are missing", None], "host 1 does not see the same files"),
+        (
+            [None, "its checksums are missing", None],
+            "host 1 does not see the same files",
+        ),
         ([PASSING, None, None], PASSING),
         ((PASSING, None, 0), PASSING),
     ],
 )
-def test_what_another_host_cannot_see_or_read_now_ends_the_start_on_all(saved_3, monkeypatch, theirs, said):
-    monkeypatch.setattr(saving, "exchange", lambda mine: [mine, theirs if type(mine) is type(theirs) else mine])
+def test_what_another_host_cannot_see_or_read_now_ends_the_start_on_all(
+    saved_3, monkeypatch, theirs, said
+):
+    monkeypatch.setattr(
+        saving,
+        "exchange",
+        lambda mine: [mine, theirs if type(mine) is type(theirs) else mine],
+    )
     with pytest.raises(UserError, match=said):
         check(saved_3)
 
 
 def test_damage_that_only_another_host_found_counts(saved_3, monkeypatch):
     theirs = None, "about/metadata is missing", 0
-    monkeypatch.setattr(saving, "exchange", lambda mine: [mine, theirs if isinstance(mine, tuple) else mine])
+    monkeypatch.setattr(
+        saving,
+        "exchange",
+        lambda mine: [mine, theirs if isinstance(mine, tuple) else mine],
+    )
     assert check(saved_3).problem == "about/metadata is missing"
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES, errno.ESTALE])
-@pytest.mark.parametrize("reader", ["iterdir", "read_text", "open"], ids=["listed", "checksums", "hashed"])
-def test_what_cannot_be_read_for_now_is_not_taken_for_damage(saved_3, monkeypatch, reader, number):
+@pytest.mark.parametrize(
+    "reader", ["iterdir", "read_text", "open"], ids=["listed", "checksums", "hashed"]
+)
+def test_what_cannot_be_read_for_now_is_not_taken_for_damage(
+    saved_3, monkeypatch, reader, number
+):
     found = getattr(Path, reader)
 
     def fail(path, *words, **keys):

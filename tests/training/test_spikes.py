@@ -12,12 +12,33 @@ from maxtext_lite.data.excluded import ExcludedRow
 from maxtext_lite.training import LossSpike, spikes, train
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.row_losses import RowLoss
-from maxtext_lite.training.spikes import MOST, Place, RowsBefore, find_guilty, refuse_to_go_back
+from maxtext_lite.training.spikes import (
+    MOST,
+    Place,
+    RowsBefore,
+    find_guilty,
+    refuse_to_go_back,
+)
 
-SIZES = ["base_emb_dim=16", "base_mlp_dim=32", "base_num_decoder_layers=1", "base_num_query_heads=2",
-         "base_num_kv_heads=1", "head_dim=8", "max_target_length=32", "per_device_batch_size=1", "warmup_steps=1",
-         "packing=best_fit", "eval_interval=-1", "eval_fraction=0", "checkpoint_period=8", "learning_rate=0.05",
-         "learning_rate_schedule=constant", "data_shuffle_seed=-1", "steps=29"]  # fmt: skip
+SIZES = [
+    "base_emb_dim=16",
+    "base_mlp_dim=32",
+    "base_num_decoder_layers=1",
+    "base_num_query_heads=2",
+    "base_num_kv_heads=1",
+    "head_dim=8",
+    "max_target_length=32",
+    "per_device_batch_size=1",
+    "warmup_steps=1",
+    "packing=best_fit",
+    "eval_interval=-1",
+    "eval_fraction=0",
+    "checkpoint_period=8",
+    "learning_rate=0.05",
+    "learning_rate_schedule=constant",
+    "data_shuffle_seed=-1",
+    "steps=29",
+]
 PLANTED = {24 * 8 + 3: "~^|" * 10, 26 * 8 + 1: "@#!" * 10, 26 * 8 + 6: "~^|" * 10}
 """Texts by their place in the run, of which eight make a step: one in step 25, and two in step 27."""
 
@@ -26,59 +47,124 @@ PLANTED = {24 * 8 + 3: "~^|" * 10, 26 * 8 + 1: "@#!" * 10, 26 * 8 + 6: "~^|" * 1
 def words(tmp_path_factory):
     """Of a run over two sources in turn, whose texts are all alike but for the planted ones."""
     directory = tmp_path_factory.mktemp("runs")
-    lines = [json.dumps({"text": PLANTED.get(place, "the cat sat on the mat there")}) + "\n" for place in range(320)]
+    lines = [
+        json.dumps({"text": PLANTED.get(place, "the cat sat on the mat there")}) + "\n"
+        for place in range(320)
+    ]
     for name, own in (("even", lines[::2]), ("odd", lines[1::2])):
         (directory / f"{name}.jsonl").write_text("".join(own))
-    sources = ", ".join(f"{{name: {name}, path: {directory}/{name}.jsonl, weight: 1}}" for name in ("even", "odd"))
+    sources = ", ".join(
+        f"{{name: {name}, path: {directory}/{name}.jsonl, weight: 1}}"
+        for name in ("even", "odd")
+    )
     return [*SIZES, f"dataset_path=[{sources}]", f"base_output_directory={directory}"]
 
 
 def steps_of(directory):
     """The steps' lines, without what a clock says."""
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (directory / "metrics.jsonl").read_text().splitlines()
+    ]
     words = ("seconds", "per_second", "tflops", "mfu", "memory")
-    return [{name: value for name, value in line.items() if not any(word in name for word in words)} for line in lines]
+    return [
+        {
+            name: value
+            for name, value in line.items()
+            if not any(word in name for word in words)
+        }
+        for line in lines
+    ]
 
 
-def test_a_run_that_finds_guilty_rows_ends_in_the_bits_of_one_that_was_told(words, bucket, tmp_path, capsys):
+def test_a_run_that_finds_guilty_rows_ends_in_the_bits_of_one_that_was_told(
+    words, bucket, tmp_path, capsys
+):
     """The first in a bucket, where its list is written and read."""
     own = [f"base_output_directory={bucket}", "run_name=found", "max_loss_spike=1.5"]
     found = train(load_config(None, [*words, *own]))
     said = capsys.readouterr().out
-    assert [line.split()[1] for line in said.splitlines() if "the run goes back" in line] == ["25", "27"]
+    assert [
+        line.split()[1] for line in said.splitlines() if "the run goes back" in line
+    ] == [
+        "25",
+        "27",
+    ]
     text = (bucket / "found" / "excluded_rows.jsonl").read_text()
     rows = [json.loads(line) for line in text.splitlines()]
-    where = [(row["source"], row["row"], row["from_example"], row["step"], row["spike"]) for row in rows]
+    where = [
+        (row["source"], row["row"], row["from_example"], row["step"], row["spike"])
+        for row in rows
+    ]
     assert where[0] == ("odd", (24 * 8 + 3) // 2, 24 * 8, 25, 1)
-    assert sorted(where[1:]) == [("even", (26 * 8 + 6) // 2, 26 * 8, 27, 2), ("odd", (26 * 8 + 1) // 2, 26 * 8, 27, 2)]
+    assert sorted(where[1:]) == [
+        ("even", (26 * 8 + 6) // 2, 26 * 8, 27, 2),
+        ("odd", (26 * 8 + 1) // 2, 26 * 8, 27, 2),
+    ]
 
     (tmp_path / "rows.jsonl").write_text(text)
-    told = train(load_config(None, [*words, "run_name=told", f"excluded_rows={tmp_path}/rows.jsonl"]))
+    told = train(
+        load_config(
+            None, [*words, "run_name=told", f"excluded_rows={tmp_path}/rows.jsonl"]
+        )
+    )
     assert "goes back" not in capsys.readouterr().out
     assert not (told.run_directory / "excluded_rows.jsonl").exists()
     got, want = steps_of(bucket / "found"), steps_of(told.run_directory)
     assert [line["step"] for line in got] == list(range(1, 30))  # each once
     assert got == want
     # A text of 28 letters has 28 targets, a planted one 30; its slot is empty.
-    assert [line["target_tokens"] for line in got[23:28]] == [8 * 28, 7 * 28, 8 * 28, 6 * 28, 8 * 28]
+    assert [line["target_tokens"] for line in got[23:28]] == [
+        8 * 28,
+        7 * 28,
+        8 * 28,
+        6 * 28,
+        8 * 28,
+    ]
     assert {line["examples"] for line in got} == {8}
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(found.state), jax.device_get(told.state))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        jax.device_get(found.state),
+        jax.device_get(told.state),
+    )
 
 
-@pytest.mark.parametrize(("step", "batch", "mixture", "leads"), [
-    (16, 8, "same", True), (16, 16, "same", False), (16, 8, "changed", False), (24, 16, "changed", True),
-])  # fmt: skip
-def test_a_checkpoint_suits_if_the_steps_after_it_take_the_same_examples(step, batch, mixture, leads, monkeypatch):
+@pytest.mark.parametrize(
+    ("step", "batch", "mixture", "leads"),
+    [
+        (16, 8, "same", True),
+        (16, 16, "same", False),
+        (16, 8, "changed", False),
+        (24, 16, "changed", True),
+    ],
+)
+def test_a_checkpoint_suits_if_the_steps_after_it_take_the_same_examples(
+    step, batch, mixture, leads, monkeypatch
+):
     def in_run(config, source, saved, seen):
         assert seen == (step * 8, step * 80)
-        return source, saved if mixture == "same" else [*saved, {"examples_seen": seen[0]}]
+        return source, saved if mixture == "same" else [
+            *saved,
+            {"examples_seen": seen[0]},
+        ]
 
     monkeypatch.setattr(spikes, "in_run", in_run)
-    plan = types.SimpleNamespace(length=types.SimpleNamespace(examples_after=lambda steps, seen: seen + steps * batch))
+    plan = types.SimpleNamespace(
+        length=types.SimpleNamespace(
+            examples_after=lambda steps, seen: seen + steps * batch
+        )
+    )
     run = types.SimpleNamespace(config=None, source=None, plan=plan)
     history = [{"examples_seen": 0}]
-    place = Place(25, 24 * 8, history if mixture == "same" else [*history, {"examples_seen": 24 * 8}])
-    assert spikes._leads_to(place, run, Counts(step, step * 8, step * 80), history) == leads
+    place = Place(
+        25,
+        24 * 8,
+        history if mixture == "same" else [*history, {"examples_seen": 24 * 8}],
+    )
+    assert (
+        spikes._leads_to(place, run, Counts(step, step * 8, step * 80), history)
+        == leads
+    )
 
 
 def row_of(number, loss, grad_norm=1.0, tokens=10):
@@ -90,38 +176,60 @@ LIGHT = [row_of(number, 9.0, tokens=0.01) for number in range(8)]
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize(("rows", "before", "guilty"), [
-    # One and two rows that stand out by their loss, one by its gradient, one that is no number.
-    ([*ALIKE, row_of(8, 9.0)], None, (80, [8])),
-    ([*ALIKE, row_of(8, 9.0), row_of(9, 30.0)], None, (80, [8, 9])),
-    ([*ALIKE, row_of(8, 2.0, grad_norm=1.2)], None, (80, [8])),
-    ([*ALIKE, row_of(8, float("nan"))], None, (80, [8])),
-    # None stands out, there are too few for one to do so, or the others are not in the band (2.5) without it.
-    ([row_of(number, 9.0) for number in range(8)], None, (80, list(range(8)))),
-    ([row_of(0, 2.0), row_of(1, 9.0)], None, (80, [0, 1])),
-    ([*(row_of(number, 3.0) for number in range(8)), row_of(8, 9.0)], None, (80, list(range(9)))),
-    # By the parameters before the last update the step was in its band: the update is to blame.
-    (ALIKE, RowsBefore(72, [*ALIKE[:7], row_of(17, 2.0, grad_norm=50.0)], ALIKE), (72, [17])),
-    (ALIKE, RowsBefore(72, ALIKE, ALIKE), (72, list(range(8)))),
-    # The same of a custom loss, whose weights are below 1.
-    (LIGHT, RowsBefore(72, ALIKE, LIGHT), (80, list(range(8)))),
-    # By those it was out of it as well.
-    ([*ALIKE, row_of(8, 9.0)], RowsBefore(72, [*ALIKE[:7], row_of(17, 9.0)], [*ALIKE, row_of(8, 9.0)]), (80, [8])),
-])  # fmt: skip
-def test_rows_that_stand_out_in_the_step_to_blame_are_guilty_or_all_of_it(rows, before, guilty):
+@pytest.mark.parametrize(
+    ("rows", "before", "guilty"),
+    [
+        # One and two rows that stand out by their loss, one by its gradient, one that is no number.
+        ([*ALIKE, row_of(8, 9.0)], None, (80, [8])),
+        ([*ALIKE, row_of(8, 9.0), row_of(9, 30.0)], None, (80, [8, 9])),
+        ([*ALIKE, row_of(8, 2.0, grad_norm=1.2)], None, (80, [8])),
+        ([*ALIKE, row_of(8, float("nan"))], None, (80, [8])),
+        # None stands out, there are too few for one to do so, or the others are not in the band (2.5) without it.
+        ([row_of(number, 9.0) for number in range(8)], None, (80, list(range(8)))),
+        ([row_of(0, 2.0), row_of(1, 9.0)], None, (80, [0, 1])),
+        (
+            [*(row_of(number, 3.0) for number in range(8)), row_of(8, 9.0)],
+            None,
+            (80, list(range(9))),
+        ),
+        # By the parameters before the last update the step was in its band: the update is to blame.
+        (
+            ALIKE,
+            RowsBefore(72, [*ALIKE[:7], row_of(17, 2.0, grad_norm=50.0)], ALIKE),
+            (72, [17]),
+        ),
+        (ALIKE, RowsBefore(72, ALIKE, ALIKE), (72, list(range(8)))),
+        # The same of a custom loss, whose weights are below 1.
+        (LIGHT, RowsBefore(72, ALIKE, LIGHT), (80, list(range(8)))),
+        # By those it was out of it as well.
+        (
+            [*ALIKE, row_of(8, 9.0)],
+            RowsBefore(72, [*ALIKE[:7], row_of(17, 9.0)], [*ALIKE, row_of(8, 9.0)]),
+            (80, [8]),
+        ),
+    ],
+)
+def test_rows_that_stand_out_in_the_step_to_blame_are_guilty_or_all_of_it(
+    rows, before, guilty
+):
     found = find_guilty(80, rows, before, limit=2.5, width=8)
     assert (found.first, [row.row for row in found.rows]) == guilty
 
 
 def run_of(tmp_path, action, steps):
-    recorded = [ExcludedRow(row=0, spike=number, step=step) for number, step in enumerate(steps, start=1)]
+    recorded = [
+        ExcludedRow(row=0, spike=number, step=step)
+        for number, step in enumerate(steps, start=1)
+    ]
     config = types.SimpleNamespace(max_loss_spike=8, loss_spike_action=action)
     return types.SimpleNamespace(config=config, recorded=recorded, directory=tmp_path)
 
 
 def test_a_run_goes_back_a_few_times_only(tmp_path):
     spike = LossSpike("step 100 has loss 9", 100, 792, 2.5)
-    refuse_to_go_back(run_of(tmp_path, "exclude", [1] * 9 + [100] * (MOST - 1)), spike)  # long ago does not count
+    refuse_to_go_back(
+        run_of(tmp_path, "exclude", [1] * 9 + [100] * (MOST - 1)), spike
+    )  # long ago does not count
     with pytest.raises(LossSpike, match="gone back 5 times"):
         refuse_to_go_back(run_of(tmp_path, "exclude", [98, 98, 99, 100, 100]), spike)
     with pytest.raises(LossSpike, match=r"loss 9$"):

@@ -4,13 +4,25 @@ import pytest
 
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import load_config
-from maxtext_lite.training.starts import moved_schedule, resume_between, settings_at, with_start
+from maxtext_lite.training.starts import (
+    moved_schedule,
+    resume_between,
+    settings_at,
+    with_start,
+)
 
 
 def start(before, step, seen, *overrides):
     """The config, the plan and the starts of a run of 64 examples or stated steps, begun after `step` steps."""
-    words = ["warmup_steps=0", "learning_rate_schedule=linear", "learning_rate_final_fraction=0", "num_epochs=1",
-             "global_batch_size=4", "per_device_batch_size=-1", *overrides]  # fmt: skip
+    words = [
+        "warmup_steps=0",
+        "learning_rate_schedule=linear",
+        "learning_rate_final_fraction=0",
+        "num_epochs=1",
+        "global_batch_size=4",
+        "per_device_batch_size=-1",
+        *overrides,
+    ]
     config = load_config(None, words)
     plan = make_plan(config, num_devices=1, num_examples=64)
     return config, plan, with_start(before, config, plan, step, seen)
@@ -20,23 +32,55 @@ STATED = ["num_epochs=0", "steps=16", "global_batch_size=8"]
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize(("first", "overrides", "end", "rates"), [
-    # The run of 16 steps and 64 examples is half done, and its rate half its peak; its end moves.
-    ([], ["global_batch_size=8"], "step 12 instead of 16", "33.3% -> 50.0%"),
-    ([], ["num_epochs=2"], "step 32 instead of 16", "75.0% -> 50.0%"),
-    ([], ["global_batch_size=8", "schedule_unit=examples"], "", ""),
-    ([], [*STATED, "schedule_unit=examples"], "example 96 instead of 64", "66.7% -> 50.0%"),
-    ([], STATED, "", ""),
-    ([], ["seed=5"], "", ""),
-    # Or its shape changes: the rate before is that of the schedule of then, though the end may be the same.
-    ([], ["learning_rate_schedule=constant", "global_batch_size=8"], "has changed", "100.0% -> 50.0%"),
-    (["learning_rate_schedule=constant"], ["global_batch_size=8"], "has changed", "33.3% -> 100.0%"),
-    (["learning_rate_schedule=constant"], ["learning_rate_schedule=constant", "global_batch_size=8"], "", ""),
-    (["schedule_unit=examples"], ["schedule_unit=examples", "warmup_steps=10"], "has changed", "80.0% -> 50.0%"),
-    (["schedule_unit=examples", "warmup_steps=6"], ["schedule_unit=examples", "warmup_steps=6", "global_batch_size=8"],
-     "has changed", "66.7% -> 80.0%"),
-    (["schedule_unit=examples"], ["global_batch_size=4"], "", ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("first", "overrides", "end", "rates"),
+    [
+        # The run of 16 steps and 64 examples is half done, and its rate half its peak; its end moves.
+        ([], ["global_batch_size=8"], "step 12 instead of 16", "33.3% -> 50.0%"),
+        ([], ["num_epochs=2"], "step 32 instead of 16", "75.0% -> 50.0%"),
+        ([], ["global_batch_size=8", "schedule_unit=examples"], "", ""),
+        (
+            [],
+            [*STATED, "schedule_unit=examples"],
+            "example 96 instead of 64",
+            "66.7% -> 50.0%",
+        ),
+        ([], STATED, "", ""),
+        ([], ["seed=5"], "", ""),
+        # Or its shape changes: the rate before is that of the schedule of then, though the end may be the same.
+        (
+            [],
+            ["learning_rate_schedule=constant", "global_batch_size=8"],
+            "has changed",
+            "100.0% -> 50.0%",
+        ),
+        (
+            ["learning_rate_schedule=constant"],
+            ["global_batch_size=8"],
+            "has changed",
+            "33.3% -> 100.0%",
+        ),
+        (
+            ["learning_rate_schedule=constant"],
+            ["learning_rate_schedule=constant", "global_batch_size=8"],
+            "",
+            "",
+        ),
+        (
+            ["schedule_unit=examples"],
+            ["schedule_unit=examples", "warmup_steps=10"],
+            "has changed",
+            "80.0% -> 50.0%",
+        ),
+        (
+            ["schedule_unit=examples", "warmup_steps=6"],
+            ["schedule_unit=examples", "warmup_steps=6", "global_batch_size=8"],
+            "has changed",
+            "66.7% -> 80.0%",
+        ),
+        (["schedule_unit=examples"], ["global_batch_size=4"], "", ""),
+    ],
+)
 def test_a_resume_that_moves_the_schedule_says_so_once(first, overrides, end, rates):
     *_, starts = start([], 0, 0, *first)
     *of, starts = start(starts, 8, 32, *overrides)
@@ -45,7 +89,10 @@ def test_a_resume_that_moves_the_schedule_says_so_once(first, overrides, end, ra
     for sentence in said:
         assert end in sentence
         after, before = rates.split(" -> ")
-        assert f"after step 8 the rate is about {after} of its peak instead of {before}" in sentence
+        assert (
+            f"after step 8 the rate is about {after} of its peak instead of {before}"
+            in sentence
+        )
     batch = of[1].global_batch_to_train
     *of, again = start(starts, 9, 32 + batch, *overrides)
     assert again == starts
@@ -55,7 +102,11 @@ def test_a_resume_that_moves_the_schedule_says_so_once(first, overrides, end, ra
 def test_a_step_has_the_settings_of_the_start_that_took_it():
     own = ["excluded_rows=rows.jsonl", "learning_rate=0.1"]
     *_, starts = start([], 2, 8)
-    for step, seen, words in ((4, 16, own), (5, 20, [*own, "log_period=7"]), (6, 24, [])):
+    for step, seen, words in (
+        (4, 16, own),
+        (5, 20, [*own, "log_period=7"]),
+        (6, 24, []),
+    ):
         config, _, starts = start(starts, step, seen, *words)
     assert [each["step"] for each in starts] == [2, 4, 6]
     assert settings_at(starts, 2) == []
@@ -64,23 +115,42 @@ def test_a_step_has_the_settings_of_the_start_that_took_it():
         want = (0.1, "rows.jsonl") if is_own else (config.learning_rate, "")
         assert (found.learning_rate, found.excluded_rows) == want
         assert (found.global_batch_size, found.log_period) == (4, config.log_period)
-    assert not any(word.startswith(("dataset_path", "run_name", "base_emb_dim")) for word in settings_at(starts, 3))
+    assert not any(
+        word.startswith(("dataset_path", "run_name", "base_emb_dim"))
+        for word in settings_at(starts, 3)
+    )
 
 
 CONSTANT = "learning_rate_schedule=constant"
 
 
-@pytest.mark.parametrize(("first", "overrides", "changes"), [
-    ([], ["seed=5"], True),
-    ([], ["num_epochs=2"], True),
-    (["num_epochs=0", "steps=16", CONSTANT], ["num_epochs=0", "steps=40", CONSTANT], False),
-    (["num_epochs=0", "steps=16", CONSTANT], ["num_epochs=0", "steps=40", CONSTANT, "global_batch_size=8"], True),
-])  # fmt: skip
-def test_the_first_resume_that_changed_steps_is_found_between_a_checkpoint_and_a_step(first, overrides, changes):
+@pytest.mark.parametrize(
+    ("first", "overrides", "changes"),
+    [
+        ([], ["seed=5"], True),
+        ([], ["num_epochs=2"], True),
+        (
+            ["num_epochs=0", "steps=16", CONSTANT],
+            ["num_epochs=0", "steps=40", CONSTANT],
+            False,
+        ),
+        (
+            ["num_epochs=0", "steps=16", CONSTANT],
+            ["num_epochs=0", "steps=40", CONSTANT, "global_batch_size=8"],
+            True,
+        ),
+    ],
+)
+def test_the_first_resume_that_changed_steps_is_found_between_a_checkpoint_and_a_step(
+    first, overrides, changes
+):
     """A length changes steps by the learning rate or the last batch alone."""
     *_, starts = start([], 0, 0, *first)
     *_, starts = start(starts, 4, 16, *overrides)
     assert len(starts) == 2
-    found = [resume_between(starts, after, step) for after, step in ((0, 4), (0, 5), (3, 9), (4, 9))]
+    found = [
+        resume_between(starts, after, step)
+        for after, step in ((0, 4), (0, 5), (3, 9), (4, 9))
+    ]
     seam = 4 if changes else None
     assert found == [None, seam, seam, None]

@@ -10,21 +10,41 @@ from maxtext_lite.training.state import abstract_state, init_state, state_shardi
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "muon"])
 def test_optimizer_state_lies_with_its_parameter(optimizer, setup):
     it = setup(f"optimizer={optimizer}", data=2, fsdp=2, tensor=2)
-    with jax.transfer_guard("disallow"):  # of devices that are not attached, nothing may run on the default one
+    with jax.transfer_guard(
+        "disallow"
+    ):  # of devices that are not attached, nothing may run on the default one
         abstract = abstract_state(it.parts)
     shardings = state_shardings(it.parts)
-    big = [leaf for leaf in jax.tree.leaves(abstract.opt_state) if leaf.shape == (2, 16, 24)]
-    assert all(leaf.sharding.spec == jax.P("stage", ("expert", "context", "fsdp"), "tensor") for leaf in big)
-    assert len(big) >= (0 if optimizer == "adafactor" else 2)  # which keeps row and column sums instead
-    assert shardings.params["head"]["projection"].spec == jax.P(("expert", "context", "fsdp"), "tensor")
+    big = [
+        leaf
+        for leaf in jax.tree.leaves(abstract.opt_state)
+        if leaf.shape == (2, 16, 24)
+    ]
+    assert all(
+        leaf.sharding.spec == jax.P("stage", ("expert", "context", "fsdp"), "tensor")
+        for leaf in big
+    )
+    assert len(big) >= (
+        0 if optimizer == "adafactor" else 2
+    )  # which keeps row and column sums instead
+    assert shardings.params["head"]["projection"].spec == jax.P(
+        ("expert", "context", "fsdp"), "tensor"
+    )
     assert shardings.step.is_fully_replicated
 
 
-def test_parameters_are_created_on_their_devices_and_every_bit_of_a_seed_changes_them(setup):
+def test_parameters_are_created_on_their_devices_and_every_bit_of_a_seed_changes_them(
+    setup,
+):
     it = setup("optimizer=adamw", data=2, fsdp=2, tensor=2)
     state = init_state(it.parts, 0)
-    assert {shard.data.shape for shard in state.params["layers"]["mlp"]["up"].addressable_shards} == {(2, 8, 12)}
-    for leaf, where in zip(jax.tree.leaves(state), jax.tree.leaves(state_shardings(it.parts)), strict=True):
+    assert {
+        shard.data.shape
+        for shard in state.params["layers"]["mlp"]["up"].addressable_shards
+    } == {(2, 8, 12)}
+    for leaf, where in zip(
+        jax.tree.leaves(state), jax.tree.leaves(state_shardings(it.parts)), strict=True
+    ):
         assert leaf.sharding.is_equivalent_to(where, leaf.ndim)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), it.initial)
     other = init_state(it.parts, 2**32).params["embedding"]["table"]

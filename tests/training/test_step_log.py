@@ -11,19 +11,35 @@ from maxtext_lite.config import load_config
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.metrics import MetricsLog, Terminal
 from maxtext_lite.training.opening import open_run
-from maxtext_lite.training.step_log import LossSpike, NonFiniteLoss, StepLog, Taken, band_limit
+from maxtext_lite.training.step_log import (
+    LossSpike,
+    NonFiniteLoss,
+    StepLog,
+    Taken,
+    band_limit,
+)
 from tests.training.conftest import TINY
 
 METRICS = {
-    "loss": 2.0, "target_tokens": 60, "grad_norm": 1.5, "param_norm": 3.0, "learning_rate": 0.1, "skipped": False,
-    "groups": 0, "group_squares": 0.0,
-}  # fmt: skip
+    "loss": 2.0,
+    "target_tokens": 60,
+    "grad_norm": 1.5,
+    "param_norm": 3.0,
+    "learning_rate": 0.1,
+    "skipped": False,
+    "groups": 0,
+    "group_squares": 0.0,
+}
 
 
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory):
     """A run."""
-    words = ["dataset_type=synthetic", f"base_output_directory={tmp_path_factory.mktemp('runs')}", "eval_interval=-1"]
+    words = [
+        "dataset_type=synthetic",
+        f"base_output_directory={tmp_path_factory.mktemp('runs')}",
+        "eval_interval=-1",
+    ]
     run = open_run(load_config(None, [*TINY, *words, "run_name=here"]))
     run.directory.mkdir()
     return run
@@ -46,11 +62,25 @@ def log_of(opened, monkeypatch):
 
 def add(log, step, *, more=None, **changed):
     metrics = {name: np.asarray(value) for name, value in (METRICS | changed).items()}
-    log.add(step, Taken(metrics, np.array([4, 9]), 2, 0.25, lambda state: f"it is in {state}", more or {}), "the state")
+    log.add(
+        step,
+        Taken(
+            metrics,
+            np.array([4, 9]),
+            2,
+            0.25,
+            lambda state: f"it is in {state}",
+            more or {},
+        ),
+        "the state",
+    )
 
 
 def lines(log):
-    return [json.loads(line) for line in (log.directory / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (log.directory / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def test_a_step_is_counted_and_recorded_with_what_is_added(log_of):
@@ -59,20 +89,33 @@ def test_a_step_is_counted_and_recorded_with_what_is_added(log_of):
     counts = log.counts
     assert (counts.step, counts.examples_seen, counts.tokens_seen) == (4, 8, 160)
     (record,) = lines(log)
-    want = {"step": 4, "loss": 2.0, "reward": 0.5, "data_seconds": 0.25, "skipped": False, "examples": 2,
-            "examples_seen": 8, "tokens_seen": 160}  # fmt: skip
+    want = {
+        "step": 4,
+        "loss": 2.0,
+        "reward": 0.5,
+        "data_seconds": 0.25,
+        "skipped": False,
+        "examples": 2,
+        "examples_seen": 8,
+        "tokens_seen": 160,
+    }
     assert want.items() <= record.items()
     assert "groups" not in record
 
 
 @pytest.mark.fast
 def test_numbers_that_are_not_finite_end_the_run_and_the_cause_is_named(log_of):
-    with pytest.raises(NonFiniteLoss, match=r"step 1 .*grad_norm nan: it is in the state"):
+    with pytest.raises(
+        NonFiniteLoss, match=r"step 1 .*grad_norm nan: it is in the state"
+    ):
         add(log := log_of(), 1, grad_norm=math.nan, skipped=True)
     assert lines(log)[0]["grad_norm"] is None  # on record all the same
     with pytest.raises(NonFiniteLoss, match="step 1 left param_norm inf") as spike:
         add(log := log_of(), 1, param_norm=math.inf)
-    assert (spike.value.step, spike.value.examples_seen) == (2, lines(log)[0]["examples_seen"])
+    assert (spike.value.step, spike.value.examples_seen) == (
+        2,
+        lines(log)[0]["examples_seen"],
+    )
 
 
 def test_skipped_steps_in_a_row_end_the_run_at_their_limit(log_of):
@@ -121,6 +164,8 @@ def test_a_loss_above_the_band_of_those_before_it_ends_the_run(log_of):
         ([1.0] * 15 + [math.inf], math.inf),
     ],
 )
-def test_the_band_ends_so_many_robust_deviations_above_the_median_of_sixteen_values(values, limit):
+def test_the_band_ends_so_many_robust_deviations_above_the_median_of_sixteen_values(
+    values, limit
+):
     assert band_limit(values, 2) == pytest.approx(limit, rel=1e-12)
     assert band_limit([1, 1, 1], 5, least=3) == pytest.approx(1.05)

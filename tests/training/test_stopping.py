@@ -70,10 +70,16 @@ def test_one_process_stops_after_the_step_in_which_it_was_asked(setup):
         stop.break_off()
 
 
-def test_several_hosts_agree_a_step_later_or_at_once_where_no_step_is_under_way(setup, monkeypatch):
+def test_several_hosts_agree_a_step_later_or_at_once_where_no_step_is_under_way(
+    setup, monkeypatch
+):
     mesh, asked = setup().mesh, []
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(stopping, "make_any_host", lambda _: lambda here: np.asarray(here or bool(asked)))
+    monkeypatch.setattr(
+        stopping,
+        "make_any_host",
+        lambda _: lambda here: np.asarray(here or bool(asked)),
+    )
     stop = Stop(mesh, lambda: False)
     assert not stop.after_this_step()
     assert not stop.between_steps()
@@ -83,11 +89,15 @@ def test_several_hosts_agree_a_step_later_or_at_once_where_no_step_is_under_way(
     assert stop.after_this_step()
 
 
-def test_in_a_command_a_signal_is_a_request_only_once_there_is_something_to_save(monkeypatch):
+def test_in_a_command_a_signal_is_a_request_only_once_there_is_something_to_save(
+    monkeypatch,
+):
     asked = []
     monkeypatch.setattr(command_signals, "installed", True)
     monkeypatch.setattr(command_signals, "ask", asked.append)
-    monkeypatch.setattr(command_signals, "_ask", lambda number: None)  # an earlier run's
+    monkeypatch.setattr(
+        command_signals, "_ask", lambda number: None
+    )  # an earlier run's
     before = handlers()
     with watch_signals() as signals:
         assert not asked

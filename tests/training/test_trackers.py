@@ -10,9 +10,23 @@ import pytest
 
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.training.failures import Failures
-from maxtext_lite.training.trackers import MLflow, Prometheus, TensorBoard, WandB, open_trackers
+from maxtext_lite.training.trackers import (
+    MLflow,
+    Prometheus,
+    TensorBoard,
+    WandB,
+    open_trackers,
+)
 
-RECORD = {"step": 4, "loss": 0.5, "grad_norm": math.inf, "skipped": False, "name": "x", "tokens": 7, "none": None}
+RECORD = {
+    "step": 4,
+    "loss": 0.5,
+    "grad_norm": math.inf,
+    "skipped": False,
+    "name": "x",
+    "tokens": 7,
+    "none": None,
+}
 NUMBERS = {"loss": 0.5, "tokens": 7.0}  # the finite ones
 
 
@@ -23,7 +37,9 @@ def config(*words):
 def test_tensorboard_has_numbers_texts_and_where_the_run_goes_on(tmp_path):
     from tensorboardX.proto import event_pb2
 
-    board = TensorBoard(tmp_path / "tensorboard", 4, Failures(), {"plan": "rows  16\ntokens 4"})
+    board = TensorBoard(
+        tmp_path / "tensorboard", 4, Failures(), {"plan": "rows  16\ntokens 4"}
+    )
     board.write(RECORD)
     board.close()
     (file,) = (tmp_path / "tensorboard").iterdir()
@@ -33,10 +49,14 @@ def test_tensorboard_has_numbers_texts_and_where_the_run_goes_on(tmp_path):
         events.append(event_pb2.Event.FromString(data[12 : 12 + size]))
         data = data[16 + size :]
     assert [event.step for event in events] == [0, 4, 4, 4]
-    assert events[1].session_log.status == 1  # hides what an earlier file has of step 4 and later
+    assert (
+        events[1].session_log.status == 1
+    )  # hides what an earlier file has of step 4 and later
     (text,) = events[2].summary.value
     assert list(text.tensor.string_val) == [b"    rows  16\n    tokens 4"]
-    assert {value.tag: value.simple_value for value in events[3].summary.value} == NUMBERS
+    assert {
+        value.tag: value.simple_value for value in events[3].summary.value
+    } == NUMBERS
 
 
 class Service:
@@ -50,7 +70,11 @@ class Service:
             self.asked.append((name, args, named))
             if self.fails:
                 raise ConnectionError("no route\nto the server")
-            run = {"id": "abc", "info": types.SimpleNamespace(run_id="abc"), "define_metric": self.define_metric}
+            run = {
+                "id": "abc",
+                "info": types.SimpleNamespace(run_id="abc"),
+                "define_metric": self.define_metric,
+            }
             return types.SimpleNamespace(**run, log=self.log, finish=self.finish)
 
         return call
@@ -60,7 +84,10 @@ class Service:
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize(("tracker", "opens", "known"), [(WandB, "init", "id"), (MLflow, "start_run", "run_id")])
+@pytest.mark.parametrize(
+    ("tracker", "opens", "known"),
+    [(WandB, "init", "id"), (MLflow, "start_run", "run_id")],
+)
 def test_a_service_is_given_the_config_and_each_record_and_a_run_that_goes_on_is_the_same_there(
     tracker, opens, known, tmp_path, monkeypatch
 ):
@@ -71,32 +98,52 @@ def test_a_service_is_given_the_config_and_each_record_and_a_run_that_goes_on_is
     (_, first), (_, second) = service.calls(opens)
     assert (first.get(known), second[known]) == (None, "abc")
     if tracker is WandB:
-        assert (first["project"], first["name"], first["config"]["steps"]) == ("maxtext_lite", "here", 7)
+        assert (first["project"], first["name"], first["config"]["steps"]) == (
+            "maxtext_lite",
+            "here",
+            7,
+        )
         assert service.calls("define_metric")[0] == (("*",), {"step_metric": "step"})
         assert service.calls("log")[0] == (({"step": 4, **NUMBERS},), {})
     else:
         (((params,), _),) = service.calls("log_params")
         assert params["steps"] == 7
-        assert service.calls("log_metrics")[0] == ((NUMBERS,), {"step": 4, "run_id": "abc", "synchronous": False})
+        assert service.calls("log_metrics")[0] == (
+            (NUMBERS,),
+            {"step": 4, "run_id": "abc", "synchronous": False},
+        )
     words = ["rollout_engine=http", "rollout_url=http://me:secret@here:8000"]
     (tmp_path / "rl").mkdir()
     service = Service()
-    tracker(service, load_config("configs/post_train/rl.yml", words), tmp_path / "rl", pytest.fail)
+    tracker(
+        service,
+        load_config("configs/post_train/rl.yml", words),
+        tmp_path / "rl",
+        pytest.fail,
+    )
     assert "http://***@here:8000" in repr(service.asked)
     assert "secret" not in repr(service.asked)
 
 
-def test_a_service_that_is_gone_ends_no_run_but_one_that_refuses_it_at_its_start_does(tmp_path, monkeypatch):
+def test_a_service_that_is_gone_ends_no_run_but_one_that_refuses_it_at_its_start_does(
+    tmp_path, monkeypatch
+):
     service, said = Service(), []
     tracker = WandB(service, config(), tmp_path, said.append)
     service.fails = True
     for _ in range(3):
         tracker.write(RECORD)
     tracker.close()
-    assert (len(service.calls("log")), len(service.calls("finish")), len(said)) == (1, 0, 1)
+    assert (len(service.calls("log")), len(service.calls("finish")), len(said)) == (
+        1,
+        0,
+        1,
+    )
     monkeypatch.setitem(sys.modules, "wandb", service)
     with pytest.raises(UserError, match=r"^log_to=wandb"):
-        open_trackers(config("log_to=tensorboard,wandb"), tmp_path, 0, Failures(), {}, pytest.fail)
+        open_trackers(
+            config("log_to=tensorboard,wandb"), tmp_path, 0, Failures(), {}, pytest.fail
+        )
 
 
 def test_prometheus_reads_the_newest_numbers_on_this_machine_alone(tmp_path):
@@ -105,10 +152,31 @@ def test_prometheus_reads_the_newest_numbers_on_this_machine_alone(tmp_path):
     assert address == "127.0.0.1"
     for loss in (0.25, 0.5):
         tracker.write({**RECORD, "loss": loss, "rewards/a.b": 1.0, "rewards/a_b": 2.0})
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
-        lines = [line for line in answer.read().decode().splitlines() if not line.startswith("#")]
-    values = {"step": 4.0, "loss": 0.5, "tokens": 7.0, "rewards_a_b": 2.0}  # of both: their names are the same there
-    assert lines == [f'maxtext_lite_{name}{{run_name="here"}} {value}' for name, value in values.items()]
+    with urllib.request.urlopen(
+        f"http://127.0.0.1:{port}/metrics", timeout=10
+    ) as answer:
+        lines = [
+            line
+            for line in answer.read().decode().splitlines()
+            if not line.startswith("#")
+        ]
+    values = {
+        "step": 4.0,
+        "loss": 0.5,
+        "tokens": 7.0,
+        "rewards_a_b": 2.0,
+    }  # of both: their names are the same there
+    assert lines == [
+        f'maxtext_lite_{name}{{run_name="here"}} {value}'
+        for name, value in values.items()
+    ]
     with pytest.raises(UserError, match=f"^prometheus_port={port}"):
-        open_trackers(config("log_to=", f"prometheus_port={port}"), tmp_path, 0, Failures(), {}, pytest.fail)
+        open_trackers(
+            config("log_to=", f"prometheus_port={port}"),
+            tmp_path,
+            0,
+            Failures(),
+            {},
+            pytest.fail,
+        )
     tracker.close()

@@ -20,17 +20,25 @@ from maxtext_lite.xla.compiler_flags import (
 from maxtext_lite.xla.described import _NOTHING_CAN_BE_TIMED
 from tests.processes import environment, quick_python
 
-ONE, TWO = Flag("xla_one", "1", "for a test"), Flag("xla_one_more", "true", "for a test")
+ONE, TWO = (
+    Flag("xla_one", "1", "for a test"),
+    Flag("xla_one_more", "true", "for a test"),
+)
 
 
-@pytest.mark.parametrize(("given", "found"), [
-    (None, "--xla_one=1 --xla_one_more=true"),
-    ("--xla_one=5  --xla_other=2", "--xla_one=5 --xla_other=2 --xla_one_more=true"),
-    ("--xla_one_more --xla_one=5", "--xla_one_more --xla_one=5"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (None, "--xla_one=1 --xla_one_more=true"),
+        ("--xla_one=5  --xla_other=2", "--xla_one=5 --xla_other=2 --xla_one_more=true"),
+        ("--xla_one_more --xla_one=5", "--xla_one_more --xla_one=5"),
+    ],
+)
 @pytest.mark.parametrize("compiler", VARIABLES)
 @pytest.mark.fast
-def test_flags_are_added_to_those_that_are_given_but_change_none(compiler, given, found, monkeypatch):
+def test_flags_are_added_to_those_that_are_given_but_change_none(
+    compiler, given, found, monkeypatch
+):
     for variable in VARIABLES.values():
         monkeypatch.delenv(variable, raising=False)
     if given is not None:
@@ -41,23 +49,41 @@ def test_flags_are_added_to_those_that_are_given_but_change_none(compiler, given
     assert other not in os.environ
 
 
-@pytest.mark.parametrize(("libraries", "compilers"), [
-    ((), ()),
-    (("libtpu",), ("tpu",)),
-    (("jax_cuda13_plugin", "libtpu"), ("gpu", "tpu")),
-])  # fmt: skip
-def test_compilers_are_those_whose_library_is_installed(libraries, compilers, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in libraries else None)
+@pytest.mark.parametrize(
+    ("libraries", "compilers"),
+    [
+        ((), ()),
+        (("libtpu",), ("tpu",)),
+        (("jax_cuda13_plugin", "libtpu"), ("gpu", "tpu")),
+    ],
+)
+def test_compilers_are_those_whose_library_is_installed(
+    libraries, compilers, monkeypatch
+):
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: name if name in libraries else None
+    )
     assert installed_compilers() == compilers
 
 
-@pytest.mark.parametrize(("given", "found"), [
-    ({}, {"XLA_CLIENT_MEM_FRACTION": "0.94"}),
-    ({"XLA_CLIENT_MEM_FRACTION": "0.5"}, {"XLA_CLIENT_MEM_FRACTION": "0.5"}),
-    ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}),
-])  # fmt: skip
-def test_jax_may_use_as_much_of_a_gpu_as_plans_do_unless_the_environment_says_otherwise(given, found, monkeypatch):
-    names = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"  # jaxlib refuses both at once
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({}, {"XLA_CLIENT_MEM_FRACTION": "0.94"}),
+        ({"XLA_CLIENT_MEM_FRACTION": "0.5"}, {"XLA_CLIENT_MEM_FRACTION": "0.5"}),
+        (
+            {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"},
+            {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"},
+        ),
+    ],
+)
+def test_jax_may_use_as_much_of_a_gpu_as_plans_do_unless_the_environment_says_otherwise(
+    given, found, monkeypatch
+):
+    names = (
+        "XLA_CLIENT_MEM_FRACTION",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION",
+    )  # jaxlib refuses both at once
     for name in names:
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
@@ -66,9 +92,14 @@ def test_jax_may_use_as_much_of_a_gpu_as_plans_do_unless_the_environment_says_ot
     set_gpu_memory()
     assert {name: os.environ[name] for name in names if name in os.environ} == found
     # The scheduler is told only what jax may use: 80 % of the memory is its measure.
-    assert os.environ.get("XLA_FLAGS") == (None if given else "--xla_gpu_memory_limit_slop_factor=115")
+    assert os.environ.get("XLA_FLAGS") == (
+        None if given else "--xla_gpu_memory_limit_slop_factor=115"
+    )
     assert 0.8 * int(SCHEDULED_MEMORY.value) / 100 < float(GPU_MEMORY[1])
-    for device, gib in (("h100", 79.1), ("h200", 140.4)):  # of an H100, as XLA sees it; nvidia-smi says 143,771 MiB
+    for device, gib in (
+        ("h100", 79.1),
+        ("h200", 140.4),
+    ):  # of an H100, as XLA sees it; nvidia-smi says 143,771 MiB
         assert float(GPU_MEMORY[1]) * gib * 2**30 == pytest.approx(
             device_named(device, option="--device").memory_bytes, rel=0.01
         )
@@ -76,7 +107,10 @@ def test_jax_may_use_as_much_of_a_gpu_as_plans_do_unless_the_environment_says_ot
 
 def test_this_jax_knows_every_flag_of_xla():
     """One that it does not know ends a process that starts jax."""
-    flags = [f"--{flag.name}={flag.value}" for flag in (*FLAGS["gpu"], SCHEDULED_MEMORY, *_NOTHING_CAN_BE_TIMED)]
+    flags = [
+        f"--{flag.name}={flag.value}"
+        for flag in (*FLAGS["gpu"], SCHEDULED_MEMORY, *_NOTHING_CAN_BE_TIMED)
+    ]
     known, unknown = (
         subprocess.run(
             [*quick_python(), "-c", "import jax; print(jax.device_count())"],

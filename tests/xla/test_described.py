@@ -8,7 +8,12 @@ import pytest
 
 from maxtext_lite.config import UserError
 from maxtext_lite.parallel import MESH_AXES, make_mesh
-from maxtext_lite.xla.described import as_default_device, assumed_of, described, topology_devices
+from maxtext_lite.xla.described import (
+    as_default_device,
+    assumed_of,
+    described,
+    topology_devices,
+)
 
 
 @pytest.mark.fast
@@ -26,14 +31,26 @@ def test_a_name_says_device_shape_and_slices(name, slices, found):
     assert (machine.device.name, machine.shape, machine.num_slices) == found
 
 
-@pytest.mark.parametrize(("name", "library", "extra"), [
-    ("v5e:2x4", "libtpu", "tpu"), ("h100:8", "jax's CUDA plugin", "cuda13"),
-])  # fmt: skip
-def test_a_library_that_is_missing_is_named_with_what_brings_it(name, library, extra, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "library", "extra"),
+    [
+        ("v5e:2x4", "libtpu", "tpu"),
+        ("h100:8", "jax's CUDA plugin", "cuda13"),
+    ],
+)
+def test_a_library_that_is_missing_is_named_with_what_brings_it(
+    name, library, extra, monkeypatch
+):
     found = importlib.util.find_spec
     hidden = ("libtpu", "jax_cuda12_plugin", "jax_cuda13_plugin")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in hidden else found(name))
-    with pytest.raises(UserError, match=rf"--topology={name} needs {library}.*\[{extra}\]"):
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name: None if name in hidden else found(name),
+    )
+    with pytest.raises(
+        UserError, match=rf"--topology={name} needs {library}.*\[{extra}\]"
+    ):
         topology_devices(name)
 
 
@@ -43,7 +60,9 @@ def test_a_slice_of_a_shape_that_there_is_not_is_refused_by_libtpu_in_one_line()
         topology_devices("v5e:3x3")
 
 
-def test_a_device_that_is_not_there_answers_where_jax_is_asked_for_its_default(monkeypatch):
+def test_a_device_that_is_not_there_answers_where_jax_is_asked_for_its_default(
+    monkeypatch,
+):
     ones, device = dict.fromkeys(MESH_AXES, 1), jax.devices()[3]
     mesh = make_mesh(ones, ones, [device])
     before = jax.extend.backend.get_default_device()

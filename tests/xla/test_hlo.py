@@ -13,7 +13,12 @@ TRIPS = 5
 
 def every_kind(x):
     """On each device, of x [8, 16] float32: 512 bytes."""
-    looped, _ = jax.lax.scan(lambda carry, _: (jnp.sin(jax.lax.psum(carry, "tensor")), None), x, None, length=TRIPS)
+    looped, _ = jax.lax.scan(
+        lambda carry, _: (jnp.sin(jax.lax.psum(carry, "tensor")), None),
+        x,
+        None,
+        length=TRIPS,
+    )
     return (
         looped,
         jax.lax.all_gather(x, "data"),
@@ -29,11 +34,27 @@ def test_a_program_written_by_hand_has_the_collectives_it_should():
     ones = dict.fromkeys(MESH_AXES, 1)
     mesh = make_mesh(ones | {"data": 2, "fsdp": 2}, ones | {"tensor": 2})
     everywhere = jax.P(mesh.axis_names)
-    mapped = jax.shard_map(every_kind, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False)
-    text = jax.jit(mapped).lower(jax.ShapeDtypeStruct((64, 16), "float32")).compile().as_text()
-    found = {(c.kind, c.axes(mesh), c.times, c.in_loop): c.payload_bytes for c in collectives(text)}
+    mapped = jax.shard_map(
+        every_kind,
+        mesh=mesh,
+        in_specs=everywhere,
+        out_specs=everywhere,
+        check_vma=False,
+    )
+    text = (
+        jax.jit(mapped)
+        .lower(jax.ShapeDtypeStruct((64, 16), "float32"))
+        .compile()
+        .as_text()
+    )
+    found = {
+        (c.kind, c.axes(mesh), c.times, c.in_loop): c.payload_bytes
+        for c in collectives(text)
+    }
     whole = 8 * 16 * 4
-    scattered = found.pop(("reduce-scatter", ("tensor",), 1, False), None)  # or written as a sum
+    scattered = found.pop(
+        ("reduce-scatter", ("tensor",), 1, False), None
+    )  # or written as a sum
     assert (scattered or found.pop(("all-reduce", ("tensor",), 1, False))) == whole
     assert found == {
         ("all-reduce", ("tensor",), TRIPS, True): whole,
@@ -124,7 +145,10 @@ class FakeMesh:
 
 
 def test_what_accelerators_write_is_read_too():
-    found = [(c.kind, c.axes(FakeMesh()), c.times, c.payload_bytes) for c in collectives(ACCELERATOR)]
+    found = [
+        (c.kind, c.axes(FakeMesh()), c.times, c.payload_bytes)
+        for c in collectives(ACCELERATOR)
+    ]
     assert found == [
         ("all-gather", ("fsdp",), 6, 16 * 128 * 2),  # written twice, on one channel
         ("reduce-scatter", ("fsdp",), 1, 4 * 8 * 4),  # written as a part of a sum
@@ -142,8 +166,14 @@ def test_what_accelerators_write_is_read_too():
         ("{{0,1},{2,3}}", ((0, 1), (2, 3))),
         ("{}", ()),
         ("[2,4]<=[4,2]T(1,0)", ((0, 2, 4, 6), (1, 3, 5, 7))),
-        ("mesh['data'=2,'fsdp'=1,'tensor'=4] {'data','fsdp'}", ((0, 4), (1, 5), (2, 6), (3, 7))),
-        ("mesh['axis_0'=4,'axis_1'=2], device_ids=([2,4]T(1,0)) {'axis_0'}", ((0, 1, 2, 3), (4, 5, 6, 7))),
+        (
+            "mesh['data'=2,'fsdp'=1,'tensor'=4] {'data','fsdp'}",
+            ((0, 4), (1, 5), (2, 6), (3, 7)),
+        ),
+        (
+            "mesh['axis_0'=4,'axis_1'=2], device_ids=([2,4]T(1,0)) {'axis_0'}",
+            ((0, 1, 2, 3), (4, 5, 6, 7)),
+        ),
         ("mesh['data'=8] {'data':(2)4}", ((0, 1, 2, 3), (4, 5, 6, 7))),
         ("mesh['data'=8] {'data':(1)2}", ((0, 4), (1, 5), (2, 6), (3, 7))),
     ],
@@ -173,9 +203,15 @@ def test_gathers_that_share_a_channel_are_told_apart_by_their_chains():
     header, body = IN_A_CHAIN.split("\n\n", 1)
     names = ("part_a", "part_b", "other")
     parts = [
-        body.replace("%part", f"%{name}").replace("CHAIN", chain) for name, chain in zip(names, "112", strict=True)
+        body.replace("%part", f"%{name}").replace("CHAIN", chain)
+        for name, chain in zip(names, "112", strict=True)
     ]
-    calls = "\n".join(f"  %f{name} = bf16[16,128] fusion(%x), kind=kOutput, calls=%{name}" for name in names)
+    calls = "\n".join(
+        f"  %f{name} = bf16[16,128] fusion(%x), kind=kOutput, calls=%{name}"
+        for name in names
+    )
     entry = f"ENTRY %main (x: bf16[8,128]) -> bf16[8,128] {{\n  %x = bf16[8,128] parameter(0)\n{calls}\n"
-    found = collectives("\n\n".join([header, *parts, entry + "  ROOT %r = bf16[8,128] copy(%x)\n}\n"]))
+    found = collectives(
+        "\n\n".join([header, *parts, entry + "  ROOT %r = bf16[8,128] copy(%x)\n}\n"])
+    )
     assert [(each.kind, each.is_async) for each in found] == [("all-gather", True)] * 2

@@ -58,8 +58,14 @@ def test_instructions_have_results_operands_and_attributes():
     assert module.num_partitions == 4
     body = module.computations["body"]
     fusion = body.instructions["fusion.1"]
-    assert (fusion.opcode, fusion.operands, dict(fusion.called)) == ("fusion", ("x",), {"calls": "fused"})
-    assert [(a.dtype, a.dims, a.space, a.num_bytes) for a in fusion.arrays] == [("bf16", (8, 128), 1, 2048)]
+    assert (fusion.opcode, fusion.operands, dict(fusion.called)) == (
+        "fusion",
+        ("x",),
+        {"calls": "fused"},
+    )
+    assert [(a.dtype, a.dims, a.space, a.num_bytes) for a in fusion.arrays] == [
+        ("bf16", (8, 128), 1, 2048)
+    ]
     assert body.root.operands == ("next", "x")
     assert [a.num_bytes for a in body.root.arrays] == [4, 2048]
     assert [user.name for user in body.users["x"]] == ["kernel.1", "fusion.1", "t"]
@@ -69,24 +75,35 @@ def test_instructions_have_results_operands_and_attributes():
 
 
 def test_runs_multiply_through_loops_and_a_fusions_parts_are_not_scheduled():
-    runs = {name: (r.times, r.in_loop, r.inside) for name, r in parse(MODULE).runs.items()}
+    runs = {
+        name: (r.times, r.in_loop, r.inside) for name, r in parse(MODULE).runs.items()
+    }
     assert runs == {
-        "main": (1, False, False), "condition": (6, True, False), "body": (6, True, False),
-        "fused": (7, True, True), "branch": (1, False, False),
-    }  # fmt: skip
+        "main": (1, False, False),
+        "condition": (6, True, False),
+        "body": (6, True, False),
+        "fused": (7, True, True),
+        "branch": (1, False, False),
+    }
 
 
 def test_trips_that_xla_noted_win_and_a_loop_that_counts_in_another_way_is_unknown():
-    noted = MODULE.replace("body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"5"}}')
+    noted = MODULE.replace(
+        "body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"5"}}'
+    )
     assert parse(noted).runs["body"].times == 5
     odd = MODULE.replace("add(%i, %two)", "multiply(%i, %two)")
     assert odd != MODULE
     assert parse(odd).runs["body"].times is None
     assert parse(odd, trips_where_unknown=3).runs["body"].times == 3
-    scoped = odd.replace("body=%body", 'body=%body, metadata={op_name="jit(f)/spare/while"}')
+    scoped = odd.replace(
+        "body=%body", 'body=%body, metadata={op_name="jit(f)/spare/while"}'
+    )
     assert parse(scoped, trips_where_unknown=3, not_run="spare").runs["body"].times == 0
     assert parse(scoped, not_run="other").runs["body"].times is None
-    known = noted.replace("body=%body", 'body=%body, metadata={op_name="jit(f)/spare/while"}')
+    known = noted.replace(
+        "body=%body", 'body=%body, metadata={op_name="jit(f)/spare/while"}'
+    )
     assert parse(known, not_run="spare").runs["body"].times == 5
 
 
@@ -96,7 +113,8 @@ def test_a_counter_may_be_copied_and_begin_elsewhere():
     )
     assert parse(copied).runs["body"].times == 6
     begun = copied.replace("while(%x)", "while(%state)").replace(
-        "  %while.1 =", "  %five = s32[] constant(5)\n  %state = (s32[], bf16[8,128]) tuple(%five, %x)\n  %while.1 ="
+        "  %while.1 =",
+        "  %five = s32[] constant(5)\n  %state = (s32[], bf16[8,128]) tuple(%five, %x)\n  %while.1 =",
     )
     assert parse(begun).runs["body"].times == 4  # 5, 7, 9, 11
 
@@ -107,16 +125,34 @@ def test_names_may_stand_without_a_percent_sign():
     assert plain.computations["body"].root.operands == ("next", "x")
 
 
-@pytest.mark.parametrize(("text", "size"), [
-    ("f32[16,24]", 1536), ("bf16[3]", 6), ("pred[]", 1), ("s4[6]", 3), ("f8e4m3fn[2,2]", 4), ("c64[2]", 16),
-    ("token[]", 0), ("f32[<=4,2]{1,0}", 32),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("f32[16,24]", 1536),
+        ("bf16[3]", 6),
+        ("pred[]", 1),
+        ("s4[6]", 3),
+        ("f8e4m3fn[2,2]", 4),
+        ("c64[2]", 16),
+        ("token[]", 0),
+        ("f32[<=4,2]{1,0}", 32),
+    ],
+)
 def test_bytes_of_arrays(text, size):
     assert [array.num_bytes for array in arrays_of(text)] == [size]
 
 
 def test_bits():
-    assert [bits(dtype) for dtype in ("bf16", "s4", "pred", "f8e5m2", "c128", "token")] == [16, 4, 8, 8, 128, 0]
+    assert [
+        bits(dtype) for dtype in ("bf16", "s4", "pred", "f8e5m2", "c128", "token")
+    ] == [
+        16,
+        4,
+        8,
+        8,
+        128,
+        0,
+    ]
 
 
 def test_what_is_no_module_is_refused():

@@ -15,17 +15,26 @@ GATHER = f"f32[8] all-gather-start(%p), dimensions={{0}}, {GROUPS}"
 
 def seconds(body, *more):
     """Of an entry computation; what its custom calls, copies, fusions and additions take is BUSY, a collective SENT."""
-    text = "\n".join([
-        "HloModule m, is_scheduled=true, num_partitions=2", "", *more,
-        "ENTRY %main (p: f32[4]) -> f32[4] {", "  %p = f32[4]{0} parameter(0)",
-        *(f"  {line}" for line in body), "}", "",
-    ])  # fmt: skip
+    text = "\n".join(
+        [
+            "HloModule m, is_scheduled=true, num_partitions=2",
+            "",
+            *more,
+            "ENTRY %main (p: f32[4]) -> f32[4] {",
+            "  %p = f32[4]{0} parameter(0)",
+            *(f"  {line}" for line in body),
+            "}",
+            "",
+        ]
+    )
     module = parse(text)
 
     def busy(computation, it):
         return BUSY.get("work" if it.opcode == "custom-call" else it.opcode, 0.0)
 
-    return Schedule(module, collectives(module), busy=busy, sent=lambda collective: SENT).seconds()
+    return Schedule(
+        module, collectives(module), busy=busy, sent=lambda collective: SENT
+    ).seconds()
 
 
 WORK = '%w{} = f32[4] custom-call(%p), custom_call_target="kernel"'
@@ -37,7 +46,12 @@ def test_what_runs_beside_is_hidden_and_what_is_awaited_early_is_not():
     assert seconds([start, WORK.format(1), done]) == 10
     assert seconds([start, done, WORK.format(1)]) == 17
     assert seconds([WORK.format(1), start, "%a = f32[4] add(%p, %p)", done]) == 17
-    assert seconds([f"%g = f32[8] all-gather(%p), dimensions={{0}}, {GROUPS}", WORK.format(1)]) == 17
+    assert (
+        seconds(
+            [f"%g = f32[8] all-gather(%p), dimensions={{0}}, {GROUPS}", WORK.format(1)]
+        )
+        == 17
+    )
 
 
 def test_collectives_follow_each_other_and_copies_have_a_queue_of_their_own():
@@ -51,18 +65,33 @@ def test_collectives_follow_each_other_and_copies_have_a_queue_of_their_own():
 
 def test_loops_wait_for_their_own_and_branches_take_the_longest():
     body = [
-        "%body (x: f32[4]) -> f32[4] {", "  %x = f32[4]{0} parameter(0)", f"  %g = {GATHER.replace('%p', '%x')}",
-        "  %a = f32[4] add(%x, %x)", "  ROOT %d = f32[8] all-gather-done(%g)", "}",
-        "%test (y: f32[4]) -> pred[] {", "  %y = f32[4]{0} parameter(0)", "  ROOT %t = pred[] constant(true)", "}",
-    ]  # fmt: skip
+        "%body (x: f32[4]) -> f32[4] {",
+        "  %x = f32[4]{0} parameter(0)",
+        f"  %g = {GATHER.replace('%p', '%x')}",
+        "  %a = f32[4] add(%x, %x)",
+        "  ROOT %d = f32[8] all-gather-done(%g)",
+        "}",
+        "%test (y: f32[4]) -> pred[] {",
+        "  %y = f32[4]{0} parameter(0)",
+        "  ROOT %t = pred[] constant(true)",
+        "}",
+    ]
     loop = '%l = f32[4] while(%p), condition=%test, body=%body, backend_config={"known_trip_count":{"n":"3"}}'
     assert seconds([loop], *body) == 3 * 7
     branches = [
-        "%one (x: f32[4]) -> f32[4] {", "  %x1 = f32[4]{0} parameter(0)", "  ROOT %a1 = f32[4] add(%x1, %x1)", "}",
-        "%two (x: f32[4]) -> f32[4] {", "  %x2 = f32[4]{0} parameter(0)",
-        '  ROOT %w2 = f32[4] custom-call(%x2), custom_call_target="kernel"', "}",
-    ]  # fmt: skip
-    choice = "%i = s32[] constant(0)", "%k = f32[4] conditional(%i, %p, %p), branch_computations={%one, %two}"
+        "%one (x: f32[4]) -> f32[4] {",
+        "  %x1 = f32[4]{0} parameter(0)",
+        "  ROOT %a1 = f32[4] add(%x1, %x1)",
+        "}",
+        "%two (x: f32[4]) -> f32[4] {",
+        "  %x2 = f32[4]{0} parameter(0)",
+        '  ROOT %w2 = f32[4] custom-call(%x2), custom_call_target="kernel"',
+        "}",
+    ]
+    choice = (
+        "%i = s32[] constant(0)",
+        "%k = f32[4] conditional(%i, %p, %p), branch_computations={%one, %two}",
+    )
     assert seconds([*choice], *branches) == 10
 
 
@@ -71,10 +100,17 @@ def test_the_parts_of_a_tpus_gather_run_beside_their_fusions(parts, want):
     """The gather is awaited by the last fusion that contains a part of it."""
     config = 'backend_config={"async_collective_fusion_config":{"chain_id":"9"}}'
     fused = [
-        line for at in range(parts) for line in (
-            f"%fused.{at} (x: f32[4]) -> f32[4] {{", f"  %x.{at} = f32[4]{{0}} parameter(0)",
-            f"  ROOT %g.{at} = f32[8] all-gather(%x.{at}), dimensions={{0}}, {GROUPS}, {config}", "}",
+        line
+        for at in range(parts)
+        for line in (
+            f"%fused.{at} (x: f32[4]) -> f32[4] {{",
+            f"  %x.{at} = f32[4]{{0}} parameter(0)",
+            f"  ROOT %g.{at} = f32[8] all-gather(%x.{at}), dimensions={{0}}, {GROUPS}, {config}",
+            "}",
         )
-    ]  # fmt: skip
-    calls = [f"%f.{at} = f32[8] fusion(%p), kind=kCustom, calls=%fused.{at}" for at in range(parts)]
+    ]
+    calls = [
+        f"%f.{at} = f32[8] fusion(%p), kind=kCustom, calls=%fused.{at}"
+        for at in range(parts)
+    ]
     assert seconds(calls, *fused) == want

@@ -15,50 +15,83 @@ ONE = 2 * 8 * 16 * 16  # of [8, 16] times [16, 16]
 
 def counted(function, *shapes, **options):
     arguments = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
-    return work(parse(jax.jit(function).lower(*arguments).compile().as_text(), **options))
+    return work(
+        parse(jax.jit(function).lower(*arguments).compile().as_text(), **options)
+    )
 
 
 def test_a_matmul_in_a_loop_counts_once_for_each_trip_and_loops_multiply():
     def inner(x, w):
-        return jax.lax.scan(lambda carry, _: (jnp.tanh(carry @ w), None), x, None, length=TRIPS)[0]
+        return jax.lax.scan(
+            lambda carry, _: (jnp.tanh(carry @ w), None), x, None, length=TRIPS
+        )[0]
 
     def outer(x, w):
-        return jax.lax.scan(lambda carry, _: (inner(carry, w), None), x @ w, None, length=3)[0]
+        return jax.lax.scan(
+            lambda carry, _: (inner(carry, w), None), x @ w, None, length=3
+        )[0]
 
-    assert counted(outer, (8, 16), (16, 16)).matmul_flops == {"f32": (1 + 3 * TRIPS) * ONE}
+    assert counted(outer, (8, 16), (16, 16)).matmul_flops == {
+        "f32": (1 + 3 * TRIPS) * ONE
+    }
 
 
 def test_a_loop_with_a_traced_bound_is_not_guessed():
     def loop(x, w):
-        return jax.lax.fori_loop(0, jnp.int32(jnp.sum(x)), lambda _, carry: jnp.tanh(carry @ w), x)
+        return jax.lax.fori_loop(
+            0, jnp.int32(jnp.sum(x)), lambda _, carry: jnp.tanh(carry @ w), x
+        )
 
     assert counted(loop, (8, 16), (16, 16)).matmul_flops == {"f32": None}
-    assert counted(loop, (8, 16), (16, 16), trips_where_unknown=7).matmul_flops == {"f32": 7 * ONE}
+    assert counted(loop, (8, 16), (16, 16), trips_where_unknown=7).matmul_flops == {
+        "f32": 7 * ONE
+    }
 
 
 def test_batched_and_transposed_contractions():
-    found = counted(lambda a, b: jnp.einsum("bij,bkj->bik", a, b), (3, 8, 16), (3, 4, 16))
+    found = counted(
+        lambda a, b: jnp.einsum("bij,bkj->bik", a, b), (3, 8, 16), (3, 4, 16)
+    )
     assert found.matmul_flops == {"f32": 2 * 3 * 8 * 16 * 4}
     nothing = counted(lambda a: a + 1, (8,))
-    assert (nothing.matmul_flops, nothing.kernels, nothing.cycles, nothing.kernel_flops) == ({}, (), None, 0)
+    assert (
+        nothing.matmul_flops,
+        nothing.kernels,
+        nothing.cycles,
+        nothing.kernel_flops,
+    ) == (
+        {},
+        (),
+        None,
+        0,
+    )
 
 
 @pytest.mark.parametrize(
     "options",
     [
         {"window_strides": (2,), "padding": [(0, 3)], "rhs_dilation": (3,)},
-        {"window_strides": (2,), "padding": [(3, 2)], "lhs_dilation": (6,), "rhs_dilation": (5,)},
+        {
+            "window_strides": (2,),
+            "padding": [(3, 2)],
+            "lhs_dilation": (6,),
+            "rhs_dilation": (5,),
+        },
     ],
 )
 def test_a_convolution_counts_products_with_elements_only(options):
     # Of ones, the result says how many products each of its elements is made of.
     def convolution(x, w):
-        return jax.lax.conv_general_dilated(x, w, dimension_numbers=("NWC", "WIO", "NWC"), **options)
+        return jax.lax.conv_general_dilated(
+            x, w, dimension_numbers=("NWC", "WIO", "NWC"), **options
+        )
 
     x, w = np.ones((2, 11, 3), np.float32), np.ones((4, 3, 5), np.float32)
     compiled = jax.jit(convolution).lower(x, w).compile()
     assert " convolution(" in compiled.as_text()
-    assert work(parse(compiled.as_text())).matmul_flops == {"f32": 2 * float(np.sum(compiled(x, w)))}
+    assert work(parse(compiled.as_text())).matmul_flops == {
+        "f32": 2 * float(np.sum(compiled(x, w)))
+    }
 
 
 # A TPU's text: a batched matmul as a convolution with the batch as a spatial dim, kernels, two memories, slices.
@@ -119,25 +152,42 @@ backend_config={"estimated_cycles":"70"}
 def test_a_tpus_kernels_are_named_and_its_batched_matmuls_counted():
     found = work(parse(TPU))
     # [4, 20, 10] by the weights of 8 heads, [10, 8, 6]: the window's second dim is the heads, and comes first in them.
-    assert found.matmul_flops == {"bf16": 3 * 2 * 4 * 8 * 32 * 16, "f32": 2 * 4 * 20 * 10 * 8 * 6}
-    assert found.kernels == (KernelCalls("splash_mha_fwd", 6, 4500.0), KernelCalls("gmm", 3, None))
+    assert found.matmul_flops == {
+        "bf16": 3 * 2 * 4 * 8 * 32 * 16,
+        "f32": 2 * 4 * 20 * 10 * 8 * 6,
+    }
+    assert found.kernels == (
+        KernelCalls("splash_mha_fwd", 6, 4500.0),
+        KernelCalls("gmm", 3, None),
+    )
     assert (found.kernel_flops, found.silent_kernels) == (4500.0, ("gmm",))
     assert found.cycles == 70
 
 
 def test_traffic_counts_slices_and_updates_in_place_and_no_other_memory():
-    before = TPU.replace("%start =", "%layer = f32[64,64]{1,0} bitcast(%fusion)\n  %start =")
+    before = TPU.replace(
+        "%start =", "%layer = f32[64,64]{1,0} bitcast(%fusion)\n  %start ="
+    )
     x, result = 2 * 4 * 8 * 16, 2 * 4 * 8 * 32
     loop = 3 * (x + result + 3 * 2 * x)
     sliced = 4 * 64 * 64 + 4  # read, its index too; written to the chip's own memory
     update = 4 * 64
     fetched = 4 * 64 * 64
-    heads = 2 * 4 * (4 * 20 * 10 + 8 * 6 * 10) + 4 * 4 * 20 * 8 * 6  # operands written and read, and the result
+    heads = (
+        2 * 4 * (4 * 20 * 10 + 8 * 6 * 10) + 4 * 4 * 20 * 8 * 6
+    )  # operands written and read, and the result
     rest = update + fetched + heads
-    assert work(parse(before)).memory_bytes == pytest.approx(loop + sliced + rest, abs=64)
-    assert work(parse(before.replace("S(1)", "S(5)"))).memory_bytes == work(parse(before)).memory_bytes
+    assert work(parse(before)).memory_bytes == pytest.approx(
+        loop + sliced + rest, abs=64
+    )
+    assert (
+        work(parse(before.replace("S(1)", "S(5)"))).memory_bytes
+        == work(parse(before)).memory_bytes
+    )
     on_gpu = work(parse(before), memory_spaces=(0, 1)).memory_bytes
-    assert on_gpu == pytest.approx(work(parse(before)).memory_bytes + 2 * fetched, abs=64)
+    assert on_gpu == pytest.approx(
+        work(parse(before)).memory_bytes + 2 * fetched, abs=64
+    )
 
 
 GPU = """HloModule jit_step, is_scheduled=true
@@ -161,7 +211,11 @@ metadata={op_name="jit(f)/vmap(jvp(kernel_tokamax_mosaic))/flash_attention_sm90/
 def test_cublas_calls_are_matmuls_and_other_calls_are_kernels_by_their_scope_or_target():
     found = work(parse(GPU))
     assert found.matmul_flops == {"bf16": 2 * 8 * 16 * 32}
-    assert [kernel.name for kernel in found.kernels] == ["__cudnn$fmhaSoftmax", "mosaic_gpu_v2", "tokamax_mosaic"]
+    assert [kernel.name for kernel in found.kernels] == [
+        "__cudnn$fmhaSoftmax",
+        "mosaic_gpu_v2",
+        "tokamax_mosaic",
+    ]
 
 
 def test_the_largest_arrays_are_those_that_are_made_in_the_devices_memory_each_type_once():
@@ -199,7 +253,9 @@ kind=kLoop, calls=%updated
 
 def test_a_fusion_that_runs_beside_others_moves_what_it_would_alone():
     row = 4 * 64
-    assert work(parse(ASYNC)).memory_bytes == row + 4 + row  # the row and its index are read, the row is written
+    assert (
+        work(parse(ASYNC)).memory_bytes == row + 4 + row
+    )  # the row and its index are read, the row is written
 
 
 BESIDE_A_GATHER = """HloModule beside, num_partitions=2
@@ -230,7 +286,9 @@ def test_the_buffers_of_a_gather_that_runs_beside_a_fusion_only_pass_through_it(
 
 def test_what_a_program_holds_is_counted_as_its_arrays_are():
     x, y = np.zeros(1000, np.float32), np.zeros(10, np.float32)
-    compiled = jax.jit(lambda x, y: (x + 1, y.sum()), donate_argnums=0).lower(x, y).compile()
+    compiled = (
+        jax.jit(lambda x, y: (x + 1, y.sum()), donate_argnums=0).lower(x, y).compile()
+    )
     found = ProgramMemory.of(compiled)
     assert (found.arguments, found.aliased) == (4040, 4000)
     assert found.outputs >= 4004  # and the table of a tuple

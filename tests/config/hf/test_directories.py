@@ -23,7 +23,11 @@ from maxtext_lite.config.hf.directory import (
     weight_files,
     weight_map,
 )
-from maxtext_lite.config.hf.model_directory import config_of_run, directory_config, hf_config
+from maxtext_lite.config.hf.model_directory import (
+    config_of_run,
+    directory_config,
+    hf_config,
+)
 from maxtext_lite.training.run_files import run_directory
 from tests.config.hf.test_families import LLAMA, PUBLISHED, TABLE
 from tests.mutations import changed
@@ -35,14 +39,18 @@ def written(path, files):
     """A directory with files: texts, or JSON."""
     for name, content in files.items():
         (path / name).parent.mkdir(parents=True, exist_ok=True)
-        (path / name).write_text(content if isinstance(content, str) else json.dumps(content))
+        (path / name).write_text(
+            content if isinstance(content, str) else json.dumps(content)
+        )
     return path
 
 
 @pytest.fixture
 def directory(tmp_path):
     """A Hugging Face directory, whose weights are not looked at."""
-    return written(tmp_path / "hf", {"config.json": SMALL, WHOLE: "", "tokenizer.json": "{}"})
+    return written(
+        tmp_path / "hf", {"config.json": SMALL, WHOLE: "", "tokenizer.json": "{}"}
+    )
 
 
 def load(directory, *overrides, path=None):
@@ -52,34 +60,72 @@ def load(directory, *overrides, path=None):
 def refused(named, call, *arguments):
     with pytest.raises(UserError) as refusal:
         call(*arguments)
-    assert any(named in problem for problem in refusal.value.problems), refusal.value.problems
+    assert any(named in problem for problem in refusal.value.problems), (
+        refusal.value.problems
+    )
     return refusal.value.problems
 
 
 @pytest.mark.fast
 def test_the_architecture_dtype_and_tokenizer_come_with_the_directory(directory):
     config = load(directory)
-    assert (config.base_emb_dim, config.base_num_decoder_layers, config.vocab_size) == (64, 2, 300)
+    assert (config.base_emb_dim, config.base_num_decoder_layers, config.vocab_size) == (
+        64,
+        2,
+        300,
+    )
     assert (config.dtype, config.weight_dtype) == ("bfloat16", "float32")
-    assert (config.tokenizer_type, config.tokenizer_path) == ("huggingface", str(directory / "tokenizer.json"))
-    assert config.origins["base_emb_dim"] == directory_origin(str(directory)) == str(directory / "config.json")
+    assert (config.tokenizer_type, config.tokenizer_path) == (
+        "huggingface",
+        str(directory / "tokenizer.json"),
+    )
+    assert (
+        config.origins["base_emb_dim"]
+        == directory_origin(str(directory))
+        == str(directory / "config.json")
+    )
     assert directory_origin("") is None
 
 
 def test_what_the_user_states_wins_where_it_does_not_contradict(directory, tmp_path):
-    config = load(directory, "dtype=float32", "tokenizer_type=byte", "initializer_range=0.5", "base_emb_dim=64")
-    assert (config.dtype, config.tokenizer_type, config.tokenizer_path) == ("float32", "byte", "")
+    config = load(
+        directory,
+        "dtype=float32",
+        "tokenizer_type=byte",
+        "initializer_range=0.5",
+        "base_emb_dim=64",
+    )
+    assert (config.dtype, config.tokenizer_type, config.tokenizer_path) == (
+        "float32",
+        "byte",
+        "",
+    )
     assert config.initializer_range == 0.5
-    written(tmp_path, {"mine.yml": "base_num_decoder_layers: 3\n", "right.yml": "layer_pattern: global,global\n"})
+    written(
+        tmp_path,
+        {
+            "mine.yml": "base_num_decoder_layers: 3\n",
+            "right.yml": "layer_pattern: global,global\n",
+        },
+    )
     assert load(directory, path=tmp_path / "right.yml").layer_pattern == "global,global"
-    problems = refused("", load_config, tmp_path / "mine.yml", [f"load_parameters_path={directory}", "qk_norm=head"])
-    for stated, problem in zip(("qk_norm=head", "base_num_decoder_layers=3"), problems, strict=True):
+    problems = refused(
+        "",
+        load_config,
+        tmp_path / "mine.yml",
+        [f"load_parameters_path={directory}", "qk_norm=head"],
+    )
+    for stated, problem in zip(
+        ("qk_norm=head", "base_num_decoder_layers=3"), problems, strict=True
+    ):
         assert problem.startswith(f"{stated} ")
         assert str(directory / "config.json") in problem
     refused("base_emb_dim=576", load, directory, "model_name=smollm2-135m")
 
 
-def test_a_directory_that_is_not_there_is_refused_unless_the_keys_say_what_the_model_is(directory, monkeypatch):
+def test_a_directory_that_is_not_there_is_refused_unless_the_keys_say_what_the_model_is(
+    directory, monkeypatch
+):
     """As those of a run do, whose directory may have moved since."""
     absent = directory.parent / "absent"
     refused(f"load_parameters_path={absent}", load, absent)
@@ -98,7 +144,9 @@ def test_a_directory_that_is_not_there_is_refused_unless_the_keys_say_what_the_m
 
 def test_examples_are_no_longer_than_learned_positions(directory):
     for positions, length in ((100, 100), (1024, 256)):
-        written(directory, {"config.json": PUBLISHED["gpt2"] | {"n_positions": positions}})
+        written(
+            directory, {"config.json": PUBLISHED["gpt2"] | {"n_positions": positions}}
+        )
         assert load(directory).max_target_length == length
 
 
@@ -107,30 +155,47 @@ def test_the_tokenizer_of_a_run_from_scratch_is_that_which_it_stored(tmp_path):
     assert load(tmp_path).tokenizer_type == "byte"
     stored = written(tmp_path / "hf", {"tokenizer.model": ""}) / "tokenizer.model"
     config = load(tmp_path, "base_emb_dim=64")
-    assert (config.tokenizer_type, config.tokenizer_path) == ("sentencepiece", str(stored))
+    assert (config.tokenizer_type, config.tokenizer_path) == (
+        "sentencepiece",
+        str(stored),
+    )
     assert load(tmp_path, "tokenizer_type=byte").tokenizer_path == ""
 
 
 def test_problems_of_the_directory_are_problems_of_the_config(directory):
     written(directory, {"config.json": SMALL | {"hidden_act": "tanh"}})
     refused("hidden_act=tanh", load, directory)
-    written(directory, {"config.json": SMALL | {"num_key_value_heads": 3, "head_dim": 7}})
+    written(
+        directory, {"config.json": SMALL | {"num_key_value_heads": 3, "head_dim": 7}}
+    )
     problems = refused("steps=0", load, directory, "steps=0")
-    assert [problem.rpartition("json: ")[2].partition(" ")[0] for problem in problems] == [
-        "steps=0", "num_key_value_heads=3", "head_dim=7",
+    assert [
+        problem.rpartition("json: ")[2].partition(" ")[0] for problem in problems
+    ] == [
+        "steps=0",
+        "num_key_value_heads=3",
+        "head_dim=7",
     ]
     written(directory, {"config.json": SMALL, "vocab.json": "{}"})
     (directory / "tokenizer.json").unlink()
-    refused("vocab.json", load, directory)  # a tokenizer in another form is not replaced in silence
+    refused(
+        "vocab.json", load, directory
+    )  # a tokenizer in another form is not replaced in silence
     assert load(directory, "tokenizer_type=byte").tokenizer_type == "byte"
     (directory / WHOLE).rename(directory / "pytorch_model.bin")
     refused("pytorch_model.bin", load, directory, "tokenizer_type=byte")
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None,
+    max_examples=40,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(changed(SMALL))
 def test_any_config_json_is_one_or_refused(directory, stated):
-    (directory / "config.json").write_bytes(json.dumps(stated).encode("utf-8", "surrogatepass"))
+    (directory / "config.json").write_bytes(
+        json.dumps(stated).encode("utf-8", "surrogatepass")
+    )
     with contextlib.suppress(UserError):
         load(directory)
 
@@ -156,7 +221,10 @@ def test_directories_and_their_files(tmp_path):
     assert tokenizer_keys(tmp_path)["tokenizer_type"] == "sentencepiece"
     written(tmp_path, {"tokenizer.json": ""})
     path = str(tmp_path / "tokenizer.json")
-    assert tokenizer_keys(tmp_path) == {"tokenizer_type": "huggingface", "tokenizer_path": path}
+    assert tokenizer_keys(tmp_path) == {
+        "tokenizer_type": "huggingface",
+        "tokenizer_path": path,
+    }
     written(tmp_path, {"run/hf/config.json": "{}"})
     assert hf_directory(tmp_path / "run") == tmp_path / "run" / "hf"
     assert has_hf_weights(tmp_path / "run") is False
@@ -176,7 +244,9 @@ def test_what_is_no_file_is_not_overlooked(name, tmp_path):
     refused(name, has_hf_weights, tmp_path)
 
 
-def test_an_index_or_one_file_goes_before_all_and_of_both_config_json_names_the_one_that_counts(tmp_path):
+def test_an_index_or_one_file_goes_before_all_and_of_both_config_json_names_the_one_that_counts(
+    tmp_path,
+):
     """transformers reads the file, and others the index: without a name neither is taken silently."""
 
     def names():
@@ -187,7 +257,9 @@ def test_an_index_or_one_file_goes_before_all_and_of_both_config_json_names_the_
     assert names() == ["a.safetensors", "b.safetensors"]
     written(tmp_path, {WHOLE: ""})
     assert (names(), weight_map(tmp_path)) == ([WHOLE], {})
-    written(tmp_path, {INDEX: {"weight_map": {"x": "b.safetensors", "y": "b.safetensors"}}})
+    written(
+        tmp_path, {INDEX: {"weight_map": {"x": "b.safetensors", "y": "b.safetensors"}}}
+    )
     refused(WHOLE, weight_files, tmp_path)
     for stated, found in ((WHOLE, WHOLE), (INDEX, "b.safetensors")):
         written(tmp_path, {"config.json": {"transformers_weights": stated}})
@@ -200,7 +272,15 @@ def test_an_index_or_one_file_goes_before_all_and_of_both_config_json_names_the_
 
 
 @pytest.mark.parametrize(
-    "text", ['{"weight_map": []}', '{"weight_map": {"a": 3}}', '{"weight_map": {"a": ".."}}', "[]", "[" * 200_000, ""]
+    "text",
+    [
+        '{"weight_map": []}',
+        '{"weight_map": {"a": 3}}',
+        '{"weight_map": {"a": ".."}}',
+        "[]",
+        "[" * 200_000,
+        "",
+    ],
 )
 def test_an_index_that_names_no_files_is_refused(text, tmp_path):
     refused(INDEX, weight_files, written(tmp_path, {INDEX: text}))
@@ -214,30 +294,51 @@ FIELDS = TABLE["adapter"]
 def adapter(path, modules=("self_attn.q_proj", "self_attn.v_proj"), **fields):
     written(path, {"its-base/config.json": LLAMA, f"its-base/{WHOLE}": ""})
     written(path, {"adapter/adapter_config.json": FIELDS | fields})
-    names = [f"base_model.model.model.layers.0.{module}.lora_{which}.weight" for module in modules for which in "AB"]
+    names = [
+        f"base_model.model.model.layers.0.{module}.lora_{which}.weight"
+        for module in modules
+        for which in "AB"
+    ]
     stored = {name: np.zeros((1, 1), np.float32) for name in names}
     safetensors.numpy.save_file(stored, path / "adapter" / "adapter_model.safetensors")
     return path / "adapter"
 
 
-@pytest.mark.parametrize(("fields", "rank", "alpha"), [
-    ({}, 4, 6),
-    ({"use_rslora": True}, 4, 12),  # alpha / sqrt(r) = 3 = 12 / 4
-    ({"target_modules": r".*self_attn\.[qv]_proj"}, 4, 6),
-    ({"target_modules": "all-linear"}, 4, 6),
-    ({"target_modules": ["self_attn.q_proj", "v_proj", "nothing"]}, 4, 6),
-    ({"rank_pattern": {"q_proj": 8}}, 8, 12),  # the others' alpha / r = 1.5 = 12 / 8
-    ({"rank_pattern": {r"layers\.[01]\..*": 2}}, 2, 3),
-    ({"exclude_modules": ["k_proj"], "layers_to_transform": [0]}, 4, 6),
-])
-def test_an_adapter_decides_the_lora_keys_and_its_base_the_rest(fields, rank, alpha, tmp_path):
+@pytest.mark.parametrize(
+    ("fields", "rank", "alpha"),
+    [
+        ({}, 4, 6),
+        ({"use_rslora": True}, 4, 12),  # alpha / sqrt(r) = 3 = 12 / 4
+        ({"target_modules": r".*self_attn\.[qv]_proj"}, 4, 6),
+        ({"target_modules": "all-linear"}, 4, 6),
+        ({"target_modules": ["self_attn.q_proj", "v_proj", "nothing"]}, 4, 6),
+        (
+            {"rank_pattern": {"q_proj": 8}},
+            8,
+            12,
+        ),  # the others' alpha / r = 1.5 = 12 / 8
+        ({"rank_pattern": {r"layers\.[01]\..*": 2}}, 2, 3),
+        ({"exclude_modules": ["k_proj"], "layers_to_transform": [0]}, 4, 6),
+    ],
+)
+def test_an_adapter_decides_the_lora_keys_and_its_base_the_rest(
+    fields, rank, alpha, tmp_path
+):
     path = adapter(tmp_path, **fields)
-    assert adapter_of(path).keys == {"lora_rank": rank, "lora_alpha": alpha, "lora_targets": "query,value"}
+    assert adapter_of(path).keys == {
+        "lora_rank": rank,
+        "lora_alpha": alpha,
+        "lora_targets": "query,value",
+    }
     assert adapter_of(tmp_path / "its-base") is None
     assert has_hf_weights(path)
     assert hf_directory(path).resolve() == tmp_path / "its-base"
     config = load(path, "tokenizer_type=byte", "lora_targets=value, query")
-    assert (config.lora_rank, config.lora_alpha, config.base_emb_dim) == (rank, alpha, 4096)
+    assert (config.lora_rank, config.lora_alpha, config.base_emb_dim) == (
+        rank,
+        alpha,
+        4096,
+    )
 
 
 def test_a_run_says_what_its_model_is_where_the_base_of_its_adapter_is_gone(tmp_path):
@@ -249,21 +350,37 @@ def test_a_run_says_what_its_model_is_where_the_base_of_its_adapter_is_gone(tmp_
     assert missing_base(path) == "../its-base"
     assert hf_directory(path) is None
     found = config_of_run(run)
-    assert (found.lora_rank, found.lora_targets, found.base_emb_dim) == (4, "query,value", 4096)
+    assert (found.lora_rank, found.lora_targets, found.base_emb_dim) == (
+        4,
+        "query,value",
+        4096,
+    )
     for more in ([], ["base_emb_dim=4096"]):
-        problems = refused("base_model_name_or_path=../its-base", load, path, "tokenizer_type=byte", *more)
+        problems = refused(
+            "base_model_name_or_path=../its-base",
+            load,
+            path,
+            "tokenizer_type=byte",
+            *more,
+        )
         assert len(problems) == 1
     refused("base_model_name_or_path", has_hf_weights, path)
 
 
-@pytest.mark.parametrize("stated", ["lora_rank=8", "lora_rank=0", "lora_targets=all", "lora_alpha=3"])
+@pytest.mark.parametrize(
+    "stated", ["lora_rank=8", "lora_rank=0", "lora_targets=all", "lora_alpha=3"]
+)
 def test_a_stated_lora_key_may_not_contradict_it(stated, tmp_path):
     path = adapter(tmp_path)
-    problems = refused(f"{stated} (command line)", load, path, "tokenizer_type=byte", stated)
+    problems = refused(
+        f"{stated} (command line)", load, path, "tokenizer_type=byte", stated
+    )
     assert any(str(path / "adapter_config.json") in problem for problem in problems)
 
 
-@pytest.mark.parametrize("fields", [*TABLE["adapters_refused"], {"lora_alpha": 10**400}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [*TABLE["adapters_refused"], {"lora_alpha": 10**400}], ids=str
+)
 def test_what_lora_keys_cannot_express_is_refused_by_its_field(fields, tmp_path):
     path = adapter(tmp_path, **fields)
     (field,) = fields
@@ -275,9 +392,15 @@ def test_an_adapters_other_files_are_refused(tmp_path):
     refused("model.layers.0.input_layernorm", adapter_of, path)
     weights = path / "adapter_model.safetensors"
     for header in (b"5", b"null", b"[1]", None):
-        weights.write_bytes(b"\x00\x01" if header is None else len(header).to_bytes(8, "little") + header)
+        weights.write_bytes(
+            b"\x00\x01"
+            if header is None
+            else len(header).to_bytes(8, "little") + header
+        )
         refused("adapter_model.safetensors", adapter_of, path)
-    safetensors.numpy.save_file({"base_model.model.lm_head.weight": np.zeros(1, np.float32)}, weights)
+    safetensors.numpy.save_file(
+        {"base_model.model.lm_head.weight": np.zeros(1, np.float32)}, weights
+    )
     refused("base_model.model.lm_head.weight", adapter_of, path)
     weights.rename(path / "adapter_model.bin")
     refused("adapter_model.bin", adapter_of, path)
@@ -286,17 +409,30 @@ def test_an_adapters_other_files_are_refused(tmp_path):
 # ---- A directory's config is that of its run, or what its config.json and tokenizer say ----------------------------
 
 
-def test_a_hugging_face_directory_has_its_architecture_and_the_format_of_its_weights(tmp_path):
+def test_a_hugging_face_directory_has_its_architecture_and_the_format_of_its_weights(
+    tmp_path,
+):
     for stated, stored in (("bfloat16", "bfloat16"), ("float16", "float32")):
-        path = written(tmp_path / stated, {"config.json": SMALL | {"torch_dtype": stated}, WHOLE: ""})
+        path = written(
+            tmp_path / stated,
+            {"config.json": SMALL | {"torch_dtype": stated}, WHOLE: ""},
+        )
         config = hf_config(path, ["dtype=float32"])
-        assert (config.base_emb_dim, config.weight_dtype, config.dtype) == (64, stored, "float32")
-        assert (config.dataset_type, config.tokenizer_type) == ("synthetic", "byte"), "it has no tokenizer"
+        assert (config.base_emb_dim, config.weight_dtype, config.dtype) == (
+            64,
+            stored,
+            "float32",
+        )
+        assert (config.dataset_type, config.tokenizer_type) == ("synthetic", "byte"), (
+            "it has no tokenizer"
+        )
 
 
 @pytest.mark.parametrize("name", ["hf #1", "'hf'", "null", "[hf]", "a: b"])
 def test_the_name_of_a_directory_is_taken_as_it_is(tmp_path, monkeypatch, name):
-    written(tmp_path, {"hf/config.json": SMALL | {"hidden_size": 128}, f"hf/{WHOLE}": ""})
+    written(
+        tmp_path, {"hf/config.json": SMALL | {"hidden_size": 128}, f"hf/{WHOLE}": ""}
+    )
     written(tmp_path / name, {"config.json": SMALL, WHOLE: ""})
     monkeypatch.chdir(tmp_path)
     config = hf_config(Path(name))
@@ -306,18 +442,25 @@ def test_the_name_of_a_directory_is_taken_as_it_is(tmp_path, monkeypatch, name):
 def run_of(run, working_directory, *keys):
     """A run directory with a tokenizer and a template, as a run in a working directory leaves it."""
     files = {"hf/tokenizer.json": "{}", "hf/chat_template.jinja": "{}"}
-    written(run, {**files, "environment.json": {"working_directory": str(working_directory)}})
+    written(
+        run,
+        {**files, "environment.json": {"working_directory": str(working_directory)}},
+    )
     write_resolved(load_config(None, keys), run / "config.yml")
     return run
 
 
-def test_a_run_that_was_moved_has_the_tokenizer_that_it_stored_where_its_own_is_gone(tmp_path, monkeypatch):
+def test_a_run_that_was_moved_has_the_tokenizer_that_it_stored_where_its_own_is_gone(
+    tmp_path, monkeypatch
+):
     monkeypatch.setenv("HOME", str(tmp_path))
     keys = ["tokenizer_type=huggingface", "base_emb_dim=64", "tokenizer_path"]
     run, stored = tmp_path / "run", str(tmp_path / "run" / "hf" / "tokenizer.json")
 
     def tokenizer_of(path):
-        write_resolved(load_config(None, [*keys[:2], f"{keys[2]}={path}"]), run / "config.yml")
+        write_resolved(
+            load_config(None, [*keys[:2], f"{keys[2]}={path}"]), run / "config.yml"
+        )
         return directory_config(run, "").tokenizer_path
 
     written(tmp_path, {"own.json": "{}", "run/hf/config.json": "{}"})
@@ -330,45 +473,79 @@ def test_a_run_that_was_moved_has_the_tokenizer_that_it_stored_where_its_own_is_
     assert directory_config(run, "float16").dtype == "float16"
 
 
-def test_a_run_has_the_tokenizer_and_the_template_that_it_stored_whatever_has_their_names_here(tmp_path, monkeypatch):
-    keys = ["dataset_type=sft", "dataset_path=x.jsonl", "tokenizer_type=huggingface", "tokenizer_path=tokenizer.json",
-            "chat_template=t.jinja"]
+def test_a_run_has_the_tokenizer_and_the_template_that_it_stored_whatever_has_their_names_here(
+    tmp_path, monkeypatch
+):
+    keys = [
+        "dataset_type=sft",
+        "dataset_path=x.jsonl",
+        "tokenizer_type=huggingface",
+        "tokenizer_path=tokenizer.json",
+        "chat_template=t.jinja",
+    ]
     run = run_of(tmp_path / "run", tmp_path / "gone", *keys)
-    monkeypatch.chdir(written(tmp_path, {"tokenizer.json": "another", "t.jinja": "another"}))
-    stored = (str(run / "hf" / "tokenizer.json"), str(run / "hf" / "chat_template.jinja"))
+    monkeypatch.chdir(
+        written(tmp_path, {"tokenizer.json": "another", "t.jinja": "another"})
+    )
+    stored = (
+        str(run / "hf" / "tokenizer.json"),
+        str(run / "hf" / "chat_template.jinja"),
+    )
     config = directory_config(run, "")
     assert (config.tokenizer_path, config.chat_template) == stored
     config = config_of_run(run, ["chat_template=t.jinja", "dtype=float16"])
-    assert (config.tokenizer_path, config.chat_template, config.dtype) == (stored[0], "t.jinja", "float16")
-    (run / "environment.json").unlink()  # as imported: only what is gone comes from there
+    assert (config.tokenizer_path, config.chat_template, config.dtype) == (
+        stored[0],
+        "t.jinja",
+        "float16",
+    )
+    (
+        run / "environment.json"
+    ).unlink()  # as imported: only what is gone comes from there
     assert directory_config(run, "").chat_template == "t.jinja"
 
 
-@pytest.mark.parametrize(("stated", "here", "expected"), [
-    ("texts/*.txt", None, "{glob}/texts/*.txt"),
-    ("texts/*.txt", "texts/c.txt", "texts/*.txt"),
-    ("texts", None, "{there}/texts"),
-    ("[{path: texts/a.txt, weight: 1}, {path: 'texts/b*', weight: 2}]", None,
-     '[{"path": "{there}/texts/a.txt", "weight": 1, "max_epochs": -1, "name": "a"}, '
-     '{"path": "{glob}/texts/b*", "weight": 2, "max_epochs": -1, "name": "b*"}]'),
-    ("{there}/gone/*.txt", None, "{there}/gone/*.txt"),
-    ("gone/*.txt", None, "gone/*.txt"),
-    ("shakespeare.jsonl.gz", None, "shakespeare.jsonl.gz"),
-])
-def test_data_that_are_not_here_are_those_of_the_runs_working_directory(stated, here, expected, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("stated", "here", "expected"),
+    [
+        ("texts/*.txt", None, "{glob}/texts/*.txt"),
+        ("texts/*.txt", "texts/c.txt", "texts/*.txt"),
+        ("texts", None, "{there}/texts"),
+        (
+            "[{path: texts/a.txt, weight: 1}, {path: 'texts/b*', weight: 2}]",
+            None,
+            '[{"path": "{there}/texts/a.txt", "weight": 1, "max_epochs": -1, "name": "a"}, '
+            '{"path": "{glob}/texts/b*", "weight": 2, "max_epochs": -1, "name": "b*"}]',
+        ),
+        ("{there}/gone/*.txt", None, "{there}/gone/*.txt"),
+        ("gone/*.txt", None, "gone/*.txt"),
+        ("shakespeare.jsonl.gz", None, "shakespeare.jsonl.gz"),
+    ],
+)
+def test_data_that_are_not_here_are_those_of_the_runs_working_directory(
+    stated, here, expected, tmp_path, monkeypatch
+):
     there = written(tmp_path / "of [the] run", {"texts/a.txt": "x", "texts/b.txt": "x"})
-    run = run_of(tmp_path / "run", there, f"dataset_path={stated.replace('{there}', str(there))}")
+    run = run_of(
+        tmp_path / "run", there, f"dataset_path={stated.replace('{there}', str(there))}"
+    )
     monkeypatch.chdir(written(run, {here: "x"} if here else {}))
-    expected = expected.replace("{there}", str(there)).replace("{glob}", f"{tmp_path}/of [[]the] run")
+    expected = expected.replace("{there}", str(there)).replace(
+        "{glob}", f"{tmp_path}/of [[]the] run"
+    )
     assert str(config_of_run(run).dataset_path) == expected
     assert config_of_run(run, ["dataset_path=other.txt"]).dataset_path == "other.txt"
 
 
-def test_a_run_that_was_moved_has_the_files_of_its_model_where_it_is_now(tmp_path, monkeypatch):
+def test_a_run_that_was_moved_has_the_files_of_its_model_where_it_is_now(
+    tmp_path, monkeypatch
+):
     """A resumed run, whose config.yml no longer names the model that it began with."""
     words = ["run_name=before", "base_output_directory=runs", "dataset_type=synthetic"]
     run = run_of(tmp_path / "moved", tmp_path, *words)
     written(run, {"hf/config.json": "{}", "checkpoints/3/x": ""})
     monkeypatch.chdir(run)
     assert files_of_model(config_of_run(Path())) == run / "hf"
-    assert files_of_model(config_of_run(run, words)) is None, "a stated run directory is another one"
+    assert files_of_model(config_of_run(run, words)) is None, (
+        "a stated run directory is another one"
+    )

@@ -26,8 +26,12 @@ from maxtext_lite.config.hf.quantized import quantization_of
 from maxtext_lite.config.model_parts import RopeScaling
 from maxtext_lite.config.sections import ModelConfig
 
-TABLE = yaml.safe_load((Path(__file__).parent / "families.yml").read_text(encoding="utf-8"))
-PUBLISHED = {row["fields"]["model_type"]: row["fields"] for row in reversed(TABLE["published"])}
+TABLE = yaml.safe_load(
+    (Path(__file__).parent / "families.yml").read_text(encoding="utf-8")
+)
+PUBLISHED = {
+    row["fields"]["model_type"]: row["fields"] for row in reversed(TABLE["published"])
+}
 LLAMA = PUBLISHED["llama"]
 
 
@@ -39,12 +43,17 @@ def fields_of(row):
 
 
 def config_of(keys):
-    return load_config(None, [f"{key}={json.dumps(value)}" for key, value in keys.items()])
+    return load_config(
+        None, [f"{key}={json.dumps(value)}" for key, value in keys.items()]
+    )
 
 
 def written(keys, original, max_position_embeddings=64, dtype="bfloat16"):
     return config_json(
-        config_of(keys), original=original, max_position_embeddings=max_position_embeddings, dtype=dtype
+        config_of(keys),
+        original=original,
+        max_position_embeddings=max_position_embeddings,
+        dtype=dtype,
     )
 
 
@@ -61,19 +70,25 @@ def test_fields_are_read_as_keys_and_written_again(row):
     assert same_architecture(again, keys) == []
 
 
-@pytest.mark.parametrize("row", TABLE["published"], ids=lambda row: row["fields"]["model_type"])
+@pytest.mark.parametrize(
+    "row", TABLE["published"], ids=lambda row: row["fields"]["model_type"]
+)
 def test_published_models_are_read_and_written(row):
     fields, expected = row["fields"], row.get("keys", {})
     keys = model_keys(fields, "config.json")
     assert {key: keys[key] for key in expected} == expected
     if "name" in row:
         config = load_config(None, [f"model_name={row['name']}"])
-        assert same_architecture(keys, {key: getattr(config, key) for key in keys}) == []
+        assert (
+            same_architecture(keys, {key: getattr(config, key) for key in keys}) == []
+        )
     if "text_config" not in fields:
         carried = written(keys, fields)
         assert carried == {**carried, **fields, "torch_dtype": "bfloat16"}
         assert carried["dtype"] == "bfloat16"
-        again = model_keys(written(keys, {"model_type": fields["model_type"]}), "config.json")
+        again = model_keys(
+            written(keys, {"model_type": fields["model_type"]}), "config.json"
+        )
         assert same_architecture(again, keys) == []
 
 
@@ -81,15 +96,26 @@ def test_published_models_are_read_and_written(row):
 def test_what_cannot_be_expressed_is_refused_by_the_name_of_its_field(row):
     with pytest.raises(UserError) as refusal:
         model_keys(fields_of(row), "there/config.json")
-    starts = [problem.startswith(f"there/config.json: {row['named']}") for problem in refusal.value.problems]
+    starts = [
+        problem.startswith(f"there/config.json: {row['named']}")
+        for problem in refusal.value.problems
+    ]
     assert any(starts), refusal.value.problems
 
 
-@pytest.mark.parametrize("kind", ["llama", "phi3", "hunyuan_v1_dense", "gemma3_text", "ministral3", "phimoe"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "phi3", "hunyuan_v1_dense", "gemma3_text", "ministral3", "phimoe"]
+)
 def test_rotary_positions_of_the_wrong_kind_are_refused(kind):
-    for field, wrong in itertools.product(("rope_parameters", "rope_scaling"), TABLE["wrong_rotations"]):
-        with pytest.raises(UserError, match=r"rope_|rotary_|original_max_position|llama_4|short_mscale"):
-            model_keys(fields_of({"model": kind, "fields": {field: wrong}}), "config.json")
+    for field, wrong in itertools.product(
+        ("rope_parameters", "rope_scaling"), TABLE["wrong_rotations"]
+    ):
+        with pytest.raises(
+            UserError, match=r"rope_|rotary_|original_max_position|llama_4|short_mscale"
+        ):
+            model_keys(
+                fields_of({"model": kind, "fields": {field: wrong}}), "config.json"
+            )
 
 
 def test_every_problem_is_named_at_once():
@@ -99,20 +125,48 @@ def test_every_problem_is_named_at_once():
 
 
 _WRONG = (
-    "x", "", "\x1b[31m\n", float("nan"), float("inf"), -1, 0, 1, 2.5, 10**18, 10**400, True, False, [], [None],
-    [[["a"]]], {}, {"a": 1}, {"rope_type": [1]}, {"full_attention": 3}, {"type": "yarn", "factor": -3},
-    {"type": "longrope", "short_factor": [0], "long_factor": "x", "original_max_position_embeddings": 0},
+    "x",
+    "",
+    "\x1b[31m\n",
+    float("nan"),
+    float("inf"),
+    -1,
+    0,
+    1,
+    2.5,
+    10**18,
+    10**400,
+    True,
+    False,
+    [],
+    [None],
+    [[["a"]]],
+    {},
+    {"a": 1},
+    {"rope_type": [1]},
+    {"full_attention": 3},
+    {"type": "yarn", "factor": -3},
+    {
+        "type": "longrope",
+        "short_factor": [0],
+        "long_factor": "x",
+        "original_max_position_embeddings": 0,
+    },
     ["full_attention"] * 3,
 )
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt_oss", "deepseek_v3", "gpt2", "smollm3"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "gemma3_text", "gpt_oss", "deepseek_v3", "gpt2", "smollm3"]
+)
 def test_a_value_of_any_kind_in_any_field_is_read_or_named_by_its_field(kind):
     """Never an exception, and never the name of a key that is not a field."""
     fields = PUBLISHED[kind]
     keys = set(ModelConfig.model_fields) - set(fields) - {"rope_scaling"}
     refused = 0
-    for field, wrong in itertools.product([*fields, "rope_scaling", "rope_parameters", "torch_dtype"], _WRONG):
+    for field, wrong in itertools.product(
+        [*fields, "rope_scaling", "rope_parameters", "torch_dtype"], _WRONG
+    ):
         try:
             model_keys(fields | {field: wrong}, "F")
         except UserError as error:
@@ -120,25 +174,39 @@ def test_a_value_of_any_kind_in_any_field_is_read_or_named_by_its_field(kind):
             for problem in error.problems:
                 assert problem.startswith("F: ")
                 assert problem.isprintable()
-                assert not set(re.findall(r"\w+", problem.partition("=")[0])) & (keys - {field}), problem
+                assert not set(re.findall(r"\w+", problem.partition("=")[0])) & (
+                    keys - {field}
+                ), problem
     assert refused > 100
 
 
 def of_transformers(kind, fields):
     """All fields as transformers reads these, its defaults among them."""
-    made = pytest.importorskip("transformers.models.auto.configuration_auto").CONFIG_MAPPING[kind]
+    made = pytest.importorskip(
+        "transformers.models.auto.configuration_auto"
+    ).CONFIG_MAPPING[kind]
     return made.from_dict(copy.deepcopy(fields)).to_dict()
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_field_that_is_not_there_or_null_is_what_transformers_takes_it_for(kind):
     assert family_of({"model_type": kind}, "x") == kind
-    not_allowed = (TypeError, pytest.importorskip("huggingface_hub.errors").StrictDataclassError)
-    needed = TABLE["needed"].get(kind, {}) if kind in ("deepseek_v2", "dots1", "hunyuan_v1_moe") else {}
+    not_allowed = (
+        TypeError,
+        pytest.importorskip("huggingface_hub.errors").StrictDataclassError,
+    )
+    needed = (
+        TABLE["needed"].get(kind, {})
+        if kind in ("deepseek_v2", "dots1", "hunyuan_v1_moe")
+        else {}
+    )
     whole = of_transformers(kind, needed)
     compared = 0
     for field in set(whole) - {"model_type", "architectures", "transformers_version"}:
-        for fields in ({key: value for key, value in whole.items() if key != field}, whole | {field: None}):
+        for fields in (
+            {key: value for key, value in whole.items() if key != field},
+            whole | {field: None},
+        ):
             try:
                 ours = model_keys(fields, "config.json")
             except UserError:  # what must be there is not guessed
@@ -147,7 +215,9 @@ def test_a_field_that_is_not_there_or_null_is_what_transformers_takes_it_for(kin
                 theirs = of_transformers(kind, fields)
             except not_allowed:  # null is not allowed
                 continue
-            assert same_architecture(model_keys(theirs, "config.json"), ours) == [], field
+            assert same_architecture(model_keys(theirs, "config.json"), ours) == [], (
+                field
+            )
             compared += 1
     assert compared > 20
 
@@ -158,21 +228,39 @@ def test_a_field_that_is_not_there_or_null_is_what_transformers_takes_it_for(kin
 def test_a_model_of_ones_own_is_written_as_the_first_family_that_expresses_it():
     def kind(*words):
         config = load_config(None, words)
-        return config_json(config, max_position_embeddings=256, dtype="float32", original={}, end_of_text_id=256)
+        return config_json(
+            config,
+            max_position_embeddings=256,
+            dtype="float32",
+            original={},
+            end_of_text_id=256,
+        )
 
     assert (kind()["model_type"], kind()["eos_token_id"]) == ("llama", 256)
-    assert kind("layer_pattern=local", "sliding_window_size=8")["model_type"] == "mistral"
+    assert (
+        kind("layer_pattern=local", "sliding_window_size=8")["model_type"] == "mistral"
+    )
     assert kind("qk_norm=head")["model_type"] == "qwen3"
     assert kind("num_experts=4")["model_type"] == "mixtral"
-    with pytest.raises(UserError) as refusal:  # mixtral's config.json would be refused for its one expert alone
+    with pytest.raises(
+        UserError
+    ) as refusal:  # mixtral's config.json would be refused for its one expert alone
         kind("attention_sinks=true", "clip_qkv=8")
-    for key, problem in zip(("attention_sinks=true", "clip_qkv=8"), refusal.value.problems, strict=True):
+    for key, problem in zip(
+        ("attention_sinks=true", "clip_qkv=8"), refusal.value.problems, strict=True
+    ):
         assert problem.startswith("model_type=llama ")
         assert key in problem
 
 
 def test_training_on_longer_rows_raises_the_number_of_positions_unless_a_scaling_follows_from_it():
-    yarn = {"rope_scaling": {"type": "yarn", "factor": 4, "original_max_position_embeddings": 2048}}
+    yarn = {
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 4,
+            "original_max_position_embeddings": 2048,
+        }
+    }
     for scaling, expected in (({}, 9000), (yarn, 8192)):
         original = LLAMA | scaling
         keys = model_keys(original, "config.json")
@@ -183,7 +271,9 @@ def test_training_on_longer_rows_raises_the_number_of_positions_unless_a_scaling
 def test_two_original_lengths_of_a_scaling_become_the_one_that_counts_and_names_of_files_go():
     """What is added for older versions would contradict an entry that nobody reads."""
     scaling = TABLE["published"][1]["fields"]["rope_scaling"] | {"rope_theta": 5e5}
-    original = {name: value for name, value in LLAMA.items() if not name.startswith("rope")}
+    original = {
+        name: value for name, value in LLAMA.items() if not name.startswith("rope")
+    }
     original |= {"rope_parameters": scaling, "original_max_position_embeddings": 4096}
     keys = model_keys(original, "config.json")
     fields = written(keys, original | {"transformers_weights": "model.safetensors"})
@@ -197,28 +287,68 @@ def test_two_original_lengths_of_a_scaling_become_the_one_that_counts_and_names_
 
 def test_the_defaults_are_those_of_base_yml_and_cover_every_key():
     base, sizes = load_config(), set(model_keys(LLAMA, "x")) - set(DEFAULTS)
-    others = {"model_name", "capacity_factor"}  # a name, and a limit that training sets itself
-    rest = {key for key in set(ModelConfig.model_fields) - set(DEFAULTS) - sizes if not key.startswith("lora_")}
+    others = {
+        "model_name",
+        "capacity_factor",
+    }  # a name, and a limit that training sets itself
+    rest = {
+        key
+        for key in set(ModelConfig.model_fields) - set(DEFAULTS) - sizes
+        if not key.startswith("lora_")
+    }
     assert rest <= others
     mappings = ("mla", "rope_scaling", "position_temperature")
-    values = {key: getattr(base, key) or {} if key in mappings else getattr(base, key) for key in DEFAULTS}
+    values = {
+        key: getattr(base, key) or {} if key in mappings else getattr(base, key)
+        for key in DEFAULTS
+    }
     assert values == dict(DEFAULTS)
 
 
-KEYS = {**DEFAULTS, "base_num_decoder_layers": 4, "head_dim": 16, "base_mlp_dim": 24, "initializer_range": 0.02}
+KEYS = {
+    **DEFAULTS,
+    "base_num_decoder_layers": 4,
+    "head_dim": 16,
+    "base_mlp_dim": 24,
+    "initializer_range": 0.02,
+}
 YARN = {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 64}
 
 
-@pytest.mark.parametrize(("one", "other", "differing"), [
-    *(({}, same, set()) for same in (
-        {"layer_pattern": "global, global"}, {"query_pre_attn_scalar": 16}, {"base_moe_mlp_dim": 24},
-        {"initializer_range": 0.5}, {"norm_topk_prob": False}, {"mla": None})),
-    ({"rope_scaling": YARN}, {"rope_scaling": {**YARN, "beta_fast": 32, "truncate": True}}, set()),
-    *(({}, other, set(other)) for other in (
-        {"layer_pattern": "global,local"}, {"query_pre_attn_scalar": 15}, {"num_experts": 2}, {"qk_norm": "head"},
-        {"rope_scaling": RopeScaling("linear", 2.0)})),
-])
-def test_keys_that_say_the_same_are_the_same_and_others_are_named(one, other, differing):
+@pytest.mark.parametrize(
+    ("one", "other", "differing"),
+    [
+        *(
+            ({}, same, set())
+            for same in (
+                {"layer_pattern": "global, global"},
+                {"query_pre_attn_scalar": 16},
+                {"base_moe_mlp_dim": 24},
+                {"initializer_range": 0.5},
+                {"norm_topk_prob": False},
+                {"mla": None},
+            )
+        ),
+        (
+            {"rope_scaling": YARN},
+            {"rope_scaling": {**YARN, "beta_fast": 32, "truncate": True}},
+            set(),
+        ),
+        *(
+            ({}, other, set(other))
+            for other in (
+                {"layer_pattern": "global,local"},
+                {"query_pre_attn_scalar": 15},
+                {"num_experts": 2},
+                {"qk_norm": "head"},
+                {"rope_scaling": RopeScaling("linear", 2.0)},
+            )
+        ),
+    ],
+)
+def test_keys_that_say_the_same_are_the_same_and_others_are_named(
+    one, other, differing
+):
     found = set(same_architecture(KEYS | one, KEYS | other))
     assert differing <= found
     assert bool(differing) == bool(found)
@@ -227,20 +357,35 @@ def test_keys_that_say_the_same_are_the_same_and_others_are_named(one, other, di
 # ---- The weights' format -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("quantization", TABLE["quantized"], ids=lambda each: each.get("quant_method", ""))
-def test_quantized_formats_are_read_leave_the_architecture_alone_and_are_not_written(quantization):
+@pytest.mark.parametrize(
+    "quantization", TABLE["quantized"], ids=lambda each: each.get("quant_method", "")
+)
+def test_quantized_formats_are_read_leave_the_architecture_alone_and_are_not_written(
+    quantization,
+):
     fields = LLAMA | {"quantization_config": quantization}
     keys = model_keys(fields, "config.json")
     assert keys == model_keys(LLAMA, "config.json")
-    assert quantization_of(fields)["quant_method"] == quantization.get("quant_method", "bitsandbytes")
+    assert quantization_of(fields)["quant_method"] == quantization.get(
+        "quant_method", "bitsandbytes"
+    )
     assert "quantization_config" not in written(keys, fields)
 
 
-@pytest.mark.parametrize(("fields", "expected"), [
-    ({"dtype": "bfloat16"}, "bfloat16"), ({"torch_dtype": "torch.float16"}, "float16"), ({}, "float32"),
-    ({"quantization_config": TABLE["quantized"][0]}, "bfloat16"), ({"quantization_config": {}}, "float32"),
-    ({"quantization_config": TABLE["quantized"][0], "torch_dtype": "float16"}, "float16"),
-])
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"dtype": "bfloat16"}, "bfloat16"),
+        ({"torch_dtype": "torch.float16"}, "float16"),
+        ({}, "float32"),
+        ({"quantization_config": TABLE["quantized"][0]}, "bfloat16"),
+        ({"quantization_config": {}}, "float32"),
+        (
+            {"quantization_config": TABLE["quantized"][0], "torch_dtype": "float16"},
+            "float16",
+        ),
+    ],
+)
 def test_the_number_format_of_the_weights(fields, expected):
     assert stored_dtype(fields) == expected
 
@@ -250,27 +395,67 @@ def test_the_number_format_of_the_weights(fields, expected):
 
 def test_the_text_part_has_the_fields_of_the_whole_that_are_not_about_images():
     whole = {
-        "model_type": "gemma3", "vision_config": {"hidden_size": 9}, "mm_tokens_per_image": 256, "dtype": "bfloat16",
-        "text_config": {"hidden_size": 2560, "sliding_window": None, "vocab_size": None},
+        "model_type": "gemma3",
+        "vision_config": {"hidden_size": 9},
+        "mm_tokens_per_image": 256,
+        "dtype": "bfloat16",
+        "text_config": {
+            "hidden_size": 2560,
+            "sliding_window": None,
+            "vocab_size": None,
+        },
     }
     text = text_fields(whole)
-    assert (text["model_type"], text["hidden_size"], text["num_attention_heads"]) == ("gemma3_text", 2560, 8)
-    assert (text["dtype"], text["sliding_window"], "vision_config" in text) == ("bfloat16", None, False)
+    assert (text["model_type"], text["hidden_size"], text["num_attention_heads"]) == (
+        "gemma3_text",
+        2560,
+        8,
+    )
+    assert (text["dtype"], text["sliding_window"], "vision_config" in text) == (
+        "bfloat16",
+        None,
+        False,
+    )
     assert text_fields({"model_type": "llama"}) == {"model_type": "llama"}
-    for outer, inner, tied in (({}, {}, True), ({}, False, False), (False, True, False), (True, {}, True)):
-        stated = [{} if each == {} else {"tie_word_embeddings": each} for each in (outer, inner)]
-        text = text_fields({"model_type": "gemma3", "text_config": {"hidden_size": 8, **stated[1]}, **stated[0]})
+    for outer, inner, tied in (
+        ({}, {}, True),
+        ({}, False, False),
+        (False, True, False),
+        (True, {}, True),
+    ):
+        stated = [
+            {} if each == {} else {"tie_word_embeddings": each}
+            for each in (outer, inner)
+        ]
+        text = text_fields(
+            {
+                "model_type": "gemma3",
+                "text_config": {"hidden_size": 8, **stated[1]},
+                **stated[0],
+            }
+        )
         assert text["tie_word_embeddings"] is tied
 
 
 def test_what_transformers_does_not_look_for_outside_of_the_text_part_is_refused():
-    text = {"model_type": "mistral", "hidden_size": 32, "num_attention_heads": 4, "sliding_window": None,
-            "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}
-    whole = {"model_type": "mistral3", "text_config": text, "sliding_window": 9, "max_position_embeddings": 64}
+    text = {
+        "model_type": "mistral",
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "sliding_window": None,
+        "rope_scaling": {"rope_type": "yarn", "factor": 2.0},
+    }
+    whole = {
+        "model_type": "mistral3",
+        "text_config": text,
+        "sliding_window": 9,
+        "max_position_embeddings": 64,
+    }
     with pytest.raises(UserError) as refusal:
         model_keys(whole, "x")
     assert [problem.partition("=")[0] for problem in refusal.value.problems] == [
-        "x: rope_scaling", "x: mistral3.sliding_window",
+        "x: rope_scaling",
+        "x: mistral3.sliding_window",
     ]
     for wrong in (None, {}, [], {"model_type": "llama"}):
         with pytest.raises(UserError, match="text_config"):
@@ -278,14 +463,35 @@ def test_what_transformers_does_not_look_for_outside_of_the_text_part_is_refused
 
 
 def test_tensors_of_text_have_their_names_and_those_of_images_none():
-    for name in ("language_model.model.norm.weight", "model.language_model.norm.weight"):
+    for name in (
+        "language_model.model.norm.weight",
+        "model.language_model.norm.weight",
+    ):
         assert text_tensor(name) == "model.norm.weight"
-    assert text_tensor("language_model.lm_head.weight") == text_tensor("lm_head.weight") == "lm_head.weight"
-    for name in ("vision_tower.a", "model.vision_tower.a", "multi_modal_projector.b", "model.multi_modal_projector.b"):
+    assert (
+        text_tensor("language_model.lm_head.weight")
+        == text_tensor("lm_head.weight")
+        == "lm_head.weight"
+    )
+    for name in (
+        "vision_tower.a",
+        "model.vision_tower.a",
+        "multi_modal_projector.b",
+        "model.multi_modal_projector.b",
+    ):
         assert text_tensor(name) is None
 
 
 def test_what_is_built_has_no_reason_not_to_be():
     assert not [kind for kind in (*FAMILIES, *TOWERS, "lama") if unbuilt(kind)]
-    for kind in ("mamba2", "jamba", "qwen2_vl", "gemma3n_text", "whisper", "roberta", "bloom", "nemotron_h"):
+    for kind in (
+        "mamba2",
+        "jamba",
+        "qwen2_vl",
+        "gemma3n_text",
+        "whisper",
+        "roberta",
+        "bloom",
+        "nemotron_h",
+    ):
         assert unbuilt(kind)

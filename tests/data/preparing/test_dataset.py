@@ -41,7 +41,11 @@ def texts(tmp_path):
     (tmp_path / "in").mkdir()
     lines = "".join(json.dumps({"text": text}) + "\n" for text in documents)
     assert 3 * TASK_BYTES > len(lines) > 2 * TASK_BYTES
-    for name, content in (("a.jsonl", lines), ("b.txt", "the first text"), ("c.txt", "x" * 9000)):
+    for name, content in (
+        ("a.jsonl", lines),
+        ("b.txt", "the first text"),
+        ("c.txt", "x" * 9000),
+    ):
         (tmp_path / "in" / name).write_text(content)
     return [*documents, "the first text", "x" * 9000]
 
@@ -51,7 +55,8 @@ def prepare(tmp_path):
     def run(output="out", *, share=(0, 1), tokenizer=None, **keys):
         place = output if "://" in output else str(tmp_path / output)
         config = PrepareConfig(
-            **{"input": [str(tmp_path / "in")], "output": place, "task_megabytes": 1} | keys
+            **{"input": [str(tmp_path / "in")], "output": place, "task_megabytes": 1}
+            | keys
         )
         tokenizer = tokenizer or (ByteTokenizer() if config.num_workers < 2 else None)
         return prepare_dataset(config, tokenizer=tokenizer, share=share)
@@ -61,7 +66,9 @@ def prepare(tmp_path):
 
 @pytest.fixture
 def content(tmp_path):
-    return lambda name: {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+    return lambda name: {
+        path.name: path.read_bytes() for path in (tmp_path / name).iterdir()
+    }
 
 
 @pytest.mark.fast
@@ -77,12 +84,15 @@ def test_the_stream_is_that_of_the_documents(texts, tmp_path, prepare, content):
         "uint16",
     )
     starts = np.fromfile(tmp_path / "out" / "documents.i64", "<i8")
-    np.testing.assert_array_equal(starts, np.cumsum([0, *(len(text) + 1 for text in full)]))
+    np.testing.assert_array_equal(
+        starts, np.cumsum([0, *(len(text) + 1 for text in full)])
+    )
     files, tokens = ["manifest.json", "documents.i64", "prepare.json"], []
     for shard in manifest.shards:
         files.append(shard.file)
         assert (
-            shard.sha256 == hashlib.sha256((tmp_path / "out" / shard.file).read_bytes()).hexdigest()
+            shard.sha256
+            == hashlib.sha256((tmp_path / "out" / shard.file).read_bytes()).hexdigest()
         )
         reader = ArrayRecordReader(str(tmp_path / "out" / shard.file), "")
         records = reader.read_all()
@@ -109,9 +119,12 @@ def test_processes_and_shares_make_the_same_bytes(texts, prepare, content):
 
 def test_a_complete_dataset_is_not_prepared_again(texts, prepare, content, monkeypatch):
     manifest, expected = prepare().manifest, content("out")
-    answers = iter([False, True, True, True])  # it ended between the first look and the lock
+    answers = iter(
+        [False, True, True, True]
+    )  # it ended between the first look and the lock
     monkeypatch.setattr(
-        "maxtext_lite.data.preparing.journal.Journal.is_complete", lambda _: next(answers)
+        "maxtext_lite.data.preparing.journal.Journal.is_complete",
+        lambda _: next(answers),
     )
     monkeypatch.setattr("maxtext_lite.data.preparing.workers.run_task", None)
     assert prepare().manifest == manifest
@@ -155,7 +168,9 @@ def killed_at(place):
         yield changes
 
 
-def test_killed_at_any_disk_write_it_continues_to_the_same_bytes(texts, prepare, content):
+def test_killed_at_any_disk_write_it_continues_to_the_same_bytes(
+    texts, prepare, content
+):
     prepare("whole")
     survived, place = False, 0
     while not survived:
@@ -182,11 +197,18 @@ def test_every_file_is_uploaded_once_and_the_manifest_last(
     manifest = prepare().manifest
     prepare("gs://bucket/out/")
     assert bucket.content("gs://bucket/out") == content("out")
-    written = [name for method, name in bucket.calls if method in ("put_file", "pipe_file")]
-    assert len(written) == len({*written}) + 1  # prepare.json is written again at the end
+    written = [
+        name for method, name in bucket.calls if method in ("put_file", "pipe_file")
+    ]
+    assert (
+        len(written) == len({*written}) + 1
+    )  # prepare.json is written again at the end
     assert written[-1] == "manifest.json"
     left = [path.name for path in (tmp_path / "cache").rglob("*") if path.is_file()]
-    assert sorted(left) == ["manifest.json", "prepare.json"]  # no copy of the data stays
+    assert sorted(left) == [
+        "manifest.json",
+        "prepare.json",
+    ]  # no copy of the data stays
     bucket.calls.clear()
     assert prepare("gs://bucket/out").manifest == manifest
     assert not any(method == "put_file" for method, _ in bucket.calls)
@@ -209,7 +231,9 @@ def test_killed_at_an_upload_it_continues_elsewhere_to_the_same_bytes(
         with contextlib.suppress(Killed):
             prepare(output)
             survived = True
-        assert ("manifest.json" in bucket.content(output)) <= (seen[-1] == "manifest.json")
+        assert ("manifest.json" in bucket.content(output)) <= (
+            seen[-1] == "manifest.json"
+        )
         bucket.before = lambda method, name: None
         if place % 2:  # the disk of the first machine is gone
             monkeypatch.setenv("MAXTEXT_LITE_CACHE", str(tmp_path / f"cache{place}"))
@@ -245,7 +269,10 @@ def test_a_changed_input_setting_or_output_is_named(texts, tmp_path, bucket, pre
 
 
 def test_a_special_token_that_the_template_prints_is_a_setting(tmp_path, prepare):
-    turns = [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}]
+    turns = [
+        {"role": "user", "content": "2 + 3?"},
+        {"role": "assistant", "content": "5"},
+    ]
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": turns}))
     template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
 
@@ -259,7 +286,9 @@ def test_a_special_token_that_the_template_prints_is_a_setting(tmp_path, prepare
         }
         return prepare(input=[str(tmp_path / "a.jsonl")], chat=True, **keys)
 
-    assert prepare_chat("<s>", "</s>") == prepare_chat("<s>", "<stop>")  # which is not printed
+    assert prepare_chat("<s>", "</s>") == prepare_chat(
+        "<s>", "<stop>"
+    )  # which is not printed
     with pytest.raises(UserError, match="chat_template"):
         prepare_chat("<begin>", "</s>")
 
@@ -272,7 +301,9 @@ def test_bad_lines_are_counted_and_named_up_to_their_share(texts, tmp_path, prep
             prepare(max_bad_fraction=share)
     with killed_at(40):
         prepare(max_bad_fraction=0.5)
-    with pytest.raises(UserError, match="max_bad_fraction=0"):  # holds for tasks that are done too
+    with pytest.raises(
+        UserError, match="max_bad_fraction=0"
+    ):  # holds for tasks that are done too
         prepare()
     assert prepare(max_bad_fraction=0.5).bad == 2
 

@@ -20,12 +20,18 @@ TEXTS = ["one", "", "two\u2028three", "Größe 😀", "x" * 300, "last"]
 def read(path, *, task_bytes=2**20, **keys):
     config = PrepareConfig(**keys)
     reader = DocumentReader(config, ByteTokenizer())
-    tasks = split_into_tasks(find_inputs([str(path)]), task_bytes=task_bytes, field=config.field)
-    return [each for task in tasks for piece in task.pieces for each in reader.read(piece)]
+    tasks = split_into_tasks(
+        find_inputs([str(path)]), task_bytes=task_bytes, field=config.field
+    )
+    return [
+        each for task in tasks for piece in task.pieces for each in reader.read(piece)
+    ]
 
 
 def json_lines(texts):
-    return "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts).encode()
+    return "".join(
+        json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts
+    ).encode()
 
 
 @pytest.mark.fast
@@ -111,12 +117,20 @@ def test_bad_lines_are_named_with_their_places(tmp_path, monkeypatch):
     said = read(tmp_path)
     assert [each for each in said if isinstance(each, str)] == ["good", "good"]
     problems = [
-        each.problem.removeprefix(f"{tmp_path}/") for each in said if isinstance(each, BadLine)
+        each.problem.removeprefix(f"{tmp_path}/")
+        for each in said
+        if isinstance(each, BadLine)
     ]
     assert [problem.partition(": ")[0] for problem in problems] == ["a.jsonl"] * 5 + [
         "b.jsonl.gz:2"
     ]
-    assert [int(problem.split()[4][:-1]) for problem in problems[:5]] == [17, 19, 31, 45, 64]
+    assert [int(problem.split()[4][:-1]) for problem in problems[:5]] == [
+        17,
+        19,
+        31,
+        45,
+        64,
+    ]
     (tmp_path / "c.txt").write_bytes(b"ab\xff")
     with pytest.raises(UserError, match=r"c\.txt"):
         read(tmp_path / "c.txt")
@@ -127,7 +141,9 @@ def test_bad_lines_are_named_with_their_places(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.arrow"])
-def test_conversations_are_written_by_the_chat_template_and_refused_with_tools(name, tmp_path):
+def test_conversations_are_written_by_the_chat_template_and_refused_with_tools(
+    name, tmp_path
+):
     (tmp_path / "t.jinja").write_text(
         "{% for m in messages %}<{{ m.name or m.role }}>{{ m.content }}{% endfor %}"
     )
@@ -135,7 +151,13 @@ def test_conversations_are_written_by_the_chat_template_and_refused_with_tools(n
         {"role": "user", "content": "2 + 3?", "name": "bob"},
         {"role": "assistant", "content": "5"},
     ]
-    tools = ["[]", "{}", "null", "", '[{"name": "add"}]']  # texts may say that there is nothing
+    tools = [
+        "[]",
+        "{}",
+        "null",
+        "",
+        '[{"name": "add"}]',
+    ]  # texts may say that there is nothing
     rows = [
         {"documents": turns, "tools": each} for each in tools
     ]  # a field may have the name of what is not rendered
@@ -143,7 +165,11 @@ def test_conversations_are_written_by_the_chat_template_and_refused_with_tools(n
         (tmp_path / name).write_text("\n".join(map(json.dumps, rows)))
     else:
         write_rows(tmp_path / name, pyarrow.Table.from_pylist(rows))
-    keys = {"chat": True, "text_field": "documents", "chat_template": str(tmp_path / "t.jinja")}
+    keys = {
+        "chat": True,
+        "text_field": "documents",
+        "chat_template": str(tmp_path / "t.jinja"),
+    }
     *found, bad = read(tmp_path / name, **keys)
     assert found == ["<bob>2 + 3?<assistant>5"] * 4
     assert '"tools"' in bad.problem

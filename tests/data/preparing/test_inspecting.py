@@ -10,7 +10,13 @@ from maxtext_lite.data.preparing.inspecting import report, summaries
 from maxtext_lite.data.preparing.keys import InspectConfig
 from tests.prepared import byte_shards, write_prepared
 
-TEXTS = ["abc", "d" * 10, "", "Größe", "e" * 14]  # 4, 11, 1, 8 and 15 tokens with end-of-text
+TEXTS = [
+    "abc",
+    "d" * 10,
+    "",
+    "Größe",
+    "e" * 14,
+]  # 4, 11, 1, 8 and 15 tokens with end-of-text
 
 
 @pytest.fixture
@@ -22,7 +28,8 @@ def prepared(tmp_path):
 @pytest.mark.fast
 def test_the_report_counts_the_contents(prepared, monkeypatch):
     text = "\n".join(
-        " ".join(line.split()) for line in report(prepared, InspectConfig(max_target_length=10))
+        " ".join(line.split())
+        for line in report(prepared, InspectConfig(max_target_length=10))
     )
     ids = [token for text in TEXTS for token in [*text.encode(), 256]]
     counts = sorted(collections.Counter(ids).values(), reverse=True)
@@ -63,11 +70,15 @@ def test_a_runs_summary_of_its_data_agrees_with_inspect(prepared):
         "cut_documents": 1,
         "lengths": [1, 0, 1, 3],
     }
-    assert summaries(open_sources(load_config(None, ["dataset_type=synthetic"]))[0]) == []
+    assert (
+        summaries(open_sources(load_config(None, ["dataset_type=synthetic"]))[0]) == []
+    )
     for name, text in (("a", "12345678"), ("b", "123")):
         prepared.with_name(f"{name}.txt").write_text(text)
     paths = [f"{{path: {prepared.with_name(name)}.txt, weight: 1}}" for name in "ab"]
-    mixture, _ = open_mixture(load_config(None, [*keys[1:], f"dataset_path=[{', '.join(paths)}]"]))
+    mixture, _ = open_mixture(
+        load_config(None, [*keys[1:], f"dataset_path=[{', '.join(paths)}]"])
+    )
     assert {each["name"]: each["lengths"] for each in summaries(mixture)} == {
         "a": [0, 0, 0, 1],
         "b": [0, 0, 1],

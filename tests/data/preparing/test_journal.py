@@ -16,10 +16,15 @@ from maxtext_lite.data.tokenizer import ByteTokenizer
 @pytest.fixture
 def open_journal(tmp_path):
     (tmp_path / "a.txt").write_text("a text")
-    config = PrepareConfig(input=[str(tmp_path / "a.txt")], output=str(tmp_path / "out"))
+    config = PrepareConfig(
+        input=[str(tmp_path / "a.txt")], output=str(tmp_path / "out")
+    )
     files = find_inputs(config.input)
     return lambda: Journal(
-        config, files, split_into_tasks(files, task_bytes=10, field="text"), ByteTokenizer()
+        config,
+        files,
+        split_into_tasks(files, task_bytes=10, field="text"),
+        ByteTokenizer(),
     )
 
 

@@ -11,7 +11,10 @@ from maxtext_lite.data.preparing.tasks import find_inputs, split_into_tasks
 
 def spans(tasks):
     return [
-        [(piece.name.rpartition("/")[2], piece.start, piece.stop) for piece in task.pieces]
+        [
+            (piece.name.rpartition("/")[2], piece.start, piece.stop)
+            for piece in task.pieces
+        ]
         for task in tasks
     ]
 
@@ -43,12 +46,20 @@ def test_parquet_is_split_by_row_groups(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     table = pyarrow.table({"text": ["x" * 50] * 100, "other": list(range(100))})
-    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=10, use_dictionary=False)
-    size = parquet.ParquetFile(tmp_path / "a.parquet").metadata.row_group(0).total_byte_size
+    parquet.write_table(
+        table, tmp_path / "a.parquet", row_group_size=10, use_dictionary=False
+    )
+    size = (
+        parquet.ParquetFile(tmp_path / "a.parquet")
+        .metadata.row_group(0)
+        .total_byte_size
+    )
     tasks = split_into_tasks(
         find_inputs([str(tmp_path / "*.parquet")]), task_bytes=3 * size, field="text"
     )
-    assert spans(tasks) == [[("a.parquet", start, min(start + 3, 10))] for start in range(0, 10, 3)]
+    assert spans(tasks) == [
+        [("a.parquet", start, min(start + 3, 10))] for start in range(0, 10, 3)
+    ]
     with pytest.raises(UserError, match=r"a\.parquet .*'body'.* text, other"):
         split_into_tasks(find_inputs([str(tmp_path)]), task_bytes=100, field="body")
     (tmp_path / "b.parquet").write_bytes(b"PAR1 and nothing else")

@@ -40,7 +40,11 @@ def large(monkeypatch):
 
 
 def entry_of(tmp_path):
-    (entry,) = (path for path in (tmp_path / "runs" / ".cache" / "text").iterdir() if path.is_dir())
+    (entry,) = (
+        path
+        for path in (tmp_path / "runs" / ".cache" / "text").iterdir()
+        if path.is_dir()
+    )
     return entry
 
 
@@ -53,7 +57,10 @@ def test_a_cached_text_is_the_text(config, tmp_path, monkeypatch, capsys):
         assert capsys.readouterr().err.startswith(line)
         for one, other in zip(cached, in_memory, strict=True):
             assert one.fingerprint == other.fingerprint
-            assert (len(one), one.num_target_tokens) == (len(other), other.num_target_tokens)
+            assert (len(one), one.num_target_tokens) == (
+                len(other),
+                other.num_target_tokens,
+            )
             for example in range(len(one)):
                 np.testing.assert_equal(one[example], other[example])
         assert cached[0].notes == (f"read from the cache {entry_of(tmp_path)}",)

@@ -23,9 +23,15 @@ def words(tmp_path):
     return [f"input={tmp_path}/a.jsonl", f"output={tmp_path}/out"]
 
 
-@pytest.mark.parametrize(("kind", "size"), [("huggingface", 270), ("sentencepiece", 290)])
-def test_a_trained_tokenizer_has_its_size_and_decodes_any_text(words, kind, size, tmp_path, capsys):
-    assert main(["tokenizer", *words, f"tokenizer_type={kind}", f"vocab_size={size}"]) == 0
+@pytest.mark.parametrize(
+    ("kind", "size"), [("huggingface", 270), ("sentencepiece", 290)]
+)
+def test_a_trained_tokenizer_has_its_size_and_decodes_any_text(
+    words, kind, size, tmp_path, capsys
+):
+    assert (
+        main(["tokenizer", *words, f"tokenizer_type={kind}", f"vocab_size={size}"]) == 0
+    )
     keys = capsys.readouterr().out.partition(":")[0].split()
     assert keys[0] == f"tokenizer_type={kind}"
     chosen = dict(word.split("=", 1) for word in keys)

@@ -17,7 +17,9 @@ def job(tmp_path, content):
     (tmp_path / "a.jsonl").write_text(content)
     files = find_inputs([str(tmp_path / "a.jsonl")])
     tasks = split_into_tasks(files, task_bytes=40, field="text")
-    workshop = Workshop(tmp_path, tmp_path, {file.path: file for file in files}, len(tasks), 0.0)
+    workshop = Workshop(
+        tmp_path, tmp_path, {file.path: file for file in files}, len(tasks), 0.0
+    )
     return tasks, workshop, PrepareConfig()
 
 
@@ -29,7 +31,12 @@ def test_this_process_reports_tokens_and_entries(tmp_path):
         12,
         0,
     ]  # no line begins in the last 8 of 128 bytes
-    assert [each.entry.shard and each.entry.shard.tokens for each in made] == [12, 8, 12, None]
+    assert [each.entry.shard and each.entry.shard.tokens for each in made] == [
+        12,
+        8,
+        12,
+        None,
+    ]
 
 
 def test_a_worker_passes_errors_on(tmp_path, monkeypatch):
@@ -42,7 +49,9 @@ def test_a_worker_passes_errors_on(tmp_path, monkeypatch):
 
 
 def test_a_killed_worker_is_reported(tmp_path):
-    running = run_in_processes(*job(tmp_path, '{"text": "abc"}\n' * 1000), "byte", num_workers=1)
+    running = run_in_processes(
+        *job(tmp_path, '{"text": "abc"}\n' * 1000), "byte", num_workers=1
+    )
     next(running)
     (child,) = multiprocessing.active_children()
     child.kill()
