@@ -12,7 +12,6 @@ import pytest
 
 from maxtext_lite.config import UserError
 from maxtext_lite.rl import rollout_steps
-from maxtext_lite.rl.rewards import RewardError
 from maxtext_lite.rl.rollout import LocalEngine
 from maxtext_lite.rl.rollout_steps import train_rl
 from maxtext_lite.train_rl import main
@@ -101,7 +100,7 @@ def is_the_same_run(result, whole):
 
 
 def test_stopped_after_any_step_a_run_continues_to_the_same_bits(whole, tmp_path, config_of, monkeypatch, capsys):
-    for here, after in ((1, 1), (1, 2), (1, 3), (9, 6)):  # within a batch, between batches, within the next
+    for here, after in ((2, 2), (1, 3), (9, 6)):  # between batches, within a batch
         stopped_after(monkeypatch, here)
         result = train_rl(config_of(tmp_path, *WHOLE))
         assert result.step == after
@@ -243,16 +242,15 @@ def failing(completions):
     raise RuntimeError("no opinion")
 
 
-def test_a_reward_that_fails_counts_nothing_or_ends_the_run(tmp_path, config_of, monkeypatch, capsys):
+def test_a_reward_that_fails_counts_nothing(tmp_path, config_of, monkeypatch, capsys):
+    """With reward_error=stop it ends the run: see invariance/test_rl_hosts.py."""
     monkeypatch.setattr(rollout_steps, "_EQUAL_BATCHES", 2)
-    words = [*WHOLE, "reward_functions=tests.rl.test_rollout_steps:failing", "eval_interval=-1"]
+    words = [*WHOLE, "reward_functions=tests.rl.test_rollout_steps:failing", "eval_interval=-1", "steps=3"]
     result = train_rl(config_of(tmp_path, *words))
     line, *_ = steps(result.run_directory)
     assert capsys.readouterr().out.count("in the last 2 batches all responses to the same prompt") == 1
     assert (line["reward"], line["reward_errors"], line["equal_reward_groups"]) == (0, 16, 1)
     assert line["grad_norm"] == pytest.approx(0, abs=1e-6)  # of the KL divergence
-    with pytest.raises(RewardError, match=r"failing.*no opinion"):
-        train_rl(config_of(tmp_path, *words, "reward_error=stop", "run_name=stops"))
 
 
 def test_with_lora_the_reference_is_the_frozen_model_and_a_long_run_writes_few_responses(tmp_path, config_of):
