@@ -71,13 +71,13 @@ OBJECTIVES = {"custom loss": CustomLoss(neighbours, 264, 16)}
 EXAMPLES_OF_PAIRS = 16
 
 
-def drawn(abstract, seed):
-    """Parameters at random, so that every one of them matters; norms' scales are near 1."""
+def drawn(abstract, seed, *, size=0.2, norm=1):
+    """Parameters at random, so that every one of them matters; the scales of norms are near `norm`."""
     rng = np.random.default_rng(seed)
 
     def draw(path, leaf):
-        noise = 0.2 * rng.standard_normal(leaf.shape, np.float32)
-        return noise + np.float32("scale" in jax.tree_util.keystr(path))
+        noise = np.float32(size) * rng.standard_normal(leaf.shape, np.float32)
+        return noise + np.float32(norm if "scale" in jax.tree_util.keystr(path) else 0)
 
     return jax.tree_util.tree_map_with_path(draw, abstract)
 
@@ -124,7 +124,11 @@ class Reference:
         self.it = make_setup(*self.keys)
         self.decoder = Decoder(dataclasses.replace(self.it.decoder.shape, lora=None))
         abstract = self.it.abstract
-        self.frozen, params = drawn(abstract.frozen, 4), drawn(abstract.params, 5)
+        norm = 0 if "plus_one" in self.it.config.normalization else 1
+        self.frozen = drawn(abstract.frozen, 4, norm=norm)
+        params = drawn(
+            abstract.params, 5, norm=norm, size=0.2 if self.frozen is None else 0.05
+        )
         self.params = [params]
         if model in ("experts", "capacity"):
             even = jax.tree.map(

@@ -5,9 +5,10 @@
     python -m tests.mutants --only "mean of means"
 
 The whole suite runs once on an instrumented copy of the source, which maps tests to the functions that they reach. For
-each fault, up to five tests that reach the function it changes then run on a copy with the fault: the most specific
-five (those that reach the fewest functions, at most two of a file), the cheapest first, for at most two minutes, up to
-the first that fails. The map and the results are kept in DIR, so that a run that was stopped goes on.
+each fault, up to five tests that reach the function it changes then run on a copy with the fault: the two of
+tests/invariance with the most cases, and the most specific of the others (those that reach the fewest functions, at
+most two of a file). The cheapest run first, for at most two minutes, up to the first that fails. The map and the
+results are kept in DIR, so that a run that was stopped goes on.
 """
 
 import argparse
@@ -29,6 +30,7 @@ from tests.mutants.reached import instrument
 from tests.source_tree import REPOSITORY
 
 TESTS_OF_A_FAULT = 5
+WIDEST_OF_A_FAULT = 2
 TESTS_OF_A_FILE = 2
 SECONDS_OF_A_FAULT = 120
 NOT_COPIED = shutil.ignore_patterns(
@@ -130,13 +132,21 @@ def chosen_tests(reach: ReachMap, function: str) -> list[Case]:
     by_specificity = sorted(
         by_test.values(), key=lambda cases: min(case.num_functions for case in cases)
     )
-    chosen: list[list[Case]] = []
+    widest: list[list[Case]] = []
+    specific: list[list[Case]] = []
     of_file: collections.Counter[str] = collections.Counter()
     for cases in by_specificity:
         file = cases[0].name.partition("::")[0]
-        if len(chosen) < TESTS_OF_A_FAULT and of_file[file] < TESTS_OF_A_FILE:
-            chosen.append(sorted(cases, key=reach.seconds))
+        if file.startswith("tests/invariance/"):
+            widest.append(cases)
+        elif of_file[file] < TESTS_OF_A_FILE:
+            specific.append(cases)
             of_file[file] += 1
+    widest.sort(key=len, reverse=True)
+    chosen = widest[:WIDEST_OF_A_FAULT]
+    chosen += specific[: TESTS_OF_A_FAULT - len(chosen)]
+    for cases in chosen:
+        cases.sort(key=reach.seconds)
     chosen.sort(key=lambda cases: sum(reach.seconds(case) for case in cases))
     return [case for cases in chosen for case in cases]
 

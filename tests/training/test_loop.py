@@ -18,7 +18,7 @@ import pytest
 
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data import example_ids, examples_hash, token_stream
-from maxtext_lite.training import NonFiniteLoss, saving, train
+from maxtext_lite.training import NonFiniteLoss, opening, saving, train
 from maxtext_lite.training.callbacks import Callback
 from maxtext_lite.training.feed_steps import FeedSteps, HeldOutLoss
 from maxtext_lite.training.goodput import Goodput
@@ -332,25 +332,46 @@ def test_a_ramp_of_three_stages_has_the_schedule_of_a_run_without_one(
 
 
 class Poisoned:
-    """Examples, of which some overflow by their weights, some are missing, and some have weights of 1e15."""
+    """Examples, of which some have NaN weights, some weights of 1e15, and some are missing."""
 
     fingerprint = "poisoned"
+    fields = ("tokens", "targets", "segments", "positions", "weights")
+    num_tokens = 32
+    num_target_tokens = 3200
+    notes = ()
 
     def __init__(self, *poisoned, without=(), huge=()):
         self.kept = [number for number in range(100) if number not in without]
-        self.weights = dict.fromkeys(poisoned, 3e38) | dict.fromkeys(huge, 1e15)
+        self.weights = dict.fromkeys(poisoned, np.nan) | dict.fromkeys(huge, 1e15)
 
     def __len__(self):
         return len(self.kept)
 
     def __getitem__(self, example_id):
         number = self.kept[example_id]
-        tokens = np.random.default_rng(number).integers(0, 264, 33)
+        tokens = np.random.default_rng(number).integers(0, 264, 33, dtype=np.int32)
         return {
             "tokens": tokens[:-1],
             "targets": tokens[1:],
+            "segments": np.ones(32, np.int32),
+            "positions": np.arange(32, dtype=np.int32),
             "weights": np.full(32, self.weights.get(number, 1), np.float32),
         }
+
+    def documents(self, example_ids):
+        return None
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """A function that makes all runs from here on read a source."""
+
+    def replace(source):
+        monkeypatch.setattr(
+            opening, "open_sources_on_hosts", lambda *_, **__: (source, None)
+        )
+
+    return replace
 
 
 SKIP = (
@@ -365,20 +386,13 @@ SKIP = (
 )
 
 
-def test_a_skipped_step_leaves_no_trace_but_in_the_log(tmp_path, documents):
+def test_a_skipped_step_leaves_no_trace_but_in_the_log(tmp_path, documents, reads):
     """Example 19 of file order is poisoned: with batches of 8 it is in step 3, on one of the 8 devices."""
     skipping = (*SKIP, "skip_nonfinite_updates=true")
-    skipped = _train(
-        tmp_path, documents, *skipping, "run_name=skipped", source=Poisoned(19)
-    )
-    clean = _train(
-        tmp_path,
-        documents,
-        *skipping,
-        "run_name=clean",
-        "steps=5",
-        source=Poisoned(without=range(16, 24)),
-    )
+    reads(Poisoned(19))
+    skipped = _train(tmp_path, documents, *skipping, "run_name=skipped")
+    reads(Poisoned(without=range(16, 24)))
+    clean = _train(tmp_path, documents, *skipping, "run_name=clean", "steps=5")
     (got, _), (want, _) = _records(skipped), _records(clean)
     assert [record["skipped"] for record in got] == [
         False,
@@ -401,12 +415,14 @@ def test_a_skipped_step_leaves_no_trace_but_in_the_log(tmp_path, documents):
     )
 
 
-def test_a_gradient_that_is_not_finite_ends_the_run_and_is_named(tmp_path, documents):
+def test_a_gradient_that_is_not_finite_ends_the_run_and_is_named(
+    tmp_path, documents, reads
+):
     """With A = 2, examples 19 and 21 of step 3 are in micro-batch 1, after 16 and 18 in micro-batch 0.
 
     Step 4 is already running when step 3 is checked; its update would leave parameters that make everything infinite.
     """
-    source = Poisoned(19, 21, huge=range(24, 32))
+    reads(Poisoned(19, 21, huge=range(24, 32)))
     message = r"step 3 .*micro-batch 1, example ids 19, 21, .*embedding\.table"
     with pytest.raises(NonFiniteLoss, match=message):
         _train(
@@ -417,25 +433,24 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_is_named(tmp_path, docum
             "checkpoint_period=2",
             "gradient_clipping_threshold=0",
             "sgd_momentum=0",
-            source=source,
         )
     assert {path.name for path in (tmp_path / "default" / "checkpoints").iterdir()} == {
         "2"
     }
 
 
-def test_too_many_skipped_steps_in_a_row_end_the_run(tmp_path, documents):
+def test_too_many_skipped_steps_in_a_row_end_the_run(tmp_path, documents, reads):
     """Steps 2, 3 and then 5, 6, 7 hold a poisoned example: the third in a row is one too many, even after a resume."""
-    source = Poisoned(8, 16, 32, 40, 48)
+    reads(Poisoned(8, 16, 32, 40, 48))
     keys = (
         *SKIP,
         "skip_nonfinite_updates=true",
         "max_skipped_updates=3",
         "checkpoint_period=1",
     )
-    _train(tmp_path, documents, *keys, "steps=6", source=source)
+    _train(tmp_path, documents, *keys, "steps=6")
     with pytest.raises(NonFiniteLoss, match=r"step 7 .*example ids 48,"):
-        _train(tmp_path, documents, *keys, "steps=9", source=source)
+        _train(tmp_path, documents, *keys, "steps=9")
     assert (
         int(max(path.name for path in (tmp_path / "default" / "checkpoints").iterdir()))
         == 6
