@@ -59,25 +59,22 @@ def neighbours(predictions, rows):
     weights, nll = rows["weights"], predictions.nll()
     pairs = jnp.sum(weights[:, 1:] * weights[:, :-1] * nll[:, 1:] * nll[:, :-1])
     squares = sum(
-        jnp.mean(jnp.square(x), axis=-1)
-        for x in (predictions.hidden(), predictions.logits())
+        jnp.mean(jnp.square(x), axis=-1) for x in (predictions.hidden(), predictions.logits())
     )
-    return pairs + 0.1 * jnp.sum(weights * squares) + jnp.sum(weights * nll), jnp.sum(
-        weights
-    )
+    return pairs + 0.1 * jnp.sum(weights * squares) + jnp.sum(weights * nll), jnp.sum(weights)
 
 
 OBJECTIVES = {"custom loss": CustomLoss(neighbours, 264, 16)}
 EXAMPLES_OF_PAIRS = 16
 
 
-def drawn(abstract, seed):
-    """Parameters at random, so that every one of them matters; norms' scales are near 1."""
+def drawn(abstract, seed, *, size=0.2, norm=1):
+    """Parameters at random, so that every one of them matters; the scales of norms are near `norm`."""
     rng = np.random.default_rng(seed)
 
     def draw(path, leaf):
-        noise = 0.2 * rng.standard_normal(leaf.shape, np.float32)
-        return noise + np.float32("scale" in jax.tree_util.keystr(path))
+        noise = np.float32(size) * rng.standard_normal(leaf.shape, np.float32)
+        return noise + np.float32(norm if "scale" in jax.tree_util.keystr(path) else 0)
 
     return jax.tree_util.tree_map_with_path(draw, abstract)
 
@@ -87,8 +84,7 @@ def pairs_of_answers():
     rng = np.random.default_rng(3)
     shape = (EXAMPLES_OF_PAIRS, 2, LENGTH)
     rows = {
-        name: np.zeros(shape, np.int32)
-        for name in ("tokens", "targets", "segments", "positions")
+        name: np.zeros(shape, np.int32) for name in ("tokens", "targets", "segments", "positions")
     }
     rows |= {name: np.zeros(shape, np.float32) for name in ("weights", "reference")}
     for example, side in itertools.product(range(EXAMPLES_OF_PAIRS), range(2)):
@@ -96,9 +92,7 @@ def pairs_of_answers():
         for segment in range(1, 1 + (example + 3) % 4):
             length = int(rng.integers(2, LENGTH // 3))
             here = (example, side, slice(first, first + length))
-            rows["tokens"][here], rows["targets"][here] = rng.integers(
-                0, 264, (2, length)
-            )
+            rows["tokens"][here], rows["targets"][here] = rng.integers(0, 264, (2, length))
             rows["segments"][here], rows["positions"][here] = segment, np.arange(length)
             rows["weights"][here] = rng.random(length) < 0.7
             rows["weights"][example, side, first + length - 1] = 1
@@ -124,7 +118,9 @@ class Reference:
         self.it = make_setup(*self.keys)
         self.decoder = Decoder(dataclasses.replace(self.it.decoder.shape, lora=None))
         abstract = self.it.abstract
-        self.frozen, params = drawn(abstract.frozen, 4), drawn(abstract.params, 5)
+        norm = 0 if "plus_one" in self.it.config.normalization else 1
+        self.frozen = drawn(abstract.frozen, 4, norm=norm)
+        params = drawn(abstract.params, 5, norm=norm, size=0.2 if self.frozen is None else 0.05)
         self.params = [params]
         if model in ("experts", "capacity"):
             even = jax.tree.map(
@@ -133,9 +129,7 @@ class Reference:
             even["layers"]["mlp"]["router"][:] = 0
             even["layers"]["mlp"]["router_bias"][:] = 0
             self.params.append(even)
-        formula = {"DPO": self._of_pairs, "custom loss": self._custom}.get(
-            model, self._next_token
-        )
+        formula = {"DPO": self._of_pairs, "custom loss": self._custom}.get(model, self._next_token)
         self._compiled = jax.jit(jax.value_and_grad(formula, has_aux=True))
         self._found: dict[Any, Any] = {}
 
@@ -161,19 +155,14 @@ class Reference:
 
     def _forward(self, params, rows):
         whole = (
-            params
-            if self.frozen is None
-            else merged(self.it.decoder.joined(params, self.frozen))
+            params if self.frozen is None else merged(self.it.decoder.joined(params, self.frozen))
         )
         x, aux = self.decoder.hidden_and_aux(
             whole, rows["tokens"], rows["segments"], rows["positions"]
         )
         logits = self.decoder.logits(whole, x)
         log_partition = jax.nn.logsumexp(logits, axis=-1)
-        nll = (
-            log_partition
-            - jnp.take_along_axis(logits, rows["targets"][..., None], -1)[..., 0]
-        )
+        nll = log_partition - jnp.take_along_axis(logits, rows["targets"][..., None], -1)[..., 0]
         return x, aux, logits, log_partition, nll
 
     def _with_aux(self, loss, z_loss, aux, weight_BT, weight_B):
@@ -200,22 +189,16 @@ class Reference:
 
     def _custom(self, params, rows):
         x, aux, logits, _, nll = self._forward(params, rows)
-        total, weight = neighbours(
-            Predictions(lambda: nll, lambda: logits, lambda: x), rows
-        )
+        total, weight = neighbours(Predictions(lambda: nll, lambda: logits, lambda: x), rows)
         is_target = rows["weights"] > 0
         weight_B = jnp.sum(rows["weights"], axis=1) / weight
-        weight_BT = (
-            is_target * (weight_B / jnp.maximum(is_target.sum(axis=1), 1))[:, None]
-        )
+        weight_BT = is_target * (weight_B / jnp.maximum(is_target.sum(axis=1), 1))[:, None]
         return self._with_aux(total / weight, 0.0, aux, weight_BT, weight_B)
 
     def _of_pairs(self, params, examples):
         rows = {name: x.reshape(-1, LENGTH) for name, x in examples.items()}
         *_, nll = self._forward(params, rows)
-        is_of_pair = rows["segments"][..., None] == jnp.arange(
-            1, 4
-        )  # [row, token, pair]
+        is_of_pair = rows["segments"][..., None] == jnp.arange(1, 4)  # [row, token, pair]
         ratio = jnp.einsum(
             "rt,rtp->rp",
             -nll * rows["weights"] - rows["reference"],
@@ -225,9 +208,7 @@ class Reference:
         margin = reward[::2] - reward[1::2]
         is_pair = jnp.any(is_of_pair[::2], axis=1)
         mean = lambda x: jnp.sum(x * is_pair) / jnp.sum(is_pair)  # noqa: E731
-        loss = mean(
-            0.9 * jnp.log1p(jnp.exp(-margin)) + 0.1 * jnp.log1p(jnp.exp(margin))
-        )
+        loss = mean(0.9 * jnp.log1p(jnp.exp(-margin)) + 0.1 * jnp.log1p(jnp.exp(margin)))
         rewards = {
             "reward_chosen": mean(reward[::2]),
             "reward_rejected": mean(reward[1::2]),
@@ -272,13 +253,9 @@ def factorizations(num_devices):
 if os.environ.get("EVERY_MESH"):  # takes minutes
     for number, sizes in enumerate(itertools.chain(*map(factorizations, (2, 4, 8)))):
         stages = sizes.pop("stage")
-        pipeline = (
-            (stages, stages, 1, ("gpipe", "1f1b")[number % 2]) if stages > 1 else None
-        )
+        pipeline = (stages, stages, 1, ("gpipe", "1f1b")[number % 2]) if stages > 1 else None
         model = "experts" if sizes["expert"] > 1 else "dense"
-        POINTS[f"{sizes} {pipeline}"] = Point(
-            model, (1 + number % 2, 16), sizes, pipeline
-        )
+        POINTS[f"{sizes} {pipeline}"] = Point(model, (1 + number % 2, 16), sizes, pipeline)
 
 
 def placed(tree, like):
@@ -299,9 +276,7 @@ def dealt(it, rows, used, batch):
     others = (num_batches - used, slots, found["tokens"].shape[2])
     return {
         name: jax.device_put(
-            np.concatenate(
-                [np.asarray(x), np.full(others, 7 if name == "tokens" else 0, x.dtype)]
-            ),
+            np.concatenate([np.asarray(x), np.full(others, 7 if name == "tokens" else 0, x.dtype)]),
             x.sharding,
         )
         for name, x in found.items()
@@ -327,9 +302,7 @@ def groups_by_hand(one, number, point, used, replicas):
 
 
 def squared_norm(tree):
-    return sum(
-        np.sum(np.square(leaf, dtype=np.float64)) for leaf in jax.tree.leaves(tree)
-    )
+    return sum(np.sum(np.square(leaf, dtype=np.float64)) for leaf in jax.tree.leaves(tree))
 
 
 FAST = ("any accumulation", "1f1b, any accumulation", "experts, empty slots")
@@ -337,10 +310,7 @@ FAST = ("any accumulation", "1f1b, any accumulation", "experts, empty slots")
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.fast if name in FAST else ())
-        for name in POINTS
-    ],
+    [pytest.param(name, marks=pytest.mark.fast if name in FAST else ()) for name in POINTS],
 )
 def test_a_split_step_is_that_of_all_rows_on_one_device(name, reference, agrees):
     """Also, with experts, of a router that sends everything to the same ones; under a loss scale, no power of two."""
@@ -360,13 +330,9 @@ def test_a_split_step_is_that_of_all_rows_on_one_device(name, reference, agrees)
     with jax.set_mesh(it.mesh), jax.default_matmul_precision("highest"):
         step = jax.jit(GradientLoop(it.parts).of_step)
         batch = it.batch(one.rows, *point.batch)
-        step = step.lower(
-            it.abstract.params, batch, number, scale, it.abstract.frozen
-        ).compile()
+        step = step.lower(it.abstract.params, batch, number, scale, it.abstract.frozen).compile()
     frozen = placed(one.frozen, it.abstract.frozen)
-    for number, used in itertools.product(
-        range(len(one.params)), point.used or (num_batches,)
-    ):
+    for number, used in itertools.product(range(len(one.params)), point.used or (num_batches,)):
         (loss, z_loss, aux, counts), gradients = one(number)
         params, batch = (
             placed(one.params[number], it.abstract.params),
@@ -374,14 +340,10 @@ def test_a_split_step_is_that_of_all_rows_on_one_device(name, reference, agrees)
         )
         with jax.set_mesh(it.mesh):
             got = jax.device_get(
-                step(
-                    params, batch, np.int32(used) if point.used else None, scale, frozen
-                )
+                step(params, batch, np.int32(used) if point.used else None, scale, frozen)
             )
         agrees(
-            jax.tree.map(
-                lambda g, like: np.reshape(g, like.shape), got.gradients, gradients
-            ),
+            jax.tree.map(lambda g, like: np.reshape(g, like.shape), got.gradients, gradients),
             gradients,
         )
         np.testing.assert_allclose([got.loss, got.z_loss], [loss, z_loss], rtol=2e-6)
@@ -403,9 +365,7 @@ def test_a_split_step_is_that_of_all_rows_on_one_device(name, reference, agrees)
             groups, total = groups_by_hand(one, number, point, used, replicas)
             assert got.groups == groups
             assert got.group_squares == pytest.approx(total, rel=1e-5)
-    for path, gradient in jax.tree_util.tree_leaves_with_path(
-        one(0)[1]
-    ):  # each has one to compare
+    for path, gradient in jax.tree_util.tree_leaves_with_path(one(0)[1]):  # each has one to compare
         leaf = jax.tree_util.keystr(path)
         assert (np.abs(gradient).max() > 0) == ("router_bias" not in leaf), leaf
     if one.name in ("experts", "capacity") and "expert" in point.mesh:
@@ -425,12 +385,8 @@ def without_experts(it):
     )
     for array, axes in zip(*leaves, strict=True):
         if "experts" not in axes:
-            parts = [
-                it.mesh.shape["tensor"] if axis in over_tensor else 1 for axis in axes
-            ]
-            sizes = [
-                size // part for size, part in zip(array.shape, parts, strict=True)
-            ]
+            parts = [it.mesh.shape["tensor"] if axis in over_tensor else 1 for axis in axes]
+            sizes = [size // part for size, part in zip(array.shape, parts, strict=True)]
             found.add(",".join(map(str, sizes[1:] if axes[0] == "layers" else sizes)))
     return found
 
@@ -440,21 +396,15 @@ def only_tokens_cross(it, compiled, *, is_exchanged):
 
     The other weights are, where they are used: they lie over that axis as over fsdp.
     """
-    crossing = [
-        c for c in collectives(compiled.as_text()) if "expert" in c.axes(it.mesh)
-    ]
+    crossing = [c for c in collectives(compiled.as_text()) if "expert" in c.axes(it.mesh)]
     assert any(c.kind == "all-to-all" for c in crossing)
     assert not any(c.kind == "reduce-scatter" for c in crossing)
     looked_up = r"/vmap\([^/]*\)/sharding_constraint"  # on the way to the table of tokens and back
     gathers = [
-        c.line
-        for c in crossing
-        if c.kind == "all-gather" and not re.search(looked_up, c.line)
+        c.line for c in crossing if c.kind == "all-gather" and not re.search(looked_up, c.line)
     ]
     gathered = [line.split(" all-gather")[0] for line in gathers]
-    shapes = [
-        shape for line in gathered for shape in re.findall(r"f32\[([\d,]+)\]", line)
-    ]
+    shapes = [shape for line in gathered for shape in re.findall(r"f32\[([\d,]+)\]", line)]
     others = without_experts(it)
     shapes = [shape for shape in shapes if re.sub(r"^(1,)+", "", shape) not in others]
     assert bool(shapes) != is_exchanged
@@ -462,11 +412,7 @@ def only_tokens_cross(it, compiled, *, is_exchanged):
         f"{a},{b}" for d in (16, 8) for f in (8, 4) for a, b in ((d, f), (f, d))
     }  # D x F, whole or split
     scores = {"32,4"}  # of tokens' choices among 4 experts: each device makes its own
-    assert not [
-        shape
-        for shape in shapes
-        if ",".join(shape.split(",")[-2:]) in matrices | scores
-    ]
+    assert not [shape for shape in shapes if ",".join(shape.split(",")[-2:]) in matrices | scores]
 
 
 def test_splits_leave_a_step_in_eight_bits_alone(reference, rows):
@@ -478,9 +424,7 @@ def test_splits_leave_a_step_in_eight_bits_alone(reference, rows):
     """
 
     def apart(gradients, others):
-        difference = jax.tree.map(
-            lambda a, b: np.reshape(a, b.shape) - b, gradients, others
-        )
+        difference = jax.tree.map(lambda a, b: np.reshape(a, b.shape) - b, gradients, others)
         return math.sqrt(squared_norm(difference) / squared_norm(others))
 
     def of(batch, mesh, pipeline):
@@ -520,11 +464,7 @@ def test_gradients_cross_in_grad_dtype(reference, rows):
     for x, y in zip(jax.tree.leaves(exact), jax.tree.leaves(rounded), strict=True):
         np.testing.assert_array_equal(y, x.astype(jnp.bfloat16).astype(np.float32))
     assert {leaf.dtype for leaf in jax.tree.leaves(summed)} == {np.dtype(np.float32)}
-    assert (
-        0
-        < squared_norm(jax.tree.map(np.subtract, exact, summed))
-        < 1e-4 * squared_norm(exact)
-    )
+    assert 0 < squared_norm(jax.tree.map(np.subtract, exact, summed)) < 1e-4 * squared_norm(exact)
 
 
 @pytest.mark.parametrize(
@@ -553,35 +493,25 @@ def test_an_update_with_experts_is_that_of_all_rows_or_of_each_replicas(
     )
     it = make_setup(*one.keys, *rates, *keys, replicas=replicas, **mesh)
     laid_out, start = it.batch(rows, *batch), it.state()
-    copies = jax.tree.map(
-        lambda x: np.stack([x] * replicas) if replicas else x, one.params[0]
-    )
+    copies = jax.tree.map(lambda x: np.stack([x] * replicas) if replicas else x, one.params[0])
     start = dataclasses.replace(start, params=placed(copies, it.abstract.params))
     state, metrics = it.compile_step(laid_out)(start, laid_out, None)
     with jax.set_mesh(it.mesh):
-        whole = jax.device_get(
-            make_summarise(it.parts)(metrics) if replicas else metrics
-        )
+        whole = jax.device_get(make_summarise(it.parts)(metrics) if replicas else metrics)
     of_replicas = jax.device_get((state.params, metrics))
     found, weights = [], []
     for replica in range(replicas or 1):
-        params, metrics = jax.tree.map(
-            lambda x, r=replica: x[r] if replicas else x, of_replicas
-        )
+        params, metrics = jax.tree.map(lambda x, r=replica: x[r] if replicas else x, of_replicas)
         own = {name: np.zeros_like(array) for name, array in rows.items()}
         half = slice(8 * replica, 8 * replica + 8) if replicas else slice(16)
         for name, array in rows.items():
             own[name][half] = array[half]
         (loss, _, parts, counts), gradients = one.at(one.params[0], own)
         assert metrics["loss"] == pytest.approx(float(loss), rel=1e-5)
-        assert metrics["grad_norm"] == pytest.approx(
-            math.sqrt(squared_norm(gradients)), rel=1e-5
-        )
+        assert metrics["grad_norm"] == pytest.approx(math.sqrt(squared_norm(gradients)), rel=1e-5)
         found.append((parts[BALANCE], 0.5 * parts[BALANCE], 0.05 * parts[ROUTER_Z]))
         weights.append(np.count_nonzero(own["weights"]))
-        np.testing.assert_allclose(
-            [metrics[name] for name in AUXILIARY], found[-1], rtol=1e-5
-        )
+        np.testing.assert_allclose([metrics[name] for name in AUXILIARY], found[-1], rtol=1e-5)
         want = jax.tree.map(
             lambda p, g, rate=metrics["learning_rate"]: p - rate * g,
             one.params[0],
@@ -595,9 +525,7 @@ def test_an_update_with_experts_is_that_of_all_rows_or_of_each_replicas(
             0.01 * np.sign(np.mean(counts, -1, keepdims=True) - counts),
             rtol=1e-5,
         )
-        jax.tree.map(
-            lambda g, w: np.testing.assert_allclose(g, w, atol=2e-6), params, want
-        )
+        jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, atol=2e-6), params, want)
     np.testing.assert_allclose(
         [whole[name] for name in AUXILIARY], np.average(found, 0, weights), rtol=1e-5
     )
@@ -636,21 +564,15 @@ def unsplit():
 
     @functools.cache
     def updates(aggregation):
-        it = make_setup(
-            "optimizer=sgd", "learning_rate=0.5", objective=POLICIES[aggregation]
-        )
+        it = make_setup("optimizer=sgd", "learning_rate=0.5", objective=POLICIES[aggregation])
         pairs = responses.PAIRS
-        (batch,) = responses.chunks_of(
-            responses.rows(), it.mesh, micro=pairs, slots=pairs
-        )
+        (batch,) = responses.chunks_of(responses.rows(), it.mesh, micro=pairs, slots=pairs)
         return it.run(it.compile_step(batch), batch, UPDATES)
 
     return updates
 
 
-@pytest.mark.parametrize(
-    ("aggregation", "micro", "slots", "mesh", "pipeline"), CHUNKS, ids=str
-)
+@pytest.mark.parametrize(("aggregation", "micro", "slots", "mesh", "pipeline"), CHUNKS, ids=str)
 def test_updates_of_chunks_of_responses_are_those_of_the_unsplit_batch(
     aggregation, micro, slots, mesh, pipeline, unsplit, agrees
 ):
@@ -672,9 +594,7 @@ def test_updates_of_chunks_of_responses_are_those_of_the_unsplit_batch(
         state, metrics = it.state(), []
         for _ in range(UPDATES):
             sums = step.start()
-            for chunk in responses.chunks_of(
-                responses.rows(), it.mesh, micro=micro, slots=slots
-            ):
+            for chunk in responses.chunks_of(responses.rows(), it.mesh, micro=micro, slots=slots):
                 sums = jax.block_until_ready(step.add(state, sums, chunk))
             state, found = step.update(state, sums)
             metrics.append(jax.device_get(found))

@@ -18,7 +18,7 @@ import pytest
 
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data import example_ids, examples_hash, token_stream
-from maxtext_lite.training import NonFiniteLoss, saving, train
+from maxtext_lite.training import NonFiniteLoss, opening, saving, train
 from maxtext_lite.training.callbacks import Callback
 from maxtext_lite.training.feed_steps import FeedSteps, HeldOutLoss
 from maxtext_lite.training.goodput import Goodput
@@ -48,8 +48,7 @@ def documents(tmp_path_factory):
     words = ["to", "be", "or", "not", "that", "is", "the", "question"]
     path.write_text(
         "".join(
-            json.dumps({"text": " ".join(rng.choice(words, rng.integers(1, 40)))})
-            + "\n"
+            json.dumps({"text": " ".join(rng.choice(words, rng.integers(1, 40)))}) + "\n"
             for _ in range(120)
         )
     )
@@ -82,9 +81,7 @@ def _records(result):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, documents):
     """An uninterrupted run on the 8 devices."""
-    return _train(
-        tmp_path_factory.mktemp("runs"), documents, "run_name=whole", "profiler_steps=1"
-    )
+    return _train(tmp_path_factory.mktemp("runs"), documents, "run_name=whole", "profiler_steps=1")
 
 
 @pytest.mark.fast
@@ -100,9 +97,7 @@ def test_writes_what_the_interface_promises(whole):
         "memory.json",
         "goodput.json",
     }
-    (trace,) = (whole.run_directory / "tensorboard" / "plugins" / "profile").rglob(
-        "*.xplane.pb"
-    )
+    (trace,) = (whole.run_directory / "tensorboard" / "plugins" / "profile").rglob("*.xplane.pb")
     planes = jax.profiler.ProfileData.from_file(str(trace)).planes
     events = [
         event
@@ -146,12 +141,8 @@ def test_writes_what_the_interface_promises(whole):
     assert [record["examples_seen"] for record in steps] == [8, 16, 24, 32, 40, 48]
     assert steps[-1]["tokens_seen"] == sum(record["target_tokens"] for record in steps)
     assert steps[-1]["loss"] < steps[0]["loss"]
-    assert all(
-        0 < record["training_seconds"] < record["run_seconds"] for record in steps
-    )
-    parts = json.loads((whole.run_directory / "environment.json").read_text())[
-        "start_up_seconds"
-    ]
+    assert all(0 < record["training_seconds"] < record["run_seconds"] for record in steps)
+    parts = json.loads((whole.run_directory / "environment.json").read_text())["start_up_seconds"]
     assert list(parts) == ["data", "init", "compile", "first step"]
     assert whole.loss == steps[-1]["loss"]
     assert whole.eval_loss == evaluations[-1]["eval_loss"]
@@ -196,13 +187,9 @@ def test_recording_a_step_at_once_or_while_the_next_one_runs_gives_the_same_run(
 
 
 @pytest.mark.parametrize("override", ["base_mlp_dim=48", "enable_checkpointing=false"])
-def test_a_run_goes_on_as_the_model_that_it_was_and_is_not_started_over(
-    override, whole, documents
-):
+def test_a_run_goes_on_as_the_model_that_it_was_and_is_not_started_over(override, whole, documents):
     with pytest.raises(UserError, match=override):
-        _train(
-            whole.run_directory.parent, documents, "run_name=whole", override, "steps=9"
-        )
+        _train(whole.run_directory.parent, documents, "run_name=whole", override, "steps=9")
 
 
 def test_a_signal_breaks_off_an_evaluation_and_the_next_start_makes_up_for_it_also_after_the_last_step(
@@ -223,14 +210,10 @@ def test_a_signal_breaks_off_an_evaluation_and_the_next_start_makes_up_for_it_al
         stopped = _train(tmp_path, documents)
     assert (stopped.interrupted, stopped.step, stopped.eval_loss) == (True, 3, None)
     assert "step 3/6  no evaluation, as the run stops" in capsys.readouterr().out
-    assert [
-        path.name for path in (stopped.run_directory / "checkpoints").iterdir()
-    ] == ["3"]
+    assert [path.name for path in (stopped.run_directory / "checkpoints").iterdir()] == ["3"]
     resumed = _train(tmp_path, documents, callbacks=[Interrupt()])
     assert (resumed.interrupted, resumed.step, resumed.eval_loss) == (True, 6, None)
-    parts = json.loads((resumed.run_directory / "environment.json").read_text())[
-        "start_up_seconds"
-    ]
+    parts = json.loads((resumed.run_directory / "environment.json").read_text())["start_up_seconds"]
     assert list(parts) == ["data", "restore", "evaluation", "compile", "first step"]
     (steps, evaluations), (all_steps, all_evaluations) = (
         _records(resumed),
@@ -271,9 +254,7 @@ def test_a_non_finite_loss_stops_the_run_and_saves_nothing(tmp_path, documents):
             "warmup_steps=0",
             "checkpoint_period=6",
         )
-    assert not [
-        p for p in (tmp_path / "default" / "checkpoints").glob("*") if p.name.isdigit()
-    ]
+    assert not [p for p in (tmp_path / "default" / "checkpoints").glob("*") if p.name.isdigit()]
 
 
 RAMP = (
@@ -291,9 +272,7 @@ RAMP = (
 )
 
 
-def test_a_ramp_of_three_stages_has_the_schedule_of_a_run_without_one(
-    tmp_path, documents, capsys
-):
+def test_a_ramp_of_three_stages_has_the_schedule_of_a_run_without_one(tmp_path, documents, capsys):
     """Batches of 8, 12 and 16 on 8 devices: shares of 22 samples are 3 steps of 8 and 2 of 12."""
     ramped = _train(tmp_path, documents, *RAMP, "schedule_unit=examples")
     # 8 rows in 8 slots, then 12 in 16 and 16 in 16: two executables for three stages.
@@ -324,33 +303,50 @@ def test_a_ramp_of_three_stages_has_the_schedule_of_a_run_without_one(
         2.0,
     ]
     # At the peak after 2 x 16 examples, at its end after 80.
-    assert (
-        steps[3]["learning_rate"] > steps[2]["learning_rate"]
-    )  # 36 examples against 24
+    assert steps[3]["learning_rate"] > steps[2]["learning_rate"]  # 36 examples against 24
     assert steps[-1]["learning_rate"] == pytest.approx(0.1 * 0.01, rel=1e-5)
     assert steps[0]["learning_rate"] == pytest.approx(8 / 32 * 0.01, rel=1e-5)
 
 
 class Poisoned:
-    """Examples, of which some overflow by their weights, some are missing, and some have weights of 1e15."""
+    """Examples, of which some have NaN weights, some weights of 1e15, and some are missing."""
 
     fingerprint = "poisoned"
+    fields = ("tokens", "targets", "segments", "positions", "weights")
+    num_tokens = 32
+    num_target_tokens = 3200
+    notes = ()
 
     def __init__(self, *poisoned, without=(), huge=()):
         self.kept = [number for number in range(100) if number not in without]
-        self.weights = dict.fromkeys(poisoned, 3e38) | dict.fromkeys(huge, 1e15)
+        self.weights = dict.fromkeys(poisoned, np.nan) | dict.fromkeys(huge, 1e15)
 
     def __len__(self):
         return len(self.kept)
 
     def __getitem__(self, example_id):
         number = self.kept[example_id]
-        tokens = np.random.default_rng(number).integers(0, 264, 33)
+        tokens = np.random.default_rng(number).integers(0, 264, 33, dtype=np.int32)
         return {
             "tokens": tokens[:-1],
             "targets": tokens[1:],
+            "segments": np.ones(32, np.int32),
+            "positions": np.arange(32, dtype=np.int32),
             "weights": np.full(32, self.weights.get(number, 1), np.float32),
         }
+
+    def documents(self, example_ids):
+        return None
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """A function that makes all runs from here on read a source."""
+
+    def replace(source):
+        monkeypatch.setattr(opening, "open_sources_on_hosts", lambda *_, **__: (source, None))
+
+    return replace
 
 
 SKIP = (
@@ -365,20 +361,13 @@ SKIP = (
 )
 
 
-def test_a_skipped_step_leaves_no_trace_but_in_the_log(tmp_path, documents):
+def test_a_skipped_step_leaves_no_trace_but_in_the_log(tmp_path, documents, reads):
     """Example 19 of file order is poisoned: with batches of 8 it is in step 3, on one of the 8 devices."""
     skipping = (*SKIP, "skip_nonfinite_updates=true")
-    skipped = _train(
-        tmp_path, documents, *skipping, "run_name=skipped", source=Poisoned(19)
-    )
-    clean = _train(
-        tmp_path,
-        documents,
-        *skipping,
-        "run_name=clean",
-        "steps=5",
-        source=Poisoned(without=range(16, 24)),
-    )
+    reads(Poisoned(19))
+    skipped = _train(tmp_path, documents, *skipping, "run_name=skipped")
+    reads(Poisoned(without=range(16, 24)))
+    clean = _train(tmp_path, documents, *skipping, "run_name=clean", "steps=5")
     (got, _), (want, _) = _records(skipped), _records(clean)
     assert [record["skipped"] for record in got] == [
         False,
@@ -401,12 +390,12 @@ def test_a_skipped_step_leaves_no_trace_but_in_the_log(tmp_path, documents):
     )
 
 
-def test_a_gradient_that_is_not_finite_ends_the_run_and_is_named(tmp_path, documents):
+def test_a_gradient_that_is_not_finite_ends_the_run_and_is_named(tmp_path, documents, reads):
     """With A = 2, examples 19 and 21 of step 3 are in micro-batch 1, after 16 and 18 in micro-batch 0.
 
     Step 4 is already running when step 3 is checked; its update would leave parameters that make everything infinite.
     """
-    source = Poisoned(19, 21, huge=range(24, 32))
+    reads(Poisoned(19, 21, huge=range(24, 32)))
     message = r"step 3 .*micro-batch 1, example ids 19, 21, .*embedding\.table"
     with pytest.raises(NonFiniteLoss, match=message):
         _train(
@@ -417,34 +406,26 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_is_named(tmp_path, docum
             "checkpoint_period=2",
             "gradient_clipping_threshold=0",
             "sgd_momentum=0",
-            source=source,
         )
-    assert {path.name for path in (tmp_path / "default" / "checkpoints").iterdir()} == {
-        "2"
-    }
+    assert {path.name for path in (tmp_path / "default" / "checkpoints").iterdir()} == {"2"}
 
 
-def test_too_many_skipped_steps_in_a_row_end_the_run(tmp_path, documents):
+def test_too_many_skipped_steps_in_a_row_end_the_run(tmp_path, documents, reads):
     """Steps 2, 3 and then 5, 6, 7 hold a poisoned example: the third in a row is one too many, even after a resume."""
-    source = Poisoned(8, 16, 32, 40, 48)
+    reads(Poisoned(8, 16, 32, 40, 48))
     keys = (
         *SKIP,
         "skip_nonfinite_updates=true",
         "max_skipped_updates=3",
         "checkpoint_period=1",
     )
-    _train(tmp_path, documents, *keys, "steps=6", source=source)
+    _train(tmp_path, documents, *keys, "steps=6")
     with pytest.raises(NonFiniteLoss, match=r"step 7 .*example ids 48,"):
-        _train(tmp_path, documents, *keys, "steps=9", source=source)
-    assert (
-        int(max(path.name for path in (tmp_path / "default" / "checkpoints").iterdir()))
-        == 6
-    )
+        _train(tmp_path, documents, *keys, "steps=9")
+    assert int(max(path.name for path in (tmp_path / "default" / "checkpoints").iterdir())) == 6
 
 
-def test_epochs_train_on_each_example_once_down_to_the_last(
-    tmp_path, documents, capsys
-):
+def test_epochs_train_on_each_example_once_down_to_the_last(tmp_path, documents, capsys):
     """289 examples in batches of 64: five steps, the last with 33; then a second epoch, as without a stop."""
     keys = (
         "num_epochs=1",
@@ -461,9 +442,7 @@ def test_epochs_train_on_each_example_once_down_to_the_last(
     assert [record["examples"] for record in records] == [64, 64, 64, 64, 33]
     assert records[-1]["epoch"] == 1.0
     assert records[-1]["learning_rate"] == pytest.approx(0.1 * 0.01, rel=1e-6)
-    assert records[-1]["tokens_seen"] == sum(
-        record["target_tokens"] for record in records
-    )
+    assert records[-1]["tokens_seen"] == sum(record["target_tokens"] for record in records)
     plan = json.loads((once.run_directory / "plan.json").read_text())
     assert (plan["steps"], plan["epochs"], plan["last_batch_examples"]) == (5, 1, 33)
     assert "nothing to do" not in capsys.readouterr().out
@@ -494,13 +473,10 @@ def test_the_learning_rate_scales_with_the_batch(tmp_path, documents):
     # m = 8 / 2: after one step the moments are (1 - b) g with 1 - b = 4 x 0.1 and 4 x 0.05, so their ratio tells b.
     moments = scaled.state.opt_state.inner_opt_state[1]
     mu, nu = (
-        np.asarray(jax.tree.leaves(tree)[-1], np.float64)
-        for tree in (moments.mu, moments.nu)
+        np.asarray(jax.tree.leaves(tree)[-1], np.float64) for tree in (moments.mu, moments.nu)
     )
     big = np.abs(mu) > np.abs(mu).max() / 10
-    np.testing.assert_allclose(
-        (mu**2 / nu)[big], (4 * 0.1) ** 2 / (4 * 0.05), rtol=1e-4
-    )
+    np.testing.assert_allclose((mu**2 / nu)[big], (4 * 0.1) ** 2 / (4 * 0.05), rtol=1e-4)
 
 
 def test_a_damaged_record_ends_the_run_which_is_saved_and_goes_on_once_it_is_repaired(
@@ -534,18 +510,13 @@ def test_a_damaged_record_ends_the_run_which_is_saved_and_goes_on_once_it_is_rep
     with pytest.raises(UserError) as caught:
         _train(tmp_path, tmp_path / "data", *keys)
     saved_step = damaged_step - 2  # when two more batches have been read
-    assert re.search(
-        rf"{shard}.* record 2 .* after step {saved_step}\b", str(caught.value)
-    )
+    assert re.search(rf"{shard}.* record 2 .* after step {saved_step}\b", str(caught.value))
     shard.write_bytes(content)
     token_stream._reader.cache_clear()  # another process would not have it
     result = _train(tmp_path, tmp_path / "data", *keys)
     steps, _ = _records(result)
     assert [record["step"] for record in steps] == list(range(1, 21))
-    ids = [
-        np.arange(8 * step, 8 * step + 8) % (-(-8000 // num_tokens))
-        for step in range(20)
-    ]
+    ids = [np.arange(8 * step, 8 * step + 8) % (-(-8000 // num_tokens)) for step in range(20)]
     assert [record["examples_hash"] for record in steps] == [
         examples_hash(numbers) for numbers in ids
     ]
