@@ -341,7 +341,7 @@ def test_a_reward_that_fails_counts_nothing(tmp_path, config_of, monkeypatch, ca
         *WHOLE,
         "reward_functions=tests.rl.test_rollout_steps:failing",
         "eval_interval=-1",
-        "steps=3",
+        "steps=4",
     ]
     result = train_rl(config_of(tmp_path, *words))
     line, *_ = steps(result.run_directory)
