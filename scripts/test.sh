@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs the project with its test extra (once) and runs the whole suite on CPU, on 8 simulated devices.
-# --fast: the cheap tests that together touch every main claim, in at most 100 seconds on two cores. Other arguments go
+# --fast: the cheap tests that together touch every main claim, in about 100 seconds on two cores. Other arguments go
 # to pytest:
 #   scripts/test.sh tests/batching -k plan -x
 set -euo pipefail
