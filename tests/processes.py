@@ -320,11 +320,10 @@ class RunFiles:
     @property
     def last_step(self) -> int:
         """The last on record; 0 before the first."""
-        return (
-            self.steps[-1]["step"]
-            if (self.directory / "metrics.jsonl").exists() and self.steps
-            else 0
-        )
+        if not (self.directory / "metrics.jsonl").exists():
+            return 0
+        steps = self.steps  # read once: a run that resumes writes the file anew
+        return steps[-1]["step"] if steps else 0
 
     def sequence(self, *keys: str) -> list[tuple]:
         """These values of each step."""
