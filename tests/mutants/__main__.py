@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 
+from tests.mutants import given_order
 from tests.mutants.faults import Fault, read_faults
 from tests.mutants.reached import instrument
 from tests.source_tree import REPOSITORY
@@ -242,12 +243,14 @@ def run_fault(fault: Fault, copy: Path, reach: ReachMap, cache: Path) -> Seen:
             "-x",
             "-rfE",
             "--tb=no",
+            "-p",
+            "given_order",
             f"@{arguments}",
         ]
         with subprocess.Popen(
             command,
             cwd=copy,
-            env=environment_of(copy, cache),
+            env=environment_of(copy, cache) | {given_order.FILE: str(arguments)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -291,6 +294,7 @@ def run_faults(
         copy = directory / f"copy{job}"
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(checkout, copy, ignore=NOT_COPIED)
+        shutil.copy(given_order.__file__, copy)
         copies.put(copy)
 
     def run(fault: Fault) -> None:
