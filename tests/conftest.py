@@ -49,6 +49,9 @@ for number in (signal.SIGINT, signal.SIGTERM):
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
+# Nobody reads in which line of Python an operation of a compiled program began: to write it down takes a twentieth.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
+
 # Tracing makes many objects and few cycles: looking for those after every 700 costs time, more as a process grows.
 gc.set_threshold(50_000, 20, 100)
 

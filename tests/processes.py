@@ -24,7 +24,7 @@ import orbax.checkpoint as ocp
 from tests.conftest import QUICK_COMPILATION
 from tests.source_tree import REPOSITORY
 
-SECONDS = 1500  # for anything: machines are slow and loaded, and a process that hangs is ended by its test
+SECONDS = 600  # for anything: machines are slow and loaded, and a process that hangs is ended by its test
 
 # Every process does the same runs, as one command after another would: to start processes takes longer than to train.
 # In the overrides, {process} is the number of the process; a first word without = is a config file.
@@ -174,10 +174,9 @@ def in_turn(
             timeout=SECONDS,
             check=False,
         )
-        return result, [
-            json.loads((Path(record) / str(process)).read_text())
-            for process in range(processes)
-        ]
+        records = [Path(record) / str(process) for process in range(processes)]
+        assert all(each.exists() for each in records), result.stderr[-4000:]
+        return result, [json.loads(each.read_text()) for each in records]
 
 
 def train_in_turn(overrides: Sequence[Sequence[str]], **how: Any) -> list[list[str]]:
@@ -264,7 +263,7 @@ class UnderWay:
         while not condition():
             assert self.popen.poll() is None, "".join(self.popen.communicate())
             assert time.monotonic() < deadline
-            time.sleep(0.01)
+            time.sleep(0.05)
 
     def end(self) -> tuple[int, str, str]:
         """Its exit code, output and errors, once it has ended."""

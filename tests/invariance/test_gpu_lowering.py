@@ -62,27 +62,6 @@ CASES = {
         ("model_name=qwen3-8b", *mesh(data=2, fsdp=2, tensor=2), *accumulating(4)),
         MHA,
     ),
-    "gpt2, a pipeline": (
-        8,
-        (
-            "model_name=gpt2",
-            f"trainable_position_size={T}",
-            *mesh(pipeline=2, fsdp=4),
-            "base_num_kv_heads=8",
-            "num_pipeline_microbatches=2",
-        ),
-        MHA,
-    ),
-    "mixtral, experts": (
-        8,
-        (
-            "model_name=mixtral-8x7b",
-            *EXPERTS,
-            *mesh(expert=2, data=2, tensor=2),
-            *accumulating(4),
-        ),
-        MHA,
-    ),
     "olmo2, 1f1b": (
         8,
         (
@@ -99,11 +78,6 @@ CASES = {
         ("model_name=llama3-8b", *mesh(context=2, fsdp=4)),
         set(),
     ),
-    "gemma2": (
-        8,
-        ("model_name=gemma2-9b", WINDOW, *mesh(data=2, fsdp=2, tensor=2)),
-        set(),
-    ),
     "gpt-oss": (
         8,
         ("model_name=gpt-oss-20b", WINDOW, *EXPERTS, *mesh(data=2, fsdp=2, tensor=2)),
@@ -118,16 +92,6 @@ CASES = {
             *accumulating(4),
         ),
         set(),
-    ),
-    "mixtral, a capacity": (
-        8,
-        (
-            "model_name=mixtral-8x7b",
-            *EXPERTS,
-            "capacity_factor=1.25",
-            *mesh(expert=2, fsdp=4),
-        ),
-        MHA,
     ),
     "mistral, a document a row": (
         8,

@@ -87,11 +87,7 @@ RUN = [
     "eval_interval=2",
     "eval_steps=1",
     "checkpoint_period=2",
-    "enable_rampup_batch_size=true",
     "per_device_batch_size=1",
-    "per_device_batch_size_start=0.5",
-    "per_device_batch_size_increment=0.5",
-    "global_rampup_samples=12",
     "learning_rate=0.05",
     "base_num_kv_heads=4",
 ]
@@ -106,7 +102,7 @@ def lines_of(directory):
 
 
 def test_whole_runs_agree_in_a_pipeline_and_hand_their_sums_on(tmp_path, capsys):
-    """Ramped and evaluated, from another run's parameters; then generated from, exported, and begun with."""
+    """Evaluated, from another run's parameters; then generated from, exported, and begun with."""
 
     def run(name, *keys):
         return train(
@@ -116,7 +112,7 @@ def test_whole_runs_agree_in_a_pipeline_and_hand_their_sums_on(tmp_path, capsys)
             )
         )
 
-    base = run("base", "steps=1", "enable_rampup_batch_size=false")
+    base = run("base", "steps=1")
     start = f"load_parameters_path={tmp_path / 'base'}"
     mesh = (
         "ici_data_parallelism=2",
@@ -149,7 +145,6 @@ def test_whole_runs_agree_in_a_pipeline_and_hand_their_sums_on(tmp_path, capsys)
         "follower",
         "steps=1",
         "learning_rate=0",
-        "enable_rampup_batch_size=false",
         start,
     )
     got = jax.device_get(follower.state.params)

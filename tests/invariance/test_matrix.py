@@ -487,22 +487,18 @@ def test_splits_leave_a_step_in_eight_bits_alone(reference, rows):
         )
         return math.sqrt(squared_norm(difference) / squared_norm(others))
 
-    def of(batch, mesh, pipeline):
-        it = make_setup(*one.keys, "quantization=int8", **mesh, pipeline=pipeline)
+    def of(batch, mesh):
+        it = make_setup(*one.keys, "quantization=int8", **mesh)
         return it.gradients(it.state().params, it.batch(rows, *batch))
 
     one = reference("dense")
-    want = of((1, 16), {}, None)
+    want = of((1, 16), {})
     rounding = apart(want.gradients, one.at(one.it.initial.params, rows)[1])
     assert 0.004 < rounding < 0.02  # 1 / 127 is 0.008
-    for batch, mesh, pipeline in (
-        ((2, 8), {"data": 2}, Pipeline(2, 2, schedule="1f1b")),
-        ((4, 4), {"fsdp": 2, "tensor": 2, "context": 2}, None),
-    ):
-        got = of(batch, mesh, pipeline)
-        assert apart(got.gradients, want.gradients) < rounding / 5
-        np.testing.assert_allclose(got.loss, want.loss, rtol=1e-5)
-        assert got.target_tokens == want.target_tokens
+    got = of((4, 4), {"fsdp": 2, "tensor": 2, "context": 2})
+    assert apart(got.gradients, want.gradients) < rounding / 5
+    np.testing.assert_allclose(got.loss, want.loss, rtol=1e-5)
+    assert got.target_tokens == want.target_tokens
 
 
 def test_gradients_cross_in_grad_dtype(reference, rows):
@@ -610,7 +606,7 @@ def test_an_update_with_experts_is_that_of_all_rows_or_of_each_replicas(
 AUXILIARY = (BALANCE, "moe_balance_loss", "router_z_loss")
 
 
-# Between them every algorithm, aggregation, KL with and without, and importance weights with and without.
+# Between them KL with and without, and two aggregations.
 POLICIES = {
     "seq_mean_token_mean": responses.variant(
         algo="gspo",
@@ -622,14 +618,12 @@ POLICIES = {
     "token_mean": responses.variant(
         aggregation="token_mean", beta=0.0, compares=True, correction_cap=1.2
     ),
-    "seq_mean_token_sum_norm": responses.variant(aggregation="seq_mean_token_sum_norm"),
 }
 UPDATES = 3
 """Of the same batch: from the second on, ratios are those of num_iterations > 1."""
 # aggregation, responses of a chunk, row slots of a chunk, mesh; 4 prompts with 2 responses each
 CHUNKS = [
-    ("token_mean", 4, 4, {"fsdp": 2, "tensor": 2}, None),
-    ("seq_mean_token_sum_norm", 2, 4, {"context": 2, "data": 2}, None),
+    ("token_mean", 2, 4, {"fsdp": 2, "context": 2}, None),
     ("seq_mean_token_mean", 4, 4, {"data": 2}, Pipeline(2, 2, schedule="1f1b")),
 ]
 

@@ -1,4 +1,4 @@
-"""Who reads what, for a thousand ways to run: every example of every step once, by hosts that are made up."""
+"""Who reads what, for hundreds of ways to run: every example of every step once, by hosts that are made up."""
 
 import dataclasses
 import functools
@@ -18,8 +18,8 @@ from maxtext_lite.parallel import make_mesh, sharding
 from maxtext_lite.training.step import TRAIN_BATCH_AXES
 
 NUM_EXAMPLES = 37
-MACHINES = [(1, 1), (2, 2), (4, 2), (8, 1), (8, 4)]
-PER_DEVICE = [Fraction(text) for text in ("0.25", "0.5", "1.5", "4")]
+MACHINES = [(1, 1), (4, 2), (8, 4)]
+PER_DEVICE = [Fraction(text) for text in ("0.25", "0.5", "1.5")]
 FACTORS = [Fraction(text) for text in ("-1", "1", "2", "4", "0.5")]
 RAMPS = [None, "per_device_batch_size", "gradient_accumulation_steps"]
 RAMP_SAMPLES = 9
@@ -308,5 +308,5 @@ def test_every_example_of_every_step_is_read_once_by_a_host_that_loads(segments_
                 anywhere,
                 *(stop for _, stop in read[:-1]),
             ]
-    assert legal > 1000
+    assert legal > 300
     assert len(hashes) < legal / 10  # so that most were compared with another way

@@ -86,8 +86,6 @@ CHECKS = {
     "replicas within a period": local_updates,
     "loss scale": scaled_losses,
     "experts": experts,
-    "adapters": lambda lines, state: state.frozen,
-    "narrow weights": narrow,
 }
 
 

@@ -10,7 +10,6 @@ from maxtext_lite.config.hf.model_directory import hf_config
 from maxtext_lite.hf import load_hf_parameters
 from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding, tree_shardings
-from maxtext_lite.training.gradients import GradientLoop
 from maxtext_lite.training.optimizer import learning_rate_schedule, make_optimizer
 from maxtext_lite.training.state import StepParts, make_decoder, state_from
 from maxtext_lite.training.step import TRAIN_BATCH_AXES, make_train_step
@@ -40,9 +39,6 @@ KEYS = [
 DECAYED = (
     "proj",
     "lm_head",
-    "c_attn",
-    "c_fc",
-    "c_proj",
     "gate.weight",
     "router.weight",
 )
@@ -60,7 +56,7 @@ def _rows():
 
 
 def _torch_step(name, directory):
-    """Loss, the gradient of the embeddings, and what a step leaves in the model, saved into `directory`."""
+    """Loss and the norm of its gradients; what a step leaves in the model is saved into `directory`."""
     model = copy.deepcopy(hf_models.model(name))  # in evaluation mode: without dropout
     tokens, weights = _rows()
     total = 0.0
@@ -74,8 +70,6 @@ def _torch_step(name, directory):
         total = total + (nll * torch.tensor(weight[:length])).sum()
     loss = total / weights.sum()
     loss.backward()
-    table = model.get_input_embeddings().weight
-    gradient = table.grad.numpy().copy()
     named = [(path, p) for path, p in model.named_parameters() if p.requires_grad]
 
     def is_decayed(path, p):
@@ -93,10 +87,10 @@ def _torch_step(name, directory):
             "weight_decay": 0.0,
         },
     ]
-    torch.nn.utils.clip_grad_norm_([p for _, p in named], CLIP)
+    norm = torch.nn.utils.clip_grad_norm_([p for _, p in named], CLIP)
     torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.99), eps=1e-4).step()
     model.save_pretrained(directory)
-    return loss.item(), gradient
+    return loss.item(), norm.item()
 
 
 def _laid_out(decoder, mesh):
@@ -109,9 +103,9 @@ def _laid_out(decoder, mesh):
     )
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "gpt_oss", "deepseek_v2"])
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "deepseek_v2"])
 def test_a_step_is_that_of_torch(name, tmp_path):
-    want_loss, want_gradient = _torch_step(name, tmp_path / "after")
+    want_loss, want_norm = _torch_step(name, tmp_path / "after")
     before = hf_models.save(name, tmp_path / "before")
     config = hf_config(before, [*KEYS, "max_target_length=12"])
     tokens, weights = _rows()
@@ -135,16 +129,10 @@ def test_a_step_is_that_of_torch(name, tmp_path):
     params = load_hf_parameters(before, _laid_out(decoder, mesh), "HF_DIR")
     start = jax.device_get(params)
     with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
-        if name == "llama":
-            found = jax.jit(GradientLoop(parts).of_step)(params, batch)
-            gradient = np.asarray(found.gradients["embedding"]["table"])
-            assert (
-                np.abs(gradient - want_gradient).max()
-                <= 2e-4 * np.abs(want_gradient).max()
-            )
         step = make_train_step(parts, learning_rate_schedule(config, last=1))
         state, metrics = jax.device_get(step(state_from(parts, params, 0), batch, None))
     assert float(metrics["loss"]) == pytest.approx(want_loss, rel=1e-5)
+    assert float(metrics["grad_norm"]) == pytest.approx(want_norm, rel=1e-4)
     want = jax.device_get(
         load_hf_parameters(tmp_path / "after", _laid_out(decoder, mesh), "HF_DIR")
     )
