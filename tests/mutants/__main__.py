@@ -5,10 +5,9 @@
     python -m tests.mutants --only "mean of means"
 
 The whole suite runs once on an instrumented copy of the source, which maps tests to the functions that they reach. For
-each fault, up to five tests that reach the function it changes then run on a copy with the fault: the two of
-tests/invariance with the most cases, and the most specific of the others (those that reach the fewest functions, at
-most two of a file). The cheapest run first, for at most two minutes, up to the first that fails. The map and the
-results are kept in DIR, so that a run that was stopped goes on.
+each fault, the tests of up to five files that reach the function it changes then run on a copy with the fault: the
+module's own and then the cheapest first, for at most two minutes, up to the first test that fails. The map and the results are kept in DIR,
+so that a run that was stopped goes on.
 """
 
 import argparse
@@ -30,9 +29,8 @@ from tests.mutants.faults import Fault, read_faults
 from tests.mutants.reached import instrument
 from tests.source_tree import REPOSITORY
 
-TESTS_OF_A_FAULT = 5
-WIDEST_OF_A_FAULT = 2
-TESTS_OF_A_FILE = 2
+FILES_OF_A_FAULT = 5
+WHOLE = "tests/invariance/"
 SECONDS_OF_A_FAULT = 120
 NOT_COPIED = shutil.ignore_patterns(
     ".git", ".venv*", ".jax_cache", ".mutants", "__pycache__", "runs", "build", "dist"
@@ -57,6 +55,11 @@ class Case:
     setup_seconds: float = 0.0
     num_functions: int = 0
     passed: bool = True
+
+    @property
+    def file(self) -> str:
+        """That it is in."""
+        return self.name.partition("::")[0]
 
 
 @dataclass(frozen=True)
@@ -84,10 +87,16 @@ class ReachMap:
         return [case for case in found.values() if case.passed]
 
     def seconds(self, case: Case) -> float:
-        """What the test takes when it runs alone: the setup of its fixtures may have been another test's."""
+        """What the test takes when it runs alone: the setup of its fixtures may have been another test's.
+
+        A setup that several fixtures share counts for the one that the fewest tests request.
+        """
         setups = [case.setup_seconds]
         for fixture in case.fixtures:
-            setups.append(max(user.setup_seconds for user in self.users[fixture]))
+            first = self.users[fixture][0]
+            rarest = min(first.fixtures, key=lambda name: len(self.users[name]))
+            if rarest == fixture:
+                setups.append(first.setup_seconds)
         return case.seconds - case.setup_seconds + max(setups)
 
 
@@ -122,34 +131,42 @@ def read_map(path: Path) -> ReachMap:
 
 
 def chosen_tests(reach: ReachMap, function: str) -> list[Case]:
-    """The tests that are run for a fault in the function, the cheapest first.
+    """The tests that are run for a fault in the function, in their order: those that reach it, of up to five files.
 
-    Cases of one test function count as one test: its most specific case stands for it in the choice, and all of them
-    run, the cheapest first.
+    The files are that of the function's module, by its name, those of whose tests the largest part reaches the
+    function, and one of whole runs and steps. The first of these runs first, then the cheapest, and of a file the
+    cheapest case of each test before their other cases.
     """
-    by_test: dict[str, list[Case]] = collections.defaultdict(list)
+    of_file: dict[str, list[Case]] = collections.defaultdict(list)
     for case in reach.cases_of(function):
-        by_test[case.name.partition("[")[0]].append(case)
-    by_specificity = sorted(
-        by_test.values(), key=lambda cases: min(case.num_functions for case in cases)
+        of_file[case.file].append(case)
+    sizes = collections.Counter(case.file for case in reach.cases.values())
+    own = "/test_" + function.partition(":")[0].rpartition("/")[2]
+
+    def rank(file: str) -> tuple[bool, float, float]:
+        cases = of_file[file]
+        functions = sum(case.num_functions for case in cases) / len(cases)
+        return not file.endswith(own), -len(cases) / sizes[file], functions
+
+    whole = [file for file in of_file if file.startswith(WHOLE)]
+    others = sorted(of_file.keys() - set(whole), key=rank)
+    whole.sort(key=lambda file: len(of_file[file]), reverse=True)
+    files = whole[:1] + others[: FILES_OF_A_FAULT - 1]
+    files.sort(
+        key=lambda file: (
+            not file.endswith(own),
+            sum(map(reach.seconds, of_file[file])),
+        )
     )
-    widest: list[list[Case]] = []
-    specific: list[list[Case]] = []
-    of_file: collections.Counter[str] = collections.Counter()
-    for cases in by_specificity:
-        file = cases[0].name.partition("::")[0]
-        if file.startswith("tests/invariance/"):
-            widest.append(cases)
-        elif of_file[file] < TESTS_OF_A_FILE:
-            specific.append(cases)
-            of_file[file] += 1
-    widest.sort(key=len, reverse=True)
-    chosen = widest[:WIDEST_OF_A_FAULT]
-    chosen += specific[: TESTS_OF_A_FAULT - len(chosen)]
-    for cases in chosen:
-        cases.sort(key=reach.seconds)
-    chosen.sort(key=lambda cases: sum(reach.seconds(case) for case in cases))
-    return [case for cases in chosen for case in cases]
+    return [case for file in files for case in in_turn(of_file[file], reach)]
+
+
+def in_turn(cases: list[Case], reach: ReachMap) -> list[Case]:
+    """The cheapest case of each test function, then the others."""
+    by_cost = sorted(cases, key=reach.seconds)
+    firsts = {case.name.partition("[")[0]: case for case in reversed(by_cost)}
+    first = [case for case in by_cost if firsts[case.name.partition("[")[0]] is case]
+    return first + [case for case in by_cost if case not in first]
 
 
 # ---- Running -------------------------------------------------------------------------------------------------------
