@@ -6,8 +6,8 @@
 
 The whole suite runs once on an instrumented copy of the source, which maps tests to the functions that they reach. For
 each fault, the tests of up to five files that reach the function it changes then run on a copy with the fault: the
-module's own and then the cheapest first, for at most two minutes, up to the first test that fails. The map and the results are kept in DIR,
-so that a run that was stopped goes on.
+module's own and then the cheapest first, for at most two minutes, up to the first test that fails. The map and the
+results are kept in DIR, so that a run that was stopped goes on.
 """
 
 import argparse
