@@ -10,13 +10,12 @@ import pytest
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
-from maxtext_lite.config import Mla, PositionTemperature, RopeScaling
+from maxtext_lite.config import Mla, RopeScaling
 from maxtext_lite.models import DecoderLayer, DecoderShape, Scoring, root_key
 from maxtext_lite.models.layers import (
     RESIDUAL_AXES,
     Embedding,
     projections,
-    query_factor,
 )
 from maxtext_lite.models.rotary import Rope
 from maxtext_lite.models.stacks import layer_of, scan_pattern
@@ -79,17 +78,6 @@ def test_the_gradient_of_an_embedding_is_summed_over_tokens_in_float32():
         gradient = np.float32(found[name][...])
         np.testing.assert_array_equal(gradient[row], np.full(8, 1024.0))
         assert np.count_nonzero(gradient) == 8
-
-
-def test_the_largest_offset_of_a_position_does_not_wrap():
-    tuning = PositionTemperature(scale=0.5, floor_scale=8, offset=2**31 - 1)
-    shape = dataclasses.replace(SHAPE, position_temperature=tuning)
-    factor = jax.jit(lambda position: query_factor(shape, "global", position, None))(
-        np.arange(3)[None]
-    )
-    np.testing.assert_allclose(
-        factor, np.full((1, 3), 1 + 0.5 * np.log1p(2**28)), rtol=1e-6
-    )
 
 
 def constraints_in(jaxpr):
@@ -179,22 +167,13 @@ def test_latent_attention_scales_all_of_a_score_where_yarn_says_so():
     assert dataclasses.replace(SHAPE, rope_scaling=yarn).scoring("global") == Scoring()
 
 
-def test_a_pattern_goes_on_where_dense_layers_end():
-    assert GEMMA.kinds_from(2) == ("global", "local", "local")
-    assert GEMMA.kinds_from(7) == ("local", "global", "local")
-    assert dataclasses.replace(SHAPE, num_dense_layers=2).num_expert_layers == 5
-
-
 @pytest.mark.parametrize(
     ("kinds", "mlps"),
     [
-        ("a", ""),
         ("abc", ""),
-        ("abcdefgh", ""),
         ("gl", "dm"),
         ("g", "mdd"),
         ("lg", "mmdmm"),
-        ("l", "dmmmmmm"),
     ],
 )
 def test_every_layer_runs_once_in_its_place_with_its_kinds(kinds, mlps):

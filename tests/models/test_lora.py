@@ -1,7 +1,6 @@
 """Adapters: what they add, by hand and by the merged formula; where they are, and how they begin."""
 
 import dataclasses
-import itertools
 import math
 
 import jax
@@ -78,37 +77,11 @@ def test_beside_the_weights_they_add_what_they_add_merged_and_nothing_before_the
     assert np.linalg.norm(as_one - after) <= 2e-6 * np.linalg.norm(after)
 
 
-def test_in_bfloat16_the_first_step_too_begins_with_the_frozen_model():
-    decoder = Decoder(
-        dataclasses.replace(
-            LLAMA, num_layers=2, dtype=jnp.bfloat16, weight_dtype=jnp.bfloat16
-        )
-    )
-    abstract = decoder.abstract_params
-    assert {leaf.dtype for leaf in jax.tree.leaves(decoder.trained(abstract))} == {
-        np.dtype(np.float32)
-    }
-    assert {leaf.dtype for leaf in jax.tree.leaves(decoder.frozen(abstract))} == {
-        np.dtype(jnp.bfloat16)
-    }
-    both = jax.jit(
-        lambda params: (
-            logits(decoder, params),
-            logits(without(decoder), decoder.frozen(params)),
-        )
-    )
-    params = jax.tree.map(
-        lambda x, like: x.astype(like.dtype), random_params(decoder)[0], abstract
-    )
-    np.testing.assert_array_equal(*both(params))
-
-
-@pytest.mark.parametrize("quantization", ["none", "int8"])
 @pytest.mark.parametrize(
-    ("ins", "outs", "axes"),
+    ("ins", "outs", "axes", "quantization"),
     [
-        ((6,), (4, 3), ("embed", "heads", "head_dim")),
-        ((2, 3), (12,), ("heads", "head_dim", "embed")),
+        ((6,), (4, 3), ("embed", "heads", "head_dim"), "int8"),
+        ((2, 3), (12,), ("heads", "head_dim", "embed"), "none"),
     ],
     ids=["one input dim", "two"],
 )
@@ -165,30 +138,6 @@ def test_what_they_add_to_a_projection_and_its_gradients_by_hand(
     assert off < 1e-4 if quantization == "none" else 1e-3 < off < 0.5
 
 
-def test_adapters_are_split_as_the_weights_that_they_stand_beside():
-    lora = Lora(3, 6.0, ("query", "down"))
-    decoder = Decoder(dataclasses.replace(EXPERTS, num_layers=4, lora=lora))
-    axes = decoder.trained(decoder.axes)
-    query = {
-        "a": ("layers", "embed", "lora_rank"),
-        "b": ("layers", "lora_rank", "heads", "head_dim"),
-    }
-    assert axes["layers"]["attention"]["query"] == query
-    dense = {
-        "a": ("dense_layers", "mlp", "lora_rank"),
-        "b": ("dense_layers", "lora_rank", "embed"),
-    }
-    assert axes["dense_layers"]["mlp"]["down"] == dense
-    assert set(axes) == {"layers", "dense_layers"}
-    b = ("layers", "experts", "lora_rank", "expert_embed")
-    assert axes["layers"]["mlp"]["down"] == {
-        "a": ("layers", "experts", "mlp", "lora_rank"),
-        "b": b,
-    }
-    found = decoder.trained(decoder.abstract_params)["layers"]["mlp"]["down"]
-    assert (found["a"].shape, found["b"].shape) == ((3, 4, 8, 3), (3, 4, 3, 16))
-
-
 def test_new_ones_are_uniform_in_a_zero_in_b_and_every_weight_is_drawn_by_itself_whatever_the_pipeline():
     """The uniform draws behind a weight are erf of its normal ones: no adapter begins as any of them does."""
     decoder, in_stages = Decoder(LLAMA), Decoder(LLAMA, Pipeline(2, 2, 2))
@@ -221,18 +170,17 @@ def test_new_ones_are_uniform_in_a_zero_in_b_and_every_weight_is_drawn_by_itself
         assert 0.9 * bound < np.abs(one["a"]).max() <= bound
         # A uniform value's deviation is its bound / sqrt(3); of 192 values or more it is off by less than 15 %.
         assert np.std(one["a"]) == pytest.approx(bound / 3**0.5, rel=0.15)
-    firsts = [np.ravel(leaf) for leaf in jax.tree.leaves(adapters) if leaf.std()]
-    assert len(firsts) == 7  # every b is zero
+    firsts = [np.ravel(leaf)[:8] for leaf in jax.tree.leaves(adapters) if leaf.std()]
     layers = [
-        layer
+        np.ravel(layer)
         for leaf in jax.tree.leaves(base["layers"])
         if leaf.std()
         for layer in leaf
     ]
-    drawn = [
-        np.vectorize(math.erf)(np.ravel(layer) / (0.2 * np.sqrt(2))) for layer in layers
+    firsts += [
+        np.vectorize(math.erf)(layer[:8] / (0.2 * np.sqrt(2))) for layer in layers
     ]
-    for one, other in itertools.combinations(firsts + drawn, 2):
-        size = min(len(one), len(other))
-        # Of 64 numbers and more, by chance never.
-        assert abs(np.corrcoef(one[:size], other[:size])[0, 1]) < 0.6
+    assert len(firsts) == 7 + 7 * 4  # every b is zero
+    assert len(
+        {tuple((first / np.abs(first).max()).round(2)) for first in firsts}
+    ) == len(firsts)

@@ -41,20 +41,18 @@ DEEPSEEK = dataclasses.replace(
     SHAPE, score="sigmoid", scaling=2.5, biased=True, num_groups=4, groups_per_token=2
 )
 GPT_OSS = dataclasses.replace(SHAPE, activation="clamped_silu", with_bias=True)
-LLAMA4 = dataclasses.replace(SHAPE, score="sigmoid", normalised=False, on_input=True)
+LLAMA4 = dataclasses.replace(
+    SHAPE, score="sigmoid", normalised=False, on_input=True, num_per_token=1
+)
 VARIANTS = {
     "Mixtral, Qwen3": dataclasses.replace(SHAPE, matmul="blocks"),
     "DeepSeek-V2": dataclasses.replace(
         SHAPE, normalised=False, num_groups=4, groups_per_token=2
     ),
-    "DeepSeek-V3": DEEPSEEK,
     "Phi-3.5": dataclasses.replace(
         SHAPE, score="sparsemixer", normalised=False, num_per_token=2
     ),
-    "Llama 4": dataclasses.replace(LLAMA4, num_per_token=1),
     "gpt-oss": GPT_OSS,
-    "every expert": dataclasses.replace(SHAPE, num_per_token=E),
-    "capacity 1": dataclasses.replace(SHAPE, capacity_factor=Fraction(1)),
     "DeepSeek-V3, capacity 3/5": dataclasses.replace(
         DEEPSEEK, capacity_factor=Fraction(3, 5)
     ),
@@ -189,14 +187,13 @@ def test_bfloat16_stays_close(factor):
     assert_close(found, (y, dx, *dweights), share=0.02)
 
 
-@pytest.mark.parametrize("on_input", [False, True])
-def test_plain_experts_are_what_was_chosen_times_its_share(on_input):
+def test_plain_experts_are_what_was_chosen_times_its_share():
     """What a run compares its kernels with."""
     expert, share = (
         np.where(REAL[..., None], exact.routing(X, ROUTER, SHAPE)[0], E),
         RNG.random((B, T, J)),
     )
-    how = {"activation": "clamped_silu", "on_input": on_input}
+    how = {"activation": "clamped_silu", "on_input": True}
     found = jax.jit(functools.partial(plain_experts, expert_BTJ=expert, **how))(
         X, np.float32(share), *WEIGHTS[:3]
     )

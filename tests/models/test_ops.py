@@ -78,12 +78,6 @@ CASES = {
         (N, H, D),
     ),
     "rms_norm": (lambda x, w: rms_norm(x, w, 1e-5), rms_norm_by_hand, ROWS, (D,)),
-    "rms_norm of heads": (
-        lambda x, w: rms_norm(x, w, 1e-5),
-        rms_norm_by_hand,
-        HEADS,
-        (H,),
-    ),
     "layer_norm": (
         lambda x, w: layer_norm(x, w[0], w[1], 1e-5),
         layer_norm_by_hand,
@@ -115,12 +109,6 @@ CASES = {
         lambda g, u: g * (g > 0) * u,
         ROWS,
         ROWS,
-    ),
-    "relu_squared": (
-        lambda x, _: mlp_hidden("relu_squared", x, None),
-        lambda x, _: x**2 * (x > 0),
-        ROWS,
-        (),
     ),
     "clamped_silu": (
         lambda g, u: mlp_hidden("clamped_silu", 6 * g, 6 * u),
@@ -243,17 +231,16 @@ def test_a_weight_is_gathered_before_its_use_and_its_gradient_goes_back_to_the_s
 
 
 @pytest.mark.parametrize(
-    ("platform", "dtype", "result"),
+    ("platform", "result"),
     [
-        ("cpu", "bf16", "f32"),
-        ("tpu", "bf16", "f32"),
-        ("cuda", "bf16", "bf16"),
-        ("cuda", "f32", "f32"),
+        ("tpu", "f32"),
+        ("cuda", "bf16"),
     ],
 )
-def test_a_gpus_matmul_writes_the_dtype_and_others_cast(platform, dtype, result):
-    of = {"bf16": jnp.bfloat16, "f32": jnp.float32}[dtype]
-    arrays = [jax.ShapeDtypeStruct(shape, of) for shape in ((2, 8, 64), (64, 32))]
+def test_a_gpus_matmul_writes_the_dtype_and_others_cast(platform, result):
+    arrays = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2, 8, 64), (64, 32))
+    ]
     traced = jax.jit(
         lambda x, weight: product("BTi,io->BTo", x, weight, "embed")
     ).trace(*arrays)
@@ -261,4 +248,4 @@ def test_a_gpus_matmul_writes_the_dtype_and_others_cast(platform, dtype, result)
     assert [
         line.rpartition("x")[2] for line in text.splitlines() if "dot_general" in line
     ] == [f"{result}>"]
-    assert traced.out_info.dtype == of
+    assert traced.out_info.dtype == jnp.bfloat16
