@@ -1,7 +1,6 @@
 """Parts of a layer, what each kind sees and how it rotates, in which order layers run, and keys."""
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +9,12 @@ import pytest
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
-from maxtext_lite.config import Mla, RopeScaling
-from maxtext_lite.models import DecoderLayer, DecoderShape, Scoring, root_key
+from maxtext_lite.models import DecoderLayer, DecoderShape, root_key
 from maxtext_lite.models.layers import (
     RESIDUAL_AXES,
     Embedding,
     projections,
 )
-from maxtext_lite.models.rotary import Rope
 from maxtext_lite.models.stacks import layer_of, scan_pattern
 from maxtext_lite.parallel import MESH_AXES, make_mesh
 from maxtext_lite.parallel.axes import partition_spec
@@ -110,61 +107,7 @@ def test_tokens_are_gathered_over_tensor_once_in_each_pass_for_all_weights_that_
     assert partition_spec(RESIDUAL_AXES) in found  # what is kept, and the gradient
 
 
-# ---- Kinds of layers ------------------------------------------------------------------------------------------------
-
-LINEAR = RopeScaling("linear", 8.0)
-GEMMA = dataclasses.replace(
-    SHAPE,
-    pattern=("local", "local", "global"),
-    window=5,
-    rope_max_timescale=1e6,
-    rope_local_max_timescale=1e4,
-    rope_scaling=LINEAR,
-    soft_cap=50.0,
-    query_scalar=16.0,
-)
-
-
-@pytest.mark.fast
-def test_what_a_layer_of_each_kind_sees_and_how_it_rotates():
-    assert (SHAPE.rope("global"), SHAPE.scoring("global")) == (Rope(4, 1e4), Scoring())
-    assert (GEMMA.rope("local"), GEMMA.rope("global")) == (
-        Rope(4, 1e4),
-        Rope(4, 1e6, LINEAR),
-    )
-    assert GEMMA.scoring("local") == Scoring(scale=0.25, window=5, soft_cap=50.0)
-    assert GEMMA.scoring("global") == Scoring(scale=0.25, soft_cap=50.0)
-    assert dataclasses.replace(SHAPE, chunk=3).scoring("chunked") == Scoring(chunk=3)
-    as_others = dataclasses.replace(GEMMA, rope_local_max_timescale=0.0)
-    assert as_others.rope("local") == as_others.rope("global")
-    assert SHAPE.rope("nope") is None
-    assert dataclasses.replace(SHAPE, num_positions=9).rope("global") is None
-    assert dataclasses.replace(SHAPE, rotary_dim=2).rope("global") == Rope(2, 1e4)
-
-
-def test_latent_attention_scales_all_of_a_score_where_yarn_says_so():
-    widths = Mla(
-        q_lora_rank=0,
-        kv_lora_rank=6,
-        qk_nope_head_dim=2,
-        qk_rope_head_dim=2,
-        v_head_dim=3,
-    )
-    yarn = RopeScaling(
-        "yarn",
-        40.0,
-        original_max_position_embeddings=64,
-        mscale=1.0,
-        mscale_all_dim=1.0,
-    )
-    latent = dataclasses.replace(
-        SHAPE, latent=widths, rope_scaling=yarn, num_kv_heads=4
-    )
-    assert (latent.value_dim, SHAPE.value_dim) == (3, 4)
-    assert math.isclose(
-        latent.scoring("global").scale, (0.1 * math.log(40) + 1) ** 2 / 2
-    )
-    assert dataclasses.replace(SHAPE, rope_scaling=yarn).scoring("global") == Scoring()
+# ---- Their order ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

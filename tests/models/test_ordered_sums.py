@@ -47,17 +47,6 @@ def test_rows_are_summed_by_index(tokens, rows, draws):
             )
 
 
-def test_a_run_that_ends_with_its_block_and_one_that_spans_blocks():
-    index = np.repeat(
-        [4, 2, 7, 0], [128, 300, 84, 128]
-    )  # sorted: 0 fills a block, 2 spans three, 4 begins within one
-    x = np.arange(640 * 2, dtype=np.float32).reshape(640, 2)
-    found = jax.jit(lambda x, index: _in_order(x, index, 9))(x, index)
-    np.testing.assert_array_equal(
-        found, summed(x, index, 9)
-    )  # whole numbers below 2^24
-
-
 @pytest.mark.fast
 def test_each_is_the_others_gradient():
     random = np.random.default_rng(1)
