@@ -68,11 +68,8 @@ def test_hosts_with_the_same_rows_share_them():
     ("hosts", "readers", "shape", "filled", "order"),
     [
         (2, 1, (8, 1), 13, range(8)),
-        (4, 2, (8, 1), 5, range(8)),
         (4, 4, (2, 4), 13, range(8)),
-        (4, 1, (8, 1), 1, (0, 4, 1, 5, 2, 6, 3, 7)),
         (8, 4, (2, 4), 16, (0, 4, 1, 5, 2, 6, 3, 7)),
-        (2, 2, (2, 4), 13, (0, 4, 1, 5, 2, 6, 3, 7)),
     ],
 )
 @pytest.mark.parametrize(

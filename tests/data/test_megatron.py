@@ -125,13 +125,7 @@ def test_a_document_without_end_of_text_still_ends(tmp_path):
 # 34 bytes of header, then lengths, pointers and documents.
 DAMAGES = {
     "no index": ("m.idx", lambda content: b""),
-    "another magic": ("m.idx", lambda content: b"x" + content[1:]),
     "floats": ("m.idx", lambda content: content[:17] + b"\6" + content[18:]),
-    "cut index": ("m.idx", lambda content: content[:-1]),
-    "a pointer": (
-        "m.idx",
-        lambda content: content[:66] + bytes([content[66] ^ 1]) + content[67:],
-    ),
     "a document": (
         "m.idx",
         lambda content: content[:106] + bytes([content[106] ^ 1]) + content[107:],
@@ -153,19 +147,11 @@ def test_a_damaged_file_is_named(tmp_path, damage):
     ("documents", "keys"),
     [
         ([[1, 2, 999, 256]], {}),  # beyond the vocabulary
-        ([], {}),
-        *[
-            ([[256]] * 10, {"packing": packing})
-            for packing in ("concat", "none", "best_fit")
-        ],
+        ([[256]] * 10, {"packing": "best_fit"}),
         (
             [[256]] * 40 + [[1, 2]],
             {"eval_fraction": 0.1, "eval_interval": 10},
         ),  # no target to train on
-        (
-            [[1, 2]] + [[256]] * 40,
-            {"eval_fraction": 0.1, "eval_interval": 10},
-        ),  # none to hold out
     ],
 )
 def test_data_without_a_target_or_beyond_the_vocabulary_are_refused(

@@ -1,14 +1,11 @@
 import dataclasses
-import json
 
 import pytest
 
 from maxtext_lite.config import UserError
 from maxtext_lite.data.mixture_history import (
-    Mixture,
     RowStream,
     SourcePart,
-    as_json,
     continued,
     history_before_names,
     history_of,
@@ -21,7 +18,7 @@ def part(name, weight="1", most=None):
     return SourcePart(name, f"rows of {name}", weight, most)
 
 
-@pytest.mark.parametrize("number", range(20))
+@pytest.mark.parametrize("number", range(8))
 def test_random_histories_agree_with_a_loop_with_counters(number):
     assert try_history(number) > 0
 
@@ -107,13 +104,6 @@ def test_a_source_is_known_by_its_rows_and_a_name_by_its_source():
     changed = dataclasses.replace(part("a"), fingerprint="other rows")
     with pytest.raises(UserError, match=r"dataset_path: .* a "):
         continued(history, [changed, part("b")], examples_seen=5, tokens_seen=5)
-
-
-def test_a_history_is_json_and_back():
-    history = continued(
-        history_of([part("a", "1/3", 5)]), [part("b")], examples_seen=2, tokens_seen=3
-    )
-    assert tuple(map(Mixture.of, json.loads(json.dumps(as_json(history))))) == history
 
 
 @pytest.mark.fast

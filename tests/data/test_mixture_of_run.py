@@ -69,7 +69,6 @@ def test_a_run_that_stops_there_has_the_whole_batches_before_it():
     [
         ("learning_rate_schedule=linear", "68.5%"),  # 1 - 0.9 x 7/20
         ("learning_rate_schedule=cosine", "75.4%"),  # 0.1 + 0.45 x (1 + cos(0.35 pi))
-        ("learning_rate_schedule=linear schedule_unit=examples", "68.5%"),
         ("learning_rate_schedule=linear warmup_steps=10", "70.0%"),
         ("learning_rate_schedule=constant", None),
     ],

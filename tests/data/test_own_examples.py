@@ -87,11 +87,8 @@ def test_any_type_that_keeps_the_values_is_accepted():
     [
         ("weights", np.ones(3)),
         ("tokens", np.arange(7, 11)),  # vocab_size is 10
-        ("tokens", [1.7, 2.9, 3, 4]),
         ("segments", [1, 1, 2, 2**32 + 1]),
-        ("positions", [0, 1, 2, 2**31]),
         ("weights", [1, 1, -1, 1]),
-        ("weights", [1, 1, 1e-60, 1]),  # 0 in float32
         ("price", [1, 2**24 + 1, 2, 3]),  # float32 has no such number
     ],
 )

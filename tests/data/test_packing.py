@@ -54,15 +54,11 @@ def test_rows_by_hand(layout, expected):
 
 
 @pytest.mark.parametrize("layout_type", LAYOUTS)
-@pytest.mark.parametrize("num_tokens", [1, 3, 32, 1000])
-@pytest.mark.parametrize(
-    "lengths", [[2], [33], [2, 65, 3, 32, 7, 2, 128], "random"], ids=str
-)
+@pytest.mark.parametrize("num_tokens", [1, 32, 1000])
+@pytest.mark.parametrize("lengths", [[2], [2, 65, 3, 32, 7, 2, 128]], ids=str)
 def test_every_token_but_a_documents_first_is_a_target_exactly_once(
     layout_type, num_tokens, lengths
 ):
-    if lengths == "random":
-        lengths = np.random.default_rng(0).integers(2, 60, size=80)
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     stream = np.arange(
         starts[-1], dtype=np.int32
@@ -106,11 +102,6 @@ def test_every_token_but_a_documents_first_is_a_target_exactly_once(
         assert layout.count_targets_between(first, len(rows)) == sum(weights[first:])
 
 
-@pytest.mark.parametrize("layout_type", LAYOUTS)
-def test_no_documents_make_no_rows(layout_type):
-    assert len(layout_type(np.zeros(1, np.int64), 8)) == 0
-
-
 def test_sequences_fill_rows_by_hand():
     # Rows of 10 slots: 6 opens a row; 5 opens another; 4 fits both and fills the first; 3 goes to the second, which
     # then has 2 left; 10 opens a third; 2 fills the second; 1 opens a fourth.
@@ -120,16 +111,3 @@ def test_sequences_fill_rows_by_hand():
     ):
         rows = fill_rows(np.array([6, 5, 4, 3, 10, 2, 1]), 10, packing=packing)
         assert [rows.of(row).tolist() for row in range(len(rows))] == expected
-
-
-def test_every_sequence_joins_the_fullest_row_with_room():
-    lengths = np.random.default_rng(7).integers(1, 31, 200)
-    rows = fill_rows(lengths, 30, packing=True)
-    row_of = {int(number): row for row in range(len(rows)) for number in rows.of(row)}
-    filled: list[int] = []
-    for number, length in enumerate(lengths.tolist()):
-        best = max((used for used in filled if used + length <= 30), default=0)
-        if row_of[number] == len(filled):
-            filled.append(0)
-        assert filled[row_of[number]] == best
-        filled[row_of[number]] += length

@@ -8,7 +8,6 @@ import pytest
 from maxtext_lite.config import UserError
 from maxtext_lite.data.preparing.journal import Journal
 from maxtext_lite.data.preparing.keys import PrepareConfig
-from maxtext_lite.data.preparing.shards import Entry
 from maxtext_lite.data.preparing.tasks import find_inputs, split_into_tasks
 from maxtext_lite.data.tokenizer import ByteTokenizer
 
@@ -58,15 +57,3 @@ def test_the_lock_ends_with_its_process(open_journal, tmp_path):
         holder.wait()
     with open_journal().hold(shared=False):
         pass
-
-
-def test_a_task_is_done_when_its_entry_is_there(open_journal):
-    journal = open_journal()
-    with journal.hold(shared=False):
-        assert journal.done() == {}
-        assert journal.finish() is None
-        empty = Entry(0, None, 1, 0, ())
-        journal.record(empty)
-        assert journal.done() == {0: empty}
-        with pytest.raises(UserError):  # every document is empty
-            journal.finish()

@@ -1,7 +1,6 @@
 """Inputs are split into tasks only by size: large files into stretches, small ones joined."""
 
 import json
-import os
 
 import pytest
 
@@ -85,15 +84,3 @@ def test_a_dataset_of_hugging_face_is_read_as_its_state_names_it(tmp_path):
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     with pytest.raises(UserError, match=r"/train, \S+/test"):
         find_inputs([str(tmp_path)])
-
-
-def test_a_file_is_read_once_and_known_by_its_size_and_time(tmp_path):
-    (tmp_path / "a.txt").write_text("abc")
-    os.utime(tmp_path / "a.txt", ns=(1, 5))
-    (file,) = find_inputs([str(tmp_path / "a.txt")])
-    assert (file.num_bytes, file.changed_ns) == (3, 5)
-    with pytest.raises(UserError, match=r"a\.txt"):
-        find_inputs([str(tmp_path), str(tmp_path / "a.txt")])
-    (tmp_path / "b.csv").write_text("x")
-    with pytest.raises(UserError, match=r"b\.csv"):
-        find_inputs([str(tmp_path / "b.csv")])
