@@ -75,38 +75,6 @@ def test_two_short_texts_share_a_row_by_hand(tmp_path):
     assert source.num_target_tokens == targets_of(source) == 5
 
 
-def test_packed_rows_contain_the_same_sequences_as_separate_rows(tmp_path):
-    rng = np.random.default_rng(0)
-    lines = [
-        sft("x" * rng.integers(0, 12), "y" * rng.integers(1, 12)) for _ in range(60)
-    ]
-    packed, _ = opened(tmp_path, lines, max_target_length=32)
-    apart, _ = opened(tmp_path, lines, max_target_length=32, packing="false")
-    assert len(apart) == 60 > 2 * len(packed)
-
-    def pieces(source):
-        found = []
-        for row in (source[number] for number in range(len(source))):
-            for segment in range(1, row["segments"].max() + 1):
-                here = row["segments"] == segment
-                found.append(
-                    [
-                        row[name][here].tolist()
-                        for name in ("tokens", "targets", "positions", "weights")
-                    ]
-                )
-        return sorted(found)
-
-    assert pieces(packed) == pieces(apart)
-    expected = sum(len(line["completion"]) + 1 for line in lines)
-    assert (
-        packed.num_target_tokens
-        == apart.num_target_tokens
-        == targets_of(packed)
-        == expected
-    )
-
-
 def test_a_pair_is_two_rows_by_hand(tmp_path):
     source, _ = opened(tmp_path, PAIRS, "dpo", max_target_length=5, packing="false")
     assert (len(source), len(source.columns[0]), source.num_tokens) == (3, 3, 10)
@@ -180,23 +148,3 @@ def test_a_pair_without_two_answers_in_its_row_is_dropped_and_counted(tmp_path, 
     source, _ = opened(tmp_path, [*PAIRS, pair], "dpo", max_target_length=6)
     assert len(source.columns[0]) == 3
     assert source.notes[-1].startswith("1 of 4 ")
-
-
-def test_fingerprints_tell_data_apart(tmp_path):
-    found = [
-        opened(tmp_path, lines, kind, **changes)[0].fingerprint
-        for lines, kind, changes in (
-            ([sft("ab", "cd")], "sft", {}),
-            ([sft("abc", "d")], "sft", {}),  # the same tokens, other answers
-            ([sft("ab", "cd")] * 2, "sft", {}),
-            ([sft("ab", "cd")], "sft", {"max_target_length": 9}),
-            (PAIRS, "dpo", {}),
-            (PAIRS[:2], "dpo", {}),
-        )
-    ]
-    assert len(set(found)) == len(found)
-    assert opened(tmp_path, [sft("ab", "cd")])[0].fingerprint == found[0]
-    assert (
-        opened(tmp_path, PAIRS, "dpo")[0].with_reference(REFERENCE).fingerprint
-        == found[4]
-    )

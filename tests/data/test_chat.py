@@ -172,12 +172,5 @@ def test_a_template_file_takes_precedence_over_the_directory(tmp_path):
         ).render(TURNS)
         == "go"
     )
-    (tmp_path / "tokenizer.json").write_text("{}")
-    for path in (tmp_path, tmp_path / "tokenizer.json"):
-        keys = ["tokenizer_type=huggingface", f"tokenizer_path={path}"]
-        assert (
-            chat_template(load_config(None, keys)).render(TURNS) == "of the directory"
-        )
-    for key in (f"chat_template={tmp_path}/gone.jinja", "chat_template="):
-        with pytest.raises(UserError):
-            chat_template(load_config(None, [key, "dataset_type=sft"]))
+    with pytest.raises(UserError):
+        chat_template(load_config(None, ["chat_template=", "dataset_type=sft"]))

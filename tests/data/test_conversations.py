@@ -249,17 +249,6 @@ def test_an_invalid_sft_line_is_refused_with_its_place(value, tokenizer_path, tm
         renderer(tokenizer_path, CHATML, tmp_path).sft_text("d.jsonl:7", value)
 
 
-def test_a_template_gets_the_name_of_who_says_a_turn(tokenizer_path, tmp_path):
-    template = (
-        "{% for m in messages %}<{{ m.name or m.role }}>{{ m.content }}{% endfor %}"
-    )
-    turns = [USER | {"name": "bob"}, ASSISTANT | {"name": "", "train": True}]
-    rendered = renderer(tokenizer_path, template, tmp_path).sft_text(
-        "d.jsonl:7", {"messages": turns}
-    )
-    assert rendered.text == "<bob>Hi<assistant>Ho"
-
-
 @pytest.mark.parametrize("template", [FORGETFUL, None])
 def test_templates_in_which_answers_cannot_be_found_are_refused(
     template, tokenizer_path, tmp_path
@@ -297,16 +286,3 @@ def test_a_plain_prompt_begins_as_a_text_does(elsewhere, beginning_with_s, plain
     ]
     assert rendered == (["<s>user", "<s>"] if elsewhere else ["user", "</s>"])
     assert some.dtype == none.dtype == np.int32
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        [],
-        [USER, ASSISTANT],
-    ],
-    ids=str,
-)
-def test_an_invalid_prompt_is_refused_with_its_line(value, tokenizer_path, tmp_path):
-    with pytest.raises(UserError, match="d:7: "):
-        renderer(tokenizer_path, CHATML, tmp_path).prompt_text("d:7", "prompt", value)

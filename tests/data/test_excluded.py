@@ -8,7 +8,6 @@ from maxtext_lite.config import UserError
 from maxtext_lite.data.excluded import (
     ExcludedRow,
     excluded_ids,
-    excluded_text,
     read_excluded,
 )
 from maxtext_lite.data.mixture_history import SourcePart
@@ -32,34 +31,6 @@ PARTS = tuple(
     for name, data in (("web", "one"), ("code", "other"))
 )
 MIXED = MixtureSource(PARTS, (ONE, OTHER))
-
-
-@pytest.mark.parametrize("separator", ["", "\u2028", "\n"])
-def test_written_lists_are_read_back_also_names_with_a_line_separator(
-    separator, tmp_path
-):
-    path = tmp_path / "rows.jsonl"
-    name = f"web{separator}code"
-    row = ExcludedRow(
-        row=3,
-        source=name,
-        data="text:1",
-        from_example=8,
-        spike=1,
-        step=2,
-        loss=9.5,
-        grad_norm=None,
-    )
-    no_number = ExcludedRow(row=3, loss=float("nan"), grad_norm=float("inf"))
-    path.write_text(excluded_text([row, no_number]) + '{"row": 4}\n', encoding="utf-8")
-    assert read_excluded(path, "excluded_rows=x") == [
-        row,
-        ExcludedRow(row=3),
-        ExcludedRow(row=4),
-    ]
-    assert (
-        read_excluded(tmp_path / "none.jsonl") == []
-    )  # of a run that left nothing out
 
 
 @pytest.mark.parametrize("line", ['{"row": -1}', '{"rows": 1}', "12"])

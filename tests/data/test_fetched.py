@@ -118,16 +118,3 @@ def test_a_changed_object_is_named_and_not_kept(bucket, name, damaged):
     assert f"{URL}/{name}" in refused()
     bucket.files.pipe_file(place, content)
     assert ids() == IDS
-
-
-def test_another_dataset_under_the_address_and_a_damaged_copy_are_fetched(
-    bucket, tmp_path
-):
-    directory, _ = find_prepared("dataset_path", URL)
-    (directory / SHARDS[0]).write_bytes(b"damaged")
-    assert ids() == IDS
-    write_prepared(tmp_path / "other", byte_shards(["something else"] * 3, 3))
-    bucket.files.put(f"{tmp_path / 'other'}/", "/bucket/data/", recursive=True)
-    other, _ = find_prepared("dataset_path", URL)
-    assert other != directory
-    assert len(open_prepared("dataset_path", other)[0]) == 3 * 15

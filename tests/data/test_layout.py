@@ -46,16 +46,6 @@ def handed_out(layout, whole, unread=0):
     ]
 
 
-@pytest.mark.parametrize("hosts", [1, 2, 8])
-def test_hosts_read_straight_into_the_slots_of_their_devices(hosts):
-    layout = layout_of(hosts)
-    assert layout.load_positions is None
-    for slots, expected in zip(
-        layout.slots_of_host, np.split(np.arange(16), hosts), strict=True
-    ):
-        assert slots.tolist() == expected.tolist()
-
-
 @pytest.mark.fast
 def test_hosts_with_the_same_rows_share_them():
     """Rows over 2, tensor over 4: every row is on two of the four hosts. 13 rows: 4, 3, 3 and 3."""

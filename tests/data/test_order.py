@@ -1,6 +1,5 @@
 import numpy as np
 import pytest
-from grain.experimental import index_shuffle
 
 from maxtext_lite.data.order import FILE_ORDER, example_ids, examples_hash
 
@@ -67,23 +66,6 @@ def test_an_id_depends_on_its_position_only_not_on_how_it_is_asked_for(
         ]
         np.testing.assert_array_equal(np.concatenate(parts), whole)
     assert example_ids(5, 0, **keys).shape == (0,)
-
-
-@pytest.mark.parametrize("num_examples", [100, 2**16 + 3])
-@pytest.mark.parametrize(("seed", "epoch"), [(7, 3), (2**40, 12)])
-def test_a_small_epoch_is_ordered_by_random_keys_and_a_large_one_by_grains_permutation(
-    seed, epoch, num_examples
-):
-    key = splitmix64(splitmix64(seed) ^ epoch)
-    if num_examples == 100:
-        expected = sorted(range(100), key=lambda i: splitmix64((key + i) & MASK))
-    else:
-        expected = [
-            index_shuffle(i, max_index=num_examples - 1, seed=key >> 32, rounds=4)
-            for i in range(100)
-        ]
-    found = example_ids(epoch * num_examples, 100, num_examples=num_examples, seed=seed)
-    np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.fast

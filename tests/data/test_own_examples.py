@@ -65,23 +65,6 @@ def test_custom_fields_are_float32_and_targets_are_counted():
     assert source.count_targets(np.array([1, 1])) == 4
 
 
-def test_any_type_that_keeps_the_values_is_accepted():
-    mask = np.array([True, True, False, False])
-    numbers = [0, 2**24, 2**62, 2**63 - 2**39]
-    given = {
-        "segments": mask,
-        "positions": np.arange(4, dtype=np.uint64),
-        "weights": mask,
-        "large": np.array(numbers),
-    }
-    row = source_of(given | {"price": [-0.1, np.nan, 1, 2]})[0]
-    assert row["segments"].tolist() == row["weights"].tolist() == [1, 1, 0, 0]
-    np.testing.assert_array_equal(
-        row["price"], np.float32([-0.1, np.nan, 1, 2])
-    )  # rounded, as any float64 is
-    assert [int(x) for x in row["large"]] == numbers
-
-
 @pytest.mark.parametrize(
     ("field", "values"),
     [

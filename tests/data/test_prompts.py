@@ -146,33 +146,6 @@ def test_an_invalid_prompt_is_refused_with_its_line(line, lines):
         opened(*lines({"prompt": "a", "answer": "1"}, line))
 
 
-def test_fingerprints_follow_the_prompts(lines):
-    one, two = {"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}
-    keys = lines(one, two)
-
-    def print_of(*overrides):
-        return opened(*overrides)[0].fingerprint
-
-    others = [
-        *(
-            print_of(*lines(*values, name="other.jsonl"))
-            for values in ([two, one], [one, two | {"answer": "3"}])
-        ),
-        *(
-            print_of(*keys, *more.split())
-            for more in (
-                "prompt_template=Q{prompt}",
-                "apply_chat_template=true",
-                "dataset_type=arithmetic arithmetic_operations=-+",
-                "dataset_type=arithmetic apply_chat_template=true",
-            )
-        ),
-    ]
-    same = print_of(*lines(one, two, name="same.jsonl"))
-    assert print_of(*keys) == print_of(*keys, "data_shuffle_seed=5") == same
-    assert len({same, *others}) == len(others) + 1
-
-
 def test_every_problem_occurs_once():
     keys = [
         "dataset_type=arithmetic",
@@ -200,22 +173,3 @@ def test_every_problem_occurs_once():
         assert [p.text for p in opened(*keys, f"data_shuffle_seed={seed}")[1]] == [
             p.text for p in held_out
         ]
-
-
-def test_huge_numbers_of_problems_are_generated_on_demand():
-    keys = (
-        "dataset_type=arithmetic",
-        "arithmetic_largest=1000000",
-        "arithmetic_operations=+-*",
-        "eval_steps=1",
-    )
-    source, held_out = opened(*keys, "max_prefill_predict_length=16")
-    assert len(source) + len(held_out) == 3 * 1_000_001**2
-    some = [
-        part[number]
-        for part in (source, held_out)
-        for number in range(0, len(part), len(part) // 50)
-    ]
-    assert len({prompt.text for prompt in some}) == len(some)
-    for prompt in some:
-        assert eval(prompt.text[:-1]) == int(prompt.fields["answer"])

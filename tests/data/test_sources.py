@@ -213,7 +213,6 @@ def test_synthetic_examples_are_a_function_of_their_number():
         np.testing.assert_array_equal(row["positions"], range(1000))
         assert (row["segments"] == 1).all()
         assert (row["weights"] == 1).all()
-        # Uniform below vocab_size: 1,000 draws leave out all of the top 20 with probability 4e-29.
         assert 0 <= row["tokens"].min() < 20 < 300 <= row["tokens"].max() < 320
     for other in (training[1], evaluation[0]):
         assert (training[0]["tokens"] == other["tokens"]).mean() < 0.05
