@@ -39,7 +39,6 @@ def test_every_branch_sees_the_same_examples_in_micro_batches_that_are_no_larger
             5,
             [5, 5, 10, 10],
         ),  # 10 examples are not 3 micro-batches, nor 30 examples 8
-        (12, 2, [1, 2, 3, 4]),
         (14, 7, [7, 7, 21, 14]),
     ],
 )

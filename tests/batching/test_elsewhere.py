@@ -173,17 +173,6 @@ def test_a_run_that_goes_on_ends_where_what_is_left_does():
     assert "resumed" not in moved(before, plan).to_json()
 
 
-@pytest.mark.parametrize("steps", [4, 10])
-def test_a_run_at_its_end_does_not_continue(steps):
-    before = written(make_plan(load_config(None, ["steps=10"]), num_devices=1))
-    config = load_config(None, [f"steps={steps}"])
-    found = moved(
-        before,
-        resumed(config, make_plan(config, num_devices=1), step=10, examples_seen=160),
-    )
-    assert "step 10 after 160 examples" in found.lines()[-1]
-
-
 def test_a_run_is_as_far_as_its_newest_checkpoint_that_says_so(tmp_path):
     assert done_in(tmp_path) == (0, 0)
     for step, about in (
