@@ -150,9 +150,3 @@ def test_laws_beside_a_noise_scale_count_examples_of_all_their_rows():
     said = laws_beside(config, 160_000_000_000)
     assert "299 to 1,415 examples" in said
     assert "800 to 3,534" in said
-    pairs = load_config("post_train/dpo.yml")
-    rows = pairs.model_copy(
-        update={"dataset_type": "sft", "max_target_length": 2 * pairs.max_target_length}
-    )
-    assert (pairs.rows_per_example, rows.rows_per_example) == (2, 1)
-    assert laws_beside(pairs, 10**9) == laws_beside(rows, 10**9)

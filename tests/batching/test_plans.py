@@ -208,6 +208,3 @@ def test_examples_are_counted_only_for_a_config_that_can_be_planned():
         )[1].epochs
         is None
     )
-    for num_examples, key in ((None, "num_epochs"), (0, "num_examples")):
-        with pytest.raises(UserError, match=key):
-            load_plan(None, ["num_epochs=2"], num_devices=8, num_examples=num_examples)

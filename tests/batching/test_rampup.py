@@ -101,41 +101,6 @@ def test_the_closed_form_equals_replay():
         ] == sizes
 
 
-def test_both_modes_have_the_same_global_batches_and_the_second_one_micro_batch():
-    for num_devices, start, target, increment, samples, _ in random_ramps(
-        1_000, seed=1
-    ):
-        accumulation = int(
-            target * num_devices
-        )  # then A x b_k / target is whole for every k
-        by_device = manager(
-            num_devices, start, target, increment, samples, accumulation
-        )
-        by_steps = manager(
-            num_devices,
-            start,
-            target,
-            increment,
-            samples,
-            accumulation,
-            "gradient_accumulation_steps",
-        )
-        for one, other in zip(
-            (*by_device.stages, by_device.last_stage),
-            (*by_steps.stages, by_steps.last_stage),
-            strict=True,
-        ):
-            assert (one.global_batch_to_train, one.first_step) == (
-                other.global_batch_to_train,
-                other.first_step,
-            )
-            assert other.micro_batch_to_train == target * num_devices
-            assert (
-                other.micro_batch_to_train * other.gradient_accumulation_steps
-                == other.global_batch_to_train
-            )
-
-
 @pytest.mark.parametrize(
     "arguments",
     [

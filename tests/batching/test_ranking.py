@@ -145,12 +145,9 @@ def test_a_stated_pipeline_is_split_into_pieces_and_stated_replicas_stay():
     found = ranked(["ici_pipeline_parallelism=2", "remat_policy=full"], most=60)
     assert {each.plan.num_pipeline_stages for each in found} == {2}
     assert {each.plan.num_pipeline_microbatches for each in found} >= {2, 4, 8}
-    named = ranked(["ici_pipeline_parallelism=2", "num_pipeline_microbatches=4"])
-    assert {each.plan.num_pipeline_microbatches for each in named} == {4}
-    for each in named:  # as `tune` reports it
-        candidate = Candidate(dict(each.keys), each.config, each.plan)
-        assert least_seconds(candidate, DEVICE) == pytest.approx(each.time.seconds)
-    assert least_seconds(candidate, None) is None
+    each = found[0]  # as `tune` reports it
+    candidate = Candidate(dict(each.keys), each.config, each.plan)
+    assert least_seconds(candidate, DEVICE) == pytest.approx(each.time.seconds)
 
 
 @pytest.mark.fast
@@ -359,17 +356,6 @@ def test_splits_with_the_fewest_empty_slots_that_fit_are_measured(
     config = load_config(None, [*SPLIT, f"global_batch_size={batch}"])
     assert tune(config, lambda config: make_plan(config, num_devices=devices), measure)
     assert list(dict.fromkeys(measured)) == expected
-
-
-def test_the_shorter_of_two_medians_counts_for_the_three_fastest():
-    times = iter([9.0, 3.0, 2.0, 4.0, 5.0, 2.5, 1.0])
-    config = load_config(None, [*BATCH, "remat_policy=full"])
-    found = tune(
-        config,
-        lambda config: make_plan(config, num_devices=8),
-        lambda _: Timing(next(times), 1),
-    )
-    assert [timing.seconds for _, timing in found] == [1.0, 2.0, 2.5, 9.0]
 
 
 def test_a_ramp_is_refused():

