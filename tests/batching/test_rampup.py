@@ -46,24 +46,6 @@ def manager(
     )
 
 
-def test_the_example_of_the_seeds():
-    ramp = manager(1, 1, 4, 1, 15)
-    assert (ramp.num_increments, ramp.samples_per_increment, ramp.total_steps) == (
-        3,
-        5,
-        10,
-    )
-    assert [
-        (stage.num_steps, stage.global_batch_to_train) for stage in ramp.stages
-    ] == [
-        (5, 1),
-        (3, 2),
-        (2, 3),
-    ]
-    assert [stage.first_step for stage in ramp.stages] == [1, 6, 9]
-    assert (ramp.last_stage.first_step, ramp.last_stage.num_steps) == (11, None)
-
-
 def random_ramps(how_many, seed=0):
     rng = random.Random(seed)
     for _ in range(how_many):

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from maxtext_lite import load_config, make_plan
-from maxtext_lite.batching import Topology, choose, rank, ranking, wants_solving
+from maxtext_lite.batching import Topology, choose, rank, wants_solving
 from maxtext_lite.batching.devices import device_named
 from maxtext_lite.batching.memory_ladder import REMAT_ORDER
 from maxtext_lite.batching.solve import resolve
@@ -234,22 +234,6 @@ def test_what_would_let_the_choice_change_the_training_is_refused(
             choose(load_config(None, [*MODEL, *words]), TOPOLOGY, device, plan)
         named = ("enable_rampup_batch_size", "diloco_num_replicas")
         assert str(refused.value).startswith(named)
-
-
-def test_a_search_tries_only_sizes_that_divide_the_model(monkeypatch):
-    """720,720 devices have 3.4 million meshes; of these, about two thousand split 4 layers and widths of 2^n evenly."""
-    tried = []
-    monkeypatch.setattr(
-        ranking, "resolve", lambda config, _: tried.append(config) or []
-    )
-    with pytest.raises(UserError, match="no mesh and batch"):
-        rank(
-            load_config(None, [*MODEL, "global_batch_size=1"]),
-            Topology(720720),
-            DEVICE,
-            lambda _: None,
-        )
-    assert len(tried) < 2000
 
 
 # ---- Tuning: what is measured, in which order, and that the fastest is found, with times that are made up ----------
