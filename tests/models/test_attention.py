@@ -61,7 +61,6 @@ def stand_ins(monkeypatch):
     monkeypatch.setattr(jax.nn, "dot_product_attention", attend)
     monkeypatch.setattr(mosaic, "flash_attention", lambda: (StandIn(), Range))
     monkeypatch.setattr(StandIn, "rows_of_calls", [])
-    monkeypatch.setattr(StandIn, "configs", [])
     monkeypatch.setattr(
         splash_blocks, "MOST_TOKENS", (MostTokens(256, pair, pair, pair, fused=pair),)
     )

@@ -5,7 +5,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
@@ -15,7 +14,7 @@ from maxtext_lite.models.layers import (
     Embedding,
     projections,
 )
-from maxtext_lite.models.stacks import layer_of, scan_pattern
+from maxtext_lite.models.stacks import layer_of
 from maxtext_lite.parallel import MESH_AXES, make_mesh
 from maxtext_lite.parallel.axes import partition_spec
 
@@ -108,46 +107,6 @@ def test_tokens_are_gathered_over_tensor_once_in_each_pass_for_all_weights_that_
 
 
 # ---- Their order ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("kinds", "mlps"),
-    [
-        ("abc", ""),
-        ("gl", "dm"),
-        ("g", "mdd"),
-        ("lg", "mmdmm"),
-    ],
-)
-def test_every_layer_runs_once_in_its_place_with_its_kinds(kinds, mlps):
-    """Also layers of two stacks: regular ones by rounds, irregular ones run by run."""
-    stack_of = [mlps[layer % len(mlps)] if mlps else None for layer in range(7)]
-    stacks = {
-        mlp: np.array([layer for layer in range(7) if stack_of[layer] == mlp])
-        for mlp in set(stack_of)
-    }
-    of_mlp = {None: 0, "d": 1, "m": 2}
-
-    def layer(kind, place, carry, stack):
-        number = stack if place is None else stack[place]
-        seen, count = carry
-        return seen.at[count].set(
-            100 * number + 10 * kinds.index(kind[0]) + of_mlp[kind[1]]
-        ), count + 1
-
-    period = range(len(kinds) * max(1, len(mlps)))
-    of_layers = tuple(
-        (kinds[n % len(kinds)], mlps[n % len(mlps)] if mlps else None) for n in period
-    )
-    of_layers = of_layers if mlps else of_layers[: len(kinds)]
-    run = jax.jit(
-        lambda stacks: scan_pattern(layer, of_layers, (jnp.full(7, -1), 0), stacks)
-    )
-    seen, count = run(stacks)
-    assert count == 7
-    assert seen.tolist() == [
-        100 * n + 10 * (n % len(kinds)) + of_mlp[stack_of[n]] for n in range(7)
-    ]
 
 
 def test_a_loop_takes_one_layer_of_a_stack_at_a_time_and_widens_no_more_than_that():
