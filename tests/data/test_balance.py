@@ -9,7 +9,7 @@ import pytest
 from maxtext_lite.batching import attended_pairs, make_plan
 from maxtext_lite.config import load_config
 from maxtext_lite.data import open_mixture
-from maxtext_lite.data.balance import Balance, assign_rows
+from maxtext_lite.data.balance import Balance
 from maxtext_lite.data.feed import training_batches
 from maxtext_lite.parallel import make_mesh, sharding
 
@@ -100,43 +100,6 @@ def test_the_cost_of_a_document_is_what_its_queries_see_key_by_key(keys):
         costs[length - 1] += np.sum(is_seen * np.where(is_end, 0.5, 1))
     np.testing.assert_allclose(attended_pairs(config, lengths), costs)
     assert [attended_pairs(config, int(n)) for n in lengths] == costs.tolist()
-
-
-def waited(costs, turns, shards):
-    """The sum over turns of the costliest shard."""
-    total = np.zeros((turns.max() + 1, shards.max() + 1))
-    np.add.at(total, (turns, shards), costs)
-    return total.max(axis=1).sum()
-
-
-@pytest.mark.parametrize(
-    ("turns", "shards", "bound"),
-    [
-        ([0] * 6, [0, 0, 0, 1, 1, 1], 1.01),
-        ([0, 0, 1, 1, 2, 2], [0, 1] * 3, 1.01),
-        (
-            [0, 0, 0, 0, 1, 1],
-            [0, 0, 1, 1, 0, 1],
-            4 / 3,
-        ),  # a slot of the second turn is empty on each shard
-    ],
-)
-def test_rows_are_assigned_nearly_optimally(turns, shards, bound):
-    """Compared with all permutations."""
-    turns, shards = np.array(turns), np.array(shards)
-    for trial, rng in enumerate(np.random.default_rng(1).spawn(4)):
-        costs = (
-            rng.pareto(1, len(turns)) + 1
-            if trial % 2
-            else rng.integers(1, 9, len(turns)).astype(float)
-        )
-        order = assign_rows(costs, turns, shards)
-        assert sorted(order.tolist()) == list(range(len(turns)))
-        best = min(
-            waited(costs[list(rows)], turns, shards)
-            for rows in itertools.permutations(order)
-        )
-        assert best <= waited(costs[order], turns, shards) <= bound * best
 
 
 @pytest.mark.fast

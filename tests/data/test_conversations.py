@@ -144,15 +144,7 @@ def test_answers_are_the_assistants_turns(
         assert learned(it, rejected, plain)[0] == [answers[1].replace("No.", "Yes.")]
 
 
-GEMMA = (
-    "{% if messages[0]['role'] == 'system' %}{% set first = messages[0]['content'] + '\n' %}"
-    "{% set rest = messages[1:] %}{% else %}{% set first = '' %}{% set rest = messages %}{% endif %}"
-    "{% for m in rest %}{{ '<' + m.role + '>' + (first if loop.first else '') + m['content'] | trim + '</>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
-)
-
-
-@pytest.mark.parametrize("template", [CHATML, INSTRUCT, GEMMA])
+@pytest.mark.parametrize("template", [CHATML, LLAMA3, INSTRUCT])
 def test_the_places_of_answers_are_those_of_renderings_up_to_each_turn_in_a_fraction_of_the_work(
     template, tokenizer_path, tmp_path, monkeypatch
 ):

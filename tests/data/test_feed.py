@@ -20,7 +20,6 @@ from maxtext_lite.data.feed import (
     training_batches,
 )
 from maxtext_lite.data.order import example_ids
-from maxtext_lite.data.packing import Documents
 
 T = 8
 FIELDS = {"tokens", "targets", "segments", "positions", "weights"}
@@ -53,10 +52,6 @@ class NumberedSource:
             )
             for name in FIELDS
         }
-
-    def documents(self, example_ids):
-        """One document each, in the first the longest."""
-        return Documents(10 - np.asarray(example_ids), np.arange(len(example_ids)))
 
 
 class Damaged(NumberedSource):

@@ -47,13 +47,6 @@ def handed_out(layout, whole, unread=0):
 
 
 @pytest.mark.fast
-def test_hosts_with_the_same_rows_share_them():
-    """Rows over 2, tensor over 4: every row is on two of the four hosts. 13 rows: 4, 3, 3 and 3."""
-    layout = layout_of(4, shape=(2, 4))
-    assert [len(slots) for slots in layout.slots_of_host] == [4, 3, 3, 3]
-    assert np.concatenate(layout.slots_of_host).tolist() == list(range(13))
-
-
 @pytest.mark.parametrize(
     ("hosts", "readers", "shape", "filled", "order"),
     [

@@ -65,7 +65,7 @@ def test_weights_are_of_target_tokens(texts):
     assert {name: halves[0][name] + halves[1][name] for name in counted} == counted
 
 
-def test_ids_hashes_and_orders_do_not_depend_on_how_the_sources_are_listed(texts):
+def test_ids_and_orders_do_not_depend_on_how_the_sources_are_listed(texts):
     one, other = (
         started(config_of(texts, a=1, b=2, c=3)),
         started(config_of(texts, c=6, a=2, b=4)),
@@ -75,15 +75,6 @@ def test_ids_hashes_and_orders_do_not_depend_on_how_the_sources_are_listed(texts
     np.testing.assert_array_equal(
         ids, ids_of_run(pickle.loads(pickle.dumps(one)), 3, 500, seed=7)
     )
-    # A source more changes ids and not what is hashed of the same rows.
-    two = started(config_of(texts, a=1, c=3))
-    hashed = {}
-    for source in (two, one):
-        for i in range(len(source)):
-            row = source[i]["tokens"].tobytes() + source[i]["targets"].tobytes()
-            hashed.setdefault(int(source.hashed(np.array([i]))[0]), set()).add(row)
-    assert len(hashed) == len(one)
-    assert all(len(rows) == 1 for rows in hashed.values())
 
 
 def test_two_sources_with_the_same_rows_are_refused(texts, tmp_path):

@@ -43,28 +43,6 @@ def test_padding_is_no_target_wherever_it_is(segments):
     ]
 
 
-def test_custom_fields_are_float32_and_targets_are_counted():
-    weights = np.array([0, 1, 0.5, 0])
-    source = source_of(
-        *(
-            {"weights": weights, "price": np.full(4, 0.25 * number)}
-            for number in range(3)
-        )
-    )
-    assert set(source.fields) == {
-        "tokens",
-        "targets",
-        "segments",
-        "positions",
-        "weights",
-        "price",
-    }
-    assert source[2]["price"].dtype == np.float32
-    assert source[2]["price"].tolist() == [0.5] * 4
-    assert source.num_target_tokens == 6
-    assert source.count_targets(np.array([1, 1])) == 4
-
-
 @pytest.mark.parametrize(
     ("field", "values"),
     [

@@ -7,14 +7,11 @@ import pytest
 
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data import (
-    example_ids,
     mixture_source,
-    open_sources,
     sources_on_hosts,
 )
 from maxtext_lite.data.sources_on_hosts import (
     open_sources_on_hosts,
-    target_tokens_of_run,
 )
 
 
@@ -87,23 +84,3 @@ def test_hosts_that_find_different_data_are_refused(config, be_host):
     be_host(1, told)
     with pytest.raises(UserError, match="host 1"):
         open_sources_on_hosts(config, vocab_size=320, loading_hosts=[0, 1])
-
-
-def test_the_target_tokens_of_a_run_are_counted_exactly(config):
-    source, _ = open_sources(config)
-    for total_examples in (0, 1, len(source), 2 * len(source) + 5):
-        ids = example_ids(0, total_examples, num_examples=len(source), seed=3)
-        by_hand = sum(int((source[int(i)]["weights"] > 0).sum()) for i in ids)
-        assert (
-            target_tokens_of_run(
-                source, total_examples=total_examples, seed=3, loading_hosts=[0]
-            )
-            == by_hand
-        )
-    full, _ = open_sources(
-        load_config(None, ["dataset_type=synthetic", "max_target_length=16"])
-    )
-    assert (
-        target_tokens_of_run(full, total_examples=10**9, seed=0, loading_hosts=[0])
-        == 16 * 10**9
-    )

@@ -57,6 +57,7 @@ def trained(kind, prose):
     return tokenizer
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("kind", ["gpt2", 0, 1])
 def test_the_tokens_of_the_pieces_are_those_of_the_whole(kind, prose):
     tokenizer = trained(kind, prose)
@@ -81,19 +82,6 @@ def test_the_tokens_of_the_pieces_are_those_of_the_whole(kind, prose):
                 pieces,
             )
     assert cuts > 150
-
-
-@pytest.mark.fast
-@pytest.mark.parametrize(
-    ("text", "most", "pieces"),
-    [
-        ("a b  c. d e\n f", 1, "a| b  c. d| e\n f"),
-        ("a b c d", 3, "a b| c d"),
-        ("", 5, ""),
-    ],
-)
-def test_places_are_single_spaces_between_letters(text, most, pieces):
-    assert splitting.pieces(text, most) == pieces.split("|")
 
 
 @pytest.mark.parametrize(

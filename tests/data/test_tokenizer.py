@@ -137,18 +137,6 @@ def test_a_stream_gives_the_same_text_as_it_is_made_and_never_half_a_character(
     assert "".join([*map(decoder.push, cut), decoder.flush()]) == tokenizer.decode(cut)
 
 
-def test_the_fingerprint_is_of_the_contents_not_the_place(tmp_path):
-    a, b, c = (
-        load("huggingface", train_bpe(tmp_path / name, tokens)).fingerprint
-        for name, tokens in (
-            ("a", ["<eos>"]),
-            ("b", ["<eos>"]),
-            ("c", ["<eos>", "<pad>"]),
-        )
-    )
-    assert a == b != c
-
-
 def test_a_file_that_asks_for_dropout_truncation_and_padding_gets_none(tmp_path):
     path = train_bpe(tmp_path)
     texts = ["a", UNICODE]

@@ -236,9 +236,7 @@ def test_a_changed_input_setting_or_output_is_named(texts, tmp_path, bucket, pre
     for change, named, keys in (
         (None, "task_megabytes", {"task_megabytes": 2}),
         (None, "another", {"tokenizer": other}),
-        (None, "body", {"text_field": "body"}),
         (lambda: os.utime(text), "b.txt", {}),
-        (text.unlink, "b.txt", {}),
         (None, "a.jsonl", {"output": "in"}),
         (None, "notes.txt", {"output": "gs://bucket/mine"}),
         (None, "empty", {"input": [str(tmp_path / "in" / "empty")], "output": "o"}),

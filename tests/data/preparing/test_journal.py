@@ -1,7 +1,4 @@
-"""One prepare at a time, or its shares, writes an output; a dead one locks nobody out."""
-
-import subprocess
-import sys
+"""One prepare at a time, or its shares, writes an output."""
 
 import pytest
 
@@ -38,22 +35,3 @@ def test_a_second_prepare_is_refused_and_shares_are_not(open_journal):
         assert_in_use(open_journal(), shared=True)
     with open_journal().hold(shared=True), open_journal().hold(shared=True):
         assert_in_use(open_journal())
-
-
-def test_the_lock_ends_with_its_process(open_journal, tmp_path):
-    with open_journal().hold(shared=False):
-        pass
-    lock = tmp_path / "out" / "journal" / "lock"
-    program = (
-        f"import fcntl, time\nopened = open({str(lock)!r}, 'ab')\nfcntl.flock(opened, fcntl.LOCK_EX)\n"
-        "print('held', flush=True)\ntime.sleep(60)\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
-    ) as holder:
-        assert holder.stdout.readline() == "held\n"
-        assert_in_use(open_journal())
-        holder.kill()
-        holder.wait()
-    with open_journal().hold(shared=False):
-        pass
