@@ -52,7 +52,7 @@ def handed_out(layout, whole, unread=0):
     [
         (2, 1, (8, 1), 13, range(8)),
         (4, 4, (2, 4), 13, range(8)),
-        (8, 4, (2, 4), 16, (0, 4, 1, 5, 2, 6, 3, 7)),
+        (2, 2, (2, 4), 13, (0, 4, 1, 5, 2, 6, 3, 7)),
     ],
 )
 @pytest.mark.parametrize(
