@@ -69,9 +69,7 @@ def test_rows_are_found_by_fingerprint_or_name(source, rows, ids):
     )
 
 
-@pytest.mark.parametrize(
-    "row", [{"row": 10}, {"row": 1, "source": "web"}, {"row": 1, "data": "text:2"}]
-)
+@pytest.mark.parametrize("row", [{"row": 10}, {"row": 1, "source": "web"}])
 def test_a_missing_row_is_refused_only_in_a_list_of_the_config(row):
     with pytest.raises(UserError, match="excluded_rows=x"):
         excluded_ids(ONE, [ExcludedRow(**row)], "excluded_rows=x")

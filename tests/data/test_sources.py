@@ -210,7 +210,6 @@ def test_synthetic_examples_are_a_function_of_their_number():
         row, again = training[i], opened("", **keys)[0][i]
         np.testing.assert_array_equal(row["tokens"], again["tokens"])
         np.testing.assert_array_equal(row["tokens"][1:], row["targets"][:-1])
-        assert (row["weights"] == 1).all()
         assert 0 <= row["tokens"].min() < 20 < 300 <= row["tokens"].max() < 320
     for other in (training[1], evaluation[0]):
         assert (training[0]["tokens"] == other["tokens"]).mean() < 0.05

@@ -221,22 +221,6 @@ def test_the_op_and_its_vjp_are_called_as_tokamax_has_them(monkeypatch):
     assert_close(found, exact.attention(*arrays, scoring=EVERYTHING))
 
 
-def test_a_window_that_reaches_every_key_costs_nothing():
-    *arrays, _ = inputs(40)
-
-    def lowered(scoring):
-        run = jax.jit(
-            lambda *x: attention(
-                *x, kernel="dot_product", strategy="ring", scoring=scoring
-            )
-        )
-        return run.lower(*arrays).as_text()
-
-    assert (
-        lowered(Scoring(window=40)) == lowered(Scoring()) != lowered(Scoring(window=39))
-    )
-
-
 @pytest.mark.parametrize(
     ("num_kv_heads", "value_dim", "scoring", "shards", "lacks"),
     [

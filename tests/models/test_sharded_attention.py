@@ -1,13 +1,11 @@
 """Attention of tokens split over the context axis equals float64 attention; what crosses the shards, and memory."""
 
-import inspect
 import math
 import re
 
 import jax
 import numpy as np
 import pytest
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
 from maxtext_lite.models import Scoring, mosaic, splash_blocks, tile_layout
 from maxtext_lite.models.attention import attention
@@ -128,25 +126,6 @@ def test_tiles_beyond_every_window_are_passed_over(monkeypatch):
     for got in in_true_order(compiled(*given), 2):
         assert np.isnan(got[:, :4]).all()
         assert np.isfinite(got[:, reached:]).all()
-
-
-def test_splash_refuses_chunks_that_its_blocks_do_not_divide():
-    with pytest.raises(
-        ValueError, match="max_target_length=256 to be a multiple of 512"
-    ):
-        on_shards(inputs(256), kernel="splash", sizes={"context": 2}, strategy="ring")
-
-
-def test_the_private_backward_pass_of_splash_takes_what_the_ring_gives_it():
-    """In another version of jax it may not: this fails then, and `splash._attend_backward` is to be looked at."""
-    names = (
-        inspect.getsource(splash_attention_kernel._splash_attention_bwd)
-        .replace(" ", "")
-        .replace("\n", "")
-    )
-    assert (
-        "(q,k,v,segment_ids,sinks,o,logsumexp,dq_mask_info,dkv_mask_info,)=res" in names
-    )
 
 
 # ---- What crosses, and memory ---------------------------------------------------------------------------------------
