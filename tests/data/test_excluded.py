@@ -33,7 +33,7 @@ PARTS = tuple(
 MIXED = MixtureSource(PARTS, (ONE, OTHER))
 
 
-@pytest.mark.parametrize("line", ['{"row": -1}', '{"rows": 1}', "12"])
+@pytest.mark.parametrize("line", ['{"row": -1}', '{"rows": 1}'])
 def test_an_invalid_list_is_refused_with_its_line(line, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(
