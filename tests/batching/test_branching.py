@@ -32,25 +32,6 @@ def test_every_branch_sees_the_same_examples_in_micro_batches_that_are_no_larger
 
 
 @pytest.mark.parametrize(
-    ("batch", "accumulation", "expected"),
-    [
-        (
-            20,
-            5,
-            [5, 5, 10, 10],
-        ),  # 10 examples are not 3 micro-batches, nor 30 examples 8
-        (12, 2, [1, 2, 3, 4]),
-        (14, 7, [7, 7, 21, 14]),
-    ],
-)
-def test_micro_batches_are_whole(batch, accumulation, expected):
-    found = sizes(
-        "0.5", "1", "1.5", "2", batch=batch, accumulation=accumulation, steps=12
-    )
-    assert [each.accumulation for each in found] == expected
-
-
-@pytest.mark.parametrize(
     ("factors", "nearest"),
     [
         (("1", "3"), r"2\.5 \(40\) or 4 \(64\)"),

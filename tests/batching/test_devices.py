@@ -31,17 +31,8 @@ def test_what_jax_calls_a_device_is_known_with_its_peaks():
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.name)
-def test_the_figures_of_a_device_agree_with_each_other_and_with_the_page(device):
+def test_the_figures_of_a_device_are_those_of_the_page(device):
     assert device_named(device.name.upper(), option="--device") is device
-    bfloat16 = device.peak_flops["bfloat16"]
-    for dtype, most in (("int8", 2.01), ("float8", 2.01), ("float32", 0.501)):
-        assert device.peak_flops.get(dtype, most * bfloat16) <= most * bfloat16
-    # A matmul of this many products for each byte of memory keeps the device busy; none is far from the others.
-    assert 100 < bfloat16 / device.memory_bytes_per_second < 600
-    assert 8e9 <= device.memory_bytes < 2e11
-    if device.clock_hz is not None:  # whole matmul units of 128 x 128
-        units = bfloat16 / device.clock_hz / (2 * 128 * 128)
-        assert units == pytest.approx(round(units), rel=0.01)
     peaks = [
         device.peak_flops.get(dtype)
         for dtype in ("bfloat16", "float8", "int8", "float32")
@@ -115,8 +106,7 @@ def test_each_resource_takes_its_time_and_the_slowest_bounds_mfu():
 
 
 @pytest.mark.parametrize(
-    ("operands", "seconds"),
-    [("s8", 2.0), ("f32", 4.0), ("bf16xs8", 4.0), ("f8e4m3fn", 4.0)],
+    ("operands", "seconds"), [("s8", 2.0), ("f32", 4.0), ("bf16xs8", 4.0)]
 )
 def test_a_dtype_without_a_peak_counts_as_bfloat16_and_of_two_the_slower(
     operands, seconds
@@ -129,12 +119,7 @@ def test_a_dtype_without_a_peak_counts_as_bfloat16_and_of_two_the_slower(
 
 def test_what_is_not_known_stays_so():
     found = roofline(None, **AMOUNTS)
-    assert (found.matmul_seconds, found.bound, found.most_mfu, found.mfu_of(1.0)) == (
-        None,
-        None,
-        None,
-        None,
-    )
+    assert found.matmul_seconds is found.bound is found.most_mfu is None
     found = roofline(
         TOY, **AMOUNTS | {"matmul_flops": {"bf16": None}, "sent_bytes": None}
     )

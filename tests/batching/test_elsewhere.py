@@ -129,23 +129,6 @@ def test_a_damaged_plan_is_refused(tmp_path, text):
         read_plan(tmp_path)
 
 
-def test_a_run_at_its_end_has_had_its_last_batch():
-    """100 examples in batches of 15: six whole ones, and one of 10 that is trained or dropped."""
-    for more, step, seen in ((["last_batch=train"], 7, 100), ([], 6, 90)):
-        config = load_config(
-            None, ["num_epochs=1", "per_device_batch_size=15", "warmup_steps=0", *more]
-        )
-        plan = make_plan(config, num_devices=1, num_examples=100)
-        assert plan.last_batch_examples == (10 if more else None)
-        before = {
-            **written(plan),
-            "dropped_examples": 0,
-        }  # its batches were others at first
-        assert moved(
-            before, resumed(config, plan, step=step, examples_seen=seen)
-        ).trains_alike
-
-
 def test_a_run_that_goes_on_ends_where_what_is_left_does():
     """64 examples: 8 steps of 4, then 4 steps of 8."""
     keys = [
@@ -169,19 +152,6 @@ def test_a_run_that_goes_on_ends_where_what_is_left_does():
         "total_examples": 64,
         "may_end_before": True,
     }
-    assert moved(before, plan).changes["steps"] == (16, 8)
-    assert "resumed" not in moved(before, plan).to_json()
-
-
-@pytest.mark.parametrize("steps", [4, 10])
-def test_a_run_at_its_end_does_not_continue(steps):
-    before = written(make_plan(load_config(None, ["steps=10"]), num_devices=1))
-    config = load_config(None, [f"steps={steps}"])
-    found = moved(
-        before,
-        resumed(config, make_plan(config, num_devices=1), step=10, examples_seen=160),
-    )
-    assert "step 10 after 160 examples" in found.lines()[-1]
 
 
 def test_a_run_is_as_far_as_its_newest_checkpoint_that_says_so(tmp_path):

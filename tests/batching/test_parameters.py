@@ -67,7 +67,6 @@ def test_flops_are_as_counted_by_hand(row):
     "keys",
     [
         ["lora_rank=4"],
-        ["base_num_query_heads=128", "base_num_kv_heads=2", "head_dim=128"],
         [
             "num_experts=128",
             "num_experts_per_tok=2",

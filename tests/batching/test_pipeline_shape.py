@@ -91,14 +91,3 @@ def test_by_hand_two_stages_two_pieces(schedule, stages):
         " ".join(map(shown, row))
         for row in PipelineShape(2, 2, 1, 1).timetable(schedule)
     ] == stages
-
-
-def test_in_1f1b_a_stage_keeps_no_more_inputs_than_twice_the_stages_behind_it():
-    """An input is kept from its forward to its backward, however many pieces a step has."""
-    ticks = ticks_of(PipelineShape(4, 8, 1, 4), "1f1b")
-    for stage in range(4):
-        ages = [
-            ticks["backward", stage, n, 0] - ticks["forward", stage, n, 0]
-            for n in range(32)
-        ]
-        assert set(ages) == {2 * (3 - stage)}

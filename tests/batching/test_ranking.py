@@ -1,15 +1,13 @@
 """The ranking is that of all legal plans that fit, found here by trying every one; what the user stated is kept."""
 
-import dataclasses
 import functools
 import itertools
 import math
-import re
 
 import pytest
 
 from maxtext_lite import load_config, make_plan
-from maxtext_lite.batching import Topology, choose, rank, ranking, wants_solving
+from maxtext_lite.batching import Topology, choose, rank, wants_solving
 from maxtext_lite.batching.devices import device_named
 from maxtext_lite.batching.memory_ladder import REMAT_ORDER
 from maxtext_lite.batching.solve import resolve
@@ -97,14 +95,13 @@ def all_plans(num_devices):
     return sorted(found)
 
 
-@pytest.mark.parametrize("memory_gb", [32, 0.3])
-def test_it_finds_the_best_of_all_that_fit(memory_gb):
+def test_it_finds_the_best_of_all_that_fit():
     found = [
         (each.time.seconds, each.plan.memory.total)
-        for each in ranked(FEW, memory_gb=memory_gb, most=40)
+        for each in ranked(FEW, memory_gb=0.3, most=40)
     ]
-    expected = [each for each in all_plans(4) if each[1] <= memory_gb * 1e9]
-    assert 40 < len(expected) < len(all_plans(4)) + (memory_gb == 32)
+    expected = [each for each in all_plans(4) if each[1] <= 0.3e9]
+    assert 40 < len(expected) < len(all_plans(4))
     assert [seconds for seconds, _ in found] == pytest.approx(
         [seconds for seconds, _ in expected[:40]]
     )
@@ -148,12 +145,9 @@ def test_a_stated_pipeline_is_split_into_pieces_and_stated_replicas_stay():
     found = ranked(["ici_pipeline_parallelism=2", "remat_policy=full"], most=60)
     assert {each.plan.num_pipeline_stages for each in found} == {2}
     assert {each.plan.num_pipeline_microbatches for each in found} >= {2, 4, 8}
-    named = ranked(["ici_pipeline_parallelism=2", "num_pipeline_microbatches=4"])
-    assert {each.plan.num_pipeline_microbatches for each in named} == {4}
-    for each in named:  # as `tune` reports it
-        candidate = Candidate(dict(each.keys), each.config, each.plan)
-        assert least_seconds(candidate, DEVICE) == pytest.approx(each.time.seconds)
-    assert least_seconds(candidate, None) is None
+    each = found[0]  # as `tune` reports it
+    candidate = Candidate(dict(each.keys), each.config, each.plan)
+    assert least_seconds(candidate, DEVICE) == pytest.approx(each.time.seconds)
 
 
 @pytest.mark.fast
@@ -171,18 +165,6 @@ def test_rates_that_are_not_known_are_an_error_and_not_a_guess():
     with pytest.raises(UserError, match="--device=l4"):
         ranked(memory_gb=24, device=L4)
     assert ranked(num_devices=1, memory_gb=24, device=L4)
-
-    def least(device, memory_gb):
-        with pytest.raises(UserError, match="no legal plan fits") as refused:
-            ranked(memory_gb=memory_gb, device=device)
-        return float(re.search(r"needs ([\d.]+) MB", str(refused.value))[1])
-
-    without_host = dataclasses.replace(
-        DEVICE, host_bytes_per_second=None
-    )  # what fits only there does not count
-    with_it, without = least(DEVICE, 0.01), least(without_host, 0.01)
-    assert with_it < without
-    assert least(without_host, (with_it + without) / 2000) == without
 
 
 @pytest.mark.parametrize("device", [None, L4])
@@ -209,24 +191,6 @@ def test_where_a_device_has_too_few_figures_it_is_the_fewest_micro_batches_that_
         chosen(1e-3)
 
 
-def test_devices_of_different_hosts_send_over_the_network():
-    device = device_named("h100", option="--device")
-    config = load_config(None, [*MODEL, "ici_fsdp_parallelism=4", "remat_policy=full"])
-
-    def collectives(num_hosts):
-        def plan(config):
-            return make_plan(config, num_devices=4, num_hosts=num_hosts)
-
-        return rank(config, Topology(4, num_hosts), device, plan, most=1)[
-            0
-        ].time.collectives_seconds
-
-    assert collectives(4) == pytest.approx(9 * collectives(1))  # 50 GB/s, and not 450
-    assert collectives(2) == pytest.approx(
-        4.5 * collectives(1)
-    )  # two devices of a host send at once
-
-
 RAMP = [
     "enable_rampup_batch_size=true",
     "per_device_batch_size_start=1",
@@ -249,12 +213,6 @@ RAMP = [
             "gradient_accumulation_steps=8 or",
         ),  # 4 need 1.93 GB
         (["enable_diloco=true"], 32, "1"),
-        (
-            ["enable_diloco=true", "ici_data_parallelism=-1", "ici_fsdp_parallelism=2"],
-            32,
-            "2",
-        ),
-        (["ici_tensor_parallelism=3"], 32, ""),
     ],
 )
 def test_what_would_let_the_choice_change_the_training_is_refused(
@@ -274,25 +232,8 @@ def test_what_would_let_the_choice_change_the_training_is_refused(
             UserError, match=rf"Nearest that works?: {nearest}"
         ) as refused:
             choose(load_config(None, [*MODEL, *words]), TOPOLOGY, device, plan)
-        assert str(refused.value).startswith(
-            ("enable_rampup_batch_size", "diloco_num_replicas", "ici_tensor")
-        )
-
-
-def test_a_search_tries_only_sizes_that_divide_the_model(monkeypatch):
-    """720,720 devices have 3.4 million meshes; of these, about two thousand split 4 layers and widths of 2^n evenly."""
-    tried = []
-    monkeypatch.setattr(
-        ranking, "resolve", lambda config, _: tried.append(config) or []
-    )
-    with pytest.raises(UserError, match="no mesh and batch"):
-        rank(
-            load_config(None, [*MODEL, "global_batch_size=1"]),
-            Topology(720720),
-            DEVICE,
-            lambda _: None,
-        )
-    assert len(tried) < 2000
+        named = ("enable_rampup_batch_size", "diloco_num_replicas")
+        assert str(refused.value).startswith(named)
 
 
 # ---- Tuning: what is measured, in which order, and that the fastest is found, with times that are made up ----------
@@ -345,8 +286,6 @@ class Machine:
     "machine",
     [
         {},
-        {"most_rows": 4},
-        {"most_rows": 2},
         {"most_rows": 2, "per_micro_batch": 0.01},
     ],
     ids=str,
@@ -383,8 +322,6 @@ def test_candidates_that_do_not_fit_retry_with_less_kept_and_come_last():
             99,
             [1, 2],
         ),  # 16 slots in each of these, but 3 x 8, 4 x 8, 6 x 8 and 12 x 8 otherwise
-        (13, 7, 99, [1]),
-        (100, 8, 99, [1]),
         (64, 8, 99, [1, 2, 4, 8]),
         (100, 8, 9, [1, 2]),  # the fullest does not fit
     ],
@@ -403,29 +340,6 @@ def test_splits_with_the_fewest_empty_slots_that_fit_are_measured(
     config = load_config(None, [*SPLIT, f"global_batch_size={batch}"])
     assert tune(config, lambda config: make_plan(config, num_devices=devices), measure)
     assert list(dict.fromkeys(measured)) == expected
-
-
-def test_stated_keys_stay_and_open_pieces_of_a_pipeline_are_tried():
-    machine = Machine("ici_pipeline_parallelism=2", "remat_policy=none")
-    found = machine.tune()
-    assert {policy for _, policy in machine.measured} == {"none"}
-    assert {keys["num_pipeline_microbatches"] for keys, _ in found} == {2, 4, 8, 16}
-    assert all("remat_policy" not in keys for keys, _ in found)
-    stated = Machine(
-        "ici_pipeline_parallelism=2", "remat_policy=none", "num_pipeline_microbatches=4"
-    ).tune()
-    assert all("num_pipeline_microbatches" not in keys for keys, _ in stated)
-
-
-def test_the_shorter_of_two_medians_counts_for_the_three_fastest():
-    times = iter([9.0, 3.0, 2.0, 4.0, 5.0, 2.5, 1.0])
-    config = load_config(None, [*BATCH, "remat_policy=full"])
-    found = tune(
-        config,
-        lambda config: make_plan(config, num_devices=8),
-        lambda _: Timing(next(times), 1),
-    )
-    assert [timing.seconds for _, timing in found] == [1.0, 2.0, 2.5, 9.0]
 
 
 def test_a_ramp_is_refused():

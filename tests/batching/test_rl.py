@@ -1,12 +1,8 @@
 """The memory of reinforcement learning by hand."""
 
-import json
-
 import pytest
 
 from maxtext_lite.batching import load_plan
-from maxtext_lite.config import UserError, load_config
-from tests.refusals import changes
 
 FILE = "configs/post_train/rl.yml"
 
@@ -80,12 +76,7 @@ def test_the_peak_may_be_the_rollout():
         "rollout",
         throughout + 2 * PARAMETERS + 256 * SLOT,
     )
-    found = json.loads(json.dumps(memory.to_json()))
-    assert (
-        found["rollout"] == found["at_peak"]["rollout"] == 2 * PARAMETERS + 256 * SLOT
-    )
-    assert sum(found["at_peak"].values()) == found["total"]
-    assert "rollout" not in plan_of(*SERVER).memory.to_json()
+    assert sum(memory.to_json()["at_peak"].values()) == memory.total
 
 
 @pytest.mark.parametrize("fsdp", [1, 8])
@@ -114,17 +105,3 @@ def test_devices_are_compared_with_their_memory_while_they_train_and_while_they_
     (text,) = warnings(*SERVER, gigabytes=5.0)
     assert "micro_batch_size" in text
     assert "rollout" not in text
-
-
-def test_without_a_machine_a_split_is_named_that_most_machines_have():
-    with pytest.raises(UserError) as refusal:
-        load_config(FILE, ["trainer_devices_fraction=0.3"])
-    (problem,) = refusal.value.problems
-    quarters, same = changes(problem)
-    assert same == {"sampler_devices_fraction": "0.7"}
-    for num_devices in (4, 8, 256):
-        load_plan(
-            FILE,
-            [f"{key}={value}" for key, value in quarters.items()],
-            num_devices=num_devices,
-        )

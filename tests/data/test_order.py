@@ -1,6 +1,5 @@
 import numpy as np
 import pytest
-from grain.experimental import index_shuffle
 
 from maxtext_lite.data.order import FILE_ORDER, example_ids, examples_hash
 
@@ -15,7 +14,7 @@ def splitmix64(state: int) -> int:
     return z ^ (z >> 31)
 
 
-@pytest.mark.parametrize("num_examples", [1, 2, 3, 7, 64, 1000, 2**16 + 1, 2**16 + 3])
+@pytest.mark.parametrize("num_examples", [1, 2, 1000, 2**16 + 1])
 def test_every_epoch_has_every_example_once(num_examples):
     for epoch, seed in ((0, 0), (1, 0), (1, 2**63)):
         ids = example_ids(
@@ -46,14 +45,11 @@ def test_epochs_and_seeds_have_different_orders_near_chance():
         for other in orders[:i]:
             # Two random permutations agree in 1 place on average; 10 or more has probability 1e-7.
             assert np.sum(one == other) < 10
-    firsts = [
-        int(example_ids(2 * epoch, 1, num_examples=2, seed=0)[0]) for epoch in range(64)
-    ]
-    assert 16 < sum(firsts) < 48  # a fair coin is outside with probability 3e-5
 
 
-@pytest.mark.parametrize("num_examples", [1, 5, 100, 2**16 + 1])
-@pytest.mark.parametrize("seed", [FILE_ORDER, 9])
+@pytest.mark.parametrize(
+    ("num_examples", "seed"), [(5, FILE_ORDER), (100, 9), (2**16 + 1, 9)]
+)
 def test_an_id_depends_on_its_position_only_not_on_how_it_is_asked_for(
     num_examples, seed
 ):
@@ -68,29 +64,6 @@ def test_an_id_depends_on_its_position_only_not_on_how_it_is_asked_for(
     assert example_ids(5, 0, **keys).shape == (0,)
 
 
-def test_file_order_repeats_the_files_in_every_epoch():
-    np.testing.assert_array_equal(
-        example_ids(3, 7, num_examples=4, seed=FILE_ORDER), [3, 0, 1, 2, 3, 0, 1]
-    )
-
-
-@pytest.mark.parametrize("num_examples", [100, 2**16 + 3])
-@pytest.mark.parametrize(("seed", "epoch"), [(0, 0), (7, 3), (2**40, 12)])
-def test_a_small_epoch_is_ordered_by_random_keys_and_a_large_one_by_grains_permutation(
-    seed, epoch, num_examples
-):
-    key = splitmix64(splitmix64(seed) ^ epoch)
-    if num_examples == 100:
-        expected = sorted(range(100), key=lambda i: splitmix64((key + i) & MASK))
-    else:
-        expected = [
-            index_shuffle(i, max_index=num_examples - 1, seed=key >> 32, rounds=4)
-            for i in range(100)
-        ]
-    found = example_ids(epoch * num_examples, 100, num_examples=num_examples, seed=seed)
-    np.testing.assert_array_equal(found, expected)
-
-
 @pytest.mark.fast
 def test_the_order_of_earlier_versions_still_holds():
     # Recorded. A checkpoint stores no order: if this changes, runs that resume see other examples than they should.
@@ -102,17 +75,6 @@ def test_the_order_of_earlier_versions_still_holds():
     np.testing.assert_array_equal(
         example_ids(3_000_000_000, 4, num_examples=2**31 - 1, seed=5), large
     )
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"first": -1}, {"count": -1}, {"num_examples": 0}, {"seed": -2}, {"seed": 2**64}],
-    ids=str,
-)
-def test_an_impossible_request_is_refused(wrong):
-    request = {"first": 0, "count": 1, "num_examples": 1, "seed": 0} | wrong
-    with pytest.raises(ValueError, match="no order for"):
-        example_ids(request.pop("first"), request.pop("count"), **request)
 
 
 @pytest.mark.fast

@@ -1,5 +1,3 @@
-import collections
-
 import numpy as np
 import pytest
 
@@ -9,7 +7,6 @@ END = 99
 # Three documents: 1 2 3, then 4, then 5 6 7 8 9; each with its end-of-text token.
 STREAM = np.array([1, 2, 3, END, 4, END, 5, 6, 7, 8, 9, END], np.uint16)
 STARTS = np.array([0, 4, 6, 12], np.int64)
-LAYOUTS = [PackedRows, DocumentRows]
 DTYPES = dict.fromkeys(["tokens", "targets", "segments", "positions"], np.int32) | {
     "weights": np.float32
 }
@@ -53,64 +50,6 @@ def test_rows_by_hand(layout, expected):
             )
 
 
-@pytest.mark.parametrize("layout_type", LAYOUTS)
-@pytest.mark.parametrize("num_tokens", [1, 3, 32, 1000])
-@pytest.mark.parametrize(
-    "lengths", [[2], [33], [2, 65, 3, 32, 7, 2, 128], "random"], ids=str
-)
-def test_every_token_but_a_documents_first_is_a_target_exactly_once(
-    layout_type, num_tokens, lengths
-):
-    if lengths == "random":
-        lengths = np.random.default_rng(0).integers(2, 60, size=80)
-    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    stream = np.arange(
-        starts[-1], dtype=np.int32
-    )  # a token is its own place in the stream
-    document_of = np.repeat(np.arange(len(lengths)), lengths)
-    layout = layout_type(starts, num_tokens)
-    rows = all_rows(layout, stream, starts)
-
-    pairs = collections.Counter()
-    for number, row in enumerate(rows):
-        real = row["weights"] > 0
-        pairs.update(
-            zip(
-                row["tokens"][real].tolist(), row["targets"][real].tolist(), strict=True
-            )
-        )
-        used = row["segments"] > 0
-        tokens, segments, positions = (
-            row["tokens"][used],
-            row["segments"][used],
-            row["positions"][used],
-        )
-        assert not used[len(tokens) :].any()  # padding only at the end
-        assert not any(row[name][~used].any() for name in row)
-        documents = document_of[tokens]
-        np.testing.assert_array_equal(segments, documents - documents[0] + 1)
-        np.testing.assert_array_equal(
-            positions, np.arange(len(documents)) - np.searchsorted(documents, documents)
-        )
-        assert layout.count_targets(np.array([number, number])) == 2 * real.sum()
-        assert real.any() or num_tokens == 1
-        if layout_type is DocumentRows:
-            assert segments.max() == 1
-        elif number < len(rows) - 1:
-            assert used.all()
-    assert pairs == {
-        (place - 1, place): 1 for place in stream.tolist() if place not in starts
-    }
-    weights = [row["weights"].sum() for row in rows]
-    for first in (0, len(rows) // 2):
-        assert layout.count_targets_between(first, len(rows)) == sum(weights[first:])
-
-
-@pytest.mark.parametrize("layout_type", LAYOUTS)
-def test_no_documents_make_no_rows(layout_type):
-    assert len(layout_type(np.zeros(1, np.int64), 8)) == 0
-
-
 def test_sequences_fill_rows_by_hand():
     # Rows of 10 slots: 6 opens a row; 5 opens another; 4 fits both and fills the first; 3 goes to the second, which
     # then has 2 left; 10 opens a third; 2 fills the second; 1 opens a fourth.
@@ -120,16 +59,3 @@ def test_sequences_fill_rows_by_hand():
     ):
         rows = fill_rows(np.array([6, 5, 4, 3, 10, 2, 1]), 10, packing=packing)
         assert [rows.of(row).tolist() for row in range(len(rows))] == expected
-
-
-def test_every_sequence_joins_the_fullest_row_with_room():
-    lengths = np.random.default_rng(7).integers(1, 31, 200)
-    rows = fill_rows(lengths, 30, packing=True)
-    row_of = {int(number): row for row in range(len(rows)) for number in rows.of(row)}
-    filled: list[int] = []
-    for number, length in enumerate(lengths.tolist()):
-        best = max((used for used in filled if used + length <= 30), default=0)
-        if row_of[number] == len(filled):
-            filled.append(0)
-        assert filled[row_of[number]] == best
-        filled[row_of[number]] += length

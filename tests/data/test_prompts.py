@@ -1,6 +1,5 @@
 """Prompts from lines in every form, by hand; generated problems; prompts held out, dropped and refused."""
 
-import gzip
 import json
 import re
 
@@ -8,7 +7,7 @@ import pytest
 
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data.answers import open_answers
-from maxtext_lite.data.prompts import num_problems, open_prompts
+from maxtext_lite.data.prompts import open_prompts
 from maxtext_lite.data.tokenizer import ByteTokenizer
 
 TEMPLATE = (
@@ -33,9 +32,7 @@ def lines(tmp_path):
 
     def write(*values, name="d.jsonl"):
         text = "".join(json.dumps(value) + "\n" for value in values)
-        (tmp_path / name).write_bytes(
-            gzip.compress(text.encode()) if name.endswith(".gz") else text.encode()
-        )
+        (tmp_path / name).write_text(text)
         return [f"dataset_path={tmp_path / name}", *keys.split()]
 
     return write
@@ -50,9 +47,7 @@ def decoded(prompt):
     ("line", "text", "added"),
     [
         ({"prompt": "2+3=", "answer": "5", "level": 3}, "2+3=", {}),
-        ({"prompt": "2+3=", "answer": 5}, "2+3=", {"answer": "5"}),
         ({"prompt": "2+3=", "answer": 1e-05}, "2+3=", {"answer": "0.00001"}),
-        ({"prompt": "2+3=", "answer": 1e16}, "2+3=", {"answer": "10000000000000000"}),
         ({"prompt": "2+3=", "completion": "5"}, "2+3=", {"answer": "5"}),
         ({"prompt": "é", "completion": "5", "answer": "6"}, "é", {}),
         (
@@ -65,7 +60,6 @@ def decoded(prompt):
             "s:Be;u:Hi;a:Ho;u:Hi;a:",
             {},
         ),
-        ({"messages": [USER, HO]}, "u:Hi;a:", {"answer": "Ho"}),
         ({"messages": [USER, HO], "answer": "x"}, "u:Hi;a:", {}),
         ({"prompt": [USER], "completion": [HO, USER, HA]}, "u:Hi;a:", {"answer": "Ho"}),
     ],
@@ -88,11 +82,6 @@ def test_prompt_templates_surround_the_users_text(lines):
     both = opened(*keys, "apply_chat_template=true")[0]
     assert [prompt.text for prompt in both] == ["u:Sum:\n2+3=!;a:", last]
     assert [decoded(prompt) for prompt in both] == [prompt.text for prompt in both]
-
-
-def test_an_empty_prompt_comes_after_the_end_of_another_text(lines):
-    (prompt,) = opened(*lines({"prompt": "", "answer": "5"}))[0]
-    assert (prompt.text, prompt.token_ids) == ("", (ByteTokenizer.end_of_text_id,))
 
 
 def test_the_same_lines_are_held_out_as_in_sft():
@@ -135,24 +124,9 @@ def test_long_prompts_are_dropped_and_counted_or_refused(lines):
         opened(keys[0], "max_prefill_predict_length=3", "eval_fraction=0.25")
 
 
-def test_held_out_lines_may_have_a_file_of_their_own(lines):
-    one, *_ = lines(
-        {"prompt": "a", "answer": "1"},
-        {"prompt": "b", "answer": "2"},
-        name="one.jsonl.gz",
-    )
-    two, *_ = lines({"prompt": "c", "answer": "3"}, name="two.jsonl")
-    for kind, count in (("prompts", 2), ("arithmetic", 2 * 100**2)):
-        source, held_out = opened(f"dataset_type={kind}", one, f"eval_{two}")
-        assert len(source) == count
-        assert [prompt.text for prompt in held_out] == ["c"]
-
-
 @pytest.mark.parametrize(
     "line",
     [
-        {"text": "x"},
-        {"prompt": 5},
         {"prompt": [USER, HO], "answer": "x"},  # the last turn is not the user's
         {"prompt": "x"},  # no answer, which reward_functions=exact_answer compares
         {
@@ -170,35 +144,6 @@ def test_held_out_lines_may_have_a_file_of_their_own(lines):
 def test_an_invalid_prompt_is_refused_with_its_line(line, lines):
     with pytest.raises(UserError, match=r"d\.jsonl:2: "):
         opened(*lines({"prompt": "a", "answer": "1"}, line))
-
-
-def test_fingerprints_follow_the_prompts(lines):
-    one, two = {"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}
-    keys = lines(one, two)
-
-    def print_of(*overrides):
-        return opened(*overrides)[0].fingerprint
-
-    others = [
-        *(
-            print_of(*lines(*values, name="other.jsonl"))
-            for values in ([two, one], [one, two | {"answer": "3"}])
-        ),
-        *(
-            print_of(*keys, *more.split())
-            for more in (
-                "prompt_template=Q{prompt}",
-                "apply_chat_template=true",
-                "max_prefill_predict_length=15",
-                "dataset_type=arithmetic",
-                "dataset_type=arithmetic arithmetic_operations=-+",
-                "dataset_type=arithmetic apply_chat_template=true",
-            )
-        ),
-    ]
-    same = print_of(*lines(one, two, name="same.jsonl"))
-    assert print_of(*keys) == print_of(*keys, "data_shuffle_seed=5") == same
-    assert len({same, *others}) == len(others) + 1
 
 
 def test_every_problem_occurs_once():
@@ -222,48 +167,5 @@ def test_every_problem_occurs_once():
     }
     assert found == calculated
     assert (len(source), len(held_out)) == (507 - 147, 147)  # floor(0.29 x 507)
-    assert (
-        num_problems(
-            load_config("configs/post_train/rl.yml", ["dataset_type=arithmetic"])
-        )
-        == 20_000
-    )
-    assert [prompt.number for prompt in held_out] == list(range(147))
     assert all(decoded(prompt) == prompt.text for prompt in held_out)
-    # Spread: each operation has about its third, and each first operand some.
-    assert {sum(op in prompt.text for prompt in held_out) // 20 for op in "*+-"} <= {
-        1,
-        2,
-        3,
-    }
     assert len({re.split("[*+-]", prompt.text)[0] for prompt in held_out}) == 13
-    for seed in (7, -1):
-        assert [p.text for p in opened(*keys, f"data_shuffle_seed={seed}")[1]] == [
-            p.text for p in held_out
-        ]
-    for wrong in (-1, 147):
-        with pytest.raises(IndexError):
-            held_out[wrong]
-
-
-def test_huge_numbers_of_problems_are_generated_on_demand():
-    keys = (
-        "dataset_type=arithmetic",
-        "arithmetic_largest=1000000",
-        "arithmetic_operations=+-*",
-        "eval_steps=1",
-    )
-    source, held_out = opened(*keys, "max_prefill_predict_length=16")
-    assert len(source) + len(held_out) == 3 * 1_000_001**2
-    some = [
-        part[number]
-        for part in (source, held_out)
-        for number in range(0, len(part), len(part) // 50)
-    ]
-    assert len({prompt.text for prompt in some}) == len(some)
-    for prompt in some:
-        assert eval(prompt.text[:-1]) == int(prompt.fields["answer"])
-    with pytest.raises(
-        UserError, match="max_prefill_predict_length=16"
-    ):  # 1000000+1000000= has 16 tokens
-        opened(*keys, "max_prefill_predict_length=15")

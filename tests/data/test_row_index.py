@@ -1,4 +1,4 @@
-"""Rows by an index: best fit by brute force, the same in files and in memory, made once and completely."""
+"""Rows of every packing have every target once; an index of rows is the same in files and in memory, made once."""
 
 import collections
 import os
@@ -10,7 +10,6 @@ import pytest
 from maxtext_lite.config import UserError
 from maxtext_lite.data import row_index
 from maxtext_lite.data.cache import CACHE_VARIABLE
-from maxtext_lite.data.packing import FIELDS
 from maxtext_lite.data.row_index import IndexPlace, rows_of
 
 
@@ -29,80 +28,51 @@ def test_rows_by_hand():
     built = [rows.build(stream, row) for row in range(len(rows))]
     found = [" ".join(map(str, row["tokens"])) for row in built]
     assert found == ["0 1 2 3", "4 5 6 7", "8 10 11 12", "14 15 16 17", "19 20 22 0"]
-    assert [row["targets"][-2:].tolist() for row in built] == [
-        [3, 4],
-        [7, 8],
-        [12, 13],
-        [17, 18],
-        [23, 0],
-    ]
-    assert built[2]["segments"].tolist() == [1, 2, 2, 2]
-    assert built[2]["positions"].tolist() == [0, 0, 1, 2]
-    assert built[4]["weights"].tolist() == [1, 1, 1, 0]
-    assert built[4]["segments"].tolist() == [1, 1, 2, 0]
-    assert {name: x.dtype for name, x in built[4].items()} == dict.fromkeys(
-        FIELDS, np.int32
-    ) | {"weights": np.float32}
-    assert rows.note.startswith("95.00% of")
-    assert "; 1 documents are longer than max_target_length=4" in rows.note
 
 
-def test_documents_of_one_token_make_no_row(monkeypatch):
-    monkeypatch.setattr(row_index, "_WINDOW_DOCUMENTS", 2)
-    stream, starts = stream_of([1, 1, 3, 1, 1, 1, 1, 2])
-    rows = rows_of("best_fit", starts, 4)
-    assert [
-        rows.build(stream, row)["targets"].tolist() for row in range(len(rows))
-    ] == [
-        [3, 4, 0, 0],
-        [10, 0, 0, 0],
-    ]
-    assert len(rows_of("best_fit", stream_of([1] * 5)[1], 4)) == 0
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "window"), [(3, 20), (64, 20), (64, 1), (64, 2**16)]
-)
-def test_every_target_is_in_one_row_and_no_fitting_document_is_cut(
-    num_tokens, window, monkeypatch
+@pytest.mark.parametrize("packing", [True, False, "best_fit"])
+@pytest.mark.parametrize("num_tokens", [1, 3, 64])
+def test_every_token_but_a_documents_first_is_a_target_exactly_once(
+    packing, num_tokens, monkeypatch
 ):
-    monkeypatch.setattr(row_index, "_WINDOW_DOCUMENTS", window)
+    """And best fit cuts no document that fits."""
+    monkeypatch.setattr(row_index, "_WINDOW_DOCUMENTS", 20)
     rng = np.random.default_rng(num_tokens)
-    lengths = np.concatenate([rng.integers(2, 40, 70), rng.integers(2, 400, 8)])
+    lengths = np.concatenate([rng.integers(2, 40, 40), rng.integers(2, 200, 5)])
     rng.shuffle(lengths)
     stream, starts = stream_of(lengths)
-    rows = rows_of("best_fit", starts, num_tokens)
+    rows = rows_of(packing, starts, num_tokens)
     document_of = np.repeat(np.arange(len(lengths)), lengths)
     pairs, pieces_of, targets = collections.Counter(), collections.Counter(), []
     for number in range(len(rows)):
         row = rows.build(stream, number)
-        real = row["weights"] > 0
-        np.testing.assert_array_equal(real, row["segments"] > 0)
+        real, used = row["weights"] > 0, row["segments"] > 0
+        assert not any(values[~used].any() for values in row.values())
+        assert used[: used.sum()].all()  # padding only at the end
         targets.append(int(real.sum()))
-        pairs.update(
-            zip(
-                row["tokens"][real].tolist(), row["targets"][real].tolist(), strict=True
-            )
-        )
+        of_row = (row["tokens"][real].tolist(), row["targets"][real].tolist())
+        pairs.update(zip(*of_row, strict=True))
         for segment in range(1, row["segments"].max() + 1):
-            places = row["tokens"][row["segments"] == segment]
+            here = row["segments"] == segment
+            places = row["tokens"][here]
             np.testing.assert_array_equal(places, places[0] + np.arange(len(places)))
             np.testing.assert_array_equal(
-                row["positions"][row["segments"] == segment], np.arange(len(places))
+                row["positions"][here], np.arange(len(places))
             )
             assert len(set(document_of[places].tolist())) == 1
             pieces_of[int(document_of[places[0]])] += 1
-    assert pairs == {
-        (place - 1, place): 1 for place in stream.tolist() if place not in starts
-    }
-    assert pieces_of == {
-        number: -(-(int(length) - 1) // num_tokens)
-        for number, length in enumerate(lengths)
-    }
-    assert rows.cut_documents == sum(
-        length - 1 > num_tokens for length in lengths.tolist()
-    )
-
+        if packing is False:
+            assert row["segments"].max() == 1
+        elif packing is True and number < len(rows) - 1:
+            assert used.all()
+    inner = set(stream.tolist()) - set(starts.tolist())
+    assert pairs == {(place - 1, place): 1 for place in inner}
+    if packing == "best_fit":
+        inputs = dict(enumerate((lengths - 1).tolist()))
+        assert pieces_of == {
+            number: -(-n // num_tokens) for number, n in inputs.items()
+        }
+        assert rows.cut_documents == sum(n > num_tokens for n in inputs.values())
     for number in range(len(rows)):
         assert rows.count_targets(np.array([number, number])) == 2 * targets[number]
         assert rows.count_targets_between(number, len(rows)) == sum(targets[number:])

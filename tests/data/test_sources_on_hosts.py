@@ -1,21 +1,17 @@
 """Sources on hosts that read and on hosts that do not; the test simulates the exchange between them."""
 
 import json
-import shutil
 
 import numpy as np
 import pytest
 
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data import (
-    example_ids,
     mixture_source,
-    open_sources,
     sources_on_hosts,
 )
 from maxtext_lite.data.sources_on_hosts import (
     open_sources_on_hosts,
-    target_tokens_of_run,
 )
 
 
@@ -88,59 +84,3 @@ def test_hosts_that_find_different_data_are_refused(config, be_host):
     be_host(1, told)
     with pytest.raises(UserError, match="host 1"):
         open_sources_on_hosts(config, vocab_size=320, loading_hosts=[0, 1])
-
-
-def test_the_target_tokens_of_a_run_are_counted_exactly(config):
-    source, _ = open_sources(config)
-    for total_examples in (0, 1, len(source), 2 * len(source) + 5):
-        ids = example_ids(0, total_examples, num_examples=len(source), seed=3)
-        by_hand = sum(int((source[int(i)]["weights"] > 0).sum()) for i in ids)
-        assert (
-            target_tokens_of_run(
-                source, total_examples=total_examples, seed=3, loading_hosts=[0]
-            )
-            == by_hand
-        )
-    full, _ = open_sources(
-        load_config(None, ["dataset_type=synthetic", "max_target_length=16"])
-    )
-    assert (
-        target_tokens_of_run(full, total_examples=10**9, seed=0, loading_hosts=[0])
-        == 16 * 10**9
-    )
-
-
-def test_what_is_planned_and_what_is_trained_on_are_opened_alike(
-    config, be_host, tmp_path, monkeypatch
-):
-    """Texts for a model from elsewhere begin as its own tokenizer begins them, also without the path on resumption."""
-    told = []
-    monkeypatch.setattr(
-        mixture_source,
-        "open_sources",
-        lambda _, **keys: told.append(keys) or (None, None),
-    )
-    (tmp_path / "run/hf").mkdir(parents=True)
-    (tmp_path / "run/hf/config.json").write_text("{}")
-    (tmp_path / "run/checkpoints/5").mkdir(parents=True)
-    shutil.copytree(
-        tmp_path / "run/hf", tmp_path / "killed/hf"
-    )  # before its first checkpoint
-    for path, run_name, expected in (
-        ("", "new", False),
-        (f"{tmp_path}/run", "new", True),
-        ("", "run", True),
-        ("", "killed", False),
-        (f"{tmp_path}/gone", "run", True),
-        (f"{tmp_path}/gone", "killed", False),
-    ):
-        where = {
-            "load_parameters_path": path,
-            "base_output_directory": str(tmp_path),
-            "run_name": run_name,
-        }
-        of_run = config.model_copy(update={"dataset_type": "sft", **where})
-        mixture_source.open_mixture(of_run, vocab_size=320)
-        sources_on_hosts.opened_sources(of_run, vocab_size=320)
-        assert told == [{"vocab_size": 320, "begins_as_elsewhere": expected}] * 2
-        told.clear()

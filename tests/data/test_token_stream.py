@@ -1,18 +1,14 @@
 """Token ids of prepared datasets: equal to those written in any slice, and refused if a file has changed."""
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import functools
-import hashlib
 import json
 import pickle
 import shutil
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from maxtext_lite.config import UserError
 from maxtext_lite.data import token_stream
@@ -23,15 +19,12 @@ from maxtext_lite.data.manifest import (
     Shard,
     manifest_text,
     read_manifest,
-    stored_shard,
 )
 from maxtext_lite.data.token_stream import (
     RecordStream,
-    map_array,
     open_prepared,
     verify,
 )
-from tests.mutations import changed
 from tests.prepared import byte_shards, write_prepared
 
 TEXTS = [
@@ -161,39 +154,6 @@ def test_a_flipped_byte_is_named_or_does_not_matter(prepared):
     assert refused > 20
 
 
-def test_verify_reads_everything(prepared):
-    files = [f"0000{i}.array_record" for i in range(3)] + [DOCUMENTS_FILE]
-    assert list(verify(*open_prepared("input", prepared))) == files
-    documents = prepared / DOCUMENTS_FILE
-    starts = map_array(documents).copy()
-    for place, start in ((2, starts[2] + 1), (2, starts[2] - 1), (1, 0)):
-        moved = starts.copy()
-        moved[place] = start
-        moved.tofile(documents)
-        with pytest.raises(UserError, match=DOCUMENTS_FILE):
-            list(verify(*open_prepared("input", prepared)))
-
-
-@settings(
-    deadline=None,
-    max_examples=25,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(st.data())
-def test_any_manifest_is_one_or_refused(tmp_path, data):
-    directory, right = tmp_path / "prepared", tmp_path / "right.json"
-    if not right.exists():
-        write_prepared(directory, [[[1, 2, 3], [4]], [[5, 6]]])
-        shutil.copy(directory / MANIFEST_FILE, right)
-    stated = data.draw(changed(json.loads(right.read_text())))
-    (directory / MANIFEST_FILE).write_bytes(
-        json.dumps(stated).encode("utf-8", "surrogatepass")
-    )
-    with contextlib.suppress(UserError):
-        stream, starts = open_prepared("dataset_path", directory)
-        assert stream[0 : len(stream)].tolist() == [1, 2, 3, 4, 5, 6][: starts[-1]]
-
-
 # ---- The manifest ----
 
 SHARDS = (
@@ -234,23 +194,10 @@ def test_the_fingerprint_is_of_the_content_and_not_of_the_files():
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"format": 2}, {"tokens": 151}, {"fingerprint": ""}, {"shards": [{}]}],
-    ids=str,
+    "change", [{"format": 2}, {"tokens": 151}, {"shards": [{}]}], ids=str
 )
 def test_a_damaged_manifest_is_refused(change, tmp_path):
-    (tmp_path / MANIFEST_FILE).write_text(
-        json.dumps(json.loads(manifest_text(MANIFEST)) | change)
-    )
+    stated = json.loads(manifest_text(MANIFEST)) | change
+    (tmp_path / MANIFEST_FILE).write_text(json.dumps(stated))
     with pytest.raises(UserError, match=MANIFEST_FILE):
         read_manifest(tmp_path)
-
-
-def test_a_shards_entry_is_of_its_file(tmp_path):
-    content = bytes(range(256)) * 40  # 10,240 bytes
-    (tmp_path / "s").write_bytes(content)
-    found = stored_shard(tmp_path, "s", documents=2, tokens=7, content="c")
-    ends = hashlib.sha256(content[:4096] + content[-4096:]).hexdigest()
-    assert found == Shard(
-        "s", 2, 7, hashlib.sha256(content).hexdigest(), "c", 10_240, ends
-    )

@@ -11,7 +11,6 @@ import pytest
 from maxtext_lite.config.sections import (
     PROJECTIONS,
     QKV,
-    REMAT_POLICIES,
     REMAT_TENSORS,
     Remat,
 )
@@ -81,14 +80,9 @@ def test_remat_changes_no_gradient_and_rounds_to_the_same_eight_bits(params):
     want = jax.device_get(
         loss_and_gradients(decoder_with(None, quantization="int8"), params)
     )
-    for remat in (REMAT_POLICIES["full"], OFFLOADED):
-        found = loss_and_gradients(decoder_with(remat, quantization="int8"), params)
-        for got, right in zip(
-            jax.tree.leaves(found), jax.tree.leaves(want), strict=True
-        ):
-            np.testing.assert_allclose(
-                got, right, rtol=0, atol=1e-4 * np.abs(right).max()
-            )
+    found = loss_and_gradients(decoder_with(OFFLOADED, quantization="int8"), params)
+    for got, right in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(got, right, rtol=0, atol=1e-4 * np.abs(right).max())
 
 
 def kept_of(remat):
@@ -109,8 +103,6 @@ def kept_of(remat):
     [
         ((), []),
         (QKV, [(2, 12), (2, 12), (4, 12)]),
-        (("context",), [(4, 12)]),
-        (("mlpwi_0", "mlpwi_1"), [(48,), (48,)]),
         (PROJECTIONS, [(2, 12), (2, 12), (4, 12), (32,), (48,), (48,)]),
     ],
     ids=str,
@@ -127,33 +119,7 @@ def test_what_is_named_is_kept_and_nothing_else(tensors, shapes):
     assert kept_of(Remat((), tensors)) == sorted(
         [own, *((shape, True) for shape in shapes)]
     )
-
-
-def test_a_layers_input_can_be_kept_on_the_host():
     assert kept_of(Remat((), ("decoder_layer_input",))) == [((32,), True)]
-
-
-def test_the_less_is_kept_the_less_memory_is_needed():
-    tokens = np.zeros((8, 64), np.int32)
-
-    def temporaries(remat):
-        decoder = decoder_with(remat, num_layers=16)
-        total = jax.jit(
-            jax.grad(lambda p: jnp.sum(decoder.hidden(p, tokens, tokens + 1, tokens)))
-        )
-        return (
-            total.lower(decoder.abstract_params)
-            .compile()
-            .memory_analysis()
-            .temp_size_in_bytes
-        )
-
-    projections, nothing = (
-        temporaries(remat) for remat in (Remat(PROJECTIONS), Remat(()))
-    )
-    # Of 16 layers, 8 rows and 64 tokens, float32: queries, keys, values, and the others but the mlp's result.
-    kept = 16 * 8 * 64 * 4 * ((4 + 2 + 2) * 12 + 32 + 48 + 48)
-    assert projections - nothing == pytest.approx(kept, rel=0.15)
 
 
 def test_every_name_of_a_tensor_is_one_that_the_model_gives():

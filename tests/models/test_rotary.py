@@ -1,33 +1,14 @@
-"""Rotary angles against transformers' own frequencies, and by hand."""
-
-import functools
+"""Rotary angles by hand, of what no family has; those of families: invariance/test_families.py."""
 
 import jax
 import numpy as np
 import pytest
 
 from maxtext_lite.config import RopeScaling
-from maxtext_lite.models.rotary import Rope, rotary_angles, score_factor
+from maxtext_lite.models.rotary import Rope, rotary_angles
 
 DIM, BASE = 12, 10_000.0
 PLAIN = BASE ** (-np.arange(0, DIM, 2) / DIM)
-YARN = functools.partial(RopeScaling, "yarn", original_max_position_embeddings=64)
-DEEPSEEK = YARN(40.0, mscale=1.0, mscale_all_dim=0.7)
-SCALINGS = {
-    "default": None,
-    "linear": RopeScaling("linear", 3.0),
-    "llama3": RopeScaling(
-        "llama3",
-        8.0,
-        original_max_position_embeddings=64,
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-    ),
-    "yarn": YARN(4.0),
-    "yarn, gpt-oss": YARN(32.0, beta_fast=32.0, beta_slow=1.0, truncate=False),
-    "yarn, DeepSeek": DEEPSEEK,
-    "yarn, factor given": YARN(4.0, attention_factor=1.3),
-}
 
 
 def angles(rope, position, segment=None):
@@ -39,27 +20,6 @@ def assert_turned(found, position, frequency, factor=1.0):
     np.testing.assert_allclose(
         found, factor * np.stack([np.cos(angle), np.sin(angle)]), atol=2e-5
     )
-
-
-@pytest.mark.parametrize("name", SCALINGS)
-def test_angles_equal_transformers(name):
-    transformers, scaling = pytest.importorskip("transformers"), SCALINGS[name]
-    position = np.arange(50)[None]
-    found = angles(Rope(DIM, BASE, scaling), position)
-    if scaling is None:
-        assert_turned(found, position, PLAIN)
-        return
-    config = transformers.LlamaConfig(
-        hidden_size=4 * DIM,
-        num_attention_heads=4,
-        head_dim=DIM,
-        max_position_embeddings=64,
-        rope_parameters={"rope_theta": BASE, **scaling.to_mapping()},
-    )
-    frequency, factor = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[
-        scaling.rope_type
-    ](config, "cpu")
-    assert_turned(found, position, frequency.numpy().astype(np.float64), factor)
 
 
 @pytest.mark.fast
@@ -88,24 +48,3 @@ def test_dynamic_grows_with_each_document_by_itself_beyond_the_original_length()
     assert_turned(
         angles(Rope(DIM, BASE, scaling), POSITION, SEGMENT), POSITION, frequency
     )
-
-
-def test_longrope_chooses_its_list_by_the_length_of_each_document():
-    short, long = np.arange(1, 7.0), np.arange(11, 17.0)
-    scaling = RopeScaling(
-        "longrope",
-        3.0,
-        original_max_position_embeddings=10,
-        short_factor=tuple(short),
-        long_factor=tuple(long),
-    )
-    frequency = PLAIN / np.where(LENGTH[..., None] > 10, long, short)
-    factor = np.sqrt(1 + np.log(3) / np.log(10))
-    assert_turned(
-        angles(Rope(DIM, BASE, scaling), POSITION, SEGMENT), POSITION, frequency, factor
-    )
-
-
-def test_scores_are_multiplied_only_where_asked():
-    assert score_factor(None) == score_factor(SCALINGS["yarn"]) == 1
-    assert score_factor(DEEPSEEK) == pytest.approx((0.1 * 0.7 * np.log(40) + 1) ** 2)

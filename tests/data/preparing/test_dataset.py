@@ -1,7 +1,6 @@
 """A prepared dataset is the same for any number of workers and kills, and reads back as its documents."""
 
 import contextlib
-import hashlib
 import json
 import os
 import random
@@ -10,10 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from array_record.python.array_record_module import ArrayRecordReader
 
 from maxtext_lite.config import UserError
-from maxtext_lite.data.manifest import read_manifest
 from maxtext_lite.data.preparing import dataset, shards
 from maxtext_lite.data.preparing.dataset import prepare_dataset
 from maxtext_lite.data.preparing.keys import PrepareConfig
@@ -77,33 +74,17 @@ def test_the_stream_is_that_of_the_documents(texts, tmp_path, prepare, content):
     full = [text for text in texts if text]
     expected = np.concatenate([np.array([*text.encode(), 256]) for text in full])
     assert (outcome.empty, outcome.bad) == (len(texts) - len(full), 0)
-    manifest = read_manifest(tmp_path / "out")
-    assert (manifest.documents, manifest.tokens, manifest.dtype) == (
-        len(full),
-        len(expected),
-        "uint16",
-    )
-    starts = np.fromfile(tmp_path / "out" / "documents.i64", "<i8")
+    stream, starts = open_prepared("input", tmp_path / "out")
+    np.testing.assert_array_equal(stream[:], expected)
+    assert stream[:].dtype == np.uint16
     np.testing.assert_array_equal(
         starts, np.cumsum([0, *(len(text) + 1 for text in full)])
     )
-    files, tokens = ["manifest.json", "documents.i64", "prepare.json"], []
-    for shard in manifest.shards:
-        files.append(shard.file)
-        assert (
-            shard.sha256
-            == hashlib.sha256((tmp_path / "out" / shard.file).read_bytes()).hexdigest()
-        )
-        reader = ArrayRecordReader(str(tmp_path / "out" / shard.file), "")
-        records = reader.read_all()
-        reader.close()
-        assert {len(record) for record in records[:-1]} <= {2 * 4096}
-        tokens.append(np.frombuffer(b"".join(records), "<u2"))
-        assert len(tokens[-1]) == shard.tokens
-    np.testing.assert_array_equal(np.concatenate(tokens), expected)
+    files = ["manifest.json", "documents.i64", "prepare.json"]
+    files += [shard.file for shard in outcome.manifest.shards]
     assert sorted(content("out")) == sorted(files)
-    assert len(manifest.shards) == 4
-    assert list(verify(*open_prepared("input", tmp_path / "out")))
+    assert len(outcome.manifest.shards) == 4
+    assert list(verify(stream, starts))
 
 
 def test_processes_and_shares_make_the_same_bytes(texts, prepare, content):
@@ -255,9 +236,7 @@ def test_a_changed_input_setting_or_output_is_named(texts, tmp_path, bucket, pre
     for change, named, keys in (
         (None, "task_megabytes", {"task_megabytes": 2}),
         (None, "another", {"tokenizer": other}),
-        (None, "body", {"text_field": "body"}),
         (lambda: os.utime(text), "b.txt", {}),
-        (text.unlink, "b.txt", {}),
         (None, "a.jsonl", {"output": "in"}),
         (None, "notes.txt", {"output": "gs://bucket/mine"}),
         (None, "empty", {"input": [str(tmp_path / "in" / "empty")], "output": "o"}),
@@ -268,37 +247,11 @@ def test_a_changed_input_setting_or_output_is_named(texts, tmp_path, bucket, pre
             prepare(**keys)
 
 
-def test_a_special_token_that_the_template_prints_is_a_setting(tmp_path, prepare):
-    turns = [
-        {"role": "user", "content": "2 + 3?"},
-        {"role": "assistant", "content": "5"},
-    ]
-    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": turns}))
-    template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
-
-    def prepare_chat(begin, end):
-        stated = {"chat_template": template, "bos_token": begin, "eos_token": end}
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(stated))
-        keys = {
-            "tokenizer_type": "huggingface",
-            "tokenizer_path": str(tmp_path),
-            "tokenizer": ByteTokenizer(),
-        }
-        return prepare(input=[str(tmp_path / "a.jsonl")], chat=True, **keys)
-
-    assert prepare_chat("<s>", "</s>") == prepare_chat(
-        "<s>", "<stop>"
-    )  # which is not printed
-    with pytest.raises(UserError, match="chat_template"):
-        prepare_chat("<begin>", "</s>")
-
-
 def test_bad_lines_are_counted_and_named_up_to_their_share(texts, tmp_path, prepare):
     with (tmp_path / "in" / "a.jsonl").open("a") as opened:
         opened.write('{"tex": 1}\nno\n')
-    for share in (0.0, 0.05):
-        with pytest.raises(UserError, match=r"a\.jsonl: line at byte"):
-            prepare(max_bad_fraction=share)
+    with pytest.raises(UserError, match=r"a\.jsonl: line at byte"):
+        prepare(max_bad_fraction=0.01)
     with killed_at(40):
         prepare(max_bad_fraction=0.5)
     with pytest.raises(

@@ -5,7 +5,7 @@ import collections
 import pytest
 
 from maxtext_lite.config import load_config
-from maxtext_lite.data import open_mixture, open_sources
+from maxtext_lite.data import open_sources
 from maxtext_lite.data.preparing.inspecting import report, summaries
 from maxtext_lite.data.preparing.keys import InspectConfig
 from tests.prepared import byte_shards, write_prepared
@@ -73,13 +73,3 @@ def test_a_runs_summary_of_its_data_agrees_with_inspect(prepared):
     assert (
         summaries(open_sources(load_config(None, ["dataset_type=synthetic"]))[0]) == []
     )
-    for name, text in (("a", "12345678"), ("b", "123")):
-        prepared.with_name(f"{name}.txt").write_text(text)
-    paths = [f"{{path: {prepared.with_name(name)}.txt, weight: 1}}" for name in "ab"]
-    mixture, _ = open_mixture(
-        load_config(None, [*keys[1:], f"dataset_path=[{', '.join(paths)}]"])
-    )
-    assert {each["name"]: each["lengths"] for each in summaries(mixture)} == {
-        "a": [0, 0, 0, 1],
-        "b": [0, 0, 1],
-    }

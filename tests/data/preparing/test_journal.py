@@ -1,14 +1,10 @@
-"""One prepare at a time, or its shares, writes an output; a dead one locks nobody out."""
-
-import subprocess
-import sys
+"""One prepare at a time, or its shares, writes an output."""
 
 import pytest
 
 from maxtext_lite.config import UserError
 from maxtext_lite.data.preparing.journal import Journal
 from maxtext_lite.data.preparing.keys import PrepareConfig
-from maxtext_lite.data.preparing.shards import Entry
 from maxtext_lite.data.preparing.tasks import find_inputs, split_into_tasks
 from maxtext_lite.data.tokenizer import ByteTokenizer
 
@@ -39,34 +35,3 @@ def test_a_second_prepare_is_refused_and_shares_are_not(open_journal):
         assert_in_use(open_journal(), shared=True)
     with open_journal().hold(shared=True), open_journal().hold(shared=True):
         assert_in_use(open_journal())
-
-
-def test_the_lock_ends_with_its_process(open_journal, tmp_path):
-    with open_journal().hold(shared=False):
-        pass
-    lock = tmp_path / "out" / "journal" / "lock"
-    program = (
-        f"import fcntl, time\nopened = open({str(lock)!r}, 'ab')\nfcntl.flock(opened, fcntl.LOCK_EX)\n"
-        "print('held', flush=True)\ntime.sleep(60)\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
-    ) as holder:
-        assert holder.stdout.readline() == "held\n"
-        assert_in_use(open_journal())
-        holder.kill()
-        holder.wait()
-    with open_journal().hold(shared=False):
-        pass
-
-
-def test_a_task_is_done_when_its_entry_is_there(open_journal):
-    journal = open_journal()
-    with journal.hold(shared=False):
-        assert journal.done() == {}
-        assert journal.finish() is None
-        empty = Entry(0, None, 1, 0, ())
-        journal.record(empty)
-        assert journal.done() == {0: empty}
-        with pytest.raises(UserError):  # every document is empty
-            journal.finish()

@@ -1,7 +1,6 @@
 """Inputs are split into tasks only by size: large files into stretches, small ones joined."""
 
 import json
-import os
 
 import pytest
 
@@ -42,31 +41,6 @@ def test_lines_are_split_by_bytes_and_small_files_are_joined(tmp_path):
     assert [task.num_bytes for task in tasks] == [100, 100, 95, 500, 1]
 
 
-def test_parquet_is_split_by_row_groups(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    table = pyarrow.table({"text": ["x" * 50] * 100, "other": list(range(100))})
-    parquet.write_table(
-        table, tmp_path / "a.parquet", row_group_size=10, use_dictionary=False
-    )
-    size = (
-        parquet.ParquetFile(tmp_path / "a.parquet")
-        .metadata.row_group(0)
-        .total_byte_size
-    )
-    tasks = split_into_tasks(
-        find_inputs([str(tmp_path / "*.parquet")]), task_bytes=3 * size, field="text"
-    )
-    assert spans(tasks) == [
-        [("a.parquet", start, min(start + 3, 10))] for start in range(0, 10, 3)
-    ]
-    with pytest.raises(UserError, match=r"a\.parquet .*'body'.* text, other"):
-        split_into_tasks(find_inputs([str(tmp_path)]), task_bytes=100, field="body")
-    (tmp_path / "b.parquet").write_bytes(b"PAR1 and nothing else")
-    with pytest.raises(UserError, match=r"b\.parquet"):
-        split_into_tasks(find_inputs([str(tmp_path)]), task_bytes=100, field="text")
-
-
 def test_a_dataset_of_hugging_face_is_read_as_its_state_names_it(tmp_path):
     dataset = tmp_path / "ds"
     dataset.mkdir()
@@ -85,15 +59,3 @@ def test_a_dataset_of_hugging_face_is_read_as_its_state_names_it(tmp_path):
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     with pytest.raises(UserError, match=r"/train, \S+/test"):
         find_inputs([str(tmp_path)])
-
-
-def test_a_file_is_read_once_and_known_by_its_size_and_time(tmp_path):
-    (tmp_path / "a.txt").write_text("abc")
-    os.utime(tmp_path / "a.txt", ns=(1, 5))
-    (file,) = find_inputs([str(tmp_path / "a.txt")])
-    assert (file.num_bytes, file.changed_ns) == (3, 5)
-    with pytest.raises(UserError, match=r"a\.txt"):
-        find_inputs([str(tmp_path), str(tmp_path / "a.txt")])
-    (tmp_path / "b.csv").write_text("x")
-    with pytest.raises(UserError, match=r"b\.csv"):
-        find_inputs([str(tmp_path / "b.csv")])

@@ -3,7 +3,6 @@
 import gzip
 import json
 import os
-import shutil
 
 import numpy as np
 import pytest
@@ -72,10 +71,6 @@ def test_a_cached_text_is_the_text(config, tmp_path, monkeypatch, capsys):
 def test_another_text_or_tokenizer_has_another_place(config, tmp_path, monkeypatch):
     monkeypatch.setenv(text_cache.CACHE_VARIABLE, str(tmp_path / "elsewhere"))
     fingerprint = open_sources(config)[0].fingerprint
-    shutil.copytree(tmp_path / "in", tmp_path / "copy")
-    same = config.model_copy(update={"dataset_path": str(tmp_path / "copy")})
-    assert open_sources(same)[0].fingerprint == fingerprint
-    assert len(list((tmp_path / "elsewhere" / "text").glob("*.lock"))) == 1
     path = tmp_path / "in" / "a.jsonl"  # as many bytes, at the same time
     status = path.stat()
     path.write_bytes(path.read_bytes().replace(b"text 1 ", b"Text 1 "))
@@ -88,12 +83,6 @@ def test_another_text_or_tokenizer_has_another_place(config, tmp_path, monkeypat
 DAMAGES = {
     "flipped": (
         "*.array_record",
-        lambda content: bytes([*content[:99], content[99] ^ 1, *content[100:]]),
-    ),
-    "cut": ("*.array_record", lambda content: content[:-1]),
-    "gone": ("*.array_record", None),
-    "documents": (
-        "documents.i64",
         lambda content: bytes([*content[:99], content[99] ^ 1, *content[100:]]),
     ),
     "manifest": ("manifest.json", lambda content: content[:-9]),
@@ -109,10 +98,7 @@ def test_a_damaged_text_is_made_again(damage, config, tmp_path, capsys):
     before = {path.name: path.read_bytes() for path in entry.iterdir()}
     name, change = DAMAGES[damage]
     path = sorted(entry.glob(name))[0]
-    if change is None:
-        path.unlink()
-    else:
-        path.write_bytes(change(path.read_bytes()))
+    path.write_bytes(change(path.read_bytes()))
     capsys.readouterr()
     assert open_sources(config)[0].fingerprint == fingerprint
     assert "warning: " in capsys.readouterr().err

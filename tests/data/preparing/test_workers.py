@@ -9,8 +9,7 @@ from maxtext_lite.config import UserError
 from maxtext_lite.data.preparing.keys import PrepareConfig
 from maxtext_lite.data.preparing.shards import Workshop
 from maxtext_lite.data.preparing.tasks import find_inputs, split_into_tasks
-from maxtext_lite.data.preparing.workers import run_here, run_in_processes
-from maxtext_lite.data.tokenizer import ByteTokenizer
+from maxtext_lite.data.preparing.workers import run_in_processes
 
 
 def job(tmp_path, content):
@@ -21,22 +20,6 @@ def job(tmp_path, content):
         tmp_path, tmp_path, {file.path: file for file in files}, len(tasks), 0.0
     )
     return tasks, workshop, PrepareConfig()
-
-
-def test_this_process_reports_tokens_and_entries(tmp_path):
-    made = list(run_here(*job(tmp_path, '{"text": "abc"}\n' * 8), ByteTokenizer()))
-    assert [each.tokens for each in made] == [
-        12,
-        8,
-        12,
-        0,
-    ]  # no line begins in the last 8 of 128 bytes
-    assert [each.entry.shard and each.entry.shard.tokens for each in made] == [
-        12,
-        8,
-        12,
-        None,
-    ]
 
 
 def test_a_worker_passes_errors_on(tmp_path, monkeypatch):
