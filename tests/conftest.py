@@ -171,3 +171,16 @@ def bucket(bucket_environment, tmp_path):
     from maxtext_lite.config.bucket import any_path
 
     return any_path(f"gs://bucket{tmp_path}", "bucket")
+
+
+# ---- One device ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_device(monkeypatch):
+    """Runs have the first device alone, for which a step compiles in half the time."""
+    import jax
+
+    first = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda *_: first)
+    monkeypatch.setattr(jax, "device_count", lambda *_: 1)

@@ -101,7 +101,7 @@ def test_the_formula_is_the_loss(smoothing):
         assert loss == pytest.approx(eval(formula, names), rel=1e-6)
 
 
-def test_the_configs_run_as_they_stand_one_after_the_other(tmp_path):
+def test_the_configs_run_as_they_stand_one_after_the_other(tmp_path, one_device):
     words = [
         "steps=3",
         "warmup_steps=0",

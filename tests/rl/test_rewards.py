@@ -309,23 +309,10 @@ def test_a_function_that_hangs_everywhere_takes_twice_its_time_not_more_for_more
 
     monkeypatch.setattr(_Worker, "asked", timed)
     with rewards("reward_functions=m:numbers", "reward_timeout_seconds=1") as judge:
-        scores = judge.of([*ANSWERS, *ANSWERS], ["hang"] * 8, 2)
-    assert (scores.total.tolist(), scores.errors) == ([0] * 8, 8)
-    assert len(waited) == 5
+        scores = judge.of(ANSWERS, ["hang"] * 4, 2)
+    assert (scores.total.tolist(), scores.errors) == ([0] * 4, 4)
+    assert len(waited) == 3
     assert sum(waited) <= 2.001
-
-
-def test_an_answer_that_was_not_waited_for_is_not_that_to_the_next_question():
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    with rewards("reward_functions=m:fails") as judge:
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
-        with pytest.raises(KeyboardInterrupt):
-            judge.of(ANSWERS, ["hang", "b", "c", "d"])
-        signal.signal(signal.SIGALRM, before)
-        assert judge.of(ANSWERS[:2], ["a", "b"]).total.tolist() == [1, 1]
 
 
 def test_one_process_without_jax_has_all_calls_and_is_gone_afterwards():

@@ -159,25 +159,6 @@ def test_log_probabilities_are_those_that_training_finds(name, sampling, engine)
         assert apart <= 1e-5 * (np.linalg.norm(wanted) + np.sqrt(MOST_NEW))
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        {"num_slots": 5, "refill_fraction": 0.6},
-        {"num_devices": 8, "fsdp": 2, "tensor": 2, "num_slots": 8},
-    ],
-    ids=str,
-)
-def test_a_response_is_the_same_for_any_slots_and_devices(how, free_responses):
-    other = make_engine(LLAMA, **how)
-    responses = other.generate(REQUESTS, sampling=FREE, max_new_tokens=MOST_NEW)
-    assert tokens(responses) == tokens(free_responses)
-    for one, two in zip(responses, free_responses, strict=True):
-        # Parameters that change by half a unit in their last place move these by up to 2.6e-5.
-        np.testing.assert_allclose(
-            one.log_probabilities, two.log_probabilities, rtol=0, atol=3e-5
-        )
-
-
 def test_a_response_depends_on_its_prompt_its_key_and_the_seed_only(
     engine, free_responses
 ):
@@ -191,23 +172,6 @@ def test_a_response_depends_on_its_prompt_its_key_and_the_seed_only(
     assert engine.generate([], **how) == []
     reseeded = make_engine(LLAMA, seed=5 + 2**32)
     assert tokens(reseeded.generate(REQUESTS, **how)) != tokens(free_responses)
-
-
-def test_responses_end_at_a_stop_token_or_at_the_most_new_tokens(free_responses):
-    stop = [free_responses[0].token_ids[3], free_responses[1].token_ids[0]]
-    made = make_engine(LLAMA, stop=stop)
-    responses = made.generate(REQUESTS, sampling=FREE, max_new_tokens=9)
-    for cut, whole in zip(responses, free_responses, strict=True):
-        ids = whole.token_ids[:9]
-        places = [place for place, token in enumerate(ids) if token in stop]
-        length = places[0] + 1 if places else 9
-        assert cut.token_ids == ids[:length]
-        assert cut.ended == bool(places)
-        np.testing.assert_allclose(
-            cut.log_probabilities, whole.log_probabilities[:length], atol=1e-5
-        )
-    assert {response.ended for response in responses} == {True, False}
-    assert len(responses[1].token_ids) == 1
 
 
 FOREVER, STOP, THREE = 0, 1, 4
@@ -247,3 +211,33 @@ def test_a_long_response_keeps_no_slot_busy_but_its_own():
 def test_slots_that_devices_cannot_share_are_refused():
     with pytest.raises(UserError, match=r"rollout_slots=5 .*: 4 or 6"):
         make_engine(LLAMA, num_devices=2, num_slots=5)
+
+
+def test_a_response_is_the_same_on_any_devices(free_responses):
+    other = make_engine(LLAMA, num_devices=8, fsdp=2, tensor=2, num_slots=8)
+    responses = other.generate(REQUESTS, sampling=FREE, max_new_tokens=MOST_NEW)
+    assert tokens(responses) == tokens(free_responses)
+    for one, two in zip(responses, free_responses, strict=True):
+        # Parameters that change by half a unit in their last place move these by up to 2.6e-5.
+        np.testing.assert_allclose(
+            one.log_probabilities, two.log_probabilities, rtol=0, atol=3e-5
+        )
+
+
+def test_responses_in_any_slots_end_at_a_stop_token_or_at_the_most_new_tokens(
+    free_responses,
+):
+    stop = [free_responses[0].token_ids[3], free_responses[1].token_ids[0]]
+    made = make_engine(LLAMA, stop=stop, num_slots=5, refill_fraction=0.6)
+    responses = made.generate(REQUESTS, sampling=FREE, max_new_tokens=9)
+    for cut, whole in zip(responses, free_responses, strict=True):
+        ids = whole.token_ids[:9]
+        places = [place for place, token in enumerate(ids) if token in stop]
+        length = places[0] + 1 if places else 9
+        assert cut.token_ids == ids[:length]
+        assert cut.ended == bool(places)
+        np.testing.assert_allclose(
+            cut.log_probabilities, whole.log_probabilities[:length], atol=1e-5
+        )
+    assert {response.ended for response in responses} == {True, False}
+    assert len(responses[1].token_ids) == 1

@@ -133,41 +133,6 @@ def judged(tmp_path, monkeypatch):
     return [*WHOLE, "reward_functions=judge:low_bytes"]
 
 
-def test_killed_and_stopped_after_any_step_a_run_continues_to_the_same_bits(
-    whole, judged, tmp_path, config_of, monkeypatch, capsys
-):
-    """Killed in the second of two chunks of a batch; stopped between batches, and between two updates on one."""
-    words = ["post_train/rl.yml", *RUN, *judged, f"base_output_directory={tmp_path}"]
-    # Three chunks of the evaluation, and two of the first batch.
-    (tmp_path / "deadly").write_text("5")
-    killed = subprocess.run(
-        [*quick_python(), "-m", "maxtext_lite.train_rl", *words],
-        env=environment(8),
-        timeout=SECONDS,
-    )
-    assert killed.returncode == -signal.SIGKILL
-    run = RunFiles(tmp_path / "rl")
-    assert run.last_step == 0
-    assert (run.directory / "reference" / "checkpoints" / "0").exists()
-    (tmp_path / "deadly").unlink()
-    for here, after in ((2, 2), (1, 3)):
-        stopped_after(monkeypatch, here)
-        assert main(words) == 75
-        assert run.checkpoints[-1] == run.last_step == after
-    stopped_after(monkeypatch, 9)
-    result = train_rl(config_of(tmp_path, *judged))
-    assert not result.interrupted
-    # Of the first start alone.
-    assert capsys.readouterr().out.count("random weights") == 1
-    directories = run.directory, whole.run_directory
-    one, other = (timeless(steps(directory)) for directory in directories)
-    assert one == other
-    for read in (evaluations, lambda directory: lines(directory, "rollouts.jsonl")):
-        assert read(directories[0]) == read(directories[1])
-    for one, other in zip(parameters(result), parameters(whole), strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
 def test_a_batch_of_pairs_stays_as_the_run_began_it_and_a_restart_needs_the_reference(
     whole, tmp_path, config_of
 ):
@@ -334,3 +299,36 @@ def test_the_watchdog_ends_no_run_that_waits_for_rewards_or_a_server_within_thei
     monkeypatch.setattr(rollout_steps, "train_run", lambda *_: None)
     train_rl(config_of(tmp_path, *words))
     assert told == {"rollout": seconds, "evaluation": seconds}
+
+
+def test_killed_and_stopped_a_run_continues_to_the_same_bits(
+    whole, judged, tmp_path, config_of, monkeypatch
+):
+    """Killed in the second chunk of the third batch; then stopped after one step more, so that one of its two starts is
+    between batches and the other between two updates on one."""
+    words = ["post_train/rl.yml", *RUN, *judged, f"base_output_directory={tmp_path}"]
+    # Three chunks of each of two evaluations, and two of each batch.
+    (tmp_path / "deadly").write_text("12")
+    killed = subprocess.run(
+        [*quick_python(), "-m", "maxtext_lite.train_rl", *words],
+        env=environment(8),
+        timeout=SECONDS,
+    )
+    assert killed.returncode == -signal.SIGKILL
+    run = RunFiles(tmp_path / "rl")
+    assert run.last_step == 4
+    assert (run.directory / "reference" / "checkpoints" / "0").exists()
+    (tmp_path / "deadly").unlink()
+    stopped_after(monkeypatch, 1)
+    assert main(words) == 75
+    assert run.checkpoints[-1] == run.last_step < 6
+    stopped_after(monkeypatch, 9)
+    result = train_rl(config_of(tmp_path, *judged))
+    assert not result.interrupted
+    directories = run.directory, whole.run_directory
+    one, other = (timeless(steps(directory)) for directory in directories)
+    assert one == other
+    for read in (evaluations, lambda directory: lines(directory, "rollouts.jsonl")):
+        assert read(directories[0]) == read(directories[1])
+    for one, other in zip(parameters(result), parameters(whole), strict=True):
+        np.testing.assert_array_equal(one, other)
