@@ -176,11 +176,15 @@ def bucket(bucket_environment, tmp_path):
 # ---- One device ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def one_device(monkeypatch):
-    """Runs have the first device alone, for which a step compiles in half the time."""
+def use_one_device(patch: pytest.MonkeyPatch) -> None:
+    """Has runs see the first device alone, for which a step compiles in half the time."""
     import jax
 
     first = jax.devices()[:1]
-    monkeypatch.setattr(jax, "devices", lambda *_: first)
-    monkeypatch.setattr(jax, "device_count", lambda *_: 1)
+    patch.setattr(jax, "devices", lambda *_: first)
+    patch.setattr(jax, "device_count", lambda *_: 1)
+
+
+@pytest.fixture
+def one_device(monkeypatch):
+    use_one_device(monkeypatch)
