@@ -107,6 +107,7 @@ def test_the_configs_run_as_they_stand_one_after_the_other(tmp_path, one_device)
         "warmup_steps=0",
         "base_num_decoder_layers=1",
         "eval_interval=3",
+        "eval_steps=1",
     ]
     words.append(f"base_output_directory={tmp_path}")
     for name, more in (
