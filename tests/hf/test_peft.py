@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from maxtext_lite.config import UserError, load_config
+from maxtext_lite.config import UserError
 from maxtext_lite.config.hf.adapter import adapter_of
 from maxtext_lite.config.hf.config import model_keys
 from maxtext_lite.config.hf.model_directory import directory_config
@@ -148,46 +148,6 @@ def test_adapters_add_in_transformers_what_they_add_here_and_are_read_back(
     assert_same(
         read_peft_adapters(adapter_of(tmp_path / "new"), shapes_of(decoder)), new
     )
-
-
-def test_a_module_of_several_weights_has_columns_of_each_where_the_metadata_says_so(
-    tmp_path,
-):
-    """An export without metadata, as older ones are, has the rank that a run of it states."""
-    directory, out = save("phi3", tmp_path / "base"), tmp_path / "adapters"
-    _, decoder, adapters, _ = adapted(directory, ("query", "value"))
-    export(directory, out, decoder, adapters)
-    file = out / "adapter_model.safetensors"
-    tensors = safetensors.numpy.load_file(file)
-    safetensors.numpy.save_file(tensors, file)
-    found = adapter_of(out)
-    assert (found.rank, found.alpha, found.targets) == (6, 12, "key,query,value")
-    words = [
-        f"load_parameters_path={out}",
-        "dataset_type=synthetic",
-        "max_target_length=32",
-        "lora_rank=3",
-    ]
-    config = load_config(None, [*words, "lora_alpha=6"])
-    assert (config.lora_rank, config.lora_alpha) == (3, 6)
-    with pytest.raises(UserError, match=r"lora_alpha=5 "):
-        load_config(None, [*words, "lora_alpha=5"])
-    back, given = (
-        flat(read_peft_adapters(found.as_stated(3), shapes_of(decoder))),
-        flat(adapters),
-    )
-    for path, x in given.items():
-        np.testing.assert_array_equal(back[path], x, err_msg=path)
-    assert not any(
-        back[path].any() for path in back.keys() - given.keys() if path.endswith("/b")
-    ), "the keys' own"
-
-    name = "base_model.model.model.layers.1.self_attn.qkv_proj.lora_B.weight"
-    tensors[name][0, 4] = 1  # a row of the query, in the columns of the value
-    safetensors.numpy.save_file(tensors, file, {"lora_targets": "query,value"})
-    for wrong in (adapter_of(out), found.as_stated(3)):
-        with pytest.raises(UserError, match=r"qkv_proj"):
-            read_peft_adapters(wrong, shapes_of(decoder))
 
 
 def outside(directory, out, modules, *, rank, alpha, **fields):

@@ -237,30 +237,3 @@ def test_slots_without_a_pair_count_nothing():
     counts = GRPO.counts(batch)
     assert counts["responses"].tolist() == [1] * PAIRS + [0] * 3
     assert counts["target_tokens"].tolist() == [3, 10, 1, 7, 5, 2, 9, 4, 0, 0, 0]
-
-
-EXPERTS = (
-    *SGD,
-    "num_experts=4",
-    "num_experts_per_tok=2",
-    "base_moe_mlp_dim=8",
-    "load_balance_loss_weight=0.5",
-    "router_z_loss_multiplier=0.1",
-)
-
-
-def test_experts_losses_weigh_as_responses_do(setup):  # noqa: F811
-    """Against the streams' own values: means over the responses' tokens."""
-    it, batch = setup(*EXPERTS), rows()
-    got = gradients(it, variant(aggregation="token_mean"), batch)
-    tokens = batch["weights"].sum(axis=1)
-    with jax.default_matmul_precision("highest"):
-        _, aux = jax.jit(it.decoder.hidden_and_aux)(
-            it.initial.params, batch["tokens"], batch["segments"], batch["positions"]
-        )
-    layers = it.config.base_num_decoder_layers
-    balance = tokens @ np.asarray(aux["moe_balance"]) / tokens.sum() / layers
-    assert got.aux["moe_balance"] == pytest.approx(float(balance), rel=1e-5)
-    (z_name,) = [name for name in got.aux if "z" in name.split("_")]
-    z = np.sum(batch["weights"] * aux[z_name]) / tokens.sum() / layers
-    assert got.aux[z_name] == pytest.approx(float(z), rel=1e-5)
