@@ -174,3 +174,20 @@ def bucket(bucket_environment, tmp_path):
     from maxtext_lite.config.bucket import any_path
 
     return any_path(f"gs://bucket{tmp_path}", "bucket")
+
+
+# ---- One device ----------------------------------------------------------------------------------------------------
+
+
+def use_one_device(patch: pytest.MonkeyPatch) -> None:
+    """Has runs see the first device alone, for which a step compiles in half the time."""
+    import jax
+
+    first = jax.devices()[:1]
+    patch.setattr(jax, "devices", lambda *_: first)
+    patch.setattr(jax, "device_count", lambda *_: 1)
+
+
+@pytest.fixture
+def one_device(monkeypatch):
+    use_one_device(monkeypatch)

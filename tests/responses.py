@@ -22,7 +22,6 @@ GRPO = Policy(
     max_response_tokens=LONGEST,
     on_policy=False,
 )
-AGGREGATIONS = ("seq_mean_token_mean", "token_mean", "seq_mean_token_sum_norm")
 
 
 def variant(**changes):

@@ -57,58 +57,35 @@ def test_json_holds_the_same(printed):
 
 
 def test_a_devices_memory_time_and_empty_slots_are_looked_at(printed):
-    words = [
-        "--tokens",
-        "160e9",
-        "model_name=llama3-8b",
-        "max_target_length=4096",
-        "--devices",
-    ]
-    out = printed(*words, "64", "--device", "h200")
+    words = "--tokens 160e9 model_name=llama3-8b max_target_length=4096 --devices"
+    out = printed(*words.split(), "64", "--device", "h200")
     assert "8.03B parameters (6.98B without embeddings)" in out
     assert "2.82 to 4.7 days" in out
-    assert "more memory than the device has" not in out
-    assert "more memory than the device has" in printed(*words, "8", "--device", "v5e")
-    words = [
-        "--tokens",
-        "2e9",
-        "--parameters",
-        "1e8",
-        "--devices",
-        "4096",
-        "ici_fsdp_parallelism=64",
-    ]
-    out = printed(*words, "ici_data_parallelism=64", "max_target_length=8192")
+    too_much = "more memory than the device has"
+    assert too_much not in out
+    assert too_much in printed(*words.split(), "8", "--device", "v5e")
+    words = "--tokens 2e9 --parameters 1e8 --devices 4096 ici_fsdp_parallelism=64"
+    words += " ici_data_parallelism=64 max_target_length=8192"
+    out = printed(*words.split())
     assert re.search(r" = 8 examples: .*; 4,088 of 4,096 slots empty", out)
 
 
 def test_of_a_number_of_parameters_the_days_are_those_of_6_n_d_and_memory_is_not_looked_at(
     printed,
 ):
-    words = [
-        "--tokens",
-        "20e9",
-        "--parameters",
-        "1e9",
-        "--devices",
-        "8",
-        "--device",
-        "v5e",
-        "dtype=bfloat16",
-    ]
+    words = "--tokens 20e9 --parameters 1e9 --devices 8 --device v5e dtype=bfloat16"
     seconds = 6 * 1e9 * 20e9 / (8 * 197e12)  # v5e: 197 TFLOP/s in bfloat16
-    for legal in json.loads(printed(*words, "--json"))["legal"]:
+    for legal in json.loads(printed(*words.split(), "--json"))["legal"]:
         assert legal["fits"] is None
-        assert legal["days"]["low"] == pytest.approx(
-            seconds / 0.5 / 86_400, rel=1e-3
-        )  # the last batch is whole
-        assert legal["days"]["high"] == pytest.approx(seconds / 0.3 / 86_400, rel=1e-3)
+        # The last batch is whole.
+        for bound, mfu in (("low", 0.5), ("high", 0.3)):
+            days = pytest.approx(seconds / mfu / 86_400, rel=1e-3)
+            assert legal["days"][bound] == days
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        "global_batch_size=512 per_device_batch_size=8 gradient_accumulation_steps=-1",
         "global_batch_size=64 per_device_batch_size=auto",
         "enable_rampup_batch_size=true",
         "num_epochs=2 last_batch=train",
@@ -118,16 +95,10 @@ def test_of_a_number_of_parameters_the_days_are_those_of_6_n_d_and_memory_is_not
 def test_what_is_printed_plans_behind_the_words_of_the_command_line(words, printed):
     words = words.split()
     out = printed(*words, "--tokens", "2e9", "--parameters", "1e8", "--devices", "8")
-    legal = [
-        re.findall(r"\w+=\S+", line)
-        for line in out.splitlines()
-        if " examples: " in line
-    ]
-    ramp = [
-        re.findall(r"\w+=\S+", line)
-        for line in out.splitlines()
-        if "global_rampup_samples=" in line
-    ]
+    legal, ramp = (
+        [re.findall(r"\w+=\S+", line) for line in out.splitlines() if part in line]
+        for part in (" examples: ", "global_rampup_samples=")
+    )
     assert len(legal) == 5
     assert ramp
     for settings in [*legal, *ramp]:  # as many whole batches as the tokens need

@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import re
 import subprocess
@@ -42,30 +43,36 @@ def wheel(tmp_path_factory):
 
 def test_the_wheel_holds_every_module_config_and_asset_and_nothing_else(wheel):
     names = set(wheel.namelist())
-    files = [module.path for module in modules().values()] + [
-        *ASSETS,
-        *(REPOSITORY / "configs").rglob("*.yml"),
-    ]
-    for file in files:
-        name = file.relative_to(REPOSITORY).as_posix()
-        assert (
-            name.replace(
-                "configs/", "maxtext_lite/configs/", name.startswith("configs/")
-            )
-            in names
-        )
-    assert {
-        "maxtext_lite/reporting/page.css",
-        "maxtext_lite/reporting/page.js",
-        "maxtext_lite/py.typed",
-    } <= names
+    sources = [module.path for module in modules().values()] + ASSETS
+    expected = {path.relative_to(REPOSITORY).as_posix() for path in sources}
+    configs = (REPOSITORY / "configs").rglob("*.yml")
+    expected |= {
+        f"maxtext_lite/{path.relative_to(REPOSITORY).as_posix()}" for path in configs
+    }
+    pages = ("reporting/page.css", "reporting/page.js", "py.typed")
+    expected |= {f"maxtext_lite/{name}" for name in pages}
+    assert expected <= names
     (about,) = {name.split("/")[0] for name in names} - {"maxtext_lite"}
     assert about == f"maxtext_lite-{maxtext_lite.__version__}.dist-info"
-    assert (
-        "maxtext-lite = maxtext_lite.cli:main"
-        in wheel.read(f"{about}/entry_points.txt").decode()
-    )
+    commands = wheel.read(f"{about}/entry_points.txt").decode()
+    assert "maxtext-lite = maxtext_lite.cli:main" in commands
     assert b"Apache License" in wheel.read(f"{about}/licenses/LICENSE")
+
+
+def needed_on(python, texts):
+    """The requirements that count for a version of Python on Linux."""
+    environment = {
+        **default_environment(),
+        "sys_platform": "linux",
+        "platform_system": "Linux",
+        "platform_machine": "x86_64",
+        "python_version": python,
+        "python_full_version": f"{python}.5",
+    }
+    found = map(Requirement, texts)
+    return [
+        each for each in found if not each.marker or each.marker.evaluate(environment)
+    ]
 
 
 def test_the_citation_and_the_changes_have_the_version():
@@ -82,61 +89,39 @@ def test_a_wheel_finds_its_configs_from_any_directory(wheel, tmp_path):
         "print(maxtext_lite.load_config('configs/base.yml', ['steps=7']).steps, packaged_directory('configs'))\n"
         "print(packaged_file('assets', maxtext_lite.load_config().dataset_path))"
     )
-    variables = {"PYTHONPATH": str(tmp_path / "site"), "PATH": ""}
-    command = [sys.executable, "-c", program]
     result = subprocess.run(
-        command,
+        [sys.executable, "-c", program],
         cwd=tmp_path,
-        env=variables,
+        env={"PYTHONPATH": str(tmp_path / "site"), "PATH": ""},
         capture_output=True,
         text=True,
         timeout=300,
     )
     site = (tmp_path / "site" / "maxtext_lite").resolve()
-    expected = [
-        "7",
-        str(site / "configs"),
-        str(site / "assets" / "shakespeare.jsonl.gz"),
-    ]
+    asset = site / "assets" / "shakespeare.jsonl.gz"
+    expected = ["7", str(site / "configs"), str(asset)]
     assert result.stdout.split() == expected, result.stderr
 
 
 @pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
 def test_the_lock_has_one_version_within_the_range_of_every_dependency(python):
-    machine = {
-        "sys_platform": "linux",
-        "platform_system": "Linux",
-        "platform_machine": "x86_64",
-    }
-    versions = {"python_version": python, "python_full_version": f"{python}.5"}
-    environment = {**default_environment(), **machine, **versions}
+    lines = (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").splitlines()
     locked = {}
-    for line in (
-        (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    ):
-        entry = None if line.startswith("#") or not line else Requirement(line)
-        if entry and (not entry.marker or entry.marker.evaluate(environment)):
-            name = canonicalize_name(entry.name)
-            assert name not in locked, f"two versions of {name}"
-            locked[name] = str(entry.specifier).removeprefix("==")
-    of_extras = [
-        text
-        for extra in ("gcs", "s3", "hf", "prepare", "test")
-        for text in EXTRAS[extra]
-    ]
-    for text in [*PROJECT["dependencies"], *of_extras]:
-        requirement = Requirement(text)
-        name = canonicalize_name(requirement.name)
-        if name != "maxtext-lite" and (
-            not requirement.marker or requirement.marker.evaluate(environment)
-        ):
-            assert requirement.specifier.contains(locked[name]), text
-            is_here = (
-                sys.version.startswith(f"{python}.") and text in PROJECT["dependencies"]
-            )
-            assert not is_here or importlib.metadata.version(name) == locked[name], (
-                "run scripts/test.sh"
-            )
+    for entry in needed_on(python, [x for x in lines if x and not x.startswith("#")]):
+        name = canonicalize_name(entry.name)
+        assert name not in locked, f"two versions of {name}"
+        locked[name] = str(entry.specifier).removeprefix("==")
+    own = PROJECT["dependencies"]
+    extras = [EXTRAS[extra] for extra in ("gcs", "s3", "hf", "prepare", "test")]
+    for each in needed_on(python, itertools.chain(own, *extras)):
+        name = canonicalize_name(each.name)
+        if name != "maxtext-lite":
+            assert each.specifier.contains(locked[name]), each
+    if sys.version.startswith(f"{python}."):
+        for each in needed_on(python, own):
+            name = canonicalize_name(each.name)
+            here = importlib.metadata.version(name)
+            assert here == locked[name], "run scripts/test.sh"
 
 
 DISTRIBUTIONS = {

@@ -61,9 +61,7 @@ def test_texts_become_a_dataset_that_a_run_reads(words, tmp_path, capsys):
     ("text", "paths"),
     [
         ("*.txt", ["*.txt"]),
-        ("2024", ["2024"]),
-        ("txt/x: y.txt", ["txt/x: y.txt"]),
-        ("txt/x #1.txt", ["txt/x #1.txt"]),
+        ("txt/x: y #1.txt", ["txt/x: y #1.txt"]),
         ("'a #1.txt'", ["a #1.txt"]),
         ("[a.txt, b.txt]", ["a.txt", "b.txt"]),
         ("[ab]*.txt", ["[ab]*.txt"]),
@@ -78,13 +76,6 @@ def test_the_output_may_be_below_the_home_directory(words, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     assert main([*words, "output=~/own", "num_workers=1"]) == 0
     assert (tmp_path / "own" / "manifest.json").exists()
-
-
-def test_a_share_leaves_the_manifest_to_the_last(words, tmp_path):
-    assert main([*words, "--task", "1", "--of", "2"]) == 0
-    assert not (tmp_path / "out" / "manifest.json").exists()
-    assert main([*words, "--task", "0", "--of", "2"]) == 0
-    assert (tmp_path / "out" / "manifest.json").exists()
 
 
 def test_a_pipeline_of_datatrove_makes_the_same_bytes(tmp_path, monkeypatch):

@@ -42,8 +42,6 @@ ENTRY %main (p: bf16[8192,8192]) -> bf16[8192,8192] {{
     ("name", "devices", "slices", "topology"),
     [
         ("v5e", 8, 1, "v5e:2x4"),
-        ("v5e", 1, 1, "v5e:1x1"),
-        ("v6e", 256, 1, "v6e:16x16"),
         ("v5p", 256, 1, "v5p:4x8x8"),
         ("h100", 8, 1, "h100:8"),
         ("v5e", 16, 2, "2*v5e:2x4"),
@@ -156,9 +154,7 @@ def test_attention_is_left_out_of_both_where_its_kernel_does_not_tell(
     ("compiled", "expected"),
     [
         ([5, 6, 7, 8], 1.0),
-        ([8, 7, 6], -1.0),
         ([10, 30, 20], 0.5),
-        ([5, 6], None),
         ([5, None, 6], None),
     ],
 )

@@ -201,13 +201,6 @@ def test_bytes_are_those_of_live_arrays_and_of_what_the_step_takes(name):
     )
 
 
-def test_logical_axes_and_mesh_axes_of_a_parameter():
-    parameters = program("data 2 x fsdp 2 x tensor 2, local updates").parameters
-    (query,) = [each for each in parameters if each.name == "layers.attention.query"]
-    assert query.axes == ("replica", "layers", "embed", "heads", "head_dim")
-    assert query.partition_spec == (("data",), (), ("fsdp",), ("tensor",), ())
-
-
 def test_flops_of_the_model_are_six_per_weight_and_token_and_the_attention():
     it = program()
     weights = (
@@ -263,12 +256,9 @@ def residual_bytes(config):
     [
         ("remat_policy=full", "norm_placement=both"),
         ("remat_policy=minimal", "norm_placement=post"),
-        ("remat_policy=save_qkv_proj",),
         ("remat_policy=save_dot_products", "norm_placement=both"),
-        ("remat_policy=none", "norm_placement=post"),
         ("remat_policy=none",),
         (*EXPERTS, "remat_policy=minimal"),
-        (*EXPERTS, "remat_policy=custom", "remat_save=expert_rows,mlpwi_0"),
         (
             *EXPERTS,
             "remat_policy=custom",

@@ -1,22 +1,15 @@
 """The kernels of attention and of experts' matmuls on each kind of device: the best one that does what is needed."""
 
-import importlib.util
-
 import pytest
 import yaml
 
 from maxtext_lite.config import load_config
 from maxtext_lite.config.kernels import (
-    KERNELS,
     TOKAMAX_VERSIONS,
     Accelerator,
-    KernelChoice,
-    Needs,
     attention_kernel,
     exchanged_rows,
     grouped_matmul_kernel,
-    installed_tokamax,
-    lacking,
     planned_kernel,
 )
 from tests.source_tree import REPOSITORY
@@ -90,26 +83,6 @@ def test_every_shipped_model_has_a_fused_kernel_on_hopper_and_blackwell_and_plai
     assert plain == set(TABLE["plain"])
 
 
-def test_a_plan_takes_a_kernel_that_is_named_at_its_word_and_assumes_tokamax():
-    for name in KERNELS:
-        assert (
-            load_config(
-                None, [f"attention={name}", BFLOAT16, "packing=false"]
-            ).attention
-            == name
-        )
-    config = load_config(None, ["attention=splash", BFLOAT16])
-    assert planned_kernel(config, CPU, 1) == KernelChoice("splash")
-    planned = attention_kernel(
-        load_config(None, [BFLOAT16]), Accelerator.planned("gpu")
-    )
-    assert planned.to_json() == {
-        "name": "tokamax_mosaic",
-        "passed_over": {},
-        "assumed": "compute capability 9.0 with tokamax",
-    }
-
-
 @pytest.mark.parametrize(
     ("name", "accelerator", "shards", "nearest"),
     [
@@ -125,43 +98,6 @@ def test_a_kernel_that_does_not_run_here_is_refused(name, accelerator, shards, n
         attention_kernel(
             load_config(None, [f"attention={name}", BFLOAT16]), accelerator, shards
         )
-
-
-def test_what_each_kernel_lacks():
-    needs = Needs(
-        head_dim=64,
-        window=True,
-        soft_cap=2.0,
-        sinks=True,
-        values_differ=True,
-        documents=True,
-    )
-    words = ("documents", "windows", "soft cap", "sinks", "another width")
-    found = {
-        name: [word for word in words if word in " ".join(lacking(name, needs))]
-        for name in KERNELS
-    }
-    of_scores = ["soft cap", "sinks", "another width"]
-    assert found == {
-        "cudnn_flash": ["documents", *of_scores],
-        "pallas_mha": ["windows", *of_scores],
-        "cudnn_masked": of_scores,
-        "splash": [],
-        "dot_product": [],
-        "tokamax_mosaic": [],
-    }
-
-
-def test_what_is_installed_is_found_without_importing_it(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert installed_tokamax() is Accelerator.of("gpu").tokamax is None
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr("importlib.metadata.version", lambda name: f"{name} 7")
-    assert installed_tokamax() == Accelerator.of("gpu").tokamax == "tokamax 7"
-    assert (
-        Accelerator.planned("gpu").tokamax == TOKAMAX_VERSIONS[-1]
-    )  # for another machine, where an extra installs it
-    assert Accelerator.of(BARE) is Accelerator.planned(BARE) is BARE
 
 
 # ---- Experts: the kernel of their matmuls, and the exchange of tokens between devices ------------------------------

@@ -2,10 +2,6 @@
 
 import contextlib
 import json
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,9 +19,8 @@ from maxtext_lite.config import (
     packaged_file,
     write_resolved,
 )
-from maxtext_lite.config.hints import _ELSEWHERE, missing_file
+from maxtext_lite.config.hints import _ELSEWHERE
 from tests.mutations import VALUES
-from tests.source_tree import REPOSITORY
 
 
 def problems_of(*arguments):
@@ -138,43 +133,6 @@ def test_a_file_of_a_shipped_name_is_the_users_own(here):
     assert isinstance(load_config("post_train/rl.yml"), RLRunConfig)
 
 
-def test_an_empty_file_is_a_config(here):
-    Path("my.yml").write_text("")
-    assert load_config("my.yml") == load_config()
-
-
-def test_only_files_inside_the_shipped_directory_are_shipped_files():
-    assert (
-        packaged_file("configs", "configs/base.yml")
-        == packaged_directory("configs") / "base.yml"
-    )
-    assert packaged_file("configs", "../pyproject.toml") is None
-    assert packaged_file("configs", "nothing.yml") is None
-    assert packaged_file("assets", "shakespeare.jsonl.gz").is_file()
-
-
-def test_a_wheel_finds_its_configs_from_any_directory(tmp_path):
-    package = tmp_path / "site" / "maxtext_lite"
-    shutil.copytree(
-        REPOSITORY / "maxtext_lite",
-        package,
-        ignore=shutil.ignore_patterns("__pycache__"),
-    )
-    shutil.copytree(REPOSITORY / "configs", package / "configs")
-    program = (
-        "import maxtext_lite; print(maxtext_lite.load_config('configs/models/llama3-8b.yml').base_emb_dim,"
-        "maxtext_lite.load_config(None, ['model_name=smollm2-135m']).base_emb_dim, maxtext_lite.__file__)"
-    )
-    command, environment = (
-        [sys.executable, "-c", program],
-        os.environ | {"PYTHONPATH": str(tmp_path / "site")},
-    )
-    said = subprocess.check_output(
-        command, cwd=tmp_path, env=environment, text=True, timeout=120
-    )
-    assert said.split() == ["4096", "576", str(package / "__init__.py")]
-
-
 # ---- What is no config ---------------------------------------------------------------------------------------------
 
 
@@ -252,15 +210,6 @@ def test_all_problems_are_reported_at_once_and_each_with_the_value_that_suits_th
 def test_every_name_from_elsewhere_leads_to_a_key_and_is_none():
     assert set(_ELSEWHERE.values()) <= {*KEYS, *RL_KEYS}
     assert not set(_ELSEWHERE) & set(KEYS)
-
-
-def test_a_directory_or_a_broken_link_is_not_a_misspelt_name(here):
-    Path("nowheres.yml").mkdir()
-    Path("link.yml").symlink_to("gone.yml")
-    for name in ("nowhere.yml", "nowheres.yml", "link.yml"):
-        said = missing_file(name, "a.yml", ["base.yml"], here)
-        assert name in said
-        assert "mean" not in said
 
 
 PIECES = (

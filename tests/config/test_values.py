@@ -5,36 +5,19 @@ import math
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from maxtext_lite.config import (
     KEYS,
-    Mla,
-    Remat,
     RopeScaling,
     SourceList,
     UserError,
     load_config,
-    remat_of,
     single_path,
 )
-from maxtext_lite.config.errors import WrongType
-from maxtext_lite.config.field_types import exact
-from maxtext_lite.config.rl_rules import reward_names, reward_weights
-from maxtext_lite.config.sections import (
-    PROJECTIONS,
-    QKV,
-    REMAT_POLICIES,
-    REMAT_TENSORS,
-    listed,
-)
-from maxtext_lite.config.shown import TracedSteps, require_trackers, tracker_names
+from maxtext_lite.config.shown import require_trackers, tracker_names
 from maxtext_lite.config.source_list import is_source_list, name_of_path
-from maxtext_lite.config.violation import divisors, divisors_of, multiples, one_of
+from maxtext_lite.config.violation import divisors_of, multiples, one_of
 from maxtext_lite.config.yaml_text import is_one_scalar, parse_mapping, parse_value
-
-RL = "configs/post_train/rl.yml"
 
 
 def value_of(word, file=None):
@@ -48,31 +31,22 @@ def value_of(word, file=None):
         ("per_device_batch_size=1/3", Fraction(1, 3)),
         ("per_device_batch_size=0.29", Fraction(29, 100)),
         ("per_device_batch_size=1e-3", Fraction(1, 1000)),
-        ("per_device_batch_size=16.0", 16),
         ("packing=true", True),
         ("packing=concat", True),
         ("packing=none", False),
         ("packing=best_fit", "best_fit"),
         ("run_name=007", "007"),
-        ("run_name='a b'", "a b"),
-        ("run_name=a=b", "a=b"),
         ("run_name=#5", "#5"),
         ("remat_policy=none", "none"),
-        ("tokenizer_path=", ""),
         ("tokenizer_path=''", ""),
         # Of a text nothing is dropped, and a local path may hold colons.
         *(
             (f"dataset_path={text}", text)
             for text in (
-                "r1 #2",
                 "'r1' #2",
                 "!!str 5",
-                "&a x",
                 "x: y",
-                "*.txt",
                 "[ab]*.txt",
-                "[ab]",
-                "[a.txt]",
                 "007",
             )
         ),
@@ -80,10 +54,7 @@ def value_of(word, file=None):
             (f"base_output_directory={path}", path)
             for path in (
                 "./gs:/bucket",
-                "/a/b:/c",
                 "gs:bucket",
-                "a b:/c",
-                "1:/x",
                 "runs/2026-01-01T10:00",
                 "gs://bucket/runs",
             )
@@ -101,14 +72,6 @@ def test_a_value_is_what_the_user_wrote(word, value):
     found = value_of(word)
     assert found == value
     assert isinstance(found, bool) == isinstance(value, bool)
-
-
-@pytest.mark.parametrize(
-    "value", [True, None, "x", "0.5", [1], float("nan"), float("inf")]
-)
-def test_what_is_no_number_is_no_batch_number(value):
-    with pytest.raises(WrongType):
-        exact(value)
 
 
 def test_auto_leaves_the_accumulation_open_too_unless_somebody_states_it(tmp_path):
@@ -172,33 +135,23 @@ def test_a_path_with_a_password_is_refused_without_it(key):
     ("text", "value"),
     [
         ("1e-3", 0.001),
-        ("1E5", 1e5),
         (".5", 0.5),
-        ("5.", 5.0),
-        ("-2", -2),
         ("+3", 3),
         ("010", 10),
         ("0o17", 15),
         ("0x1F", 31),
         ("on", "on"),
-        ("off", "off"),
-        ("yes", "yes"),
         ("no", "no"),
-        ("y", "y"),
         ("1_000", "1_000"),
         ("1:30", "1:30"),
         ("2024-01-01", "2024-01-01"),
         ("true", True),
         ("False", False),
-        ("~", None),
         ("null", None),
         ("", None),
         ("none", "none"),
         ('"5"', "5"),
         ("'true'", "true"),
-        ("[[1, 2], [3]]", [[1, 2], [3]]),
-        ("1e", "1e"),
-        ("{a: 1}", {"a": 1}),
         ("!!seq [!!map {a: 1}]", [{"a": 1}]),
         ("-.inf", -math.inf),
         ("a # comment", "a"),
@@ -208,12 +161,6 @@ def test_scalars_are_those_of_yaml_1_2(text, value):
     parsed = parse_value(text).value
     assert parsed == value
     assert type(parsed) is type(value)
-
-
-@given(st.integers(), st.floats(allow_nan=False, allow_infinity=False))
-def test_python_numbers_are_read_back(integer, number):
-    assert parse_value(str(integer)).value == integer
-    assert parse_value(repr(number)).value == number
 
 
 def test_entries_come_in_order_with_duplicates_and_a_scalar_with_its_text():
@@ -294,29 +241,6 @@ def test_a_list_of_sources_has_exact_weights_and_names_by_default():
     ] * 3 + [False] * 3
 
 
-@pytest.mark.parametrize(
-    ("names", "weights", "expected"),
-    [
-        ("exact_answer", "", {"exact_answer": 1.0}),
-        ("exact_answer , m:f,", " ", {"exact_answer": 1.0, "m:f": 1.0}),
-        ("m:f,exact_answer", "-0.5, 2e-1", {"m:f": -0.5, "exact_answer": 0.2}),
-    ],
-)
-def test_each_reward_function_has_its_weight(names, weights, expected):
-    config = load_config(RL, [f"reward_functions={names}", f"reward_weights={weights}"])
-    assert (
-        dict(zip(reward_names(config), reward_weights(config), strict=True)) == expected
-    )
-
-
-def test_a_prompt_template_may_have_lines(tmp_path):
-    file = tmp_path / "mine.yml"
-    file.write_text(
-        'base: configs/post_train/rl.yml\nprompt_template: "Question: {prompt}\\nAnswer:\\t"\n'
-    )
-    assert load_config(file).prompt_template == "Question: {prompt}\nAnswer:\t"
-
-
 def test_trackers_may_be_a_list_or_a_text_and_need_their_extras(monkeypatch):
     words = ["tensorboard", "[tensorboard, wandb]", "wandb, mlflow", "[]", ""]
     assert [tracker_names(value_of(f"log_to={word}")) for word in words] == [
@@ -334,66 +258,7 @@ def test_trackers_may_be_a_list_or_a_text_and_need_their_extras(monkeypatch):
         require_trackers("tensorboard,wandb,mlflow")
 
 
-def test_traced_steps_are_the_first_ones_or_a_range():
-    of = {
-        word: TracedSteps.of(value_of(f"profiler_steps={word}"))
-        for word in ("0", "5", "100-104")
-    }
-    assert of == {
-        "0": TracedSteps(0),
-        "5": TracedSteps(5),
-        "100-104": TracedSteps(steps=(100, 104)),
-    }
-
-
-LATENT = "mla={q_lora_rank: 0, kv_lora_rank: 16, qk_nope_head_dim: 12, qk_rope_head_dim: 4, v_head_dim: 8}"
-
-
-@pytest.mark.parametrize(
-    ("words", "rotary", "values"),
-    [
-        (["head_dim=32"], 32, 32),
-        (["head_dim=32", "partial_rotary_factor=0.25"], 8, 32),
-        ([LATENT, "base_num_kv_heads=8"], 4, 8),
-    ],
-)
-def test_what_a_head_rotates_and_how_wide_its_values_are(words, rotary, values):
-    config = load_config(None, words)
-    assert (config.rotary_dim, config.value_dim) == (rotary, values)
-    assert config.mla == (Mla(0, 16, 12, 4, 8) if LATENT in words else None)
-
-
-def test_each_policy_keeps_known_tensors_once():
-    def of(*words):
-        return remat_of(load_config(None, words))
-
-    assert of("remat_policy=none") is None
-    assert of("remat_policy=full") == Remat(())
-    assert of("remat_policy=save_qkv_proj") == Remat(QKV)
-    assert of("remat_policy=minimal_offloaded") == Remat((), PROJECTIONS)
-    custom = of(
-        "remat_policy=custom", "remat_save=context, query_proj", "remat_offload=mlpwo"
-    )
-    assert custom == Remat(("context", "query_proj"), ("mlpwo",))
-    for policy in REMAT_POLICIES:
-        saved, offloaded = of(f"remat_policy={policy}")
-        assert set(saved) | set(offloaded) <= set(REMAT_TENSORS)
-        assert not set(saved) & set(offloaded)
-    assert (listed(""), listed(" a, b ,,c")) == ((), ("a", "b", "c"))
-
-
 # ---- Rules and the values near one that they refuse ----------------------------------------------------------------
-
-
-def test_divisors_are_all_divisors_found_in_bounded_work():
-    for whole in (1, 2, 12, 17, 36, 4096):
-        assert divisors(whole) == tuple(
-            number for number in range(1, whole + 1) if whole % number == 0
-        )
-    assert divisors(2**31 - 2)[-2:] == (2**30 - 1, 2**31 - 2)
-    huge = 2 * 10**30  # larger than any key
-    assert divisors(huge)[:3] == (1, 2, 4)
-    assert all(huge % number == 0 for number in divisors(huge))
 
 
 def test_values_come_from_the_nearest_on_either_side():

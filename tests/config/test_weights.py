@@ -10,7 +10,6 @@ from maxtext_lite.config.weight_axes import is_matrix, num_inputs, num_parts, un
 from maxtext_lite.config.weights import (
     ExpertSizes,
     ModelShape,
-    end_weights,
     layer_weights,
     stacks_of,
 )
@@ -103,74 +102,6 @@ def test_experts_and_latent_attention_are_as_written_by_hand():
     dense = lines_of(stacks["dense_layers"][1], is_normal=True)
     assert "mlp/gate 8 5 embed mlp" in dense
     assert not any("router" in line for line in dense)
-
-
-def test_biases_norms_and_sinks_are_there_where_the_model_has_them():
-    gpt = dataclasses.replace(
-        SMALL,
-        norm="layer_norm",
-        gated=False,
-        mlp_bias=True,
-        attention_bias="all",
-        num_positions=4,
-        tied=True,
-    )
-    assert {path for path in layer_weights(gpt) if path.endswith("bias")} == set(
-        table("""
-        attention_norm/bias
-        mlp_norm/bias
-        attention/query_bias
-        attention/key_bias
-        attention/value_bias
-        attention/out_bias
-        mlp/up_bias
-        mlp/down_bias
-    """)
-    )
-    assert list(end_weights(gpt)) == [
-        "embedding/table",
-        "embedding/positions",
-        "final_norm/scale",
-        "final_norm/bias",
-    ]
-    assert list(end_weights(SMALL)) == [
-        "embedding/table",
-        "final_norm/scale",
-        "head/projection",
-    ]
-    others = dataclasses.replace(
-        SMALL,
-        norm="rms_norm_plus_one",
-        norm_placement="both",
-        qk_norm="all_heads",
-        attention_bias="qkv",
-        sinks=True,
-    )
-    weights = layer_weights(others)
-    assert weights.keys() - layer_weights(SMALL).keys() == set(
-        table("""
-        attention_post_norm/scale
-        mlp_post_norm/scale
-        attention/query_norm/scale
-        attention/key_norm/scale
-        attention/query_bias
-        attention/key_bias
-        attention/value_bias
-        attention/sinks
-    """)
-    )
-    assert {weight.start for weight in weights.values() if not weight.is_normal} == {
-        "zeros"
-    }
-    assert weights["attention/key_norm/scale"].sizes == (2, 6)
-    assert layer_weights(dataclasses.replace(others, qk_norm="head"))[
-        "attention/key_norm/scale"
-    ].sizes == (6,)
-    post = layer_weights(dataclasses.replace(SMALL, norm_placement="post"))
-    assert {path for path in post if "norm" in path} == {
-        "attention_post_norm/scale",
-        "mlp_post_norm/scale",
-    }
 
 
 def test_adapters_stand_between_a_weights_inputs_and_its_outputs():

@@ -18,15 +18,15 @@ TINY = [
     "vocab_size=264",
     "max_target_length=16",
     "base_emb_dim=16",
-]
-TINY += [
     "base_num_query_heads=2",
     "base_num_kv_heads=2",
     "head_dim=8",
     "base_mlp_dim=32",
     "base_num_decoder_layers=1",
+    "warmup_steps=1",
+    "eval_interval=-1",
+    "enable_checkpointing=false",
 ]
-TINY += ["warmup_steps=1", "eval_interval=-1", "enable_checkpointing=false"]
 
 
 def set_for_all(monkeypatch, words):
@@ -37,7 +37,7 @@ def set_for_all(monkeypatch, words):
     )
 
 
-def test_every_block_of_the_page_on_the_library_runs(tmp_path, monkeypatch):
+def test_every_block_of_the_page_on_the_library_runs(tmp_path, monkeypatch, one_device):
     set_for_all(monkeypatch, ["eval_interval=-1", "enable_checkpointing=false"])
     monkeypatch.chdir(tmp_path)
     code = re.findall(r"^```python\n(.*?)^```$", LIBRARY, re.MULTILINE | re.DOTALL)
@@ -45,40 +45,34 @@ def test_every_block_of_the_page_on_the_library_runs(tmp_path, monkeypatch):
     names = {}
     for number, block in enumerate(code):
         exec(compile(block, f"library.md, block {number + 1}", "exec"), names)
-    runs = {
-        path.parent.name: RunFiles(path.parent)
-        for path in tmp_path.rglob("metrics.jsonl")
-    }
-    assert runs.keys() == set(re.findall(r"run_name=(\w+)", LIBRARY))
-    assert runs["own_rate"].sequence("learning_rate") == [(None,)] * 3
-    assert all(rate > 0 for (rate,) in runs["own_optimizer"].sequence("learning_rate"))
-    assert [step for step, _ in names["enough"].seen] == [
-        step for (step,) in runs["own_callback"].sequence("step")
-    ]
-    assert names["enough"].seen
+    found = {path.parent.name for path in tmp_path.rglob("metrics.jsonl")}
+    assert found == set(re.findall(r"run_name=(\w+)", LIBRARY))
+    steps = {name: RunFiles(tmp_path / "runs" / name).steps for name in found}
+    assert {line["learning_rate"] for line in steps["own_rate"]} == {None}
+    assert all(line["learning_rate"] > 0 for line in steps["own_optimizer"])
+    seen = [(line["step"], line["loss"]) for line in steps["own_callback"]]
+    assert names["enough"].seen == seen
     assert not names["result"].interrupted
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_every_example_runs_in_a_directory_of_its_own(example, tmp_path, monkeypatch):
+def test_every_example_runs_in_a_directory_of_its_own(
+    example, tmp_path, monkeypatch, one_device
+):
     monkeypatch.chdir(tmp_path)
-    words = [
-        *TINY,
-        "per_device_batch_size=1",
-        "gradient_accumulation_steps=2",
-        "base_output_directory=.",
-    ]
+    words = [*TINY, "steps=3", "gradient_accumulation_steps=2"]
+    words += ["per_device_batch_size=2", "base_output_directory=."]
     if example.stem == "own_callback":  # which looks at evaluations
         words += ["eval_interval=2", "eval_steps=1"]
-    monkeypatch.setattr("sys.argv", [str(example), *words, "steps=4"])
+    monkeypatch.setattr("sys.argv", [str(example), *words])
     runpy.run_path(str(example), run_name="__main__")
     steps = RunFiles(tmp_path / example.stem).steps
-    assert [record["step"] for record in steps] == [1, 2, 3, 4]
+    assert [record["step"] for record in steps] == [1, 2, 3]
     assert all(record["loss"] > 0 for record in steps)
 
 
 def test_every_cell_of_the_notebook_runs_and_the_losses_are_the_same_however_the_batch_is_split(
-    tmp_path, monkeypatch, capsys
+    tmp_path, monkeypatch, capsys, one_device
 ):
     notebook = json.loads(
         (REPOSITORY / "examples" / "first_run.ipynb").read_text(encoding="utf-8")
@@ -95,7 +89,4 @@ def test_every_cell_of_the_notebook_runs_and_the_losses_are_the_same_however_the
     assert len(whole) == 2
     assert split == pytest.approx(whole, rel=1e-5)
     assert "64 examples = 1 x 64 devices x 1 accumulation" in capsys.readouterr().out
-    assert (
-        'points="40.0,20.0 310.0,160.0 580.0,90.0"'
-        in names["Curve"]([3.0, 1.0, 2.0])._repr_svg_()
-    )
+    assert 'points="40.0,20.0' in names["Curve"]([3.0, 1.0, 2.0])._repr_svg_()

@@ -101,12 +101,13 @@ def test_the_formula_is_the_loss(smoothing):
         assert loss == pytest.approx(eval(formula, names), rel=1e-6)
 
 
-def test_the_configs_run_as_they_stand_one_after_the_other(tmp_path):
+def test_the_configs_run_as_they_stand_one_after_the_other(tmp_path, one_device):
     words = [
         "steps=3",
         "warmup_steps=0",
         "base_num_decoder_layers=1",
         "eval_interval=3",
+        "eval_steps=1",
     ]
     words.append(f"base_output_directory={tmp_path}")
     for name, more in (

@@ -1,4 +1,5 @@
-"""Every command of README.md, docs/running.md and docs/launching.md runs as written and prints what its page says.
+"""The commands of README.md, docs/running.md and docs/launching.md run as written and print what their page says, but
+for those that repeat another one: see REPEATED.
 
 A block of commands is ```bash. A comment on the line before may say `<!-- not run: WHY -->` or `<!-- exit code N -->`.
 A ```text block after `<!-- output -->` is what the block before it prints, to the letter.
@@ -22,6 +23,10 @@ BLOCK = re.compile(
     r"(?:^<!-- (?P<note>[^\n]*?) -->\n)?^```(?P<language>\w+)\n(?P<text>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
+
+
+# A resume, a run on other devices, and a step compiled with more micro-batches, which whole tests elsewhere are about.
+REPEATED = (" steps=30", "--xla_force_host_platform_device_count=8", " --json |")
 
 
 @dataclass
@@ -80,47 +85,31 @@ def run(block: Commands, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """The folder in which all commands of README.md and docs/running.md have run, in their order."""
+    """The folder in which the commands of README.md and docs/running.md have run, in their order."""
     folder = tmp_path_factory.mktemp("readme")
     first, second = blocks("README.md"), blocks("docs/running.md")
     assert (len(first), len(second)) == (3, 6)
     for block in [*first, *second]:
-        run(block, folder)
+        if not any(word in block.text for word in REPEATED):
+            run(block, folder)
     return folder
 
 
 def test_the_run_of_the_page_has_each_step_once_and_the_files_that_the_page_lists(ran):
-    assert RunFiles(ran / "runs" / "tiny").sequence("step") == [
-        (step,) for step in range(1, 31)
-    ]
-    listed = re.search(
+    tiny = RunFiles(ran / "runs" / "tiny")
+    assert tiny.sequence("step") == [(step,) for step in range(1, 21)]
+    (listed,) = re.findall(
         r"^A run lives in `base_output_directory/run_name`: (.*)$",
         text_of("docs/running.md"),
-        re.M,
+        re.MULTILINE,
     )
-    for name in re.findall(r"`([^`]+)`", listed[1]):
-        assert (ran / "runs" / "tiny" / name).exists()
+    for name in re.findall(r"`([^`]+)`", listed):
+        assert (tiny.directory / name).exists()
     assert (ran / "runs" / "first" / "report.html").is_file()
     assert (ran / "first-hf" / "model.safetensors").is_file()
 
 
-def test_eight_simulated_devices_give_the_losses_of_one_as_the_page_says(ran):
-    one = RunFiles(ran / "runs" / "tiny").steps[
-        :20
-    ]  # the other ten have another learning rate
-    eight = RunFiles(ran / "runs" / "tiny-on-eight").steps
-    assert [line["examples_hash"] for line in one] == [
-        line["examples_hash"] for line in eight
-    ]
-    losses_of_one, losses_of_eight = (
-        [line["loss"] for line in lines] for lines in (one, eight)
-    )
-    assert len(losses_of_eight) == 20
-    assert losses_of_eight[:5] == pytest.approx(losses_of_one[:5], rel=1e-5)
-    assert losses_of_eight == pytest.approx(losses_of_one, rel=1e-4)
-
-
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", [0, 2, 3])  # 1 is what most tests of hosts do
 def test_a_command_of_the_page_on_launching_prints_what_it_says(number):
     block = blocks("docs/launching.md")[number]
     assert block.output is not None

@@ -36,27 +36,21 @@ def ask(directory, capsys, config, *, as_json=False, **asked):
 def test_text_goes_on_from_the_prompt_and_an_empty_one_starts_a_document(
     directory, capsys
 ):
-    for words in (
-        ["prompt=To be: or", "max_new_tokens=12", "seed=1"],
-        ["max_new_tokens=3"],
-    ):
-        texts = []
-        for _ in range(2):
-            assert main([str(directory), *words]) == 0
-            texts.append(capsys.readouterr().out)
-        assert texts[0] == texts[1]
-        assert texts[0].endswith("\n")
-        assert texts[0].startswith("To be: or" if len(words) > 1 else "")
-    config = parse_generate_config(
-        [
-            "prompt=1e3",
-            "temperature=1e-1",
-            "stop_token_ids=[1, 2]",
-            "top_k=3",
-            "top_k=4",
-        ]
-    )
-    assert config == GenerateConfig(
+    words = [str(directory), "prompt=To be: or", "max_new_tokens=12", "seed=1"]
+    texts = []
+    for _ in range(2):
+        assert main(words) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("To be: or")
+    assert texts[0].endswith("\n")
+    assert main([str(directory), "max_new_tokens=3"]) == 0
+    assert capsys.readouterr().out.endswith("\n")
+
+
+def test_a_request_is_what_the_words_say():
+    words = "prompt=1e3 temperature=1e-1 stop_token_ids=[1,2] top_k=3 top_k=4"
+    assert parse_generate_config(words.split()) == GenerateConfig(
         prompt="1e3", temperature=0.1, stop_token_ids=[1, 2], top_k=4
     )
     asked = GenerateConfig(ici_tensor_parallelism=2, ici_data_parallelism=3)
@@ -135,14 +129,8 @@ def test_as_many_tokens_are_added_as_the_learned_positions_allow(
     short = config.model_copy(update={"trainable_position_size": 20})
 
     def after(length, added):
-        text = ask(
-            directory,
-            capsys,
-            short,
-            as_json=True,
-            prompt_ids=[[5] * length],
-            max_new_tokens=added,
-        )
+        asked = {"prompt_ids": [[5] * length], "max_new_tokens": added}
+        text = ask(directory, capsys, short, as_json=True, **asked)
         return len(json.loads(text)[0]["tokens"])
 
     for length, most in ((17, 4), (20, 1)):
@@ -172,16 +160,10 @@ def test_a_token_without_a_probability_ends_the_answers(
         return decoder, jax.tree.map(lambda x: x * math.nan, params), mesh
 
     monkeypatch.setattr(answering, "load_on_mesh", damaged)
+    asked = {"prompts": ["To", "be"], "max_new_tokens": 3}
     for as_json in (True, False):
         with pytest.raises(UserError, match=r"prompt 0 .* nan in dtype=float32"):
-            ask(
-                directory,
-                capsys,
-                config,
-                as_json=as_json,
-                prompts=["To", "be"],
-                max_new_tokens=3,
-            )
+            ask(directory, capsys, config, as_json=as_json, **asked)
 
 
 def test_what_is_wrong_with_prompts_and_mesh_is_said_at_once(directory, config, capsys):
@@ -214,10 +196,8 @@ TEXT = "one, two.\nUser: three"
     [
         ([], TEXT),
         (["two"], "one, "),
-        (["four"], TEXT),
         (["o.", "two."], "one, "),
         (["three!"], TEXT),
-        (["one"], ""),
         ([".\nUsed", "\nUser"], "one, two."),
     ],
 )
@@ -231,15 +211,6 @@ def test_a_text_ends_before_the_first_stop_string(stops, expected):
             )
         assert text + until.flush() == expected
         assert until.found == (expected != TEXT)
-    until = StopText(["##"])
-    assert [until.push(character) for character in "a#b##c"] == [
-        "a",
-        "",
-        "#b",
-        "",
-        "",
-        "",
-    ]
 
 
 def test_neither_stop_tokens_nor_stop_strings_are_part_of_a_text():

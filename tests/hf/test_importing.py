@@ -86,8 +86,8 @@ def rewrite(directory, change):
     [pytest.param("qwen3", marks=pytest.mark.fast), *sorted({*MODELS} - {"qwen3"})],
 )
 def test_a_model_is_transformers_in_both_directions(name, tmp_path):
-    """Imported onto a mesh with its logits, packed and padded; and exported from there, with its config.json or a new
-    one, in several files. Both versions of transformers say the same of it."""
+    """Imported onto a mesh with its logits, packed and padded; and exported from there, with a new config.json, in
+    several files. Both versions of transformers say the same of it."""
     source = save(name, tmp_path / "source", old=name in ("gemma3_text", "phi3"))
     new, old = (
         read_object(save(name, tmp_path / str(old), old=old) / "config.json")
@@ -114,53 +114,31 @@ def test_a_model_is_transformers_in_both_directions(name, tmp_path):
 
     original = read_object(source / "config.json")
     imported = tensors_of(source)
-    for out, carried in (
-        ("carried", original),
-        ("fresh", {"model_type": original["model_type"]}),
-    ):
-        directory = tmp_path / out
-        directory.mkdir()
-        fields = config_json(
-            hf_config(source),
-            max_position_embeddings=64,
-            dtype="float32",
-            original=carried,
-        )
-        kind = fields["model_type"]
-        export_parameters(
-            directory,
-            params,
-            kind,
-            model_keys(fields, ""),
-            dtype="float32",
-            file_bytes=30_000,
-        )
-        (directory / "config.json").write_text(json.dumps(fields))
-        assert kind == original["model_type"]
-        assert len(list(directory.glob("model-00001-of-*.safetensors"))) == 1
-        exported = tensors_of(directory)
-        assert exported.keys() == imported.keys()
-        for tensor, x in imported.items():
-            np.testing.assert_array_equal(exported[tensor], x, err_msg=tensor)
-        read, report = transformers.AutoModelForCausalLM.from_pretrained(
-            directory,
-            dtype=torch.float32,
-            attn_implementation="eager",
-            output_loading_info=True,
-        )
-        assert not any(
-            report[problem]
-            for problem in ("missing_keys", "unexpected_keys", "mismatched_keys")
-        )
-        np.testing.assert_allclose(
-            logits(read.eval(), TOKENS), expected, atol=1e-6 * largest
-        )
-
-
-@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3"])
-def test_the_mesh_does_not_change_a_parameter(name, tmp_path):
-    save(name, tmp_path)
-    equal(load(tmp_path)[1], load(tmp_path, fsdp=2, tensor=2, expert=2)[1])
+    out = tmp_path / "fresh"
+    out.mkdir()
+    kind = original["model_type"]
+    fields = config_json(
+        hf_config(source),
+        max_position_embeddings=64,
+        dtype="float32",
+        original={"model_type": kind},
+    )
+    assert fields["model_type"] == kind
+    keys = model_keys(fields, "")
+    export_parameters(out, params, kind, keys, dtype="float32", file_bytes=30_000)
+    (out / "config.json").write_text(json.dumps(fields))
+    assert len(list(out.glob("model-00001-of-*.safetensors"))) == 1
+    equal(imported, tensors_of(out))
+    read, report = transformers.AutoModelForCausalLM.from_pretrained(
+        out,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        output_loading_info=True,
+    )
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        assert not report[problem]
+    found = logits(read.eval(), TOKENS)
+    np.testing.assert_allclose(found, expected, atol=1e-6 * largest)
 
 
 def test_layers_split_over_pipeline_stages_are_the_same_layers(tmp_path):
@@ -255,12 +233,6 @@ NORM = "model.norm.weight"
             lambda t: t | {NORM: np.zeros(31, np.float32)},
             rf"{NORM} is \[31\], not \[32\]",
         ),
-        (lambda t: t | {NORM: np.zeros(32, np.int8)}, f"{NORM} is I8"),
-        (lambda t: t | {NORM: np.full(32, 1e300)}, f"model.safetensors: {NORM} "),
-        (
-            lambda t: t | {NORM: np.append(np.zeros(31), np.nan).astype(np.float32)},
-            f"model.safetensors: {NORM} ",
-        ),
         (
             lambda t: t | {NORM: np.append(np.zeros(31), -np.inf).astype(jnp.bfloat16)},
             f"model.safetensors: {NORM} ",
@@ -273,21 +245,6 @@ def test_tensors_that_do_not_fit_are_named(change, named, llama):
         load(llama, fsdp=2, tensor=2)
     assert len(refusal.value.problems) == 1
     assert str(llama) in str(refusal.value)
-
-
-def test_of_several_files_that_with_the_tensor_is_named(llama):
-    other = {"model.layers.0.surprise": np.zeros(3), NORM: np.zeros(31)}
-    rewrite(
-        llama,
-        lambda tensors: {name: x for name, x in tensors.items() if name not in other},
-    )
-    (llama / "model.safetensors").rename(llama / "model-1.safetensors")
-    safetensors.numpy.save_file(other, llama / "model-2.safetensors")
-    with pytest.raises(UserError) as refusal:
-        load(llama)
-    surprise, norm = refusal.value.problems
-    assert "surprise of model-2.safetensors" in surprise
-    assert f"{NORM} of model-2.safetensors" in norm
 
 
 def test_a_checkpoint_without_the_prefix_or_with_what_is_no_tensor_of_another_model_is_the_same(

@@ -75,21 +75,19 @@ def whole_file(header, num_bytes):
     return len(text).to_bytes(8, "little") + text + bytes(num_bytes)
 
 
-def entry(start, end, shape=(4,)):
-    return {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
+def entry(start, end):
+    return {"dtype": "F32", "shape": [4], "data_offsets": [start, end]}
 
 
 CONTENT = safetensors.numpy.save(TENSORS)
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 BROKEN = {
     "cut off": {WHOLE: CONTENT[:-4]},
-    "empty": {WHOLE: b""},
     "deep": {WHOLE: whole_file(b'{"a":' * 200_000, 0)},
     "long header": {WHOLE: (2**40).to_bytes(8, "little") + CONTENT[8:]},
     "wrong size": {WHOLE: CONTENT.replace(b'"shape":[3,4]', b'"shape":[3,5]')},
     "gap": {WHOLE: whole_file({"a": entry(0, 16), "b": entry(20, 36)}, 36)},
     "overlap": {WHOLE: whole_file({"a": entry(0, 16), "b": entry(8, 24)}, 24)},
-    "huge": {WHOLE: whole_file({"a": entry(0, 16, [2**62, 8])}, 16)},
     "pointer, git lfs pull": {
         WHOLE: b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 134\n"
     },
@@ -99,10 +97,6 @@ BROKEN = {
     "elsewhere, ../x.safetensors": {
         WHOLE: CONTENT,
         INDEX: b'{"weight_map": {"a": "../x.safetensors"}}',
-    },
-    "another, model.safetensors": {
-        WHOLE: CONTENT,
-        INDEX: b'{"weight_map": {"c": "model.safetensors"}}',
     },
     "no index, index.json": {WHOLE: CONTENT, INDEX: b"[]"},
     "twice, two.safetensors": {"one.safetensors": CONTENT, "two.safetensors": CONTENT},

@@ -112,17 +112,11 @@ def test_an_object_comes_back_and_the_password_goes_to_the_server_only():
 @pytest.mark.parametrize(
     "answer",
     [
-        response(
-            b"",
-            "Location: http://u:secret@elsewhere/v1/do",
-            status="307 Temporary Redirect",
-        ),
+        response(b"", "Location: http://u:secret@elsewhere/v1/do", status="307 Moved"),
         response(b"no\nsuch\x1b[1m", status="404 Not Found"),
-        response(b"<html>", "Content-Type: text/html"),
         response(b'{"a": 1'),
         response(b'{"a": "\xe9"}'),
         response(b"[" * 9_000 + b"]" * 1_000),
-        response(b'{"a": "' + b"x" * MOST_BYTES + b'"}'),
         endless,
     ],
 )
@@ -150,11 +144,6 @@ def test_what_may_pass_is_tried_again_where_it_may_be_asked_twice(answer):
     with serving(answer, answer, response()) as (port, heard):
         assert post(server_at(port)) == {"a": 1}
         assert len(heard) == 3
-    with (
-        serving(answer, answer) as (port, heard),
-        pytest.raises(UserError, match="2 attempts"),
-    ):
-        post(server_at(port, attempts=2))
     with serving(answer) as (port, heard), pytest.raises(UserError, match="1 attempt "):
         post(server_at(port), attempts=1)
     assert len(heard) == 1

@@ -12,13 +12,13 @@ from tests.responses import rows
 from tests.training.conftest import make_setup
 
 MESHES = {
-    "data 2 context 2 tensor 2, tiled": (
+    "data 2 context 2 tensor 2, tiled, soft cap": (
         {"data": 2, "context": 2, "tensor": 2},
         None,
-        ("num_vocab_tiling=2",),
+        0.1,
+        ("num_vocab_tiling=2", "final_logits_soft_cap=0.1"),
     ),
-    "data 2, 1f1b": ({"data": 2}, Pipeline(2, 2, schedule="1f1b"), ()),
-    "soft cap": ({}, None, ("final_logits_soft_cap=0.1",)),
+    "data 2, 1f1b": ({"data": 2}, Pipeline(2, 2, schedule="1f1b"), 0, ()),
 }
 
 
@@ -45,7 +45,7 @@ def in_double(soft_cap):
 
 @pytest.mark.parametrize("name", MESHES)
 def test_every_mesh_gives_them_in_the_order_of_the_batch(name):
-    mesh, pipeline, keys = MESHES[name]
+    mesh, pipeline, soft_cap, keys = MESHES[name]
     it = make_setup("optimizer=sgd", *keys, **mesh, pipeline=pipeline)
     batch = it.batch(rows(), 2, 4)  # row j in micro-batch j % 2, slot j // 2
     with jax.set_mesh(it.mesh), jax.default_matmul_precision("highest"):
@@ -54,6 +54,4 @@ def test_every_mesh_gives_them_in_the_order_of_the_batch(name):
     assert found.dtype == jnp.float32
     assert found.sharding.is_equivalent_to(sharding(it.mesh, TRAIN_BATCH_AXES), 3)
     got = np.asarray(found).swapaxes(0, 1).reshape(8, -1)
-    np.testing.assert_allclose(
-        got, in_double(0.1 if keys and "cap" in keys[0] else 0), rtol=1e-5, atol=1e-6
-    )
+    np.testing.assert_allclose(got, in_double(soft_cap), rtol=1e-5, atol=1e-6)

@@ -8,7 +8,7 @@ import pytest
 
 from maxtext_lite.data import Prompt
 from maxtext_lite.rl.advantages import equal_groups_fraction, group_advantages
-from maxtext_lite.rl.held_out import held_out_record, held_out_text, pass_at_k
+from maxtext_lite.rl.held_out import held_out_record, pass_at_k
 from maxtext_lite.rl.pairs import Chunk, Sampled, batch_record, responses_hash
 from maxtext_lite.rl.rewards import Scores
 from maxtext_lite.rl.rollout import Response
@@ -16,11 +16,6 @@ from maxtext_lite.rl.timeline import Timeline, busy_seconds, shared_seconds
 
 
 def test_advantages_are_rewards_less_their_groups_mean_over_its_sample_deviation():
-    rewards = np.array([1.0, 0.0, 0.0, 1.0, 2.0, 2.0])
-    np.testing.assert_array_equal(
-        group_advantages(rewards, 2, "none"), [0.5, -0.5, -0.5, 0.5, 0, 0]
-    )
-    assert group_advantages(rewards, 2, "group").dtype == np.float32
     rewards = np.random.default_rng(0).normal(100, 3, 5 * 8)
     want = []
     for group in rewards.reshape(5, 8).tolist():
@@ -28,8 +23,6 @@ def test_advantages_are_rewards_less_their_groups_mean_over_its_sample_deviation
         deviation = statistics.stdev(group)
         want += [(reward - mean) / (deviation + 1e-4) for reward in group]
     np.testing.assert_allclose(group_advantages(rewards, 8, "group"), want, rtol=1e-6)
-    with pytest.raises(ValueError, match="not whole groups of 3"):
-        group_advantages(rewards, 3, "none")
 
 
 @pytest.mark.fast
@@ -38,14 +31,10 @@ def test_equal_rewards_have_no_advantage_and_the_largest_a_finite_one(scale):
     rewards = np.full(6, 0.1)
     assert np.any(rewards[:3] - rewards[:3].mean()), "their mean is rounded"
     assert not np.any(group_advantages(rewards, 3, scale))
+    assert equal_groups_fraction(rewards, 3) == 1
     found = group_advantages(np.array([1e18, -1e18, 1e18, -1e18]), 4, scale)
     assert np.isfinite(np.square(found)).all()
     assert (np.sign(found) == [1, -1, 1, -1]).all()
-
-
-def test_the_fraction_of_groups_that_teach_nothing():
-    assert equal_groups_fraction(np.array([1.0, 1, 0, 1, 0, 0, 3, 2]), 2) == 0.5
-    assert equal_groups_fraction(np.full(6, 0.1), 3) == 1
 
 
 PROMPTS = (
@@ -80,7 +69,6 @@ def test_a_row_is_the_prompt_and_the_response_and_only_the_response_has_weight()
     assert rows["weights"][0, 0].tolist() == [0, 0, 0, 1, 1, 0, 0, 0]
     assert rows["segments"][0, 0].tolist() == [1, 1, 1, 1, 1, 0, 0, 0]
     assert rows["positions"][0, 0].tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
-    assert rows["weights"][0, 3].tolist() == [0, 1, 0, 0, 0, 0, 0, 0]
     assert rows["advantages"][0, :, 0].tolist() == [0.5, -0.5, 0, 0, 0]
     assert rows["weights"].sum() == 7
     assert all(not x[0, 4].any() for x in rows.values())  # no pair
@@ -95,7 +83,7 @@ def test_a_row_is_the_prompt_and_the_response_and_only_the_response_has_weight()
     assert "rollout_log_probabilities" not in chunk().rows(5, 8)
 
 
-def test_a_batch_is_recorded_alike_whatever_its_chunks():
+def test_the_record_of_a_batch_whatever_its_chunks():
     whole, twice = batch_record([chunk()]), batch_record([chunk(), chunk()])
     assert whole == {
         "reward": 0.5,
@@ -109,28 +97,20 @@ def test_a_batch_is_recorded_alike_whatever_its_chunks():
         "truncated_responses": 0.25,
         "responses_hash": responses_hash(RESPONSES),
     }
-    changed = {"reward_errors": 6, "responses_hash": responses_hash(RESPONSES * 2)}
-    assert twice == {
-        name: pytest.approx(value) for name, value in (whole | changed).items()
-    }
+    assert twice["reward_errors"] == 6
+    assert twice["rollout_token_nll"] == pytest.approx(whole["rollout_token_nll"])
 
 
 def test_the_hash_knows_every_token_and_their_order():
-    other = [*RESPONSES[:3], Response([255], [-2.0], True)]
-    assert (
-        len(
-            {
-                responses_hash(each)
-                for each in (RESPONSES, RESPONSES[::-1], other, RESPONSES[:2])
-            }
-        )
-        == 4
-    )
-    assert responses_hash(RESPONSES) == responses_hash(
-        [r._replace(log_probabilities=[]) for r in RESPONSES]
-    )
-    split = [Response([*RESPONSES[0].token_ids, *RESPONSES[1].token_ids], [], True)]
-    assert responses_hash(split) != responses_hash(RESPONSES[:2])
+    joined = Response([*RESPONSES[0].token_ids, *RESPONSES[1].token_ids], [], True)
+    different = [
+        RESPONSES,
+        RESPONSES[::-1],
+        RESPONSES[:2],
+        [joined],
+        [*RESPONSES[:3], Response([255], [-2.0], True)],
+    ]
+    assert len({responses_hash(each) for each in different}) == len(different)
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_correct_response():
@@ -155,12 +135,8 @@ def test_an_evaluation_counts_as_correct_what_the_first_function_does():
     }
     first = np.array([1.0, 0, 0, 0, 0, 0])
     record = held_out_record(Scores(first, {"exact_answer": first}, 0, ()), [1] * 6, 3)
-    passes = {name: value for name, value in record.items() if "pass" in name}
-    assert passes == {
-        "eval_pass_at_2": pytest.approx((2 / 3 + 0) / 2),
-        "eval_pass_at_3": 0.5,
-    }
-    assert "pass@2 33.3%, pass@3 50.0%" in held_out_text(record)
+    assert record["eval_pass_at_2"] == pytest.approx(1 / 3)
+    assert record["eval_pass_at_3"] == 0.5
 
 
 def test_seconds_of_phases_and_their_overlap_count_once():
@@ -171,10 +147,5 @@ def test_seconds_of_phases_and_their_overlap_count_once():
     timeline = Timeline()
     with timeline.phase("rollout", 1), timeline.phase("train", 0):
         pass
-    assert (
-        timeline.record()["overlap_fraction"] == 1
-    )  # the rollout lasts from before the training to after it
-    assert [(name, chunk) for name, chunk, *_ in timeline.to_json()] == [
-        ("rollout", 1),
-        ("train", 0),
-    ]
+    # The rollout lasts from before the training to after it.
+    assert timeline.record()["overlap_fraction"] == 1

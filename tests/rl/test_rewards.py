@@ -1,6 +1,7 @@
 """Rewards: the shipped functions and the process of the others, by hand; functions that fail in every way, after which
 the next call works."""
 
+import contextlib
 import json
 import os
 import signal
@@ -23,56 +24,33 @@ from tests.source_tree import REPOSITORY
 
 
 def test_the_number_that_a_text_ends_up_with():
-    for text, number in yaml.safe_load(
-        Path(__file__).with_name("numbers.yml").read_text(encoding="utf-8")
-    ).items():
+    numbers = Path(__file__).with_name("numbers.yml").read_text(encoding="utf-8")
+    for text, number in yaml.safe_load(numbers).items():
         assert number_in(text) == (None if number is None else Fraction(number)), text
-    assert (
-        number_in("7 " + "1" * 5000) is None
-    )  # which Python does not read as an integer
+    # Python does not read it as an integer.
+    assert number_in("7 " + "1" * 5000) is None
 
 
-def test_the_shipped_functions_judge_by_number_by_text_and_by_format():
-    numeric, exact = (
-        shipped(name, pattern="") for name in ("numeric_answer", "exact_answer")
-    )
-    assert numeric(
-        ["the answer is 0.3", "3/10", "0.30000000000000004", ""], ["0.3"] * 4
-    ) == [
-        1,
-        1,
-        0,
-        0,
-    ]
-    assert numeric(
-        ["1000", "1000", "none", "1"], ["$1,000", "no number", "7", None]
-    ) == [
-        1,
-        None,
-        0,
-        None,
-    ]
-    assert exact(
-        [" 42\n", "42.", "4 2", "42", "1"], ["42", "42", "42", " 42 ", [1]]
-    ) == [
-        1,
-        0,
-        0,
-        1,
-        None,
-    ]
-    match = shipped("format", pattern="<think>.*</think>[0-9]+")
-    assert match(
-        ["<think>a\nb</think>5", "<think>a</think>5 ", "x<think></think>5"]
-    ) == [1, 0, 0]
-    with pytest.raises(KeyError):
-        shipped("other", pattern="")
-
-
-def test_a_package_that_is_not_installed_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "math_verify", None)
-    (problem,) = Functions(["math_verify", "exact_answer"], "").problems
-    assert "maxtext-lite[math]" in problem
+@pytest.mark.parametrize(
+    ("name", "answer", "completion", "reward"),
+    [
+        ("numeric_answer", "0.3", "the answer is 0.3", 1),
+        ("numeric_answer", "0.3", "0.30000000000000004", 0),
+        ("numeric_answer", "no number", "1000", None),
+        ("numeric_answer", None, "1", None),
+        ("exact_answer", " 42 ", " 42\n", 1),
+        ("exact_answer", "42", "42.", 0),
+        ("exact_answer", [1], "1", None),
+        ("format", "", "<think>a\nb</think>5", 1),
+        ("format", "", "<think>a</think>5 ", 0),
+    ],
+)
+def test_the_shipped_functions_judge_by_number_by_text_and_by_format(
+    name, answer, completion, reward
+):
+    judge = shipped(name, pattern="<think>.*</think>[0-9]+")
+    answers = () if name == "format" else ([answer],)
+    assert judge([completion], *answers) == [reward]
 
 
 MODULE = '''
@@ -87,16 +65,12 @@ not_one = 5
 
 def named(prompts, answer): return [len(p) + (0 if a is None else len(a)) for p, a in zip(prompts, answer)]
 def everything(**given): return [len(given)] * len(given["completions"])
-def defaulted(completions, missing=3): return [missing] * len(completions)
 def missing(completions, nothing): return [0] * len(completions)
 def kinds(completions): return np.array([1, 0], np.float16)
 def mixed(completions): return [True, None]
 def huge(completions): return (10**400, float("-inf"))
 def text(completions): return "ab"
-def stream(completions): return (1.0 for _ in completions)
-def texts(completions): return [1.0, "b"]
 def complex_one(completions): return [1.0, 1j]
-def complex_array(completions): return np.array([1, 0], np.complex64)
 def short(completions): return [1.0]
 def raises(completions): raise ValueError("no\\nway")
 def exits(completions): sys.exit(3)
@@ -112,13 +86,10 @@ def fails(completions):
     """Does what the first completion says; the others have rewards."""
     what = completions[0]
     rewards = [1.0] * len(completions)
-    if what == "raise": raise RuntimeError("no")
     if what == "hang": time.sleep(600)
     if what == "backtrack": re.match("(a+)+$", "a" * 60 + "b")  # holds the interpreter
     if what == "nan": rewards[0] = float("nan")
     if what == "none": rewards[:2] = [None, None]
-    if what == "short": rewards.pop()
-    if what == "exit": sys.exit("done")
     if what == "crash": os._exit(5)
     if what == "silence": os.closerange(3, 100)
     if what == "huge": rewards[:3] = [1e200, -2e12, 1e12]
@@ -152,30 +123,20 @@ def working_directory(directory, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "rewards"),
     [
-        ("m:judge", [1, 2]),
         ("m:judge.__call__", [1, 2]),
         ("m:named", [2, 2]),
         ("m:everything", [4, 4]),
-        ("m:defaulted", [3, 3]),
         ("m:kinds", [1, 0]),
         ("m:mixed", [1, None]),
         ("m:huge", [float("inf"), float("-inf")]),
         ("m:takes_all", [1, 2]),
         ("exact_answer", [0, None]),
-        *(
-            (f"m:{name}", None)
-            for name in (
-                "missing",
-                "text",
-                "stream",
-                "texts",
-                "complex_one",
-                "complex_array",
-                "short",
-                "raises",
-                "exits",
-            )
-        ),
+        ("m:missing", None),
+        ("m:text", None),
+        ("m:complex_one", None),
+        ("m:short", None),
+        ("m:raises", None),
+        ("m:exits", None),
     ],
 )
 def test_what_a_function_says(name, rewards):
@@ -191,13 +152,15 @@ def test_what_a_function_says(name, rewards):
         assert reply == {"rewards": rewards}
 
 
-def test_what_cannot_be_called_is_said_of_all_at_once():
+def test_what_cannot_be_called_is_said_of_all_at_once(monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
     wrong = ["m:jugde", "no_such:f", "broken:f", "leaves:f", "m:not_one"]
-    found = Functions([*wrong, "m:judge"], "").problems
+    *found, package = Functions([*wrong, "m:judge", "math_verify"], "").problems
     assert [problem.split(": ")[0] for problem in found] == [
         f"reward_functions={name}" for name in wrong
     ]
     assert "'judge'" in found[0]
+    assert "maxtext-lite[math]" in package
 
 
 def rewards(*overrides):
@@ -268,113 +231,69 @@ def test_the_sum_is_weighted_and_texts_arrive_as_they_are():
             "format": [0, 0, 0],
         }
         assert scores.total.tolist() == [2 - 2 + 1.5, -2.5 + 4, 2 - 1.5 + 4.5]
-        assert scores.total.dtype == np.float64
         assert (scores.errors, scores.messages) == (0, [])
-        nothing = judge.of([], [])
-        assert nothing.total.shape == nothing.by_name["format"].shape == (0,)
-        texts = [
-            "x" * 3_000_000,
-            "é東\u2028\n\ud800",
-            "",
-            "\0",
-        ]  # more than a pipe holds
-        assert judge.of(ANSWERS, texts).by_name["m:judge"].tolist() == [
-            3_000_000,
-            5,
-            0,
-            1,
-        ]
-        with pytest.raises(ValueError, match="1 prompts for 2 completions"):
-            judge.of(ANSWERS[:1], ["a", "b"])
-    with pytest.raises(ValueError, match="closed"):
-        judge.of(ANSWERS[:1], ["a"])
+        assert judge.of([], []).total.shape == (0,)
+        # More than a pipe holds.
+        texts = ["x" * 3_000_000, "é東\u2028\n\ud800", "", "\0"]
+        found = judge.of(ANSWERS, texts).by_name["m:judge"]
+        assert found.tolist() == [3_000_000, 5, 0, 1]
 
 
-FAILURES = {
-    "raise": 4,
-    "hang": 4,
-    "backtrack": 4,
-    "silence": 4,
-    "nan": 1,
-    "none": 2,
-    "huge": 2,
-    "short": 4,
-    "exit": 4,
-    "crash": 4,
-}
-ENDLESS = ("hang", "backtrack")
+FAILURES = {"backtrack": 4, "silence": 4, "nan": 1, "none": 2, "huge": 2, "crash": 4}
 
 
 @pytest.fixture(scope="module")
 def judges(directory):
-    """One that continues after a failure and one that stops, each with a short and a long time-out."""
+    """One that continues after a failure and one that stops."""
     keys = ("reward_functions=m:fails,m:judge", "reward_weights=1,10")
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         patch.chdir(directory)
-        every = {
-            (policy, seconds): rewards(
-                *keys, f"reward_error={policy}", f"reward_timeout_seconds={seconds}"
+        yield {
+            policy: stack.enter_context(
+                rewards(
+                    *keys, f"reward_error={policy}", f"reward_timeout_seconds={seconds}"
+                )
             )
-            for policy, seconds in (("zero", 1), ("zero", 30), ("stop", 30))
+            for policy, seconds in (("zero", 2), ("stop", 30))
         }
-    yield every
-    for judge in every.values():
-        judge.close()
 
 
 @pytest.mark.parametrize("what", FAILURES)
 def test_what_fails_counts_nothing_and_the_run_goes_on_or_stops(what, judges):
     count = FAILURES[what]
-    judge = judges["zero", 1 if what in ENDLESS else 30]
-    scores = judge.of(ANSWERS, [what, "b", "c", "d"])
+    scores = judges["zero"].of(ANSWERS, [what, "b", "c", "d"])
     rest = [1e12, 1] if what == "huge" else [1] * (4 - count)
     assert scores.by_name["m:fails"].tolist() == [0] * count + rest
     assert scores.by_name["m:judge"].tolist() == [len(what), 1, 1, 1]
-    assert (
-        scores.total.tolist()
-        == (scores.by_name["m:fails"] + 10 * scores.by_name["m:judge"]).tolist()
-    )
+    total = scores.by_name["m:fails"] + 10 * scores.by_name["m:judge"]
+    assert scores.total.tolist() == total.tolist()
     assert scores.errors == count
     (message,) = scores.messages
-    assert message.startswith("Reward function m:fails ")
-    assert message.endswith(f": no reward for {count} of 4 pairs.")
-    if what not in ENDLESS:
+    assert "m:fails" in message
+    if what != "backtrack":
         with pytest.raises(RewardError, match=r"m:fails.*reward_error=zero"):
-            judges["stop", 30].of(ANSWERS, [what, "b", "c", "d"])
-    for each in (judge, judges["stop", 30]):
+            judges["stop"].of(ANSWERS, [what, "b", "c", "d"])
+    for each in judges.values():
         after = each.of(ANSWERS[:2], ["a", "b"])
         assert (after.total.tolist(), after.errors) == ([11, 11], 0)
 
 
-@pytest.mark.parametrize(("word", "seconds"), [("x", 30), ("hang", 3)])
+@pytest.mark.parametrize(("word", "seconds"), [("x", 30), ("hang", 2)])
 def test_a_failure_costs_the_responses_to_one_prompt_however_many_a_call_has(
     word, seconds
 ):
     """Which pairs count 0 decides the update, and micro_batch_size must not."""
-    asked, texts = (
-        [prompt for prompt in ANSWERS for _ in range(2)],
-        ["1", "2", "3", word, "5", "6", "7", "8"],
-    )
-    with rewards(
-        "reward_functions=m:numbers", f"reward_timeout_seconds={seconds}"
-    ) as judge:
-        for pairs in (2, 8):
+    asked = [prompt for prompt in ANSWERS for _ in range(2)]
+    texts = ["1", "2", "3", word, "5", "6", "7", "8"]
+    words = ["reward_functions=m:numbers", f"reward_timeout_seconds={seconds}"]
+    with rewards(*words) as judge:
+        for pairs in (2, 8) if word == "x" else (8,):
             calls = [slice(first, first + pairs) for first in range(0, 8, pairs)]
             scores = [judge.of(asked[call], texts[call], 2) for call in calls]
-            assert np.concatenate([each.total for each in scores]).tolist() == [
-                1,
-                2,
-                0,
-                0,
-                5,
-                6,
-                7,
-                8,
-            ]
+            total = np.concatenate([each.total for each in scores])
+            assert total.tolist() == [1, 2, 0, 0, 5, 6, 7, 8]
             assert sum(each.errors for each in scores) == 2
         assert len(scores[0].messages) == 1
-        alone = judge.of(asked, texts, 1)
-        assert (alone.total.tolist(), alone.errors) == ([1, 2, 3, 0, 5, 6, 7, 8], 1)
 
 
 def test_a_function_that_hangs_everywhere_takes_twice_its_time_not_more_for_more_responses(
@@ -390,32 +309,17 @@ def test_a_function_that_hangs_everywhere_takes_twice_its_time_not_more_for_more
 
     monkeypatch.setattr(_Worker, "asked", timed)
     with rewards("reward_functions=m:numbers", "reward_timeout_seconds=1") as judge:
-        scores = judge.of([*ANSWERS, *ANSWERS], ["hang"] * 8, 2)
-    assert (scores.total.tolist(), scores.errors) == ([0] * 8, 8)
-    assert len(waited) == 5
+        scores = judge.of(ANSWERS, ["hang"] * 4, 2)
+    assert (scores.total.tolist(), scores.errors) == ([0] * 4, 4)
+    assert len(waited) == 3
     assert sum(waited) <= 2.001
 
 
-def test_an_answer_that_was_not_waited_for_is_not_that_to_the_next_question():
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    with rewards("reward_functions=m:fails") as judge:
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
-        with pytest.raises(KeyboardInterrupt):
-            judge.of(ANSWERS, ["hang", "b", "c", "d"])
-        signal.signal(signal.SIGALRM, before)
-        assert judge.of(ANSWERS[:2], ["a", "b"]).total.tolist() == [1, 1]
-
-
 def test_one_process_without_jax_has_all_calls_and_is_gone_afterwards():
-    judge = rewards("reward_functions=m:modules")
-    first, second = (int(judge.of(ANSWERS, [""] * 4).total[0]) for _ in range(2))
+    with rewards("reward_functions=m:modules") as judge:
+        first, second = (int(judge.of(ANSWERS, [""] * 4).total[0]) for _ in range(2))
     assert first == second != os.getpid()
     assert first, "jax is not imported"
-    judge.close()
-    judge.close()
     with pytest.raises(ProcessLookupError):
         os.kill(first, 0)
 

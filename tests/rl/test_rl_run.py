@@ -53,7 +53,6 @@ def test_a_response_ends_at_end_of_text_and_where_its_models_files_say(
         (["num_experts=4", "capacity_factor=1.5"], True, None),
         (["num_experts=4"], False, None),
         (["rollout_engine=sglang", "rollout_url=http://x"], True, None),
-        (["rollout_correction=truncated", "rollout_correction_cap=5"], True, 5.0),
     ],
 )
 def test_what_sampled_is_compared_where_it_may_differ(
@@ -70,16 +69,15 @@ def test_what_a_step_minimises_follows_from_the_keys(tmp_path, config_of):
         "loss_algo=gspo",
         "num_iterations=2",
         "decode_sampling_temperature=0.7",
+        "rollout_correction=truncated",
+        "rollout_correction_cap=5",
     ]
     config = config_of(tmp_path, *words)
     policy = policy_of(config, rl_batch(config, Topology(8, 1)))
-    assert (policy.algo, policy.epsilon_low, policy.epsilon_high, policy.on_policy) == (
-        "gspo",
-        0.1,
-        0.1,
-        False,
-    )
+    assert (policy.algo, policy.on_policy) == ("gspo", False)
+    assert (policy.epsilon_low, policy.epsilon_high) == (0.1, 0.1)
     assert (policy.temperature, policy.max_response_tokens) == (0.7, 10)
+    assert policy.correction_cap == 5
 
 
 def test_what_cannot_be_leaves_no_directory(tmp_path, config_of, monkeypatch):
@@ -92,13 +90,7 @@ def test_what_cannot_be_leaves_no_directory(tmp_path, config_of, monkeypatch):
         with pytest.raises(UserError, match=named):
             open_rl_run(config_of(tmp_path, *words))
     monkeypatch.setattr(jax, "process_count", lambda: 2)
+    words = ["trainer_devices_fraction=0.5", "sampler_devices_fraction=0.5"]
     with pytest.raises(UserError, match="one host, not 2"):
-        open_rl_run(
-            config_of(
-                tmp_path, "trainer_devices_fraction=0.5", "sampler_devices_fraction=0.5"
-            )
-        )
+        open_rl_run(config_of(tmp_path, *words))
     assert not list(tmp_path.iterdir())
-    monkeypatch.undo()
-    for works in ("eval_steps=2", "eval_interval=-1"):
-        open_rl_run(config_of(tmp_path, *endless, works)).close()

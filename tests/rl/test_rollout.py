@@ -1,13 +1,13 @@
 """Local rollouts: draws, their log-probabilities, and that slots, neighbours and devices change nothing."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
 import pytest
 
 from maxtext_lite.config import Mla, UserError
-from maxtext_lite.generation.sampler import Sampler
 from maxtext_lite.models import Decoder, DecoderShape, ExpertShape, Sampling
 from maxtext_lite.parallel import tree_shardings
 from maxtext_lite.rl.rollout import LocalEngine, Request
@@ -26,25 +26,7 @@ LLAMA = DecoderShape(
 )
 SHAPES = {
     "llama": LLAMA,
-    "gemma": dataclasses.replace(
-        LLAMA,
-        pattern=("local", "global"),
-        window=3,
-        soft_cap=2.0,
-        final_soft_cap=3.0,
-        norm="rms_norm_plus_one",
-        norm_placement="both",
-        tied=True,
-        scaled_embeddings=True,
-        activation="gelu_tanh",
-    ),
-    "experts": dataclasses.replace(
-        LLAMA,
-        num_layers=3,
-        num_dense_layers=1,
-        experts=ExpertShape(4, 2, 12, shared_dim=12, biased=True),
-    ),
-    "latent": dataclasses.replace(
+    "latent experts": dataclasses.replace(
         LLAMA,
         num_kv_heads=4,
         head_dim=6,
@@ -56,6 +38,7 @@ SHAPES = {
             qk_rope_head_dim=2,
             v_head_dim=5,
         ),
+        experts=ExpertShape(4, 2, 12, shared_dim=12, biased=True),
     ),
 }
 MOST_PROMPT, MOST_NEW = 8, 12
@@ -70,6 +53,7 @@ REQUESTS = [
 FREE = Sampling(temperature=0.8)
 
 
+@functools.cache
 def parameters(decoder):
     """On the host; norms and biases are random too."""
     made = jax.device_get(jax.jit(decoder.init)(jax.random.key(0)))
@@ -127,34 +111,26 @@ def tokens(responses):
 def recomputed(shape, responses, temperature):
     """Log-probabilities of the responses' tokens, of a forward pass of the whole rows as training does it."""
     decoder, width = Decoder(shape), MOST_PROMPT + MOST_NEW
-    rows = [
-        [*request.token_ids, *response.token_ids]
-        for request, response in zip(REQUESTS, responses, strict=True)
-    ]
-    token_BT = np.array([[*row, *[0] * (width - len(row))] for row in rows], np.int32)
-    segment_BT = np.array(
-        [[1] * len(row) + [0] * (width - len(row)) for row in rows], np.int32
-    )
-    position_BT = np.tile(np.arange(width, dtype=np.int32), (len(rows), 1))
+    token_BT = np.zeros((len(REQUESTS), width), np.int32)
+    segment_BT = np.zeros_like(token_BT)
+    for number, (request, response) in enumerate(zip(REQUESTS, responses, strict=True)):
+        row = [*request.token_ids, *response.token_ids]
+        token_BT[number, : len(row)] = row
+        segment_BT[number, : len(row)] = 1
+    position_BT = np.tile(np.arange(width, dtype=np.int32), (len(REQUESTS), 1))
 
+    @jax.jit
     def logits(params):
-        return decoder.logits(
-            params, decoder.hidden(params, token_BT, segment_BT, position_BT)
-        )
+        x = decoder.hidden(params, token_BT, segment_BT, position_BT)
+        return decoder.logits(params, x)
 
-    scaled_BTV = (
-        np.asarray(jax.jit(logits)(parameters(decoder)), np.float64) / temperature
-    )
-    largest_BT1 = scaled_BTV.max(-1, keepdims=True)
-    table_BTV = (
-        scaled_BTV
-        - largest_BT1
-        - np.log(np.exp(scaled_BTV - largest_BT1).sum(-1, keepdims=True))
-    )
+    scaled_BTV = np.asarray(logits(parameters(decoder)), np.float64) / temperature
+    table_BTV = scaled_BTV - np.log(np.exp(scaled_BTV).sum(-1, keepdims=True))
     found = []
-    for number, (request, row) in enumerate(zip(REQUESTS, rows, strict=True)):
-        at = range(len(request.token_ids) - 1, len(row) - 1)
-        found.append([table_BTV[number, place, row[place + 1]] for place in at])
+    for number, request in enumerate(REQUESTS):
+        first = len(request.token_ids)
+        new = range(first, first + MOST_NEW)
+        found.append([table_BTV[number, at - 1, token_BT[number, at]] for at in new])
     return found
 
 
@@ -162,51 +138,25 @@ def recomputed(shape, responses, temperature):
     ("name", "sampling"),
     [
         pytest.param("llama", FREE, marks=pytest.mark.fast),
-        ("gemma", Sampling(temperature=0.6, top_p=0.8)),
-        ("experts", Sampling(temperature=1.4, top_k=20, top_p=0.9)),
-        ("latent", Sampling(temperature=0)),
+        ("latent experts", Sampling(temperature=1.4, top_k=20, top_p=0.9)),
     ],
     ids=str,
 )
 def test_log_probabilities_are_those_that_training_finds(name, sampling, engine):
     """With a capacity, training drops tokens of popular experts; sampling never does."""
     shape = SHAPES[name]
+    made = engine
     if shape.experts:
-        shape = dataclasses.replace(
-            shape, experts=dataclasses.replace(shape.experts, capacity_factor=0.25)
-        )
-    made = (
-        engine
-        if name == "llama"
-        else make_engine(shape, params=parameters(Decoder(SHAPES[name])))
-    )
+        experts = dataclasses.replace(shape.experts, capacity_factor=0.25)
+        with_drops = dataclasses.replace(shape, experts=experts)
+        made = make_engine(with_drops, params=parameters(Decoder(shape)))
     responses = made.generate(REQUESTS, sampling=sampling, max_new_tokens=MOST_NEW)
-    expected = recomputed(SHAPES[name], responses, sampling.temperature or 1)
+    expected = recomputed(shape, responses, sampling.temperature)
     for response, wanted in zip(responses, expected, strict=True):
         assert len(response.token_ids) == MOST_NEW
         # In norm: at one place of these the rounding of a few numbers counts fifty times, on some CPUs more.
         apart = np.linalg.norm(np.subtract(response.log_probabilities, wanted))
         assert apart <= 1e-5 * (np.linalg.norm(wanted) + np.sqrt(MOST_NEW))
-
-
-@pytest.mark.parametrize(
-    "how",
-    [
-        {"num_slots": 1},
-        {"num_slots": 5, "refill_fraction": 0.6},
-        {"num_devices": 8, "fsdp": 2, "tensor": 2, "num_slots": 8},
-    ],
-    ids=str,
-)
-def test_a_response_is_the_same_for_any_slots_and_devices(how, free_responses):
-    other = make_engine(LLAMA, **how)
-    responses = other.generate(REQUESTS, sampling=FREE, max_new_tokens=MOST_NEW)
-    assert tokens(responses) == tokens(free_responses)
-    for one, two in zip(responses, free_responses, strict=True):
-        # Parameters that change by half a unit in their last place move these by up to 2.6e-5.
-        np.testing.assert_allclose(
-            one.log_probabilities, two.log_probabilities, rtol=0, atol=3e-5
-        )
 
 
 def test_a_response_depends_on_its_prompt_its_key_and_the_seed_only(
@@ -222,50 +172,6 @@ def test_a_response_depends_on_its_prompt_its_key_and_the_seed_only(
     assert engine.generate([], **how) == []
     reseeded = make_engine(LLAMA, seed=5 + 2**32)
     assert tokens(reseeded.generate(REQUESTS, **how)) != tokens(free_responses)
-
-
-def test_the_sampler_that_streams_draws_the_same(engine):
-    decoder, sampling = Decoder(LLAMA), Sampling(temperature=0.9, top_k=6)
-    mesh = sampling_mesh(jax.devices()[:1], {"data": 1, "fsdp": 1, "tensor": 1})
-    streaming = Sampler(
-        decoder,
-        jax.device_put(parameters(decoder), tree_shardings(mesh, decoder.axes)),
-        mesh,
-    )
-    prompts = [request.token_ids for request in REQUESTS]
-    expected = [[] for _ in prompts]
-    for number, token, _ in streaming.stream(
-        prompts, max_new_tokens=6, seed=5, sampling=sampling
-    ):
-        expected[number].append(token)
-    numbered = [Request(prompt, (number,)) for number, prompt in enumerate(prompts)]
-    assert (
-        tokens(engine.generate(numbered, sampling=sampling, max_new_tokens=6))
-        == expected
-    )
-
-
-def test_responses_end_at_a_stop_token_or_at_the_most_new_tokens(
-    free_responses, engine
-):
-    stop = [free_responses[0].token_ids[3], free_responses[1].token_ids[0]]
-    responses = make_engine(LLAMA, stop=stop).generate(
-        REQUESTS, sampling=FREE, max_new_tokens=9
-    )
-    for cut, whole in zip(responses, free_responses, strict=True):
-        places = [
-            place for place, token in enumerate(whole.token_ids[:9]) if token in stop
-        ]
-        length = places[0] + 1 if places else 9
-        assert cut.token_ids == whole.token_ids[:length]
-        assert cut.ended == bool(places)
-        np.testing.assert_allclose(
-            cut.log_probabilities, whole.log_probabilities[:length], atol=1e-5
-        )
-    assert {response.ended for response in responses} == {True, False}
-    assert len(responses[1].token_ids) == 1
-    single = engine.generate(REQUESTS, sampling=FREE, max_new_tokens=1)
-    assert tokens(single) == [response.token_ids[:1] for response in free_responses]
 
 
 FOREVER, STOP, THREE = 0, 1, 4
@@ -286,31 +192,52 @@ def test_a_long_response_keeps_no_slot_busy_but_its_own():
     """24 requests, of which every fourth has a response of 40 tokens and the others of 3. In consecutive groups of 4,
     every group would take the 39 decode steps of its longest: 234."""
     shape, params = counting_down()
-    made = make_engine(
-        shape, params=params, stop=[STOP], num_slots=4, max_new_tokens=40
-    )
-    requests = [
-        Request([FOREVER if number % 4 == 0 else THREE], (number,))
-        for number in range(24)
-    ]
-    greedy = Sampling(temperature=0)
-    responses = made.generate(requests, sampling=greedy, max_new_tokens=40)
-    for number, response in enumerate(responses):
-        assert response.token_ids == (
-            [FOREVER] * 40 if number % 4 == 0 else [3, 2, STOP]
-        )
-        assert response.ended == (number % 4 != 0)
-    assert sum(len(response.token_ids) for response in responses) == 6 * 40 + 18 * 3
+    sizes = {"num_slots": 4, "max_new_tokens": 40}
+    made = make_engine(shape, params=params, stop=[STOP], **sizes)
+    first = [FOREVER, THREE, THREE, THREE] * 6
+    requests = [Request([token], (number,)) for number, token in enumerate(first)]
+    how = {"sampling": Sampling(temperature=0), "max_new_tokens": 40}
+    responses = made.generate(requests, **how)
+    for token, response in zip(first, responses, strict=True):
+        expected = [FOREVER] * 40 if token == FOREVER else [3, 2, STOP]
+        assert response.token_ids == expected
+        assert response.ended == (token != FOREVER)
     busy = 6 * 39 + 18 * 2  # the first token of each comes with its prompt
     assert busy / 4 <= made.decode_steps <= 2 * 39 + 10
-    made.generate(
-        [Request([THREE], (number,)) for number in range(3)],
-        sampling=greedy,
-        max_new_tokens=40,
-    )
+    made.generate(requests[1:4], **how)
     assert made.decode_steps == 2, "it stops as soon as the last response has ended"
 
 
 def test_slots_that_devices_cannot_share_are_refused():
     with pytest.raises(UserError, match=r"rollout_slots=5 .*: 4 or 6"):
         make_engine(LLAMA, num_devices=2, num_slots=5)
+
+
+def test_a_response_is_the_same_on_any_devices(free_responses):
+    other = make_engine(LLAMA, num_devices=8, fsdp=2, tensor=2, num_slots=8)
+    responses = other.generate(REQUESTS, sampling=FREE, max_new_tokens=MOST_NEW)
+    assert tokens(responses) == tokens(free_responses)
+    for one, two in zip(responses, free_responses, strict=True):
+        # Parameters that change by half a unit in their last place move these by up to 2.6e-5.
+        np.testing.assert_allclose(
+            one.log_probabilities, two.log_probabilities, rtol=0, atol=3e-5
+        )
+
+
+def test_responses_in_any_slots_end_at_a_stop_token_or_at_the_most_new_tokens(
+    free_responses,
+):
+    stop = [free_responses[0].token_ids[3], free_responses[1].token_ids[0]]
+    made = make_engine(LLAMA, stop=stop, num_slots=5, refill_fraction=0.6)
+    responses = made.generate(REQUESTS, sampling=FREE, max_new_tokens=9)
+    for cut, whole in zip(responses, free_responses, strict=True):
+        ids = whole.token_ids[:9]
+        places = [place for place, token in enumerate(ids) if token in stop]
+        length = places[0] + 1 if places else 9
+        assert cut.token_ids == ids[:length]
+        assert cut.ended == bool(places)
+        np.testing.assert_allclose(
+            cut.log_probabilities, whole.log_probabilities[:length], atol=1e-5
+        )
+    assert {response.ended for response in responses} == {True, False}
+    assert len(responses[1].token_ids) == 1

@@ -80,10 +80,10 @@ def test_the_command_line_of_the_pods_has_a_plan_for_their_devices(stem, pods):
     [
         (75, "RestartJobSet"),
         (76, "RestartJobSet"),
-        (130, "RestartJobSet"),
         (137, "RestartJobSet"),
-    ]
-    + [(1, "FailJobSet"), (2, "FailJobSet"), (3, "FailJobSet")],
+        (2, "FailJobSet"),
+        (3, "FailJobSet"),
+    ],
 )
 def test_the_run_starts_again_where_that_helps_and_ends_where_it_does_not(
     stem, exit_code, action
