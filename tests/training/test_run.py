@@ -80,7 +80,7 @@ def test_the_learning_rate_and_adams_decays_scale_with_the_batch(tmp_path):
         lambda x: np.ones(x.shape, x.dtype), run.decoder.abstract_params
     )
     optimizer = run.parts.optimizer
-    _, state = optimizer.finish(params, optimizer.init(params), params, 1.0)
+    _, state = jax.jit(optimizer.finish)(params, jax.jit(optimizer.init)(params), params, 1.0)
     moments = state.inner_opt_state[1]
     mu, nu = (np.max(jax.tree.leaves(tree)[-1]) for tree in (moments.mu, moments.nu))
     # Of gradients that are all the same (clipped), the first moments are (1 - b) g and (1 - b) g^2.
