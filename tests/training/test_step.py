@@ -149,7 +149,7 @@ def test_tokens_cross_fsdp_for_the_embedding_and_the_head_s_gradient_does_once(s
         for c in found
         if "fsdp" in c.axes(it.mesh) and any(half in shape for shape in shapes_of(c))
     ]
-    assert [times for kind, times, is_half in ends if is_half] == [2]
+    assert [end for end in ends if end[2]] == [("all-gather", 2, True)]
     assert [times for kind, times, _ in ends if kind == "all-reduce"] == [2]
     shapes = [shape for c in found for shape in shapes_of(c)]
     assert not [shape for shape in shapes if 264 in shape or shape == [half, 64]]
