@@ -47,6 +47,12 @@ TINY = (
 ROWS, LENGTH = 16, 32
 
 
+def norm(tree):
+    """Of all tensors together, in float64."""
+    squares = (np.sum(np.square(x, dtype=np.float64)) for x in jax.tree.leaves(tree))
+    return np.sqrt(sum(squares))
+
+
 ONE_DEVICE = make_mesh(
     dict.fromkeys(MESH_AXES, 1), dict.fromkeys(MESH_AXES, 1), jax.devices()[:1]
 )
@@ -253,15 +259,10 @@ def agrees():
     """The project's meaning of two runs agreeing, for trees of tensors."""
 
     def check(a, b):
-        norm = lambda x: float(np.linalg.norm(np.asarray(x, np.float64)))  # noqa: E731
-        whole = np.sqrt(sum(norm(y) ** 2 for y in jax.tree.leaves(b)))
+        whole = norm(b)
         for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-            difference = norm(np.asarray(x, np.float64) - np.asarray(y, np.float64))
-            assert difference <= 1e-5 * norm(y) + 1e-7 * whole, (
-                difference,
-                norm(y),
-                whole,
-            )
+            apart = norm(np.asarray(x, np.float64) - np.asarray(y, np.float64))
+            assert apart <= 1e-5 * norm(y) + 1e-7 * whole, (apart, norm(y), whole)
 
     return check
 

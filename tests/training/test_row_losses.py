@@ -12,6 +12,7 @@ from maxtext_lite.config import UserError
 from maxtext_lite.training.custom_loss import CustomLoss
 from maxtext_lite.training.nonfinite import NonFinite, find_nonfinite
 from maxtext_lite.training.row_losses import make_row_losses
+from tests.training.conftest import norm
 
 
 @pytest.mark.parametrize(
@@ -94,12 +95,6 @@ def test_each_row_has_the_loss_and_the_gradient_that_it_has_alone(
         for number, row in enumerate(found):
             alone = {name: values[8 + number][None] for name, values in rows.items()}
             loss, gradient = jax.device_get(of_row(state.params, alone))
-            norm = np.sqrt(
-                sum(
-                    np.sum(np.square(leaf, dtype=np.float64))
-                    for leaf in jax.tree.leaves(gradient)
-                )
-            )
             assert (row.source, row.row, row.target_tokens) == (
                 "",
                 8 + number,
@@ -110,7 +105,7 @@ def test_each_row_has_the_loss_and_the_gradient_that_it_has_alone(
             assert row.loss == pytest.approx(loss / weight, rel=1e-5)
             assert row.loss_sum == pytest.approx(loss * tokens[number], rel=1e-5)
             assert row.grad_norm == pytest.approx(
-                norm * tokens[number] / tokens.sum() / weight, rel=1e-4
+                norm(gradient) * tokens[number] / tokens.sum() / weight, rel=1e-4
             )
     with pytest.raises(UserError, match="enable_diloco"):
         make_row_losses(types.SimpleNamespace(parts=types.SimpleNamespace(local=True)))

@@ -26,13 +26,7 @@ from maxtext_lite.training.step import (
     scores_of,
 )
 from maxtext_lite.xla.hlo import collectives
-from tests.training.conftest import LENGTH, ONE_DEVICE, ROWS
-
-
-def norm(tree):
-    return np.sqrt(
-        sum(np.sum(np.square(x, dtype=np.float64)) for x in jax.tree.leaves(tree))
-    )
+from tests.training.conftest import LENGTH, ONE_DEVICE, ROWS, norm
 
 
 @pytest.mark.fast
