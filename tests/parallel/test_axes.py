@@ -26,7 +26,7 @@ from maxtext_lite.parallel import (
     summed,
     with_dims,
 )
-from maxtext_lite.parallel.axes import AS_IT_IS, partition_spec
+from maxtext_lite.parallel.axes import partition_spec
 
 
 def mesh_of(**sizes):
@@ -39,23 +39,6 @@ def mesh_of(**sizes):
 @pytest.fixture(scope="module")
 def mesh():
     return mesh_of(data=2, fsdp=2, tensor=2)
-
-
-def test_known_axes():
-    assert partition_spec(("layers", "embed", "mlp")) == jax.P(
-        "stage", ("expert", "context", "fsdp"), "tensor"
-    )
-    assert partition_spec(("experts", "expert_embed", "mlp")) == jax.P(
-        "expert", ("context", "fsdp"), "tensor"
-    )
-    assert partition_spec(("accumulation", "global_batch", None)) == jax.P(
-        None, ("data", "fsdp", "expert"), None
-    )
-    assert partition_spec(("batch", AS_IT_IS, None)) == jax.P(
-        ("fsdp", "expert"), jax.P.UNCONSTRAINED, None
-    )
-    assert axes_in_use(("embed", "heads", "head_dim")) == (None, "heads", "head_dim")
-    assert axes_in_use(("vocab", None)) == ("vocab", None)
 
 
 @pytest.mark.parametrize(

@@ -101,14 +101,6 @@ def test_the_store_sees_only_its_own_keys(monkeypatch):
     assert len(client.values) == 2
 
 
-def test_the_store_of_a_process_that_has_left_says_so(monkeypatch):
-    monkeypatch.setattr(
-        coordination.distributed, "global_state", SimpleNamespace(client=None)
-    )
-    with pytest.raises(ConnectionError):
-        CoordinationStore(1, 2).all()
-
-
 @pytest.mark.parametrize(("process", "is_watched"), [(0, True), (1, True), (1, False)])
 def test_a_watched_process_has_a_heartbeat_far_above_any_limit_and_others_keep_jaxs(
     process, is_watched, monkeypatch

@@ -1,6 +1,5 @@
 """A watched process: what it tells the others, when it ends, and what it leaves; with a clock that the test moves."""
 
-import json
 import os
 import re
 import subprocess
@@ -192,13 +191,6 @@ def test_where_the_store_does_not_answer_process_0_is_named(run):
     assert text.startswith("process 0 (coordinator) on ")
 
 
-def test_all_take_over_the_verdict_that_one_has_found(run):
-    three = run()
-    three.stores[0].values["verdict"] = json.dumps(Verdict("as process 1 says", 76))
-    three.passes(1)
-    assert three.texts() == ["as process 1 says"]
-
-
 def test_after_a_failed_collective_the_lost_are_found_within_the_grace_or_the_error_goes_on(
     run,
 ):
@@ -230,22 +222,6 @@ def test_compiling_may_take_any_time_as_long_as_it_computes(run):
     assert one.found() == [None]
     one.passes(20)
     assert "compile of step 1" in one.found()[0].text
-
-
-def test_time_in_which_a_process_was_suspended_does_not_count(run):
-    one = run(1)
-    one.dogs[0].enter("save", 1)
-    one.clocks[0].seconds += 1e6
-    one.passes(10)
-    assert one.found() == [None]
-
-
-def test_what_a_phase_has_taken_makes_its_limit(run):
-    one = run(1, least=10)
-    for phase, step in (("save", 1), ("step", 2), ("save", 2)):
-        one.dogs[0].enter(phase, step)
-        one.passes(20 if step == 1 else 0)
-    assert_limit(one, 80, "save of step 2")
 
 
 def test_an_end_writes_stacks_and_the_error_and_process_0_waits_until_the_others_know(

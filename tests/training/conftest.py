@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import math
 from typing import Any
 
@@ -23,7 +24,6 @@ from maxtext_lite.training.optimizer import learning_rate_schedule, make_optimiz
 from maxtext_lite.training.state import (
     StepParts,
     abstract_state,
-    init_state,
     make_decoder,
     state_from,
     state_shardings,
@@ -51,6 +51,12 @@ def norm(tree):
     """Of all tensors together, in float64."""
     squares = (np.sum(np.square(x, dtype=np.float64)) for x in jax.tree.leaves(tree))
     return np.sqrt(sum(squares))
+
+
+def lines_of(directory):
+    """What stands in a run's metrics.jsonl."""
+    text = (directory / "metrics.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
 
 
 ONE_DEVICE = make_mesh(
@@ -95,10 +101,6 @@ class Setup:
     def abstract(self):
         """Shapes and shardings of the state."""
         return abstract_state(self.parts)
-
-    def created(self):
-        """The state before the first step, made on the mesh as in a run; slow to compile."""
-        return init_state(self.parts, 0)
 
     @functools.cached_property
     def initial(self):

@@ -1,14 +1,12 @@
 """Callbacks see each step, evaluation and checkpoint, and end a run as if its last step had come."""
 
-import json
-
 import jax
 import numpy as np
 import pytest
 
 from maxtext_lite.config import load_config
 from maxtext_lite.training import Callback, train
-from tests.training.conftest import TINY
+from tests.training.conftest import TINY, lines_of
 
 RUN = (
     *TINY,
@@ -59,11 +57,7 @@ def trained(directory, *callbacks):
         load_config(None, [*RUN, f"base_output_directory={directory}"]),
         callbacks=callbacks,
     )
-    lines = [
-        json.loads(line)
-        for line in (result.run_directory / "metrics.jsonl").read_text().splitlines()
-    ]
-    return result, lines
+    return result, lines_of(result.run_directory)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from maxtext_lite.config import UserError
 from maxtext_lite.training import equivalence
 from maxtext_lite.training.equivalence import verdicts
 from maxtext_lite.training.gradients import GradientLoop
@@ -50,7 +49,7 @@ def test_a_split_agrees_and_a_bug_does_not(monkeypatch, tmp_path):
         lambda config: [Split(name, keys) for name, keys in WAYS.items()],
     )
     split, lost, missing, refused = verdicts(
-        None, ["base_num_decoder_layers=2"], tmp_path
+        None, ["base_num_decoder_layers=1"], tmp_path
     )
     assert (split.agrees, split.refused, split.optimizer) == (True, "", "sgd")
     assert max(split.loss, split.parameters) < 1e-6
@@ -78,8 +77,6 @@ def _runs(directory, *losses):
 @pytest.mark.parametrize(
     ("whole", "split", "difference", "loss"),
     [
-        ((2.0, None), (2.0, None), "", 0),  # skipped for a loss that is not finite
-        ((2.0, 0.0), (2.0, 0.0), "", 0),  # without targets
         ((2.0, 0.0), (2.0, 0.5), "step 2: loss 0.0 and 0.5", 0.5),
         ((2.0, 1.0), (2.0, None), "step 2: loss 1.0 and None", 0),
         ((2.0, 1.0, 1.0), (2.0, 1.0), "the run ends after step 2, not 3", 0),
@@ -90,22 +87,3 @@ def test_losses_that_have_no_relative_difference_get_a_verdict(
 ):
     found = _runs(tmp_path, whole, split)
     assert (found.difference, found.loss) == (difference, loss)
-
-
-def test_a_config_that_does_not_run_whole_is_refused_with_the_reason(
-    tmp_path, monkeypatch
-):
-    def fail(devices, path, runs, directory):
-        for name, *_ in runs:
-            (directory / name).mkdir(parents=True)
-            (directory / name / "failed.txt").write_text(
-                "ValueError: its reason\nand more"
-            )
-
-    monkeypatch.setattr(equivalence, "_run_on", fail)
-    with pytest.raises(UserError) as refused:
-        next(verdicts(None, [], tmp_path))
-    assert (
-        str(refused.value)
-        == "the shrunk config does not run with its batch whole: ValueError: its reason"
-    )

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from maxtext_lite.parallel import sharding
-from maxtext_lite.training.gradients import GradientLoop
 from maxtext_lite.training.objective import NEXT_TOKEN
 from maxtext_lite.training.optimizer import learning_rate_schedule
 from maxtext_lite.training.step import TRAIN_BATCH_AXES, ChunkedStep
@@ -129,20 +128,3 @@ def gradients_cross_in_the_update_alone(it, chunked):
     memory = chunked.chunk.memory_analysis()
     assert memory.alias_size_in_bytes >= 4 * parameters
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 1000
-
-
-def test_an_example_counts_wherever_its_padding_is(setup, rows):
-    """In half of the rows at the beginning; 2 of 16 slots have no example."""
-    moved = {
-        name: np.where(np.arange(16)[:, None] % 2, x, x[:, ::-1])
-        for name, x in rows.items()
-    }
-    assert np.count_nonzero(moved["segments"][:, 0]) < 14
-    moved["segments"][[4, 9]] = 0
-    it = setup(data=2, context=2)
-    with jax.set_mesh(it.mesh):
-        loop = GradientLoop(it.parts)
-        counts = jax.jit(lambda batch: loop.counts(loop.rows(batch)))(
-            it.batch(moved, ACCUMULATION, 4)
-        )
-    assert int(counts["examples"].sum()) == 14

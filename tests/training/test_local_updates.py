@@ -120,23 +120,6 @@ def test_four_replicas_of_a_quadratic_follow_the_closed_form():
         )
 
 
-def test_masters_meet_and_weights_are_the_rounding_of_what_comes_of_it():
-    """At 1 + 2^-9 and 1 + 3 x 2^-9, whose mean is 1 + 2^-8; in bfloat16 they are 1 and 1 + 2^-7."""
-    local = LocalUpdates(
-        num_replicas=2, sync_period=1, outer_lr=0.5, outer_momentum=0.0
-    )
-    outer = local.outer_state({"x": jnp.ones((), jnp.bfloat16)}, {"x": jnp.float32(1)})
-    masters_R = {"x": jnp.array([1 + 2**-9, 1 + 3 * 2**-9], jnp.float32)}
-    params_R = jax.tree.map(lambda x: x.astype(jnp.bfloat16), masters_R)
-    synchronised = jax.jit(local.synchronised)
-    for mean, after in ((1 + 2**-8, 1 + 2**-9), (1 + 2**-8, 1 + 1.5 * 2**-9)):
-        x_R, outer = synchronised(params_R, outer, masters_R)
-        assert float(np.mean(masters_R["x"])) == mean
-        assert float(outer.master["x"]) == after
-        assert x_R["x"].dtype == outer.params["x"].dtype == jnp.bfloat16
-        np.testing.assert_array_equal(x_R["x"], jnp.full(2, after, jnp.bfloat16))
-
-
 def test_replicas_with_narrow_weights_go_on_from_the_masters_that_met(setup):
     it = setup(*KEYS, "optimizer=adamw", "weight_dtype=bfloat16", data=2, replicas=2)
     state = it.state()

@@ -3,13 +3,9 @@
 That splits and resumptions change nothing: tests/invariance.
 """
 
-import errno
 import json
 import os
-import re
 import signal
-import threading
-import time
 import warnings
 
 import jax
@@ -17,12 +13,10 @@ import numpy as np
 import pytest
 
 from maxtext_lite.config import UserError, load_config
-from maxtext_lite.data import example_ids, examples_hash, token_stream
-from maxtext_lite.training import NonFiniteLoss, opening, saving, train
+from maxtext_lite.data import example_ids, examples_hash
+from maxtext_lite.training import NonFiniteLoss, opening, train
 from maxtext_lite.training.feed_steps import HeldOutLoss
-from maxtext_lite.training.metrics import JsonLines
-from tests.prepared import byte_shards, write_prepared
-from tests.training.conftest import TINY
+from tests.training.conftest import TINY, lines_of
 
 RUN = [
     *TINY,
@@ -69,10 +63,7 @@ def _train(tmp_path, documents, *overrides, **objects):
 
 def _records(result):
     """The lines of steps, and those of evaluations."""
-    lines = [
-        json.loads(line)
-        for line in (result.run_directory / "metrics.jsonl").read_text().splitlines()
-    ]
+    lines = lines_of(result.run_directory)
     return [line for line in lines if "loss" in line], [
         line for line in lines if "eval_loss" in line
     ]
@@ -136,7 +127,7 @@ def _has_what_the_interface_promises(directory):
 
 
 class Poisoned:
-    """Examples, of which some have NaN weights, some weights of 1e15, and some are missing."""
+    """Examples, of which some have NaN weights, some weights of 1e15, and some cannot be read."""
 
     fingerprint = "poisoned"
     fields = ("tokens", "targets", "segments", "positions", "weights")
@@ -144,15 +135,16 @@ class Poisoned:
     num_target_tokens = 3200
     notes = ()
 
-    def __init__(self, *poisoned, without=(), huge=()):
-        self.kept = [number for number in range(100) if number not in without]
+    def __init__(self, *poisoned, damaged=(), huge=()):
+        self.damaged = damaged
         self.weights = dict.fromkeys(poisoned, np.nan) | dict.fromkeys(huge, 1e15)
 
     def __len__(self):
-        return len(self.kept)
+        return 100
 
-    def __getitem__(self, example_id):
-        number = self.kept[example_id]
+    def __getitem__(self, number):
+        if number in self.damaged:
+            raise UserError(f"record {number} is damaged.")
         tokens = np.random.default_rng(number).integers(0, 264, 33, dtype=np.int32)
         return {
             "tokens": tokens[:-1],
@@ -263,51 +255,17 @@ def test_epochs_train_on_each_example_once_down_to_the_last(tmp_path, documents)
 
 
 def test_a_damaged_record_ends_the_run_which_is_saved_and_goes_on_once_it_is_repaired(
-    tmp_path,
+    tmp_path, documents, reads
 ):
-    text = "".join(np.random.default_rng(0).choice(list("abcdefgh"), 8000))
-    write_prepared(
-        tmp_path / "data",
-        byte_shards([text], 1),
-        tokens_per_record=1024,
-        options="group_size:1,uncompressed",
-    )
-    keys = [
-        "dataset_type=array_record",
-        "data_shuffle_seed=-1",
-        "run_name=damaged",
-        "eval_interval=-1",
-        "steps=20",
-        "checkpoint_period=100",
-        SGD,
-    ]
-    num_tokens = load_config(None, [*RUN]).max_target_length
-    damaged_step = (
-        1024 * 2 // num_tokens - 1
-    ) // 8 + 1  # whose last target is the third record's first token
-    assert 4 < damaged_step < 20
-    shard = tmp_path / "data" / "00000.array_record"
-    content = shard.read_bytes()
-    at = content.index(np.array(list(text[2300:2340].encode()), "<u2").tobytes())
-    shard.write_bytes(content[:at] + b"?" + content[at + 1 :])
-    with pytest.raises(UserError) as caught:
-        _train(tmp_path, tmp_path / "data", *keys)
-    saved_step = damaged_step - 2  # when two more batches have been read
-    assert re.search(
-        rf"{shard}.* record 2 .* after step {saved_step}\b", str(caught.value)
-    )
-    shard.write_bytes(content)
-    token_stream._reader.cache_clear()  # another process would not have it
-    result = _train(tmp_path, tmp_path / "data", *keys)
-    steps, _ = _records(result)
-    assert [record["step"] for record in steps] == list(range(1, 21))
-    ids = [
-        np.arange(8 * step, 8 * step + 8) % (-(-8000 // num_tokens))
-        for step in range(20)
-    ]
-    assert [record["examples_hash"] for record in steps] == [
-        examples_hash(numbers) for numbers in ids
-    ]
+    source = Poisoned(damaged=[8 * 3 + 5])  # of step 4
+    reads(source)
+    with pytest.raises(UserError, match=r"record 29 is damaged.* after step 2\b"):
+        _train(tmp_path, documents, *SKIP)
+    source.damaged = []
+    steps, _ = _records(_train(tmp_path, documents, *SKIP))
+    assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
+    hashes = [examples_hash(np.arange(8 * step, 8 * step + 8)) for step in range(6)]
+    assert [step["examples_hash"] for step in steps] == hashes
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "lease", "checkpoints"])
@@ -318,27 +276,3 @@ def test_what_stands_in_the_way_of_an_output_is_named(name, tmp_path, documents)
     with pytest.raises(UserError, match=f"blocked/{name}") as refusal:
         _train(tmp_path, documents, "run_name=blocked", "eval_interval=-1")
     assert len(refusal.value.problems) == 1
-
-
-def test_a_full_disk_is_told_with_the_checkpoint_whose_save_was_under_way(
-    tmp_path, documents, monkeypatch
-):
-    """The line of step 4 cannot be written while the checkpoint of step 3 waits for its checksums."""
-    fails, write, write_part = threading.Event(), JsonLines.write, saving.write_part
-
-    def writes(self, record):
-        if record["step"] == 4:
-            with self._failures.of_writing(self._path):
-                fails.set()
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write(self, record)
-
-    def hashes(*about):
-        assert fails.wait(60)
-        time.sleep(1)
-        return write_part(*about)
-
-    monkeypatch.setattr(JsonLines, "write", writes)
-    monkeypatch.setattr(saving, "write_part", hashes)
-    with pytest.raises(UserError, match=r"metrics.jsonl .* checkpoint of step 3,"):
-        _train(tmp_path, documents, "run_name=under_way", "eval_interval=-1")

@@ -133,28 +133,6 @@ def test_the_first_failure_is_kept_and_says_what_is_safe():
         found.raise_together()
 
 
-def test_what_another_host_could_not_write_is_raised_here_too(monkeypatch):
-    cases = (
-        (None, True, "safe: nothing"),
-        (8, True, "safe: the checkpoint of step 8"),
-        (8, False, "$"),
-    )
-    for newest, unwritten, text in cases:
-        theirs = [True, ["host 1's problem", unwritten]]
-        monkeypatch.setattr(
-            failures_module,
-            "exchange",
-            lambda mine, theirs=theirs: [mine, theirs, [False, None]],
-        )
-        found = Failures()
-        found.newest = newest
-        with pytest.raises(UserError, match=f"^host 1's problem.*{text}"):
-            found.raise_together()
-        assert found.found  # else a host that is fine would wait in its part of a save for one that has ended
-    monkeypatch.setattr(failures_module, "exchange", lambda mine: [mine, [True, None]])
-    assert Failures().raise_together() is True
-
-
 def test_only_the_first_host_writes_and_all_raise(monkeypatch):
     assert Failures().on_first_host("path", lambda: 5) == 5
     with pytest.raises(UserError, match="path cannot be written"):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from maxtext_lite.training.noise import NoiseScale, why_unknown
+from maxtext_lite.training.noise import NoiseScale
 
 DIM = 64
 RNG = np.random.default_rng(0)
@@ -78,18 +78,6 @@ def test_the_interval_covers_the_noise_scale_in_about_68_of_100_runs_from_the_se
         assert 0.58 < np.mean(inside) < 0.9, f"step {step}"
 
 
-def test_the_beginning_is_forgotten():
-    rng, noise = np.random.default_rng(0), NoiseScale()
-    for step in range(6000):
-        noise = noise.after(
-            **_step(rng, [16, 16, 16, 16], MEAN, DEVIATIONS * (1 if step < 500 else 2)),
-            examples=4,
-        )
-    assert noise.examples == pytest.approx(
-        4 * (DEVIATIONS**2).sum() / 16 / (MEAN**2).sum(), rel=0.05
-    )
-
-
 def test_what_says_nothing_changes_nothing():
     noise = NoiseScale().after(group_squares=3.0, groups=2, grad_norm=1.0, examples=4)
     assert noise.after(group_squares=3.0, groups=1, grad_norm=1.0, examples=4) == noise
@@ -116,22 +104,3 @@ def test_null_until_it_can_be_told():
     )  # S/W = |mu|^2 = 0.5
     assert once.examples == pytest.approx(4.0)
     assert once.relative_error is None
-
-
-@pytest.mark.parametrize(
-    ("replicas", "accumulation", "local", "interleaved", "why"),
-    [
-        (1, 1, False, False, "one gradient"),
-        (4, 2, True, False, "enable_diloco"),
-        (1, 2, False, True, "1f1b"),
-        (2, 1, False, True, None),
-    ],
-)
-def test_why_it_is_unknown(replicas, accumulation, local, interleaved, why):
-    said = why_unknown(
-        num_replicas=replicas,
-        accumulation=accumulation,
-        local_updates=local,
-        interleaved=interleaved,
-    )
-    assert said is None if why is None else why in said

@@ -17,8 +17,6 @@ from maxtext_lite.training.optimizer import Progress
 from maxtext_lite.training.run_files import (
     RunFiles,
     environment,
-    has_checkpoints,
-    run_directory,
     write_json,
 )
 from maxtext_lite.training.state import OwnParts
@@ -80,7 +78,9 @@ def test_the_learning_rate_and_adams_decays_scale_with_the_batch(tmp_path):
         lambda x: np.ones(x.shape, x.dtype), run.decoder.abstract_params
     )
     optimizer = run.parts.optimizer
-    _, state = jax.jit(optimizer.finish)(params, jax.jit(optimizer.init)(params), params, 1.0)
+    _, state = jax.jit(optimizer.finish)(
+        params, jax.jit(optimizer.init)(params), params, 1.0
+    )
     moments = state.inner_opt_state[1]
     mu, nu = (np.max(jax.tree.leaves(tree)[-1]) for tree in (moments.mu, moments.nu))
     # Of gradients that are all the same (clipped), the first moments are (1 - b) g and (1 - b) g^2.
@@ -171,45 +171,6 @@ def test_a_resume_with_another_batch_moves_the_end_of_the_schedule_of_an_own_opt
 
 
 # ---- Files -------------------------------------------------------------------------------------
-
-
-def test_in_a_bucket_files_are_uploaded_whole_and_what_was_not_is_gone_at_the_next_start(
-    bucket,
-):
-    """As after a kill: lines that were not uploaded belong to steps after the last checkpoint."""
-    url = bucket / "run"
-    killed, after = RunFiles(url), RunFiles(url)
-    killed.make()
-    killed.fetch()
-    lines, old = killed.directory / "metrics.jsonl", killed.directory / "old"
-    lines.write_text("1\n")
-    old.write_text("1")
-    assert not has_checkpoints(url)
-    assert not (url / "metrics.jsonl").exists()
-    killed.upload()
-    (url / "old").write_text("not touched")  # as it has not changed since
-    lines.write_text("1\n2\n")
-    after.make()
-    after.fetch()
-    assert lines.read_text() == "1\n"
-    with lines.open("a") as file:
-        file.write("3\n")
-    after.close()
-    assert [(url / name).read_text() for name in ("metrics.jsonl", "old")] == [
-        "1\n3\n",
-        "not touched",
-    ]
-    assert not after.directory.exists()
-    (url / "checkpoints" / "unfinished-1").write_text("-")
-    assert has_checkpoints(url)
-    with pytest.raises(UserError, match=r"^base_output_directory=gs://nowhere/runs/a"):
-        has_checkpoints(
-            run_directory(
-                load_config(
-                    None, ["base_output_directory=gs://nowhere/runs", "run_name=a"]
-                )
-            )
-        )
 
 
 def test_what_a_kill_left_half_written_is_removed_and_json_is_replaced_whole(

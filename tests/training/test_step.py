@@ -13,17 +13,11 @@ import numpy as np
 import pytest
 
 from maxtext_lite.batching import make_plan
-from maxtext_lite.data.feed import DeviceBatch
 from maxtext_lite.parallel import sharding
-from maxtext_lite.training import failures
-from maxtext_lite.training.accumulate import master_of
-from maxtext_lite.training.failures import UnreadError
-from maxtext_lite.training.objective import NEXT_TOKEN
 from maxtext_lite.training.step import (
     EVAL_BATCH_AXES,
     make_eval_step,
     make_summarise,
-    scores_of,
 )
 from maxtext_lite.xla.hlo import collectives
 from tests.training.conftest import LENGTH, ONE_DEVICE, ROWS, norm
@@ -310,30 +304,6 @@ def test_an_optimizer_state_on_the_host_gives_the_same_update_to_the_bit(
     } >= {"pinned_host"}
 
 
-def test_bfloat16_parameters_have_float32_masters_and_the_same_however_the_optimizer_is_split(
-    setup, rows
-):
-    """To the bit with SGD; the norm of the gradient, which would clip it, adds its squares up in another order."""
-    ends = []
-    for zero in ((), (ZERO,)):
-        keys = (
-            "optimizer=sgd",
-            "sgd_momentum=0.9",
-            "weight_dtype=bfloat16",
-            "gradient_clipping_threshold=0",
-        )
-        it = setup(*keys, *zero, data=8)
-        batch = it.batch(rows, 1, 16)
-        state, metrics = it.run(it.compile_step(batch), batch, 3)
-        masters = jax.tree.leaves(master_of(state.opt_state))
-        assert {leaf.dtype for leaf in masters} == {np.dtype(np.float32)}
-        for master, param in zip(masters, jax.tree.leaves(state.params), strict=True):
-            np.testing.assert_array_equal(np.asarray(master, jnp.bfloat16), param)
-        assert metrics[-1]["loss"] < metrics[0]["loss"]
-        ends.append((state.params, state.opt_state))
-    jax.tree.map(np.testing.assert_array_equal, *ends)
-
-
 def test_after_the_skipped_step_that_ends_the_run_nothing_is_applied(setup, rows):
     """With two allowed in a row. Steps are dispatched before the host has read those before them."""
     it = setup("optimizer=sgd", "skip_nonfinite_updates=true", "max_skipped_updates=2")
@@ -377,57 +347,3 @@ def test_the_loss_of_replicas_is_their_weighted_mean_however_small_the_weights(w
     assert found["loss"] == pytest.approx(3.5)
     assert found["loss_weight"] == pytest.approx(sum(weights))
     assert summarise(losses | {"loss_weight": jnp.zeros(2)})["loss"] == 0
-
-
-def _batches(rows, size):
-    for first in range(0, len(rows), size):
-        part = rows[first : first + size]
-        yield DeviceBatch(
-            {"rows": np.asarray(part, np.float32)},
-            np.arange(len(part)),
-            len(part),
-            num_micro_batches=1,
-            data_seconds=0.0,
-        )
-
-
-def evaluate(eval_step, params, batches):
-    return NEXT_TOKEN.evaluation(list(scores_of(eval_step, params, batches)))
-
-
-def _of_rows(params, arrays):
-    return params * arrays["rows"][:, 0], arrays["rows"][:, 1].astype(np.int32)
-
-
-@pytest.mark.fast
-def test_an_evaluation_is_the_mean_over_tokens_not_over_batches():
-    rows = [(6.0, 1), (8.0, 4), (0.0, 0), (9.0, 3), (2.0, 2)]  # nll sum, tokens
-    for size in (2, 5):
-        assert evaluate(_of_rows, 2.0, _batches(rows, size)) == {
-            "eval_loss": 2 * 25 / 10,
-            "eval_target_tokens": 10,
-        }
-    nothing = evaluate(_of_rows, 1.0, iter(()))
-    assert nothing == {"eval_loss": 0.0, "eval_target_tokens": 0}
-
-
-def test_the_next_batch_is_under_way_while_the_scores_of_one_are_read():
-    begun = []
-
-    def eval_step(params, arrays):
-        begun.append(float(arrays["rows"][0, 0]))
-        return _of_rows(params, arrays)
-
-    scores = scores_of(eval_step, 1.0, _batches([(6.0, 1), (8.0, 4), (9.0, 3)], 1))
-    seen = [(float(nll[0]), list(begun)) for nll, _ in scores]
-    assert seen == [(6.0, [6.0, 8.0]), (8.0, [6.0, 8.0, 9.0]), (9.0, [6.0, 8.0, 9.0])]
-
-
-def test_what_another_host_could_not_read_is_raised_after_the_last_batch(monkeypatch):
-    monkeypatch.setattr(
-        failures, "exchange", lambda mine: [mine, "record 7 is damaged"]
-    )
-    scores = scores_of(_of_rows, 1.0, _batches([(6.0, 1), (8.0, 4)], 1))
-    assert [float(nll[0]) for nll, _ in (next(scores), next(scores))] == [6.0, 8.0]
-    with pytest.raises(UnreadError, match="record 7 is damaged"):
-        next(scores)
