@@ -4,7 +4,6 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 from types import SimpleNamespace
 
@@ -12,9 +11,7 @@ import jax
 import pytest
 
 from maxtext_lite.config import UserError
-from maxtext_lite.config.kernels import Accelerator
-from maxtext_lite.parallel import accelerator_of, distributed, start_devices
-from maxtext_lite.parallel.distributed import end_soon
+from maxtext_lite.parallel import distributed, start_devices
 from tests.processes import quick_python
 from tests.source_tree import REPOSITORY
 
@@ -208,17 +205,3 @@ def test_what_tpu_workers_are_told_is_heard_where_tpus_are_used(platforms, monke
     else:
         with pytest.raises(UserError, match="TPU_WORKER_ID=5"):
             start_devices()
-
-
-def test_one_process_alone_is_not_ended_by_its_failure(monkeypatch):
-    monkeypatch.setattr(os, "_exit", lambda code: pytest.fail("ended"))
-    before = threading.active_count()
-    end_soon(2)
-    assert threading.active_count() == before
-
-
-def test_a_device_says_what_a_kernel_must_know(monkeypatch):
-    monkeypatch.setattr(distributed, "installed_tokamax", lambda: "0.0.17")
-    h100 = SimpleNamespace(platform="gpu", compute_capability="9.0")
-    assert accelerator_of(h100) == Accelerator("gpu", "9.0", "0.0.17")
-    assert accelerator_of(jax.devices()[0]) == Accelerator("cpu")

@@ -129,18 +129,6 @@ def test_the_one_whose_main_thread_hangs_is_named_by_all(run):
     assert "in reading of step 2" in text
 
 
-def test_a_long_evaluation_whose_batches_go_on_is_no_hang(run):
-    one = run(num_processes=1, least=10)
-    (dog,) = one.dogs
-    dog.enter("evaluation", 4)
-    for _ in range(20):
-        one.passes(9)
-        dog.advance()
-        assert one.found() == [None]
-    one.passes(41)
-    assert "in evaluation of step 4" in one.texts()[0]
-
-
 def assert_limit(one, limit, phase):
     """The process is left alone until shortly before its limit, and named shortly after it."""
     one.passes(limit - 2)
@@ -162,20 +150,6 @@ def test_the_first_evaluation_has_four_times_the_limit_also_after_its_first_batc
             one.dogs[0].enter(phase, step)
         one.dogs[0].advance()
     assert_limit(one, limit, "evaluation")
-
-
-def test_one_that_is_stopped_is_named_by_the_others(run):
-    three = run()
-    for dog in three.dogs:
-        dog.enter("save", 4)
-    three.passes(2)
-    three.stopped.add(2)
-    three.passes(298)
-    assert three.found() == [None, None]
-    three.passes(10)
-    (text,) = three.texts()
-    assert text.startswith("process 2 on ")
-    assert "save of step 4" in text
 
 
 def test_where_the_store_does_not_answer_process_0_is_named(run):

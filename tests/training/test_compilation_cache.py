@@ -37,7 +37,7 @@ def config(tmp_path, name="run"):
         *TINY,
         "dataset_type=synthetic",
         "eval_interval=-1",
-        "steps=1",
+        "steps=2",
         "base_num_decoder_layers=1",
         "enable_checkpointing=false",
     ]

@@ -8,7 +8,7 @@ import pytest
 
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.training import train
-from maxtext_lite.training.custom_loss import WEIGHT, CustomLoss, custom_loss
+from maxtext_lite.training.custom_loss import WEIGHT, custom_loss
 from tests.training.conftest import TINY, lines_of
 
 
@@ -60,12 +60,6 @@ def test_what_is_no_sum_over_rows_is_refused(why):
 def test_a_z_loss_of_the_config_is_refused_and_sums_are_taken():
     with pytest.raises(UserError, match=r"z_loss_multiplier=0\.001"):
         custom_loss(next_token, **ABOUT, z_loss_multiplier=1e-3)
-    taken = custom_loss(
-        lambda p, rows: (jnp.sum(rows["price"]), jnp.sum(rows["price"])),
-        **ABOUT,
-        z_loss_multiplier=0.0,
-    )
-    assert isinstance(taken, CustomLoss)
 
 
 def half(predictions, rows):

@@ -46,19 +46,6 @@ def test_schedule_at_its_corners(name, middle):
     assert rates(expected, *words) == pytest.approx([*expected.values()], abs=1e-6)
 
 
-def test_a_warm_up_may_be_missing_or_longer_than_the_run_and_a_run_longer_than_32_bits_count():
-    assert rates(
-        [1], "warmup_steps=0", "learning_rate_schedule=constant"
-    ) == pytest.approx([1])
-    assert rates([1, 5], "steps=5", "warmup_steps=20") == pytest.approx(
-        [1 / 20, 5 / 20]
-    )
-    long = load_config(None, ["learning_rate=1", "learning_rate_final_fraction=0"])
-    assert float(learning_rate_schedule(long, last=10**12).rate(5e11)) == pytest.approx(
-        0.5
-    )
-
-
 def test_progress_counts_beyond_32_bits():
     progress = Progress.start()
     for _ in range(5):

@@ -81,18 +81,3 @@ def test_what_a_machine_of_many_devices_allows_shrinks_to_one(words):
         == EXAMPLES
     )
     assert (whole.num_vocab_tiling > 1) == (config.num_vocab_tiling > 1)
-
-
-@pytest.mark.parametrize(
-    ("file", "words"),
-    [
-        (
-            None,
-            ["enable_diloco=true", "ici_data_parallelism=-1", "ici_fsdp_parallelism=1"],
-        ),
-        ("configs/post_train/rl.yml", ["dataset_type=prompts"]),
-    ],
-)
-def test_local_updates_and_batches_that_the_model_makes_itself_are_refused(file, words):
-    with pytest.raises(UserError, match=words[0]):
-        shrunk(load_config(file, words))

@@ -36,10 +36,10 @@ SIZES = [
     "learning_rate=0.05",
     "learning_rate_schedule=constant",
     "data_shuffle_seed=-1",
-    "steps=21",
+    "steps=29",
 ]
-PLANTED = {17 * 8 + 3: "~^|" * 10, 19 * 8 + 1: "@#!" * 10, 19 * 8 + 6: "~^|" * 10}
-"""Texts by their place in the run, of which eight make a step: one in step 18, and two in step 20."""
+PLANTED = {24 * 8 + 3: "~^|" * 10, 26 * 8 + 1: "@#!" * 10, 26 * 8 + 6: "~^|" * 10}
+"""Texts by their place in the run, of which eight make a step: one in step 25, and two in step 27."""
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +83,8 @@ def test_a_run_that_finds_guilty_rows_ends_in_the_bits_of_one_that_was_told(
     assert [
         line.split()[1] for line in said.splitlines() if "the run goes back" in line
     ] == [
-        "18",
-        "20",
+        "25",
+        "27",
     ]
     text = (bucket / "found" / "excluded_rows.jsonl").read_text()
     rows = [json.loads(line) for line in text.splitlines()]
@@ -92,10 +92,10 @@ def test_a_run_that_finds_guilty_rows_ends_in_the_bits_of_one_that_was_told(
         (row["source"], row["row"], row["from_example"], row["step"], row["spike"])
         for row in rows
     ]
-    assert where[0] == ("odd", (17 * 8 + 3) // 2, 17 * 8, 18, 1)
+    assert where[0] == ("odd", (24 * 8 + 3) // 2, 24 * 8, 25, 1)
     assert sorted(where[1:]) == [
-        ("even", (19 * 8 + 6) // 2, 19 * 8, 20, 2),
-        ("odd", (19 * 8 + 1) // 2, 19 * 8, 20, 2),
+        ("even", (26 * 8 + 6) // 2, 26 * 8, 27, 2),
+        ("odd", (26 * 8 + 1) // 2, 26 * 8, 27, 2),
     ]
 
     (tmp_path / "rows.jsonl").write_text(text)
@@ -107,10 +107,10 @@ def test_a_run_that_finds_guilty_rows_ends_in_the_bits_of_one_that_was_told(
     assert "goes back" not in capsys.readouterr().out
     assert not (told.run_directory / "excluded_rows.jsonl").exists()
     got, want = steps_of(bucket / "found"), steps_of(told.run_directory)
-    assert [line["step"] for line in got] == list(range(1, 22))  # each once
+    assert [line["step"] for line in got] == list(range(1, 30))  # each once
     assert got == want
     # A text of 28 letters has 28 targets, a planted one 30; its slot is empty.
-    assert [line["target_tokens"] for line in got[16:21]] == [
+    assert [line["target_tokens"] for line in got[23:28]] == [
         8 * 28,
         7 * 28,
         8 * 28,

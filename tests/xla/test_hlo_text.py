@@ -119,12 +119,6 @@ def test_a_counter_may_be_copied_and_begin_elsewhere():
     assert parse(begun).runs["body"].times == 4  # 5, 7, 9, 11
 
 
-def test_names_may_stand_without_a_percent_sign():
-    plain = parse(MODULE.replace("%", ""))
-    assert plain.runs == parse(MODULE).runs
-    assert plain.computations["body"].root.operands == ("next", "x")
-
-
 @pytest.mark.parametrize(
     ("text", "size"),
     [
