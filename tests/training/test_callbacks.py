@@ -18,6 +18,7 @@ RUN = (
     "learning_rate_schedule=constant",
     "per_device_batch_size=1",
     "steps=6",
+    "optimizer=sgd",
 )
 
 

@@ -35,6 +35,8 @@ def config_of(tmp_path_factory):
         f"dataset_path={directory / 'pairs.jsonl'}",
         f"base_output_directory={directory}",
         "steps=4",
+        "optimizer=sgd",
+        "learning_rate=1",
         "learning_rate_schedule=constant",
         "eval_interval=4",
         "eval_fraction=0.2",
