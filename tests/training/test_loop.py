@@ -206,28 +206,6 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_is_named(
     }
 
 
-def test_too_many_skipped_steps_in_a_row_end_the_run(tmp_path, documents, reads):
-    """Steps 2, 3 and then 5, 6, 7 hold a poisoned example: the third in a row is one too many, even after a resume."""
-    reads(Poisoned(8, 16, 32, 40, 48))
-    keys = (
-        *SKIP,
-        "skip_nonfinite_updates=true",
-        "max_skipped_updates=3",
-        "checkpoint_period=1",
-    )
-    skipped = _train(tmp_path, documents, *keys, "steps=6")
-    steps, _ = _records(skipped)
-    flags = [step["skipped"] for step in steps]
-    assert flags == [False, True, True, False, True, True]
-    assert [step["loss"] is None for step in steps] == flags
-    assert steps[2]["examples_seen"] == 24  # the data move on
-    assert steps[2]["param_norm"] == steps[0]["param_norm"]
-    with pytest.raises(NonFiniteLoss, match=r"step 7 .*example ids 48,"):
-        _train(tmp_path, documents, *keys, "steps=9")
-    saved = [path.name for path in (skipped.run_directory / "checkpoints").iterdir()]
-    assert max(saved) == "6"
-
-
 def test_epochs_train_on_each_example_once_down_to_the_last(tmp_path, documents):
     """Twice 289 examples in batches of 64, the last with 2."""
     keys = (

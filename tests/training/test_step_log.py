@@ -109,6 +109,16 @@ def test_numbers_that_are_not_finite_end_the_run_and_the_cause_is_named(log_of):
     )
 
 
+def test_skipped_steps_in_a_row_end_the_run_at_their_limit(log_of):
+    log = log_of(skip_nonfinite_updates=True, max_skipped_updates=2)
+    add(log, 1, grad_norm=math.inf, skipped=True)
+    add(log, 2)
+    assert log.counts.skipped_in_a_row == 0
+    add(log, 3, grad_norm=math.inf, skipped=True)
+    with pytest.raises(NonFiniteLoss, match="2 skipped steps in a row"):
+        add(log, 4, grad_norm=math.inf, skipped=True)
+
+
 def test_a_loss_above_the_band_of_those_before_it_ends_the_run(log_of):
     """Sixteen losses of 1 and 3 in turn: median 2, its distances 1, so that two deviations end at 2 + 2 x 1.4826."""
     counts = Counts(losses=(*[9.0] * 16, *[1.0, 3.0] * 7, 1.0))
