@@ -32,14 +32,14 @@ SIZES = [
     "packing=best_fit",
     "eval_interval=-1",
     "eval_fraction=0",
-    "checkpoint_period=12",
+    "checkpoint_period=20",
     "learning_rate=0.05",
     "learning_rate_schedule=constant",
     "data_shuffle_seed=-1",
-    "steps=29",
+    "steps=26",
 ]
-PLANTED = {24 * 8 + 3: "~^|" * 10, 26 * 8 + 1: "@#!" * 10, 26 * 8 + 6: "~^|" * 10}
-"""Texts by their place in the run, of which eight make a step: one in step 25, and two in step 27."""
+PLANTED = {24 * 8 + 1: "@#!" * 10, 24 * 8 + 6: "~^|" * 10}
+"""Texts by their place in the run, of which eight make a step."""
 
 
 @pytest.fixture(scope="module")
@@ -80,24 +80,18 @@ def test_a_run_that_finds_guilty_rows_ends_in_the_bits_of_one_that_was_told(
     own = [f"base_output_directory={bucket}", "run_name=found", "max_loss_spike=1.5"]
     found = train(load_config(None, [*words, *own]))
     said = capsys.readouterr().out
-    assert [
-        line.split()[1] for line in said.splitlines() if "the run goes back" in line
-    ] == [
-        "25",
-        "27",
-    ]
+    back = [line for line in said.splitlines() if "the run goes back" in line]
+    assert [line.split()[1] for line in back] == ["25"]
     text = (bucket / "found" / "excluded_rows.jsonl").read_text()
     rows = [json.loads(line) for line in text.splitlines()]
     where = [
         (row["source"], row["row"], row["from_example"], row["step"], row["spike"])
         for row in rows
     ]
-    assert where[0] == ("odd", (24 * 8 + 3) // 2, 24 * 8, 25, 1)
-    assert sorted(where[1:]) == [
-        ("even", (26 * 8 + 6) // 2, 26 * 8, 27, 2),
-        ("odd", (26 * 8 + 1) // 2, 26 * 8, 27, 2),
+    assert sorted(where) == [
+        ("even", (24 * 8 + 6) // 2, 24 * 8, 25, 1),
+        ("odd", (24 * 8 + 1) // 2, 24 * 8, 25, 1),
     ]
-
     (tmp_path / "rows.jsonl").write_text(text)
     told = train(
         load_config(
@@ -107,16 +101,10 @@ def test_a_run_that_finds_guilty_rows_ends_in_the_bits_of_one_that_was_told(
     assert "goes back" not in capsys.readouterr().out
     assert not (told.run_directory / "excluded_rows.jsonl").exists()
     got, want = steps_of(bucket / "found"), steps_of(told.run_directory)
-    assert [line["step"] for line in got] == list(range(1, 30))  # each once
+    assert [line["step"] for line in got] == list(range(1, 27))  # each once
     assert got == want
     # A text of 28 letters has 28 targets, a planted one 30; its slot is empty.
-    assert [line["target_tokens"] for line in got[23:28]] == [
-        8 * 28,
-        7 * 28,
-        8 * 28,
-        6 * 28,
-        8 * 28,
-    ]
+    assert [line["target_tokens"] for line in got[23:]] == [8 * 28, 6 * 28, 8 * 28]
     assert {line["examples"] for line in got} == {8}
     jax.tree.map(
         np.testing.assert_array_equal,
