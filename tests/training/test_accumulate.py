@@ -33,7 +33,7 @@ def test_512_bfloat16_gradients_sum_to_512():
 
 def test_a_master_copy_keeps_what_bfloat16_parameters_would_lose():
     """A thousand steps of 1e-3 from 1: bfloat16 alone stays at 1, as 1 - 1e-3 rounds to 1, wherever it is."""
-    ones = {"w": jnp.ones(3, jnp.bfloat16)}
+    ones = {"w": jnp.ones((2, 8), jnp.bfloat16)}
     for over_data, masters, expected in (
         (False, False, 1.0),
         (True, False, 1.0),
@@ -47,7 +47,7 @@ def test_a_master_copy_keeps_what_bfloat16_parameters_would_lose():
 
         def step(carry, _, accumulation=accumulation):
             params, state = carry
-            return accumulation.finish({"w": jnp.ones(3)}, state, params, 1e-3), None
+            return accumulation.finish({"w": jnp.ones((2, 8))}, state, params, 1e-3), None
 
         (params, state), _ = jax.lax.scan(step, (params, state), length=1000)
         assert params["w"].dtype == jnp.bfloat16
