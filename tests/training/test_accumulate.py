@@ -47,7 +47,9 @@ def test_a_master_copy_keeps_what_bfloat16_parameters_would_lose():
 
         def step(carry, _, accumulation=accumulation):
             params, state = carry
-            return accumulation.finish({"w": jnp.ones((2, 8))}, state, params, 1e-3), None
+            return accumulation.finish(
+                {"w": jnp.ones((2, 8))}, state, params, 1e-3
+            ), None
 
         (params, state), _ = jax.lax.scan(step, (params, state), length=1000)
         assert params["w"].dtype == jnp.bfloat16

@@ -114,6 +114,7 @@ def test_a_restart_in_a_ramp_leaves_the_schedule_as_it_is(unit):
             )
         assert restarted.units_per_step == schedule.units_per_step
     assert (seen, float(schedule(step, progress_of(seen)))) == (64, 0)
+    assert plan.schedule_end("examples", 0, 0) == 64 / 4
 
 
 # ---- Optimizers --------------------------------------------------------------------------------
