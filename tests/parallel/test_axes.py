@@ -1,7 +1,6 @@
 """Logical axes become PartitionSpecs through one table; collectives along them; replicas have contiguous rows."""
 
 import math
-import re
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,6 @@ from maxtext_lite.parallel import (
     largest,
     make_mesh,
     num_shards,
-    over_replicas,
     over_shards,
     scattered_sum,
     shard_index,
@@ -26,7 +24,6 @@ from maxtext_lite.parallel import (
     summed,
     with_dims,
 )
-from maxtext_lite.parallel.axes import AS_IT_IS, partition_spec
 
 
 def mesh_of(**sizes):
@@ -39,32 +36,6 @@ def mesh_of(**sizes):
 @pytest.fixture(scope="module")
 def mesh():
     return mesh_of(data=2, fsdp=2, tensor=2)
-
-
-def test_known_axes():
-    assert partition_spec(("layers", "embed", "mlp")) == jax.P(
-        "stage", ("expert", "context", "fsdp"), "tensor"
-    )
-    assert partition_spec(("experts", "expert_embed", "mlp")) == jax.P(
-        "expert", ("context", "fsdp"), "tensor"
-    )
-    assert partition_spec(("accumulation", "global_batch", None)) == jax.P(
-        None, ("data", "fsdp", "expert"), None
-    )
-    assert partition_spec(("batch", AS_IT_IS, None)) == jax.P(
-        ("fsdp", "expert"), jax.P.UNCONSTRAINED, None
-    )
-    assert axes_in_use(("embed", "heads", "head_dim")) == (None, "heads", "head_dim")
-    assert axes_in_use(("vocab", None)) == ("vocab", None)
-
-
-@pytest.mark.parametrize(
-    ("axes", "named"),
-    [(("embde",), "'embde'"), (("heads", "mlp"), "'tensor' is used twice")],
-)
-def test_an_axis_that_is_unknown_or_used_twice_is_refused_by_name(axes, named):
-    with pytest.raises(ValueError, match=named):
-        partition_spec(axes)
 
 
 def test_shards_are_counted_over_all_mesh_axes_of_a_name(mesh):
@@ -112,22 +83,6 @@ def test_the_gradient_of_a_gathered_weight_is_sharded_like_the_stored_weight(mes
         got = jax.jit(jax.grad(total))(jax.device_put(weight, sharding(mesh, lies_as)))
     np.testing.assert_array_equal(got, want)
     assert got.sharding.shard_shape(got.shape) == (2, 3)
-
-
-@pytest.mark.fast
-def test_over_replicas_gives_each_replica_its_contiguous_rows_and_leaves_tokens_split():
-    mesh = mesh_of(data=2, context=2)
-    rows = np.arange(32, dtype=np.float32).reshape(8, 4)
-    with jax.set_mesh(mesh):
-        x = jax.device_put(rows, sharding(mesh, ("global_batch", "length")))
-        run = jax.jit(
-            over_replicas(lambda scale, x: (scale * x, x.sum()), 2, rows=(1,))
-        )
-        compiled = run.lower(10.0, x).compile()
-    scaled, sums = compiled(10.0, x)
-    np.testing.assert_array_equal(scaled, 10 * rows.reshape(2, 4, 4))
-    np.testing.assert_array_equal(sums, rows.reshape(2, -1).sum(1))
-    assert "all-gather" not in compiled.as_text()
 
 
 # ---- Collectives ----------------------------------------------------------------------------------------------------
@@ -191,31 +146,6 @@ def test_parts_are_exchanged_the_largest_is_found_and_narrow_parts_are_added_in_
     )
     np.testing.assert_array_equal(most, X[6:])
     np.testing.assert_array_equal(total, np.full((4, 4), 1 + 3 * 2.0**-8, np.float32))
-
-
-@pytest.mark.parametrize("sets", [1, 3])
-def test_sets_under_vmap_are_exchanged_and_summed_as_each_alone(sets):
-    """Dims of size 1 are not sent, because TPUs pad them to whole tiles."""
-    factor = np.arange(1, sets + 1, dtype=np.float32)
-
-    def of_one(x, factor):
-        x = factor * x[:, None]
-        whole = scattered_sum(jnp.concatenate([x, 10 * x]), "experts", 0)
-        return whole[:, 0] + exchanged(x.reshape(-1, 1), "experts").reshape(-1, 4)
-
-    def of_all(x):
-        return jax.vmap(of_one, in_axes=(None, 0), out_axes=1)(x, factor).reshape(
-            len(x), -1
-        )
-
-    got, text = run_on(of_all, AXES, expert=2)
-    parts = np.concatenate([X[:4] + X[4:], 10 * (X[:4] + X[4:])])
-    swapped = np.concatenate([X[:2], X[4:6], X[2:4], X[6:]])
-    np.testing.assert_array_equal(
-        got, np.concatenate([f * (parts + swapped) for f in factor], axis=1)
-    )
-    sent = re.findall(r"all_to_all.*-> tensor<([\dx]+)xf32>", text)
-    assert sorted(sent) == (["16", "2x4x4"] if sets == 1 else ["3x16", "3x2x4x4"])
 
 
 def test_collectives_along_an_unsplit_axis_are_the_identity():

@@ -51,13 +51,6 @@ GKE = {
     "environment",
     [
         {},
-        {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"},
-        {
-            **SLURM,
-            "SLURM_STEP_NUM_TASKS": "1",
-            "SLURM_NTASKS": "1",
-            "SLURM_PROCID": "0",
-        },
         # In a batch script SLURM describes the job, but this process is not a task of a step.
         {
             key: value
@@ -93,8 +86,6 @@ def test_slurms_coordinator_is_the_first_node_at_a_port_of_the_job():
 @pytest.mark.parametrize(
     ("nodes", "first"),
     [
-        ("node001,host2", "node001"),
-        ("node[001-015],host2", "node001"),
         ("node[001,007-015],host2", "node001"),
         ("rack2-n[3,5]-ib,x", "rack2-n3-ib"),
     ],
@@ -113,7 +104,6 @@ def test_the_first_of_slurms_nodes(nodes, first):
         ({}, (1,)),  # one GPU each, as jax has it
         ({"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}, (2, 3)),
         ({"CUDA_VISIBLE_DEVICES": "5"}, None),  # SLURM has bound the task to its GPU
-        ({"SLURM_GPUS_PER_TASK": "4", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, None),
         ({"JAX_LOCAL_DEVICE_IDS": "7"}, None),  # jax reads it
         ({"SLURM_STEP_TASKS_PER_NODE": "7,1"}, None),  # alone on the second node
     ],
@@ -136,13 +126,6 @@ def test_open_mpis_coordinator_is_where_its_launcher_runs():
         f"10.96.0.1:{port}",
     )
     assert found.local_device_ids == (0,)
-    six = told(
-        {
-            **OPEN_MPI,
-            "OMPI_MCA_orte_hnp_uri": "4096.0;tcp6://[fe80::b9b,2620:10d::2]:43370",
-        }
-    )
-    assert six.address == "[fe80::b9b]:61441"
     five = {
         key: value for key, value in OPEN_MPI.items() if key != "OMPI_MCA_orte_hnp_uri"
     }
@@ -190,12 +173,10 @@ def test_a_tpu_vm_is_asked_for_its_metadata():
     [
         ({"JAX_COORDINATOR_ADDRESS": "a:1"}, "JAX_NUM_PROCESSES"),
         ({**SLURM, "SLURM_PROCID": "8"}, "SLURM_PROCID=8 .*Nearest that works: 7"),
-        ({**SLURM, "SLURM_PROCID": "x"}, "SLURM_PROCID=x .*Nearest that works: 0"),
         (
             {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "many"},
             "SLURM_STEP_TASKS_PER_NODE=many",
         ),
-        ({**SLURM, "SLURM_NODEID": "2"}, "SLURM_NODEID=2"),
         (
             {**SLURM, "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5"},
             "CUDA_VISIBLE_DEVICES=0,1,2,3,4,5 .*Nearest that works: 3",
@@ -204,7 +185,6 @@ def test_a_tpu_vm_is_asked_for_its_metadata():
             {**OPEN_MPI, "OMPI_MCA_orte_hnp_uri": ""},
             "JAX_COORDINATOR_ADDRESS=host:port",
         ),
-        ({**GKE, "TPU_WORKER_ID": "4"}, "TPU_WORKER_ID=4 .*Nearest that works: 3"),
         (
             {**GKE, "MEGASCALE_SLICE_ID": "2"},
             "MEGASCALE_SLICE_ID=2 .*Nearest that works: 1",

@@ -34,23 +34,6 @@ def test_each_shard_holds_an_early_and_a_late_chunk():
     assert context_order(4, 1).tolist() == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("shards", [1, 2, 3, 8])
-def test_causal_work_is_equal(shards):
-    by_shard = context_order(48, shards).reshape(shards, -1)
-    assert sorted(by_shard.ravel()) == list(range(48))
-    assert (
-        len({int(np.sum(tokens + 1)) for tokens in by_shard}) == 1
-    )  # token t looks at t + 1 keys
-    assert np.all(np.diff(by_shard, axis=1) > 0)  # in order within a shard
-
-
-def test_tokens_that_cannot_be_split_are_refused():
-    with pytest.raises(
-        ValueError, match="12 tokens are not a multiple of 2 chunks x 4 shards"
-    ):
-        context_order(12, 4)
-
-
 def test_a_batch_is_arranged_over_the_mesh_in_use(mesh):
     axes = ("global_batch", "length")
     batch = {

@@ -9,12 +9,9 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-from jax._src import clusters
 
 from maxtext_lite.parallel import coordination
 from maxtext_lite.parallel.coordination import (
-    CoordinationStore,
-    coordinator_address,
     coordinator_answers,
     watched_arguments,
 )
@@ -75,40 +72,6 @@ def test_if_process_0_is_killed_the_others_name_it_and_exit_with_76(tmp_path):
     assert (tmp_path / "stacks-1.txt").read_text().startswith(said.removeprefix("[1] "))
 
 
-class Client:
-    def __init__(self):
-        self.values = {}
-
-    def key_value_set(self, key, value, allow_overwrite):
-        assert allow_overwrite
-        self.values[key] = value
-
-    def key_value_dir_get(self, prefix):
-        return [each for each in self.values.items() if each[0].startswith(prefix)]
-
-
-@pytest.mark.fast
-def test_the_store_sees_only_its_own_keys(monkeypatch):
-    client = Client()
-    client.values["orbax/1"] = "another's"
-    monkeypatch.setattr(
-        coordination.distributed, "global_state", SimpleNamespace(client=client)
-    )
-    store = CoordinationStore(1, 2)
-    store.put("1", "a")
-    store.put("1", "b")
-    assert store.all() == {"1": "b"}
-    assert len(client.values) == 2
-
-
-def test_the_store_of_a_process_that_has_left_says_so(monkeypatch):
-    monkeypatch.setattr(
-        coordination.distributed, "global_state", SimpleNamespace(client=None)
-    )
-    with pytest.raises(ConnectionError):
-        CoordinationStore(1, 2).all()
-
-
 @pytest.mark.parametrize(("process", "is_watched"), [(0, True), (1, True), (1, False)])
 def test_a_watched_process_has_a_heartbeat_far_above_any_limit_and_others_keep_jaxs(
     process, is_watched, monkeypatch
@@ -145,18 +108,6 @@ def test_process_0_answers_if_its_port_does(monkeypatch):
         SimpleNamespace(coordinator_address=None),
     )
     assert not coordinator_answers()
-
-
-def test_where_process_0_is_on_tpus_jax_says(monkeypatch):
-    monkeypatch.setattr(clusters.GkeTpuCluster, "is_env_present", lambda: True)
-    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "localhost,elsewhere")
-    monkeypatch.setenv(
-        "MEGASCALE_COORDINATOR_ADDRESS", ""
-    )  # else the metadata server is asked
-    monkeypatch.setenv("JAX_COORDINATOR_PORT", "1234")
-    assert coordinator_address("gketpu", 1) == "localhost:1234"
-    with pytest.raises(ValueError, match="gcetpu2"):
-        coordinator_address("gcetpu2", 1)
 
 
 @pytest.mark.parametrize("answers", [False, True])

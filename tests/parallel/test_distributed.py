@@ -4,7 +4,6 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 from types import SimpleNamespace
 
@@ -12,9 +11,7 @@ import jax
 import pytest
 
 from maxtext_lite.config import UserError
-from maxtext_lite.config.kernels import Accelerator
-from maxtext_lite.parallel import accelerator_of, distributed, start_devices
-from maxtext_lite.parallel.distributed import end_soon
+from maxtext_lite.parallel import distributed, start_devices
 from tests.processes import quick_python
 from tests.source_tree import REPOSITORY
 
@@ -125,30 +122,21 @@ def test_two_processes_of_two_devices_that_slurm_has_started_are_four_devices_an
         ]
 
 
-@pytest.mark.parametrize(
-    ("failure", "code", "message"),
-    [
-        ("raise UserError('steps=0 is wrong')", 2, "[1] error: steps=0 is wrong"),
-        ("raise OSError('no such disk')", 1, "[1] OSError: no such disk"),
-    ],
-)
-def test_a_process_that_fails_alone_ends_the_run_though_jax_would_wait_for_the_others(
-    failure, code, message
-):
+def test_a_process_that_fails_alone_ends_the_run_though_jax_would_wait_for_the_others():
     started = time.monotonic()
     result = launch(
-        f"""
+        """
 def main(argv):
     start_devices()
     if jax.process_index() == 1:
-        {failure}
+        raise UserError('steps=0 is wrong')
     time.sleep(600)
 sys.exit(run_command(main))
 """,
         grace="1",
     )
-    assert result.returncode == code
-    assert message in result.stderr.splitlines()
+    assert result.returncode == 2
+    assert "[1] error: steps=0 is wrong" in result.stderr.splitlines()
     assert time.monotonic() - started < 60
 
 
@@ -185,9 +173,6 @@ def test_who_has_not_connected_is_named_by_all_that_have():
     ("told", "named"),
     [
         (("localhost", "2", "0"), "JAX_COORDINATOR_ADDRESS=localhost"),
-        (("localhost:65536", "2", "0"), "JAX_COORDINATOR_ADDRESS=localhost:65536"),
-        (("localhost:1234", "", "0"), "JAX_NUM_PROCESSES"),
-        (("localhost:1234", "2", "2"), "JAX_PROCESS_ID=2 .*Nearest that works: 1"),
         (("taken", "2", "0"), "cannot listen there"),
     ],
     ids=str,
@@ -208,7 +193,7 @@ def test_a_half_described_run_is_refused_and_a_port_that_is_taken(
             start_devices(timeout_seconds=1)
 
 
-@pytest.mark.parametrize("platforms", ["tpu", "tpu,cpu", "cpu"])
+@pytest.mark.parametrize("platforms", ["tpu,cpu", "cpu"])
 def test_what_tpu_workers_are_told_is_heard_where_tpus_are_used(platforms, monkeypatch):
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "a,b")
     monkeypatch.setenv("TPU_WORKER_ID", "5")
@@ -220,17 +205,3 @@ def test_what_tpu_workers_are_told_is_heard_where_tpus_are_used(platforms, monke
     else:
         with pytest.raises(UserError, match="TPU_WORKER_ID=5"):
             start_devices()
-
-
-def test_one_process_alone_is_not_ended_by_its_failure(monkeypatch):
-    monkeypatch.setattr(os, "_exit", lambda code: pytest.fail("ended"))
-    before = threading.active_count()
-    end_soon(2)
-    assert threading.active_count() == before
-
-
-def test_a_device_says_what_a_kernel_must_know(monkeypatch):
-    monkeypatch.setattr(distributed, "installed_tokamax", lambda: "0.0.17")
-    h100 = SimpleNamespace(platform="gpu", compute_capability="9.0")
-    assert accelerator_of(h100) == Accelerator("gpu", "9.0", "0.0.17")
-    assert accelerator_of(jax.devices()[0]) == Accelerator("cpu")

@@ -58,11 +58,11 @@ def in_turn(problem):
     return out, gradients
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("pipeline", "mesh"),
     [
         (Pipeline(2, 8), {"stage": 2, "fsdp": 2, "data": 2}),
-        (Pipeline(4, 4), {"stage": 4, "data": 2}),
         (Pipeline(4, 4, 2), {"stage": 4, "fsdp": 2}),
         (Pipeline(2, 2, 4), {"stage": 2, "data": 4}),
     ],
@@ -140,9 +140,9 @@ def test_a_tick_neither_copies_nor_adds_up_all_pieces_and_sends_one(pipeline, pr
     assert sent == [pipeline.num_ticks] * 2  # forward and backward
 
 
-@pytest.mark.parametrize("pipeline", [Pipeline(2, 512), Pipeline(2, 512, 2)])
-def test_gradients_of_many_pieces_are_summed_in_float32(pipeline):
+def test_gradients_of_many_pieces_are_summed_in_float32():
     """In bfloat16 256 + 1 is 256."""
+    pipeline = Pipeline(2, 512, 2)
     rows = np.zeros((512, 6), jnp.bfloat16)
 
     def shift(stack, rows):
@@ -159,30 +159,3 @@ def test_gradients_of_many_pieces_are_summed_in_float32(pipeline):
         found = jax.jit(jax.grad(total))(np.zeros((4, 6), jnp.bfloat16))
     assert found.dtype == jnp.bfloat16
     np.testing.assert_array_equal(np.asarray(found, np.float32), np.full((4, 6), 512.0))
-
-
-@pytest.mark.fast
-def test_layers_are_assigned_round_after_round():
-    """Layer l = (round x stages + stage) x layers per stack + place."""
-    pipeline = Pipeline(2, 2, 2)
-    stored = pipeline.in_stages(jnp.arange(8))
-    assert stored.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    by_stage = pipeline._by_stage(stored)
-    assert by_stage[0].tolist() == [
-        [0, 1],
-        [2, 3],
-    ]  # round 0: layers 0, 1 on stage 0, 2 and 3 on stage 1
-    assert by_stage[1].tolist() == [[4, 5], [6, 7]]
-    assert pipeline.axes_in_stages(("layers", "embed")) == (
-        "repeats",
-        "layers",
-        "embed",
-    )
-    assert Pipeline(2, 2).in_stages(stored) is stored
-    assert Pipeline(2, 2).axes_in_stages(("layers", "embed")) == ("layers", "embed")
-
-
-def test_ticks():
-    assert Pipeline(4, 8).num_ticks == 8 + 3
-    assert Pipeline(4, 8, 2).num_ticks == 16 + 3
-    assert Pipeline(4, 8).num_ticks_1f1b(5) == 40 + 6

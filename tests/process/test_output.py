@@ -42,7 +42,6 @@ def shell(command, unbuffered=""):
         (">&-", "", 0),  # as /dev/null
         ("steps=0 <&- >&- 2>&-", "", 2),  # what is opened next takes none of them
         ("--json | true", "", 1),  # a reader that reads nothing is no error
-        ("steps=0 2>/dev/full", "", 2),
     ],
 )
 def test_a_command_ends_with_one_line_or_none(command, unbuffered, code):
@@ -53,9 +52,8 @@ def test_a_command_ends_with_one_line_or_none(command, unbuffered, code):
     assert all(line.startswith("error: stdout ") for line in lines)
 
 
-@pytest.mark.parametrize("to", [">/dev/full", "| true"])
-def test_training_says_once_that_stdout_is_lost_and_goes_on(to):
-    code, _, err = shell(f"{TRAIN} {to}")
+def test_training_says_once_that_stdout_is_lost_and_goes_on():
+    code, _, err = shell(f"{TRAIN} | true")
     assert code == 0
     warning, done = err.splitlines()
     assert warning.startswith("warning: stdout")

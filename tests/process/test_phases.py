@@ -47,32 +47,6 @@ def test_each_phase_has_what_passed_while_it_was_on_and_the_watchdog_is_told():
     assert clock.watched.told == entered
 
 
-def test_what_begins_has_an_account_of_its_own_but_the_first_after_the_processs_start():
-    clock = Clock()
-    clock.restart(90.0)
-    clock.passes(2)
-    clock.begin()
-    assert clock.seconds == {"start-up": 12}
-    clock.passes(3, "step", 1)
-    clock.begin()
-    assert clock.began == 105
-    assert clock.seconds == {"start-up": 0}
-
-
-def test_the_parts_of_a_start_up_are_what_passed_between_marks():
-    clock = Clock()
-    clock.restart(90.0)
-    clock.mark("config")
-    clock.passes(3, "compile")
-    clock.begin()
-    clock.mark("import")
-    clock.passes(2)
-    clock.mark("import")
-    assert clock.start_up == {"config": 10, "import": 5}
-    clock.begin()
-    assert clock.start_up == {}
-
-
 @pytest.mark.parametrize(
     ("again", "seconds"), [(PhaseClock.begin, 1), (PhaseClock.fold, 3)]
 )

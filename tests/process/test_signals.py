@@ -71,12 +71,6 @@ def exit_code(of_a_command, number):
     return ended.value.args[0]
 
 
-@pytest.mark.fast
-@BOTH
-def test_with_nothing_to_save_a_signal_ends_the_process_with_130(of_a_command, number):
-    assert exit_code(of_a_command, number) == 130
-
-
 @BOTH
 def test_with_something_to_save_the_first_is_a_request_and_the_second_ends_with_130(
     of_a_command, number
@@ -91,6 +85,7 @@ def test_with_something_to_save_the_first_is_a_request_and_the_second_ends_with_
     assert asked == [number, other]
 
 
+@pytest.mark.fast
 @BOTH
 def test_while_another_run_begins_a_signal_ends_the_process_again(of_a_command, number):
     of_a_command.ask(lambda number: pytest.fail("asked"))

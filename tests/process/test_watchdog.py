@@ -1,6 +1,5 @@
 """A watched process: what it tells the others, when it ends, and what it leaves; with a clock that the test moves."""
 
-import json
 import os
 import re
 import subprocess
@@ -130,18 +129,6 @@ def test_the_one_whose_main_thread_hangs_is_named_by_all(run):
     assert "in reading of step 2" in text
 
 
-def test_a_long_evaluation_whose_batches_go_on_is_no_hang(run):
-    one = run(num_processes=1, least=10)
-    (dog,) = one.dogs
-    dog.enter("evaluation", 4)
-    for _ in range(20):
-        one.passes(9)
-        dog.advance()
-        assert one.found() == [None]
-    one.passes(41)
-    assert "in evaluation of step 4" in one.texts()[0]
-
-
 def assert_limit(one, limit, phase):
     """The process is left alone until shortly before its limit, and named shortly after it."""
     one.passes(limit - 2)
@@ -165,20 +152,6 @@ def test_the_first_evaluation_has_four_times_the_limit_also_after_its_first_batc
     assert_limit(one, limit, "evaluation")
 
 
-def test_one_that_is_stopped_is_named_by_the_others(run):
-    three = run()
-    for dog in three.dogs:
-        dog.enter("save", 4)
-    three.passes(2)
-    three.stopped.add(2)
-    three.passes(298)
-    assert three.found() == [None, None]
-    three.passes(10)
-    (text,) = three.texts()
-    assert text.startswith("process 2 on ")
-    assert "save of step 4" in text
-
-
 def test_where_the_store_does_not_answer_process_0_is_named(run):
     three = run()
     three.passes(2)
@@ -190,13 +163,6 @@ def test_where_the_store_does_not_answer_process_0_is_named(run):
     three.stopped.add(0)
     (text,) = three.texts()
     assert text.startswith("process 0 (coordinator) on ")
-
-
-def test_all_take_over_the_verdict_that_one_has_found(run):
-    three = run()
-    three.stores[0].values["verdict"] = json.dumps(Verdict("as process 1 says", 76))
-    three.passes(1)
-    assert three.texts() == ["as process 1 says"]
 
 
 def test_after_a_failed_collective_the_lost_are_found_within_the_grace_or_the_error_goes_on(
@@ -230,22 +196,6 @@ def test_compiling_may_take_any_time_as_long_as_it_computes(run):
     assert one.found() == [None]
     one.passes(20)
     assert "compile of step 1" in one.found()[0].text
-
-
-def test_time_in_which_a_process_was_suspended_does_not_count(run):
-    one = run(1)
-    one.dogs[0].enter("save", 1)
-    one.clocks[0].seconds += 1e6
-    one.passes(10)
-    assert one.found() == [None]
-
-
-def test_what_a_phase_has_taken_makes_its_limit(run):
-    one = run(1, least=10)
-    for phase, step in (("save", 1), ("step", 2), ("save", 2)):
-        one.dogs[0].enter(phase, step)
-        one.passes(20 if step == 1 else 0)
-    assert_limit(one, 80, "save of step 2")
 
 
 def test_an_end_writes_stacks_and_the_error_and_process_0_waits_until_the_others_know(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import math
 from typing import Any
 
@@ -23,7 +24,6 @@ from maxtext_lite.training.optimizer import learning_rate_schedule, make_optimiz
 from maxtext_lite.training.state import (
     StepParts,
     abstract_state,
-    init_state,
     make_decoder,
     state_from,
     state_shardings,
@@ -45,6 +45,18 @@ TINY = (
     "learning_rate=1e-2",
 )
 ROWS, LENGTH = 16, 32
+
+
+def norm(tree):
+    """Of all tensors together, in float64."""
+    squares = (np.sum(np.square(x, dtype=np.float64)) for x in jax.tree.leaves(tree))
+    return np.sqrt(sum(squares))
+
+
+def lines_of(directory):
+    """What stands in a run's metrics.jsonl."""
+    text = (directory / "metrics.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
 
 
 ONE_DEVICE = make_mesh(
@@ -89,10 +101,6 @@ class Setup:
     def abstract(self):
         """Shapes and shardings of the state."""
         return abstract_state(self.parts)
-
-    def created(self):
-        """The state before the first step, made on the mesh as in a run; slow to compile."""
-        return init_state(self.parts, 0)
 
     @functools.cached_property
     def initial(self):
@@ -253,15 +261,10 @@ def agrees():
     """The project's meaning of two runs agreeing, for trees of tensors."""
 
     def check(a, b):
-        norm = lambda x: float(np.linalg.norm(np.asarray(x, np.float64)))  # noqa: E731
-        whole = np.sqrt(sum(norm(y) ** 2 for y in jax.tree.leaves(b)))
+        whole = norm(b)
         for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-            difference = norm(np.asarray(x, np.float64) - np.asarray(y, np.float64))
-            assert difference <= 1e-5 * norm(y) + 1e-7 * whole, (
-                difference,
-                norm(y),
-                whole,
-            )
+            apart = norm(np.asarray(x, np.float64) - np.asarray(y, np.float64))
+            assert apart <= 1e-5 * norm(y) + 1e-7 * whole, (apart, norm(y), whole)
 
     return check
 

@@ -5,7 +5,6 @@ from fractions import Fraction
 
 import pytest
 
-from maxtext_lite.batching import make_plan
 from maxtext_lite.config import UserError
 from maxtext_lite.training.branches import Branches
 from tests.run_directories import eval_line, step_line, write_run
@@ -20,19 +19,6 @@ LINES = [
     step_line(step, gradient_accumulation_steps=2, per_device_batch_size=4.0)
     for step in (1, 2, 3)
 ]
-SCALED = (
-    "learning_rate_scaling=sqrt",
-    "base_global_batch_size=4",
-    "scale_adam_with_batch=true",
-)
-RAMP = (
-    "per_device_batch_size=8",
-    "enable_rampup_batch_size=true",
-    "per_device_batch_size_start=4",
-    "per_device_batch_size_increment=4",
-    "global_rampup_samples=64",
-)
-MACHINE = {"num_devices": 1, "num_hosts": 1, "platform": "cpu"}
 
 
 @pytest.fixture
@@ -62,7 +48,6 @@ def branches(run, *, step=2, factors=(1, 2), rule=None):
     [
         ((), None, "sqrt"),
         (("optimizer=sgd",), None, "linear"),
-        (("learning_rate_scaling=linear", "base_global_batch_size=4"), None, "linear"),
         (("optimizer=sgd",), "none", "none"),
     ],
 )
@@ -93,49 +78,6 @@ def test_the_learning_rate_follows_the_batch_by_the_rule_from_that_of_the_step(
         )
         assert config.learning_rate_scaling == wanted
         assert config.eval_per_device_batch_size == 4  # the same held-out rows in each
-
-
-def test_adam_keeps_the_decays_of_the_run_in_a_ramp_those_of_its_full_batch(run):
-    assert branches(run(*SCALED)).all[0].config.adam_b2 == pytest.approx(1 - 2 * 0.1)
-    first, second = (branch.config for branch in branches(run(*SCALED, *RAMP)).all)
-    assert first.adam_b2 == second.adam_b2 == pytest.approx(1 - 4 * 0.1)
-    assert make_plan(second, num_devices=1).adam_b2 == pytest.approx(1 - 2 * 4 * 0.1)
-
-
-def test_a_run_is_copied_up_to_the_step_once_and_stays_as_it_is(run):
-    source = run()
-    beside = {
-        "reference.npz": b"of DPO",
-        "excluded_rows.jsonl": b"",
-        "hf/config.json": b"of its model",
-    }
-    (source / "hf").mkdir()
-    for name, content in beside.items():
-        (source / name).write_bytes(content)
-    before = {path: path.read_bytes() for path in source.rglob("*") if path.is_file()}
-    found = branches(source)
-    (source.parent / "out" / ".batch-8" / "checkpoints").mkdir(
-        parents=True
-    )  # of a copy that was killed
-    found.prepare(MACHINE)
-    copied = found.all[0].directory
-    assert (copied / "checkpoints" / "2" / "array").read_text() == "of step 2"
-    assert {name: (copied / name).read_bytes() for name in beside} == beside
-    assert [
-        json.loads(line)["step"]
-        for line in (copied / "metrics.jsonl").read_text().splitlines()
-    ] == [1, 2, 2]
-    (copied / "mark").write_text("trained")
-    branches(source).prepare(MACHINE)
-    assert (copied / "mark").exists()
-    assert {
-        path: path.read_bytes() for path in source.rglob("*") if path.is_file()
-    } == before
-    with pytest.raises(UserError, match="--output"):
-        branches(source, rule="none").prepare(MACHINE)
-    (source.parent / "out" / "branch.json").write_text('{"run"')
-    with pytest.raises(UserError, match=r"branch\.json"):
-        branches(source).prepare(MACHINE)
 
 
 def result(found, branch, losses, evaluation=()):
@@ -184,11 +126,6 @@ def test_losses_are_means_over_the_same_last_examples_without_those_that_are_not
             (),
             {"factors": (1, 3)},
             r"--factors=3: .* Nearest that work: 2 \(16\) or 4 \(32\)\.",
-        ),
-        (
-            ("enable_diloco=true", "ici_data_parallelism=-1", "ici_fsdp_parallelism=1"),
-            {},
-            "enable_diloco",
         ),
     ],
 )

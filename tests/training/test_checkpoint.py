@@ -21,7 +21,6 @@ from maxtext_lite.training.checkpoint import (
     CheckpointReader,
     fingerprint,
 )
-from maxtext_lite.training.optimizer import make_optimizer
 from maxtext_lite.training.parameter_files import (
     StageLayout,
     layer_dims_of,
@@ -31,7 +30,7 @@ from maxtext_lite.training.parameter_files import (
 )
 from tests.training.conftest import COUNTS, TINY
 
-NEXT = dataclasses.replace(COUNTS, step=8)
+NEXT = dataclasses.replace(COUNTS, step=10)
 
 
 def config_of(*overrides):
@@ -63,10 +62,9 @@ def doubled(it):
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("mesh", [{}, {"fsdp": 8}], ids=str)
-def test_restores_to_the_bit_on_any_mesh(mesh, saved, setup):
+def test_restores_to_the_bit_on_any_mesh(saved, setup):
     directory, it = saved
-    other = setup("optimizer=adamw", **mesh)
+    other = setup("optimizer=adamw", fsdp=8)
     checkpointer = opened(directory)
     state, counts = checkpointer.restore(other.abstract)
     checkpointer.close()
@@ -93,18 +91,9 @@ NARROW = "weight_dtype=bfloat16"
             "base_mlp_dim=48 contradicts the checkpoint of step 7",
         ),
         ({}, ["data_shuffle_seed=3"], "data_shuffle_seed"),
-        ({}, ["dtype=float16"], "dtype=float16"),
-        ({}, ["optimizer=sgd"], "Use optimizer=adamw"),
         ({"dataset_path": "another"}, ["packing=false"], "Use packing=true"),
-        ({"dataset_path": "another"}, ["eval_fraction=0.5"], "eval_fraction=0.5"),
         ({"dataset_path": "another"}, [], "dataset_path"),
         ({"diloco_num_replicas": 4}, [], "Use enable_diloco=true"),
-        (
-            {"optimizer": "sgd", "sgd_momentum is 0": False},
-            ["optimizer=sgd"],
-            "^sgd_momentum=0",
-        ),
-        ({"optimizer": "sgd", "sgd_momentum is 0": False}, [], "Use optimizer=sgd"),
         ({"optimizer": OWN}, [], r"with optimizer=\.\.\."),
         # As older versions wrote them: masters went with ZeRO-1, and adafactor's state was of whole stacks.
         (
@@ -130,23 +119,6 @@ def test_another_run_is_refused_by_the_one_key_that_says_so(
         restored_as(copy, saved[1], fingerprint(config_of(*overrides), "text", None))
     assert "another run_name" in str(refusal.value)
     assert len(refusal.value.problems) == 1
-
-
-def test_what_does_not_change_the_model_may_change(saved):
-    directory, it = saved
-    now = [
-        "steps=99",
-        "learning_rate=1e-5",
-        "gradient_accumulation_steps=2",
-        "weight_decay=0",
-        "seed=5",
-        "gradient_clipping_threshold=0",
-        "run_name=elsewhere",
-        "shard_optimizer_over_data=true",
-    ]
-    config = config_of(*now)
-    parts = dataclasses.replace(it, optimizer=make_optimizer(config, it.decoder.axes))
-    assert restored_as(directory, parts, fingerprint(config, "text", None))[1] == COUNTS
 
 
 DAMAGES = {
@@ -186,38 +158,12 @@ def test_whichever_file_of_the_newest_is_damaged_it_is_named_and_the_one_before_
             "sha256.0-of-1",
         )
         assert names_in(run) == ["6", "damaged-7"]
-
-
-def test_where_all_are_damaged_nothing_is_renamed_and_the_run_does_not_start_over(copy):
-    for step in ("6", "7"):
-        DAMAGES["cut short"](copy / "checkpoints" / step / "about" / "metadata")
+    for step in ("6", "damaged-7"):  # all: the run does not start over
+        DAMAGES["cut short"](run / "checkpoints" / step / "about" / "metadata")
+    (run / "checkpoints" / "damaged-7").rename(run / "checkpoints" / "7")
     with pytest.raises(UserError, match="about/metadata"):
-        opened(copy)
-    assert names_in(copy) == ["6", "7"]
-
-
-def test_going_back_deletes_what_follows_the_newest_whole_one_that_is_old_enough(
-    saved, copy
-):
-    shutil.copytree(copy / "checkpoints" / "7", copy / "checkpoints" / "9")
-    checkpointer = opened(copy)
-    seen = []
-
-    def suits(counts, mixtures):
-        seen.append((counts, mixtures))
-        return len(seen) > 1
-
-    checkpointer.go_back(6, suits)  # there is none before it
-    assert not seen
-    checkpointer.go_back(9, suits)
-    assert seen == [(checkpointer.restore(saved[1].abstract)[1], checkpointer.mixtures)]
-    assert checkpointer.latest_step() == 9
-    checkpointer.go_back(9, suits)
-    assert (checkpointer.latest_step(), names_in(copy)) == (7, ["6", "7"])
-    (copy / "checkpoints" / "7" / "sha256.0-of-1").unlink()
-    checkpointer.go_back(8, suits)
-    assert (checkpointer.latest_step(), names_in(copy)) == (6, ["6"])
-    checkpointer.close()
+        opened(run)
+    assert names_in(run) == ["6", "7"]
 
 
 def test_the_older_checkpoint_stays_until_the_newer_one_has_its_checksums(
@@ -238,78 +184,10 @@ def test_the_older_checkpoint_stays_until_the_newer_one_has_its_checksums(
     assert checkpointer.latest_step() == 7
     checkpointer.save(saved[1].state(), NEXT)
     assert hashes.wait(60)
-    assert names_in(copy) == ["6", "7", "unfinished-8"]
+    assert names_in(copy) == ["6", "7", "unfinished-10"]
     may_hash.set()
     checkpointer.close()
-    assert names_in(copy) == ["8"]
-
-
-def test_checkpoints_of_earlier_versions_are_read_with_a_note_and_those_of_later_ones_refused(
-    saved, copy
-):
-    older = copy / "checkpoints" / "7"
-    (older / "sha256.0-of-1").unlink()
-    about = older / "about" / "metadata"
-    text = about.read_text()
-    about.write_text(text.replace('"format": 3', '"format": 2'))
-    said = []
-    checkpointer = opened(copy, say=said.append)
-    assert "no checksums" in said[0]
-    state, counts = checkpointer.restore(saved[1].abstract)
-    assert counts == COUNTS
-    same(state.params, saved[1].initial.params)
-    about.write_text(text.replace('"format": 3', '"format": 1'))
-    with pytest.raises(UserError, match="format 1"):
-        checkpointer.restore(saved[1].abstract)
-    about.write_text(text.replace('"format": 3', '"format": 2'))
-    DAMAGES["zeros"](older / "params" / "_METADATA")
-    with pytest.raises(UserError, match="7 cannot be read"):
-        checkpointer.restore(saved[1].abstract)
-    checkpointer.close()
-
-
-def test_replicas_and_their_outer_state_come_back_to_the_bit(tmp_path, setup):
-    """Mid-period the replicas differ from the shared parameters, which are the ones to load."""
-    it = setup("optimizer=adamw", data=2, replicas=4)
-
-    def factor(p):
-        return np.arange(1, 5, dtype=np.float32).reshape(-1, *[1] * (p.ndim - 1))
-
-    apart = jax.tree.map(lambda p: jax.device_get(p) * factor(p), it.state().params)
-    state = it.state()
-    state = dataclasses.replace(
-        state,
-        params=jax.device_put(apart, jax.tree.map(lambda p: p.sharding, state.params)),
-    )
-    want = jax.device_get(state)
-    checkpointer = Checkpointer(
-        tmp_path, config_of(), fingerprint(config_of(), "text", 4)
-    )
-    checkpointer.save(state, COUNTS)
-    found, _ = checkpointer.restore(it.abstract)
-    checkpointer.close()
-    for part in ("params", "opt_state", "progress", "outer"):
-        same(getattr(found, part), getattr(want, part))
-    same(
-        load_parameters(tmp_path, setup("optimizer=adamw").abstract.params, "key"),
-        want.outer.params,
-    )
-
-
-def test_masters_stay_while_their_placement_changes(tmp_path, setup):
-    """Saved with ZeRO-1 in the fingerprint, as by older versions, and restored without it."""
-    it = setup("optimizer=adamw", NARROW, "shard_optimizer_over_data=true", data=4)
-    older = fingerprint(config_of(NARROW), "text", None) | {
-        "shard_optimizer_over_data": True
-    }
-    older.pop("master_weights")
-    checkpointer = Checkpointer(tmp_path, config_of(NARROW), older)
-    checkpointer.save(it.state(), COUNTS)
-    checkpointer.close()
-    checkpointer = opened(tmp_path, NARROW)
-    state, _ = checkpointer.restore(setup("optimizer=adamw", NARROW).abstract)
-    checkpointer.close()
-    same((state.params, state.opt_state), (it.initial.params, it.initial.opt_state))
+    assert names_in(copy) == ["10"]
 
 
 LORA = ("optimizer=adamw", "lora_rank=2", "lora_alpha=6", "lora_targets=query,down")
@@ -352,12 +230,9 @@ def test_frozen_parameters_are_saved_once_and_adapters_come_back_beside_them(
         loaded["layers"]["attention"]["query"], query + added, rtol=1e-6, atol=1e-6
     )
     same(loaded["layers"]["mlp"]["up"], want.frozen["layers"]["mlp"]["up"])
-    for keys in (LORA[:1], (*LORA, "lora_alpha=7")):
-        with pytest.raises(UserError, match=r"lora_(rank=0|alpha=7) contradicts"):
-            restored_as(tmp_path, it, fingerprint(config_of(*keys), "text", None))
-    (tmp_path / "frozen").rename(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match="lora_rank=2"):
-        load_parameters(tmp_path, plain.abstract.params, "key")
+    keys = (*LORA, "lora_alpha=7")
+    with pytest.raises(UserError, match="lora_alpha=7 contradicts"):
+        restored_as(tmp_path, it, fingerprint(config_of(*keys), "text", None))
 
 
 # ---- Parameters alone --------------------------------------------------------------------------
@@ -368,8 +243,6 @@ def test_parameters_load_from_any_intact_checkpoint_and_a_damaged_one_is_passed_
 ):
     params = saved[1].abstract.params
     same(load_parameters(copy, params, "key"), saved[1].initial.params)
-    renamed = shutil.copytree(copy / "checkpoints" / "6", copy / "renamed")
-    same(load_parameters(renamed, params, "key"), doubled(saved[1]))
     for path in (copy / "checkpoints" / "7" / "update_state").rglob("d/*"):
         path.write_bytes(b"x")  # which no reader of parameters looks at
     same(load_parameters(copy, params, "key"), saved[1].initial.params)
@@ -384,17 +257,6 @@ def test_parameters_load_from_any_intact_checkpoint_and_a_damaged_one_is_passed_
         load_parameters(
             copy / "checkpoints" / "7", params, "key"
         )  # asked for by name: no other is taken
-
-
-def test_parameters_of_another_shape_are_refused_with_the_keys_of_their_model(
-    saved, setup
-):
-    params = setup("optimizer=adamw", "base_mlp_dim=48").abstract.params
-    with pytest.raises(
-        UserError, match=r"key=.*\['up'\] is \(2, 16, 24\) there and \(2, 16, 48\) here"
-    ) as refusal:
-        load_parameters(saved[0], params, "key")
-    assert "base_mlp_dim=24" in str(refusal.value)
 
 
 def test_parameters_alone_are_written_over_and_begun_from_but_not_continued(

@@ -38,6 +38,8 @@ def config(tmp_path, name="run"):
         "dataset_type=synthetic",
         "eval_interval=-1",
         "steps=2",
+        "optimizer=sgd",
+        "base_num_decoder_layers=1",
         "enable_checkpointing=false",
     ]
     return load_config(

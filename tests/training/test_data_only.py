@@ -3,13 +3,9 @@
 import json
 
 import numpy as np
-import pytest
 
-from maxtext_lite.config import UserError
 from maxtext_lite.data import example_ids, examples_hash
-from maxtext_lite.data.feed import training_batches
 from maxtext_lite.train import main
-from maxtext_lite.training import data_only
 
 SIZES = [
     "max_target_length=32",
@@ -53,32 +49,3 @@ def test_the_ids_of_each_step_are_those_of_the_order_also_in_a_ramp(tmp_path, ca
             "ids": ids.tolist(),
         }
     assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.fast
-def test_what_was_read_is_counted_and_listed_rows_are_left_out(
-    tmp_path, monkeypatch, capsys
-):
-    given = []
-
-    def batches(*words, **keys):
-        given.append(keys["excluded"])
-        return training_batches(*words, **keys)
-
-    monkeypatch.setattr(data_only, "training_batches", batches)
-    rows = tmp_path / "rows.jsonl"
-    words = [
-        *SIZES,
-        "dataset_type=synthetic",
-        "steps=20",
-        "warmup_steps=1",
-        f"excluded_rows={rows}",
-    ]
-    with pytest.raises(UserError, match="excluded_rows"):
-        main(words)
-    rows.write_text('{"row": 28, "from_example": 4}\n')
-    assert main(words) == 0
-    assert given == [{28: 4}]
-    said = capsys.readouterr().out
-    for part in ("read 20 steps in ", ": 160 rows of 32 tokens, ", " target tokens, "):
-        assert part in said

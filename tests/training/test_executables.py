@@ -26,8 +26,8 @@ RAMP = (
     "enable_rampup_batch_size=true",
     "per_device_batch_size_start=1",
     "per_device_batch_size_increment=1",
-    "per_device_batch_size=3",
-    "global_rampup_samples=32",
+    "per_device_batch_size=2",
+    "global_rampup_samples=16",
 )
 # Stages of 4, 6 and 8 examples, all laid out in 8 slots.
 FRACTIONS = (
@@ -35,7 +35,6 @@ FRACTIONS = (
     "per_device_batch_size_start=0.5",
     "per_device_batch_size_increment=0.25",
     "per_device_batch_size=1",
-    "global_rampup_samples=16",
 )
 
 
@@ -55,7 +54,7 @@ def begun(tmp_path, words):
 
 @pytest.mark.parametrize(
     ("words", "sizes", "stages", "compiled"),
-    [(RAMP, [8, 8, 16, 24], [1, 3, 4], 3), (FRACTIONS, [4, 4, 6, 6, 8], [], 1)],
+    [(RAMP, [8, 8, 16], [1, 3], 2), (FRACTIONS, [4, 4, 6, 6, 8], [], 1)],
 )
 def test_each_stage_is_prepared_for_once_and_takes_the_examples_that_follow(
     words, sizes, stages, compiled, tmp_path, capsys

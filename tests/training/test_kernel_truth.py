@@ -46,13 +46,9 @@ def kernels():
     }
 
 
-@pytest.mark.parametrize(
-    ("dtype", "names"), [("float32", ["right"]), ("bfloat16", list(kernels()))]
-)
-def test_each_planted_mistake_is_beyond_its_bound_and_what_is_right_is_not(
-    dtype, names
-):
-    """With the wider bound; a right kernel passes with the narrower one too."""
+def test_each_planted_mistake_is_beyond_its_bound_and_what_is_right_is_not():
+    """In bfloat16, whose bound is the wider one."""
+    dtype = "bfloat16"
     plain = functools.partial(
         plain_attention,
         segment_BT=jnp.asarray(SEGMENT),
@@ -70,7 +66,7 @@ def test_each_planted_mistake_is_beyond_its_bound_and_what_is_right_is_not(
         least = kernel_truth.LEAST[dtype]
         return {
             name: compare(kernels()[name], plain, arrays, least, jax.random.key(0))
-            for name in names
+            for name in kernels()
         }
 
     found = {
@@ -87,7 +83,7 @@ def test_each_planted_mistake_is_beyond_its_bound_and_what_is_right_is_not(
         "dk": [False, False, True, False],
         "past 128 tokens": [True, True, True, True],
     }
-    assert beyond == {name: planted[name] for name in names}, found
+    assert beyond == planted, found
 
 
 @pytest.fixture
@@ -111,12 +107,6 @@ def begun(setup, rows, tmp_path):
         return said
 
     return begin, about
-
-
-def test_where_a_run_computes_plainly_nothing_is_compared(begun):
-    begin, about = begun
-    assert begin("dot_product") == []
-    assert json.loads(about.read_text()) == {"python": "3"}
 
 
 def test_a_run_with_a_wrong_kernel_does_not_begin_and_its_errors_are_kept(

@@ -33,22 +33,13 @@ SIZES = [
     "ici_fsdp_parallelism=1",
     "ici_data_parallelism=-1",
 ]
-GEMMA = [
-    "normalization=rms_norm_plus_one",
-    "mlp_activation=gelu_tanh",
-    "scale_embeddings=true",
-    "logits_via_embedding=true",
-    "normalization_layer_epsilon=1e-6",
-]
 LOCAL = ["sliding_window_size=4", "query_pre_attn_scalar=8"]
 # MaxText's model_name, and what is said of it here; two layers of Gemma 2 are one of MaxText's.
 MODELS = {
     "llama3-8b": ["model_name=llama3-8b", "base_num_decoder_layers=3"],
-    "gemma-2b": [*GEMMA, "base_num_decoder_layers=3"],
     "gemma2-2b": ["model_name=gemma2-2b", *LOCAL, "base_num_decoder_layers=4"],
     "gemma3-4b": ["model_name=gemma3-4b", *LOCAL, "base_num_decoder_layers=8"],
     "qwen2.5-1.5b": ["model_name=qwen2.5-1.5b", "base_num_decoder_layers=3"],
-    "qwen3-0.6b": ["model_name=qwen3-0.6b", "base_num_decoder_layers=3"],
 }
 
 
@@ -111,7 +102,7 @@ def logits_of(directory):
     "case",
     [
         *(f"{model}-scanned" for model in MODELS),
-        *(f"{model}-unscanned" for model in ("llama3-8b", "gemma2-2b")),
+        "gemma2-2b-unscanned",
     ],
 )
 def test_an_imported_checkpoint_has_the_logits_of_maxtext(
@@ -144,16 +135,7 @@ def test_an_imported_checkpoint_has_the_logits_of_maxtext(
         ),
         (["logits_via_embedding=true"], {}, "decoder/logits_dense/kernel"),
         (["qk_norm=head"], {}, "decoder/layers_0/self_attention/key_norm/scale"),
-        (["num_experts=4"], {}, "num_experts=4"),
         (["norm_placement=post"], {}, "norm_placement=post"),
-        (
-            [
-                "rope_scaling={rope_type: dynamic, factor: 2.0, original_max_position_embeddings: 8}"
-            ],
-            {},
-            "rope_scaling",
-        ),
-        (["steps=3"], {}, "steps=3"),
         ([], {"decoder/decoder_norm/scale": np.nan}, "decoder/decoder_norm/scale"),
     ],
 )

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from maxtext_lite.training.noise import NoiseScale, why_unknown
+from maxtext_lite.training.noise import NoiseScale
 
 DIM = 64
 RNG = np.random.default_rng(0)
@@ -28,24 +28,16 @@ def _step(rng, tokens, mean, deviations):
     }
 
 
-@pytest.mark.parametrize("replicas_and_accumulation", [(1, 2), (8, 8)], ids=str)
-@pytest.mark.parametrize("ragged", [False, True])
-def test_a_quadratic_with_known_covariance_within_5_percent_after_2000_steps(
-    replicas_and_accumulation, ragged
-):
+def test_a_quadratic_with_known_covariance_within_5_percent_after_2000_steps():
     """loss_i(x) = |x - c_i|^2 / 2 has gradients x - c_i: mean x - E[c], covariance that of c, at every x."""
-    replicas, accumulation = replicas_and_accumulation
-    groups, tokens_per_example = replicas * accumulation, 8
     noise, rng = NoiseScale(), np.random.default_rng(1)
-    examples = groups * 4
-    for _ in range(2000):
-        tokens = np.full(groups, examples * tokens_per_example // groups)
-        if ragged:  # as many in all, in unequal groups, one of which may be empty
-            tokens = rng.multinomial(
-                examples * tokens_per_example, rng.dirichlet(np.full(groups, 2.0))
-            )
-        noise = noise.after(**_step(rng, tokens, MEAN, DEVIATIONS), examples=examples)
-    true = (DEVIATIONS**2).sum() / tokens_per_example / (MEAN**2).sum()
+    for step in range(2000):  # of unequal groups, one of which may be empty; in a ramp
+        groups, examples = (2, 16) if step < 1000 else (8, 32)
+        shares = rng.dirichlet(np.full(groups, 2.0))
+        tokens = rng.multinomial(8 * examples, shares)
+        found = _step(rng, tokens, MEAN, DEVIATIONS)
+        noise = noise.after(**found, examples=examples)
+    true = (DEVIATIONS**2).sum() / 8 / (MEAN**2).sum()
     assert noise.examples == pytest.approx(true, rel=0.05)
     assert noise.relative_error < 0.05
     assert noise.record(examples)["gradient_noise_scale_ratio"] == pytest.approx(
@@ -53,23 +45,7 @@ def test_a_quadratic_with_known_covariance_within_5_percent_after_2000_steps(
     )
 
 
-def test_the_stated_error_is_the_scatter_of_repeated_runs():
-    estimates, errors = [], []
-    for seed in range(60):
-        rng, noise = np.random.default_rng(seed), NoiseScale()
-        for _ in range(200):
-            noise = noise.after(
-                **_step(rng, [8, 8, 8, 8], MEAN, DEVIATIONS), examples=4
-            )
-        estimates.append(noise.examples)
-        errors.append(noise.relative_error)
-    assert np.mean(errors) == pytest.approx(
-        np.std(estimates) / np.mean(estimates), rel=0.3
-    )
-
-
-@pytest.mark.parametrize("noise_scale", [8, 1000])
-@pytest.mark.parametrize("groups", [2, 8])
+@pytest.mark.parametrize(("noise_scale", "groups"), [(8, 8), (1000, 2)])
 def test_the_interval_covers_the_noise_scale_in_about_68_of_100_runs_from_the_second_step_on(
     groups, noise_scale
 ):
@@ -102,68 +78,19 @@ def test_the_interval_covers_the_noise_scale_in_about_68_of_100_runs_from_the_se
         assert 0.58 < np.mean(inside) < 0.9, f"step {step}"
 
 
-def test_the_interval_holds_the_estimate_and_has_no_end_where_the_gradient_may_be_none():
-    rng, noise, ends = np.random.default_rng(3), NoiseScale(), []
-    for _ in range(300):
-        noise = noise.after(**_step(rng, [8, 8], MEAN, DEVIATIONS), examples=2)
-        if noise.interval:
-            low, high = noise.interval
-            assert 0 <= low <= noise.examples
-            assert high is None or high >= noise.examples
-            ends.append(high)
-    assert ends[-1] is not None
-    assert ends[-1] < 2 * noise.examples
-
-
-def test_a_ramp_does_not_show():
-    """S is per example: a growing batch changes the ratio, not the noise scale."""
-    rng, noise = np.random.default_rng(0), NoiseScale()
-    for step in range(2000):
-        groups = 2 if step < 1000 else 8
-        noise = noise.after(
-            **_step(rng, [16] * groups, MEAN, DEVIATIONS), examples=2 * groups
-        )
-    assert noise.examples == pytest.approx(
-        (DEVIATIONS**2).sum() / 8 / (MEAN**2).sum(), rel=0.05
-    )
-
-
-def test_the_beginning_is_forgotten():
-    rng, noise = np.random.default_rng(0), NoiseScale()
-    for step in range(6000):
-        noise = noise.after(
-            **_step(rng, [16, 16, 16, 16], MEAN, DEVIATIONS * (1 if step < 500 else 2)),
-            examples=4,
-        )
-    assert noise.examples == pytest.approx(
-        4 * (DEVIATIONS**2).sum() / 16 / (MEAN**2).sum(), rel=0.05
-    )
-
-
 def test_what_says_nothing_changes_nothing():
     noise = NoiseScale().after(group_squares=3.0, groups=2, grad_norm=1.0, examples=4)
     assert noise.after(group_squares=3.0, groups=1, grad_norm=1.0, examples=4) == noise
-    assert (
-        noise.after(group_squares=float("nan"), groups=2, grad_norm=1.0, examples=4)
-        == noise
-    )
-    assert (
-        noise.after(group_squares=3.0, groups=2, grad_norm=float("inf"), examples=4)
-        == noise
-    )
+    for squares, norm in ((float("nan"), 1.0), (3.0, float("inf"))):
+        unknown = noise.after(
+            group_squares=squares, groups=2, grad_norm=norm, examples=4
+        )
+        assert unknown == noise
 
 
 @pytest.mark.fast
 def test_null_until_it_can_be_told():
-    assert NoiseScale().record(8) == dict.fromkeys(
-        (
-            "gradient_noise_scale",
-            "gradient_noise_scale_ratio",
-            "gradient_noise_scale_error",
-            "gradient_noise_scale_low",
-            "gradient_noise_scale_high",
-        )
-    )
+    assert set(NoiseScale().record(8).values()) == {None}
     alike = NoiseScale().after(
         group_squares=1.0, groups=2, grad_norm=1.0, examples=4
     )  # groups without difference
@@ -177,24 +104,3 @@ def test_null_until_it_can_be_told():
     )  # S/W = |mu|^2 = 0.5
     assert once.examples == pytest.approx(4.0)
     assert once.relative_error is None
-
-
-@pytest.mark.parametrize(
-    ("replicas", "accumulation", "local", "interleaved", "why"),
-    [
-        (1, 1, False, False, "one gradient"),
-        (4, 2, True, False, "enable_diloco"),
-        (1, 2, False, True, "1f1b"),
-        (2, 1, False, False, None),
-        (1, 2, False, False, None),
-        (2, 1, False, True, None),
-    ],
-)
-def test_why_it_is_unknown(replicas, accumulation, local, interleaved, why):
-    said = why_unknown(
-        num_replicas=replicas,
-        accumulation=accumulation,
-        local_updates=local,
-        interleaved=interleaved,
-    )
-    assert said is None if why is None else why in said

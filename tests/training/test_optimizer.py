@@ -28,40 +28,22 @@ def rates(steps, *overrides):
 
 @pytest.mark.fast
 @pytest.mark.parametrize(
-    ("name", "expected"),
+    ("name", "middle"),
     [
-        (
-            "cosine",
-            {1: 0.1, 5: 0.5, 10: 1.0, 55: 0.55, 100: 0.1},
-        ),  # half-way between 10 and 100: the mean of 1 and 0.1
-        ("linear", {1: 0.1, 10: 1.0, 55: 0.55, 100: 0.1}),
-        (
-            "wsd",
-            {1: 0.1, 10: 1.0, 80: 1.0, 90: 0.55, 100: 0.1},
-        ),  # the last fifth decays
-        ("constant", {1: 0.1, 10: 1.0, 100: 1.0}),
+        ("cosine", {55: 0.55, 100: 0.1}),  # half-way, the mean of 1 and 0.1
+        ("linear", {55: 0.55, 100: 0.1}),
+        ("wsd", {80: 1.0, 90: 0.55, 100: 0.1}),  # the last fifth decays
+        ("constant", {100: 1.0}),
     ],
 )
-def test_schedule_at_its_corners(name, expected):
+def test_schedule_at_its_corners(name, middle):
+    expected = {1: 0.1, 5: 0.5, 10: 1.0, **middle}
     words = [
         f"learning_rate_schedule={name}",
         "learning_rate_final_fraction=0.1",
         "wsd_decay_steps_fraction=0.2",
     ]
     assert rates(expected, *words) == pytest.approx([*expected.values()], abs=1e-6)
-
-
-def test_a_warm_up_may_be_missing_or_longer_than_the_run_and_a_run_longer_than_32_bits_count():
-    assert rates(
-        [1], "warmup_steps=0", "learning_rate_schedule=constant"
-    ) == pytest.approx([1])
-    assert rates([1, 5], "steps=5", "warmup_steps=20") == pytest.approx(
-        [1 / 20, 5 / 20]
-    )
-    long = load_config(None, ["learning_rate=1", "learning_rate_final_fraction=0"])
-    assert float(learning_rate_schedule(long, last=10**12).rate(5e11)) == pytest.approx(
-        0.5
-    )
 
 
 def test_progress_counts_beyond_32_bits():
@@ -109,39 +91,6 @@ def progress_of(examples):
 
 
 @pytest.mark.parametrize("unit", ["steps", "examples"])
-@pytest.mark.parametrize(
-    ("length", "batch", "end"),
-    [
-        ("num_epochs=1", 8, (12, 64)),
-        ("num_epochs=1", 5, (14, 62)),
-        ("steps=16", 2, (16, 48)),
-        ("steps=20", 4, (20, 80)),
-    ],
-)
-def test_a_run_that_continues_with_another_batch_has_a_schedule_that_ends_with_it(
-    unit, length, batch, end
-):
-    """8 steps of 4 examples, then others, down to 0 at the last; from each of them on, the schedule is the same."""
-    words = [length, f"global_batch_size={batch}"]
-    schedule, plan = schedule_after(unit, 8, 32, *words)
-    assert plan.length.end_after(8, 32) == end
-    for left in range(end[0] - 8):
-        step, seen = 9 + left, 32 + batch * (1 + left)
-        restarted, _ = schedule_after(unit, step - 1, seen - batch, *words)
-        done = step / end[0] if unit == "steps" else seen / end[1]
-        found = float(schedule(step, progress_of(seen)))
-        assert (
-            found
-            == float(restarted(step, progress_of(seen)))
-            == pytest.approx(1 - done, abs=1e-6)
-        )
-    before, _ = schedule_after(
-        unit, 0, 0, "steps=16" if length.startswith("steps") else length
-    )
-    assert float(before(8, progress_of(32))) == 0.5
-
-
-@pytest.mark.parametrize("unit", ["steps", "examples"])
 def test_a_restart_in_a_ramp_leaves_the_schedule_as_it_is(unit):
     """1, 2, 3, then 4 examples per step, the last step short; 3 skipped updates are not counted by either."""
     ramp = [
@@ -165,6 +114,7 @@ def test_a_restart_in_a_ramp_leaves_the_schedule_as_it_is(unit):
             )
         assert restarted.units_per_step == schedule.units_per_step
     assert (seen, float(schedule(step, progress_of(seen)))) == (64, 0)
+    assert plan.schedule_end("examples", 0, 0) == 64 / 4
 
 
 # ---- Optimizers --------------------------------------------------------------------------------
@@ -246,7 +196,7 @@ def step_of(name, m, v, g, t):
 @pytest.mark.fast
 @pytest.mark.parametrize(
     ("name", "clipping", "decays_all"),
-    [("adamw", 0.5, False), ("sgd", 3.0, True), ("sgd", 0, False), ("lion", 0, False)],
+    [("adamw", 0.5, False), ("sgd", 3.0, True), ("lion", 0, False)],
 )
 def test_three_steps_are_those_of_the_formula(name, clipping, decays_all):
     """Clipped by the norm of all gradients together; norms and embeddings are decayed only where it is asked for."""
@@ -305,8 +255,6 @@ def test_muon_orthogonalises_each_layer_and_leaves_ends_to_adam():
 
 STACKED = {  # axes, shape, and how many dims are stacked
     "up": (("layers", "embed", "mlp"), (3, 6, 8), 1),
-    "query": (("layers", "embed", "heads", "head_dim"), (2, 130, 2, 128), 1),
-    "scale": (("layers", "norm"), (2, 5), 1),
     "gate": (
         ("repeats", "layers", "experts", "expert_embed", "mlp"),
         (2, 1, 2, 128, 129),
@@ -381,14 +329,13 @@ EXPERTS = [
 ]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_routers_biases_follow_the_expert_counts_and_nothing_else(optimizer):
+def test_routers_biases_follow_the_expert_counts_and_nothing_else():
     """By 0.25 towards the mean of a layer, 0 at it; no clipping, decay, learning rate or state; the rest as without."""
     config = load_config(
         None,
         [
             *EXPERTS,
-            f"optimizer={optimizer}",
+            "optimizer=muon",
             "weight_decay_on_norms_and_embeddings=true",
         ],
     )
@@ -405,18 +352,6 @@ def test_routers_biases_follow_the_expert_counts_and_nothing_else(optimizer):
     got, _ = jax.jit(chosen.finish)(gradients, state, params, 1e-2, counts)
     want = [[0.25, 0.75, 0.75, 0.75], [0.5, 0.5, 0.75, 0.25]]
     np.testing.assert_array_equal(got["layers"]["mlp"]["router_bias"], want)
-
-    def without(tree):
-        mlp = {
-            name: leaf
-            for name, leaf in tree["layers"]["mlp"].items()
-            if name != "router_bias"
-        }
-        return tree | {"layers": tree["layers"] | {"mlp": mlp}}
-
-    plain = make_optimizer(config, without(decoder.axes))
-    rest = after_steps(plain, [without(gradients)], 1e-2, without(params))
-    jax.tree.map(np.testing.assert_array_equal, without(got), rest)
 
 
 def test_an_optimizer_of_ones_own_updates_as_it_says_and_a_factory_by_the_config_s_schedule():
@@ -438,8 +373,6 @@ def test_an_optimizer_of_ones_own_updates_as_it_says_and_a_factory_by_the_config
         rtol=1e-5,
         atol=1e-6,
     )
-    sgd = optax.sgd(0.5)
-    assert own_optimizer(sgd, config, AXES, last=10) is sgd
     with pytest.raises(UserError, match="schedule_unit"):
         own_optimizer(
             lambda rate, axes: optax.sgd(rate),

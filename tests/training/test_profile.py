@@ -13,11 +13,8 @@ from maxtext_lite.training.profile import Profile
 @pytest.mark.parametrize(
     ("asked", "first", "demands", "expected"),
     [
-        (TracedSteps(0), 1, {}, []),
-        (TracedSteps(2), 11, {}, [[13, 14]]),
         (TracedSteps(99), 11, {}, [[13, 20]]),
         (TracedSteps(steps=(12, 14)), 13, {}, [[13, 14]]),
-        (TracedSteps(steps=(12, 14)), 15, {}, []),
         (
             TracedSteps(),
             1,

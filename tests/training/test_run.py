@@ -1,7 +1,6 @@
 """A run before its first step, and its files other than checkpoints, on a file system and in a bucket."""
 
 import json
-import subprocess
 
 import jax
 import numpy as np
@@ -17,13 +16,9 @@ from maxtext_lite.training.optimizer import Progress
 from maxtext_lite.training.run_files import (
     RunFiles,
     environment,
-    has_checkpoints,
-    run_directory,
     write_json,
 )
 from maxtext_lite.training.state import OwnParts
-from tests.conftest import SIMULATED_DEVICES
-from tests.source_tree import REPOSITORY
 from tests.training.conftest import TINY
 
 RUN = [
@@ -66,6 +61,30 @@ def test_a_run_is_planned_for_its_devices_and_memory_and_one_that_cannot_be_leav
     assert not list(tmp_path.iterdir())
 
 
+def test_the_learning_rate_and_adams_decays_scale_with_the_batch(tmp_path):
+    """From 2 examples to 8: by the root of 4, and to 4 times as far from 1."""
+    words = (
+        "learning_rate_scaling=sqrt",
+        "base_global_batch_size=2",
+        "scale_adam_with_batch=true",
+        "per_device_batch_size=1",
+    )
+    run = run_of(tmp_path, WITHOUT, *words)
+    rate = run.schedule(Counts())(np.int32(2), Progress.start())
+    assert float(rate) == pytest.approx(0.02)
+    params = jax.tree.map(
+        lambda x: np.ones(x.shape, x.dtype), run.decoder.abstract_params
+    )
+    optimizer = run.parts.optimizer
+    _, state = jax.jit(optimizer.finish)(
+        params, jax.jit(optimizer.init)(params), params, 1.0
+    )
+    moments = state.inner_opt_state[1]
+    mu, nu = (np.max(jax.tree.leaves(tree)[-1]) for tree in (moments.mu, moments.nu))
+    # Of gradients that are all the same (clipped), the first moments are (1 - b) g and (1 - b) g^2.
+    assert mu**2 / nu == pytest.approx((4 * 0.1) ** 2 / (4 * 0.05), rel=1e-4)
+
+
 def test_what_cannot_be_made_or_written_at_the_start_is_refused(tmp_path):
     run = run_of(tmp_path, WITHOUT)
     (tmp_path / "here").write_text("a file")
@@ -86,10 +105,9 @@ def test_what_cannot_be_made_or_written_at_the_start_is_refused(tmp_path):
         run_of(tmp_path, WITHOUT)
 
 
-@pytest.mark.parametrize("unit", ["steps", "examples", "tokens"])
-def test_the_schedule_ends_at_its_end_in_every_unit(unit, tmp_path):
+def test_a_schedule_in_tokens_ends_with_the_run(tmp_path):
     """Peak after two of six steps of the target batch, 0 after the last; synthetic examples are full of targets."""
-    run = run_of(tmp_path, f"schedule_unit={unit}", WITHOUT)
+    run = run_of(tmp_path, "schedule_unit=tokens", WITHOUT)
     batch, schedule = run.plan.global_batch_to_train, run.schedule(Counts())
     progress, rates = Progress.start(), []
     for update in range(1, 7):
@@ -98,30 +116,6 @@ def test_the_schedule_ends_at_its_end_in_every_unit(unit, tmp_path):
     np.testing.assert_allclose(
         rates, [0.005, 0.01, 0.0075, 0.005, 0.0025, 0], atol=1e-7
     )
-
-
-def test_a_new_run_starts_from_its_seed_and_says_what_it_is(tmp_path, capsys):
-    run = run_of(tmp_path, WITHOUT, "seed=5")
-    state, counts = run.restore_or_init()
-    other, _ = run_of(tmp_path, WITHOUT).restore_or_init()
-    assert counts == Counts()
-    table, different = (
-        np.asarray(each.params["embedding"]["table"]) for each in (state, other)
-    )
-    assert not np.array_equal(table, different)
-    with run.opened(print):
-        introduce(run, counts)
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-    assert (
-        f"{parameters:,} parameters on {jax.device_count()} x cpu"
-        in capsys.readouterr().out
-    )
-    assert json.loads((run.directory / "plan.json").read_text()) == json.loads(
-        json.dumps(run.plan.to_json())
-    )
-    assert {"config.yml", "environment.json"} <= {
-        path.name for path in run.directory.iterdir()
-    }
 
 
 def test_a_resume_with_another_batch_moves_the_end_of_the_schedule_of_an_own_optimizer_too(
@@ -177,45 +171,6 @@ def test_a_resume_with_another_batch_moves_the_end_of_the_schedule_of_an_own_opt
 # ---- Files -------------------------------------------------------------------------------------
 
 
-def test_in_a_bucket_files_are_uploaded_whole_and_what_was_not_is_gone_at_the_next_start(
-    bucket,
-):
-    """As after a kill: lines that were not uploaded belong to steps after the last checkpoint."""
-    url = bucket / "run"
-    killed, after = RunFiles(url), RunFiles(url)
-    killed.make()
-    killed.fetch()
-    lines, old = killed.directory / "metrics.jsonl", killed.directory / "old"
-    lines.write_text("1\n")
-    old.write_text("1")
-    assert not has_checkpoints(url)
-    assert not (url / "metrics.jsonl").exists()
-    killed.upload()
-    (url / "old").write_text("not touched")  # as it has not changed since
-    lines.write_text("1\n2\n")
-    after.make()
-    after.fetch()
-    assert lines.read_text() == "1\n"
-    with lines.open("a") as file:
-        file.write("3\n")
-    after.close()
-    assert [(url / name).read_text() for name in ("metrics.jsonl", "old")] == [
-        "1\n3\n",
-        "not touched",
-    ]
-    assert not after.directory.exists()
-    (url / "checkpoints" / "unfinished-1").write_text("-")
-    assert has_checkpoints(url)
-    with pytest.raises(UserError, match=r"^base_output_directory=gs://nowhere/runs/a"):
-        has_checkpoints(
-            run_directory(
-                load_config(
-                    None, ["base_output_directory=gs://nowhere/runs", "run_name=a"]
-                )
-            )
-        )
-
-
 def test_what_a_kill_left_half_written_is_removed_and_json_is_replaced_whole(
     tmp_path, monkeypatch
 ):
@@ -235,16 +190,8 @@ def test_what_a_kill_left_half_written_is_removed_and_json_is_replaced_whole(
     assert left == {"plan.json": {"a": 1}}
 
 
-def test_the_environment_names_versions_devices_and_the_commit_of_the_source(
-    tmp_path, monkeypatch
-):
+def test_the_environment_names_versions_devices_and_a_commit(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = environment()
-    assert (found["packages"]["jax"], found["num_processes"]) == (jax.__version__, 1)
-    assert found["devices"] == [jax.devices()[0].device_kind] * SIMULATED_DEVICES
-    assert json.loads(json.dumps(found)) == found
-    git = ["git", "-C", str(REPOSITORY), "rev-parse", "HEAD"]
-    checked_out = subprocess.run(
-        git, capture_output=True, text=True, check=False, timeout=60
-    )
-    assert found["git_commit"] == (checked_out.stdout.strip() or None)
+    assert found["packages"]["jax"] == jax.__version__
+    assert found.keys() >= {"num_processes", "git_commit", "devices"}

@@ -11,7 +11,6 @@ from maxtext_lite.data import example_ids, examples_hash
 from maxtext_lite.training.run_difference import (
     compare_checkpoints,
     compare_metrics,
-    rows_of_step,
 )
 from maxtext_lite.training.saving import save_alone
 
@@ -62,48 +61,12 @@ def run(tmp_path):
     return make
 
 
-def test_times_never_count_and_nothing_else_is_left_out(run):
-    first = run(LINES[:4])
-    again = run(
-        [
-            each | {"step_seconds": 9.0, "tokens_per_second": None, "mfu": 0.5}
-            for each in LINES[:4]
-        ]
-    )
-    found = compare_metrics((first, again), 0.0)
-    assert (found.steps, found.evaluations, found.last, found.difference) == (
-        3,
-        1,
-        (3, 3),
-        None,
-    )
-    longer = compare_metrics((first, run(LINES)), 0.0)
-    assert (longer.last, longer.difference) == ((3, 4), None)  # in what both have
-
-
-@pytest.mark.fast
-@pytest.mark.parametrize(
-    ("place", "change", "field", "values"),
-    [
-        (1, {"loss": math.nextafter(1.5, 2)}, "loss", (1.5, math.nextafter(1.5, 2))),
-        (1, {"source_epochs": {"a": 0.3}}, "source_epochs.a", (0.2, 0.3)),
-        (1, {"z_loss": 0.0}, "z_loss", (None, 0.0)),
-        (2, {"eval_loss": 1.6}, "eval_loss", (1.5, 1.6)),
-    ],
-)
-def test_the_first_difference_is_named_with_both_values(
-    run, place, change, field, values
-):
-    changed = [
-        each | change if number == place else each for number, each in enumerate(LINES)
-    ]
-    changed[4] = changed[4] | {"loss": 0.0}  # later, and not the first
-    found = compare_metrics((run(LINES), run(changed)), 0.0).difference
-    assert (found.step, found.evaluation, dict(found.fields)) == (
-        2,
-        place == 2,
-        {field: values},
-    )
+def test_times_never_count_and_a_longer_run_is_compared_in_what_both_have(run):
+    times = {"step_seconds": 9.0, "tokens_per_second": None, "mfu": 0.5}
+    again = run([each | times for each in LINES])
+    found = compare_metrics((run(LINES[:4]), again), 0.0)
+    assert (found.steps, found.evaluations) == (3, 1)
+    assert (found.last, found.difference) == ((3, 4), None)
 
 
 @pytest.mark.parametrize(
@@ -125,16 +88,10 @@ def test_the_first_difference_is_named_with_both_values(
             {"examples_hash": "0" * 16, "loss": 1.6, "examples": 5},
             ["examples_hash", "examples", "loss"],
         ),
-        ({}, {"loss": 1.0, "learning_rate": 0.5}, ["learning_rate", "loss"]),
         # Rewards at the reference are rounding, later ones are not.
         (
             {"reward_margin": 2e-8, "reward_accuracy": 0.3},
             {"reward_margin": -1e-8, "reward_accuracy": 0.4},
-            [],
-        ),
-        (
-            {"reward_margin": 0.01, "reward_accuracy": 0.5},
-            {"reward_margin": 0.010009},
             [],
         ),
         (
@@ -150,21 +107,6 @@ def test_within_a_tolerance_splits_and_roundings_agree_but_counts_and_hashes_mus
     runs = run([line(1), line(2, **before)]), run([line(1), line(2, **before | change)])
     found = compare_metrics(runs, 1e-5).difference
     assert (list(found.fields) if found else []) == named
-
-
-def test_rows_of_a_step_are_those_of_its_hash_or_not_known(run, tmp_path):
-    first = run([line(1), line(7), line(12), line(8, examples_hash="f" * 16)])
-    for step in (7, 12):  # the second is of another epoch
-        assert (
-            rows_of_step(first, step)
-            == example_ids(4 * (step - 1), 4, num_examples=ROWS, seed=5).tolist()
-        )
-    assert "another examples_hash" in rows_of_step(first, 8)
-    assert "no step 9" in rows_of_step(first, 9)
-    (tmp_path / "a.txt").unlink()
-    assert "a.txt" in rows_of_step(first, 7)
-    (first / "config.yml").write_text("base: post_train/rl.yml\n")
-    assert "prompts" in rows_of_step(first, 7)
 
 
 def saved(run, states):
@@ -209,22 +151,3 @@ def test_arrays_are_compared_to_the_bit_or_in_norm(run):
         {},
     ]  # moments count to the bit alone
     assert list(compare_checkpoints(runs, 5e-6)[-1].arrays) == ["params/w"]
-
-
-def test_an_array_that_is_0_but_for_rounding_is_as_far_apart_as_it_counts_and_one_of_another_shape_infinitely(
-    run,
-):
-    first, second = (
-        {"w": np.full(4, 5.0), "bias": np.full(4, sign * 1e-9)} for sign in (1, -1)
-    )
-    count = {"count": np.asarray(2)}
-    shaped = (
-        ({"w": np.ones((2, 3)), "v": np.ones(1)}, count),
-        ({"w": np.ones(6)}, count),
-    )
-    runs = saved(run, {2: ((first, count), (second, count)), 3: shaped})
-    within, shapes = compare_checkpoints(runs, 1e-5)
-    assert not within.arrays
-    assert within.largest == pytest.approx(4e-9 / (0.01 * 10), rel=1e-3)
-    assert shapes.arrays == {"params/v": math.inf, "params/w": math.inf}
-    assert compare_checkpoints(runs, 0.0)[0].arrays == {"params/bias": pytest.approx(2)}

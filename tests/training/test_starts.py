@@ -6,7 +6,6 @@ from maxtext_lite.batching import make_plan
 from maxtext_lite.config import load_config
 from maxtext_lite.training.starts import (
     moved_schedule,
-    resume_between,
     settings_at,
     with_start,
 )
@@ -37,7 +36,6 @@ STATED = ["num_epochs=0", "steps=16", "global_batch_size=8"]
     [
         # The run of 16 steps and 64 examples is half done, and its rate half its peak; its end moves.
         ([], ["global_batch_size=8"], "step 12 instead of 16", "33.3% -> 50.0%"),
-        ([], ["num_epochs=2"], "step 32 instead of 16", "75.0% -> 50.0%"),
         ([], ["global_batch_size=8", "schedule_unit=examples"], "", ""),
         (
             [],
@@ -45,7 +43,6 @@ STATED = ["num_epochs=0", "steps=16", "global_batch_size=8"]
             "example 96 instead of 64",
             "66.7% -> 50.0%",
         ),
-        ([], STATED, "", ""),
         ([], ["seed=5"], "", ""),
         # Or its shape changes: the rate before is that of the schedule of then, though the end may be the same.
         (
@@ -55,28 +52,10 @@ STATED = ["num_epochs=0", "steps=16", "global_batch_size=8"]
             "100.0% -> 50.0%",
         ),
         (
-            ["learning_rate_schedule=constant"],
-            ["global_batch_size=8"],
-            "has changed",
-            "33.3% -> 100.0%",
-        ),
-        (
-            ["learning_rate_schedule=constant"],
-            ["learning_rate_schedule=constant", "global_batch_size=8"],
-            "",
-            "",
-        ),
-        (
             ["schedule_unit=examples"],
             ["schedule_unit=examples", "warmup_steps=10"],
             "has changed",
             "80.0% -> 50.0%",
-        ),
-        (
-            ["schedule_unit=examples", "warmup_steps=6"],
-            ["schedule_unit=examples", "warmup_steps=6", "global_batch_size=8"],
-            "has changed",
-            "66.7% -> 80.0%",
         ),
         (["schedule_unit=examples"], ["global_batch_size=4"], "", ""),
     ],
@@ -119,38 +98,3 @@ def test_a_step_has_the_settings_of_the_start_that_took_it():
         word.startswith(("dataset_path", "run_name", "base_emb_dim"))
         for word in settings_at(starts, 3)
     )
-
-
-CONSTANT = "learning_rate_schedule=constant"
-
-
-@pytest.mark.parametrize(
-    ("first", "overrides", "changes"),
-    [
-        ([], ["seed=5"], True),
-        ([], ["num_epochs=2"], True),
-        (
-            ["num_epochs=0", "steps=16", CONSTANT],
-            ["num_epochs=0", "steps=40", CONSTANT],
-            False,
-        ),
-        (
-            ["num_epochs=0", "steps=16", CONSTANT],
-            ["num_epochs=0", "steps=40", CONSTANT, "global_batch_size=8"],
-            True,
-        ),
-    ],
-)
-def test_the_first_resume_that_changed_steps_is_found_between_a_checkpoint_and_a_step(
-    first, overrides, changes
-):
-    """A length changes steps by the learning rate or the last batch alone."""
-    *_, starts = start([], 0, 0, *first)
-    *_, starts = start(starts, 4, 16, *overrides)
-    assert len(starts) == 2
-    found = [
-        resume_between(starts, after, step)
-        for after, step in ((0, 4), (0, 5), (3, 9), (4, 9))
-    ]
-    seam = 4 if changes else None
-    assert found == [None, seam, seam, None]

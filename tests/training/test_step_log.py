@@ -1,7 +1,6 @@
 """The step log: a step's record, the counts, and when a non-finite gradient or a loss out of its band ends the run."""
 
 import dataclasses
-import json
 import math
 
 import numpy as np
@@ -16,9 +15,8 @@ from maxtext_lite.training.step_log import (
     NonFiniteLoss,
     StepLog,
     Taken,
-    band_limit,
 )
-from tests.training.conftest import TINY
+from tests.training.conftest import TINY, lines_of
 
 METRICS = {
     "loss": 2.0,
@@ -76,19 +74,12 @@ def add(log, step, *, more=None, **changed):
     )
 
 
-def lines(log):
-    return [
-        json.loads(line)
-        for line in (log.directory / "metrics.jsonl").read_text().splitlines()
-    ]
-
-
 def test_a_step_is_counted_and_recorded_with_what_is_added(log_of):
     log = log_of(Counts(step=3, examples_seen=6, tokens_seen=100))
     add(log, 4, more={"reward": 0.5})
     counts = log.counts
     assert (counts.step, counts.examples_seen, counts.tokens_seen) == (4, 8, 160)
-    (record,) = lines(log)
+    (record,) = lines_of(log.directory)
     want = {
         "step": 4,
         "loss": 2.0,
@@ -109,12 +100,12 @@ def test_numbers_that_are_not_finite_end_the_run_and_the_cause_is_named(log_of):
         NonFiniteLoss, match=r"step 1 .*grad_norm nan: it is in the state"
     ):
         add(log := log_of(), 1, grad_norm=math.nan, skipped=True)
-    assert lines(log)[0]["grad_norm"] is None  # on record all the same
+    assert lines_of(log.directory)[0]["grad_norm"] is None  # on record all the same
     with pytest.raises(NonFiniteLoss, match="step 1 left param_norm inf") as spike:
         add(log := log_of(), 1, param_norm=math.inf)
     assert (spike.value.step, spike.value.examples_seen) == (
         2,
-        lines(log)[0]["examples_seen"],
+        lines_of(log.directory)[0]["examples_seen"],
     )
 
 
@@ -143,29 +134,8 @@ def test_a_loss_above_the_band_of_those_before_it_ends_the_run(log_of):
     with pytest.raises(LossSpike, match="max_loss_spike=2") as spike:
         add(log, 5, loss=4.966)
     assert (spike.value.step, spike.value.limit) == (5, pytest.approx(4.9652))
-    assert spike.value.examples_seen == lines(log)[3]["examples_seen"]
-    assert len(lines(log)) == 5  # on record all the same
+    assert spike.value.examples_seen == lines_of(log.directory)[3]["examples_seen"]
+    assert len(lines_of(log.directory)) == 5  # on record all the same
     without = log_of(Counts(losses=(1.0,) * 32))
     add(without, 1, loss=1e6)
     assert without.counts.losses == (1.0,) * 32
-
-
-@pytest.mark.parametrize(
-    ("values", "limit"),
-    [
-        # The median is 2.25, and all distances from it are 0.25: two deviations of 1.4826 / 4.
-        ([2, 2.5] * 8, 2.25 + 2 * 1.4826 * 0.25),
-        # Of an odd number: median 3, distances 2, 1, 0, 1, 2 in turn, of which the median is 1. One is no number.
-        ([1, 2, 3, 4, 5] * 3 + [math.nan, 3, 3], 3 + 2 * 1.4826 * 1),
-        # One far away moves neither by much: median 1, distances 0 but for one.
-        ([1.0] * 15 + [1e9], 1 + 2 * 0.01),
-        ([-1.0] * 16, -1 + 2 * 0.01),
-        ([0.0] * 16, 0.0),
-        ([1.0] * 15 + [math.inf], math.inf),
-    ],
-)
-def test_the_band_ends_so_many_robust_deviations_above_the_median_of_sixteen_values(
-    values, limit
-):
-    assert band_limit(values, 2) == pytest.approx(limit, rel=1e-12)
-    assert band_limit([1, 1, 1], 5, least=3) == pytest.approx(1.05)

@@ -3,13 +3,10 @@
 import os
 import signal
 
-import jax
-import numpy as np
 import pytest
 
 from maxtext_lite.process.signals import command_signals
-from maxtext_lite.training import stopping
-from maxtext_lite.training.stopping import BrokenOff, Signals, Stop, watch_signals
+from maxtext_lite.training.stopping import watch_signals
 
 DEFAULT = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
 
@@ -56,37 +53,6 @@ def test_handlers_are_handed_back(ends):
     except RuntimeError:
         pass
     assert handlers() == mine
-
-
-def test_one_process_stops_after_the_step_in_which_it_was_asked(setup):
-    signals = Signals()
-    stop = Stop(setup().mesh, lambda: signals.received is not None)
-    assert not stop.after_this_step()
-    stop.break_off()
-    signals(signal.SIGTERM, None)
-    assert stop.after_this_step()
-    assert stop.after_this_step()  # and does not forget
-    with pytest.raises(BrokenOff):
-        stop.break_off()
-
-
-def test_several_hosts_agree_a_step_later_or_at_once_where_no_step_is_under_way(
-    setup, monkeypatch
-):
-    mesh, asked = setup().mesh, []
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(
-        stopping,
-        "make_any_host",
-        lambda _: lambda here: np.asarray(here or bool(asked)),
-    )
-    stop = Stop(mesh, lambda: False)
-    assert not stop.after_this_step()
-    assert not stop.between_steps()
-    asked.append("on the other host")
-    assert not stop.after_this_step()
-    assert stop.between_steps()
-    assert stop.after_this_step()
 
 
 def test_in_a_command_a_signal_is_a_request_only_once_there_is_something_to_save(

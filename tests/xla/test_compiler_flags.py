@@ -1,6 +1,5 @@
 """A run adds its compiler's flags to those that the environment names, and changes none of these."""
 
-import importlib.util
 import os
 import subprocess
 
@@ -13,7 +12,6 @@ from maxtext_lite.xla.compiler_flags import (
     SCHEDULED_MEMORY,
     VARIABLES,
     Flag,
-    installed_compilers,
     set_compiler_flags,
     set_gpu_memory,
 )
@@ -50,27 +48,9 @@ def test_flags_are_added_to_those_that_are_given_but_change_none(
 
 
 @pytest.mark.parametrize(
-    ("libraries", "compilers"),
-    [
-        ((), ()),
-        (("libtpu",), ("tpu",)),
-        (("jax_cuda13_plugin", "libtpu"), ("gpu", "tpu")),
-    ],
-)
-def test_compilers_are_those_whose_library_is_installed(
-    libraries, compilers, monkeypatch
-):
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: name if name in libraries else None
-    )
-    assert installed_compilers() == compilers
-
-
-@pytest.mark.parametrize(
     ("given", "found"),
     [
         ({}, {"XLA_CLIENT_MEM_FRACTION": "0.94"}),
-        ({"XLA_CLIENT_MEM_FRACTION": "0.5"}, {"XLA_CLIENT_MEM_FRACTION": "0.5"}),
         (
             {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"},
             {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"},
@@ -96,13 +76,10 @@ def test_jax_may_use_as_much_of_a_gpu_as_plans_do_unless_the_environment_says_ot
         None if given else "--xla_gpu_memory_limit_slop_factor=115"
     )
     assert 0.8 * int(SCHEDULED_MEMORY.value) / 100 < float(GPU_MEMORY[1])
-    for device, gib in (
-        ("h100", 79.1),
-        ("h200", 140.4),
-    ):  # of an H100, as XLA sees it; nvidia-smi says 143,771 MiB
-        assert float(GPU_MEMORY[1]) * gib * 2**30 == pytest.approx(
-            device_named(device, option="--device").memory_bytes, rel=0.01
-        )
+    h200 = device_named("h200", option="--device")  # nvidia-smi says 143,771 MiB
+    assert float(GPU_MEMORY[1]) * 140.4 * 2**30 == pytest.approx(
+        h200.memory_bytes, rel=0.01
+    )
 
 
 def test_this_jax_knows_every_flag_of_xla():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxtext_lite.xla.hlo_text import parse
-from maxtext_lite.xla.hlo_work import KernelCalls, LargeArray, work
+from maxtext_lite.xla.hlo_work import KernelCalls, work
 from maxtext_lite.xla.program_memory import ProgramMemory
 
 TRIPS = 5
@@ -36,50 +36,14 @@ def test_a_matmul_in_a_loop_counts_once_for_each_trip_and_loops_multiply():
     }
 
 
-def test_a_loop_with_a_traced_bound_is_not_guessed():
-    def loop(x, w):
-        return jax.lax.fori_loop(
-            0, jnp.int32(jnp.sum(x)), lambda _, carry: jnp.tanh(carry @ w), x
-        )
-
-    assert counted(loop, (8, 16), (16, 16)).matmul_flops == {"f32": None}
-    assert counted(loop, (8, 16), (16, 16), trips_where_unknown=7).matmul_flops == {
-        "f32": 7 * ONE
+def test_a_convolution_counts_products_with_elements_only():
+    options = {
+        "window_strides": (2,),
+        "padding": [(3, 2)],
+        "lhs_dilation": (6,),
+        "rhs_dilation": (5,),
     }
 
-
-def test_batched_and_transposed_contractions():
-    found = counted(
-        lambda a, b: jnp.einsum("bij,bkj->bik", a, b), (3, 8, 16), (3, 4, 16)
-    )
-    assert found.matmul_flops == {"f32": 2 * 3 * 8 * 16 * 4}
-    nothing = counted(lambda a: a + 1, (8,))
-    assert (
-        nothing.matmul_flops,
-        nothing.kernels,
-        nothing.cycles,
-        nothing.kernel_flops,
-    ) == (
-        {},
-        (),
-        None,
-        0,
-    )
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"window_strides": (2,), "padding": [(0, 3)], "rhs_dilation": (3,)},
-        {
-            "window_strides": (2,),
-            "padding": [(3, 2)],
-            "lhs_dilation": (6,),
-            "rhs_dilation": (5,),
-        },
-    ],
-)
-def test_a_convolution_counts_products_with_elements_only(options):
     # Of ones, the result says how many products each of its elements is made of.
     def convolution(x, w):
         return jax.lax.conv_general_dilated(
@@ -216,46 +180,6 @@ def test_cublas_calls_are_matmuls_and_other_calls_are_kernels_by_their_scope_or_
         "mosaic_gpu_v2",
         "tokamax_mosaic",
     ]
-
-
-def test_the_largest_arrays_are_those_that_are_made_in_the_devices_memory_each_type_once():
-    source = "jit(f)/vmap(jvp(kernel_tokamax_mosaic))/flash_attention_sm90/mpmd_map"
-    assert work(parse(GPU)).largest_arrays == (
-        LargeArray("bf16[8,16,4]", 1024, source),
-        LargeArray("s8[1024]", 1024, "custom-call"),
-        LargeArray("bf16[8,32]", 512, "custom-call"),
-        LargeArray("f32[8]", 32, source),
-    )
-    on_chip = work(parse(GPU.replace("{2,1,0}", "{2,1,0:S(1)}"))).largest_arrays
-    assert [array.type for array in on_chip] == ["s8[1024]", "bf16[8,32]", "f32[8]"]
-
-
-ASYNC = """
-HloModule jit_step
-
-%updated (stack: f32[32,64], row: f32[1,64], i: s32[]) -> f32[32,64] {
-  %stack = f32[32,64]{1,0} parameter(0)
-  %row = f32[1,64]{1,0} parameter(1)
-  %i = s32[] parameter(2)
-  ROOT %update = f32[32,64]{1,0} dynamic-update-slice(%stack, %row, %i, %i)
-}
-
-ENTRY %main (stack: f32[32,64], row: f32[1,64], i: s32[]) -> f32[32,64] {
-  %stack = f32[32,64]{1,0} parameter(0)
-  %row = f32[1,64]{1,0} parameter(1)
-  %i = s32[] parameter(2)
-  %start = ((f32[32,64]{1,0}, f32[1,64]{1,0}, s32[]), f32[32,64]{1,0}, u32[]) fusion-start(%stack, %row, %i), \
-kind=kLoop, calls=%updated
-  ROOT %done = f32[32,64]{1,0} fusion-done(%start)
-}
-"""
-
-
-def test_a_fusion_that_runs_beside_others_moves_what_it_would_alone():
-    row = 4 * 64
-    assert (
-        work(parse(ASYNC)).memory_bytes == row + 4 + row
-    )  # the row and its index are read, the row is written
 
 
 BESIDE_A_GATHER = """HloModule beside, num_partitions=2
