@@ -49,6 +49,7 @@ def lines(directory):
     ]
 
 
+@pytest.mark.usefixtures("one_device")
 def test_cut_off_and_resumed_in_a_bucket_equals_whole_on_disk(
     bucket, tmp_path, documents, monkeypatch, capsys
 ):

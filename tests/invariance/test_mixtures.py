@@ -9,6 +9,7 @@ from maxtext_lite.config import load_config
 from maxtext_lite.data import example_ids, open_mixture
 from maxtext_lite.data.mixture_source import parts_of
 from maxtext_lite.training import train
+from tests.conftest import use_one_device
 from tests.invariance.conftest import MODEL
 from tests.mixture_trials import Counters, mixture_of, write_texts
 from tests.processes import RunFiles
@@ -20,8 +21,8 @@ RUN = [
     "checkpoint_period=100",
     "data_shuffle_seed=5",
 ]
-EIGHT = ["per_device_batch_size=1", "gradient_accumulation_steps=1"]
-TWELVE = ["per_device_batch_size=0.75", "gradient_accumulation_steps=2"]
+EIGHT = ["per_device_batch_size=8", "gradient_accumulation_steps=1"]
+TWELVE = ["per_device_batch_size=6", "gradient_accumulation_steps=2"]
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +51,10 @@ def run(texts):
         config_of(texts, "steps=5", *EIGHT, a=0.7, b=0.3),
         config_of(texts, "steps=8", *TWELVE, b=0.4, c=0.6),
     ]
-    for config in configs:
-        train(config)
+    with pytest.MonkeyPatch.context() as patch:
+        use_one_device(patch)
+        for config in configs:
+            train(config)
     return configs, RunFiles(texts / "runs" / "run")
 
 
