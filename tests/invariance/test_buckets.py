@@ -110,7 +110,7 @@ def test_a_bucket_that_stops_answering_ends_the_run_with_76(bucket, bucket_envir
     words = [
         "dataset_type=synthetic",
         "steps=100000",
-        "hang_timeout_seconds=5",
+        "hang_timeout_seconds=10",
         "max_num_checkpoints_to_keep=1000",
     ]
     command = [

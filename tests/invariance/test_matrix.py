@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import os
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +25,7 @@ from maxtext_lite.models import (
     Decoder,
     merged,
 )
-from maxtext_lite.parallel import MESH_AXES, Pipeline
+from maxtext_lite.parallel import Pipeline
 from maxtext_lite.training.custom_loss import CustomLoss, Predictions
 from maxtext_lite.training.gradients import GradientLoop
 from maxtext_lite.training.optimizer import learning_rate_schedule
@@ -264,25 +263,6 @@ class Point:
 
 
 POINTS = {name: Point(**point) for name, point in TABLE["points"].items()}
-
-
-def factorizations(num_devices):
-    """All sizes of the six axes, of at most 4, whose product is `num_devices`."""
-    for sizes in itertools.product((1, 2, 4), repeat=len(MESH_AXES)):
-        if math.prod(sizes) == num_devices:
-            yield dict(zip(MESH_AXES, sizes, strict=True))
-
-
-if os.environ.get("EVERY_MESH"):  # takes minutes
-    for number, sizes in enumerate(itertools.chain(*map(factorizations, (2, 4, 8)))):
-        stages = sizes.pop("stage")
-        pipeline = (
-            (stages, stages, 1, ("gpipe", "1f1b")[number % 2]) if stages > 1 else None
-        )
-        model = "experts" if sizes["expert"] > 1 else "dense"
-        POINTS[f"{sizes} {pipeline}"] = Point(
-            model, (1 + number % 2, 16), sizes, pipeline
-        )
 
 
 def placed(tree, like):
