@@ -134,8 +134,8 @@ def chosen_tests(reach: ReachMap, function: str) -> list[Case]:
     """The tests that are run for a fault in the function, in their order: those that reach it, of up to five files.
 
     The files are that of the function's module, by its name, those of whose tests the largest part reaches the
-    function, and one of whole runs and steps. The first of these runs first, then the cheapest, and of a file the
-    cheapest case of each test before their other cases.
+    function, and of those of whole runs and steps the one that says something the soonest. The first of these runs
+    first, then the cheapest, and of a file the cheapest case of each test before their other cases.
     """
     of_file: dict[str, list[Case]] = collections.defaultdict(list)
     for case in reach.cases_of(function):
@@ -150,7 +150,7 @@ def chosen_tests(reach: ReachMap, function: str) -> list[Case]:
 
     whole = [file for file in of_file if file.startswith(WHOLE)]
     others = sorted(of_file.keys() - set(whole), key=rank)
-    whole.sort(key=lambda file: len(of_file[file]), reverse=True)
+    whole.sort(key=lambda file: min(map(reach.seconds, of_file[file])))
     files = whole[:1] + others[: FILES_OF_A_FAULT - 1]
     files.sort(
         key=lambda file: (
