@@ -60,8 +60,8 @@ class Served:
         self.misbehave()
 
     def misbehave(self, **how):
-        """Fails `times` times with `status`, gives the answers of `route`, adds `shift` to log-probabilities, or samples from parameters with `noise`
-        after the next update; without arguments, it behaves."""
+        """Fails `times` times with `status`, gives the answers of `route`, adds `shift` to log-probabilities, or
+        samples from parameters with `noise` after the next update; without arguments, it behaves."""
         self.how, self.told, self.last = how, [], None
 
     def load(self, directory):

@@ -14,13 +14,10 @@ from maxtext_lite.training.metrics import Terminal
 from maxtext_lite.training.opening import open_run
 from tests.training.conftest import TINY
 
-RUN = (
-    *TINY,
-    "dataset_type=synthetic",
-    "eval_interval=-1",
-    "enable_checkpointing=false",
-    "optimizer=sgd",
+KEYS = (
+    "dataset_type=synthetic eval_interval=-1 enable_checkpointing=false optimizer=sgd"
 )
+RUN = (*TINY, *KEYS.split())
 
 RAMP = (
     "enable_rampup_batch_size=true",
