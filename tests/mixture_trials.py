@@ -131,19 +131,17 @@ class Counters:
 
 
 def random_parts(rng, sources):
-    parts, kind = [], rng.choice(["tokens", "whole", "extreme", "equal"])
+    parts, kind = [], rng.choice(["tokens", "whole", "extreme"])
     names = rng.sample(sorted(sources), rng.randint(1, len(sources)))
     for number, name in enumerate(names):
-        source = sources[name]
         weight = {
             "whole": Fraction(rng.randint(1, 9)),
-            "equal": Fraction(1),
             "extreme": Fraction(rng.choice(["1e-6", "0.999999", "0.5"])),
             "tokens": Fraction(str(rng.random() + 0.01)) / rng.randint(1, 30),
         }[kind]
-        most = (
-            rng.randint(0, 3 * len(source)) if number and rng.random() < 0.4 else None
-        )  # the first goes on
+        most = None
+        if number and rng.random() < 0.4:  # the first goes on
+            most = rng.randint(0, 3 * len(sources[name]))
         parts.append(SourcePart(name, name, str(weight), most))
     return parts
 

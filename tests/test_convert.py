@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from maxtext_lite.config import UserError, load_config
+from maxtext_lite.config import load_config
 from maxtext_lite.config.hf.model_directory import hf_config
 from maxtext_lite.convert import main
 from maxtext_lite.data import open_sources
@@ -169,17 +169,3 @@ def assert_merged(adapters, base, found):
         np.testing.assert_allclose(
             found[name], want, rtol=1e-5, atol=1e-6, err_msg=name
         )
-
-
-@pytest.mark.parametrize(
-    ("words", "name"),
-    [
-        (["import", "{hf}", "{hf}"], "model"),
-        (["export", "{hf}", "{tmp}/out"], "model"),
-        (["import", "{hf}", "{tmp}/out", "ici_tensor_parallelism=8"], "mesh"),
-    ],
-)
-def test_a_directory_or_mesh_that_cannot_be_is_refused(words, name, hf, tmp_path):
-    with pytest.raises(UserError, match=name):
-        main([word.format(hf=hf, tmp=tmp_path) for word in words])
-    assert not (tmp_path / "out").exists()

@@ -74,13 +74,6 @@ def test_points_compile_or_say_why_not(tmp_path):
     assert (second["point"], second["exit_code"]) == ("wrong", 2)
 
 
-def test_readers_of_prepared_data():
-    options = "--rows 64 --tokens 512 --copies 1 --rounds 1"
-    rows = printed("scripts/bench_data.py", *options.split())[4:]
-    readers = {"ours, concat", "ours, best_fit", "ours, none", "grain", "sequential"}
-    assert {row[0] for row in rows} == readers
-
-
 def test_the_pictures_of_the_page_on_batch_size_are_what_the_script_draws(tmp_path):
     drawing = importlib.import_module("draw_batch_size")
     assert drawing.main([str(tmp_path)]) == 0
