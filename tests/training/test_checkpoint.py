@@ -127,7 +127,6 @@ DAMAGES = {
     ),
     "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
     "gone": lambda path: path.unlink(),
-    "longer": lambda path: path.write_bytes(path.read_bytes() + b"x"),
     "a directory": lambda path: (path.unlink(), path.mkdir()),
 }
 

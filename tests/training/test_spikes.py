@@ -132,12 +132,6 @@ LIGHT = [row_of(number, 9.0, tokens=0.01) for number in range(8)]
         ),
         # The same of a custom loss, whose weights are below 1.
         (LIGHT, RowsBefore(72, ALIKE, LIGHT), (80, list(range(8)))),
-        # By those it was out of it as well.
-        (
-            [*ALIKE, row_of(8, 9.0)],
-            RowsBefore(72, [*ALIKE[:7], row_of(17, 9.0)], [*ALIKE, row_of(8, 9.0)]),
-            (80, [8]),
-        ),
     ],
 )
 def test_rows_that_stand_out_in_the_step_to_blame_are_guilty_or_all_of_it(
