@@ -3,8 +3,13 @@
 import re
 from fractions import Fraction
 
+import pytest
+
 from maxtext_lite.batching import count_parameters, make_plan
+from maxtext_lite.batching.laws import BATCH_LAWS, Budget
 from maxtext_lite.config import RLRunConfig, load_config
+from maxtext_lite.training.accumulate import loss_scaling
+from maxtext_lite.training.noise import NoiseScale
 from tests.source_tree import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "batch_size.md").read_text(encoding="utf-8")
@@ -145,6 +150,11 @@ def test_the_epochs():
         if plan.last_batch_examples is not None:
             end = f"{plan.last_batch_examples} of {batch}"
         assert end == row["at the end"]
+    plan = plan_of(f"{RAMP} num_epochs=1 last_batch=train", num_examples=20)
+    said = "20 examples under the ramp above are its 10 steps (17 examples) and, with `train`, an eleventh of 3"
+    assert said in PAGE
+    assert (plan.steps, plan.last_batch_examples) == (11, 3)
+    assert plan.rampup.samples_before(11) == 17
 
 
 def test_the_learning_rates_and_the_settings_of_adam():
@@ -172,10 +182,38 @@ def test_the_replicas():
         words = f"enable_diloco=true steps=240 {words_of(row)}"
         plan = plan_of(words, num_devices=8)
         check(row, plan)
+        per_replica = int(row["slots per replica"])
         replicas = plan.diloco_num_replicas
         per_part = int(row["replicas per part of the data axis"])
         assert replicas == plan.mesh["data"] * per_part
-        assert plan.micro_batch_slots == replicas * int(row["slots per replica"])
+        assert plan.micro_batch_slots == replicas * per_replica
+        # Examples fill the slots from the first on.
+        firsts = range(0, plan.micro_batch_slots, per_replica)
+        idle = sum(first >= plan.micro_batch_to_train for first in firsts)
+        assert idle == int(row["replicas without an example"])
+
+
+def test_the_noise_scales():
+    for row in table("groups (target tokens)"):
+        examples = int(row["examples"])
+        noise = NoiseScale().after(
+            group_squares=float(row["sum of w/W x mean gradient squared"]),
+            groups=len(row["groups (target tokens)"].split(", ")),
+            grad_norm=float(row["gradient squared"]) ** 0.5,
+            examples=examples,
+        )
+        if row["variance"] == "unknown":
+            assert noise.examples is None
+            continue
+        assert noise.noise / examples == pytest.approx(float(row["variance"]))
+        assert noise.signal == pytest.approx(float(row["true gradient squared"]))
+        assert noise.examples == pytest.approx(float(row["gradient_noise_scale"]))
+
+
+def test_the_loss_scale_and_the_loss_of_uneven_micro_batches():
+    scaling = loss_scaling(load_config(None, ["dtype=float16"]))
+    assert f"it starts at {float(scaling.init().scale):.0f}," in PAGE
+    assert f"(100 x 2 + 300 x 4) / 400 = {(100 * 2 + 300 * 4) / 400}" in PAGE
 
 
 def test_the_memory():
@@ -185,6 +223,20 @@ def test_the_memory():
         assert count_parameters(config).total == int(row["parameters"])
         assert memory.params == int(row["parameters, bytes per device"])
         assert memory.optimizer_state == int(row["AdamW state, bytes per device"])
+    assert f"the norm scales, {count_parameters(config).norms} parameters" in PAGE
+
+
+def test_what_laws_say():
+    units = {"M": 1e6, "B": 1e9, "T": 1e12}
+    for row in table("parameters", "tokens", "Step Law"):
+        parameters, tokens = (
+            float(row[key][:-1]) * units[row[key][-1]]
+            for key in ("parameters", "tokens")
+        )
+        found = [
+            law.tokens(Budget(parameters, parameters, tokens)) for law in BATCH_LAWS
+        ]
+        assert [f"{value / 1e6:.3g}" for value in found[:-1]] == list(row.values())[2:]
 
 
 def test_rl_batches():
