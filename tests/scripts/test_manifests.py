@@ -146,7 +146,7 @@ def test_nodes_of_skypilot_find_each_other_and_run_the_training_command(tmp_path
     assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [75, 76, 130]
 
 
-def test_an_image_has_its_extra_a_user_and_a_command_that_takes_signals():
+def test_an_image_has_what_it_copies_its_extra_a_user_and_a_command_that_takes_signals():
     text = (
         (REPOSITORY / "scripts" / "Dockerfile")
         .read_text(encoding="utf-8")
@@ -161,6 +161,10 @@ def test_an_image_has_its_extra_a_user_and_a_command_that_takes_signals():
             re.MULTILINE,
         )
         assert stage.rstrip().endswith("USER 1000")
+    ignored = (REPOSITORY / ".dockerignore").read_text(encoding="utf-8")
+    kept = re.findall(r"^!(.*)", ignored, re.MULTILINE)
+    for line in re.findall(r"^COPY (.*)$", base, re.MULTILINE):
+        assert {path.split("/")[0] for path in line.split()[:-1]} <= set(kept)
     (entry,) = re.findall(r"^ENTRYPOINT (.*)$", base, re.MULTILINE)
     assert runs_a_command(
         [*json.loads(entry), "train"]
