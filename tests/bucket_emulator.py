@@ -36,75 +36,39 @@ def variables(port: int) -> dict[str, str]:
     return dict.fromkeys(names, url) | _NO_CREDENTIALS
 
 
-def _heeding_preconditions(handler):
-    def heeding(request, response, storage, *args, **kwargs):
-        wanted = request.query.get("ifGenerationMatch")
-        if wanted and "upload_id" not in request.query:
-            bucket = request.params["bucket_name"]
-            name = (
-                request.params.get("object_id") or request.query.get("name", [None])[0]
-            )
+def _corrected(handler):
+    """A handler of requests that does as a bucket does."""
+
+    def corrected(request, response, storage, *args, **kwargs):
+        query, params = request.query, request.params
+        wanted = "upload_id" not in query and query.get("ifGenerationMatch")
+        last_bytes = (request.get_header("range") or "").removeprefix("bytes=-")
+        name = params.get("object_id") or query.get("name", [None])[0]
+        if wanted:
             name = name or request.data["meta"]["name"]
-            found = storage.objects.get(bucket, {}).get(name)
-            if wanted[0] != (found["generation"] if found else "0"):
-                response.status = HTTPStatus.PRECONDITION_FAILED
-                return None
-        return handler(request, response, storage, *args, **kwargs)
-
-    return heeding
-
-
-def _saying_the_generation(handler):
-    def saying(request, response, storage, *args, **kwargs):
-        handler(request, response, storage, *args, **kwargs)
-        found = storage.objects.get(request.params["bucket_name"], {}).get(
-            request.params["object_id"]
-        )
-        if found:
+        found = storage.objects.get(params.get("bucket_name"), {}).get(name)
+        if wanted and wanted[0] != (found["generation"] if found else "0"):
+            response.status = HTTPStatus.PRECONDITION_FAILED
+            return
+        if found and request.method == "GET":
             response["x-goog-generation"] = found["generation"]
-
-    return saying
-
-
-def _knowing_last_bytes(handler):
-    def knowing(request, response, storage, *args, **kwargs):
-        wanted = (request.get_header("range") or "").removeprefix("bytes=-")
-        found = storage.objects.get(request.params["bucket_name"], {}).get(
-            request.params["object_id"]
-        )
-        if found and wanted.isdecimal():
-            start = max(int(found["size"]) - int(wanted), 0)
+        if found and last_bytes.isdecimal():
+            start = max(int(found["size"]) - int(last_bytes), 0)
             request._request_handler.headers.replace_header("range", f"bytes={start}-")
+        if found and request.method == "PATCH":
+            now = datetime.datetime.now(datetime.UTC)
+            found["updated"] = now.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         handler(request, response, storage, *args, **kwargs)
 
-    return knowing
-
-
-def _dating_changes(handler):
-    def dating(request, response, storage, *args, **kwargs):
-        found = storage.objects.get(request.params["bucket_name"], {}).get(
-            request.params["object_id"]
-        )
-        if found:
-            found["updated"] = datetime.datetime.now(datetime.UTC).strftime(
-                "%Y-%m-%dT%H:%M:%S.%fZ"
-            )
-        handler(request, response, storage, *args, **kwargs)
-
-    return dating
+    return corrected
 
 
 def _serve() -> None:
     from gcp_storage_emulator import server as emulator
 
     for _, methods in emulator.HANDLERS:
-        for method in ("POST", "DELETE"):
-            if method in methods:
-                methods[method] = _heeding_preconditions(methods[method])
-        if methods.get("GET") in (emulator.objects.get, emulator.objects.download):
-            methods["GET"] = _saying_the_generation(_knowing_last_bytes(methods["GET"]))
-        if methods.get("PATCH") is emulator.objects.patch:
-            methods["PATCH"] = _dating_changes(methods["PATCH"])
+        for method in methods:
+            methods[method] = _corrected(methods[method])
     emulator.Storage._write_config_to_file = lambda self: (
         None
     )  # all objects' metadata, at each write

@@ -68,11 +68,6 @@ def _take(environment: dict[str, str]) -> None:
             )
     if environment.get("PYTHONUNBUFFERED"):
         sys.stdout.reconfigure(write_through=True)
-    sys.path[:0] = [
-        each
-        for each in environment.get("PYTHONPATH", "").split(":")
-        if each and each not in sys.path
-    ]
     sys.path.insert(0, "")  # for what `python` itself puts first
 
 

@@ -1,19 +1,18 @@
-"""Texts to mix; and random histories of a run, consumed host by host, beside a plain loop that decides row after row.
+"""Texts to mix; and random histories of a run, beside a plain loop that decides row after row.
 
 The loop shares nothing with the library but `example_ids`, which says in which order a source's own rows come.
 """
 
 import heapq
 import json
-import pickle
 import random
 from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from maxtext_lite.data.feed import TrainingReads
 from maxtext_lite.data.mixture_history import (
     RowStream,
     SourcePart,
@@ -22,8 +21,6 @@ from maxtext_lite.data.mixture_history import (
 )
 from maxtext_lite.data.mixture_source import MixtureSource
 from maxtext_lite.data.order import example_ids
-from maxtext_lite.data.packing import DocumentRows, PackedRows
-from maxtext_lite.data.sources import TextSource
 
 SEED = 4
 
@@ -48,19 +45,6 @@ def mixture_of(texts: Path, weights: Mapping[str, object]) -> str:
         for name, weight in weights.items()
     ]
     return f"dataset_path=[{', '.join(entries)}]"
-
-
-def text_source(rng: random.Random, name: str, *, packing: bool) -> TextSource:
-    """A source of random documents, of 1 to about 100 rows."""
-    lengths = [rng.randint(2, 30) for _ in range(rng.choice([1, 5, 50]))]
-    starts = np.cumsum([0, *lengths], dtype=np.int64)
-    stream = (
-        np.random.default_rng(rng.randint(0, 999))
-        .integers(0, 99, int(starts[-1]))
-        .astype(np.uint16)
-    )
-    layout = (PackedRows if packing else DocumentRows)(starts, 8)
-    return TextSource(stream, starts, layout, 0, len(layout), name)
 
 
 class TijdemansLoop:
@@ -147,125 +131,49 @@ class Counters:
 
 
 def random_parts(rng, sources):
-    parts, kind = [], rng.choice(["tokens", "whole", "extreme", "equal"])
-    for number, name in enumerate(
-        rng.sample(sorted(sources), rng.randint(1, len(sources)))
-    ):
-        source = sources[name]
+    parts, kind = [], rng.choice(["tokens", "whole", "extreme"])
+    names = rng.sample(sorted(sources), rng.randint(1, len(sources)))
+    for number, name in enumerate(names):
         weight = {
             "whole": Fraction(rng.randint(1, 9)),
-            "equal": Fraction(1),
             "extreme": Fraction(rng.choice(["1e-6", "0.999999", "0.5"])),
-            "tokens": Fraction(str(rng.random() + 0.01))
-            * len(source)
-            / source.num_target_tokens,
+            "tokens": Fraction(str(rng.random() + 0.01)) / rng.randint(1, 30),
         }[kind]
-        most = (
-            rng.randint(0, 3 * len(source)) if number and rng.random() < 0.4 else None
-        )  # the first goes on
-        parts.append(SourcePart(name, source.fingerprint, str(weight), most))
+        most = None
+        if number and rng.random() < 0.4:  # the first goes on
+            most = rng.randint(0, 3 * len(sources[name]))
+        parts.append(SourcePart(name, name, str(weight), most))
     return parts
 
 
-def read_by_hosts(rng, source, first, *, batch, micro_batches, steps):
-    """The ids of some steps in order, put together from what simulated hosts read, each load once, in any order."""
-    hosts, loads = rng.randint(1, 4), rng.choice([1, 1, 2, 3])
-    # A host may own none: it does not load.
-    owner = np.array(
-        [
-            rng.randrange(hosts)
-            for _ in range(batch // micro_batches + rng.randint(0, 3))
-        ]
-    )
-    keys = {
-        "num_steps": steps,
-        "step_examples": batch,
-        "loads_per_step": loads,
-        "micro_batches": micro_batches,
-    }
-    found = np.full((steps, batch), -1, np.int64)
-    for host in range(hosts):
-        host_slots = np.flatnonzero(owner == host)
-        reads = TrainingReads(
-            source, host_slots=host_slots, first_example=first, seed=SEED, **keys
-        )
-        reads = pickle.loads(pickle.dumps(reads))  # as a reading process has it
-        for index in rng.sample(range(len(reads)), len(reads)):
-            ids, (micros, places), rows, *_ = reads[index]
-            own = host_slots[places] * micro_batches + micros
-            assert (found[index // loads, own] == -1).all(), "a row was read twice"
-            found[index // loads, own] = ids[own]
-            for row, example in enumerate(ids[own].tolist()):
-                np.testing.assert_array_equal(
-                    rows["tokens"][row], source[example]["tokens"]
-                )
-    assert (found >= 0).all(), "a row was not read"
-    return found.reshape(-1).tolist()
-
-
 def try_history(number: int) -> int:
-    """Consumes one random history; raises where it is not as the loop has it. Returns how many rows it consumed."""
+    """Goes through a random history; raises where it is not as the loop has it. Returns how many rows it consumed."""
     rng = random.Random(number)
-    packing = rng.random() < 0.5
-    sources = {
-        name: text_source(rng, name, packing=packing)
-        for name in "abcdefg"[: rng.randint(1, 7)]
-    }
-    by_fingerprint = {source.fingerprint: source for source in sources.values()}
-    history, counters, seen, consumed = (
-        (),
-        None,
-        0,
-        {name: [] for name in by_fingerprint},
-    )
+    names = "abcdefg"[: rng.randint(1, 7)]
+    sources: dict[str, Any] = {name: range(rng.choice([1, 9, 99])) for name in names}
+    parts = random_parts(rng, sources)
+    lone = parts[0].fingerprint if len(parts) == 1 else None
+    counters = Counters(sources, lone)
+    history, seen = history_of(parts), 0
     for _ in range(rng.randint(1, 4)):
-        parts = random_parts(rng, sources)
-        if counters is None:
-            history = history_of(parts)
-            counters = Counters(
-                by_fingerprint, lone=parts[0].fingerprint if len(parts) == 1 else None
-            )
-        else:
+        if seen:
+            parts = random_parts(rng, sources)
             history = continued(history, parts, examples_seen=seen, tokens_seen=0)
         if history[-1].examples_seen == seen:  # otherwise nothing changed
             counters.mix(parts)
-        ordered = sorted(parts, key=lambda part: part.fingerprint)
+        parts = sorted(parts, key=lambda part: part.fingerprint)
+        own = [sources[part.fingerprint] for part in parts]
         stream = RowStream(history)
-        source = MixtureSource(
-            tuple(ordered),
-            tuple(by_fingerprint[part.fingerprint] for part in ordered),
-            stream,
-        )
-        firsts = np.cumsum([0, *(len(each) for each in source.sources)])
-        for _ in range(
-            rng.randint(1, 3)
-        ):  # stages of a ramp, or a restart with another batch
-            micro_batches = rng.choice([1, 2, 3])
-            batch, steps = micro_batches * rng.randint(1, 9), rng.randint(1, 8)
-            ids = read_by_hosts(
-                rng, source, seen, batch=batch, micro_batches=micro_batches, steps=steps
-            )
-            for example in ids:
-                fingerprint, position = counters.next()
-                place = int(np.searchsorted(firsts, example, side="right")) - 1
-                assert ordered[place].fingerprint == fingerprint, (number, seen)
-                seed = stream.seed(fingerprint, SEED)
-                assert (seed == SEED) == (fingerprint == counters.lone)
-                (row,) = example_ids(
-                    position, 1, num_examples=len(source.sources[place]), seed=seed
-                ).tolist()
-                assert example - firsts[place] == row, (number, seen)
-                consumed[fingerprint].append(row)
-                seen += 1
-            assert {name: n for name, n in stream.given(seen).items() if n} == {
-                name: n for name, n in counters.given.items() if n
-            }
-    for fingerprint, rows in consumed.items():
-        size = len(by_fingerprint[fingerprint])
-        for start in range(0, len(rows), size):
-            epoch = rows[start : start + size]
-            assert len(set(epoch)) == len(epoch), "a row twice in an epoch"
-            assert len(epoch) < size or sorted(epoch) == list(range(size)), (
-                "a row left out of an epoch"
-            )
+        mixture = MixtureSource(tuple(parts), tuple(own), stream)
+        count = rng.randint(1, 200)
+        for example in mixture.ids_of_run(seen, count, SEED).tolist():
+            fingerprint, position = counters.next()
+            place = [part.fingerprint for part in parts].index(fingerprint)
+            seed = stream.seed(fingerprint, SEED)
+            assert (seed == SEED) == (fingerprint == lone)
+            order = example_ids(position, 1, num_examples=len(own[place]), seed=seed)
+            assert example == sum(map(len, own[:place])) + order[0], (number, seen)
+            seen += 1
+        given = {name: n for name, n in stream.given(seen).items() if n}
+        assert given == {name: n for name, n in counters.given.items() if n}
     return seen

@@ -5,46 +5,16 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+NUMBERS = [2**31, -(2**63), 2**64, 10**30, 0.5, 1e300, 1e400, -0.0, float("nan")]
+TEXTS = ["", "..", "../x", "/dev/null", "a/b", "\0", "\n", "null", "ö" * 200, "\ud800"]
 SCALARS = (
     st.none()
     | st.booleans()
     | st.integers(-3, 70)
     | st.integers()
-    | st.sampled_from(
-        [
-            2**31,
-            2**63,
-            -(2**63),
-            2**64,
-            10**30,
-            0.5,
-            -1.0,
-            1e300,
-            1e-300,
-            1e400,
-            -0.0,
-            float("nan"),
-        ]
-    )
     | st.floats()
     | st.text(max_size=6)
-    | st.sampled_from(
-        [
-            "",
-            ".",
-            "..",
-            "../x",
-            "/dev/null",
-            "a/b",
-            "\0",
-            "\n",
-            "~",
-            "null",
-            "1",
-            "ö" * 200,
-            "\ud800",
-        ]
-    )
+    | st.sampled_from([*NUMBERS, *TEXTS])
 )
 VALUES = st.recursive(
     SCALARS,

@@ -64,10 +64,6 @@ def test_a_devices_memory_time_and_empty_slots_are_looked_at(printed):
     too_much = "more memory than the device has"
     assert too_much not in out
     assert too_much in printed(*words.split(), "8", "--device", "v5e")
-    words = "--tokens 2e9 --parameters 1e8 --devices 4096 ici_fsdp_parallelism=64"
-    words += " ici_data_parallelism=64 max_target_length=8192"
-    out = printed(*words.split())
-    assert re.search(r" = 8 examples: .*; 4,088 of 4,096 slots empty", out)
 
 
 def test_of_a_number_of_parameters_the_days_are_those_of_6_n_d_and_memory_is_not_looked_at(
@@ -105,8 +101,3 @@ def test_what_is_printed_plans_behind_the_words_of_the_command_line(words, print
         plan = make_plan(load_config(None, [*words, *settings]), num_devices=8)
         assert 2e9 / 256 <= plan.total_examples < 2e9 / 256 + plan.global_batch_to_train
         assert bool(plan.rampup) == (settings in ramp)
-
-
-def test_muon_gets_no_ramp(printed):
-    assert "global_rampup_samples=" not in printed("--tokens", "1e9", "optimizer=muon")
-    assert "global_rampup_samples=" in printed("--tokens", "1e9")

@@ -6,44 +6,25 @@ import pytest
 
 from maxtext_lite.branch import main
 from maxtext_lite.train import main as train
+from tests.processes import RunFiles
 from tests.training.conftest import TINY
 
-RUN = [
-    *TINY,
-    "base_num_decoder_layers=1",
-    "per_device_batch_size=1",
-    "warmup_steps=1",
-    "eval_interval=-1",
-]
-RUN += [
-    "checkpoint_period=2",
-    "learning_rate_schedule=constant",
-    "run_name=run",
-    "steps=4",
-]
+KEYS = """
+base_num_decoder_layers=1 per_device_batch_size=1 warmup_steps=1 eval_interval=-1 checkpoint_period=2
+learning_rate_schedule=constant run_name=run steps=4
+"""
 
 
 def records(directory):
-    lines = [
-        json.loads(line)
-        for line in (directory / "metrics.jsonl").read_text().splitlines()
-    ]
-    return {line["step"]: line for line in lines if "loss" in line}
+    return {line["step"]: line for line in RunFiles(directory).steps}
 
 
 def test_branches_see_the_examples_that_the_run_saw_and_continue_after_a_kill(
     tmp_path, capsys
 ):
-    assert train([*RUN, f"base_output_directory={tmp_path}"]) == 0
-    arguments = [
-        str(tmp_path / "run"),
-        "--step",
-        "2",
-        "--steps",
-        "2",
-        "--scaling",
-        "none",
-    ]
+    assert train([*TINY, *KEYS.split(), f"base_output_directory={tmp_path}"]) == 0
+    options = "--step 2 --steps 2 --scaling none"
+    arguments = [str(tmp_path / "run"), *options.split()]
     assert main([*arguments, "--factors", "1"]) == 0
     output = tmp_path / "run-branches-2"
     (

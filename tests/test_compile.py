@@ -34,26 +34,13 @@ def test_json_of_a_described_machine_without_data_or_a_run_directory(capsys, tmp
     sizes = {axis: size for axis, size in printed["mesh"].items() if size > 1}
     assert sizes == {"fsdp": 2, "tensor": 2}
     assert printed["rows_per_micro_batch"] == 8
-    parameters = {each["name"]: each for each in printed["parameters"]}
-    assert parameters["embedding.table"] == {
-        "name": "embedding.table",
-        "shape": [264, 16],
-        "dtype": "float32",
-        "axes": ["vocab", "embed"],
-        "partition_spec": [["tensor"], ["fsdp"]],
-        "bytes_per_device": 264 * 16 * 4 // 4,
-    }
-    own = sum(each["bytes_per_device"] for each in parameters.values())
+    own = sum(each["bytes_per_device"] for each in printed["parameters"])
     memory = printed["memory"]
     assert own == printed["state_bytes"]["params"] == memory["plan"]["params"]
     assert memory["total"] > memory["temporaries"] > 0
     collectives = printed["collectives"]
     found = {(row["kind"], *row["axes"]) for row in collectives}
     assert {("all-gather", "fsdp"), ("all-reduce", "tensor")} <= found
-    for row in collectives:
-        assert row["times"] >= row["operations"] > 0
-        assert sum(row["bytes_by_dtype"].values()) == row["bytes"] > 0
-        assert 0 < row["sent_bytes"] < 2 * row["bytes"]
     assert printed["sent_bytes"] == sum(row["sent_bytes"] for row in collectives)
     flops = printed["flops"]
     own = flops["model_per_device_and_step"]

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from maxtext_lite.config import UserError, load_config
+from maxtext_lite.config import load_config
 from maxtext_lite.config.hf.model_directory import hf_config
 from maxtext_lite.convert import main
 from maxtext_lite.data import open_sources
 from maxtext_lite.generate import main as generate
 from maxtext_lite.training import train
-from tests.hf_models import VOCABULARY, save, save_with_tokenizer
+from tests.hf_models import VOCABULARY, save_with_tokenizer
 from tests.hf_models import logits as logits_of
 from tests.processes import RunFiles
 
@@ -39,13 +39,6 @@ def tensors(directory):
     return safetensors.numpy.load_file(directory / "model.safetensors")
 
 
-def assert_same_tensors(one, other):
-    one, other = tensors(one), tensors(other)
-    assert one.keys() == other.keys()
-    for name, x in one.items():
-        np.testing.assert_array_equal(x, other[name], err_msg=name)
-
-
 @pytest.mark.fast
 def test_an_imported_model_is_a_run_directory_that_exports_what_it_was(
     hf, imported, tmp_path
@@ -56,7 +49,7 @@ def test_an_imported_model_is_a_run_directory_that_exports_what_it_was(
     assert config.tokenizer_path == str(imported / "hf" / "tokenizer.json")
     out = tmp_path / "out"
     assert main(["export", str(imported), str(out)]) == 0
-    assert_same_tensors(out, hf)
+    np.testing.assert_equal(tensors(out), tensors(hf))
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (out / name).read_bytes() == (hf / name).read_bytes()
     halved = tmp_path / "halved"
@@ -70,33 +63,20 @@ def greedy(directory, capsys, *more):
     return json.loads(capsys.readouterr().out)
 
 
-def test_greedy_text_is_that_of_transformers_on_any_mesh(hf, imported, theirs, capsys):
-    loaded, tokenizer = theirs
+def test_greedy_text_is_that_of_transformers_on_any_mesh(hf, imported, capsys):
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(hf)
     prompts = ["to be or", "the king"]
-    tokens = [continued(loaded, tokenizer(prompt).input_ids) for prompt in prompts]
+    tokens = []
+    for prompt in prompts:
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        out = loaded.eval().generate(ids, do_sample=False, max_new_tokens=12)
+        tokens.append(out[0, ids.shape[1] :].tolist())
     texts = [tokenizer.decode(each, skip_special_tokens=True) for each in tokens]
     for directory, mesh in ((hf, MESH), (imported, [])):
         answers = greedy(directory, capsys, f"prompts={json.dumps(prompts)}", *mesh)
         assert [answer["tokens"] for answer in answers] == tokens
         assert [answer["text"] for answer in answers] == texts
-
-
-def test_a_model_with_caches_of_its_own_writes_what_transformers_writes(
-    tmp_path, capsys
-):
-    directory = save("gpt_oss", tmp_path, eos_token_id=None)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
-    prompts = [[5, 6, 7, 8, 9, 10, 11], [20, 21, 22]]
-    answers = greedy(directory, capsys, f"prompt_ids={prompts}")
-    expected = [continued(loaded, prompt) for prompt in prompts]
-    assert [answer["tokens"] for answer in answers] == expected
-
-
-def test_a_chat_is_the_template(hf, theirs, capsys):
-    loaded, tokenizer = theirs
-    rendered = tokenizer("sbe|uto be|", add_special_tokens=False).input_ids
-    (answer,) = greedy(hf, capsys, "prompt=to be", "system=be", "--chat")
-    assert answer["tokens"] == continued(loaded, rendered)
 
 
 def mean_loss(directory, config):
@@ -147,18 +127,6 @@ def trained(directory, *words):
     return config, train(config).run_directory
 
 
-def test_training_starts_from_the_directory_and_its_run_is_exported(
-    hf, texts, tmp_path, one_device
-):
-    _, run = trained(tmp_path, texts, f"load_parameters_path={hf}")
-    with pytest.raises(UserError, match="merge_lora"):
-        main(["export", str(run), str(tmp_path / "out"), "merge_lora=false"])
-    main(["export", str(run), str(tmp_path / "out")])
-    assert_same_tensors(tmp_path / "out", hf)
-    tokenizers = (each / "tokenizer.json" for each in (tmp_path / "out", hf))
-    assert len({path.read_bytes() for path in tokenizers}) == 1
-
-
 def test_a_run_of_ones_own_is_exported_as_a_family_that_has_its_loss(
     texts, tmp_path, one_device
 ):
@@ -171,14 +139,9 @@ def test_a_run_of_ones_own_is_exported_as_a_family_that_has_its_loss(
 
 
 def test_an_adapter_is_trained_merged_and_exported(hf, texts, tmp_path, one_device):
-    words = [
-        "optimizer=sgd",
-        "steps=3",
-        "lora_rank=3",
-        "lora_alpha=6",
-        "learning_rate=1",
-    ]
-    _, run = trained(tmp_path, texts, *words, f"load_parameters_path={hf}")
+    words = "optimizer=sgd steps=3 lora_rank=3 lora_alpha=6 learning_rate=1"
+    start = f"load_parameters_path={hf}"
+    _, run = trained(tmp_path, texts, *words.split(), start)
     assert main(["export", str(run), str(tmp_path / "adapter")]) == 0
     assert main(["export", str(run), str(tmp_path / "merged"), "merge_lora=true"]) == 0
     assert main(["import", str(tmp_path / "adapter"), str(tmp_path / "imported")]) == 0
@@ -206,36 +169,3 @@ def assert_merged(adapters, base, found):
         np.testing.assert_allclose(
             found[name], want, rtol=1e-5, atol=1e-6, err_msg=name
         )
-
-
-@pytest.mark.parametrize(
-    ("words", "name"),
-    [
-        (["import", "{hf}", "{hf}"], "model"),
-        (["import", "{hf}", "/a*"], r"/a\*"),
-        (["export", "{hf}", "{tmp}/out"], "model"),
-        (
-            ["import", "{hf}", "{tmp}/out", "ici_tensor_parallelism=3"],
-            "ici_tensor_parallelism=3",
-        ),
-        (["import", "{hf}", "{tmp}/out", "ici_tensor_parallelism=8"], "mesh"),
-    ],
-)
-def test_a_directory_or_mesh_that_cannot_be_is_refused(words, name, hf, tmp_path):
-    with pytest.raises(UserError, match=name):
-        main([word.format(hf=hf, tmp=tmp_path) for word in words])
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.fixture(scope="module")
-def theirs(hf):
-    """The model and the tokenizer of the directory."""
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32)
-    return loaded.eval(), transformers.AutoTokenizer.from_pretrained(hf)
-
-
-def continued(loaded, ids):
-    """What transformers adds to a prompt."""
-    options = {"do_sample": False, "max_new_tokens": 12}
-    out = loaded.generate(torch.tensor([ids]), **options)
-    return out[0, len(ids) :].tolist()

@@ -1,8 +1,6 @@
 """The commands `replay` and `verify_resume`."""
 
-import itertools
 import json
-import math
 import re
 import shutil
 from pathlib import Path
@@ -13,31 +11,16 @@ from maxtext_lite.config import UserError
 from maxtext_lite.config.json_file import parse_json
 from maxtext_lite.replay import main
 from maxtext_lite.train import main as train
-from maxtext_lite.training import executables, replaying
-from maxtext_lite.training.run_difference import SavedDifference
 from maxtext_lite.verify_resume import main as verify_resume
 from tests.conftest import use_one_device
 from tests.processes import RunFiles
 
-SIZES = [
-    "base_emb_dim=16",
-    "base_mlp_dim=32",
-    "base_num_decoder_layers=1",
-    "base_num_query_heads=2",
-    "base_num_kv_heads=1",
-    "head_dim=8",
-    "max_target_length=32",
-    "per_device_batch_size=8",
-    "warmup_steps=1",
-    "gradient_accumulation_steps=2",
-    "packing=best_fit",
-    "eval_interval=-1",
-    "eval_fraction=0",
-    "checkpoint_period=2",
-    "learning_rate=0.1",
-    "learning_rate_schedule=constant",
-    "data_shuffle_seed=-1",
-]
+SIZES = """
+base_emb_dim=16 base_mlp_dim=32 base_num_decoder_layers=1 base_num_query_heads=2 base_num_kv_heads=1 head_dim=8
+max_target_length=32 per_device_batch_size=8 warmup_steps=1 gradient_accumulation_steps=2 packing=best_fit
+eval_interval=-1 eval_fraction=0 checkpoint_period=2 learning_rate=0.1 learning_rate_schedule=constant
+data_shuffle_seed=-1
+"""
 PLANTED = "~^|" * 10
 
 
@@ -61,7 +44,7 @@ def words(tmp_path_factory):
         path.write_text("".join(own))
         sources.append(f"{{name: {name}, path: {path}, weight: 1}}")
     path = f"dataset_path=[{', '.join(sources)}]"
-    return [*SIZES, path, "steps=4", f"base_output_directory={directory}"]
+    return [*SIZES.split(), path, "steps=4", f"base_output_directory={directory}"]
 
 
 @pytest.fixture(scope="module")
@@ -139,31 +122,6 @@ def test_a_step_is_repeated_with_the_settings_of_its_own_start(copy, asked):
     assert "step 4, from the checkpoint of step 2: equal to the bit" in said
 
 
-def test_a_step_after_a_resume_with_other_settings_needs_a_checkpoint_from_after_it(
-    run, asked, monkeypatch
-):
-    newest, (first,) = replaying._starts(run / "checkpoints")
-    now = {"step": 1, "settings": {**first["settings"], "seed": "5"}}
-    starts = newest, (first, first | now)
-    monkeypatch.setattr(replaying, "_starts", lambda _: starts)
-    with pytest.raises(UserError, match=r"--step=2: .* Nearest that work: 1 or 3\."):
-        main([str(run), "--step", "2"])
-
-
-@pytest.mark.parametrize("anew", [True, False])
-def test_a_step_that_a_gpu_compiled_anew_may_differ_in_rounding(
-    copy, asked, monkeypatch, anew
-):
-    """Its compiler times its choices. A step that the run compiled is compared to the bit as ever."""
-    change_lines(copy, {3: {"param_norm": 1.00001}})
-    monkeypatch.setattr(replaying.jax, "default_backend", lambda: "gpu")
-    hits = itertools.count()
-    monkeypatch.setattr(executables, "num_found", lambda: 0 if anew else next(hits))
-    code, found = asked(main, copy, "--step", 4, "--json")
-    assert (code == 0) == found["same"] == bool(found["elsewhere"]) == anew
-    assert found["tolerance"] == (1e-4 if anew else 0)
-
-
 def test_the_first_field_and_the_first_step_that_differ_are_named(copy, asked):
     # What is left begins with the run's first parameters.
     shutil.rmtree(copy / "checkpoints")
@@ -185,7 +143,7 @@ def test_the_first_steps_begin_with_the_parameters_of_the_first_start(
 ):
     """Named relative to where the run began, and no longer by the start after it."""
     monkeypatch.chdir(tmp_path)
-    words = [*SIZES, "dataset_type=synthetic", "packing=true", "run_name=on"]
+    words = [*SIZES.split(), "dataset_type=synthetic", "packing=true", "run_name=on"]
     words.append("base_output_directory=runs")
     shutil.copytree(run, tmp_path / "runs" / "base")
     assert train([*words, "steps=2", "load_parameters_path=runs/base"]) == 0
@@ -196,9 +154,6 @@ def test_the_first_steps_begin_with_the_parameters_of_the_first_start(
     shutil.rmtree(tmp_path / "runs" / "base")
     with pytest.raises(UserError, match="base"):
         main([str(on), "--step", "2"])
-    (on / "checkpoints" / "2" / "about" / "metadata").write_text("{")
-    with pytest.raises(UserError, match="no intact checkpoint"):
-        main([str(on), "--step", "3"])
 
 
 def test_verify_resume_finds_a_resumed_run_the_same(run, words, asked):
@@ -213,9 +168,7 @@ def test_verify_resume_finds_a_resumed_run_the_same(run, words, asked):
 
 
 @pytest.mark.fast
-def test_verify_resume_names_the_first_difference_with_its_rows(
-    run, copy, asked, monkeypatch
-):
+def test_verify_resume_names_the_first_difference_with_its_rows(run, copy, asked):
     change_lines(copy, {2: {"loss": 1.001}, 3: {"grad_norm": 2}})
     lines = (copy / "metrics.jsonl").read_text()
     of_step_3 = json.loads(lines.splitlines()[2])["examples_hash"]
@@ -225,12 +178,3 @@ def test_verify_resume_names_the_first_difference_with_its_rows(
     assert (code, found["same"], first["step"]) == (1, False, 3)
     assert [*first["fields"]] == ["examples_hash", "loss"]
     assert len(first["rows"][0]) == 16
-    arrays = {"params/a": math.inf}
-    saved = SavedDifference(step=4, compared=2, arrays=arrays, largest=math.inf)
-    monkeypatch.setattr(
-        "maxtext_lite.training.run_difference.compare_checkpoints", lambda *_: [saved]
-    )
-    code, found = asked(verify_resume, run, run, "--json")
-    assert code == 1
-    # JSON has no infinity.
-    assert found["checkpoints"][0]["differing"] == {"params/a": None}

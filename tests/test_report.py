@@ -32,14 +32,6 @@ def test_one_or_several_runs_become_one_page_that_does_not_depend_on_when_it_is_
     assert not (runs[1] / "report.html").exists()
 
 
-def test_a_run_that_is_given_twice_and_what_is_missing_are_said(runs, capsys):
-    (runs[0] / "plan.json").unlink()
-    assert main([str(runs[0]), f"{runs[1]}/../a"]) == 0
-    repeated, missing, _ = capsys.readouterr().out.splitlines()
-    assert "repeats" in repeated
-    assert "plan.json" in missing
-
-
 def test_a_page_that_cannot_be_written_is_refused_and_output_says_where_else(
     runs, tmp_path
 ):

@@ -128,15 +128,9 @@ def test_the_bubbles_and_the_schedules():
 def test_the_ramp_and_what_a_schedule_counts():
     plan = plan_of(RAMP)
     for stage, row in zip(plan.stages, table("stage", "first step"), strict=True):
-        shown = (
-            stage.first_step,
-            stage.num_steps,
-            stage.global_batch_to_train,
-            stage.samples,
-        )
-        assert ["" if number is None else str(number) for number in shown] == list(
-            row.values()
-        )[1:]
+        batch, samples = stage.global_batch_to_train, stage.samples
+        numbers = stage.first_step, stage.num_steps, batch, samples
+        assert [str(number or "") for number in numbers] == [*row.values()][1:]
     for row in table("after step"):
         seen = plan.rampup.samples_before(int(row["after step"]) + 1)
         assert seen == int(row["examples seen"])
@@ -201,18 +195,11 @@ def test_the_replicas():
 
 def test_the_noise_scales():
     for row in table("groups (target tokens)"):
-        squares, whole = (
-            float(row[name])
-            for name in ("sum of w/W x mean gradient squared", "gradient squared")
-        )
-        groups, examples = (
-            len(row["groups (target tokens)"].split(", ")),
-            int(row["examples"]),
-        )
+        examples = int(row["examples"])
         noise = NoiseScale().after(
-            group_squares=squares,
-            groups=groups,
-            grad_norm=whole**0.5,
+            group_squares=float(row["sum of w/W x mean gradient squared"]),
+            groups=len(row["groups (target tokens)"].split(", ")),
+            grad_norm=float(row["gradient squared"]) ** 0.5,
             examples=examples,
         )
         if row["variance"] == "unknown":

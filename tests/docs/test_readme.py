@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -20,99 +19,74 @@ from tests.processes import RunFiles, folder_of_python
 from tests.source_tree import REPOSITORY
 
 BLOCK = re.compile(
-    r"(?:^<!-- (?P<note>[^\n]*?) -->\n)?^```(?P<language>\w+)\n(?P<text>.*?)^```$",
+    r"(?:^<!-- (?P<note>[^\n]*?) -->\n)?^```bash\n(?P<text>.*?)^```$"
+    r"(?:\n<!-- output -->\n```text\n(?P<output>.*?)^```$)?",
     re.MULTILINE | re.DOTALL,
+)
+# Another run and its resume, the same on other devices, its page, and other programs compiled.
+REPEATED = re.compile(
+    r"^(XLA_FLAGS=.*\\\n +)?python -m maxtext_lite\."
+    r"(train tiny|report runs/tiny|compile --|.* --json \|\n)(.*\\\n)*.*\n",
+    re.MULTILINE,
 )
 
 
-# A resume, a run on other devices, and a step compiled with more micro-batches, which whole tests elsewhere are about.
-REPEATED = (" steps=30", "--xla_force_host_platform_device_count=8", " --json |")
-
-
-@dataclass
-class Commands:
-    """A block of commands, what it must exit with, and what it must print where the page says so."""
-
-    text: str
-    exit_code: int = 0
-    output: str | None = None
-
-
-def text_of(page: str) -> str:
+def text_of(page):
     return (REPOSITORY / page).read_text(encoding="utf-8")
 
 
-def blocks(page: str) -> list[Commands]:
-    found = []
-    for match in BLOCK.finditer(text_of(page)):
-        note = match["note"] or ""
-        if match["language"] == "bash" and not note.startswith("not run: "):
-            code = re.fullmatch(r"exit code (\d+)", note)
-            found.append(Commands(match["text"], int(code[1]) if code else 0))
-        elif match["language"] == "text" and note == "output":
-            found[-1].output = match["text"]
-    return found
+def blocks(page):
+    """The note, the commands and the output of each block that is run."""
+    found = [match.groupdict("") for match in BLOCK.finditer(text_of(page))]
+    return [block for block in found if not block["note"].startswith("not run: ")]
 
 
-def run(block: Commands, folder: Path) -> None:
+def run(block, folder):
     """Runs a block as a user who activated .venv: without what conftest.py sets, but for quick compilation."""
     ours = ("XLA_FLAGS", "NPROC", "OMP_NUM_THREADS", "PYTHONPATH")
-    kept = {
-        key: value
-        for key, value in os.environ.items()
-        if key not in ours and not key.startswith("PYTEST")
-    }
+    kept = {key: value for key, value in os.environ.items() if key not in ours}
     path = f"{folder_of_python()}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    own = {"PATH": path, "COLUMNS": "120", "XLA_FLAGS": " ".join(QUICK_COMPILATION)}
+    text = REPEATED.sub("", block["text"])
     result = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", block.text],
+        ["bash", "-euo", "pipefail", "-c", text],
         cwd=folder,
-        env={
-            **kept,
-            "PATH": path,
-            "COLUMNS": "120",
-            "XLA_FLAGS": " ".join(QUICK_COMPILATION),
-        },
+        env=kept | own,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=600,
     )
-    assert result.returncode == block.exit_code, result.stdout
-    if block.output is not None:
-        assert result.stdout.replace(str(REPOSITORY), "REPOSITORY") == block.output
+    code = block["note"].removeprefix("exit code ") or "0"
+    assert str(result.returncode) == code, result.stdout
+    if text and block["output"]:
+        assert result.stdout.replace(str(REPOSITORY), "REPOSITORY") == block["output"]
 
 
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory):
-    """The folder in which the commands of README.md and docs/running.md have run, in their order."""
-    folder = tmp_path_factory.mktemp("readme")
+def test_the_commands_of_the_pages_run_in_their_order_and_leave_the_files_that_are_listed(
+    tmp_path,
+):
     first, second = blocks("README.md"), blocks("docs/running.md")
     assert (len(first), len(second)) == (3, 6)
     for block in [*first, *second]:
-        if not any(word in block.text for word in REPEATED):
-            run(block, folder)
-    return folder
-
-
-def test_the_run_of_the_page_has_each_step_once_and_the_files_that_the_page_lists(ran):
-    tiny = RunFiles(ran / "runs" / "tiny")
-    assert tiny.sequence("step") == [(step,) for step in range(1, 21)]
+        run(block, tmp_path)
+    made = RunFiles(tmp_path / "runs" / "first")
+    assert made.sequence("step") == [(step,) for step in range(1, 11)]
     (listed,) = re.findall(
         r"^A run lives in `base_output_directory/run_name`: (.*)$",
         text_of("docs/running.md"),
         re.MULTILINE,
     )
-    for name in re.findall(r"`([^`]+)`", listed):
-        assert (tiny.directory / name).exists()
-    assert (ran / "runs" / "first" / "report.html").is_file()
-    assert (ran / "first-hf" / "model.safetensors").is_file()
+    for name in [*re.findall(r"`([^`]+)`", listed), "report.html"]:
+        assert (made.directory / name).exists()
+    assert (tmp_path / "first-hf" / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("number", [0, 2, 3])  # 1 is what most tests of hosts do
 def test_a_command_of_the_page_on_launching_prints_what_it_says(number):
     block = blocks("docs/launching.md")[number]
-    assert block.output is not None
+    assert block["output"]
     run(block, REPOSITORY)
 
 

@@ -7,38 +7,18 @@ import pytest
 from maxtext_lite.config import load_config
 from tests.training.conftest import TINY
 
-RUN = (
-    *TINY,
-    "warmup_steps=0",
-    "steps=6",
-    "learning_rate=3e-3",
-    "learning_rate_schedule=constant",
-    "dataset_type=arithmetic",
-    "arithmetic_largest=9",
-    "arithmetic_operations=+",
-    "eval_fraction=0.1",
-    "max_target_length=16",
-    "max_prefill_predict_length=6",
-    "batch_size=4",
-    "num_generations=4",
-    "micro_batch_size=8",
-    "eval_interval=3",
-    "checkpoint_period=1",
-    "log_period=1",
-    "reward_functions=tests.rl.low_bytes:low_bytes",
-)
+KEYS = """
+warmup_steps=0 steps=6 learning_rate=3e-3 learning_rate_schedule=constant dataset_type=arithmetic arithmetic_largest=9
+arithmetic_operations=+ eval_fraction=0.1 max_target_length=16 max_prefill_predict_length=6 batch_size=4
+num_generations=4 micro_batch_size=8 eval_interval=3 checkpoint_period=1 log_period=1
+reward_functions=tests.rl.low_bytes:low_bytes
+"""
+RUN = (*TINY, *KEYS.split())
 # Two updates on each batch, a reference and importance weights: all that a batch can need after a restart.
-WHOLE = (
-    "num_iterations=2",
-    "grpo_beta=0.05",
-    "rollout_correction=truncated",
-    "ici_data_parallelism=2",
-    "ici_fsdp_parallelism=2",
-    "ici_tensor_parallelism=2",
-    "rollout_fsdp_parallelism=2",
-    "eval_num_generations=2",
-    "eval_sampling_temperature=1",
-)
+BATCH = "num_iterations=2 grpo_beta=0.05 rollout_correction=truncated"
+MESH = "ici_data_parallelism=2 ici_fsdp_parallelism=2 ici_tensor_parallelism=2 rollout_fsdp_parallelism=2"
+EVALUATION = "eval_num_generations=2 eval_sampling_temperature=1"
+WHOLE = (*BATCH.split(), *MESH.split(), *EVALUATION.split())
 
 
 @pytest.fixture(scope="session")

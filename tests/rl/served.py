@@ -60,9 +60,8 @@ class Served:
         self.misbehave()
 
     def misbehave(self, **how):
-        """Fails `times` times with `status`, has the values of `choice` in its answers, gives the answers of `route`,
-        adds `shift` to log-probabilities, or samples from parameters with `noise`
-        after the next update; without arguments, it behaves."""
+        """Fails `times` times with `status`, gives the answers of `route`, adds `shift` to log-probabilities, or
+        samples from parameters with `noise` after the next update; without arguments, it behaves."""
         self.how, self.told, self.last = how, [], None
 
     def load(self, directory):
@@ -130,7 +129,7 @@ class Served:
             choice["weight_versions"] = [
                 {"version": self.weight_version, "start": 0, "end": len(token_ids)}
             ]
-        return {"choices": [choice | self.how.get("choice", {})]}
+        return {"choices": [choice]}
 
     def generation(self, body):
         """As SGLang's /generate."""

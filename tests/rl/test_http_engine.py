@@ -20,12 +20,11 @@ from maxtext_lite.rl.server_kinds import SERVER_KINDS
 from maxtext_lite.training import Callback
 from maxtext_lite.training.state import decoder_shape, make_plain_decoder
 from tests.parallel.wire import joined_hosts
-from tests.rl.conftest import steps
+from tests.rl.conftest import WHOLE, steps
 from tests.rl.served import (
     CONFIG,
     DONE,
     DRAWN,
-    GREEDY,
     REQUESTS,
     engine_at,
     generate,
@@ -37,18 +36,8 @@ DECODER = make_plain_decoder(CONFIG)
 ADAPTED = Decoder(decoder_shape(CONFIG.model_copy(update={"lora_rank": 2})))
 PUBLISHED = json.loads((Path(__file__).parent / "server_schemas.json").read_text())
 UPDATES = {
-    "vllm": [
-        "/pause?mode=abort",
-        "/collective_rpc",
-        "/update_weight_version",
-        "/reset_prefix_cache",
-        "/resume",
-    ],
-    "sglang": [
-        "/pause_generation",
-        "/update_weights_from_disk",
-        "/continue_generation",
-    ],
+    "vllm": "/pause?mode=abort /collective_rpc /update_weight_version /reset_prefix_cache /resume",
+    "sglang": "/pause_generation /update_weights_from_disk /continue_generation",
 }
 SINCE_0_33 = {"return_weight_versions"}
 """What vLLM ignores before."""
@@ -91,7 +80,6 @@ def test_greedy_responses_are_those_of_the_local_engine_after_every_update(
 def test_draws_depend_on_seed_and_key(engine, server, tmp_path):
     engine.update(parameters(DECODER, 0), 0)
     first = generate(engine, DRAWN)
-    assert {response.ended for response in first} == {True, False}
     assert generate(engine, DRAWN, REQUESTS[::-1]) == first[::-1]
     same = [Request([5, 40, 7], (0, number)) for number in range(4)]
     ids = {tuple(each.token_ids) for each in generate(engine, DRAWN, same)}
@@ -112,7 +100,6 @@ def test_failures_that_pass_are_tried_again_and_others_are_told(engine, server):
     server.misbehave(status=404, times=1)
     with pytest.raises(UserError, match="update_weights_from_disk"):
         engine.update(parameters(DECODER, 0), 1)
-    server.misbehave()
     with pytest.raises(UserError, match="last update"):
         generate(engine)
 
@@ -132,26 +119,19 @@ def test_all_hosts_have_what_the_first_one_was_answered_or_its_problems(monkeypa
     def refused():
         raise UserError(["it refuses", "twice"])
 
-    def full():
-        raise OSError(28, "No space left on device", "/runs/rollout_weights/0")
-
     assert (
         outcome(lambda: [[[1, 2], [-0.5, -1e-300], True]])
         == [[[[1, 2], [-0.5, -1e-300], True]]] * 3
     )
     assert outcome(refused) == [("it refuses", "twice")] * 3
-    assert all("/runs/rollout_weights/0" in problem for (problem,) in outcome(full))
 
 
 @pytest.mark.parametrize(
     ("kind", "route", "answer"),
     [
-        ("vllm", "/pause", {"status": "busy"}),
         ("vllm", "/collective_rpc", {"results": [None, "failed"]}),
-        ("vllm", "/update_weight_version", {"success": False}),
         ("vllm", "/resume", {}),
         ("sglang", "/update_weights_from_disk", {"success": False, "message": "no"}),
-        ("sglang", "/continue_generation", {"status": 1}),
     ],
 )
 def test_an_update_that_is_not_done_ends_the_run(
@@ -168,8 +148,6 @@ def test_an_update_that_is_not_done_ends_the_run(
             UserError, match=rf"^rollout_url={server.url}.*({route}|step 3)"
         ):
             engine.update({}, 3)
-        with pytest.raises(UserError, match="last update"):
-            generate(engine)
     server.misbehave()
 
 
@@ -180,7 +158,7 @@ def test_what_is_sent_is_what_the_package_publishes(kind, server, tmp_path):
     with contextlib.closing(engine_at(server.url, tmp_path, kind)) as engine:
         engine.update(parameters(DECODER, 0), 0)
         generate(engine, DRAWN, REQUESTS[:1])
-    assert [path for path, _ in server.told] == UPDATES[kind]
+    assert [path for path, _ in server.told] == UPDATES[kind].split()
     for version in [version for version in PUBLISHED if version.startswith(kind)]:
         ignored = SINCE_0_33 if version == "vllm 0.32.0" else set()
         for path, body in [*server.told, server.last]:
@@ -200,11 +178,8 @@ def test_what_is_sent_is_what_the_package_publishes(kind, server, tmp_path):
 @pytest.mark.parametrize(
     ("mode", "sampling", "start"),
     [
-        ("raw_logprobs", Sampling(1.0), None),
         ("processed_logprobs", Sampling(0.7), None),
-        ("raw_logprobs", Sampling(1.0, 40), None),
         ("raw_logprobs", Sampling(0.7), "processed_logprobs"),
-        ("processed_logprobs", Sampling(1.0, 40), "raw_logprobs"),
         ("processed_logprobs", Sampling(1.0, 0, 0.9), "raw_logprobs"),
         (None, Sampling(0.7), "processed_logprobs"),
     ],
@@ -220,16 +195,6 @@ def test_vllm_must_report_the_log_probabilities_of_the_policy(
         SERVER_KINDS["vllm"].check(engine._server, sampling)
 
 
-def test_it_is_asked_before_the_first_draw_that_is_trained_on(server, tmp_path):
-    """Which greedy responses are not."""
-    with contextlib.closing(engine_at(server.url, tmp_path, "vllm")) as engine:
-        engine.update(parameters(DECODER, 0), 0)
-        assert generate(engine, GREEDY, REQUESTS[:1])
-        for _ in range(2):
-            with pytest.raises(UserError, match="logprobs_mode"):
-                generate(engine, DRAWN, REQUESTS[:1])
-
-
 def test_grpo_by_vllm_s_interface_measures_what_the_server_is_off_by(
     server, tmp_path, config_of, capsys
 ):
@@ -241,16 +206,8 @@ def test_grpo_by_vllm_s_interface_measures_what_the_server_is_off_by(
             if step in (2, 4):
                 server.misbehave(**({"shift": -0.5} if step == 2 else {"noise": 0.15}))
 
-    words = [
-        "num_iterations=2",
-        "grpo_beta=0.05",
-        "rollout_correction=truncated",
-        "rollout_engine=vllm",
-        "eval_interval=-1",
-        f"rollout_url={server.url}",
-        "initializer_range=0.3",
-        "enable_checkpointing=false",
-    ]
+    words = "rollout_engine=vllm eval_interval=-1 initializer_range=0.3 enable_checkpointing=false"
+    words = [*WHOLE[:3], *words.split(), f"rollout_url={server.url}"]
     result = train_rl(config_of(tmp_path, *words), callbacks=[Worse()])
     server.misbehave()
     exact, shifted, noisy = steps(result.run_directory)[::2]

@@ -1,6 +1,5 @@
 """The losses of GRPO and GSPO, and their gradients, are those of the published formulas."""
 
-import dataclasses
 import types
 
 import jax
@@ -8,23 +7,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxtext_lite.config import load_config
 from maxtext_lite.models import DecoderShape
-from maxtext_lite.training.gradients import GradientLoop
 from maxtext_lite.training.outputs import WHOLE, Outputs
 from tests.responses import (
     GRPO,
     LONGEST,
     PAIRS,
     TOKENS,
-    chunks_of,
     rows,
     variant,
 )
-from tests.training.conftest import agrees, setup  # noqa: F401
+from tests.training.conftest import TINY
 
 torch = pytest.importorskip("torch")
-
-SGD = ("optimizer=sgd", "gradient_clipping_threshold=0", "weight_decay=0")
 
 
 def published(log_probability, batch, policy):
@@ -113,7 +109,7 @@ CASES = [
     CASES,
     ids=lambda p: f"{p.algo} {p.aggregation} {p.on_policy} {p.correction_cap}",
 )
-def test_loss_metrics_and_gradients_are_those_of_trl_s_formulas(policy, setup):  # noqa: F811
+def test_loss_metrics_and_gradients_are_those_of_trl_s_formulas(policy):
     """Hidden states and output projection at random; from the gradient of log-probabilities, which torch finds in
     double precision, that of both through the tempered softmax by hand."""
     batch, rng = rows(), np.random.default_rng(1)
@@ -147,7 +143,7 @@ def test_loss_metrics_and_gradients_are_those_of_trl_s_formulas(policy, setup): 
     counted = (
         int(np.sum(batch["weights"])) if policy.divisor == "target_tokens" else PAIRS
     )
-    config = setup(*SGD, "num_vocab_tiling=2").config
+    config = load_config(None, [*TINY, "num_vocab_tiling=2"])
 
     def loss(head_DV, x_BTD, batch):
         outputs = Outputs(decoder, head_DV, x_BTD, {}, config, WHOLE)
@@ -188,45 +184,6 @@ def test_a_ratio_that_is_clipped_or_has_no_advantage_and_a_weight_that_is_trunca
     loss, gradient = of(policy, rollout_log_probabilities=never)
     assert float(loss) == pytest.approx(-2 * batch["weights"][::2].sum())
     np.testing.assert_allclose(gradient, -2 * batch["weights"] * batch["advantages"])
-
-
-def gradients(it, policy, batch):
-    """Of the rows as one micro-batch."""
-    (whole,) = chunks_of(batch, it.mesh, micro=PAIRS, slots=PAIRS)
-    with jax.set_mesh(it.mesh), jax.default_matmul_precision("highest"):
-        function = GradientLoop(dataclasses.replace(it.parts, objective=policy)).of_step
-        return jax.device_get(jax.jit(function)(it.state().params, whole))
-
-
-def test_gradients_of_parameters_are_those_of_the_formula_by_plain_differentiation(
-    setup,  # noqa: F811
-    agrees,  # noqa: F811
-):
-    it, batch = setup(*SGD), rows()
-
-    def mean_loss(params):
-        x = it.decoder.hidden(
-            params, batch["tokens"], batch["segments"], batch["positions"]
-        )
-        logits = jnp.einsum("BTD,DV->BTV", x, it.decoder.head(params)) / 0.7
-        of_target = jnp.take_along_axis(
-            jax.nn.log_softmax(logits), batch["targets"][..., None], -1
-        )[..., 0]
-        mask = batch["weights"]
-        log_ratio = mask * (of_target - batch["old_log_probabilities"])
-        ratio = jnp.exp(mask * (log_ratio.sum(1) / mask.sum(1))[:, None])
-        away = batch["reference_log_probabilities"] - of_target
-        gain = jnp.minimum(
-            ratio * batch["advantages"], jnp.clip(ratio, 0.8, 1.3) * batch["advantages"]
-        )
-        return jnp.sum(mask * (0.1 * (jnp.exp(away) - away - 1) - gain)) / mask.sum()
-
-    with jax.default_matmul_precision("highest"):
-        loss, want = jax.jit(jax.value_and_grad(mean_loss))(it.initial.params)
-    got = gradients(it, variant(algo="gspo", aggregation="token_mean"), batch)
-    agrees(got.gradients, jax.device_get(want))
-    assert got.loss == pytest.approx(float(loss), rel=1e-5)
-    assert (got.num_counted, got.target_tokens, got.examples) == (41, 41, PAIRS)
 
 
 def test_slots_without_a_pair_count_nothing():

@@ -55,7 +55,6 @@ def test_the_shipped_functions_judge_by_number_by_text_and_by_format(
 
 MODULE = '''
 import os, re, subprocess, sys, time
-import numpy as np
 
 class Judge:
     def __call__(self, completions, **others): return [float(len(each)) for each in completions]
@@ -63,17 +62,13 @@ class Judge:
 judge = Judge()
 not_one = 5
 
-def named(prompts, answer): return [len(p) + (0 if a is None else len(a)) for p, a in zip(prompts, answer)]
 def everything(**given): return [len(given)] * len(given["completions"])
 def missing(completions, nothing): return [0] * len(completions)
-def kinds(completions): return np.array([1, 0], np.float16)
 def mixed(completions): return [True, None]
 def huge(completions): return (10**400, float("-inf"))
 def text(completions): return "ab"
-def complex_one(completions): return [1.0, 1j]
 def short(completions): return [1.0]
 def raises(completions): raise ValueError("no\\nway")
-def exits(completions): sys.exit(3)
 def takes_all(completions): return [len(completions.pop(0)) for _ in range(len(completions))]
 def prints(completions):
     print('{"rewards": [7]}'), os.write(1, b"written\\n"), subprocess.run(["echo", "echoed"])
@@ -81,7 +76,6 @@ def prints(completions):
 def sleeps(completions): time.sleep(600)
 def starts(completions): return [float(subprocess.Popen(["sleep", "600"]).pid)] * len(completions)
 def asked(prompts, level): return [len(p) + (0.5 if l is None else l) for p, l in zip(prompts, level)]
-def modules(completions): return [os.getpid() * ("jax" not in sys.modules)] * len(completions)
 def fails(completions):
     """Does what the first completion says; the others have rewards."""
     what = completions[0]
@@ -91,7 +85,6 @@ def fails(completions):
     if what == "nan": rewards[0] = float("nan")
     if what == "none": rewards[:2] = [None, None]
     if what == "crash": os._exit(5)
-    if what == "silence": os.closerange(3, 100)
     if what == "huge": rewards[:3] = [1e200, -2e12, 1e12]
     return rewards
 def numbers(completions):
@@ -124,19 +117,15 @@ def working_directory(directory, monkeypatch):
     ("name", "rewards"),
     [
         ("m:judge.__call__", [1, 2]),
-        ("m:named", [2, 2]),
         ("m:everything", [4, 4]),
-        ("m:kinds", [1, 0]),
         ("m:mixed", [1, None]),
         ("m:huge", [float("inf"), float("-inf")]),
         ("m:takes_all", [1, 2]),
         ("exact_answer", [0, None]),
         ("m:missing", None),
         ("m:text", None),
-        ("m:complex_one", None),
         ("m:short", None),
         ("m:raises", None),
-        ("m:exits", None),
     ],
 )
 def test_what_a_function_says(name, rewards):
@@ -239,7 +228,7 @@ def test_the_sum_is_weighted_and_texts_arrive_as_they_are():
         assert found.tolist() == [3_000_000, 5, 0, 1]
 
 
-FAILURES = {"backtrack": 4, "silence": 4, "nan": 1, "none": 2, "huge": 2, "crash": 4}
+FAILURES = {"backtrack": 4, "nan": 1, "none": 2, "huge": 2, "crash": 4}
 
 
 @pytest.fixture(scope="module")
@@ -278,16 +267,12 @@ def test_what_fails_counts_nothing_and_the_run_goes_on_or_stops(what, judges):
         assert (after.total.tolist(), after.errors) == ([11, 11], 0)
 
 
-@pytest.mark.parametrize(("word", "seconds"), [("x", 30), ("hang", 2)])
-def test_a_failure_costs_the_responses_to_one_prompt_however_many_a_call_has(
-    word, seconds
-):
+def test_a_failure_costs_the_responses_to_one_prompt_however_many_a_call_has():
     """Which pairs count 0 decides the update, and micro_batch_size must not."""
     asked = [prompt for prompt in ANSWERS for _ in range(2)]
-    texts = ["1", "2", "3", word, "5", "6", "7", "8"]
-    words = ["reward_functions=m:numbers", f"reward_timeout_seconds={seconds}"]
-    with rewards(*words) as judge:
-        for pairs in (2, 8) if word == "x" else (8,):
+    texts = ["1", "2", "3", "x", "5", "6", "7", "8"]
+    with rewards("reward_functions=m:numbers") as judge:
+        for pairs in (2, 8):
             calls = [slice(first, first + pairs) for first in range(0, 8, pairs)]
             scores = [judge.of(asked[call], texts[call], 2) for call in calls]
             total = np.concatenate([each.total for each in scores])
@@ -315,26 +300,9 @@ def test_a_function_that_hangs_everywhere_takes_twice_its_time_not_more_for_more
     assert sum(waited) <= 2.001
 
 
-def test_one_process_without_jax_has_all_calls_and_is_gone_afterwards():
-    with rewards("reward_functions=m:modules") as judge:
-        first, second = (int(judge.of(ANSWERS, [""] * 4).total[0]) for _ in range(2))
-    assert first == second != os.getpid()
-    assert first, "jax is not imported"
-    with pytest.raises(ProcessLookupError):
-        os.kill(first, 0)
-
-
-def test_what_cannot_be_imported_is_refused_before_a_run_and_a_failure_later(directory):
+def test_what_cannot_be_imported_is_refused_before_a_run(directory):
     module = directory / "passing.py"
     module.write_text("import os; os._exit(7)")
     for wrong in ("m:jugde", "passing:f"):
         with pytest.raises(UserError, match=f"^reward_functions={wrong}"):
             rewards(f"reward_functions={wrong}")
-    module.write_text("import os\ndef f(completions): os._exit(1)")
-    with rewards("reward_functions=passing:f") as judge:
-        assert judge.of(ANSWERS[:1], ["a"]).errors == 1
-        module.unlink()
-        (message,) = judge.of(ANSWERS[:1], ["a"]).messages
-        assert "reward_functions=passing:f" in message
-        module.write_text("def f(completions): return [3.0]")
-        assert judge.of(ANSWERS[:1], ["a"]).total.tolist() == [3]

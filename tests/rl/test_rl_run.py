@@ -13,19 +13,13 @@ from maxtext_lite.rl.rollout import Response
 
 
 def test_devices_are_shared_out_and_slots_fit_those_that_sample(tmp_path, config_of):
-    words = [
-        "trainer_devices_fraction=0.25",
-        "sampler_devices_fraction=0.75",
-        "rollout_fsdp_parallelism=2",
-        "decode_sampling_temperature=0.7",
-    ]
-    with contextlib.closing(open_rl_run(config_of(tmp_path, *words))) as rl:
+    words = "trainer_devices_fraction=0.25 sampler_devices_fraction=0.75 rollout_fsdp_parallelism=2"
+    with contextlib.closing(open_rl_run(config_of(tmp_path, *words.split()))) as rl:
         assert list(rl.run.mesh.devices.flat) == jax.devices()[:2]
         assert list(rl.engine._mesh.devices.flat) == jax.devices()[2:]
         # A chunk has 8 pairs, and there are 6 shards.
         assert rl.engine._slots_per_replica * rl.engine._num_replicas == 12
         assert rl.run.plan.num_devices == 2
-        assert rl.sampling.temperature == 0.7
         assert rl.eval_sampling.temperature == 0
 
 
@@ -64,15 +58,9 @@ def test_what_sampled_is_compared_where_it_may_differ(
 
 
 def test_what_a_step_minimises_follows_from_the_keys(tmp_path, config_of):
-    words = [
-        "grpo_epsilon=0.1",
-        "loss_algo=gspo",
-        "num_iterations=2",
-        "decode_sampling_temperature=0.7",
-        "rollout_correction=truncated",
-        "rollout_correction_cap=5",
-    ]
-    config = config_of(tmp_path, *words)
+    words = "grpo_epsilon=0.1 loss_algo=gspo num_iterations=2 decode_sampling_temperature=0.7 "
+    words += "rollout_correction=truncated rollout_correction_cap=5"
+    config = config_of(tmp_path, *words.split())
     policy = policy_of(config, rl_batch(config, Topology(8, 1)))
     assert (policy.algo, policy.on_policy) == ("gspo", False)
     assert (policy.epsilon_low, policy.epsilon_high) == (0.1, 0.1)
@@ -80,7 +68,7 @@ def test_what_a_step_minimises_follows_from_the_keys(tmp_path, config_of):
     assert policy.correction_cap == 5
 
 
-def test_what_cannot_be_leaves_no_directory(tmp_path, config_of, monkeypatch):
+def test_what_cannot_be_leaves_no_directory(tmp_path, config_of):
     endless = ["arithmetic_largest=1000", "max_prefill_predict_length=10"]
     for words, named in (
         (["reward_functions=tests.rl.conftest:nothing"], "nothing"),
@@ -89,8 +77,4 @@ def test_what_cannot_be_leaves_no_directory(tmp_path, config_of, monkeypatch):
     ):
         with pytest.raises(UserError, match=named):
             open_rl_run(config_of(tmp_path, *words))
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    words = ["trainer_devices_fraction=0.5", "sampler_devices_fraction=0.5"]
-    with pytest.raises(UserError, match="one host, not 2"):
-        open_rl_run(config_of(tmp_path, *words))
     assert not list(tmp_path.iterdir())

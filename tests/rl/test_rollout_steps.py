@@ -46,8 +46,6 @@ def test_writes_what_the_interface_promises(whole):
     assert [line["step"] for line in evaluations(whole.run_directory)] == [0, 3, 6]
     sampled = found[::2]  # of each batch the first step
     assert [line["prompts_seen"] for line in sampled] == [4, 8, 12]
-    assert all("reward" not in line for line in found[1::2])
-    assert [line["examples_seen"] for line in found] == [16, 32, 48, 64, 80, 96]
     assert found[-1]["epoch"] == pytest.approx(12 / 90)
     for line in sampled:
         assert line["rewards/low_bytes"] == line["reward"]
@@ -70,9 +68,8 @@ def test_every_pair_is_written_down(whole):
         assert [pair["advantage"] for pair in group] == pytest.approx(
             group_advantages(rewards, 4, "group"), abs=1e-6
         )
-    line = steps(whole.run_directory)[0]
-    for mean, of in (("reward", "reward"), ("response_tokens", "tokens")):
-        assert line[mean] == pytest.approx(np.mean([pair[of] for pair in pairs[:16]]))
+    mean = np.mean([pair["reward"] for pair in pairs[:16]])
+    assert steps(whole.run_directory)[0]["reward"] == pytest.approx(mean)
 
 
 def stopped_after(monkeypatch, num_steps):
@@ -141,18 +138,6 @@ def test_a_batch_of_pairs_stays_as_the_run_began_it_and_a_restart_needs_the_refe
         train_rl(config_of(tmp_path, *WHOLE))
 
 
-def test_a_non_finite_loss_ends_with_3(tmp_path, capsys):
-    words = [
-        *RUN,
-        *WHOLE,
-        "learning_rate=1e30",
-        "eval_interval=-1",
-        f"base_output_directory={tmp_path}",
-    ]
-    assert main(["post_train/rl.yml", *words]) == 3
-    assert capsys.readouterr().err.splitlines()[-1].startswith("error: step ")
-
-
 def test_devices_of_their_own_sample_while_others_train_and_change_nothing(
     whole, tmp_path, config_of, monkeypatch
 ):
@@ -183,33 +168,12 @@ def test_devices_of_their_own_sample_while_others_train_and_change_nothing(
 
     monkeypatch.setattr(LocalEngine, "generate", generate_beside)
     monkeypatch.setattr(rollout_steps, "ChunkedStep", StepBeside)
-    words = [
-        "num_iterations=2",
-        "grpo_beta=0.05",
-        "rollout_correction=truncated",
-        "steps=4",
-        *WHOLE[-2:],
-    ]
-    config = config_of(
-        tmp_path,
-        *words,
-        "micro_batch_size=4",
-        "trainer_devices_fraction=0.5",
-        "sampler_devices_fraction=0.5",
-    )
-    result = train_rl(config)
+    words = "steps=4 micro_batch_size=4 trainer_devices_fraction=0.5 sampler_devices_fraction=0.5"
+    result = train_rl(config_of(tmp_path, *WHOLE[:3], *WHOLE[-2:], *words.split()))
     assert devices["trainer"] | devices["sampler"] == set(jax.devices())
     assert not devices["trainer"] & devices["sampler"]
     found = steps(result.run_directory)
     assert found[0]["overlap_fraction"] > 0
-    phases = {
-        (name, chunk): (start, stop)
-        for name, chunk, start, stop in lines(result.run_directory, "timeline.jsonl")[
-            0
-        ]["phases"]
-    }
-    (train_start, train_stop), (start, stop) = phases["train", 0], phases["rollout", 1]
-    assert max(train_start, start) < min(train_stop, stop)
     assert evaluations(result.run_directory)[0] == evaluations(whole.run_directory)[0]
     for line, other in zip(found, steps(whole.run_directory), strict=False):
         assert line.get("responses_hash") == other.get("responses_hash")
@@ -260,34 +224,15 @@ def test_a_reward_that_fails_counts_nothing_and_with_lora_the_reference_is_the_f
     assert errors.keys() == {"result", "dx", "dhead"}
 
 
-@pytest.mark.parametrize(
-    ("words", "seconds"),
-    [
-        (
-            [
-                "reward_functions=exact_answer,numeric_answer",
-                "reward_timeout_seconds=100",
-            ],
-            400,
-        ),
-        (
-            [
-                "rollout_engine=http",
-                "rollout_url=http://x/v1",
-                "reward_timeout_seconds=10",
-            ],
-            1820,
-        ),
-    ],
-)
-def test_the_watchdog_ends_no_run_that_waits_for_rewards_or_a_server_within_their_limits(
-    words, seconds, tmp_path, config_of, monkeypatch
+def test_the_watchdog_ends_no_run_that_waits_for_rewards_within_their_limit(
+    tmp_path, config_of, monkeypatch
 ):
     told = {}
     monkeypatch.setattr(rollout_steps.watchdog, "allow", told.__setitem__)
     monkeypatch.setattr(rollout_steps, "train_run", lambda *_: None)
-    train_rl(config_of(tmp_path, *words))
-    assert told == {"rollout": seconds, "evaluation": seconds}
+    words = "reward_functions=exact_answer,numeric_answer reward_timeout_seconds=100"
+    train_rl(config_of(tmp_path, *words.split()))
+    assert told == {"rollout": 400, "evaluation": 400}
 
 
 def test_killed_and_stopped_a_run_continues_to_the_same_bits(

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import pytest
 
 from maxtext_lite.models import Adapted, Decoder, Lora
 from maxtext_lite.parallel import MESH_AXES, Pipeline, make_mesh, tree_shardings
@@ -17,12 +16,7 @@ LORA = Lora(rank=2, alpha=6.0, targets=("query", "down"))
 TRAINED = dataclasses.replace(LLAMA, num_layers=4, dtype=jnp.bfloat16, lora=LORA)
 
 
-@pytest.mark.parametrize(
-    "sampling_devices",
-    [slice(4, 8), slice(2, 4)],
-    ids=["others", "two"],
-)
-def test_parameters_come_from_adapters_and_pipelines_of_any_devices(sampling_devices):
+def test_parameters_come_from_adapters_and_pipelines_of_other_devices():
     trainer = Decoder(
         TRAINED, Pipeline(num_stages=2, num_microbatches=2, num_repeats=2)
     )
@@ -31,10 +25,8 @@ def test_parameters_come_from_adapters_and_pipelines_of_any_devices(sampling_dev
     host = parameters(trainer)
     params = jax.device_put(host, tree_shardings(mesh, trainer.axes))
     sampler = Decoder(dataclasses.replace(TRAINED, lora=None))
-    there = sampling_mesh(
-        jax.devices()[sampling_devices],
-        {"data": len(jax.devices()[sampling_devices]) // 2, "fsdp": 1, "tensor": 2},
-    )
+    sizes = {"data": 2, "fsdp": 1, "tensor": 2}
+    there = sampling_mesh(jax.devices()[2:6], sizes)
     found = Transfer(sampler, there)(params)
     jax.tree.map(lambda x: x.delete(), params)  # as the trainer's next step does
 

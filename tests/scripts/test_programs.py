@@ -74,28 +74,13 @@ def test_points_compile_or_say_why_not(tmp_path):
     assert (second["point"], second["exit_code"]) == ("wrong", 2)
 
 
-def test_readers_of_prepared_data():
-    options = "--rows 64 --tokens 512 --copies 1 --rounds 1"
-    rows = printed("scripts/bench_data.py", *options.split())[4:]
-    assert [row[0] for row in rows] == [
-        "ours, concat",
-        "ours, best_fit",
-        "ours, none",
-        "grain",
-        "sequential",
-    ]
-
-
 def test_the_pictures_of_the_page_on_batch_size_are_what_the_script_draws(tmp_path):
     drawing = importlib.import_module("draw_batch_size")
     assert drawing.main([str(tmp_path)]) == 0
-    written = {
-        path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()
-    }
-    committed = {
-        path.name: path.read_text(encoding="utf-8")
-        for path in drawing.IMAGES.glob("*.svg")
-    }
+    committed, written = (
+        {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.svg")}
+        for folder in (drawing.IMAGES, tmp_path)
+    )
     assert committed == written, "python scripts/draw_batch_size.py"
     page = (REPOSITORY / "docs" / "batch_size.md").read_text(encoding="utf-8")
     assert sorted(
@@ -109,9 +94,7 @@ def test_the_pictures_of_the_page_on_batch_size_are_what_the_script_draws(tmp_pa
 @pytest.mark.parametrize(
     ("page", "link", "target"),
     [
-        ("docs/running.md", "../CONTRIBUTING.md", "contributing.md"),
         ("docs/library.md", "../examples", "repository/examples/index.md"),
-        ("README.md", "LICENSE", "repository/LICENSE.txt"),
         ("README.md", "nothing.md", None),
     ],
 )

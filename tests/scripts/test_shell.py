@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -68,16 +67,11 @@ class Checkout:
 
     def start(self, script, *arguments, **variables):
         path = f"{self.stub}:/usr/bin:/bin"
-        variables = {
-            "PATH": path,
-            "HOME": str(self.stub),
-            "STUB_DIRECTORY": str(self.stub),
-            **variables,
-        }
+        own = dict.fromkeys(("HOME", "STUB_DIRECTORY"), str(self.stub))
         return subprocess.Popen(
             [*WITH_SIGNALS, str(self.root / script), *arguments],
             cwd=self.stub,
-            env=variables,
+            env={"PATH": path, **own, **variables},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -129,12 +123,11 @@ def test_a_failed_install_is_reported_and_repeated_in_full(checkout):
     assert "--ignore-installed" in checkout.calls()[0]
 
 
-@pytest.mark.parametrize("exit_code", [3, 75])
 def test_the_exit_code_of_training_is_that_of_the_script_and_nothing_is_sampled(
-    checkout, exit_code
+    checkout,
 ):
-    checkout.answer("maxtext_lite.train", f"exit {exit_code}")
-    assert checkout.run("scripts/train.sh")[0] == exit_code
+    checkout.answer("maxtext_lite.train", "exit 3")
+    assert checkout.run("scripts/train.sh")[0] == 3
     assert not any("generate" in call for call in checkout.calls())
 
 
@@ -188,72 +181,27 @@ def test_ci_checks_the_source_before_the_tests(checkout, answers, exit_code):
         checkout.answer(name, text)
     assert checkout.run(".ci/run")[0] == exit_code
     calls = [call for call in checkout.calls() if not is_install(call)]
-    checks = [
-        "-m ruff check .",
-        "-m ruff format --check .",
-        "-m pyright ",
-        "scripts/check.sh",
-        "scripts/audit.py",
-    ]
+    checks = ["ruff check", "ruff format --check", "pyright", "check.sh", "audit.py"]
     checks += ["-m pytest "] * (exit_code != 1)
-    assert len(calls) == len(checks)
     assert all(check in call for check, call in zip(checks, calls, strict=True))
 
 
-def test_a_dry_run_of_a_slurm_job_prints_the_flags_and_the_command_and_runs_nothing(
-    checkout,
-):
-    code, output = checkout.run("scripts/slurm.sbatch", "--dry-run", "run_name=x y")
-    assert code == 0, output
-    *flags, command = output.splitlines()
-    assert "--signal=B:USR1@300" in flags
-    words = shlex.split(command)
-    assert (words[0], words[-3:]) == (
-        "srun",
-        ["-m", "maxtext_lite.train", "run_name=x y"],
-    )
-    assert not checkout.calls()
-    assert checkout.run("scripts/slurm.sbatch", "steps=3")[0] == 2  # this is no job
-
-
-def test_a_dry_run_on_tpu_vms_prints_the_commands_and_runs_none(checkout):
+def test_a_dry_run_on_tpu_vms_prints_commands_and_runs_none(checkout):
+    """Those of `up` stand in docs/launching.md."""
     checkout.answer("gcloud", "#!/usr/bin/env bash\necho called\n")
     (checkout.stub / "gcloud").chmod(0o755)
-    script = "scripts/tpu_vm.sh"
     tpu = (
         "--name my-tpu --zone us-east5-b --project some-project --type v6e-8 --dry-run"
     )
-    more = [*tpu.split(), "--spot", "--delete-at-end", "--", "run_name=x y"]
-    code, output = checkout.run(script, "up", *more)
-    assert code == 0, output
-    assert "called" not in output
-    commands = [
-        shlex.split(line)[3:]
-        for line in output.splitlines()
-        if line.startswith("gcloud compute tpus ")
-    ]
-    verbs = ["create", "scp", "ssh", "ssh", "ssh", "ssh", "delete"]
-    assert [command[:2] for command in commands] == [["tpu-vm", verb] for verb in verbs]
-    assert {"--accelerator-type=v6e-8", "--spot"} <= set(commands[0])
-    assert (
-        commands[3][4]
-        == r"--command=env maxtext_lite/scripts/tpu_worker.sh start maxtext_lite.train run_name=x\ y"
-    )
-    for command in [
-        "create",
-        "install",
-        "start",
-        "logs",
-        "status",
-        "stop",
-        "ssh",
-        "delete",
-    ]:
-        code, output = checkout.run(script, command, *tpu.split())
+    commands = "create install start logs status stop ssh delete"
+    for command in commands.split():
+        code, output = checkout.run("scripts/tpu_vm.sh", command, *tpu.split())
         assert code == 0, output
         for line in output.splitlines():
             assert line.startswith("gcloud compute tpus ")
-    assert checkout.run(script, "up", "--name", "My TPU", "--dry-run")[0] == 2
+    wrong = ("up", "--name", "My TPU", "--dry-run")
+    assert checkout.run("scripts/tpu_vm.sh", *wrong)[0] == 2
+    assert checkout.run("scripts/slurm.sbatch", "steps=3")[0] == 2  # this is no job
 
 
 def test_a_worker_of_a_tpu_installs_trains_in_the_background_and_says_what_came_of_it(

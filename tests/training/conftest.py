@@ -30,20 +30,11 @@ from maxtext_lite.training.state import (
 )
 from maxtext_lite.training.step import TRAIN_BATCH_AXES, make_train_step
 
-TINY = (
-    "vocab_size=264",
-    "base_emb_dim=16",
-    "base_num_query_heads=4",
-    "base_num_kv_heads=2",
-    "head_dim=4",
-    "base_mlp_dim=24",
-    "base_num_decoder_layers=2",
-    "max_target_length=32",
-    "steps=10",
-    "warmup_steps=2",
-    "matmul_precision=highest",
-    "learning_rate=1e-2",
-)
+_TINY = """
+vocab_size=264 base_emb_dim=16 base_num_query_heads=4 base_num_kv_heads=2 head_dim=4 base_mlp_dim=24
+base_num_decoder_layers=2 max_target_length=32 steps=10 warmup_steps=2 matmul_precision=highest learning_rate=1e-2
+"""
+TINY = tuple(_TINY.split())
 ROWS, LENGTH = 16, 32
 
 
@@ -243,17 +234,14 @@ def rows():
     )
     weights = real * rng.choice([0.0, 0.5, 1.0, 1.0], (ROWS, LENGTH))
     weights[7] = 0
-    return {
-        "tokens": np.where(real, rng.integers(0, 264, (ROWS, LENGTH)), 0).astype(
-            np.int32
-        ),
-        "targets": np.where(real, rng.integers(0, 264, (ROWS, LENGTH)), 0).astype(
-            np.int32
-        ),
-        "segments": np.where(real, segment, 0).astype(np.int32),
-        "positions": np.where(real, position, 0).astype(np.int32),
-        "weights": weights.astype(np.float32),
+    whole = {
+        "tokens": rng.integers(0, 264, (ROWS, LENGTH)),
+        "targets": rng.integers(0, 264, (ROWS, LENGTH)),
+        "segments": segment,
+        "positions": position,
     }
+    found = {name: np.where(real, x, 0).astype(np.int32) for name, x in whole.items()}
+    return found | {"weights": weights.astype(np.float32)}
 
 
 @pytest.fixture(scope="session")

@@ -8,18 +8,11 @@ from maxtext_lite.config import load_config
 from maxtext_lite.training import Callback, train
 from tests.training.conftest import TINY, lines_of
 
-RUN = (
-    *TINY,
-    "dataset_type=synthetic",
-    "eval_interval=2",
-    "eval_steps=1",
-    "checkpoint_period=2",
-    "warmup_steps=1",
-    "learning_rate_schedule=constant",
-    "per_device_batch_size=1",
-    "steps=6",
-    "optimizer=sgd",
-)
+KEYS = """
+dataset_type=synthetic eval_interval=2 eval_steps=1 checkpoint_period=2 warmup_steps=1
+learning_rate_schedule=constant per_device_batch_size=1 steps=6 optimizer=sgd
+"""
+RUN = (*TINY, *KEYS.split())
 
 
 class Seen(Callback):

@@ -33,18 +33,10 @@ def _settings():
 
 
 def config(tmp_path, name="run"):
-    words = [
-        *TINY,
-        "dataset_type=synthetic",
-        "eval_interval=-1",
-        "steps=2",
-        "optimizer=sgd",
-        "base_num_decoder_layers=1",
-        "enable_checkpointing=false",
-    ]
-    return load_config(
-        None, [*words, f"base_output_directory={tmp_path}", f"run_name={name}"]
-    )
+    keys = "dataset_type=synthetic eval_interval=-1 steps=2 optimizer=sgd base_num_decoder_layers=1 "
+    keys += "enable_checkpointing=false"
+    own = f"base_output_directory={tmp_path}", f"run_name={name}"
+    return load_config(None, [*TINY, *keys.split(), *own])
 
 
 def test_the_second_start_finds_the_train_step(tmp_path, capsys):

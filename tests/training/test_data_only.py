@@ -7,33 +7,18 @@ import numpy as np
 from maxtext_lite.data import example_ids, examples_hash
 from maxtext_lite.train import main
 
-SIZES = [
-    "max_target_length=32",
-    "per_device_batch_size=1",
-    "ici_fsdp_parallelism=4",
-    "ici_data_parallelism=2",
-    "data_only=true",
-]
+KEYS = """
+max_target_length=32 per_device_batch_size=1 ici_fsdp_parallelism=4 ici_data_parallelism=2 data_only=true ids=true
+enable_rampup_batch_size=true per_device_batch_size_start=0.5 per_device_batch_size_increment=0.5
+global_rampup_samples=8 eval_fraction=0.2 steps=14 data_shuffle_seed=3
+"""
 
 
 def test_the_ids_of_each_step_are_those_of_the_order_also_in_a_ramp(tmp_path, capsys):
     text = tmp_path / "a.txt"
     text.write_text("abc " * 900)
-    ramp = [
-        "enable_rampup_batch_size=true",
-        "per_device_batch_size_start=0.5",
-        "per_device_batch_size_increment=0.5",
-        "global_rampup_samples=8",
-    ]
-    words = [
-        f"dataset_path={text}",
-        "eval_fraction=0.2",
-        "steps=14",
-        "data_shuffle_seed=3",
-        "ids=true",
-        f"base_output_directory={tmp_path}/runs",
-    ]
-    assert main([*SIZES, *ramp, *words]) == 0
+    paths = f"dataset_path={text}", f"base_output_directory={tmp_path}/runs"
+    assert main([*KEYS.split(), *paths]) == 0
     rows = -(-3600 // 32)  # the document and its end of text, which is no input
     training = rows - rows // 5
     sizes = [4, 4, *[8] * 12]

@@ -14,35 +14,24 @@ from maxtext_lite.training.metrics import Terminal
 from maxtext_lite.training.opening import open_run
 from tests.training.conftest import TINY
 
-RUN = (
-    *TINY,
-    "dataset_type=synthetic",
-    "eval_interval=-1",
-    "enable_checkpointing=false",
-    "optimizer=sgd",
+KEYS = (
+    "dataset_type=synthetic eval_interval=-1 enable_checkpointing=false optimizer=sgd"
 )
+RUN = (*TINY, *KEYS.split())
 
-RAMP = (
-    "enable_rampup_batch_size=true",
-    "per_device_batch_size_start=1",
-    "per_device_batch_size_increment=1",
-    "per_device_batch_size=2",
-    "global_rampup_samples=16",
-)
+RAMP = """
+enable_rampup_batch_size=true per_device_batch_size_start=1 per_device_batch_size_increment=1 per_device_batch_size=2
+global_rampup_samples=16
+"""
 # Stages of 4, 6 and 8 examples, all laid out in 8 slots.
-FRACTIONS = (
-    *RAMP,
-    "per_device_batch_size_start=0.5",
-    "per_device_batch_size_increment=0.25",
-    "per_device_batch_size=1",
-)
+FRACTIONS = f"{RAMP} per_device_batch_size_start=0.5 per_device_batch_size_increment=0.25 per_device_batch_size=1"
 
 
 @contextlib.contextmanager
 def begun(tmp_path, words):
     """The steps of a run, and the state before its first."""
     run = open_run(
-        load_config(None, [*RUN, *words, f"base_output_directory={tmp_path}"])
+        load_config(None, [*RUN, *words.split(), f"base_output_directory={tmp_path}"])
     )
     with jax.set_mesh(run.mesh):
         state, _ = run.restore_or_init()

@@ -58,18 +58,12 @@ class Chunked:
 
 
 SGD = ("optimizer=sgd", "learning_rate=0.5", "z_loss_multiplier=1e-3")
-EXPERTS = (
-    "num_experts=4",
-    "num_experts_per_tok=2",
-    "base_moe_mlp_dim=8",
-    "routed_bias=true",
-    "load_balance_loss_weight=0.1",
-)
+EXPERTS = "num_experts=4 num_experts_per_tok=2 base_moe_mlp_dim=8 routed_bias=true load_balance_loss_weight=0.1"
 
 
 def test_chunks_one_by_one_are_the_step_of_all_micro_batches(setup, rows, agrees):
     """Although the expected count is three times the actual one."""
-    it = setup(*SGD, *EXPERTS, data=2)
+    it = setup(*SGD, *EXPERTS.split(), data=2)
     batch = it.batch(rows, ACCUMULATION, 4)
     counted = np.count_nonzero(rows["weights"])
     want, want_metrics = it.run(it.compile_step(batch), batch, 2)

@@ -18,18 +18,11 @@ from maxtext_lite.training import NonFiniteLoss, opening, train
 from maxtext_lite.training.feed_steps import HeldOutLoss
 from tests.training.conftest import TINY, lines_of
 
-RUN = [
-    *TINY,
-    "steps=6",
-    "warmup_steps=2",
-    "eval_interval=3",
-    "eval_fraction=0.05",
-    "checkpoint_period=3",
-    "learning_rate=0.01",
-    "global_batch_size=8",
-    "gradient_accumulation_steps=-1",
-    "per_device_batch_size=1",
-]
+KEYS = """
+steps=6 warmup_steps=2 eval_interval=3 eval_fraction=0.05 checkpoint_period=3 learning_rate=0.01 global_batch_size=8
+gradient_accumulation_steps=-1 per_device_batch_size=1
+"""
+RUN = [*TINY, *KEYS.split()]
 
 
 @pytest.fixture(scope="module")
@@ -49,16 +42,8 @@ def documents(tmp_path_factory):
 
 
 def _train(tmp_path, documents, *overrides, **objects):
-    config = load_config(
-        None,
-        [
-            *RUN,
-            f"base_output_directory={tmp_path}",
-            f"dataset_path={documents}",
-            *overrides,
-        ],
-    )
-    return train(config, **objects)
+    paths = f"base_output_directory={tmp_path}", f"dataset_path={documents}"
+    return train(load_config(None, [*RUN, *paths, *overrides]), **objects)
 
 
 def _records(result):
@@ -170,16 +155,8 @@ def reads(monkeypatch):
     return replace
 
 
-SKIP = (
-    "data_shuffle_seed=-1",
-    CONSTANT,
-    SGD,
-    MOMENTUM,
-    "warmup_steps=4",
-    "eval_interval=-1",
-    "ici_data_parallelism=4",
-    "steps=6",
-)
+_SKIP = "data_shuffle_seed=-1 warmup_steps=4 eval_interval=-1 ici_data_parallelism=4 steps=6"
+SKIP = (*_SKIP.split(), CONSTANT, SGD, MOMENTUM)
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run_and_is_named(
@@ -190,17 +167,10 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_is_named(
     Step 4 is already running when step 3 is checked; its update would leave parameters that make everything infinite.
     """
     reads(Poisoned(19, 21, huge=range(24, 32)))
+    keys = "per_device_batch_size=0.5 checkpoint_period=2 gradient_clipping_threshold=0 sgd_momentum=0"
     message = r"step 3 .*micro-batch 1, example ids 19, 21, .*embedding\.table"
     with pytest.raises(NonFiniteLoss, match=message):
-        _train(
-            tmp_path,
-            documents,
-            *SKIP,
-            "per_device_batch_size=0.5",
-            "checkpoint_period=2",
-            "gradient_clipping_threshold=0",
-            "sgd_momentum=0",
-        )
+        _train(tmp_path, documents, *SKIP, *keys.split())
     assert {path.name for path in (tmp_path / "default" / "checkpoints").iterdir()} == {
         "2"
     }
@@ -208,18 +178,11 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_is_named(
 
 def test_epochs_train_on_each_example_once_down_to_the_last(tmp_path, documents):
     """Twice 289 examples in batches of 64, the last with 2."""
-    keys = (
-        "num_epochs=2",
-        "last_batch=train",
-        "global_batch_size=64",
-        "per_device_batch_size=4",
-        "eval_interval=-1",
-        "enable_checkpointing=false",
-        "schedule_unit=tokens",
-        "steps=-1",
-        SGD,
-    )
-    run = _train(tmp_path, documents, *keys)
+    keys = """
+    num_epochs=2 last_batch=train global_batch_size=64 per_device_batch_size=4 eval_interval=-1
+    enable_checkpointing=false schedule_unit=tokens steps=-1
+    """
+    run = _train(tmp_path, documents, *keys.split(), SGD)
     records, _ = _records(run)
     sizes = [64] * 9 + [2]
     assert [record["examples"] for record in records] == sizes
@@ -246,7 +209,7 @@ def test_a_damaged_record_ends_the_run_which_is_saved_and_goes_on_once_it_is_rep
     assert [step["examples_hash"] for step in steps] == hashes
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "lease", "checkpoints"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints"])
 def test_what_stands_in_the_way_of_an_output_is_named(name, tmp_path, documents):
     path = tmp_path / "blocked" / name
     path.parent.mkdir()

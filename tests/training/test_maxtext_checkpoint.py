@@ -22,17 +22,11 @@ from maxtext_lite.convert import main
 from maxtext_lite.generation.sampler import load_on_mesh
 
 TOKENS = np.random.default_rng(0).integers(1, 64, (1, 12)).astype(np.int32)
-SIZES = [
-    "base_emb_dim=16",
-    "base_num_query_heads=4",
-    "base_num_kv_heads=2",
-    "head_dim=8",
-    "base_mlp_dim=24",
-    "vocab_size=64",
-    "dtype=float32",
-    "ici_fsdp_parallelism=1",
-    "ici_data_parallelism=-1",
-]
+_SIZES = """
+base_emb_dim=16 base_num_query_heads=4 base_num_kv_heads=2 head_dim=8 base_mlp_dim=24 vocab_size=64 dtype=float32
+ici_fsdp_parallelism=1 ici_data_parallelism=-1
+"""
+SIZES = _SIZES.split()
 LOCAL = ["sliding_window_size=4", "query_pre_attn_scalar=8"]
 # MaxText's model_name, and what is said of it here; two layers of Gemma 2 are one of MaxText's.
 MODELS = {
@@ -105,18 +99,12 @@ def logits_of(directory):
         "gemma2-2b-unscanned",
     ],
 )
-def test_an_imported_checkpoint_has_the_logits_of_maxtext(
-    case, recorded, tmp_path, capsys
-):
+def test_an_imported_checkpoint_has_the_logits_of_maxtext(case, recorded, tmp_path):
     source = checkpoint(tmp_path / "maxtext", recorded, case)
     model, _, _ = case.rpartition("-")
     assert (
         main(["import", str(source), str(tmp_path / "out"), *SIZES, *MODELS[model]])
         == 0
-    )
-    assert (
-        f"parameters of MaxText in {tmp_path / 'out'}, in float32"
-        in capsys.readouterr().out
     )
     np.testing.assert_array_equal(recorded[f"{case}/tokens"], TOKENS)
     theirs = recorded[f"{case}/logits"]
@@ -134,8 +122,6 @@ def test_an_imported_checkpoint_has_the_logits_of_maxtext(
             "key/kernel is [16, 3, 2, 8], not [16, 4, 2, 8]",
         ),
         (["logits_via_embedding=true"], {}, "decoder/logits_dense/kernel"),
-        (["qk_norm=head"], {}, "decoder/layers_0/self_attention/key_norm/scale"),
-        (["norm_placement=post"], {}, "norm_placement=post"),
         ([], {"decoder/decoder_norm/scale": np.nan}, "decoder/decoder_norm/scale"),
     ],
 )
@@ -148,15 +134,7 @@ def test_another_model_than_the_checkpoint_s_is_refused(
         "llama3-8b-scanned",
         lambda name, x: x + change.get(name, 0),
     )
+    paths = str(source), str(tmp_path / "out")
     with pytest.raises(UserError, match=re.escape(named)):
-        main(
-            [
-                "import",
-                str(source),
-                str(tmp_path / "out"),
-                *SIZES,
-                *MODELS["llama3-8b"],
-                *words,
-            ]
-        )
+        main(["import", *paths, *SIZES, *MODELS["llama3-8b"], *words])
     assert not (tmp_path / "out").exists()

@@ -78,6 +78,7 @@ def test_the_interval_covers_the_noise_scale_in_about_68_of_100_runs_from_the_se
         assert 0.58 < np.mean(inside) < 0.9, f"step {step}"
 
 
+@pytest.mark.fast
 def test_what_says_nothing_changes_nothing():
     noise = NoiseScale().after(group_squares=3.0, groups=2, grad_norm=1.0, examples=4)
     assert noise.after(group_squares=3.0, groups=1, grad_norm=1.0, examples=4) == noise
@@ -86,21 +87,3 @@ def test_what_says_nothing_changes_nothing():
             group_squares=squares, groups=2, grad_norm=norm, examples=4
         )
         assert unknown == noise
-
-
-@pytest.mark.fast
-def test_null_until_it_can_be_told():
-    assert set(NoiseScale().record(8).values()) == {None}
-    alike = NoiseScale().after(
-        group_squares=1.0, groups=2, grad_norm=1.0, examples=4
-    )  # groups without difference
-    assert alike.examples is None
-    drowned = NoiseScale().after(
-        group_squares=3.0, groups=2, grad_norm=1.0, examples=4
-    )  # |mu|^2 comes out negative
-    assert drowned.examples is None
-    once = NoiseScale().after(
-        group_squares=1.5, groups=2, grad_norm=1.0, examples=4
-    )  # S/W = |mu|^2 = 0.5
-    assert once.examples == pytest.approx(4.0)
-    assert once.relative_error is None

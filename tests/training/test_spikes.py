@@ -19,25 +19,11 @@ from maxtext_lite.training.spikes import (
 )
 from tests.training.conftest import lines_of
 
-SIZES = [
-    "base_emb_dim=16",
-    "base_mlp_dim=32",
-    "base_num_decoder_layers=1",
-    "base_num_query_heads=2",
-    "base_num_kv_heads=1",
-    "head_dim=8",
-    "max_target_length=32",
-    "per_device_batch_size=1",
-    "warmup_steps=1",
-    "packing=best_fit",
-    "eval_interval=-1",
-    "eval_fraction=0",
-    "checkpoint_period=20",
-    "learning_rate=0.05",
-    "learning_rate_schedule=constant",
-    "data_shuffle_seed=-1",
-    "steps=26",
-]
+SIZES = """
+base_emb_dim=16 base_mlp_dim=32 base_num_decoder_layers=1 base_num_query_heads=2 base_num_kv_heads=1 head_dim=8
+max_target_length=32 per_device_batch_size=1 warmup_steps=1 packing=best_fit eval_interval=-1 eval_fraction=0
+checkpoint_period=20 learning_rate=0.05 learning_rate_schedule=constant data_shuffle_seed=-1 steps=26
+"""
 PLANTED = {24 * 8 + 1: "@#!" * 10, 24 * 8 + 6: "~^|" * 10}
 """Texts by their place in the run, of which eight make a step."""
 
@@ -56,7 +42,11 @@ def words(tmp_path_factory):
         f"{{name: {name}, path: {directory}/{name}.jsonl, weight: 1}}"
         for name in ("even", "odd")
     )
-    return [*SIZES, f"dataset_path=[{sources}]", f"base_output_directory={directory}"]
+    return [
+        *SIZES.split(),
+        f"dataset_path=[{sources}]",
+        f"base_output_directory={directory}",
+    ]
 
 
 def steps_of(directory):
@@ -142,12 +132,6 @@ LIGHT = [row_of(number, 9.0, tokens=0.01) for number in range(8)]
         ),
         # The same of a custom loss, whose weights are below 1.
         (LIGHT, RowsBefore(72, ALIKE, LIGHT), (80, list(range(8)))),
-        # By those it was out of it as well.
-        (
-            [*ALIKE, row_of(8, 9.0)],
-            RowsBefore(72, [*ALIKE[:7], row_of(17, 9.0)], [*ALIKE, row_of(8, 9.0)]),
-            (80, [8]),
-        ),
     ],
 )
 def test_rows_that_stand_out_in_the_step_to_blame_are_guilty_or_all_of_it(

@@ -16,16 +16,11 @@ from maxtext_lite.training.step_memory import (
 )
 from tests.training.conftest import TINY, lines_of
 
-RUN = [
-    *TINY,
-    "dataset_type=synthetic",
-    "eval_interval=-1",
-    "steps=2",
-    "checkpoint_period=1",
-    "optimizer=sgd",
-    "learning_rate_schedule=constant",
-    "warmup_steps=0",
-]
+KEYS = """
+dataset_type=synthetic eval_interval=-1 steps=2 checkpoint_period=1 optimizer=sgd learning_rate_schedule=constant
+warmup_steps=0
+"""
+RUN = [*TINY, *KEYS.split()]
 ASKED = ["per_device_batch_size=2", "gradient_accumulation_steps=1"]
 RUNG = {"per_device_batch_size": "1", "gradient_accumulation_steps": "2"}
 
@@ -52,18 +47,11 @@ def fitted(tmp_path_factory):
 
 
 def same(one, other):
-    fields = (
-        "step",
-        "loss",
-        "grad_norm",
-        "examples_hash",
-        "global_batch_to_train",
-        "learning_rate",
-    )
+    fields = "step loss grad_norm examples_hash global_batch_to_train learning_rate"
     metrics = []
     for result in (one, other):
         lines = lines_of(result.run_directory)
-        metrics.append([[line[field] for field in fields] for line in lines])
+        metrics.append([[line[field] for field in fields.split()] for line in lines])
     assert metrics[0] == metrics[1]
     jax.tree.map(np.testing.assert_array_equal, one.state.params, other.state.params)
 
@@ -121,16 +109,8 @@ def test_a_ladder_is_for_what_was_asked_on_these_devices_and_ends_in_a_refusal(
     tmp_path,
 ):
     def config(*words):
-        return load_config(
-            None,
-            [
-                *RUN,
-                *ASKED,
-                f"base_output_directory={tmp_path}",
-                "run_name=there",
-                *words,
-            ],
-        )
+        there = f"base_output_directory={tmp_path}", "run_name=there"
+        return load_config(None, [*RUN, *ASKED, *there, *words])
 
     asked = config()
     plan = make_plan(asked, num_devices=8)

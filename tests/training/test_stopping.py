@@ -38,7 +38,7 @@ def test_each_signal_is_a_request_the_first_time_and_the_next_has_the_default():
             os.kill(os.getpid(), signal.SIGINT)
 
 
-@pytest.mark.parametrize("ends", ["normally", "after a signal", "with an error"])
+@pytest.mark.parametrize("ends", ["after a signal", "with an error"])
 def test_handlers_are_handed_back(ends):
     mine = {number: lambda number, frame: None for number in DEFAULT}
     for number, handler in mine.items():
