@@ -11,13 +11,16 @@ import safetensors.numpy
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.hf.config import config_json, model_keys
+from maxtext_lite.config.hf.families import FAMILIES
 from maxtext_lite.config.hf.fields import same_architecture
 from maxtext_lite.config.hf.model_directory import hf_config
 from maxtext_lite.config.json_file import read_object
 from maxtext_lite.hf import export_parameters, load_hf_parameters
+from maxtext_lite.hf.tables import TABLES
 from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding, tree_shardings
 from maxtext_lite.training.state import make_decoder
 from tests.hf_models import MODELS, logits, model, save, torch, transformers
+from tests.hf_variants import VARIANTS
 
 TOKENS = [int(token) for token in np.random.default_rng(0).integers(3, 96, 16)]
 # One row is a document; the other has two, of 9 and 4 tokens, and then padding.
@@ -79,6 +82,14 @@ def rewrite(directory, change):
     safetensors.numpy.save_file(
         change(tensors_of(directory)), directory / "model.safetensors"
     )
+
+
+def test_every_family_has_a_table_and_a_model_that_is_compared_with_transformers():
+    kinds = {
+        getattr(transformers, f"{kind}Config").model_type
+        for kind, _ in (MODELS | VARIANTS).values()
+    }
+    assert kinds == TABLES.keys() == FAMILIES.keys()
 
 
 @pytest.mark.parametrize(
