@@ -97,15 +97,10 @@ def integers(width):
 
 def packed_bits(numbers, bits):
     """int32 words of each row, from the lowest bit on."""
-    flat = [
-        sum(int(number) << (at * bits) for at, number in enumerate(row))
-        for row in numbers
-    ]
-    words = -(-numbers.shape[1] * bits // 32)
-    return np.array(
-        [[(row >> (32 * word)) & 0xFFFFFFFF for word in range(words)] for row in flat],
-        np.uint32,
-    ).view(np.int32)
+    each = (numbers[..., None] >> np.arange(bits)) & 1
+    row = each.reshape(len(numbers), -1).astype(np.uint8)
+    row = np.pad(row, ((0, 0), (0, -row.shape[1] % 32)))
+    return np.packbits(row, axis=1, bitorder="little").view(np.int32)
 
 
 def packed(bits, group, *, symmetric=True, ordered=False):
