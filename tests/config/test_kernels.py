@@ -108,14 +108,12 @@ def test_a_kernel_that_does_not_run_here_is_refused(name, accelerator, shards, n
     [
         (Accelerator("cpu", tokamax="0.0.17"), "bfloat16", "ragged_dot"),
         (Accelerator("tpu", tokamax="0.0.17"), "bfloat16", "megablox"),
-        (Accelerator("gpu", "9.0", "0.0.17"), "bfloat16", "tokamax"),
         (Accelerator("gpu", "9.0", "0.0.12"), "float16", "tokamax"),
         (
             Accelerator("gpu", "9.0", "0.0.13"),
             "float16",
             "blocks",
         ),  # an untested version
-        (Accelerator("gpu", "8.0", "0.0.17"), "float16", "blocks"),
         (Accelerator("gpu", "10.0", "0.0.17"), "bfloat16", "blocks"),
         (Accelerator("gpu", "9.0", "0.0.17"), "float32", "blocks"),
         (Accelerator("gpu", "9.0"), "bfloat16", "blocks"),
@@ -135,9 +133,7 @@ def test_each_platform_has_its_kernel_for_experts(accelerator, dtype, kernel):
             2,
             5120,
         ),  # 2 x 7 x 5,120 x 2 bytes for each dim, against 7 x 4,096 x (2 + 4)
-        (4, 8, 2, None),  # ten rows both ways against four tokens and six bytes
         (8, 8, 4, None),
-        (2, 1, 2, 2560),
         (64, 64, 2, 4096),  # one expert each: a token comes once, or not at all
         (1, 8, 2, None),
     ],

@@ -15,7 +15,6 @@ from maxtext_lite.config import (
     RLRunConfig,
     UserError,
     load_config,
-    packaged_directory,
     packaged_file,
     write_resolved,
 )
@@ -44,11 +43,7 @@ def test_base_yml_is_the_default_and_holds_every_default(monkeypatch):
     assert set(config.origins.values()) == {"base.yml"}
     assert config.steps == written["steps"] == 250
     assert config == load_config("configs/base.yml") == load_config("base.yml")
-    rl = yaml.safe_load(
-        (packaged_directory("configs") / "post_train" / "rl.yml").read_text(
-            encoding="utf-8"
-        )
-    )
+    rl = yaml.safe_load(packaged_file("configs", "post_train/rl.yml").read_text())
     assert [key for key in rl if key not in (*KEYS, "base")] == list(RL_KEYS)
 
 

@@ -107,13 +107,6 @@ def test_what_cannot_be_written_is_named_with_the_reason(tmp_path):
         writing(tmp_path),
     ):
         (tmp_path / "file" / "inside").write_text("x")
-    with (
-        pytest.raises(UserError, match=r"^run .*No space left on device"),
-        writing("run"),
-    ):
-        raise OSError(
-            errno.ENOSPC, os.strerror(errno.ENOSPC)
-        )  # as for a file that is open already
     with pytest.raises(UserError, match=r"^to .*Input/output error"), writing("run"):
         raise OSError(errno.EIO, os.strerror(errno.EIO), "from", None, "to")
 
@@ -173,19 +166,9 @@ def test_what_is_no_file_is_named_before_anything_waits_for_it(tmp_path):
 
 
 def test_a_bucket_is_what_begins_with_a_scheme_that_is_known():
-    schemes = {
-        "gs://b/runs": "gs",
-        "s3://b": "s3",
-        "runs": "",
-        "/gs/b": "",
-        "gs:/b": "",
-        "ftp://a": "",
-        "a://b": "",
-    }
-    assert {path: bucket_scheme(path) for path in schemes} == schemes
-    assert [is_bucket(path) for path in schemes] == [
-        scheme != "" for scheme in schemes.values()
-    ]
+    assert [bucket_scheme(path) for path in ("gs://b/runs", "s3://b")] == ["gs", "s3"]
+    others = ("runs", "/gs/b", "gs:/b", "ftp://a", "a://b")
+    assert not any(map(is_bucket, others))
     assert type(any_path("runs/a", "key")) is type(Path())
 
 

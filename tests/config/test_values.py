@@ -15,7 +15,7 @@ from maxtext_lite.config import (
     single_path,
 )
 from maxtext_lite.config.shown import require_trackers, tracker_names
-from maxtext_lite.config.source_list import is_source_list, name_of_path
+from maxtext_lite.config.source_list import name_of_path
 from maxtext_lite.config.violation import divisors_of, multiples, one_of
 from maxtext_lite.config.yaml_text import is_one_scalar, parse_mapping, parse_value
 
@@ -164,25 +164,16 @@ def test_scalars_are_those_of_yaml_1_2(text, value):
 
 
 def test_entries_come_in_order_with_duplicates_and_a_scalar_with_its_text():
-    entries = parse_mapping("b: 1\na: x\nb: 2\n")
-    assert [(key, value.value) for key, value in entries] == [
-        ("b", 1),
-        ("a", "x"),
-        ("b", 2),
+    entries = parse_mapping("b: 1\na: 007\nb: '2'\n")
+    assert [(key, value.text) for key, value in entries] == [
+        ("b", "1"),
+        ("a", "007"),
+        ("b", "2"),
     ]
     assert parse_mapping("# nothing\n") == []
-    assert [parse_value(text).text for text in ("007", "'007'", "[1]")] == [
-        "007",
-        "007",
-        None,
-    ]
-    alone, beside = (
-        ["a", " a ", "'a # b'", '"a"\n', "~"],
-        ["a # b", "'a' # b", "!!str a", "&a b", "", "# a", "[a]"],
-    )
-    assert [is_one_scalar(text) for text in (*alone, *beside)] == [True] * len(
-        alone
-    ) + [False] * len(beside)
+    assert all(map(is_one_scalar, ("a", " a ", "'a # b'", '"a"\n', "~")))
+    beside = ("a # b", "'a' # b", "!!str a", "&a b", "", "# a", "[a]")
+    assert not any(map(is_one_scalar, beside))
 
 
 @pytest.mark.parametrize(
@@ -228,17 +219,8 @@ def test_a_list_of_sources_has_exact_weights_and_names_by_default():
     ]
     assert isinstance(value_of("dataset_path=[{path: a, weight: 1}]"), SourceList)
     assert single_path(value_of("dataset_path=[ab]*.txt")) == "[ab]*.txt"
-    names = {
-        "data/web.jsonl.gz": "web",
-        "data/web/": "web",
-        "data/.hidden/": ".hidden",
-        "a.b/c": "c",
-        "/": "/",
-    }
+    names = {"data/web/": "web", "data/.hidden/": ".hidden", "a.b/c": "c", "/": "/"}
     assert {path: name_of_path(path) for path in names} == names
-    assert [is_source_list(value) for value in ([{}], [], {}, ["a"], "a", None)] == [
-        True
-    ] * 3 + [False] * 3
 
 
 def test_trackers_may_be_a_list_or_a_text_and_need_their_extras(monkeypatch):
@@ -266,15 +248,10 @@ def test_values_come_from_the_nearest_on_either_side():
         return [[change["k"] for change in side] for side in near()]
 
     assert sides(one_of("k", [8, 1, 4, 2], 3)) == [[2, 1], [4, 8]]
-    assert sides(one_of("k", [3], 3)) == [[], []]
     assert sides(divisors_of("k", 6, 2)) == [[1], [3, 6]]
-    assert sides(divisors_of("k", 4, Fraction(3))) == [
-        [Fraction(2), Fraction(1)],
-        [Fraction(4)],
-    ]
+    assert sides(divisors_of("k", 4, Fraction(3))) == [[2, 1], [4]]
     below, above = sides(multiples("k", Fraction(1, 8), Fraction(3, 10)))
     assert (below, above[0]) == ([Fraction(1, 4), Fraction(1, 8)], Fraction(3, 8))
     assert [side[0] for side in sides(multiples("k", 2, 4))] == [2, 6]
-    assert (
-        sides(multiples("k", 3, 10**18, offset=1))[1][0] == 10**18 + 3
-    )  # floats would give another number
+    # Floats would give another number.
+    assert sides(multiples("k", 3, 10**18, offset=1))[1][0] == 10**18 + 3

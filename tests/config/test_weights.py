@@ -6,7 +6,7 @@ import pytest
 
 from maxtext_lite.config import Mla, adapted_weights, load_config
 from maxtext_lite.config.model_rules import adaptable_weights
-from maxtext_lite.config.weight_axes import is_matrix, num_inputs, num_parts, unstacked
+from maxtext_lite.config.weight_axes import num_parts
 from maxtext_lite.config.weights import (
     ExpertSizes,
     ModelShape,
@@ -104,20 +104,6 @@ def test_experts_and_latent_attention_are_as_written_by_hand():
     assert not any("router" in line for line in dense)
 
 
-def test_adapters_stand_between_a_weights_inputs_and_its_outputs():
-    experts = dataclasses.replace(SMALL, experts=ExpertSizes(6, 2, 9))
-    weights = layer_weights(experts)
-    found = {
-        name: [each.sizes for each in weights[name].adapters(3)]
-        for name in ("attention/out", "mlp/up")
-    }
-    assert found == {
-        "attention/out": [(4, 6, 3), (3, 8)],
-        "mlp/up": [(6, 8, 3), (6, 3, 9)],
-    }
-    assert weights["mlp/up"].adapters(3)[1].axes == ("experts", "lora_rank", "mlp")
-
-
 LATENT = "mla={q_lora_rank: %d, kv_lora_rank: 4, qk_nope_head_dim: 12, qk_rope_head_dim: 4, v_head_dim: 8}"
 
 
@@ -146,37 +132,6 @@ def test_adapters_are_for_the_weights_that_tokens_are_multiplied_by(words, expec
     assert adapted_weights(config) == tuple(expected.split())
     assert set(adapted_weights(config)) <= set(adaptable_weights(config))
     assert adapted_weights(load_config()) == ()
-
-
-@pytest.mark.parametrize(
-    ("axes", "inputs"),
-    [
-        ("embed heads head_dim", 1),
-        ("heads head_dim embed", 2),
-        ("embed mlp", 1),
-        ("mlp embed", 1),
-        ("latent heads head_dim", 1),
-        ("embed latent", 1),
-        ("mlp lora_rank", 1),
-        ("heads head_dim lora_rank", 2),
-        ("lora_rank heads head_dim", 1),
-    ],
-)
-def test_matrices_and_how_many_dims_they_sum_over(axes, inputs):
-    assert is_matrix(("layers", *axes.split()))
-    assert num_inputs(tuple(axes.split())) == inputs
-
-
-def test_norms_tables_and_biases_are_no_matrices():
-    for axes in (
-        "layers norm",
-        "vocab embed",
-        "positions embed",
-        "layers heads head_dim",
-    ):
-        assert not is_matrix(tuple(axes.split()))
-    assert unstacked(("repeats", "layers", "embed", "mlp")) == ("embed", "mlp")
-    assert unstacked(("dense_layers", "norm")) == ("norm",)
 
 
 def test_the_mesh_axes_that_split_a_logical_axis():

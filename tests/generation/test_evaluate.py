@@ -22,7 +22,7 @@ from maxtext_lite.generate import main as generate
 from maxtext_lite.generation import scoring
 from maxtext_lite.generation.questions import continued, read_questions, with_blank
 from maxtext_lite.generation.requests import EvaluateConfig, GenerateConfig
-from maxtext_lite.generation.scoring import TextScorer, evaluate, windows
+from maxtext_lite.generation.scoring import TextScorer, evaluate
 from maxtext_lite.harness import HarnessModel, _asked
 from tests import hf_models
 
@@ -103,31 +103,26 @@ def test_perplexity_is_that_of_transformers_window_by_window(model, found):
 
 def test_choices_are_those_of_transformers(model, found):
     rng = np.random.default_rng(0)
-    words = ["to", "be", "question", "that", "is"]
     questions, right, right_by_byte = [], 0, 0
     for _ in range(5):
-        context, *choices = rng.choice(words, 4, replace=False)
-        whole = [
-            _log_probabilities(model[1](f"{context} {choice}")) for choice in choices
-        ]
-        likelihoods = [of_tokens[len(context) - 1 :].sum() for of_tokens in whole]
-        answer = int(rng.integers(3))
-        right += int(np.argmax(likelihoods)) == answer
-        right_by_byte += (
-            int(
-                np.argmax(
-                    [x / len(c) for x, c in zip(likelihoods, choices, strict=True)]
-                )
-            )
-            == answer
+        words = rng.choice(["to", "be", "question", "that", "is"], 4, replace=False)
+        context, *choices = words.tolist()
+        likelihoods = np.array(
+            [
+                _log_probabilities(model[1](f"{context} {choice}"))[
+                    len(context) - 1 :
+                ].sum()
+                for choice in choices
+            ]
         )
+        answer = int(rng.integers(3))
+        right += likelihoods.argmax() == answer
+        right_by_byte += (likelihoods / [*map(len, choices)]).argmax() == answer
         questions.append({"context": context, "choices": choices, "answer": answer})
     scores = found("choices", questions)
     assert scores["questions"] == 5
-    assert (scores["accuracy"], scores["accuracy_per_byte"]) == (
-        right / 5,
-        right_by_byte / 5,
-    )
+    assert scores["accuracy"] == right / 5
+    assert scores["accuracy_per_byte"] == right_by_byte / 5
 
 
 def test_a_cloze_is_right_where_it_is_what_the_model_would_write(model, found):
@@ -165,24 +160,6 @@ def test_a_cloze_is_right_where_it_is_what_the_model_would_write(model, found):
     assert found("cloze", lines)["answer_perplexity"] == pytest.approx(
         math.exp(-likelihood / 4), rel=1e-4
     )
-
-
-@pytest.mark.parametrize(
-    ("count", "length", "stride"),
-    [(8, 8, 7), (9, 8, 7), (40, 8, 3)],
-)
-def test_windows_score_each_token_once_after_as_much_context_as_they_hold(
-    count, length, stride
-):
-    tokens, scored = list(range(count)), []
-    for number, span in enumerate(windows(tokens, length=length, stride=stride)):
-        assert 2 <= len(span.tokens) <= length
-        assert list(span.tokens) == list(
-            range(span.tokens[0], span.tokens[0] + len(span.tokens))
-        )
-        assert span.first == (1 if number == 0 else length - stride)
-        scored += span.tokens[span.first :]
-    assert scored == tokens[1:]
 
 
 def test_a_continuation_is_read_with_its_context():
@@ -228,27 +205,18 @@ def test_a_continuation_longer_than_max_length_is_refused_before_the_model_is_lo
     directory, tmp_path
 ):
     """Its first tokens would have no context, or positions that the model has not learned."""
+    how = {"max_length": 32, "rows_at_once": 1, "mesh": {"tensor": 1, "fsdp": 1}}
     for positions, works in (
         (0, "works: 42"),
         (41, "works: 42"),
         (32, "32 learned positions"),
     ):
-        config = load_config(
-            directory / "config.yml", [f"trainable_position_size={positions}"]
-        )
-        texts = TextScorer(
-            tmp_path,
-            config,
-            max_length=32,
-            rows_at_once=1,
-            mesh={"tensor": 1, "fsdp": 1},
-        )
-        with pytest.raises(
-            UserError, match=rf"^continuation 2 .*max_length=32 .*{works}"
-        ):
-            texts.continuations(
-                [("Q:" * 40, "a" * 31), ("Q:", "b" * 40), ("", "c" * 41)]
-            )
+        words = [f"trainable_position_size={positions}"]
+        config = load_config(directory / "config.yml", words)
+        named = rf"^continuation 2 .*max_length=32 .*{works}"
+        pairs = [("Q:" * 40, "a" * 31), ("Q:", "b" * 40), ("", "c" * 41)]
+        with pytest.raises(UserError, match=named):
+            TextScorer(tmp_path, config, **how).continuations(pairs)
     path = tmp_path / "questions.jsonl"
     path.write_text(
         json.dumps({"context": "Q: ", "choices": ["yes", "b" * 40], "answer": 0})
@@ -292,44 +260,30 @@ def test_requests_of_the_harness_are_answered_as_the_commands_answer(
     directory, harness, found, capsys
 ):
     text = "To be, or not to be, that is the question."
-    scores = found("text", text, "max_length=24", directory=directory)
+    words = {"directory": directory}
+    scores = found("text", text, "max_length=24", **words)
     (whole,) = harness.loglikelihood_rolling([_request(text)])
     assert whole == pytest.approx(-scores["loss"] * scores["tokens"], rel=1e-5)
     pairs = [("To be", " or"), ("", "To")]
     scored = harness.loglikelihood([_request(*pair) for pair in pairs])
     for (context, target), (likelihood, is_greedy) in zip(pairs, scored, strict=True):
-        scores = found(
-            "cloze",
-            [{"context": context, "target": target}],
-            "max_length=24",
-            directory=directory,
-        )
-        assert likelihood == pytest.approx(
-            -len(target) * math.log(scores["answer_perplexity"]), rel=1e-5
-        )
+        question = {"context": context, "target": target}
+        scores = found("cloze", [question], "max_length=24", **words)
+        expected = -len(target) * math.log(scores["answer_perplexity"])
+        assert likelihood == pytest.approx(expected, rel=1e-5)
         assert is_greedy == (scores["accuracy"] == 1)
-    after = [
-        256,
-        *b"To be",
-    ]  # of a model from scratch, a text begins after the end of another
-    generate(
-        [
-            str(directory),
-            f"prompt_ids={[after]}",
-            "temperature=0",
-            "max_new_tokens=6",
-            "--json",
-        ]
-    )
+    # Of a model from scratch, a text begins after the end of another.
+    after = [256, *b"To be"]
+    words = [f"prompt_ids={[after]}", "temperature=0", "max_new_tokens=6", "--json"]
+    generate([str(directory), *words])
     alone = ByteTokenizer().decode(json.loads(capsys.readouterr().out)[0]["tokens"])
-    (written,) = harness.generate_until(
-        [_request("To be", {"until": [], "max_gen_toks": 6, "do_sample": False})]
-    )
-    assert written == alone
-    (cut,) = harness.generate_until(
-        [_request("To be", {"until": alone[2:4], "max_gen_toks": 6})]
-    )
-    assert cut == alone[: alone.index(alone[2:4])]
+    for until, expected in (
+        ([], alone),
+        (alone[2:4], alone[: alone.index(alone[2:4])]),
+    ):
+        options = {"until": until, "max_gen_toks": 6, "do_sample": False}
+        (written,) = harness.generate_until([_request("To be", options)])
+        assert written == expected
     drawn = harness.generate_until(
         [_request("To be", {"do_sample": True, "max_gen_toks": 6})] * 2
     )

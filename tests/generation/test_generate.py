@@ -60,42 +60,24 @@ def test_a_request_is_what_the_words_say():
 def test_json_of_prompt_ids_needs_no_tokenizer_and_has_no_text(
     directory, config, capsys, monkeypatch
 ):
-    of_text = json.loads(
-        ask(directory, capsys, config, as_json=True, prompt="AB", max_new_tokens=4)
+    asked = {"prompts": ["AB", "C"], "max_new_tokens": 4}
+    of_text = json.loads(ask(directory, capsys, config, as_json=True, **asked))
+    printed = ask(directory, capsys, config, **asked)
+    assert printed == "".join(
+        f"---- {number}\n{prompt}{text['text']}\n"
+        for number, (prompt, text) in enumerate(zip(["AB", "C"], of_text, strict=True))
     )
     monkeypatch.setattr("maxtext_lite.generation.text_tokens.load_tokenizer", None)
-    words = [
-        str(directory),
-        "prompt_ids=[[65,66],[4]]",
-        "temperature=0",
-        "max_new_tokens=4",
-        "--json",
-    ]
-    assert main(words) == 0
-    answer = json.loads(capsys.readouterr().out)
-    assert [len(text["tokens"]) for text in answer] == [4, 4]
-    assert all(
-        len(text["log_probabilities"]) == 4 and max(text["log_probabilities"]) < 0
-        for text in answer
-    )
-    assert of_text[0].keys() - answer[0].keys() == {"text"}
-    assert of_text[0]["tokens"] == answer[0]["tokens"]
-    stop = answer[0]["tokens"][0]
-    main([*words, f"stop_token_ids=[{stop}]"])
+    words = ["prompt_ids=[[65,66],[67]]", "temperature=0", "max_new_tokens=4", "--json"]
+    assert main([str(directory), *words]) == 0
+    answers = json.loads(capsys.readouterr().out)
+    for answer, with_text in zip(answers, of_text, strict=True):
+        assert with_text.keys() - answer.keys() == {"text"}
+        assert len(answer["log_probabilities"]) == 4
+        assert max(answer["log_probabilities"]) < 0
+    stop = answers[0]["tokens"][0]
+    main([str(directory), *words, f"stop_token_ids=[{stop}]"])
     assert json.loads(capsys.readouterr().out)[0]["tokens"] == [stop]
-
-
-def test_several_texts_are_printed_when_all_are_done_and_each_is_what_it_is_alone(
-    directory, config, capsys
-):
-    together = ask(directory, capsys, config, prompts=["To be", "or"], max_new_tokens=5)
-    alone = [
-        ask(directory, capsys, config, prompt=prompt, max_new_tokens=5)
-        for prompt in ("To be", "or")
-    ]
-    assert together == "".join(
-        f"---- {number}\n{text}" for number, text in enumerate(alone)
-    )
 
 
 def test_each_line_of_a_conversation_is_answered_after_all_before_it(

@@ -1,6 +1,6 @@
 """Quantized tensors become the numbers that their formats define, whatever part of them is asked for.
 
-The expected values are found in float64 from what was packed, or by transformers. That they are those of the libraries
+The expected values are found in float64 from what was packed. That they are those of the libraries
 of compressed-tensors and bitsandbytes, bit by bit, has been tried on checkpoints which those have written.
 """
 
@@ -49,33 +49,27 @@ def blocks(scales, height, width):
     ]
 
 
-def float8(shape=(OUT, IN)):
-    return RNG.uniform(-400, 400, shape).astype(E4M3)
-
-
-def fp8(block, quantization=None):
-    """Blocks of which the last ones of 48 x 80 may be cut off."""
+def fp8(block):
+    """Blocks of which the last ones of 48 x 80 may be cut off; one is that of the whole tensor."""
     grid = (-(-OUT // block[0]), -(-IN // block[1]))
-    weight, scales = float8(), RNG.uniform(1e-4, 1e-2, grid).astype(np.float32)
+    weight = RNG.uniform(-400, 400, (OUT, IN)).astype(E4M3)
+    scales = RNG.uniform(1e-4, 1e-2, grid).astype(np.float32)
     tensors = {
         "weight": weight,
-        "weight_scale_inv": scales.reshape(() if grid == (1, 1) else grid),
+        "weight_scale_inv": scales.reshape(() if scales.size == 1 else grid),
+        "activation_scale": np.ones((), np.float32),  # is left out
     }
     about = {
         "quant_method": "fp8",
-        "weight_block_size": block if grid != (1, 1) else None,
+        "weight_block_size": None if scales.size == 1 else block,
     }
     return about, tensors, expected(weight.astype(np.float64) * blocks(scales, *block))
 
 
 def float8_rows():
-    weight, scales = float8(), RNG.uniform(1e-4, 1e-2, (OUT, 1)).astype(np.float32)
-    tensors = {"weight": weight, "weight_scale": scales}
-    return (
-        {"quant_method": "fbgemm_fp8"},
-        tensors,
-        expected(weight.astype(np.float64) * scales),
-    )
+    _, tensors, wanted = fp8([1, IN])
+    tensors["weight_scale"] = tensors.pop("weight_scale_inv")
+    return {"quant_method": "fbgemm_fp8"}, tensors, wanted
 
 
 def groups(stored, **weights):
@@ -103,15 +97,10 @@ def integers(width):
 
 def packed_bits(numbers, bits):
     """int32 words of each row, from the lowest bit on."""
-    flat = [
-        sum(int(number) << (at * bits) for at, number in enumerate(row))
-        for row in numbers
-    ]
-    words = -(-numbers.shape[1] * bits // 32)
-    return np.array(
-        [[(row >> (32 * word)) & 0xFFFFFFFF for word in range(words)] for row in flat],
-        np.uint32,
-    ).view(np.int32)
+    each = (numbers[..., None] >> np.arange(bits)) & 1
+    row = each.reshape(len(numbers), -1).astype(np.uint8)
+    row = np.pad(row, ((0, 0), (0, -row.shape[1] % 32)))
+    return np.packbits(row, axis=1, bitorder="little").view(np.int32)
 
 
 def packed(bits, group, *, symmetric=True, ordered=False):
@@ -144,22 +133,18 @@ def four_bits(*, nested):
     """Blocks of 64 numbers, row after row; an odd row begins within a byte."""
     shape = (OUT - 1, IN + 1)
     numbers = RNG.integers(0, 16, np.prod(shape))
-    even = np.append(numbers, 0) if len(numbers) % 2 else numbers
-    data = ((even[::2] << 4) | even[1::2]).astype(np.uint8)
+    even = np.append(numbers, 0)
     count = -(-len(numbers) // 64)
     state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": shape}
     scales = RNG.uniform(0.5, 2, count).astype(np.float32)
     tensors = {
-        "weight": data[:, None],
+        "weight": ((even[::2] << 4) | even[1::2]).astype(np.uint8)[:, None],
         "weight.quant_map": NF4,
         "weight.absmax": scales,
     }
-    exact = scales.astype(np.float64)
     if nested:
-        codes, levels = (
-            RNG.integers(0, 256, count).astype(np.uint8),
-            np.linspace(-1, 1, 256).astype(np.float32),
-        )
+        codes = RNG.integers(0, 256, count).astype(np.uint8)
+        levels = np.linspace(-1, 1, 256).astype(np.float32)
         of_codes = RNG.uniform(0.5, 1, -(-count // 32)).astype(np.float32)
         state |= {
             "nested_blocksize": 32,
@@ -171,29 +156,24 @@ def four_bits(*, nested):
             "weight.nested_absmax": of_codes,
             "weight.nested_quant_map": levels,
         }
-        exact = (
-            (levels[codes] * np.repeat(of_codes, 32)[:count]) + np.float32(1.25)
-        ).astype(np.float64)
-    text = json.dumps(state).encode()
-    tensors[QUANT_STATE] = np.frombuffer(text, np.uint8)
-    values = NF4.astype(np.float64)[numbers] * np.repeat(exact, 64)[: len(numbers)]
+        scales = levels[codes] * np.repeat(of_codes, 32)[:count] + np.float32(1.25)
+    tensors[QUANT_STATE] = np.frombuffer(json.dumps(state).encode(), np.uint8)
+    of_each = np.repeat(scales.astype(np.float64), 64)[: len(numbers)]
+    values = NF4.astype(np.float64)[numbers] * of_each
     about = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     return about, tensors, expected(values.reshape(shape))
 
 
 def int8_rows():
-    weight, rows = (
-        RNG.integers(-127, 128, (OUT, IN)).astype(np.int8),
-        RNG.uniform(1, 2, OUT).astype(np.float32),
-    )
+    weight = RNG.integers(-127, 128, (OUT, IN)).astype(np.int8)
+    rows = RNG.uniform(1, 2, OUT).astype(np.float32)
     scale = (rows * np.float32(7.874015718698502e-3)).astype(np.float64)
     about = {"quant_method": "bitsandbytes", "load_in_8bit": True}
     return about, {"weight": weight, "SCB": rows}, expected(weight * scale[:, None])
 
 
 CASES = {
-    "fp8": lambda: fp8([16, 40]),
-    "fp8-ragged": lambda: fp8([32, 32]),
+    "fp8": lambda: fp8([32, 32]),
     "fp8-tensor": lambda: fp8([OUT, IN]),
     "fbgemm_fp8": float8_rows,
     "int8-group-asymmetric": lambda: integers(20),
@@ -207,79 +187,60 @@ CASES = {
 }
 
 
+def assert_holds(files, name, wanted, *box):
+    """One tensor of these values, as a whole and in a part of it."""
+    assert list(files.tensors) == [name]
+    stored = files.tensors[name]
+    assert (stored.dtype, stored.shape) == ("BF16", wanted.shape)
+    assert (wanted != 0).any()
+    np.testing.assert_array_equal(files.view(name), wanted)
+    np.testing.assert_array_equal(files.part(name, lambda: box)[box], wanted[box])
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_tensor_is_what_its_format_says(name, tmp_path, monkeypatch):
     monkeypatch.setattr(dequantized, "_AT_ONCE", 500)  # several pieces
     about, tensors, wanted = CASES[name]()
-    if name == "fp8":  # are left out
-        tensors |= {
-            "activation_scale": np.ones((), np.float32),
-            "k_scale": np.ones((), np.float32),
-        }
-    files = directory(
-        tmp_path, about, {f"x.{key}": value for key, value in tensors.items()}
-    )
-    stored = files.tensors["x.weight"]
-    assert (stored.dtype, stored.shape) == ("BF16", wanted.shape)
-    assert list(files.tensors) == ["x.weight"]
-    got = files.view("x.weight")
-    np.testing.assert_array_equal(got, wanted)
-    assert np.abs(got.astype(np.float32)).max() > 0
-    box = slice(7, 31), slice(5, 50)
-    np.testing.assert_array_equal(files.part("x.weight", lambda: box)[box], wanted[box])
+    stored = {f"x.{key}": value for key, value in tensors.items()}
+    files = directory(tmp_path, about, stored)
+    assert_holds(files, "x.weight", wanted, slice(7, 31), slice(5, 50))
 
 
-def test_blocks_of_mxfp4_are_those_of_transformers(tmp_path):
-    torch = pytest.importorskip("torch")
-    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
-    codes = RNG.integers(0, 256, (3, 20, 2, 16)).astype(np.uint8)
-    scales = RNG.integers(90, 140, (3, 20, 2)).astype(np.uint8)
-    theirs = mxfp4.convert_moe_packed_tensors(
-        torch.from_numpy(codes), torch.from_numpy(scales)
-    )
-    tensors = {"experts.down_proj_blocks": codes, "experts.down_proj_scales": scales}
-    files = directory(
-        tmp_path, {"quant_method": "mxfp4"}, tensors, model_type="gpt_oss"
-    )
-    assert files.tensors["experts.down_proj"].shape == (3, 64, 20)
-    np.testing.assert_array_equal(
-        files.view("experts.down_proj").astype(np.float32), theirs.float().numpy()
-    )
+def test_blocks_of_mxfp4_are_four_bits_times_a_power_of_two(tmp_path):
+    halves = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    codes = RNG.integers(0, 16, (3, 20, 2, 32)).astype(np.uint8)
+    powers = RNG.integers(90, 140, (3, 20, 2)).astype(np.uint8)
+    values = np.append(halves, -halves)[codes] * 2.0 ** (powers[..., None] - 127.0)
+    wanted = values.reshape(3, 20, 64).swapaxes(1, 2).astype(BF16)
+    tensors = {
+        "experts.down_proj_blocks": codes[..., ::2] | codes[..., 1::2] << 4,
+        "experts.down_proj_scales": powers,
+    }
+    about = {"quant_method": "mxfp4"}
+    files = directory(tmp_path, about, tensors, model_type="gpt_oss")
     box = slice(1, 3), slice(40, 50), slice(3, 9)
-    part = files.part("experts.down_proj", lambda: box)[box]
-    np.testing.assert_array_equal(part.astype(np.float32), theirs.float().numpy()[box])
-
-
-def quantized_llama(path):
-    """The directory of a llama with its layers' matrices in int8, and a plain one of the same numbers."""
-    plain, rounded = save("llama", path / "plain", dtype="bfloat16"), {}
-    tensors = {}
-    for name, x in safetensors.numpy.load_file(plain / "model.safetensors").items():
-        rounded[name] = tensors[name] = x.astype(BF16)
-        if "_proj" in name:
-            scales = (np.abs(x).max(1, keepdims=True) / 127).astype(BF16)
-            tensors[name] = (
-                np.round(x / scales.astype(np.float32)).clip(-128, 127).astype(np.int8)
-            )
-            tensors[f"{name}_scale"] = scales
-            rounded[name] = tensors[name].astype(BF16) * scales
-    safetensors.numpy.save_file(rounded, plain / "model.safetensors")
-    fields = json.loads((plain / "config.json").read_text()) | {"dtype": "bfloat16"}
-    directory(path / "int8", groups("int-quantized"), tensors, **fields)
-    return plain, path / "int8"
+    assert_holds(files, "experts.down_proj", wanted, *box)
 
 
 def test_a_quantized_directory_is_loaded_as_the_plain_one_of_its_numbers(tmp_path):
-    plain, quantized = quantized_llama(tmp_path)
+    plain, quantized = save("llama", tmp_path / "plain"), tmp_path / "int8"
+    tensors, numbers = {}, {}
+    for name, x in safetensors.numpy.load_file(plain / "model.safetensors").items():
+        tensors[name] = numbers[name] = x.astype(BF16)
+        if "_proj" in name:
+            scales = (0.5 ** RNG.integers(7, 11, (len(x), 1))).astype(BF16)
+            tensors[name] = RNG.integers(-128, 128, x.shape).astype(np.int8)
+            tensors[f"{name}_scale"] = scales
+            numbers[name] = tensors[name].astype(BF16) * scales
+    safetensors.numpy.save_file(numbers, plain / "model.safetensors")
+    fields = json.loads((plain / "config.json").read_text()) | {"dtype": "bfloat16"}
+    directory(quantized, groups("int-quantized"), tensors, **fields)
     config = hf_config(quantized)
     assert (config.dtype, config.weight_dtype) == ("bfloat16", "bfloat16")
     mesh = {"fsdp": 2, "tensor": 2, "data": 2}
-    for one, other in zip(
-        *(jax.tree.leaves(load(path, **mesh)[1]) for path in (plain, quantized)),
-        strict=True,
-    ):
-        assert one.dtype == jnp.bfloat16
-        np.testing.assert_array_equal(one, other)
+    jax.tree.map(
+        np.testing.assert_array_equal, load(plain)[1], load(quantized, **mesh)[1]
+    )
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 refused by name."""
 
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +12,16 @@ import safetensors.numpy
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.hf.config import config_json, model_keys
+from maxtext_lite.config.hf.families import FAMILIES
 from maxtext_lite.config.hf.fields import same_architecture
 from maxtext_lite.config.hf.model_directory import hf_config
 from maxtext_lite.config.json_file import read_object
 from maxtext_lite.hf import export_parameters, load_hf_parameters
+from maxtext_lite.hf.tables import TABLES
 from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding, tree_shardings
 from maxtext_lite.training.state import make_decoder
 from tests.hf_models import MODELS, logits, model, save, torch, transformers
+from tests.hf_variants import VARIANTS
 
 TOKENS = [int(token) for token in np.random.default_rng(0).integers(3, 96, 16)]
 # One row is a document; the other has two, of 9 and 4 tokens, and then padding.
@@ -26,25 +30,22 @@ SEGMENTS = np.array([[1] * 16, [1] * 9 + [2] * 4 + [0] * 3], np.int32)
 POSITIONS = np.array([range(16), [*range(9), *range(4), *range(3)]], np.int32)
 
 
+def mesh_of(**sizes):
+    ones = dict.fromkeys(MESH_AXES, 1)
+    devices = jax.devices()[: math.prod(sizes.values())]
+    return make_mesh(ones | sizes, ones, devices)
+
+
+def with_sharding(leaf, where):
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+
 def load(directory, *, dtype="float32", **mesh_sizes):
     """The decoder of a directory and its parameters on a mesh."""
-    config = hf_config(directory, [f"dtype={dtype}"])
-    decoder = make_decoder(
-        config.model_copy(update={"attention": "dot_product"}), "cpu"
-    )
-    sizes = dict.fromkeys(MESH_AXES, 1) | mesh_sizes
-    mesh = make_mesh(
-        sizes,
-        dict.fromkeys(MESH_AXES, 1),
-        jax.devices()[: int(np.prod(list(sizes.values())))],
-    )
-    abstract = jax.tree.map(
-        lambda leaf, where: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=where
-        ),
-        decoder.abstract_params,
-        tree_shardings(mesh, decoder.axes),
-    )
+    config = hf_config(directory, [f"dtype={dtype}", "attention=dot_product"])
+    decoder = make_decoder(config, "cpu")
+    shardings = tree_shardings(mesh_of(**mesh_sizes), decoder.axes)
+    abstract = jax.tree.map(with_sharding, decoder.abstract_params, shardings)
     return decoder, load_hf_parameters(directory, abstract, "HF_DIR")
 
 
@@ -81,54 +82,43 @@ def rewrite(directory, change):
     )
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param("qwen3", marks=pytest.mark.fast), *sorted({*MODELS} - {"qwen3"})],
-)
-def test_a_model_is_transformers_in_both_directions(name, tmp_path):
-    """Imported onto a mesh with its logits, packed and padded; and exported from there, with a new config.json, in
-    several files. Both versions of transformers say the same of it."""
-    source = save(name, tmp_path / "source", old=name in ("gemma3_text", "phi3"))
-    new, old = (
-        read_object(save(name, tmp_path / str(old), old=old) / "config.json")
-        for old in (False, True)
-    )
-    assert "rope_parameters" in new or name == "gpt2"
-    assert "rope_parameters" not in old
-    assert same_architecture(model_keys(new, "new"), model_keys(old, "old")) == []
+def test_every_family_has_a_table_and_a_model_that_is_compared_with_transformers():
+    kinds = {
+        getattr(transformers, f"{kind}Config").model_type
+        for kind, _ in (MODELS | VARIANTS).values()
+    }
+    assert kinds == TABLES.keys() == FAMILIES.keys()
 
-    decoder, params = load(source, fsdp=2, tensor=2, data=2)
-    ours = logits_of(decoder, jax.tree.map(np.asarray, params))
+
+def assert_logits(rows, name):
+    """Those of `ROWS` are transformers', document by document."""
     theirs = model(name)
-    expected = logits(theirs, TOKENS)
-    largest = np.abs(expected).max()
+    largest = np.abs(logits(theirs, TOKENS)).max()
     for got, document in (
-        (ours[0], TOKENS),
-        (ours[1, :9], TOKENS[:9]),
-        (ours[1, 9:13], TOKENS[3:7]),
+        (rows[0], TOKENS),
+        (rows[1, :9], TOKENS[:9]),
+        (rows[1, 9:13], TOKENS[3:7]),
     ):
-        logits(
-            theirs, TOKENS[:1]
-        )  # dynamic rotation forgets what it has seen when it sees a short text
-        np.testing.assert_allclose(got, logits(theirs, document), atol=1e-5 * largest)
+        # Dynamic rotation forgets what it has seen when it sees a short text.
+        logits(theirs, TOKENS[:1])
+        expected = logits(theirs, document)
+        np.testing.assert_allclose(got, expected, atol=1e-5 * largest, rtol=0)
 
-    original = read_object(source / "config.json")
-    imported = tensors_of(source)
-    out = tmp_path / "fresh"
+
+def assert_exported(name, source, params, out, original, **how):
+    """What is exported, with a config.json from `original`, transformers reads without loss."""
     out.mkdir()
-    kind = original["model_type"]
     fields = config_json(
         hf_config(source),
         max_position_embeddings=64,
         dtype="float32",
-        original={"model_type": kind},
+        original=original,
     )
+    kind = original["model_type"]
     assert fields["model_type"] == kind
     keys = model_keys(fields, "")
-    export_parameters(out, params, kind, keys, dtype="float32", file_bytes=30_000)
+    export_parameters(out, params, kind, keys, dtype="float32", **how)
     (out / "config.json").write_text(json.dumps(fields))
-    assert len(list(out.glob("model-00001-of-*.safetensors"))) == 1
-    equal(imported, tensors_of(out))
     read, report = transformers.AutoModelForCausalLM.from_pretrained(
         out,
         dtype=torch.float32,
@@ -137,35 +127,53 @@ def test_a_model_is_transformers_in_both_directions(name, tmp_path):
     )
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         assert not report[problem]
+    expected = logits(model(name), TOKENS)
     found = logits(read.eval(), TOKENS)
-    np.testing.assert_allclose(found, expected, atol=1e-6 * largest)
+    np.testing.assert_allclose(found, expected, atol=1e-6 * np.abs(expected).max())
+
+
+def assert_old_is_new(name, path):
+    """Both versions of transformers say the same of a model."""
+    new, old = (
+        read_object(save(name, path / str(old), old=old) / "config.json")
+        for old in (False, True)
+    )
+    assert "rope_parameters" not in old
+    assert same_architecture(model_keys(new, "new"), model_keys(old, "old")) == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("qwen3", marks=pytest.mark.fast), *sorted({*MODELS} - {"qwen3"})],
+)
+def test_a_model_is_transformers_in_both_directions(name, tmp_path):
+    """Imported onto a mesh with its logits, packed and padded; and exported from there, with a new config.json, in
+    several files."""
+    source = save(name, tmp_path / "source", old=name in ("gemma3_text", "phi3"))
+    assert_old_is_new(name, tmp_path)
+    decoder, params = load(source, fsdp=2, tensor=2, data=2)
+    assert_logits(logits_of(decoder, jax.tree.map(np.asarray, params)), name)
+    imported, out = tensors_of(source), tmp_path / "fresh"
+    kind = {"model_type": read_object(source / "config.json")["model_type"]}
+    assert_exported(name, source, params, out, kind, file_bytes=30_000)
+    assert len(list(out.glob("model-00001-of-*.safetensors"))) == 1
+    equal(imported, tensors_of(out))
 
 
 def test_layers_split_over_pipeline_stages_are_the_same_layers(tmp_path):
     source = save("deepseek_v3", tmp_path / "source")
     decoder, plain = load(source)  # a dense layer, and two with experts
-    mesh = make_mesh(
-        dict.fromkeys(MESH_AXES, 1) | {"stage": 2, "fsdp": 2},
-        dict.fromkeys(MESH_AXES, 1),
-        jax.devices()[:4],
-    )
+    mesh = mesh_of(stage=2, fsdp=2)
+    shardings = tree_shardings(mesh, decoder.axes)
+    abstract = jax.tree.map(with_sharding, decoder.abstract_params, shardings)
 
     def in_stages(leaf, axes):
-        return jax.ShapeDtypeStruct(
-            (1, 2, *leaf.shape[1:]),
-            leaf.dtype,
-            sharding=sharding(mesh, ("repeats", "layers", *axes[1:])),
-        )
+        where = sharding(mesh, ("repeats", "layers", *axes[1:]))
+        shape = (1, 2, *leaf.shape[1:])
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=where)
 
-    whole = decoder.abstract_params
-    abstract = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=sharding(mesh)
-        ),
-        whole,
-    )
     abstract["layers"] = jax.tree.map(
-        in_stages, whole["layers"], decoder.axes["layers"]
+        in_stages, abstract["layers"], decoder.axes["layers"]
     )
     loaded = load_hf_parameters(source, abstract, "HF_DIR")
     gate = loaded["layers"]["mlp"]["gate"]
@@ -193,8 +201,6 @@ def test_a_model_in_bfloat16_is_read_bit_by_bit_and_written_but_for_experts_bias
             n: x if n in wide else x.astype(jnp.bfloat16) for n, x in tensors.items()
         },
     )
-    config = hf_config(source)
-    assert (config.dtype, config.weight_dtype) == ("bfloat16", "bfloat16")
     _, params = load(source, dtype="bfloat16")
     assert params["layers"]["mlp"]["up"].dtype == jnp.bfloat16
     fields = read_object(source / "config.json")

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 
 import jax
 import numpy as np
@@ -61,18 +60,14 @@ def adapted(directory, targets):
     adapters = jax.tree.map(
         lambda x: np.asarray(0.1 * rng.standard_normal(x.shape), np.float32), adapters
     )
-    return plain, decoder, adapters, decoder.joined(adapters, params)
+    return decoder, adapters, decoder.joined(adapters, params)
 
 
 def shapes_of(decoder):
     """Of the parameters without adapters."""
     params = decoder.abstract_params
-    return {
-        path: leaf.shape
-        for path, leaf in flat(
-            decoder.frozen(params) if decoder.shape.lora else params
-        ).items()
-    }
+    params = decoder.frozen(params) if decoder.shape.lora else params
+    return {path: leaf.shape for path, leaf in flat(params).items()}
 
 
 def export(directory, out, decoder, adapters):
@@ -90,53 +85,53 @@ def export(directory, out, decoder, adapters):
 
 
 def assert_same(one, other):
-    one, other = flat(one), flat(other)
-    assert one.keys() == other.keys()
-    for path, x in one.items():
-        np.testing.assert_array_equal(x, other[path], err_msg=path)
+    assert flat(one).keys() == flat(other).keys()
+    jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
-def with_adapters_of(theirs, out, scale=None):
-    """The model's weights with scale x lora_B lora_A added, module by module, as PEFT's documents define the files."""
-    about = json.loads((out / "adapter_config.json").read_text())
+def logits_with(name, out, scale_of):
+    """Of a model with the scale of its module and rank x lora_B lora_A added to each weight, as PEFT documents it."""
     tensors = safetensors_torch.load_file(out / "adapter_model.safetensors")
-    weights, changed = theirs.state_dict(), {}
-    for name in [name for name in tensors if name.endswith(".lora_A.weight")]:
-        module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+    is_transposed = read_object(out / "adapter_config.json")["fan_in_fan_out"]
+    theirs, changed = model(name), {}
+    for key in [key for key in tensors if key.endswith(".lora_A.weight")]:
+        module = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        a, b = tensors[key], tensors[key.replace("lora_A", "lora_B")]
+        delta = scale_of(module, len(a)) * (b @ a)
+        weight = theirs.get_submodule(module).weight
+        changed[f"{module}.weight"] = weight + (delta.T if is_transposed else delta)
+    with torch.no_grad():
+        given = (torch.tensor([TOKENS]),)
+        return torch.func.functional_call(theirs, changed, given).logits[0].numpy()
+
+
+def stated_scale(about):
+    def scale_of(module, rank):
         (target,) = [
             target
             for target in about["target_modules"]
             if module.endswith(f".{target}")
         ]
-        rank = about["rank_pattern"].get(target, about["r"])
-        alpha = about["alpha_pattern"].get(target, about["lora_alpha"])
-        a, b = tensors[name], tensors[name.replace("lora_A", "lora_B")]
-        assert a.shape[0] == b.shape[1] == rank
-        delta = (scale or alpha / rank) * (b @ a)
-        changed[f"{module}.weight"] = weights[f"{module}.weight"] + (
-            delta.T if about["fan_in_fan_out"] else delta
-        )
-    assert len(tensors) == 2 * sum(
-        bool(re.search(f"\\.({'|'.join(about['target_modules'])})$", name))
-        for name, _ in theirs.named_modules()
-    )
-    return torch.func.functional_call, changed
+        assert rank == about["rank_pattern"].get(target, about["r"])
+        return about["alpha_pattern"].get(target, about["lora_alpha"]) / rank
+
+    return scale_of
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_adapters_add_in_transformers_what_they_add_here_and_are_read_back(
     name, tmp_path
 ):
-    directory = save(name, tmp_path / "base")
-    _, decoder, adapters, params = adapted(directory, TARGETS[name])
-    export(directory, tmp_path / "adapters", decoder, adapters)
+    directory, out = save(name, tmp_path / "base"), tmp_path / "adapters"
+    decoder, adapters, params = adapted(directory, TARGETS[name])
+    export(directory, out, decoder, adapters)
     ours = logits_of(decoder, params)[0]
     assert np.abs(ours - logits(model(name), TOKENS)).max() > 0.1 * np.abs(ours).max()
-    call, changed = with_adapters_of(model(name), tmp_path / "adapters")
-    with torch.no_grad():
-        theirs = call(model(name), changed, (torch.tensor([TOKENS]),)).logits[0].numpy()
+    theirs = logits_with(
+        name, out, stated_scale(read_object(out / "adapter_config.json"))
+    )
     np.testing.assert_allclose(theirs, ours, atol=1e-5 * np.abs(ours).max())
-    found = adapter_of(tmp_path / "adapters")
+    found = adapter_of(out)
     assert (found.rank, found.alpha) == (3, 6)
     assert_same(read_peft_adapters(found, shapes_of(decoder)), adapters)
 
@@ -145,151 +140,100 @@ def test_adapters_add_in_transformers_what_they_add_here_and_are_read_back(
         lambda path, x: x * (path[-1].key == "a"), adapters
     )
     export(directory, tmp_path / "new", decoder, new)
-    assert_same(
-        read_peft_adapters(adapter_of(tmp_path / "new"), shapes_of(decoder)), new
-    )
+    read = read_peft_adapters(adapter_of(tmp_path / "new"), shapes_of(decoder))
+    assert_same(read, new)
 
 
-def outside(directory, out, modules, *, rank, alpha, **fields):
-    """An adapter as others write it, with one pair of matrices for each of a llama's or phi3's modules."""
-    widths = {
-        "qkv_proj": (32, 64),
-        "gate_up_proj": (32, 96),
-        "q_proj": (32, 32),
-        "down_proj": (48, 32),
-    }
+def outside(name, path, ranks, **fields):
+    """An adapter as others write it, with matrices of these ranks for modules of the layers."""
+    directory, out = save(name, path / "base"), path / "adapters"
     rng, tensors = np.random.default_rng(3), {}
-    for layer in range(fields.pop("layers", 3)):
-        for module in modules:
-            path = f"base_model.model.model.layers.{layer}.{module}"
-            num_in, num_out = widths[module.rpartition(".")[2]]
-            for which, shape in (("A", (rank, num_in)), ("B", (num_out, rank))):
-                tensors[f"{path}.lora_{which}.weight"] = 0.2 * rng.standard_normal(
-                    shape
-                ).astype(np.float32)
+    for module, rank in ranks.items():
+        weight = model(name).get_submodule(f"model.layers.{module}").weight
+        num_out, num_in = weight.shape
+        for which, shape in (("A", (rank, num_in)), ("B", (num_out, rank))):
+            key = f"base_model.model.model.layers.{module}.lora_{which}.weight"
+            tensors[key] = 0.2 * rng.standard_normal(shape).astype(np.float32)
     out.mkdir()
     safetensors.numpy.save_file(tensors, out / "adapter_model.safetensors")
     about = {
         "peft_type": "LORA",
         "base_model_name_or_path": str(directory),
-        "r": rank,
-        "lora_alpha": alpha,
-        "target_modules": [module.rpartition(".")[2] for module in modules],
-        "rank_pattern": {},
-        "alpha_pattern": {},
+        "target_modules": sorted({module.rpartition(".")[2] for module in ranks}),
         "fan_in_fan_out": False,
-        "lora_dropout": 0.1,
         "bias": "none",
-        "modules_to_save": None,
-        **fields,
     }
-    (out / "adapter_config.json").write_text(json.dumps(about))
+    (out / "adapter_config.json").write_text(json.dumps(about | fields))
     return out
+
+
+def assert_adds(name, out, scale_of, *, rank, alpha):
+    """What is read of an adapter has the model's logits with it; returns the decoder and its config."""
+    config = directory_config(out, "float32")
+    assert (config.lora_rank, config.lora_alpha) == (rank, alpha)
+    decoder, params, _ = load_on_mesh(out, config, {"fsdp": 2, "tensor": 2})
+    ours = logits_of(decoder, jax.tree.map(np.asarray, params))[0]
+    theirs = logits_with(name, out, scale_of)
+    np.testing.assert_allclose(ours, theirs, atol=5e-6 * np.abs(theirs).max())
+    return decoder, config
 
 
 def test_one_matrix_for_several_weights_is_each_ones(tmp_path):
     """Also one that is wider than r as an export's are, with the same scale."""
-    directory = save("phi3", tmp_path / "base")
-    modules = ["self_attn.qkv_proj", "mlp.gate_up_proj", "mlp.down_proj"]
-    ends = [module.rpartition(".")[2] for module in modules]
+    ends = ("self_attn.qkv_proj", "mlp.gate_up_proj", "mlp.down_proj")
+    modules = [f"{layer}.{end}" for layer in range(3) for end in ends]
+    targets = [end.partition(".")[2] for end in ends]
     out = outside(
-        directory,
-        tmp_path / "adapters",
-        modules,
-        rank=8,
-        alpha=5,
+        "phi3",
+        tmp_path,
+        dict.fromkeys(modules, 8),
         use_rslora=True,
         r=4,
-        rank_pattern=dict.fromkeys(ends, 8),
-        alpha_pattern=dict.fromkeys(ends, 5 * 2**0.5),
+        lora_alpha=5,
+        rank_pattern=dict.fromkeys(targets, 8),
+        alpha_pattern=dict.fromkeys(targets, 5 * 2**0.5),
     )
-    config = directory_config(out, "float32")
     # alpha / sqrt(r) = 2.5 = 20 / 8
-    assert (config.lora_rank, config.lora_alpha) == (8, 20)
+    _, config = assert_adds("phi3", out, lambda *_: 2.5, rank=8, alpha=20)
     targets = sorted(config.lora_targets.split(","))
     assert targets == ["down", "gate", "key", "query", "up", "value"]
-    decoder, params, _ = load_on_mesh(out, config, {"fsdp": 2, "tensor": 2})
-    call, changed = with_adapters_of(model("phi3"), out, scale=2.5)
-    with torch.no_grad():
-        found = call(model("phi3"), changed, (torch.tensor([TOKENS]),))
-    theirs = found.logits[0].numpy()
-    ours = logits_of(decoder, jax.tree.map(np.asarray, params))[0]
-    np.testing.assert_allclose(ours, theirs, atol=5e-6 * np.abs(theirs).max())
 
 
 def test_modules_have_ranks_scales_and_layers_of_their_own(tmp_path):
     """By PEFT's rules worked out by hand. What a narrower adapter is padded
     with never changes in training: both of its matrices are zero."""
-    directory, out = save("llama", tmp_path / "base"), tmp_path / "adapters"
-    ranks = {
-        "q_proj": (2, 4),
-        "down_proj": (5, 10),
-        "v_proj": (3, 1.5),
-    }  # with alpha; r=3 and lora_alpha=6 give 2
-    ranks |= {"layers.2.self_attn.q_proj": (1, 6)}
-    widths = {
-        "q_proj": (32, 32),
-        "v_proj": (32, 16),
-        "down_proj": (48, 32),
-        "up_proj": (32, 48),
+    of_each = {  # rank, and alpha / rank
+        "1.self_attn.q_proj": (2, 2),
+        "2.self_attn.q_proj": (1, 6),
+        "1.mlp.down_proj": (5, 2),
+        "1.mlp.up_proj": (3, 2),
+        "2.mlp.up_proj": (3, 2),
+        "2.self_attn.v_proj": (3, 0.5),
     }
-    rng, tensors, changed = np.random.default_rng(4), {}, {}
-    weights = model("llama").state_dict()
-    for layer, module in [
-        (1, "self_attn.q_proj"),
-        (2, "self_attn.q_proj"),
-        (1, "mlp.down_proj"),
-        (1, "mlp.up_proj"),
-        (2, "mlp.up_proj"),
-        (2, "self_attn.v_proj"),
-    ]:
-        path, end = f"model.layers.{layer}.{module}", module.rpartition(".")[2]
-        rank, alpha = ranks.get(f"layers.{layer}.{module}", ranks.get(end, (3, 6)))
-        a, b = (
-            0.2 * rng.standard_normal(shape).astype(np.float32)
-            for shape in ((rank, widths[end][0]), (widths[end][1], rank))
-        )
-        tensors |= {
-            f"base_model.model.{path}.lora_A.weight": a,
-            f"base_model.model.{path}.lora_B.weight": b,
-        }
-        changed[f"{path}.weight"] = weights[
-            f"{path}.weight"
-        ] + alpha / rank * torch.from_numpy(b @ a)
-    out.mkdir()
-    safetensors.numpy.save_file(tensors, out / "adapter_model.safetensors")
-    about = {
-        "peft_type": "LORA",
-        "base_model_name_or_path": str(directory),
-        "r": 3,
-        "lora_alpha": 6,
-        "target_modules": ["q_proj", "v_proj", "up_proj", "down_proj"],
-        "layers_to_transform": [1, 2],
-        "exclude_modules": r".*layers\.(2\.mlp\.down_proj|1\..*v_proj)",
-        "rank_pattern": {r"layers\.2\..*q_proj": 1, "q_proj": 2, "down_proj": 5},
-        "alpha_pattern": {
-            r"layers\.2\..*q_proj": 6,
+    of_second = r"layers\.2\..*q_proj"
+    out = outside(
+        "llama",
+        tmp_path,
+        {module: rank for module, (rank, _) in of_each.items()},
+        r=3,
+        lora_alpha=6,
+        layers_to_transform=[1, 2],
+        exclude_modules=r".*layers\.(2\.mlp\.down_proj|1\..*v_proj)",
+        rank_pattern={of_second: 1, "q_proj": 2, "down_proj": 5},
+        alpha_pattern={
+            of_second: 6,
             "self_attn.q_proj": 4,
             "down_proj": 10,
             "v_proj": 1.5,
         },
-        "fan_in_fan_out": False,
-        "bias": "none",
-    }
-    (out / "adapter_config.json").write_text(json.dumps(about))
-    config = directory_config(out, "float32")
-    assert (config.lora_rank, config.lora_alpha) == (5, 10)
-    decoder, params, _ = load_on_mesh(out, config, {"fsdp": 2})
-    with torch.no_grad():
-        of_all = torch.func.functional_call(
-            model("llama"), changed, (torch.tensor([TOKENS]),)
-        )
-    theirs = of_all.logits[0].numpy()
-    params = jax.tree.map(np.asarray, params)
-    np.testing.assert_allclose(
-        logits_of(decoder, params)[0], theirs, atol=5e-6 * np.abs(theirs).max()
     )
-
+    decoder, _ = assert_adds(
+        "llama",
+        out,
+        lambda module, rank: of_each[module.removeprefix("model.layers.")][1],
+        rank=5,
+        alpha=10,
+    )
     adapters = flat(read_peft_adapters(adapter_of(out), shapes_of(decoder)))
     for path in (path for path in adapters if path.endswith("/a")):
         a, b = adapters[path], adapters[path.removesuffix("a") + "b"]
@@ -299,36 +243,26 @@ def test_modules_have_ranks_scales_and_layers_of_their_own(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("fields", "named"),
+    ("lacking", "fields", "named"),
     [
-        ({"layers": 2}, "no matrices for model.layers.2.mlp.down_proj"),
-        (
-            {"rank_pattern": {"q_proj": 6}, "alpha_pattern": {"q_proj": 8}},
-            r"is \[3, 32\] .*\[6, 32\]",
-        ),
+        ("2.mlp.down_proj", {}, "no matrices for model.layers.2.mlp.down_proj"),
+        ("", {"rank_pattern": {"q_proj": 6}}, r"is \[3, 32\] .*\[6, 32\]"),
     ],
 )
 def test_matrices_that_do_not_fit_the_model_are_refused_by_name(
-    fields, named, tmp_path
+    lacking, fields, named, tmp_path
 ):
-    directory = save("llama", tmp_path / "base")
-    modules, given = ["self_attn.q_proj", "mlp.down_proj"], {"rank": 3, "alpha": 4}
-    shapes = shapes_of(load(directory)[0])
-    fitting = adapter_of(outside(directory, tmp_path / "fitting", modules, **given))
-    assert read_peft_adapters(fitting, shapes)["layers"]["mlp"]["down"]["a"].shape == (
-        3,
-        48,
-        3,
-    )
-    found = adapter_of(
-        outside(directory, tmp_path / "adapters", modules, **given, **fields)
-    )
+    ends = ("self_attn.q_proj", "mlp.down_proj")
+    modules = {f"{layer}.{end}" for layer in range(3) for end in ends} - {lacking}
+    ranks = dict.fromkeys(sorted(modules), 3)
+    out = outside("llama", tmp_path, ranks, r=3, lora_alpha=4, **fields)
+    shapes = shapes_of(load(tmp_path / "base")[0])
     with pytest.raises(UserError, match=named):
-        read_peft_adapters(found, shapes)
+        read_peft_adapters(adapter_of(out), shapes)
 
 
 def test_experts_adapters_are_refused(tmp_path):
     directory = save("mixtral", tmp_path / "base")
-    _, decoder, adapters, _ = adapted(directory, LLAMA)
+    decoder, adapters, _ = adapted(directory, LLAMA)
     with pytest.raises(UserError, match=r"lora_targets=query.*merge_lora=true"):
         export(directory, tmp_path / "adapters", decoder, adapters)

@@ -10,12 +10,19 @@ import pytest
 import safetensors.numpy
 
 from maxtext_lite.config import UserError
-from maxtext_lite.config.hf.config import config_json, model_keys
-from maxtext_lite.config.hf.fields import same_architecture
+from maxtext_lite.config.hf.config import config_json
 from maxtext_lite.config.hf.model_directory import hf_config
 from maxtext_lite.config.json_file import read_object
-from maxtext_lite.hf import export_parameters
-from tests.hf.test_importing import POSITIONS, ROWS, SEGMENTS, TOKENS, load
+from tests.hf.test_importing import (
+    POSITIONS,
+    ROWS,
+    SEGMENTS,
+    TOKENS,
+    assert_exported,
+    assert_logits,
+    assert_old_is_new,
+    load,
+)
 from tests.hf_models import logits, model, save, torch, transformers
 from tests.hf_variants import VARIANTS
 
@@ -86,58 +93,18 @@ def test_a_variant_is_what_transformers_makes_of_it(name, tmp_path):
     decoder, params = load(source)
     is_decoded = any(word in str(VARIANTS[name]) for word in CACHED)
     rows, decoded = ours(decoder, params, is_decoded=is_decoded)
-    expected = logits(made, TOKENS)
-    close = {"atol": 1e-5 * np.abs(expected).max(), "rtol": 0}
-    for got, document in (
-        (rows[0], TOKENS),
-        (rows[1, :9], TOKENS[:9]),
-        (rows[1, 9:13], TOKENS[3:7]),
-    ):
-        logits(
-            made, TOKENS[:1]
-        )  # rotation that follows the length forgets what it has seen
-        np.testing.assert_allclose(got, logits(made, document), **close)
+    assert_logits(rows, name)
     if is_decoded:
         text, text_logits = theirs(made)
         assert list(decoded[0]) == text
-        np.testing.assert_allclose(decoded[1], text_logits, **close)
+        largest = np.abs(logits(made, TOKENS)).max()
+        np.testing.assert_allclose(decoded[1], text_logits, atol=1e-5 * largest, rtol=0)
 
     original = read_object(source / "config.json")
-    old = read_object(save(name, tmp_path / "old", old=True) / "config.json")
-    assert "rope_parameters" not in old
-    assert same_architecture(model_keys(original, "new"), model_keys(old, "old")) == []
-    for out, carried in (
-        ("carried", original),
-        ("fresh", {"model_type": original["model_type"]}),
-    ):
-        fields = config_json(
-            hf_config(source),
-            max_position_embeddings=64,
-            dtype="float32",
-            original=carried,
-        )
-        (tmp_path / out).mkdir()
-        export_parameters(
-            tmp_path / out,
-            params,
-            fields["model_type"],
-            model_keys(fields, ""),
-            dtype="float32",
-        )
-        (tmp_path / out / "config.json").write_text(json.dumps(fields))
-        read, report = transformers.AutoModelForCausalLM.from_pretrained(
-            tmp_path / out,
-            dtype=torch.float32,
-            attn_implementation="eager",
-            output_loading_info=True,
-        )
-        assert not any(
-            report[problem]
-            for problem in ("missing_keys", "unexpected_keys", "mismatched_keys")
-        )
-        np.testing.assert_allclose(
-            logits(read.eval(), TOKENS), expected, atol=1e-6 * np.abs(expected).max()
-        )
+    kind = {"model_type": original["model_type"]}
+    assert_old_is_new(name, tmp_path)
+    assert_exported(name, source, params, tmp_path / "carried", original)
+    assert_exported(name, source, params, tmp_path / "fresh", kind)
 
 
 def _of_images(name, directory, *, old, **outer):

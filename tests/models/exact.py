@@ -147,11 +147,33 @@ def experts(x, expert, share, weights, g, *, activation="silu", on_input=False):
     return y, dx, dshare, *dweights
 
 
+def _score(logits, shape):
+    if shape.score == "sigmoid":
+        return 1 / (1 + np.exp(-logits))
+    return np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+
+
+def _shares(logits, expert, shape):
+    if shape.score == "sparsemixer":
+        # Each choice by a softmax over the experts that are left and near the best.
+        is_chosen = expert[..., None] == np.arange(logits.shape[-1])
+        is_gone = np.cumsum(is_chosen, 2) - is_chosen > 0
+        left = np.where(is_gone, -np.inf, logits[:, :, None])
+        most = left.max(-1, keepdims=True)
+        size = np.maximum(np.abs(logits[:, :, None]), most)
+        far = (most - logits[:, :, None]) / size > 0.02
+        each = np.exp(np.where(far, -np.inf, left))
+        return (each * is_chosen).sum(-1) / each.sum(-1)
+    chosen = np.take_along_axis(_score(logits, shape), expert, -1)
+    if shape.normalised:
+        chosen = chosen / chosen.sum(-1, keepdims=True)
+    return shape.scaling * chosen
+
+
 def routing(x, router, shape: ExpertShape, bias=0.0):
     """Of each token its experts [B, T, J], their shares, these by the logits [B, T, J, E], scores and logits."""
     logits = np.float64(x) @ np.float64(router)
-    softmax = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-    score = 1 / (1 + np.exp(-logits)) if shape.score == "sigmoid" else softmax
+    score = _score(logits, shape)
     judged = score + bias
     if shape.num_groups > 1:
         groups = judged.reshape(*judged.shape[:2], shape.num_groups, -1)
@@ -165,30 +187,10 @@ def routing(x, router, shape: ExpertShape, bias=0.0):
             (rank < shape.groups_per_token)[..., None], groups, -np.inf
         ).reshape(judged.shape)
     expert = np.argsort(-judged, kind="stable")[..., : shape.num_per_token]
-    is_chosen = expert[..., None] == np.arange(logits.shape[-1])
-    if (
-        shape.score == "sparsemixer"
-    ):  # each choice by a softmax over the experts that are left and near the best
-        left = np.where(
-            np.cumsum(is_chosen, 2) - is_chosen > 0, -np.inf, logits[:, :, None]
-        )
-        most = left.max(-1, keepdims=True)
-        far = (most - logits[:, :, None]) / np.maximum(
-            np.abs(logits[:, :, None]), most
-        ) > 0.02
-        each = np.exp(np.where(far, -np.inf, left))
-        each /= each.sum(-1, keepdims=True)
-        share = (each * is_chosen).sum(-1)
-        return expert, share, share[..., None] * (is_chosen - each), score, logits
-    chosen = np.take_along_axis(score, expert, -1)
-    if shape.score == "sigmoid":
-        by_logits = (chosen * (1 - chosen))[..., None] * is_chosen
-    else:
-        by_logits = chosen[..., None] * (is_chosen - score[:, :, None])
-    if shape.normalised:
-        total = chosen.sum(-1, keepdims=True)
-        by_logits = by_logits / total[..., None] - (chosen / total**2)[
-            ..., None
-        ] * by_logits.sum(2, keepdims=True)
-        chosen = chosen / total
-    return expert, shape.scaling * chosen, shape.scaling * by_logits, score, logits
+    moves = 1e-5 * np.eye(logits.shape[-1])
+    by_logits = [
+        _shares(logits + move, expert, shape) - _shares(logits - move, expert, shape)
+        for move in moves
+    ]
+    share = _shares(logits, expert, shape)
+    return expert, share, np.stack(by_logits, -1) / 2e-5, score, logits

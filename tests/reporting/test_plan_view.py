@@ -2,7 +2,7 @@ import pytest
 
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import load_config
-from maxtext_lite.reporting.plan_view import memory_parts, plan_rows, short_number
+from maxtext_lite.reporting.plan_view import memory_parts, plan_rows
 
 
 def plan_of(*overrides, num_devices=1, num_hosts=1, **options):
@@ -65,32 +65,15 @@ def test_memory_is_shares_of_the_device_or_of_the_sum():
         "total": 40_000,
         "limit": None,
     }
+
+    def shares(**more):
+        _, parts = memory_parts({"memory": memory | more})
+        return [share for _, _, share in parts]
+
     sentence, parts = memory_parts({"memory": memory})
     assert sentence == "40.0 kB per device"
     assert parts == [("parameters", "10.0 kB", 0.25), ("optimizer", "30.0 kB", 0.75)]
-    sentence, parts = memory_parts({"memory": memory | {"limit": 80_000}})
-    assert (sentence, parts[1][2]) == ("40.0 kB of 80.0 kB per device", 0.375)
+    assert shares(limit=80_000) == [0.125, 0.375]
     peak = {"params": 10_000, "optimizer_state": 0, "activations": 30_000}
-    _, parts = memory_parts({"memory": memory | {"at_peak": peak}})
-    assert [share for _, _, share in parts] == [0.25, 0, 0.75], (
-        "what is held at the peak adds up to the total"
-    )
-    _, parts = memory_parts({"memory": memory | {"limit": 20_000}})
-    assert sum(share for _, _, share in parts) == 1, (
-        "more than there is still fits the bar"
-    )
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0, "0"),
-        (0.003, "0.003"),
-        (999, "999"),
-        (50_000, "50k"),
-        (999_999, "1M"),
-        (-1500, "-1.5k"),
-    ],
-)
-def test_short_numbers(value, text):
-    assert short_number(value) == text
+    assert shares(at_peak=peak) == [0.25, 0, 0.75], "they add up to the total"
+    assert sum(shares(limit=20_000)) == 1, "more than there is still fits the bar"

@@ -15,13 +15,7 @@ def test_the_summary_of_a_run(tmp_path):
         step_line(step, tokens_per_second=speed, mfu=0.4)
         for step, speed in speeds.items()
     ]
-    skipped = {
-        "loss": None,
-        "grad_norm": None,
-        "skipped": True,
-        "tokens_per_second": 700.0,
-        "mfu": 0.3,
-    }
+    skipped = {"loss": None, "skipped": True, "tokens_per_second": 700.0, "mfu": 0.3}
     lines += [
         eval_line(2, 3.25),
         step_line(4, **skipped, global_batch_to_train=16),
@@ -77,22 +71,14 @@ def test_what_is_not_known_is_none(tmp_path):
 
 def test_advice_is_on_the_last_noise_scale_that_was_measured(tmp_path):
     noise = {"gradient_noise_scale": 900.0, "gradient_noise_scale_error": 0.1}
-    lines = [
-        step_line(1),
-        step_line(2, **noise),
-        step_line(3, gradient_noise_scale=None),
-    ]
-    assert advice(read(write_metrics(tmp_path / "a", lines))) == batch_size_advice(
-        900.0, 0.1, 8
-    )
-    lines = [step_line(1, gradient_noise_scale=20.0)]
-    assert advice(read(write_metrics(tmp_path / "b", lines))) == batch_size_advice(
-        20.0, None, 8
-    )
-    assert advice(
-        read(write_metrics(tmp_path / "c", [step_line(1)]))
-    ) == batch_size_advice(None, None, 8)
-    assert advice(read(write_metrics(tmp_path / "d", []))) == ""
-    assert "the batch of 16 examples" in advice(
-        read(write_run(tmp_path / "e", [], []))
-    ), "the plan's"
+    last = step_line(3, gradient_noise_scale=None)
+    for number, (lines, expected) in enumerate(
+        (
+            ([step_line(2, **noise), last], batch_size_advice(900.0, 0.1, 8)),
+            ([step_line(1)], batch_size_advice(None, None, 8)),
+            ([], ""),
+        )
+    ):
+        assert advice(read(write_metrics(tmp_path / str(number), lines))) == expected
+    planned = read(write_run(tmp_path / "planned", [], []))
+    assert "the batch of 16 examples" in advice(planned)

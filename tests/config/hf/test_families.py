@@ -113,12 +113,6 @@ def test_rotary_positions_of_the_wrong_kind_are_refused(kind):
             )
 
 
-def test_every_problem_is_named_at_once():
-    with pytest.raises(UserError) as refusal:
-        model_keys(LLAMA | {"hidden_size": None, "hidden_act": "tanh", "zeta": 3}, "x")
-    assert len(refusal.value.problems) == 3
-
-
 _WRONG = (
     "x",
     "",
@@ -309,42 +303,31 @@ YARN = {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 64
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "differing"),
+    "same",
     [
-        *(
-            ({}, same, set())
-            for same in (
-                {"layer_pattern": "global, global"},
-                {"query_pre_attn_scalar": 16},
-                {"base_moe_mlp_dim": 24},
-                {"initializer_range": 0.5},
-                {"norm_topk_prob": False},
-                {"mla": None},
-            )
-        ),
-        (
-            {"rope_scaling": YARN},
-            {"rope_scaling": {**YARN, "beta_fast": 32, "truncate": True}},
-            set(),
-        ),
-        *(
-            ({}, other, set(other))
-            for other in (
-                {"layer_pattern": "global,local"},
-                {"query_pre_attn_scalar": 15},
-                {"num_experts": 2},
-                {"qk_norm": "head"},
-                {"rope_scaling": RopeScaling("linear", 2.0)},
-            )
-        ),
+        {"layer_pattern": "global, global"},
+        {"query_pre_attn_scalar": 16},
+        {"base_moe_mlp_dim": 24},
+        {"initializer_range": 0.5},
+        {"norm_topk_prob": False},
+        {"mla": None},
+        {"rope_scaling": {**YARN, "beta_fast": 32, "truncate": True}},
     ],
 )
-def test_keys_that_say_the_same_are_the_same_and_others_are_named(
-    one, other, differing
-):
-    found = set(same_architecture(KEYS | one, KEYS | other))
-    assert differing <= found
-    assert bool(differing) == bool(found)
+def test_keys_that_say_the_same_are_the_same(same):
+    scaled = KEYS | ({"rope_scaling": YARN} if "rope_scaling" in same else {})
+    assert same_architecture(scaled, KEYS | same) == []
+
+
+def test_keys_that_say_something_else_are_named():
+    for key, value in {
+        "layer_pattern": "global,local",
+        "query_pre_attn_scalar": 15,
+        "num_experts": 2,
+        "qk_norm": "head",
+        "rope_scaling": RopeScaling("linear", 2.0),
+    }.items():
+        assert key in same_architecture(KEYS, KEYS | {key: value})
 
 
 # ---- The weights' format -------------------------------------------------------------------------------------------
@@ -365,22 +348,16 @@ def test_quantized_formats_are_read_leave_the_architecture_alone_and_are_not_wri
     assert "quantization_config" not in written(keys, fields)
 
 
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
+def test_the_number_format_of_the_weights():
+    quantized = {"quantization_config": TABLE["quantized"][0]}
+    for fields, expected in (
         ({"dtype": "bfloat16"}, "bfloat16"),
         ({"torch_dtype": "torch.float16"}, "float16"),
-        ({}, "float32"),
-        ({"quantization_config": TABLE["quantized"][0]}, "bfloat16"),
         ({"quantization_config": {}}, "float32"),
-        (
-            {"quantization_config": TABLE["quantized"][0], "torch_dtype": "float16"},
-            "float16",
-        ),
-    ],
-)
-def test_the_number_format_of_the_weights(fields, expected):
-    assert stored_dtype(fields) == expected
+        (quantized, "bfloat16"),
+        (quantized | {"torch_dtype": "float16"}, "float16"),
+    ):
+        assert stored_dtype(fields) == expected
 
 
 # ---- Models of images and text, and models that are not built ------------------------------------------------------
@@ -392,42 +369,27 @@ def test_the_text_part_has_the_fields_of_the_whole_that_are_not_about_images():
         "vision_config": {"hidden_size": 9},
         "mm_tokens_per_image": 256,
         "dtype": "bfloat16",
-        "text_config": {
-            "hidden_size": 2560,
-            "sliding_window": None,
-            "vocab_size": None,
-        },
     }
-    text = text_fields(whole)
-    assert (text["model_type"], text["hidden_size"], text["num_attention_heads"]) == (
-        "gemma3_text",
-        2560,
-        8,
-    )
-    assert (text["dtype"], text["sliding_window"], "vision_config" in text) == (
-        "bfloat16",
-        None,
-        False,
-    )
+    inner = {"hidden_size": 2560, "sliding_window": None, "vocab_size": None}
+    text = text_fields(whole | {"text_config": inner})
+    expected = {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "num_attention_heads": 8,
+        "dtype": "bfloat16",
+        "sliding_window": None,
+    }
+    assert {key: text[key] for key in expected} == expected
+    assert "vision_config" not in text
     assert text_fields({"model_type": "llama"}) == {"model_type": "llama"}
-    for outer, inner, tied in (
+    for outer, within, is_tied in (
         ({}, {}, True),
-        ({}, False, False),
-        (False, True, False),
-        (True, {}, True),
+        ({}, {"tie_word_embeddings": False}, False),
+        ({"tie_word_embeddings": False}, {"tie_word_embeddings": True}, False),
+        ({"tie_word_embeddings": True}, {}, True),
     ):
-        stated = [
-            {} if each == {} else {"tie_word_embeddings": each}
-            for each in (outer, inner)
-        ]
-        text = text_fields(
-            {
-                "model_type": "gemma3",
-                "text_config": {"hidden_size": 8, **stated[1]},
-                **stated[0],
-            }
-        )
-        assert text["tie_word_embeddings"] is tied
+        text = text_fields(whole | outer | {"text_config": inner | within})
+        assert text["tie_word_embeddings"] is is_tied
 
 
 def test_what_transformers_does_not_look_for_outside_of_the_text_part_is_refused():
@@ -446,10 +408,9 @@ def test_what_transformers_does_not_look_for_outside_of_the_text_part_is_refused
     }
     with pytest.raises(UserError) as refusal:
         model_keys(whole, "x")
-    assert [problem.partition("=")[0] for problem in refusal.value.problems] == [
-        "x: rope_scaling",
-        "x: mistral3.sliding_window",
-    ]
+    inner, outer = refusal.value.problems
+    assert inner.startswith("x: rope_scaling=")
+    assert outer.startswith("x: mistral3.sliding_window=")
     for wrong in (None, {}, [], {"model_type": "llama"}):
         with pytest.raises(UserError, match="text_config"):
             text_fields({"model_type": "mistral3", "text_config": wrong})
