@@ -186,55 +186,6 @@ def train_in_turn(overrides: Sequence[Sequence[str]], **how: Any) -> list[list[s
     return opened
 
 
-# Commands one after another, each a line of JSON that is answered by one: to import jax takes longer than to find out
-# what is wrong with a config.
-COMMANDS = """
-import contextlib, importlib, io, json, os, sys
-from maxtext_lite.cli import run_command
-answers = os.fdopen(os.dup(1), "w")
-for line in sys.stdin:
-    directory, command, arguments = json.loads(line)
-    os.chdir(directory)
-    printed, errors = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
-        code = run_command(importlib.import_module(f"maxtext_lite.{command}").main, arguments)
-    print(json.dumps([code, printed.getvalue(), errors.getvalue()]), file=answers, flush=True)
-"""
-
-
-@contextlib.contextmanager
-def commands_in_turn(
-    *, devices: int
-) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
-    """A function (directory, command, *arguments) that runs commands in one process, for those that end in no time."""
-    pipe = subprocess.PIPE
-    words = [*quick_python(), "-c", COMMANDS]
-    with subprocess.Popen(
-        words, env=environment(devices), stdin=pipe, stdout=pipe, text=True
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-
-        def run(
-            directory: Path, command: str, *arguments: str
-        ) -> subprocess.CompletedProcess[str]:
-            print(
-                json.dumps([str(directory), command, arguments]),
-                file=process.stdin,
-                flush=True,
-            )
-            answer = process.stdout.readline()
-            assert answer, (
-                f"{command} {arguments} ended the process with {process.wait()}"
-            )
-            return subprocess.CompletedProcess(
-                [command, *arguments], *json.loads(answer)
-            )
-
-        yield run
-        process.stdin.close()
-
-
 # The command `train`, which first leaves its process id in a file named after the process.
 TRAIN = """
 import os, pathlib, runpy, sys

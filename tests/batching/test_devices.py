@@ -103,31 +103,3 @@ def test_each_resource_takes_its_time_and_the_slowest_bounds_mfu():
     assert found.mfu_of(1.0) == 1.0  # a time without some of the work
     assert roofline(TOY, **AMOUNTS | {"sent_bytes": 100.0}).bound == ("links", 10.0)
     assert roofline(TOY, **AMOUNTS | {"memory_bytes": 1000.0}).bound == ("memory", 20.0)
-
-
-@pytest.mark.parametrize(
-    ("operands", "seconds"), [("s8", 2.0), ("f32", 4.0), ("bf16xs8", 4.0)]
-)
-def test_a_dtype_without_a_peak_counts_as_bfloat16_and_of_two_the_slower(
-    operands, seconds
-):
-    assert (
-        roofline(TOY, **AMOUNTS | {"matmul_flops": {operands: 400.0}}).matmul_seconds
-        == seconds
-    )
-
-
-def test_what_is_not_known_stays_so():
-    found = roofline(None, **AMOUNTS)
-    assert found.matmul_seconds is found.bound is found.most_mfu is None
-    found = roofline(
-        TOY, **AMOUNTS | {"matmul_flops": {"bf16": None}, "sent_bytes": None}
-    )
-    assert (found.matmul_seconds, found.link_seconds, found.bound) == (
-        None,
-        None,
-        ("memory", 2.0),
-    )
-    assert (
-        roofline(TOY, **AMOUNTS | {"dtype": "float32"}).most_mfu is None
-    )  # MFU is absent there in training too

@@ -6,8 +6,7 @@ import pytest
 
 from maxtext_lite import load_config, make_plan
 from maxtext_lite.batching import resumed
-from maxtext_lite.batching.elsewhere import changed_settings, done_in, moved, read_plan
-from maxtext_lite.config import UserError
+from maxtext_lite.batching.elsewhere import changed_settings, moved
 
 STATED = [
     "global_batch_size=48",
@@ -121,14 +120,6 @@ def test_another_training_key_is_another_run_and_another_split_or_path_is_not(
     assert changed or not found.changes
 
 
-@pytest.mark.parametrize("text", [None, "{", "[]", '{"steps": 3}'])
-def test_a_damaged_plan_is_refused(tmp_path, text):
-    if text is not None:
-        (tmp_path / "plan.json").write_text(text)
-    with pytest.raises(UserError, match="--from="):
-        read_plan(tmp_path)
-
-
 def test_a_run_that_goes_on_ends_where_what_is_left_does():
     """64 examples: 8 steps of 4, then 4 steps of 8."""
     keys = [
@@ -152,20 +143,3 @@ def test_a_run_that_goes_on_ends_where_what_is_left_does():
         "total_examples": 64,
         "may_end_before": True,
     }
-
-
-def test_a_run_is_as_far_as_its_newest_checkpoint_that_says_so(tmp_path):
-    assert done_in(tmp_path) == (0, 0)
-    for step, about in (
-        (4, '{"examples_seen": 16}'),
-        (8, '{"examples_seen": 32}'),
-        (9, "{"),
-        (10, "[]"),
-        (12, None),
-    ):
-        (tmp_path / "checkpoints" / str(step) / "about").mkdir(parents=True)
-        if about is not None:
-            (tmp_path / "checkpoints" / str(step) / "about" / "metadata").write_text(
-                about
-            )
-    assert done_in(tmp_path) == (8, 32)

@@ -6,7 +6,6 @@ import pytest
 
 from maxtext_lite.batching.advice import (
     batch_size_advice,
-    laws_beside,
 )
 from maxtext_lite.batching.laws import (
     BATCH_LAWS,
@@ -15,13 +14,11 @@ from maxtext_lite.batching.laws import (
     Interval,
     adam_b2,
     batch_interval,
-    doubling_tokens,
     rate_interval,
     timescale,
     warmup_steps,
     weight_decay,
 )
-from maxtext_lite.config import load_config
 
 MODELS = {"124M": (124e6, 2.5e9), "8B": (8e9, 160e9), "70B": (70e9, 1.4e12)}
 
@@ -70,14 +67,6 @@ def test_batches_and_learning_rates_of_three_models(model):
     ) == pytest.approx((min(rates), max(rates)))
 
 
-def test_only_the_step_law_leaves_the_embeddings_out():
-    with_tables, whole = Budget(8e9, 7e9, 160e9), budget("8B")
-    assert with_tables.flops == whole.flops == 7.68e21
-    assert all(law.tokens(with_tables) == law.tokens(whole) for law in BATCH_LAWS)
-    rates = [law.rate(with_tables) / law.rate(whole) for law in RATE_LAWS]
-    assert rates == pytest.approx([(8 / 7) ** 0.713, 1, 1])
-
-
 def test_kaplans_law_is_of_the_loss():
     assert BATCH_LAWS[-1].tokens(budget("8B", loss=2.3)) == pytest.approx(
         power(2e8, 2.3, -1 / 0.21)
@@ -95,15 +84,6 @@ def test_decays_and_warm_up_follow_from_batch_and_rate():
     # A token for each parameter, or 2,000 steps.
     assert warmup_steps(of, 500_000) == {"OLMo ladder": 2000.0, "DeepSeek": 2000.0}
     assert warmup_steps(budget("70B"), 4e6)["OLMo ladder"] == 70e9 / 4e6
-
-
-@pytest.mark.parametrize("batch", [1e5, 2.66e6, 4e7])
-def test_a_batch_doubles_once_it_is_the_critical_one(batch):
-    start = doubling_tokens(batch)
-    low, high = (Budget(1e9, 1e9, tokens) for tokens in (start.low, start.high))
-    # By the law that allows it first, the critical batch is this one; by the other one at the end.
-    assert batch_interval(low, "critical").high == pytest.approx(batch)
-    assert batch_interval(high, "critical").low == pytest.approx(batch)
 
 
 # ---- A measured noise scale ----------------------------------------------------------------------------------------
@@ -143,10 +123,3 @@ def test_the_advice_is_as_certain_as_the_estimate(noise, error, batch, said, uns
     text = batch_size_advice(noise, error, batch)
     assert all(part in text for part in said), text
     assert unsaid not in text
-
-
-def test_laws_beside_a_noise_scale_count_examples_of_all_their_rows():
-    config = load_config(overrides=["model_name=llama3-8b", "max_target_length=4096"])
-    said = laws_beside(config, 160_000_000_000)
-    assert "299 to 1,415 examples" in said
-    assert "800 to 3,534" in said

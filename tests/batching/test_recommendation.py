@@ -8,11 +8,8 @@ import pytest
 from maxtext_lite.batching import flops_per_example, make_plan
 from maxtext_lite.batching.devices import device_named
 from maxtext_lite.batching.laws import (
-    Budget,
-    Interval,
     batch_interval,
     doubling_tokens,
-    rate_interval,
 )
 from maxtext_lite.batching.recommendation import (
     Machine,
@@ -146,16 +143,3 @@ def test_adamw_ramps_by_doublings_that_plan_and_muon_does_not():
         first.global_batch_to_train, target.global_batch_to_train
     ) == Fraction(1, 2)
     assert first.samples * 4096 == pytest.approx(found.ramp.starts[-1].middle, rel=1e-3)
-
-
-def test_weight_decay_spans_from_the_smallest_batch_at_the_largest_rate_to_the_reverse():
-    config = load_config(overrides=EIGHT_B)
-    budget = Budget(8e9, 8e9, 160e9)
-    found = recommend(config, budget, Machine(64, 1, None))
-    share = 1.084 * 20**-0.527 * 160e9
-    best, rates = batch_interval(budget, "best"), rate_interval(budget)
-    assert found.weight_decay.low == pytest.approx(best.low / rates.high / share)
-    assert found.weight_decay.high == pytest.approx(best.high / rates.low / share)
-    assert found.adam_b2 == Interval(0.95, 0.95)
-    assert found.warmup_steps.low == 2000
-    assert found.warmup_steps.high == pytest.approx(8e9 / best.middle)

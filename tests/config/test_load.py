@@ -163,15 +163,6 @@ def test_what_is_no_config_is_refused_by_its_file_or_key(here, content, named):
     ), problems
 
 
-@pytest.mark.parametrize("name", ["a" * 5000, "a\0b", "\ud800", "x/" * 3000])
-def test_a_name_that_no_file_can_have_is_refused_in_a_line(here, name):
-    for arguments in ((name,), (None, [f"model_name={name}"])):
-        (problem,) = problems_of(*arguments)
-        assert "config file '" in problem or problem.startswith("model_name=")
-        assert len(problem) < 3000
-        assert problem.isprintable()
-
-
 def test_all_problems_are_reported_at_once_and_each_with_the_value_that_suits_the_others(
     here,
 ):

@@ -1,7 +1,6 @@
 """A config comes back from config.yml, a pickle and JSON as it was; files appear only when complete; what is shown."""
 
 import json
-import os
 import pickle
 
 import pytest
@@ -14,13 +13,12 @@ from maxtext_lite.config import (
     UserError,
     describe,
     load_config,
-    whole_file,
     write_resolved,
 )
 from maxtext_lite.config.errors import setting_text
 from maxtext_lite.config.field_types import exact
 from maxtext_lite.config.load import read_config
-from maxtext_lite.config.whole_file import replacing, steps_in, write_whole
+from maxtext_lite.config.whole_file import steps_in, write_whole
 
 RL = "configs/post_train/rl.yml"
 LONGROPE = {
@@ -172,39 +170,6 @@ def test_a_text_or_bytes_take_the_place_and_the_permissions_of_what_was_there(
         write_whole(path, content)
         assert (path.read_bytes(), path.stat().st_mode & 0o777) == (written, mode)
     assert list(tmp_path.iterdir()) == [path]
-
-
-def _fails_halfway(path):
-    with replacing(path) as partial:
-        partial.write_text("half")
-        raise ZeroDivisionError
-
-
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda path: write_whole(path, b"content"),
-        lambda path: write_resolved(load_config(), path),
-        _fails_halfway,
-    ],
-    ids=["file", "config", "block"],
-)
-def test_an_incomplete_write_leaves_what_was_there(tmp_path, monkeypatch, write):
-    """So that a start on a full disk does not make a whole run unusable."""
-
-    def full(_):
-        raise OSError(28, "No space left on device")
-
-    (tmp_path / "a").write_text("before")
-    monkeypatch.setattr(whole_file.os, "fsync", full)
-    with pytest.raises((OSError, ZeroDivisionError)):
-        write(tmp_path / "a")
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
-        "a": "before"
-    }
-    with pytest.raises(FileNotFoundError) as error:
-        write_whole(tmp_path / "no" / "a", "")
-    assert error.value.filename == os.fspath(tmp_path / "no" / "a")
 
 
 def test_steps_are_the_directories_with_their_number_as_name(tmp_path):

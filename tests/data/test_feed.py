@@ -221,26 +221,6 @@ def test_reading_runs_ahead_and_ends_with_the_iterator():
     assert batches(source, plan_for(1, TWO_A_STEP), num_steps=0) == []
 
 
-def test_an_unreadable_row_is_known_two_batches_ahead_and_raised_once():
-    plan = plan_for(1, TWO_A_STEP)
-    with feed(
-        Damaged(100), plan, seed=-1, num_steps=100
-    ) as iterator:  # the fourth step holds example 7
-        assert iterator.first_problem() is None
-        assert [next(iterator).problem for _ in range(3)] == [
-            None,
-            "record 7",
-            "record 7",
-        ]
-        with pytest.raises(UserError, match="record 7"):
-            next(iterator)
-        with pytest.raises(StopIteration):
-            next(iterator)
-    assert [batch.problem for batch in batches(Damaged(100), plan, seed=-1)] == [
-        None
-    ] * 3
-
-
 def test_an_evaluation_continues_without_unreadable_rows():
     found = evaluated(Damaged(20), plan_for(1, "eval_per_device_batch_size=4"), 1)
     assert found[-1].problem == "record 7"

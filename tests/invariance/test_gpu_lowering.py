@@ -205,26 +205,3 @@ def test_a_dense_mask_is_found_where_it_is_asked_for(monkeypatch):
         "__cudnn$fmhaScaleBiasSoftmaxBackward",
     } <= kernels(text).keys()
     assert any(dims.endswith(f"{T}x{T}x") for dims in squares(text, T))
-
-
-def test_a_sum_in_no_fixed_order_is_found():
-    """The gradient of rows as jax takes it, beside those of the models."""
-    rows = jax.grad(lambda table, index: jnp.sum(table[index] ** 2))
-    traced = jax.jit(rows).trace(jnp.ones((7, 4)), jnp.zeros(30, jnp.int32))
-    assert unordered_sums(traced.lower(lowering_platforms=("cuda",)).as_text()) == [
-        "tensor<7x4xf32>"
-    ]
-
-
-def test_the_checker_finds_a_planted_square_and_takes_no_long_row_for_one():
-    row = jnp.ones((4, T), jnp.bfloat16)
-    planted = (
-        jax.jit(lambda x: (x[:, :, None] * x[:, None, :]).sum()).lower(row).as_text()
-    )
-    assert squares(planted, T).keys() == {f"4x{T}x{T}x"}
-    assert (
-        squares(
-            jax.jit(lambda x: x @ jnp.ones((T, T - 1), x.dtype)).lower(row).as_text(), T
-        )
-        == {}
-    )

@@ -9,7 +9,6 @@ from flax import nnx
 from maxtext_lite.models.ops import (
     layer_norm,
     mlp_hidden,
-    product,
     project,
     rms_norm,
     rotate,
@@ -183,24 +182,3 @@ def test_bfloat16_in_bfloat16_out():
         np.testing.assert_allclose(
             np.float32(got), want, rtol=0.02, atol=0.02, err_msg=name
         )
-
-
-@pytest.mark.parametrize(
-    ("platform", "result"),
-    [
-        ("tpu", "f32"),
-        ("cuda", "bf16"),
-    ],
-)
-def test_a_gpus_matmul_writes_the_dtype_and_others_cast(platform, result):
-    arrays = [
-        jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2, 8, 64), (64, 32))
-    ]
-    traced = jax.jit(
-        lambda x, weight: product("BTi,io->BTo", x, weight, "embed")
-    ).trace(*arrays)
-    text = traced.lower(lowering_platforms=(platform,)).as_text()
-    assert [
-        line.rpartition("x")[2] for line in text.splitlines() if "dot_general" in line
-    ] == [f"{result}>"]
-    assert traced.out_info.dtype == jnp.bfloat16

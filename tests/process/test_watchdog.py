@@ -152,19 +152,6 @@ def test_the_first_evaluation_has_four_times_the_limit_also_after_its_first_batc
     assert_limit(one, limit, "evaluation")
 
 
-def test_where_the_store_does_not_answer_process_0_is_named(run):
-    three = run()
-    three.passes(2)
-    for store in three.stores:
-        store.is_gone = True
-    three.passes(290)
-    assert three.found()[1:] == [None, None]
-    three.passes(20)
-    three.stopped.add(0)
-    (text,) = three.texts()
-    assert text.startswith("process 0 (coordinator) on ")
-
-
 def test_after_a_failed_collective_the_lost_are_found_within_the_grace_or_the_error_goes_on(
     run,
 ):

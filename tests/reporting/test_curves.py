@@ -1,8 +1,8 @@
 import pytest
 
-from maxtext_lite.reporting.curves import make_board, make_buckets
+from maxtext_lite.reporting.curves import make_board
 from maxtext_lite.reporting.run_data import read_runs
-from tests.run_directories import eval_line, step_line, write_metrics
+from tests.run_directories import step_line, write_metrics
 
 
 def board_of(tmp_path, *runs):
@@ -19,15 +19,6 @@ def board_of(tmp_path, *runs):
 def chart(board, title):
     (found,) = [chart for chart in board["charts"] if chart["title"] == title]
     return found
-
-
-@pytest.mark.parametrize(("num_rows", "most"), [(0, 5), (5, 5), (17, 5), (999, 500)])
-def test_buckets_cover_every_row_once_and_are_equal_but_for_one(num_rows, most):
-    buckets = make_buckets(num_rows, most)
-    assert [row for bucket in buckets for row in bucket] == list(range(num_rows))
-    assert len(buckets) == min(num_rows, most)
-    sizes = {len(bucket) for bucket in buckets}
-    assert len(sizes) == 0 or max(sizes) - min(sizes) <= 1
 
 
 @pytest.mark.parametrize(
@@ -47,22 +38,6 @@ def test_buckets_cover_every_row_once_and_are_equal_but_for_one(num_rows, most):
 def test_charts_are_of_metrics_that_have_a_value(tmp_path, changed, expected):
     board = board_of(tmp_path, [step_line(1, **changed), step_line(2, **changed)])
     assert [one["title"] for one in board["charts"]][:3] == expected
-
-
-def test_metrics_by_source_have_a_line_for_each(tmp_path):
-    lines = [
-        step_line(1, source_epochs={"web": 0.25}),
-        step_line(2, source_epochs={"web": 0.5, "new": 0.25}),
-        eval_line(2, 2.5) | {"eval_losses": {"web": 3.0, "c/d": None}},
-    ]
-    lines[-1]["source_token_shares"] = {"web": 0.75, "c/d": 0.25}
-    found = {
-        one["title"]: {line["label"]: line["mean"] for line in one["lines"]}
-        for one in board_of(tmp_path, lines)["charts"]
-    }
-    assert found["Epochs by source"] == {"web": [0.25, 0.5], "new": [None, 0.25]}
-    assert found["Held-out loss by source"] == {"web": [3.0]}
-    assert found["Target tokens by source"] == {"web": [0.75], "c/d": [0.25]}
 
 
 def test_a_long_run_is_downsampled_to_500_buckets_that_keep_a_spike(tmp_path):
@@ -95,19 +70,6 @@ def test_stages_are_marked_where_the_batch_size_changes(tmp_path):
     ]
     at = {"step": 3, "examples_seen": 24, "tokens_seen": 2400}
     assert marks[0]["at"] == at
-
-
-def test_skipped_steps_of_one_bucket_are_one_mark_that_counts_them(tmp_path):
-    lines = [
-        step_line(step, skipped=step in (9, 11, 12, 1500)) for step in range(1, 2001)
-    ]
-    board = board_of(tmp_path, lines)
-    assert [
-        (mark["kind"], mark["at"]["step"], mark["title"]) for mark in board["marks"]
-    ] == [
-        ("skip", 11, "3 skipped: step 9, 11, 12"),
-        ("skip", 1500, "1 skipped: step 1500"),
-    ]
 
 
 def test_the_noise_scale_has_a_band_of_one_standard_error_or_its_interval_which_may_have_no_end(

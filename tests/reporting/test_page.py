@@ -208,27 +208,6 @@ def test_a_run_that_has_hardly_begun_has_a_page(tmp_path):
     page_of(*begun, write_run(tmp_path / "other", run_lines(), []))
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        {
-            "rampup": {"stages": [3, {}]},
-            "mesh": 3,
-            "loading_hosts": ["x"],
-            "memory": 1,
-            "steps": "x",
-            "warnings": "w",
-        },
-        {"data": [3, {"name": 4, "lengths": ["x", -1]}], "mixture": {"name": "x"}},
-    ],
-)
-def test_a_plan_that_is_not_as_expected_is_shown_as_far_as_it_goes(tmp_path, plan):
-    directory = write_metrics(tmp_path / "r", run_lines())
-    (directory / "plan.json").write_text(json.dumps(plan))
-    assert "12" in page_of(directory).text
-    page_of(directory, write_run(tmp_path / "other", run_lines(), []))
-
-
 def test_the_timeline_has_a_bar_as_long_as_each_phase_in_the_line_of_its_kind(tmp_path):
     directory = write_metrics(tmp_path / "rl", [step_line(7, reward=0.5)])
     phases = [

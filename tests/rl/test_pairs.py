@@ -12,7 +12,6 @@ from maxtext_lite.rl.held_out import held_out_record, pass_at_k
 from maxtext_lite.rl.pairs import Chunk, Sampled, batch_record, responses_hash
 from maxtext_lite.rl.rewards import Scores
 from maxtext_lite.rl.rollout import Response
-from maxtext_lite.rl.timeline import busy_seconds, shared_seconds
 
 
 def test_advantages_are_rewards_less_their_groups_mean_over_its_sample_deviation():
@@ -120,10 +119,3 @@ def test_an_evaluation_counts_as_correct_what_the_first_function_does():
         "eval_response_tokens": 2.0,
         "eval_reward_errors": 2,
     }
-
-
-def test_seconds_of_phases_and_their_overlap_count_once():
-    assert busy_seconds([(3, 4), (0, 1), (0.5, 2), (2, 2.5)]) == 3.5
-    rollout, train = [(0, 2), (2, 4)], [(1, 3), (2.5, 3.5), (6, 7)]
-    assert shared_seconds(rollout, train) == shared_seconds(train, rollout) == 2.5
-    assert shared_seconds(rollout, []) == 0

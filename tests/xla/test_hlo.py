@@ -189,22 +189,3 @@ IN_A_CHAIN = """HloModule chains, num_partitions=4
 frontend_attributes={chain_id="CHAIN"}, backend_config={"async_collective_fusion_config":{"flag_start":"2"}}
 }
 """
-
-
-def test_gathers_that_share_a_channel_are_told_apart_by_their_chains():
-    """As those that a shard_map asks for by itself."""
-    header, body = IN_A_CHAIN.split("\n\n", 1)
-    names = ("part_a", "part_b", "other")
-    parts = [
-        body.replace("%part", f"%{name}").replace("CHAIN", chain)
-        for name, chain in zip(names, "112", strict=True)
-    ]
-    calls = "\n".join(
-        f"  %f{name} = bf16[16,128] fusion(%x), kind=kOutput, calls=%{name}"
-        for name in names
-    )
-    entry = f"ENTRY %main (x: bf16[8,128]) -> bf16[8,128] {{\n  %x = bf16[8,128] parameter(0)\n{calls}\n"
-    found = collectives(
-        "\n\n".join([header, *parts, entry + "  ROOT %r = bf16[8,128] copy(%x)\n}\n"])
-    )
-    assert [(each.kind, each.is_async) for each in found] == [("all-gather", True)] * 2

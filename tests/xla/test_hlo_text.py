@@ -107,18 +107,6 @@ def test_trips_that_xla_noted_win_and_a_loop_that_counts_in_another_way_is_unkno
     assert parse(known, not_run="spare").runs["body"].times == 5
 
 
-def test_a_counter_may_be_copied_and_begin_elsewhere():
-    copied = MODULE.replace("tuple(%next,", "tuple(%copied,").replace(
-        "  ROOT %t =", "  %copied = s32[]{:T(128)} copy(%next)\n  ROOT %t ="
-    )
-    assert parse(copied).runs["body"].times == 6
-    begun = copied.replace("while(%x)", "while(%state)").replace(
-        "  %while.1 =",
-        "  %five = s32[] constant(5)\n  %state = (s32[], bf16[8,128]) tuple(%five, %x)\n  %while.1 =",
-    )
-    assert parse(begun).runs["body"].times == 4  # 5, 7, 9, 11
-
-
 @pytest.mark.parametrize(
     ("text", "size"),
     [

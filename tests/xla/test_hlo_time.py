@@ -54,38 +54,6 @@ def test_what_runs_beside_is_hidden_and_what_is_awaited_early_is_not():
     )
 
 
-def test_loops_wait_for_their_own_and_branches_take_the_longest():
-    body = [
-        "%body (x: f32[4]) -> f32[4] {",
-        "  %x = f32[4]{0} parameter(0)",
-        f"  %g = {GATHER.replace('%p', '%x')}",
-        "  %a = f32[4] add(%x, %x)",
-        "  ROOT %d = f32[8] all-gather-done(%g)",
-        "}",
-        "%test (y: f32[4]) -> pred[] {",
-        "  %y = f32[4]{0} parameter(0)",
-        "  ROOT %t = pred[] constant(true)",
-        "}",
-    ]
-    loop = '%l = f32[4] while(%p), condition=%test, body=%body, backend_config={"known_trip_count":{"n":"3"}}'
-    assert seconds([loop], *body) == 3 * 7
-    branches = [
-        "%one (x: f32[4]) -> f32[4] {",
-        "  %x1 = f32[4]{0} parameter(0)",
-        "  ROOT %a1 = f32[4] add(%x1, %x1)",
-        "}",
-        "%two (x: f32[4]) -> f32[4] {",
-        "  %x2 = f32[4]{0} parameter(0)",
-        '  ROOT %w2 = f32[4] custom-call(%x2), custom_call_target="kernel"',
-        "}",
-    ]
-    choice = (
-        "%i = s32[] constant(0)",
-        "%k = f32[4] conditional(%i, %p, %p), branch_computations={%one, %two}",
-    )
-    assert seconds([*choice], *branches) == 10
-
-
 @pytest.mark.parametrize(("parts", "want"), [(1, 7), (3, 3 * 5)])
 def test_the_parts_of_a_tpus_gather_run_beside_their_fusions(parts, want):
     """The gather is awaited by the last fusion that contains a part of it."""

@@ -7,7 +7,6 @@ import pytest
 
 from maxtext_lite.xla.hlo_text import parse
 from maxtext_lite.xla.hlo_work import KernelCalls, work
-from maxtext_lite.xla.program_memory import ProgramMemory
 
 TRIPS = 5
 ONE = 2 * 8 * 16 * 16  # of [8, 16] times [16, 16]
@@ -180,40 +179,3 @@ def test_cublas_calls_are_matmuls_and_other_calls_are_kernels_by_their_scope_or_
         "mosaic_gpu_v2",
         "tokamax_mosaic",
     ]
-
-
-BESIDE_A_GATHER = """HloModule beside, num_partitions=2
-
-%both (a: f32[8,64], p: bf16[32,64], whole: bf16[64,64]) -> (f32[8,64], bf16[32,64], bf16[64,64], bf16[64,64]) {
-  %a = f32[8,64]{1,0} parameter(0)
-  %p = bf16[32,64]{1,0} parameter(1)
-  %whole = bf16[64,64]{1,0} parameter(2)
-  %twice = f32[8,64]{1,0} add(%a, %a)
-  %gather = bf16[64,64]{1,0} all-gather(%p), channel_id=1, replica_groups={{0,1}}, dimensions={0}
-  ROOT %t = (f32[8,64]{1,0}, bf16[32,64]{1,0}, bf16[64,64]{1,0}, bf16[64,64]{1,0}) tuple(%twice, %p, %whole, %gather)
-}
-
-ENTRY %main (a: f32[8,64], p: bf16[32,64], whole: bf16[64,64]) -> f32[8,64] {
-  %a = f32[8,64]{1,0} parameter(0)
-  %p = bf16[32,64]{1,0} parameter(1)
-  %whole = bf16[64,64]{1,0} parameter(2)
-  %f = (f32[8,64]{1,0}, bf16[32,64]{1,0}, bf16[64,64]{1,0}, bf16[64,64]{1,0}) fusion(%a, %p, %whole), kind=kLoop, \
-calls=%both
-  ROOT %r = f32[8,64]{1,0} get-tuple-element(%f), index=0
-}
-"""
-
-
-def test_the_buffers_of_a_gather_that_runs_beside_a_fusion_only_pass_through_it():
-    assert work(parse(BESIDE_A_GATHER)).memory_bytes == 2 * 8 * 64 * 4
-
-
-def test_what_a_program_holds_is_counted_as_its_arrays_are():
-    x, y = np.zeros(1000, np.float32), np.zeros(10, np.float32)
-    compiled = (
-        jax.jit(lambda x, y: (x + 1, y.sum()), donate_argnums=0).lower(x, y).compile()
-    )
-    found = ProgramMemory.of(compiled)
-    assert (found.arguments, found.aliased) == (4040, 4000)
-    assert found.outputs >= 4004  # and the table of a tuple
-    assert found.total == 40 + found.outputs + found.temporaries + found.generated_code
