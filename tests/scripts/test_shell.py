@@ -1,7 +1,6 @@
 """The shell scripts, tried on stand-ins for Python in a copy of the checkout; of the launchers, what they would run."""
 
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -131,20 +130,6 @@ def test_the_exit_code_of_training_is_that_of_the_script_and_nothing_is_sampled(
     assert not any("generate" in call for call in checkout.calls())
 
 
-def test_the_run_to_sample_is_read_from_all_that_train_takes(monkeypatch, capsys):
-    code = re.search(
-        r" -c '\n(.*?)\n' ", (REPOSITORY / "scripts/train.sh").read_text(), re.DOTALL
-    )
-    for words in (
-        ["run_name=g", "--device-memory-gb", "4"],
-        ["data_only=true"],
-        ["enable_checkpointing=false"],
-    ):
-        monkeypatch.setattr("sys.argv", ["-c", "configs/base.yml", *words])
-        exec(code[1], {})
-    assert capsys.readouterr().out == "runs/g\n\n\n"
-
-
 @pytest.mark.parametrize(
     ("name", "whole_group"),
     [("TERM", False), ("INT", True)],
@@ -172,20 +157,6 @@ def test_a_signal_reaches_training_once_and_its_exit_code_comes_back(
     assert not any("generate" in call for call in checkout.calls())
 
 
-@pytest.mark.parametrize(
-    ("answers", "exit_code"),
-    [({"pyright": "exit 1"}, 1), ({"pytest": "exit 5"}, 5)],
-)
-def test_ci_checks_the_source_before_the_tests(checkout, answers, exit_code):
-    for name, text in answers.items():
-        checkout.answer(name, text)
-    assert checkout.run(".ci/run")[0] == exit_code
-    calls = [call for call in checkout.calls() if not is_install(call)]
-    checks = ["ruff check", "ruff format --check", "pyright", "check.sh", "audit.py"]
-    checks += ["-m pytest "] * (exit_code != 1)
-    assert all(check in call for check, call in zip(checks, calls, strict=True))
-
-
 def test_a_dry_run_on_tpu_vms_prints_commands_and_runs_none(checkout):
     """Those of `up` stand in docs/launching.md."""
     checkout.answer("gcloud", "#!/usr/bin/env bash\necho called\n")
@@ -202,16 +173,3 @@ def test_a_dry_run_on_tpu_vms_prints_commands_and_runs_none(checkout):
     wrong = ("up", "--name", "My TPU", "--dry-run")
     assert checkout.run("scripts/tpu_vm.sh", *wrong)[0] == 2
     assert checkout.run("scripts/slurm.sbatch", "steps=3")[0] == 2  # this is no job
-
-
-def test_a_worker_of_a_tpu_installs_trains_in_the_background_and_says_what_came_of_it(
-    checkout,
-):
-    worker = "scripts/tpu_worker.sh"
-    checkout.answer("maxtext_lite.train", "exit 3")
-    assert checkout.run(worker, "install")[0] == 0
-    assert checkout.calls()[0].endswith("[tpu]")
-    assert checkout.run(worker, "start", "maxtext_lite.train", "run_name=x y")[0] == 0
-    assert "run=3\n" in checkout.run(worker, "result", "60")[1]
-    assert checkout.calls() == ["-m maxtext_lite.train run_name=x y"]
-    assert checkout.run(worker, "stat")[0] == 2

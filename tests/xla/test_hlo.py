@@ -179,13 +179,3 @@ def test_what_accelerators_write_is_read_too():
 @pytest.mark.fast
 def test_groups_are_read_in_every_notation(text, groups):
     assert device_groups(text) == groups
-
-
-IN_A_CHAIN = """HloModule chains, num_partitions=4
-
-%part (p: bf16[8,128]) -> bf16[16,128] {
-  %p = bf16[8,128] parameter(0)
-  ROOT %gather = bf16[16,128]{1,0} all-gather(%p), channel_id=1, replica_groups={{0,1},{2,3}}, dimensions={0}, \
-frontend_attributes={chain_id="CHAIN"}, backend_config={"async_collective_fusion_config":{"flag_start":"2"}}
-}
-"""
