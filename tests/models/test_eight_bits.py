@@ -189,19 +189,20 @@ def test_experts_with_and_without_a_capacity_round_to_the_same_on_a_mesh():
     With fp8 dW is in the activations' dtype in both, and all gradients agree.
     """
     E, J, F = 4, 2, 8
-    x, g = (RNG.normal(size=(B, T, D)).astype(np.float32) for _ in range(2))
+    rng = np.random.default_rng(0)
+    x, g = (rng.normal(size=(B, T, D)).astype(np.float32) for _ in range(2))
     weights = ExpertWeights(
         *(
-            RNG.normal(size=s).astype(np.float32)
+            rng.normal(size=s).astype(np.float32)
             for s in ((E, D, F), (E, D, F), (E, F, D))
         )
     )
     expert = (
-        np.stack([RNG.permutation(E)[:J] for _ in range(B * T)])
+        np.stack([rng.permutation(E)[:J] for _ in range(B * T)])
         .reshape(B, T, J)
         .astype(np.int32)
     )
-    share = RNG.uniform(size=(B, T, J)).astype(np.float32)
+    share = rng.uniform(size=(B, T, J)).astype(np.float32)
 
     def run(*, with_slots):
         shape = ExpertShape(E, J, F, quantization="fp8", capacity_factor=Fraction(100))
@@ -226,4 +227,5 @@ def test_experts_with_and_without_a_capacity_round_to_the_same_on_a_mesh():
     slots = run(with_slots=True)
     assert_close(run(with_slots=False), slots, 1e-5)
     plain = exact.experts(x, expert, share, weights.arrays(), g)[0]
-    assert 1e-3 < np.abs(plain - slots[0]).max() / np.abs(plain).max() < 0.05
+    # Three products of numbers rounded to 1/16: 4 to 6 % of the norm for six draws.
+    assert 0.02 < np.linalg.norm(plain - slots[0]) / np.linalg.norm(plain) < 0.1
