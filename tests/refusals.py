@@ -6,13 +6,27 @@ from typing import get_args
 from maxtext_lite.config import KEYS, RL_KEYS, RLRunConfig
 
 RL_FILE = "configs/post_train/rl.yml"
-_NUMBERS = "0 -1 2 7 1e20 -1e20 1000000000000000000 9223372036854775808"
-_MORE = "1e308 5e-324 1e400 .nan -.inf -0.0 0.333333333333333333 1e-300 1/3 1/0 99999999999999999999/3"
-_LAST = "'unclosed a=b ../.. 2147483647 1000000007 0.25"
 EXTREME = (
-    *_NUMBERS.split(),
+    "0",
+    "-1",
+    "2",
+    "7",
+    "1e20",
+    "-1e20",
+    "1000000000000000000",
+    "9223372036854775808",
     str(10**400),
-    *_MORE.split(),
+    "1e308",
+    "5e-324",
+    "1e400",
+    ".nan",
+    "-.inf",
+    "-0.0",
+    "0.333333333333333333",
+    "1e-300",
+    "1/3",
+    "1/0",
+    "99999999999999999999/3",
     "0x" + "f" * 4000,
     "1" * 5000,
     "a" * 5000,
@@ -31,7 +45,12 @@ EXTREME = (
     "&a [*a]",
     "!!python/object:os.system x",
     "[" * 60,
-    *_LAST.split(),
+    "'unclosed",
+    "a=b",
+    "../..",
+    "2147483647",
+    "1000000007",
+    "0.25",
 )
 """Values of a command line: numbers beyond every bound, texts that are no text, YAML that is none."""
 

@@ -227,5 +227,5 @@ def test_experts_with_and_without_a_capacity_round_to_the_same_on_a_mesh():
     slots = run(with_slots=True)
     assert_close(run(with_slots=False), slots, 1e-5)
     plain = exact.experts(x, expert, share, weights.arrays(), g)[0]
-    # Three products of numbers rounded to 1/16: 4 to 6 % of the norm for six draws.
-    assert 0.02 < np.linalg.norm(plain - slots[0]) / np.linalg.norm(plain) < 0.1
+    # Of numbers rounded to 1/16, 4 to 6 % for six draws; rounded to 1/8, it would be twice as much.
+    assert 0.03 < np.linalg.norm(plain - slots[0]) / np.linalg.norm(plain) < 0.08

@@ -3,14 +3,12 @@
 Its steps, however they are split: tests/invariance/test_matrix.py.
 """
 
-import math
-
 import jax.numpy as jnp
 import pytest
 
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.training import train
-from maxtext_lite.training.custom_loss import WEIGHT, custom_loss
+from maxtext_lite.training.custom_loss import WEIGHT, CustomLoss, custom_loss
 from tests.training.conftest import TINY, lines_of
 
 
@@ -32,6 +30,11 @@ REFUSED = {
         jnp.sum(p.hidden()[:1] * p.hidden()),
         jnp.sum(rows["weights"]),
     ),
+    "a constant weight": lambda p, rows: (
+        jnp.sum(p.nll() * rows["weights"]),
+        jnp.float32(4),
+    ),
+    "padding counted": lambda p, rows: (jnp.sum(p.nll()), jnp.sum(rows["weights"])),
     "empty rows weighed": lambda p, rows: (
         jnp.sum(p.nll() * rows["weights"]),
         1.0 * rows["weights"].size,
@@ -40,9 +43,15 @@ REFUSED = {
         jnp.sum(p.nll() * rows["weights"]),
         jnp.sum(rows["weights"] * p.nll()),
     ),
+    "no weight": lambda p, rows: jnp.sum(p.nll() * rows["weights"]),
+    "an array": lambda p, rows: (p.nll() * rows["weights"], jnp.sum(rows["weights"])),
     "not a number": lambda p, rows: (
         jnp.sum(p.nll()) * jnp.nan,
         jnp.sum(rows["weights"]),
+    ),
+    "nothing weighs": lambda p, rows: (
+        jnp.sum(p.nll() * rows["weights"]),
+        jnp.float32(0),
     ),
 }
 
@@ -57,24 +66,66 @@ def test_what_is_no_sum_over_rows_is_refused(why):
 def test_a_z_loss_of_the_config_is_refused_and_sums_are_taken():
     with pytest.raises(UserError, match=r"z_loss_multiplier=0\.001"):
         custom_loss(next_token, **ABOUT, z_loss_multiplier=1e-3)
-
-
-def half(predictions, rows):
-    return jnp.sum(rows["weights"] * predictions.nll()), 0.5 * jnp.sum(
-        rows["weights"] > 0
+    taken = custom_loss(
+        lambda p, rows: (jnp.sum(rows["price"]), jnp.sum(rows["price"])),
+        **ABOUT,
+        z_loss_multiplier=0.0,
     )
+    assert isinstance(taken, CustomLoss)
+
+
+def in_thousandths(predictions, rows):
+    """The loss of pre-training with weights so small that those of a whole step are less than 1."""
+    weights = rows["weights"]
+    return jnp.sum(weights * predictions.nll()), 1e-3 * jnp.sum(weights > 0)
 
 
 def test_a_run_counts_weights_in_part_and_evaluates_by_the_loss(tmp_path):
-    """Half the weight is twice the loss, which at first is that of a model that knows nothing of 264 tokens."""
-    keys = "dataset_type=synthetic steps=2 eval_interval=2 eval_steps=1 enable_checkpointing=false optimizer=sgd"
-    words = [*TINY, *keys.split(), f"base_output_directory={tmp_path}"]
-    result = train(load_config(None, words), objective=half)
-    first, _, evaluation = lines_of(result.run_directory)
-    assert first[WEIGHT] == first["target_tokens"] / 2
-    assert first["loss"] == pytest.approx(2 * math.log(264), rel=0.02)
-    assert evaluation["eval_loss_weight"] == evaluation["eval_target_tokens"] / 2
-    assert evaluation["eval_loss"] == pytest.approx(2 * math.log(264), rel=0.02)
+    """A thousandth of the weight is a thousand times the loss, in steps and evaluations, with local updates too."""
+    common = [
+        *TINY,
+        "dataset_type=synthetic",
+        "steps=1",
+        "per_device_batch_size=1",
+        "eval_interval=1",
+        "eval_steps=1",
+        "enable_checkpointing=false",
+        "optimizer=sgd",
+        "learning_rate=0",
+        "warmup_steps=0",
+        f"base_output_directory={tmp_path}",
+    ]
+
+    def records(name, *keys, **own):
+        config = load_config(None, [*common, f"run_name={name}", *keys])
+        return lines_of(train(config, **own).run_directory)
+
+    step, evaluation = records("config")
+    replicas = (
+        "enable_diloco=true",
+        "ici_data_parallelism=2",
+        "ici_fsdp_parallelism=4",
+    )
+    for name, keys in (("own", ()), ("replicas", replicas)):
+        got, scored = records(name, *keys, objective=in_thousandths)
+        assert got["loss"] == pytest.approx(1000 * step["loss"], rel=1e-5)
+        assert got["grad_norm"] == pytest.approx(1000 * step["grad_norm"], rel=1e-4)
+        assert got[WEIGHT] == pytest.approx(step["target_tokens"] / 1000)
+        assert got[WEIGHT] < 1
+        assert scored["eval_loss"] == pytest.approx(
+            1000 * evaluation["eval_loss"], rel=1e-5
+        )
+        assert scored["eval_loss_weight"] == pytest.approx(
+            evaluation["eval_target_tokens"] / 1000
+        )
+
+
+def test_pairs_have_an_objective_of_their_own(tmp_path):
+    config = load_config(
+        None, [*TINY, "dataset_type=dpo", f"base_output_directory={tmp_path}"]
+    )
+    with pytest.raises(UserError, match="dataset_type=dpo"):
+        train(config, objective=next_token)
 
 
 def test_examples_of_a_program_cannot_be_balanced(tmp_path):

@@ -1,41 +1,63 @@
-"""Splits agree with the whole; other numbers, failed runs and impossible splits get verdicts of their own.
+"""Splits agree with the whole; a planted bug, failed runs and impossible splits get verdicts of their own.
 
 Bugs of every kind are planted by tests/mutants.
 """
 
 import json
+from unittest import mock
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+from maxtext_lite.config import UserError
 from maxtext_lite.training import equivalence
 from maxtext_lite.training.equivalence import verdicts
+from maxtext_lite.training.gradients import GradientLoop
 from maxtext_lite.training.shrunk import Split
 
 WAYS = {
     "fsdp 4 x data 2": {"ici_fsdp_parallelism": 4, "ici_data_parallelism": 2},
-    "other rows": {
-        "ici_fsdp_parallelism": 4,
-        "ici_data_parallelism": 2,
-        "data_shuffle_seed": 1,
-    },
+    "lost reduction": {"ici_fsdp_parallelism": 4, "ici_data_parallelism": 2},
     "no data": {"ici_fsdp_parallelism": 8, "dataset_path": "nowhere.txt"},
     "seven shards": {"ici_fsdp_parallelism": 7},
 }
+TRAIN_ALL = equivalence._train_all
 
 
-def test_a_split_agrees_and_another_run_does_not(monkeypatch, tmp_path):
+def train_all(path, runs, directory):
+    """`equivalence._train_all`; in the second split's run a replica's gradients are taken for those of all."""
+    total = GradientLoop.total
+
+    def first_alone(self, sums, **how):
+        own = jax.tree.map(
+            lambda g_R: jnp.broadcast_to(g_R[:1], g_R.shape), sums.gradients
+        )
+        return total(self, sums._replace(gradients=own), **how)
+
+    for run in runs:
+        with mock.patch.object(
+            GradientLoop, "total", first_alone if run[0] == "2" else total
+        ):
+            TRAIN_ALL(path, [run], directory)
+
+
+def test_a_split_agrees_and_a_bug_does_not(monkeypatch, tmp_path):
+    monkeypatch.setattr(equivalence, "_train_all", train_all)
     monkeypatch.setattr(
         equivalence,
         "splits",
         lambda config: [Split(name, keys) for name, keys in WAYS.items()],
     )
-    split, other, missing, refused = verdicts(
-        None, ["base_num_decoder_layers=1"], tmp_path
+    split, lost, missing, refused = verdicts(
+        None, ["base_num_decoder_layers=2"], tmp_path
     )
     assert (split.agrees, split.refused, split.optimizer) == (True, "", "sgd")
     assert max(split.loss, split.parameters) < 1e-6
-    assert not other.agrees
-    assert other.difference.startswith("step 1: ")
+    assert not lost.agrees
+    assert lost.difference.startswith(
+        "step 1: grad_norm "
+    )  # as the loss of step 1 is right
     assert missing.difference.startswith("it does not run: UserError: dataset_path=")
     assert not missing.agrees
     assert refused.agrees  # nothing ran
@@ -56,7 +78,10 @@ def _runs(directory, *losses):
 @pytest.mark.parametrize(
     ("whole", "split", "difference", "loss"),
     [
+        ((2.0, None), (2.0, None), "", 0),  # skipped for a loss that is not finite
+        ((2.0, 0.0), (2.0, 0.0), "", 0),  # without targets
         ((2.0, 0.0), (2.0, 0.5), "step 2: loss 0.0 and 0.5", 0.5),
+        ((2.0, 1.0), (2.0, None), "step 2: loss 1.0 and None", 0),
         ((2.0, 1.0, 1.0), (2.0, 1.0), "the run ends after step 2, not 3", 0),
     ],
 )
@@ -65,3 +90,22 @@ def test_losses_that_have_no_relative_difference_get_a_verdict(
 ):
     found = _runs(tmp_path, whole, split)
     assert (found.difference, found.loss) == (difference, loss)
+
+
+def test_a_config_that_does_not_run_whole_is_refused_with_the_reason(
+    tmp_path, monkeypatch
+):
+    def fail(devices, path, runs, directory):
+        for name, *_ in runs:
+            (directory / name).mkdir(parents=True)
+            (directory / name / "failed.txt").write_text(
+                "ValueError: its reason\nand more"
+            )
+
+    monkeypatch.setattr(equivalence, "_run_on", fail)
+    with pytest.raises(UserError) as refused:
+        next(verdicts(None, [], tmp_path))
+    assert (
+        str(refused.value)
+        == "the shrunk config does not run with its batch whole: ValueError: its reason"
+    )
