@@ -1,24 +1,103 @@
-"""The loss of pairs is the published one, and their scores are evaluated by it.
+"""The losses of SFT and of pairs are those of transformers and of the published formula.
 
 Their steps, however split: tests/invariance/test_matrix.py.
 """
+
+import json
 
 import jax
 import numpy as np
 import pytest
 
-from maxtext_lite.parallel import (
-    sharding,
-)
+from maxtext_lite.config.hf.model_directory import hf_config
+from maxtext_lite.data import open_sources
+from maxtext_lite.hf import load_hf_parameters
+from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding, tree_shardings
+from maxtext_lite.training.gradients import GradientLoop
 from maxtext_lite.training.objective import objective_of
-from maxtext_lite.training.preference import (
-    pair_losses,
-    pairs_of,
-    segment_sums,
-)
+from maxtext_lite.training.optimizer import make_optimizer
+from maxtext_lite.training.preference import pair_losses, pairs_of, segment_sums
+from maxtext_lite.training.state import StepParts, make_decoder
 from maxtext_lite.training.step import EVAL_BATCH_AXES, make_eval_step
+from tests import hf_models
 from tests.gpu import unordered_sums
 from tests.training.conftest import LENGTH
+
+torch = pytest.importorskip("torch")
+
+ANSWERS = {"!$": "AB", "*": "C#D", "!+!": "E", "##$%": "FGHIJ", "!": "K", "+*!": "BAD"}
+"""Prompts and completions of bytes below 96, which the tiny models of transformers know."""
+
+
+def test_loss_and_gradient_of_answers_are_those_of_transformers(tmp_path, monkeypatch):
+    """One conversation at a time, all that is no answer at -100: the mean over the answers' tokens of all."""
+    model = hf_models.model("llama")
+    model.zero_grad()
+    total, count = 0.0, 0
+    for prompt, completion in ANSWERS.items():
+        answer = [*completion.encode(), 2]
+        ids, labels = [*prompt.encode(), *answer], [-100] * len(prompt) + answer
+        total = (
+            total
+            + len(answer)
+            * model(torch.tensor([ids]), labels=torch.tensor([labels])).loss
+        )
+        count += len(answer)
+    (total / count).backward()
+    want = model.get_input_embeddings().weight.grad.numpy()
+
+    path = tmp_path / "lines.jsonl"
+    lines = [
+        json.dumps({"prompt": prompt, "completion": completion})
+        for prompt, completion in ANSWERS.items()
+    ]
+    path.write_text("\n".join(lines))
+    directory = hf_models.save("llama", tmp_path / "hf")
+    monkeypatch.setattr(
+        "maxtext_lite.data.tokenizer.ByteTokenizer.end_of_text_id", 2
+    )  # which the model knows
+    monkeypatch.setattr("maxtext_lite.data.tokenizer.ByteTokenizer.vocab_size", 96)
+    update = {
+        "dataset_type": "sft",
+        "dataset_path": str(path),
+        "packing": True,
+        "max_target_length": 16,
+        "eval_fraction": 0,
+        "tokenizer_type": "byte",
+        "tokenizer_path": "",
+    }
+    config = hf_config(
+        directory, ["eval_interval=-1", "optimizer=sgd", "dtype=float32"]
+    ).model_copy(update=update)
+    source, _ = open_sources(config)
+    assert len(source) == 2  # six conversations, packed
+    ones = dict.fromkeys(MESH_AXES, 1)
+    mesh = make_mesh(ones, ones, jax.devices()[:1])
+    decoder = make_decoder(config, "cpu")
+    batch = {
+        name: np.stack([source[row][name] for row in range(len(source))])[None]
+        for name in source.fields
+    }
+    abstract = jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=place
+        ),
+        decoder.abstract_params,
+        tree_shardings(mesh, decoder.axes),
+    )
+    params = load_hf_parameters(directory, abstract, "HF_DIR")
+    with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
+        step = GradientLoop(
+            StepParts(decoder, make_optimizer(config, decoder.axes), mesh, config)
+        ).of_step
+        found = jax.device_get(jax.jit(step)(params, batch))
+    assert found.target_tokens == found.num_counted == count == 21
+    assert found.loss == pytest.approx(total.item() / count, rel=1e-5)
+    gradient = found.gradients["embedding"]["table"]
+    assert np.abs(gradient - want).max() <= 1e-4 * np.abs(want).max()
+
+
+# ---- DPO ---------------------------------------------------------------------------------------
 
 
 def published(margin, label_smoothing):
