@@ -196,7 +196,7 @@ def test_vllm_must_report_the_log_probabilities_of_the_policy(
 
 
 def test_grpo_by_vllm_s_interface_measures_what_the_server_is_off_by(
-    server, tmp_path, config_of, capsys
+    server, tmp_path, config_of, capsys, one_device
 ):
     """With the first batch it is exact; with the second it reports log-probabilities that are 0.5 too low; with the
     third it draws from other parameters."""

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import signal
-import subprocess
 import threading
 
 import jax
@@ -18,8 +16,8 @@ from maxtext_lite.rl.rollout_steps import train_rl
 from maxtext_lite.train_rl import main
 from maxtext_lite.training import Callback, loop
 from maxtext_lite.training.step import ChunkedStep
-from tests.processes import SECONDS, RunFiles, environment, quick_python
-from tests.rl.conftest import RUN, WHOLE, evaluations, lines, steps, timeless
+from tests.processes import RunFiles
+from tests.rl.conftest import BATCH, RUN, WHOLE, evaluations, lines, steps, timeless
 
 
 def parameters(result):
@@ -93,30 +91,14 @@ def stopped_after(monkeypatch, num_steps):
     monkeypatch.setattr(loop, "Stop", StopAfter)
 
 
-# A module of the working directory, as a user's own rewards are. Its file `deadly` is a number of calls, in the last of
-# which the run is killed: during a rollout, as the next chunk is sampled while one is judged. With a file `mute` it
-# fails.
+# A module of the working directory, as a user's own rewards are. With a file `mute` it fails.
 JUDGE = """
-import os, pathlib, signal
+import pathlib
 def low_bytes(completions):
-    deadly = pathlib.Path("deadly")
-    if deadly.exists():
-        calls = int(deadly.read_text()) - 1
-        deadly.write_text(str(calls))
-        if not calls:
-            os.kill(os.getppid(), signal.SIGKILL)
     if pathlib.Path("mute").exists():
         raise RuntimeError("no opinion")
     return [sum(character < "@" for character in text) / max(len(text), 1) for text in completions]
 """
-
-
-@pytest.fixture
-def judged(tmp_path, monkeypatch):
-    """Words of a run that this module judges, in the working directory."""
-    (tmp_path / "judge.py").write_text(JUDGE)
-    monkeypatch.chdir(tmp_path)
-    return [*WHOLE, "reward_functions=judge:low_bytes"]
 
 
 def test_a_batch_of_pairs_stays_as_the_run_began_it_and_a_restart_needs_the_reference(
@@ -166,11 +148,14 @@ def test_devices_of_their_own_sample_while_others_train_and_change_nothing(
 
             self.add = add_beside
 
+    two = jax.devices()[:2]
+    monkeypatch.setattr(jax, "devices", lambda *_: two)
+    monkeypatch.setattr(jax, "device_count", lambda *_: 2)
     monkeypatch.setattr(LocalEngine, "generate", generate_beside)
     monkeypatch.setattr(rollout_steps, "ChunkedStep", StepBeside)
     words = "steps=4 micro_batch_size=4 trainer_devices_fraction=0.5 sampler_devices_fraction=0.5"
     result = train_rl(config_of(tmp_path, *WHOLE[:3], *WHOLE[-2:], *words.split()))
-    assert devices["trainer"] | devices["sampler"] == set(jax.devices())
+    assert devices["trainer"] | devices["sampler"] == set(two)
     assert not devices["trainer"] & devices["sampler"]
     found = steps(result.run_directory)
     assert found[0]["overlap_fraction"] > 0
@@ -187,11 +172,13 @@ def failing(completions):
 
 
 def test_a_reward_that_fails_counts_nothing_and_with_lora_the_reference_is_the_frozen_model(
-    judged, tmp_path, config_of, monkeypatch, capsys
+    tmp_path, config_of, monkeypatch, capsys, one_device
 ):
     """Rewards fail for two batches. A long run writes the responses of the first batch, of those whose steps have a
     line on the terminal, and of the last. The kernels are checked before the first gradient."""
     monkeypatch.setattr(rollout_steps, "_EQUAL_BATCHES", 2)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "judge.py").write_text(JUDGE)
     (tmp_path / "mute").touch()
     seen = []
 
@@ -201,8 +188,9 @@ def test_a_reward_that_fails_counts_nothing_and_with_lora_the_reference_is_the_f
             if step == 4:
                 (tmp_path / "mute").unlink()
 
-    words = [*judged, "lora_rank=2", "steps=10", "log_period=6", "eval_interval=-1"]
-    words += ["enable_checkpointing=false", "num_vocab_tiling=2"]
+    words = [*BATCH.split(), "lora_rank=2", "steps=10", "log_period=6"]
+    words += ["eval_interval=-1", "enable_checkpointing=false", "num_vocab_tiling=2"]
+    words.append("reward_functions=judge:low_bytes")
     result = train_rl(config_of(tmp_path, *words), callbacks=[Seen()])
     found = steps(result.run_directory)
     line, equal = found[0], "in the last 2 batches all responses to the same prompt"
@@ -236,28 +224,20 @@ def test_the_watchdog_ends_no_run_that_waits_for_rewards_within_their_limit(
 
 
 def test_killed_and_stopped_a_run_continues_to_the_same_bits(
-    whole, judged, tmp_path, config_of, monkeypatch
+    whole, tmp_path, config_of, monkeypatch
 ):
-    """Killed in the second chunk of the third batch; then stopped after one step more, so that one of its two starts is
-    between batches and the other between two updates on one."""
-    words = ["post_train/rl.yml", *RUN, *judged, f"base_output_directory={tmp_path}"]
-    # Three chunks of each of two evaluations, and two of each batch.
-    (tmp_path / "deadly").write_text("12")
-    killed = subprocess.run(
-        [*quick_python(), "-m", "maxtext_lite.train_rl", *words],
-        env=environment(8),
-        timeout=SECONDS,
-    )
-    assert killed.returncode == -signal.SIGKILL
-    run = RunFiles(tmp_path / "rl")
-    assert run.last_step == 4
-    assert (run.directory / "reference" / "checkpoints" / "0").exists()
-    (tmp_path / "deadly").unlink()
+    """As a run that was killed before its fifth step was saved; then stopped after one step more, so that one of its
+    two starts is between batches and the other between two updates on one."""
+    run = RunFiles(tmp_path / whole.run_directory.name)
+    shutil.copytree(whole.run_directory, run.directory)
+    for lost in (5, 6):
+        shutil.rmtree(run.directory / "checkpoints" / str(lost))
+    own = [*WHOLE, f"base_output_directory={tmp_path}"]
     stopped_after(monkeypatch, 1)
-    assert main(words) == 75
-    assert run.checkpoints[-1] == run.last_step < 6
+    assert main(["post_train/rl.yml", *RUN, *own]) == 75
+    assert run.checkpoints[-1] == run.last_step == 5
     stopped_after(monkeypatch, 9)
-    result = train_rl(config_of(tmp_path, *judged))
+    result = train_rl(config_of(tmp_path, *WHOLE))
     assert not result.interrupted
     directories = run.directory, whole.run_directory
     one, other = (timeless(steps(directory)) for directory in directories)
