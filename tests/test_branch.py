@@ -10,7 +10,7 @@ from tests.processes import RunFiles
 from tests.training.conftest import TINY
 
 KEYS = """
-base_num_decoder_layers=1 per_device_batch_size=1 warmup_steps=1 eval_interval=-1 checkpoint_period=2
+base_num_decoder_layers=1 per_device_batch_size=8 warmup_steps=1 eval_interval=-1 checkpoint_period=2
 learning_rate_schedule=constant run_name=run steps=4
 """
 
@@ -20,7 +20,7 @@ def records(directory):
 
 
 def test_branches_see_the_examples_that_the_run_saw_and_continue_after_a_kill(
-    tmp_path, capsys
+    tmp_path, capsys, one_device
 ):
     assert train([*TINY, *KEYS.split(), f"base_output_directory={tmp_path}"]) == 0
     options = "--step 2 --steps 2 --scaling none"

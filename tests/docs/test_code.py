@@ -3,10 +3,12 @@
 import json
 import re
 import runpy
+from types import SimpleNamespace
 
 import pytest
 
 from maxtext_lite.config import load_config
+from maxtext_lite.training import train as TRAIN
 from tests.processes import RunFiles
 from tests.source_tree import REPOSITORY
 
@@ -29,19 +31,36 @@ def set_for_all(monkeypatch, words):
 
 
 def test_every_block_of_the_page_on_the_library_runs(tmp_path, monkeypatch, one_device):
+    """What is handed over with the config goes to as few runs as can be: one with the loss, data, block and optimizer,
+    and one with a function that makes the optimizer and the callbacks."""
+    calls = []
+
+    def collected(config, **own):
+        if config.run_name == "as_the_config_says":
+            return TRAIN(config, **own)
+        calls.append((config, own))
+        return SimpleNamespace(step=1, interrupted=False)
+
     set_for_all(monkeypatch, NO_FILES)
+    monkeypatch.setattr("maxtext_lite.training.train", collected)
     monkeypatch.chdir(tmp_path)
     code = re.findall(r"^```python\n(.*?)^```$", LIBRARY, re.MULTILINE | re.DOTALL)
     assert len(code) == 7
     names = {}
     for number, block in enumerate(code):
         exec(compile(block, f"library.md, block {number + 1}", "exec"), names)
-    found = {path.parent.name for path in tmp_path.rglob("metrics.jsonl")}
-    assert found == set(re.findall(r"run_name=(\w+)", LIBRARY))
-    steps = {name: RunFiles(tmp_path / "runs" / name).steps for name in found}
-    assert {line["learning_rate"] for line in steps["own_rate"]} == {None}
-    assert all(line["learning_rate"] > 0 for line in steps["own_optimizer"])
-    seen = [(line["step"], line["loss"]) for line in steps["own_callback"]]
+    assert {config.run_name for config, _ in calls} | {"as_the_config_says"} == set(
+        re.findall(r"run_name=(\w+)", LIBRARY)
+    )
+    (loss, data, block, factory, rate, callback) = calls
+    own = dict(pair for _, words in (loss, data, block, rate) for pair in words.items())
+    assert own.keys() == {"objective", "source", "model", "optimizer"}
+    (first, *_) = RunFiles(TRAIN(loss[0], **own).run_directory).steps
+    assert first["learning_rate"] is None
+    result = TRAIN(callback[0], **factory[1], **callback[1])
+    steps = RunFiles(result.run_directory).steps
+    assert all(line["learning_rate"] > 0 for line in steps)
+    seen = [(line["step"], line["loss"]) for line in steps]
     assert names["enough"].seen == seen
 
 

@@ -132,12 +132,12 @@ def assert_exported(name, source, params, out, original, **how):
     np.testing.assert_allclose(found, expected, atol=1e-6 * np.abs(expected).max())
 
 
-def assert_old_is_new(name, path):
-    """Both versions of transformers say the same of a model."""
-    new, old = (
-        read_object(save(name, path / str(old), old=old) / "config.json")
-        for old in (False, True)
-    )
+def assert_old_is_new(name, source, other, is_old):
+    """Both versions of transformers say the same of a model, of which `source` has one."""
+    save(name, other, old=not is_old)
+    new, old = (read_object(path / "config.json") for path in (source, other))
+    if is_old:
+        new, old = old, new
     assert "rope_parameters" not in old
     assert same_architecture(model_keys(new, "new"), model_keys(old, "old")) == []
 
@@ -149,8 +149,9 @@ def assert_old_is_new(name, path):
 def test_a_model_is_transformers_in_both_directions(name, tmp_path):
     """Imported onto a mesh with its logits, packed and padded; and exported from there, with a new config.json, in
     several files."""
-    source = save(name, tmp_path / "source", old=name in ("gemma3_text", "phi3"))
-    assert_old_is_new(name, tmp_path)
+    is_old = name in ("gemma3_text", "phi3")
+    source = save(name, tmp_path / "source", old=is_old)
+    assert_old_is_new(name, source, tmp_path / "other", is_old)
     decoder, params = load(source, fsdp=2, tensor=2, data=2)
     assert_logits(logits_of(decoder, jax.tree.map(np.asarray, params)), name)
     imported, out = tensors_of(source), tmp_path / "fresh"

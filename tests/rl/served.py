@@ -29,7 +29,7 @@ REQUESTS = [Request([5 + number, 40, 7], (0, number)) for number in range(6)]
 CONFIG = load_config(
     None, [*TINY, "vocab_size=48", "initializer_range=0.4", "dataset_type=synthetic"]
 )
-MESH = sampling_mesh(jax.devices()[:2], {"data": 1, "fsdp": 2, "tensor": 1})
+MESH = sampling_mesh(jax.devices()[:1], {"data": 1, "fsdp": 1, "tensor": 1})
 DONE = {
     "/pause": {"status": "paused"},
     "/resume": {"status": "resumed"},

@@ -39,7 +39,7 @@ def config(tmp_path, name="run"):
     return load_config(None, [*TINY, *keys.split(), *own])
 
 
-def test_the_second_start_finds_the_train_step(tmp_path, capsys):
+def test_the_second_start_finds_the_train_step(tmp_path, capsys, one_device):
     results = []
     for name in ("first", "second"):
         keep_compiled(config(tmp_path, name))

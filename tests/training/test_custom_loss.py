@@ -9,6 +9,7 @@ import pytest
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.training import train
 from maxtext_lite.training.custom_loss import WEIGHT, CustomLoss, custom_loss
+from tests.conftest import use_one_device
 from tests.training.conftest import TINY, lines_of
 
 
@@ -80,13 +81,15 @@ def in_thousandths(predictions, rows):
     return jnp.sum(weights * predictions.nll()), 1e-3 * jnp.sum(weights > 0)
 
 
-def test_a_run_counts_weights_in_part_and_evaluates_by_the_loss(tmp_path):
+def test_a_run_counts_weights_in_part_and_evaluates_by_the_loss(tmp_path, monkeypatch):
     """A thousandth of the weight is a thousand times the loss, in steps and evaluations, with local updates too."""
     common = [
         *TINY,
         "dataset_type=synthetic",
         "steps=1",
-        "per_device_batch_size=1",
+        "global_batch_size=8",
+        "gradient_accumulation_steps=1",
+        "per_device_batch_size=-1",
         "eval_interval=1",
         "eval_steps=1",
         "enable_checkpointing=false",
@@ -100,16 +103,15 @@ def test_a_run_counts_weights_in_part_and_evaluates_by_the_loss(tmp_path):
         config = load_config(None, [*common, f"run_name={name}", *keys])
         return lines_of(train(config, **own).run_directory)
 
-    step, evaluation = records("config")
     replicas = (
         "enable_diloco=true",
         "ici_data_parallelism=2",
         "ici_fsdp_parallelism=4",
     )
-    found = {
-        name: records(name, *keys, objective=in_thousandths)
-        for name, keys in (("own", ()), ("replicas", replicas))
-    }
+    found = {"replicas": records("replicas", *replicas, objective=in_thousandths)}
+    use_one_device(monkeypatch)
+    step, evaluation = records("config")
+    found["own"] = records("own", objective=in_thousandths)
     norm = found["own"][0]["grad_norm"]  # with replicas, the mean of their own norms
     assert norm == pytest.approx(1000 * step["grad_norm"], rel=1e-4)
     for got, scored in found.values():

@@ -10,7 +10,15 @@ import pytest
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.training import dpo_reference, train
 from maxtext_lite.training.dpo_reference import FILE
+from tests.conftest import use_one_device
 from tests.training.conftest import TINY, lines_of
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_device():
+    with pytest.MonkeyPatch.context() as patch:
+        use_one_device(patch)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +40,7 @@ def config_of(tmp_path_factory):
     keys = """
     dataset_type=dpo steps=4 optimizer=sgd learning_rate=1 learning_rate_schedule=constant eval_interval=4
     eval_fraction=0.2 packing=false global_batch_size=8 gradient_accumulation_steps=-1 dpo_beta=0.5
-    per_device_batch_size=1
+    per_device_batch_size=8
     """
     words = [*TINY, *keys.split(), f"dataset_path={directory / 'pairs.jsonl'}"]
     words.append(f"base_output_directory={directory}")
@@ -93,7 +101,7 @@ def test_a_resume_keeps_the_reference_of_the_first_parameters(trained, whole):
 def test_with_adapters_the_reference_is_the_model_without_them_and_packed_pairs_have_the_same(
     trained, whole
 ):
-    words = "lora_rank=2 packing=true per_device_batch_size=0.25 steps=2 warmup_steps=0"
+    words = "lora_rank=2 packing=true per_device_batch_size=2 steps=2 warmup_steps=0"
     result, lines = trained("adapters", *words.split())
     assert lines[0]["pairs"] > 8 == lines[0]["examples"]
     assert lines[0]["loss"] == pytest.approx(np.log(2), rel=1e-5)

@@ -15,6 +15,7 @@ from maxtext_lite.training import equivalence
 from maxtext_lite.training.equivalence import verdicts
 from maxtext_lite.training.gradients import GradientLoop
 from maxtext_lite.training.shrunk import Split
+from tests.conftest import use_one_device
 
 WAYS = {
     "fsdp 4 x data 2": {"ici_fsdp_parallelism": 4, "ici_data_parallelism": 2},
@@ -22,7 +23,7 @@ WAYS = {
     "no data": {"ici_fsdp_parallelism": 8, "dataset_path": "nowhere.txt"},
     "seven shards": {"ici_fsdp_parallelism": 7},
 }
-TRAIN_ALL = equivalence._train_all
+TRAIN_ALL, RUN_ON = equivalence._train_all, equivalence._run_on
 
 
 def train_all(path, runs, directory):
@@ -42,7 +43,18 @@ def train_all(path, runs, directory):
             TRAIN_ALL(path, [run], directory)
 
 
+def run_on(devices, path, runs, directory):
+    """`equivalence._run_on`; on one device in this process, which costs no imports."""
+    if devices > 1:
+        RUN_ON(devices, path, runs, directory)
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        use_one_device(patch)
+        TRAIN_ALL(path, runs, directory)
+
+
 def test_a_split_agrees_and_a_bug_does_not(monkeypatch, tmp_path):
+    monkeypatch.setattr(equivalence, "_run_on", run_on)
     monkeypatch.setattr(equivalence, "_train_all", train_all)
     monkeypatch.setattr(
         equivalence,

@@ -63,7 +63,7 @@ CONSTANT = "learning_rate_schedule=constant"
 
 @pytest.mark.fast
 def test_a_signal_breaks_off_an_evaluation_which_the_next_start_makes_up_for_and_a_third_has_nothing_to_do(
-    tmp_path, documents, monkeypatch, capsys
+    tmp_path, documents, monkeypatch, capsys, one_device
 ):
     def signalled(*arguments):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -155,7 +155,8 @@ def reads(monkeypatch):
     return replace
 
 
-_SKIP = "data_shuffle_seed=-1 warmup_steps=4 eval_interval=-1 ici_data_parallelism=4 steps=6"
+_SKIP = "data_shuffle_seed=-1 warmup_steps=4 eval_interval=-1 steps=6"
+MESH = "ici_data_parallelism=4"
 SKIP = (*_SKIP.split(), CONSTANT, SGD, MOMENTUM)
 
 
@@ -170,13 +171,15 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_is_named(
     keys = "per_device_batch_size=0.5 checkpoint_period=2 gradient_clipping_threshold=0 sgd_momentum=0"
     message = r"step 3 .*micro-batch 1, example ids 19, 21, .*embedding\.table"
     with pytest.raises(NonFiniteLoss, match=message):
-        _train(tmp_path, documents, *SKIP, *keys.split())
+        _train(tmp_path, documents, *SKIP, MESH, *keys.split())
     assert {path.name for path in (tmp_path / "default" / "checkpoints").iterdir()} == {
         "2"
     }
 
 
-def test_epochs_train_on_each_example_once_down_to_the_last(tmp_path, documents):
+def test_epochs_train_on_each_example_once_down_to_the_last(
+    tmp_path, documents, one_device
+):
     """Twice 289 examples in batches of 64, the last with 2."""
     keys = """
     num_epochs=2 last_batch=train global_batch_size=64 per_device_batch_size=4 eval_interval=-1
@@ -196,7 +199,7 @@ def test_epochs_train_on_each_example_once_down_to_the_last(tmp_path, documents)
 
 
 def test_a_damaged_record_ends_the_run_which_is_saved_and_goes_on_once_it_is_repaired(
-    tmp_path, documents, reads
+    tmp_path, documents, reads, one_device
 ):
     source = Poisoned(damaged=[8 * 3 + 5])  # of step 4
     reads(source)
@@ -210,7 +213,9 @@ def test_a_damaged_record_ends_the_run_which_is_saved_and_goes_on_once_it_is_rep
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints"])
-def test_what_stands_in_the_way_of_an_output_is_named(name, tmp_path, documents):
+def test_what_stands_in_the_way_of_an_output_is_named(
+    name, tmp_path, documents, one_device
+):
     path = tmp_path / "blocked" / name
     path.parent.mkdir()
     path.mkdir() if "." in name else path.write_text("x")

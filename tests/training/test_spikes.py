@@ -21,7 +21,7 @@ from tests.training.conftest import lines_of
 
 SIZES = """
 base_emb_dim=16 base_mlp_dim=32 base_num_decoder_layers=1 base_num_query_heads=2 base_num_kv_heads=1 head_dim=8
-max_target_length=32 per_device_batch_size=1 warmup_steps=1 packing=best_fit eval_interval=-1 eval_fraction=0
+max_target_length=32 per_device_batch_size=8 warmup_steps=1 packing=best_fit eval_interval=-1 eval_fraction=0
 checkpoint_period=20 learning_rate=0.05 learning_rate_schedule=constant data_shuffle_seed=-1 steps=26
 """
 PLANTED = {24 * 8 + 1: "@#!" * 10, 24 * 8 + 6: "~^|" * 10}
@@ -64,7 +64,7 @@ def steps_of(directory):
 
 
 def test_a_run_that_finds_guilty_rows_ends_in_the_bits_of_one_that_was_told(
-    words, bucket, tmp_path, capsys
+    words, bucket, tmp_path, capsys, one_device
 ):
     """The first in a bucket, where its list is written and read."""
     own = [f"base_output_directory={bucket}", "run_name=found", "max_loss_spike=1.5"]

@@ -192,7 +192,7 @@ def test_a_sharded_optimizer_state_is_gathered_and_reduced_once(
             "maxtext_lite.training.step._gathers_in_place",
             lambda mesh, value=in_place: value,
         )
-        it = setup("optimizer=adamw", ZERO, data=4, fsdp=2)
+        it = setup("optimizer=sgd", "sgd_momentum=0.9", ZERO, data=4, fsdp=2)
         batch = it.batch(rows, 2, 8)
         step = it.compile_step(batch)
         state, metrics = step(it.state(), batch, None)

@@ -14,6 +14,7 @@ from maxtext_lite.training.step_memory import (
     Ladder,
     StepMemory,
 )
+from tests.conftest import use_one_device
 from tests.training.conftest import TINY, lines_of
 
 KEYS = """
@@ -34,6 +35,13 @@ def run(tmp_path, name, *words, **limit):
         **limit,
     )
     return result, json.loads((result.run_directory / "memory.json").read_text())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_device():
+    with pytest.MonkeyPatch.context() as patch:
+        use_one_device(patch)
+        yield
 
 
 @pytest.fixture(scope="module")
