@@ -40,7 +40,7 @@ def under_way(words, directory):
     pipe = subprocess.PIPE
     with subprocess.Popen(
         words,
-        env=environment(1) | dict.fromkeys(SECRETS, SECRET),
+        env=environment(2) | dict.fromkeys(SECRETS, SECRET),
         cwd=directory,
         stdout=pipe,
         stderr=pipe,

@@ -165,19 +165,6 @@ def test_tokens_are_not_gathered_over_context_for_gradients_of_weights(ring, set
     assert len([c for c in along if c.kind == "all-gather" and not c.in_loop]) == 5
 
 
-def test_tensor_parallelism_splits_what_stands_between_blocks(setup):
-    """Gathered before a projection, reduced after: no all-to-all, and no weight gathered."""
-    it = setup("optimizer=sgd", "base_emb_dim=64", "remat_policy=full", tensor=2)
-    found = collectives(it.compile_step(it.abstract_batch(1, 8, LENGTH)).as_text())
-    inside = [c for c in found if c.in_loop]
-    assert {c.kind for c in inside} <= {"all-gather", "all-reduce", "reduce-scatter"}
-    gathered = [
-        shape for c in inside if c.kind == "all-gather" for shape in shapes_of(c)
-    ]
-    assert gathered
-    assert all(shape == [1, 8, LENGTH, 64] for shape in gathered)
-
-
 def test_a_sharded_optimizer_state_is_gathered_and_reduced_once(
     setup, rows, monkeypatch
 ):
