@@ -4,8 +4,9 @@ from pathlib import Path
 
 import yaml
 
-TINY = yaml.safe_load(
-    Path(__file__).with_name("hf_models.yml").read_text(encoding="utf-8")
+TINY = yaml.load(
+    Path(__file__).with_name("hf_models.yml").read_text(encoding="utf-8"),
+    yaml.CSafeLoader,
 )
 VARIANTS = TINY["variants"]
 """As `hf_models.MODELS`."""

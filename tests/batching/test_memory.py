@@ -10,8 +10,9 @@ from maxtext_lite.config import load_config
 from maxtext_lite.config.kernels import Accelerator
 from tests.source_tree import REPOSITORY
 
-ROWS = yaml.safe_load(
-    (REPOSITORY / "tests" / "batching" / "memory.yml").read_text(encoding="utf-8")
+ROWS = yaml.load(
+    (REPOSITORY / "tests" / "batching" / "memory.yml").read_text(encoding="utf-8"),
+    yaml.CSafeLoader,
 )
 ONE_DEVICE = dict.fromkeys(("stage", "data", "fsdp", "expert", "context", "tensor"), 1)
 V, D, N, K, H, F, L, T = 320, 128, 8, 4, 16, 384, 4, 256

@@ -23,8 +23,9 @@ from maxtext_lite.training.optimizer import make_optimizer
 from maxtext_lite.training.state import StepParts, abstract_state, decoder_shape
 from tests.batching.test_memory import NAMES
 
-TABLE = yaml.safe_load(
-    (Path(__file__).parent / "parameters.yml").read_text(encoding="utf-8")
+TABLE = yaml.load(
+    (Path(__file__).parent / "parameters.yml").read_text(encoding="utf-8"),
+    yaml.CSafeLoader,
 )
 SMALL = [
     "vocab_size=320",

@@ -16,7 +16,9 @@ from maxtext_lite.batching import (
 )
 from maxtext_lite.config import UserError, load_config
 
-ROWS = yaml.safe_load((Path(__file__).parent / "plans.yml").read_text(encoding="utf-8"))
+ROWS = yaml.load(
+    (Path(__file__).parent / "plans.yml").read_text(encoding="utf-8"), yaml.CSafeLoader
+)
 
 
 def plan_of(*overrides, num_devices=8, **machine):

@@ -12,8 +12,9 @@ from maxtext_lite.batching.solve import resolve
 from maxtext_lite.batching.step_time import StepModel
 from tests.source_tree import REPOSITORY
 
-ROWS_OF_TABLE = yaml.safe_load(
-    (REPOSITORY / "tests" / "batching" / "seconds.yml").read_text(encoding="utf-8")
+ROWS_OF_TABLE = yaml.load(
+    (REPOSITORY / "tests" / "batching" / "seconds.yml").read_text(encoding="utf-8"),
+    yaml.CSafeLoader,
 )
 DEVICE = Device(
     "toy",

@@ -12,8 +12,9 @@ from tests.source_tree import REPOSITORY
 BASE_KEYS = (
     (REPOSITORY / "tests" / "maxtext_base_keys.txt").read_text(encoding="utf-8").split()
 )  # of MaxText 0.2.5
-TABLE = yaml.safe_load(
-    (REPOSITORY / "tests" / "config" / "maxtext.yml").read_text(encoding="utf-8")
+TABLE = yaml.load(
+    (REPOSITORY / "tests" / "config" / "maxtext.yml").read_text(encoding="utf-8"),
+    yaml.CSafeLoader,
 )
 
 

@@ -72,4 +72,4 @@ class Fault:
 
 def read_faults(path: Path = TABLE) -> list[Fault]:
     """All faults of the table."""
-    return [Fault(**row) for row in yaml.safe_load(path.read_text())]
+    return [Fault(**row) for row in yaml.load(path.read_text(), yaml.CSafeLoader)]

@@ -176,7 +176,9 @@ READERS = {
     "vllm": read_vllm_completion,
     "sglang": read_generation,
 }
-COMPLETIONS = yaml.safe_load(Path(__file__).with_name("completions.yml").read_text())
+COMPLETIONS = yaml.load(
+    Path(__file__).with_name("completions.yml").read_text(), yaml.CSafeLoader
+)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.feed_steps import FeedSteps
 from maxtext_lite.training.metrics import Terminal
 from maxtext_lite.training.opening import open_run
+from tests.conftest import use_one_device
 from tests.training.conftest import TINY
 
 KEYS = (
@@ -20,7 +21,7 @@ KEYS = (
 RUN = (*TINY, *KEYS.split())
 
 RAMP = """
-enable_rampup_batch_size=true per_device_batch_size_start=1 per_device_batch_size_increment=1 per_device_batch_size=2
+enable_rampup_batch_size=true per_device_batch_size_start=8 per_device_batch_size_increment=8 per_device_batch_size=16
 global_rampup_samples=16
 """
 # Stages of 4, 6 and 8 examples, all laid out in 8 slots.
@@ -42,12 +43,14 @@ def begun(tmp_path, words):
 
 
 @pytest.mark.parametrize(
-    ("words", "sizes", "stages", "compiled"),
-    [(RAMP, [8, 8, 16], [1, 3], 2), (FRACTIONS, [4, 4, 6, 6, 8], [], 1)],
+    ("words", "devices", "sizes", "stages", "compiled"),
+    [(RAMP, 1, [8, 8, 16], [1, 3], 2), (FRACTIONS, 8, [4, 4, 6, 6, 8], [], 1)],
 )
 def test_each_stage_is_prepared_for_once_and_takes_the_examples_that_follow(
-    words, sizes, stages, compiled, tmp_path, capsys
+    words, devices, sizes, stages, compiled, tmp_path, capsys, monkeypatch
 ):
+    if devices == 1:
+        use_one_device(monkeypatch)
     seen, prepared = [0], []
     with begun(tmp_path, words) as (run, steps, state):
         for step in range(1, len(sizes) + 1):

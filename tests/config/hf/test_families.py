@@ -23,8 +23,9 @@ from maxtext_lite.config.hf.quantized import quantization_of
 from maxtext_lite.config.model_parts import RopeScaling
 from maxtext_lite.config.sections import ModelConfig
 
-TABLE = yaml.safe_load(
-    (Path(__file__).parent / "families.yml").read_text(encoding="utf-8")
+TABLE = yaml.load(
+    (Path(__file__).parent / "families.yml").read_text(encoding="utf-8"),
+    yaml.CSafeLoader,
 )
 PUBLISHED = {
     row["fields"]["model_type"]: row["fields"] for row in reversed(TABLE["published"])
