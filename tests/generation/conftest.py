@@ -4,6 +4,7 @@ import pytest
 
 from maxtext_lite.config import load_config
 from maxtext_lite.training import train
+from tests.conftest import use_one_device
 from tests.training.conftest import TINY
 
 
@@ -16,12 +17,10 @@ def run(tmp_path_factory):
         "per_device_batch_size=1",
         "initializer_range=0.3",
     ]
-    return train(
-        load_config(
-            None,
-            [*TINY, *keys, f"base_output_directory={tmp_path_factory.mktemp('runs')}"],
-        )
-    )
+    keys.append(f"base_output_directory={tmp_path_factory.mktemp('runs')}")
+    with pytest.MonkeyPatch.context() as patch:
+        use_one_device(patch)
+        return train(load_config(None, [*TINY, *keys]))
 
 
 @pytest.fixture(scope="session")
