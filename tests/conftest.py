@@ -191,3 +191,11 @@ def use_one_device(patch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def one_device(monkeypatch):
     use_one_device(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def one_device_for_all():
+    """The same for all tests of a module and for its fixtures."""
+    with pytest.MonkeyPatch.context() as patch:
+        use_one_device(patch)
+        yield

@@ -12,7 +12,6 @@ from maxtext_lite.config.json_file import parse_json
 from maxtext_lite.replay import main
 from maxtext_lite.train import main as train
 from maxtext_lite.verify_resume import main as verify_resume
-from tests.conftest import use_one_device
 from tests.processes import RunFiles
 
 SIZES = """
@@ -24,11 +23,7 @@ data_shuffle_seed=-1
 PLANTED = "~^|" * 10
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_device():
-    with pytest.MonkeyPatch.context() as patch:
-        use_one_device(patch)
-        yield
+pytestmark = pytest.mark.usefixtures("one_device_for_all")
 
 
 @pytest.fixture(scope="module")

@@ -35,17 +35,11 @@ def _texts(sampler, prompts, **how):
     return texts
 
 
-def saved(path, name, **changed):
-    """torch, and a function that loads a tiny model anew: what it has seen before changes its rotation."""
-    from tests.hf_models import save, torch, transformers
-
-    save(name, path, **changed)
-    return torch, lambda: transformers.AutoModelForCausalLM.from_pretrained(path).eval()
-
-
 def test_dynamic_rotation_goes_on_as_transformers_does_with_its_cache(tmp_path):
     """Prompts below, at and beyond 8 tokens, together: each as alone, token by token; and texts as a whole."""
-    torch, theirs = saved(tmp_path, "llama-dynamic")
+    from tests.hf_models import save, torch, transformers
+
+    save("llama-dynamic", tmp_path)
     decoder, params, mesh = load_on_mesh(tmp_path, hf_config(tmp_path), {})
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, 96, length).tolist() for length in (5, 8, 15)]
@@ -53,7 +47,9 @@ def test_dynamic_rotation_goes_on_as_transformers_does_with_its_cache(tmp_path):
     texts = _texts(Sampler(decoder, params, mesh), prompts, **how)
     scorer = Scorer(decoder, params, mesh, rows_at_once=2)
     for prompt, text in zip(prompts, texts, strict=True):
-        found = theirs().generate(
+        # Loaded anew: what it has seen before changes its rotation.
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+        found = theirs.generate(
             torch.tensor([prompt]),
             max_new_tokens=9,
             do_sample=False,
@@ -66,31 +62,10 @@ def test_dynamic_rotation_goes_on_as_transformers_does_with_its_cache(tmp_path):
         expected = [torch.log_softmax(x[0], -1).max() for x in found.logits]
         np.testing.assert_allclose([p for _, p in text], expected, atol=1e-4)
         with torch.no_grad():
-            whole = torch.log_softmax(theirs()(found.sequences).logits[0, :-1], -1)
+            whole = torch.log_softmax(theirs(found.sequences).logits[0, :-1], -1)
         likelihood = float(whole[range(len(tokens) - 1), tokens[1:]].sum())
         (score,) = scorer.score([Span(tokens, 1)])
         assert score.log_likelihood == pytest.approx(likelihood, abs=1e-3)
-
-
-def test_the_narrowest_window_needs_no_cache_to_be_right(tmp_path):
-    """Against whole passes of transformers over the growing text, in float64.
-
-    Its own generate is no reference: with a window of 1 its dynamic cache keeps the last 1 - 1 = 0 keys, which Python
-    reads as all of them, and every token sees the whole text. Its static cache is right.
-    """
-    torch, theirs = saved(tmp_path, "mistral", sliding_window=1)
-    model = theirs().double()
-    prompts = [[7], [40, 41, 5], [17, 3, 90, 4, 6, 8]]
-    sampler = Sampler(*load_on_mesh(tmp_path, hf_config(tmp_path), {}))
-    texts = _texts(sampler, prompts, max_new_tokens=5, sampling=GREEDY)
-    for prompt, text in zip(prompts, texts, strict=True):
-        tokens = [*prompt, *(token for token, _ in text)]
-        with torch.no_grad():
-            logits = model(torch.tensor([tokens]), use_cache=False).logits[0, :-1]
-        found = torch.log_softmax(logits, -1)[len(prompt) - 1 :]
-        assert found.argmax(-1).tolist() == tokens[len(prompt) :]
-        probabilities = [p for _, p in text]
-        np.testing.assert_allclose(probabilities, found.max(-1).values, atol=1e-5)
 
 
 @pytest.mark.fast

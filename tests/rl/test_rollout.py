@@ -63,14 +63,9 @@ def parameters(decoder):
     )
 
 
-def make_engine(
-    shape, *, params=None, num_devices=1, tensor=1, fsdp=1, num_slots=4, stop=(), **more
-):
+def make_engine(shape, *, params=None, num_slots=4, stop=(), **more):
     decoder = Decoder(shape)
-    mesh = sampling_mesh(
-        jax.devices()[:num_devices],
-        {"data": num_devices // (tensor * fsdp), "fsdp": fsdp, "tensor": tensor},
-    )
+    mesh = sampling_mesh(jax.devices()[:1], {"data": 1, "fsdp": 1, "tensor": 1})
     sizes = {"max_prompt_tokens": MOST_PROMPT, "max_new_tokens": MOST_NEW, "seed": 5}
     made = LocalEngine(
         decoder, mesh, num_slots=num_slots, stop_token_ids=stop, **(sizes | more)

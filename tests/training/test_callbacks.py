@@ -6,7 +6,6 @@ import pytest
 
 from maxtext_lite.config import load_config
 from maxtext_lite.training import Callback, train
-from tests.conftest import use_one_device
 from tests.training.conftest import TINY, lines_of
 
 KEYS = """
@@ -55,11 +54,7 @@ def trained(directory, *callbacks):
     return result, lines_of(result.run_directory)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_device():
-    with pytest.MonkeyPatch.context() as patch:
-        use_one_device(patch)
-        yield
+pytestmark = pytest.mark.usefixtures("one_device_for_all")
 
 
 @pytest.fixture(scope="module")

@@ -10,15 +10,9 @@ import pytest
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.training import dpo_reference, train
 from maxtext_lite.training.dpo_reference import FILE
-from tests.conftest import use_one_device
 from tests.training.conftest import TINY, lines_of
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_device():
-    with pytest.MonkeyPatch.context() as patch:
-        use_one_device(patch)
-        yield
+pytestmark = pytest.mark.usefixtures("one_device_for_all")
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ from maxtext_lite.training.step_memory import (
     Ladder,
     StepMemory,
 )
-from tests.conftest import use_one_device
 from tests.training.conftest import TINY, lines_of
 
 KEYS = """
@@ -37,11 +36,7 @@ def run(tmp_path, name, *words, **limit):
     return result, json.loads((result.run_directory / "memory.json").read_text())
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_device():
-    with pytest.MonkeyPatch.context() as patch:
-        use_one_device(patch)
-        yield
+pytestmark = pytest.mark.usefixtures("one_device_for_all")
 
 
 @pytest.fixture(scope="module")
