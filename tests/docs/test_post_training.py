@@ -73,6 +73,7 @@ def test_the_config_of_dpo_runs_as_it_stands_and_logs_what_the_page_names(
     tmp_path, one_device
 ):
     words = ["steps=2", "warmup_steps=0", "base_num_decoder_layers=1"]
+    words += ["base_emb_dim=64", "base_mlp_dim=128"]
     words += ["eval_interval=2", "eval_steps=1", f"base_output_directory={tmp_path}"]
     train(load_config("configs/post_train/dpo.yml", words))
     run = RunFiles(tmp_path / "dpo")
