@@ -36,7 +36,7 @@ LATENT = (
     "mla={q_lora_rank: 0, kv_lora_rank: 24, qk_nope_head_dim: 16, qk_rope_head_dim: 8, v_head_dim: 16}",
     "head_dim=24",
     "base_num_kv_heads=8",
-    "base_num_decoder_layers=3",
+    "first_num_dense_layers=0",
     "shared_experts=1",
     *EXPERTS,
 )
@@ -80,7 +80,13 @@ CASES = {
     ),
     "gpt-oss": (
         8,
-        ("model_name=gpt-oss-20b", WINDOW, *EXPERTS, *mesh(data=2, fsdp=2, tensor=2)),
+        (
+            "model_name=gpt-oss-20b",
+            WINDOW,
+            "layer_pattern=local",
+            *EXPERTS,
+            *mesh(data=2, fsdp=2, tensor=2),
+        ),
         set(),
     ),
     "deepseek": (
@@ -138,14 +144,13 @@ def test_a_step_lowers_by_the_kernel_that_can_run_on_ampere_and_makes_no_square_
 @pytest.mark.parametrize(
     ("name", "keys", "calls"),
     [
-        # One kind of layers, as a window is in the range and not in the kernel.
-        ("gpt-oss", ("layer_pattern=local",), 3),
+        ("gpt-oss", (), 3),
         (
             "llama, context shards",
             ("context_parallel_strategy=ring", *mesh(context=2, data=2, tensor=2)),
             6,
         ),
-        ("llama, context shards", mesh(context=4, fsdp=2), 6),  # keys gathered
+        ("llama, context shards", mesh(context=2, fsdp=4), 6),  # keys gathered
     ],
     ids=["windows and sinks", "ring", "all_gather"],
 )

@@ -475,7 +475,7 @@ def test_splits_leave_a_step_in_eight_bits_alone(reference, rows):
     want = of((1, 16), {})
     rounding = apart(want.gradients, one.at(one.it.initial.params, rows)[1])
     assert 0.004 < rounding < 0.02  # 1 / 127 is 0.008
-    got = of((4, 4), {"fsdp": 2, "tensor": 2, "context": 2})
+    got = of((4, 4), {"tensor": 2, "context": 2})
     assert apart(got.gradients, want.gradients) < rounding / 5
     np.testing.assert_allclose(got.loss, want.loss, rtol=1e-5)
     assert got.target_tokens == want.target_tokens

@@ -10,6 +10,7 @@ import pytest
 from maxtext_lite.config import load_config
 from maxtext_lite.training import train
 from tests.invariance.conftest import MODEL
+from tests.own_run import own_run
 from tests.processes import SECONDS, RunFiles, launched, quick_python, train_under_way
 
 EXACT = ("step", "examples_hash", "learning_rate", "examples_seen", "tokens_seen")
@@ -89,63 +90,35 @@ def test_after_all_that_the_run_is_the_one_that_nobody_stopped(story):
         assert interrupted["loss"] == pytest.approx(whole["loss"], rel=1e-5)
 
 
-# A loss, data and a callback of one's own, which asks for the end on one process only, after step 3.
-OWN = """
-import os, sys
-import jax, jax.numpy as jnp, numpy as np
-from maxtext_lite.config import load_config
-from maxtext_lite.training import Callback, train
-class Counting:
-    fingerprint = "counting"
-    def __len__(self):
-        return 50
-    def __getitem__(self, example_id):
-        numbers = np.arange(example_id, example_id + 33) % 264
-        return {"tokens": numbers[:-1], "targets": numbers[1:]}
-class Ends(Callback):
-    def after_step(self, step, record, state):
-        return step == 3 and jax.process_index() == jax.process_count() - 1
-def loss(predictions, rows):
-    return jnp.sum(rows["weights"] * jnp.square(predictions.nll())), jnp.sum(rows["weights"])
-result = train(load_config(None, sys.argv[1:]), source=Counting(), objective=loss, callbacks=[Ends()])
-assert not result.interrupted
-print("ended after", result.step, flush=True)
-"""
-
-
-def test_what_one_process_asks_for_ends_all_after_the_same_step(tmp_path):
+def test_what_one_process_asks_for_ends_all_after_the_same_step(tmp_path, capsys):
     """With several hosts the answer is a step later; what was trained on the way is what one process trains."""
-    found = {}
-    for processes in (2, 1):
-        words = [
-            *MODEL,
-            "steps=9",
-            "learning_rate_schedule=constant",
-            "per_device_batch_size=2",
-            "eval_interval=-1",
-            f"base_output_directory={tmp_path}",
-            f"run_name={processes}",
-        ]
-        command, variables = launched(
-            [*quick_python(), "-c", OWN, *words],
-            processes=processes,
-            devices=2 // processes,
-        )
-        result = subprocess.run(
-            command,
-            env=variables,
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-            check=False,
-        )
-        assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
-        said = [
-            line.removeprefix("[0] ").removeprefix("[1] ")
-            for line in result.stdout.splitlines()
-        ]
-        found[processes] = [line for line in said if line.startswith("ended")]
-    assert found == {2: ["ended after 5"] * 2, 1: ["ended after 4"]}
+    words = [
+        *MODEL,
+        "steps=9",
+        "learning_rate_schedule=constant",
+        "per_device_batch_size=-1",
+        "global_batch_size=4",
+        "eval_interval=-1",
+        f"base_output_directory={tmp_path}",
+    ]
+    own_run([*words, "run_name=1"])
+    assert "ended after 4" in capsys.readouterr().out
+    command, variables = launched(
+        [*quick_python(), "-m", "tests.own_run", *words, "run_name=2"],
+        processes=2,
+        devices=1,
+    )
+    result = subprocess.run(
+        command,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+    for process in range(2):
+        assert f"[{process}] ended after 5" in result.stdout
     two, one = (RunFiles(tmp_path / str(processes)) for processes in (2, 1))
     assert (two.checkpoints, one.checkpoints) == ([5], [4])
     assert two.sequence(*EXACT)[:4] == one.sequence(*EXACT)
