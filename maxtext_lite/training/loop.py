@@ -27,7 +27,7 @@ from maxtext_lite.training.failures import UnreadError
 from maxtext_lite.training.feed_steps import steps_of_feed
 from maxtext_lite.training.goodput import Goodput
 from maxtext_lite.training.metrics import MetricsLog, Terminal
-from maxtext_lite.training.opening import chosen_split, open_run, own_objective, own_sources, plan_on_devices
+from maxtext_lite.training.opening import chosen_split, open_run, own_objective, own_sources, plan_on_devices, start_run
 from maxtext_lite.training.optimizer import OptimizerFactory
 from maxtext_lite.training.profile import Profile
 from maxtext_lite.training.run import Data, TrainingRun
@@ -144,6 +144,7 @@ def train(
         breaks its protocol.
       LossSpike: the loss became non-finite or left its band, and the run did not go back.
     """
+    start_run(config)
     sources = own_sources(config, source, eval_source)
     tried = None if objective is None else own_objective(config, objective, sources)
     own = OwnParts(model, tried, optimizer)

@@ -15,7 +15,7 @@ from maxtext_lite.config.kernels import Accelerator
 from maxtext_lite.data import Examples, ExampleSource, example_shape, own_examples
 from maxtext_lite.data.mixture_of_run import in_run, steps_left
 from maxtext_lite.data.sources_on_hosts import open_sources_on_hosts
-from maxtext_lite.parallel import accelerator_of, start_devices
+from maxtext_lite.parallel import accelerator_of, require_one_config, start_devices
 from maxtext_lite.training.arrays import Device
 from maxtext_lite.training.custom_loss import CustomLoss, Loss, custom_loss
 from maxtext_lite.training.run import TrainingRun
@@ -45,6 +45,17 @@ def open_run(
     if not has_checkpoints(run.directory):  # otherwise the restored history tells what the sources have left
         steps_left(config, plan, in_run(config, source)[0], step=0, examples_seen=0)
     return run
+
+
+def start_run(config: Config) -> list[Any]:
+    """All devices of a run, once its processes have found that they are about the same run.
+
+    Raises:
+      UserError: they have different configs, versions of libraries, or kinds of devices.
+    """
+    devices = start_devices()
+    require_one_config(config)
+    return devices
 
 
 def own_sources(config: Config, source: Examples | None, eval_source: Examples | None) -> Sources | None:
