@@ -43,7 +43,6 @@ from maxtext_lite.parallel.distributed import (
     start_devices,
 )
 from maxtext_lite.parallel.mesh import MESH_AXES, make_mesh
-from maxtext_lite.parallel.one_config import require_one_config
 from maxtext_lite.parallel.pipeline import Flight, Pipeline
 
 __all__ = [
@@ -83,7 +82,6 @@ __all__ = [
     "over_stages",
     "own_shard",
     "per_replica",
-    "require_one_config",
     "scattered_sum",
     "shard_index",
     "sharding",

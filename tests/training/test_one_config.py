@@ -1,7 +1,6 @@
 """Processes of one run that were started with different configs are told so before they open anything."""
 
 import json
-import os
 import subprocess
 
 import pytest
@@ -13,7 +12,7 @@ TRIED = """
 import json, os, sys
 from maxtext_lite.cli import run_command
 from maxtext_lite.config import UserError, load_config
-from maxtext_lite.parallel import require_one_config
+
 from maxtext_lite.training import train
 from maxtext_lite.training.opening import start_run
 record, tried = sys.argv[1], json.loads(sys.argv[2])

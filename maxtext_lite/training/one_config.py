@@ -5,12 +5,12 @@ import json
 
 import jax
 
-import maxtext_lite
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import full_text, value_text, without_secrets
 from maxtext_lite.config.source_list import SourceList
 from maxtext_lite.parallel.coordination import put_text, wait_for_text
 from maxtext_lite.process.watchdog import watchdog
+from maxtext_lite.training.run_files import package_versions
 
 MAY_DIFFER = frozenset(
     {
@@ -60,17 +60,20 @@ def _found_by_others(call: int, first: dict[str, str]) -> list[str]:
     for other in range(1, jax.process_count()):
         for key, value in json.loads(wait_for_text(f"{call}/{other}")).items():
             found.setdefault(key, (other, value))
-    return [
-        f"{key}={value_text(first.get(key, ''))} on process 0, but {value_text(value)} on process {other}: the processes "
-        f"of a run need the same. Nearest that works: {key}={value_text(first.get(key, ''))} on all."
-        for key, (other, value) in found.items()
-    ]
+    problems: list[str] = []
+    for key, (other, value) in found.items():
+        usual = value_text(first.get(key, ""))
+        problems.append(
+            f"{key}={usual} on process 0, but {value_text(value)} on process {other}: the processes of a run need the "
+            f"same. Nearest that works: {key}={usual} on all."
+        )
+    return problems
 
 
 def _about(config: Config) -> dict[str, str]:
     """What must be the same on all processes, as text."""
     kinds = sorted({device.device_kind for device in jax.local_devices()})
-    versions = {"version of maxtext_lite": maxtext_lite.__version__, "version of jax": jax.__version__}
+    versions = {f"version of {package}": version for package, version in package_versions().items()}
     values = {
         key: without_secrets(full_text(value))
         for key, value in config
