@@ -74,6 +74,40 @@ def test_restores_to_the_bit_on_any_mesh(saved, setup):
     assert names_in(directory) == ["6", "7"]  # two are kept
 
 
+def test_replicas_and_what_they_share_come_back_in_a_pipeline_of_other_rounds(
+    tmp_path, setup
+):
+    keys = (
+        "weight_dtype=bfloat16",
+        "enable_diloco=true",
+        "base_num_decoder_layers=4",
+    )
+    it = setup(*keys, replicas=2, data=2, fsdp=2)
+    config = load_config(None, [*TINY, *keys])
+    about = fingerprint(config, "text", 2)
+    rng = np.random.default_rng(0)
+    state = jax.tree.map(
+        lambda x: jax.device_put(rng.normal(size=x.shape).astype(x.dtype), x.sharding),
+        it.state(),
+    )
+    assert {"outer_momentum", "outer_master"} < state.update_state.keys()
+    checkpointer = Checkpointer(tmp_path, config, about)
+    checkpointer.save(state, COUNTS)
+    checkpointer.close()
+    there = setup(*keys, replicas=2, data=2, pipeline=Pipeline(2, 2, 2))
+    reader = CheckpointReader(tmp_path, about).find_before(8, print)
+    found, _ = reader.restore(there.abstract)
+    for got, saved in (
+        (found.model_params, state.model_params),
+        (found.update_state, state.update_state),
+    ):
+        jax.tree.map(
+            lambda x, y: np.testing.assert_array_equal(x, np.reshape(y, x.shape)),
+            got,
+            saved,
+        )
+
+
 def restored_as(run, it, fingerprint):
     return CheckpointReader(run, fingerprint).find_before(8, print).restore(it.abstract)
 
