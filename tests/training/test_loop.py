@@ -167,7 +167,9 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_is_named_and_its_step_is
     Step 4 is already running when step 3 is checked; its update would leave parameters that make everything infinite.
     """
     reads(Poisoned(19, 21, huge=range(24, 32)))
-    keys = "per_device_batch_size=0.5 checkpoint_period=2 gradient_clipping_threshold=0 sgd_momentum=0 profiler_steps=3-6"
+    keys = """
+    per_device_batch_size=0.5 checkpoint_period=2 gradient_clipping_threshold=0 sgd_momentum=0 profiler_steps=3-6
+    """
     message = r"step 3 .*micro-batch 1, example ids 19, 21, .*embedding\.table"
     with pytest.raises(NonFiniteLoss, match=message):
         _train(tmp_path, documents, *SKIP, *keys.split())
