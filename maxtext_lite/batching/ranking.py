@@ -27,6 +27,7 @@ from maxtext_lite.batching.topology import (
 )
 from maxtext_lite.config import Config, Refusal, UserError
 from maxtext_lite.config.errors import setting_text
+from maxtext_lite.config.files import Origin
 from maxtext_lite.config.load import defaults_of
 from maxtext_lite.config.rules import rule_violations
 from maxtext_lite.config.sections import REMAT_POLICIES
@@ -90,8 +91,8 @@ def settings_of(keys: Mapping[str, object]) -> list[str]:
 
 def is_open(config: Config, key: str) -> bool:
     """Whether the user left a key open: it is stated neither in a file of theirs nor on the command line."""
-    origin = config.origins.get(key, "")
-    return origin == "base.yml" or origin.startswith("models/")
+    origin = config.origins.get(key)
+    return isinstance(origin, Origin) and origin.is_default
 
 
 def wants_solving(config: Config) -> bool:

@@ -34,4 +34,6 @@ def decay(config: OptimizerConfig, u: Any, last: float, xp: Any) -> Any:
 
 def warm_up(config: OptimizerConfig, u: Any, xp: Any) -> Any:
     """The part of the peak to which the rate has risen at positions `u`: u/warmup_steps, at most 1."""
-    return xp.minimum(u / max(float(config.warmup_steps), 1), 1)
+    if config.warmup_steps == 0:  # positions count in part where the schedule's unit is examples
+        return xp.ones_like(u)
+    return xp.minimum(u / float(config.warmup_steps), 1)

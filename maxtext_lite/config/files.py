@@ -26,6 +26,24 @@ LARGEST_FILE = 2**22
 _PACKAGE = Path(__file__).resolve().parent.parent
 _MOST_NAMED = 20
 _NO_BASE = object()
+_MODELS = "models/"
+
+
+class Origin(str):
+    """Where a value comes from, as messages call it.
+
+    Attributes:
+      is_default: from configs/base.yml or a file of configs/models/, as shipped: the user left the key open.
+      is_architecture: from the config.json of a Hugging Face directory.
+    """
+
+    is_default: bool
+    is_architecture: bool
+
+    def __new__(cls, text: str, *, is_default: bool = False, is_architecture: bool = False) -> "Origin":
+        origin = super().__new__(cls, text)
+        origin.is_default, origin.is_architecture = is_default, is_architecture
+        return origin
 
 
 @dataclass(frozen=True)
@@ -38,7 +56,7 @@ class Layer:
       shipped: the path below configs/ of a shipped file; "" for other sources.
     """
 
-    origin: str
+    origin: Origin
     values: dict[str, object]
     shipped: str = ""
 
@@ -77,6 +95,12 @@ def find_config(name: str, namer: Path | None = None) -> Path | None:
     return shipped
 
 
+def find_model(name: str) -> Path | None:
+    """The file of a `model_name`: the shipped one, otherwise configs/models/NAME.yml of the working directory."""
+    file = f"configs/{_MODELS}{name}.yml"
+    return packaged_file("configs", file) or find_config(file)
+
+
 def shipped_configs() -> list[str]:
     """The paths below configs/ of all shipped files."""
     directory = packaged_directory("configs")
@@ -92,7 +116,8 @@ def read_layer(path: Path, named: str, problems: list[Refusal]) -> Layer:
     """
     directory, resolved = packaged_directory("configs").resolve(), path.resolve()
     shipped = resolved.relative_to(directory).as_posix() if resolved.is_relative_to(directory) else ""
-    origin = shipped or value_text(named)
+    is_default = shipped == ROOT_FILE or shipped.startswith(_MODELS)
+    origin = Origin(shipped or value_text(named), is_default=is_default)
     values, wrong = _read_shipped(resolved, origin) if shipped else _read(path, origin)
     problems.extend(wrong)
     return Layer(origin, dict(values), shipped)
@@ -158,9 +183,12 @@ def first_of(messages: Sequence[str], origin: str) -> list[str]:
     return [*messages[:_MOST_NAMED], *([f"{origin} has {more:,} more of these."] if more > 0 else [])]
 
 
-def file_layers(name: str, problems: list[Refusal]) -> list[Layer]:
-    """The layers of a file and its bases, the lowest first, which is always configs/base.yml."""
+def file_layers(name: str | None, problems: list[Refusal]) -> list[Layer]:
+    """The layers of a file and its bases, the lowest first, which is always the shipped configs/base.yml."""
     layers: list[Layer] = []
+    root = packaged_directory("configs") / ROOT_FILE
+    if name is None:
+        return [read_layer(root, ROOT_FILE, problems)]
     seen: dict[Path, str] = {}
     namer: Path | None = None
     by = ""
@@ -186,5 +214,5 @@ def file_layers(name: str, problems: list[Refusal]) -> list[Layer]:
             break
         name, namer, by = base, path, layer.origin
     if not layers or layers[0].shipped != ROOT_FILE:
-        layers.insert(0, read_layer(packaged_directory("configs") / ROOT_FILE, ROOT_FILE, problems))
+        layers.insert(0, read_layer(root, ROOT_FILE, problems))
     return layers

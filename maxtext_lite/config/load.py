@@ -14,8 +14,9 @@ from maxtext_lite.config.files import (
     RL_FILE,
     ROOT_FILE,
     Layer,
+    Origin,
     file_layers,
-    find_config,
+    find_model,
     first_of,
     may_list_sources,
     packaged_directory,
@@ -39,7 +40,6 @@ from maxtext_lite.config.source_list import is_source_list
 from maxtext_lite.config.suggest import ConfigRequest, suggest
 from maxtext_lite.config.yaml_text import YamlValue, is_one_scalar, parse_value
 
-_COMMAND_LINE = "command line"
 _PER_DEVICE, _ACCUMULATION = "per_device_batch_size", "gradient_accumulation_steps"
 _MOST_HINTS = 20
 _ITS_BATCH = "where batch_size, num_generations and micro_batch_size determine the batch"
@@ -111,7 +111,7 @@ def read_config(path: str | Path | None = None, overrides: Iterable[str] = ()) -
       ConfigError: configs/base.yml or configs/post_train/rl.yml, which ship with maxtext_lite, are damaged.
     """
     problems: list[Refusal] = []
-    files = file_layers(str(path) if path is not None else ROOT_FILE, problems)
+    files = file_layers(None if path is None else str(path), problems)
     kind = RLRunConfig if any(layer.shipped == RL_FILE for layer in files) else Config
     stated, unreadable = _override_layer(overrides, problems, kind)
     layers = [*files, stated]
@@ -202,7 +202,7 @@ def _override_layer(
                 unreadable[key] = f"{key}={value_text(text)} {error}."
             else:
                 values[key] = None  # the key itself is refused
-    return Layer(_COMMAND_LINE, values), unreadable
+    return Layer(Origin("command line"), values), unreadable
 
 
 def _override_value(key: str, text: str) -> object:
@@ -262,7 +262,7 @@ def _model_layer(layers: Sequence[Layer], problems: list[Refusal], kind: type[Co
     shipped = [file.removeprefix("models/").removesuffix(".yml") for file in shipped_configs() if "models/" in file]
     path = None
     if re.fullmatch(r"[\w][\w.-]*", name):
-        path = find_config(f"configs/models/{name}.yml")
+        path = find_model(name)
     if path is None:
         _refuse(problems, missing_model(name, shipped))
         return []
@@ -312,10 +312,10 @@ def _directory_layer(layers: Sequence[Layer], problems: list[Refusal]) -> list[L
         if is_missing and not any(key in ModelConfig.model_fields for layer in stating for key in layer.values):
             problems.append(missing_parameters(path))
         tokenizer = tokenizer_values(path, stated) if path else {}
-        return [Layer(f"{path}/hf", dict(tokenizer))] if tokenizer else []
+        return [Layer(Origin(f"{path}/hf"), dict(tokenizer))] if tokenizer else []
     values, refusals = directory_values(path, stated, root.values["max_target_length"])
     problems.extend(refusals)
-    return [Layer(origin, dict(values))]
+    return [Layer(Origin(origin, is_architecture=True), dict(values))]
 
 
 def _validate(kind: type[Config], layers: Sequence[Layer], defaults: Config) -> tuple[Config, list[Refusal]]:

@@ -28,6 +28,15 @@ def write_whole(path: Path, content: bytes | str) -> None:
         os.fsync(opened.fileno())
 
 
+def to_disk(directory: Path) -> None:
+    """Makes the names in a directory outlast a power cut."""
+    opened = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Generator[Path]:
     """A block that writes another file, which then takes this name; where the block fails, it is removed.

@@ -8,6 +8,7 @@ import dataclasses
 import re
 import urllib.request
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from maxtext_lite.config import UserError
 
@@ -155,16 +156,24 @@ def _share(environment: Environment, variable: str, num_sharing: int) -> tuple[i
         return None  # jax reads the variable
     index = _below(environment, variable, num_sharing, "the processes on this node")
     visible = environment.get("CUDA_VISIBLE_DEVICES")
-    count = num_sharing if visible is None else len([gpu for gpu in visible.split(",") if gpu])
+    if visible is None:
+        count, named = gpus_of_node() or num_sharing, "the node"
+    else:
+        count, named = len([gpu for gpu in visible.split(",") if gpu]), f"CUDA_VISIBLE_DEVICES={visible}"
     if count < num_sharing:  # each process sees its own
         return None
     if count % num_sharing:
         raise UserError(
-            f"CUDA_VISIBLE_DEVICES={visible} has {count} GPUs, which {num_sharing} processes on one node cannot share "
+            f"{named} has {count} GPUs, which {num_sharing} processes on one node cannot share "
             f"equally. Nearest that works: {max(n for n in range(1, num_sharing) if count % n == 0)} on each node."
         )
     each = count // num_sharing
     return tuple(range(index * each, (index + 1) * each))
+
+
+def gpus_of_node() -> int:
+    """NVIDIA's GPUs of this node, or those that its container shows; found without starting CUDA."""
+    return len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal()])
 
 
 def _tpu(environment: Environment, metadata: Callable[[str], str]) -> ProcessInfo | None:

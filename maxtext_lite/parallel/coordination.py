@@ -17,6 +17,8 @@ HEARTBEAT_SECONDS = 7 * 24 * 3600
 """Silence of one process after which jax aborts all others; the watchdog speaks long before."""
 
 _PREFIX = "maxtext_lite/"
+_TEXTS = "maxtext_lite_texts/"
+_TEXT_MILLISECONDS = 600_000
 _CONNECT_SECONDS = 2.0
 
 
@@ -43,6 +45,16 @@ class CoordinationStore:
     def all(self) -> dict[str, str]:
         """Every key set by `put`, with its value."""
         return {key.removeprefix(_PREFIX): value for key, value in self._client.key_value_dir_get(_PREFIX)}
+
+
+def put_text(key: str, text: str) -> None:
+    """Sets a key, once, that any process may wait for. It needs no device."""
+    distributed.global_state.client.key_value_set(_TEXTS + key, text)
+
+
+def wait_for_text(key: str) -> str:
+    """The text of a key, once a process has put it there; raises after ten minutes."""
+    return distributed.global_state.client.blocking_key_value_get(_TEXTS + key, _TEXT_MILLISECONDS)
 
 
 def watched_arguments(process: int) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The head of a report: the progress and results of a run, and what its noise scale suggests."""
 
+import itertools
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -10,6 +11,7 @@ from maxtext_lite.reporting.plan_view import long_number, plain, short_number
 from maxtext_lite.reporting.run_data import Run
 
 _REWARD_STEPS = 20  # the mean reward of a single step is mostly chance
+_MOST_BATCHES = 8
 NONE = "–"
 """The text for a missing value."""
 
@@ -64,11 +66,17 @@ def _loss(run: Run) -> tuple[str, str]:
 
 
 def _global_batch(run: Run) -> tuple[str, str]:
-    sizes, planned = [size for _, size in run.rows("global_batch_to_train")], run.plan.get("global_batch_to_train")
-    if sizes:
-        grown = "" if sizes[0] == sizes[-1] else f", from {sizes[0]:,}"
-        return long_number(sizes[-1]), f"examples per step{grown}"
-    return (NONE, "") if planned is None else (plain(planned), "planned")
+    rows, planned = run.rows("global_batch_to_train"), run.plan.get("global_batch_to_train")
+    if not rows:
+        return (NONE, "") if planned is None else (plain(planned), "planned")
+    changes = [rows[0]]
+    changes += [row for before, row in itertools.pairwise(rows) if row[1] != before[1]]
+    if len(changes) > 1:
+        texts = [f"{size:,} from step {step:,}" for step, size in changes]
+        if len(texts) > _MOST_BATCHES:
+            texts[_MOST_BATCHES - 1 : -1] = [f"{len(texts) - _MOST_BATCHES:,} others"]
+        return long_number(rows[-1][1]), f"examples per step: {', '.join(texts)}"
+    return long_number(rows[-1][1]), "examples per step"
 
 
 def _devices(run: Run) -> tuple[str, str]:

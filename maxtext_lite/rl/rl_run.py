@@ -13,14 +13,14 @@ from maxtext_lite.config.rl_rules import endless_evaluation, reward_names
 from maxtext_lite.data import Prompt, PromptSource, Tokenizer, check_vocabulary, load_tokenizer, open_prompts
 from maxtext_lite.generation.text_tokens import stop_tokens
 from maxtext_lite.models import Sampling
-from maxtext_lite.parallel import start_devices, value_of_host
+from maxtext_lite.parallel import exchange, value_of_host
 from maxtext_lite.rl.http_engine import ANSWER_SECONDS, HttpEngine
 from maxtext_lite.rl.pairs import Sampled
 from maxtext_lite.rl.policy import Policy
 from maxtext_lite.rl.rewards import RewardError, Rewards, Scores
 from maxtext_lite.rl.rollout import LocalEngine, Request, Response, RolloutEngine
 from maxtext_lite.rl.transfer import sampling_mesh
-from maxtext_lite.training.opening import machine_of
+from maxtext_lite.training.opening import machine_of, start_run
 from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.run_files import run_directory
 from maxtext_lite.training.state import OwnParts, make_plain_decoder
@@ -116,7 +116,7 @@ def open_rl_run(config: RLRunConfig) -> RLRun:
     Raises:
       UserError: the config does not suit these devices, prompts or rewards, or contradicts the run directory.
     """
-    devices = start_devices()
+    devices = start_run(config)
     machine = machine_of(devices)
     batch_sizes(config, **machine)  # refuses what is wrong before the data are opened
     tokenizer = load_tokenizer(config)
@@ -124,6 +124,7 @@ def open_rl_run(config: RLRunConfig) -> RLRun:
     carried = files_of_model(config)
     prompts = open_prompts(config, vocab_size=config.vocab_size, begins_as_elsewhere=carried is not None)
     source, eval_source = prompts
+    _refuse_other_prompts([None if each is None else each.fingerprint for each in prompts])
     if eval_source is not None and (refusal := endless_evaluation(config, len(eval_source))):
         raise UserError(str(refusal))
     plan = make_plan(config, **machine, num_examples=len(source))
@@ -148,6 +149,15 @@ def open_rl_run(config: RLRunConfig) -> RLRun:
         rewards.close()
         raise
     return RLRun(run, config, plan.rl, policy, engine, rewards, tokenizer, stop_token_ids)
+
+
+def _refuse_other_prompts(fingerprints: list[str | None]) -> None:
+    """All hosts call it."""
+    found = exchange(fingerprints)
+    if others := [host for host, each in enumerate(found) if each != found[0]]:
+        raise UserError(
+            f"dataset_path: host {others[0]} finds different prompts than host 0. All hosts must see the same files."
+        )
 
 
 def policy_of(config: RLRunConfig, batch: RLBatch) -> Policy:

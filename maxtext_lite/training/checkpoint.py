@@ -31,7 +31,7 @@ from maxtext_lite.training.parameter_files import (
 )
 from maxtext_lite.training.saving import FORMAT, Saver, check, read_about, read_arrays, reading, saved_shapes
 from maxtext_lite.training.starts import Starts
-from maxtext_lite.training.state import TrainState
+from maxtext_lite.training.state import OF_REPLICAS, TrainState
 
 _OLDEST_FORMAT = 2  # that can be read
 _ADAFACTOR = "adafactor's means are over"  # older versions took them over whole stacks of layers, without this key
@@ -150,9 +150,15 @@ class CheckpointReader:
         self.mixtures, self.starts = self.mixtures or _mixtures(about), about.get("starts", [])
         wanted = {"params": abstract.model_params, "update_state": abstract.update_state}
         layout = StageLayout.of(abstract.plain_params, tuple(about["layer_dims"]))
-        # With local updates, the dim of replicas comes before those of layers in all of the update's state.
-        before = {"params": 0, "update_state": int(abstract.outer is not None)}
-        restored = read_arrays(path, {name: layout.as_saved(tree, before[name]) for name, tree in wanted.items()})
+        as_saved = {
+            "params": layout.as_saved(abstract.model_params),
+            "update_state": {
+                # In the state of each replica, the dim of replicas comes before those of layers.
+                part: layout.as_saved(tree, before=int(abstract.outer is not None and part in OF_REPLICAS))
+                for part, tree in abstract.update_state.items()
+            },
+        }
+        restored = read_arrays(path, as_saved)
         restored = {name: reshaped(restored[name], tree) for name, tree in wanted.items()}
         counts = _counts(about)
         steps_done, skipped_in_a_row = (

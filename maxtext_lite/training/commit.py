@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 from maxtext_lite.config.bucket import is_bucket, remove_objects, storage_errors
-from maxtext_lite.config.whole_file import DAMAGED, DELETED, UNFINISHED
+from maxtext_lite.config.whole_file import DAMAGED, DELETED, UNFINISHED, to_disk
 
 
 def while_unfinished(directory: Path) -> Path:
@@ -41,6 +41,7 @@ def commit(directory: Path) -> None:
     if directory.exists():
         remove(directory)
     while_unfinished(directory).rename(directory)
+    to_disk(directory.parent)
 
 
 def remove(directory: Path) -> None:

@@ -13,7 +13,7 @@ from maxtext_lite.data.mixture_of_run import in_run, steps_left
 from maxtext_lite.data.sources_on_hosts import listed_rows_on_hosts, target_tokens_of_run
 from maxtext_lite.parallel import make_mesh, sharding
 from maxtext_lite.process.output import complain
-from maxtext_lite.training.opening import open_data
+from maxtext_lite.training.opening import open_data, start_run
 from maxtext_lite.training.step import TRAIN_BATCH_AXES
 
 _SECONDS_BETWEEN_LINES = 1.0
@@ -31,6 +31,7 @@ def read_data(config: Config, *, with_ids: bool) -> None:
       UserError: the data or the list of excluded rows cannot be read, or the batches cannot be planned for these
         devices.
     """
+    start_run(config)
     plan, (source, _) = open_data(config)
     source, _ = in_run(config, source)
     excluded = excluded_ids(source, listed_rows_on_hosts(config, source))

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,7 +28,7 @@ from maxtext_lite.training.failures import UnreadError
 from maxtext_lite.training.feed_steps import steps_of_feed
 from maxtext_lite.training.goodput import Goodput
 from maxtext_lite.training.metrics import MetricsLog, Terminal
-from maxtext_lite.training.opening import chosen_split, open_run, own_objective, own_sources, plan_on_devices
+from maxtext_lite.training.opening import chosen_split, open_run, own_objective, own_sources, plan_on_devices, start_run
 from maxtext_lite.training.optimizer import OptimizerFactory
 from maxtext_lite.training.profile import Profile
 from maxtext_lite.training.run import Data, TrainingRun
@@ -98,7 +99,7 @@ class RunResult:
 
     Attributes:
       step: steps done in the whole run.
-      loss: training loss of the last step; None if this process took none.
+      loss: training loss of the last step; None if this process took none, or the step had no targets.
       eval_loss: the last evaluation's mean over target tokens (dpo: pairs); None without one, and in reinforcement
         learning, or if it was broken off.
       interrupted: a signal ended the run, or its last evaluation, after a checkpoint if enable_checkpointing is true.
@@ -144,6 +145,7 @@ def train(
         breaks its protocol.
       LossSpike: the loss became non-finite or left its band, and the run did not go back.
     """
+    start_run(config)
     sources = own_sources(config, source, eval_source)
     tried = None if objective is None else own_objective(config, objective, sources)
     own = OwnParts(model, tried, optimizer)
@@ -151,13 +153,14 @@ def train(
     if wants_solving(config) and not ladder.rungs:
         ladder = ladder.with_rung(chosen_split(config, device_memory_gb))
     go_back: Callable[[TrainingRun[ExampleSource], Terminal], None] | None = None
+    signals = Signals()
     while True:
         phases.begin()
         run = open_run(ladder.applied(config), sources, own, device_memory_gb=device_memory_gb)
         run.memory.ladder = ladder
         phases.mark("data")
         try:
-            return train_run(run, functools.partial(steps_of_feed, run), callbacks, go_back)
+            return train_run(run, functools.partial(steps_of_feed, run), callbacks, go_back, signals)
         except OutOfMemory as error:
             ladder, go_back = ladder.lowered(run.config, run.plan, plan_on_devices(run.plan)), None
             why = f"out of memory: {error}; the run starts again with {ladder.newest}"
@@ -174,13 +177,18 @@ def train_run(
     begin: Begin,
     callbacks: Sequence[Callback] = (),
     go_back: Callable[[TrainingRun[Data], Terminal], None] | None = None,
+    signals: Signals | None = None,
 ) -> RunResult:
-    """Takes the remaining steps of a run, after `go_back` if given; raises as `train` does."""
+    """Takes the remaining steps of a run, after `go_back` if given; raises as `train` does.
+
+    Args:
+      signals: of the run that this one starts again; None: it is the first.
+    """
     terminal = Terminal(log_period=run.config.log_period, quiet=not run.is_first)
     with contextlib.ExitStack() as open_things:
         open_things.enter_context(jax.default_matmul_precision(run.config.matmul_precision))
         open_things.enter_context(jax.set_mesh(run.mesh))
-        signals = open_things.enter_context(watch_signals())
+        signals = open_things.enter_context(watch_signals(signals or Signals()))
         open_things.callback(terminal.close)
         open_things.enter_context(run.opened(terminal.say))
         files, failures = run.files.directory, run.failures
@@ -253,7 +261,7 @@ class _Loop:
 
     def train_from(self, state: TrainState) -> RunResult:
         """Takes the steps after those of the log, up to the last, or until a signal or a callback ends the run."""
-        run, log, steps, last_step = self.run, self.log, self.steps, self.terminal.last_step
+        run, log, last_step = self.run, self.log, self.terminal.last_step
         asked, demands = TracedSteps.of(run.config.profiler_steps), None if is_bucket(run.directory) else run.directory
         profile = Profile(run.files.directory, asked, run.failures, demands) if run.is_first else None
         before, ends = log.counts.step, False
@@ -262,30 +270,38 @@ class _Loop:
             phases.mark("evaluation")
             ends = before > 0 and self.ending.between_steps()
         if left := range(before + 1, before + 1 if ends else last_step + 1):
-            steps.prepare(before + 1)
+            self.steps.prepare(before + 1)
         log.restart_clock()
-        for step in left:
-            if profile:
-                profile.before_step(step, step - before)
-            if not steps.ready:
-                self._record(state)  # before a wait that may be long
-                steps.prepare(step)
-            with jax.profiler.StepTraceAnnotation("train", step_num=step):
-                state, taken = steps.take(state, step)
-            self._record(state)  # of the step before, as this one is under way
-            self.in_flight = step, taken
-            if self.shows_state or not steps.ahead:
-                self._record(state)
-            stops = self.stopping.after_this_step()
-            ends = self.ending.after_this_step() and not stops
-            stops, asked_since = self._pause(state, step, stops=stops, is_last=ends or step == last_step)
-            ends = (ends or asked_since) and not stops
-            if stops or ends:
-                break
-        if profile:
-            profile.close()
+        with contextlib.closing(profile) if profile else contextlib.nullcontext():  # whatever ends the steps
+            for step in left:
+                if profile:
+                    profile.before_step(step, step - before)
+                state, is_last, ends = self._step(state, step)
+                if is_last:
+                    break
         self._end()
         return self._result(state, left=last_step - log.counts.step, ended=ends)
+
+    def _step(self, state: TrainState, step: int) -> tuple[TrainState, bool, bool]:
+        """Takes a step; returns the state, whether it is the last for now, and whether a callback ends the run."""
+        steps = self.steps
+        if not steps.ready:
+            self._record(state)  # before a wait that may be long
+            began = time.perf_counter()
+            steps.prepare(step)
+            self.terminal.leave_out(time.perf_counter() - began)
+            self.log.restart_clock()
+        with jax.profiler.StepTraceAnnotation("train", step_num=step):
+            state, taken = steps.take(state, step)
+        self._record(state)  # of the step before, as this one is under way
+        self.in_flight = step, taken
+        if self.shows_state or not steps.ahead:
+            self._record(state)
+        stops = self.stopping.after_this_step()
+        ends = self.ending.after_this_step() and not stops
+        stops, asked_since = self._pause(state, step, stops=stops, is_last=ends or step == self.terminal.last_step)
+        ends = (ends or asked_since) and not stops
+        return state, stops or ends, ends
 
     def _end(self) -> None:
         """Waits until everything is written; raises a recorded read problem."""

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from maxtext_lite.config.bucket import is_bucket, names_below, storage_errors
 from maxtext_lite.config.errors import value_text
-from maxtext_lite.config.whole_file import write_whole
+from maxtext_lite.config.whole_file import to_disk, write_whole
 
 _PART = re.compile(r"sha256\.(\d{1,6})-of-([1-9]\d{0,5})")
 _LAST_LINE = "# sha256 of the lines above: "
@@ -57,13 +57,14 @@ def part_name(process: int, num_processes: int) -> str:
 def write_part(directory: Path, process: int, num_processes: int) -> int:
     """Writes the checksums of a process's share: the files that Orbax named after it; the first process adds the rest.
 
-    The share follows from names alone, so no process need see what another has just written.
+    The share follows from names alone, so no process need see what another has just written. On a file system, all of
+    it is on the disk afterwards: a power cut then takes no part of a checkpoint that counts.
 
     Returns:
       The number of bytes hashed.
     """
     own = [name for name in _files(directory) if _owner(name, num_processes) == process]
-    digests = _digests(directory, own)
+    digests = _digests(directory, own, syncs=not is_bucket(directory))
     hashed = sum(size for _, size in digests.values())
     lines = [f"{digest}  {name}\n" for name, (digest, _) in digests.items()]
     text = "".join(lines)
@@ -74,6 +75,8 @@ def write_part(directory: Path, process: int, num_processes: int) -> int:
             part.write_text(text)
     else:
         write_whole(part, text)
+        for folder in {parent for name in own for parent in (directory / name).relative_to(directory).parents}:
+            to_disk(directory / folder)
     return hashed
 
 
@@ -151,12 +154,15 @@ def _owner(name: str, num_processes: int) -> int:
     return named[0] if named and named[0] < num_processes else 0
 
 
-def _digests(directory: Path, names: Collection[str]) -> dict[str, tuple[str, int]]:
+def _digests(directory: Path, names: Collection[str], *, syncs: bool = False) -> dict[str, tuple[str, int]]:
     """The checksum and size of each file; threads hash several at once, as hashlib releases Python's lock."""
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
-        return dict(zip(names, threads.map(lambda name: _digest(directory / name, name), names), strict=True))
+        found = threads.map(lambda name: _digest(directory / name, name, syncs), names)
+        return dict(zip(names, found, strict=True))
 
 
-def _digest(path: Path, name: str) -> tuple[str, int]:
+def _digest(path: Path, name: str, syncs: bool) -> tuple[str, int]:
     with finding_damage(path, name), path.open("rb") as file:
+        if syncs:
+            os.fsync(file.fileno())
         return hashlib.file_digest(file, "sha256").hexdigest(), file.tell()

@@ -171,13 +171,18 @@ class Terminal:
         started = self._started = self._started or now - record["step_seconds"]  # without compilation
         left = _duration((now - started) / (step - self._first_step) * (self.last_step - step))
         if self._bar:
-            self._bar.update(self._task, completed=step, loss=f"{_shown_loss(record):.4f}", left=left)
+            self._bar.update(self._task, completed=step, loss=_shown_loss(record), left=left)
         self._since.append(record)
         if step % self._log_period == 0 or step == self.last_step:
             shown = record | _mean_speed(self._since[1:] or self._since if self._is_first else self._since)
             self._since, self._is_first = [], False
             parts = [f"step {step}/{self.last_step}", *_step_parts(shown), f"ETA {left}"]
             self.say(_fitting(parts, self._bar.console.width) if self._bar else "  ".join(parts))
+
+    def leave_out(self, seconds: float) -> None:
+        """Excludes a wait for the compiler from what the time left is judged by."""
+        if self._started is not None:
+            self._started += seconds
 
     def close(self) -> None:
         """Removes the bar and restores the terminal."""
@@ -197,9 +202,9 @@ def evaluation_text(record: Record) -> str:
     )
 
 
-def _shown_loss(record: Record) -> float:
+def _shown_loss(record: Record) -> str:
     """The rounded loss; adding 0.0 turns the -0 of a policy's loss, which is near 0, into 0."""
-    return round(record["loss"], 4) + 0.0
+    return "-" if record["loss"] is None else f"{round(record['loss'], 4) + 0.0:.4f}"
 
 
 def _mean_speed(records: Sequence[Record]) -> Record:
@@ -219,10 +224,10 @@ def _step_parts(record: Record) -> list[str]:
     reward = []
     if "reward" in record:
         reward = [f"reward {record['reward']:.3f}"]
-    elif "pairs" in record:
+    elif record.get("pairs"):
         reward = [f"accuracy {record['reward_accuracy']:.1%}", f"margin {record['reward_margin']:.3g}"]
     return [
-        f"loss {_shown_loss(record):.4f}",
+        f"loss {_shown_loss(record)}",
         *reward,
         f"{record['tokens_per_second']:,.0f} tokens/s",
         f"{rounded_text(record['tflops_per_device'], 3)} TFLOP/s/device",

@@ -18,6 +18,7 @@ from maxtext_lite.data.sources_on_hosts import open_sources_on_hosts
 from maxtext_lite.parallel import accelerator_of, start_devices
 from maxtext_lite.training.arrays import Device
 from maxtext_lite.training.custom_loss import CustomLoss, Loss, custom_loss
+from maxtext_lite.training.one_config import require_one_config
 from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.run_files import has_checkpoints
 from maxtext_lite.training.state import CONFIGURED, OwnParts
@@ -45,6 +46,17 @@ def open_run(
     if not has_checkpoints(run.directory):  # otherwise the restored history tells what the sources have left
         steps_left(config, plan, in_run(config, source)[0], step=0, examples_seen=0)
     return run
+
+
+def start_run(config: Config) -> list[Any]:
+    """All devices of a run, once its processes have found that they are about the same run.
+
+    Raises:
+      UserError: they have different configs, versions of libraries, or kinds of devices.
+    """
+    devices = start_devices()
+    require_one_config(config)
+    return devices
 
 
 def own_sources(config: Config, source: Examples | None, eval_source: Examples | None) -> Sources | None:

@@ -33,7 +33,7 @@ from maxtext_lite.training.noise import why_unknown
 from maxtext_lite.training.optimizer import UNKNOWN_RATE, Schedule, schedule_of_run
 from maxtext_lite.training.parameter_files import check_start, load_parameters, load_peft_adapters
 from maxtext_lite.training.run_files import RunFiles, environment, has_checkpoints, run_directory, write_json
-from maxtext_lite.training.starts import moved_schedule, with_start
+from maxtext_lite.training.starts import moved_batch, moved_schedule, with_start
 from maxtext_lite.training.state import (
     CONFIGURED,
     OwnParts,
@@ -321,8 +321,11 @@ class TrainingRun(Generic[Data]):
                 terminal.say(f"{name} data: {note}")
         for sentence in mixture_sentences(self.config, self.source, counts.examples_seen, end):
             terminal.say(sentence)
+        starts = self._saved.starts if self._saved else []
+        for sentence in moved_batch(self.plan, starts, counts.step):
+            terminal.say(sentence)
         if not isinstance(self._own.optimizer, optax.GradientTransformation):  # it has a schedule of its own
-            starts, done = self._saved.starts if self._saved else [], (counts.step, counts.examples_seen)
+            done = (counts.step, counts.examples_seen)
             last = counts.step + left
             for sentence in (
                 *moved_schedule(self.config, self.plan, starts, *done),

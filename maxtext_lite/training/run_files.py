@@ -145,17 +145,22 @@ class RunFiles:
         return [(path, (about.st_size, about.st_mtime_ns)) for path in paths for about in [path.stat()]]
 
 
-def environment() -> dict[str, Any]:
-    """The content of environment.json: versions, devices, the git commit and the working directory."""
+def package_versions() -> dict[str, str]:
+    """The versions of the packages on which the numbers of a run depend, of those that are installed."""
     packages = ("maxtext-lite", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
-    versions = {}
+    versions: dict[str, str] = {}
     for package in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
+    return versions
+
+
+def environment() -> dict[str, Any]:
+    """The content of environment.json: versions, devices, the git commit and the working directory."""
     return {
         "python": sys.version.split()[0],
         "platform": platform.platform(),
-        "packages": versions,
+        "packages": package_versions(),
         "devices": [device.device_kind for device in jax.devices()],
         "num_processes": jax.process_count(),
         "git_commit": _git_commit(),

@@ -8,7 +8,7 @@ import numpy as np
 
 from maxtext_lite.batching import BatchPlan
 from maxtext_lite.batching.rate_shape import decay, warm_up
-from maxtext_lite.config import Config, DataConfig, ModelConfig, OptimizerConfig, RunConfig
+from maxtext_lite.config import BatchConfig, Config, DataConfig, ModelConfig, OptimizerConfig, RunConfig
 from maxtext_lite.config.bucket import absolute, original
 from maxtext_lite.config.errors import setting_text
 
@@ -18,6 +18,8 @@ _OTHERS = {*DataConfig.model_fields, *ModelConfig.model_fields, *RunConfig.model
 
 _OF_SCHEDULE = ("learning_rate_schedule", "schedule_unit", "warmup_steps", "learning_rate_final_fraction",
                 "wsd_decay_steps_fraction")  # fmt: skip
+
+_OF_BATCH = tuple(BatchConfig.model_fields)
 
 Starts = list[dict[str, Any]]
 """For each start that changed something, first to last: `step`, those done before it; `end`, the (steps, examples) at
@@ -63,6 +65,24 @@ def _decides_steps(start: Mapping[str, Any]) -> dict[str, Any]:
     if (settings["learning_rate_schedule"], settings["num_epochs"]) == ("constant", "0"):
         return {**found, "settings": {**settings, "steps": ""}}
     return {**found, "end": start["end"]}
+
+
+def moved_batch(plan: BatchPlan, starts: Sequence[Mapping[str, Any]], step: int) -> list[str]:
+    """A sentence on the batch of a run that has just got another size; [] for any other run.
+
+    Args:
+      starts: with the one that begins after `step` steps.
+    """
+    if len(starts) < 2 or starts[-1]["step"] != step or starts[-1]["batch"] == starts[-2]["batch"]:
+        return []
+    before, now = starts[-2:]
+    changed = [key for key in _OF_BATCH if before["settings"].get(key) != now["settings"].get(key)]
+    why = ", ".join(f"{key}={now['settings'][key]} instead of {before['settings'].get(key)}" for key in changed)
+    if not changed:  # each device has as many examples as before
+        devices = plan.num_devices * before["batch"] // now["batch"]
+        why = f"the run has {plan.num_devices:,} devices instead of {devices:,}"
+        why += f"; global_batch_size={before['batch']} keeps it"
+    return [f"global_batch_to_train is {now['batch']:,} instead of {before['batch']:,} after step {step:,}: {why}"]
 
 
 def moved_schedule(

@@ -48,6 +48,8 @@ class OwnParts:
 
 
 CONFIGURED = OwnParts()
+OF_REPLICAS = ("opt_state", "replica_params")
+"""The parts of `TrainState.update_state` that local updates hold once for each replica."""
 """Every part as configured."""
 
 

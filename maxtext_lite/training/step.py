@@ -27,7 +27,7 @@ from maxtext_lite.parallel import (
 )
 from maxtext_lite.process.watchdog import watchdog
 from maxtext_lite.training.accumulate import LossScaleState, master_of, with_master
-from maxtext_lite.training.arrays import Metrics, Rows
+from maxtext_lite.training.arrays import Metrics, Rows, as_float32
 from maxtext_lite.training.failures import raise_unread
 from maxtext_lite.training.gradients import TRAIN_BATCH_AXES, GradientLoop, StepGradients
 from maxtext_lite.training.objective import ScoredObjective
@@ -37,6 +37,8 @@ from maxtext_lite.training.preference import PREFERENCE_METRICS
 from maxtext_lite.training.state import StepParts, TrainState, gradient_shardings, state_shardings
 
 EVAL_BATCH_AXES = ("global_batch", "length")
+MEANS = ("loss", "z_loss", *AUXILIARY_METRICS, *PREFERENCE_METRICS)
+"""The metrics that are means over what the objective counts."""
 
 
 def make_train_step(parts: StepParts, schedule: Schedule) -> Wrapped:
@@ -120,7 +122,7 @@ def _updated(
     new_params, new_opt_state = optimizer.finish(step.gradients, opt_state, params, learning_rate, step.expert_counts)
     new = (new_params, new_opt_state, new_progress)
     params, opt_state, progress = _where(applied, new, (params, opt_state, progress))
-    param_norm = optax.tree.norm(params)
+    param_norm = optax.tree.norm(as_float32(params))
     if optimizer.over_data and not _gathers_in_place(parts.mesh):
         new_params = jax.lax.with_sharding_constraint(new_params, state_shardings(parts).params)
         params = _where(applied, new_params, whole)
@@ -248,9 +250,8 @@ def make_summarise(parts: StepParts) -> Wrapped:
         counted_R = metrics[divisor]
         whole = jnp.sum(counted_R)
         share_R = counted_R / jnp.where(whole > 0, whole, 1)  # a custom loss may have a weight between 0 and 1
-        means = ("loss", "z_loss", *AUXILIARY_METRICS, *PREFERENCE_METRICS)
         reductions: dict[str, Callable[[jax.Array], jax.Array]] = {
-            **dict.fromkeys(means, lambda x_R: jnp.sum(share_R * x_R)),
+            **dict.fromkeys(MEANS, lambda x_R: jnp.sum(share_R * x_R)),
             **dict.fromkeys(("target_tokens", divisor, "groups", "group_squares"), jnp.sum),
             "skipped": jnp.any,
             "loss_scale": jnp.min,

@@ -22,6 +22,7 @@ from maxtext_lite.training.metrics import Terminal, lacks_evaluation
 from maxtext_lite.training.nonfinite import NonFinite
 from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.state import TrainState
+from maxtext_lite.training.step import MEANS
 from maxtext_lite.training.step_memory import peak_memory_bytes
 
 NOTHING_SAVED = "nothing was saved at or after it"
@@ -99,7 +100,7 @@ class StepLog:
 
     Attributes:
       counts: of all steps so far.
-      loss: of the last step; None if this process has taken none.
+      loss: of the last step; None if this process has taken none, or the step had no targets.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class StepLog:
         self._run, self._terminal, self._log, self._goodput = run, terminal, log, goodput
         self.counts = counts
         self.loss: float | None = None
+        self._has_begun = False
         self._last_ready = time.perf_counter()
 
     @property
@@ -154,6 +156,7 @@ class StepLog:
         record = {
             "step": step,
             **values,
+            **({} if values["target_tokens"] else dict.fromkeys(values.keys() & MEANS)),
             **self._batch_of(taken, run.plan.stage_at(counts.examples_seen)),
             "step_seconds": step_seconds,
             "data_seconds": taken.data_seconds,
@@ -163,9 +166,9 @@ class StepLog:
             **taken.more,
             **({} if self._goodput is None else self._goodput.record(step)),
         }
-        if self.loss is None:
+        if not self._has_begun:
             self._say_start_up()
-        self.loss = values["loss"]
+        self._has_begun, self.loss = True, record["loss"]
         self.write(record)
         if peak is not None and run.memory.measured is None:
             run.note_memory(measured=peak)

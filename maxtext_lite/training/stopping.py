@@ -39,12 +39,13 @@ class Signals:
 
 
 @contextlib.contextmanager
-def watch_signals() -> Generator[Signals]:
-    """A block in which `Signals` handles SIGTERM and SIGINT; the previous handlers are restored at its end.
+def watch_signals(signals: Signals) -> Generator[Signals]:
+    """A block in which `signals` handles SIGTERM and SIGINT; the previous handlers are restored at its end.
+
+    A request that they have from an earlier block, which a restart of the run has ended, still stands.
 
     A command keeps its handlers: once everything is saved, a signal no longer matters.
     """
-    signals = Signals()
     if command_signals.installed:
         command_signals.begin_again()
         yield signals

@@ -41,6 +41,8 @@ def test_the_rate_falls_from_the_end_of_the_warm_up_to_that_of_the_run(name, exp
         config, np.array([10.0, 35.0, 60.0, 99.0, 110.0, 200.0]), 110.0, np
     ).tolist()
     assert found == pytest.approx(expected)
+    at_once = load_config(None, ["warmup_steps=0"])
+    assert warm_up(at_once, np.array([0.25, 1.0]), np).tolist() == [1, 1]
     assert warm_up(
         config, np.array([0.0, 4.0, 10.0, 60.0]), np
     ).tolist() == pytest.approx([0, 0.4, 1, 1])

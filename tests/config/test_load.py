@@ -9,6 +9,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from maxtext_lite.batching.ranking import is_open
 from maxtext_lite.config import (
     KEYS,
     RL_KEYS,
@@ -94,6 +95,26 @@ def test_a_model_of_the_working_directory_is_found_and_a_resolved_config_does_no
     assert (
         "model_name=other" in problems_of(here / "config.yml", ["model_name=other"])[0]
     )
+
+
+def test_files_of_the_working_directory_replace_no_shipped_defaults_and_are_not_taken_for_them(
+    here,
+):
+    for name, text in {
+        "base.yml": "seed: 3\n",
+        "configs/base.yml": "seed: 4\n",
+        "configs/models/llama3-8b.yml": "base_emb_dim: 64\n",
+        "models/own.yml": "ici_fsdp_parallelism: 2\n",
+    }.items():
+        Path(name).parent.mkdir(exist_ok=True, parents=True)
+        Path(name).write_text(text)
+    config = load_config(None, ["model_name=llama3-8b"])
+    assert (config.seed, config.base_emb_dim) == (0, 4096)
+    assert all(is_open(config, key) for key in ("seed", "base_emb_dim"))
+    own = load_config("models/own.yml")
+    assert is_open(own, "seed")
+    assert not is_open(own, "ici_fsdp_parallelism")
+    assert not is_open(load_config("base.yml"), "seed")
 
 
 def test_a_base_is_looked_for_beside_the_file_then_at_home_and_among_the_shipped_ones(

@@ -3,6 +3,7 @@
 import pytest
 
 from maxtext_lite.config import UserError
+from maxtext_lite.parallel import cluster
 from maxtext_lite.parallel.cluster import ProcessInfo, process_info
 
 
@@ -110,6 +111,14 @@ def test_the_first_of_slurms_nodes(nodes, first):
 )
 def test_tasks_of_one_node_share_its_gpus(changes, devices):
     assert told({**SLURM, **changes}).local_device_ids == devices
+
+
+@pytest.mark.parametrize(("gpus", "devices"), [(8, (2, 3)), (4, (1,)), (0, (1,))])
+def test_without_a_list_the_gpus_that_the_node_has_are_shared(
+    gpus, devices, monkeypatch
+):
+    monkeypatch.setattr(cluster, "gpus_of_node", lambda: gpus)
+    assert told(SLURM).local_device_ids == devices
 
 
 def test_an_address_or_a_port_that_is_stated_replaces_the_launchers():

@@ -44,6 +44,8 @@ def test_the_summary_of_a_run(tmp_path):
     assert found["Held-out loss"][1] == "at step 4; lowest 3.25 at step 2"
     assert found["Tokens per second"][1] == "median; MFU 40.0%"
     assert found["Steps"][1] == "of 10, 1 skipped"
+    batches = found["Global batch"][1]
+    assert batches == "examples per step: 8 from step 1, 16 from step 4"
 
 
 def test_a_run_of_reinforcement_learning_leads_with_reward_and_accuracy_and_has_no_loss(

@@ -5,8 +5,11 @@ import functools
 import itertools
 import json
 import math
+import os
 import shutil
+import sys
 import threading
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -72,6 +75,61 @@ def test_restores_to_the_bit_on_any_mesh(saved, setup):
     same((state.params, state.opt_state), (it.initial.params, it.initial.opt_state))
     assert state.params["head"]["projection"].sharding.mesh == other.mesh
     assert names_in(directory) == ["6", "7"]  # two are kept
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc names open files")
+def test_all_of_a_checkpoint_is_on_the_disk_before_it_counts(
+    tmp_path, saved, monkeypatch
+):
+    synced = []
+    monkeypatch.setattr(
+        os,
+        "fsync",
+        lambda opened: synced.append(Path(f"/proc/self/fd/{opened}").readlink()),
+    )
+    checkpointer = opened(tmp_path)
+    checkpointer.save(saved[1].initial, COUNTS)
+    checkpointer.close()
+    folder = tmp_path / "checkpoints"
+    before = {path.relative_to(folder / "unfinished-7") for path in synced[:-1]}
+    assert synced[-1] == folder
+    written = {path.relative_to(folder / "7") for path in (folder / "7").rglob("*")}
+    checksums = {path for path in written if path.name.startswith("sha256")}
+    assert written - checksums <= before
+
+
+def test_replicas_and_what_they_share_come_back_in_a_pipeline_of_other_rounds(
+    tmp_path, setup
+):
+    keys = (
+        "weight_dtype=bfloat16",
+        "enable_diloco=true",
+        "base_num_decoder_layers=4",
+    )
+    it = setup(*keys, replicas=2, data=2, fsdp=2)
+    config = load_config(None, [*TINY, *keys])
+    about = fingerprint(config, "text", 2)
+    rng = np.random.default_rng(0)
+    state = jax.tree.map(
+        lambda x: jax.device_put(rng.normal(size=x.shape).astype(x.dtype), x.sharding),
+        it.state(),
+    )
+    assert {"outer_momentum", "outer_master"} < state.update_state.keys()
+    checkpointer = Checkpointer(tmp_path, config, about)
+    checkpointer.save(state, COUNTS)
+    checkpointer.close()
+    there = setup(*keys, replicas=2, data=2, pipeline=Pipeline(2, 2, 2))
+    reader = CheckpointReader(tmp_path, about).find_before(8, print)
+    found, _ = reader.restore(there.abstract)
+    for got, saved in (
+        (found.model_params, state.model_params),
+        (found.update_state, state.update_state),
+    ):
+        jax.tree.map(
+            lambda x, y: np.testing.assert_array_equal(x, np.reshape(y, x.shape)),
+            got,
+            saved,
+        )
 
 
 def restored_as(run, it, fingerprint):

@@ -160,7 +160,7 @@ MESH = "ici_data_parallelism=4"
 SKIP = (*_SKIP.split(), CONSTANT, SGD, MOMENTUM)
 
 
-def test_a_gradient_that_is_not_finite_ends_the_run_and_is_named(
+def test_a_gradient_that_is_not_finite_ends_the_run_and_is_named_and_its_step_is_in_the_trace(
     tmp_path, documents, reads
 ):
     """With A = 2, examples 19 and 21 of step 3 are in micro-batch 1, after 16 and 18 in micro-batch 0.
@@ -168,13 +168,17 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_is_named(
     Step 4 is already running when step 3 is checked; its update would leave parameters that make everything infinite.
     """
     reads(Poisoned(19, 21, huge=range(24, 32)))
-    keys = "per_device_batch_size=0.5 checkpoint_period=2 gradient_clipping_threshold=0 sgd_momentum=0"
+    keys = """
+    per_device_batch_size=0.5 checkpoint_period=2 gradient_clipping_threshold=0 sgd_momentum=0 profiler_steps=3-6
+    """
     message = r"step 3 .*micro-batch 1, example ids 19, 21, .*embedding\.table"
     with pytest.raises(NonFiniteLoss, match=message):
         _train(tmp_path, documents, *SKIP, MESH, *keys.split())
     assert {path.name for path in (tmp_path / "default" / "checkpoints").iterdir()} == {
         "2"
     }
+    (trace,) = (tmp_path / "default" / "tensorboard").rglob("*.xplane.pb")
+    assert trace.stat().st_size > 0
 
 
 def test_epochs_train_on_each_example_once_down_to_the_last(

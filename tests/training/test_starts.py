@@ -5,6 +5,7 @@ import pytest
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import load_config
 from maxtext_lite.training.starts import (
+    moved_batch,
     moved_schedule,
     settings_at,
     with_start,
@@ -69,6 +70,27 @@ def test_a_resume_that_moves_the_schedule_says_so_once(first, overrides, end, ra
     *of, again = start(starts, 9, 32 + batch, *overrides)
     assert again == starts
     assert moved_schedule(*of, again, 9, 32 + batch) == []
+
+
+@pytest.mark.parametrize(
+    ("devices", "overrides", "why"),
+    [
+        (4, [], "the run has 4 devices instead of 2; global_batch_size=8 keeps it"),
+        (2, ["per_device_batch_size=8"], "per_device_batch_size=8 instead of 4"),
+    ],
+)
+def test_a_resume_that_changes_the_batch_says_from_what_to_what_and_why(
+    devices, overrides, why
+):
+    starts = []
+    for step, num_devices, keys in ((0, 2, []), (3, devices, overrides)):
+        config = load_config(None, ["per_device_batch_size=4", *keys])
+        plan = make_plan(config, num_devices=num_devices, num_examples=512)
+        starts = with_start(starts, config, plan, step, 8 * step)
+    (said,) = moved_batch(plan, starts, 3)
+    assert "16 instead of 8 after step 3" in said
+    assert why in said
+    assert moved_batch(plan, starts, 4) == []
 
 
 def test_a_step_has_the_settings_of_the_start_that_took_it():

@@ -48,6 +48,14 @@ def test_metrics_are_those_of_the_update(setup, rows, mean_loss):
     assert state.progress.tokens.tolist() == [0, np.count_nonzero(rows["weights"])]
 
 
+def test_the_norm_of_narrow_parameters_is_summed_in_float32(setup, rows):
+    it = setup("weight_dtype=bfloat16", "optimizer=sgd")
+    batch = it.batch(rows, 1, 16)
+    state, (metrics,) = it.run(it.compile_step(batch), batch, 1)
+    exact = norm(jax.tree.map(lambda p: np.asarray(p, np.float64), state.params))
+    assert metrics["param_norm"] == pytest.approx(exact, rel=1e-5)
+
+
 RING = "context_parallel_strategy=ring"
 
 

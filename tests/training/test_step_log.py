@@ -92,6 +92,8 @@ def test_a_step_is_counted_and_recorded_with_what_is_added(log_of):
     }
     assert want.items() <= record.items()
     assert "groups" not in record
+    add(log, 5, loss=0.0, target_tokens=0)
+    assert lines_of(log.directory)[-1]["loss"] is None
 
 
 @pytest.mark.fast

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from maxtext_lite.process.signals import command_signals
-from maxtext_lite.training.stopping import watch_signals
+from maxtext_lite.training.stopping import Signals, watch_signals
 
 DEFAULT = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
 
@@ -28,7 +28,7 @@ def _handlers():
 
 @pytest.mark.fast
 def test_each_signal_is_a_request_the_first_time_and_the_next_has_the_default():
-    with watch_signals() as signals:
+    with watch_signals(Signals()) as signals:
         assert signals.received is None
         for number in DEFAULT:
             os.kill(os.getpid(), number)
@@ -38,13 +38,21 @@ def test_each_signal_is_a_request_the_first_time_and_the_next_has_the_default():
             os.kill(os.getpid(), signal.SIGINT)
 
 
+def test_a_request_outlives_the_restart_of_a_run():
+    signals = Signals()
+    with watch_signals(signals):
+        os.kill(os.getpid(), signal.SIGTERM)
+    with watch_signals(signals) as again:
+        assert again.received is signal.SIGTERM
+
+
 @pytest.mark.parametrize("ends", ["after a signal", "with an error"])
 def test_handlers_are_handed_back(ends):
     mine = {number: lambda number, frame: None for number in DEFAULT}
     for number, handler in mine.items():
         signal.signal(number, handler)
     try:
-        with watch_signals() as signals:
+        with watch_signals(Signals()) as signals:
             assert {*handlers().values()} == {signals}
             if ends == "after a signal":
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -65,12 +73,12 @@ def test_in_a_command_a_signal_is_a_request_only_once_there_is_something_to_save
         command_signals, "_ask", lambda number: None
     )  # an earlier run's
     before = handlers()
-    with watch_signals() as signals:
+    with watch_signals(Signals()) as signals:
         assert not asked
         assert handlers() == before
         signals.take_requests()
     (request,) = asked
     request(signal.SIGINT)
     assert signals.received is signal.SIGINT
-    with watch_signals():
+    with watch_signals(Signals()):
         assert command_signals._ask is None, "until the next run has something to save"

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from maxtext_lite.config.bucket import any_path, local_copy
 from maxtext_lite.config.errors import Refusal, UserError, any_of, value_text
+from maxtext_lite.config.files import Origin
 from maxtext_lite.config.hf.adapter import CONFIG, adapter_of, missing_base
 from maxtext_lite.config.hf.config import WEIGHTS_FIELD, config_json, field_names, model_keys, stored_dtype, text_fields
 from maxtext_lite.config.hf.fields import Fields, JsonObject, Keys, same_architecture
@@ -285,8 +286,9 @@ def in_its_fields(path: str, refusals: list[Refusal], origins: Mapping[str, str]
     Args:
       origins: where each key's value comes from.
     """
+    decided = {key for key, each in origins.items() if isinstance(each, Origin) and each.is_architecture}
     origin = directory_origin(path)
-    if origin is None or not any(origins.get(refusal.key) == origin for refusal in refusals):
+    if origin is None or not any(refusal.key in decided for refusal in refusals):
         return refusals
     names = field_names(read_object(Path(origin)))
     words = re.compile(rf"\b({'|'.join(names)})\b")
@@ -298,7 +300,7 @@ def in_its_fields(path: str, refusals: list[Refusal], origins: Mapping[str, str]
         dataclasses.replace(
             refusal, message=f"{origin}: {worded(refusal.message)}", nearest=tuple(map(worded, refusal.nearest))
         )
-        if origins.get(refusal.key) == origin
+        if refusal.key in decided
         else refusal
         for refusal in refusals
     ]
