@@ -87,7 +87,7 @@ class SafetensorsDir:
                     )
                 self.tensors[name] = stored
         for name, file_name in weight_map(directory).items():
-            if name not in self.tensors or self.tensors[name].file.name != file_name:
+            if name not in self.tensors or self.tensors[name].file != directory / file_name:
                 raise UserError(
                     f"{directory / INDEX} says that {value_text(name)} is in {value_text(file_name)}, which is wrong."
                 )

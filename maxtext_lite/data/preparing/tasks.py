@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from maxtext_lite.config import UserError
-from maxtext_lite.config.json_file import is_directory, is_there, read_object, user_path
+from maxtext_lite.config.json_file import is_directory, is_there, path_below, read_object, user_path
 from maxtext_lite.data.text_files import TEXT_SUFFIXES, extra_module, find_files
 
 ROWS_SUFFIXES = (".parquet", ".arrow")
@@ -96,10 +96,11 @@ def _dataset_files(path: str) -> list[tuple[str, Path]] | None:
         names = [each["filename"] for each in read_object(directory / "state.json")["_data_files"]]
     except (KeyError, TypeError):
         raise UserError(f"{directory / 'state.json'} lists no data files, unlike that of a dataset.") from None
-    missing = [name for name in names if not (directory / name).is_file()]
+    files = [path_below(directory, name, directory / "state.json") for name in names]
+    missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise UserError(f"input={path!r}: {missing[0]!r}, which its state.json lists, is missing.")
-    return [(f"{path.rstrip('/')}/{name}", directory / name) for name in names]
+    return [(f"{path.rstrip('/')}/{name}", file) for name, file in zip(names, files, strict=True)]
 
 
 def split_into_tasks(files: list[InputFile], *, task_bytes: int, field: str) -> list[Task]:
