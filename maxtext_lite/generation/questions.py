@@ -1,6 +1,7 @@
 """Texts and questions for the evaluation of a model, and their metrics from its log-likelihoods."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from io import StringIO
@@ -142,11 +143,11 @@ def perplexity(scored: Sequence[Scored], text: str) -> dict[str, float]:
 
 def accuracy(questions: Sequence[Question | Cloze], scored: Sequence[Scored]) -> dict[str, float]:
     """Accuracy by log-likelihood, and by log-likelihood per byte; for cloze, the share of greedy answers."""
-    rest = list(scored)
+    rest = iter(scored)
     right = right_by_byte = greedy = nll = tokens = 0.0
     for question in questions:
         count = len(question.choices)
-        of_question, rest = rest[:count], rest[count:]
+        of_question = list(itertools.islice(rest, count))
         likelihoods: list[float] = [part.log_likelihood for part in of_question]
         by_byte = [
             likelihood / len(text.encode()) for likelihood, text in zip(likelihoods, question.choices, strict=True)

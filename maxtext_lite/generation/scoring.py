@@ -35,7 +35,7 @@ _TILE_TOKENS = 64  # of each row, whose logits exist at one time
 class Span:
     """Tokens to score from index `first` on, which is at least 1."""
 
-    tokens: Sequence[int]
+    tokens: Sequence[int] | np.ndarray
     first: int
 
 
@@ -117,11 +117,12 @@ def windows(tokens: Sequence[int], *, length: int, stride: int) -> list[Span]:
       stride: tokens from the start of one window to that of the next; the rest of a window is context that the previous
         window has scored. At most length - 1.
     """
+    token_T = np.asarray(tokens)  # the parts of an array share its memory
     spans, scored = [], 1
     while scored < len(tokens):
         begin = 0 if scored == 1 else scored + stride - length
         end = min(begin + length, len(tokens))
-        spans.append(Span(tokens[begin:end], scored - begin))
+        spans.append(Span(token_T[begin:end], scored - begin))
         scored = end
     return spans
 

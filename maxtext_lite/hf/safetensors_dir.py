@@ -171,10 +171,13 @@ class Tensor(NamedTuple):
 def write_safetensors(directory: Path, tensors: Iterable[Tensor], *, file_bytes: int = FILE_BYTES) -> None:
     """Writes tensors one by one, into one file, or into files of about `file_bytes` with an index."""
     files: list[list[Tensor]] = [[]]
+    num_bytes = 0  # of the last file
     for tensor in tensors:
-        if files[-1] and sum(other.num_bytes for other in files[-1]) + tensor.num_bytes > file_bytes:
+        if files[-1] and num_bytes + tensor.num_bytes > file_bytes:
             files.append([])
+            num_bytes = 0
         files[-1].append(tensor)
+        num_bytes += tensor.num_bytes
     if len(files) == 1:
         write_file(directory / WHOLE, files[0])
         return

@@ -7,6 +7,7 @@ import json
 import math
 import string
 import sys
+import time
 from types import ModuleType, SimpleNamespace
 
 import jax
@@ -20,9 +21,16 @@ from maxtext_lite.data.tokenizer import ByteTokenizer
 from maxtext_lite.evaluate import main
 from maxtext_lite.generate import main as generate
 from maxtext_lite.generation import scoring
-from maxtext_lite.generation.questions import continued, read_questions, with_blank
+from maxtext_lite.generation.questions import (
+    Question,
+    Scored,
+    accuracy,
+    continued,
+    read_questions,
+    with_blank,
+)
 from maxtext_lite.generation.requests import EvaluateConfig, GenerateConfig
-from maxtext_lite.generation.scoring import TextScorer, evaluate
+from maxtext_lite.generation.scoring import TextScorer, evaluate, windows
 from maxtext_lite.harness import HarnessModel, _asked
 from tests import hf_models
 
@@ -365,3 +373,14 @@ def test_the_command_of_the_harness_has_our_models(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["x"])
     assert command(["harness", "nowhere"]) == 2
     assert capsys.readouterr().err.startswith("error: nowhere ")
+
+
+def test_many_windows_and_questions_take_room_and_time_in_proportion():
+    token_T = np.arange(40_000)
+    spans = windows(token_T, length=1024, stride=1)
+    assert all(np.shares_memory(span.tokens, token_T) for span in spans)
+    questions = [Question(context="a", choices=["b", "c"], answer=0)] * 40_000
+    scored = [Scored(-1.0, True, 1), Scored(-2.0, True, 1)] * 40_000
+    started = time.process_time()
+    assert accuracy(questions, scored)["accuracy"] == 1
+    assert time.process_time() - started < 2
