@@ -77,11 +77,12 @@ def found(model, tmp_path, capsys):
             if isinstance(content, str)
             else "\n".join(map(json.dumps, content)) + "\n\n"
         )
-        (tmp_path / key).write_text(text)
+        path = tmp_path / (f"{key}.txt" if isinstance(content, str) else f"{key}.jsonl")
+        path.write_text(text)
         main(
             [
                 str(directory),
-                f"{key}={tmp_path / key}",
+                f"{key}={path}",
                 "dtype=float32",
                 "max_length=32",
                 "--json",
@@ -170,6 +171,15 @@ def test_a_cloze_is_right_where_it_is_what_the_model_would_write(model, found):
     )
 
 
+def test_each_line_of_a_text_is_a_document(found):
+    texts = [TEXT[:9], TEXT[9:50]]
+    each = [found("text", text) for text in texts]
+    both = found("text", [{"text": text} for text in texts])
+    assert both["tokens"] == sum(one["tokens"] for one in each)
+    nll = sum(one["loss"] * one["tokens"] for one in each)
+    assert both["loss"] * both["tokens"] == pytest.approx(nll, rel=1e-5)
+
+
 def test_a_continuation_is_read_with_its_context():
     letters = lambda text: [ord(letter) for letter in text]  # noqa: E731
     assert continued(letters, "ab \n", "c") == (letters("ab \nc"), 2)
@@ -187,14 +197,14 @@ def test_a_continuation_is_read_with_its_context():
         (
             "choices",
             '{"context": "a", "choices": ["b", "c"], "answer": 2}',
-            "line 2: .*answer",
+            ":2: .*answer",
         ),
         (
             "choices",
             '{"context": "a", "choices": ["b", " "], "answer": 1}',
-            "line 2: .*choices",
+            ":2: .*choices",
         ),
-        ("cloze", '{"context": "a"}', "line 2: target"),
+        ("cloze", '{"context": "a"}', ":2: target"),
     ],
 )
 def test_wrong_questions_are_refused_by_line(kind, line, named, tmp_path):
@@ -205,6 +215,7 @@ def test_wrong_questions_are_refused_by_line(kind, line, named, tmp_path):
     with pytest.raises(UserError, match=r"none\.jsonl"):
         read_questions(str(tmp_path / "none.jsonl"), kind)
     path.write_text('{"context": "a\u2028b\x85", "target": "c"}\n', encoding="utf-8")
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n"))
     (cloze,) = read_questions(str(path), "cloze")
     assert cloze.context == "a\u2028b\x85"  # which end no line
 
