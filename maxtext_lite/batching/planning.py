@@ -18,7 +18,7 @@ from maxtext_lite.batching.sizes import Sizes
 from maxtext_lite.batching.solve import refusals, resolve
 from maxtext_lite.batching.topology import Topology
 from maxtext_lite.config import Config, Refusal, UserError, remat_of
-from maxtext_lite.config.errors import number_text, rounded_text, value_text
+from maxtext_lite.config.errors import counted, nearest_clause, number_text, rounded_text, value_text
 from maxtext_lite.config.kernels import KERNELS, Accelerator, Platform, planned_kernel
 from maxtext_lite.config.load import read_config
 
@@ -251,6 +251,13 @@ def _warnings(config: Config, plan: BatchPlan, accelerator: Accelerator) -> Iter
         yield (
             f"num_pipeline_microbatches={pieces} does not divide the micro-batch of {micro} examples: "
             f"{plan.empty_slots_per_micro_batch} of {plan.micro_batch_slots} slots stay empty."
+        )
+    total = plan.global_batch_to_train
+    if plan.loads_per_step > total:
+        yield (
+            f"expansion_factor_real_data={number_text(plan.expansion_factor_real_data)} reads the "
+            f"{counted(total, 'example')} of a step in {plan.loads_per_step:,} loads; the others are empty."
+            f"{nearest_clause([Fraction(1, total)])}"
         )
     if not splits_residual(config, plan.mesh):
         yield (

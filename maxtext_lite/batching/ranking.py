@@ -15,7 +15,7 @@ from maxtext_lite.batching.ledger import MemoryEstimate, bytes_text
 from maxtext_lite.batching.pipeline_shape import PipelineShape
 from maxtext_lite.batching.sizes import Sizes
 from maxtext_lite.batching.solve import refusals, resolve
-from maxtext_lite.batching.step_time import StepModel, StepTime
+from maxtext_lite.batching.step_time import StepModel, StepTime, flops_of_example
 from maxtext_lite.batching.topology import (
     MESH_AXES,
     MESH_KEYS,
@@ -144,22 +144,27 @@ def choose(config: Config, topology: Topology, device: Device | None, plan_of: P
 def _fastest(config: Config, topology: Topology, device: Device, plan_of: Plan, most: int) -> list[RankedPlan]:
     """The plans of `rank`, by a best-first search.
 
-    Each split is queued with a lower bound of its time, without recomputation, and is expanded only when no other entry
-    of the queue can be faster.
+    Each mesh is queued with a lower bound of its time, and each split of a mesh with its own, without recomputation.
+    They are expanded only when no other entry of the queue can be faster.
     """
     device = device.in_hosts(topology.num_devices, topology.num_hosts)
     variants = [(keys, config.model_copy(update=keys)) for keys in _variants(config, device)]
     leanest, _ = variants[-1]
     order = itertools.count()
-    waiting: list[tuple[float, int, _Split, dict[str, Any] | None, StepTime]] = []
-    for split in _splits(config, topology, device, plan_of):
-        time = split.model.least(split.rows, split.examples, split.shape)
-        waiting.append((time.seconds, next(order), split, None, time))
+    waiting: list[tuple[float, int, _Mesh | _Split, dict[str, Any] | None, StepTime | None]] = []
+    for mesh in _legal_meshes(config, topology, device):
+        waiting.append((mesh.bound, next(order), mesh, None, None))
     heapq.heapify(waiting)
     found: list[RankedPlan] = []
     too_large: list[tuple[Config, BatchPlan]] = []
     while waiting and len(found) < most:
         _, _, split, keys, time = heapq.heappop(waiting)
+        if isinstance(split, _Mesh):
+            for each in _splits(config, topology, device, split, plan_of):
+                least = each.model.least(each.rows, each.examples, each.shape)
+                heapq.heappush(waiting, (least.seconds, next(order), each, None, least))
+            continue
+        assert time is not None
         chosen = config.model_copy(update={**split.keys, **(leanest if keys is None else keys)})
         if keys is None and isinstance(resolve(chosen, topology), list):
             continue
@@ -238,6 +243,22 @@ def _stated(config: Config, chosen: Config, plan: BatchPlan) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
+class _Mesh:
+    """A legal mesh.
+
+    Attributes:
+      keys: the mesh keys that the config leaves open.
+      config: legal on it.
+      bound: seconds that no step on it is below.
+    """
+
+    keys: Mapping[str, int]
+    config: Config
+    sizes: Sizes
+    bound: float
+
+
+@dataclasses.dataclass(frozen=True)
 class _Split:
     """A legal mesh, with an accumulation and a number of pipeline microbatches that may be legal on it."""
 
@@ -265,24 +286,32 @@ def _variants(config: Config, device: Device) -> Iterator[dict[str, Any]]:
             yield dict(zip(choices, values, strict=True))
 
 
-def _splits(config: Config, topology: Topology, device: Device, plan_of: Plan) -> Iterator[_Split]:
-    batch, all_steps = config.global_batch_size, divisors(config.global_batch_size)
+def _legal_meshes(config: Config, topology: Topology, device: Device) -> Iterator[_Mesh]:
+    all_steps, flops = divisors(config.global_batch_size), flops_of_example(config)
     for mesh in _meshes(config, topology.num_devices):
-        key = mesh_key("ici", "stage")
-        stated: int = getattr(config, key)
-        stages = mesh.get(key, stated) * max(config.dcn_pipeline_parallelism, 1)
-        all_pieces = microbatch_choices(config, stages)
-        tries = ({**mesh, _STEPS: steps, **pieces} for steps in all_steps for pieces in all_pieces)
+        tries = ({**mesh, _STEPS: steps, **pieces} for steps in all_steps for pieces in _pieces(config, mesh))
         sizes, changed = _first_legal(config, tries, topology)
-        if sizes is None:
-            continue
-        model = _model(changed, sizes.mesh, device, plan_of(changed).memory)
-        shards = layout_shards(sizes.mesh.total, sizes.diloco_num_replicas)
-        for steps, pieces in itertools.product(all_steps, all_pieces):
-            number = pieces.get(_PIECES, sizes.num_pipeline_microbatches)
-            rows = row_slots(batch // steps, shards, topology.num_hosts, number) * config.rows_per_example
-            shape = PipelineShape(sizes.num_pipeline_stages, number, sizes.num_pipeline_repeats, steps)
-            yield _Split({**mesh, _STEPS: steps, **pieces}, model, rows, batch, shape)
+        if sizes is not None:
+            model = _model(changed, sizes.mesh, device, None, flops)
+            yield _Mesh(mesh, changed, sizes, model.bound(config.global_batch_size))
+
+
+def _pieces(config: Config, mesh: Mapping[str, int]) -> list[dict[str, int]]:
+    """`microbatch_choices` on a mesh."""
+    key = mesh_key("ici", "stage")
+    stated: int = getattr(config, key)
+    return microbatch_choices(config, mesh.get(key, stated) * max(config.dcn_pipeline_parallelism, 1))
+
+
+def _splits(config: Config, topology: Topology, device: Device, mesh: _Mesh, plan_of: Plan) -> Iterator[_Split]:
+    batch, sizes = config.global_batch_size, mesh.sizes
+    model = _model(mesh.config, sizes.mesh, device, plan_of(mesh.config).memory, flops_of_example(config))
+    shards = layout_shards(sizes.mesh.total, sizes.diloco_num_replicas)
+    for steps, pieces in itertools.product(divisors(batch), _pieces(config, mesh.keys)):
+        number = pieces.get(_PIECES, sizes.num_pipeline_microbatches)
+        rows = row_slots(batch // steps, shards, topology.num_hosts, number) * config.rows_per_example
+        shape = PipelineShape(sizes.num_pipeline_stages, number, sizes.num_pipeline_repeats, steps)
+        yield _Split({**mesh.keys, _STEPS: steps, **pieces}, model, rows, batch, shape)
 
 
 def _first_legal(config: Config, tries: Iterable[Mapping[str, Any]], topology: Topology) -> tuple[Sizes | None, Config]:
@@ -297,9 +326,9 @@ def _first_legal(config: Config, tries: Iterable[Mapping[str, Any]], topology: T
     return None, config
 
 
-def _model(config: Config, mesh: MeshSizes, device: Device, held: MemoryEstimate) -> StepModel:
+def _model(config: Config, mesh: MeshSizes, device: Device, held: MemoryEstimate | None, flops: float) -> StepModel:
     try:
-        return StepModel(config, mesh, device, held)
+        return StepModel(config, mesh, device, held, flops=flops)
     except ValueError as error:
         raise _Unpredictable(f"--device={device.name}: {error}, so that no step can be predicted.") from None
 

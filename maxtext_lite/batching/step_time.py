@@ -4,8 +4,10 @@ A layer is a list of operations, each with its matmul and its memory traffic. Th
 pass, or as much where the weights are frozen, and repeats those operations whose results remat_policy does not keep.
 """
 
+import copy
 import dataclasses
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -82,12 +84,15 @@ class StepModel:
     """Step times of a config on a mesh, for any split into micro-batches and pieces, and any remat_policy.
 
     Args:
-      held: a plan's memory on this mesh, for the bytes of parameters and optimizer state.
+      held: a plan's memory on this mesh, for the bytes of parameters and optimizer state; None: for `bound` alone.
+      flops: `flops_of_example` of the config.
     Raises:
       ValueError: the device's peak, or a rate it needs of links to other devices or to the host, is unknown.
     """
 
-    def __init__(self, config: Config, mesh: MeshSizes, device: Device, held: MemoryEstimate) -> None:
+    def __init__(
+        self, config: Config, mesh: MeshSizes, device: Device, held: MemoryEstimate | None, *, flops: float
+    ) -> None:
         plain = matmul_peak(device, config.dtype)
         peak = matmul_peak(device, _OPERANDS.get(config.quantization, config.dtype))
         if peak is None or plain is None:
@@ -140,13 +145,13 @@ class StepModel:
         count = count_parameters(config, tiled=False, **self._sizes)
         shard = count.total if trains else count.adapters
         self._accumulated = 12 * shard  # reads and writes a float32 sum, reads a gradient
-        self._state = held.optimizer_state
-        self._updated = 2 * (held.params + held.optimizer_state) + 8 * shard
+        self._state = held.optimizer_state if held else 0
+        self._updated = 2 * (held.params + held.optimizer_state if held else 0) + 8 * shard
         period = config.diloco_sync_period if config.enable_diloco else 1
         self._synchronised = self._ring(("data",), 2 * BYTES[config.grad_dtype] * shard) / period
         self._orthogonal, self._orthogonal_sent = self._newton_schulz() if config.optimizer == "muon" else (0.0, 0.0)
         self._layers = config.base_num_decoder_layers / self._sizes["stage"]
-        self._flops = flops_per_example(config, config.max_target_length) * config.rows_per_example
+        self._flops = flops
 
     def step(self, config: Config, rows: int, examples: int, shape: PipelineShape) -> StepTime:
         """The time of a step.
@@ -164,6 +169,19 @@ class StepModel:
     def least(self, rows: int, examples: int, shape: PipelineShape) -> StepTime:
         """A lower bound for every remat_policy: nothing is recomputed, and storing activations costs nothing."""
         return self._step(self._repeating_nothing, rows, examples, shape, per_token=0, offloaded=0)
+
+    def bound(self, examples: int) -> float:
+        """Seconds that no step of these examples is below, however it is split into micro-batches and pieces.
+
+        They are those of one micro-batch in one piece, whose loss has one tile. Memory counts only where a chip has no
+        room of its own, because smaller arrays would be read from there.
+        """
+        model = copy.copy(self)
+        if self._device.on_chip_bytes:
+            model._device = dataclasses.replace(self._device, on_chip_bytes=sys.maxsize)
+        config = self._repeating_nothing.model_copy(update={"num_vocab_tiling": 1})
+        rows, shape = examples * config.rows_per_example, PipelineShape(1, 1, 1, 1)
+        return model._step(config, rows, examples, shape, per_token=0, offloaded=0).seconds
 
     def _step(
         self, config: Config, rows: int, examples: int, shape: PipelineShape, *, per_token: int, offloaded: int
@@ -289,6 +307,11 @@ class StepModel:
         # stages before and after the layers, five times in all.
         between = self._ring(("stage",), (2 * rounds * stages / max(stages - 1, 1) + 5) * stream / sizes["tensor"])
         return self._layers * total + between
+
+
+def flops_of_example(config: Config) -> float:
+    """FLOPs of training on an example, all its rows."""
+    return flops_per_example(config, config.max_target_length) * config.rows_per_example
 
 
 def ring_bytes_per_second(device: Device, mesh: MeshSizes, axes: tuple[str, ...]) -> float | None:

@@ -8,7 +8,7 @@ from maxtext_lite.batching.batch_plan import BatchPlan
 from maxtext_lite.batching.devices import Device
 from maxtext_lite.batching.memory_ladder import REMAT_ORDER
 from maxtext_lite.batching.ranking import is_open, microbatch_choices
-from maxtext_lite.batching.step_time import StepModel
+from maxtext_lite.batching.step_time import StepModel, flops_of_example
 from maxtext_lite.batching.topology import MeshSizes
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.violation import divisors
@@ -55,7 +55,8 @@ def least_seconds(candidate: Candidate, device: Device | None) -> float | None:
         return None
     plan = candidate.plan
     try:
-        model = StepModel(candidate.config, MeshSizes(plan.ici_mesh, plan.dcn_mesh), device, plan.memory)
+        mesh, flops = MeshSizes(plan.ici_mesh, plan.dcn_mesh), flops_of_example(candidate.config)
+        model = StepModel(candidate.config, mesh, device, plan.memory, flops=flops)
     except ValueError:  # no peak in this dtype
         return None
     shape = plan.pipeline_shape

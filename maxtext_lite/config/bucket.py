@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from maxtext_lite.config.errors import Refusal, UserError, value_text
-from maxtext_lite.config.json_file import user_path
+from maxtext_lite.config.json_file import path_below, user_path
 
 _NEEDS = {"gs": ("gcs", "gcsfs"), "s3": ("s3", "s3fs")}  # the extra, and its package that reads and writes
 _LIBRARIES = ("gcsfs", "aiohttp", "botocore", "google", "requests", "fsspec")  # their errors are the storage's
@@ -145,6 +145,7 @@ def fetch(directory: str | Path, to: Path, but: tuple[str, ...] = _WEIGHTS) -> N
 
     Raises:
       OSError: they cannot be read.
+      UserError: a name leads out of the directory.
     """
     system, root = file_system(directory)
     for part in ("", "hf"):
@@ -153,9 +154,10 @@ def fetch(directory: str | Path, to: Path, but: tuple[str, ...] = _WEIGHTS) -> N
             for about in system.ls(where, detail=True) if system.isdir(where) else ():
                 name = about["name"].rpartition("/")[2]
                 if about["type"] == "file" and name and not name.endswith(but):
+                    file = path_below(into, name, directory)
                     into.mkdir(parents=True, exist_ok=True)
-                    system.get_file(about["name"], str(into / name))
-                    os.utime(into / name, (about["mtime"].timestamp(),) * 2)
+                    system.get_file(about["name"], str(file))
+                    os.utime(file, (about["mtime"].timestamp(),) * 2)
 
 
 def local_copy(path: str | Path, key: str) -> Path:

@@ -147,6 +147,11 @@ def _shortened(word: re.Match[str]) -> str:
     return f"{word[0][:60]}[{left_out:,} characters]{word[0][-30:]}"
 
 
+def counted(count: int, what: str) -> str:
+    """`1 file`, `2 files`."""
+    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
+
+
 def any_of(texts: Sequence[str]) -> str:
     """`a`, `a or b`, `a, b or c`."""
     return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} or {texts[-1]}"

@@ -75,6 +75,20 @@ def user_path(text: str) -> Path:
     return Path(os.path.expanduser(text))  # noqa: PTH111 Path's own raises where there is none
 
 
+def path_below(directory: Path, name: object, origin: object) -> Path:
+    """The path below a directory of a file whose name comes from elsewhere: a bucket's listing, an index, a manifest.
+
+    Args:
+      origin: what messages call the place that the name comes from.
+    Raises:
+      UserError: the name is not the relative path of a file, or leads out of the directory.
+    """
+    parts = name.split("/") if isinstance(name, str) else [""]
+    if not {"", ".", ".."}.isdisjoint(parts) or "\0" in str(name):
+        raise UserError(f"{origin} names {value_text(name)}, which is not a file below it.")
+    return directory / str(name)
+
+
 def is_directory(path: Path) -> bool:
     """Whether a directory has this name; False for a name that is too long for any."""
     return os.path.isdir(path)  # noqa: PTH112 Path's own raises then

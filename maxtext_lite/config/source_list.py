@@ -54,9 +54,10 @@ class SourceList:
 
 
 def name_of_path(path: str) -> str:
-    """The last part of a path, without suffixes: web for data/web/ and for web.jsonl.gz."""
+    """The last part of a path without suffixes, or the path where that is blank: web for data/web/ and web.jsonl.gz."""
     last = PurePath(path).name
-    return last[:1] + last[1:].split(".")[0] if last else path
+    name = last[:1] + last[1:].split(".")[0]
+    return name if name.strip() else path
 
 
 def is_source_list(value: object) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.bucket import file_system, reaching
+from maxtext_lite.config.json_file import path_below
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,9 +59,10 @@ class BucketDirectory:
             self._opened[0].get_file(*self._names([name]), str(to))
 
     def fetch_all(self, names: Sequence[str], to: Path) -> None:
-        """Copies objects, many at once, to files of the same names below a directory."""
+        """Copies objects, many at once, to files of the same names below a directory, out of which no name may lead."""
+        files = [str(path_below(to, name, self.url)) for name in names]
         with reaching(self.url, self.key):
-            self._opened[0].get(self._names(names), [str(to / name) for name in names])
+            self._opened[0].get(self._names(names), files)
 
     def create(self, name: str, content: bytes) -> None:
         """Writes an object, unless it exists already."""

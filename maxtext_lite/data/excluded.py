@@ -1,16 +1,16 @@
 """Rows that a run leaves out: their list in JSON lines, and the ids of their examples. Imports no jax."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from io import StringIO
 from pathlib import Path
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
 from maxtext_lite.config import UserError
-from maxtext_lite.config.bucket import storage_errors
+from maxtext_lite.config.json_file import check_file, is_there
 from maxtext_lite.data.mixture_source import named_sources
 from maxtext_lite.data.sources import ExampleSource
+from maxtext_lite.data.text_files import json_lines
 
 
 class ExcludedRow(BaseModel):
@@ -38,29 +38,28 @@ class ExcludedRow(BaseModel):
     grad_norm: float | None = None
 
 
-def read_excluded(path: Path, where: str = "") -> list[ExcludedRow]:
+def read_excluded(path: Path, key: str = "") -> list[ExcludedRow]:
     """The rows of a file.
 
     Args:
-      where: the beginning of messages; "": the file may be missing, which counts as empty.
+      key: the key that names the file; "": it is the run's own, and may be missing, which counts as empty.
     Raises:
       UserError: it cannot be read, or a line is not a row.
     """
-    try:
-        with storage_errors(path):
-            text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        if isinstance(error, FileNotFoundError) and not where:
-            return []
-        raise UserError(f"{where or path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+    if not key and not is_there(path):
+        return []
     rows: list[ExcludedRow] = []
-    for number, line in enumerate(StringIO(text), start=1):  # str.splitlines would also split within a name
-        try:
-            rows.append(ExcludedRow.model_validate_json(line))
-        except ValidationError as error:
-            wrong = error.errors()[0]
-            what = ".".join(map(str, wrong["loc"])) or "what stands there"
-            raise UserError(f'{where or path} line {number}: {what}: {wrong["msg"]}. A row is {{"row": 28}}.') from None
+    try:
+        check_file(path)
+        for where, value in json_lines(str(path), path, wanted='"row"'):
+            try:
+                rows.append(ExcludedRow.model_validate(value))
+            except ValidationError as error:
+                wrong = error.errors()[0]
+                what = ".".join(map(str, wrong["loc"])) or "its value"
+                raise UserError(f'{where}: {what}: {wrong["msg"]}. A row is {{"row": 28}}.') from None
+    except UserError as error:
+        raise UserError(f"{key}: {error}" if key else str(error)) from None
     return rows
 
 

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 import pydantic
-from pydantic import AfterValidator, NonNegativeInt, PositiveInt, Strict
+from pydantic import NonNegativeInt, PositiveInt, Strict
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import value_text
-from maxtext_lite.config.json_file import read_object
+from maxtext_lite.config.json_file import path_below, read_object
 
 MANIFEST_FILE = "manifest.json"
 DOCUMENTS_FILE = "documents.i64"
@@ -33,12 +33,6 @@ END_BYTES = 4096
 
 _Text = Annotated[str, Strict()]
 _Count = Annotated[NonNegativeInt, Strict()]
-
-
-def _name_beside(name: str) -> str:
-    if Path(name).name != name or name in ("", "..") or "\0" in name:
-        raise ValueError(f"'{value_text(name)}' is not the name of a file beside it")
-    return name
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
@@ -56,7 +50,7 @@ class Shard:
       ends: SHA-256 of the file's first and last 4,096 bytes, which quickly tells files apart; "": unknown.
     """
 
-    file: Annotated[_Text, AfterValidator(_name_beside)]
+    file: _Text
     documents: _Count
     tokens: _Count
     sha256: _Text
@@ -168,6 +162,8 @@ def manifest_of(path: object, stated: dict[str, Any]) -> Manifest:
         wrong = error.errors()[0]
         what = ".".join(map(str, wrong["loc"])) or "its values"
         raise UserError(f"{path}: not a manifest of prepare ({what}: {wrong['msg']}).") from None
+    for shard in manifest.shards:
+        path_below(Path(), shard.file, path)
     for key, value in manifest.derived.items():
         if stated.get(key) != value:
             raise UserError(f"{path}: {key}={stated.get(key)!r} contradicts its shards, which make {value!r}.")

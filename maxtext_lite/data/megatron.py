@@ -61,7 +61,7 @@ def open_megatron(key: str, path: str, tokenizer: Tokenizer) -> MegatronDocument
     for file in (tokens, index):
         check_file(file)
     dtype, lengths, pointers, documents = _read_index(index)
-    due = int(pointers[-1] + lengths[-1] * dtype.itemsize) if len(lengths) else 0
+    due = int(pointers[-1]) + int(lengths[-1]) * dtype.itemsize if len(lengths) else 0
     if tokens.stat().st_size != due:
         raise UserError(f"{tokens} has {tokens.stat().st_size:,} bytes; {index} says {due:,}.")
     stream = map_array(tokens, dtype.str)

@@ -19,9 +19,7 @@ from maxtext_lite.data.fetched import find_prepared
 from maxtext_lite.data.manifest import token_dtype
 from maxtext_lite.data.megatron import open_megatron
 from maxtext_lite.data.packing import FIELDS, Documents, Rows, TokenStream, segments_row
-from maxtext_lite.data.preparing.documents import DocumentReader
-from maxtext_lite.data.preparing.keys import PrepareConfig
-from maxtext_lite.data.preparing.tasks import WHOLE, Piece
+from maxtext_lite.data.preparing.documents import read_documents
 from maxtext_lite.data.preparing.text_cache import cached_text, text_fingerprint
 from maxtext_lite.data.row_index import FittedRows, IndexPlace, rows_of
 from maxtext_lite.data.splitting import tokenized
@@ -234,8 +232,7 @@ def _open_text(config: DataConfig, tokenizer: Tokenizer, *, key: str, path: str)
     if cached is not None:
         found = (cached.stream, cached.document_starts, cached.fingerprint)
         return _source(config, *found, nothing, cached.place, (cached.note,))
-    pieces = (Piece(name, str(file), 0, WHOLE) for name, file in files)
-    stream, starts = _tokenize(DocumentReader(PrepareConfig(), tokenizer).texts(pieces), tokenizer)
+    stream, starts = _tokenize(read_documents(files, tokenizer), tokenizer)
     content = text_fingerprint(stream, starts, tokenizer=tokenizer.fingerprint, dtype=str(stream.dtype))
     return _source(config, stream, starts, content, nothing, None)
 

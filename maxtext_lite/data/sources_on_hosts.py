@@ -88,7 +88,7 @@ def _summary(source: ExampleSource) -> dict[str, object]:
     return dataclasses.asdict(unread)
 
 
-def excluded_rows_on_hosts(path: Path, where: str = "") -> list[ExcludedRow]:
+def excluded_rows_on_hosts(path: Path, key: str = "") -> list[ExcludedRow]:
     """`read_excluded` on the first host, for all hosts. All hosts must call it.
 
     Raises:
@@ -97,7 +97,7 @@ def excluded_rows_on_hosts(path: Path, where: str = "") -> list[ExcludedRow]:
     found: dict[str, Any] = {"rows": []}
     if jax.process_index() == 0:
         try:
-            found["rows"] = [row.model_dump() for row in read_excluded(path, where)]
+            found["rows"] = [row.model_dump() for row in read_excluded(path, key)]
         except UserError as error:
             found["problems"] = list(error.problems)
     found = value_of_host(0, found)
@@ -116,7 +116,7 @@ def listed_rows_on_hosts(config: Config, source: ExampleSource) -> list[Excluded
     if not path:
         return []
     key = f"excluded_rows={value_text(path)}"
-    listed = excluded_rows_on_hosts(user_path(path), key)
+    listed = excluded_rows_on_hosts(user_path(path), "excluded_rows")
     excluded_ids(source, listed, key)
     return listed
 

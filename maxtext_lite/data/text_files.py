@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import gzip
-import importlib
+import json
 import os
 import pathlib
 import zlib
@@ -13,37 +13,62 @@ from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 
 from maxtext_lite.config import UserError, packaged_directory, packaged_file
-from maxtext_lite.config.json_file import check_file, is_directory, is_there, parse_json, user_path
+from maxtext_lite.config.errors import counted
+from maxtext_lite.config.json_file import (
+    check_file,
+    is_directory,
+    is_there,
+    parse_json,
+    path_below,
+    read_object,
+    user_path,
+)
+from maxtext_lite.data.row_files import ROWS_SUFFIXES, extra_module, read_rows
+from maxtext_lite.process.output import complain
 
-TEXT_SUFFIXES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz")
-"""Suffixes of files that are read; other files of a directory are ignored."""
+_COMPRESSED = ("", ".gz", ".zst")
+PLAIN_SUFFIXES = tuple(f".txt{end}" for end in _COMPRESSED)
+"""Suffixes of files of plain text, each one document."""
+_ARRAY_SUFFIXES = tuple(f".json{end}" for end in _COMPRESSED)
+_LINES_SUFFIXES = tuple(f"{kind}{end}" for kind in (".jsonl", ".ndjson") for end in _COMPRESSED)
+TEXT_SUFFIXES = (*PLAIN_SUFFIXES, *_LINES_SUFFIXES, *_ARRAY_SUFFIXES, *ROWS_SUFFIXES)
+"""Suffixes of all files that are read, in small or capital letters."""
 
 LONGEST_LINE = 2**28
 """Bytes of the longest allowed line of JSON."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 """A possible prefix of UTF-8 files that is not part of their text."""
+_MOST_NAMED = 5  # files
 _SMALL = 2**26  # bytes to which any .gz may expand
 _EXPANSION = 100  # factor by which a larger .gz may expand; text expands 2 to 20 times, and gzip can reach 1,032
 _PIECE = 2**20
+_LARGEST_WINDOW = 2**31  # bytes, those of zstd --long=31; its library reads 2**27 unless told
 _ZSTANDARD_PIECE = 2**14  # may expand a thousandfold at once
 
 
-def find_files(key: str, path: str, kinds: tuple[str, ...] = TEXT_SUFFIXES) -> list[tuple[str, pathlib.Path]]:
+def find_files(key: str, path: str) -> list[tuple[str, pathlib.Path]]:
     """(name for messages, file) of each file that a path, a glob or the name of a shipped text denotes, sorted by name.
+
+    A message names the files of a directory that are not read.
 
     Args:
       key: what messages call the path.
-      kinds: suffixes of files that are read.
     Raises:
       UserError: there is no file, or one is of another kind.
     """
-    suffixes = ", ".join(kinds)
+    suffixes = ", ".join(TEXT_SUFFIXES)
     place = user_path(path)
-    if is_directory(place):
-        everything = f"{glob.escape(str(place))}/**"
-        files = [(str(file), file) for file in _matches(everything) if file.name.endswith(kinds)]
+    if dataset := _dataset_files(key, path):
+        files = dataset
+    elif is_directory(place):
+        everything = _matches(f"{glob.escape(str(place))}/**")
+        files = [(str(file), file) for file in everything if is_kind(file.name, TEXT_SUFFIXES)]
         if not files:
             raise UserError(f"{key}={path!r} is a directory without a {suffixes} file.")
+        unread = [str(file.relative_to(place)) for file in everything if not is_kind(file.name, TEXT_SUFFIXES)]
+        if unread:
+            named = ", ".join(unread[:_MOST_NAMED]) + ", ..." * (len(unread) > _MOST_NAMED)
+            complain(f"{key}={path!r}: {counted(len(unread), 'file')} not read: {named}")
     elif is_there(place):
         files = [(path, place)]
     elif glob.has_magic(path):
@@ -53,7 +78,7 @@ def find_files(key: str, path: str, kinds: tuple[str, ...] = TEXT_SUFFIXES) -> l
     else:
         files = [(path, _packaged_text(key, path))]
     for name, file in files:
-        if not name.endswith(kinds):
+        if not is_kind(name, TEXT_SUFFIXES):
             raise UserError(f"{key}={path!r}: cannot read {name!r}. The files are {suffixes}.")
         check_file(file)
     names: dict[str, str] = {}
@@ -61,6 +86,30 @@ def find_files(key: str, path: str, kinds: tuple[str, ...] = TEXT_SUFFIXES) -> l
         if (first := names.setdefault(os.path.realpath(file), name)) != name:
             raise UserError(f"{key}={path!r}: {name!r} is a link to {first!r}, which would be read twice.")
     return files
+
+
+def is_kind(name: str, suffixes: tuple[str, ...]) -> bool:
+    """Whether a file's name has one of these suffixes, in small or capital letters."""
+    return name.lower().endswith(suffixes)
+
+
+def _dataset_files(key: str, path: str) -> list[tuple[str, pathlib.Path]] | None:
+    """The files of a dataset written by Hugging Face's save_to_disk; None for any other path."""
+    directory = user_path(path)
+    if is_directory(directory) and is_there(directory / "dataset_dict.json"):
+        splits = read_object(directory / "dataset_dict.json").get("splits", [])
+        raise UserError(f"{key}={path!r} has several datasets; name one: {', '.join(f'{path}/{s}' for s in splits)}.")
+    if not (is_directory(directory) and is_there(directory / "state.json")):
+        return None
+    try:
+        names = [each["filename"] for each in read_object(directory / "state.json")["_data_files"]]
+    except (KeyError, TypeError):
+        raise UserError(f"{directory / 'state.json'} lists no data files, unlike that of a dataset.") from None
+    files = [path_below(directory, name, directory / "state.json") for name in names]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise UserError(f"{key}={path!r}: {missing[0]!r}, which its state.json lists, is missing.")
+    return [(f"{path.rstrip('/')}/{name}", file) for name, file in zip(names, files, strict=True)]
 
 
 def _matches(pattern: str) -> list[pathlib.Path]:
@@ -73,7 +122,7 @@ def _packaged_text(key: str, path: str) -> pathlib.Path:
     packaged = packaged_file("assets", path)
     if packaged is not None:
         return packaged
-    names = (file.name for file in packaged_directory("assets").iterdir() if file.name.endswith(TEXT_SUFFIXES))
+    names = (file.name for file in packaged_directory("assets").iterdir() if is_kind(file.name, TEXT_SUFFIXES))
     raise UserError(
         f"{key}={path!r}: there is no such file or directory in {str(pathlib.Path.cwd())!r}, "
         f"nor among the texts that ship with the package ({', '.join(sorted(names))})."
@@ -97,9 +146,17 @@ def read_text(name: str, file: pathlib.Path) -> str:
 def read_lines(name: str, file: pathlib.Path) -> Iterator[bytes]:
     """The lines of a file, without line ends and byte-order mark; only one is in memory at a time.
 
+    Those of a .json that is one array, which is in memory as a whole, are its entries.
+
     Raises:
-      UserError: the file cannot be read, or a line is longer than LONGEST_LINE.
+      UserError: the file cannot be read, or a line or an array is longer than LONGEST_LINE.
     """
+    if is_kind(name, _ARRAY_SUFFIXES):
+        with _opened(name, file) as pieces:
+            start = next(pieces, b"").removeprefix(BYTE_ORDER_MARK).lstrip()
+        if start.startswith(b"["):
+            yield from _array_entries(name, file)
+            return
     # Split at newlines only: str.splitlines would also split at U+2028, which JSON allows inside a string.
     waiting: list[bytes] = []  # parts of a line whose end has not come
     number, size = 1, 0
@@ -118,34 +175,38 @@ def read_lines(name: str, file: pathlib.Path) -> Iterator[bytes]:
     yield whole if number > 1 else whole.removeprefix(BYTE_ORDER_MARK)
 
 
+def _array_entries(name: str, file: pathlib.Path) -> Iterator[bytes]:
+    content = bytearray()
+    with _opened(name, file) as pieces:
+        for piece in pieces:
+            content += piece
+            if len(content) > LONGEST_LINE:
+                raise UserError(
+                    f"{name}: the array has more than {LONGEST_LINE // 2**20} MiB. Write each entry on its own line."
+                )
+    try:
+        entries = parse_json(content.decode("utf-8-sig"))
+    except ValueError as error:  # of which a UnicodeDecodeError is one
+        raise UserError(f"{name}: not JSON ({error}).") from error
+    for entry in entries:
+        yield json.dumps(entry).encode()
+
+
 @contextlib.contextmanager
 def _opened(name: str, file: pathlib.Path) -> Iterator[Iterator[bytes]]:
     """Pieces of a file's content, decompressed."""
     try:
         with file.open("rb") as stored:
             most = max(_SMALL, _EXPANSION * file.stat().st_size)
-            if name.endswith(".zst"):
+            if is_kind(name, (".zst",)):
                 yield _expanded(name, _zstandard_pieces(name, stored), most)
-            elif name.endswith(".gz"):
+            elif is_kind(name, (".gz",)):
                 with gzip.open(stored) as opened:
                     yield _expanded(name, iter(lambda: opened.read(_PIECE), b""), most)
             else:
                 yield iter(lambda: stored.read(_PIECE), b"")
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{name}: cannot be read ({error}).") from error
-
-
-def extra_module(name: str, module: str) -> Any:
-    """A module of the extra `prepare`, needed for the file `name`.
-
-    Raises:
-      UserError: it is not installed.
-    """
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        package = module.partition(".")[0]
-        raise UserError(f"{name} needs {package} to be read: pip install 'maxtext-lite[prepare]'.") from None
 
 
 def _expanded(name: str, pieces: Iterable[bytes], most: int) -> Iterator[bytes]:
@@ -166,7 +227,7 @@ def _zstandard_pieces(name: str, stored: BinaryIO) -> Iterator[bytes]:
     frame: Any = None
     while data := stored.read(_ZSTANDARD_PIECE):
         while data:
-            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            frame = frame or zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW).decompressobj()
             try:
                 yield frame.decompress(data)
             except zstandard.ZstdError as error:
@@ -178,13 +239,17 @@ def _zstandard_pieces(name: str, stored: BinaryIO) -> Iterator[bytes]:
 
 
 def json_lines(name: str, file: pathlib.Path, *, wanted: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The JSON object on each nonblank line of a file, after its place, "file:line".
+    """The JSON object on each nonblank line of a file, after its place, "file:line"; or each row by its columns.
 
     Args:
       wanted: what an object should contain, for messages.
     Raises:
       UserError: the file cannot be read, or a line is not a JSON object in UTF-8, or is longer than 256 MiB.
     """
+    if is_kind(name, ROWS_SUFFIXES):
+        for number, row in enumerate(read_rows(name, str(file)), start=1):
+            yield f"{name}: row {number}", row()
+        return
     for line_number, line in enumerate(read_lines(name, file), start=1):
         if not line.strip():
             continue
@@ -219,7 +284,7 @@ def json_objects(key: str, path: str, *, reads: str, wanted: str) -> Iterator[tu
       reads: what reads them, for messages, such as "x reads .jsonl files".
     """
     for name, file in find_files(key, path):
-        if name.endswith((".txt", ".txt.gz")):
+        if is_kind(name, PLAIN_SUFFIXES):
             raise UserError(f"{key}={path!r}: {reads}, not {name!r}.")
         yield from json_lines(name, file, wanted=wanted)
 

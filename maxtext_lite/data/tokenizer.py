@@ -7,10 +7,11 @@ Every tokenizer has an end-of-text token. It ends each document of the training 
 from __future__ import annotations
 
 import codecs
+import collections
 import hashlib
 import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -26,6 +27,7 @@ from maxtext_lite.data.special_tokens import CONFIG_FILE, special_tokens
 END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<|end▁of▁sentence|>", "</s>", "<eos>", "<|im_end|>")
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_MOST_BYTES = 4  # of a character in UTF-8
 
 
 class PlacedTokens(NamedTuple):
@@ -92,7 +94,7 @@ class Tokenizer(Protocol):
         """`encode` of each text, with the characters that each token represents."""
         ...
 
-    def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
+    def decode(self, token_ids: Iterable[int]) -> str:
         """The text; special tokens contribute none."""
         ...
 
@@ -167,7 +169,7 @@ class ByteTokenizer(Tokenizer):
             placed.append(PlacedTokens(token_ids, starts, starts + 1))
         return placed
 
-    def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
+    def decode(self, token_ids: Iterable[int]) -> str:
         """The text; invalid UTF-8 becomes U+FFFD, and ids of 256 and above have no text."""
         return bytes(int(i) for i in token_ids if i < 256).decode("utf-8", errors="replace")
 
@@ -201,11 +203,18 @@ class _PrefixStream:
         self._ids: list[int] = []
         self._context_start = 0  # the first token to decode again
         self._emitted_end = 0  # tokens before this one have been returned as text
+        self._newest = collections.deque[int](maxlen=_MOST_BYTES)  # tokens with text
 
     def push(self, token_id: int) -> str:
         self._ids.append(token_id)
+        if token_id in self._tokenizer.special_ids or token_id >= self._tokenizer.vocab_size:
+            return ""
+        self._newest.append(token_id)
+        # A character of several byte tokens decodes to U+FFFD until its last byte arrives. The newest tokens contain
+        # all of it, and are fewer than all since the last text.
+        if self._tokenizer.decode(self._newest).endswith(_REPLACEMENT):
+            return ""
         text = self._new_text()
-        # A character of several byte tokens decodes to U+FFFD until its last byte arrives.
         if not text or text.endswith(_REPLACEMENT):
             return ""
         self._context_start, self._emitted_end = self._emitted_end, len(self._ids)
@@ -214,6 +223,7 @@ class _PrefixStream:
     def flush(self) -> str:
         text = self._new_text()
         self._ids, self._context_start, self._emitted_end = [], 0, 0
+        self._newest.clear()
         return text
 
     def _new_text(self) -> str:
@@ -295,7 +305,7 @@ class HuggingFaceTokenizer(Tokenizer):
             placed.append(PlacedTokens(np.array(encoding.ids, np.int32), _without_gaps(starts, stops), stops))
         return placed
 
-    def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
+    def decode(self, token_ids: Iterable[int]) -> str:
         """The text; special tokens and ids outside the vocabulary contribute none."""
         return self._tokenizer.decode([int(i) for i in token_ids if i < self.vocab_size], skip_special_tokens=True)
 
@@ -344,7 +354,7 @@ class SentencePieceTokenizer(Tokenizer):
             placed.append(PlacedTokens(np.array(found["ids"], np.int32), _without_gaps(starts, stops), stops))
         return placed
 
-    def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
+    def decode(self, token_ids: Iterable[int]) -> str:
         """The text; control pieces and ids outside the vocabulary contribute none."""
         return self._processor.decode([int(i) for i in token_ids if i < self.vocab_size])
 

@@ -1,15 +1,15 @@
 """Texts and questions for the evaluation of a model, and their metrics from its log-likelihoods."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
-from io import StringIO
 from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from maxtext_lite.config import UserError
-from maxtext_lite.config.json_file import user_path
+from maxtext_lite.data.text_files import json_objects
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,38 +68,22 @@ class Cloze(BaseModel):
         return 0
 
 
-def read_text(key: str, path: str) -> str:
-    """The text of a file.
-
-    Raises:
-      UserError: it cannot be read; names `key`.
-    """
-    try:
-        return user_path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{key}={path}: {error.strerror}.") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{key}={path} is not UTF-8 text.") from None
-
-
 def read_questions(path: str, kind: Literal["choices", "cloze"]) -> list[Question | Cloze]:
-    """The questions of a JSONL file.
+    """The questions in files of JSON lines or rows.
 
     Raises:
       UserError: the file is missing or empty, or a line is not such a question; names the line.
     """
     model = Question if kind == "choices" else Cloze
+    wanted = ", ".join(f'"{name}"' for name in model.model_fields)
     questions: list[Question | Cloze] = []
-    for number, line in enumerate(StringIO(read_text(kind, path)), 1):  # str.splitlines would also split within a text
-        if not line.strip():
-            continue
+    for where, value in json_objects(kind, path, reads=f"{kind} reads .jsonl files", wanted=wanted):
         try:
-            questions.append(model.model_validate_json(line))
+            questions.append(model.model_validate(value))
         except ValidationError as error:
             detail = error.errors()[0]
             about = ".".join(map(str, detail["loc"]))
-            where = f"{kind}={path}, line {number}"
-            raise UserError(f"{where}: {about + ': ' if about else ''}{detail['msg']}.") from None
+            raise UserError(f"{kind}: {where}: {about + ': ' if about else ''}{detail['msg']}.") from None
     if not questions:
         raise UserError(f"{kind}={path} has no question in it.")
     return questions
@@ -129,24 +113,24 @@ def _exp(exponent: float) -> float:
         return math.inf
 
 
-def perplexity(scored: Sequence[Scored], text: str) -> dict[str, float]:
-    """The perplexity of a text, from the scores of all its parts; infinite beyond 709 nats per token."""
+def perplexity(scored: Sequence[Scored], texts: Sequence[str]) -> dict[str, float]:
+    """The perplexity of texts, from the scores of all their parts; infinite beyond 709 nats per token."""
     nll, tokens = -sum(part.log_likelihood for part in scored), sum(part.num_tokens for part in scored)
     return {
         "loss": nll / tokens,
         "perplexity": _exp(nll / tokens),
-        "bits_per_byte": nll / math.log(2) / len(text.encode()),
+        "bits_per_byte": nll / math.log(2) / sum(len(text.encode()) for text in texts),
         "tokens": tokens,
     }
 
 
 def accuracy(questions: Sequence[Question | Cloze], scored: Sequence[Scored]) -> dict[str, float]:
     """Accuracy by log-likelihood, and by log-likelihood per byte; for cloze, the share of greedy answers."""
-    rest = list(scored)
+    rest = iter(scored)
     right = right_by_byte = greedy = nll = tokens = 0.0
     for question in questions:
         count = len(question.choices)
-        of_question, rest = rest[:count], rest[count:]
+        of_question = list(itertools.islice(rest, count))
         likelihoods: list[float] = [part.log_likelihood for part in of_question]
         by_byte = [
             likelihood / len(text.encode()) for likelihood, text in zip(likelihoods, question.choices, strict=True)

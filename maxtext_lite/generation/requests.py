@@ -68,9 +68,9 @@ class EvaluateConfig(BaseModel):
     """The keys of `evaluate`; one of the first three is required.
 
     Attributes:
-      text: a file, evaluated as one text by its perplexity.
-      choices: a JSONL file of {"context": text, "choices": [text, ...], "answer": number of the right one}.
-      cloze: a JSONL file of {"context": text, "target": text}.
+      text: files as of dataset_path, by the perplexity of their documents, each a text of its own.
+      choices: JSONL, likewise, of {"context": text, "choices": [text, ...], "answer": number of the right one}.
+      cloze: JSONL, likewise, of {"context": text, "target": text}.
       max_length: tokens of one forward pass.
       stride: for `text`, tokens by which the window advances; the others in it are context. 0: max_length.
       rows_at_once: sequences of one forward pass.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -11,13 +12,15 @@ import numpy as np
 
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import value_text
+from maxtext_lite.data import Tokenizer
+from maxtext_lite.data.preparing.documents import read_documents
+from maxtext_lite.data.text_files import find_files
 from maxtext_lite.generation.questions import (
     Scored,
     accuracy,
     continued,
     perplexity,
     read_questions,
-    read_text,
     with_blank,
 )
 from maxtext_lite.generation.requests import EvaluateConfig, GenerateConfig
@@ -35,7 +38,7 @@ _TILE_TOKENS = 64  # of each row, whose logits exist at one time
 class Span:
     """Tokens to score from index `first` on, which is at least 1."""
 
-    tokens: Sequence[int]
+    tokens: Sequence[int] | np.ndarray
     first: int
 
 
@@ -117,11 +120,12 @@ def windows(tokens: Sequence[int], *, length: int, stride: int) -> list[Span]:
       stride: tokens from the start of one window to that of the next; the rest of a window is context that the previous
         window has scored. At most length - 1.
     """
+    token_T = np.asarray(tokens)  # the parts of an array share its memory
     spans, scored = [], 1
     while scored < len(tokens):
         begin = 0 if scored == 1 else scored + stride - length
         end = min(begin + length, len(tokens))
-        spans.append(Span(tokens[begin:end], scored - begin))
+        spans.append(Span(token_T[begin:end], scored - begin))
         scored = end
     return spans
 
@@ -152,6 +156,11 @@ class TextScorer:
             raise UserError(problems)
         self._load = functools.partial(load_on_mesh, directory, config, mesh)
         self._rows_at_once = rows_at_once
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the model's directory."""
+        return self._tokens.tokenizer
 
     @functools.cached_property
     def _model(self) -> tuple[Decoder, Params, jax.sharding.Mesh]:
@@ -208,18 +217,18 @@ class TextScorer:
         drop = max(min(len(tokens) - self._max_length, first - 1), 0)
         return Span(tokens[drop:], first - drop)
 
-    def windows(self, text: str, stride: int, name: str = "the text") -> list[Scored]:
-        """The score of each window of a text; windows advance by `stride` tokens.
+    def windows(self, texts: Sequence[str], stride: int, name: str = "the text") -> list[Scored]:
+        """The score of each window of each text; windows advance by `stride` tokens.
 
         Args:
-          name: what a message calls the text.
+          name: what a message calls the texts.
         Raises:
-          UserError: the text has fewer than two tokens, or a window a log-likelihood that is not finite.
+          UserError: all texts have fewer than two tokens, or a window a log-likelihood that is not finite.
         """
-        tokens = self.encode(text)
-        if len(tokens) < 2:
-            raise UserError(f"a text of {len(tokens)} token has no perplexity. It needs at least 2.")
-        return self._windows(tokens, stride, name)
+        of_texts = [self.encode(text) for text in texts]
+        if max(map(len, of_texts), default=0) < 2:
+            raise UserError(f"{name} has no text of at least 2 tokens, so it has no perplexity.")
+        return self._windows(of_texts, stride, name)
 
     def whole(self, text: str) -> list[Scored]:
         """The scores of a text's windows, from its first token on; none for an empty text.
@@ -232,10 +241,11 @@ class TextScorer:
         tokens = self.encode(text)
         if not self.encode(""):
             tokens = [self._end_of_text_id, *tokens]
-        return self._windows(tokens, self._max_length - 1, value_text(text)) if len(tokens) > 1 else []
+        return self._windows([tokens], self._max_length - 1, value_text(text)) if len(tokens) > 1 else []
 
-    def _windows(self, tokens: Sequence[int], stride: int, name: str) -> list[Scored]:
-        spans = windows(tokens, length=self._max_length, stride=stride)
+    def _windows(self, of_texts: Sequence[Sequence[int]], stride: int, name: str) -> list[Scored]:
+        of_each = (windows(tokens, length=self._max_length, stride=stride) for tokens in of_texts)
+        spans = list(itertools.chain.from_iterable(of_each))
         return self._scores(spans, lambda number: f"{name}, window {number:,} of {len(spans):,},")
 
     @functools.cached_property
@@ -275,19 +285,20 @@ class TextScorer:
 
 
 def evaluate(directory: Path, config: Config, asked: EvaluateConfig) -> dict[str, float]:
-    """The metrics by name: of a text's perplexity, or of the accuracy over questions.
+    """The metrics by name: of the perplexity of texts, or of the accuracy over questions.
 
     Raises:
       UserError: as `TextScorer`, or the file cannot be read or has another format.
     """
-    text = read_text("text", asked.text) if asked.text else ""
     kind = "choices" if asked.choices else "cloze"
     questions = [] if asked.text else read_questions(asked.choices or asked.cloze, kind)
     scorer = TextScorer(
         directory, config, max_length=asked.max_length, rows_at_once=asked.rows_at_once, mesh=asked.mesh
     )
     if asked.text:
-        return perplexity(scorer.windows(text, asked.stride or asked.max_length - 1, f"text={asked.text}"), text)
+        texts = list(read_documents(find_files("text", asked.text), scorer.tokenizer))
+        scored = scorer.windows(texts, asked.stride or asked.max_length - 1, f"text={asked.text}")
+        return perplexity(scored, texts)
     pairs = [(each.context, with_blank(each.context, choice)) for each in questions for choice in each.choices]
     names = [
         f"{kind}={asked.choices or asked.cloze}, question {number:,}{f', choice {choice}' if asked.choices else ''}"

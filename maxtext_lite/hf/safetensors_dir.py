@@ -87,7 +87,7 @@ class SafetensorsDir:
                     )
                 self.tensors[name] = stored
         for name, file_name in weight_map(directory).items():
-            if name not in self.tensors or self.tensors[name].file.name != file_name:
+            if name not in self.tensors or self.tensors[name].file != directory / file_name:
                 raise UserError(
                     f"{directory / INDEX} says that {value_text(name)} is in {value_text(file_name)}, which is wrong."
                 )
@@ -171,10 +171,13 @@ class Tensor(NamedTuple):
 def write_safetensors(directory: Path, tensors: Iterable[Tensor], *, file_bytes: int = FILE_BYTES) -> None:
     """Writes tensors one by one, into one file, or into files of about `file_bytes` with an index."""
     files: list[list[Tensor]] = [[]]
+    num_bytes = 0  # of the last file
     for tensor in tensors:
-        if files[-1] and sum(other.num_bytes for other in files[-1]) + tensor.num_bytes > file_bytes:
+        if files[-1] and num_bytes + tensor.num_bytes > file_bytes:
             files.append([])
+            num_bytes = 0
         files[-1].append(tensor)
+        num_bytes += tensor.num_bytes
     if len(files) == 1:
         write_file(directory / WHOLE, files[0])
         return

@@ -16,7 +16,8 @@ from collections.abc import Collection, Generator, Mapping
 from pathlib import Path
 
 from maxtext_lite.config.bucket import is_bucket, names_below, storage_errors
-from maxtext_lite.config.errors import value_text
+from maxtext_lite.config.errors import UserError
+from maxtext_lite.config.json_file import path_below
 from maxtext_lite.config.whole_file import to_disk, write_whole
 
 _PART = re.compile(r"sha256\.(\d{1,6})-of-([1-9]\d{0,5})")
@@ -139,8 +140,10 @@ def _read_part(path: Path) -> dict[str, str]:
         raise Damaged(f"{path.name} is not as it was written")
     digests = {name: digest for digest, _, name in (line.partition("  ") for line in lines.splitlines())}
     for name in digests:
-        if os.path.isabs(name) or ".." in name.split("/") or "\0" in name:  # noqa: PTH117  (names in a bucket are no paths)
-            raise Damaged(f"{path.name} names {value_text(name)}, which is not a file of the checkpoint")
+        try:
+            path_below(path.parent, name, path.name)
+        except UserError as error:
+            raise Damaged(str(error).rstrip(".")) from None
     return digests
 
 

@@ -10,8 +10,9 @@ from maxtext_lite import load_config, make_plan
 from maxtext_lite.batching import Topology, choose, rank, wants_solving
 from maxtext_lite.batching.devices import device_named
 from maxtext_lite.batching.memory_ladder import REMAT_ORDER
+from maxtext_lite.batching.ranking import _legal_meshes
 from maxtext_lite.batching.solve import resolve
-from maxtext_lite.batching.step_time import StepModel
+from maxtext_lite.batching.step_time import StepModel, flops_of_example
 from maxtext_lite.batching.tuning import Candidate, Timing, least_seconds, tune
 from maxtext_lite.config import UserError
 from maxtext_lite.config.kernels import Accelerator
@@ -86,7 +87,13 @@ def all_plans(num_devices):
                 keys = {"remat_policy": remat, "optimizer_memory_host_offload": offload}
                 each = split.model_copy(update=keys)
                 plan = plan_of(num_devices, None)(each)
-                model = StepModel(each, resolved[0].mesh, DEVICE, plan.memory)
+                model = StepModel(
+                    each,
+                    resolved[0].mesh,
+                    DEVICE,
+                    plan.memory,
+                    flops=flops_of_example(each),
+                )
                 rows = plan.micro_batch_slots * plan.rows_per_example
                 time = model.step(
                     each, rows, plan.global_batch_to_train, plan.pipeline_shape
@@ -106,6 +113,27 @@ def test_it_finds_the_best_of_all_that_fit():
         [seconds for seconds, _ in expected[:40]]
     )
     assert set(found) <= set(expected)
+
+
+@pytest.mark.parametrize("kind", ["tpu", "gpu"])
+def test_no_step_is_below_the_bound_of_its_mesh_and_few_meshes_are_expanded(
+    kind, monkeypatch
+):
+    splits = []
+    least = StepModel.least
+
+    def compared(model, rows, examples, shape):
+        time = least(model, rows, examples, shape)
+        splits.append(model)
+        assert model.bound(examples) <= time.seconds
+        return time
+
+    monkeypatch.setattr(StepModel, "least", compared)
+    device = device_named("v5p" if kind == "tpu" else "h100", option="--device")
+    config = load_config(None, ["model_name=qwen3-30b-a3b", *MODEL[-3:]])
+    rank(config, Topology(64), device, plan_of(64, 80), most=1)
+    meshes = [*_legal_meshes(config, Topology(64), device)]
+    assert len(set(map(id, splits))) < len(meshes) / 4
 
 
 def test_where_nothing_fits_it_says_what_comes_nearest_and_by_how_much():

@@ -9,7 +9,7 @@ from maxtext_lite import load_config, make_plan
 from maxtext_lite.batching import Topology, flops_per_example
 from maxtext_lite.batching.devices import Device
 from maxtext_lite.batching.solve import resolve
-from maxtext_lite.batching.step_time import StepModel
+from maxtext_lite.batching.step_time import StepModel, flops_of_example
 from tests.source_tree import REPOSITORY
 
 ROWS_OF_TABLE = yaml.load(
@@ -56,7 +56,9 @@ def step(*keys, devices=1, device=DEVICE):
     config = load_config(None, [*MODEL, *keys])
     plan = make_plan(config, num_devices=devices)
     sizes, _ = resolve(config, Topology(devices))
-    model = StepModel(config, sizes.mesh, device, plan.memory)
+    model = StepModel(
+        config, sizes.mesh, device, plan.memory, flops=flops_of_example(config)
+    )
     return model.step(
         config, plan.micro_batch_slots, plan.global_batch_to_train, plan.pipeline_shape
     )

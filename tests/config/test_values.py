@@ -220,7 +220,11 @@ def test_a_list_of_sources_has_exact_weights_and_names_by_default():
     assert isinstance(value_of("dataset_path=[{path: a, weight: 1}]"), SourceList)
     assert single_path(value_of("dataset_path=[ab]*.txt")) == "[ab]*.txt"
     names = {"data/web/": "web", "data/.hidden/": ".hidden", "a.b/c": "c", "/": "/"}
+    names |= {"data/ /": "data/ /", " .txt": " .txt"}  # not blank
     assert {path: name_of_path(path) for path in names} == names
+    for path in names:
+        sources = value_of(f"dataset_path=[{{path: '{path}', weight: 1}}]")
+        assert value_of(f"dataset_path={sources}") == sources
 
 
 def test_trackers_may_be_a_list_or_a_text_and_need_their_extras(monkeypatch):

@@ -1,6 +1,7 @@
 """Lists of excluded rows, and their examples."""
 
 import dataclasses
+import gzip
 
 import pytest
 
@@ -39,8 +40,14 @@ def test_an_invalid_list_is_refused_with_its_line(line, tmp_path):
     path.write_text(
         '{"row": 3, "source": "web\u2028"}\n' + line + "\n", encoding="utf-8"
     )
-    with pytest.raises(UserError, match="excluded_rows=x line 2"):
-        read_excluded(path, "excluded_rows=x")
+    with pytest.raises(UserError, match=r"excluded_rows: .*:2: "):
+        read_excluded(path, "excluded_rows")
+
+
+def test_a_list_is_read_as_data_are(tmp_path):
+    path = tmp_path / "rows.jsonl.gz"
+    path.write_bytes(gzip.compress(b'\xef\xbb\xbf{"row": 3}\r\n\r\n{"row": 4}'))
+    assert [each.row for each in read_excluded(path, "excluded_rows")] == [3, 4]
 
 
 @pytest.mark.fast

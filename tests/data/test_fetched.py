@@ -4,9 +4,11 @@ import json
 
 import numpy as np
 import pytest
+from fsspec.implementations.memory import MemoryFile
 
 from maxtext_lite.config import UserError
 from maxtext_lite.data import fetched
+from maxtext_lite.data.bucket_directory import BucketDirectory
 from maxtext_lite.data.cache import CACHE_VARIABLE
 from maxtext_lite.data.fetched import find_prepared
 from maxtext_lite.data.manifest import DOCUMENTS_FILE, MANIFEST_FILE, file_sha256
@@ -113,3 +115,18 @@ def test_a_changed_object_is_named_and_not_kept(bucket, name, damaged):
     assert f"{URL}/{name}" in refused()
     bucket.files.pipe_file(place, content)
     assert ids() == IDS
+
+
+def test_no_name_of_a_bucket_leads_out_of_the_directory_it_is_fetched_into(
+    monkeypatch, tmp_path
+):
+    files = Memory(monkeypatch).files
+    for name in ("plan.json", "../../out.json"):
+        key = f"/bucket/run/{name}"
+        files.store[key] = MemoryFile(files, key, b"{}")
+    directory = BucketDirectory("output", "gs://bucket/run")
+    into = tmp_path / "cache" / "data"
+    into.mkdir(parents=True)
+    with pytest.raises(UserError, match=r"out\.json"):
+        directory.fetch_all(list(directory.listed()), into)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []

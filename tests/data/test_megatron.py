@@ -141,3 +141,12 @@ def test_data_without_a_target_or_beyond_the_vocabulary_are_refused(
     write_megatron(tmp_path / "m.x", documents)
     with pytest.raises(UserError):
         opened(tmp_path / "m.bin", **keys)
+
+
+def test_a_last_sequence_of_2_gib_has_its_size(tmp_path):
+    write_megatron(tmp_path / "m.x", [[0]], dtype="<i8")
+    index = tmp_path / "m.idx"
+    content = index.read_bytes()
+    index.write_bytes(content[:34] + struct.pack("<i", 2**28) + content[38:])
+    with pytest.raises(UserError, match=f"{2**31:,}"):
+        opened(tmp_path / "m.bin")

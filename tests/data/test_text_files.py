@@ -1,13 +1,20 @@
 """Lines of files, the places that messages name, and files that are refused."""
 
 import gzip
+import json
 import os
 
 import pytest
 
 from maxtext_lite.config import UserError
 from maxtext_lite.data import text_files
+from maxtext_lite.data.preparing.documents import read_documents
 from maxtext_lite.data.text_files import find_files, json_lines, read_text
+from maxtext_lite.data.tokenizer import ByteTokenizer
+
+pyarrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+zstandard = pytest.importorskip("zstandard")
 
 
 def lines(tmp_path, content, name="d.jsonl"):
@@ -82,3 +89,44 @@ def test_a_path_that_is_not_a_file_is_named_without_waiting(tmp_path):
     for path in (place, "~nobody-of-this-name/x", "x" * 5000 + "/*.txt"):
         with pytest.raises(UserError, match=r"dataset_path|jsonl"):
             find_files("dataset_path", str(path))
+
+
+ROWS = [{"text": "one"}, {"text": "two\r\nlines"}]
+LINES = b"\xef\xbb\xbf" + "\r\n".join(map(json.dumps, ROWS)).encode()
+
+
+def with_a_large_window(content):
+    """As zstd --long=31 writes it."""
+    how = zstandard.ZstdCompressionParameters(window_log=28, compression_level=1)
+    writer = zstandard.ZstdCompressor(compression_params=how).compressobj()
+    return writer.compress(content) + writer.flush()
+
+
+KINDS = {
+    "d.JSONL": LINES,
+    "d.ndjson": LINES,
+    "d.json": LINES,
+    "array.json": json.dumps(ROWS, indent=1).encode(),
+    "array.json.gz": gzip.compress(json.dumps(ROWS).encode()),
+    "d.jsonl.zst": with_a_large_window(LINES),
+    "d.parquet": None,
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_of_file_has_the_same_rows_and_others_are_named(
+    name, tmp_path, capsys
+):
+    path = tmp_path / name
+    if KINDS[name] is None:
+        parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    else:
+        path.write_bytes(KINDS[name])
+    for other in ("table.csv", "notes.md"):
+        (tmp_path / other).touch()
+    files = find_files("input", str(tmp_path))
+    assert "2 files not read: notes.md, table.csv" in capsys.readouterr().err
+    rows = [row for _, row in json_lines(str(path), path, wanted="a text")]
+    assert rows == ROWS
+    texts = list(read_documents(files, ByteTokenizer()))
+    assert texts == [row["text"] for row in ROWS]

@@ -137,6 +137,20 @@ def test_a_stream_gives_the_same_text_as_it_is_made_and_never_half_a_character(
     assert "".join([*map(decoder.push, cut), decoder.flush()]) == tokenizer.decode(cut)
 
 
+def test_a_stream_without_text_decodes_a_few_tokens_at_a_time(tokenizer, monkeypatch):
+    decoded = []
+    decode = tokenizer.decode
+    monkeypatch.setattr(
+        tokenizer, "decode", lambda ids: decoded.extend(ids) or decode(ids)
+    )
+    half = tokenizer.encode("東").tolist()[:-1]
+    ids = [*half, tokenizer.end_of_text_id] * 100 + tokenizer.encode("ab").tolist()
+    decoder = tokenizer.stream_decoder()
+    pieces = [decoder.push(i) for i in ids]
+    assert "".join(pieces) + decoder.flush() == decode(ids)
+    assert len(decoded) < 20 * len(ids)
+
+
 def test_a_file_that_asks_for_dropout_truncation_and_padding_gets_none(tmp_path):
     path = train_bpe(tmp_path)
     texts = ["a", UNICODE]

@@ -7,6 +7,7 @@ import json
 import math
 import string
 import sys
+import time
 from types import ModuleType, SimpleNamespace
 
 import jax
@@ -20,9 +21,16 @@ from maxtext_lite.data.tokenizer import ByteTokenizer
 from maxtext_lite.evaluate import main
 from maxtext_lite.generate import main as generate
 from maxtext_lite.generation import scoring
-from maxtext_lite.generation.questions import continued, read_questions, with_blank
+from maxtext_lite.generation.questions import (
+    Question,
+    Scored,
+    accuracy,
+    continued,
+    read_questions,
+    with_blank,
+)
 from maxtext_lite.generation.requests import EvaluateConfig, GenerateConfig
-from maxtext_lite.generation.scoring import TextScorer, evaluate
+from maxtext_lite.generation.scoring import TextScorer, evaluate, windows
 from maxtext_lite.harness import HarnessModel, _asked
 from tests import hf_models
 
@@ -69,11 +77,12 @@ def found(model, tmp_path, capsys):
             if isinstance(content, str)
             else "\n".join(map(json.dumps, content)) + "\n\n"
         )
-        (tmp_path / key).write_text(text)
+        path = tmp_path / (f"{key}.txt" if isinstance(content, str) else f"{key}.jsonl")
+        path.write_text(text)
         main(
             [
                 str(directory),
-                f"{key}={tmp_path / key}",
+                f"{key}={path}",
                 "dtype=float32",
                 "max_length=32",
                 "--json",
@@ -162,6 +171,15 @@ def test_a_cloze_is_right_where_it_is_what_the_model_would_write(model, found):
     )
 
 
+def test_each_line_of_a_text_is_a_document(found):
+    texts = [TEXT[:9], TEXT[9:50]]
+    each = [found("text", text) for text in texts]
+    both = found("text", [{"text": text} for text in texts])
+    assert both["tokens"] == sum(one["tokens"] for one in each)
+    nll = sum(one["loss"] * one["tokens"] for one in each)
+    assert both["loss"] * both["tokens"] == pytest.approx(nll, rel=1e-5)
+
+
 def test_a_continuation_is_read_with_its_context():
     letters = lambda text: [ord(letter) for letter in text]  # noqa: E731
     assert continued(letters, "ab \n", "c") == (letters("ab \nc"), 2)
@@ -179,14 +197,14 @@ def test_a_continuation_is_read_with_its_context():
         (
             "choices",
             '{"context": "a", "choices": ["b", "c"], "answer": 2}',
-            "line 2: .*answer",
+            ":2: .*answer",
         ),
         (
             "choices",
             '{"context": "a", "choices": ["b", " "], "answer": 1}',
-            "line 2: .*choices",
+            ":2: .*choices",
         ),
-        ("cloze", '{"context": "a"}', "line 2: target"),
+        ("cloze", '{"context": "a"}', ":2: target"),
     ],
 )
 def test_wrong_questions_are_refused_by_line(kind, line, named, tmp_path):
@@ -197,6 +215,7 @@ def test_wrong_questions_are_refused_by_line(kind, line, named, tmp_path):
     with pytest.raises(UserError, match=r"none\.jsonl"):
         read_questions(str(tmp_path / "none.jsonl"), kind)
     path.write_text('{"context": "a\u2028b\x85", "target": "c"}\n', encoding="utf-8")
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n"))
     (cloze,) = read_questions(str(path), "cloze")
     assert cloze.context == "a\u2028b\x85"  # which end no line
 
@@ -365,3 +384,14 @@ def test_the_command_of_the_harness_has_our_models(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["x"])
     assert command(["harness", "nowhere"]) == 2
     assert capsys.readouterr().err.startswith("error: nowhere ")
+
+
+def test_many_windows_and_questions_take_room_and_time_in_proportion():
+    token_T = np.arange(40_000)
+    spans = windows(token_T, length=1024, stride=1)
+    assert all(np.shares_memory(span.tokens, token_T) for span in spans)
+    questions = [Question(context="a", choices=["b", "c"], answer=0)] * 40_000
+    scored = [Scored(-1.0, True, 1), Scored(-2.0, True, 1)] * 40_000
+    started = time.process_time()
+    assert accuracy(questions, scored)["accuracy"] == 1
+    assert time.process_time() - started < 2

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import time
 
 import jax
 import ml_dtypes
@@ -73,6 +74,14 @@ def test_several_files_have_an_index(tmp_path):
 def whole_file(header, num_bytes):
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + bytes(num_bytes)
+
+
+def test_many_small_tensors_take_time_in_proportion(tmp_path):
+    tensors = [Tensor(f"x{n}", (), np.dtype("f4"), lambda: 0) for n in range(4000)]
+    started = time.process_time()
+    write_safetensors(tmp_path, tensors)
+    assert time.process_time() - started < 2
+    assert len(SafetensorsDir(tmp_path).tensors) == 4000
 
 
 def entry(start, end):

@@ -12,7 +12,7 @@ from maxtext_lite.config.files import Origin
 from maxtext_lite.config.hf.adapter import CONFIG, adapter_of, missing_base
 from maxtext_lite.config.hf.config import WEIGHTS_FIELD, config_json, field_names, model_keys, stored_dtype, text_fields
 from maxtext_lite.config.hf.fields import Fields, JsonObject, Keys, same_architecture
-from maxtext_lite.config.json_file import check_file, is_there, read_object
+from maxtext_lite.config.json_file import check_file, is_there, path_below, read_object
 from maxtext_lite.config.sections import ModelConfig, RunConfig
 from maxtext_lite.config.whole_file import steps_in
 
@@ -168,12 +168,8 @@ def _read_index(root: Path) -> dict[str, str]:
     if not isinstance(found, dict) or not found:
         raise UserError(f"{root / INDEX} is not an index of safetensors files: it has no weight_map.")
     names = cast("dict[str, Any]", found)
-    for tensor, name in names.items():
-        if not isinstance(name, str) or name != Path(name).name or name in ("", ".", ".."):
-            raise UserError(
-                f"{root / INDEX} names {value_text(name)} for {value_text(tensor)}, which is not a file of the "
-                "directory."
-            )
+    for name in names.values():
+        path_below(root, name, root / INDEX)
     return names
 
 

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from maxtext_lite.config import UserError
 from maxtext_lite.data.conversations import UNRENDERED, Renderer
 from maxtext_lite.data.preparing.keys import PrepareConfig
-from maxtext_lite.data.preparing.tasks import WHOLE, Piece, check_column, parquet_file
+from maxtext_lite.data.preparing.tasks import DIVIDED, WHOLE, Piece
+from maxtext_lite.data.row_files import ROWS_SUFFIXES, read_rows
 from maxtext_lite.data.text_files import (
     BYTE_ORDER_MARK,
     LONGEST_LINE,
+    PLAIN_SUFFIXES,
     check_unicode,
-    extra_module,
+    is_kind,
     json_object,
     read_lines,
     read_text,
 )
 from maxtext_lite.data.tokenizer import Tokenizer
-
-_ROWS_AT_ONCE = 1024
-_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # optional in Arrow's format, but every writer's close() adds it
 
 
 class BadLine(NamedTuple):
@@ -33,13 +30,23 @@ class BadLine(NamedTuple):
     problem: str
 
 
+def read_documents(files: Iterable[tuple[str, Path]], tokenizer: Tokenizer) -> Iterator[str]:
+    """The documents of files from `find_files` as training reads them, including empty ones.
+
+    Raises:
+      UserError: a file cannot be read, or a line has no document.
+    """
+    pieces = (Piece(name, str(file), 0, WHOLE) for name, file in files)
+    return DocumentReader(PrepareConfig(), tokenizer).texts(pieces)
+
+
 class DocumentReader:
     """Reads the documents of pieces according to the config."""
 
     def __init__(self, config: PrepareConfig, tokenizer: Tokenizer) -> None:
         self._field = config.field
         self._renderer = Renderer(config, tokenizer, begins_as_elsewhere=False) if config.chat else None
-        self._columns = list(dict.fromkeys([config.field, *(UNRENDERED if config.chat else ())]))
+        self._optional = UNRENDERED if config.chat else ()
 
     def read(self, piece: Piece) -> Iterator[str | BadLine]:
         """Each document as it stands, including empty ones; blank lines are skipped.
@@ -47,15 +54,17 @@ class DocumentReader:
         Raises:
           UserError: the file cannot be read, is a .txt that is not UTF-8, or has a line that is too long.
         """
-        if piece.name.endswith((".txt", ".txt.gz", ".txt.zst")):
+        if is_kind(piece.name, PLAIN_SUFFIXES):
             yield read_text(piece.name, Path(piece.path))
             return
-        if piece.name.endswith((".parquet", ".arrow")):
+        if is_kind(piece.name, ROWS_SUFFIXES):
             since = f" from row group {piece.start}" if piece.start else ""
-            for row, value in enumerate(self._rows(piece), start=1):
+            groups = None if piece.stop == WHOLE else range(piece.start, piece.stop)
+            rows = read_rows(piece.name, piece.path, required=self._field, optional=self._optional, groups=groups)
+            for row, value in enumerate(rows, start=1):
                 yield self._document(f"{piece.name}: row {row}{since}", value)
             return
-        of_range = piece.name.endswith(".jsonl") and piece.stop != WHOLE
+        of_range = is_kind(piece.name, DIVIDED) and piece.stop != WHOLE
         lines = _range_lines(piece) if of_range else enumerate(read_lines(piece.name, Path(piece.path)), start=1)
         for place, line in lines:
             if line.strip():
@@ -79,7 +88,7 @@ class DocumentReader:
             line = json_object(where, given, wanted=wanted) if isinstance(given, bytes) else given()
             if self._renderer:
                 return self._renderer.document(where, self._field, line)
-            value = line.get(self._field)
+            value = _value(line, self._field)
             if not isinstance(value, str):
                 raise UserError(f"{where}: not {of} with {wanted}.")
             check_unicode(where, self._field, value)
@@ -89,44 +98,15 @@ class DocumentReader:
             return BadLine(" ".join(error.problems))
         return value
 
-    def _rows(self, piece: Piece) -> Iterator[Callable[[], dict[str, Any]]]:
-        """For each row, a function that returns its values by column, of those that matter."""
-        arrow = extra_module(piece.name, "pyarrow")
-        try:
-            with contextlib.ExitStack() as stack:
-                if piece.name.endswith(".parquet"):
-                    opened = stack.enter_context(parquet_file(piece.name, piece.path))
-                    names = [name for name in self._columns if name in opened.schema_arrow.names]
-                    groups = range(piece.start, piece.stop)
-                    batches = opened.iter_batches(_ROWS_AT_ONCE, groups, names, use_threads=False)
-                else:
-                    batches = _arrow_batches(stack.enter_context(arrow.memory_map(piece.path)), arrow)
-                for batch in batches:
-                    names = [name for name in self._columns if name in batch.schema.names]
-                    for name in (self._field, *names):
-                        check_column(piece.name, batch.schema, name)
-                    for values in zip(*(batch.column(name) for name in names), strict=True):
-                        yield functools.partial(_row, names, values)
-        except (OSError, EOFError, arrow.ArrowException) as error:
-            raise UserError(f"{piece.name}: cannot be read ({error}).") from error
 
-
-def _row(names: Sequence[str], values: Sequence[Any]) -> dict[str, Any]:
-    return {name: value.as_py() for name, value in zip(names, values, strict=True)}
-
-
-def _arrow_batches(opened: Any, arrow: Any) -> Iterator[Any]:
-    """The batches of a file in Arrow's stream format, which Hugging Face writes, or in its file format."""
-    if opened.read(6) == b"ARROW1":
-        opened.seek(0)
-        reader = arrow.ipc.open_file(opened)
-        yield from (reader.get_batch(number) for number in range(reader.num_record_batches))
-        return
-    opened.seek(max(opened.size() - len(_END_OF_STREAM), 0))
-    if opened.read() != _END_OF_STREAM:  # pyarrow would take a cut between two batches for the end
-        raise EOFError("it is cut short")
-    opened.seek(0)
-    yield from arrow.ipc.open_stream(opened)
+def _value(line: dict[str, Any], field: str) -> object:
+    """The value of a field, or by its path of a field of objects: meta.text."""
+    if field in line:
+        return line[field]
+    value: Any = line
+    for name in field.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
 
 
 def _range_lines(piece: Piece) -> Iterator[tuple[int, bytes]]:

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 from maxtext_lite.config import UserError
-from maxtext_lite.config.json_file import is_directory, is_there, read_object, user_path
-from maxtext_lite.data.text_files import TEXT_SUFFIXES, extra_module, find_files
+from maxtext_lite.data.row_files import check_column, parquet_file
+from maxtext_lite.data.text_files import find_files, is_kind
 
-ROWS_SUFFIXES = (".parquet", ".arrow")
-"""Suffixes of files of rows, which have columns."""
-SUFFIXES = (*TEXT_SUFFIXES, ".txt.zst", ".jsonl.zst", *ROWS_SUFFIXES)
-"""Suffixes of all files that are read; other files of a directory are ignored."""
-
+DIVIDED = (".jsonl", ".ndjson")
+"""Suffixes of files whose lines may be divided among pieces."""
 WHOLE = -1
-"""`Piece.stop` of a .jsonl that is read as a whole, so that its lines are known by number."""
+"""`Piece.stop` of a file that is read as a whole, so that its lines are known by number."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +36,7 @@ class Piece:
     """A part of a file.
 
     Attributes:
-      start, stop: for a .jsonl file, its lines that begin at these bytes; for Parquet, its row groups; else all of it.
+      start, stop: for a file of lines, those that begin at these bytes; for Parquet, its row groups; else all of it.
     """
 
     name: str
@@ -70,7 +65,7 @@ def find_inputs(paths: list[str]) -> list[InputFile]:
     Raises:
       UserError: there is no file, one is of another kind, or one occurs twice.
     """
-    found = [file for path in paths for file in (_dataset_files(path) or find_files("input", path, SUFFIXES))]
+    found = [file for path in paths for file in find_files("input", path)]
     files = []
     for name, file in found:
         path = file.resolve()
@@ -82,24 +77,6 @@ def find_inputs(paths: list[str]) -> list[InputFile]:
             raise UserError(f"input: {file.name!r} is read twice.")
         seen.add(file.path)
     return files
-
-
-def _dataset_files(path: str) -> list[tuple[str, Path]] | None:
-    """The files of a dataset written by Hugging Face's save_to_disk; None for any other path."""
-    directory = user_path(path)
-    if is_directory(directory) and is_there(directory / "dataset_dict.json"):
-        splits = read_object(directory / "dataset_dict.json").get("splits", [])
-        raise UserError(f"input={path!r} has several datasets; name one: {', '.join(f'{path}/{s}' for s in splits)}.")
-    if not (is_directory(directory) and is_there(directory / "state.json")):
-        return None
-    try:
-        names = [each["filename"] for each in read_object(directory / "state.json")["_data_files"]]
-    except (KeyError, TypeError):
-        raise UserError(f"{directory / 'state.json'} lists no data files, unlike that of a dataset.") from None
-    missing = [name for name in names if not (directory / name).is_file()]
-    if missing:
-        raise UserError(f"input={path!r}: {missing[0]!r}, which its state.json lists, is missing.")
-    return [(f"{path.rstrip('/')}/{name}", directory / name) for name in names]
 
 
 def split_into_tasks(files: list[InputFile], *, task_bytes: int, field: str) -> list[Task]:
@@ -124,9 +101,9 @@ def split_into_tasks(files: list[InputFile], *, task_bytes: int, field: str) -> 
 
 def _pieces(file: InputFile, task_bytes: int, field: str) -> Iterator[tuple[Piece, int]]:
     """Each part of a file, with its bytes."""
-    if file.name.endswith(".parquet"):
+    if is_kind(file.name, (".parquet",)):
         yield from _row_groups(file, task_bytes, field)
-    elif file.name.endswith(".jsonl"):
+    elif is_kind(file.name, DIVIDED):
         for start in range(0, file.num_bytes, task_bytes):
             stop = min(start + task_bytes, file.num_bytes)
             yield Piece(file.name, file.path, start, stop), stop - start
@@ -146,28 +123,3 @@ def _row_groups(file: InputFile, task_bytes: int, field: str) -> Iterator[tuple[
         total += size
     if sizes:
         yield Piece(file.name, file.path, start, len(sizes)), total
-
-
-def parquet_file(name: str, path: str) -> Any:
-    """The opened Parquet file.
-
-    Raises:
-      UserError: it cannot be read.
-    """
-    parquet = extra_module(name, "pyarrow.parquet")
-    try:
-        return parquet.ParquetFile(path)
-    except (OSError, extra_module(name, "pyarrow").ArrowException) as error:
-        raise UserError(f"{name}: cannot be read ({error}).") from error
-
-
-def check_column(name: str, schema: Any, field: str) -> None:
-    """Refuses rows without exactly one column of this name.
-
-    Raises:
-      UserError: the column is missing, or there are several.
-    """
-    if field not in schema.names:
-        raise UserError(f"{name} has no column {field!r}; set text_field to one of {', '.join(schema.names)}.")
-    if schema.names.count(field) > 1:
-        raise UserError(f"{name} has {schema.names.count(field)} columns {field!r}.")

@@ -26,7 +26,7 @@ from maxtext_lite.data.cache import CACHE_VARIABLE, cache_directory, locked
 from maxtext_lite.data.manifest import DOCUMENTS_FILE, MANIFEST_FILE, file_sha256
 from maxtext_lite.data.packing import TokenStream
 from maxtext_lite.data.row_index import IndexPlace
-from maxtext_lite.data.text_files import TEXT_SUFFIXES
+from maxtext_lite.data.text_files import TEXT_SUFFIXES, is_kind
 from maxtext_lite.data.token_stream import open_prepared
 from maxtext_lite.data.tokenizer import Tokenizer
 from maxtext_lite.process.output import complain
@@ -96,7 +96,7 @@ def cached_text(config: DataConfig, tokenizer: Tokenizer, files: list[tuple[str,
 def _key(files: list[tuple[str, Path]], tokenizer: Tokenizer) -> str:
     key = hashlib.sha256(f"{_FORMAT}:{tokenizer.fingerprint}:".encode())
     for name, file in files:
-        kind = next(suffix for suffix in sorted(TEXT_SUFFIXES, key=len, reverse=True) if name.endswith(suffix))
+        kind = next(suffix for suffix in sorted(TEXT_SUFFIXES, key=len, reverse=True) if is_kind(name, (suffix,)))
         key.update(f"{kind}:{_sha256(file)};".encode())
     return key.hexdigest()[:32]
 

@@ -160,3 +160,10 @@ def test_conversations_are_written_by_the_chat_template_and_refused_with_tools(
     *found, bad = read(tmp_path / name, **keys)
     assert found == ["<bob>2 + 3?<assistant>5"] * 4
     assert '"tools"' in bad.problem
+
+
+def test_a_field_of_a_struct_or_object_is_named_by_its_path(tmp_path):
+    rows = [{"meta": {"text": text}} for text in TEXTS]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read(tmp_path, text_field="meta.text") == TEXTS * 2
