@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from maxtext_lite.cli import ArgumentParser, key_arguments, parse_keys, run_command, whole_number
 from maxtext_lite.config import UserError
-from maxtext_lite.config.errors import WrongType, value_text
+from maxtext_lite.config.errors import WrongType, counted, value_text
 from maxtext_lite.config.field_types import data_path_text
 from maxtext_lite.data.preparing.keys import InspectConfig, PrepareConfig, TokenizerConfig
 
@@ -109,9 +109,10 @@ def _prepare(config: PrepareConfig, share: tuple[int, int]) -> None:
     for problem in outcome.problems:
         print(f"bad line: {problem}")
     print(
-        f"{config.output}: {manifest.documents:,} documents, {manifest.tokens:,} tokens in {len(manifest.shards):,} "
-        f"shards of {sum(shard.bytes for shard in manifest.shards):,} bytes; {outcome.empty:,} empty documents left "
-        f"out, {outcome.bad:,} bad lines; fingerprint {manifest.fingerprint[:16]}"
+        f"{config.output}: {counted(manifest.documents, 'document')}, {counted(manifest.tokens, 'token')} in "
+        f"{counted(len(manifest.shards), 'shard')} of {sum(shard.bytes for shard in manifest.shards):,} bytes; "
+        f"{counted(outcome.empty, 'empty document')} left out, {counted(outcome.bad, 'bad line')}; fingerprint "
+        f"{manifest.fingerprint[:16]}"
     )
 
 

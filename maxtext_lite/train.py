@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict
 
 from maxtext_lite.cli import ArgumentParser, config_arguments, parse_keys, real_number, run_command
 from maxtext_lite.config import Config, RLRunConfig, UserError, load_config
+from maxtext_lite.config.errors import counted
 from maxtext_lite.config.field_types import Flag
 from maxtext_lite.config.shown import require_trackers
 from maxtext_lite.process.output import complain, go_on_without_stdout
@@ -112,7 +113,7 @@ def finish(train: Callable[[Any], Any], config: Config) -> int:
     if result.interrupted:
         return EXIT_STOPPED_BY_SIGNAL
     if result.is_first_host:
-        print(f"{result.step} steps done; run directory: {result.run_directory}")
+        print(f"{counted(result.step, 'step')} done; run directory: {result.run_directory}")
     return 0
 
 

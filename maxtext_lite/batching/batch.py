@@ -62,7 +62,8 @@ def derive_batch(config: BatchConfig, num_devices: int) -> Batch | Violation:
             return Violation(
                 "global_batch_size",
                 f"global_batch_size={stated} / (per_device_batch_size={number_text(per_device)} x "
-                f"{num_devices} devices = {micro} examples) = {_ratio_text(stated / micro)} accumulation "
+                f"{num_devices} device{'s' * (num_devices != 1)} = {micro} examples) = "
+                f"{_ratio_text(stated / micro)} accumulation "
                 "steps, not a whole number.",
                 (multiples("global_batch_size", int(micro), stated),),
             )
@@ -71,7 +72,7 @@ def derive_batch(config: BatchConfig, num_devices: int) -> Batch | Violation:
         return Violation(
             "global_batch_size",
             f"global_batch_size={stated} contradicts per_device_batch_size={number_text(per_device)} x "
-            f"{num_devices} devices x gradient_accumulation_steps={accumulation} = "
+            f"{num_devices} device{'s' * (num_devices != 1)} x gradient_accumulation_steps={accumulation} = "
             f"{micro * accumulation}.",
             (int(micro * accumulation), {"per_device_batch_size": Fraction(-1)}),
             rule="stated twice",
@@ -113,7 +114,7 @@ def not_whole(key: str, per_device: Fraction, num_devices: int) -> Violation:
     """Refuses a per-device size that is not a whole number of examples over all devices."""
     return Violation(
         key,
-        f"{key}={number_text(per_device)} x {num_devices} devices = "
+        f"{key}={number_text(per_device)} x {num_devices} device{'s' * (num_devices != 1)} = "
         f"{_ratio_text(per_device * num_devices)} examples, not a whole number.",
         (multiples(key, Fraction(1, num_devices), per_device),),
         rule=f"{key} is whole",

@@ -47,16 +47,13 @@ def make_plan(
     Raises:
       UserError: with every broken rule, each naming values that work.
     """
-    if problems := _data_and_memory_refusals(num_examples, device_memory_gb):
-        raise UserError(map(str, problems))
+    if problems := _data_and_memory_refusals(config, num_examples, device_memory_gb):
+        topology = Topology(num_devices, num_hosts, Accelerator.planned(platform))
+        raise UserError(map(str, [*problems, *refusals(config, topology, _numbered(num_examples))]))
     sizes, rl = batch_sizes(
         config, num_devices=num_devices, num_hosts=num_hosts, num_examples=num_examples, platform=platform
     )
-    if sizes.length is None:
-        raise UserError(
-            f"num_epochs={number_text(config.num_epochs)} gives no steps without the number of training examples. "
-            "Give num_examples to make_plan, or --examples N to the command plan."
-        )
+    assert sizes.length is not None, "only num_epochs without examples has none"
     plan = _plan(config, sizes, sizes.length, rl, num_examples, device_memory_gb)
     return dataclasses.replace(plan, warnings=tuple(_warnings(config, plan, sizes.topology.accelerator)))
 
@@ -81,8 +78,21 @@ def batch_sizes(
     return resolved
 
 
-def _data_and_memory_refusals(num_examples: int | None, device_memory_gb: float | None) -> list[Refusal]:
+def _numbered(num_examples: int | None) -> int | None:
+    """A number of examples that can be planned with; None for any other."""
+    return num_examples if num_examples is not None and 1 <= num_examples <= _MOST_EXAMPLES else None
+
+
+def _data_and_memory_refusals(
+    config: Config, num_examples: int | None, device_memory_gb: float | None
+) -> list[Refusal]:
     problems: list[Refusal] = []
+    if num_examples is None and config.num_epochs:
+        message = (
+            f"num_epochs={number_text(config.num_epochs)} gives no steps without the number of training examples. "
+            "Give num_examples to make_plan, or --examples N to the command plan."
+        )
+        problems.append(Refusal("num_epochs", message))
     if num_examples is not None and num_examples < 1:
         problems.append(Refusal("", f"num_examples={value_text(num_examples)}: there is no training example."))
     if num_examples is not None and num_examples > _MOST_EXAMPLES:
@@ -216,10 +226,11 @@ def load_plan(
       UserError: with every problem of the config and of its plan.
     """
     topology = Topology(num_devices, num_hosts, Accelerator.planned(platform))
-    known = None if callable(num_examples) else num_examples
-    problems = _data_and_memory_refusals(known, device_memory_gb)
     reading = read_config(path, overrides)
-    config, numbered = reading.config, known if known is not None and 1 <= known <= _MOST_EXAMPLES else None
+    config = reading.config
+    known = 1 if callable(num_examples) else num_examples  # it is counted once nothing else is wrong
+    problems = _data_and_memory_refusals(config, known, device_memory_gb)
+    numbered = None if callable(num_examples) else _numbered(num_examples)
     if refused := [*problems, *reading.refused(refusals(config, topology, numbered, reading.wrong))]:
         raise UserError(str(refusal) for refusal in refused)
     if callable(num_examples):

@@ -235,7 +235,7 @@ def _not_whole_stages(config: BatchConfig, batch: Batch, num_devices: int) -> li
     target, accumulation = batch.per_device_batch_size, batch.gradient_accumulation_steps
     by_device = config.rampup_mode == "per_device_batch_size"
     unit = Fraction(1, num_devices) if by_device else target / accumulation
-    times = f"x {num_devices} devices"
+    times = f"x {num_devices} device{'s' * (num_devices != 1)}"
     if not by_device:
         times = f"x gradient_accumulation_steps={accumulation} / per_device_batch_size={number_text(target)}"
     what = "examples" if by_device else "accumulation steps"

@@ -89,7 +89,7 @@ def _batch_rows(plan: BatchPlan) -> list[tuple[str, str]]:
     devices = _count(plan.num_devices, "device")
     per_device, accumulation = number_text(plan.per_device_batch_size), plan.gradient_accumulation_steps
     micro = _count(plan.micro_batch_to_train, "example")
-    slots = f"{plan.micro_batch_slots} slots over {_count(plan.batch_shards, 'batch shard')}"
+    slots = f"{_count(plan.micro_batch_slots, 'slot')} over {_count(plan.batch_shards, 'batch shard')}"
     return [
         ("micro_batch_to_train", f"{micro} = {per_device} per device x {devices}"),
         ("empty_slots_per_micro_batch", f"{plan.empty_slots_per_micro_batch} = {slots} - {micro}"),
@@ -101,7 +101,7 @@ def _batch_rows(plan: BatchPlan) -> list[tuple[str, str]]:
         *_example_rows(plan),
         (
             "tokens_per_step",
-            f"{plan.tokens_per_step} = {plan.global_batch_to_train} examples x {_row_text(plan)} tokens",
+            f"{plan.tokens_per_step} = {_count(plan.global_batch_to_train, 'example')} x {_row_text(plan)} tokens",
         ),
         (
             "eval batch",
@@ -153,7 +153,7 @@ def _loading_rows(plan: BatchPlan) -> list[tuple[str, str]]:
         (
             "global_batch_to_load",
             f"{_count(plan.global_batch_to_load, 'slot')} = "
-            f"{plan.global_batch_to_train} examples x {number_text(factor)} expansion{rounded}",
+            f"{_count(plan.global_batch_to_train, 'example')} x {number_text(factor)} expansion{rounded}",
         ),
         (
             "loading_hosts",

@@ -33,7 +33,13 @@ def _no_number(value: object) -> str:
         return "is true or false, not a number."
     if value is None:
         return "is empty, not a number."
-    return "is text, not a number." if isinstance(value, str) else "is a list or a mapping, not a number."
+    if not isinstance(value, str):
+        return "is a list or a mapping, not a number."
+    try:
+        float(value)
+    except ValueError:
+        return "is text, not a number."
+    return "is text, not a number: the quotes make it text."
 
 
 def _number(value: object) -> int | float:

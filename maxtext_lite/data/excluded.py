@@ -1,16 +1,18 @@
 """Rows that a run leaves out: their list in JSON lines, and the ids of their examples. Imports no jax."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
 from maxtext_lite.config import UserError
-from maxtext_lite.config.json_file import check_file, is_there
+from maxtext_lite.config.bucket import storage_errors
+from maxtext_lite.config.json_file import check_file
 from maxtext_lite.data.mixture_source import named_sources
 from maxtext_lite.data.sources import ExampleSource
-from maxtext_lite.data.text_files import json_lines
+from maxtext_lite.data.text_files import json_lines, json_object
 
 
 class ExcludedRow(BaseModel):
@@ -46,12 +48,9 @@ def read_excluded(path: Path, key: str = "") -> list[ExcludedRow]:
     Raises:
       UserError: it cannot be read, or a line is not a row.
     """
-    if not key and not is_there(path):
-        return []
     rows: list[ExcludedRow] = []
     try:
-        check_file(path)
-        for where, value in json_lines(str(path), path, wanted='"row"'):
+        for where, value in _listed(path) if key else _own_rows(path):
             try:
                 rows.append(ExcludedRow.model_validate(value))
             except ValidationError as error:
@@ -61,6 +60,26 @@ def read_excluded(path: Path, key: str = "") -> list[ExcludedRow]:
     except UserError as error:
         raise UserError(f"{key}: {error}" if key else str(error)) from None
     return rows
+
+
+def _listed(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    check_file(path)
+    yield from json_lines(str(path), path, wanted='"row"')
+
+
+def _own_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The lines of the file that a run writes, which may be in a bucket; none where there is no such file."""
+    try:
+        with storage_errors(path):
+            content = path.read_bytes()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}.") from None
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if line.strip():
+            where = f"{path}:{number}"
+            yield where, json_object(where, line, wanted='"row"')
 
 
 def excluded_text(rows: Iterable[ExcludedRow]) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.bucket import any_path, bucket_scheme, is_bucket
-from maxtext_lite.config.errors import full_text, writing
+from maxtext_lite.config.errors import counted, full_text, writing
 from maxtext_lite.config.json_file import user_path
 from maxtext_lite.config.whole_file import TEMPORARY, write_whole
 from maxtext_lite.data.bucket_directory import BucketDirectory
@@ -103,8 +103,8 @@ def _fetch(remote: BucketDirectory, manifest: Manifest, entry: Path, shards: tup
             f"{remote.url} has {num_bytes:,} bytes to be fetched, and {full_text(entry)} has room for {free:,}."
         )
     complain(
-        f"fetching {len(due):,} shards of {remote.url}, {num_bytes:,} bytes, once, into {full_text(entry)}; the next "
-        "start reads them from there"
+        f"fetching {counted(len(due), 'shard')} of {remote.url}, {num_bytes:,} bytes, once, into {full_text(entry)}; "
+        "the next start reads them from there"
     )
     pool = concurrent.futures.ThreadPoolExecutor(_FETCHED_AT_ONCE)
     try:

@@ -70,8 +70,8 @@ class FittedRows:
         """The share of padding, and the documents that are cut."""
         share = int(self.rows[-1, 1]) / max(len(self) * self.num_tokens, 1)
         return (
-            f"{share:.2%} of the rows' tokens are of documents, the rest is padding; {self.cut_documents:,} documents "
-            f"are longer than max_target_length={self.num_tokens} and are cut."
+            f"{share:.2%} of the rows' tokens are of documents, the rest is padding; documents longer than "
+            f"max_target_length={self.num_tokens}, which are cut: {self.cut_documents:,}."
         )
 
     def build(self, stream: TokenStream, row: int) -> dict[str, np.ndarray]:

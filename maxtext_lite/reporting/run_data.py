@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 from maxtext_lite.batching import count_parameters
 from maxtext_lite.config import ConfigError, UserError, load_config
 from maxtext_lite.config.bucket import original
-from maxtext_lite.config.errors import full_text, nearest_clause
+from maxtext_lite.config.errors import counted, full_text, nearest_clause
 from maxtext_lite.config.files import packaged_directory
 from maxtext_lite.config.yaml_text import YamlValue, parse_mapping
 from maxtext_lite.process.goodput import goodput_text, starts_of
@@ -145,7 +145,9 @@ def _read_run(directory: Path, label: str) -> Run:
     excluded = [line["step"] for line in _records(directory / "excluded_rows.jsonl", notes)]
     if excluded:
         at = ", ".join(f"{step:,}" for step in [*dict.fromkeys(excluded)][:_MOST_STEPS])
-        notes.append(f"the run went back before step {at} and excluded {len(excluded):,} rows: excluded_rows.jsonl.")
+        notes.append(
+            f"the run went back before step {at} and excluded {counted(len(excluded), 'row')}: excluded_rows.jsonl."
+        )
     steps, skipped, evaluations = _read_metrics(metrics, notes)
     settings = _read_settings(directory / "config.yml", notes)
     found = _read_object(directory / "goodput.json", notes, optional=True)

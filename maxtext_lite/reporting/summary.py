@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from maxtext_lite.batching import batch_size_advice
+from maxtext_lite.config.errors import counted
 from maxtext_lite.process.records import as_list
 from maxtext_lite.reporting.plan_view import long_number, plain, short_number
 from maxtext_lite.reporting.run_data import Run
@@ -20,7 +21,7 @@ def status(run: Run) -> str:
     """The progress of the run."""
     planned = run.plan.get("steps")
     if not isinstance(planned, int):
-        return f"{run.num_steps:,} steps"
+        return counted(run.num_steps, "step")
     return f"{f'all {planned:,}' if run.num_steps >= planned else f'{run.num_steps:,} of {planned:,}'} steps done"
 
 

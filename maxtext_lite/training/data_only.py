@@ -6,6 +6,7 @@ import time
 import jax
 
 from maxtext_lite.config import Config
+from maxtext_lite.config.errors import counted
 from maxtext_lite.data import Balance, MixtureSource, hash_of_run
 from maxtext_lite.data.excluded import excluded_ids
 from maxtext_lite.data.feed import training_batches
@@ -66,7 +67,8 @@ def read_data(config: Config, *, with_ids: bool) -> None:
     if is_first:
         say = complain if with_ids else print
         say(
-            f"read {num_steps:,} steps in {seconds:.1f} s: {seen:,} rows of {source.num_tokens} tokens, "
-            f"{seen / seconds:,.0f} rows/s; {tokens:,} target tokens, {tokens / seconds:,.0f} tokens/s"
+            f"read {counted(num_steps, 'step')} in {seconds:.1f} s: {counted(seen, 'row')} of "
+            f"{counted(source.num_tokens, 'token')}, {seen / seconds:,.0f} rows/s; {counted(tokens, 'target token')}, "
+            f"{tokens / seconds:,.0f} tokens/s"
             + (f"; attention_imbalance {sum(imbalances) / len(imbalances):.3f}" if imbalances else "")
         )

@@ -189,3 +189,13 @@ def test_examples_are_counted_only_for_a_config_that_can_be_planned():
         )[1].epochs
         is None
     )
+
+
+def test_missing_examples_are_named_with_all_other_problems():
+    keys = ("num_epochs=2", "per_device_batch_size=0.3")
+    with pytest.raises(UserError) as refused:
+        plan_of(*keys)
+    assert [each.partition("=")[0] for each in refused.value.problems] == [
+        "num_epochs",
+        "per_device_batch_size",
+    ]

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from maxtext_lite.config import UserError
+from maxtext_lite.config.errors import counted
 from maxtext_lite.data.fetched import find_prepared
 from maxtext_lite.data.mixture_source import named_sources
 from maxtext_lite.data.packing import FIELDS, Rows
@@ -37,7 +38,8 @@ def report(path: str | Path, config: InspectConfig) -> Iterator[str]:
     stream, starts = open_prepared("PATH", directory, shards)
     manifest = stream.manifest
     num_bytes = sum(shard.bytes for shard in manifest.shards)
-    yield f"{path}: {manifest.documents:,} documents, {manifest.tokens:,} tokens, end-of-text tokens among them"
+    documents, tokens = counted(manifest.documents, "document"), counted(manifest.tokens, "token")
+    yield f"{path}: {documents}, {tokens}, end-of-text tokens among them"
     yield f"shards: {len(manifest.shards):,} of {num_bytes:,} bytes; ids are {manifest.dtype}"
     yield f"fingerprint: {manifest.fingerprint}"
     yield f"tokenizer: {manifest.tokenizer}, {manifest.vocab_size:,} ids"
@@ -51,7 +53,7 @@ def report(path: str | Path, config: InspectConfig) -> Iterator[str]:
         return
     counts = np.zeros(manifest.vocab_size, np.int64)
     files = sum(1 for _ in verify(stream, starts, lambda ids: _count(ids, counts)))
-    yield f"checksums: the {files:,} files match the manifest"
+    yield f"checksums: {counted(files, 'file')} as the manifest says"
     used, size = int(np.count_nonzero(counts)), len(counts)
     frequent = np.sort(counts)[::-1][:_MOST_FREQUENT].sum() / counts.sum()
     yield (
