@@ -8,7 +8,13 @@ from maxtext_lite.batching.batch_plan import BatchPlan, row_slots
 from maxtext_lite.batching.ledger import MemoryEstimate
 from maxtext_lite.batching.length import RunLength
 from maxtext_lite.batching.memory import vocab_tiles
-from maxtext_lite.batching.parameters import active_parameters, attended_pairs, count_parameters, flops_per_example
+from maxtext_lite.batching.parameters import (
+    active_parameters,
+    attended_pairs,
+    count_parameters,
+    flops_of_documents,
+    flops_per_example,
+)
 from maxtext_lite.batching.planning import batch_sizes, load_plan, make_plan, resumed, scaled_optimizer
 from maxtext_lite.batching.rampup import BatchStage, RampupBatchManager
 from maxtext_lite.batching.ranking import RankedPlan, choose, rank, wants_solving
@@ -32,6 +38,7 @@ __all__ = [
     "batch_sizes",
     "choose",
     "count_parameters",
+    "flops_of_documents",
     "flops_per_example",
     "format_plan",
     "format_ranking",

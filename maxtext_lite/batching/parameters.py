@@ -116,11 +116,20 @@ def active_parameters(config: ModelConfig) -> int:
 
 
 def flops_per_example(config: ModelConfig, num_tokens: int) -> float:
-    """FLOPs of one forward and backward pass over an example of `num_tokens` tokens, without recomputation.
+    """FLOPs of one forward and backward pass over an example of one document of `num_tokens` tokens, without
+    recomputation: see `flops_of_documents`."""
+    return float(flops_of_documents(config, num_tokens))
+
+
+def flops_of_documents(config: ModelConfig, num_tokens: Any) -> Any:
+    """FLOPs of one forward and backward pass over a document of `num_tokens` tokens, without recomputation.
 
     A matmul weight that a token passes through, the output projection included, takes 6 FLOPs per token, or 4 where it
     is frozen and has no gradient of its own; of experts, only the chosen ones count. Causal attention takes 6 per head,
     visible key, and dim of keys and of values: see `attended_pairs`.
+
+    Args:
+      num_tokens: a number, or an array for several documents, whose shape the result has.
     Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
     """
     met = Counter({"matrices": config.base_emb_dim * config.vocab_size})
@@ -128,7 +137,7 @@ def flops_per_example(config: ModelConfig, num_tokens: int) -> float:
         met[part] += count * int(_met(config, weight) * math.prod(weight.sizes))
     of_weights = (4 if config.lora_rank else 6) * met["matrices"] + 6 * met["adapters"]
     attention = 6 * config.base_num_query_heads * (config.head_dim + config.value_dim)
-    return float(num_tokens) * of_weights + attention * attended_pairs(config, num_tokens)
+    return num_tokens * float(of_weights) + attention * attended_pairs(config, num_tokens)
 
 
 def attended_pairs(config: ModelConfig, num_tokens: Any) -> Any:

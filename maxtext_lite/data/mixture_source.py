@@ -97,7 +97,7 @@ class MixtureSource:
             documents = self.sources[number].documents(example_ids[own] - self._first_ids[number])
             if documents is None:
                 return None
-            found.append(Documents(documents.lengths, own[documents.rows]))
+            found.append(documents._replace(rows=own[documents.rows]))
         return Documents(*map(np.concatenate, zip(*found, strict=True)))
 
     def _numbers(self, ids: np.ndarray) -> np.ndarray:

@@ -44,10 +44,12 @@ class Documents(NamedTuple):
     Attributes:
       lengths: tokens of each document in its row; int64.
       rows: index of its row among the requested rows; int64.
+      padding: whether it is the padding of its row; bool.
     """
 
     lengths: np.ndarray
     rows: np.ndarray
+    padding: np.ndarray
 
 
 class Rows(Protocol):
@@ -118,7 +120,8 @@ class _Stretches:
         owners = np.concatenate([places, owners, places, places])
         order = np.lexsort((bounds, owners))
         is_first = order < len(rows)
-        return Documents(np.diff(bounds[order])[~is_first[1:]], owners[order][~is_first])
+        ends_row = order >= len(order) - len(rows)
+        return Documents(np.diff(bounds[order])[~is_first[1:]], owners[order][~is_first], ends_row[~is_first])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,7 +259,8 @@ def ranges(first: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarra
 def with_padding(slots: np.ndarray, owners: np.ndarray, num_rows: int, num_tokens: int) -> Documents:
     """Documents that take these slots of their rows, and the padding of each row."""
     left = num_tokens - np.bincount(owners, weights=slots, minlength=num_rows).astype(np.int64)
-    return Documents(np.concatenate([slots, left]), np.concatenate([owners, np.arange(num_rows)]))
+    padding = np.arange(len(slots) + num_rows) >= len(slots)
+    return Documents(np.concatenate([slots, left]), np.concatenate([owners, np.arange(num_rows)]), padding)
 
 
 @dataclasses.dataclass(frozen=True)

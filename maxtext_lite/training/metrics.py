@@ -108,17 +108,15 @@ class Speed:
     """The figures that turn a step's time into throughput.
 
     Attributes:
-      flops_per_example: model FLOPs.
       peak: TFLOP/s of one device, or None where unknown.
     """
 
-    flops_per_example: float
     num_devices: int
     peak: float | None
 
-    def of(self, num_examples: int, target_tokens: int, step_seconds: float) -> dict[str, float | None]:
-        """tokens_per_second (target tokens), tflops_per_device and mfu of a step."""
-        tflops = num_examples * self.flops_per_example / step_seconds / self.num_devices / 1e12
+    def of(self, flops: float, target_tokens: int, step_seconds: float) -> dict[str, float | None]:
+        """tokens_per_second (target tokens), tflops_per_device and mfu of a step of so many model FLOPs."""
+        tflops = flops / step_seconds / self.num_devices / 1e12
         return {
             "tokens_per_second": target_tokens / step_seconds,
             "tflops_per_device": tflops,

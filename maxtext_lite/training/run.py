@@ -7,16 +7,17 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 import jax
+import numpy as np
 import optax
 
-from maxtext_lite.batching import BatchPlan, format_plan, resumed, scaled_optimizer
+from maxtext_lite.batching import BatchPlan, flops_of_documents, format_plan, resumed, scaled_optimizer
 from maxtext_lite.batching.devices import peak_tflops
 from maxtext_lite.config import Config, UserError, describe, write_resolved
 from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import value_text, writing
 from maxtext_lite.config.hf.adapter import adapter_of
 from maxtext_lite.data import ExampleSource, MixtureSource
-from maxtext_lite.data.excluded import ExcludedRow, excluded_ids
+from maxtext_lite.data.excluded import ExcludedRow, excluded_ids, left_out
 from maxtext_lite.data.mixture_of_run import early_end, in_run, mixture_sentences, mixture_table, steps_left
 from maxtext_lite.data.preparing.inspecting import summaries
 from maxtext_lite.data.sources_on_hosts import excluded_rows_on_hosts, listed_rows_on_hosts, source_tokens_of_run
@@ -373,11 +374,22 @@ class TrainingRun(Generic[Data]):
             with self.failures.of_writing(path):
                 write_json(path, json.loads(path.read_text(encoding="utf-8")) | found)
 
+    def flops_of(self, example_ids: np.ndarray, examples_seen: int) -> float:
+        """Model FLOPs of a step on these examples, of which the run leaves some out, after so many examples.
+
+        They are those of the documents, each alone, where this host knows their lengths, and otherwise of whole rows:
+        with the caller's own examples, and on hosts that read nothing.
+        """
+        left = example_ids[~left_out(example_ids, examples_seen, self.excluded)]
+        documents = cast(ExampleSource, self.source).documents(left)
+        if documents is None:
+            return len(left) * self.plan.flops_per_example
+        return float(np.sum(flops_of_documents(self.config, documents.lengths[~documents.padding])))
+
     @property
     def speed(self) -> Speed:
         """The figures that turn a step's time into throughput."""
         return Speed(
-            flops_per_example=self.plan.flops_per_example,
             num_devices=self.mesh.size,
             peak=peak_tflops(jax.devices()[0].device_kind, self.config.dtype),
         )

@@ -153,6 +153,10 @@ class StepLog:
             noise,
             counts.losses,
         )
+        if run.plan.rl:  # a prompt is of no known length, nor are its responses
+            flops = taken.num_examples * run.plan.flops_per_example
+        else:
+            flops = run.flops_of(taken.example_ids, counts.examples_seen)
         record = {
             "step": step,
             **values,
@@ -161,7 +165,7 @@ class StepLog:
             "step_seconds": step_seconds,
             "data_seconds": taken.data_seconds,
             "peak_memory_bytes": (peak := peak_memory_bytes()),
-            **run.speed.of(taken.num_examples, values["target_tokens"], step_seconds),
+            **run.speed.of(flops, values["target_tokens"], step_seconds),
             **noise.record(taken.num_examples),
             **taken.more,
             **({} if self._goodput is None else self._goodput.record(step)),

@@ -66,8 +66,10 @@ def test_documents_are_those_in_the_rows(texts):
     for kind in (*KINDS, ("text", mixture)):
         source = open_mixture(config_of(texts, *kind))[0]
         ids = np.random.default_rng(1).permutation(np.arange(len(source)).repeat(2))
-        lengths, rows = source.documents(ids)
+        lengths, rows, padding = source.documents(ids)
         for place, number in enumerate(ids.tolist()):
+            unused = np.count_nonzero(source[number]["segments"] == 0)
+            assert lengths[(rows == place) & padding].sum() == unused
             found = lengths[(rows == place) & (lengths > 0)].tolist()
             assert sorted(found) == sorted(lengths_in(source[number])), (kind, number)
 

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from maxtext_lite.batching import make_plan
+from maxtext_lite.batching import flops_per_example, make_plan
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.metrics import Terminal
@@ -54,6 +54,27 @@ def test_a_run_is_planned_for_its_devices_and_memory_and_one_that_cannot_be_leav
     with pytest.raises(UserError, match="load_parameters_path"):
         run_of(tmp_path, f"load_parameters_path={tmp_path}/nowhere")
     assert not list(tmp_path.iterdir())
+
+
+def test_the_work_of_a_step_is_that_of_its_documents_each_alone(tmp_path):
+    """Two documents share a row; one row is left out; padding and other documents take no work."""
+    texts = ["a" * 20, "b" * 9, "c" * 30, "d" * 25]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (tmp_path / "texts.jsonl").write_text(lines)
+    keys = ["dataset_type=text", f"dataset_path={tmp_path}/texts.jsonl"]
+    keys += ["packing=best_fit", "max_target_length=32", "eval_fraction=0"]
+    run = run_of(tmp_path, *keys, "global_batch_size=8", "per_device_batch_size=1")
+    rows = [run.source[number] for number in range(len(run.source))]
+    counts = [np.unique(row["segments"], return_counts=True) for row in rows]
+    lengths = [
+        [n for segment, n in zip(*each, strict=True) if segment] for each in counts
+    ]
+    assert max(map(len, lengths)) == 2
+    of = [sum(flops_per_example(run.config, n) for n in row) for row in lengths]
+    run.excluded = {1: 0}
+    ids = np.arange(len(rows))
+    assert run.flops_of(ids, 0) == pytest.approx(sum(of) - of[1])
+    assert run.flops_of(ids, 0) < run.plan.flops_per_example * (len(rows) - 1)
 
 
 def test_the_learning_rate_and_adams_decays_scale_with_the_batch(tmp_path):
