@@ -102,7 +102,7 @@ def test_a_variant_is_what_transformers_makes_of_it(name, tmp_path):
 
     original = read_object(source / "config.json")
     kind = {"model_type": original["model_type"]}
-    assert_old_is_new(name, tmp_path)
+    assert_old_is_new(name, source, tmp_path / "other", is_old=False)
     assert_exported(name, source, params, tmp_path / "carried", original)
     assert_exported(name, source, params, tmp_path / "fresh", kind)
 
