@@ -28,7 +28,9 @@ def test_the_number_that_a_text_ends_up_with():
     for text, number in yaml.safe_load(numbers).items():
         assert number_in(text) == (None if number is None else Fraction(number)), text
     # Python does not read it as an integer.
-    assert number_in("7 " + "1" * 5000) is None
+    ones = "1" * 5000
+    for text in (f"7 {ones}", f"{ones}\\frac12", f"1e{ones}", f"{ones}/3"):
+        assert number_in(text) is None
 
 
 @pytest.mark.parametrize(
