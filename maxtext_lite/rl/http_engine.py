@@ -43,10 +43,11 @@ class HttpEngine:
 
     The returned log-probabilities must be those of the policy, softmax(logits / temperature) over the whole vocabulary.
     SGLang's are. vLLM's are those of the model, or with --logprobs-mode processed_logprobs those of its sampling
-    distribution; where the two differ, the mode is checked before the first draw.
+    distribution.
 
     Args:
       kind: a key of `SERVER_KINDS`.
+      sampling: of the responses to train on.
       url: of the server, such as http://host:8000, or of its API, such as http://host:8000/v1.
       config: the run's, whose model the server has.
       run_directory: at a path that is the same for the server.
@@ -55,7 +56,8 @@ class HttpEngine:
       requests_in_flight: the most at a time, each in a thread.
       attempts, wait_seconds, timeout_seconds: see `http_client.Server`.
     Raises:
-      UserError: the url is invalid, or no Hugging Face family expresses the model.
+      UserError: the url is invalid, no Hugging Face family expresses the model, or the server does not report the
+        log-probabilities of `sampling`.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class HttpEngine:
         config: Config,
         run_directory: Path,
         *,
+        sampling: Sampling,
         stop_token_ids: Sequence[int],
         seed: int,
         requests_in_flight: int = 64,
@@ -85,7 +88,8 @@ class HttpEngine:
         self._vocab_size = config.vocab_size
         self._pool = ThreadPoolExecutor(requests_in_flight, thread_name_prefix="rollout")
         self._label, self._updates = secrets.token_hex(4), 0  # the label tells this run's parameters from others'
-        self._is_current = self._is_checked = False
+        self._is_current = False
+        _on_first_host(lambda: self._kind.check(self._server, sampling))
 
     def update(self, params: Params, step: int) -> None:
         """Writes the parameters for the server, and returns once it has loaded them.
@@ -132,9 +136,6 @@ class HttpEngine:
         self._kind.take(self._server, weights)
 
     def _responses(self, requests: Sequence[Request], sampling: Sampling, max_new_tokens: int) -> list[Response]:
-        if not self._is_checked and sampling.temperature:  # greedy responses are not trained on
-            self._kind.check(self._server, sampling)
-            self._is_checked = True
         ends = threading.Event()  # set once a request fails, to cancel the others
         futures = [self._pool.submit(self._response, request, sampling, max_new_tokens, ends) for request in requests]
         try:

@@ -55,9 +55,7 @@ class RLRun:
     @property
     def sampling(self) -> Sampling:
         """The sampling of responses to train on."""
-        config = self.config
-        temperature, top_k = config.decode_sampling_temperature, config.decode_sampling_top_k
-        return Sampling(temperature, top_k, config.decode_sampling_nucleus_p)
+        return _sampling(self.config)
 
     @property
     def eval_sampling(self) -> Sampling:
@@ -177,12 +175,24 @@ def policy_of(config: RLRunConfig, batch: RLBatch) -> Policy:
     )
 
 
+def _sampling(config: RLRunConfig) -> Sampling:
+    temperature, top_k = config.decode_sampling_temperature, config.decode_sampling_top_k
+    return Sampling(temperature, top_k, config.decode_sampling_nucleus_p)
+
+
 def _engine(
     config: RLRunConfig, batch: RLBatch, devices: Sequence[Any], stop_token_ids: tuple[int, ...]
 ) -> RolloutEngine:
     if config.rollout_engine != "local":
-        directory, kind = run_directory(config), config.rollout_engine
-        return HttpEngine(kind, config.rollout_url, config, directory, stop_token_ids=stop_token_ids, seed=config.seed)
+        return HttpEngine(
+            config.rollout_engine,
+            config.rollout_url,
+            config,
+            run_directory(config),
+            sampling=_sampling(config),
+            stop_token_ids=stop_token_ids,
+            seed=config.seed,
+        )
     assert batch.rollout is not None, "the plan of a local engine says how it samples"
     return LocalEngine(
         make_plain_decoder(config),

@@ -251,6 +251,7 @@ def local_responses(params):
 def engine_at(url, directory, kind="http", **how):
     """A client that does not wait long."""
     settings = {
+        "sampling": Sampling(),
         "stop_token_ids": [STOP],
         "seed": 0,
         "wait_seconds": 0.01,

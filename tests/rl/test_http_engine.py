@@ -14,6 +14,7 @@ from maxtext_lite.config import UserError
 from maxtext_lite.models import Decoder, Sampling
 from maxtext_lite.rl import http_engine
 from maxtext_lite.rl.http_engine import WEIGHTS, _on_first_host
+from maxtext_lite.rl.rl_run import open_rl_run
 from maxtext_lite.rl.rollout import Request
 from maxtext_lite.rl.rollout_steps import train_rl
 from maxtext_lite.rl.server_kinds import SERVER_KINDS
@@ -154,7 +155,6 @@ def test_an_update_that_is_not_done_ends_the_run(
 @pytest.mark.parametrize("kind", UPDATES)
 def test_what_is_sent_is_what_the_package_publishes(kind, server, tmp_path):
     """Of every route that is used: query parameters, and each field of the body."""
-    server.misbehave(logprobs_mode="processed_logprobs")
     with contextlib.closing(engine_at(server.url, tmp_path, kind)) as engine:
         engine.update(parameters(DECODER, 0), 0)
         generate(engine, DRAWN, REQUESTS[:1])
@@ -193,6 +193,21 @@ def test_vllm_must_report_the_log_probabilities_of_the_policy(
         expected = pytest.raises(UserError, match=f"--logprobs-mode {start}")
     with expected:
         SERVER_KINDS["vllm"].check(engine._server, sampling)
+
+
+@pytest.mark.parametrize(("trained", "evaluated"), [(0.7, 1), (1, 0.7)])
+def test_a_server_is_checked_at_the_start_with_the_sampling_that_is_trained_on(
+    trained, evaluated, server, tmp_path, config_of
+):
+    words = f"rollout_engine=vllm rollout_url={server.url} eval_sampling_temperature={evaluated}"
+    words += f" decode_sampling_temperature={trained}"
+    server.misbehave(logprobs_mode="raw_logprobs")
+    expected = contextlib.nullcontext()
+    if trained != 1:
+        expected = pytest.raises(UserError, match="--logprobs-mode processed_logprobs")
+    with expected, contextlib.closing(open_rl_run(config_of(tmp_path, *words.split()))):
+        pass
+    server.misbehave()
 
 
 def test_grpo_by_vllm_s_interface_measures_what_the_server_is_off_by(
