@@ -183,11 +183,15 @@ def test_nothing_but_answers_goes_out_and_signals_end_nothing(capfd):
     assert judge._worker is None
 
 
-def test_it_ends_with_its_input_even_amid_a_call_and_takes_along_what_was_started():
+@pytest.mark.parametrize("amid_a_call", [True, False])
+def test_it_ends_with_its_input_even_amid_a_call_and_takes_along_what_was_started(
+    amid_a_call,
+):
     with rewards("reward_functions=m:starts,m:sleeps") as judge:
         worker = judge._worker
         (started,) = worker.asked({"name": "m:starts", **ASKED}, 60)["rewards"]
-        os.write(worker._to, json.dumps({"name": "m:sleeps", **ASKED}).encode() + b"\n")
+        call = json.dumps({"name": "m:sleeps", **ASKED}).encode() + b"\n"
+        os.write(worker._to, call * amid_a_call)
         worker._close_pipes()
         assert worker._popen.wait(60) == -signal.SIGKILL
         deadline = time.monotonic() + 60
