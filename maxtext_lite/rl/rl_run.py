@@ -9,7 +9,7 @@ import jax
 from maxtext_lite.batching import RLBatch, batch_sizes, make_plan
 from maxtext_lite.config import RLRunConfig, UserError
 from maxtext_lite.config.hf.directory import files_of_model
-from maxtext_lite.config.rl_rules import endless_evaluation, reward_names
+from maxtext_lite.config.rl_rules import endless_evaluation
 from maxtext_lite.data import Prompt, PromptSource, Tokenizer, check_vocabulary, load_tokenizer, open_prompts
 from maxtext_lite.generation.text_tokens import stop_tokens
 from maxtext_lite.models import Sampling
@@ -17,7 +17,7 @@ from maxtext_lite.parallel import exchange, value_of_host
 from maxtext_lite.rl.http_engine import ANSWER_SECONDS, HttpEngine
 from maxtext_lite.rl.pairs import Sampled
 from maxtext_lite.rl.policy import Policy
-from maxtext_lite.rl.rewards import RewardError, Rewards, Scores
+from maxtext_lite.rl.rewards import RewardError, Rewards, Scores, longest_seconds
 from maxtext_lite.rl.rollout import LocalEngine, Request, Response, RolloutEngine
 from maxtext_lite.rl.transfer import sampling_mesh
 from maxtext_lite.training.opening import machine_of, start_run
@@ -62,12 +62,6 @@ class RLRun:
         """The sampling of responses to held-out prompts."""
         return dataclasses.replace(self.sampling, temperature=self.config.eval_sampling_temperature)
 
-    @property
-    def waiting_seconds(self) -> float:
-        """The longest time that the rewards of a chunk may take, each function called again, and a server's answer."""
-        functions = 2 * len(reward_names(self.config)) * self.config.reward_timeout_seconds
-        return functions + (0.0 if self.config.rollout_engine == "local" else ANSWER_SECONDS)
-
     def text_of(self, response: Response) -> str:
         """The text of a response for reward functions, without the stop token."""
         token_ids = response.token_ids[:-1] if response.ended else response.token_ids
@@ -92,6 +86,11 @@ class RLRun:
         """Closes the sampler and the judge."""
         self.engine.close()
         self.rewards.close()
+
+
+def waiting_seconds(config: RLRunConfig) -> float:
+    """The longest time that the rewards of a chunk and a server's answer may take."""
+    return longest_seconds(config) + (0.0 if config.rollout_engine == "local" else ANSWER_SECONDS)
 
 
 def shared(verdict: Verdict) -> Scores:

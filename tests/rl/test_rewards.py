@@ -290,12 +290,11 @@ def test_a_failure_costs_the_responses_to_one_prompt_however_many_a_call_has():
 def test_a_function_that_hangs_everywhere_takes_twice_its_time_not_more_for_more_responses(
     monkeypatch,
 ):
-    waited = []
+    waited, started = [], []
     asked = _Worker.asked
 
     def timed(worker, request, limit):
-        if "completions" in request:
-            waited.append(limit)
+        (waited if "completions" in request else started).append(limit)
         return asked(worker, request, limit)
 
     monkeypatch.setattr(_Worker, "asked", timed)
@@ -304,6 +303,8 @@ def test_a_function_that_hangs_everywhere_takes_twice_its_time_not_more_for_more
     assert (scores.total.tolist(), scores.errors) == ([0] * 4, 4)
     assert len(waited) == 3
     assert sum(waited) <= 2.001
+    first, restart, last = started  # restarts together have the time of one start
+    assert first == restart > last
 
 
 def test_what_cannot_be_imported_is_refused_before_a_run(directory):
