@@ -164,6 +164,8 @@ class Served:
         if self.how.get("times", 0):
             self.how["times"] -= 1
             return self.how["status"], {"error": "as asked"}
+        if route in ("/pause", "/pause_generation", "/resume", "/continue_generation"):
+            self.is_paused = "pause" in route
         if route in self.how.get("route", {}):
             return 200, self.how["route"][route]
         if route in ("/v1/completions", "/generate"):
@@ -173,8 +175,6 @@ class Served:
             self.last = path, body
             return 200, found
         self.told.append([path, body])
-        if route in ("/pause", "/pause_generation", "/resume", "/continue_generation"):
-            self.is_paused = "pause" in route
         if route == "/update_weights_from_disk":
             self.load(body["model_path"])
         if route == "/collective_rpc":
