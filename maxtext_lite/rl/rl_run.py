@@ -13,7 +13,7 @@ from maxtext_lite.config.rl_rules import endless_evaluation
 from maxtext_lite.data import Prompt, PromptSource, Tokenizer, check_vocabulary, load_tokenizer, open_prompts
 from maxtext_lite.generation.text_tokens import stop_tokens
 from maxtext_lite.models import Sampling
-from maxtext_lite.parallel import exchange, value_of_host
+from maxtext_lite.parallel import exchange, on_first_host, value_of_host
 from maxtext_lite.rl.http_engine import ANSWER_SECONDS, HttpEngine
 from maxtext_lite.rl.pairs import Sampled
 from maxtext_lite.rl.policy import Policy
@@ -39,7 +39,7 @@ class RLRun:
       batch: the arithmetic of its batches.
       policy: the objective of a step.
       engine: samples responses.
-      rewards: judges them.
+      rewards: judges them; None on all hosts but the first.
       stop_token_ids: tokens after which a response ends.
     """
 
@@ -48,7 +48,7 @@ class RLRun:
     batch: RLBatch
     policy: Policy
     engine: RolloutEngine
-    rewards: Rewards
+    rewards: Rewards | None
     tokenizer: Tokenizer
     stop_token_ids: tuple[int, ...]
 
@@ -75,7 +75,7 @@ class RLRun:
 
     def judge(self, sampled: Sampled, unit: int) -> Verdict:
         """The verdict on sampled pairs; any thread may call it. For `unit` see `Rewards.of`."""
-        if not self.run.is_first:
+        if self.rewards is None:
             return None
         try:
             return self.rewards.of(sampled.prompts, sampled.texts, unit)
@@ -85,7 +85,8 @@ class RLRun:
     def close(self) -> None:
         """Closes the sampler and the judge."""
         self.engine.close()
-        self.rewards.close()
+        if self.rewards is not None:
+            self.rewards.close()
 
 
 def waiting_seconds(config: RLRunConfig) -> float:
@@ -127,7 +128,13 @@ def open_rl_run(config: RLRunConfig) -> RLRun:
     plan = make_plan(config, **machine, num_examples=len(source))
     assert plan.rl is not None, "a config of reinforcement learning has a plan of it"
     stop_token_ids = stop_tokens(carried, tokenizer)
-    rewards = Rewards(config)
+    rewards: Rewards | None = None
+
+    def start_rewards() -> None:
+        nonlocal rewards
+        rewards = Rewards(config)
+
+    on_first_host(f"reward_functions={config.reward_functions}", start_rewards)
     try:
         policy = policy_of(config, plan.rl)
         # Before the run makes its directory, so that a refused sampler leaves none.
@@ -143,7 +150,8 @@ def open_rl_run(config: RLRunConfig) -> RLRun:
             examples_of_entry=plan.rl.examples_per_prompt,
         )
     except BaseException:
-        rewards.close()
+        if rewards is not None:
+            rewards.close()
         raise
     return RLRun(run, config, plan.rl, policy, engine, rewards, tokenizer, stop_token_ids)
 
