@@ -133,6 +133,7 @@ def test_an_update_that_is_not_done_ends_the_run(
 @pytest.mark.parametrize("kind", UPDATES)
 def test_what_is_sent_is_what_the_package_publishes(kind, server, tmp_path):
     """Of every route that is used: query parameters, and each field of the body."""
+    server.misbehave()
     with contextlib.closing(engine_at(server.url, tmp_path, kind)) as engine:
         engine.update(parameters(DECODER, 0), 0)
         generate(engine, DRAWN, REQUESTS[:1])
