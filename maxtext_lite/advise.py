@@ -122,9 +122,8 @@ def _ramp_lines(ramp: Ramp, tokens: float) -> list[str]:
     lines = [f"ramp          from {_count(ramp.batches[0])} tokens a batch, doubled as the critical batch grows:"]
     for batch, start in zip(ramp.batches[1:], ramp.starts, strict=True):
         shares = Interval(100 * start.low / tokens, 100 * start.high / tokens)
-        lines.append(
-            f"  {_count(batch):>12}  after {_ends(start, _count)} tokens, {_ends(shares, '{:.2g}'.format)} % of the run"
-        )
+        share = _ends(shares, functools.partial(rounded_text, digits=2))
+        lines.append(f"  {_count(batch):>12}  after {_ends(start, _count)} tokens, {share} % of the run")
     if ramp.overrides:
         lines.append(
             "  a run doubles its batch once; for earlier doublings, resume it with twice the batch. The last one:"

@@ -1,4 +1,4 @@
-"""The command `convert-config`: translates a config or command line of MaxText into our keys. Imports no jax."""
+"""The command `convert_config`: translates a config or command line of MaxText into our keys. Imports no jax."""
 
 import contextlib
 import json
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
       UserError: with every problem of the arguments, of the config, or of what it becomes.
     """
     parser = ArgumentParser(
-        prog="maxtext-lite convert-config",
+        prog="maxtext-lite convert_config",
         description=f"{__doc__} The beginning of a MaxText command, such as `python3 -m MaxText.train`, may stay. "
         "Comments list what has no equivalent.",
     )

@@ -110,7 +110,7 @@ def read_plan(run: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"--from={value_text(run)} is not a run directory: {path} {error.strerror}.") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict) or any(key not in found for key in (*_TRAINING, *_MACHINE, "memory")):
         raise UserError(f"--from={value_text(run)}: {path} is damaged, or from another version of maxtext_lite.")
@@ -123,7 +123,7 @@ def done_in(run: Path) -> tuple[int, int]:
     for step in reversed(steps_in(checkpoints)):
         try:
             about = json.loads((checkpoints / str(step) / "about" / "metadata").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             continue  # a resume sets this checkpoint aside
         if isinstance(about, dict) and isinstance(seen := cast("dict[str, Any]", about).get("examples_seen"), int):
             return step, seen

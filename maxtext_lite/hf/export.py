@@ -16,17 +16,19 @@ from maxtext_lite.hf.copying import as_bits
 from maxtext_lite.hf.entries import Entry, entries_of, flat, table_of
 from maxtext_lite.hf.names import Sizes, model_of
 from maxtext_lite.hf.safetensors_dir import FILE_BYTES, Tensor, write_safetensors
-from maxtext_lite.parallel import Params, sharding
+from maxtext_lite.parallel import Params, on_first_host, sharding
 
 
 def export_model(directory: Path, params: Params, fields: JsonObject, *, dtype: str) -> None:
-    """Writes a directory with a model's tensors and its config.json, which gets these fields."""
-    if jax.process_index() == 0:
-        directory.mkdir(parents=True, exist_ok=True)
-    keys = model_keys(fields, "config.json")
+    """Writes a directory with a model's tensors and its config.json, which gets these fields. All hosts call it.
+
+    Raises:
+      UserError: it cannot be written; on all hosts.
+    """
+    keys, file = model_keys(fields, "config.json"), directory / "config.json"
+    on_first_host(directory, lambda: directory.mkdir(parents=True, exist_ok=True))
     export_parameters(directory, params, fields["model_type"], keys, dtype=dtype)
-    if jax.process_index() == 0:
-        (directory / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    on_first_host(file, lambda: file.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8"))
 
 
 def export_parameters(
@@ -41,6 +43,8 @@ def export_parameters(
       keys: the model's keys of the Model section, as `config.hf.config.model_keys` gives them.
       dtype: "float32" or "bfloat16"; experts' biases, whose steps are small, stay float32.
       file_bytes: the size at which another file begins.
+    Raises:
+      UserError: they cannot be written; on all hosts.
     """
     leaves, model, table = flat(params), model_of(keys), table_of(kind)
     entries = entries_of(table, {path: tuple(leaf.shape) for path, leaf in leaves.items()}, model, kind)
@@ -49,11 +53,27 @@ def export_parameters(
     for name, value in table.constants.items():
         for layer in range(model.num_layers):
             tensors.append(Tensor(name.format(layer=layer), (), written, lambda value=value: np.asarray(value)))
-    if jax.process_index() != 0:
-        for tensor in tensors:
-            tensor.make()
-        return
-    write_safetensors(directory, tensors, file_bytes=file_bytes)
+    num_made, failure = 0, None
+
+    def made(tensor: Tensor) -> np.ndarray:
+        nonlocal num_made
+        num_made += 1
+        return tensor.make()
+
+    if jax.process_index() == 0:
+        counted = [tensor._replace(make=functools.partial(made, tensor)) for tensor in tensors]
+        try:
+            write_safetensors(directory, counted, file_bytes=file_bytes)
+        except Exception as error:  # noqa: BLE001  (raised below)
+            failure = error
+    for tensor in tensors[num_made:]:  # all hosts gather each layer: also the first one, when it can no longer write
+        tensor.make()
+
+    def finish() -> None:
+        if failure is not None:
+            raise failure
+
+    on_first_host(directory, finish)
 
 
 def _tensors(entries: list[Entry], leaves: Mapping[str, jax.Array], sizes: Sizes, dtype: np.dtype) -> Iterator[Tensor]:

@@ -71,8 +71,6 @@ def export_adapters(
         if len(present) > 1:
             ranks[_module(entry.name.theirs)] = len(present) * lora.rank
         tensors += _tensors(entry, present, leaves, sizes, lora.rank)
-    if jax.process_index() != 0:
-        return
     directory.mkdir(parents=True, exist_ok=True)
     write_file(directory / WEIGHTS, tensors, **{SIDE_BY_SIDE: ",".join(sorted(names))})
     about = {

@@ -20,7 +20,7 @@ from maxtext_lite.parallel.axes import (
     tree_shardings,
     with_dims,
 )
-from maxtext_lite.parallel.between_hosts import bytes_of_host, exchange, make_any_host, value_of_host
+from maxtext_lite.parallel.between_hosts import bytes_of_host, exchange, make_any_host, on_first_host, value_of_host
 from maxtext_lite.parallel.collectives import exchanged, gathered, largest, scattered_sum, shard_index, summed
 from maxtext_lite.parallel.context import (
     CHUNKS_PER_SHARD,
@@ -75,6 +75,7 @@ __all__ = [
     "make_any_host",
     "make_mesh",
     "num_shards",
+    "on_first_host",
     "over_all_devices",
     "over_experts",
     "over_replicas",

@@ -3,7 +3,8 @@
 import hashlib
 import json
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from maxtext_lite.config.errors import UserError, writing
 from maxtext_lite.parallel.axes import over_all_devices, sharding
 from maxtext_lite.process.watchdog import watchdog
+
+Result = TypeVar("Result")
 
 _FIRST_BYTES = 2**10  # of every message, including its length; most messages are no longer
 _MOST_BYTES = 2**26  # sent at once, because they pass through the memory of the devices
@@ -40,6 +44,31 @@ def value_of_host(host: int, value: Any) -> Any:
     if jax.process_count() == 1:
         return value
     return json.loads(bytes_of_host(host, json.dumps(value).encode() if jax.process_index() == host else b""))
+
+
+def on_first_host(path: str | Path, work: Callable[[], Result]) -> Result:
+    """The result of `work()` on the first host, on every host; it is JSON. All hosts must call it, in the same order.
+
+    Args:
+      path: what `work` writes.
+    Raises:
+      UserError: on all hosts, if the first one raises an exception; that host raises the exception, or a UserError in
+        place of an OSError.
+    """
+    result, problems, failure = None, None, None
+    if jax.process_index() == 0:
+        try:
+            with writing(path):
+                result = work()
+        except Exception as error:  # noqa: BLE001  (whatever it is, the others must not wait for this host)
+            failure = error
+            problems = error.problems if isinstance(error, UserError) else [f"Host 0 failed: {error!r}."]
+    result, problems = value_of_host(0, [result, problems])
+    if failure is not None:
+        raise failure
+    if problems is not None:
+        raise UserError(problems)
+    return result
 
 
 def bytes_of_host(host: int, data: bytes) -> bytes:

@@ -31,30 +31,30 @@ class CoordinationStore:
     def __init__(self, process: int, num_processes: int):
         self.process, self.num_processes = process, num_processes
 
-    @property
-    def _client(self) -> Any:
-        client = distributed.global_state.client
-        if client is None:
-            raise ConnectionError("jax has left")
-        return client
-
     def put(self, key: str, value: str) -> None:
         """Sets a key, whether or not it exists."""
-        self._client.key_value_set(_PREFIX + key, value, allow_overwrite=True)
+        _client().key_value_set(_PREFIX + key, value, allow_overwrite=True)
 
     def all(self) -> dict[str, str]:
         """Every key set by `put`, with its value."""
-        return {key.removeprefix(_PREFIX): value for key, value in self._client.key_value_dir_get(_PREFIX)}
+        return {key.removeprefix(_PREFIX): value for key, value in _client().key_value_dir_get(_PREFIX)}
+
+
+def _client() -> Any:
+    client = distributed.global_state.client
+    if client is None:
+        raise ConnectionError("jax has left")
+    return client
 
 
 def put_text(key: str, text: str) -> None:
     """Sets a key, once, that any process may wait for. It needs no device."""
-    distributed.global_state.client.key_value_set(_TEXTS + key, text)
+    _client().key_value_set(_TEXTS + key, text)
 
 
 def wait_for_text(key: str) -> str:
     """The text of a key, once a process has put it there; raises after ten minutes."""
-    return distributed.global_state.client.blocking_key_value_get(_TEXTS + key, _TEXT_MILLISECONDS)
+    return _client().blocking_key_value_get(_TEXTS + key, _TEXT_MILLISECONDS)
 
 
 def watched_arguments(process: int) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The charts of a report, in the order of the page, and the metrics that they need."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from maxtext_lite.process.records import EVALUATION_BY_SOURCE, EVALUATION_METRICS
 
@@ -29,6 +29,7 @@ class ChartSpec:
       needs: only runs with this metric are drawn.
       unless: the chart is left out where every run has this metric.
       marks_skipped: marks the steps whose update was skipped.
+      units: the unit of runs with a metric, where it is not `unit`.
     """
 
     title: str
@@ -39,6 +40,7 @@ class ChartSpec:
     needs: str = ""
     unless: str = ""
     marks_skipped: bool = False
+    units: Mapping[str, str] = field(default_factory=dict[str, str])
     by_source: str = ""
 
     def lines_of(self, columns: Iterable[str]) -> Mapping[str, str]:
@@ -52,8 +54,9 @@ CHARTS = (
               {"reward": "training", "eval_reward": "held out", "reward_std": "within groups"}),
     ChartSpec("Held-out accuracy", "fraction of correct responses to held-out prompts",
               {"eval_accuracy": "held out"}),
-    ChartSpec("Loss", "nats per target token, or per pair in DPO", {"loss": "training", "eval_loss": "held out"},
-              from_zero=False, marks_skipped=True),
+    ChartSpec("Loss", "nats per target token", {"loss": "training", "eval_loss": "held out"},
+              from_zero=False, marks_skipped=True,
+              units={"reward_accuracy": "nats per pair", "reward": "objective of the policy"}),
     ChartSpec("Held-out loss by source", "nats per target token", {}, from_zero=False, by_source="eval_losses"),
     ChartSpec("Responses", "mean tokens of a response", {"response_tokens": "tokens"}),
     ChartSpec("Responses that teach less",

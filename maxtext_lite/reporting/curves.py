@@ -84,7 +84,8 @@ def _chart(spec: ChartSpec, runs: Sequence[Run], buckets: Sequence[Sequence[rang
     is_log = spec.may_be_log and min(values) > 0 and max(values) / min(values) >= _LOG_FROM_RATIO
     only_sizes = [*spec.lines] == ["global_batch_to_train"]
     flags = {"log": is_log, "zero": spec.from_zero, "skipped": spec.marks_skipped, "sizes": only_sizes}
-    return {"title": spec.title, "unit": spec.unit, "lines": lines, **flags}
+    units = [next((unit for metric, unit in spec.units.items() if metric in run.steps), spec.unit) for run in runs]
+    return {"title": spec.title, "unit": " or ".join(dict.fromkeys(units)), "lines": lines, **flags}
 
 
 def _line(metric: str, run: Run, buckets: Sequence[range]) -> Json:

@@ -37,6 +37,7 @@ class HeldOutResponses:
         rl, each = self._rl, self._rl.config.eval_num_generations
         pairs, per_chunk = self._pairs(), rl.batch.pairs_per_micro_batch
         rl.engine.update(rl.run.decoder.joined(state.params, state.frozen), step)
+        watchdog.advance()
         scores, tokens = list[Scores](), list[int]()
         for first in range(0, len(pairs), per_chunk):
             between()

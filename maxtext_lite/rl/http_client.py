@@ -70,6 +70,7 @@ class Server:
         most_bytes: int,
         ends: threading.Event,
         attempts: int | None = None,
+        seconds: float | None = None,
     ) -> dict[str, Any]:
         """The server's answer, a JSON object of at most `most_bytes`.
 
@@ -77,12 +78,13 @@ class Server:
           path: everything after the host.
           body: None: the request is a GET.
           ends: cancels the request once it is set.
-          attempts: None: the server's default.
+          attempts, seconds: None: the server's defaults.
         Raises:
           UserError: no answer came in time, or it is a refusal, a redirect, too long or not a JSON object.
         """
         data, failure = None if body is None else json.dumps(body).encode(), ""
-        deadline, made, most = time.monotonic() + self._timeout_seconds, 0, attempts or self._attempts
+        seconds, most, made = seconds or self._timeout_seconds, attempts or self._attempts, 0
+        deadline = time.monotonic() + seconds
         while made < most and time.monotonic() < deadline and not ends.is_set():
             made += 1
             try:
@@ -101,7 +103,7 @@ class Server:
             if made < most:
                 ends.wait(min(self._wait_seconds * 2 ** (made - 1), max(deadline - time.monotonic(), 0)))
         tried = f"after {made} attempt{'' if made == 1 else 's'}"
-        raise self._problem(path, f"gives no answer {tried} within {self._timeout_seconds:g} s ({failure})")
+        raise self._problem(path, f"gives no answer {tried} within {seconds:g} s ({failure})")
 
     def _ask(
         self, path: str, data: bytes | None, most_bytes: int, seconds_left: Callable[[], float]

@@ -8,25 +8,22 @@ import hashlib
 import secrets
 import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import cast
 
 import jax
 
 from maxtext_lite.config import Config, UserError
-from maxtext_lite.config.errors import value_text, writing
 from maxtext_lite.config.hf.directory import files_of_model, run_config_json
 from maxtext_lite.hf import export_model
 from maxtext_lite.models import Adapted, Sampling, merged
-from maxtext_lite.parallel import Params, value_of_host
+from maxtext_lite.parallel import Params, on_first_host
 from maxtext_lite.rl.http_client import Server
 from maxtext_lite.rl.rollout import Request, Response
 from maxtext_lite.rl.server_answers import Asked
 from maxtext_lite.rl.server_kinds import SERVER_KINDS, Weights
-
-Result = TypeVar("Result")
 
 WEIGHTS = "rollout_weights"
 """In the run directory: two alternating Hugging Face directories from which the server reads parameters."""
@@ -43,10 +40,11 @@ class HttpEngine:
 
     The returned log-probabilities must be those of the policy, softmax(logits / temperature) over the whole vocabulary.
     SGLang's are. vLLM's are those of the model, or with --logprobs-mode processed_logprobs those of its sampling
-    distribution; where the two differ, the mode is checked before the first draw.
+    distribution.
 
     Args:
       kind: a key of `SERVER_KINDS`.
+      sampling: of the responses to train on.
       url: of the server, such as http://host:8000, or of its API, such as http://host:8000/v1.
       config: the run's, whose model the server has.
       run_directory: at a path that is the same for the server.
@@ -55,7 +53,8 @@ class HttpEngine:
       requests_in_flight: the most at a time, each in a thread.
       attempts, wait_seconds, timeout_seconds: see `http_client.Server`.
     Raises:
-      UserError: the url is invalid, or no Hugging Face family expresses the model.
+      UserError: the url is invalid, no Hugging Face family expresses the model, or the server does not report the
+        log-probabilities of `sampling`.
     """
 
     def __init__(
@@ -65,6 +64,7 @@ class HttpEngine:
         config: Config,
         run_directory: Path,
         *,
+        sampling: Sampling,
         stop_token_ids: Sequence[int],
         seed: int,
         requests_in_flight: int = 64,
@@ -85,7 +85,8 @@ class HttpEngine:
         self._vocab_size = config.vocab_size
         self._pool = ThreadPoolExecutor(requests_in_flight, thread_name_prefix="rollout")
         self._label, self._updates = secrets.token_hex(4), 0  # the label tells this run's parameters from others'
-        self._is_current = self._is_checked = False
+        self._is_current = False
+        on_first_host(self._directory, lambda: self._kind.check(self._server, sampling))
 
     def update(self, params: Params, step: int) -> None:
         """Writes the parameters for the server, and returns once it has loaded them.
@@ -96,13 +97,12 @@ class HttpEngine:
         """
         self._is_current = False
         unfinished = self._directory / f".{self._turn}.unfinished"
-        _on_first_host(lambda: _remove(unfinished))
-        with writing(unfinished):
-            export_model(unfinished, _merged_where_they_are(params), self._fields, dtype=self._dtype)
+        on_first_host(unfinished, lambda: _remove(unfinished))
+        export_model(unfinished, _merged_where_they_are(params), self._fields, dtype=self._dtype)
         directory = unfinished.with_name(str(self._turn))
         self._turn = 1 - self._turn  # never the directory that the server has read last
         self._updates += 1
-        _on_first_host(lambda: self._offer(unfinished, Weights(directory, step, self._weights)))
+        on_first_host(directory, lambda: self._offer(unfinished, Weights(directory, step, self._weights)))
         self._is_current = True
 
     def generate(self, requests: Sequence[Request], *, sampling: Sampling, max_new_tokens: int) -> list[Response]:
@@ -113,7 +113,7 @@ class HttpEngine:
         """
         if not self._is_current:
             raise UserError(f"{self._server.name} has not taken the parameters of the last update: it has others.")
-        answers = _on_first_host(lambda: self._responses(requests, sampling, max_new_tokens))
+        answers = on_first_host(WEIGHTS, lambda: self._responses(requests, sampling, max_new_tokens))
         return [Response(*answer) for answer in answers]
 
     def close(self) -> None:
@@ -132,9 +132,6 @@ class HttpEngine:
         self._kind.take(self._server, weights)
 
     def _responses(self, requests: Sequence[Request], sampling: Sampling, max_new_tokens: int) -> list[Response]:
-        if not self._is_checked and sampling.temperature:  # greedy responses are not trained on
-            self._kind.check(self._server, sampling)
-            self._is_checked = True
         ends = threading.Event()  # set once a request fails, to cancel the others
         futures = [self._pool.submit(self._response, request, sampling, max_new_tokens, ends) for request in requests]
         try:
@@ -164,22 +161,6 @@ class HttpEngine:
 def _remove(directory: Path) -> None:
     if directory.exists():
         shutil.rmtree(directory)
-
-
-def _on_first_host(work: Callable[[], Result]) -> Result:
-    """The result of `work()` on the first host, on every host, or the UserError that it raised."""
-    given, problems = None, None
-    if jax.process_index() == 0:
-        try:
-            given = work()
-        except UserError as error:
-            problems = list(error.problems)
-        except OSError as error:
-            problems = [f"{value_text(error.filename or WEIGHTS)} cannot be written: {error.strerror}."]
-    given, problems = value_of_host(0, [given, problems])
-    if problems:
-        raise UserError(problems)
-    return given
 
 
 def _merged_where_they_are(params: Params) -> Params:

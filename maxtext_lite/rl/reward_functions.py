@@ -14,10 +14,13 @@ from typing import Any
 _NUMERAL = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 # A minus after a letter, a digit or a bracket is subtraction: 12-5 ends in 5.
 _NUMBER = re.compile(
-    rf"(?:(?<![\w.)\]}}])(?P<sign>[-+\u2212]))?(?:\$ ?(?P<after>[-+\u2212])?)?(?P<whole>{_NUMERAL})"
+    rf"(?:(?<![\w.)\]}}])(?P<sign>[-+]))?(?:\$ ?(?P<after>[-+])?)?(?P<whole>{_NUMERAL})"
     r"(?P<exponent>[eE][-+]?[0-9]+(?!\w))?"
     rf"(?: ?/ ?(?P<parts>{_NUMERAL}))?"
 )
+# After these a sign may be apart from its number: x = - 5. After a line break it would begin an item of a list.
+_SIGN_APART = re.compile(r"(\A|[=<>\u2264\u2265\u2248({\[,:;]|\\approx|(?<![\w)\]}])\$) *([-+]) +(?=[$\\.0-9])")
+_SPACED_GROUPS = re.compile(r"(?<![\w.,/])[1-9][0-9]{0,2}([ \u00a0\u2009\u202f])[0-9]{3}(?:\1[0-9]{3})*(?![0-9])")
 _FRACTION = re.compile(
     r"(?:(?<![\w.,])([0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)\s*)?\\[dt]?frac\s*(?:\{([^{}\\]*)\}|([0-9]))\s*(?:\{([^{}\\]*)\}|([0-9]))"
 )
@@ -27,10 +30,11 @@ _PART = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:/[0-9]*[1-9][0-9]*)
 _MIXED = re.compile(
     r"(?<![\w.,/])([0-9]{1,3}(?:,[0-9]{3}){1,4}|[0-9]{1,15}) ([0-9]{1,15})/([0-9]{1,15})(?![\w/]|[.,][0-9])"
 )
-_SIGNS, _IN_NUMBERS = ("-", "+", "\u2212"), tuple("0123456789.,")
+_SIGNS, _IN_NUMBERS = ("-", "+"), tuple("0123456789.,")
 _UNREADABLE = " 1/0"
-_LATEX = (("\\$", "$"), ("\\%", "%"), ("{,}", ","), ("\\,", ""), ("\\!", ""), ("\\;", " "), ("\\ ", " "))
-_MOST_DIGITS = 1000  # of a numeral; Python parses no integer of more than 4300
+_PLAIN = (("\\$", "$"), ("\\%", "%"), ("{,}", ","), ("\\,", ""), ("\\!", ""), ("\\:", " "), ("\\;", " "), ("\\ ", " "),
+          ("~", " "), ("\u2212", "-"), ("\u2013", "-"))  # fmt: skip
+_MOST_DIGITS = 1000  # of a numeral, and the largest exponent; Python parses no integer of more than 4300 digits
 
 
 def shipped(name: str, *, pattern: str) -> Callable[..., list[float | None]]:
@@ -92,16 +96,17 @@ def number_in(text: str) -> Fraction | None:
     r"""The number that is the result of a text; None if it has none.
 
     It is the first number after the last "####"; failing that, the last one in the last \boxed{}; failing that, the
-    last one of all. Numbers may have signs, commas before groups of three digits and decimals, and may be fractions
-    a/b or \frac{a}{b}, also after a whole number as in 3 1/2; $ and % are ignored.
+    last one of all. Numbers may have signs, commas or spaces before groups of three digits and decimals, and may be
+    fractions a/b or \frac{a}{b}, also after a whole number as in 3 1/2; $ and % are ignored. There is none if it is
+    divided by 0 or has too many digits.
     """
     _, marked, after = text.rpartition("####")
     if marked:
         found = _numbers(after)
-        return found[0] if found else None
+        return _number(found[0]) if found else None
     boxed = _last_boxed(text)
     found = _numbers(text if boxed is None else boxed)
-    return found[-1] if found else None
+    return _number(found[-1]) if found else None
 
 
 def _last_boxed(text: str) -> str | None:
@@ -116,29 +121,32 @@ def _last_boxed(text: str) -> str | None:
     return after  # the text ends inside the box
 
 
-def _numbers(text: str) -> list[Fraction | None]:
-    """All numbers of a text; None for those divided by 0 or with too many digits."""
-    for latex, plain in _LATEX:
-        text = text.replace(latex, plain)
+def _numbers(text: str) -> list[re.Match[str]]:
+    """All numbers of a text, as matches of `_NUMBER`."""
+    for written, plain in _PLAIN:
+        text = text.replace(written, plain)
+    text = _SIGN_APART.sub(r"\1 \2", text)
+    text = _SPACED_GROUPS.sub(lambda match: match[0].replace(match[1], ","), text)
     before = None
     while before != text:  # fractions within fractions: the inner ones first
         before, text = text, _FRACTION.sub(_divided, text)
     text = _MIXED.sub(_mixed, _OTHER_FRACTION.sub(_UNREADABLE, text))
-    return [_number(match) for match in _NUMBER.finditer(text)]
+    return list(_NUMBER.finditer(text))
 
 
 def _divided(match: re.Match[str]) -> str:
     """A fraction of LaTeX as a/b, with the whole number before it; `_UNREADABLE` if it is no number."""
     whole, *halves = match.groups()
-    parts = [half.replace(",", "").replace("\u2212", "-").strip() for half in halves if half is not None]
-    if max(map(len, parts)) > _MOST_DIGITS or not all(map(_PART.fullmatch, parts)):
+    whole = (whole or "").replace(",", "")
+    parts = [half.replace(",", "").strip() for half in halves if half is not None]
+    if max(map(len, [whole, *parts])) > _MOST_DIGITS or not all(map(_PART.fullmatch, parts)):
         return _UNREADABLE
     above, below = map(Fraction, parts)
     before = match.string[: match.start()].rstrip()[-1:]
     is_negative = below != 0 and above / below < 0
     if below == 0 or (is_negative and (whole or before in _SIGNS)) or (not whole and before in _IN_NUMBERS):
         return _UNREADABLE
-    total = Fraction((whole or "0").replace(",", "")) + above / below
+    total = Fraction(whole or 0) + above / below
     return f"{'' if before in (*_SIGNS, '$') else ' '}{total.numerator}/{total.denominator}"
 
 
@@ -150,10 +158,12 @@ def _mixed(match: re.Match[str]) -> str:
 
 def _number(match: re.Match[str]) -> Fraction | None:
     whole, parts, exponent = match["whole"], match["parts"] or "1", match["exponent"] or ""
-    if max(len(whole), len(parts)) > _MOST_DIGITS or abs(int(exponent[1:][:5] or 0)) > _MOST_DIGITS:
+    power = int(exponent[1:].lstrip("+-0")[:5] or 0)  # its size, or another that is too large
+    if max(len(whole), len(parts), power) > _MOST_DIGITS:
         return None
     divisor = Fraction(parts.replace(",", ""))
     if divisor == 0:
         return None
-    is_negative = (match["sign"] in ("-", "\u2212")) != (match["after"] in ("-", "\u2212"))
-    return (-1 if is_negative else 1) * Fraction(whole.replace(",", "") + exponent) / divisor
+    is_negative = (match["sign"] == "-") != (match["after"] == "-")
+    scale = Fraction(10) ** (-power if exponent[1:2] == "-" else power)
+    return (-1 if is_negative else 1) * Fraction(whole.replace(",", "")) * scale / divisor

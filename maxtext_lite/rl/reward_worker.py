@@ -5,11 +5,14 @@ The first line names the functions, `{"names": [...], "pattern": ...}`; its answ
 "fields": {key: [...]}}`; the answer is `{"rewards": [number or null, ...]}` or `{"error": ...}`, the end of a sentence
 that begins with the function's name.
 
-The functions' output goes to stderr. The process ends when its input does, and so with its parent process.
+The functions' output goes to stderr. The process ends when its input does, and so with its parent process; it kills the
+processes that functions started and did not end.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import importlib
 import inspect
 import json
@@ -190,14 +193,22 @@ def _read(requests: TextIO, inbox: queue.SimpleQueue[str | None]) -> None:
         inbox.put(line)
     inbox.put(None)
     time.sleep(_SECONDS_TO_END)
-    if os.getpgid(0) == os.getpid():
-        os.killpg(0, signal.SIGKILL)
+    _end_group(os.getpid())
     os._exit(1)
+
+
+def _end_group(worker: int) -> None:
+    """Kills this process and those that functions started; does nothing in a process that a function forked."""
+    if os.getpid() == worker == os.getpgid(0):
+        with contextlib.suppress(OSError, ValueError):  # closed
+            sys.stdout.flush()
+        os.killpg(0, signal.SIGKILL)
 
 
 def main() -> int:
     """Answers all lines of the input; returns the exit code."""
     requests, replies = _own_pipes()
+    atexit.register(_end_group, os.getpid())  # before the functions' modules register theirs, so after those
     _leave_signals_to_the_parent()
     inbox: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     # Functions run in the main thread, the only one in which Python allows alarms.

@@ -37,6 +37,16 @@ _SECONDS_TO_END = 5.0
 _LARGEST = 1e12  # of a reward; times the largest weight, its square is finite in float32
 
 
+def start_seconds(config: RewardConfig) -> float:
+    """The longest time to start the functions' process, and of all its restarts during one call of `Rewards.of`."""
+    return max(_START_SECONDS, config.reward_timeout_seconds)
+
+
+def longest_seconds(config: RewardConfig) -> float:
+    """The longest time of a call of `Rewards.of`: each function called again after a failure, and all restarts."""
+    return 2 * len(reward_names(config)) * config.reward_timeout_seconds + start_seconds(config)
+
+
 class RewardError(UserError):
     """A reward function failed, and reward_error=stop."""
 
@@ -89,12 +99,12 @@ class Rewards:
     def __init__(self, config: RewardConfig) -> None:
         self._names, self._weights = reward_names(config), reward_weights(config)
         self._stops = config.reward_error == "stop"
-        self._seconds = config.reward_timeout_seconds
+        self._seconds, self._start_seconds = config.reward_timeout_seconds, start_seconds(config)
         self._asked = {"names": self._names, "pattern": config.reward_format}
         self._lock = threading.Lock()
         self._worker: _Worker | None = None
         self._is_closed = False
-        self._start()
+        self._start(self._start_seconds)
 
     def of(self, prompts: Sequence[Prompt], completions: Sequence[str], unit: int | None = None) -> Scores:
         """The rewards of N pairs: completion i answers prompt i.
@@ -112,6 +122,7 @@ class Rewards:
         with self._lock:
             if self._is_closed:
                 raise ValueError("these rewards are closed")
+            self._left_to_start = self._start_seconds
             for name in self._names if prompts else ():
                 outcomes = self._ask(name, prompts, completions, unit or len(prompts))
                 by_name[name] = np.array([0.0 if isinstance(each, str) else each for each in outcomes], np.float64)
@@ -140,14 +151,18 @@ class Rewards:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _start(self) -> _Worker:
-        """Starts a process and imports the functions in it."""
+    def _start(self, seconds: float) -> None:
+        """Starts a process and imports the functions in it.
+
+        Raises:
+          UserError: they cannot be imported, or not in so many seconds.
+        """
         worker = _Worker()
         try:
-            problems = worker.asked(self._asked, max(_START_SECONDS, self._seconds))["problems"]
+            problems = worker.asked(self._asked, seconds)["problems"]
         except _Lost as error:
-            where = f"reward_functions={','.join(self._names)}: importing them"
-            problems = [f"{where} {error.reason or f'took more than {number_text(_START_SECONDS)} seconds'}."]
+            why = error.reason or f"took more than {number_text(self._start_seconds)} seconds in all"
+            problems = [f"reward_functions={','.join(self._names)}: importing them {why}."]
         except BaseException:
             worker.kill()
             raise
@@ -155,13 +170,13 @@ class Rewards:
             worker.kill()
             raise UserError(problems)
         self._worker = worker
-        return worker
 
     def _ask(self, name: str, prompts: Sequence[Prompt], completions: Sequence[str], unit: int) -> list[float | str]:
         """For each pair, one function's reward or what went wrong.
 
         A call that fails is repeated in parts of `unit` pairs, so that only the parts that fail have no reward,
-        however many pairs a call has. All parts together may take as long as one call, lest hanging parts add up.
+        however many pairs a call has. All parts together may take as long as one call, and all restarts as long as one
+        start, lest hanging parts add up.
         """
         count, said = len(prompts), number_text(self._seconds)
         late = f"did not return within reward_timeout_seconds={said}"
@@ -184,10 +199,17 @@ class Rewards:
 
     def _restarted(self) -> str:
         """Starts the process if it has ended; returns what went wrong, "" if nothing."""
+        if self._worker is not None:
+            return ""
+        if self._left_to_start <= 0:
+            return f"could not be started again: restarts took {number_text(self._start_seconds)} seconds already"
+        began = time.monotonic()
         try:
-            self._worker = self._worker or self._start()
+            self._start(self._left_to_start)
         except UserError as error:  # a function can no longer be imported
-            return f"could not be started again: {' '.join(error.problems)}"
+            return f"could not be started again: {' '.join(error.problems).removesuffix('.')}"
+        finally:
+            self._left_to_start -= time.monotonic() - began
         return ""
 
     def _call(

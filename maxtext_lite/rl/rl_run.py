@@ -9,15 +9,15 @@ import jax
 from maxtext_lite.batching import RLBatch, batch_sizes, make_plan
 from maxtext_lite.config import RLRunConfig, UserError
 from maxtext_lite.config.hf.directory import files_of_model
-from maxtext_lite.config.rl_rules import endless_evaluation, reward_names
+from maxtext_lite.config.rl_rules import endless_evaluation
 from maxtext_lite.data import Prompt, PromptSource, Tokenizer, check_vocabulary, load_tokenizer, open_prompts
 from maxtext_lite.generation.text_tokens import stop_tokens
 from maxtext_lite.models import Sampling
-from maxtext_lite.parallel import exchange, value_of_host
+from maxtext_lite.parallel import exchange, on_first_host, value_of_host
 from maxtext_lite.rl.http_engine import ANSWER_SECONDS, HttpEngine
 from maxtext_lite.rl.pairs import Sampled
 from maxtext_lite.rl.policy import Policy
-from maxtext_lite.rl.rewards import RewardError, Rewards, Scores
+from maxtext_lite.rl.rewards import RewardError, Rewards, Scores, longest_seconds
 from maxtext_lite.rl.rollout import LocalEngine, Request, Response, RolloutEngine
 from maxtext_lite.rl.transfer import sampling_mesh
 from maxtext_lite.training.opening import machine_of, start_run
@@ -39,7 +39,7 @@ class RLRun:
       batch: the arithmetic of its batches.
       policy: the objective of a step.
       engine: samples responses.
-      rewards: judges them.
+      rewards: judges them; None on all hosts but the first.
       stop_token_ids: tokens after which a response ends.
     """
 
@@ -48,27 +48,19 @@ class RLRun:
     batch: RLBatch
     policy: Policy
     engine: RolloutEngine
-    rewards: Rewards
+    rewards: Rewards | None
     tokenizer: Tokenizer
     stop_token_ids: tuple[int, ...]
 
     @property
     def sampling(self) -> Sampling:
         """The sampling of responses to train on."""
-        config = self.config
-        temperature, top_k = config.decode_sampling_temperature, config.decode_sampling_top_k
-        return Sampling(temperature, top_k, config.decode_sampling_nucleus_p)
+        return _sampling(self.config)
 
     @property
     def eval_sampling(self) -> Sampling:
         """The sampling of responses to held-out prompts."""
         return dataclasses.replace(self.sampling, temperature=self.config.eval_sampling_temperature)
-
-    @property
-    def waiting_seconds(self) -> float:
-        """The longest time that the rewards of a chunk may take, each function called again, and a server's answer."""
-        functions = 2 * len(reward_names(self.config)) * self.config.reward_timeout_seconds
-        return functions + (0.0 if self.config.rollout_engine == "local" else ANSWER_SECONDS)
 
     def text_of(self, response: Response) -> str:
         """The text of a response for reward functions, without the stop token."""
@@ -83,7 +75,7 @@ class RLRun:
 
     def judge(self, sampled: Sampled, unit: int) -> Verdict:
         """The verdict on sampled pairs; any thread may call it. For `unit` see `Rewards.of`."""
-        if not self.run.is_first:
+        if self.rewards is None:
             return None
         try:
             return self.rewards.of(sampled.prompts, sampled.texts, unit)
@@ -93,7 +85,13 @@ class RLRun:
     def close(self) -> None:
         """Closes the sampler and the judge."""
         self.engine.close()
-        self.rewards.close()
+        if self.rewards is not None:
+            self.rewards.close()
+
+
+def waiting_seconds(config: RLRunConfig) -> float:
+    """The longest time that the rewards of a chunk and a server's answer may take."""
+    return longest_seconds(config) + (0.0 if config.rollout_engine == "local" else ANSWER_SECONDS)
 
 
 def shared(verdict: Verdict) -> Scores:
@@ -130,7 +128,13 @@ def open_rl_run(config: RLRunConfig) -> RLRun:
     plan = make_plan(config, **machine, num_examples=len(source))
     assert plan.rl is not None, "a config of reinforcement learning has a plan of it"
     stop_token_ids = stop_tokens(carried, tokenizer)
-    rewards = Rewards(config)
+    rewards: Rewards | None = None
+
+    def start_rewards() -> None:
+        nonlocal rewards
+        rewards = Rewards(config)
+
+    on_first_host(f"reward_functions={config.reward_functions}", start_rewards)
     try:
         policy = policy_of(config, plan.rl)
         # Before the run makes its directory, so that a refused sampler leaves none.
@@ -146,7 +150,8 @@ def open_rl_run(config: RLRunConfig) -> RLRun:
             examples_of_entry=plan.rl.examples_per_prompt,
         )
     except BaseException:
-        rewards.close()
+        if rewards is not None:
+            rewards.close()
         raise
     return RLRun(run, config, plan.rl, policy, engine, rewards, tokenizer, stop_token_ids)
 
@@ -177,12 +182,24 @@ def policy_of(config: RLRunConfig, batch: RLBatch) -> Policy:
     )
 
 
+def _sampling(config: RLRunConfig) -> Sampling:
+    temperature, top_k = config.decode_sampling_temperature, config.decode_sampling_top_k
+    return Sampling(temperature, top_k, config.decode_sampling_nucleus_p)
+
+
 def _engine(
     config: RLRunConfig, batch: RLBatch, devices: Sequence[Any], stop_token_ids: tuple[int, ...]
 ) -> RolloutEngine:
     if config.rollout_engine != "local":
-        directory, kind = run_directory(config), config.rollout_engine
-        return HttpEngine(kind, config.rollout_url, config, directory, stop_token_ids=stop_token_ids, seed=config.seed)
+        return HttpEngine(
+            config.rollout_engine,
+            config.rollout_url,
+            config,
+            run_directory(config),
+            sampling=_sampling(config),
+            stop_token_ids=stop_token_ids,
+            seed=config.seed,
+        )
     assert batch.rollout is not None, "the plan of a local engine says how it samples"
     return LocalEngine(
         make_plain_decoder(config),

@@ -18,7 +18,7 @@ from maxtext_lite.rl.held_out import HeldOutResponses
 from maxtext_lite.rl.log_probabilities import Reference, make_log_probabilities
 from maxtext_lite.rl.pairs import Chunk, Sampled, batch_record
 from maxtext_lite.rl.policy import ADVANTAGES, MISMATCH, OLD, REFERENCE, ROLLOUT
-from maxtext_lite.rl.rl_run import RLRun, Verdict, open_rl_run, shared
+from maxtext_lite.rl.rl_run import RLRun, Verdict, open_rl_run, shared, waiting_seconds
 from maxtext_lite.rl.rollout import Request
 from maxtext_lite.rl.timeline import Timeline
 from maxtext_lite.training.arrays import Metrics, Rows
@@ -56,9 +56,9 @@ def train_rl(config: RLRunConfig, *, callbacks: Sequence[Callback] = ()) -> RunR
       NonFiniteLoss: the loss became non-finite.
     """
     phases.begin()
+    for phase in ("start-up", "rollout", "evaluation"):
+        watchdog.allow(phase, waiting_seconds(config))
     with contextlib.closing(open_rl_run(config)) as rl:
-        watchdog.allow("rollout", rl.waiting_seconds)
-        watchdog.allow("evaluation", rl.waiting_seconds)
         return train_run(
             rl.run,
             lambda terminal, state, counts: (
@@ -163,6 +163,7 @@ class RolloutSteps:
         rl, run = self._rl, self._run
         params = run.decoder.joined(state.params, state.frozen)
         rl.engine.update(params, step - 1)
+        watchdog.advance()
         self._chunks, sums = [], self._new_sums()
         judged: list[Chunk] = []
         where = sharding(run.mesh, TRAIN_BATCH_AXES)
@@ -300,7 +301,9 @@ def _ahead(
                 return
             waiting: concurrent.futures.Future[Judged] | None = None
             for chunk in range(num_chunks):
-                before, waiting = waiting, judges.submit(judge, chunk, sample(chunk))
+                chunk_responses = sample(chunk)
+                watchdog.advance()
+                before, waiting = waiting, judges.submit(judge, chunk, chunk_responses)
                 if before is not None:
                     yield before.result()
             assert waiting is not None

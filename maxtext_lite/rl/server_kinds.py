@@ -5,9 +5,10 @@ entrypoints/serve/dev) and sglang 0.5.23 (srt/entrypoints/http_server.py, srt/ma
 the fields and routes in use are in tests/rl/server_schemas.json.
 """
 
+import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -18,6 +19,7 @@ from maxtext_lite.rl.rollout import Response
 from maxtext_lite.rl.server_answers import Asked, read_completion, read_generation, read_vllm_completion, shown
 
 _MORE_BYTES = 2**20  # of an answer about the server itself
+_RESUME_SECONDS = 10.0  # after a failure
 
 
 class Weights(NamedTuple):
@@ -56,9 +58,8 @@ def _root(server: Server) -> str:
     return server.path.removesuffix("/v1")
 
 
-def _tell(server: Server, route: str, body: Mapping[str, Any], *, attempts: int | None = None) -> dict[str, Any]:
-    path = _root(server) + route
-    return server.post(path, body, most_bytes=_MORE_BYTES, ends=threading.Event(), attempts=attempts)
+def _tell(server: Server, route: str, body: Mapping[str, Any], **limits: Any) -> dict[str, Any]:
+    return server.post(_root(server) + route, body, most_bytes=_MORE_BYTES, ends=threading.Event(), **limits)
 
 
 def _expect(server: Server, route: str, body: Mapping[str, Any], **expected: Any) -> None:
@@ -129,10 +130,22 @@ def _sglang_body(asked: Asked) -> dict[str, Any]:
     }
 
 
+@contextlib.contextmanager
+def _resuming(server: Server, route: str) -> Generator[None]:
+    """A block that pauses a server, which is asked to resume by this route if the block fails."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(UserError):
+            _tell(server, route, {}, attempts=1, seconds=_RESUME_SECONDS)
+        raise
+
+
 def _take_as_sglang(server: Server, weights: Weights) -> None:
     """Aborts running requests and pauses new ones; cached keys and values are flushed with the old parameters."""
-    _expect(server, "/pause_generation", {"mode": "abort"}, status="ok")
-    _update_from_disk(server, weights, flush_cache=True, weight_version=weights.label)
+    with _resuming(server, "/continue_generation"):
+        _expect(server, "/pause_generation", {"mode": "abort"}, status="ok")
+        _update_from_disk(server, weights, flush_cache=True, weight_version=weights.label)
     _expect(server, "/continue_generation", {}, status="ok")
 
 
@@ -153,14 +166,15 @@ def _not_taken(server: Server, weights: Weights, why: str) -> UserError:
 
 def _take_as_vllm(server: Server, weights: Weights) -> None:
     """By vLLM's routes under VLLM_SERVER_DEV_MODE=1. A server that fails to read the parameters exits."""
-    _expect(server, "/pause?mode=abort", {}, status="paused")
-    body = {"method": "reload_weights", "kwargs": {"weights_path": str(weights.directory)}}
-    answer = _tell(server, "/collective_rpc", body, attempts=1)
-    results = cast(list[Any], answer["results"]) if isinstance(answer.get("results"), list) else []
-    if not results or any(result is not None for result in results):  # one result per worker
-        raise _not_taken(server, weights, shown(answer, 500))
-    _expect(server, "/update_weight_version", {"new_version": weights.label}, success=True)
-    _expect(server, "/reset_prefix_cache", {}, success=True)
+    with _resuming(server, "/resume"):
+        _expect(server, "/pause?mode=abort", {}, status="paused")
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(weights.directory)}}
+        answer = _tell(server, "/collective_rpc", body, attempts=1)
+        results = cast(list[Any], answer["results"]) if isinstance(answer.get("results"), list) else []
+        if not results or any(result is not None for result in results):  # one result per worker
+            raise _not_taken(server, weights, shown(answer, 500))
+        _expect(server, "/update_weight_version", {"new_version": weights.label}, success=True)
+        _expect(server, "/reset_prefix_cache", {}, success=True)
     _expect(server, "/resume", {}, status="resumed")
 
 

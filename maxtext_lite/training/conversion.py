@@ -9,7 +9,7 @@ import jax
 from maxtext_lite.batching.topology import resolve_mesh
 from maxtext_lite.config import Config, UserError, load_config, write_resolved
 from maxtext_lite.config.bucket import absolute, any_path
-from maxtext_lite.config.errors import value_text, writing
+from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.hf.adapter import CONFIG, adapter_of, missing_base
 from maxtext_lite.config.hf.config import model_keys
 from maxtext_lite.config.hf.directory import (
@@ -26,7 +26,7 @@ from maxtext_lite.config.sections import MeshConfig
 from maxtext_lite.config.violation import Violation
 from maxtext_lite.hf import export_adapters, export_model, flat, store_files
 from maxtext_lite.hf.carried import carry_own_tokens, carry_tokens, end_of_text_of, tokenizer_file
-from maxtext_lite.parallel import Params, make_mesh, start_devices
+from maxtext_lite.parallel import Params, make_mesh, on_first_host, start_devices
 from maxtext_lite.training.arrays import num_elements
 from maxtext_lite.training.maxtext_checkpoint import load_maxtext_parameters, maxtext_dtype, maxtext_items
 from maxtext_lite.training.parameter_files import (
@@ -66,11 +66,13 @@ def import_directory(source: Path, out: Path, overrides: Sequence[str]) -> str:
     base = adapter.base if adapter else source
     config = hf_config(base, overrides)
     params = load_parameters(source, _abstract_params(config), "HF_DIR")
-    if jax.process_index() == 0:
-        with writing(out):
-            tokens = tokenizer_values(str(source), {})  # an adapter may have its own
-            store_files(config.model_copy(update=tokens), out / "hf")
-            _write_config(out, config)
+
+    def write() -> None:
+        tokens = tokenizer_values(str(source), {})  # an adapter may have its own
+        store_files(config.model_copy(update=tokens), out / "hf")
+        _write_config(out, config)
+
+    on_first_host(out, write)
     save_parameters(out, params)
     merged = f", with the adapter of {source} merged" if adapter else ""
     return f"{num_elements(params):,} parameters in {out}, in {config.weight_dtype}{merged}"
@@ -81,10 +83,7 @@ def _import_maxtext(items: Path, out: Path, overrides: Sequence[str]) -> str:
     byte = [] if stated & {"tokenizer_type", "tokenizer_path"} else ["dataset_type=synthetic", "tokenizer_type=byte"]
     config = load_config(None, [f"weight_dtype={maxtext_dtype(items)}", *byte, *overrides])
     params = load_maxtext_parameters(items, _abstract_params(config), config)
-    if jax.process_index() == 0:
-        with writing(out):
-            out.mkdir(parents=True, exist_ok=True)
-            _write_config(out, config)
+    on_first_host(out, lambda: _write_config(out, config))
     save_parameters(out, params)
     return f"{num_elements(params):,} parameters of MaxText in {out}, in {config.weight_dtype}"
 
@@ -96,6 +95,7 @@ def _write_config(out: Path, config: Config) -> None:
     changed = {"load_parameters_path": "", "run_name": out.name or "imported", **tokenizer}
     changed["base_output_directory"] = str(out.parent)
     origins = dict(config.origins) | dict.fromkeys(changed, "convert import")
+    out.mkdir(parents=True, exist_ok=True)
     write_resolved(config.model_copy(update=changed).with_origins(origins), out / "config.yml")
 
 
@@ -127,10 +127,9 @@ def export_directory(source: Path, out: Path, overrides: Sequence[str], *, merge
     if config.lora_rank and not merge_lora:
         return _export_adapters(source, out, abstract, fields, config) + lost
     params = load_parameters(source, abstract, "RUN_DIR")
-    with writing(out):
-        if jax.process_index() == 0:  # before the weights, which take time: what cannot be read is refused
-            carry_tokens(config, hf_directory(source), out)
-        export_model(out, params, fields, dtype=config.weight_dtype)
+    # Before the weights, which take time: what cannot be read is refused.
+    on_first_host(out, lambda: carry_tokens(config, hf_directory(source), out))
+    export_model(out, params, fields, dtype=config.weight_dtype)
     return f"{num_elements(params):,} parameters in {out}, as {fields['model_type']} in {config.weight_dtype}{lost}"
 
 
@@ -163,10 +162,12 @@ def _export_adapters(source: Path, out: Path, abstract: Params, fields: JsonObje
     lora, adapters = found
     shapes = {path: tuple(leaf.shape) for path, leaf in flat(abstract).items()}
     base, note = _base(config)
-    with writing(out):
+
+    def write() -> None:
         export_adapters(out, adapters, lora, kind, keys, shapes=shapes, base=base)
-        if jax.process_index() == 0:
-            carry_own_tokens(config, Path(base), out)
+        carry_own_tokens(config, Path(base), out)
+
+    on_first_host(out, write)
     return f"{num_elements(adapters):,} parameters of adapters in {out}, for {kind} in PEFT's layout, in float32{note}"
 
 

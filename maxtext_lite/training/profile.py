@@ -15,6 +15,7 @@ ON_DEMAND = "profile"
 """A file in the run directory that anyone may create to have the next steps traced."""
 STEPS_ON_DEMAND = 3
 _LOOK_SECONDS = 1.0
+_MOST_DIGITS = 3  # of a demand
 
 
 class Profile:
@@ -62,5 +63,6 @@ class Profile:
         with contextlib.suppress(OSError):
             text = self._demand.read_text(encoding="utf-8", errors="replace").strip()
             self._demand.unlink()
-            return step + (int(text) if text.isdecimal() and 0 < int(text) < 1000 else STEPS_ON_DEMAND) - 1
+            is_number = text.isdecimal() and len(text) <= _MOST_DIGITS and int(text) > 0
+            return step + (int(text) if is_number else STEPS_ON_DEMAND) - 1
         return None

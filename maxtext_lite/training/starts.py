@@ -113,7 +113,10 @@ def moved_schedule(
     if not ends and rates[0] == rates[1]:
         return []
     what = f"ends with this run, at {noun} {end:,} instead of {old_end:,}" if ends else "has changed"
+    peaks = [start["settings"]["learning_rate"] for start in (before, now)]
+    old, new = ("its peak", "its peak") if peaks[0] == peaks[1] else (f"learning_rate={peak}" for peak in peaks)
+    instead = rates[0] if old == new else f"{rates[0]} of {old}"
     return [
-        f"the learning rate's schedule {what}: after step {step:,} the rate is about {rates[1]} of its peak instead of "
-        f"{rates[0]}"
+        f"the learning rate's schedule {what}: after step {step:,} the rate is about {rates[1]} of {new} instead of "
+        f"{instead}"
     ]

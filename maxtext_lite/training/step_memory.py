@@ -62,10 +62,11 @@ class Ladder:
         rungs: list[dict[str, str]] = []
         if jax.process_index() == 0:
             path = run_directory(config) / _FILE
-            # A file cut short by a kill counts as none: the run descends its ladder again. An unreadable directory, or
-            # one in place of the file, is refused when the run is opened.
+            # A file cut short by a kill, or with something else in it, counts as none: the run descends its ladder
+            # again. An unreadable directory, or one in place of the file, is refused when the run is opened.
             absent = FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError
-            with reaching(path, "base_output_directory"), contextlib.suppress(*absent, ValueError, KeyError):
+            damaged = ValueError, KeyError, TypeError, RecursionError
+            with reaching(path, "base_output_directory"), contextlib.suppress(*absent, *damaged):
                 saved = json.loads(path.read_text(encoding="utf-8"))
                 rungs = saved["rungs"] if saved["asked"] == asked else []
         return cls(asked, tuple(value_of_host(0, rungs)))

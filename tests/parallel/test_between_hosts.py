@@ -4,12 +4,14 @@ import jax
 import numpy as np
 import pytest
 
+from maxtext_lite.config import UserError
 from maxtext_lite.parallel import (
     between_hosts,
     bytes_of_host,
     exchange,
     make_any_host,
     make_mesh,
+    on_first_host,
     value_of_host,
 )
 from maxtext_lite.parallel.mesh import MESH_AXES
@@ -58,6 +60,25 @@ def test_the_value_of_one_host_is_all_that_is_sent(wire, host):
     )
     assert wire.sent_bytes <= 2 * len(str(value))
     assert wire.on_all(lambda number: value_of_host(host, None)) == [None] * 3
+
+
+def test_all_hosts_have_what_the_first_one_found_or_know_that_it_failed(wire):
+    def outcome(work):
+        def on(_):
+            try:
+                return on_first_host("there", work)
+            except (UserError, KeyError) as error:
+                return type(error)
+
+        return wire.on_all(on)
+
+    def fails(error):
+        raise error
+
+    assert outcome(lambda: [[1, -1e-300], True]) == [[[1, -1e-300], True]] * 3
+    for error in (UserError(["it refuses", "twice"]), OSError(28, "full")):
+        assert outcome(lambda error=error: fails(error)) == [UserError] * 3
+    assert outcome(lambda: fails(KeyError(1))) == [KeyError, UserError, UserError]
 
 
 def test_bytes_come_as_they_are_in_pieces_of_few_sizes(wire, monkeypatch):

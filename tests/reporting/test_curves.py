@@ -38,6 +38,7 @@ def chart(board, title):
 def test_charts_are_of_metrics_that_have_a_value(tmp_path, changed, expected):
     board = board_of(tmp_path, [step_line(1, **changed), step_line(2, **changed)])
     assert [one["title"] for one in board["charts"]][:3] == expected
+    assert "pair" not in chart(board, "Loss")["unit"]  # of DPO
 
 
 def test_a_long_run_is_downsampled_to_500_buckets_that_keep_a_spike(tmp_path):

@@ -164,6 +164,8 @@ class Served:
         if self.how.get("times", 0):
             self.how["times"] -= 1
             return self.how["status"], {"error": "as asked"}
+        if route in ("/pause", "/pause_generation", "/resume", "/continue_generation"):
+            self.is_paused = "pause" in route
         if route in self.how.get("route", {}):
             return 200, self.how["route"][route]
         if route in ("/v1/completions", "/generate"):
@@ -173,8 +175,6 @@ class Served:
             self.last = path, body
             return 200, found
         self.told.append([path, body])
-        if route in ("/pause", "/pause_generation", "/resume", "/continue_generation"):
-            self.is_paused = "pause" in route
         if route == "/update_weights_from_disk":
             self.load(body["model_path"])
         if route == "/collective_rpc":
@@ -251,6 +251,7 @@ def local_responses(params):
 def engine_at(url, directory, kind="http", **how):
     """A client that does not wait long."""
     settings = {
+        "sampling": Sampling(),
         "stop_token_ids": [STOP],
         "seed": 0,
         "wait_seconds": 0.01,

@@ -13,13 +13,13 @@ import pytest
 from maxtext_lite.config import UserError
 from maxtext_lite.models import Decoder, Sampling
 from maxtext_lite.rl import http_engine
-from maxtext_lite.rl.http_engine import WEIGHTS, _on_first_host
+from maxtext_lite.rl.http_engine import WEIGHTS
+from maxtext_lite.rl.rl_run import open_rl_run
 from maxtext_lite.rl.rollout import Request
 from maxtext_lite.rl.rollout_steps import train_rl
 from maxtext_lite.rl.server_kinds import SERVER_KINDS
 from maxtext_lite.training import Callback
 from maxtext_lite.training.state import decoder_shape, make_plain_decoder
-from tests.parallel.wire import joined_hosts
 from tests.rl.conftest import WHOLE, steps
 from tests.rl.served import (
     CONFIG,
@@ -104,28 +104,6 @@ def test_failures_that_pass_are_tried_again_and_others_are_told(engine, server):
         generate(engine)
 
 
-def test_all_hosts_have_what_the_first_one_was_answered_or_its_problems(monkeypatch):
-    wire = joined_hosts(monkeypatch)
-
-    def outcome(work):
-        def on(_):
-            try:
-                return _on_first_host(work)
-            except UserError as error:
-                return error.problems
-
-        return wire.on_all(on)
-
-    def refused():
-        raise UserError(["it refuses", "twice"])
-
-    assert (
-        outcome(lambda: [[[1, 2], [-0.5, -1e-300], True]])
-        == [[[[1, 2], [-0.5, -1e-300], True]]] * 3
-    )
-    assert outcome(refused) == [("it refuses", "twice")] * 3
-
-
 @pytest.mark.parametrize(
     ("kind", "route", "answer"),
     [
@@ -148,13 +126,14 @@ def test_an_update_that_is_not_done_ends_the_run(
             UserError, match=rf"^rollout_url={server.url}.*({route}|step 3)"
         ):
             engine.update({}, 3)
+    assert not server.is_paused
     server.misbehave()
 
 
 @pytest.mark.parametrize("kind", UPDATES)
 def test_what_is_sent_is_what_the_package_publishes(kind, server, tmp_path):
     """Of every route that is used: query parameters, and each field of the body."""
-    server.misbehave(logprobs_mode="processed_logprobs")
+    server.misbehave()
     with contextlib.closing(engine_at(server.url, tmp_path, kind)) as engine:
         engine.update(parameters(DECODER, 0), 0)
         generate(engine, DRAWN, REQUESTS[:1])
@@ -193,6 +172,21 @@ def test_vllm_must_report_the_log_probabilities_of_the_policy(
         expected = pytest.raises(UserError, match=f"--logprobs-mode {start}")
     with expected:
         SERVER_KINDS["vllm"].check(engine._server, sampling)
+
+
+@pytest.mark.parametrize(("trained", "evaluated"), [(0.7, 1), (1, 0.7)])
+def test_a_server_is_checked_at_the_start_with_the_sampling_that_is_trained_on(
+    trained, evaluated, server, tmp_path, config_of
+):
+    words = f"rollout_engine=vllm rollout_url={server.url} eval_sampling_temperature={evaluated}"
+    words += f" decode_sampling_temperature={trained}"
+    server.misbehave(logprobs_mode="raw_logprobs")
+    expected = contextlib.nullcontext()
+    if trained != 1:
+        expected = pytest.raises(UserError, match="--logprobs-mode processed_logprobs")
+    with expected, contextlib.closing(open_rl_run(config_of(tmp_path, *words.split()))):
+        pass
+    server.misbehave()
 
 
 def test_grpo_by_vllm_s_interface_measures_what_the_server_is_off_by(

@@ -28,7 +28,9 @@ def test_the_number_that_a_text_ends_up_with():
     for text, number in yaml.safe_load(numbers).items():
         assert number_in(text) == (None if number is None else Fraction(number)), text
     # Python does not read it as an integer.
-    assert number_in("7 " + "1" * 5000) is None
+    ones = "1" * 5000
+    for text in (f"7 {ones}", f"{ones}\\frac12", f"1e{ones}", f"{ones}/3"):
+        assert number_in(text) is None
 
 
 @pytest.mark.parametrize(
@@ -181,11 +183,15 @@ def test_nothing_but_answers_goes_out_and_signals_end_nothing(capfd):
     assert judge._worker is None
 
 
-def test_it_ends_with_its_input_even_amid_a_call_and_takes_along_what_was_started():
+@pytest.mark.parametrize("amid_a_call", [True, False])
+def test_it_ends_with_its_input_even_amid_a_call_and_takes_along_what_was_started(
+    amid_a_call,
+):
     with rewards("reward_functions=m:starts,m:sleeps") as judge:
         worker = judge._worker
         (started,) = worker.asked({"name": "m:starts", **ASKED}, 60)["rewards"]
-        os.write(worker._to, json.dumps({"name": "m:sleeps", **ASKED}).encode() + b"\n")
+        call = json.dumps({"name": "m:sleeps", **ASKED}).encode() + b"\n"
+        os.write(worker._to, call * amid_a_call)
         worker._close_pipes()
         assert worker._popen.wait(60) == -signal.SIGKILL
         deadline = time.monotonic() + 60
@@ -284,12 +290,11 @@ def test_a_failure_costs_the_responses_to_one_prompt_however_many_a_call_has():
 def test_a_function_that_hangs_everywhere_takes_twice_its_time_not_more_for_more_responses(
     monkeypatch,
 ):
-    waited = []
+    waited, started = [], []
     asked = _Worker.asked
 
     def timed(worker, request, limit):
-        if "completions" in request:
-            waited.append(limit)
+        (waited if "completions" in request else started).append(limit)
         return asked(worker, request, limit)
 
     monkeypatch.setattr(_Worker, "asked", timed)
@@ -298,6 +303,8 @@ def test_a_function_that_hangs_everywhere_takes_twice_its_time_not_more_for_more
     assert (scores.total.tolist(), scores.errors) == ([0] * 4, 4)
     assert len(waited) == 3
     assert sum(waited) <= 2.001
+    first, restart, last = started  # restarts together have the time of one start
+    assert first == restart > last
 
 
 def test_what_cannot_be_imported_is_refused_before_a_run(directory):

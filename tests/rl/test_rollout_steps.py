@@ -220,7 +220,8 @@ def test_the_watchdog_ends_no_run_that_waits_for_rewards_within_their_limit(
     monkeypatch.setattr(rollout_steps, "train_run", lambda *_: None)
     words = "reward_functions=exact_answer,numeric_answer reward_timeout_seconds=100"
     train_rl(config_of(tmp_path, *words.split()))
-    assert told == {"rollout": 400, "evaluation": 400}
+    # Each function twice, and all restarts of their process.
+    assert told == dict.fromkeys(["start-up", "rollout", "evaluation"], 400 + 300)
 
 
 def test_killed_and_stopped_a_run_continues_to_the_same_bits(

@@ -18,7 +18,7 @@ from maxtext_lite.training.profile import Profile
         (
             TracedSteps(),
             1,
-            {5: "", 10: "2\n", 15: "no number", 19: "5"},
+            {5: "no number", 10: "2\n", 15: "9" * 5000, 19: "5"},
             [[5, 7], [10, 11], [15, 17], [19, 20]],
         ),
     ],

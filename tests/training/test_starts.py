@@ -23,6 +23,14 @@ def start(before, step, seen, *overrides):
     return config, plan, with_start(before, config, plan, step, seen)
 
 
+def test_rates_of_two_peaks_are_said_with_their_peaks():
+    *_, starts = start([], 0, 0, "learning_rate=2e-3")
+    *of, starts = start(starts, 8, 32, "global_batch_size=8", "learning_rate=1e-3")
+    (said,) = moved_schedule(*of, starts, 8, 32)
+    for rate in ("33.3% of learning_rate=0.001", "50.0% of learning_rate=0.002"):
+        assert rate in said
+
+
 STATED = ["num_epochs=0", "steps=16", "global_batch_size=8"]
 
 

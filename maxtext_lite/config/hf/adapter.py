@@ -28,6 +28,8 @@ _LARGEST_ALPHA = 1e30  # of the key lora_alpha
 _PICKLED = "adapter_model.bin"
 _SUFFIXES = (".lora_A.weight", ".lora_B.weight")
 _PREFIX = "base_model.model."
+_MERGE = "Nearest that works: merge_and_unload of peft, and save that."
+_COMPILED = "_orig_mod."
 _KNOWN = (
     "alpha_pattern", "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "exclude_modules",
     "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha",
@@ -133,7 +135,9 @@ def adapter_of(path: str | Path) -> Adapter | None:
     modules, stated_targets = _modules(root / WEIGHTS)
     unknown = [module for module in modules if not _targets(module)]
     if unknown:
-        problems.append(f"target_modules has {value_text(unknown[0])}, which is no weight of layers that has adapters.")
+        problems.append(
+            f"target_modules has {value_text(unknown[0])}, which is no weight of layers that has adapters. {_MERGE}"
+        )
     for module in () if unknown else modules:
         if field := _left_out(module, fields):
             how = "does not name" if field == "target_modules" else "leaves out"
@@ -197,7 +201,7 @@ def _problems(fields: dict[str, Any]) -> list[str]:
     for name, value in fields.items():
         usual = value is False or value in ([], {}, "", "none")
         if name not in _KNOWN and not usual:
-            refuse(name, "cannot be expressed. Nearest that works: merge_and_unload of peft, and save that.")
+            refuse(name, f"cannot be expressed. {_MERGE}")
     rank = fields.get("r", 8)
     if type(rank) is not int or not 1 <= rank < 2**31:
         refuse("r", "is not an integer of at least 1.")
@@ -271,9 +275,16 @@ def _modules(file: Path) -> tuple[tuple[str, ...], list[str]]:
     names = dict(cast("dict[str, Any]", header))
     about = names.pop("__metadata__", {})
     targets = cast("dict[str, Any]", about).get(SIDE_BY_SIDE) if isinstance(about, dict) else None
+    if compiled := [name for name in names if _COMPILED in name]:
+        raise UserError(
+            f"{file} has {value_text(compiled[0])}, a name in a model that torch.compile wraps. Nearest that works: "
+            f"save_pretrained of its _orig_mod, or the names without {_COMPILED}"
+        )
     odd = [name for name in names if not (name.startswith(_PREFIX) and name.endswith(_SUFFIXES))]
     if odd or not names:
-        raise UserError(f"{file} has {value_text(any_of(odd[:3]) or 'no tensors')}, where lora_A and lora_B are read.")
+        way_out = f" {_MERGE}" if odd else ""
+        what = value_text(any_of(odd[:3]) or "no tensors")
+        raise UserError(f"{file} has {what}, where lora_A and lora_B are read.{way_out}")
     modules = tuple(sorted({name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in names}))
     return modules, targets.split(",") if isinstance(targets, str) else []
 

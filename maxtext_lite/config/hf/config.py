@@ -115,6 +115,7 @@ def config_json(
     """The config.json of a model with these keys, which transformers 4 and 5 read alike.
 
     Args:
+      max_position_embeddings: the least number of positions; that of `original` counts if it is larger.
       original: the config.json that the model was imported with, or {}. Its model_type and its other fields are kept;
         without it, the model_type is the first of FAMILIES that expresses the keys.
       end_of_text_id: the token that ends a text, if `original` names none.
@@ -124,19 +125,20 @@ def config_json(
     # What is written is plain numbers, in files of the usual names.
     without = {name: value for name, value in original.items() if name not in (FIELD, WEIGHTS_FIELD)}
     original = text_fields(without)
+    longest = max(Fields(original).size("max_position_embeddings", 1), max_position_embeddings)
     kinds = [family_of(original, "config.json")] if original else list(_families())
     obstacles: list[_Obstacles] = []
     for kind in kinds:
         family = _families()[kind]
         written = family.write(config)
-        positions = {"max_position_embeddings": max_position_embeddings} if "n_positions" not in written else {}
+        positions = {"max_position_embeddings": longest} if "n_positions" not in written else {}
         # Written even as null: transformers would otherwise fill in the tokens of the family's own models.
         tokens = {"bos_token_id": None, "eos_token_id": end_of_text_id, "pad_token_id": None}
         fields = {"architectures": [family.architecture], "model_type": kind, **positions, **written}
         obstacles.append(_obstacles(fields, config))
         if not obstacles[-1].problems:
             about = {"dtype": dtype, "torch_dtype": dtype}
-            longer = _with_positions(original, max_position_embeddings, config)
+            longer = _with_positions(original, longest, config)
             unchanged = {**_of_old_versions(fields), **longer, **about}
             if original and not _obstacles(unchanged, config).problems:
                 return unchanged
@@ -147,11 +149,11 @@ def config_json(
 
 
 def _with_positions(original: JsonObject, count: int, config: ModelConfig) -> JsonObject:
-    """The fields with at least this many positions, unless a scaling of rotary positions depends on their number."""
+    """The fields with this many positions, unless a scaling of rotary positions depends on their number."""
     name, scaling = "max_position_embeddings", config.rope_scaling
     if name not in original or (scaling and scaling.rope_type in _SCALED_BY_LENGTH):
         return original
-    return {**original, name: max(count, original[name])}
+    return {**original, name: count}
 
 
 def _of_old_versions(fields: JsonObject) -> JsonObject:

@@ -10,8 +10,8 @@ from maxtext_lite.config.bucket import any_path, local_copy
 from maxtext_lite.config.errors import Refusal, UserError, any_of, value_text
 from maxtext_lite.config.files import Origin
 from maxtext_lite.config.hf.adapter import CONFIG, adapter_of, missing_base
-from maxtext_lite.config.hf.config import WEIGHTS_FIELD, config_json, field_names, model_keys, stored_dtype, text_fields
-from maxtext_lite.config.hf.fields import Fields, JsonObject, Keys, same_architecture
+from maxtext_lite.config.hf.config import WEIGHTS_FIELD, config_json, field_names, model_keys, stored_dtype
+from maxtext_lite.config.hf.fields import JsonObject, Keys, same_architecture
 from maxtext_lite.config.json_file import check_file, is_there, path_below, read_object
 from maxtext_lite.config.sections import ModelConfig, RunConfig
 from maxtext_lite.config.whole_file import steps_in
@@ -114,7 +114,7 @@ def run_config_json(
     original = read_object(carried / "config.json") if carried else {}
     return config_json(
         config,
-        max_position_embeddings=max(Fields(text_fields(original)).size("max_position_embeddings", 1), num_positions),
+        max_position_embeddings=num_positions,
         dtype=dtype,
         original=original,
         end_of_text_id=end_of_text_id,

@@ -283,6 +283,26 @@ def test_what_lora_keys_cannot_express_is_refused_by_its_field(fields, tmp_path)
     refused(f"{path / 'adapter_config.json'}: {field}", adapter_of, path)
 
 
+@pytest.mark.parametrize(
+    ("prefix", "module", "way_out"),
+    [
+        ("_orig_mod.base_model.model.", "self_attn.q_proj.lora_A", "_orig_mod"),
+        ("base_model.model._orig_mod.", "self_attn.q_proj.lora_A", "_orig_mod"),
+        ("base_model.model.", "embed_tokens.lora_embedding_A", "merge_and_unload"),
+        ("base_model.model.", "lm_head.lora_A", "merge_and_unload"),
+        ("base_model.model.", "lm_head", "merge_and_unload"),
+    ],
+)
+def test_an_adapter_with_other_tensors_names_the_way_out(
+    prefix, module, way_out, tmp_path
+):
+    path = adapter(tmp_path)
+    stored = {f"{prefix}model.{module}.weight": np.zeros((1, 1), np.float32)}
+    safetensors.numpy.save_file(stored, path / "adapter_model.safetensors")
+    with pytest.raises(UserError, match=f"Nearest that works: .*{way_out}"):
+        adapter_of(path)
+
+
 # ---- A directory's config is that of its run, or what its config.json and tokenizer say ----------------------------
 
 

@@ -256,6 +256,13 @@ def test_training_on_longer_rows_raises_the_number_of_positions_unless_a_scaling
         assert written(keys, original, 64)["max_position_embeddings"] == 8192
 
 
+@pytest.mark.parametrize("stated", [None, "4096", [], 2.5, -1])
+def test_a_number_of_positions_that_is_none_is_not_read_and_not_written(stated):
+    original = LLAMA | {"max_position_embeddings": stated}
+    keys = model_keys(original, "config.json")
+    assert written(keys, original, 9000)["max_position_embeddings"] == 9000
+
+
 def test_two_original_lengths_of_a_scaling_become_the_one_that_counts_and_names_of_files_go():
     """What is added for older versions would contradict an entry that nobody reads."""
     scaling = TABLE["published"][1]["fields"]["rope_scaling"] | {"rope_theta": 5e5}
