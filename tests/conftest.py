@@ -55,9 +55,9 @@ os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 # Tracing makes many objects and few cycles: looking for those after every 700 costs time, more as a process grows.
 gc.set_threshold(50_000, 20, 100)
 
-# Torch, the independent route, shares the cores with the other test processes.
-_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // _workers)))
+# Torch, the independent route, shares the cores with the other test processes: threads of its own that wait for each
+# other's turn take four times as long. What the first process sets, those that it starts inherit.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
