@@ -4,6 +4,7 @@ import json
 import os
 import stat
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -43,8 +44,8 @@ _TOO_DEEP = f"it is nested more than {MOST_LEVELS} levels deep"
 def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        times = Counter(name for name, _ in pairs)
+        twice = next(name for name in times if times[name] > 1)
         raise ValueError(f"the key '{value_text(twice)}' occurs twice in one object")
     return found
 

@@ -102,7 +102,7 @@ def read_rows(
                 columns = columns_of(batch.schema)
                 for values in zip(*(batch.column(column) for column in columns), strict=True):
                     yield functools.partial(_row, columns, values)
-    except (OSError, EOFError, arrow.ArrowException) as error:
+    except (OSError, EOFError, KeyError, arrow.ArrowException) as error:
         raise UserError(f"{name}: cannot be read ({error}).") from error
 
 

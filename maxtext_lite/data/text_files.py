@@ -38,6 +38,15 @@ LONGEST_LINE = 2**28
 """Bytes of the longest allowed line of JSON."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 """A possible prefix of UTF-8 files that is not part of their text."""
+_ABOUT_DATA = (
+    "dataset_info.json",
+    "dataset_infos.json",
+    "dataset_dict.json",
+    "state.json",
+    "manifest.json",
+    "prepare.json",
+)
+"""Files beside data, as Hugging Face's datasets and `prepare` write them."""
 _MOST_NAMED = 5  # files
 _SMALL = 2**26  # bytes to which any .gz may expand
 _EXPANSION = 100  # factor by which a larger .gz may expand; text expands 2 to 20 times, and gzip can reach 1,032
@@ -62,10 +71,10 @@ def find_files(key: str, path: str) -> list[tuple[str, pathlib.Path]]:
         files = dataset
     elif is_directory(place):
         everything = _matches(f"{glob.escape(str(place))}/**")
-        files = [(str(file), file) for file in everything if is_kind(file.name, TEXT_SUFFIXES)]
+        files = [(str(file), file) for file in everything if _is_data(file.name)]
         if not files:
             raise UserError(f"{key}={path!r} is a directory without a {suffixes} file.")
-        unread = [str(file.relative_to(place)) for file in everything if not is_kind(file.name, TEXT_SUFFIXES)]
+        unread = [str(file.relative_to(place)) for file in everything if not _is_data(file.name)]
         if unread:
             named = ", ".join(unread[:_MOST_NAMED]) + ", ..." * (len(unread) > _MOST_NAMED)
             complain(f"{key}={path!r}: {counted(len(unread), 'file')} not read: {named}")
@@ -86,6 +95,11 @@ def find_files(key: str, path: str) -> list[tuple[str, pathlib.Path]]:
         if (first := names.setdefault(os.path.realpath(file), name)) != name:
             raise UserError(f"{key}={path!r}: {name!r} is a link to {first!r}, which would be read twice.")
     return files
+
+
+def _is_data(name: str) -> bool:
+    """Whether a file that a directory holds is one of texts, rather than one about them."""
+    return is_kind(name, TEXT_SUFFIXES) and name not in _ABOUT_DATA
 
 
 def is_kind(name: str, suffixes: tuple[str, ...]) -> bool:
@@ -153,7 +167,7 @@ def read_lines(name: str, file: pathlib.Path) -> Iterator[bytes]:
     """
     if is_kind(name, _ARRAY_SUFFIXES):
         with _opened(name, file) as pieces:
-            start = next(pieces, b"").removeprefix(BYTE_ORDER_MARK).lstrip()
+            start = next(filter(None, pieces), b"").removeprefix(BYTE_ORDER_MARK).lstrip()
         if start.startswith(b"["):
             yield from _array_entries(name, file)
             return
@@ -248,7 +262,12 @@ def json_lines(name: str, file: pathlib.Path, *, wanted: str) -> Iterator[tuple[
     """
     if is_kind(name, ROWS_SUFFIXES):
         for number, row in enumerate(read_rows(name, str(file)), start=1):
-            yield f"{name}: row {number}", row()
+            where = f"{name}: row {number}"
+            try:
+                values = row()
+            except (ValueError, OverflowError) as error:
+                raise UserError(f"{where} has a value that cannot be read ({error}).") from error
+            yield where, values
         return
     for line_number, line in enumerate(read_lines(name, file), start=1):
         if not line.strip():

@@ -210,9 +210,11 @@ class _PrefixStream:
         if token_id in self._tokenizer.special_ids or token_id >= self._tokenizer.vocab_size:
             return ""
         self._newest.append(token_id)
-        # A character of several byte tokens decodes to U+FFFD until its last byte arrives. The newest tokens contain
-        # all of it, and are fewer than all since the last text.
-        if self._tokenizer.decode(self._newest).endswith(_REPLACEMENT):
+        # A character of several byte tokens decodes to U+FFFD until its last byte arrives. Some of the newest tokens
+        # are all of it, and fewer than all since the last text.
+        newest = [*self._newest]
+        ends = (self._tokenizer.decode(newest[-count:]) for count in range(1, len(newest) + 1))
+        if all(text.endswith(_REPLACEMENT) for text in ends):
             return ""
         text = self._new_text()
         if not text or text.endswith(_REPLACEMENT):

@@ -157,7 +157,8 @@ def _share(environment: Environment, variable: str, num_sharing: int) -> tuple[i
     index = _below(environment, variable, num_sharing, "the processes on this node")
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        count, named = gpus_of_node() or num_sharing, "the node"
+        uses_gpus = environment.get("JAX_PLATFORMS", "cuda").startswith(("cuda", "gpu"))
+        count, named = (gpus_of_node() if uses_gpus else 0) or num_sharing, "the node"
     else:
         count, named = len([gpu for gpu in visible.split(",") if gpu]), f"CUDA_VISIBLE_DEVICES={visible}"
     if count < num_sharing:  # each process sees its own

@@ -18,7 +18,6 @@ HEARTBEAT_SECONDS = 7 * 24 * 3600
 
 _PREFIX = "maxtext_lite/"
 _TEXTS = "maxtext_lite_texts/"
-_TEXT_MILLISECONDS = 600_000
 _CONNECT_SECONDS = 2.0
 
 
@@ -53,8 +52,8 @@ def put_text(key: str, text: str) -> None:
 
 
 def wait_for_text(key: str) -> str:
-    """The text of a key, once a process has put it there; raises after ten minutes."""
-    return _client().blocking_key_value_get(_TEXTS + key, _TEXT_MILLISECONDS)
+    """The text of a key, once a process has put it there; the watchdog ends a wait that is too long."""
+    return _client().blocking_key_value_get(_TEXTS + key, HEARTBEAT_SECONDS * 1000)
 
 
 def watched_arguments(process: int) -> dict[str, Any]:

@@ -205,10 +205,17 @@ def _end_group(worker: int) -> None:
         os.killpg(0, signal.SIGKILL)
 
 
+def _end_group_of_an_orphan(worker: int, parent: int) -> None:
+    """Does what the parent would have done, had it not died."""
+    if os.getppid() != parent:
+        _end_group(worker)
+
+
 def main() -> int:
     """Answers all lines of the input; returns the exit code."""
     requests, replies = _own_pipes()
-    atexit.register(_end_group, os.getpid())  # before the functions' modules register theirs, so after those
+    # Before the functions' modules register theirs, so after those.
+    atexit.register(_end_group_of_an_orphan, os.getpid(), os.getppid())
     _leave_signals_to_the_parent()
     inbox: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     # Functions run in the main thread, the only one in which Python allows alarms.

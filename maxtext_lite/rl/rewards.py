@@ -327,12 +327,13 @@ class _Worker:
         return json.loads(received)
 
     def close(self) -> None:
-        """Lets the process end by itself, and kills it if it does not."""
+        """Lets the process end by itself, and kills it if it does not, and the processes that functions started."""
         self._close_pipes()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(_SECONDS_TO_END)
-        except subprocess.TimeoutExpired:
-            self.kill()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._popen.pid, signal.SIGKILL)
+        self._popen.wait()
 
     def kill(self) -> None:
         """Kills the process, and the processes that functions started."""

@@ -381,6 +381,8 @@ class TrainingRun(Generic[Data]):
         with the caller's own examples, and on hosts that read nothing.
         """
         left = example_ids[~left_out(example_ids, examples_seen, self.excluded)]
+        if not left.size:
+            return 0.0
         documents = cast(ExampleSource, self.source).documents(left)
         if documents is None:
             return len(left) * self.plan.flops_per_example

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from maxtext_lite.config.whole_file import write_whole
 from maxtext_lite.data import ExampleSource, named_sources
 from maxtext_lite.data.excluded import ExcludedRow, excluded_text
+from maxtext_lite.data.mixture_history import Mixture
 from maxtext_lite.data.mixture_of_run import in_run
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.feed_steps import FeedSteps
@@ -125,7 +126,12 @@ def _leads_to(
     """
     _, after = in_run(run.config, run.source, mixtures, (counts.examples_seen, counts.tokens_seen))
     comes_to = run.plan.length.examples_after(place.step - 1 - counts.step, counts.examples_seen)
-    return comes_to == place.examples_seen and after == list(place.mixtures)
+    # By what the rows depend on: hosts may have the data under different names.
+    histories = [
+        [(each.examples_seen, each.tokens_seen, each.meaning) for each in map(Mixture.of, history)]
+        for history in (after, place.mixtures)
+    ]
+    return comes_to == place.examples_seen and histories[0] == histories[1]
 
 
 def _rows_on_the_way(run: TrainingRun[ExampleSource], spike: Place) -> tuple[int, Sequence[RowLoss], RowsBefore | None]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from maxtext_lite.batching import BatchPlan
 from maxtext_lite.batching.rate_shape import decay, warm_up
-from maxtext_lite.config import BatchConfig, Config, DataConfig, ModelConfig, OptimizerConfig, RunConfig
+from maxtext_lite.config import Config, DataConfig, ModelConfig, OptimizerConfig, RunConfig
 from maxtext_lite.config.bucket import absolute, original
 from maxtext_lite.config.errors import setting_text
 
@@ -19,7 +19,7 @@ _OTHERS = {*DataConfig.model_fields, *ModelConfig.model_fields, *RunConfig.model
 _OF_SCHEDULE = ("learning_rate_schedule", "schedule_unit", "warmup_steps", "learning_rate_final_fraction",
                 "wsd_decay_steps_fraction")  # fmt: skip
 
-_OF_BATCH = tuple(BatchConfig.model_fields)
+_OF_BATCH = ("global_batch_size", "per_device_batch_size", "gradient_accumulation_steps")
 
 Starts = list[dict[str, Any]]
 """For each start that changed something, first to last: `step`, those done before it; `end`, the (steps, examples) at
@@ -76,6 +76,9 @@ def moved_batch(plan: BatchPlan, starts: Sequence[Mapping[str, Any]], step: int)
     if len(starts) < 2 or starts[-1]["step"] != step or starts[-1]["batch"] == starts[-2]["batch"]:
         return []
     before, now = starts[-2:]
+    if plan.rl:
+        why = "batch_size or num_generations has changed"
+        return [f"a batch is {now['batch']:,} responses instead of {before['batch']:,} after step {step:,}: {why}"]
     changed = [key for key in _OF_BATCH if before["settings"].get(key) != now["settings"].get(key)]
     why = ", ".join(f"{key}={now['settings'][key]} instead of {before['settings'].get(key)}" for key in changed)
     if not changed:  # each device has as many examples as before

@@ -160,7 +160,11 @@ class StepLog:
         record = {
             "step": step,
             **values,
-            **({} if values["target_tokens"] else dict.fromkeys(values.keys() & MEANS)),
+            **(
+                {}
+                if values.get(run.parts.objective.divisor, values["target_tokens"])
+                else dict.fromkeys(values.keys() & MEANS)
+            ),
             **self._batch_of(taken, run.plan.stage_at(counts.examples_seen)),
             "step_seconds": step_seconds,
             "data_seconds": taken.data_seconds,

@@ -74,6 +74,7 @@ def test_the_work_of_a_step_is_that_of_its_documents_each_alone(tmp_path):
     run.excluded = {1: 0}
     ids = np.arange(len(rows))
     assert run.flops_of(ids, 0) == pytest.approx(sum(of) - of[1])
+    assert run.flops_of(np.array([1]), 0) == 0
     assert run.flops_of(ids, 0) < run.plan.flops_per_example * (len(rows) - 1)
 
 
