@@ -141,6 +141,21 @@ def launched(
     ], environment()
 
 
+def run_launched(
+    command: Sequence[str], *, processes: int, devices: int
+) -> subprocess.CompletedProcess[str]:
+    """How a command ended as several processes with several devices each, and what they said."""
+    command, variables = launched(command, processes=processes, devices=devices)
+    return subprocess.run(
+        command,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+
+
 def in_turn(
     overrides: Sequence[Sequence[str]],
     *,
@@ -154,7 +169,7 @@ def in_turn(
       How it ended, and the files under `watched` that each process opened.
     """
     with tempfile.TemporaryDirectory() as record:
-        command, variables = launched(
+        result = run_launched(
             [
                 *quick_python(),
                 "-c",
@@ -165,14 +180,6 @@ def in_turn(
             ],
             processes=processes,
             devices=devices,
-        )
-        result = subprocess.run(
-            command,
-            env=variables,
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-            check=False,
         )
         records = [Path(record) / str(process) for process in range(processes)]
         assert all(each.exists() for each in records), result.stderr[-4000:]

@@ -158,12 +158,13 @@ def _fastest(config: Config, topology: Topology, device: Device, plan_of: Plan, 
     found: list[RankedPlan] = []
     too_large: list[tuple[Config, BatchPlan]] = []
     while waiting and len(found) < most:
-        _, _, split, keys, time = heapq.heappop(waiting)
-        if isinstance(split, _Mesh):
-            for each in _splits(config, topology, device, split, plan_of):
+        _, _, entry, keys, time = heapq.heappop(waiting)
+        if isinstance(entry, _Mesh):
+            for each in _splits(config, topology, device, entry, plan_of):
                 least = each.model.least(each.rows, each.examples, each.shape)
                 heapq.heappush(waiting, (least.seconds, next(order), each, None, least))
             continue
+        split = entry
         assert time is not None
         chosen = config.model_copy(update={**split.keys, **(leanest if keys is None else keys)})
         if keys is None and isinstance(resolve(chosen, topology), list):

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import time
 
 import pytest
@@ -11,7 +10,7 @@ from maxtext_lite.config import load_config
 from maxtext_lite.training import train
 from tests.invariance.conftest import MODEL
 from tests.own_run import own_run
-from tests.processes import SECONDS, RunFiles, launched, quick_python, train_under_way
+from tests.processes import RunFiles, quick_python, run_launched, train_under_way
 
 EXACT = ("step", "examples_hash", "learning_rate", "examples_seen", "tokens_seen")
 
@@ -103,18 +102,10 @@ def test_what_one_process_asks_for_ends_all_after_the_same_step(tmp_path, capsys
     ]
     own_run([*words, "run_name=1"])
     assert "ended after 4" in capsys.readouterr().out
-    command, variables = launched(
+    result = run_launched(
         [*quick_python(), "-m", "tests.own_run", *words, "run_name=2"],
         processes=2,
         devices=1,
-    )
-    result = subprocess.run(
-        command,
-        env=variables,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
     )
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
     for process in range(2):
