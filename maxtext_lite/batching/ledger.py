@@ -79,6 +79,12 @@ class MemoryEstimate:
         return sum(line.bytes for line in lasting if line.part in ("params", "optimizer_state"))
 
     @property
+    def without_batch(self) -> int:
+        """Bytes at the peak of what a batch of any size needs: parameters, optimizer state and gradients."""
+        parts = ("params", "optimizer_state", "gradients")
+        return max(sum(line.bytes for line in self.at(moment) if line.part in parts) for moment in _ALL)
+
+    @property
     def fits(self) -> bool:
         """Whether the total is within the limit; true where that is not known."""
         return self.limit is None or self.total <= self.limit

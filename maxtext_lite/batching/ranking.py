@@ -145,7 +145,8 @@ def _fastest(config: Config, topology: Topology, device: Device, plan_of: Plan, 
     """The plans of `rank`, by a best-first search.
 
     Each mesh is queued with a lower bound of its time, and each split of a mesh with its own, without recomputation.
-    They are expanded only when no other entry of the queue can be faster.
+    They are expanded only when no other entry of the queue can be faster. A mesh on which the parameters, the optimizer
+    state and the gradients of one micro-batch alone do not fit has no split that does.
     """
     device = device.in_hosts(topology.num_devices, topology.num_hosts)
     variants = [(keys, config.model_copy(update=keys)) for keys in _variants(config, device)]
@@ -156,10 +157,14 @@ def _fastest(config: Config, topology: Topology, device: Device, plan_of: Plan, 
         waiting.append((mesh.bound, next(order), mesh, None, None))
     heapq.heapify(waiting)
     found: list[RankedPlan] = []
-    too_large: list[tuple[Config, BatchPlan]] = []
+    tried: list[tuple[int, _Mesh]] = []
     while waiting and len(found) < most:
         _, _, entry, keys, time = heapq.heappop(waiting)
         if isinstance(entry, _Mesh):
+            memory = plan_of(entry.config.model_copy(update=leanest)).memory
+            tried.append((memory.without_batch, entry))
+            if memory.limit is not None and memory.without_batch > memory.limit:
+                continue
             for each in _splits(config, topology, device, entry, plan_of):
                 least = each.model.least(each.rows, each.examples, each.shape)
                 heapq.heappush(waiting, (least.seconds, next(order), each, None, least))
@@ -174,13 +179,11 @@ def _fastest(config: Config, topology: Topology, device: Device, plan_of: Plan, 
             for changes, variant in variants:
                 time = split.time(variant)
                 heapq.heappush(waiting, (time.seconds, next(order), split, changes, time))
-        elif keys is None:
-            too_large.append((chosen, plan))
-        elif plan.memory.fits and not any(rule_violations(chosen, defaults_of(type(chosen)))):
+        elif keys is not None and plan.memory.fits and not any(rule_violations(chosen, defaults_of(type(chosen)))):
             found.append(RankedPlan(_stated(config, chosen, plan), chosen, plan, time))
     if not found:
         none = "no mesh and batch that the config leaves open are legal on these devices."
-        raise _refusal(config, plan_of, too_large, none)
+        raise _refusal(config, plan_of, _smallest(config, topology, tried, leanest, plan_of), none)
     return found
 
 
@@ -366,6 +369,34 @@ def microbatch_choices(config: Config, stages: int) -> list[dict[str, int]]:
     if stages <= 1 or not is_open(config, _PIECES):
         return [{}]
     return [{_PIECES: stages * 2**power} for power in range(_MOST_DOUBLINGS + 1)]
+
+
+def _smallest(
+    config: Config, topology: Topology, tried: list[tuple[int, _Mesh]], leanest: Mapping[str, Any], plan_of: Plan
+) -> list[tuple[Config, BatchPlan]]:
+    """The plans of the mesh that comes nearest to fitting, those with the fewest micro-batches first.
+
+    On a mesh, memory only falls with the number of micro-batches, but for the sum of gradients that a second one adds.
+
+    Args:
+      tried: meshes, each with its bytes without a batch.
+    """
+    all_steps = divisors(config.global_batch_size)
+    nearest: dict[str, Any] = {}
+    least = math.inf
+    for bound, mesh in sorted(tried, key=lambda each: each[0]):
+        if bound >= least:
+            break
+        for pieces in _pieces(config, mesh.keys):
+            keys = {**mesh.keys, **pieces, **leanest}
+            for order in (all_steps, all_steps[::-1]):
+                sizes, chosen = _first_legal(config, ({**keys, _STEPS: steps} for steps in order), topology)
+                total = math.inf if sizes is None else plan_of(chosen).memory.total
+                if total < least:
+                    least, nearest = total, keys
+    on_mesh = (config.model_copy(update={**nearest, _STEPS: steps}) for steps in all_steps)
+    legal = (each for each in on_mesh if nearest and not isinstance(resolve(each, topology), list))
+    return [(each, plan_of(each)) for each in legal]
 
 
 def _refusal(config: Config, plan_of: Plan, too_large: Sequence[tuple[Config, BatchPlan]], none: str) -> UserError:
