@@ -110,20 +110,24 @@ def is_kind(name: str, suffixes: tuple[str, ...]) -> bool:
 def _dataset_files(key: str, path: str) -> list[tuple[str, pathlib.Path]] | None:
     """The files of a dataset written by Hugging Face's save_to_disk; None for any other path."""
     directory = user_path(path)
-    if is_directory(directory) and is_there(directory / "dataset_dict.json"):
-        splits = read_object(directory / "dataset_dict.json").get("splits", [])
+    splits = _stated(directory / "dataset_dict.json", "splits")
+    if splits:
         raise UserError(f"{key}={path!r} has several datasets; name one: {', '.join(f'{path}/{s}' for s in splits)}.")
-    if not (is_directory(directory) and is_there(directory / "state.json")):
+    listed = _stated(directory / "state.json", "_data_files")
+    names = [each["filename"] for each in listed if isinstance(each, dict) and isinstance(each.get("filename"), str)]
+    if not names:
         return None
-    try:
-        names = [each["filename"] for each in read_object(directory / "state.json")["_data_files"]]
-    except (KeyError, TypeError):
-        raise UserError(f"{directory / 'state.json'} lists no data files, unlike that of a dataset.") from None
     files = [path_below(directory, name, directory / "state.json") for name in names]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise UserError(f"{key}={path!r}: {missing[0]!r}, which its state.json lists, is missing.")
     return [(f"{path.rstrip('/')}/{name}", file) for name, file in zip(names, files, strict=True)]
+
+
+def _stated(file: pathlib.Path, field: str) -> list[Any]:
+    """The list in a field of a file; empty where there is none, as in a file of that name from another program."""
+    value = read_object(file).get(field) if is_there(file) else None
+    return value if isinstance(value, list) else []
 
 
 def _matches(pattern: str) -> list[pathlib.Path]:

@@ -59,3 +59,12 @@ def test_a_dataset_of_hugging_face_is_read_as_its_state_names_it(tmp_path):
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     with pytest.raises(UserError, match=r"/train, \S+/test"):
         find_inputs([str(tmp_path)])
+
+
+def test_other_programs_files_of_those_names_make_no_dataset(tmp_path):
+    for name in ("state.json", "dataset_dict.json"):
+        (tmp_path / name).write_text('{"step": 3}')
+    (tmp_path / "a.txt").write_text("a")
+    assert [file.path for file in find_inputs([str(tmp_path)])] == [
+        str(tmp_path / "a.txt")
+    ]
