@@ -34,6 +34,8 @@ _SPLIT_AND_SHOWN = frozenset({
 """Config keys that change no update, or change it only through what the plan says of them."""
 _PLACES = ("dataset_path", "tokenizer_path", "chat_template")
 """Keys whose content matters; it may lie at another path."""
+_MOST_STAGES = 4
+"""Stages of a ramp that a table lists."""
 _STAGE = ("first_step", "num_steps", "global_batch_to_train", "samples")
 
 
@@ -192,5 +194,6 @@ def _text(key: str, value: Any) -> str:
     if key == "mesh":
         return mesh_text(value)
     if key == "rampup" and value:
-        return " then ".join(str(stage["global_batch_to_train"]) for stage in value)
+        stages = [f"{stage['global_batch_to_train']} from step {stage['first_step']}" for stage in value]
+        return ", ".join(stages if len(stages) <= _MOST_STAGES else [*stages[:2], "...", stages[-1]])
     return value_text(value) if not isinstance(value, float) else f"{value:g}"

@@ -26,8 +26,8 @@
     const pixel = (value) => start + ((t(value) - t(low)) / (t(high) - t(low))) * (end - start);
     return { low, high, isLog, pixel: (value) => Math.round(10 * pixel(value)) / 10 };
   };
-  const ticks = ({ low, high, isLog }) => {
-    const least = (high - low) / 7;
+  const ticks = ({ low, high, isLog }, isWhole = false) => {
+    const least = Math.max((high - low) / 7, isWhole ? 1 : 0);
     const power = 10 ** Math.floor(Math.log10(least));
     const step = [1, 2, 5, 10].map((factor) => factor * power).find((each) => each >= least * (1 - 1e-9));
     const first = Math.ceil(low / step - 1e-9);
@@ -109,7 +109,7 @@
       svgs[number].innerHTML = [
         ...ticks(y).map((tick) => `<path class="rule" d="M${left},${y.pixel(tick)}H${right}"/>`
           + `<text class="y" x="${left - 14}" y="${y.pixel(tick) + 8}">${short(tick)}</text>`),
-        ...ticks(x).map((tick) => `<path class="rule" d="M${x.pixel(tick)},${bottom}v8"/>`
+        ...ticks(x, true).map((tick) => `<path class="rule" d="M${x.pixel(tick)},${bottom}v8"/>`
           + `<text class="x" x="${x.pixel(tick)}" y="${bottom + 36}">${short(tick)}</text>`),
         `<svg x="${left - 5}" y="${top - 5}" width="${across}" height="${down}"`
           + ` viewBox="${left - 5} ${top - 5} ${across} ${down}">`,

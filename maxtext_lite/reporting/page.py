@@ -132,9 +132,13 @@ def _bar(share: float) -> str:
 
 
 def _comparison(runs: Sequence[Run], tables: Sequence[Mapping[str, str]], *, sort: bool = False) -> str:
-    """A table with a column for each run; cells are HTML. Differing rows are highlighted, and come first if sorted."""
+    """A table with a column for each run; cells are HTML. Differing rows are highlighted, and come first if sorted.
+
+    A row without a value of any run is left out.
+    """
     names = dict.fromkeys(name for table in tables for name in table)
     rows = {name: [table.get(name, NONE) for table in tables] for name in names}
+    rows = {name: cells for name, cells in rows.items() if set(cells) != {NONE}}
     differing = [name for name, cells in rows.items() if len(set(cells)) > 1]
     order = [*differing, *(name for name in rows if name not in differing)] if sort else [*rows]
     heads = [_name(number, runs) for number in range(len(runs))] if len(runs) > 1 else []

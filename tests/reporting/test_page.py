@@ -157,6 +157,7 @@ def test_several_runs_lie_over_each_other_and_are_compared(tmp_path):
     assert [line["name"] for line in lines] == names
     assert rows_of(page)["seed"] == ["0", "5"]
     assert rows_of(page)["global_batch_to_train"] == ["16", "4"]
+    assert "Reward" not in rows_of(page)  # neither run has one
     differing = {
         row[0]
         for row, attributes in zip(page.rows, page.attributes("tr"), strict=True)
