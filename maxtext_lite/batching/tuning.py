@@ -6,8 +6,8 @@ from typing import Any
 
 from maxtext_lite.batching.batch_plan import BatchPlan
 from maxtext_lite.batching.devices import Device
-from maxtext_lite.batching.memory_ladder import REMAT_ORDER
 from maxtext_lite.batching.ranking import is_open, microbatch_choices
+from maxtext_lite.batching.smaller_step import REMAT_ORDER
 from maxtext_lite.batching.step_time import StepModel, flops_of_example
 from maxtext_lite.batching.topology import MeshSizes
 from maxtext_lite.config import Config, UserError

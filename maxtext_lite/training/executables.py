@@ -82,9 +82,9 @@ class Executables:
         try:
             compiling.result()
         except OutOfMemory as error:
-            problem = str(error)
+            problem = [str(error), error.share]
         if problems := [each for each in exchange(problem) if each is not None]:
-            raise OutOfMemory(problems[0])
+            raise OutOfMemory(*problems[0])
         return compiling.result()
 
     def close(self) -> None:
@@ -111,5 +111,6 @@ class Executables:
         compiled_at = time.perf_counter()
         limit = self._plan.memory.limit
         if limit is not None and (needed := ProgramMemory.of(compiled).total) > limit:
-            raise OutOfMemory(f"the compiled train step needs {bytes_text(needed)} of a device's {bytes_text(limit)}")
+            said = f"the compiled train step needs {bytes_text(needed)} of a device's {bytes_text(limit)}"
+            raise OutOfMemory(said, limit / needed)
         return Built(compiled, traced - started, compiled_at - traced, num_found() > before)

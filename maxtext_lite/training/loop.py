@@ -35,7 +35,7 @@ from maxtext_lite.training.run import Data, TrainingRun
 from maxtext_lite.training.spikes import Place, leave_out_guilty, refuse_to_go_back
 from maxtext_lite.training.state import OwnParts, TrainState
 from maxtext_lite.training.step_log import LossSpike, StepLog, Taken, owes_evaluation
-from maxtext_lite.training.step_memory import Ladder, OutOfMemory
+from maxtext_lite.training.step_memory import OutOfMemory, refusal_of
 from maxtext_lite.training.stopping import BrokenOff, Signals, Stop, watch_signals
 from maxtext_lite.training.trackers import open_trackers
 
@@ -139,7 +139,7 @@ def train(
         receives the sum over a step's micro-batches, and never a gradient that is not finite.
       callbacks: observe steps, evaluations and checkpoints, and may end the run.
       device_memory_gb: memory of a device that a step may use, in units of 1e9 bytes; None: all of it. A step that does
-        not fit is lowered along its `Ladder`, and the run restarts from its newest checkpoint.
+        not fit is refused with the nearest one that does and makes the same updates.
     Raises:
       UserError: the config cannot be trained on these devices or this data, or contradicts the checkpoint; an object
         breaks its protocol.
@@ -149,21 +149,18 @@ def train(
     sources = own_sources(config, source, eval_source)
     tried = None if objective is None else own_objective(config, objective, sources)
     own = OwnParts(model, tried, optimizer)
-    ladder = Ladder.of(config, device_memory_gb)
-    if wants_solving(config) and not ladder.rungs:
-        ladder = ladder.with_rung(chosen_split(config, device_memory_gb))
+    if wants_solving(config):
+        config = config.model_copy(update=chosen_split(config, device_memory_gb))
     go_back: Callable[[TrainingRun[ExampleSource], Terminal], None] | None = None
     signals = Signals()
     while True:
         phases.begin()
-        run = open_run(ladder.applied(config), sources, own, device_memory_gb=device_memory_gb)
-        run.memory.ladder = ladder
+        run = open_run(config, sources, own, device_memory_gb=device_memory_gb)
         phases.mark("data")
         try:
             return train_run(run, functools.partial(steps_of_feed, run), callbacks, go_back, signals)
         except OutOfMemory as error:
-            ladder, go_back = ladder.lowered(run.config, run.plan, plan_on_devices(run.plan)), None
-            why = f"out of memory: {error}; the run starts again with {ladder.newest}"
+            raise UserError(refusal_of(error, run.config, run.plan, plan_on_devices(run.plan))) from None
         except LossSpike as error:
             refuse_to_go_back(run, error)
             why, place = f"{error}; the run goes back", Place(error.step, error.examples_seen, run.mixtures)
@@ -214,7 +211,7 @@ def train_run(
         open_things.enter_context(contextlib.closing(steps))
         terminal.start(counts.step, counts.step + left)
         step_log = StepLog(run, terminal, log, counts, goodput)
-        with watchdog.looking_for_the_lost(UserError, LossSpike, OutOfMemory):
+        with watchdog.looking_for_the_lost(UserError, LossSpike):
             result = _Loop(run, terminal, step_log, signals, steps, evaluation, callbacks).train_from(state)
     failures.raise_together()  # a file server may report a full disk only as a file is closed
     return result

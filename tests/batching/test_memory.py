@@ -1,11 +1,11 @@
-"""The memory of a device is as worked out in memory.yml; its peak is the fullest moment; and what a ladder lowers."""
+"""The memory of a device is as worked out in memory.yml; its peak is the fullest moment; and steps made smaller."""
 
 import pytest
 import yaml
 
 from maxtext_lite.batching import make_plan
 from maxtext_lite.batching.memory import estimate_memory, vocab_tiles
-from maxtext_lite.batching.memory_ladder import LADDER_KEYS, next_rung
+from maxtext_lite.batching.smaller_step import smaller_step
 from maxtext_lite.config import load_config
 from maxtext_lite.config.kernels import Accelerator
 from tests.source_tree import REPOSITORY
@@ -167,11 +167,11 @@ def test_the_total_is_what_is_held_at_the_fullest_moment():
     )
 
 
-# ---- The rungs of a ladder -----------------------------------------------------------------------------------------
+# ---- Smaller steps -------------------------------------------------------------------------------------------------
 
 
-def rungs(*words):
-    """All rungs of a config on eight devices, and the plans after them."""
+def reductions(*words):
+    """All changes of a config on eight devices, one after another, and the plans after them."""
 
     def plan_of(config):
         return make_plan(config, num_devices=8)
@@ -184,27 +184,28 @@ def rungs(*words):
     )
     config = load_config(None, [*sizes, *words])
     found, plans = [], [plan_of(config)]
-    while (rung := next_rung(config, plans[-1], plan_of)) is not None:
-        assert rung.keys() <= set(LADDER_KEYS)
-        config = config.model_copy(update=rung)
-        found.append({name: str(value) for name, value in rung.items() if value != ""})
+    while keys := smaller_step(config, plans[-1], plan_of):
+        config = config.model_copy(update=keys)
+        found.append({name: str(value) for name, value in keys.items() if value != ""})
         plans.append(plan_of(config))
     return found, plans
 
 
 def test_rows_are_halved_then_layers_recomputed_then_logits_split():
-    found, plans = rungs("per_device_batch_size=4", "gradient_accumulation_steps=3")
+    found, plans = reductions(
+        "per_device_batch_size=4", "gradient_accumulation_steps=3"
+    )
     assert found[:2] == [
         {"per_device_batch_size": "2", "gradient_accumulation_steps": "6"},
         {"per_device_batch_size": "1", "gradient_accumulation_steps": "12"},
     ]
-    assert [rung["remat_policy"] for rung in found[2:6]] == [
+    assert [keys["remat_policy"] for keys in found[2:6]] == [
         "save_dot_products",
         "minimal",
         "save_qkv_proj",
         "full",
     ]
-    tiles = [int(rung["num_vocab_tiling"]) for rung in found[6:]]
+    tiles = [int(keys["num_vocab_tiling"]) for keys in found[6:]]
     assert tiles == sorted(tiles) != []
     assert all(512 % pieces == 0 for pieces in tiles)
     assert {plan.global_batch_to_train for plan in plans} == {96}
@@ -214,18 +215,18 @@ def test_rows_are_halved_then_layers_recomputed_then_logits_split():
 
 def test_rows_that_the_shards_cannot_share_are_not_halved():
     """Half a row for each of 8 fsdp shards would leave half of them idle and not help the others."""
-    assert rungs("per_device_batch_size=1")[0][0] == {
+    assert reductions("per_device_batch_size=1")[0][0] == {
         "remat_policy": "save_dot_products"
     }
-    found, _ = rungs(
+    found, _ = reductions(
         "per_device_batch_size=1", "ici_tensor_parallelism=4", "ici_fsdp_parallelism=2"
     )
-    assert [rung.get("per_device_batch_size") for rung in found[:3]] == [
+    assert [keys.get("per_device_batch_size") for keys in found[:3]] == [
         "1/2",
         "1/4",
         None,
     ]
-    found, plans = rungs(
+    found, plans = reductions(
         "per_device_batch_size=1",
         "remat_policy=custom",
         "remat_save=query_proj,mlpwi_0",
@@ -235,7 +236,7 @@ def test_rows_that_the_shards_cannot_share_are_not_halved():
 
 
 def test_every_stage_of_a_ramp_keeps_its_batch():
-    found, plans = rungs(
+    found, plans = reductions(
         "enable_rampup_batch_size=true",
         "rampup_mode=gradient_accumulation_steps",
         "per_device_batch_size=8",

@@ -1,0 +1,85 @@
+"""The keys with which a step that does not fit on a device holds less and computes the same."""
+
+from collections.abc import Callable, Iterator
+
+from maxtext_lite.batching.batch_plan import BatchPlan
+from maxtext_lite.config import Config, UserError
+from maxtext_lite.config.violation import divisors
+
+REMAT_ORDER = ("none", "save_dot_products", "minimal", "save_qkv_proj", "full")
+"""From the policy that keeps most on the device to the one that keeps least."""
+
+Keys = dict[str, object]
+Planner = Callable[[Config], BatchPlan]
+
+
+def smaller_step(config: Config, plan: BatchPlan, plan_of: Planner, share: float | None = None) -> Keys:
+    """The keys of the nearest step that fits; empty if there is none.
+
+    First fewer rows of a micro-batch and as many more micro-batches, then a remat_policy that keeps less, then more
+    vocabulary tiles. The global batch of every step stays the same, and with it the order of the examples and the
+    schedule.
+
+    Args:
+      plan: the plan of `config`.
+      plan_of: plans another config for the same machine and data; raises UserError if there is no plan.
+      share: the part of the memory that the step may keep, by the plan's own estimate; None: less than it has.
+    """
+    most = plan.memory.total * (0.999 if share is None else share)
+    keys: Keys = {}
+    while plan.memory.total > most:
+        following = _next(config, plan, plan_of)
+        if following is None:
+            return {}
+        changed, plan = following
+        config = config.model_copy(update=changed)
+        keys |= changed
+    return keys
+
+
+def _next(config: Config, plan: BatchPlan, plan_of: Planner) -> tuple[Keys, BatchPlan] | None:
+    """The first change that makes something smaller, and its plan."""
+    batches = [(stage.samples_before, stage.global_batch_to_train) for stage in plan.stages]
+    for keys, found in _planned(config, _halves(config, plan), plan_of):
+        same = [(stage.samples_before, stage.global_batch_to_train) for stage in found.stages] == batches
+        if same and found.micro_batch_slots < plan.micro_batch_slots:
+            return keys, found
+    for keys, found in _planned(config, _stronger_remat(config), plan_of):
+        if found.memory.activations < plan.memory.activations:
+            return keys, found
+    for keys, found in _planned(config, _more_tiles(config), plan_of):
+        if found.memory.logits < plan.memory.logits:
+            return keys, found
+    return None
+
+
+def _halves(config: Config, plan: BatchPlan) -> Iterator[Keys]:
+    keys: Keys = {
+        "per_device_batch_size": plan.per_device_batch_size / 2,
+        "gradient_accumulation_steps": plan.gradient_accumulation_steps * 2,
+    }
+    if config.enable_rampup_batch_size:
+        ramp = ("per_device_batch_size_start", "per_device_batch_size_increment")
+        yield keys | {name: getattr(config, name) / 2 for name in ramp}
+    yield keys
+
+
+def _stronger_remat(config: Config) -> Iterator[Keys]:
+    after = REMAT_ORDER.index(config.remat_policy) + 1 if config.remat_policy in REMAT_ORDER else 0
+    for policy in REMAT_ORDER[after:]:
+        yield {"remat_policy": policy, "remat_save": "", "remat_offload": ""}
+
+
+def _more_tiles(config: Config) -> Iterator[Keys]:
+    for pieces in divisors(config.max_target_length):
+        if pieces > max(config.num_vocab_tiling, 1):
+            yield {"num_vocab_tiling": pieces}
+
+
+def _planned(config: Config, changes: Iterator[Keys], plan_of: Planner) -> Iterator[tuple[Keys, BatchPlan]]:
+    """The changes that can be planned."""
+    for keys in changes:
+        try:
+            yield keys, plan_of(config.model_copy(update=keys))
+        except UserError:
+            continue
