@@ -1,11 +1,12 @@
 """The batch of one optimizer step, stated or derived from global_batch_size."""
 
+import math
 from dataclasses import dataclass
 from fractions import Fraction
 
 from maxtext_lite.config import BatchConfig
 from maxtext_lite.config.errors import number_text, unwhole_text
-from maxtext_lite.config.violation import Violation, divisors_of, multiples
+from maxtext_lite.config.violation import Change, Violation, divisors_of, multiples
 
 
 @dataclass(frozen=True)
@@ -20,13 +21,6 @@ class Batch:
     def global_batch_to_train(self) -> int:
         """Examples per optimizer step."""
         return self.micro_batch_to_train * self.gradient_accumulation_steps
-
-
-@dataclass(frozen=True)
-class SmallerBatch:
-    """A remedy that lowers the whole batch to at most `most` examples, through whichever keys make it up."""
-
-    most: int
 
 
 def derive_batch(config: BatchConfig, num_devices: int) -> Batch | Violation:
@@ -86,6 +80,38 @@ def stated_batch(config: BatchConfig, num_devices: int) -> Batch | None:
     if per_device == -1 or (per_device * num_devices).denominator != 1:
         return None
     return Batch(per_device, max(config.gradient_accumulation_steps, 1), int(per_device * num_devices))
+
+
+_MOST_BATCHES = 16
+
+
+def smaller_batches(config: BatchConfig, batch: Batch, most: int) -> list[Change]:
+    """Changes to batches of at most `most` examples, the largest first, and those of one key before those of two."""
+    micro, steps = batch.micro_batch_to_train, batch.gradient_accumulation_steps
+    num_devices = micro / batch.per_device_batch_size
+    if config.enable_rampup_batch_size:
+        target, increment = batch.per_device_batch_size, config.per_device_batch_size_increment
+        fewest = math.ceil((target - Fraction(most) / (num_devices * steps)) / increment)
+        starts = (target - number * increment for number in range(fewest, fewest + _MOST_BATCHES))
+        return [{"per_device_batch_size_start": start} for start in starts if start > 0]
+
+    def down_from(largest: int) -> range:
+        return range(largest, max(largest - _MOST_BATCHES, 0), -1)
+
+    per, accumulation = "per_device_batch_size", "gradient_accumulation_steps"
+    found: list[tuple[int, dict[str, object]]] = [
+        *((rows * steps, {per: rows / num_devices}) for rows in down_from(most // steps)),
+        *((micro * times, {accumulation: times}) for times in down_from(most // micro)),
+        *((rows, {per: rows / num_devices, accumulation: 1}) for rows in down_from(most)),
+    ]
+    if config.global_batch_size:  # keys of -1 follow from it
+        derived = [key for key in (per, accumulation) if getattr(config, key) == -1]
+        for size, change in found:
+            change["global_batch_size"] = size
+            for key in derived:
+                change.pop(key, None)
+    found.sort(key=lambda pair: (len(pair[1]), -pair[0]))
+    return [change for _, change in found]
 
 
 def _ratio_text(value: Fraction) -> str:

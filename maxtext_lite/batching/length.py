@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from maxtext_lite.batching.batch import SmallerBatch
+from maxtext_lite.batching.batch import smaller_batches
 from maxtext_lite.batching.rampup import BatchStage, stage_at
 from maxtext_lite.config import Config
 from maxtext_lite.config.errors import number_text, unwhole_text
@@ -168,6 +168,6 @@ def _no_step(config: Config, first: BatchStage, num_examples: int) -> Violation:
         "num_epochs",
         f"num_epochs={number_text(config.num_epochs)} is {total} example{'' if total == 1 else 's'}, fewer than the "
         f"{wanted} of one batch, and last_batch=drop trains whole batches only: no step.",
-        (SmallerBatch(total), {"num_epochs": Fraction(wanted, num_examples)}),
+        (lambda: [smaller_batches(config, first, total)], {"num_epochs": Fraction(wanted, num_examples)}),
         rule="a step",
     )

@@ -11,9 +11,10 @@ from typing import Literal
 from maxtext_lite.batching.batch import Batch
 from maxtext_lite.config import BatchConfig
 from maxtext_lite.config.errors import number_text, unwhole_text
-from maxtext_lite.config.violation import Sides, Violation, multiples, one_of
+from maxtext_lite.config.violation import Sides, Violation, divisors, multiples, one_of
 
 RampupMode = Literal["per_device_batch_size", "gradient_accumulation_steps"]
+_NO_RAMP = {"enable_rampup_batch_size": False}
 _MOST_INCREMENTS = 1_000  # each is a stage of the plan
 _START, _INCREMENT = "per_device_batch_size_start", "per_device_batch_size_increment"
 
@@ -184,7 +185,8 @@ def make_rampup(
     """The ramp of a config; None where it is off or its target unknown; or every rule that it breaks."""
     if batch is None or not config.enable_rampup_batch_size:
         return None
-    if broken := _no_way_up(config, batch.per_device_batch_size) or _not_whole_stages(config, batch, num_devices):
+    unit = _unit(config, batch, num_devices)
+    if broken := _not_whole_stages(config, batch, num_devices, unit) or _no_way_up(config, batch, unit):
         return broken
     return RampupBatchManager(
         num_devices,
@@ -197,9 +199,17 @@ def make_rampup(
     )
 
 
-def _no_way_up(config: BatchConfig, target: Fraction) -> list[Violation]:
-    """Refuses a ramp that does not rise to the target in whole increments."""
+def _unit(config: BatchConfig, batch: Batch, num_devices: int) -> Fraction:
+    """What the start and the increment are multiples of: one example, or one accumulation step."""
+    if config.rampup_mode == "per_device_batch_size":
+        return Fraction(1, num_devices)
+    return batch.per_device_batch_size / batch.gradient_accumulation_steps
+
+
+def _no_way_up(config: BatchConfig, batch: Batch, unit: Fraction) -> list[Violation]:
+    """Refuses a ramp of whole stages that does not rise to the target in whole increments."""
     start, increment = config.per_device_batch_size_start, config.per_device_batch_size_increment
+    target = batch.per_device_batch_size
     if start >= target:
 
         def nearest_starts() -> Sides:
@@ -207,34 +217,31 @@ def _no_way_up(config: BatchConfig, target: Fraction) -> list[Violation]:
             return one_of(_START, [each for each in starts if each > 0], start)()
 
         message = f"{_START}={number_text(start)} is not below the target per_device_batch_size={number_text(target)}."
-        return [Violation(_START, message, (nearest_starts,), rule="ramp goes up")]
+        return [Violation(_START, message, (nearest_starts, _NO_RAMP), rule="ramp goes up")]
     steps = (target - start) / increment
     if steps.denominator == 1 and steps <= _MOST_INCREMENTS:
         return []
 
-    def nearest_increments() -> Sides:
-        near = range(max(int(steps) - 32, 1), min(int(steps) + 33, _MOST_INCREMENTS + 1))
-        shares = [(target - start) / number for number in (near or (_MOST_INCREMENTS, 500, 100, 10, 5, 2, 1))]
-        return one_of(_INCREMENT, shares, increment)()
-
+    whole = int((target - start) / unit)
+    increments = [unit * number for number in divisors(whole) if whole // number <= _MOST_INCREMENTS]
+    near = (one_of(_INCREMENT, increments, increment), _NO_RAMP)
     if steps > _MOST_INCREMENTS:
         message = (
             f"{_INCREMENT}={number_text(increment)} takes {math.ceil(steps):,} increments from {_START}="
             f"{number_text(start)} to per_device_batch_size={number_text(target)}, more than {_MOST_INCREMENTS:,}."
         )
-        return [Violation(_INCREMENT, message, (nearest_increments,), rule="few increments")]
+        return [Violation(_INCREMENT, message, near, rule="few increments")]
     message = (
         f"from {_START}={number_text(start)} to per_device_batch_size={number_text(target)} by "
         f"{_INCREMENT}={number_text(increment)} is {unwhole_text(steps)} increments, not a whole number."
     )
-    return [Violation(_INCREMENT, message, (nearest_increments,), rule="whole increments")]
+    return [Violation(_INCREMENT, message, near, rule="whole increments")]
 
 
-def _not_whole_stages(config: BatchConfig, batch: Batch, num_devices: int) -> list[Violation]:
+def _not_whole_stages(config: BatchConfig, batch: Batch, num_devices: int, unit: Fraction) -> list[Violation]:
     """Refuses stages that are not a whole number of examples, or of accumulation steps."""
     target, accumulation = batch.per_device_batch_size, batch.gradient_accumulation_steps
     by_device = config.rampup_mode == "per_device_batch_size"
-    unit = Fraction(1, num_devices) if by_device else target / accumulation
     times = f"x {num_devices} device{'s' * (num_devices != 1)}"
     if not by_device:
         times = f"x gradient_accumulation_steps={accumulation} / per_device_batch_size={number_text(target)}"
@@ -243,7 +250,7 @@ def _not_whole_stages(config: BatchConfig, batch: Batch, num_devices: int) -> li
         Violation(
             key,
             f"{key}={number_text(value)} {times} = {unwhole_text(value / unit)} {what}, not a whole number.",
-            (multiples(key, unit, value),),
+            (multiples(key, unit, value), _NO_RAMP),
             rule=f"{key} is whole",
         )
         for key in (_START, _INCREMENT)

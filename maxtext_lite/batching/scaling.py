@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
-from maxtext_lite.batching.batch import Batch, SmallerBatch
+from maxtext_lite.batching.batch import Batch, smaller_batches
 from maxtext_lite.config import Config
 from maxtext_lite.config.errors import number_text, short_text
 from maxtext_lite.config.violation import Violation
@@ -67,7 +67,7 @@ def scaling_violations(config: Config, batch: Batch | None) -> list[Violation]:
                 f"{short_text(1 - ratio * forgotten)} with scale_adam_with_batch=true (m = global batch "
                 f"{batch.global_batch_to_train} / base_global_batch_size={base}), not in [0, 1); the largest batch "
                 f"that works is {largest}.",
-                (SmallerBatch(largest), smallest, {"scale_adam_with_batch": False}),
+                (*smaller_batches(config, batch, largest)[:1], smallest, {"scale_adam_with_batch": False}),
             )
         )
     return broken

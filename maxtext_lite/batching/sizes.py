@@ -16,6 +16,7 @@ from maxtext_lite.batching.topology import (
     MeshSizes,
     Scope,
     Topology,
+    mesh_changes,
     mesh_key,
     model_dimensions,
     resolve_mesh,
@@ -207,7 +208,10 @@ def _model_violations(config: Config, mesh: MeshSizes, num_devices: int) -> list
         if parts != size:
             how += f" = {parts}"
         named = any_of([f"{name}={dimension}" for name, dimension in uneven.items()])
-        near = [divisors_of(key, num_devices, size)]
+        common = math.gcd(*model_dimensions(config, axis).values())
+        near = [
+            mesh_changes(config, num_devices, name, part, common // (parts // part)) for name, part in sizes.items()
+        ]
         if axis == "context":  # unlike the model's dims, the length is free to choose
             near.insert(0, multiples("max_target_length", parts, config.max_target_length))
         broken.append(Violation(key, f"{how} does not divide {named}.", tuple(near), f"{axis} divides the model"))

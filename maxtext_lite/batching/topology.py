@@ -2,14 +2,14 @@
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, cast
 
 from maxtext_lite.config import Config, MeshConfig
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.kernels import Accelerator
-from maxtext_lite.config.violation import Violation, divisors_of
+from maxtext_lite.config.violation import Change, Violation, divisors, divisors_of, one_of
 
 MOST_DEVICES = 1_000_000
 """The largest number of devices or hosts of a machine."""
@@ -64,9 +64,11 @@ def topology_violations(topology: Topology) -> list[Violation]:
     broken: list[Violation] = []
     for key, number in (("num_devices", devices), ("num_hosts", hosts)):
         if not 1 <= number <= MOST_DEVICES:
-            nearest, bound = (1, "at least 1") if number < 1 else (MOST_DEVICES, f"at most {MOST_DEVICES}")
+            nearest, bound = (1,), "at least 1"
+            if number > MOST_DEVICES:
+                nearest, bound = (MOST_DEVICES, 1), f"at most {MOST_DEVICES}"
             message = f"{key}={value_text(number)} must be {bound}."
-            broken.append(Violation(key, message, (nearest,), rule=f"{key} of a machine"))
+            broken.append(Violation(key, message, nearest, rule=f"{key} of a machine"))
     if not broken and devices % hosts:
         message = f"num_hosts={hosts} does not divide num_devices={devices}: every host has equally many devices."
         broken.append(Violation("num_hosts", message, (divisors_of("num_hosts", devices, hosts),)))
@@ -83,10 +85,10 @@ def resolve_mesh(config: MeshConfig, num_devices: int) -> MeshSizes | Violation:
         return _too_many_open(open_keys, num_devices)
     if open_keys:
         if num_devices % product:
-            return _not_dividing(fixed, product, open_keys[0], num_devices)
+            return _not_dividing(config, fixed, product, open_keys[0], num_devices)
         sizes[open_keys[0]] = num_devices // product
     elif product != num_devices:
-        return _wrong_product(fixed, product, num_devices)
+        return _wrong_product(config, fixed, product, num_devices)
     ici = {axis: sizes[mesh_key("ici", axis)] for axis in MESH_AXES}
     dcn = {axis: sizes[mesh_key("dcn", axis)] for axis in MESH_AXES}
     return MeshSizes(ici, dcn)
@@ -122,6 +124,34 @@ def mesh_text(mesh: Mapping[str, int], of_one: str = "one device") -> str:
     return " x ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or of_one
 
 
+def mesh_changes(
+    config: MeshConfig, num_devices: int, key: str, size: int, common: int = 0
+) -> Callable[[], Iterable[Iterable[Change]]]:
+    """Changes of a mesh axis to the sizes around its own that the other axes leave room for.
+
+    The devices that it no longer covers go to an axis that is -1, or else to that of data, or for data to that of fsdp.
+
+    Args:
+      size: of the axis; the devices that remain for it where the key is -1.
+      common: a number that its size has to divide.
+    """
+    stated = {other: number for other in MESH_KEYS if other != key and (number := getattr(config, other)) != -1}
+    rest, room = "ici_data_parallelism", num_devices // math.prod(stated.values())
+    if key == rest:
+        rest = "ici_fsdp_parallelism"
+    is_open = len(stated) < len(MESH_KEYS) - 1
+
+    def with_rest(change: Change) -> Change:
+        left = room // cast("int", change[key])
+        return change if is_open or left == 1 else {**change, rest: stated[rest] * left}
+
+    def sides() -> Iterable[Iterable[Change]]:
+        below, above = one_of(key, (each for each in divisors(room) if common % each == 0), size)()
+        return map(with_rest, below), map(with_rest, above)
+
+    return sides
+
+
 def _product_text(fixed: Mapping[str, int]) -> str:
     return " x ".join(f"{key}={size}" for key, size in fixed.items())
 
@@ -134,19 +164,21 @@ def _too_many_open(open_keys: list[str], num_devices: int) -> Violation:
     return Violation(last, f"{named}: {why} may be -1.", (divisors_of(last, num_devices, 0),))
 
 
-def _not_dividing(fixed: Mapping[str, int], product: int, open_key: str, num_devices: int) -> Violation:
+def _not_dividing(
+    config: MeshConfig, fixed: Mapping[str, int], product: int, open_key: str, num_devices: int
+) -> Violation:
     key, size = max(fixed.items(), key=lambda item: num_devices % item[1] != 0)
     total = "" if len(fixed) == 1 else f" = {product}"
     product_text = f"{_product_text(fixed)}{total}"
     message = f"{product_text} does not divide the {num_devices} devices, so {open_key}=-1 is not a whole number."
-    return Violation(key, message, (divisors_of(key, num_devices, size),), "mesh")
+    return Violation(key, message, (mesh_changes(config, num_devices, key, size),), "mesh")
 
 
-def _wrong_product(fixed: Mapping[str, int], product: int, num_devices: int) -> Violation:
+def _wrong_product(config: MeshConfig, fixed: Mapping[str, int], product: int, num_devices: int) -> Violation:
     last = list(fixed)[-1] if fixed else "ici_fsdp_parallelism"
     message = (
         f"{_product_text(fixed)} = {product} devices, but there are {num_devices}."
         if fixed
         else f"{last}=1, as all mesh axes are, covers 1 device, but there are {num_devices}."
     )
-    return Violation(last, message, (divisors_of(last, num_devices, fixed.get(last, 1)),), "mesh")
+    return Violation(last, message, (mesh_changes(config, num_devices, last, fixed.get(last, 1)),), "mesh")

@@ -156,7 +156,7 @@ def _longrope(config: Config) -> Violation | None:
     for name in ("short_factor", "long_factor"):
         if (count := len(getattr(scaling, name))) != planes:
             message = f"rope_scaling has {count} numbers in {name}, not one for each of {planes} pairs of rotated dims."
-            return Violation("rope_scaling", message, ({},))
+            return Violation("rope_scaling", message, (None,))
     return None
 
 
@@ -172,7 +172,7 @@ def _temperature(config: Config) -> Violation | None:
     if tuning is None or any(tuning.of(kind) for kind in config.pattern):
         return None
     reason = f"has no effect with layer_pattern={value_text(config.layer_pattern)}"
-    return violates(config, "position_temperature", reason, {})
+    return violates(config, "position_temperature", reason, None)
 
 
 def _inverse_layers(config: Config) -> Violation | None:

@@ -73,7 +73,8 @@ def _lengths(config: RLRunConfig) -> Violation | None:
     if of_prompt < tokens:
         return None
     rule = f"leaves no token of max_target_length={tokens} for a response"
-    return violates(config, "max_prefill_predict_length", rule, tokens - 1, {"max_target_length": of_prompt + 1})
+    near = [tokens - 1] if tokens > 1 else []
+    return violates(config, "max_prefill_predict_length", rule, *near, {"max_target_length": of_prompt + 1})
 
 
 def _steps(config: RLRunConfig) -> Violation | None:
