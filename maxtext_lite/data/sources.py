@@ -74,9 +74,7 @@ class ExampleSource(Protocol):
         ...
 
 
-def open_sources(
-    config: DataConfig, *, vocab_size: int | None = None
-) -> tuple[ExampleSource, ExampleSource | None]:
+def open_sources(config: DataConfig, *, vocab_size: int | None = None) -> tuple[ExampleSource, ExampleSource | None]:
     """The training examples, and the held-out ones.
 
     Held out are the examples of `eval_dataset_path`, or without one the last floor(eval_fraction x examples) rows in

@@ -1,4 +1,4 @@
-"""How texts begin and end in tokens, which tokens end a model's texts, and what special tokens that a text spells become.
+"""How texts begin and end in tokens, which tokens end a model's texts, and what the special tokens in a text become.
 
 Prompts, documents, answers and texts to score all ask here. The tokens that begin texts come first, once. Nothing that
 is continued or scored ends with end-of-text; a document ends with it once. A text from outside, a document or the
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -29,6 +29,10 @@ _CHARACTERS_OF_A_PIECE, _PIECES_AT_ONCE = 2**19, 8
 _LONGEST_TAIL = 4  # tokens of white space that a template writes after the last end of turn
 # In place of a special token: two halves of surrogate pairs, which no text from a file has.
 _HIDDEN = re.compile("[\ud800-\udbff][\udc00-\udfff]")
+
+
+Turn = dict[str, str]
+"""{"role": "user", "content": ...}, and possibly "name"; the roles that templates know are system, user, assistant."""
 
 
 class TextKeys(TokenizerKeys, Protocol):
@@ -85,7 +89,7 @@ class TextEncoder:
                     "token. Nearest that work: add_bos=auto or add_bos=false."
                 )
             begin = (tokenizer.bos_id,)
-        self.begin_ids = np.array(begin, np.int32)
+        self.begin_ids, self._num_spelled = np.array(begin, np.int32), 0
         self._end = np.array([tokenizer.end_of_text_id], np.int32)
         self._names = sorted(filter(None, tokenizer.special_tokens), key=lambda name: (-len(name), name))
         spelled = "|".join(map(re.escape, self._names))
@@ -148,9 +152,9 @@ class TextEncoder:
           UserError: a text spells special tokens that it must not spell, or that have no plain characters.
         """
         if rendered:
-            encoded, num_spelled = [each.token_ids for each in self.place(texts)], sum(map(self.count_hidden, texts))
+            encoded, num_spelled = [each.token_ids for each in self.place(texts)], self.take_num_spelled()
         else:
-            encoded, num_spelled = self._encode(texts)
+            encoded, num_spelled = self.encode(texts)
         finished: list[np.ndarray] = []
         for token_ids in encoded:
             whole = token_ids if rendered or not len(token_ids) else self.begin(token_ids)
@@ -162,8 +166,12 @@ class TextEncoder:
             stream[stop - len(token_ids) : stop] = token_ids
         return EncodedDocuments(stream, lengths, num_spelled)
 
-    def _encode(self, texts: Sequence[str]) -> tuple[list[np.ndarray], int]:
-        """The tokens of each text, and how many special tokens they spell."""
+    def encode(self, texts: Sequence[str]) -> tuple[list[np.ndarray], int]:
+        """The tokens of each document without beginning and end, and how many special tokens they spell.
+
+        Raises:
+          UserError: as `documents`.
+        """
         encoded, num_spelled = _encode_in_pieces(self.tokenizer, texts), 0
         for number, text in enumerate(texts):
             count = self.tokenizer.count_special(text, encoded[number])
@@ -198,7 +206,13 @@ class TextEncoder:
           UserError: it spells one, and special_tokens_in_text=refuse; names `where`.
         """
         self.check(where, text)
+        self._num_spelled += len(self._spelled.findall(text))
         return text if self.in_text == "encode" else self._spelled.sub(lambda found: self._stand_in(found[0]), text)
+
+    def take_num_spelled(self) -> int:
+        """The number of special tokens that contents given to `hide` spell, since the last call."""
+        count, self._num_spelled = self._num_spelled, 0
+        return count
 
     def _stand_in(self, name: str) -> str:
         number = self._names.index(name)
@@ -211,9 +225,18 @@ class TextEncoder:
         """The text with special tokens spelled in place of their stand-ins."""
         return _HIDDEN.sub(lambda found: self._name(found[0]), text)
 
-    def count_hidden(self, text: str) -> int:
-        """The number of stand-ins in a text."""
-        return len(_HIDDEN.findall(text))
+    def check_carried(self, turns: list[Turn], text: str, render: Callable[[list[Turn]], str]) -> None:
+        """Refuses turns whose stand-ins are not in their rendering `text` where what they stand for would be.
+
+        Raises:
+          UserError: the template cannot carry them.
+        """
+        spelled = [{key: self.reveal(each) for key, each in turn.items()} for turn in turns]
+        if spelled != turns and render(spelled) != self.reveal(text):
+            raise UserError(
+                "the chat template does not write a special token that a turn spells as plain characters. Nearest that "
+                "works: special_tokens_in_text=encode."
+            )
 
     def place(self, texts: Sequence[str]) -> list[PlacedTokens]:
         """The tokens of rendered texts, with their special tokens; what `hide` has hidden is plain characters.
@@ -253,8 +276,8 @@ class TextEncoder:
             found = set(placed.token_ids.tolist()) - set(own.tolist())
             names = [name for name, token_id in self.tokenizer.special_tokens.items() if token_id in found]
             raise UserError(
-                f"a text spells the special token {value_text(names[0] if names else '')}, which the tokenizer also has "
-                "as a word: it cannot be plain characters. Nearest that works: special_tokens_in_text=encode."
+                f"a text spells the special token {value_text(names[0] if names else '')}, which is also a word of the "
+                "tokenizer: it cannot be plain characters. Nearest that works: special_tokens_in_text=encode."
             )
         return placed
 
@@ -297,15 +320,16 @@ def _encode_in_pieces(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.nda
 # ---- The tokens that end a model's texts -----------------------------------------------------------------------------
 
 
-def stop_tokens(path: str | Path | None, tokenizer: Tokenizer) -> tuple[int, ...]:
+def stop_tokens(paths: Iterable[str | Path], tokenizer: Tokenizer) -> tuple[int, ...]:
     """The tokens after which a model's texts end: those that its files state, and end-of-text.
 
     Args:
-      path: a run, an imported model, a Hugging Face directory or an adapter; None: a model from scratch.
+      paths: of runs, imported models, Hugging Face directories or adapters.
     Raises:
       UserError: a file cannot be read, or its eos_token_id is not a token or a list of tokens.
     """
-    stated = [each for place in _places(path) for each in _stop_ids_with(place, tokenizer)] if path else []
+    places = [place for path in paths for place in _places(path)]
+    stated = [each for place in places for each in _stop_ids_with(place, tokenizer)]
     return tuple(dict.fromkeys([*stated, tokenizer.end_of_text_id]))
 
 
@@ -325,14 +349,19 @@ def stop_ids_of(directory: Path) -> list[int]:
     ids: list[int] = []
     for name in ("generation_config.json", "config.json"):
         if is_there(directory / name):
-            value: Any = read_object(directory / name).get("eos_token_id")
-            stated = value if isinstance(value, list) else [] if value is None else [value]
+            fields = read_object(directory / name)
+            stated = stop_ids_in(fields)
             if not all(is_whole(each, 0) for each in stated):
-                raise UserError(
-                    f"{directory / name}: eos_token_id={value_text(value)} is not a token's number, or a list of them."
-                )
+                value = value_text(fields["eos_token_id"])
+                raise UserError(f"{directory / name}: eos_token_id={value} is not a token's number, or a list of them.")
             ids += stated
     return list(dict.fromkeys(ids))
+
+
+def stop_ids_in(fields: Mapping[str, Any]) -> list[Any]:
+    """The eos_token_id of a file about a model, as a list."""
+    value = fields.get("eos_token_id")
+    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def _stop_ids_with(directory: Path, tokenizer: Tokenizer) -> list[int]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import codecs
 import collections
-import hashlib
 import functools
+import hashlib
 import json
 import pathlib
 import re
@@ -351,7 +351,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
     def count_special(self, text: str, token_ids: np.ndarray) -> int:
-        """How many special tokens a text spells, by its tokens; that of unknown words counts only where it is spelled."""
+        """How many special tokens a text spells, by its tokens; the one of unknown words counts where it is spelled."""
         count = int(np.count_nonzero(self._is_special[token_ids]))
         return count + (text.count(self._unknown) if self._unknown in self.special_tokens else 0)
 

@@ -8,12 +8,8 @@ import tokenizers
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data import load_tokenizer
 from maxtext_lite.data.chat import ChatTemplate
-from maxtext_lite.hf.carried import (
-    carry_tokens,
-    stop_ids_of,
-    stop_ids_with,
-    store_files,
-)
+from maxtext_lite.data.text_encoder import stop_ids_of, stop_tokens
+from maxtext_lite.hf.carried import carry_tokens, store_files
 
 LLAMA = {
     "model_type": "llama",
@@ -161,9 +157,7 @@ def test_texts_end_at_the_special_tokens_of_the_tokenizer_that_the_run_used(
     }
     assert json.loads(files["generation_config.json"])["eos_token_id"] == ends
     tokenizer = load_tokenizer(load_config(None, [*keys, "vocab_size=264"]))
-    at = list(
-        dict.fromkeys([*stop_ids_with(model, tokenizer), tokenizer.end_of_text_id])
-    )
+    at = list(stop_tokens([model], tokenizer))
     assert at == (ends if isinstance(ends, list) else [ends]), (
         "while it samples at its first start"
     )
@@ -178,7 +172,7 @@ def test_the_template_of_a_run_is_stored_in_place_of_its_tokenizers(tmp_path):
     config = load_config(None, [*keys, "vocab_size=264"])
     carry_tokens(
         config.model_copy(update={"tokenizer_path": str(tmp_path / "run/hf")}),
-        None,
+        tmp_path / "run",
         tmp_path / "out",
     )
     for out in (tmp_path / "run" / "hf", tmp_path / "out"):

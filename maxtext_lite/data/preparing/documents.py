@@ -11,6 +11,7 @@ from maxtext_lite.data.conversations import UNRENDERED, Renderer
 from maxtext_lite.data.preparing.keys import PrepareConfig
 from maxtext_lite.data.preparing.tasks import DIVIDED, WHOLE, Piece
 from maxtext_lite.data.row_files import ROWS_SUFFIXES, read_rows
+from maxtext_lite.data.text_encoder import TextEncoder
 from maxtext_lite.data.text_files import (
     BYTE_ORDER_MARK,
     LONGEST_LINE,
@@ -21,7 +22,6 @@ from maxtext_lite.data.text_files import (
     read_lines,
     read_text,
 )
-from maxtext_lite.data.text_encoder import TextEncoder
 
 
 class BadLine(NamedTuple):

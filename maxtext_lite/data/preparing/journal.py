@@ -180,7 +180,9 @@ class Journal:
         shard = None if stated["shard"] is None else Shard(**stated["shard"])
         if shard is not None and not (self._has(shard.file) and self._has(f"{name}.lengths")):
             return None  # its files were removed; the task is done again
-        entry = Entry(number, shard, stated["empty"], stated["bad"], tuple(stated["problems"]), stated.get("spelled", 0))
+        entry = Entry(
+            number, shard, stated["empty"], stated["bad"], tuple(stated["problems"]), stated.get("spelled", 0)
+        )
         lines = (shard.documents if shard else 0) + entry.empty + entry.bad
         check_bad(f"task {number}", entry.bad, lines, entry.problems, self.workshop.max_bad_fraction)
         return entry

@@ -26,9 +26,9 @@ from maxtext_lite.data.cache import CACHE_VARIABLE, cache_directory, locked
 from maxtext_lite.data.manifest import DOCUMENTS_FILE, MANIFEST_FILE, file_sha256
 from maxtext_lite.data.packing import TokenStream
 from maxtext_lite.data.row_index import IndexPlace
+from maxtext_lite.data.text_encoder import TextEncoder
 from maxtext_lite.data.text_files import TEXT_SUFFIXES, is_kind
 from maxtext_lite.data.token_stream import open_prepared
-from maxtext_lite.data.text_encoder import TextEncoder
 from maxtext_lite.process.output import complain
 
 LEAST_BYTES = 2**25
