@@ -322,15 +322,17 @@ class HuggingFaceTokenizer(Tokenizer):
         return token_id
 
     def _find_begin(self, path: pathlib.Path) -> tuple[int, ...]:
-        """The tokens that its post-processor puts before a text; `add_bos_token` decides where it is stated."""
-        adds_bos = _adds_bos(path)
-        if adds_bos is not None:
-            return () if not adds_bos or self.bos_id is None else (self.bos_id,)
+        """The tokens that its post-processor puts before a text, or begin-of-text if `add_bos_token` says so."""
         for text in ("a", "A", "1"):
             whole = self._tokenizer.encode(text)
             if 0 in whole.special_tokens_mask:
-                return tuple(whole.ids[: whole.special_tokens_mask.index(0)])
-        return ()
+                begin = tuple(whole.ids[: whole.special_tokens_mask.index(0)])
+                break
+        else:
+            begin = ()
+        if not begin and self.bos_id is not None and _adds_bos(path):
+            return (self.bos_id,)
+        return begin
 
     def _find_end_of_text(self, path: pathlib.Path) -> int:
         names = self.special_tokens
