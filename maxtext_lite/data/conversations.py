@@ -146,7 +146,7 @@ class Renderer:
 
     def prompt_tokens(self, rendered: Sequence[Rendered]) -> list[np.ndarray]:
         """The tokens of prompts, int32 [number of tokens] each, the same as `tokens` puts before an answer."""
-        encoder, placed = self.encoder, self.encoder.place([each.text for each in rendered])
+        encoder, placed = self.encoder, self._encode(rendered)
         return [
             encoder.or_end(encoder.begin(token_ids) if each.is_plain else token_ids)
             for each, (token_ids, _, _) in zip(rendered, placed, strict=True)
@@ -154,8 +154,16 @@ class Renderer:
 
     def tokens(self, rendered: Sequence[Rendered]) -> list[Tokenized]:
         """The tokens of texts."""
-        placed = self.encoder.place([each.text for each in rendered])
+        placed = self._encode(rendered)
         return [self._tokenized(*both) for both in zip(rendered, placed, strict=True)]
+
+    def _encode(self, rendered: Sequence[Rendered]) -> list[PlacedTokens]:
+        try:
+            return self.encoder.place([each.text for each in rendered])
+        except UserError as error:
+            if len(rendered) == 1:
+                raise UserError(f"{rendered[0].where}: {error}") from None
+        return [placed for each in rendered for placed in self._encode([each])]
 
     def _tokenized(self, rendered: Rendered, placed: PlacedTokens) -> Tokenized:
         is_answer = np.zeros(len(placed.token_ids), bool)
@@ -176,7 +184,7 @@ class Renderer:
             whole,
             np.concatenate([np.zeros(before, bool), is_answer, np.ones(after, bool)]),
             num_cut,
-            self._tokenizer.count_special(rendered.text, placed.token_ids),
+            self.encoder.count_spelled(rendered.text),
         )
 
     def _without_what_follows(self, text: str, placed: PlacedTokens, within: np.ndarray, stop: int) -> np.ndarray:

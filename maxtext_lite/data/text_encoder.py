@@ -174,7 +174,7 @@ class TextEncoder:
         """
         encoded, num_spelled = _encode_in_pieces(self.tokenizer, texts), 0
         for number, text in enumerate(texts):
-            count = self.tokenizer.count_special(text, encoded[number])
+            count = self.count_spelled(text) if self.tokenizer.may_spell(encoded[number]) else 0
             if count and self.in_text == "plain":
                 encoded[number] = self._place_parts([text]).token_ids
             elif count and self.in_text == "refuse":
@@ -183,6 +183,10 @@ class TextEncoder:
         return encoded, num_spelled
 
     # ---- Special tokens that a text spells ----------------------------------------------------------------------
+
+    def count_spelled(self, text: str) -> int:
+        """How many special tokens a text spells."""
+        return len(self._spelled.findall(text))
 
     def check(self, where: str, text: str) -> None:
         """Refuses a text that spells a special token if special_tokens_in_text=refuse; names `where`."""
@@ -206,7 +210,7 @@ class TextEncoder:
           UserError: it spells one, and special_tokens_in_text=refuse; names `where`.
         """
         self.check(where, text)
-        self._num_spelled += len(self._spelled.findall(text))
+        self._num_spelled += self.count_spelled(text)
         return text if self.in_text == "encode" else self._spelled.sub(lambda found: self._stand_in(found[0]), text)
 
     def take_num_spelled(self) -> int:
@@ -271,14 +275,14 @@ class TextEncoder:
 
     def _place_parts(self, parts: Sequence[str | int]) -> PlacedTokens:
         placed = self.tokenizer.encode_parts(parts)
-        own = np.array([part for part in parts if isinstance(part, int)], np.int32)
-        if self.tokenizer.count_special("", placed.token_ids) > self.tokenizer.count_special("", own):
-            found = set(placed.token_ids.tolist()) - set(own.tolist())
-            names = [name for name, token_id in self.tokenizer.special_tokens.items() if token_id in found]
-            raise UserError(
-                f"a text spells the special token {value_text(names[0] if names else '')}, which is also a word of the "
-                "tokenizer: it cannot be plain characters. Nearest that works: special_tokens_in_text=encode."
-            )
+        spelled = {name for part in parts if isinstance(part, str) for name in self._spelled.findall(part)}
+        for name in sorted(spelled - {self.tokenizer.unknown_token}):
+            token_id = self.tokenizer.special_tokens[name]
+            if np.count_nonzero(placed.token_ids == token_id) > parts.count(token_id):
+                raise UserError(
+                    f"a text spells the special token {value_text(name)}, which is also a word of the tokenizer: it "
+                    "cannot be plain characters. Nearest that works: special_tokens_in_text=encode."
+                )
         return placed
 
     # ---- Stop strings -------------------------------------------------------------------------------------------

@@ -74,6 +74,7 @@ class Tokenizer(Protocol):
       bos_id: its begin-of-text token, whether it adds it or not; None: it has none.
       special_ids: tokens that are not text; `encode` of a tokenizer.json returns them where a text spells them.
       special_tokens: their ids by how they are spelled.
+      unknown_token: how the token of unknown words is spelled; "": there is none.
       fingerprint: equal for tokenizers that give equal ids, wherever their files are.
     """
 
@@ -83,15 +84,16 @@ class Tokenizer(Protocol):
     bos_id: int | None = None
     special_ids: frozenset[int]
     special_tokens: Mapping[str, int] = {}
+    unknown_token: str = ""
     fingerprint: str
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids, int32 [number of tokens], without end-of-text or other additions."""
         ...
 
-    def count_special(self, text: str, token_ids: np.ndarray) -> int:
-        """How many special tokens a text spells; `token_ids` are its own, by any of the methods."""
-        return sum(text.count(name) for name in self.special_tokens)
+    def may_spell(self, token_ids: np.ndarray) -> bool:
+        """Whether the text with these tokens may spell special tokens."""
+        return bool(self.special_tokens)
 
     def encode_parts(self, parts: Sequence[str | int]) -> PlacedTokens:
         """The tokens of a text in parts: texts, in which nothing is a special token, and special tokens by their ids.
@@ -304,9 +306,9 @@ class HuggingFaceTokenizer(Tokenizer):
         self.bos_id = self._named_token(path, "bos_token")
         self.begin_ids = self._find_begin(path)
         stated = json.loads(content)
-        self._unknown = _unknown_token(stated.get("model") or {})
+        self.unknown_token = _unknown_token(stated.get("model") or {})
         self._is_special = np.zeros(self.vocab_size, bool)
-        self._is_special[[i for name, i in self.special_tokens.items() if name != self._unknown]] = True
+        self._is_special[[*self.special_ids]] = True
         self._may_split = splitting.may_split(stated)
         self.fingerprint = f"huggingface:{hashlib.sha256(content).hexdigest()}:{self.end_of_text_id}"
 
@@ -352,10 +354,9 @@ class HuggingFaceTokenizer(Tokenizer):
         """Token ids, int32, without the tokens that the tokenizer's own template would add."""
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
-    def count_special(self, text: str, token_ids: np.ndarray) -> int:
-        """How many special tokens a text spells, by its tokens; the one of unknown words counts where it is spelled."""
-        count = int(np.count_nonzero(self._is_special[token_ids]))
-        return count + (text.count(self._unknown) if self._unknown in self.special_tokens else 0)
+    def may_spell(self, token_ids: np.ndarray) -> bool:
+        """Whether special tokens are among these; unknown words may have one too."""
+        return bool(self._is_special[token_ids].any())
 
     def encode_parts(self, parts: Sequence[str | int]) -> PlacedTokens:
         """The tokens of a text in parts: texts, in which nothing is a special token, and special tokens by their ids.
