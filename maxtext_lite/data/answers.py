@@ -59,10 +59,12 @@ class Sequences:
         return np.add.reduceat(targets, self.starts[:-1], dtype=np.int64) if len(self) else np.zeros(0, np.int64)
 
     def ends(self, row_tokens: int) -> list[int]:
-        """The last token of each answer, except where a row of this many tokens may have truncated it."""
+        """The token that ends the last answer of each sequence that a row of this many tokens has not truncated."""
         goes_on = np.append(self.is_answer[1:], False)
         goes_on[self.starts[1:] - 1] = self.slots >= row_tokens
-        return self.token_ids[self.is_answer & ~goes_on].tolist()
+        ends = np.flatnonzero(self.is_answer & ~goes_on)
+        sequences = np.searchsorted(self.starts, ends, side="right")
+        return self.token_ids[ends[np.append(np.diff(sequences) > 0, True)[: len(ends)]]].tolist()
 
     def row(self, numbers: np.ndarray, num_tokens: int) -> dict[str, np.ndarray]:
         """The row of these sequences, in this order, with the fields of `packing.build_row`."""
