@@ -261,6 +261,9 @@ def _open_megatron(config: DataConfig, encoder: TextEncoder, *, key: str, path: 
     documents, unended = len(found.document_starts) - 1, found.unended_documents
     note = f"{unended:,} of {documents:,} documents do not end with the end-of-text token."
     notes = (note,) if unended else ()
+    begin = found.stream[: len(encoder.begin_ids)]
+    if not np.array_equal(begin, encoder.begin_ids):
+        notes += ("the first document does not begin as this tokenizer begins texts; add_bos=false says so.",)
     return _source(config, found.stream, found.document_starts, content, nothing, found.place, notes)
 
 

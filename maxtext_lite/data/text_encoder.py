@@ -80,7 +80,8 @@ class TextEncoder:
     """
 
     def __init__(self, config: TextKeys, tokenizer: Tokenizer) -> None:
-        self.tokenizer, self.adds_end, self.in_text = tokenizer, config.add_eos, config.special_tokens_in_text
+        self.tokenizer, self.adds_end = tokenizer, config.add_eos
+        self.in_text: Literal["plain", "encode", "refuse"] = config.special_tokens_in_text
         begin = tokenizer.begin_ids if config.add_bos else ()
         if config.add_bos is True and not begin:
             if tokenizer.bos_id is None:
