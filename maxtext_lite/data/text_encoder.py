@@ -280,9 +280,10 @@ class TextEncoder:
         for name in sorted(spelled - {self.tokenizer.unknown_token}):
             token_id = self.tokenizer.special_tokens[name]
             if np.count_nonzero(placed.token_ids == token_id) > parts.count(token_id):
+                text = next(part for part in parts if isinstance(part, str) and name in part)
                 raise UserError(
-                    f"a text spells the special token {value_text(name)}, which is also a word of the tokenizer: it "
-                    "cannot be plain characters. Nearest that works: special_tokens_in_text=encode."
+                    f"a text ({value_text(text)}) spells the special token {value_text(name)}, which is also a word of "
+                    "the tokenizer: it cannot be plain characters. Nearest that works: special_tokens_in_text=encode."
                 )
         return placed
 
