@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -30,6 +30,9 @@ _NOT_LEARNED = ("tool_calls", "tool_call_id", "function_call", "reasoning_conten
 """Keys of a turn that say more than its content."""
 DPO_FIELDS = '"chosen" and "rejected", with their "prompt"'
 """Fields of a line for DPO."""
+
+
+Encoded = TypeVar("Encoded")
 
 
 class Rendered(NamedTuple):
@@ -146,24 +149,26 @@ class Renderer:
 
     def prompt_tokens(self, rendered: Sequence[Rendered]) -> list[np.ndarray]:
         """The tokens of prompts, int32 [number of tokens] each, the same as `tokens` puts before an answer."""
-        encoder, placed = self.encoder, self._encode(rendered)
+        encoder = self.encoder
+        encoded = self._of_lines(rendered, encoder.encode_rendered)
         return [
             encoder.or_end(encoder.begin(token_ids) if each.is_plain else token_ids)
-            for each, (token_ids, _, _) in zip(rendered, placed, strict=True)
+            for each, token_ids in zip(rendered, encoded, strict=True)
         ]
 
     def tokens(self, rendered: Sequence[Rendered]) -> list[Tokenized]:
         """The tokens of texts."""
-        placed = self._encode(rendered)
+        placed = self._of_lines(rendered, self.encoder.place)
         return [self._tokenized(*both) for both in zip(rendered, placed, strict=True)]
 
-    def _encode(self, rendered: Sequence[Rendered]) -> list[PlacedTokens]:
+    def _of_lines(self, rendered: Sequence[Rendered], encode: Callable[[list[str]], list[Encoded]]) -> list[Encoded]:
+        """What `encode` makes of texts; its refusals name the line."""
         try:
-            return self.encoder.place([each.text for each in rendered])
+            return encode([each.text for each in rendered])
         except UserError as error:
             if len(rendered) == 1:
                 raise UserError(f"{rendered[0].where}: {error}") from None
-        return [placed for each in rendered for placed in self._encode([each])]
+        return [encoded for each in rendered for encoded in self._of_lines([each], encode)]
 
     def _tokenized(self, rendered: Rendered, placed: PlacedTokens) -> Tokenized:
         is_answer = np.zeros(len(placed.token_ids), bool)

@@ -153,7 +153,7 @@ class TextEncoder:
           UserError: a text spells special tokens that it must not spell, or that have no plain characters.
         """
         if rendered:
-            encoded, num_spelled = [each.token_ids for each in self.place(texts)], self.take_num_spelled()
+            encoded, num_spelled = self.encode_rendered(texts), self.take_num_spelled()
         else:
             encoded, num_spelled = self.encode(texts)
         finished: list[np.ndarray] = []
@@ -249,10 +249,13 @@ class TextEncoder:
         Raises:
           UserError: a special token that is to be plain has no plain characters.
         """
-        hidden = [number for number, text in enumerate(texts) if _HIDDEN.search(text)]
-        plain = [text for text in texts if not _HIDDEN.search(text)] if hidden else texts
-        placed = iter(self.tokenizer.encode_placed(plain))
-        return [self._place_hidden(text) if number in hidden else next(placed) for number, text in enumerate(texts)]
+        others = iter(self.tokenizer.encode_placed([text for text in texts if not _HIDDEN.search(text)]))
+        return [self._place_hidden(text) if _HIDDEN.search(text) else next(others) for text in texts]
+
+    def encode_rendered(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """`place` without the places, faster."""
+        others = iter(_encode_in_pieces(self.tokenizer, [text for text in texts if not _HIDDEN.search(text)]))
+        return [self._place_hidden(text).token_ids if _HIDDEN.search(text) else next(others) for text in texts]
 
     def _place_hidden(self, text: str) -> PlacedTokens:
         parts: list[str | int] = []

@@ -69,8 +69,8 @@ class _Prompter:
         hidden = [turn | {"content": encoder.hide("the prompt", turn["content"])} for turn in turns]
         text = self.template.render(hidden)
         encoder.check_carried(hidden, text, self.template.render)
-        (placed,) = encoder.place([text])
-        return encoder.or_end(placed.token_ids).tolist()
+        (token_ids,) = encoder.encode_rendered([text])
+        return encoder.or_end(token_ids).tolist()
 
     def begin(self, prompt: list[int]) -> WrittenText:
         """An empty text, to which tokens are added: the continuation of a prompt, or with chat an answer to it."""
