@@ -100,6 +100,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _prepare(config: PrepareConfig, share: tuple[int, int]) -> None:
     from maxtext_lite.data.preparing.dataset import prepare_dataset
+    from maxtext_lite.data.text_encoder import spelled_notes
 
     outcome = prepare_dataset(config, share=share, say=lambda line: print(line, flush=True))
     if outcome is None:
@@ -108,6 +109,8 @@ def _prepare(config: PrepareConfig, share: tuple[int, int]) -> None:
     manifest = outcome.manifest
     for problem in outcome.problems:
         print(f"bad line: {problem}")
+    for note in spelled_notes(manifest.spelled_special_tokens, manifest.special_tokens_in_text):
+        print(f"{note} See special_tokens_in_text.")
     print(
         f"{config.output}: {counted(manifest.documents, 'document')}, {counted(manifest.tokens, 'token')} in "
         f"{counted(len(manifest.shards), 'shard')} of {sum(shard.bytes for shard in manifest.shards):,} bytes; "

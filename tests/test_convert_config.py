@@ -32,6 +32,7 @@ def test_a_command_line_of_maxtext_becomes_a_config(converted):
     # MaxText's default, and a tenth of the steps.
     assert (config.learning_rate, config.warmup_steps) == (3e-05, 1000)
     assert "base_emb_dim" not in text  # of the model's own file
+    assert "add_bos" not in text  # where the tokenizer has the token, as by default
     assert "sa_block_q" in text.rpartition("# Without effect")[2]
 
 
@@ -42,9 +43,11 @@ def test_a_file_is_read_over_those_that_it_is_based_on(converted, tmp_path):
     file = tmp_path / "configs" / "mine" / "run.yml"
     file.write_text("base_config: dpo.yml\nsteps: 6\ndataset_type: hf\n")
     words = "dpo.dpo_label_smoothing=0.1 tokenizer_path=tokens.model dropout_rate=0.5"
+    words += " add_bos=False add_eos=false"
     config, text = converted(str(file), *words.split())
     assert (config.steps, config.dpo_beta, config.dpo_label_smoothing) == (6, 0.3, 0.1)
     assert (config.dataset_type, config.dataset_path) == ("dpo", "prepared")
+    assert (config.add_bos, config.add_eos) == (False, False)
     assert "dropout_rate=0.5" in text.rpartition("# No equivalent")[2]
 
 

@@ -5,9 +5,11 @@ import pickle
 import re
 
 import pytest
+import tokenizers
 
 from maxtext_lite import prepare
 from maxtext_lite.config import UserError, load_config
+from maxtext_lite.data.manifest import read_manifest
 from maxtext_lite.data.preparing.keys import PrepareConfig
 from maxtext_lite.data.sources import open_sources
 from maxtext_lite.prepare import PrepareStep, main
@@ -55,6 +57,49 @@ def test_texts_become_a_dataset_that_a_run_reads(words, tmp_path, capsys):
     )
     assert main([*inspect, "--rows", "1:2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["tokens"] == [*b"defg"]
+
+
+def test_the_manifest_says_how_documents_begin_and_end_and_a_run_must_agree(
+    tmp_path, capsys
+):
+    """Of conversations, whose template writes its own beginning and end."""
+    vocabulary = {
+        word: number for number, word in enumerate(["</s>", "<s>", "hi", "x"])
+    }
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel(vocabulary, unk_token="x")
+    )
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["</s>", "<s>"])
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 0)]
+    )
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "t.jinja").write_text(
+        "{% for m in messages %}{{ m.content + '</s>' }}{% endfor %}"
+    )
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "<s>"}]
+    (tmp_path / "c.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    keys = ["tokenizer_type=huggingface", f"tokenizer_path={tmp_path}"]
+    words = [f"input={tmp_path}/c.jsonl", f"output={tmp_path}/out", "chat=true"]
+    assert (
+        main([*words, *keys, f"chat_template={tmp_path}/t.jinja", "num_workers=1"]) == 0
+    )
+    assert "1 special token spelled" in capsys.readouterr().out
+    manifest = read_manifest(tmp_path / "out")
+    assert (manifest.begin_ids, manifest.add_eos) == ((1,), True)
+    assert (manifest.special_tokens_in_text, manifest.spelled_special_tokens) == (
+        "plain",
+        1,
+    )
+    assert manifest.tokens == 6  # hi </s> x x x </s>
+    keys += ["dataset_type=array_record", f"dataset_path={tmp_path}/out"]
+    keys += ["vocab_size=4", "eval_fraction=0", "eval_interval=-1"]
+    source, _ = open_sources(load_config(None, keys))
+    assert any("1 special token" in note for note in source.notes)
+    for key, other in (("add_bos", "false"), ("add_eos", "false")):
+        with pytest.raises(UserError, match=rf"{key}=true"):
+            open_sources(load_config(None, [*keys, f"{key}={other}"]))
 
 
 @pytest.mark.parametrize(

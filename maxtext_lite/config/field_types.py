@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from difflib import SequenceMatcher
 from fractions import Fraction
-from typing import Annotated, TypeVar, get_args
+from typing import Annotated, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, ValidationError
 from pydantic_core import ErrorDetails
@@ -124,6 +124,12 @@ def _flag(value: object) -> object:
     if not isinstance(value, bool):
         raise WrongType("is not true or false.", (True, False))
     return value
+
+
+def _auto_or_flag(value: object) -> object:
+    if isinstance(value, bool) or value == "auto":
+        return value
+    raise WrongType("is not auto, true or false.", ("auto", True, False))
 
 
 def _packing(value: object) -> object:
@@ -263,6 +269,10 @@ PathName = Annotated[str, BeforeValidator(_path(empty_allowed=False))]
 """A path that is not empty."""
 Flag = Annotated[bool, BeforeValidator(_flag)]
 """true or false; 0, 1, yes and no are not."""
+AutoOrFlag = Annotated[bool | Literal["auto"], BeforeValidator(_auto_or_flag)]
+"""True, False, or auto."""
+SpecialInText = Literal["plain", "encode", "refuse"]
+"""What special tokens that a text spells become."""
 Packing = Annotated[bool | str, BeforeValidator(_packing)]
 """True (or concat), False (or none), or best_fit."""
 Count = Annotated[int, _whole(1)]

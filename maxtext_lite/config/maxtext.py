@@ -289,7 +289,7 @@ def _data(found: Translation, of: Mapping[str, Any]) -> None:
     found.put("packing", "concat" if packed == "best_fit" and kind == "synthetic" else packed, "packing")
     if kind == "synthetic" and not (of["use_sft"] or of["use_dpo"]):
         found.put("dataset_type", "synthetic", "dataset_type")
-        for key in ("tokenizer_type", "tokenizer_path"):  # of no use for synthetic data
+        for key in ("tokenizer_type", "tokenizer_path", "add_bos", "add_eos"):  # of no use for synthetic data
             found.values.pop(key, None)
         return
     files = {"hf": "hf_train_files", "grain": "grain_train_files"}.get(kind, "")

@@ -3,6 +3,7 @@
 from typing import Literal, NamedTuple, cast
 
 from maxtext_lite.config.field_types import (
+    AutoOrFlag,
     BelowHalf,
     Count,
     CountOrMinusOne,
@@ -34,6 +35,7 @@ from maxtext_lite.config.field_types import (
     Seed,
     SeedOrMinusOne,
     Share,
+    SpecialInText,
     Text,
 )
 from maxtext_lite.config.model_parts import LayerKind, MlaOrNone, MlpKind, PositionTemperatureOrNone, RopeScalingOrNone
@@ -301,6 +303,9 @@ class DataConfig(Section):
     tokenizer_type: Literal["byte", "huggingface", "sentencepiece"]
     tokenizer_path: PathText
     chat_template: PathText
+    add_bos: AutoOrFlag
+    add_eos: Flag
+    special_tokens_in_text: SpecialInText
     max_target_length: Count
     long_examples: Literal["truncate", "drop", "refuse"]
     packing: Packing

@@ -13,8 +13,8 @@ from maxtext_lite.config import DataConfig, UserError, single_path
 from maxtext_lite.data.conversations import DPO_FIELDS, SFT_FIELDS, Rendered, Renderer, Tokenized
 from maxtext_lite.data.examples import check_id, num_held_out
 from maxtext_lite.data.packing import FIELDS, REFERENCE, Documents, FilledRows, fill_rows, segments_row
+from maxtext_lite.data.text_encoder import TextEncoder, spelled_notes
 from maxtext_lite.data.text_files import json_objects
-from maxtext_lite.data.tokenizer import Tokenizer
 
 _LINES_PER_ENCODING = 1024  # bounds the memory of the tokenizer library's results
 
@@ -58,6 +58,14 @@ class Sequences:
         targets[self.starts[:-1]] = False
         return np.add.reduceat(targets, self.starts[:-1], dtype=np.int64) if len(self) else np.zeros(0, np.int64)
 
+    def ends(self, row_tokens: int) -> list[int]:
+        """The token that ends the last answer of each sequence that a row of this many tokens has not truncated."""
+        goes_on = np.append(self.is_answer[1:], False)
+        goes_on[self.starts[1:] - 1] = self.slots >= row_tokens
+        ends = np.flatnonzero(self.is_answer & ~goes_on)
+        sequences = np.searchsorted(self.starts, ends, side="right")
+        return self.token_ids[ends[np.append(np.diff(sequences) > 0, True)[: len(ends)]]].tolist()
+
     def row(self, numbers: np.ndarray, num_tokens: int) -> dict[str, np.ndarray]:
         """The row of these sequences, in this order, with the fields of `packing.build_row`."""
         parts = [slice(*self.starts[number : number + 2].tolist()) for number in numbers.tolist()]
@@ -81,6 +89,7 @@ class AnswerSource:
       row_tokens: tokens of one row.
       notes: what became of lines that the examples do not contain as they stand; sentences for the user.
       content: hash of the sequences and of the tokenizer.
+      ends: the special tokens with which answers end, the most frequent first.
     """
 
     columns: tuple[Sequences, ...]
@@ -88,6 +97,7 @@ class AnswerSource:
     row_tokens: int
     notes: tuple[str, ...]
     content: str
+    ends: tuple[int, ...] = ()
 
     dataset_type = "sft"
     fields = FIELDS
@@ -162,9 +172,7 @@ class PairSource(AnswerSource):
         return row
 
 
-def open_answers(
-    config: DataConfig, tokenizer: Tokenizer, *, begins_as_elsewhere: bool
-) -> tuple[AnswerSource, AnswerSource | None]:
+def open_answers(config: DataConfig, encoder: TextEncoder) -> tuple[AnswerSource, AnswerSource | None]:
     """The training examples of dataset_type=sft or dpo, and the held-out ones.
 
     Held out are the lines of `eval_dataset_path`, or without one the last floor(eval_fraction x lines), at least one.
@@ -172,11 +180,11 @@ def open_answers(
     Raises:
       UserError: a file is missing, a line is invalid, or nothing is left to train on or to hold out.
     """
-    renderer = Renderer(config, tokenizer, begins_as_elsewhere=begins_as_elsewhere)
+    renderer = Renderer(config, encoder)
     lines = list(_read_lines(config, renderer, "dataset_path", single_path(config.dataset_path)))
 
     def source(lines: Sequence[_Line], key: str) -> AnswerSource:
-        return _source(config, tokenizer, renderer, lines, f"{key}={getattr(config, key)!r}")
+        return _source(config, renderer, lines, f"{key}={getattr(config, key)!r}")
 
     if config.eval_dataset_path:
         held_out = list(_read_lines(config, renderer, "eval_dataset_path", config.eval_dataset_path))
@@ -202,20 +210,23 @@ def _read_lines(config: DataConfig, renderer: Renderer, key: str, path: str) -> 
             yield None if same else renderer.dpo_texts(where, value)
 
 
-def _source(
-    config: DataConfig, tokenizer: Tokenizer, renderer: Renderer, lines: Sequence[_Line], named: str
-) -> AnswerSource:
+def _source(config: DataConfig, renderer: Renderer, lines: Sequence[_Line], named: str) -> AnswerSource:
+    spelled = spelled_notes(renderer.encoder.take_num_spelled(), renderer.encoder.in_text)
     kept, notes = _fitted(config, renderer, lines)
+    notes += spelled
     if not kept:
         raise UserError(f"{named} has no answer to learn from. {' '.join(notes)}".rstrip())
     columns = tuple(Sequences.of(column) for column in zip(*kept, strict=True))
     slots = np.max([sequences.slots for sequences in columns], axis=0)
     rows = fill_rows(slots, config.max_target_length, packing=bool(config.packing))
+    tokenizer = renderer.encoder.tokenizer
     content = hashlib.sha256(tokenizer.fingerprint.encode())
     for sequences in columns:
         content.update(sequences.content())
     source = AnswerSource if config.dataset_type == "sft" else PairSource
-    return source(columns, rows, config.max_target_length, notes, content.hexdigest())
+    ends = Counter(end for sequences in columns for end in sequences.ends(config.max_target_length))
+    special = tuple(end for end, _ in ends.most_common() if end in tokenizer.special_ids)
+    return source(columns, rows, config.max_target_length, notes, content.hexdigest(), special)
 
 
 def _fitted(
@@ -237,6 +248,7 @@ def _fitted(
             tokenized = tuple(next(tokens) for _ in line)
             longest = max(len(each.token_ids) for each in tokenized)
             counts["cut"] += sum(each.num_cut for each in tokenized)
+            counts["spelled"] += sum(each.num_spelled for each in tokenized)
             if longest > most:
                 if config.long_examples == "refuse":
                     raise UserError(
@@ -276,6 +288,7 @@ def _sentences(config: DataConfig, num_lines: int, counts: Mapping[str, int]) ->
         "alike": f"of {num_lines} lines have answers that do not differ in their tokens in a row and were dropped.",
         "same": f"of {num_lines} lines have the same chosen and rejected answer and were dropped.",
         "cut": "answers begin or end inside a token, which is not learned.",
+        "spelled": "special tokens spelled in prompts and answers without turns became these tokens.",
     }
     return tuple(f"{counts[name]} {sentence}" for name, sentence in sentences.items() if counts[name])
 

@@ -8,15 +8,17 @@ refused. The whole text is tokenized at once, and a token belongs to an answer i
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from maxtext_lite.config import UserError
 from maxtext_lite.data.chat import DATE_OF_TRAINING_DATA, ChatKeys, ChatTemplate, Turn, chat_template
+from maxtext_lite.data.text_encoder import TextEncoder
 from maxtext_lite.data.text_files import check_unicode
-from maxtext_lite.data.tokenizer import PlacedTokens, Tokenizer
+from maxtext_lite.data.tokenizer import PlacedTokens
 
 ROLES = ("system", "user", "assistant")
 SFT_FIELDS = '"messages", or "prompt" and "completion"'
@@ -30,11 +32,15 @@ DPO_FIELDS = '"chosen" and "rejected", with their "prompt"'
 """Fields of a line for DPO."""
 
 
+Encoded = TypeVar("Encoded")
+
+
 class Rendered(NamedTuple):
     """A text with its answers.
 
     Attributes:
       where: file and line.
+      text: of turns, with stand-ins for what `TextEncoder.hide` hides.
       answers: for each answer, its first character and the one after its last.
       is_plain: no chat template rendered it, so that the tokenizer's own tokens precede it and end-of-text follows.
     """
@@ -52,25 +58,21 @@ class Tokenized(NamedTuple):
       token_ids: int32 [number of tokens].
       is_answer: bool, whether each token is to be learned.
       num_cut: answers that begin or end inside a token; such tokens are not learned.
+      num_spelled: special tokens that a text without turns spells, and that it has.
     """
 
     token_ids: np.ndarray
     is_answer: np.ndarray
     num_cut: int
+    num_spelled: int = 0
 
 
 class Renderer:
-    """Renders lines as texts; the chat template is loaded with the first turns.
+    """Renders lines as texts; the chat template is loaded with the first turns."""
 
-    Args:
-      begins_as_elsewhere: whether a plain text begins with the tokens that the tokenizer's own template puts there, as
-        it does for a model from elsewhere.
-    """
-
-    def __init__(self, config: ChatKeys, tokenizer: Tokenizer, *, begins_as_elsewhere: bool):
-        self._config, self._tokenizer = config, tokenizer
+    def __init__(self, config: ChatKeys, encoder: TextEncoder):
+        self._config, self.encoder, self._tokenizer = config, encoder, encoder.tokenizer
         self._template: ChatTemplate | None = None
-        self._begin = _beginning(tokenizer) if begins_as_elsewhere else np.zeros(0, np.int32)
 
     def sft_text(self, where: str, value: Mapping[str, Any]) -> Rendered:
         """The text of a line for SFT.
@@ -80,12 +82,12 @@ class Renderer:
         """
         refuse_unrendered(where, value)
         if "messages" in value:
-            turns = _turns(where, "messages", value["messages"])
+            turns = self._turns(where, "messages", value["messages"])
             return self._conversation(where, turns, 0)
         prompt, completion = (value.get(key) for key in ("prompt", "completion"))
         if isinstance(prompt, list) and isinstance(completion, list):
-            turns = _turns(where, "prompt", prompt)
-            return self._conversation(where, [*turns, *_turns(where, "completion", completion)], len(turns))
+            turns = self._turns(where, "prompt", prompt)
+            return self._conversation(where, [*turns, *self._turns(where, "completion", completion)], len(turns))
         if isinstance(prompt, str) and isinstance(completion, str):
             return _plain(where, prompt, completion, "completion")
         raise UserError(f"{where}: not a JSON object with {SFT_FIELDS}, both texts or both lists of turns.")
@@ -101,8 +103,11 @@ class Renderer:
         refuse_unrendered(where, value)
         prompt, chosen, rejected = (value.get(key) for key in ("prompt", "chosen", "rejected"))
         if isinstance(chosen, list) and isinstance(rejected, list):
-            chosen_turns, rejected_turns = _turns(where, "chosen", chosen), _turns(where, "rejected", rejected)
-            before = _turns(where, "prompt", prompt) if isinstance(prompt, list) else []
+            chosen_turns, rejected_turns = (
+                self._turns(where, "chosen", chosen),
+                self._turns(where, "rejected", rejected),
+            )
+            before = self._turns(where, "prompt", prompt) if isinstance(prompt, list) else []
             shared = 0 if before else _shared(chosen_turns, rejected_turns)
             return (
                 self._conversation(where, [*before, *chosen_turns], len(before) + shared),
@@ -123,7 +128,7 @@ class Renderer:
         if isinstance(value, str):
             check_unicode(where, key, value)
             return Rendered(where, value, (), True)
-        turns = _turns(where, key, value)
+        turns = self._turns(where, key, value)
         _check_order(where, turns)
         if turns[-1]["role"] != "user":
             raise UserError(f"{where}: the last turn of \"{key}\" is the {turns[-1]['role']}'s, not the user's.")
@@ -138,21 +143,32 @@ class Renderer:
           UserError: it is invalid, or its turns cannot be rendered; names `where`.
         """
         refuse_unrendered(where, {name: each for name, each in value.items() if name != key})
-        turns = _turns(where, key, value.get(key))
+        turns = self._turns(where, key, value.get(key))
         _check_order(where, turns)
         return self._render(where, turns, answer_follows=False)
 
     def prompt_tokens(self, rendered: Sequence[Rendered]) -> list[np.ndarray]:
         """The tokens of prompts, int32 [number of tokens] each, the same as `tokens` puts before an answer."""
-        nothing, end = self._begin[:0], np.array([self._tokenizer.end_of_text_id], np.int32)
-        texts = self._tokenizer.encode_documents([each.text for each in rendered])
-        pieces = zip((self._begin if each.is_plain else nothing for each in rendered), texts, strict=True)
-        return [np.concatenate([begin, text]) if len(begin) + len(text) else end for begin, text in pieces]
+        encoder = self.encoder
+        encoded = self._of_lines(rendered, encoder.encode_rendered)
+        return [
+            encoder.or_end(encoder.begin(token_ids) if each.is_plain else token_ids)
+            for each, token_ids in zip(rendered, encoded, strict=True)
+        ]
 
     def tokens(self, rendered: Sequence[Rendered]) -> list[Tokenized]:
         """The tokens of texts."""
-        placed = self._tokenizer.encode_placed([each.text for each in rendered])
+        placed = self._of_lines(rendered, self.encoder.place)
         return [self._tokenized(*both) for both in zip(rendered, placed, strict=True)]
+
+    def _of_lines(self, rendered: Sequence[Rendered], encode: Callable[[list[str]], list[Encoded]]) -> list[Encoded]:
+        """What `encode` makes of texts; its refusals name the line."""
+        try:
+            return encode([each.text for each in rendered])
+        except UserError as error:
+            if len(rendered) == 1:
+                raise UserError(f"{rendered[0].where}: {error}") from None
+        return [encoded for each in rendered for encoded in self._of_lines([each], encode)]
 
     def _tokenized(self, rendered: Rendered, placed: PlacedTokens) -> Tokenized:
         is_answer = np.zeros(len(placed.token_ids), bool)
@@ -164,13 +180,16 @@ class Renderer:
             is_answer |= self._without_what_follows(rendered.text, placed, within, stop)
         if not rendered.is_plain:
             return Tokenized(placed.token_ids, is_answer, num_cut)
-        end = np.array([self._tokenizer.end_of_text_id], np.int32)
-        # Without a prompt, end-of-text: a text begins after the end of another.
-        begin = self._begin if len(self._begin) or rendered.answers[0][0] else end
+        begun = self.encoder.begin(placed.token_ids)
+        if not len(self.encoder.begin_ids) and not rendered.answers[0][0]:  # after the end of another text
+            begun = np.concatenate([self.encoder.or_end(begun[:0]), begun])
+        whole = self.encoder.end(begun)
+        before, after = len(begun) - len(is_answer), len(whole) - len(begun)
         return Tokenized(
-            np.concatenate([begin, placed.token_ids, end]),
-            np.concatenate([np.zeros(len(begin), bool), is_answer, np.ones(1, bool)]),
+            whole,
+            np.concatenate([np.zeros(before, bool), is_answer, np.ones(after, bool)]),
             num_cut,
+            self.encoder.count_spelled(rendered.text),
         )
 
     def _without_what_follows(self, text: str, placed: PlacedTokens, within: np.ndarray, stop: int) -> np.ndarray:
@@ -181,6 +200,14 @@ class Renderer:
             within[special[-1] + 1 :] = False
         return within
 
+    def _turns(self, where: str, key: str, value: object) -> list[Turn]:
+        """The turns of a list, with stand-ins for special tokens that their contents spell."""
+        hide = self.encoder.hide
+        return [
+            turn | {name: hide(where, text) for name, text in turn.items() if name != "role"}
+            for turn in _turns(where, key, value)
+        ]
+
     def _conversation(self, where: str, turns: list[Turn], first_learned: int) -> Rendered:
         _check_order(where, turns)
         learned = [at for at in range(first_learned, len(turns)) if turns[at]["role"] == "assistant"]
@@ -188,6 +215,7 @@ class Renderer:
             raise UserError(f"{where}: there is no answer to learn from: no turn of the assistant.")
         with self._template_of(where) as template:
             whole, starts = template.turn_starts(turns)
+            self.encoder.check_carried(turns, whole, functools.partial(template.render, answer_follows=False))
         answers = None if starts is None else self._places(where, turns, learned, whole, starts)
         if answers is None:
             answers = [self._place(where, turns, at, whole) for at in learned]
@@ -232,7 +260,10 @@ class Renderer:
 
     def _render(self, where: str, turns: list[Turn], *, answer_follows: bool) -> str:
         with self._template_of(where) as template:
-            return template.render(turns, answer_follows=answer_follows)
+            render = functools.partial(template.render, answer_follows=answer_follows)
+            text = render(turns)
+            self.encoder.check_carried(turns, text, render)
+            return text
 
     @contextlib.contextmanager
     def _template_of(self, where: str) -> Iterator[ChatTemplate]:
@@ -322,13 +353,3 @@ def _shared(chosen: list[Turn], rejected: list[Turn]) -> int:
             break
         shared += 1
     return shared
-
-
-def _beginning(tokenizer: Tokenizer) -> np.ndarray:
-    """The tokens that the tokenizer's own template puts before a text."""
-    text = tokenizer.encode("a").tolist()
-    with_special = tokenizer.encode_with_special("a")
-    for first in range(len(with_special) - len(text) + 1):
-        if with_special[first : first + len(text)].tolist() == text:
-            return with_special[:first]
-    return with_special[:0]

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import pydantic
 from pydantic import NonNegativeInt, PositiveInt, Strict
@@ -70,6 +70,10 @@ class Manifest:
       tokens_per_record: size of all records of a shard except the last.
       shards: in the order of the stream.
       documents_sha256: hash of the bytes of `DOCUMENTS_FILE`; "": unknown.
+      begin_ids: the tokens with which documents begin.
+      add_eos: whether documents end with end-of-text.
+      special_tokens_in_text: what the special tokens that texts spell have become; "": unknown.
+      spelled_special_tokens: how many there were.
     """
 
     tokenizer: _Text
@@ -78,6 +82,10 @@ class Manifest:
     tokens_per_record: Annotated[PositiveInt, Strict()]
     shards: tuple[Shard, ...]
     documents_sha256: _Text = ""
+    begin_ids: tuple[_Count, ...] = ()
+    add_eos: Annotated[bool, Strict()] = True
+    special_tokens_in_text: Literal["", "plain", "encode", "refuse"] = ""
+    spelled_special_tokens: _Count = 0
 
     @pydantic.model_validator(mode="after")
     def _check_dtype(self) -> Self:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
 
 from maxtext_lite.config import Config, DataConfig, SourceList, UserError
-from maxtext_lite.config.hf.directory import files_of_model
 from maxtext_lite.config.source_list import name_of_path
+from maxtext_lite.data.answers import AnswerSource
 from maxtext_lite.data.examples import check_id
 from maxtext_lite.data.mixture_history import RowStream, SourcePart
 from maxtext_lite.data.order import example_ids, examples_hash
@@ -201,9 +202,7 @@ def open_mixture(config: Config, *, vocab_size: int | None = None) -> Opened:
 
 def opened_sources(config: Config, *, vocab_size: int | None) -> list[Opened]:
     """What a run has of each source that the config lists; arguments and errors as of `open_sources`."""
-    # It matters to these texts alone, and a look into a run directory in a bucket takes time.
-    elsewhere = config.dataset_type in ("sft", "dpo") and files_of_model(config) is not None
-    return [open_sources(each, vocab_size=vocab_size, begins_as_elsewhere=elsewhere) for each in each_config(config)]
+    return [open_sources(each, vocab_size=vocab_size) for each in each_config(config)]
 
 
 def parts_of(config: DataConfig, sources: Sequence[ExampleSource]) -> list[SourcePart]:
@@ -243,6 +242,12 @@ def named_sources(source: ExampleSource) -> dict[str, ExampleSource]:
     if not isinstance(source, MixtureSource):
         return {"": source}
     return {part.name: each for part, each in zip(source.parts, source.sources, strict=True)}
+
+
+def answer_ends(source: ExampleSource) -> tuple[int, ...]:
+    """The special tokens with which the answers of a source or a mixture end, where it has answers."""
+    found = [each.ends for each in named_sources(source).values() if isinstance(each, AnswerSource)]
+    return tuple(dict.fromkeys(itertools.chain.from_iterable(found)))
 
 
 def ids_of_run(source: ExampleSource, first: int, count: int, *, seed: int) -> np.ndarray:

@@ -11,11 +11,14 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from maxtext_lite.config import RLRunConfig, UserError, single_path
 from maxtext_lite.config.rl_rules import ANSWER_REWARDS, reward_names
 from maxtext_lite.data.conversations import Rendered, Renderer, refuse_unrendered
 from maxtext_lite.data.examples import check_id, num_held_out
 from maxtext_lite.data.order import example_ids
+from maxtext_lite.data.text_encoder import TextEncoder, spelled_notes
 from maxtext_lite.data.text_files import json_objects
 from maxtext_lite.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
@@ -33,6 +36,7 @@ class Prompt:
     Attributes:
       number: in its source.
       text: the decoded tokens, as reward functions see them, without those that the tokenizer adds in front.
+      is_plain: no chat template rendered it: its response continues a text.
       token_ids: the tokens that the model continues, at most max_prefill_predict_length.
       fields: the keys of its line, for reward functions; among them "answer" if there is one.
     """
@@ -41,6 +45,7 @@ class Prompt:
     text: str
     token_ids: tuple[int, ...]
     fields: Mapping[str, Any]
+    is_plain: bool = False
 
 
 class PromptSource(Protocol):
@@ -63,9 +68,7 @@ class PromptSource(Protocol):
         ...
 
 
-def open_prompts(
-    config: RLRunConfig, *, vocab_size: int | None = None, begins_as_elsewhere: bool = False
-) -> tuple[PromptSource, PromptSource | None]:
+def open_prompts(config: RLRunConfig, *, vocab_size: int | None = None) -> tuple[PromptSource, PromptSource | None]:
     """The prompts to train on, and the held-out ones.
 
     Held out are the lines of `eval_dataset_path`, or without one the last floor(eval_fraction x lines), at least one,
@@ -73,7 +76,6 @@ def open_prompts(
 
     Args:
       vocab_size: rows of the embedding table, which the tokenizer must fit; None: the tokenizer's own size.
-      begins_as_elsewhere: see `conversations.Renderer`.
     Returns:
       (training, held out); the latter is None if eval_fraction is 0 and eval_dataset_path is empty.
     Raises:
@@ -83,7 +85,7 @@ def open_prompts(
     tokenizer = load_tokenizer(config)
     if vocab_size is not None:
         check_vocabulary(tokenizer, vocab_size)
-    maker = _PromptMaker(config, tokenizer, Renderer(config, tokenizer, begins_as_elsewhere=begins_as_elsewhere))
+    maker = _PromptMaker(config, tokenizer, Renderer(config, TextEncoder(config, tokenizer)))
     if config.dataset_type == "arithmetic":
         return _open_arithmetic(maker)
     lines = list(_read_lines(maker, "dataset_path", single_path(config.dataset_path)))
@@ -187,7 +189,7 @@ class ArithmeticPrompts:
                 f"max_prefill_predict_length={most}. Use a smaller arithmetic_largest or prompt_template. "
                 f"{_longer(self._maker.config, len(token_ids))}."
             )
-        return Prompt(number, rendered.text, tuple(token_ids.tolist()), {"answer": str(result)})
+        return self._maker.prompt(number, rendered, token_ids, {"answer": str(result)})
 
 
 def num_problems(config: RLRunConfig) -> int:
@@ -212,6 +214,11 @@ class _PromptMaker(NamedTuple):
         if isinstance(last, dict) and isinstance(last.get("content"), str):
             value = [*value[:-1], {**last, "content": template.replace("{prompt}", last["content"])}]
         return self.renderer.prompt_text(where, key, value)
+
+    def prompt(self, number: int, rendered: Rendered, token_ids: np.ndarray, fields: dict[str, Any]) -> Prompt:
+        """A prompt with its tokens."""
+        text = self.renderer.encoder.reveal(rendered.text)
+        return Prompt(number, text, tuple(token_ids.tolist()), fields, rendered.is_plain)
 
     def content(self) -> Any:
         """A hash already fed with everything that all prompts depend on."""
@@ -317,8 +324,8 @@ def _fitted(maker: _PromptMaker, lines: Sequence[_PromptLine], key: str) -> File
             if len(tokens) > most:
                 long.append((rendered.where, len(tokens)))
                 continue
-            prompts.append(Prompt(len(prompts), rendered.text, tuple(tokens.tolist()), fields))
-            content.update(json.dumps([rendered.text, prompts[-1].token_ids, fields], sort_keys=True).encode())
+            prompts.append(maker.prompt(len(prompts), rendered, tokens, fields))
+            content.update(json.dumps([prompts[-1].text, prompts[-1].token_ids, fields], sort_keys=True).encode())
     if long and maker.config.long_examples == "refuse":
         where, count = long[0]
         others = "" if len(long) == 1 else f" ({len(long)} of {len(lines)} lines have more than that)"
@@ -326,7 +333,9 @@ def _fitted(maker: _PromptMaker, lines: Sequence[_PromptLine], key: str) -> File
             f"{where}: the prompt has {count} tokens, more than max_prefill_predict_length={most}{others}. "
             f"{_longer(maker.config, max(count for _, count in long))} or long_examples=drop."
         )
-    notes = () if not long else (
+    spelled = spelled_notes(maker.renderer.encoder.take_num_spelled(), maker.renderer.encoder.in_text)
+    notes = spelled if not long else (
+        *spelled,
         f"{len(long)} of {len(lines)} lines have prompts longer than max_prefill_predict_length={most} and were "
         f"dropped, as that of {long[0][0]} with {long[0][1]} tokens.",
     )  # fmt: skip

@@ -22,10 +22,10 @@ from maxtext_lite.data.packing import FIELDS, Documents, Rows, TokenStream, segm
 from maxtext_lite.data.preparing.documents import read_documents
 from maxtext_lite.data.preparing.text_cache import cached_text, text_fingerprint
 from maxtext_lite.data.row_index import FittedRows, IndexPlace, rows_of
-from maxtext_lite.data.splitting import tokenized
+from maxtext_lite.data.text_encoder import TextEncoder, spelled_notes
 from maxtext_lite.data.text_files import find_files
 from maxtext_lite.data.token_stream import open_prepared
-from maxtext_lite.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from maxtext_lite.data.tokenizer import check_vocabulary, load_tokenizer
 
 SYNTHETIC_TRAINING_EXAMPLES = 2**31 - 1
 SYNTHETIC_EVALUATION_EXAMPLES = 64
@@ -74,9 +74,7 @@ class ExampleSource(Protocol):
         ...
 
 
-def open_sources(
-    config: DataConfig, *, vocab_size: int | None = None, begins_as_elsewhere: bool = False
-) -> tuple[ExampleSource, ExampleSource | None]:
+def open_sources(config: DataConfig, *, vocab_size: int | None = None) -> tuple[ExampleSource, ExampleSource | None]:
     """The training examples, and the held-out ones.
 
     Held out are the examples of `eval_dataset_path`, or without one the last floor(eval_fraction x examples) rows in
@@ -86,7 +84,6 @@ def open_sources(
     Args:
       vocab_size: rows of the embedding table, which the tokenizer must fit and below which synthetic tokens are drawn;
         None: the tokenizer's own size.
-      begins_as_elsewhere: see `conversations.Renderer`.
     Returns:
       (training, held out); the latter is None if eval_fraction is 0 and eval_dataset_path is empty.
     Raises:
@@ -101,12 +98,13 @@ def open_sources(
             SyntheticSource(0, SYNTHETIC_TRAINING_EXAMPLES, config.max_target_length, drawn_below),
             SyntheticSource(1, SYNTHETIC_EVALUATION_EXAMPLES, config.max_target_length, drawn_below),
         )
+    encoder = TextEncoder(config, tokenizer)
     open_rows = _OPENED_BY.get(config.dataset_type)
     if open_rows is None:
-        return open_answers(config, tokenizer, begins_as_elsewhere=begins_as_elsewhere)
-    everything = open_rows(config, tokenizer, key="dataset_path", path=single_path(config.dataset_path))
+        return open_answers(config, encoder)
+    everything = open_rows(config, encoder, key="dataset_path", path=single_path(config.dataset_path))
     if config.eval_dataset_path:
-        return everything, open_rows(config, tokenizer, key="eval_dataset_path", path=config.eval_dataset_path)
+        return everything, open_rows(config, encoder, key="eval_dataset_path", path=config.eval_dataset_path)
     what = f"examples of {config.max_target_length} tokens"
     held_out = num_held_out(config.eval_fraction, len(everything), what, more="text, a smaller max_target_length or")
     if not held_out:
@@ -124,7 +122,7 @@ class TextSource:
     """Rows of tokenized documents.
 
     Attributes:
-      stream: token ids of all documents, each followed by end-of-text.
+      stream: token ids of all documents.
       document_starts: where each document starts, then the stream's length; int64.
       row_layout: the rows of the stream.
       first_row: the row of example 0.
@@ -225,38 +223,47 @@ class SyntheticSource:
         """None: each example is one."""
 
 
-def _open_text(config: DataConfig, tokenizer: Tokenizer, *, key: str, path: str) -> TextSource:
+def _open_text(config: DataConfig, encoder: TextEncoder, *, key: str, path: str) -> TextSource:
     files = find_files(key, path)
     nothing = f"{key}={path!r} has no text: every document in it is empty."
-    cached = cached_text(config, tokenizer, files)
+    cached = cached_text(config, encoder, files)
     if cached is not None:
+        notes = (cached.note, *spelled_notes(cached.spelled_special_tokens, encoder.in_text))
         found = (cached.stream, cached.document_starts, cached.fingerprint)
-        return _source(config, *found, nothing, cached.place, (cached.note,))
-    stream, starts = _tokenize(read_documents(files, tokenizer), tokenizer)
-    content = text_fingerprint(stream, starts, tokenizer=tokenizer.fingerprint, dtype=str(stream.dtype))
-    return _source(config, stream, starts, content, nothing, None)
+        return _source(config, *found, nothing, cached.place, notes)
+    stream, starts, num_spelled = _tokenize(read_documents(files, encoder), encoder)
+    content = text_fingerprint(stream, starts, tokenizer=encoder.tokenizer.fingerprint, dtype=str(stream.dtype))
+    return _source(config, stream, starts, content, nothing, None, spelled_notes(num_spelled, encoder.in_text))
 
 
-def _open_prepared(config: DataConfig, tokenizer: Tokenizer, *, key: str, path: str) -> TextSource:
+def _open_prepared(config: DataConfig, encoder: TextEncoder, *, key: str, path: str) -> TextSource:
     directory, shards = find_prepared(key, path)
     stream, starts = open_prepared(key, directory, shards)
-    manifest = stream.manifest
+    manifest, tokenizer = stream.manifest, encoder.tokenizer
     if manifest.tokenizer != tokenizer.fingerprint:
         raise UserError(
             f"{key}={path!r} was prepared with the tokenizer {manifest.tokenizer}; that of the config is "
             f"{tokenizer.fingerprint}. Name the tokenizer of the data, or prepare them again."
         )
+    if problem := encoder.disagreement(manifest.begin_ids, add_eos=manifest.add_eos):
+        raise UserError(f"{key}={path!r}: {problem} Or prepare the data again.")
     place = IndexPlace(directory / "rows", manifest.fingerprint)
-    return _source(config, stream, starts, manifest.fingerprint, f"{key}={path!r} has no document.", place)
+    notes = spelled_notes(manifest.spelled_special_tokens, manifest.special_tokens_in_text)
+    nothing = f"{key}={path!r} has no document."
+    return _source(config, stream, starts, manifest.fingerprint, nothing, place, notes)
 
 
-def _open_megatron(config: DataConfig, tokenizer: Tokenizer, *, key: str, path: str) -> TextSource:
+def _open_megatron(config: DataConfig, encoder: TextEncoder, *, key: str, path: str) -> TextSource:
+    tokenizer = encoder.tokenizer
     found = open_megatron(key, path, tokenizer)
     nothing = f"{key}={path!r} has no document of two tokens."
     content = f"{tokenizer.fingerprint}:{found.content}"
     documents, unended = len(found.document_starts) - 1, found.unended_documents
     note = f"{unended:,} of {documents:,} documents do not end with the end-of-text token."
     notes = (note,) if unended else ()
+    begin = found.stream[: len(encoder.begin_ids)]
+    if not np.array_equal(begin, encoder.begin_ids):
+        notes += ("the first document does not begin as this tokenizer begins texts; add_bos=false says so.",)
     return _source(config, found.stream, found.document_starts, content, nothing, found.place, notes)
 
 
@@ -281,15 +288,14 @@ def _source(
 _OPENED_BY = {"text": _open_text, "array_record": _open_prepared, "megatron": _open_megatron}
 
 
-def _tokenize(documents: Iterator[str], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """(stream, document_starts) without the empty documents."""
-    dtype = np.dtype(token_dtype(tokenizer.vocab_size))
-    streams, counts = [np.zeros(0, dtype)], [np.zeros(0, np.int64)]
+def _tokenize(documents: Iterator[str], encoder: TextEncoder) -> tuple[np.ndarray, np.ndarray, int]:
+    """(stream, document_starts) without the empty documents, and how many special tokens they spell."""
+    dtype = np.dtype(token_dtype(encoder.tokenizer.vocab_size))
+    streams, lengths, num_spelled = [np.zeros(0, dtype)], [np.zeros(0, np.int64)], 0
     while texts := list(itertools.islice(documents, _DOCUMENTS_PER_ENCODING)):
-        stream, count = tokenized(tokenizer, texts, dtype)
-        streams.append(stream)
-        counts.append(count)
-    lengths = np.concatenate(counts)
-    present = lengths[lengths > 1]  # an empty document leaves nothing in the stream, not even its end-of-text
-    document_starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(present, dtype=np.int64)])
-    return np.concatenate(streams), document_starts
+        encoded = encoder.documents(texts, dtype)
+        streams.append(encoded.stream)
+        lengths.append(encoded.lengths[encoded.lengths > 0])
+        num_spelled += encoded.num_spelled
+    document_starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate(lengths), dtype=np.int64)])
+    return np.concatenate(streams), document_starts, num_spelled

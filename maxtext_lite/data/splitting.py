@@ -1,4 +1,4 @@
-"""Texts as a stream of token ids; and places where a long text may be cut without changing its tokens.
+"""Places where a long text may be cut without changing its tokens.
 
 A tokenizer that splits a text into words by one of the known patterns, and merges bytes within words only, ends a word
 before a single space between two letters: no alternative of the patterns continues from a letter into a space, and only
@@ -9,14 +9,7 @@ tokenized as it is within the whole. Texts are not cut for any other tokenizer.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
-
-if TYPE_CHECKING:
-    from maxtext_lite.data.tokenizer import Tokenizer
-
-_CHARACTERS_OF_A_PIECE, _PIECES_AT_ONCE = 2**19, 8
+from typing import Any
 
 _LETTERS_AROUND_A_SPACE = re.compile(r"(?<=[A-Za-z]) (?=[A-Za-z])")
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -66,26 +59,3 @@ def pieces(text: str, most: int) -> list[str]:
         found.append(text[start : place.start()])
         start = place.start()
     return [*found, text[start:]]
-
-
-def tokenized(tokenizer: Tokenizer, texts: list[str], dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """(token ids of the texts, each nonempty one followed by end-of-text; tokens of each, end-of-text included)."""
-    encoded = _encoded(tokenizer, texts)
-    counts = np.array([len(ids) + 1 for ids in encoded], np.int64)
-    stops = np.cumsum(np.where(counts > 1, counts, 0))
-    stream = np.full(stops[-1] if len(stops) else 0, tokenizer.end_of_text_id, dtype)
-    for ids, count, stop in zip(encoded, counts.tolist(), stops.tolist(), strict=True):
-        stream[stop - count : stop - 1] = ids
-    return stream, counts
-
-
-def _encoded(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
-    """The token ids of each text; a long text is encoded in pieces."""
-    pieces = [tokenizer.pieces(text, _CHARACTERS_OF_A_PIECE) for text in texts]
-    if all(len(of_text) == 1 for of_text in pieces):
-        return tokenizer.encode_documents(texts)
-    encoded = []
-    for of_text in pieces:
-        groups = (of_text[first : first + _PIECES_AT_ONCE] for first in range(0, len(of_text), _PIECES_AT_ONCE))
-        encoded.append(np.concatenate([ids for group in groups for ids in tokenizer.encode_documents(group)]))
-    return encoded

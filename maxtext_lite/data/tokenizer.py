@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import codecs
 import collections
+import functools
 import hashlib
 import json
 import pathlib
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -19,7 +21,7 @@ import numpy as np
 from maxtext_lite.config import RunConfig, UserError
 from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import setting_text, value_text
-from maxtext_lite.config.json_file import check_file, is_directory, is_there, read_bytes, user_path
+from maxtext_lite.config.json_file import check_file, is_directory, is_there, read_bytes, read_object, user_path
 from maxtext_lite.data import splitting
 from maxtext_lite.data.special_tokens import CONFIG_FILE, special_tokens
 
@@ -28,6 +30,9 @@ END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<|end▁of▁sentence|
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _MOST_BYTES = 4  # of a character in UTF-8
+_SEAM = 8  # tokens of a prompt on which the first characters after it depend
+_FIRST_STAND_IN = 0x10F000  # of the private characters that stand for special tokens
+_STAND_INS = re.compile("[\U0010f000-\U0010ffff]")
 
 
 class PlacedTokens(NamedTuple):
@@ -65,22 +70,38 @@ class Tokenizer(Protocol):
     Attributes:
       vocab_size: the largest token id plus one.
       end_of_text_id: the token that ends a document.
-      special_ids: tokens that are not text; `encode` returns them where a text spells them.
+      begin_ids: the tokens that it puts before a text by itself.
+      bos_id: its begin-of-text token, whether it adds it or not; None: it has none.
+      special_ids: tokens that are not text; `encode` of a tokenizer.json returns them where a text spells them.
+      special_tokens: their ids by how they are spelled.
+      unknown_token: how the token of unknown words is spelled; "": there is none.
       fingerprint: equal for tokenizers that give equal ids, wherever their files are.
     """
 
     vocab_size: int
     end_of_text_id: int
+    begin_ids: tuple[int, ...] = ()
+    bos_id: int | None = None
     special_ids: frozenset[int]
+    special_tokens: Mapping[str, int] = {}
+    unknown_token: str = ""
     fingerprint: str
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids, int32 [number of tokens], without end-of-text or other additions."""
         ...
 
-    def encode_with_special(self, text: str) -> np.ndarray:
-        """`encode`, with the tokens that a tokenizer from elsewhere adds around a text, such as a begin-of-text."""
-        return self.encode(text)
+    def may_spell(self, token_ids: np.ndarray) -> bool:
+        """Whether the text with these tokens may spell special tokens."""
+        return bool(self.special_tokens)
+
+    def encode_parts(self, parts: Sequence[str | int]) -> PlacedTokens:
+        """The tokens of a text in parts: texts, in which nothing is a special token, and special tokens by their ids.
+
+        Each special token counts as one character.
+        """
+        (placed,) = self.encode_placed(["".join(part for part in parts if isinstance(part, str))])
+        return placed
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         """`encode` of each text, in parallel if the library can."""
@@ -98,9 +119,25 @@ class Tokenizer(Protocol):
         """The text; special tokens contribute none."""
         ...
 
-    def stream_decoder(self) -> StreamDecoder:
-        """A new decoder for one text that holds back incomplete characters."""
-        return _PrefixStream(self)
+    def decode_after(self, prompt: Sequence[int], token_ids: Iterable[int]) -> str:
+        """The text that the tokens add to that of a prompt, with a space at the seam if they have one."""
+        seam, token_ids = self._seam(prompt), [*token_ids]
+        before, whole = self.decode(seam), self.decode([*seam, *token_ids])
+        return whole[len(before) :] if whole.startswith(before) else self.decode(token_ids)
+
+    def stream_decoder(self, prompt: Sequence[int] = ()) -> StreamDecoder:
+        """A new decoder for one text, after that of a prompt, that holds back incomplete characters."""
+        return _PrefixStream(self, self._seam(prompt))
+
+    def _seam(self, prompt: Sequence[int]) -> list[int]:
+        """The last tokens of a prompt that are text."""
+        seam: list[int] = []
+        for token_id in reversed(prompt):
+            if len(seam) == _SEAM:
+                break
+            if token_id not in self.special_ids:
+                seam.insert(0, int(token_id))
+        return seam
 
 
 class TokenizerKeys(Protocol):
@@ -173,7 +210,11 @@ class ByteTokenizer(Tokenizer):
         """The text; invalid UTF-8 becomes U+FFFD, and ids of 256 and above have no text."""
         return bytes(int(i) for i in token_ids if i < 256).decode("utf-8", errors="replace")
 
-    def stream_decoder(self) -> StreamDecoder:
+    def decode_after(self, prompt: Sequence[int], token_ids: Iterable[int]) -> str:
+        """`decode`: no byte depends on those before."""
+        return self.decode(token_ids)
+
+    def stream_decoder(self, prompt: Sequence[int] = ()) -> StreamDecoder:
         """A decoder that holds back the bytes of an incomplete character."""
         return _ByteStream()
 
@@ -198,11 +239,11 @@ class _PrefixStream:
     incomplete character at the end, and sentencepiece has no equivalent.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._ids: list[int] = []
+        self._ids = [*before]
         self._context_start = 0  # the first token to decode again
-        self._emitted_end = 0  # tokens before this one have been returned as text
+        self._emitted_end = len(before)  # tokens before this one have been returned as text
         self._newest = collections.deque[int](maxlen=_MOST_BYTES)  # tokens with text
 
     def push(self, token_id: int) -> str:
@@ -259,20 +300,47 @@ class HuggingFaceTokenizer(Tokenizer):
             self._tokenizer.model.dropout = None
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         added = self._tokenizer.get_added_tokens_decoder()
-        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.special_tokens = {token.content: token_id for token_id, token in added.items() if token.special}
+        self.special_ids = frozenset(self.special_tokens.values())
         self.end_of_text_id = self._find_end_of_text(path)
-        self._may_split = splitting.may_split(json.loads(content))
+        self.bos_id = self._named_token(path, "bos_token")
+        self.begin_ids = self._find_begin(path)
+        stated = json.loads(content)
+        self.unknown_token = _unknown_token(stated.get("model") or {})
+        self._is_special = np.zeros(self.vocab_size, bool)
+        self._is_special[[*self.special_ids]] = True
+        self._may_split = splitting.may_split(stated)
         self.fingerprint = f"huggingface:{hashlib.sha256(content).hexdigest()}:{self.end_of_text_id}"
 
+    def _named_token(self, path: pathlib.Path, name: str) -> int | None:
+        """The id of the token that the files beside the tokenizer state under this name."""
+        stated = special_tokens(path.parent).get(name)
+        if stated is None or stated.text is None:
+            return None
+        token_id: int | None = self._tokenizer.token_to_id(stated.text) if _is_text(stated.text) else None
+        if token_id is None and name == "eos_token":
+            text = value_text(stated.text)
+            raise UserError(f"{str(stated.file)!r}: the tokenizer has no token eos_token='{text}'.")
+        return token_id
+
+    def _find_begin(self, path: pathlib.Path) -> tuple[int, ...]:
+        """The tokens that its post-processor puts before a text, or begin-of-text if `add_bos_token` says so."""
+        for text in ("a", "A", "1"):
+            whole = self._tokenizer.encode(text)
+            if 0 in whole.special_tokens_mask:
+                begin = tuple(whole.ids[: whole.special_tokens_mask.index(0)])
+                break
+        else:
+            begin = ()
+        if not begin and self.bos_id is not None and _adds_bos(path):
+            return (self.bos_id,)
+        return begin
+
     def _find_end_of_text(self, path: pathlib.Path) -> int:
-        names = {t.content: i for i, t in self._tokenizer.get_added_tokens_decoder().items() if t.special}
-        stated = special_tokens(path.parent).get("eos_token")
-        if stated is not None and stated.text is not None:
-            token_id = self._tokenizer.token_to_id(stated.text) if _is_text(stated.text) else None
-            if token_id is None:
-                name = value_text(stated.text)
-                raise UserError(f"{str(stated.file)!r}: the tokenizer has no token eos_token='{name}'.")
-            return token_id
+        names = self.special_tokens
+        stated = self._named_token(path, "eos_token")
+        if stated is not None:
+            return stated
         for name in END_OF_TEXT_NAMES:
             if name in names:
                 return names[name]
@@ -286,9 +354,47 @@ class HuggingFaceTokenizer(Tokenizer):
         """Token ids, int32, without the tokens that the tokenizer's own template would add."""
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
-    def encode_with_special(self, text: str) -> np.ndarray:
-        """`encode`, with the tokens that the tokenizer's own template adds around a text."""
-        return np.array(self._tokenizer.encode(text, add_special_tokens=True).ids, np.int32)
+    def may_spell(self, token_ids: np.ndarray) -> bool:
+        """Whether special tokens are among these; unknown words may have one too."""
+        return bool(self._is_special[token_ids].any())
+
+    def encode_parts(self, parts: Sequence[str | int]) -> PlacedTokens:
+        """The tokens of a text in parts: texts, in which nothing is a special token, and special tokens by their ids.
+
+        Raises:
+          UserError: a text has a private character that stands for special tokens here.
+        """
+        library, meant = self._library_of_parts
+        text = "".join(part if isinstance(part, str) else self._stand_in(part) for part in parts)
+        if any(isinstance(part, str) and _STAND_INS.search(part) for part in parts):
+            raise UserError("the text spells special tokens and has private characters from U+10F000 on. Remove these.")
+        encoding = library.encode(text, add_special_tokens=False)
+        token_ids = np.array([meant.get(token_id, token_id) for token_id in encoding.ids], np.int32)
+        starts, stops = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+        return PlacedTokens(token_ids, _without_gaps(starts, stops), stops)
+
+    @functools.cached_property
+    def _library_of_parts(self) -> tuple[Any, dict[int, int]]:
+        """A tokenizer that reads special tokens only from characters that stand for them; what its further ids mean."""
+        import tokenizers
+
+        library: Any = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+        library.encode_special_tokens = True
+        return library, {}
+
+    def _stand_in(self, special_id: int) -> str:
+        """The character that stands for a special token; it is added with the token's own rules about spaces."""
+        import tokenizers
+
+        library, meant = self._library_of_parts
+        number = next((number for number, each in enumerate(meant.values()) if each == special_id), len(meant))
+        character = chr(_FIRST_STAND_IN + number)
+        if number == len(meant):
+            token = self._tokenizer.get_added_tokens_decoder()[special_id]
+            rules = {name: getattr(token, name) for name in ("single_word", "lstrip", "rstrip")}
+            library.add_tokens([tokenizers.AddedToken(character, special=False, normalized=False, **rules)])
+            meant[library.token_to_id(character)] = special_id
+        return character
 
     def pieces(self, text: str, most: int) -> list[str]:
         """Parts cut at spaces, if the file describes a tokenizer for which that is safe."""
@@ -313,7 +419,9 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A sentencepiece `.model`, whose eos piece is end-of-text.
+    """A sentencepiece `.model`, whose eos piece is end-of-text, and whose bos piece, if it has one, begins texts.
+
+    A text that spells a control piece is only characters to it.
 
     Raises:
       UserError: the file cannot be read, or the model was trained without an eos piece.
@@ -334,18 +442,17 @@ class SentencePieceTokenizer(Tokenizer):
             raise UserError(
                 f"tokenizer_path={str(path)!r} has no end-of-text token: the model was trained without an eos piece."
             )
-        ids = range(self.vocab_size)
-        self.special_ids = frozenset(token_id for token_id in ids if self._processor.is_control(token_id))
+        control = [token_id for token_id in range(self.vocab_size) if self._processor.is_control(token_id)]
+        self.special_tokens = {self._processor.id_to_piece(token_id): token_id for token_id in control}
+        self.special_ids = frozenset(control)
+        self.bos_id = bos_id if (bos_id := self._processor.bos_id()) >= 0 else None
+        adds_bos = _adds_bos(path)
+        self.begin_ids = () if self.bos_id is None or adds_bos is False else (self.bos_id,)
         self.fingerprint = f"sentencepiece:{hashlib.sha256(content).hexdigest()}"
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids, int32."""
         return np.array(self._processor.encode(text, out_type=int), np.int32)
-
-    def encode_with_special(self, text: str) -> np.ndarray:
-        """`encode` after the model's begin-of-text piece if it has one, as those of Llama 2 and Gemma do."""
-        begin = self._processor.bos_id()
-        return np.concatenate([np.array([begin] if begin >= 0 else [], np.int32), self.encode(text)])
 
     def encode_placed(self, texts: Sequence[str]) -> list[PlacedTokens]:
         """`encode` of each text, with the characters that each piece represents."""
@@ -359,6 +466,20 @@ class SentencePieceTokenizer(Tokenizer):
     def decode(self, token_ids: Iterable[int]) -> str:
         """The text; control pieces and ids outside the vocabulary contribute none."""
         return self._processor.decode([int(i) for i in token_ids if i < self.vocab_size])
+
+
+def _adds_bos(path: pathlib.Path) -> bool | None:
+    """Whether texts begin with the begin-of-text token, by the tokenizer_config.json beside a tokenizer."""
+    file = path.parent / CONFIG_FILE
+    stated = read_object(file).get("add_bos_token") if is_there(file) else None
+    return stated if isinstance(stated, bool) else None
+
+
+def _unknown_token(model: Mapping[str, Any]) -> str:
+    """How a tokenizer.json's model spells the token of what it does not know; "": it has none."""
+    if isinstance(model.get("unk_id"), int):  # Unigram
+        return model["vocab"][model["unk_id"]][0]
+    return model.get("unk_token") or ""
 
 
 def _without_gaps(starts: np.ndarray, stops: np.ndarray) -> np.ndarray:

@@ -60,20 +60,22 @@ class _Prompter:
         """The tokens of a text; with chat, those of a conversation in which it is the user's first turn."""
         if self.template:
             return self.after([*self.first_turns, {"role": "user", "content": text}])
-        return self._or_end_of_text(self.tokens.encode(text))
+        return self.tokens.encoder.prompt(text).tolist()
 
     def after(self, turns: Turns) -> list[int]:
         """The prompt for the model's answer to these turns."""
         assert self.template is not None, "turns need chat"
-        return self._or_end_of_text(self.tokens.encode(self.template.render(turns), plain=True))
+        encoder = self.tokens.encoder
+        hidden = [turn | {"content": encoder.hide("the prompt", turn["content"])} for turn in turns]
+        text = self.template.render(hidden)
+        encoder.check_carried(hidden, text, self.template.render)
+        (token_ids,) = encoder.encode_rendered([text])
+        return encoder.or_end(token_ids).tolist()
 
-    def _or_end_of_text(self, token_ids: list[int]) -> list[int]:
-        """The tokens, or end-of-text if there are none: a new document begins after the end of another."""
-        return token_ids or [self.tokens.tokenizer.end_of_text_id]
-
-    def begin(self) -> WrittenText:
-        """An empty text, to which tokens are added."""
-        return self.tokens.begin(self.asked.stop_strings, self.stop_token_ids)
+    def begin(self, prompt: list[int]) -> WrittenText:
+        """An empty text, to which tokens are added: the continuation of a prompt, or with chat an answer to it."""
+        before = () if self.template else prompt
+        return self.tokens.begin(self.asked.stop_strings, self.stop_token_ids, prompt=before)
 
 
 def generate(directory: Path, config: Config, asked: GenerateConfig, *, as_json: bool) -> None:
@@ -114,10 +116,10 @@ def generate(directory: Path, config: Config, asked: GenerateConfig, *, as_json:
             return
         tokens = stream(prompts)
         if as_json or prompter is None:
-            print(json_text(_answers(tokens, len(prompts), prompter)))
+            print(json_text(_answers(tokens, prompts, prompter)))
         else:
             # A continued text includes its prompt; an answer does not.
-            _print_texts(tokens, prompter, ["" if asked.chat else text for text in texts])
+            _print_texts(tokens, prompts, prompter, ["" if asked.chat else text for text in texts])
     print(tokens, file=sys.stderr)
 
 
@@ -142,8 +144,9 @@ def _converse(stream: Callable[[list[list[int]]], TimedTokens], prompter: _Promp
         if not line:
             return
         turns.append({"role": "user", "content": line.rstrip("\n")})
-        answer = prompter.begin()
-        for _, token, _ in stream([prompter.after(turns)]):
+        prompt = prompter.after(turns)
+        answer = prompter.begin(prompt)
+        for _, token, _ in stream([prompt]):
             print(answer.push(token), end="", flush=True)
             if answer.ended:
                 break
@@ -151,10 +154,10 @@ def _converse(stream: Callable[[list[list[int]]], TimedTokens], prompter: _Promp
         turns.append({"role": "assistant", "content": answer.text})
 
 
-def _answers(tokens: TimedTokens, count: int, prompter: _Prompter | None) -> list[dict[str, Any]]:
+def _answers(tokens: TimedTokens, prompts: list[list[int]], prompter: _Prompter | None) -> list[dict[str, Any]]:
     """For each prompt its new tokens, their log-probabilities and, with a tokenizer, their text."""
-    answers: list[dict[str, Any]] = [{"tokens": [], "log_probabilities": []} for _ in range(count)]
-    written = [prompter.begin() for _ in range(count)] if prompter else []
+    answers: list[dict[str, Any]] = [{"tokens": [], "log_probabilities": []} for _ in prompts]
+    written = [*map(prompter.begin, prompts)] if prompter else []
     for index, token, log_probability in tokens:
         if written and written[index].ended:
             continue
@@ -170,13 +173,13 @@ def _answers(tokens: TimedTokens, count: int, prompter: _Prompter | None) -> lis
     return answers
 
 
-def _print_texts(tokens: TimedTokens, prompter: _Prompter, shown: list[str]) -> None:
+def _print_texts(tokens: TimedTokens, prompts: list[list[int]], prompter: _Prompter, shown: list[str]) -> None:
     """Streams a single text; prints several, each after a separating line, once all are complete.
 
     Args:
       shown: the text to print before each.
     """
-    written = [prompter.begin() for _ in shown]
+    written = [*map(prompter.begin, prompts)]
     alone = len(written) == 1
     if alone:
         print(shown[0], end="", flush=True)

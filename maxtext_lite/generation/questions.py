@@ -113,15 +113,23 @@ def _exp(exponent: float) -> float:
         return math.inf
 
 
-def perplexity(scored: Sequence[Scored], texts: Sequence[str]) -> dict[str, float]:
-    """The perplexity of texts, from the scores of all their parts; infinite beyond 709 nats per token."""
+def perplexity(scored: Sequence[Scored], texts: Sequence[str], unscored: Sequence[str] = ()) -> dict[str, float]:
+    """The perplexity of texts, from the scores of all their parts; infinite beyond 709 nats per token.
+
+    Args:
+      unscored: parts of the texts that are not scored, whose bytes do not count.
+    """
     nll, tokens = -sum(part.log_likelihood for part in scored), sum(part.num_tokens for part in scored)
     return {
         "loss": nll / tokens,
         "perplexity": _exp(nll / tokens),
-        "bits_per_byte": nll / math.log(2) / sum(len(text.encode()) for text in texts),
+        "bits_per_byte": nll / math.log(2) / (_num_bytes(texts) - _num_bytes(unscored)),
         "tokens": tokens,
     }
+
+
+def _num_bytes(texts: Sequence[str]) -> int:
+    return sum(len(text.encode()) for text in texts)
 
 
 def accuracy(questions: Sequence[Question | Cloze], scored: Sequence[Scored]) -> dict[str, float]:

@@ -14,6 +14,7 @@ from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.data import Tokenizer
 from maxtext_lite.data.preparing.documents import read_documents
+from maxtext_lite.data.text_encoder import TextEncoder
 from maxtext_lite.data.text_files import find_files
 from maxtext_lite.generation.questions import (
     Scored,
@@ -170,10 +171,23 @@ class TextScorer:
     def _scorer(self) -> Scorer:
         return Scorer(*self._model, rows_at_once=self._rows_at_once)
 
+    @property
+    def encoder(self) -> TextEncoder:
+        """How texts of the model begin and end."""
+        return self._tokens.encoder
+
+    @property
+    def _begins_with_end(self) -> bool:
+        """Whether end-of-text precedes each text: of a model from scratch, whose texts begin with no other token."""
+        return not self._tokens.carried and not len(self.encoder.begin_ids)
+
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, beginning as in training: as its tokenizer begins texts, or with end-of-text."""
-        begin = [] if self._tokens.carried else [self._end_of_text_id]
-        return begin + self._tokens.encode(text)
+        return self._begin(self.tokenizer.encode(text))
+
+    def _begin(self, token_ids: np.ndarray) -> list[int]:
+        begin = [self._end_of_text_id] if self._begins_with_end else []
+        return begin + self.encoder.begin(token_ids).tolist()
 
     def continuations(
         self, pairs: Iterable[tuple[str, str]], name: Callable[[int], str] = "continuation {:,}".format
@@ -225,10 +239,20 @@ class TextScorer:
         Raises:
           UserError: all texts have fewer than two tokens, or a window a log-likelihood that is not finite.
         """
-        of_texts = [self.encode(text) for text in texts]
+        of_texts = [*map(self._begin, self.encoder.encode(texts)[0])]
         if max(map(len, of_texts), default=0) < 2:
             raise UserError(f"{name} has no text of at least 2 tokens, so it has no perplexity.")
         return self._windows(of_texts, stride, name)
+
+    def unscored(self, texts: Sequence[str]) -> list[str]:
+        """The text of each first token that no window scores, because no token precedes it."""
+        if self.encode(""):
+            return []
+        placed = self.tokenizer.encode_placed(texts)
+        firsts = [
+            each.starts[1] if len(each.starts) > 1 else len(text) for each, text in zip(placed, texts, strict=True)
+        ]
+        return [text[:first] for text, first in zip(texts, firsts, strict=True) if text]
 
     def whole(self, text: str) -> list[Scored]:
         """The scores of a text's windows, from its first token on; none for an empty text.
@@ -266,8 +290,8 @@ class TextScorer:
                 f"max_new_tokens={asked.max_new_tokens} leaves no room for a prompt in max_length={self._max_length}. "
                 f"Nearest that works: {self._max_length - 1}."
             )
-        text = self._tokens.begin(asked.stop_strings)
         prompt = self.encode(asked.prompt)[-room:] or [self._end_of_text_id]
+        text = self._tokens.begin(asked.stop_strings, prompt=prompt)
         with self._precision():
             for _, token, log_probability in self._sampler.stream(
                 [prompt],
@@ -296,9 +320,10 @@ def evaluate(directory: Path, config: Config, asked: EvaluateConfig) -> dict[str
         directory, config, max_length=asked.max_length, rows_at_once=asked.rows_at_once, mesh=asked.mesh
     )
     if asked.text:
-        texts = list(read_documents(find_files("text", asked.text), scorer.tokenizer))
+        texts = list(read_documents(find_files("text", asked.text), scorer.encoder))
         scored = scorer.windows(texts, asked.stride or asked.max_length - 1, f"text={asked.text}")
-        return perplexity(scored, texts)
+        unscored = scorer.unscored(texts)
+        return perplexity(scored, texts, unscored) | {"unscored_first_tokens": len(unscored)}
     pairs = [(each.context, with_blank(each.context, choice)) for each in questions for choice in each.choices]
     names = [
         f"{kind}={asked.choices or asked.cloze}, question {number:,}{f', choice {choice}' if asked.choices else ''}"

@@ -1,8 +1,9 @@
 """Streamed text, token by token: where it ends, and its speed."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+from maxtext_lite.data.text_encoder import without_stand_ins
 from maxtext_lite.data.tokenizer import StreamDecoder
 
 
@@ -46,13 +47,21 @@ def _overlap(text: str, stop: str) -> int:
 class WrittenText:
     """A growing text that ends before a stop token or a stop string.
 
+    Args:
+      stand_ins: what stands in `stop_strings` for special tokens, by their ids.
     Attributes:
       text: the text so far, without what a stop string may still remove.
       ended: nothing more is added.
     """
 
-    def __init__(self, decoder: StreamDecoder, stop_ids: Sequence[int], stop_strings: Sequence[str]) -> None:
-        self._stop, self._decoder = frozenset(stop_ids), decoder
+    def __init__(
+        self,
+        decoder: StreamDecoder,
+        stop_ids: Sequence[int],
+        stop_strings: Sequence[str],
+        stand_ins: Mapping[int, str] | None = None,
+    ) -> None:
+        self._stop, self._decoder, self._stand_ins = frozenset(stop_ids), decoder, stand_ins or {}
         self._until = StopText(stop_strings)
         self.ended = False
         self.text = ""
@@ -63,7 +72,7 @@ class WrittenText:
             return ""
         if token in self._stop:
             return self.end()
-        return self._add(self._until.push(self._decoder.push(token)))
+        return self._add(self._until.push(self._decoder.push(token) + self._stand_ins.get(token, "")))
 
     def end(self) -> str:
         """Ends the text; returns its rest, "" if it had already ended."""
@@ -75,6 +84,7 @@ class WrittenText:
         return piece
 
     def _add(self, piece: str) -> str:
+        piece = without_stand_ins(piece)
         self.text += piece
         self.ended = self._until.found
         return piece

@@ -1,4 +1,4 @@
-"""The tokenizer of a directory's model, and how its texts begin and end."""
+"""The tokens of a directory's model: how its texts begin and end, and how they are read."""
 
 from __future__ import annotations
 
@@ -9,17 +9,8 @@ from pathlib import Path
 from maxtext_lite.config import Config
 from maxtext_lite.config.hf.directory import hf_directory
 from maxtext_lite.data import Tokenizer, check_vocabulary, load_tokenizer
+from maxtext_lite.data.text_encoder import TextEncoder, stop_tokens
 from maxtext_lite.generation.stream_text import WrittenText
-from maxtext_lite.hf import stop_ids_with
-
-
-def stop_tokens(carried: Path | None, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The tokens after which a text ends: those in the model's files, and end-of-text.
-
-    Args:
-      carried: the directory of the files that came with the model; None if it was trained from scratch.
-    """
-    return tuple(dict.fromkeys([*(stop_ids_with(carried, tokenizer) if carried else ()), tokenizer.end_of_text_id]))
 
 
 @dataclass(frozen=True)
@@ -31,7 +22,7 @@ class TextTokens:
       stop_token_ids: tokens after which a text ends.
     """
 
-    tokenizer: Tokenizer
+    encoder: TextEncoder
     carried: Path | None
     stop_token_ids: tuple[int, ...]
 
@@ -44,19 +35,22 @@ class TextTokens:
         """
         tokenizer = load_tokenizer(config)
         check_vocabulary(tokenizer, config.vocab_size)
-        carried = hf_directory(directory)
-        return cls(tokenizer, carried, stop_tokens(carried, tokenizer))
+        stop = stop_tokens([directory], tokenizer)
+        return cls(TextEncoder(config, tokenizer), hf_directory(directory), stop)
 
-    def encode(self, text: str, *, plain: bool = False) -> list[int]:
-        """The tokens of a text, with the special tokens that its tokenizer puts first in training.
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer."""
+        return self.encoder.tokenizer
+
+    def begin(
+        self, stop_strings: Sequence[str], stop_token_ids: Sequence[int] | None = None, *, prompt: Sequence[int] = ()
+    ) -> WrittenText:
+        """An empty text that ends before any of `stop_strings`, and at these tokens or the model's.
 
         Args:
-          plain: without them, as the text has its own, such as a rendered chat template.
+          prompt: the tokens of the text that it continues; none for an answer, which is a text by itself.
         """
-        encode = self.tokenizer.encode_with_special if self.carried and not plain else self.tokenizer.encode
-        return encode(text).tolist()
-
-    def begin(self, stop_strings: Sequence[str], stop_token_ids: Sequence[int] | None = None) -> WrittenText:
-        """An empty text that ends before any of `stop_strings`, and at these tokens or the model's."""
         stop = self.stop_token_ids if stop_token_ids is None else stop_token_ids
-        return WrittenText(self.tokenizer.stream_decoder(), stop, stop_strings)
+        strings, stand_ins = self.encoder.stop_strings(stop_strings)
+        return WrittenText(self.tokenizer.stream_decoder(prompt), stop, strings, stand_ins)

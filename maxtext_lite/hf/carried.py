@@ -1,60 +1,35 @@
 """The files about a model's tokens: tokenizer and chat template, and what its config.json and others say of them."""
 
-import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from maxtext_lite.config import Config, DataConfig, UserError
 from maxtext_lite.config.errors import value_text
-from maxtext_lite.config.hf.directory import CARRIED, TOKENIZER_FILES, files_of_model, hf_directory, tokenizer_keys
+from maxtext_lite.config.hf.directory import (
+    CARRIED,
+    TOKENIZER_FILES,
+    files_of_model,
+    hf_directory,
+    paths_of_model,
+    tokenizer_keys,
+)
 from maxtext_lite.config.hf.fields import JsonObject, is_whole
 from maxtext_lite.config.json_file import is_there, read_bytes, read_object, user_path
 from maxtext_lite.config.whole_file import write_whole
 from maxtext_lite.data import Tokenizer, load_tokenizer
+from maxtext_lite.data.text_encoder import (
+    file_hash,
+    has_tokenizer,
+    special_among,
+    stop_ids_in,
+    stop_ids_of,
+    stop_tokens,
+)
 
-_MODEL_FILES = ("config.json", "generation_config.json")
+_GENERATION = "generation_config.json"
+_MODEL_FILES = ("config.json", _GENERATION)
 _TOKENIZER_CONFIG, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
-
-
-def stop_ids_of(directory: Path) -> list[int]:
-    """The tokens that end a text, by generation_config.json and config.json.
-
-    Raises:
-      UserError: one of the two is not a JSON object, or its eos_token_id is not a token or a list of tokens.
-    """
-    ids: list[int] = []
-    for name in ("generation_config.json", "config.json"):
-        if is_there(directory / name):
-            value: Any = read_object(directory / name).get("eos_token_id")
-            stated = value if isinstance(value, list) else [] if value is None else [value]
-            if not all(is_whole(each, 0) for each in stated):
-                raise UserError(
-                    f"{directory / name}: eos_token_id={value_text(value)} is not a token's number, or a list of them."
-                )
-            ids += stated
-    return list(dict.fromkeys(ids))
-
-
-def stop_ids_with(directory: Path, tokenizer: Tokenizer) -> list[int]:
-    """`stop_ids_of`; with another tokenizer than the directory's, those that are special tokens of both."""
-    ids = stop_ids_of(directory)
-    return ids if _has_tokenizer(directory, tokenizer.fingerprint) else _special(ids, tokenizer)
-
-
-def _special(ids: Iterable[int], tokenizer: Tokenizer) -> list[int]:
-    return [each for each in ids if each in tokenizer.special_ids]
-
-
-def _has_tokenizer(directory: Path, known_by: str) -> bool:
-    """Whether a directory's tokenizer is the one known by this SHA-256; a directory without one goes with bytes."""
-    files = [directory / name for name in TOKENIZER_FILES.values() if is_there(directory / name)]
-    return any(_sha256(file) in known_by for file in files) if files else known_by == "byte"
-
-
-def _sha256(file: Path) -> str:
-    return hashlib.sha256(read_bytes(file)).hexdigest()
 
 
 def tokenizer_file(config: DataConfig) -> Path | None:
@@ -77,39 +52,67 @@ def end_of_text_of(config: Config) -> int | None:
     return end if end < config.vocab_size else None
 
 
-def store_files(config: Config, out: Path) -> None:
+def store_files(
+    config: Config, out: Path, *, learned: Sequence[int] = (), paths: Sequence[str | Path] | None = None
+) -> None:
     """Stores the tokenizer and the chat template of a model, and the config.json that it came with, if any.
 
-    What an earlier start stored is removed where it is no longer in use.
+    Its generation_config.json gets the tokens after which texts end that it lacks. What an earlier start stored is
+    removed where it is no longer in use.
 
+    Args:
+      learned: tokens with which answers end that the run learns.
+      paths: where other tokens after which texts end are stated; None: those of the config's model.
     Raises:
       UserError: a file cannot be read.
     """
     origin = files_of_model(config)
     contents = _token_files(config, origin) | (_model_files(config, origin) if origin else {})
+    contents |= _with_stops(contents, config, learned, paths_of_model(config) if paths is None else paths)
     _write(out, contents)
     for name in CARRIED:
         if name not in contents:
             (out / name).unlink(missing_ok=True)
 
 
-def carry_tokens(config: Config, carried: Path | None, out: Path) -> None:
+def new_ends(config: Config, learned: Sequence[int]) -> list[str]:
+    """The spelling of those tokens, of learned answers, at which the texts of the model did not end before."""
+    if not learned:
+        return []
+    tokenizer = load_tokenizer(config)
+    before = stop_tokens(paths_of_model(config), tokenizer)
+    names = {token_id: name for name, token_id in tokenizer.special_tokens.items()}
+    return [names[token_id] for token_id in learned if token_id not in before]
+
+
+def carry_tokens(config: Config, source: Path, out: Path) -> None:
     """Writes the tokenizer and the chat template of a config, and the generation_config.json of its model.
 
     Args:
-      carried: the directory of the files that came with the model; None if it was trained from scratch.
+      source: the directory of the run or the imported model.
     """
-    contents = _token_files(config, carried)
-    if carried and is_there(carried / "generation_config.json"):
-        contents["generation_config.json"] = read_bytes(carried / "generation_config.json")
+    carried = hf_directory(source)
+    contents, stated = _token_files(config, carried), (carried or source / "hf") / _GENERATION
+    if is_there(stated):
+        contents[_GENERATION] = read_bytes(stated)
     _write(out, contents)
 
 
-def carry_own_tokens(config: DataConfig, base: Path, out: Path) -> None:
-    """Writes the tokenizer and the chat template of adapters that were not trained with those of their base."""
+def carry_own_tokens(config: Config, source: Path, base: Path, out: Path) -> None:
+    """Writes the tokenizer and the chat template of adapters that were not trained with those of their base.
+
+    Also a generation_config.json if their texts end at other tokens.
+
+    Args:
+      source: the directory of their run.
+    """
     contents, stored = _token_files(config, None), hf_directory(base) or base / "hf"
-    if any(not is_there(stored / name) or read_bytes(stored / name) != each for name, each in contents.items()):
-        _write(out, contents)
+    if all(is_there(stored / name) and read_bytes(stored / name) == each for name, each in contents.items()):
+        contents = {}
+    own, theirs = stop_ids_of(source / "hf"), [*stop_ids_of(stored), end_of_text_of(config)]
+    if not set(own) <= set(theirs):
+        contents[_GENERATION] = read_bytes(source / "hf" / _GENERATION)
+    _write(out, contents)
 
 
 def _token_files(config: DataConfig, origin: Path | None) -> dict[str, bytes]:
@@ -147,10 +150,10 @@ def _model_files(config: Config, origin: Path) -> dict[str, bytes]:
     names = [name for name in _MODEL_FILES if is_there(origin / name)]
     file = tokenizer_file(config)
     missing = config.tokenizer_type != "byte" and file is None  # of data that need none
-    if missing or _has_tokenizer(origin, _sha256(file) if file else "byte"):
+    if missing or has_tokenizer(origin, file_hash(file) if file else "byte"):
         return {name: read_bytes(origin / name) for name in names}
     tokenizer = load_tokenizer(config)
-    ends = _special(stop_ids_of(origin), tokenizer)
+    ends = special_among(stop_ids_of(origin), tokenizer)
     if (end := end_of_text_of(config)) is not None and end not in ends:
         ends.append(end)
     return {name: _json(_with_tokens(read_object(origin / name), ends, tokenizer)) for name in names}
@@ -165,6 +168,23 @@ def _with_tokens(fields: JsonObject, ends: list[int], tokenizer: Tokenizer) -> J
     fields = fields | ids
     text = fields.get("text_config")
     return fields | {"text_config": _with_tokens(text, ends, tokenizer)} if isinstance(text, dict) else fields
+
+
+def _with_stops(
+    contents: Mapping[str, bytes], config: Config, learned: Sequence[int], paths: Sequence[str | Path]
+) -> dict[str, bytes]:
+    """The generation_config.json with all tokens after which texts end, if these contents do not state them."""
+    no_tokenizer = config.tokenizer_type != "byte" and tokenizer_file(config) is None
+    if no_tokenizer or not (paths or learned):
+        return {}
+    tokenizer = load_tokenizer(config)
+    model, generation = (json.loads(contents.get(name, b"{}")) for name in _MODEL_FILES)
+    stated = [end for fields in (generation, model) for end in stop_ids_in(fields)] or [tokenizer.end_of_text_id]
+    ends = list(dict.fromkeys([*stated, *stop_tokens(paths, tokenizer), *learned]))
+    if set(ends) <= {*stated, tokenizer.end_of_text_id}:
+        return {}
+    others = {name: model[name] for name in ("bos_token_id", "pad_token_id") if name in model}
+    return {_GENERATION: _json(others | generation | {"eos_token_id": ends})}
 
 
 def _json(fields: JsonObject) -> bytes:

@@ -8,10 +8,10 @@ import jax
 
 from maxtext_lite.batching import RLBatch, batch_sizes, make_plan
 from maxtext_lite.config import RLRunConfig, UserError
-from maxtext_lite.config.hf.directory import files_of_model
+from maxtext_lite.config.hf.directory import paths_of_model
 from maxtext_lite.config.rl_rules import endless_evaluation
 from maxtext_lite.data import Prompt, PromptSource, Tokenizer, check_vocabulary, load_tokenizer, open_prompts
-from maxtext_lite.generation.text_tokens import stop_tokens
+from maxtext_lite.data.text_encoder import stop_tokens
 from maxtext_lite.models import Sampling
 from maxtext_lite.parallel import exchange, on_first_host, value_of_host
 from maxtext_lite.rl.http_engine import ANSWER_SECONDS, HttpEngine
@@ -62,16 +62,16 @@ class RLRun:
         """The sampling of responses to held-out prompts."""
         return dataclasses.replace(self.sampling, temperature=self.config.eval_sampling_temperature)
 
-    def text_of(self, response: Response) -> str:
+    def text_of(self, prompt: Prompt, response: Response) -> str:
         """The text of a response for reward functions, without the stop token."""
         token_ids = response.token_ids[:-1] if response.ended else response.token_ids
-        return self.tokenizer.decode(token_ids)
+        return self.tokenizer.decode_after(prompt.token_ids if prompt.is_plain else (), token_ids)
 
     def sample(self, prompts: Sequence[Prompt], requests: Sequence[Request], sampling: Sampling) -> Sampled:
         """Samples a response to each request, those of `prompts`; any thread may call it."""
         with jax.default_matmul_precision(self.config.matmul_precision):  # a setting of each thread
             responses = self.engine.generate(requests, sampling=sampling, max_new_tokens=self.batch.max_response_tokens)
-        return Sampled(prompts, responses, [self.text_of(response) for response in responses])
+        return Sampled(prompts, responses, [*map(self.text_of, prompts, responses)])
 
     def judge(self, sampled: Sampled, unit: int) -> Verdict:
         """The verdict on sampled pairs; any thread may call it. For `unit` see `Rewards.of`."""
@@ -119,15 +119,14 @@ def open_rl_run(config: RLRunConfig) -> RLRun:
     batch_sizes(config, **machine)  # refuses what is wrong before the data are opened
     tokenizer = load_tokenizer(config)
     check_vocabulary(tokenizer, config.vocab_size)
-    carried = files_of_model(config)
-    prompts = open_prompts(config, vocab_size=config.vocab_size, begins_as_elsewhere=carried is not None)
+    prompts = open_prompts(config, vocab_size=config.vocab_size)
     source, eval_source = prompts
     _refuse_other_prompts([None if each is None else each.fingerprint for each in prompts])
     if eval_source is not None and (refusal := endless_evaluation(config, len(eval_source))):
         raise UserError(str(refusal))
     plan = make_plan(config, **machine, num_examples=len(source))
     assert plan.rl is not None, "a config of reinforcement learning has a plan of it"
-    stop_token_ids = stop_tokens(carried, tokenizer)
+    stop_token_ids = stop_tokens(paths_of_model(config), tokenizer)
     rewards: Rewards | None = None
 
     def start_rewards() -> None:

@@ -14,7 +14,6 @@ from maxtext_lite.config.hf.adapter import CONFIG, adapter_of, missing_base
 from maxtext_lite.config.hf.config import model_keys
 from maxtext_lite.config.hf.directory import (
     TOKENIZER_KEYS,
-    hf_directory,
     run_config_json,
     tokenizer_keys,
     tokenizer_values,
@@ -69,7 +68,7 @@ def import_directory(source: Path, out: Path, overrides: Sequence[str]) -> str:
 
     def write() -> None:
         tokens = tokenizer_values(str(source), {})  # an adapter may have its own
-        store_files(config.model_copy(update=tokens), out / "hf")
+        store_files(config.model_copy(update=tokens), out / "hf", paths=[source])
         _write_config(out, config)
 
     on_first_host(out, write)
@@ -128,7 +127,7 @@ def export_directory(source: Path, out: Path, overrides: Sequence[str], *, merge
         return _export_adapters(source, out, abstract, fields, config) + lost
     params = load_parameters(source, abstract, "RUN_DIR")
     # Before the weights, which take time: what cannot be read is refused.
-    on_first_host(out, lambda: carry_tokens(config, hf_directory(source), out))
+    on_first_host(out, lambda: carry_tokens(config, source, out))
     export_model(out, params, fields, dtype=config.weight_dtype)
     return f"{num_elements(params):,} parameters in {out}, as {fields['model_type']} in {config.weight_dtype}{lost}"
 
@@ -165,7 +164,7 @@ def _export_adapters(source: Path, out: Path, abstract: Params, fields: JsonObje
 
     def write() -> None:
         export_adapters(out, adapters, lora, kind, keys, shapes=shapes, base=base)
-        carry_own_tokens(config, Path(base), out)
+        carry_own_tokens(config, source, Path(base), out)
 
     on_first_host(out, write)
     return f"{num_elements(adapters):,} parameters of adapters in {out}, for {kind} in PEFT's layout, in float32{note}"

@@ -12,16 +12,17 @@ import optax
 
 from maxtext_lite.batching import BatchPlan, flops_of_documents, format_plan, resumed, scaled_optimizer
 from maxtext_lite.batching.devices import peak_tflops
-from maxtext_lite.config import Config, UserError, describe, write_resolved
+from maxtext_lite.config import Config, RLRunConfig, UserError, describe, write_resolved
 from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import value_text, writing
 from maxtext_lite.config.hf.adapter import adapter_of
 from maxtext_lite.data import ExampleSource, MixtureSource
 from maxtext_lite.data.excluded import ExcludedRow, excluded_ids, left_out
 from maxtext_lite.data.mixture_of_run import early_end, in_run, mixture_sentences, mixture_table, steps_left
+from maxtext_lite.data.mixture_source import answer_ends
 from maxtext_lite.data.preparing.inspecting import summaries
 from maxtext_lite.data.sources_on_hosts import excluded_rows_on_hosts, listed_rows_on_hosts, source_tokens_of_run
-from maxtext_lite.hf import store_files
+from maxtext_lite.hf import new_ends, store_files
 from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import tree_shardings
 from maxtext_lite.process.watchdog import watchdog
@@ -303,7 +304,7 @@ class TrainingRun(Generic[Data]):
         """
         left = self.steps_left(counts)
         end = self.plan.length.examples_after(left, counts.examples_seen)
-        self.failures.on_first_host(self.directory, lambda: self._write_about(end))
+        ends = self.failures.on_first_host(self.directory, lambda: self._write_about(end))
         if not self.is_first:
             return
         terminal.say(f"{describe(self.config)}\n\n{format_plan(self.plan)}\n")
@@ -320,6 +321,9 @@ class TrainingRun(Generic[Data]):
         for name, source in (("training", self.source), ("held-out", self.eval_source)):
             for note in () if source is None else source.notes:
                 terminal.say(f"{name} data: {note}")
+        if ends:
+            names = ", ".join(map(value_text, ends))
+            terminal.say(f"answers end with {names}: from now on this ends the model's texts too")
         for sentence in mixture_sentences(self.config, self.source, counts.examples_seen, end):
             terminal.say(sentence)
         starts = self._saved.starts if self._saved else []
@@ -344,21 +348,30 @@ class TrainingRun(Generic[Data]):
         if counts.step:
             terminal.say(f"resuming {self.directory} after step {counts.step}")
 
-    def _write_about(self, end: int) -> None:
+    @property
+    def _answer_ends(self) -> tuple[int, ...]:
+        """The special tokens with which the answers that the run learns end; prompts have none."""
+        return () if isinstance(self.config, RLRunConfig) else answer_ends(cast(ExampleSource, self.source))
+
+    def _write_about(self, end: int) -> list[str]:
         """Writes the config, the plan, the environment, and the files that export and generation need besides.
 
         Args:
           end: examples that the run will have seen at its end.
+        Returns:
+          The tokens at which the model's texts end only from this run on.
         """
+        ends = new_ends(self.config, self._answer_ends)
         with writing((files := self.files.directory) / "config.yml"):
             write_resolved(self.config, files / "config.yml")
-        store_files(self.config, files / "hf")
+        store_files(self.config, files / "hf", learned=self._answer_ends)
         self.files.remove_gone()  # what an earlier start stored
         data = {"mixture": mixture_table(self.source, 0, end), "data": summaries(self.source)}
         write_json(files / "plan.json", self.plan.to_json() | {name: each for name, each in data.items() if each})
         write_json(files / "environment.json", environment())
         self.memory.write(files)
         self.files.upload()
+        return ends
 
     def note_memory(self, **found: int | None) -> None:
         """Sets fields of `memory`, and writes it if the run holds the directory."""

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from maxtext_lite.config import UserError, load_config
+from maxtext_lite.data.answers import Sequences
+from maxtext_lite.data.conversations import Tokenized
 from maxtext_lite.data.sources import open_sources
 
 END = 256
@@ -148,3 +150,18 @@ def test_a_pair_without_two_answers_in_its_row_is_dropped_and_counted(tmp_path, 
     source, _ = opened(tmp_path, [*PAIRS, pair], "dpo", max_target_length=6)
     assert len(source.columns[0]) == 3
     assert source.notes[-1].startswith("1 of 4 ")
+
+
+def test_the_ends_of_answers_are_the_special_tokens_that_the_last_of_them_end_with():
+    """By hand: an end, one of an earlier answer, an answer that a row truncated, and none."""
+    sequences = Sequences.of([
+        Tokenized(np.array(tokens, np.int32), np.array(learned, bool), 0)
+        for tokens, learned in (
+            ([1, 2, 9, 3], [0, 1, 1, 0]),
+            ([1, 7, 2, 8], [0, 1, 0, 1]),
+            ([1, 2, 9, 4, 5], [0, 1, 1, 0, 1]),
+            ([1, 2], [0, 0]),
+        )
+    ])  # fmt: skip
+    assert sequences.ends(row_tokens=4) == [9, 8, 9]
+    assert sequences.ends(row_tokens=5) == [9, 8, 5]

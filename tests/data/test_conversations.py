@@ -9,6 +9,7 @@ import tokenizers
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data.chat import ChatTemplate
 from maxtext_lite.data.conversations import Renderer
+from maxtext_lite.data.text_encoder import TextEncoder
 from maxtext_lite.data.tokenizer import load_tokenizer
 
 CHATML = (
@@ -72,15 +73,15 @@ def tokenizer_path(tmp_path_factory):
     return directory
 
 
-def renderer(path, template=None, tmp_path=None, elsewhere=False):
-    overrides = ["dataset_type=sft"]
+def renderer(path, template=None, tmp_path=None, *words):
+    overrides = ["dataset_type=sft", *words]
     if path is not None:
         overrides += [f"tokenizer_path={path}", "tokenizer_type=huggingface"]
     if template is not None:
         (tmp_path / "t.jinja").write_text(template)
         overrides.append(f"chat_template={tmp_path / 't.jinja'}")
     config = load_config(None, overrides)
-    return Renderer(config, load_tokenizer(config), begins_as_elsewhere=elsewhere)
+    return Renderer(config, TextEncoder(config, load_tokenizer(config)))
 
 
 def learned(it, rendered, tokenizer):
@@ -204,10 +205,10 @@ def beginning_with_s(tokenizer_path, tmp_path):
     return path
 
 
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_plain_text_ends_with_end_of_text(elsewhere, beginning_with_s, plain):
-    it = renderer(beginning_with_s, elsewhere=elsewhere)
-    begin = "<s>" if elsewhere else ""
+@pytest.mark.parametrize("add_bos", ["auto", "false"])
+def test_plain_text_ends_with_end_of_text(add_bos, beginning_with_s, plain):
+    it = renderer(beginning_with_s, None, None, f"add_bos={add_bos}")
+    begin = "<s>" if add_bos == "auto" else ""
     texts, whole, _ = learned(
         it, it.sft_text("d:1", {"prompt": "user", "completion": " No."}), plain
     )
@@ -266,9 +267,9 @@ def test_a_prompt_is_what_comes_before_its_answer(
     assert asked.tolist() == tokenized.token_ids[:first].tolist()
 
 
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_plain_prompt_begins_as_a_text_does(elsewhere, beginning_with_s, plain):
-    it = renderer(beginning_with_s, elsewhere=elsewhere)
+@pytest.mark.parametrize("add_bos", ["auto", "false"])
+def test_a_plain_prompt_begins_as_a_text_does(add_bos, beginning_with_s, plain):
+    it = renderer(beginning_with_s, None, None, f"add_bos={add_bos}")
     some, none = it.prompt_tokens(
         [it.prompt_text("d:1", "prompt", text) for text in ("user", "")]
     )
@@ -276,5 +277,5 @@ def test_a_plain_prompt_begins_as_a_text_does(elsewhere, beginning_with_s, plain
         plain.decode(tokens.tolist(), skip_special_tokens=False)
         for tokens in (some, none)
     ]
-    assert rendered == (["<s>user", "<s>"] if elsewhere else ["user", "</s>"])
+    assert rendered == (["<s>user", "<s>"] if add_bos == "auto" else ["user", "</s>"])
     assert some.dtype == none.dtype == np.int32

@@ -8,6 +8,7 @@ import pytest
 
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data.sources import open_sources
+from maxtext_lite.data.tokenizer import Tokenizer
 from tests.prepared import byte_shards, write_prepared
 
 END = 256
@@ -109,7 +110,7 @@ def test_a_file_by_two_names_is_not_read_twice(tmp_path):
         opened(tmp_path)
 
 
-class WideTokenizer:
+class WideTokenizer(Tokenizer):
     vocab_size = 200_000
     end_of_text_id = 70_000
     fingerprint = "wide"

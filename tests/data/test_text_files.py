@@ -6,9 +6,10 @@ import os
 
 import pytest
 
-from maxtext_lite.config import UserError
+from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data import text_files
 from maxtext_lite.data.preparing.documents import read_documents
+from maxtext_lite.data.text_encoder import TextEncoder
 from maxtext_lite.data.text_files import find_files, json_lines, read_text
 from maxtext_lite.data.tokenizer import ByteTokenizer
 
@@ -128,5 +129,5 @@ def test_every_kind_of_file_has_the_same_rows_and_others_are_named(
     assert "2 files not read: notes.md, table.csv" in capsys.readouterr().err
     rows = [row for _, row in json_lines(str(path), path, wanted="a text")]
     assert rows == ROWS
-    texts = list(read_documents(files, ByteTokenizer()))
+    texts = list(read_documents(files, TextEncoder(load_config(), ByteTokenizer())))
     assert texts == [row["text"] for row in ROWS]

@@ -5,10 +5,10 @@ import json
 import math
 
 import jax
-import numpy as np
 import pytest
 
 from maxtext_lite.config import UserError, load_config
+from maxtext_lite.data.text_encoder import TextEncoder
 from maxtext_lite.data.tokenizer import ByteTokenizer
 from maxtext_lite.generate import main, parse_generate_config
 from maxtext_lite.generation import answering
@@ -225,18 +225,11 @@ def test_a_text_begins_as_in_its_models_training_and_ends_where_its_files_or_the
         written.end()
         assert written.text == text
 
-    class Framed:
-        end_of_text_id = 9
+    class Framed(ByteTokenizer):
+        begin_ids = (1,)
 
-        def encode(self, text):
-            return np.array([ord(letter) for letter in text], np.int32)
-
-        def encode_with_special(self, text):
-            return np.array([1, *self.encode(text)], np.int32)
-
-    here, elsewhere = (
-        TextTokens(Framed(), None, (9,)),
-        TextTokens(Framed(), tmp_path, (9,)),
-    )
-    assert here.encode("ab") == elsewhere.encode("ab", plain=True) == [97, 98]
-    assert elsewhere.encode("ab") == [1, 97, 98]
+    for words, begin in (([], [1]), (["add_bos=false"], [])):
+        encoder = TextEncoder(load_config(None, words), Framed())
+        assert encoder.prompt("ab").tolist() == [*begin, 97, 98]
+        assert encoder.prompt("").tolist() == (begin or [256])
+        assert encoder.prompt("\x01b").tolist() == [1, 98], "once"

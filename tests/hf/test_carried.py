@@ -8,10 +8,11 @@ import tokenizers
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data import load_tokenizer
 from maxtext_lite.data.chat import ChatTemplate
+from maxtext_lite.data.text_encoder import stop_ids_of, stop_tokens
 from maxtext_lite.hf.carried import (
+    carry_own_tokens,
     carry_tokens,
-    stop_ids_of,
-    stop_ids_with,
+    new_ends,
     store_files,
 )
 
@@ -59,7 +60,7 @@ def model(tmp_path):
     return directory
 
 
-def stored(tmp_path, *words):
+def stored(tmp_path, *words, learned=()):
     """What a run with these keys stores, as text by name."""
     out, where = (
         tmp_path / "run" / "hf",
@@ -77,6 +78,7 @@ def stored(tmp_path, *words):
             ],
         ),
         out,
+        learned=learned,
     )
     return (
         {file.name: file.read_text() for file in out.iterdir()} if out.exists() else {}
@@ -161,9 +163,7 @@ def test_texts_end_at_the_special_tokens_of_the_tokenizer_that_the_run_used(
     }
     assert json.loads(files["generation_config.json"])["eos_token_id"] == ends
     tokenizer = load_tokenizer(load_config(None, [*keys, "vocab_size=264"]))
-    at = list(
-        dict.fromkeys([*stop_ids_with(model, tokenizer), tokenizer.end_of_text_id])
-    )
+    at = list(stop_tokens([model], tokenizer))
     assert at == (ends if isinstance(ends, list) else [ends]), (
         "while it samples at its first start"
     )
@@ -178,7 +178,7 @@ def test_the_template_of_a_run_is_stored_in_place_of_its_tokenizers(tmp_path):
     config = load_config(None, [*keys, "vocab_size=264"])
     carry_tokens(
         config.model_copy(update={"tokenizer_path": str(tmp_path / "run/hf")}),
-        None,
+        tmp_path / "run",
         tmp_path / "out",
     )
     for out in (tmp_path / "run" / "hf", tmp_path / "out"):
@@ -203,3 +203,40 @@ def test_a_byte_tokenizer_has_no_file_and_a_template_of_its_own_is_stored(
     files = stored(tmp_path, f"load_parameters_path={model}", "tokenizer_type=byte")
     assert set(files) == {"config.json", "generation_config.json"}
     assert json.loads(files["config.json"])["eos_token_id"] == 256
+
+
+def test_tokens_that_end_learned_answers_end_the_texts_of_all_that_comes_from_a_run(
+    model, tmp_path
+):
+    """Of a run, one that starts from it, its exports and those of its adapters; also of a model from scratch."""
+    save_words(
+        model, ["a", "<s>", "</s>", "<end>", "<turn>"], ["</s>", "<s>", "<turn>"]
+    )
+    fields = LLAMA | {"eos_token_id": 2}
+    (model / "config.json").write_text(json.dumps(fields))
+    own = [
+        "tokenizer_type=huggingface",
+        f"tokenizer_path={model / 'tokenizer.json'}",
+    ]
+    for number, words in enumerate(([f"load_parameters_path={model}"], own)):
+        place = tmp_path / str(number)
+        config = load_config(None, [*words, "vocab_size=264"])
+        assert new_ends(config, [2, 4]) == ["<turn>"]
+        files = stored(place, *words, learned=[4])
+        stated = json.loads(files["generation_config.json"])
+        assert stated["eos_token_id"] == [2, 4]
+        tokenizer = load_tokenizer(config)
+        run = place / "run"
+        assert stop_tokens([run], tokenizer) == (2, 4)
+        next_run = stored(place / "next", *own, f"load_parameters_path={run}")
+        assert next_run["generation_config.json"] == files["generation_config.json"]
+        carry_tokens(config, run, place / "out")
+        assert stop_tokens([place / "out"], tokenizer) == (2, 4)
+        carry_own_tokens(config, run, model, place / "adapter")
+        assert stop_tokens([place / "adapter"], tokenizer) == (2, 4)
+        assert (
+            new_ends(load_config(None, [*own, f"load_parameters_path={run}"]), [4])
+            == []
+        )
+    assert stated.keys() == {"eos_token_id"}
+    assert "generation_config.json" not in stored(tmp_path / "none", *own, learned=[2])

@@ -8,6 +8,7 @@ import pytest
 from maxtext_lite.batching.rl import rl_batch
 from maxtext_lite.batching.topology import Topology
 from maxtext_lite.config import UserError
+from maxtext_lite.data import Prompt
 from maxtext_lite.rl.rl_run import open_rl_run, policy_of
 from maxtext_lite.rl.rollout import Response
 
@@ -35,8 +36,10 @@ def test_a_response_ends_at_end_of_text_and_where_its_models_files_say(
             open_rl_run(config_of(tmp_path, f"run_name={name}"))
         ) as rl:
             assert rl.stop_token_ids == stop
-            assert rl.text_of(Response([49, 50, 256], [0, 0, 0], True)) == "12"
-            assert rl.text_of(Response([49, 50], [0, 0], False)) == "12"
+            prompt = Prompt(0, "1=", (49, 61), {}, is_plain=True)
+            for tokens, ended in (([49, 50, 256], True), ([49, 50], False)):
+                response = Response(tokens, [0] * len(tokens), ended)
+                assert rl.text_of(prompt, response) == "12"
 
 
 @pytest.mark.fast

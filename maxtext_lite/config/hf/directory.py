@@ -58,11 +58,18 @@ def files_of_model(config: RunConfig) -> Path | None:
     Raises:
       UserError: it is in a bucket that cannot be read.
     """
-    path = config.load_parameters_path
-    if path and (origin := hf_directory(path)):
-        return origin
-    run, key = f"{config.base_output_directory}/{config.run_name}", "base_output_directory"
-    return hf_directory(f"{run}/hf", key) if steps_in(any_path(run, key) / "checkpoints") else None
+    return next(filter(None, map(hf_directory, paths_of_model(config))), None)
+
+
+def paths_of_model(config: RunConfig) -> list[str]:
+    """Where the files of a run's model may be: load_parameters_path, and the copy of a run that resumes.
+
+    Raises:
+      UserError: a path is in a bucket that cannot be read.
+    """
+    run = f"{config.base_output_directory}/{config.run_name}"
+    resumes = steps_in(any_path(run, "base_output_directory") / "checkpoints")
+    return [path for path in (config.load_parameters_path, f"{run}/hf" if resumes else "") if path]
 
 
 def has_hf_weights(path: str | Path) -> bool:

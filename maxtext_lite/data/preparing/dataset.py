@@ -13,6 +13,7 @@ from maxtext_lite.data.preparing.journal import Journal, Outcome
 from maxtext_lite.data.preparing.keys import PrepareConfig
 from maxtext_lite.data.preparing.tasks import Task, find_inputs, split_into_tasks
 from maxtext_lite.data.preparing.workers import Made, run_here, run_in_processes
+from maxtext_lite.data.text_encoder import TextEncoder
 from maxtext_lite.data.tokenizer import Tokenizer, load_tokenizer
 
 _MEGABYTE = 2**20
@@ -38,10 +39,10 @@ def prepare_dataset(
       UserError: an input, the tokenizer or the output is invalid, or another process writes to the output.
     """
     here = tokenizer is not None
-    tokenizer = tokenizer or load_tokenizer(config)
+    encoder = TextEncoder(config, tokenizer or load_tokenizer(config))
     files = find_inputs(config.input)
     tasks = split_into_tasks(files, task_bytes=config.task_megabytes * _MEGABYTE, field=config.field)
-    journal = Journal(config, files, tasks, tokenizer)
+    journal = Journal(config, files, tasks, encoder)
     if journal.is_complete():
         say(f"{config.output} is complete: it was prepared from these inputs before")
         return journal.outcome()
@@ -51,10 +52,10 @@ def prepare_dataset(
         todo = [task for task in tasks[number::of] if task.number not in done]
         progress = Progress(todo, say=say, before=len(tasks[number::of]) - len(todo))
         if here:
-            running = run_here(todo, journal.workshop, config, tokenizer)
+            running = run_here(todo, journal.workshop, config, encoder)
         else:
             num_workers = config.num_workers if config.num_workers > 0 else _cores()
-            fingerprint = tokenizer.fingerprint
+            fingerprint = encoder.tokenizer.fingerprint
             running = run_in_processes(todo, journal.workshop, config, fingerprint, num_workers=num_workers)
         with progress:
             for made in running:

@@ -11,6 +11,7 @@ from maxtext_lite.data.conversations import UNRENDERED, Renderer
 from maxtext_lite.data.preparing.keys import PrepareConfig
 from maxtext_lite.data.preparing.tasks import DIVIDED, WHOLE, Piece
 from maxtext_lite.data.row_files import ROWS_SUFFIXES, read_rows
+from maxtext_lite.data.text_encoder import TextEncoder
 from maxtext_lite.data.text_files import (
     BYTE_ORDER_MARK,
     LONGEST_LINE,
@@ -21,7 +22,6 @@ from maxtext_lite.data.text_files import (
     read_lines,
     read_text,
 )
-from maxtext_lite.data.tokenizer import Tokenizer
 
 
 class BadLine(NamedTuple):
@@ -30,22 +30,26 @@ class BadLine(NamedTuple):
     problem: str
 
 
-def read_documents(files: Iterable[tuple[str, Path]], tokenizer: Tokenizer) -> Iterator[str]:
+def read_documents(files: Iterable[tuple[str, Path]], encoder: TextEncoder) -> Iterator[str]:
     """The documents of files from `find_files` as training reads them, including empty ones.
 
     Raises:
       UserError: a file cannot be read, or a line has no document.
     """
     pieces = (Piece(name, str(file), 0, WHOLE) for name, file in files)
-    return DocumentReader(PrepareConfig(), tokenizer).texts(pieces)
+    return DocumentReader(PrepareConfig(), encoder).texts(pieces)
 
 
 class DocumentReader:
-    """Reads the documents of pieces according to the config."""
+    """Reads the documents of pieces according to the config.
 
-    def __init__(self, config: PrepareConfig, tokenizer: Tokenizer) -> None:
-        self._field = config.field
-        self._renderer = Renderer(config, tokenizer, begins_as_elsewhere=False) if config.chat else None
+    Attributes:
+      encoder: for their tokens, as `documents` with `rendered` where a chat template renders them.
+    """
+
+    def __init__(self, config: PrepareConfig, encoder: TextEncoder) -> None:
+        self._field, self.encoder, self.rendered = config.field, encoder, config.chat
+        self._renderer = Renderer(config, encoder) if config.chat else None
         self._optional = UNRENDERED if config.chat else ()
 
     def read(self, piece: Piece) -> Iterator[str | BadLine]:
@@ -55,7 +59,9 @@ class DocumentReader:
           UserError: the file cannot be read, is a .txt that is not UTF-8, or has a line that is too long.
         """
         if is_kind(piece.name, PLAIN_SUFFIXES):
-            yield read_text(piece.name, Path(piece.path))
+            text = read_text(piece.name, Path(piece.path))
+            self.encoder.check(piece.name, text)
+            yield text
             return
         if is_kind(piece.name, ROWS_SUFFIXES):
             since = f" from row group {piece.start}" if piece.start else ""
@@ -92,6 +98,7 @@ class DocumentReader:
             if not isinstance(value, str):
                 raise UserError(f"{where}: not {of} with {wanted}.")
             check_unicode(where, self._field, value)
+            self.encoder.check(where, value)
         except UnicodeDecodeError as error:
             return BadLine(f"{where}: not UTF-8 text ({error.reason}).")
         except UserError as error:

@@ -18,6 +18,7 @@ from maxtext_lite.data.packing import FIELDS, Rows
 from maxtext_lite.data.preparing.keys import InspectConfig
 from maxtext_lite.data.row_index import FittedRows, IndexPlace, rows_of
 from maxtext_lite.data.sources import TextSource
+from maxtext_lite.data.text_encoder import spelled_notes
 from maxtext_lite.data.token_stream import RecordStream, open_prepared, verify
 from maxtext_lite.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -39,7 +40,10 @@ def report(path: str | Path, config: InspectConfig) -> Iterator[str]:
     manifest = stream.manifest
     num_bytes = sum(shard.bytes for shard in manifest.shards)
     documents, tokens = counted(manifest.documents, "document"), counted(manifest.tokens, "token")
-    yield f"{path}: {documents}, {tokens}, end-of-text tokens among them"
+    begin = f"token {', '.join(map(str, manifest.begin_ids))}" if manifest.begin_ids else "their text"
+    yield f"{path}: {documents}, {tokens}"
+    yield f"documents begin with {begin} and end with {'end-of-text' if manifest.add_eos else 'their text'}"
+    yield from spelled_notes(manifest.spelled_special_tokens, manifest.special_tokens_in_text)
     yield f"shards: {len(manifest.shards):,} of {num_bytes:,} bytes; ids are {manifest.dtype}"
     yield f"fingerprint: {manifest.fingerprint}"
     yield f"tokenizer: {manifest.tokenizer}, {manifest.vocab_size:,} ids"

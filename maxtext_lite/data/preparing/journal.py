@@ -43,7 +43,7 @@ from maxtext_lite.data.manifest import (
 from maxtext_lite.data.preparing.keys import PrepareConfig
 from maxtext_lite.data.preparing.shards import Entry, Workshop, check_bad
 from maxtext_lite.data.preparing.tasks import InputFile, Task
-from maxtext_lite.data.tokenizer import Tokenizer
+from maxtext_lite.data.text_encoder import TextEncoder
 
 PLAN_FILE = "prepare.json"
 _JOURNAL = "journal"
@@ -74,15 +74,15 @@ class Journal:
       UserError: the output contains something else, or was begun with other settings or inputs.
     """
 
-    def __init__(self, config: PrepareConfig, files: list[InputFile], tasks: list[Task], tokenizer: Tokenizer) -> None:
-        self._plan = _plan(config, files, tasks, tokenizer)
+    def __init__(self, config: PrepareConfig, files: list[InputFile], tasks: list[Task], encoder: TextEncoder) -> None:
+        self._plan = _plan(config, files, tasks, encoder)
         self._output, self._remote = config.output, None
         self.directory = user_path(config.output)
         if is_bucket(config.output):
             self._remote = BucketDirectory("output", config.output.rstrip("/"))
             known_by = hashlib.sha256(json.dumps([self._remote.url, self._plan]).encode()).hexdigest()[:32]
             self.directory = cache_directory("prepare") / known_by
-        self.tasks, self._tokenizer = tasks, tokenizer
+        self.tasks, self._encoder = tasks, encoder
         self._journal = self.directory / _JOURNAL
         inputs = {file.path: file for file in files}
         self.workshop = Workshop(
@@ -180,7 +180,9 @@ class Journal:
         shard = None if stated["shard"] is None else Shard(**stated["shard"])
         if shard is not None and not (self._has(shard.file) and self._has(f"{name}.lengths")):
             return None  # its files were removed; the task is done again
-        entry = Entry(number, shard, stated["empty"], stated["bad"], tuple(stated["problems"]))
+        entry = Entry(
+            number, shard, stated["empty"], stated["bad"], tuple(stated["problems"]), stated.get("spelled", 0)
+        )
         lines = (shard.documents if shard else 0) + entry.empty + entry.bad
         check_bad(f"task {number}", entry.bad, lines, entry.problems, self.workshop.max_bad_fraction)
         return entry
@@ -211,10 +213,19 @@ class Journal:
                 )
             self._write_documents([entry for entry in ordered if entry.shard is not None])
             self._publish(self.directory / PLAN_FILE, _text(self._plan | {"counts": counts}))
-            size = self._tokenizer.vocab_size
-            fingerprint = self._tokenizer.fingerprint
-            sha256 = file_sha256(self.directory / DOCUMENTS_FILE)
-            manifest = Manifest(fingerprint, size, token_dtype(size), TOKENS_PER_RECORD, shards, sha256)
+            encoder, size = self._encoder, self._encoder.tokenizer.vocab_size
+            manifest = Manifest(
+                encoder.tokenizer.fingerprint,
+                size,
+                token_dtype(size),
+                TOKENS_PER_RECORD,
+                shards,
+                file_sha256(self.directory / DOCUMENTS_FILE),
+                begin_ids=tuple(encoder.begin_ids.tolist()),
+                add_eos=encoder.adds_end,
+                special_tokens_in_text=encoder.in_text,
+                spelled_special_tokens=sum(entry.spelled for entry in ordered),
+            )
             for partial in [*self.directory.glob(f"*{TEMPORARY}"), *self._journal.glob(f"*{TEMPORARY}")]:
                 partial.unlink(missing_ok=True)
             self._publish(self.directory / MANIFEST_FILE, manifest_text(manifest).encode())
@@ -257,10 +268,11 @@ class Journal:
         return Outcome(manifest, counts["empty"], counts["bad"], tuple(counts["problems"]))
 
 
-def _plan(config: PrepareConfig, files: list[InputFile], tasks: list[Task], tokenizer: Tokenizer) -> dict[str, Any]:
+def _plan(config: PrepareConfig, files: list[InputFile], tasks: list[Task], encoder: TextEncoder) -> dict[str, Any]:
     """Everything that the output's bytes depend on, except the content of the inputs."""
     names = ("input", "tokenizer_type", "field", "chat", "task_megabytes")
-    settings = {name: getattr(config, name) for name in names} | {"tokenizer": tokenizer.fingerprint}
+    settings = {name: getattr(config, name) for name in names} | {"tokenizer": encoder.tokenizer.fingerprint}
+    settings |= encoder.settings
     if config.chat:
         settings["chat_template"] = chat_template(config).fingerprint
     inputs = [dataclasses.asdict(file) for file in files]

@@ -5,7 +5,18 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from maxtext_lite.config.errors import WrongType
-from maxtext_lite.config.field_types import Count, CountOrMinusOne, DataPath, Flag, Name, PathName, PathText, Share
+from maxtext_lite.config.field_types import (
+    AutoOrFlag,
+    Count,
+    CountOrMinusOne,
+    DataPath,
+    Flag,
+    Name,
+    PathName,
+    PathText,
+    Share,
+    SpecialInText,
+)
 
 
 def _paths(value: object) -> object:
@@ -22,7 +33,7 @@ class PrepareConfig(BaseModel):
     Attributes:
       input: a file, a directory, a glob or a Hugging Face dataset on disk, or a list of these.
       output: the directory of the prepared dataset, which may be in a bucket.
-      tokenizer_type, tokenizer_path: as in a run's config.
+      tokenizer_type, tokenizer_path, add_bos, add_eos, special_tokens_in_text: as in a run's config.
       text_field: the field of a line or row with the text, or with `chat` the turns; "": text or messages.
       chat: whether a line or row is a conversation, which the chat template renders as one document.
       chat_template: a file with a template; "": the one of the tokenizer's directory.
@@ -37,6 +48,9 @@ class PrepareConfig(BaseModel):
     output: DataPath = ""
     tokenizer_type: Literal["byte", "huggingface", "sentencepiece"] = "byte"
     tokenizer_path: PathText = ""
+    add_bos: AutoOrFlag = "auto"
+    add_eos: Flag = True
+    special_tokens_in_text: SpecialInText = "plain"
     text_field: Name | Literal[""] = ""
     chat: Flag = False
     chat_template: PathText = ""

@@ -22,9 +22,7 @@ from maxtext_lite.data.bucket_directory import BucketDirectory
 from maxtext_lite.data.manifest import TOKENS_PER_RECORD, Shard, stored_shard, token_dtype
 from maxtext_lite.data.preparing.documents import BadLine, DocumentReader
 from maxtext_lite.data.preparing.tasks import InputFile, Task
-from maxtext_lite.data.splitting import tokenized
 from maxtext_lite.data.token_stream import content_of
-from maxtext_lite.data.tokenizer import Tokenizer
 
 _OPTIONS = "group_size:1,uncompressed"  # random reads take half the time of compressed records
 _CHARACTERS_AT_ONCE = 2**22  # bounds the memory of the tokenizer library's results
@@ -39,6 +37,7 @@ class Entry:
     Attributes:
       shard: None if the task has no token.
       empty: documents without a token, which are left out.
+      spelled: special tokens that its documents spell.
       bad: lines without a document.
       problems: descriptions of the first of them.
     """
@@ -48,6 +47,7 @@ class Entry:
     empty: int
     bad: int
     problems: tuple[str, ...]
+    spelled: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,6 @@ def run_task(
     task: Task,
     workshop: Workshop,
     reader: DocumentReader,
-    tokenizer: Tokenizer,
     *,
     made: Callable[[int], None] = lambda tokens: None,
 ) -> Entry:
@@ -105,7 +104,7 @@ def run_task(
     end = partial_name(path), partial_name(lengths_path)
     try:
         with writing(workshop.directory):
-            return _written(task, workshop, reader, tokenizer, made, (path, lengths_path), end)
+            return _written(task, workshop, reader, made, (path, lengths_path), end)
     finally:
         for partial in end:
             partial.unlink(missing_ok=True)
@@ -115,15 +114,14 @@ def _written(
     task: Task,
     workshop: Workshop,
     reader: DocumentReader,
-    tokenizer: Tokenizer,
     made: Callable[[int], None],
     paths: tuple[Path, Path],
     partial: tuple[Path, Path],
 ) -> Entry:
-    dtype = np.dtype(token_dtype(tokenizer.vocab_size)).newbyteorder("<")
+    dtype = np.dtype(token_dtype(reader.encoder.tokenizer.vocab_size)).newbyteorder("<")
     stream = _RecordWriter(partial[0], dtype)
     lengths: list[np.ndarray] = []
-    empty = bad = 0
+    empty = bad = spelled = 0
     problems: list[str] = []
     for documents in _batches(each for piece in task.pieces for each in reader.read(piece)):
         texts = [each for each in documents if not isinstance(each, BadLine)]
@@ -131,17 +129,18 @@ def _written(
         bad += len(documents) - len(texts)
         if bad and not workshop.max_bad_fraction:
             raise UserError([*problems[:-1], f"{problems[-1]} {_HOW_TO_GO_ON}"])
-        ids, counts = tokenized(tokenizer, texts, dtype)
-        lengths.append(counts[counts > 1])
-        empty += len(counts) - len(lengths[-1])
-        stream.write(ids)
-        made(len(ids))
+        encoded = reader.encoder.documents(texts, dtype, rendered=reader.rendered)
+        lengths.append(encoded.lengths[encoded.lengths > 0])
+        empty += len(texts) - len(lengths[-1])
+        spelled += encoded.num_spelled
+        stream.write(encoded.stream)
+        made(len(encoded.stream))
     of_documents = np.concatenate([np.zeros(0, "<i8"), *lengths]).astype("<i8")
     check_bad(f"task {task.number}", bad, len(of_documents) + empty + bad, problems, workshop.max_bad_fraction)
     tokens = stream.close()
     _check_inputs(task, workshop)
     if not tokens:
-        return Entry(task.number, None, empty, bad, tuple(problems))
+        return Entry(task.number, None, empty, bad, tuple(problems), spelled)
     if int(of_documents.sum()) != tokens:
         raise AssertionError(f"task {task.number}: {tokens} tokens, but documents of {of_documents.sum()}")
     read = hashlib.sha256()
@@ -157,7 +156,7 @@ def _written(
     for path in paths:
         workshop.deliver(path)
     shard = dataclasses.replace(shard, file=paths[0].name)
-    return Entry(task.number, shard, empty, bad, tuple(problems))
+    return Entry(task.number, shard, empty, bad, tuple(problems), spelled)
 
 
 def check_bad(where: str, bad: int, lines: int, problems: Sequence[str], max_bad_fraction: float) -> None:

@@ -26,9 +26,9 @@ from maxtext_lite.data.cache import CACHE_VARIABLE, cache_directory, locked
 from maxtext_lite.data.manifest import DOCUMENTS_FILE, MANIFEST_FILE, file_sha256
 from maxtext_lite.data.packing import TokenStream
 from maxtext_lite.data.row_index import IndexPlace
+from maxtext_lite.data.text_encoder import TextEncoder
 from maxtext_lite.data.text_files import TEXT_SUFFIXES, is_kind
 from maxtext_lite.data.token_stream import open_prepared
-from maxtext_lite.data.tokenizer import Tokenizer
 from maxtext_lite.process.output import complain
 
 LEAST_BYTES = 2**25
@@ -46,6 +46,7 @@ class CachedText:
       fingerprint: the same as for the text in memory.
       place: place for indices of its rows.
       note: says where it is.
+      spelled_special_tokens: how many special tokens its documents spell.
     """
 
     stream: TokenStream
@@ -53,9 +54,10 @@ class CachedText:
     fingerprint: str
     place: IndexPlace
     note: str
+    spelled_special_tokens: int
 
 
-def cached_text(config: DataConfig, tokenizer: Tokenizer, files: list[tuple[str, Path]]) -> CachedText | None:
+def cached_text(config: DataConfig, encoder: TextEncoder, files: list[tuple[str, Path]]) -> CachedText | None:
     """The text of these files from the cache, made first if it is missing or damaged.
 
     Other processes wait while it is made.
@@ -71,7 +73,7 @@ def cached_text(config: DataConfig, tokenizer: Tokenizer, files: list[tuple[str,
     beside = None if os.environ.get(CACHE_VARIABLE) else config.base_output_directory
     root = cache_directory("text") if not beside or is_bucket(beside) else user_path(beside) / ".cache" / "text"
     with contextlib.ExitStack() as stack:
-        entry = root / _key(files, tokenizer)
+        entry = root / _key(files, encoder)
         try:
             stack.enter_context(locked(entry))
         except OSError as error:
@@ -89,12 +91,13 @@ def cached_text(config: DataConfig, tokenizer: Tokenizer, files: list[tuple[str,
         except UserError as error:
             complain(f"warning: the cached text is damaged and will be made again: {' '.join(error.problems)}")
             shutil.rmtree(entry)
-        _make(entry, config, tokenizer, files)
+        _make(entry, config, encoder, files)
         return _opened(entry)
 
 
-def _key(files: list[tuple[str, Path]], tokenizer: Tokenizer) -> str:
-    key = hashlib.sha256(f"{_FORMAT}:{tokenizer.fingerprint}:".encode())
+def _key(files: list[tuple[str, Path]], encoder: TextEncoder) -> str:
+    settings = json.dumps(encoder.settings) if encoder.settings else ""
+    key = hashlib.sha256(f"{_FORMAT}:{encoder.tokenizer.fingerprint}:{settings}".encode())
     for name, file in files:
         kind = next(suffix for suffix in sorted(TEXT_SUFFIXES, key=len, reverse=True) if is_kind(name, (suffix,)))
         key.update(f"{kind}:{_sha256(file)};".encode())
@@ -108,7 +111,7 @@ def _sha256(file: Path) -> str:
         raise UserError(f"{file}: cannot be read ({error}).") from error
 
 
-def _make(entry: Path, config: DataConfig, tokenizer: Tokenizer, files: list[tuple[str, Path]]) -> None:
+def _make(entry: Path, config: DataConfig, encoder: TextEncoder, files: list[tuple[str, Path]]) -> None:
     from maxtext_lite.data.preparing.dataset import prepare_dataset  # here, because most runs make none
     from maxtext_lite.data.preparing.keys import PrepareConfig
 
@@ -117,14 +120,17 @@ def _make(entry: Path, config: DataConfig, tokenizer: Tokenizer, files: list[tup
         output=str(entry),
         tokenizer_type=config.tokenizer_type,
         tokenizer_path=config.tokenizer_path,
+        add_bos=config.add_bos,
+        add_eos=config.add_eos,
+        special_tokens_in_text=config.special_tokens_in_text,
     )
     try:
-        outcome = prepare_dataset(prepared, tokenizer=tokenizer, say=complain)
+        outcome = prepare_dataset(prepared, tokenizer=encoder.tokenizer, say=complain)
     except UserError as error:
         if not any("was begun differently" in problem for problem in error.problems):
             raise
         shutil.rmtree(entry)  # left by a killed run, from the same text in other files
-        outcome = prepare_dataset(prepared, tokenizer=tokenizer, say=complain)
+        outcome = prepare_dataset(prepared, tokenizer=encoder.tokenizer, say=complain)
     assert outcome is not None
     stream, starts = open_prepared("dataset_path", entry)
     fingerprint = text_fingerprint(stream, starts, tokenizer=outcome.manifest.tokenizer, dtype=outcome.manifest.dtype)
@@ -158,6 +164,7 @@ def _opened(entry: Path) -> CachedText:
                 raise UserError(f"{entry / name} is not what was written.")
         stream, starts = open_prepared("dataset_path", entry)
         place = IndexPlace(entry / "rows", stream.manifest.fingerprint)
-        return CachedText(stream, starts, about["fingerprint"], place, f"read from the cache {entry}")
+        spelled = stream.manifest.spelled_special_tokens
+        return CachedText(stream, starts, about["fingerprint"], place, f"read from the cache {entry}", spelled)
     except (KeyError, AttributeError, TypeError) as error:
         raise UserError(f"{entry / _ABOUT} is damaged ({error!r}).") from None

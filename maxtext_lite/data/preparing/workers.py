@@ -19,7 +19,8 @@ from maxtext_lite.data.preparing.documents import DocumentReader
 from maxtext_lite.data.preparing.keys import PrepareConfig
 from maxtext_lite.data.preparing.shards import Entry, Workshop, run_task
 from maxtext_lite.data.preparing.tasks import Task
-from maxtext_lite.data.tokenizer import Tokenizer, load_tokenizer
+from maxtext_lite.data.text_encoder import TextEncoder
+from maxtext_lite.data.tokenizer import load_tokenizer
 
 _ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
@@ -39,13 +40,13 @@ class Made:
     entry: Entry | None
 
 
-def run_here(tasks: Sequence[Task], workshop: Workshop, config: PrepareConfig, tokenizer: Tokenizer) -> Iterator[Made]:
+def run_here(tasks: Sequence[Task], workshop: Workshop, config: PrepareConfig, encoder: TextEncoder) -> Iterator[Made]:
     """Executes tasks in this process, one after the other; the tokenizer's library may use several threads."""
-    reader = DocumentReader(config, tokenizer)
+    reader = DocumentReader(config, encoder)
     for task in tasks:
         steps: list[int] = []
         start = time.process_time()
-        entry = run_task(task, workshop, reader, tokenizer, made=steps.append)
+        entry = run_task(task, workshop, reader, made=steps.append)
         yield Made(sum(steps), time.process_time() - start, entry)
 
 
@@ -123,11 +124,11 @@ def _work(connection: Connection, workshop: Workshop, config: PrepareConfig, fin
         tokenizer = load_tokenizer(config)
         if tokenizer.fingerprint != fingerprint:
             raise UserError(f"tokenizer_path={config.tokenizer_path!r} has changed since prepare began.")
-        reader = DocumentReader(config, tokenizer)
+        reader = DocumentReader(config, TextEncoder(config, tokenizer))
         connection.send(None)
         while True:
             clock = _Clock(connection)
-            entry = run_task(connection.recv(), workshop, reader, tokenizer, made=clock.made)
+            entry = run_task(connection.recv(), workshop, reader, made=clock.made)
             connection.send(Made(0, clock.elapsed(), entry))
     except (EOFError, BrokenPipeError, ConnectionResetError, _ParentGoneError):
         return

@@ -6,6 +6,7 @@ from maxtext_lite.config import UserError
 from maxtext_lite.data.preparing.journal import Journal
 from maxtext_lite.data.preparing.keys import PrepareConfig
 from maxtext_lite.data.preparing.tasks import find_inputs, split_into_tasks
+from maxtext_lite.data.text_encoder import TextEncoder
 from maxtext_lite.data.tokenizer import ByteTokenizer
 
 
@@ -20,7 +21,7 @@ def open_journal(tmp_path):
         config,
         files,
         split_into_tasks(files, task_bytes=10, field="text"),
-        ByteTokenizer(),
+        TextEncoder(config, ByteTokenizer()),
     )
 
 

@@ -1,0 +1,395 @@
+"""How texts begin and end in tokens, which tokens end a model's texts, and what the special tokens in a text become.
+
+Prompts, documents, answers and texts to score all ask here. The tokens that begin texts come first, once. Nothing that
+is continued or scored ends with end-of-text; a document ends with it once. A text from outside, a document or the
+content of a turn, is only characters unless `special_tokens_in_text` says otherwise. What a chat template writes around
+the contents is read with its special tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+
+from maxtext_lite.config import UserError
+from maxtext_lite.config.bucket import local_copy
+from maxtext_lite.config.errors import counted, value_text
+from maxtext_lite.config.hf.adapter import adapter_of, missing_base
+from maxtext_lite.config.hf.directory import TOKENIZER_FILES
+from maxtext_lite.config.hf.fields import is_whole
+from maxtext_lite.config.json_file import is_there, read_bytes, read_object
+from maxtext_lite.data.tokenizer import PlacedTokens, Tokenizer, TokenizerKeys
+
+_CHARACTERS_OF_A_PIECE, _PIECES_AT_ONCE = 2**19, 8
+_LONGEST_TAIL = 4  # tokens of white space that a template writes after the last end of turn
+# In place of a special token: two halves of surrogate pairs, which no text from a file has.
+_HIDDEN = re.compile("[\ud800-\udbff][\udc00-\udfff]")
+
+
+Turn = dict[str, str]
+"""{"role": "user", "content": ...}, and possibly "name"; the roles that templates know are system, user, assistant."""
+
+
+class TextKeys(TokenizerKeys, Protocol):
+    """The keys of a config about the tokens of texts."""
+
+    @property
+    def add_bos(self) -> bool | Literal["auto"]:
+        """Whether texts begin with the begin-of-text token; auto: with what the tokenizer puts there by itself."""
+        ...
+
+    @property
+    def add_eos(self) -> bool:
+        """Whether documents end with end-of-text."""
+        ...
+
+    @property
+    def special_tokens_in_text(self) -> Literal["plain", "encode", "refuse"]:
+        """What special tokens that a document or the content of a turn spells become."""
+        ...
+
+
+class EncodedDocuments(NamedTuple):
+    """The tokens of documents.
+
+    Attributes:
+      stream: those of all documents, one after the other.
+      lengths: tokens of each, 0 for a document without text; int64.
+      num_spelled: special tokens that their texts spell.
+    """
+
+    stream: np.ndarray
+    lengths: np.ndarray
+    num_spelled: int
+
+
+class TextEncoder:
+    """Encodes texts with a tokenizer, by the keys of a config.
+
+    Attributes:
+      begin_ids: the tokens that begin a text, int32; possibly none.
+      adds_end: whether documents end with end-of-text.
+      in_text: `special_tokens_in_text`.
+    Raises:
+      UserError: add_bos=true, and the tokenizer has no begin-of-text token.
+    """
+
+    def __init__(self, config: TextKeys, tokenizer: Tokenizer) -> None:
+        self.tokenizer, self.adds_end = tokenizer, config.add_eos
+        self.in_text: Literal["plain", "encode", "refuse"] = config.special_tokens_in_text
+        begin = tokenizer.begin_ids if config.add_bos else ()
+        if config.add_bos is True and not begin:
+            if tokenizer.bos_id is None:
+                raise UserError(
+                    f"add_bos=true, but the tokenizer (tokenizer_type={config.tokenizer_type}) has no begin-of-text "
+                    "token. Nearest that work: add_bos=auto or add_bos=false."
+                )
+            begin = (tokenizer.bos_id,)
+        self.begin_ids, self._num_spelled = np.array(begin, np.int32), 0
+        self._end = np.array([tokenizer.end_of_text_id], np.int32)
+        self._names = sorted(filter(None, tokenizer.special_tokens), key=lambda name: (-len(name), name))
+        spelled = "|".join(map(re.escape, self._names))
+        self._spelled = re.compile(spelled or "(?!)")
+        self._spelled_or_hidden = re.compile("|".join(filter(None, (_HIDDEN.pattern, spelled))))
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the tokens of texts depend on besides the tokenizer, where it differs from what it once always was."""
+        found = dict[str, Any]()
+        if len(self.begin_ids):
+            found["begin_ids"] = self.begin_ids.tolist()
+        if not self.adds_end:
+            found["add_eos"] = False
+        if self._names and self.in_text != "encode":
+            found["special_tokens_in_text"] = self.in_text
+        return found
+
+    def disagreement(self, begin_ids: Sequence[int], *, add_eos: bool) -> str | None:
+        """How documents that begin with these tokens, and end with end-of-text or not, differ from the config's."""
+        if list(begin_ids) != self.begin_ids.tolist():
+            stated = "true" if begin_ids else "false"
+            tokens = ", ".join(map(str, begin_ids)) or "no token"
+            return f"its documents begin with {tokens}, as add_bos={stated}. Nearest that works: add_bos={stated}."
+        if add_eos != self.adds_end:
+            stated = str(add_eos).lower()
+            return f"it was prepared with add_eos={stated}. Nearest that works: add_eos={stated}."
+        return None
+
+    # ---- Beginnings and ends ------------------------------------------------------------------------------------
+
+    def begin(self, token_ids: np.ndarray) -> np.ndarray:
+        """The tokens of a text after those that begin texts, unless it has them already."""
+        has_them = np.array_equal(token_ids[: len(self.begin_ids)], self.begin_ids)
+        return token_ids if has_them else np.concatenate([self.begin_ids, token_ids])
+
+    def end(self, token_ids: np.ndarray) -> np.ndarray:
+        """The tokens of a text, then end-of-text, unless it ends with that already, apart from white space."""
+        tail = token_ids[-_LONGEST_TAIL:]
+        ends = np.flatnonzero(tail == self._end)
+        is_ended = len(ends) > 0 and not self.tokenizer.decode(tail[ends[-1] :].tolist()).strip()
+        return token_ids if is_ended else np.concatenate([token_ids, self._end])
+
+    def or_end(self, token_ids: np.ndarray) -> np.ndarray:
+        """The tokens, or end-of-text if there are none: a text begins after the end of another."""
+        return token_ids if len(token_ids) else self._end
+
+    def prompt(self, text: str) -> np.ndarray:
+        """The tokens of a text to be continued, at least one."""
+        return self.or_end(self.begin(self.tokenizer.encode(text)))
+
+    # ---- Documents ----------------------------------------------------------------------------------------------
+
+    def documents(self, texts: Sequence[str], dtype: np.dtype[Any], *, rendered: bool = False) -> EncodedDocuments:
+        """The tokens of documents; an empty one leaves nothing in the stream.
+
+        Args:
+          rendered: a chat template made them, which writes a begin-of-text itself.
+        Raises:
+          UserError: a text spells special tokens that it must not spell, or that have no plain characters.
+        """
+        if rendered:
+            encoded, num_spelled = self.encode_rendered(texts), self.take_num_spelled()
+        else:
+            encoded, num_spelled = self.encode(texts)
+        finished: list[np.ndarray] = []
+        for token_ids in encoded:
+            whole = token_ids if rendered or not len(token_ids) else self.begin(token_ids)
+            finished.append(self.end(whole) if self.adds_end and len(token_ids) else whole)
+        lengths = np.array([len(token_ids) for token_ids in finished], np.int64)
+        stops = np.cumsum(lengths)
+        stream = np.empty(int(lengths.sum()), dtype)
+        for token_ids, stop in zip(finished, stops.tolist(), strict=True):
+            stream[stop - len(token_ids) : stop] = token_ids
+        return EncodedDocuments(stream, lengths, num_spelled)
+
+    def encode(self, texts: Sequence[str]) -> tuple[list[np.ndarray], int]:
+        """The tokens of each document without beginning and end, and how many special tokens they spell.
+
+        Raises:
+          UserError: as `documents`.
+        """
+        encoded, num_spelled = _encode_in_pieces(self.tokenizer, texts), 0
+        for number, text in enumerate(texts):
+            count = self.count_spelled(text) if self.tokenizer.may_spell(encoded[number]) else 0
+            if count and self.in_text == "plain":
+                encoded[number] = self._place_parts([text]).token_ids
+            elif count and self.in_text == "refuse":
+                raise UserError(self._refusal(text))
+            num_spelled += count
+        return encoded, num_spelled
+
+    # ---- Special tokens that a text spells ----------------------------------------------------------------------
+
+    def count_spelled(self, text: str) -> int:
+        """How many special tokens a text spells."""
+        return len(self._spelled.findall(text))
+
+    def check(self, where: str, text: str) -> None:
+        """Refuses a text that spells a special token if special_tokens_in_text=refuse; names `where`."""
+        if self.in_text == "refuse" and self._spelled.search(text):
+            raise UserError(f"{where}: {self._refusal(text)}")
+
+    def _refusal(self, text: str) -> str:
+        found = self._spelled.search(text)
+        name = f" {value_text(found[0])}" if found else ""
+        return (
+            f"special_tokens_in_text=refuse, and the text spells the special token{name}. Nearest that work: "
+            "special_tokens_in_text=plain or special_tokens_in_text=encode."
+        )
+
+    def hide(self, where: str, text: str) -> str:
+        """The content of a turn with a stand-in for each special token that is to be plain characters.
+
+        A template carries the stand-ins along; `place` reads them as characters, and `reveal` spells them again.
+
+        Raises:
+          UserError: it spells one, and special_tokens_in_text=refuse; names `where`.
+        """
+        self.check(where, text)
+        self._num_spelled += self.count_spelled(text)
+        return text if self.in_text == "encode" else self._spelled.sub(lambda found: self._stand_in(found[0]), text)
+
+    def take_num_spelled(self) -> int:
+        """The number of special tokens that contents given to `hide` spell, since the last call."""
+        count, self._num_spelled = self._num_spelled, 0
+        return count
+
+    def _stand_in(self, name: str) -> str:
+        number = self._names.index(name)
+        return chr(0xD800 + number // 1024) + chr(0xDC00 + number % 1024)
+
+    def _name(self, stand_in: str) -> str:
+        return self._names[(ord(stand_in[0]) - 0xD800) * 1024 + ord(stand_in[1]) - 0xDC00]
+
+    def reveal(self, text: str) -> str:
+        """The text with special tokens spelled in place of their stand-ins."""
+        return _HIDDEN.sub(lambda found: self._name(found[0]), text)
+
+    def check_carried(self, turns: list[Turn], text: str, render: Callable[[list[Turn]], str]) -> None:
+        """Refuses turns whose stand-ins are not in their rendering `text` where what they stand for would be.
+
+        Raises:
+          UserError: the template cannot carry them.
+        """
+        spelled = [{key: self.reveal(each) for key, each in turn.items()} for turn in turns]
+        if spelled != turns and render(spelled) != self.reveal(text):
+            raise UserError(
+                "the chat template does not write a special token that a turn spells as plain characters. Nearest that "
+                "works: special_tokens_in_text=encode."
+            )
+
+    def place(self, texts: Sequence[str]) -> list[PlacedTokens]:
+        """The tokens of rendered texts, with their special tokens; what `hide` has hidden is plain characters.
+
+        Raises:
+          UserError: a special token that is to be plain has no plain characters.
+        """
+        others = iter(self.tokenizer.encode_placed([text for text in texts if not _HIDDEN.search(text)]))
+        return [self._place_hidden(text) if _HIDDEN.search(text) else next(others) for text in texts]
+
+    def encode_rendered(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """`place` without the places, faster."""
+        others = iter(_encode_in_pieces(self.tokenizer, [text for text in texts if not _HIDDEN.search(text)]))
+        return [self._place_hidden(text).token_ids if _HIDDEN.search(text) else next(others) for text in texts]
+
+    def _place_hidden(self, text: str) -> PlacedTokens:
+        parts: list[str | int] = []
+        starts, stops = list[int](), [0]  # of each character of the parts, and after it, in the text
+        position = 0
+        for found in [*self._spelled_or_hidden.finditer(text), None]:
+            first, last = found.span() if found else (len(text), len(text))
+            parts.append(text[position:first])
+            starts += range(position, first)
+            stops += range(position + 1, first + 1)
+            position = last
+            if found:
+                part = self._name(found[0]) if _HIDDEN.match(found[0]) else self.tokenizer.special_tokens[found[0]]
+                parts.append(part)
+                count = len(part) if isinstance(part, str) else 1
+                starts += [first] * count
+                stops += [last] * count
+        placed = self._place_parts(parts)
+        starts.append(len(text))
+        return PlacedTokens(placed.token_ids, np.array(starts)[placed.starts], np.array(stops)[placed.stops])
+
+    def _place_parts(self, parts: Sequence[str | int]) -> PlacedTokens:
+        placed = self.tokenizer.encode_parts(parts)
+        spelled = {name for part in parts if isinstance(part, str) for name in self._spelled.findall(part)}
+        for name in sorted(spelled - {self.tokenizer.unknown_token}):
+            token_id = self.tokenizer.special_tokens[name]
+            if np.count_nonzero(placed.token_ids == token_id) > parts.count(token_id):
+                text = next(part for part in parts if isinstance(part, str) and name in part)
+                raise UserError(
+                    f"a text ({value_text(text)}) spells the special token {value_text(name)}, which is also a word of "
+                    "the tokenizer: it cannot be plain characters. Nearest that works: special_tokens_in_text=encode."
+                )
+        return placed
+
+    # ---- Stop strings -------------------------------------------------------------------------------------------
+
+    def stop_strings(self, texts: Sequence[str]) -> tuple[list[str], dict[int, str]]:
+        """What to look for in a text that has stand-ins for special tokens; and these, by the ids of the tokens.
+
+        A stop string may spell special tokens, and matches whether a model writes these or their characters.
+        """
+        marked = [self._spelled.sub(lambda found: self._stand_in(found[0]), text) for text in texts]
+        names = {found[0] for text in texts for found in self._spelled.finditer(text)}
+        stand_ins = {self.tokenizer.special_tokens[name]: self._stand_in(name) for name in names}
+        return list(dict.fromkeys([*texts, *marked])), stand_ins
+
+
+def spelled_notes(count: int, in_text: str) -> tuple[str, ...]:
+    """A sentence on special tokens that texts spell, if there are any; `in_text` is special_tokens_in_text."""
+    became = "plain characters" if in_text == "plain" else "these tokens"
+    return (f"{counted(count, 'special token')} spelled in the text became {became}.",) if count else ()
+
+
+def without_stand_ins(text: str) -> str:
+    """The text without the stand-ins of special tokens, which are no part of a text."""
+    return _HIDDEN.sub("", text)
+
+
+def _encode_in_pieces(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
+    """The token ids of each text; a long text is encoded in pieces."""
+    pieces = [tokenizer.pieces(text, _CHARACTERS_OF_A_PIECE) for text in texts]
+    if all(len(of_text) == 1 for of_text in pieces):
+        return tokenizer.encode_documents(texts)
+    encoded: list[np.ndarray] = []
+    for of_text in pieces:
+        groups = (of_text[first : first + _PIECES_AT_ONCE] for first in range(0, len(of_text), _PIECES_AT_ONCE))
+        encoded.append(np.concatenate([ids for group in groups for ids in tokenizer.encode_documents(group)]))
+    return encoded
+
+
+# ---- The tokens that end a model's texts -----------------------------------------------------------------------------
+
+
+def stop_tokens(paths: Iterable[str | Path], tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The tokens after which a model's texts end: those that its files state, and end-of-text.
+
+    Args:
+      paths: of runs, imported models, Hugging Face directories or adapters.
+    Raises:
+      UserError: a file cannot be read, or its eos_token_id is not a token or a list of tokens.
+    """
+    places = [place for path in paths for place in _places(path)]
+    stated = [each for place in places for each in _stop_ids_with(place, tokenizer)]
+    return tuple(dict.fromkeys([*stated, tokenizer.end_of_text_id]))
+
+
+def _places(path: str | Path) -> list[Path]:
+    """The directories with the files about a model's tokens; those of an adapter come before its base model's."""
+    root = local_copy(path, "load_parameters_path")
+    adapter = adapter_of(root) if missing_base(root) is None else None
+    return [place for each in (root, *([adapter.base] if adapter else [])) for place in (each, each / "hf")]
+
+
+def stop_ids_of(directory: Path) -> list[int]:
+    """The tokens that end a text, by generation_config.json and config.json.
+
+    Raises:
+      UserError: one of the two is not a JSON object, or its eos_token_id is not a token or a list of tokens.
+    """
+    ids: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        if is_there(directory / name):
+            fields = read_object(directory / name)
+            stated = stop_ids_in(fields)
+            if not all(is_whole(each, 0) for each in stated):
+                value = value_text(fields["eos_token_id"])
+                raise UserError(f"{directory / name}: eos_token_id={value} is not a token's number, or a list of them.")
+            ids += stated
+    return list(dict.fromkeys(ids))
+
+
+def stop_ids_in(fields: Mapping[str, Any]) -> list[Any]:
+    """The eos_token_id of a file about a model, as a list."""
+    value = fields.get("eos_token_id")
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _stop_ids_with(directory: Path, tokenizer: Tokenizer) -> list[int]:
+    """`stop_ids_of`; with another tokenizer than the directory's, those that are special tokens of both."""
+    ids = stop_ids_of(directory)
+    return ids if has_tokenizer(directory, tokenizer.fingerprint) else special_among(ids, tokenizer)
+
+
+def special_among(token_ids: Iterable[int], tokenizer: Tokenizer) -> list[int]:
+    """Those that are special tokens of the tokenizer."""
+    return [each for each in token_ids if each in tokenizer.special_ids]
+
+
+def has_tokenizer(directory: Path, known_by: str) -> bool:
+    """Whether a directory's tokenizer is the one known by this SHA-256; a directory without one goes with bytes."""
+    files = [directory / name for name in TOKENIZER_FILES.values() if is_there(directory / name)]
+    return any(file_hash(file) in known_by for file in files) if files else known_by == "byte"
+
+
+def file_hash(file: Path) -> str:
+    """The SHA-256 of a tokenizer's file."""
+    return hashlib.sha256(read_bytes(file)).hexdigest()

@@ -1,0 +1,300 @@
+"""How texts begin and end in tokens, the space at a seam, and special tokens that a text spells."""
+
+import json
+
+import numpy as np
+import pytest
+import sentencepiece
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+
+from maxtext_lite.config import UserError, load_config
+from maxtext_lite.data.conversations import Renderer
+from maxtext_lite.data.sources import open_sources
+from maxtext_lite.data.text_encoder import TextEncoder
+from maxtext_lite.data.tokenizer import load_tokenizer
+from maxtext_lite.generation.stream_text import WrittenText
+
+SPECIAL = ["<end>", "<begin>", "<|user|>", "<|assistant|>", "<turn>"]
+END, BEGIN, TURN = 0, 1, 4
+UINT16 = np.dtype(np.uint16)
+CHATML = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def letters(*, byte_level=True, special=SPECIAL, rstrip=False):
+    """A tokenizer of letters, each with an id of its own; without byte_level as Llama 2's."""
+    alphabet = sorted(
+        pre_tokenizers.ByteLevel.alphabet()
+        if byte_level
+        else "▁Tobentksm<|>usriahd\n. "
+    )
+    vocabulary = {token: number for number, token in enumerate([*special, *alphabet])}
+    made = tokenizers.Tokenizer(models.BPE(vocabulary, []))
+    if byte_level:
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.decoder = decoders.ByteLevel()
+    else:
+        made.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
+        made.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )
+    made.add_special_tokens(
+        [tokenizers.AddedToken(name, rstrip=rstrip, special=True) for name in special]
+    )
+    return made
+
+
+def save(made, directory, **about):
+    directory.mkdir(exist_ok=True)
+    made.save(str(directory / "tokenizer.json"))
+    stated = {"eos_token": "<end>", "bos_token": "<begin>"} | about
+    (directory / "tokenizer_config.json").write_text(json.dumps(stated))
+    return directory
+
+
+def config_of(directory, *words):
+    keys = ["tokenizer_type=huggingface", f"tokenizer_path={directory}"]
+    return load_config(None, [*keys, "vocab_size=400", *words])
+
+
+def encoder_of(directory, *words):
+    config = config_of(directory, *words)
+    return TextEncoder(config, load_tokenizer(config))
+
+
+PAIRS = [("<end>", END), ("<begin>", BEGIN), ("<turn>", TURN)]
+TEMPLATE = processors.TemplateProcessing
+BOTH = TEMPLATE(single="<begin> $A <end>", special_tokens=PAIRS)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("post_processor", "about", "begin"),
+    [
+        (None, {}, []),
+        (None, {"add_bos_token": True}, [BEGIN]),
+        (TEMPLATE(single="$A <end>", special_tokens=PAIRS), {}, []),
+        (BOTH, {"add_eos_token": True}, [BEGIN]),
+        (
+            TEMPLATE(single="<begin> <turn> $A <end>", special_tokens=PAIRS),
+            {},
+            [BEGIN, TURN],
+        ),
+        (processors.BertProcessing(("<end>", END), ("<begin>", BEGIN)), {}, [BEGIN]),
+        (processors.RobertaProcessing(("<end>", END), ("<begin>", BEGIN)), {}, [BEGIN]),
+        (processors.Sequence([processors.ByteLevel(), BOTH]), {}, [BEGIN]),
+    ],
+    ids=["none", "stated", "end", "both", "two", "bert", "roberta", "sequence"],
+)
+def test_texts_begin_as_the_tokenizer_says_and_only_documents_end(
+    post_processor, about, begin, tmp_path
+):
+    made = letters()
+    if post_processor is not None:
+        made.post_processor = post_processor
+    directory = save(made, tmp_path / "t", **about)
+    text = made.encode("To be", add_special_tokens=False).ids
+    encoder = encoder_of(directory)
+    assert encoder.prompt("To be").tolist() == [*begin, *text]
+    assert encoder.prompt("").tolist() == (begin or [END])
+    found = encoder.documents(["To be", "", "To be"], UINT16)
+    assert found.stream.tolist() == [*begin, *text, END] * 2
+    length = len(begin) + len(text) + 1
+    assert found.lengths.tolist() == [length, 0, length]
+    bare = encoder_of(directory, "add_bos=false", "add_eos=false")
+    assert bare.documents(["To be"], UINT16).stream.tolist() == text
+    forced = encoder_of(directory, "add_bos=true").prompt("To be").tolist()
+    assert forced == [*(begin or [BEGIN]), *text]
+
+
+def test_a_document_that_ends_with_end_of_text_gets_no_second_one(tmp_path):
+    encoder = encoder_of(
+        save(letters(), tmp_path / "t"), "special_tokens_in_text=encode"
+    )
+    for text in ("To<end>", "To<end>\n", "To"):
+        rendered = encoder.documents([text], UINT16, rendered=True).stream.tolist()
+        assert rendered.count(END) == 1
+    assert encoder.documents(["<begin>To"], UINT16).stream.tolist().count(BEGIN) == 1
+
+
+def test_begin_of_text_that_a_tokenizer_lacks_and_data_with_another_are_refused(
+    tmp_path,
+):
+    with pytest.raises(UserError, match=r"^add_bos=true.*add_bos=auto"):
+        TextEncoder(load_config(None, ["add_bos=true"]), load_tokenizer(load_config()))
+    encoder = encoder_of(save(letters(), tmp_path / "t", add_bos_token=True))
+    assert "add_bos=false" in encoder.disagreement([], add_eos=True)
+    assert "add_eos=false" in encoder.disagreement([BEGIN], add_eos=False)
+    assert encoder.disagreement([BEGIN], add_eos=True) is None
+
+
+def seams(tmp_path):
+    """Tokenizers of each kind of decoder."""
+    words = {name: number for number, name in enumerate([*SPECIAL, "?"])}
+    for word in ("To", "be", "not", "▁To", "▁be", "▁not", "##s", "o</w>", "be</w>"):
+        words[word] = len(words)
+    of_metaspace = tokenizers.Tokenizer(models.WordLevel(words, unk_token="?"))
+    of_metaspace.pre_tokenizer = pre_tokenizers.Metaspace()
+    of_metaspace.decoder = decoders.Metaspace()
+    of_pieces = tokenizers.Tokenizer(models.WordPiece(words, unk_token="?"))
+    of_pieces.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    of_pieces.decoder = decoders.WordPiece()
+    made = {
+        "bytes": letters(),
+        "strip": letters(byte_level=False),
+        "metaspace": of_metaspace,
+        "pieces": of_pieces,
+    }
+    for name, each in made.items():
+        each.add_special_tokens(SPECIAL)
+        yield load_tokenizer(config_of(save(each, tmp_path / name)))
+    with (tmp_path / "tokenizer.model").open("wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(["To be not to be"] * 9),
+            model_writer=file,
+            vocab_size=40,
+            hard_vocab_limit=False,
+            minloglevel=2,
+        )
+    path = f"tokenizer_path={tmp_path / 'tokenizer.model'}"
+    yield load_tokenizer(load_config(None, ["tokenizer_type=sentencepiece", path]))
+
+
+def test_a_continuation_keeps_the_space_at_the_seam(tmp_path):
+    for tokenizer in seams(tmp_path):
+        before, whole = (
+            tokenizer.encode(text).tolist() for text in ("To", "To be not")
+        )
+        rest = whole[len(before) :]
+        for prompt, text in (
+            ([BEGIN, *before], " be not"),
+            ([], tokenizer.decode(rest)),
+        ):
+            stream = tokenizer.stream_decoder(prompt)
+            streamed = "".join([*map(stream.push, rest), stream.flush()])
+            assert streamed == tokenizer.decode_after(prompt, rest) == text
+
+
+SPELLED = ["To <turn> be", "<end>", "a<turn><turn>b<begin>"]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("kind", ["bytes", "strip", "rstrip"])
+def test_special_tokens_that_a_document_spells_are_characters_unless_asked(
+    kind, tmp_path
+):
+    made = letters(byte_level=kind != "strip", rstrip=kind == "rstrip")
+    directory = save(made, tmp_path / "t")
+    plain = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    plain.encode_special_tokens = True  # the library's own way
+    for policy, library in (("plain", plain), ("encode", made)):
+        encoder = encoder_of(
+            directory, f"special_tokens_in_text={policy}", "add_eos=false"
+        )
+        for text in (*SPELLED, "To be", "< turn>"):
+            found = encoder.documents([text], UINT16)
+            assert found.stream.tolist() == library.encode(text).ids
+            assert found.num_spelled == sum(map(text.count, SPECIAL))
+    encoder = encoder_of(directory, "special_tokens_in_text=refuse")
+    encoder.check("d:1", "To be")
+    with pytest.raises(UserError, match=r"^d:1: .*<turn>"):
+        encoder.check("d:1", SPELLED[0])
+    # A text in memory and a run's note on it.
+    (tmp_path / "d.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in SPELLED)
+    )
+    keys = [
+        "dataset_type=text",
+        f"dataset_path={tmp_path / 'd.jsonl'}",
+        "eval_fraction=0",
+    ]
+    source, _ = open_sources(
+        config_of(directory, *keys, "packing=none", "eval_interval=-1")
+    )
+    assert any("5 special tokens" in note for note in source.notes)
+
+
+@pytest.mark.parametrize("rstrip", [False, True])
+def test_special_tokens_in_the_content_of_a_turn_are_characters_and_the_templates_are_not(
+    rstrip, tmp_path
+):
+    made = letters(rstrip=rstrip)
+    directory = save(made, tmp_path / "t")
+
+    def tokenized(content, template=CHATML, *words):
+        (tmp_path / "t.jinja").write_text(template)
+        config = config_of(
+            directory,
+            "dataset_type=sft",
+            f"chat_template={tmp_path / 't.jinja'}",
+            *words,
+        )
+        renderer = Renderer(config, TextEncoder(config, load_tokenizer(config)))
+        turns = [
+            {"role": "user", "content": content},
+            {"role": "assistant", "content": f"be {content}."},
+        ]
+        (found,) = renderer.tokens([renderer.sft_text("d:1", {"messages": turns})])
+        return found
+
+    def spelled(token_ids):
+        return made.decode(token_ids.tolist(), skip_special_tokens=False)
+
+    for content in ("To", "To<turn>", "<|user|> <end> To"):
+        found = tokenized(content)
+        special = [token for token in found.token_ids.tolist() if token < len(SPECIAL)]
+        assert special == [2, TURN, 3, TURN]
+        assert spelled(found.token_ids[found.is_answer]) == f"be {content}.<turn>"
+        encoded = tokenized(content, CHATML, "special_tokens_in_text=encode")
+        if "<" not in content:
+            assert encoded.token_ids.tolist() == found.token_ids.tolist()
+            assert encoded.is_answer.tolist() == found.is_answer.tolist()
+        else:
+            assert len(encoded.token_ids) < len(found.token_ids)
+            with pytest.raises(UserError, match=r"^d:1: .*special_tokens_in_text"):
+                tokenized(content, CHATML, "special_tokens_in_text=refuse")
+    # A template that looks at such a content, rather than writing it.
+    for change in (
+        "m.content.split('<turn>')[0]",
+        "m.content + m.content|length|string",
+    ):
+        template = CHATML.replace("m.content", change)
+        tokenized("To", template)
+        with pytest.raises(UserError, match=r"^d:1: .*special_tokens_in_text=encode"):
+            tokenized("To<turn>", template)
+
+
+def test_a_special_token_that_is_an_ordinary_word_too_is_refused(tmp_path):
+    vocabulary = {name: number for number, name in enumerate([*SPECIAL, "?", "To"])}
+    made = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made.add_special_tokens([*SPECIAL, "?"])
+    encoder = encoder_of(save(made, tmp_path / "t"), "add_eos=false")
+    assert encoder.documents(["To x ?"], UINT16).stream.tolist() == [6, 5, 5]
+    with pytest.raises(UserError, match=r"<turn>.*special_tokens_in_text=encode"):
+        encoder.documents(["To <turn>"], UINT16)
+
+
+@pytest.mark.parametrize(
+    ("stop", "text"),
+    [
+        ("<turn>", "be"),
+        ("<turn>\nx", "be"),
+        ("e<turn>", "b"),
+        ("<end>", "be\nxe"),
+        ("x", "be\n"),
+    ],
+)
+def test_a_stop_string_may_spell_special_tokens(stop, text, tmp_path):
+    made = letters()
+    encoder = encoder_of(save(made, tmp_path / "t"))
+    strings, stand_ins = encoder.stop_strings([stop])
+    written = WrittenText(encoder.tokenizer.stream_decoder(), (), strings, stand_ins)
+    ids = made.encode("be<turn>\nxe").ids
+    pieces = [*map(written.push, ids), written.end()]
+    assert "".join(pieces) == written.text == text
