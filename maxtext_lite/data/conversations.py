@@ -1,8 +1,6 @@
 """From lines of JSON to the tokens of a conversation or a text, and which of them are answers, to be learned.
 
-An answer is located in the rendered text: between what the chat template renders up to it (the turns before it and the
-beginning of the answer) and what it has rendered after it. Both must be prefixes of the whole text, or the template is
-refused. The whole text is tokenized at once, and a token belongs to an answer if all of its characters do.
+The whole text is tokenized at once, and a token belongs to an answer if all of its characters do.
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ import numpy as np
 
 from maxtext_lite.config import UserError
 from maxtext_lite.data.chat import DATE_OF_TRAINING_DATA, ChatKeys, ChatTemplate, Turn, chat_template
+from maxtext_lite.data.learned_answers import AnswerFinder, check_contents
 from maxtext_lite.data.text_files import check_unicode
 from maxtext_lite.data.tokenizer import PlacedTokens, Tokenizer
 
@@ -37,12 +36,15 @@ class Rendered(NamedTuple):
       where: file and line.
       answers: for each answer, its first character and the one after its last.
       is_plain: no chat template rendered it, so that the tokenizer's own tokens precede it and end-of-text follows.
+      is_marked: the chat template itself marks the answers; a token in which one begins or ends is then learned, too,
+        as in transformers.
     """
 
     where: str
     text: str
     answers: tuple[tuple[int, int], ...]
     is_plain: bool
+    is_marked: bool = False
 
 
 class Tokenized(NamedTuple):
@@ -70,10 +72,11 @@ class Renderer:
     def __init__(self, config: ChatKeys, tokenizer: Tokenizer, *, begins_as_elsewhere: bool):
         self._config, self._tokenizer = config, tokenizer
         self._template: ChatTemplate | None = None
+        self._finder: AnswerFinder | None = None
         self._begin = _beginning(tokenizer) if begins_as_elsewhere else np.zeros(0, np.int32)
 
-    def sft_text(self, where: str, value: Mapping[str, Any]) -> Rendered:
-        """The text of a line for SFT.
+    def sft_texts(self, where: str, value: Mapping[str, Any]) -> tuple[Rendered, ...]:
+        """The text of a line for SFT; several if its answers have no common text (see `learned_answers`).
 
         Raises:
           UserError: the line is invalid, or its turns cannot be rendered; names `where`.
@@ -87,7 +90,7 @@ class Renderer:
             turns = _turns(where, "prompt", prompt)
             return self._conversation(where, [*turns, *_turns(where, "completion", completion)], len(turns))
         if isinstance(prompt, str) and isinstance(completion, str):
-            return _plain(where, prompt, completion, "completion")
+            return (_plain(where, prompt, completion, "completion"),)
         raise UserError(f"{where}: not a JSON object with {SFT_FIELDS}, both texts or both lists of turns.")
 
     def dpo_texts(self, where: str, value: Mapping[str, Any]) -> tuple[Rendered, Rendered]:
@@ -105,8 +108,8 @@ class Renderer:
             before = _turns(where, "prompt", prompt) if isinstance(prompt, list) else []
             shared = 0 if before else _shared(chosen_turns, rejected_turns)
             return (
-                self._conversation(where, [*before, *chosen_turns], len(before) + shared),
-                self._conversation(where, [*before, *rejected_turns], len(before) + shared),
+                self._pair(where, [*before, *chosen_turns], len(before) + shared),
+                self._pair(where, [*before, *rejected_turns], len(before) + shared),
             )
         if isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str):
             return _plain(where, prompt, chosen, "chosen"), _plain(where, prompt, rejected, "rejected")
@@ -160,8 +163,8 @@ class Renderer:
         for start, stop in rendered.answers:
             within = (placed.starts >= start) & (placed.starts < stop) & (placed.stops <= stop)
             touching = (placed.starts < stop) & (placed.stops > start)
-            num_cut += int((touching & ~within).any())
-            is_answer |= self._without_what_follows(rendered.text, placed, within, stop)
+            num_cut += int((touching & ~within).any() and not rendered.is_marked)
+            is_answer |= touching if rendered.is_marked else within
         if not rendered.is_plain:
             return Tokenized(placed.token_ids, is_answer, num_cut)
         end = np.array([self._tokenizer.end_of_text_id], np.int32)
@@ -173,66 +176,32 @@ class Renderer:
             num_cut,
         )
 
-    def _without_what_follows(self, text: str, placed: PlacedTokens, within: np.ndarray, stop: int) -> np.ndarray:
-        """An answer's tokens up to its end-of-turn token, without the line break that a template adds after it."""
-        special = [at for at in np.flatnonzero(within) if int(placed.token_ids[at]) in self._tokenizer.special_ids]
-        if special and not text[placed.stops[special[-1]] : stop].strip():
-            within = within.copy()
-            within[special[-1] + 1 :] = False
-        return within
-
-    def _conversation(self, where: str, turns: list[Turn], first_learned: int) -> Rendered:
+    def _conversation(self, where: str, turns: list[Turn], first_learned: int) -> tuple[Rendered, ...]:
         _check_order(where, turns)
         learned = [at for at in range(first_learned, len(turns)) if turns[at]["role"] == "assistant"]
         if not learned:
             raise UserError(f"{where}: there is no answer to learn from: no turn of the assistant.")
         with self._template_of(where) as template:
-            whole, starts = template.turn_starts(turns)
-        answers = None if starts is None else self._places(where, turns, learned, whole, starts)
-        if answers is None:
-            answers = [self._place(where, turns, at, whole) for at in learned]
-        return Rendered(where, whole, tuple(answers), False)
+            if self._finder is None:
+                self._finder = AnswerFinder(template, self._tokenizer)
+            texts = self._finder.texts(turns, learned)
+        return tuple(Rendered(where, text, answers, False, template.has_marks) for text, answers in texts)
 
-    def _place(self, where: str, turns: list[Turn], at: int, whole: str) -> tuple[int, int]:
-        """Where the answer of a turn is, from the renderings of the turns before it and including it."""
-        before = self._render(where, turns[:at], answer_follows=True)
-        after = whole if at == len(turns) - 1 else self._render(where, turns[: at + 1], answer_follows=False)
-        for number, part in ((at, before), (at + 1, after)):
-            if not whole.startswith(part):
-                pairs = enumerate(zip(whole, part, strict=False))
-                same = next((place for place, (one, other) in pairs if one != other), len(whole))
-                raise UserError(
-                    f"{where}: the chat template renders the first {number} turns differently when more follow "
-                    f"(...{whole[max(same - 20, 0) : same + 20]!r}), so that answers cannot be told apart from the "
-                    "rest. Set chat_template to a template that renders each turn by itself."
-                )
-        return len(before), len(after)
-
-    def _places(
-        self, where: str, turns: list[Turn], learned: list[int], whole: str, starts: list[int]
-    ) -> list[tuple[int, int]] | None:
-        """`_place` of all these turns, from where a causal template begins to render each; None if that is not enough.
-
-        Whatever the template renders around the first answer must stand around every other answer too.
-        """
-        first, ends = learned[0], [*starts[1:], len(whole)]
-        if len(learned) == 1:  # two renderings are needed either way
-            return None
-        before = self._render(where, turns[:first], answer_follows=True)
-        after = self._render(where, turns[: first + 1], answer_follows=False)
-        if not (before.startswith(whole[: starts[first]]) and after.startswith(whole[: ends[first]])):
-            return None
-        begin, end = before[starts[first] :], after[ends[first] :]
-        places = [(starts[at] + len(begin), min(ends[at] + len(end), len(whole))) for at in learned]
-        as_given = all(
-            whole.startswith(begin, starts[at]) and (at == len(turns) - 1 or whole.startswith(end, ends[at]))
-            for at in learned
-        )
-        return places if as_given else None
+    def _pair(self, where: str, turns: list[Turn], first_learned: int) -> Rendered:
+        """The one text of a conversation that is half of a pair."""
+        rendered, *others = self._conversation(where, turns, first_learned)
+        if others:
+            raise UserError(
+                f"{where}: the chat template renders earlier answers differently when more turns follow, so that the "
+                "answers of a pair have no common text. Give pairs of one answer each."
+            )
+        return rendered
 
     def _render(self, where: str, turns: list[Turn], *, answer_follows: bool) -> str:
         with self._template_of(where) as template:
-            return template.render(turns, answer_follows=answer_follows)
+            text = template.render(turns, answer_follows=answer_follows)
+            check_contents(turns, text)
+            return text
 
     @contextlib.contextmanager
     def _template_of(self, where: str) -> Iterator[ChatTemplate]:
