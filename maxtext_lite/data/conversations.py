@@ -38,6 +38,7 @@ class Rendered(NamedTuple):
       is_plain: no chat template rendered it, so that the tokenizer's own tokens precede it and end-of-text follows.
       is_marked: the chat template itself marks the answers; a token in which one begins or ends is then learned, too,
         as in transformers.
+      begins_as_generated: what precedes an answer has the tokens that generation sees there.
     """
 
     where: str
@@ -45,6 +46,7 @@ class Rendered(NamedTuple):
     answers: tuple[tuple[int, int], ...]
     is_plain: bool
     is_marked: bool = False
+    begins_as_generated: bool = False
 
 
 class Tokenized(NamedTuple):
@@ -155,7 +157,23 @@ class Renderer:
     def tokens(self, rendered: Sequence[Rendered]) -> list[Tokenized]:
         """The tokens of texts."""
         placed = self._tokenizer.encode_placed([each.text for each in rendered])
+        for number, each in enumerate(rendered):
+            if each.begins_as_generated:
+                placed[number] = self._as_generated(each, placed[number])
         return [self._tokenized(*both) for both in zip(rendered, placed, strict=True)]
+
+    def _as_generated(self, rendered: Rendered, placed: PlacedTokens) -> PlacedTokens:
+        """The tokens of a text with one answer, encoded in two parts if those before it would not be the prompt's."""
+        ((start, _),) = rendered.answers
+        prompt = self._tokenizer.encode(rendered.text[:start])
+        if np.array_equal(prompt, placed.token_ids[: len(prompt)]):
+            return placed
+        first, second = self._tokenizer.encode_placed([rendered.text[:start], rendered.text[start:]])
+        return PlacedTokens(
+            np.concatenate([first.token_ids, second.token_ids]),
+            np.concatenate([first.starts, second.starts + start]),
+            np.concatenate([first.stops, second.stops + start]),
+        )
 
     def _tokenized(self, rendered: Rendered, placed: PlacedTokens) -> Tokenized:
         is_answer = np.zeros(len(placed.token_ids), bool)
@@ -185,7 +203,10 @@ class Renderer:
             if self._finder is None:
                 self._finder = AnswerFinder(template, self._tokenizer)
             texts = self._finder.texts(turns, learned)
-        return tuple(Rendered(where, text, answers, False, template.has_marks) for text, answers in texts)
+        return tuple(
+            Rendered(where, text.text, text.answers, False, template.has_marks, text.begins_as_generated)
+            for text in texts
+        )
 
     def _pair(self, where: str, turns: list[Turn], first_learned: int) -> Rendered:
         """The one text of a conversation that is half of a pair."""

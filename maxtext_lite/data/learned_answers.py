@@ -13,6 +13,8 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.data.chat import ChatTemplate, Turn
@@ -29,10 +31,16 @@ _OPENED = re.compile(r"<(\w*:?think\w*)>\s*$")
 
 
 class LearnedText(NamedTuple):
-    """A text of a conversation, and for each answer in it the first character and the one after its last."""
+    """A text of a conversation.
+
+    Attributes:
+      answers: for each answer in it the first character and the one after its last.
+      begins_as_generated: the text has one answer, and what precedes it must have the tokens that generation sees.
+    """
 
     text: str
     answers: tuple[tuple[int, int], ...]
+    begins_as_generated: bool = False
 
 
 def check_contents(turns: Sequence[Turn], text: str) -> None:
@@ -70,24 +78,31 @@ class AnswerFinder:
             return [self._marked(turns, learned)]
         whole, starts = self._template.turn_starts(turns)
         check_contents(turns, whole)
-        places = None if starts is None else self._places(turns, learned, whole, starts)
-        if places is None:
+        spans = None if starts is None else self._spans(turns, learned, whole, starts)
+        if spans is None:
             answers = [self._answer(turns, at, whole) for at in learned]
         else:
-            answers = [(whole[:start], whole[start:stop]) for start, stop in places]
-        for number, (at, (before, answer)) in enumerate(zip(learned, answers, strict=True)):
-            answers[number] = before, self._with_end(turns, at, answer)
+            answers = [(whole[:start], whole[start:stop]) for start, stop in spans]
+        answers = [
+            (before, self._with_end(turns, at, answer)) for at, (before, answer) in zip(learned, answers, strict=True)
+        ]
+        places = tuple((len(before), len(before) + len(answer)) for before, answer in answers)
         joined = [before + answer for before, answer in answers]
         if joined[-1].startswith(whole):  # the token of the next role closes the last answer
             whole = joined[-1]
-        if len(joined) > 1 and all(whole.startswith(each) for each in joined):
-            return [LearnedText(whole, tuple((len(before), len(before) + len(answer)) for before, answer in answers))]
-        if len(joined) == 1 and whole.startswith(joined[0]):
-            joined = [whole]
-        return [
-            LearnedText(text, ((len(before), len(before) + len(answer)),))
-            for text, (before, answer) in zip(joined, answers, strict=True)
-        ]
+        opens_thinking = any(_OPENED.search(before) for before, _ in answers)
+        if all(whole.startswith(each) for each in joined):
+            if not opens_thinking or self._begins_with_prompts(whole, [before for before, _ in answers]):
+                return [LearnedText(whole, places)]
+        return [LearnedText(text, (place,), True) for text, place in zip(joined, places, strict=True)]
+
+    def _begins_with_prompts(self, whole: str, prompts: Sequence[str]) -> bool:
+        """Whether the tokens of a text begin with those of each prompt; a line break may join the next one's token."""
+        tokens = self._tokenizer.encode(whole)
+        for prompt in self._tokenizer.encode_documents(prompts):
+            if not np.array_equal(prompt, tokens[: len(prompt)]):
+                return False
+        return True
 
     def _marked(self, turns: Sequence[Turn], learned: Sequence[int]) -> LearnedText:
         """The whole conversation, with the answers that the template marks."""
@@ -111,14 +126,11 @@ class AnswerFinder:
         after = whole if at == len(turns) - 1 else self._template.render(turns[: at + 1], answer_follows=False)
         if after.startswith(before):
             return before, after[len(before) :]
-        content = turns[at]["content"].strip()
-        if opened := _OPENED.search(before):  # the prompt begins the thinking that the template removes
-            shared = before[: opened.start()]
-            rendered = after[len(shared) :]
-            parts = _parts(content)
-            if parts and after.startswith(shared) and rendered.lstrip().startswith(parts[-1]):
-                _, _, closing = rendered.partition(parts[-1])
-                return before, _continued(opened, content) + closing
+        opened = _OPENED.search(before)
+        if opened and after.startswith(before[: opened.start()]):
+            continued = _continued(opened, turns[at]["content"].strip(), after[opened.start() :])
+            if continued is not None:
+                return before, continued
         same = len(os.path.commonprefix([before, after]))
         raise UserError(
             f"the chat template renders '{value_text(before[max(same - 20, 0) : same + 20])}' before the answer of turn "
@@ -127,7 +139,7 @@ class AnswerFinder:
             "prompt, or marks answers with {% generation %}."
         )
 
-    def _places(
+    def _spans(
         self, turns: Sequence[Turn], learned: Sequence[int], whole: str, starts: list[int]
     ) -> list[tuple[int, int]] | None:
         """`_answer` of all these turns in `whole`, from where a causal template begins each; None if that is not enough.
@@ -210,10 +222,22 @@ def _parts(content: str) -> list[str]:
     return [part.strip() for part in rest.split("\0") if part.strip()]
 
 
-def _continued(opened: re.Match[str], content: str) -> str:
-    """How an answer continues a prompt that opens its thinking: with its own, or by closing it at once."""
-    closed = f"</{opened[1]}>"
-    if closed not in content:
-        return f"\n{closed}\n\n{content}"
-    rest = content.removeprefix(f"<{opened[1]}>")
-    return rest.lstrip("\n") if opened[0].endswith("\n") else rest
+def _continued(opened: re.Match[str], content: str, rendered: str) -> str | None:
+    """How an answer continues a prompt that opens its thinking; None if that cannot be told from its rendering.
+
+    It thinks as its rendering or its content does, or else closes the thinking at once.
+
+    Args:
+      rendered: the rendering from where the prompt opens the thinking.
+    """
+    begin, end = f"<{opened[1]}>", f"</{opened[1]}>"
+    parts = _parts(content)
+    if rendered.startswith(begin):
+        said = rendered.removeprefix(begin)
+    elif not parts or not rendered.lstrip().startswith(parts[-1]):
+        return None
+    elif end in content:
+        said = content.removeprefix(begin) + rendered.lstrip().removeprefix(parts[-1])
+    else:
+        return f"\n{end}\n\n{rendered.lstrip()}"
+    return said.lstrip("\n") if opened[0].endswith("\n") else said

@@ -9,6 +9,7 @@ import tokenizers
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data.chat import ChatTemplate
 from maxtext_lite.data.conversations import Renderer
+from maxtext_lite.data.learned_answers import AnswerFinder
 from maxtext_lite.data.tokenizer import load_tokenizer
 
 CHATML = (
@@ -124,13 +125,13 @@ def test_answers_are_the_assistants_turns(
     template, answers, tokenizer_path, plain, tmp_path
 ):
     it = renderer(tokenizer_path, template, tmp_path)
-    rendered = it.sft_text("d:1", {"messages": TURNS, "other": 1})
+    (rendered,) = it.sft_texts("d:1", {"messages": TURNS, "other": 1})
     texts, whole, tokenized = learned(it, rendered, plain)
     assert texts == answers
     assert whole == rendered.text
     assert tokenized.num_cut == 0
     # In lists under prompt and completion, only the turns of the completion are learned.
-    rendered = it.sft_text("d:1", {"prompt": TURNS[:4], "completion": TURNS[4:]})
+    (rendered,) = it.sft_texts("d:1", {"prompt": TURNS[:4], "completion": TURNS[4:]})
     assert learned(it, rendered, plain)[:2] == (answers[1:], whole)
     # Of pairs, the answers after what both begin with.
     other = [*TURNS[:4], {"role": "assistant", "content": "Yes."}]
@@ -162,12 +163,12 @@ def test_the_places_of_answers_are_those_of_renderings_up_to_each_turn_in_a_frac
             yield piece
 
     monkeypatch.setattr(ChatTemplate, "_pieces", counted)
-    rendered = it.sft_text("d:1", {"messages": turns})
+    rendered = it.sft_texts("d:1", {"messages": turns})
     characters.append(0)
-    monkeypatch.setattr(Renderer, "_places", lambda *_: None)
-    assert it.sft_text("d:1", {"messages": turns}) == rendered
-    assert characters[0] < 2 * len(rendered.text)
-    assert characters[1] > 25 * len(rendered.text)
+    monkeypatch.setattr(AnswerFinder, "_spans", lambda *_: None)
+    assert it.sft_texts("d:1", {"messages": turns}) == rendered
+    assert characters[0] < 2 * len(rendered[0].text)
+    assert characters[1] > 25 * len(rendered[0].text)
 
 
 def test_a_token_that_contains_the_beginning_of_an_answer_is_not_learned(
@@ -179,12 +180,12 @@ def test_a_token_that_contains_the_beginning_of_an_answer_is_not_learned(
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "\n\nNo."},
     ]
-    texts, _, tokenized = learned(it, it.sft_text("d:1", {"messages": turns}), plain)
+    texts, _, tokenized = learned(it, it.sft_texts("d:1", {"messages": turns})[0], plain)
     assert texts == ["\nNo.<|im_end|>"]
     assert tokenized.num_cut == 1
     # Trimmed offsets hide that the space of the prompt is the answer's token's.
     texts, _, tokenized = learned(
-        it, it.sft_text("d:1", {"prompt": "Q: ", "completion": "Yes, sure"}), plain
+        it, it.sft_texts("d:1", {"prompt": "Q: ", "completion": "Yes, sure"})[0], plain
     )
     assert "Yes" not in texts[0]
     assert tokenized.num_cut == 1
@@ -209,12 +210,12 @@ def test_plain_text_ends_with_end_of_text(elsewhere, beginning_with_s, plain):
     it = renderer(beginning_with_s, elsewhere=elsewhere)
     begin = "<s>" if elsewhere else ""
     texts, whole, _ = learned(
-        it, it.sft_text("d:1", {"prompt": "user", "completion": " No."}), plain
+        it, it.sft_texts("d:1", {"prompt": "user", "completion": " No."})[0], plain
     )
     assert (texts, whole) == ([" No.</s>"], f"{begin}user No.</s>")
     # Without a prompt, the answer's first token comes after the end of another text, or where all texts begin.
     texts, whole, tokenized = learned(
-        it, it.sft_text("d:1", {"prompt": "", "completion": "No."}), plain
+        it, it.sft_texts("d:1", {"prompt": "", "completion": "No."})[0], plain
     )
     assert (texts, whole) == (["No.</s>"], f"{begin or '</s>'}No.</s>")
     assert not tokenized.is_answer[0]
@@ -238,7 +239,7 @@ USER, ASSISTANT = (
 )
 def test_an_invalid_sft_line_is_refused_with_its_place(value, tokenizer_path, tmp_path):
     with pytest.raises(UserError, match=r"d\.jsonl:7: "):
-        renderer(tokenizer_path, CHATML, tmp_path).sft_text("d.jsonl:7", value)
+        renderer(tokenizer_path, CHATML, tmp_path).sft_texts("d.jsonl:7", value)
 
 
 @pytest.mark.parametrize("template", [FORGETFUL, None])
@@ -247,7 +248,7 @@ def test_templates_in_which_answers_cannot_be_found_are_refused(
 ):
     it = renderer(tokenizer_path, template, tmp_path)
     with pytest.raises(UserError, match="d:1: "):
-        it.sft_text("d:1", {"messages": TURNS})
+        it.sft_texts("d:1", {"messages": TURNS})
 
 
 @pytest.mark.parametrize("template", [CHATML, INSTRUCT], ids=["chatml", "instruct"])
@@ -256,7 +257,7 @@ def test_a_prompt_is_what_comes_before_its_answer(
 ):
     it = renderer(tokenizer_path, template, tmp_path)
     prompt = it.prompt_text("d:1", "messages", TURNS[:2])
-    rendered = it.sft_text(
+    (rendered,) = it.sft_texts(
         "d:1", {"messages": [*TURNS[:2], {"role": "assistant", "content": "No."}]}
     )
     (asked,), (tokenized,) = it.prompt_tokens([prompt]), it.tokens([rendered])

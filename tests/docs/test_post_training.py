@@ -38,7 +38,7 @@ def test_every_line_of_the_tables_is_read(tmp_path):
         texts = (
             renderer.dpo_texts("here", line)
             if "chosen" in line
-            else (renderer.sft_text("here", line),)
+            else renderer.sft_texts("here", line)
         )
         for text in texts:
             (answer,) = text.answers
