@@ -23,6 +23,12 @@ DATE_OF_TRAINING_DATA = datetime.datetime(2024, 7, 26, tzinfo=datetime.UTC)
 MARKS = ("\ufdd0", "\ufdd1")
 """Written around what a template marks with `{% generation %}`. Unicode assigns them to no character."""
 
+_THINKING = re.compile(
+    r"<(\w*:?think\w*|thought|reasoning)>.*?</\1>|\[THINK\].*?\[/THINK\]|<\|channel>.*?<channel\|>|◁think▷.*?◁/think▷",
+    re.DOTALL,
+)
+_UNOPENED = re.compile(r"^.*?(</\w*:?think\w*>|\[/THINK\])", re.DOTALL)
+
 
 class ChatTemplate:
     """The chat template of a Hugging Face directory, rendered in a sandbox that can change and reach nothing.
@@ -143,6 +149,26 @@ def _without_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
         pieces += [marked, rest]
         written += len(marked) + len(rest)
     return "".join(pieces), spans
+
+
+def check_contents(turns: Sequence[Turn], text: str) -> None:
+    """Refuses a rendering without the content of a turn.
+
+    Raises:
+      UserError: a content, trimmed and without thinking, is not in the text.
+    """
+    for number, turn in enumerate(turns, start=1):
+        if turn["content"].strip() not in text and not all(part in text for part in spoken_parts(turn["content"])):
+            raise UserError(
+                f"the chat template does not render the content of turn {number}, the {turn['role']}'s "
+                f"('{value_text(turn['content'])}')."
+            )
+
+
+def spoken_parts(content: str) -> list[str]:
+    """What a content says apart from thinking, trimmed; none if it is all thinking."""
+    rest = _UNOPENED.sub("\0", _THINKING.sub("\0", content))
+    return [part.strip() for part in rest.split("\0") if part.strip()]
 
 
 def _reason(error: Exception) -> str:

@@ -12,16 +12,25 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from maxtext_lite.config import UserError
-from maxtext_lite.data.chat import DATE_OF_TRAINING_DATA, ChatKeys, ChatTemplate, Turn, chat_template
-from maxtext_lite.data.learned_answers import AnswerFinder, check_contents
+from maxtext_lite.data.chat import (
+    DATE_OF_TRAINING_DATA,
+    ChatKeys,
+    ChatTemplate,
+    Turn,
+    chat_template,
+    check_contents,
+)
+from maxtext_lite.data.learned_answers import AnswerFinder
 from maxtext_lite.data.text_files import check_unicode
 from maxtext_lite.data.tokenizer import PlacedTokens, Tokenizer
 
 ROLES = ("system", "user", "assistant")
-SFT_FIELDS = '"messages", or "prompt" and "completion"'
+SFT_FIELDS = '"messages", "prompt" and "completion", "conversations", or "instruction" and "output"'
 """Fields of a line for SFT."""
 UNRENDERED = ("tools", "functions", "documents", "chat_template_kwargs")
 """Keys of a line that are for a template beside its turns."""
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", **{role: role for role in ROLES}}
+"""Roles by the names under "from" in ShareGPT's turns."""
 _NOTHING_IN_JSON = ("[]", "{}", "null")  # datasets with one type per column have such a key as JSON
 _NOT_LEARNED = ("tool_calls", "tool_call_id", "function_call", "reasoning_content", "reasoning", "thinking")
 """Keys of a turn that say more than its content."""
@@ -84,16 +93,20 @@ class Renderer:
           UserError: the line is invalid, or its turns cannot be rendered; names `where`.
         """
         refuse_unrendered(where, value)
-        if "messages" in value:
-            turns = _turns(where, "messages", value["messages"])
-            return self._conversation(where, turns, 0)
+        if value.get("messages") is not None:
+            return self._conversation(where, _turns(where, "messages", value["messages"]), 0)
         prompt, completion = (value.get(key) for key in ("prompt", "completion"))
         if isinstance(prompt, list) and isinstance(completion, list):
             turns = _turns(where, "prompt", prompt)
             return self._conversation(where, [*turns, *_turns(where, "completion", completion)], len(turns))
         if isinstance(prompt, str) and isinstance(completion, str):
             return (_plain(where, prompt, completion, "completion"),)
-        raise UserError(f"{where}: not a JSON object with {SFT_FIELDS}, both texts or both lists of turns.")
+        if value.get("conversations") is not None:
+            turns = _turns(where, "conversations", value["conversations"])
+            return self._conversation(where, [*_system_turn(where, value), *turns], 0)
+        if isinstance(value.get("instruction"), str) and isinstance(value.get("output"), str):
+            return self._conversation(where, [*_system_turn(where, value), *_alpaca_turns(where, value)], 0)
+        raise UserError(f"{where}: not a JSON object with {SFT_FIELDS}, all texts or all lists of turns.")
 
     def dpo_texts(self, where: str, value: Mapping[str, Any]) -> tuple[Rendered, Rendered]:
         """The texts of a line for DPO: with the chosen answer, and with the rejected one.
@@ -267,8 +280,11 @@ def _turns(where: str, key: str, value: object) -> list[Turn]:
     turns = []
     for number, turn in enumerate(value, start=1):
         named = f'{where}: turn {number} of "{key}"'
+        if isinstance(turn, dict) and isinstance(turn.get("from"), str) and turn.get("role") is None:
+            role = _SHAREGPT_ROLES.get(turn["from"], turn["from"])
+            turn = turn | {"role": role, "content": turn.get("value")}  # noqa: PLW2901
         if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
-            raise UserError(f'{named} is not an object with a "role" and a "content".')
+            raise UserError(f'{named} is not an object with a "role" and a "content", or "from" and "value".')
         role = turn["role"]
         if role not in ROLES:
             raise UserError(f"{named} has the role {role!r}, which is none of {', '.join(ROLES)}.")
@@ -289,6 +305,22 @@ def _turns(where: str, key: str, value: object) -> list[Turn]:
             raise UserError(f"{named} is empty: there is no answer to learn from.")
         turns.append(given)
     return turns
+
+
+def _system_turn(where: str, value: Mapping[str, Any]) -> list[Turn]:
+    """The system's turn of a line that states it beside the others, under "system"."""
+    if not value.get("system"):
+        return []
+    return _turns(where, "system", [{"role": "system", "content": value["system"]}])
+
+
+def _alpaca_turns(where: str, value: Mapping[str, Any]) -> list[Turn]:
+    """The turns of an instruction, with its optional input on a new line, and an output."""
+    if value.get("history"):
+        raise UserError(f'{where}: "history" would not be rendered. Give the turns under "messages".')
+    asked = f"{value['instruction']}\n{value['input']}" if value.get("input") else value["instruction"]
+    turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": value["output"]}]
+    return _turns(where, "instruction and output", turns)
 
 
 def _check_order(where: str, turns: list[Turn]) -> None:

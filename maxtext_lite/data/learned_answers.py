@@ -17,16 +17,11 @@ import numpy as np
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import value_text
-from maxtext_lite.data.chat import ChatTemplate, Turn
+from maxtext_lite.data.chat import ChatTemplate, Turn, check_contents, spoken_parts
 from maxtext_lite.data.tokenizer import Tokenizer
 
 _NEXT = "Ask8t0"
 """The content of a user's turn that follows an answer, to see what closes the answer then."""
-_THINKING = re.compile(
-    r"<(\w*:?think\w*|thought|reasoning)>.*?</\1>|\[THINK\].*?\[/THINK\]|<\|channel>.*?<channel\|>|◁think▷.*?◁/think▷",
-    re.DOTALL,
-)
-_UNOPENED = re.compile(r"^.*?(</\w*:?think\w*>|\[/THINK\])", re.DOTALL)
 _OPENED = re.compile(r"<(\w*:?think\w*)>\s*$")
 
 
@@ -41,20 +36,6 @@ class LearnedText(NamedTuple):
     text: str
     answers: tuple[tuple[int, int], ...]
     begins_as_generated: bool = False
-
-
-def check_contents(turns: Sequence[Turn], text: str) -> None:
-    """Refuses a rendering without the content of a turn.
-
-    Raises:
-      UserError: a content, trimmed and without thinking, is not in the text.
-    """
-    for number, turn in enumerate(turns, start=1):
-        if turn["content"].strip() not in text and not all(part in text for part in _parts(turn["content"])):
-            raise UserError(
-                f"the chat template does not render the content of turn {number}, the {turn['role']}'s "
-                f"('{value_text(turn['content'])}')."
-            )
 
 
 class AnswerFinder:
@@ -113,7 +94,7 @@ class AnswerFinder:
         marked = "".join(whole[slice(*span)] for span in spans)
         found = 0
         for at in learned:
-            for part in _parts(turns[at]["content"]) or [turns[at]["content"].strip()]:
+            for part in spoken_parts(turns[at]["content"]) or [turns[at]["content"].strip()]:
                 place = marked.find(part, found)
                 if place < 0:
                     raise UserError(f"the chat template's generation marks do not contain the answer of turn {at + 1}.")
@@ -164,7 +145,7 @@ class AnswerFinder:
     def _with_end(self, turns: Sequence[Turn], at: int, answer: str) -> str:
         """The answer up to and including what ends it."""
         content = turns[at]["content"].strip()
-        parts = _parts(content) or [content]
+        parts = spoken_parts(content) or [content]
         place = answer.rfind(parts[-1])
         if place < 0 or not all(part in answer for part in parts):
             raise UserError(f"the chat template does not render the answer of turn {at + 1} ('{value_text(content)}').")
@@ -216,12 +197,6 @@ class AnswerFinder:
         return [stop for token, stop in pairs if token in self._tokenizer.special_ids]
 
 
-def _parts(content: str) -> list[str]:
-    """What a content says apart from thinking, trimmed; none if it is all thinking."""
-    rest = _UNOPENED.sub("\0", _THINKING.sub("\0", content))
-    return [part.strip() for part in rest.split("\0") if part.strip()]
-
-
 def _continued(opened: re.Match[str], content: str, rendered: str) -> str | None:
     """How an answer continues a prompt that opens its thinking; None if that cannot be told from its rendering.
 
@@ -231,7 +206,7 @@ def _continued(opened: re.Match[str], content: str, rendered: str) -> str | None
       rendered: the rendering from where the prompt opens the thinking.
     """
     begin, end = f"<{opened[1]}>", f"</{opened[1]}>"
-    parts = _parts(content)
+    parts = spoken_parts(content)
     if rendered.startswith(begin):
         said = rendered.removeprefix(begin)
     elif not parts or not rendered.lstrip().startswith(parts[-1]):

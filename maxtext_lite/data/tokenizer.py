@@ -98,6 +98,10 @@ class Tokenizer(Protocol):
         """The text; special tokens contribute none."""
         ...
 
+    def spell(self, token_id: int) -> str:
+        """How the vocabulary spells a token, also a special one; "" for an id outside it."""
+        ...
+
     def stream_decoder(self) -> StreamDecoder:
         """A new decoder for one text that holds back incomplete characters."""
         return _PrefixStream(self)
@@ -172,6 +176,12 @@ class ByteTokenizer(Tokenizer):
     def decode(self, token_ids: Iterable[int]) -> str:
         """The text; invalid UTF-8 becomes U+FFFD, and ids of 256 and above have no text."""
         return bytes(int(i) for i in token_ids if i < 256).decode("utf-8", errors="replace")
+
+    def spell(self, token_id: int) -> str:
+        """The character of an ASCII byte, another byte as <0xE6>, and END_OF_TEXT_NAMES[0] for end-of-text."""
+        if token_id < 128:
+            return chr(token_id)
+        return f"<0x{token_id:02X}>" if token_id < 256 else END_OF_TEXT_NAMES[0] if token_id == 256 else ""
 
     def stream_decoder(self) -> StreamDecoder:
         """A decoder that holds back the bytes of an incomplete character."""
@@ -311,6 +321,10 @@ class HuggingFaceTokenizer(Tokenizer):
         """The text; special tokens and ids outside the vocabulary contribute none."""
         return self._tokenizer.decode([int(i) for i in token_ids if i < self.vocab_size], skip_special_tokens=True)
 
+    def spell(self, token_id: int) -> str:
+        """The token of `tokenizer.json`, such as "Ġking"."""
+        return self._tokenizer.id_to_token(token_id) or ""
+
 
 class SentencePieceTokenizer(Tokenizer):
     """A sentencepiece `.model`, whose eos piece is end-of-text.
@@ -359,6 +373,10 @@ class SentencePieceTokenizer(Tokenizer):
     def decode(self, token_ids: Iterable[int]) -> str:
         """The text; control pieces and ids outside the vocabulary contribute none."""
         return self._processor.decode([int(i) for i in token_ids if i < self.vocab_size])
+
+    def spell(self, token_id: int) -> str:
+        """The piece of the model, such as "▁king"."""
+        return self._processor.id_to_piece(token_id) if token_id < self.vocab_size else ""
 
 
 def _without_gaps(starts: np.ndarray, stops: np.ndarray) -> np.ndarray:

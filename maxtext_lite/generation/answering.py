@@ -10,7 +10,7 @@ import jax
 
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.data import ChatTemplate
-from maxtext_lite.data.chat import chat_template
+from maxtext_lite.data.chat import chat_template, check_contents
 from maxtext_lite.generation.requests import GenerateConfig
 from maxtext_lite.generation.sampler import Sampler, check_finite, load_on_mesh, mesh_problems
 from maxtext_lite.generation.stream_text import TimedTokens, WrittenText
@@ -65,7 +65,9 @@ class _Prompter:
     def after(self, turns: Turns) -> list[int]:
         """The prompt for the model's answer to these turns."""
         assert self.template is not None, "turns need chat"
-        return self._or_end_of_text(self.tokens.encode(self.template.render(turns), plain=True))
+        text = self.template.render(turns)
+        check_contents([turn for turn in turns if turn["role"] != "assistant"], text)
+        return self._or_end_of_text(self.tokens.encode(text, plain=True))
 
     def _or_end_of_text(self, token_ids: list[int]) -> list[int]:
         """The tokens, or end-of-text if there are none: a new document begins after the end of another."""
