@@ -20,8 +20,8 @@ from maxtext_lite.config.errors import value_text
 from maxtext_lite.data.chat import ChatTemplate, Turn, check_contents, spoken_parts
 from maxtext_lite.data.tokenizer import Tokenizer
 
-_NEXT = "Ask8t0"
-"""The content of a user's turn that follows an answer, to see what closes the answer then."""
+_QUESTION, _ANSWER = "Ask8t0", "Say8t0"
+"""Contents of turns that show what the template writes around them."""
 _OPENED = re.compile(r"<(\w*:?think\w*)>\s*$")
 
 
@@ -92,13 +92,12 @@ class AnswerFinder:
         if learned[0] > next(at for at, turn in enumerate(turns) if turn["role"] == "assistant"):
             spans = spans[len(self._template.render_marked(turns[: learned[0]])[1]) :]
         marked = "".join(whole[slice(*span)] for span in spans)
-        found = 0
-        for at in learned:
-            for part in spoken_parts(turns[at]["content"]) or [turns[at]["content"].strip()]:
-                place = marked.find(part, found)
-                if place < 0:
-                    raise UserError(f"the chat template's generation marks do not contain the answer of turn {at + 1}.")
-                found = place + len(part)
+        contents = [turns[at]["content"].strip() for at in learned]
+        if not any(part in marked for content in contents for part in spoken_parts(content) or [content]):
+            raise UserError(
+                "the {% generation %} marks of the chat template contain no answer"
+                + (f", only '{value_text(marked[:20])}'." if marked else ".")
+            )
         return LearnedText(whole, tuple(spans))
 
     def _answer(self, turns: Sequence[Turn], at: int, whole: str) -> tuple[str, str]:
@@ -113,11 +112,12 @@ class AnswerFinder:
             if continued is not None:
                 return before, continued
         same = len(os.path.commonprefix([before, after]))
+        start = max(same - 20, 0)
         raise UserError(
-            f"the chat template renders '{value_text(before[max(same - 20, 0) : same + 20])}' before the answer of turn "
-            f"{at + 1} is there, and '{value_text(after[max(same - 20, 0) : same + 20])}' afterwards, so that answers "
-            "cannot be told apart from the rest. Set chat_template to one that begins an answer with its generation "
-            "prompt, or marks answers with {% generation %}."
+            f"what the chat template renders before the answer of turn {at + 1} ends with "
+            f"'{value_text(before[start:])}', but is '{value_text(after[start : same + 20])}' once the answer is there, "
+            "so that it cannot be told apart from the rest. Set chat_template to one that begins an answer with its "
+            "generation prompt, or marks answers with {% generation %}."
         )
 
     def _spans(
@@ -146,32 +146,42 @@ class AnswerFinder:
         """The answer up to and including what ends it."""
         content = turns[at]["content"].strip()
         parts = spoken_parts(content) or [content]
-        place = answer.rfind(parts[-1])
-        if place < 0 or not all(part in answer for part in parts):
-            raise UserError(f"the chat template does not render the answer of turn {at + 1} ('{value_text(content)}').")
-        place += len(parts[-1])
-        closing = answer[place:]
-        if closing not in self._ends:
-            self._ends[closing] = self._find_end(turns[: at + 1], parts[-1], closing)
-        return answer[:place] + self._ends[closing]
+        known = [each for each in self._ends if _is_closed(answer, parts, each)]
+        if known:
+            closing = max(known, key=len)
+        else:
+            said = {"role": "assistant", "content": _ANSWER}
+            closing = self._template.render([*turns[:at], said], answer_follows=False).rpartition(_ANSWER)[2]
+            if not _is_closed(answer, parts, closing):
+                raise UserError(
+                    f"the chat template does not render the answer of turn {at + 1} ('{value_text(content)}')."
+                )
+            self._ends[closing] = self._find_end([*turns[:at], said], closing)
+        return answer.removesuffix(closing) + self._ends[closing]
 
-    def _find_end(self, turns: Sequence[Turn], content: str, closing: str) -> str:
+    def _find_end(self, turns: Sequence[Turn], closing: str) -> str:
         """What ends an answer, of which `closing` is all that the template writes after a last answer.
 
         It ends with the last special token that also stands there when the user's turn follows; or else with the last
         one at all; or else, if the next role's special token follows in its place, with that.
+
+        Args:
+          turns: of which the last is an answer of _ANSWER.
         """
-        followed = self._closing_before_user(turns, content)
+        try:
+            text = self._template.render([*turns, {"role": "user", "content": _QUESTION}], answer_follows=False)
+            followed = text.rpartition(_QUESTION)[0].rpartition(_ANSWER)[2]
+        except UserError:  # a template for one question and one answer
+            followed = ""
         stops = self._special_stops(closing)
         if stops:
             shared = len(os.path.commonprefix([closing, followed]))
             return closing[: max((stop for stop in stops if stop <= shared), default=stops[-1])]
-        space = followed[: len(followed) - len(followed.lstrip())]
-        kept = closing if followed.startswith(closing) else space
-        if not closing.strip() or kept == closing:
-            placed = self._tokenizer.encode_placed([followed[len(kept) :]])[0]
-            if len(placed.token_ids) and int(placed.token_ids[0]) in self._tokenizer.special_ids:
-                return followed[: len(kept) + int(placed.stops[0])]
+        kept = closing if followed.startswith(closing) else followed[: len(followed) - len(followed.lstrip())]
+        if kept == closing or not closing.strip():
+            (next_role,) = self._tokenizer.encode_placed([followed[len(kept) :]])
+            if len(next_role.token_ids) and int(next_role.token_ids[0]) in self._tokenizer.special_ids:
+                return followed[: len(kept) + int(next_role.stops[0])]
         if not closing:
             raise UserError(
                 "the chat template closes an answer with nothing, and what follows begins with no special token "
@@ -180,21 +190,17 @@ class AnswerFinder:
             )
         return closing
 
-    def _closing_before_user(self, turns: Sequence[Turn], content: str) -> str:
-        """What the template writes after an answer before the next user's content; "" if it refuses the turn."""
-        try:
-            text = self._template.render([*turns, {"role": "user", "content": _NEXT}], answer_follows=False)
-        except UserError:
-            return ""
-        text = text[: max(text.rfind(_NEXT), 0)]
-        place = text.rfind(content)
-        return text[place + len(content) :] if place >= 0 else ""
-
     def _special_stops(self, text: str) -> list[int]:
         """The character after each special token that a text spells."""
         (placed,) = self._tokenizer.encode_placed([text])
         pairs = zip(placed.token_ids.tolist(), placed.stops.tolist(), strict=True)
         return [stop for token, stop in pairs if token in self._tokenizer.special_ids]
+
+
+def _is_closed(answer: str, parts: Sequence[str], closing: str) -> bool:
+    """Whether an answer is what its turn says, with `closing` after it."""
+    said = answer.removesuffix(closing).rstrip()
+    return answer.endswith(closing) and said.endswith(parts[-1]) and all(part in said for part in parts)
 
 
 def _continued(opened: re.Match[str], content: str, rendered: str) -> str | None:

@@ -31,6 +31,38 @@ INSTRUCT = (  # no marker precedes an answer; a space begins it
 FORGETFUL = (  # renders earlier answers differently from the last
     "{% for message in messages %}{{ message.role }}:{{ message.content }}{% if loop.last %}!{% endif %};{% endfor %}"
 )
+NEXT_ROLE = (  # the token of the next turn closes an answer, as in GLM's
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LAST_END = (  # the last answer closes differently, as in gpt-oss
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+    "{{ '</s>' if loop.last and m.role == 'assistant' else '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+WHOLE_END = (  # end-of-text after the whole conversation, as in Phi-3's
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% else %}{{ '</s>' }}{% endif %}"
+)
+EARLIER_STRIPPED = (  # earlier answers lose their thinking, as in Qwen3's
+    "{% for m in messages %}{% set c = m.content if loop.last else m.content.split('</think>')[-1].lstrip() %}"
+    "{{ '<|im_start|>' + m.role + '\n' + c + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+ALL_STRIPPED = (  # every answer does, and the prompt opens the thinking, as in DeepSeek-R1's
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + m.content.split('</think>')[-1].lstrip() + '<|im_end|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant<think>\n' }}{% endif %}"
+)
+PARTS = (  # contents are lists, as in templates for images
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% for p in m.content %}{% if p.type == 'text' %}"
+    "{{ p.text }}{% endif %}{% endfor %}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role }}{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content.split('</think>')[-1] + '<|im_end|>\n' }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
+    "{% endfor %}{% if not add_generation_prompt %}{{ '</s>' }}{% endif %}"
+)
 SPECIAL = [
     "<|im_start|>",
     "<|im_end|>",
@@ -171,6 +203,113 @@ def test_the_places_of_answers_are_those_of_renderings_up_to_each_turn_in_a_frac
     assert characters[1] > 25 * len(rendered[0].text)
 
 
+ASKED = "<|im_start|>user\n{}<|im_end|><|im_start|>assistant\n"
+THOUGHT = [
+    {"role": "user", "content": "end"},
+    {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nim"},
+    {"role": "user", "content": "Sure?"},
+    {"role": "assistant", "content": "No."},
+]
+
+
+# By hand, from the templates: each text, its learned part in [].
+@pytest.mark.parametrize(
+    ("template", "texts"),
+    [
+        (
+            NEXT_ROLE,
+            "<|im_start|>user\nend<|im_start|>assistant\n[<think>\nHm.\n</think>\n\nim<|im_start|>]user\nSure?"
+            "<|im_start|>assistant\n[No.<|im_start|>]",
+        ),
+        (
+            WHOLE_END,
+            f"{ASKED.format('end')}[<think>\nHm.\n</think>\n\nim<|im_end|>]{ASKED.format('Sure?')}[No.<|im_end|>]</s>",
+        ),
+        (
+            PARTS,
+            f"{ASKED.format('end')}[<think>\nHm.\n</think>\n\nim<|im_end|>]{ASKED.format('Sure?')}[No.<|im_end|>]",
+        ),
+        (
+            LAST_END,
+            f"{ASKED.format('end')}[<think>\nHm.\n</think>\n\nim</s>] {ASKED.format('end')}<think>\nHm.\n</think>\n\n"
+            f"im<|im_end|>{ASKED.format('Sure?')}[No.</s>]",
+        ),
+        (
+            EARLIER_STRIPPED,
+            f"{ASKED.format('end')}[<think>\nHm.\n</think>\n\nim<|im_end|>] {ASKED.format('end')}im<|im_end|>"
+            f"{ASKED.format('Sure?')}[No.<|im_end|>]",
+        ),
+        (
+            ALL_STRIPPED,
+            "<|im_start|>userend<|im_end|><|im_start|>assistant<think>\n[Hm.\n</think>\n\nim<|im_end|>] "
+            "<|im_start|>userend<|im_end|><|im_start|>assistantim<|im_end|><|im_start|>userSure?<|im_end|>"
+            "<|im_start|>assistant<think>\n[\n</think>\n\nNo.<|im_end|>]",
+        ),
+        (
+            MARKED,
+            "<|im_start|>userend<|im_start|>assistant[\n\nim<|im_end|>\n]<|im_start|>userSure?"
+            "<|im_start|>assistant[No.<|im_end|>\n]</s>",
+        ),
+    ],
+    ids=[
+        "next role",
+        "whole end",
+        "parts",
+        "last end",
+        "earlier stripped",
+        "all stripped",
+        "marked",
+    ],
+)
+def test_answers_are_what_generation_at_their_turn_would_write(
+    template, texts, tokenizer_path, plain, tmp_path
+):
+    it = renderer(tokenizer_path, template, tmp_path)
+    rows = it.tokens(it.sft_texts("d:1", {"messages": THOUGHT}))
+    assert " ".join(bracketed(row, plain) for row in rows) == texts
+    for row in rows:  # what precedes an answer has the tokens of the prompt
+        (first, *_) = np.flatnonzero(row.is_answer)
+        before = plain.decode(row.token_ids[:first].tolist(), skip_special_tokens=False)
+        assert (
+            row.token_ids[:first].tolist()
+            == plain.encode(before, add_special_tokens=False).ids
+        )
+
+
+def bracketed(tokenized, plain):
+    """The text of a row, with its learned parts in []."""
+    edges = np.flatnonzero(
+        np.diff(tokenized.is_answer, prepend=False, append=False)
+    ).tolist()
+    parts = np.split(tokenized.token_ids, edges)
+    texts = [plain.decode(part.tolist(), skip_special_tokens=False) for part in parts]
+    return "".join(
+        f"[{text}]" if number % 2 else text for number, text in enumerate(texts)
+    )
+
+
+@pytest.mark.parametrize(
+    "turns", [THOUGHT, THOUGHT[:2], [*TURNS[:2], TURNS[4], *TURNS[3:], TURNS[1]]]
+)
+def test_marked_answers_are_those_of_transformers(turns, tokenizer_path, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    it = renderer(tokenizer_path, MARKED, tmp_path)
+    (tokenized,) = it.tokens(it.sft_texts("d:1", {"messages": turns}))
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(tokenizer_path / "tokenizer.json")
+    )
+    expected = tokenizer.apply_chat_template(
+        turns, chat_template=MARKED, return_assistant_tokens_mask=True, return_dict=True
+    )
+    assert tokenized.token_ids.tolist() == expected["input_ids"]
+    assert tokenized.is_answer.astype(int).tolist() == expected["assistant_masks"]
+    at = 2 + (turns[0]["role"] == "system")
+    if len(turns) > at + 1:
+        later = it.sft_texts("d:1", {"prompt": turns[:at], "completion": turns[at:]})
+        (whole,) = it.sft_texts("d:1", {"messages": turns})
+        assert later == (whole._replace(answers=whole.answers[1:]),)
+
+
 def test_a_token_that_contains_the_beginning_of_an_answer_is_not_learned(
     tokenizer_path, plain, tmp_path
 ):
@@ -180,7 +319,9 @@ def test_a_token_that_contains_the_beginning_of_an_answer_is_not_learned(
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "\n\nNo."},
     ]
-    texts, _, tokenized = learned(it, it.sft_texts("d:1", {"messages": turns})[0], plain)
+    texts, _, tokenized = learned(
+        it, it.sft_texts("d:1", {"messages": turns})[0], plain
+    )
     assert texts == ["\nNo.<|im_end|>"]
     assert tokenized.num_cut == 1
     # Trimmed offsets hide that the space of the prompt is the answer's token's.
@@ -242,7 +383,17 @@ def test_an_invalid_sft_line_is_refused_with_its_place(value, tokenizer_path, tm
         renderer(tokenizer_path, CHATML, tmp_path).sft_texts("d.jsonl:7", value)
 
 
-@pytest.mark.parametrize("template", [FORGETFUL, None])
+NO_CONTENT = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '<|im_end|>' }}{% endfor %}"
+)
+NO_SYSTEM = "{% for m in messages if m.role != 'system' %}{{ m.role + m.content + '<|im_end|>' }}{% endfor %}"
+NO_END = "{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}"
+END_MARKED = "{% for m in messages %}{{ m.content }}{% generation %}</s>{% endgeneration %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "template", [FORGETFUL, NO_CONTENT, NO_SYSTEM, NO_END, END_MARKED, None]
+)
 def test_templates_in_which_answers_cannot_be_found_are_refused(
     template, tokenizer_path, tmp_path
 ):
