@@ -82,7 +82,16 @@ def test_absurd_sizes_are_refused_before_anything_of_that_size_is_made(source):
         "{% for m in messages %}{{ one(m) if 'words' in m.content and m.content is string }}"
         "{{ x is defined }}{% endfor %}",
     ],
-    ids=["last", "filters", "formats", "maps", "namespace", "numbers", "names", "macro"],
+    ids=[
+        "last",
+        "filters",
+        "formats",
+        "maps",
+        "namespace",
+        "numbers",
+        "names",
+        "macro",
+    ],
 )
 def test_two_hundred_turns_render_as_in_a_plain_sandbox(source):
     expected = (
