@@ -33,7 +33,7 @@ def test_every_line_of_the_tables_is_read(tmp_path):
         json.loads(line)
         for line in re.findall(r"^\| `(\{.*?\})` \|", BEFORE_RL, re.MULTILINE)
     ]
-    assert len(lines) == 6
+    assert len(lines) == 8
     for line in lines:
         texts = (
             renderer.dpo_texts("here", line)
