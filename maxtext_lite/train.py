@@ -59,7 +59,9 @@ def parse_data_only(words: Sequence[str]) -> DataOnly:
     if asked.rows and not re.fullmatch(r"[0-9]{1,15}:[0-9]{1,15}", asked.rows):
         problems.append(f"rows={value_text(asked.rows)} is not of the form A:B. Nearest that works: rows=0:4.")
     elif asked.rows and asked.bounds[0] >= asked.bounds[1]:
-        problems.append(f"rows={asked.rows} is empty. Nearest that works: rows={asked.bounds[0]}:{asked.bounds[0] + 1}.")
+        problems.append(
+            f"rows={asked.rows} is empty. Nearest that works: rows={asked.bounds[0]}:{asked.bounds[0] + 1}."
+        )
     if problems:
         raise UserError(problems)
     return asked

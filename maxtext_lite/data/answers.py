@@ -267,15 +267,13 @@ def _first_tokens(tokenized: Tokenized, most: int) -> Tokenized:
     return tokenized._replace(token_ids=tokenized.token_ids[:most], is_answer=tokenized.is_answer[:most])
 
 
-def _sentences(
-    config: DataConfig, num_lines: int, num_examples: int, counts: Mapping[str, int]
-) -> tuple[str, ...]:
+def _sentences(config: DataConfig, num_lines: int, num_examples: int, counts: Mapping[str, int]) -> tuple[str, ...]:
     """What became of lines that the examples do not contain as they stand."""
     long = "truncated to it" if config.long_examples == "truncate" else "dropped"
     of = f"of {num_examples} examples" if counts["split"] else f"of {num_lines} lines"
     sentences = {
         "split": f"of {num_lines} lines became an example for each answer, {num_examples} examples in all: the chat "
-        "template renders their earlier answers differently when more turns follow.",
+        "template renders their earlier turns differently when more follow.",
         "long": f"{of} are longer than max_target_length={config.max_target_length} and were {long}.",
         "without": f"{of} have no token of an answer in their row and were dropped.",
         "alike": f"{of} have answers that do not differ in their tokens in a row and were dropped.",

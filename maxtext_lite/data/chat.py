@@ -111,7 +111,9 @@ class ChatTemplate:
     def _pieces(self, turns: Sequence[Turn], *, answer_follows: bool) -> Iterator[str]:
         messages: list[dict[str, Any]] = [dict(turn) for turn in turns]
         if self.has_marks and any(mark in turn["content"] for turn in turns for mark in MARKS):
-            raise UserError(f"{self._file}: marks answers, which a content with the noncharacter U+FDD0 or U+FDD1 breaks.")
+            raise UserError(
+                f"{self._file}: marks answers, which a content with the noncharacter U+FDD0 or U+FDD1 breaks."
+            )
         if self._gives_parts:
             for message in messages:
                 message["content"] = [{"type": "text", "text": message["content"]}]

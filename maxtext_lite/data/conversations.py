@@ -226,8 +226,8 @@ class Renderer:
         rendered, *others = self._conversation(where, turns, first_learned)
         if others:
             raise UserError(
-                f"{where}: the chat template renders earlier answers differently when more turns follow, so that the "
-                "answers of a pair have no common text. Give pairs of one answer each."
+                f"{where}: the chat template renders earlier turns differently when more follow, so that the answers "
+                "of a pair have no common text. Give pairs of one answer each."
             )
         return rendered
 
@@ -282,7 +282,7 @@ def _turns(where: str, key: str, value: object) -> list[Turn]:
         named = f'{where}: turn {number} of "{key}"'
         if isinstance(turn, dict) and isinstance(turn.get("from"), str) and turn.get("role") is None:
             role = _SHAREGPT_ROLES.get(turn["from"], turn["from"])
-            turn = turn | {"role": role, "content": turn.get("value")}  # noqa: PLW2901
+            turn = turn | {"role": role, "content": turn.get("value")}
         if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
             raise UserError(f'{named} is not an object with a "role" and a "content", or "from" and "value".')
         role = turn["role"]

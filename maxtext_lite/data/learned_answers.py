@@ -2,13 +2,12 @@
 
 A template that marks answers with `{% generation %}` says so itself. Otherwise an answer is what the template adds to
 the generation prompt once the turn is there: its content and what closes it. A conversation is one text if that text
-begins with what generation at each answer's turn would see, followed by the answer; otherwise, where earlier thinking is
-removed or a last answer closes differently, it is one text for each answer.
+begins with what generation at each answer's turn would see, followed by the answer. Where earlier thinking is removed or
+a last answer closes differently, each answer has a text of its own.
 """
 
 from __future__ import annotations
 
-import os.path
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -58,32 +57,36 @@ class AnswerFinder:
         if self._template.has_marks:
             return [self._marked(turns, learned)]
         whole, starts = self._template.turn_starts(turns)
-        check_contents(turns, whole)
         spans = None if starts is None else self._spans(turns, learned, whole, starts)
         if spans is None:
             answers = [self._answer(turns, at, whole) for at in learned]
         else:
             answers = [(whole[:start], whole[start:stop]) for start, stop in spans]
-        answers = [
-            (before, self._with_end(turns, at, answer)) for at, (before, answer) in zip(learned, answers, strict=True)
+        prompts = [before for before, _ in answers]
+        answered = [
+            before + self._with_end(turns, at, answer) for at, (before, answer) in zip(learned, answers, strict=True)
         ]
-        places = tuple((len(before), len(before) + len(answer)) for before, answer in answers)
-        joined = [before + answer for before, answer in answers]
-        if joined[-1].startswith(whole):  # the token of the next role closes the last answer
-            whole = joined[-1]
-        opens_thinking = any(_OPENED.search(before) for before, _ in answers)
-        if all(whole.startswith(each) for each in joined):
-            if not opens_thinking or self._begins_with_prompts(whole, [before for before, _ in answers]):
-                return [LearnedText(whole, places)]
-        return [LearnedText(text, (place,), True) for text, place in zip(joined, places, strict=True)]
+        places = tuple((len(prompt), len(text)) for prompt, text in zip(prompts, answered, strict=True))
+        if answered[-1].startswith(whole):  # the token of the next role closes the last answer
+            whole = answered[-1]
+        if all(whole.startswith(text) for text in answered) and self._keeps_tokens(whole, prompts):
+            check_contents(turns, whole)
+            return [LearnedText(whole, places)]
+        for at, text in zip(learned, answered, strict=True):
+            check_contents(turns[: at + 1], text)
+        return [LearnedText(text, (place,), True) for text, place in zip(answered, places, strict=True)]
 
-    def _begins_with_prompts(self, whole: str, prompts: Sequence[str]) -> bool:
-        """Whether the tokens of a text begin with those of each prompt; a line break may join the next one's token."""
+    def _keeps_tokens(self, whole: str, prompts: Sequence[str]) -> bool:
+        """Whether prompts that open thinking have the same tokens in the whole text.
+
+        The line break after <think> and the one before </think> may have a common token, which generation cannot write.
+        """
+        if not any(_OPENED.search(prompt) for prompt in prompts):
+            return True
         tokens = self._tokenizer.encode(whole)
-        for prompt in self._tokenizer.encode_documents(prompts):
-            if not np.array_equal(prompt, tokens[: len(prompt)]):
-                return False
-        return True
+        return all(
+            np.array_equal(prompt, tokens[: len(prompt)]) for prompt in self._tokenizer.encode_documents(prompts)
+        )
 
     def _marked(self, turns: Sequence[Turn], learned: Sequence[int]) -> LearnedText:
         """The whole conversation, with the answers that the template marks."""
@@ -106,24 +109,27 @@ class AnswerFinder:
         after = whole if at == len(turns) - 1 else self._template.render(turns[: at + 1], answer_follows=False)
         if after.startswith(before):
             return before, after[len(before) :]
+        asked = before[max(before.rfind(turns[at - 1]["content"].strip()), 0) :]
+        if asked in after:  # earlier turns differ, as where the system's text is in the last turn if that is the user's
+            return before, after.rpartition(asked)[2]
         opened = _OPENED.search(before)
         if opened and after.startswith(before[: opened.start()]):
             continued = _continued(opened, turns[at]["content"].strip(), after[opened.start() :])
             if continued is not None:
                 return before, continued
-        same = len(os.path.commonprefix([before, after]))
+        same = _num_shared(before, after)
         start = max(same - 20, 0)
         raise UserError(
             f"what the chat template renders before the answer of turn {at + 1} ends with "
-            f"'{value_text(before[start:])}', but is '{value_text(after[start : same + 20])}' once the answer is there, "
-            "so that it cannot be told apart from the rest. Set chat_template to one that begins an answer with its "
-            "generation prompt, or marks answers with {% generation %}."
+            f"'{value_text(before[start:])}', but is '{value_text(after[start : same + 20])}' once the answer is "
+            "there. Set chat_template to one that begins an answer with its generation prompt, or marks answers with "
+            "{% generation %}."
         )
 
     def _spans(
         self, turns: Sequence[Turn], learned: Sequence[int], whole: str, starts: list[int]
     ) -> list[tuple[int, int]] | None:
-        """`_answer` of all these turns in `whole`, from where a causal template begins each; None if that is not enough.
+        """Where a causal template has these answers in `whole`; None if where it begins each turn does not tell.
 
         Whatever the template renders around the first answer must stand around every other answer too.
         """
@@ -175,7 +181,7 @@ class AnswerFinder:
             followed = ""
         stops = self._special_stops(closing)
         if stops:
-            shared = len(os.path.commonprefix([closing, followed]))
+            shared = _num_shared(closing, followed)
             return closing[: max((stop for stop in stops if stop <= shared), default=stops[-1])]
         kept = closing if followed.startswith(closing) else followed[: len(followed) - len(followed.lstrip())]
         if kept == closing or not closing.strip():
@@ -195,6 +201,12 @@ class AnswerFinder:
         (placed,) = self._tokenizer.encode_placed([text])
         pairs = zip(placed.token_ids.tolist(), placed.stops.tolist(), strict=True)
         return [stop for token, stop in pairs if token in self._tokenizer.special_ids]
+
+
+def _num_shared(one: str, other: str) -> int:
+    """Number of characters with which both texts begin."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _is_closed(answer: str, parts: Sequence[str], closing: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -37,7 +37,7 @@ def row_lines(config: Config, first: int, stop: int) -> Iterator[str]:
             yield json.dumps(row_of({name: values[here] for name, values in example.items()}, tokenizer))
 
 
-def row_of(arrays: Mapping[str, np.ndarray], tokenizer: Tokenizer) -> dict[str, list[object]]:
+def row_of(arrays: Mapping[str, np.ndarray], tokenizer: Tokenizer) -> dict[str, Sequence[object]]:
     """The tokens of a row, without padding.
 
     Args:

@@ -276,6 +276,23 @@ def test_answers_are_what_generation_at_their_turn_would_write(
         )
 
 
+def test_a_system_turn_in_the_users_last_one_is_where_generation_sees_it(
+    tokenizer_path, plain, tmp_path
+):
+    """As in Mistral's templates: a rendering that ends with an answer has no system turn."""
+    system_last = (
+        "{% set system = messages[0].content %}{% for m in messages[1:] %}{% if m.role == 'user' %}[INST]"
+        "{{ system + ' ' if loop.last }}{{ m.content }}[/INST]{% else %}{{ m.content + '</s>' }}{% endif %}{% endfor %}"
+    )
+    it = renderer(tokenizer_path, system_last, tmp_path)
+    turns = [{"role": "system", "content": "Be brief."}, *THOUGHT[2:], *THOUGHT[2:]]
+    rows = it.tokens(it.sft_texts("d:1", {"messages": turns}))
+    assert [bracketed(row, plain) for row in rows] == [
+        "[INST]Be brief. Sure?[/INST][No.</s>]",
+        "[INST]Sure?[/INST]No.</s>[INST]Be brief. Sure?[/INST][No.</s>]",
+    ]
+
+
 def bracketed(tokenized, plain):
     """The text of a row, with its learned parts in []."""
     edges = np.flatnonzero(
