@@ -2,8 +2,8 @@
 
 A template that marks answers with `{% generation %}` says so itself. Otherwise an answer is what the template adds to
 the generation prompt once the turn is there: its content and what closes it. A conversation is one text if that text
-begins with what generation at each answer's turn would see, followed by the answer. Where earlier thinking is removed or
-a last answer closes differently, each answer has a text of its own.
+begins with what generation at each answer's turn would see, followed by the answer. Where earlier turns are rendered
+differently, or a last answer closes differently, each answer has a text of its own.
 """
 
 from __future__ import annotations
