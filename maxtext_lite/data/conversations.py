@@ -6,6 +6,7 @@ The whole text is tokenized at once, and a token belongs to an answer if all of 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -47,7 +48,7 @@ class Rendered(NamedTuple):
       is_plain: no chat template rendered it, so that the tokenizer's own tokens precede it and end-of-text follows.
       is_marked: the chat template itself marks the answers; a token in which one begins or ends is then learned, too,
         as in transformers.
-      begins_as_generated: what precedes an answer has the tokens that generation sees there.
+      begins_as_generated: what precedes its one answer has the tokens that generation sees there.
     """
 
     where: str
@@ -170,31 +171,63 @@ class Renderer:
     def tokens(self, rendered: Sequence[Rendered]) -> list[Tokenized]:
         """The tokens of texts."""
         placed = self._tokenizer.encode_placed([each.text for each in rendered])
-        for number, each in enumerate(rendered):
-            if each.begins_as_generated:
-                placed[number] = self._as_generated(each, placed[number])
-        return [self._tokenized(*both) for both in zip(rendered, placed, strict=True)]
+        return [
+            self._tokenized(
+                each, each_placed if each.is_plain or each.is_marked else self._as_generated(each, each_placed)
+            )
+            for each, each_placed in zip(rendered, placed, strict=True)
+        ]
 
     def _as_generated(self, rendered: Rendered, placed: PlacedTokens) -> PlacedTokens:
-        """The tokens of a text with one answer, encoded in two parts if those before it would not be the prompt's."""
-        ((start, _),) = rendered.answers
-        prompt = self._tokenizer.encode(rendered.text[:start])
-        if np.array_equal(prompt, placed.token_ids[: len(prompt)]):
+        """The tokens of a text, encoded in parts where a token would join the prompt with a word of the answer.
+
+        Generation sees the tokens of the prompt, and cannot write such a token.
+        """
+        text, cuts = rendered.text, list[int]()
+        for start, stop in rendered.answers:
+            first_word = start + len(text[start:stop]) - len(text[start:stop].lstrip())
+            joins = bool(((placed.starts < start) & (placed.stops > first_word)).any())
+            if not joins and rendered.begins_as_generated:
+                prompt = self._tokenizer.encode(text[:start])
+                joins = not np.array_equal(prompt, placed.token_ids[: len(prompt)])
+            if joins:
+                cuts.append(start)
+        if not cuts:
             return placed
-        first, second = self._tokenizer.encode_placed([rendered.text[:start], rendered.text[start:]])
-        return PlacedTokens(
-            np.concatenate([first.token_ids, second.token_ids]),
-            np.concatenate([first.starts, second.starts + start]),
-            np.concatenate([first.stops, second.stops + start]),
-        )
+        edges = [*cuts, len(text)]
+        (prompt,) = self._tokenizer.encode_placed([text[: cuts[0]]])
+        # Some tokenizers begin a text with a space unless a special token precedes it.
+        for lead in ("", self._tokenizer.spell(self._tokenizer.end_of_text_id)):
+            num_lead = len(self._tokenizer.encode(lead))
+            parts = [prompt]
+            for start, stop in itertools.pairwise(edges):
+                (part,) = self._tokenizer.encode_placed([lead + text[start:stop]])
+                shift = start - len(lead)
+                ids, starts, stops = (each[num_lead:] for each in part)
+                parts.append(PlacedTokens(ids, starts + shift, stops + shift))
+            joined = PlacedTokens(*map(np.concatenate, zip(*parts, strict=True)))
+            if self._spelled(joined.token_ids) == self._spelled(placed.token_ids):
+                return joined
+        return placed
+
+    def _spelled(self, token_ids: np.ndarray) -> str:
+        return "".join(map(self._tokenizer.spell, token_ids.tolist()))
 
     def _tokenized(self, rendered: Rendered, placed: PlacedTokens) -> Tokenized:
+        if not (rendered.is_plain or rendered.is_marked):
+            placed = self._as_generated(rendered, placed)
         is_answer = np.zeros(len(placed.token_ids), bool)
         num_cut = 0
         for start, stop in rendered.answers:
             within = (placed.starts >= start) & (placed.starts < stop) & (placed.stops <= stop)
             touching = (placed.starts < stop) & (placed.stops > start)
-            num_cut += int((touching & ~within).any() and not rendered.is_marked)
+            is_cut = bool((touching & ~within).any()) and not rendered.is_marked
+            num_cut += is_cut
+            if is_cut and not rendered.is_plain and not self._tokenizer.decode(placed.token_ids[within]).strip():
+                raise UserError(
+                    f"{rendered.where}: an answer is part of a token that begins before it, so that only its end would "
+                    "be learned. Set chat_template to one whose generation prompt does not end with a space."
+                )
             is_answer |= touching if rendered.is_marked else within
         if not rendered.is_plain:
             return Tokenized(placed.token_ids, is_answer, num_cut)

@@ -293,6 +293,23 @@ def test_a_system_turn_in_the_users_last_one_is_where_generation_sees_it(
     ]
 
 
+def test_a_prompt_that_ends_with_a_space_takes_no_word_of_the_answer(
+    tokenizer_path, plain, tmp_path
+):
+    """Yes with the space before it is one token, which generation after that space cannot write."""
+    spaced = CHATML.replace("'assistant\n'", "'assistant: '").replace(
+        "'\n' +", "': ' +"
+    )
+    spaced = spaced.replace("assistant\n", "assistant: ")
+    it = renderer(tokenizer_path, spaced, tmp_path)
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
+    (row,) = it.tokens(it.sft_texts("d:1", {"messages": turns}))
+    assert bracketed(row, plain).endswith("assistant: [Yes<|im_end|>]\n")
+    prompt = it.prompt_text("d:1", "messages", turns[:1])
+    (asked,) = it.prompt_tokens([prompt])
+    assert row.token_ids[: len(asked)].tolist() == asked.tolist()
+
+
 def bracketed(tokenized, plain):
     """The text of a row, with its learned parts in []."""
     edges = np.flatnonzero(
