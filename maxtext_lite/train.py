@@ -1,5 +1,6 @@
 """The command `train`: pre-training, SFT or DPO from one config; resumes by itself."""
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 from maxtext_lite.cli import ArgumentParser, config_arguments, parse_keys, real_number, run_command
 from maxtext_lite.config import Config, RLRunConfig, UserError, load_config
-from maxtext_lite.config.errors import counted
+from maxtext_lite.config.errors import counted, value_text
 from maxtext_lite.config.field_types import Flag
 from maxtext_lite.config.shown import require_trackers
 from maxtext_lite.process.output import complain, go_on_without_stdout
@@ -26,23 +27,41 @@ class DataOnly(BaseModel):
     Attributes:
       data_only: read the data without a model and without a run directory, and print the speed.
       ids: print the example ids of each step.
+      rows: print these rows instead, as A:B; "": none.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     data_only: Flag = False
     ids: Flag = False
+    rows: str = ""
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The first row, and the one after the last."""
+        first, _, stop = self.rows.partition(":")
+        return int(first), int(stop)
 
 
 def parse_data_only(words: Sequence[str]) -> DataOnly:
     """`DataOnly` from key=value words; of several for a key, the last wins.
 
     Raises:
-      UserError: a value is not true or false, or there is `ids` without `data_only`.
+      UserError: a value is not true or false, rows are none, or there is `ids` or `rows` without `data_only`.
     """
-    asked, problems = parse_keys(DataOnly, words, texts=(), example="train data_only=true ids=true")
+    asked, problems = parse_keys(DataOnly, words, texts=("rows",), example="train data_only=true ids=true")
     if asked.ids and not asked.data_only:
         problems.append("ids=true has no effect without data_only=true.")
+    if asked.rows and not asked.data_only:
+        problems.append(f"rows={asked.rows} has no effect without data_only=true.")
+    if asked.rows and asked.ids:
+        problems.append(f"rows={asked.rows} has no effect with ids=true. Nearest that works: ids=false.")
+    if asked.rows and not re.fullmatch(r"[0-9]{1,15}:[0-9]{1,15}", asked.rows):
+        problems.append(f"rows={value_text(asked.rows)} is not of the form A:B. Nearest that works: rows=0:4.")
+    elif asked.rows and asked.bounds[0] >= asked.bounds[1]:
+        problems.append(
+            f"rows={asked.rows} is empty. Nearest that works: rows={asked.bounds[0]}:{asked.bounds[0] + 1}."
+        )
     if problems:
         raise UserError(problems)
     return asked
@@ -77,6 +96,12 @@ def main(argv: Sequence[str]) -> int:
       UserError: with every problem of the config or the data.
     """
     config, asked, device_memory_gb = read_arguments(argv)
+    if asked.rows:
+        from maxtext_lite.data.row_lines import row_lines
+
+        for line in row_lines(config, *asked.bounds):
+            print(line, flush=True)
+        return 0
     if asked.data_only:
         from maxtext_lite.training.data_only import read_data
 

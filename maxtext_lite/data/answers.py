@@ -195,8 +195,8 @@ def open_answers(config: DataConfig, encoder: TextEncoder) -> tuple[AnswerSource
     return source(lines[:-count], "dataset_path"), source(lines[-count:], "dataset_path")
 
 
-_Line = tuple[Rendered, ...] | None
-"""The texts of a line, one for SFT and two for DPO; None for a pair whose answers are the same."""
+_Line = list[tuple[Rendered, ...]]
+"""The examples of a line, each of one text for SFT and of two for DPO; none if the answers of a pair are the same."""
 
 
 def _read_lines(config: DataConfig, renderer: Renderer, key: str, path: str) -> Iterator[_Line]:
@@ -204,10 +204,10 @@ def _read_lines(config: DataConfig, renderer: Renderer, key: str, path: str) -> 
     reads = f"dataset_type={config.dataset_type} reads .jsonl files"
     for where, value in json_objects(key, path, reads=reads, wanted=SFT_FIELDS if is_sft else DPO_FIELDS):
         if is_sft:
-            yield (renderer.sft_text(where, value),)
+            yield [(rendered,) for rendered in renderer.sft_texts(where, value)]
         else:
             same = "chosen" in value and value["chosen"] == value.get("rejected")
-            yield None if same else renderer.dpo_texts(where, value)
+            yield [] if same else [renderer.dpo_texts(where, value)]
 
 
 def _source(config: DataConfig, renderer: Renderer, lines: Sequence[_Line], named: str) -> AnswerSource:
@@ -239,8 +239,8 @@ def _fitted(
     """
     most = config.max_target_length + 1  # the last token is only a target
     kept: list[tuple[Tokenized, ...]] = []
-    texts = [line for line in lines if line is not None]
-    counts = Counter(same=len(lines) - len(texts))
+    texts = [example for line in lines for example in line]
+    counts = Counter(same=sum(not line for line in lines), split=sum(len(line) > 1 for line in lines))
     for first in range(0, len(texts), _LINES_PER_ENCODING):
         some = texts[first : first + _LINES_PER_ENCODING]
         tokens = iter(renderer.tokens([rendered for line in some for rendered in line]))
@@ -266,7 +266,7 @@ def _fitted(
                 counts["alike"] += 1
             else:
                 kept.append(tokenized)
-    return kept, _sentences(config, len(lines), counts)
+    return kept, _sentences(config, len(lines), len(texts), counts)
 
 
 def _are_alike(chosen: Tokenized, rejected: Tokenized) -> bool:
@@ -279,13 +279,16 @@ def _first_tokens(tokenized: Tokenized, most: int) -> Tokenized:
     return tokenized._replace(token_ids=tokenized.token_ids[:most], is_answer=tokenized.is_answer[:most])
 
 
-def _sentences(config: DataConfig, num_lines: int, counts: Mapping[str, int]) -> tuple[str, ...]:
+def _sentences(config: DataConfig, num_lines: int, num_examples: int, counts: Mapping[str, int]) -> tuple[str, ...]:
     """What became of lines that the examples do not contain as they stand."""
     long = "truncated to it" if config.long_examples == "truncate" else "dropped"
+    of = f"of {num_examples} examples" if counts["split"] else f"of {num_lines} lines"
     sentences = {
-        "long": f"of {num_lines} lines are longer than max_target_length={config.max_target_length} and were {long}.",
-        "without": f"of {num_lines} lines have no token of an answer in their row and were dropped.",
-        "alike": f"of {num_lines} lines have answers that do not differ in their tokens in a row and were dropped.",
+        "split": f"of {num_lines} lines became an example for each answer, {num_examples} examples in all: the chat "
+        "template renders their earlier turns differently when more follow.",
+        "long": f"{of} are longer than max_target_length={config.max_target_length} and were {long}.",
+        "without": f"{of} have no token of an answer in their row and were dropped.",
+        "alike": f"{of} have answers that do not differ in their tokens in a row and were dropped.",
         "same": f"of {num_lines} lines have the same chosen and rejected answer and were dropped.",
         "cut": "answers begin or end inside a token, which is not learned.",
         "spelled": "special tokens spelled in prompts and answers without turns became these tokens.",

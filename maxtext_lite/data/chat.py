@@ -3,6 +3,7 @@
 import datetime
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -17,6 +18,15 @@ from maxtext_lite.data.tokenizer import TokenizerKeys
 DATE_OF_TRAINING_DATA = datetime.datetime(2024, 7, 26, tzinfo=datetime.UTC)
 """The date for templates that print today's, where a text must not depend on the day; Llama's own default."""
 
+MARKS = ("\ufdd0", "\ufdd1")
+"""Written around what a template marks with `{% generation %}`. Unicode assigns them to no character."""
+
+_THINKING = re.compile(
+    r"<(\w*:?think\w*|thought|reasoning)>.*?</\1>|\[THINK\].*?\[/THINK\]|<\|channel>.*?<channel\|>|◁think▷.*?◁/think▷",
+    re.DOTALL,
+)
+_UNOPENED = re.compile(r"^.*?(</\w*:?think\w*>|\[/THINK\])", re.DOTALL)
+
 
 class ChatTemplate:
     """The chat template of a Hugging Face directory, rendered in a sandbox that can change and reach nothing.
@@ -30,6 +40,7 @@ class ChatTemplate:
       today: the date that templates see; None: the date of rendering.
     Attributes:
       fingerprint: hash of the template's text, and of the special tokens that it names.
+      has_marks: whether the template marks answers with `{% generation %}`.
     Raises:
       UserError: there is no template, or it is invalid.
     """
@@ -39,10 +50,10 @@ class ChatTemplate:
     ) -> None:
         import jinja2
 
-        from maxtext_lite.data.template import BoundedEnvironment, Unstated
+        from maxtext_lite.data.template import ChatEnvironment, Unstated
 
         self._file, source = _source(directory) if file is None else (file, _read(file))
-        self._environment = BoundedEnvironment(
+        self._environment = ChatEnvironment(
             trim_blocks=True, lstrip_blocks=True, undefined=jinja2.Undefined if directory is None else Unstated
         )
         self._environment.add_filter("tojson", _to_json)
@@ -62,14 +73,22 @@ class ChatTemplate:
         named = {name: each.text for name, each in sorted(stated.items()) if name in source}
         known_by = f"{source}{json.dumps(named) if named else ''}"
         self.fingerprint = hashlib.sha256(known_by.encode("utf-8", "replace")).hexdigest()
+        self.has_marks = self._environment.has_marks
+        self._gives_parts = False
+        self._gives_parts = self._needs_parts()
 
     def render(self, turns: Sequence[Turn], *, answer_follows: bool = True) -> str:
         """The text of these turns, followed by what precedes an answer if one follows.
 
         Raises:
-          UserError: the template refuses the turns, fails on them, or does too much work for them.
+          UserError: the template refuses the turns, fails on them, or asks for something of absurd size.
         """
-        return "".join(self._pieces(turns, answer_follows=answer_follows))
+        text = "".join(self._pieces(turns, answer_follows=answer_follows))
+        return _without_marks(text)[0] if self.has_marks else text
+
+    def render_marked(self, turns: Sequence[Turn]) -> tuple[str, list[tuple[int, int]]]:
+        """The text of these turns, and the first character and the one after the last of each `{% generation %}`."""
+        return _without_marks("".join(self._pieces(turns, answer_follows=False)))
 
     def turn_starts(self, turns: Sequence[Turn]) -> tuple[str, list[int] | None]:
         """The text of these turns, and for each turn the number of characters rendered before it.
@@ -88,21 +107,77 @@ class ChatTemplate:
         return "".join(pieces), [0] * left_out + starts if known else None
 
     def _pieces(self, turns: Sequence[Turn], *, answer_follows: bool) -> Iterator[str]:
-        self._environment.allow(sum(len(text) for turn in turns for text in turn.values()))
+        messages: list[dict[str, Any]] = [dict(turn) for turn in turns]
+        if self.has_marks and any(mark in turn["content"] for turn in turns for mark in MARKS):
+            raise UserError(
+                f"{self._file}: marks answers, which a content with the noncharacter U+FDD0 or U+FDD1 breaks."
+            )
+        if self._gives_parts:
+            for message in messages:
+                message["content"] = [{"type": "text", "text": message["content"]}]
         try:
-            given = {"messages": list(turns), "tools": None, "documents": None, "add_generation_prompt": answer_follows}
+            given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": answer_follows}
             yield from self._template.generate({**self._special, **given})
         except Exception as error:  # a template is a program, and may raise what any program may
             raise UserError(f"{self._file}: its chat template refuses these turns: {_reason(error)}.") from error
+
+    def _needs_parts(self) -> bool:
+        """Whether the template renders contents that are lists of parts, as for images, and no texts."""
+        turns = [{"role": "user", "content": "Ask8t0"}, {"role": "assistant", "content": "Say8t0"}]
+        if self._renders(turns):
+            return False
+        self._gives_parts = True
+        return self._renders(turns)
+
+    def _renders(self, turns: Sequence[Turn]) -> bool:
+        """Whether the contents of turns are in their rendering, without the names that parts have."""
+        try:
+            text = self.render(turns, answer_follows=False)
+        except UserError:
+            return False
+        return all(turn["content"] in text for turn in turns) and not re.search("""['"]type['"]""", text)
+
+
+def _without_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
+    """The text without the marks of `{% generation %}`, and what they enclosed."""
+    begin, end = MARKS
+    first, *others = text.split(begin)
+    pieces, spans, written = [first], list[tuple[int, int]](), len(first)
+    for other in others:
+        marked, _, rest = other.partition(end)
+        spans.append((written, written + len(marked)))
+        pieces += [marked, rest]
+        written += len(marked) + len(rest)
+    return "".join(pieces), spans
+
+
+def check_contents(turns: Sequence[Turn], text: str) -> None:
+    """Refuses a rendering without the content of a turn.
+
+    Raises:
+      UserError: a content, trimmed and without thinking, is not in the text.
+    """
+    for number, turn in enumerate(turns, start=1):
+        if turn["content"].strip() not in text and not all(part in text for part in spoken_parts(turn["content"])):
+            raise UserError(
+                f"the chat template does not render the content of turn {number}, the {turn['role']}'s "
+                f"('{value_text(turn['content'])}')."
+            )
+
+
+def spoken_parts(content: str) -> list[str]:
+    """What a content says apart from thinking, trimmed; none if it is all thinking."""
+    rest = _UNOPENED.sub("\0", _THINKING.sub("\0", content))
+    return [part.strip() for part in rest.split("\0") if part.strip()]
 
 
 def _reason(error: Exception) -> str:
     """Why a template failed, in its own or jinja's words; for Python's errors with their type."""
     from jinja2 import TemplateError
 
-    from maxtext_lite.data.template import TooMuchWorkError
+    from maxtext_lite.data.template import TooLargeError
 
-    text = str(error) if isinstance(error, TemplateError | TooMuchWorkError) else f"{type(error).__name__}: {error}"
+    text = str(error) if isinstance(error, TemplateError | TooLargeError) else f"{type(error).__name__}: {error}"
     return value_text(text.rstrip("."))
 
 

@@ -1,30 +1,39 @@
 """From lines of JSON to the tokens of a conversation or a text, and which of them are answers, to be learned.
 
-An answer is located in the rendered text: between what the chat template renders up to it (the turns before it and the
-beginning of the answer) and what it has rendered after it. Both must be prefixes of the whole text, or the template is
-refused. The whole text is tokenized at once, and a token belongs to an answer if all of its characters do.
+The whole text is tokenized at once, and a token belongs to an answer if all of its characters do.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from maxtext_lite.config import UserError
-from maxtext_lite.data.chat import DATE_OF_TRAINING_DATA, ChatKeys, ChatTemplate, Turn, chat_template
+from maxtext_lite.data.chat import (
+    DATE_OF_TRAINING_DATA,
+    ChatKeys,
+    ChatTemplate,
+    Turn,
+    chat_template,
+    check_contents,
+)
+from maxtext_lite.data.learned_answers import AnswerFinder
 from maxtext_lite.data.text_encoder import TextEncoder
 from maxtext_lite.data.text_files import check_unicode
 from maxtext_lite.data.tokenizer import PlacedTokens
 
 ROLES = ("system", "user", "assistant")
-SFT_FIELDS = '"messages", or "prompt" and "completion"'
+SFT_FIELDS = '"messages", "prompt" and "completion", "conversations", or "instruction" and "output"'
 """Fields of a line for SFT."""
 UNRENDERED = ("tools", "functions", "documents", "chat_template_kwargs")
 """Keys of a line that are for a template beside its turns."""
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", **{role: role for role in ROLES}}
+"""Roles by the names under "from" in ShareGPT's turns."""
 _NOTHING_IN_JSON = ("[]", "{}", "null")  # datasets with one type per column have such a key as JSON
 _NOT_LEARNED = ("tool_calls", "tool_call_id", "function_call", "reasoning_content", "reasoning", "thinking")
 """Keys of a turn that say more than its content."""
@@ -43,12 +52,17 @@ class Rendered(NamedTuple):
       text: of turns, with stand-ins for what `TextEncoder.hide` hides.
       answers: for each answer, its first character and the one after its last.
       is_plain: no chat template rendered it, so that the tokenizer's own tokens precede it and end-of-text follows.
+      is_marked: the chat template itself marks the answers; a token in which one begins or ends is then learned, too,
+        as in transformers.
+      begins_as_generated: what precedes its one answer has the tokens that generation sees there.
     """
 
     where: str
     text: str
     answers: tuple[tuple[int, int], ...]
     is_plain: bool
+    is_marked: bool = False
+    begins_as_generated: bool = False
 
 
 class Tokenized(NamedTuple):
@@ -73,24 +87,30 @@ class Renderer:
     def __init__(self, config: ChatKeys, encoder: TextEncoder):
         self._config, self.encoder, self._tokenizer = config, encoder, encoder.tokenizer
         self._template: ChatTemplate | None = None
+        self._finder: AnswerFinder | None = None
 
-    def sft_text(self, where: str, value: Mapping[str, Any]) -> Rendered:
-        """The text of a line for SFT.
+    def sft_texts(self, where: str, value: Mapping[str, Any]) -> tuple[Rendered, ...]:
+        """The text of a line for SFT; several if its answers have no common text (see `learned_answers`).
 
         Raises:
           UserError: the line is invalid, or its turns cannot be rendered; names `where`.
         """
         refuse_unrendered(where, value)
-        if "messages" in value:
-            turns = self._turns(where, "messages", value["messages"])
-            return self._conversation(where, turns, 0)
+        if value.get("messages") is not None:
+            return self._conversation(where, self._turns(where, "messages", value["messages"]), 0)
         prompt, completion = (value.get(key) for key in ("prompt", "completion"))
         if isinstance(prompt, list) and isinstance(completion, list):
             turns = self._turns(where, "prompt", prompt)
             return self._conversation(where, [*turns, *self._turns(where, "completion", completion)], len(turns))
         if isinstance(prompt, str) and isinstance(completion, str):
-            return _plain(where, prompt, completion, "completion")
-        raise UserError(f"{where}: not a JSON object with {SFT_FIELDS}, both texts or both lists of turns.")
+            return (_plain(where, prompt, completion, "completion"),)
+        if value.get("conversations") is not None:
+            turns = self._turns(where, "conversations", value["conversations"])
+            return self._conversation(where, [*self._system_turn(where, value), *turns], 0)
+        if isinstance(value.get("instruction"), str) and isinstance(value.get("output"), str):
+            turns = self._turns(where, "instruction and output", _alpaca_turns(where, value))
+            return self._conversation(where, [*self._system_turn(where, value), *turns], 0)
+        raise UserError(f"{where}: not a JSON object with {SFT_FIELDS}, all texts or all lists of turns.")
 
     def dpo_texts(self, where: str, value: Mapping[str, Any]) -> tuple[Rendered, Rendered]:
         """The texts of a line for DPO: with the chosen answer, and with the rejected one.
@@ -110,8 +130,8 @@ class Renderer:
             before = self._turns(where, "prompt", prompt) if isinstance(prompt, list) else []
             shared = 0 if before else _shared(chosen_turns, rejected_turns)
             return (
-                self._conversation(where, [*before, *chosen_turns], len(before) + shared),
-                self._conversation(where, [*before, *rejected_turns], len(before) + shared),
+                self._pair(where, [*before, *chosen_turns], len(before) + shared),
+                self._pair(where, [*before, *rejected_turns], len(before) + shared),
             )
         if isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str):
             return _plain(where, prompt, chosen, "chosen"), _plain(where, prompt, rejected, "rejected")
@@ -161,6 +181,41 @@ class Renderer:
         placed = self._of_lines(rendered, self.encoder.place)
         return [self._tokenized(*both) for both in zip(rendered, placed, strict=True)]
 
+    def _as_generated(self, rendered: Rendered, placed: PlacedTokens) -> PlacedTokens:
+        """The tokens of a text, encoded in parts where a token would join the prompt with a word of the answer.
+
+        Generation sees the tokens of the prompt, and cannot write such a token.
+        """
+        text, cuts = rendered.text, list[int]()
+        for start, stop in rendered.answers:
+            first_word = start + len(text[start:stop]) - len(text[start:stop].lstrip())
+            joins = bool(((placed.starts < start) & (placed.stops > first_word)).any())
+            if not joins and rendered.begins_as_generated:
+                (prompt,) = self.encoder.encode_rendered([text[:start]])
+                joins = not np.array_equal(prompt, placed.token_ids[: len(prompt)])
+            if joins:
+                cuts.append(start)
+        if not cuts:
+            return placed
+        edges = [*cuts, len(text)]
+        (prompt,) = self.encoder.place([text[: cuts[0]]])
+        # Some tokenizers begin a text with a space unless a special token precedes it.
+        for lead in ("", self._tokenizer.spell(self._tokenizer.end_of_text_id)):
+            num_lead = len(self._tokenizer.encode(lead))
+            parts = [prompt]
+            for start, stop in itertools.pairwise(edges):
+                (part,) = self.encoder.place([lead + text[start:stop]])
+                shift = start - len(lead)
+                ids, starts, stops = (each[num_lead:] for each in part)
+                parts.append(PlacedTokens(ids, starts + shift, stops + shift))
+            joined = PlacedTokens(*map(np.concatenate, zip(*parts, strict=True)))
+            if self._spelled(joined.token_ids) == self._spelled(placed.token_ids):
+                return joined
+        return placed
+
+    def _spelled(self, token_ids: np.ndarray) -> str:
+        return "".join(map(self._tokenizer.spell, token_ids.tolist()))
+
     def _of_lines(self, rendered: Sequence[Rendered], encode: Callable[[list[str]], list[Encoded]]) -> list[Encoded]:
         """What `encode` makes of texts; its refusals name the line."""
         try:
@@ -171,13 +226,21 @@ class Renderer:
         return [encoded for each in rendered for encoded in self._of_lines([each], encode)]
 
     def _tokenized(self, rendered: Rendered, placed: PlacedTokens) -> Tokenized:
+        if not (rendered.is_plain or rendered.is_marked):
+            placed = self._as_generated(rendered, placed)
         is_answer = np.zeros(len(placed.token_ids), bool)
         num_cut = 0
         for start, stop in rendered.answers:
             within = (placed.starts >= start) & (placed.starts < stop) & (placed.stops <= stop)
             touching = (placed.starts < stop) & (placed.stops > start)
-            num_cut += int((touching & ~within).any())
-            is_answer |= self._without_what_follows(rendered.text, placed, within, stop)
+            is_cut = bool((touching & ~within).any()) and not rendered.is_marked
+            num_cut += is_cut
+            if is_cut and not rendered.is_plain and not self._tokenizer.decode(placed.token_ids[within]).strip():
+                raise UserError(
+                    f"{rendered.where}: an answer is part of a token that begins before it, so that only its end would "
+                    "be learned. Set chat_template to one whose generation prompt does not end with a space."
+                )
+            is_answer |= touching if rendered.is_marked else within
         if not rendered.is_plain:
             return Tokenized(placed.token_ids, is_answer, num_cut)
         begun = self.encoder.begin(placed.token_ids)
@@ -192,14 +255,6 @@ class Renderer:
             self.encoder.count_spelled(rendered.text),
         )
 
-    def _without_what_follows(self, text: str, placed: PlacedTokens, within: np.ndarray, stop: int) -> np.ndarray:
-        """An answer's tokens up to its end-of-turn token, without the line break that a template adds after it."""
-        special = [at for at in np.flatnonzero(within) if int(placed.token_ids[at]) in self._tokenizer.special_ids]
-        if special and not text[placed.stops[special[-1]] : stop].strip():
-            within = within.copy()
-            within[special[-1] + 1 :] = False
-        return within
-
     def _turns(self, where: str, key: str, value: object) -> list[Turn]:
         """The turns of a list, with stand-ins for special tokens that their contents spell."""
         hide = self.encoder.hide
@@ -208,61 +263,43 @@ class Renderer:
             for turn in _turns(where, key, value)
         ]
 
-    def _conversation(self, where: str, turns: list[Turn], first_learned: int) -> Rendered:
+    def _system_turn(self, where: str, value: Mapping[str, Any]) -> list[Turn]:
+        """The system's turn of a line that states it beside the others, under "system"."""
+        if not value.get("system"):
+            return []
+        return self._turns(where, "system", [{"role": "system", "content": value["system"]}])
+
+    def _conversation(self, where: str, turns: list[Turn], first_learned: int) -> tuple[Rendered, ...]:
         _check_order(where, turns)
         learned = [at for at in range(first_learned, len(turns)) if turns[at]["role"] == "assistant"]
         if not learned:
             raise UserError(f"{where}: there is no answer to learn from: no turn of the assistant.")
         with self._template_of(where) as template:
-            whole, starts = template.turn_starts(turns)
-            self.encoder.check_carried(turns, whole, functools.partial(template.render, answer_follows=False))
-        answers = None if starts is None else self._places(where, turns, learned, whole, starts)
-        if answers is None:
-            answers = [self._place(where, turns, at, whole) for at in learned]
-        return Rendered(where, whole, tuple(answers), False)
-
-    def _place(self, where: str, turns: list[Turn], at: int, whole: str) -> tuple[int, int]:
-        """Where the answer of a turn is, from the renderings of the turns before it and including it."""
-        before = self._render(where, turns[:at], answer_follows=True)
-        after = whole if at == len(turns) - 1 else self._render(where, turns[: at + 1], answer_follows=False)
-        for number, part in ((at, before), (at + 1, after)):
-            if not whole.startswith(part):
-                pairs = enumerate(zip(whole, part, strict=False))
-                same = next((place for place, (one, other) in pairs if one != other), len(whole))
-                raise UserError(
-                    f"{where}: the chat template renders the first {number} turns differently when more follow "
-                    f"(...{whole[max(same - 20, 0) : same + 20]!r}), so that answers cannot be told apart from the "
-                    "rest. Set chat_template to a template that renders each turn by itself."
-                )
-        return len(before), len(after)
-
-    def _places(
-        self, where: str, turns: list[Turn], learned: list[int], whole: str, starts: list[int]
-    ) -> list[tuple[int, int]] | None:
-        """`_place` of all these turns, from where a causal template begins to render each; None if that is not enough.
-
-        Whatever the template renders around the first answer must stand around every other answer too.
-        """
-        first, ends = learned[0], [*starts[1:], len(whole)]
-        if len(learned) == 1:  # two renderings are needed either way
-            return None
-        before = self._render(where, turns[:first], answer_follows=True)
-        after = self._render(where, turns[: first + 1], answer_follows=False)
-        if not (before.startswith(whole[: starts[first]]) and after.startswith(whole[: ends[first]])):
-            return None
-        begin, end = before[starts[first] :], after[ends[first] :]
-        places = [(starts[at] + len(begin), min(ends[at] + len(end), len(whole))) for at in learned]
-        as_given = all(
-            whole.startswith(begin, starts[at]) and (at == len(turns) - 1 or whole.startswith(end, ends[at]))
-            for at in learned
+            self.encoder.check_carried(turns, functools.partial(template.render, answer_follows=False))
+            if self._finder is None:
+                self._finder = AnswerFinder(template, self.encoder)
+            texts = self._finder.texts(turns, learned)
+        return tuple(
+            Rendered(where, text.text, text.answers, False, template.has_marks, text.begins_as_generated)
+            for text in texts
         )
-        return places if as_given else None
+
+    def _pair(self, where: str, turns: list[Turn], first_learned: int) -> Rendered:
+        """The one text of a conversation that is half of a pair."""
+        rendered, *others = self._conversation(where, turns, first_learned)
+        if others:
+            raise UserError(
+                f"{where}: the chat template renders earlier turns differently when more follow, so that the answers "
+                "of a pair have no common text. Give pairs of one answer each."
+            )
+        return rendered
 
     def _render(self, where: str, turns: list[Turn], *, answer_follows: bool) -> str:
         with self._template_of(where) as template:
             render = functools.partial(template.render, answer_follows=answer_follows)
             text = render(turns)
-            self.encoder.check_carried(turns, text, render)
+            self.encoder.check_carried(turns, render)
+            check_contents(turns, text)
             return text
 
     @contextlib.contextmanager
@@ -308,8 +345,11 @@ def _turns(where: str, key: str, value: object) -> list[Turn]:
     turns = []
     for number, turn in enumerate(value, start=1):
         named = f'{where}: turn {number} of "{key}"'
+        if isinstance(turn, dict) and isinstance(turn.get("from"), str) and turn.get("role") is None:
+            role = _SHAREGPT_ROLES.get(turn["from"], turn["from"])
+            turn = turn | {"role": role, "content": turn.get("value")}
         if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
-            raise UserError(f'{named} is not an object with a "role" and a "content".')
+            raise UserError(f'{named} is not an object with a "role" and a "content", or "from" and "value".')
         role = turn["role"]
         if role not in ROLES:
             raise UserError(f"{named} has the role {role!r}, which is none of {', '.join(ROLES)}.")
@@ -330,6 +370,14 @@ def _turns(where: str, key: str, value: object) -> list[Turn]:
             raise UserError(f"{named} is empty: there is no answer to learn from.")
         turns.append(given)
     return turns
+
+
+def _alpaca_turns(where: str, value: Mapping[str, Any]) -> list[Turn]:
+    """The turns of an instruction, with its optional input on a new line, and an output."""
+    if value.get("history"):
+        raise UserError(f'{where}: "history" would not be rendered. Give the turns under "messages".')
+    asked = f"{value['instruction']}\n{value['input']}" if value.get("input") else value["instruction"]
+    return [{"role": "user", "content": asked}, {"role": "assistant", "content": value["output"]}]
 
 
 def _check_order(where: str, turns: list[Turn]) -> None:

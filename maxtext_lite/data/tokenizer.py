@@ -119,6 +119,10 @@ class Tokenizer(Protocol):
         """The text; special tokens contribute none."""
         ...
 
+    def spell(self, token_id: int) -> str:
+        """How the vocabulary spells a token, also a special one; "" for an id outside it."""
+        ...
+
     def decode_after(self, prompt: Sequence[int], token_ids: Iterable[int]) -> str:
         """The text that the tokens add to that of a prompt, with a space at the seam if they have one."""
         seam, token_ids = self._seam(prompt), [*token_ids]
@@ -209,6 +213,12 @@ class ByteTokenizer(Tokenizer):
     def decode(self, token_ids: Iterable[int]) -> str:
         """The text; invalid UTF-8 becomes U+FFFD, and ids of 256 and above have no text."""
         return bytes(int(i) for i in token_ids if i < 256).decode("utf-8", errors="replace")
+
+    def spell(self, token_id: int) -> str:
+        """The character of an ASCII byte, another byte as <0xE6>, and END_OF_TEXT_NAMES[0] for end-of-text."""
+        if token_id < 128:
+            return chr(token_id)
+        return f"<0x{token_id:02X}>" if token_id < 256 else END_OF_TEXT_NAMES[0] if token_id == 256 else ""
 
     def decode_after(self, prompt: Sequence[int], token_ids: Iterable[int]) -> str:
         """`decode`: no byte depends on those before."""
@@ -417,6 +427,10 @@ class HuggingFaceTokenizer(Tokenizer):
         """The text; special tokens and ids outside the vocabulary contribute none."""
         return self._tokenizer.decode([int(i) for i in token_ids if i < self.vocab_size], skip_special_tokens=True)
 
+    def spell(self, token_id: int) -> str:
+        """The token of `tokenizer.json`, such as "Ġking"."""
+        return self._tokenizer.id_to_token(token_id) or ""
+
 
 class SentencePieceTokenizer(Tokenizer):
     """A sentencepiece `.model`, whose eos piece is end-of-text, and whose bos piece, if it has one, begins texts.
@@ -466,6 +480,10 @@ class SentencePieceTokenizer(Tokenizer):
     def decode(self, token_ids: Iterable[int]) -> str:
         """The text; control pieces and ids outside the vocabulary contribute none."""
         return self._processor.decode([int(i) for i in token_ids if i < self.vocab_size])
+
+    def spell(self, token_id: int) -> str:
+        """The piece of the model, such as "▁king"."""
+        return self._processor.id_to_piece(token_id) if token_id < self.vocab_size else ""
 
 
 def _adds_bos(path: pathlib.Path) -> bool | None:

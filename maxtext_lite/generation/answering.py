@@ -10,7 +10,7 @@ import jax
 
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.data import ChatTemplate
-from maxtext_lite.data.chat import chat_template
+from maxtext_lite.data.chat import chat_template, check_contents
 from maxtext_lite.generation.requests import GenerateConfig
 from maxtext_lite.generation.sampler import Sampler, check_finite, load_on_mesh, mesh_problems
 from maxtext_lite.generation.stream_text import TimedTokens, WrittenText
@@ -68,7 +68,8 @@ class _Prompter:
         encoder = self.tokens.encoder
         hidden = [turn | {"content": encoder.hide("the prompt", turn["content"])} for turn in turns]
         text = self.template.render(hidden)
-        encoder.check_carried(hidden, text, self.template.render)
+        encoder.check_carried(hidden, self.template.render)
+        check_contents([turn for turn in hidden if turn["role"] != "assistant"], text)
         (token_ids,) = encoder.encode_rendered([text])
         return encoder.or_end(token_ids).tolist()
 

@@ -165,3 +165,84 @@ def test_the_ends_of_answers_are_the_special_tokens_that_the_last_of_them_end_wi
     ])  # fmt: skip
     assert sequences.ends(row_tokens=4) == [9, 8, 9]
     assert sequences.ends(row_tokens=5) == [9, 8, 5]
+
+
+# An answer closes with ! if it is the last: each answer needs a text of its own.
+LAST_CLOSES = (
+    "{% for m in messages %}{{ m.role[0] + m.content }}{{ '!' if loop.last and m.role == 'assistant' else ';' }}"
+    "{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+)
+TURNS = [
+    {"role": "user", "content": "1"},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "3"},
+    {"role": "assistant", "content": "4"},
+]
+
+
+def test_lines_with_a_text_for_each_answer_are_held_out_as_lines_and_counted(tmp_path):
+    (tmp_path / "t.jinja").write_text(LAST_CLOSES)
+    lines = [{"messages": TURNS}, {"messages": TURNS[:2]}, {"messages": TURNS}]
+    changes = {"chat_template": tmp_path / "t.jinja", "packing": "false"}
+    source, evaluation = opened(tmp_path, lines, eval_fraction=0.4, **changes)
+    assert [texts(source[row])["targets"].strip(".") for row in range(len(source))] == [
+        "1;a2!",
+        "1;a2;u3;a4!",
+        "1;a2!",
+    ]
+    assert len(evaluation) == 2
+    assert source.notes[0].startswith(
+        "1 of 2 lines became an example for each answer, 3 examples in all"
+    )
+    with pytest.raises(UserError, match=r"data.jsonl:1: "):
+        opened(
+            tmp_path,
+            [{"prompt": [], "chosen": TURNS, "rejected": TURNS[:2]}],
+            "dpo",
+            **changes,
+        )
+
+
+SHAREGPT = [{"from": "human", "value": "1"}, {"from": "gpt", "value": "2"}]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ({"messages": TURNS[:2]}, "u1;a2!"),
+        ({"conversations": SHAREGPT}, "u1;a2!"),
+        ({"system": "0", "conversations": SHAREGPT}, "s0;u1;a2!"),
+        ({"conversations": TURNS[:2]}, "u1;a2!"),
+        ({"instruction": "1", "input": "", "output": "2"}, "u1;a2!"),
+        ({"instruction": "1", "input": "3", "output": "2"}, "u1\n3;a2!"),
+    ],
+)
+def test_conversations_come_in_the_spellings_of_sharegpt_and_alpaca_also_in_parquet(
+    line, expected, tmp_path
+):
+    (tmp_path / "t.jinja").write_text(LAST_CLOSES)
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist([line | {"other": None}]), path)
+    for changes in ({}, {"dataset_path": path}):
+        source, _ = opened(
+            tmp_path, [line], chat_template=tmp_path / "t.jinja", **changes
+        )
+        assert "".join(map(chr, source.columns[0].token_ids)) == expected
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"conversations": [SHAREGPT[0], {"from": "observation", "value": "2"}]},
+        {"conversations": SHAREGPT[::-1]},
+        {"instruction": "1", "output": ""},
+        {"instruction": "1", "output": "2", "history": [["3", "4"]]},
+        {"instruction": "1"},
+    ],
+)
+def test_lines_that_are_no_conversation_are_refused_with_their_place(line, tmp_path):
+    (tmp_path / "t.jinja").write_text(LAST_CLOSES)
+    with pytest.raises(UserError, match=r"data.jsonl:1: "):
+        opened(tmp_path, [line], chat_template=tmp_path / "t.jinja")

@@ -7,7 +7,12 @@ import pytest
 import tokenizers
 
 from maxtext_lite.config import UserError, load_config
-from maxtext_lite.data.chat import DATE_OF_TRAINING_DATA, ChatTemplate, chat_template
+from maxtext_lite.data.chat import (
+    DATE_OF_TRAINING_DATA,
+    ChatTemplate,
+    chat_template,
+    check_contents,
+)
 from maxtext_lite.data.tokenizer import HuggingFaceTokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -98,6 +103,23 @@ def test_a_template_is_rendered_with_the_special_tokens_that_transformers_reads(
 def test_a_special_token_that_no_file_states_may_be_asked_about(template, tmp_path):
     (tmp_path / "chat_template.jinja").write_text(template)
     assert ChatTemplate(tmp_path).render(TURNS) == "a"
+
+
+PARTS = (
+    "{% for m in messages %}{{ m.role }}{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endfor %}"
+)
+FIRST_PART = "{% for m in messages %}{{ m.role + m.content[0].text }}{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [PARTS, FIRST_PART])
+def test_a_template_that_reads_parts_of_contents_gets_them(template, tmp_path):
+    path = directory(tmp_path, template)
+    texts = [turn["role"] + turn["content"] for turn in TURNS]
+    assert ChatTemplate(path).render(TURNS) == "".join(texts)
+    check_contents(TURNS, "".join(texts))
+    with pytest.raises(UserError):
+        check_contents(TURNS, "".join(texts[1:]))
 
 
 @pytest.mark.fast

@@ -9,6 +9,7 @@ import tokenizers
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data.chat import ChatTemplate
 from maxtext_lite.data.conversations import Renderer
+from maxtext_lite.data.learned_answers import AnswerFinder
 from maxtext_lite.data.text_encoder import TextEncoder
 from maxtext_lite.data.tokenizer import load_tokenizer
 
@@ -30,6 +31,38 @@ INSTRUCT = (  # no marker precedes an answer; a space begins it
 )
 FORGETFUL = (  # renders earlier answers differently from the last
     "{% for message in messages %}{{ message.role }}:{{ message.content }}{% if loop.last %}!{% endif %};{% endfor %}"
+)
+NEXT_ROLE = (  # the token of the next turn closes an answer, as in GLM's
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LAST_END = (  # the last answer closes differently, as in gpt-oss
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+    "{{ '</s>' if loop.last and m.role == 'assistant' else '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+WHOLE_END = (  # end-of-text after the whole conversation, as in Phi-3's
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% else %}{{ '</s>' }}{% endif %}"
+)
+EARLIER_STRIPPED = (  # earlier answers lose their thinking, as in Qwen3's
+    "{% for m in messages %}{% set c = m.content if loop.last else m.content.split('</think>')[-1].lstrip() %}"
+    "{{ '<|im_start|>' + m.role + '\n' + c + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+ALL_STRIPPED = (  # every answer does, and the prompt opens the thinking, as in DeepSeek-R1's
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + m.content.split('</think>')[-1].lstrip() + '<|im_end|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant<think>\n' }}{% endif %}"
+)
+PARTS = (  # contents are lists, as in templates for images
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% for p in m.content %}{% if p.type == 'text' %}"
+    "{{ p.text }}{% endif %}{% endfor %}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role }}{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content.split('</think>')[-1] + '<|im_end|>\n' }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
+    "{% endfor %}{% if not add_generation_prompt %}{{ '</s>' }}{% endif %}"
 )
 SPECIAL = [
     "<|im_start|>",
@@ -125,13 +158,13 @@ def test_answers_are_the_assistants_turns(
     template, answers, tokenizer_path, plain, tmp_path
 ):
     it = renderer(tokenizer_path, template, tmp_path)
-    rendered = it.sft_text("d:1", {"messages": TURNS, "other": 1})
+    (rendered,) = it.sft_texts("d:1", {"messages": TURNS, "other": 1})
     texts, whole, tokenized = learned(it, rendered, plain)
     assert texts == answers
     assert whole == rendered.text
     assert tokenized.num_cut == 0
     # In lists under prompt and completion, only the turns of the completion are learned.
-    rendered = it.sft_text("d:1", {"prompt": TURNS[:4], "completion": TURNS[4:]})
+    (rendered,) = it.sft_texts("d:1", {"prompt": TURNS[:4], "completion": TURNS[4:]})
     assert learned(it, rendered, plain)[:2] == (answers[1:], whole)
     # Of pairs, the answers after what both begin with.
     other = [*TURNS[:4], {"role": "assistant", "content": "Yes."}]
@@ -163,12 +196,153 @@ def test_the_places_of_answers_are_those_of_renderings_up_to_each_turn_in_a_frac
             yield piece
 
     monkeypatch.setattr(ChatTemplate, "_pieces", counted)
-    rendered = it.sft_text("d:1", {"messages": turns})
+    rendered = it.sft_texts("d:1", {"messages": turns})
     characters.append(0)
-    monkeypatch.setattr(Renderer, "_places", lambda *_: None)
-    assert it.sft_text("d:1", {"messages": turns}) == rendered
-    assert characters[0] < 2 * len(rendered.text)
-    assert characters[1] > 25 * len(rendered.text)
+    monkeypatch.setattr(AnswerFinder, "_spans", lambda *_: None)
+    assert it.sft_texts("d:1", {"messages": turns}) == rendered
+    assert characters[0] < 2 * len(rendered[0].text)
+    assert characters[1] > 25 * len(rendered[0].text)
+
+
+ASKED = "<|im_start|>user\n{}<|im_end|><|im_start|>assistant\n"
+THOUGHT = [
+    {"role": "user", "content": "end"},
+    {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nim"},
+    {"role": "user", "content": "Sure?"},
+    {"role": "assistant", "content": "No."},
+]
+
+
+# By hand, from the templates: each text, its learned part in [].
+@pytest.mark.parametrize(
+    ("template", "texts"),
+    [
+        (
+            NEXT_ROLE,
+            "<|im_start|>user\nend<|im_start|>assistant\n[<think>\nHm.\n</think>\n\nim<|im_start|>]user\nSure?"
+            "<|im_start|>assistant\n[No.<|im_start|>]",
+        ),
+        (
+            WHOLE_END,
+            f"{ASKED.format('end')}[<think>\nHm.\n</think>\n\nim<|im_end|>]{ASKED.format('Sure?')}[No.<|im_end|>]</s>",
+        ),
+        (
+            PARTS,
+            f"{ASKED.format('end')}[<think>\nHm.\n</think>\n\nim<|im_end|>]{ASKED.format('Sure?')}[No.<|im_end|>]",
+        ),
+        (
+            LAST_END,
+            f"{ASKED.format('end')}[<think>\nHm.\n</think>\n\nim</s>] {ASKED.format('end')}<think>\nHm.\n</think>\n\n"
+            f"im<|im_end|>{ASKED.format('Sure?')}[No.</s>]",
+        ),
+        (
+            EARLIER_STRIPPED,
+            f"{ASKED.format('end')}[<think>\nHm.\n</think>\n\nim<|im_end|>] {ASKED.format('end')}im<|im_end|>"
+            f"{ASKED.format('Sure?')}[No.<|im_end|>]",
+        ),
+        (
+            ALL_STRIPPED,
+            "<|im_start|>userend<|im_end|><|im_start|>assistant<think>\n[Hm.\n</think>\n\nim<|im_end|>] "
+            "<|im_start|>userend<|im_end|><|im_start|>assistantim<|im_end|><|im_start|>userSure?<|im_end|>"
+            "<|im_start|>assistant<think>\n[\n</think>\n\nNo.<|im_end|>]",
+        ),
+        (
+            MARKED,
+            "<|im_start|>userend<|im_start|>assistant[\n\nim<|im_end|>\n]<|im_start|>userSure?"
+            "<|im_start|>assistant[No.<|im_end|>\n]</s>",
+        ),
+    ],
+    ids=[
+        "next role",
+        "whole end",
+        "parts",
+        "last end",
+        "earlier stripped",
+        "all stripped",
+        "marked",
+    ],
+)
+def test_answers_are_what_generation_at_their_turn_would_write(
+    template, texts, tokenizer_path, plain, tmp_path
+):
+    it = renderer(tokenizer_path, template, tmp_path)
+    rows = it.tokens(it.sft_texts("d:1", {"messages": THOUGHT}))
+    assert " ".join(bracketed(row, plain) for row in rows) == texts
+    for row in rows:  # what precedes an answer has the tokens of the prompt
+        (first, *_) = np.flatnonzero(row.is_answer)
+        before = plain.decode(row.token_ids[:first].tolist(), skip_special_tokens=False)
+        assert (
+            row.token_ids[:first].tolist()
+            == plain.encode(before, add_special_tokens=False).ids
+        )
+
+
+def test_a_system_turn_in_the_users_last_one_is_where_generation_sees_it(
+    tokenizer_path, plain, tmp_path
+):
+    """As in Mistral's templates: a rendering that ends with an answer has no system turn."""
+    system_last = (
+        "{% set system = messages[0].content %}{% for m in messages[1:] %}{% if m.role == 'user' %}[INST]"
+        "{{ system + ' ' if loop.last }}{{ m.content }}[/INST]{% else %}{{ m.content + '</s>' }}{% endif %}{% endfor %}"
+    )
+    it = renderer(tokenizer_path, system_last, tmp_path)
+    turns = [{"role": "system", "content": "Be brief."}, *THOUGHT[2:], *THOUGHT[2:]]
+    rows = it.tokens(it.sft_texts("d:1", {"messages": turns}))
+    assert [bracketed(row, plain) for row in rows] == [
+        "[INST]Be brief. Sure?[/INST][No.</s>]",
+        "[INST]Sure?[/INST]No.</s>[INST]Be brief. Sure?[/INST][No.</s>]",
+    ]
+
+
+def test_a_prompt_that_ends_with_a_space_takes_no_word_of_the_answer(
+    tokenizer_path, plain, tmp_path
+):
+    """Yes with the space before it is one token, which generation after that space cannot write."""
+    spaced = CHATML.replace("'assistant\n'", "'assistant: '").replace(
+        "'\n' +", "': ' +"
+    )
+    spaced = spaced.replace("assistant\n", "assistant: ")
+    it = renderer(tokenizer_path, spaced, tmp_path)
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
+    (row,) = it.tokens(it.sft_texts("d:1", {"messages": turns}))
+    assert bracketed(row, plain).endswith("assistant: [Yes<|im_end|>]\n")
+    prompt = it.prompt_text("d:1", "messages", turns[:1])
+    (asked,) = it.prompt_tokens([prompt])
+    assert row.token_ids[: len(asked)].tolist() == asked.tolist()
+
+
+def bracketed(tokenized, plain):
+    """The text of a row, with its learned parts in []."""
+    edges = np.flatnonzero(
+        np.diff(tokenized.is_answer, prepend=False, append=False)
+    ).tolist()
+    parts = np.split(tokenized.token_ids, edges)
+    texts = [plain.decode(part.tolist(), skip_special_tokens=False) for part in parts]
+    return "".join(
+        f"[{text}]" if number % 2 else text for number, text in enumerate(texts)
+    )
+
+
+@pytest.mark.parametrize(
+    "turns", [THOUGHT, THOUGHT[:2], [*TURNS[:2], TURNS[4], *TURNS[3:], TURNS[1]]]
+)
+def test_marked_answers_are_those_of_transformers(turns, tokenizer_path, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    it = renderer(tokenizer_path, MARKED, tmp_path)
+    (tokenized,) = it.tokens(it.sft_texts("d:1", {"messages": turns}))
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(tokenizer_path / "tokenizer.json")
+    )
+    expected = tokenizer.apply_chat_template(
+        turns, chat_template=MARKED, return_assistant_tokens_mask=True, return_dict=True
+    )
+    assert tokenized.token_ids.tolist() == expected["input_ids"]
+    assert tokenized.is_answer.astype(int).tolist() == expected["assistant_masks"]
+    at = 2 + (turns[0]["role"] == "system")
+    if len(turns) > at + 1:
+        later = it.sft_texts("d:1", {"prompt": turns[:at], "completion": turns[at:]})
+        (whole,) = it.sft_texts("d:1", {"messages": turns})
+        assert later == (whole._replace(answers=whole.answers[1:]),)
 
 
 def test_a_token_that_contains_the_beginning_of_an_answer_is_not_learned(
@@ -180,12 +354,14 @@ def test_a_token_that_contains_the_beginning_of_an_answer_is_not_learned(
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "\n\nNo."},
     ]
-    texts, _, tokenized = learned(it, it.sft_text("d:1", {"messages": turns}), plain)
+    texts, _, tokenized = learned(
+        it, it.sft_texts("d:1", {"messages": turns})[0], plain
+    )
     assert texts == ["\nNo.<|im_end|>"]
     assert tokenized.num_cut == 1
     # Trimmed offsets hide that the space of the prompt is the answer's token's.
     texts, _, tokenized = learned(
-        it, it.sft_text("d:1", {"prompt": "Q: ", "completion": "Yes, sure"}), plain
+        it, it.sft_texts("d:1", {"prompt": "Q: ", "completion": "Yes, sure"})[0], plain
     )
     assert "Yes" not in texts[0]
     assert tokenized.num_cut == 1
@@ -210,12 +386,12 @@ def test_plain_text_ends_with_end_of_text(add_bos, beginning_with_s, plain):
     it = renderer(beginning_with_s, None, None, f"add_bos={add_bos}")
     begin = "<s>" if add_bos == "auto" else ""
     texts, whole, _ = learned(
-        it, it.sft_text("d:1", {"prompt": "user", "completion": " No."}), plain
+        it, it.sft_texts("d:1", {"prompt": "user", "completion": " No."})[0], plain
     )
     assert (texts, whole) == ([" No.</s>"], f"{begin}user No.</s>")
     # Without a prompt, the answer's first token comes after the end of another text, or where all texts begin.
     texts, whole, tokenized = learned(
-        it, it.sft_text("d:1", {"prompt": "", "completion": "No."}), plain
+        it, it.sft_texts("d:1", {"prompt": "", "completion": "No."})[0], plain
     )
     assert (texts, whole) == (["No.</s>"], f"{begin or '</s>'}No.</s>")
     assert not tokenized.is_answer[0]
@@ -239,16 +415,26 @@ USER, ASSISTANT = (
 )
 def test_an_invalid_sft_line_is_refused_with_its_place(value, tokenizer_path, tmp_path):
     with pytest.raises(UserError, match=r"d\.jsonl:7: "):
-        renderer(tokenizer_path, CHATML, tmp_path).sft_text("d.jsonl:7", value)
+        renderer(tokenizer_path, CHATML, tmp_path).sft_texts("d.jsonl:7", value)
 
 
-@pytest.mark.parametrize("template", [FORGETFUL, None])
+NO_CONTENT = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '<|im_end|>' }}{% endfor %}"
+)
+NO_SYSTEM = "{% for m in messages if m.role != 'system' %}{{ m.role + m.content + '<|im_end|>' }}{% endfor %}"
+NO_END = "{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}"
+END_MARKED = "{% for m in messages %}{{ m.content }}{% generation %}</s>{% endgeneration %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "template", [FORGETFUL, NO_CONTENT, NO_SYSTEM, NO_END, END_MARKED, None]
+)
 def test_templates_in_which_answers_cannot_be_found_are_refused(
     template, tokenizer_path, tmp_path
 ):
     it = renderer(tokenizer_path, template, tmp_path)
     with pytest.raises(UserError, match="d:1: "):
-        it.sft_text("d:1", {"messages": TURNS})
+        it.sft_texts("d:1", {"messages": TURNS})
 
 
 @pytest.mark.parametrize("template", [CHATML, INSTRUCT], ids=["chatml", "instruct"])
@@ -257,7 +443,7 @@ def test_a_prompt_is_what_comes_before_its_answer(
 ):
     it = renderer(tokenizer_path, template, tmp_path)
     prompt = it.prompt_text("d:1", "messages", TURNS[:2])
-    rendered = it.sft_text(
+    (rendered,) = it.sft_texts(
         "d:1", {"messages": [*TURNS[:2], {"role": "assistant", "content": "No."}]}
     )
     (asked,), (tokenized,) = it.prompt_tokens([prompt]), it.tokens([rendered])

@@ -1,13 +1,11 @@
-"""A count bounds the work of any template; which templates render turns in order is known without rendering."""
-
-import time
+"""Templates run as in a plain sandbox, with bounds on sizes; which render turns in order is known without rendering."""
 
 import jinja2
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from maxtext_lite.data.causal import loop_over_turns
-from maxtext_lite.data.template import BoundedEnvironment, TooMuchWorkError
+from maxtext_lite.data.template import ChatEnvironment, TooLargeError
 from tests.data.test_conversations import CHATML, FORGETFUL, INSTRUCT, LLAMA3
 
 TURNS = [
@@ -17,41 +15,9 @@ TURNS = [
 
 
 def render(source, turns=TURNS[:3]):
-    environment = BoundedEnvironment()
-    template = environment.compiled(source)
-    environment.allow(sum(len(turn["content"]) for turn in turns))
-    return template.render(messages=turns)
+    return ChatEnvironment().compiled(source).render(messages=turns)
 
 
-NAMED = "{% set ns = namespace(x=INITIAL) %}{% for i in range(99) %}{% set ns.x = CHANGED %}{% endfor %}"
-DOUBLED = [
-    NAMED.replace("INITIAL", "'ab'").replace("CHANGED", changed)
-    for changed in (
-        "ns.x ~ ns.x",
-        "ns.x + ns.x",
-        "ns.x.replace('', ns.x)",
-        "ns.x|replace('a', ns.x)",
-        "ns.x.join([ns.x, ns.x])",
-        "[ns.x, ns.x] | join('')",
-        "'%s%s' % (ns.x, ns.x)",
-        "'{0}{0}'.format(ns.x)",
-    )
-]
-# A small object that is large when Python hashes or writes all of it, unseen by the sandbox.
-TREES = [
-    NAMED.replace("INITIAL", "(1,)").replace("CHANGED", "(ns.x, ns.x)") + use
-    for use in (
-        "{{ ns.x }}",
-        "{{ ns.x|tojson }}",
-        "{{ {ns.x: 1}|length }}",
-        "{{ {}.get(ns.x) }}",
-        "{{ ns.x in {} }}",
-        "{{ dict([(ns.x, 1)]) }}",
-        "{{ [ns.x]|unique|list }}",
-        "{{ messages|attr(ns.x) }}",
-        "{{ messages|map(attribute=ns.x)|list }}",
-    )
-]
 WIDE = [
     "{{ 'a'.center(10**10) }}",
     "{{ '%9999999999d' % 1 }}",
@@ -70,41 +36,30 @@ WIDE += [
 ]
 
 
+WIDE += [
+    "{{ ['a']|map('center', 10**9)|list }}",
+    "{{ 'a'|wordwrap(10**9) }}",
+    "{{ '{:>{w}}'.format(1, w='9999999999') }}",
+    "{{ '{x:>{w}}'.format_map({'x': 1, 'w': 10**10}) }}",
+    "{% set f = '{:9999999999}'.format %}{{ f(1) }}",
+    "{{ 'a'|attr('ljust')(10**10) }}",
+]
+
+
 @pytest.mark.parametrize(
     "source",
     [
         "{{ 'a' * 10**11 }}",
         "{{ [1] * 10**10 }}",
+        "{{ 10**10 * [1] }}",
         "{{ 9**(9**9) }}",
-        *DOUBLED,
-        *TREES,
+        "{{ range(10**6) }}",
         *WIDE,
-        # Hashing it would end the process: Python's recursion in C is not counted.
-        "{% set ns = namespace(x=(1,)) %}{% for i in range(999) %}{% set ns.x = (ns.x,) %}{% endfor %}"
-        "{{ {ns.x: 1}|length }}",
-        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-        "{% for a in range(99999) %}{% set x = range(99999)|list %}{% endfor %}",
-        "{% set x = range(99999)|list %}{% for a in range(99999) %}{% if 'b' in x %}{% endif %}{% endfor %}",
-        "{% set x = range(99999)|list %}{% for a in range(99999) %}{% set y = x[1:] %}{% endfor %}",
-        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
-        "{% for x in [[[[]]]] recursive %}{{ loop([x, x]) }}{% endfor %}",
     ],
 )
-def test_endless_templates_are_refused(source, monkeypatch):
-    monkeypatch.setattr(
-        "maxtext_lite.data.template._WORK", 100_000
-    )  # a fiftieth: the bound is found sooner
-    begin = time.process_time()
-    with pytest.raises((TooMuchWorkError, RecursionError, jinja2.UndefinedError)):
+def test_absurd_sizes_are_refused_before_anything_of_that_size_is_made(source):
+    with pytest.raises((TooLargeError, OverflowError, jinja2.UndefinedError)):
         render(source)
-    assert (
-        time.process_time() - begin < 60
-    )  # hours, or all of the memory, without the bound
-
-
-def test_a_template_that_is_too_long_is_not_compiled():
-    with pytest.raises(TooMuchWorkError, match="more than 262,144"):
-        BoundedEnvironment().compiled("x" * (2**18 + 1))
 
 
 @pytest.mark.parametrize(
@@ -120,11 +75,23 @@ def test_a_template_that_is_too_long_is_not_compiled():
         "{{ messages | map(attribute='content') | map('upper') | join('\n') }}"
         "{{ messages|selectattr('role', 'equalto', 'user')|list|length }}"
         "{{ [3, 1, 2]|sort }}{{ {'b': 2, 'a': [1, none]}|dictsort }}{{ 7 * 6 + 2**10 % 9 }}",
+        "{% for m in messages %}{% set ns = namespace(any=false) %}{{ m.get('content').strip() }}{% endfor %}",
+        "{{ '20240101 %s %5d' % (20250101, 3) }}{{ '{} 20240101 {{20240101}} {:>5}'.format(20250101, 3) }}",
+        "{% macro center(n) %}{{ n }}{% endmacro %}{{ center(10**9) }}{{ 'a' * 3 }}{{ 7 ** 9 }}{{ 10**6|default(1) }}",
         "{% macro one(m) %}{{ m.role.title() ~ ': ' ~ m['content'].split('turn')[-1].strip() }}{% endmacro %}"
         "{% for m in messages %}{{ one(m) if 'words' in m.content and m.content is string }}"
         "{{ x is defined }}{% endfor %}",
     ],
-    ids=["last", "filters", "formats", "maps", "macro"],
+    ids=[
+        "last",
+        "filters",
+        "formats",
+        "maps",
+        "namespace",
+        "numbers",
+        "names",
+        "macro",
+    ],
 )
 def test_two_hundred_turns_render_as_in_a_plain_sandbox(source):
     expected = (

@@ -239,7 +239,7 @@ def test_special_tokens_in_the_content_of_a_turn_are_characters_and_the_template
             {"role": "user", "content": content},
             {"role": "assistant", "content": f"be {content}."},
         ]
-        (found,) = renderer.tokens([renderer.sft_text("d:1", {"messages": turns})])
+        (found,) = renderer.tokens(renderer.sft_texts("d:1", {"messages": turns}))
         return found
 
     def spelled(token_ids):

@@ -58,7 +58,7 @@ def test_every_link_and_anchor_leads_somewhere(name):
 
 
 # Of other frameworks, of one command, of a list's entries, and what stands for any key.
-OTHER_KEYS = "text key lr path data_only ids depends verify merge_lora rngs preferred_element_type"
+OTHER_KEYS = "text key lr path data_only ids rows depends verify merge_lora rngs preferred_element_type"
 KNOWN = {
     *RLRunConfig.model_fields,
     *GenerateConfig.model_fields,
@@ -133,7 +133,7 @@ def commands():
 
 
 def test_the_pages_have_the_commands_that_they_should():
-    assert len(commands()) == 15
+    assert len(commands()) == 16
 
 
 @pytest.mark.parametrize(("command", "kind", "text"), commands())

@@ -34,12 +34,12 @@ def test_every_line_of_the_tables_is_read(tmp_path):
         json.loads(line)
         for line in re.findall(r"^\| `(\{.*?\})` \|", BEFORE_RL, re.MULTILINE)
     ]
-    assert len(lines) == 6
+    assert len(lines) == 8
     for line in lines:
         texts = (
             renderer.dpo_texts("here", line)
             if "chosen" in line
-            else (renderer.sft_text("here", line),)
+            else renderer.sft_texts("here", line)
         )
         for text in texts:
             (answer,) = text.answers

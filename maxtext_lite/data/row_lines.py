@@ -1,0 +1,58 @@
+"""Rows as the model sees them, in lines of JSON: `train data_only=true rows=A:B`. Imports no jax."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from maxtext_lite.config import Config, UserError
+from maxtext_lite.config.errors import counted
+from maxtext_lite.data.mixture_source import open_mixture
+from maxtext_lite.data.tokenizer import Tokenizer, load_tokenizer
+from maxtext_lite.process.output import complain
+
+
+def row_lines(config: Config, first: int, stop: int) -> Iterator[str]:
+    """Rows `first` to `stop - 1` of a run's training data, in the order of the data, a line of JSON each.
+
+    A pair of DPO is two lines: the chosen row, then the rejected one. What the data leave out is said on stderr.
+
+    Raises:
+      UserError: the data cannot be read, or have no row `first`.
+    """
+    source, _ = open_mixture(config, vocab_size=config.vocab_size)
+    tokenizer = load_tokenizer(config)
+    for note in source.notes:
+        complain(note)
+    if first >= len(source):
+        raise UserError(f"rows={first}:{stop}: the rows are 0:{len(source)}. Nearest that works: rows=0:{len(source)}.")
+    if stop > len(source):
+        complain(f"rows={first}:{stop}: there are {counted(len(source), 'row')}")
+    for row in range(first, min(stop, len(source))):
+        example = source[row]
+        for part in range(config.rows_per_example):
+            here = slice(part * config.max_target_length, (part + 1) * config.max_target_length)
+            yield json.dumps(row_of({name: values[here] for name, values in example.items()}, tokenizer))
+
+
+def row_of(arrays: Mapping[str, np.ndarray], tokenizer: Tokenizer) -> dict[str, Sequence[object]]:
+    """The tokens of a row, without padding.
+
+    Args:
+      arrays: the row's, as from `packing.build_row`.
+    Returns:
+      Lists of equal length: `ids`; `tokens`, as the vocabulary spells them; `weights`, the loss weight of each token as
+      a target; `segments`, from 1. The last token of a segment is a target only, if it has a weight.
+    """
+    ids, weights, segments = list[int](), list[float](), list[int]()
+    for segment in range(1, int(arrays["segments"].max()) + 1):
+        places = np.flatnonzero(arrays["segments"] == segment)
+        inputs, targets = arrays["tokens"][places].tolist(), arrays["targets"][places].tolist()
+        of_targets = [int(weight) if weight == int(weight) else weight for weight in arrays["weights"][places].tolist()]
+        is_last_learned = of_targets[-1] != 0
+        ids += [*inputs, *targets[-1:]] if is_last_learned else inputs
+        weights += [0, *of_targets] if is_last_learned else [0, *of_targets[:-1]]
+        segments += [segment] * (len(places) + is_last_learned)
+    return {"ids": ids, "tokens": [tokenizer.spell(token) for token in ids], "weights": weights, "segments": segments}
