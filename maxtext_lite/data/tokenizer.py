@@ -94,8 +94,8 @@ class Tokenizer(Protocol):
         """`encode` of each text, with the characters that each token represents."""
         ...
 
-    def decode(self, token_ids: Iterable[int]) -> str:
-        """The text; special tokens contribute none."""
+    def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """The text; special tokens contribute none, or their own."""
         ...
 
     def stream_decoder(self) -> StreamDecoder:
@@ -169,7 +169,7 @@ class ByteTokenizer(Tokenizer):
             placed.append(PlacedTokens(token_ids, starts, starts + 1))
         return placed
 
-    def decode(self, token_ids: Iterable[int]) -> str:
+    def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text; invalid UTF-8 becomes U+FFFD, and ids of 256 and above have no text."""
         return bytes(int(i) for i in token_ids if i < 256).decode("utf-8", errors="replace")
 
@@ -307,9 +307,10 @@ class HuggingFaceTokenizer(Tokenizer):
             placed.append(PlacedTokens(np.array(encoding.ids, np.int32), _without_gaps(starts, stops), stops))
         return placed
 
-    def decode(self, token_ids: Iterable[int]) -> str:
-        """The text; special tokens and ids outside the vocabulary contribute none."""
-        return self._tokenizer.decode([int(i) for i in token_ids if i < self.vocab_size], skip_special_tokens=True)
+    def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """The text; special tokens contribute none, or their own, and ids outside the vocabulary none."""
+        ids = [int(i) for i in token_ids if i < self.vocab_size]
+        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -356,8 +357,8 @@ class SentencePieceTokenizer(Tokenizer):
             placed.append(PlacedTokens(np.array(found["ids"], np.int32), _without_gaps(starts, stops), stops))
         return placed
 
-    def decode(self, token_ids: Iterable[int]) -> str:
-        """The text; control pieces and ids outside the vocabulary contribute none."""
+    def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """The text; control pieces, which have no text of their own, and ids outside the vocabulary contribute none."""
         return self._processor.decode([int(i) for i in token_ids if i < self.vocab_size])
 
 
