@@ -39,7 +39,7 @@ def group_advantages(reward_N: np.ndarray, num_generations: int, scale: Literal[
 def mean_deviation(reward_N: np.ndarray, num_generations: int) -> float:
     """The mean of the groups' standard deviations (over n - 1); NaN if no group has two rewards."""
     groups = _groups(reward_N, num_generations)
-    deviations = [np.std(group[~np.isnan(group)], ddof=1) for group in groups if np.sum(~np.isnan(group)) > 1]
+    deviations = [float(np.std(group[~np.isnan(group)], ddof=1)) for group in groups if np.sum(~np.isnan(group)) > 1]
     return mean_of(deviations)
 
 

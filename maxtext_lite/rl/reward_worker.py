@@ -101,7 +101,7 @@ def _imported(name: str) -> Callable[..., Any]:
             hint = f" Did you mean '{near[0]}'?" if near else ""
             raise _NoFunction(f"{module_name} has no '{path}'.{hint}")
         found = getattr(found, part)
-    if not callable(found):
+    if not callable(found) or inspect.isclass(found):
         raise _NoFunction(f"'{path}' of {module_name} is not a function.")
     return found
 

@@ -158,7 +158,7 @@ def test_what_a_function_says(name, rewards):
 
 def test_what_cannot_be_called_is_said_of_all_at_once(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    wrong = ["m:jugde", "no_such:f", "broken:f", "leaves:f", "m:not_one"]
+    wrong = ["m:jugde", "no_such:f", "broken:f", "leaves:f", "m:not_one", "m:Judge"]
     names = [*wrong, "m:judge", "math_verify"]
     *found, package = Functions(names, "", ["completions"]).problems
     assert [problem.split(": ")[0] for problem in found] == [
