@@ -152,8 +152,7 @@ def _data_in_bucket(config: Config) -> Violation | None:
     kind, value = config.dataset_type, config.dataset_path
     if kind in ("array_record", "synthetic", "arithmetic"):
         return None
-    paths = [entry.path for entry in value.entries] if isinstance(value, SourceList) else [value]
-    for key, path in [("eval_dataset_path", config.eval_dataset_path), *(("dataset_path", path) for path in paths)]:
+    for key, path in [*_paths("eval_dataset_path", config.eval_dataset_path), *_paths("dataset_path", value)]:
         if is_bucket(path):
             rule = (
                 f"is in a bucket, and dataset_type={kind} reads local files: copy them, or let `prepare` write there."
@@ -161,6 +160,12 @@ def _data_in_bucket(config: Config) -> Violation | None:
             nearest = () if isinstance(config, RLRunConfig) else ({"dataset_type": "array_record"},)
             return Violation(key, f"{key}={value_text(path)} {rule}", nearest)
     return None
+
+
+def _paths(key: str, value: str | SourceList) -> list[tuple[str, str]]:
+    if isinstance(value, SourceList):
+        return [(key, entry.path) for entry in value.entries]
+    return [(key, value)]
 
 
 def _mixture(config: Config) -> Violation | None:

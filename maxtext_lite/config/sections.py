@@ -7,7 +7,6 @@ from maxtext_lite.config.field_types import (
     Count,
     CountOrMinusOne,
     CountOrZero,
-    DataPath,
     Decay,
     DevicesOrMinusOne,
     Exact,
@@ -38,7 +37,7 @@ from maxtext_lite.config.field_types import (
 )
 from maxtext_lite.config.model_parts import LayerKind, MlaOrNone, MlpKind, PositionTemperatureOrNone, RopeScalingOrNone
 from maxtext_lite.config.shown import StepsToTrace, TrackerNames
-from maxtext_lite.config.source_list import PathOrSources
+from maxtext_lite.config.source_list import PathOrHeldOut, PathOrSources
 
 Normalization = Literal[
     "rms_norm", "rms_norm_plus_one", "layer_norm", "layer_norm_plus_one", "layer_norm_no_bias", "layer_norm_plain"
@@ -296,7 +295,7 @@ class DataConfig(Section):
     dataset_type: Literal["text", "array_record", "megatron", "synthetic", "sft", "dpo", "prompts", "arithmetic"]
     dataset_path: PathOrSources
     mixture_exhausted: Literal["error", "stop", "drop"]
-    eval_dataset_path: DataPath
+    eval_dataset_path: PathOrHeldOut
     eval_fraction: Share
     tokenizer_type: Literal["byte", "huggingface", "sentencepiece"]
     tokenizer_path: PathText

@@ -179,12 +179,21 @@ def open_answers(
         return _source(config, tokenizer, renderer, lines, f"{key}={getattr(config, key)!r}")
 
     if config.eval_dataset_path:
-        held_out = list(_read_lines(config, renderer, "eval_dataset_path", config.eval_dataset_path))
+        held_out = list(_read_lines(config, renderer, "eval_dataset_path", single_path(config.eval_dataset_path)))
         return source(lines, "dataset_path"), source(held_out, "eval_dataset_path")
     count = num_held_out(config.eval_fraction, len(lines), "lines")
     if not count:
         return source(lines, "dataset_path"), None
     return source(lines[:-count], "dataset_path"), source(lines[-count:], "dataset_path")
+
+
+def open_answer_file(
+    config: DataConfig, tokenizer: Tokenizer, *, key: str, path: str, begins_as_elsewhere: bool
+) -> AnswerSource:
+    """All examples of one path; errors as of `open_answers`."""
+    renderer = Renderer(config, tokenizer, begins_as_elsewhere=begins_as_elsewhere)
+    lines = list(_read_lines(config, renderer, key, path))
+    return _source(config, tokenizer, renderer, lines, f"{key}={path!r}")
 
 
 _Line = tuple[Rendered, ...] | None

@@ -255,7 +255,7 @@ def _open_arithmetic(maker: _PromptMaker) -> tuple[PromptSource, PromptSource | 
 
 
 def _evaluation_file(maker: _PromptMaker) -> FilePrompts:
-    lines = list(_read_lines(maker, "eval_dataset_path", maker.config.eval_dataset_path))
+    lines = list(_read_lines(maker, "eval_dataset_path", single_path(maker.config.eval_dataset_path)))
     return _fitted(maker, lines, "eval_dataset_path")
 
 
