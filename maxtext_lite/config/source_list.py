@@ -27,7 +27,7 @@ _MOST_SOURCES = 1000
 _TEXTS = ("path", "name")
 
 
-class SourceEntry(Section):
+class HeldOutEntry(Section):
     """One held-out set.
 
     Attributes:
@@ -38,16 +38,22 @@ class SourceEntry(Section):
     name: Name = "-"
 
 
-class MixtureEntry(SourceEntry):
+class MixtureEntry(Section):
     """One source of a mixture.
 
     Attributes:
       weight: its share of the target tokens; only the ratios of weights matter.
       max_epochs: passes over it in the whole run; -1: any number.
+      name: as of a held-out set.
     """
 
+    path: DataPathName
     weight: Exact
     max_epochs: ExactOrUnlimited = Fraction(-1)
+    name: Name = "-"
+
+
+SourceEntry = HeldOutEntry | MixtureEntry
 
 
 @dataclass(frozen=True)
@@ -111,7 +117,7 @@ class _ListOf:
     """
 
     made: type[SourceList]
-    kind: type[SourceEntry]
+    kind: type[HeldOutEntry] | type[MixtureEntry]
     what: str
     example: str
     needed: tuple[str, ...]
@@ -169,7 +175,7 @@ _MIXTURE = _ListOf(
 )
 _HELD_OUT = _ListOf(
     made=SourceList,
-    kind=SourceEntry,
+    kind=HeldOutEntry,
     what="a list of held-out sets",
     example="{path: web.jsonl, name: web}",
     needed=("path",),
@@ -179,4 +185,4 @@ _HELD_OUT = _ListOf(
 PathOrSources = Annotated[str | MixtureList, BeforeValidator(_MIXTURE), PlainSerializer(_serialized)]
 """A path, or a list of mappings with the keys of `MixtureEntry`."""
 PathOrHeldOut = Annotated[str | SourceList, BeforeValidator(_HELD_OUT), PlainSerializer(_serialized)]
-"""A path, or a list of mappings with the keys of `SourceEntry`."""
+"""A path, or a list of mappings with the keys of `HeldOutEntry`."""

@@ -108,6 +108,22 @@ def test_with_adapters_the_reference_is_the_model_without_them_and_packed_pairs_
         )  # of the same pairs by the same seed
 
 
+def test_each_of_several_held_out_sets_has_its_reference_and_its_loss(trained, whole):
+    """Of the pairs that the other run holds out, once more under two names."""
+    lines = (whole[0].run_directory.parent / "pairs.jsonl").read_text().splitlines()
+    path = whole[0].run_directory.parent / "last.jsonl"
+    path.write_text("\n".join(lines[-12:]))
+    sets = f"[{{path: {path}, name: one}}, {{path: {path}, name: two}}]"
+    _, (*_, evaluation) = trained(
+        "sets", f"eval_dataset_path={sets}", "steps=1", "eval_interval=1"
+    )
+    assert evaluation["eval_pairs"] == 24
+    assert evaluation["eval_losses"] == dict.fromkeys(
+        ("one", "two"), pytest.approx(evaluation["eval_loss"], rel=1e-12)
+    )
+    assert abs(evaluation["eval_reward_margin"]) > 0
+
+
 @pytest.mark.fast
 def test_a_reference_that_is_missing_damaged_or_of_other_data_is_refused(tmp_path):
     source = SimpleNamespace(fingerprint="pairs")
