@@ -115,7 +115,11 @@ def test_each_of_several_held_out_sets_has_its_reference_and_its_loss(trained, w
     path.write_text("\n".join(lines[-12:]))
     sets = f"[{{path: {path}, name: one}}, {{path: {path}, name: two}}]"
     _, (*_, evaluation) = trained(
-        "sets", f"eval_dataset_path={sets}", "steps=1", "eval_interval=1", "warmup_steps=0"
+        "sets",
+        f"eval_dataset_path={sets}",
+        "steps=1",
+        "eval_interval=1",
+        "warmup_steps=0",
     )
     assert evaluation["eval_pairs"] == 24
     assert evaluation["eval_losses"] == dict.fromkeys(
