@@ -111,6 +111,28 @@ def test_perplexity_is_that_of_transformers_window_by_window(model, found):
     )
 
 
+def test_the_loss_of_a_file_is_that_of_its_answers_or_of_its_texts(model, found):
+    """Of a Hugging Face directory, whichever the file holds; rows at once and its lines' order change nothing."""
+    lines = [
+        {"prompt": "to be ", "completion": "or not"},
+        {"prompt": "the", "completion": " question is that"},
+        {"prompt": "be or", "completion": " be"},
+    ]
+    nll = []
+    for line in lines:
+        tokens = [*model[1](line["prompt"] + line["completion"]), 2]
+        nll += (-_log_probabilities(tokens))[len(line["prompt"]) - 1 :].tolist()
+    for words in ((), ("rows_at_once=1", "ici_fsdp_parallelism=2")):
+        scores = found("data", lines, *words)
+        assert scores["loss"] == pytest.approx(np.mean(nll), rel=1e-5)
+        assert (scores["target_tokens"], scores["examples"]) == (len(nll), 3)
+    text = "to be or not to be"
+    scores = found("data", [{"text": text}])
+    nll = -_log_probabilities([*model[1](text), 2])
+    assert scores["loss"] == pytest.approx(nll.mean(), rel=1e-5)
+    assert (scores["target_tokens"], scores["examples"]) == (len(text), 1)
+
+
 def test_choices_are_those_of_transformers(model, found):
     rng = np.random.default_rng(0)
     questions, right, right_by_byte = [], 0, 0
