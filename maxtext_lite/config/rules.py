@@ -199,6 +199,13 @@ def _eval_share(config: Config) -> Violation | None:
     return violates(config, "eval_fraction", "leaves nothing to train on", 0.5)
 
 
+def _overwrite(config: Config) -> Violation | None:
+    if not (config.overwrite and is_bucket(config.base_output_directory)):
+        return None
+    where = value_text(config.base_output_directory)
+    return violates(config, "overwrite", f"removes local runs, and base_output_directory={where} is a bucket", False)
+
+
 def _run_name(config: Config) -> Violation | None:
     if "/" not in config.run_name and config.run_name not in (".", ".."):
         return None
@@ -277,6 +284,7 @@ RULES: tuple[Callable[[Config], Violation | None], ...] = (
     _eval_share,
     unknown_to_kernel,
     _run_name,
+    _overwrite,
     _last_batch,
     _scaled_adam,
 )

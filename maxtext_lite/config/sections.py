@@ -1,5 +1,6 @@
 """The keys of every run and their types, in sections. Only configs/base.yml has their defaults and meanings."""
 
+import os
 from typing import Literal, NamedTuple, cast
 
 from maxtext_lite.config.field_types import (
@@ -53,6 +54,7 @@ class RunConfig(Section):
 
     run_name: PathName
     base_output_directory: RunsPath
+    overwrite: Flag
     steps: CountOrMinusOne
     num_epochs: ExactOrZero
     last_batch: Literal["drop", "train"]
@@ -69,6 +71,11 @@ class RunConfig(Section):
     log_to: TrackerNames
     prometheus_port: Port
     hang_timeout_seconds: HangTimeout
+
+    @property
+    def starts_over(self) -> bool:
+        """Whether the earlier run in the directory is removed: not by a job that SLURM has queued again."""
+        return self.overwrite and os.environ.get("SLURM_RESTART_COUNT", "0") == "0"
 
 
 class BatchConfig(Section):

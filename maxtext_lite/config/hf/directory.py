@@ -62,7 +62,8 @@ def files_of_model(config: RunConfig) -> Path | None:
     if path and (origin := hf_directory(path)):
         return origin
     run, key = f"{config.base_output_directory}/{config.run_name}", "base_output_directory"
-    return hf_directory(f"{run}/hf", key) if steps_in(any_path(run, key) / "checkpoints") else None
+    resumes = not config.starts_over and steps_in(any_path(run, key) / "checkpoints")
+    return hf_directory(f"{run}/hf", key) if resumes else None
 
 
 def has_hf_weights(path: str | Path) -> bool:
