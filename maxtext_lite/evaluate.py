@@ -1,4 +1,4 @@
-"""The command `evaluate`: perplexity of a text, multiple-choice and cloze questions by log-likelihood."""
+"""The command `evaluate`: the run's own loss, perplexity, multiple-choice and cloze questions by log-likelihood."""
 
 import sys
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from maxtext_lite.generation.requests import EvaluateConfig
 from maxtext_lite.process.records import json_text
 
 EXAMPLE = "evaluate RUN_DIR text=held_out.txt max_length=1024"
-_PATHS = ("text", "choices", "cloze")
+_PATHS = ("data", "text", "choices", "cloze")
 
 
 def parse_evaluate_config(overrides: Sequence[str]) -> EvaluateConfig:
@@ -25,7 +25,7 @@ def parse_evaluate_config(overrides: Sequence[str]) -> EvaluateConfig:
     given = [key for key in _PATHS if getattr(config, key)]
     if len(given) != 1:
         said = f"{' and '.join(given)} contradict each other" if given else "there is nothing to evaluate"
-        problems.append(f"{said}: give one of text, choices and cloze. Example: {EXAMPLE}")
+        problems.append(f"{said}: give one of data, text, choices and cloze. Example: {EXAMPLE}")
     if config.stride > config.max_length - 1:
         problems.append(
             f"stride={config.stride} is more than max_length={config.max_length} - 1: the first token of a window has "
@@ -50,7 +50,11 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_intermixed_args(argv)
     asked = parse_evaluate_config(arguments.overrides)
     config = directory_config(arguments.directory, asked.dtype)
-    from maxtext_lite.generation.scoring import evaluate  # imports jax, once the config is known to be right
+    # These import jax, once the config is known to be right.
+    if asked.data:
+        from maxtext_lite.generation.file_loss import file_loss as evaluate
+    else:
+        from maxtext_lite.generation.scoring import evaluate
 
     found = evaluate(arguments.directory, config, asked)
     if arguments.json:

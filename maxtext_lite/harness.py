@@ -4,6 +4,7 @@ python -m maxtext_lite.harness run --model maxtext_lite --model_args path=DIR,ma
 """
 
 import argparse
+import functools
 import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from maxtext_lite.config.bucket import local_copy
 from maxtext_lite.config.errors import did_you_mean, value_text
 from maxtext_lite.config.field_types import path_problem, wrong_value
 from maxtext_lite.config.hf.model_directory import directory_config
+from maxtext_lite.data.chat import ChatTemplate, chat_template
 from maxtext_lite.generation.requests import GenerateConfig
 
 NAME = "maxtext_lite"
@@ -75,8 +77,44 @@ class HarnessModel:
         directory, self._max_length = local_copy(path, "path"), _count("max_length", max_length, 2)
         rows = _count("batch_size", batch_size)
         mesh = {"tensor": _count("tensor", tensor), "fsdp": _count("fsdp", fsdp)}
-        config = directory_config(directory, dtype)
+        self._config = config = directory_config(directory, dtype)
         self._scorer = TextScorer(directory, config, max_length=self._max_length, rows_at_once=rows, mesh=mesh)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """What the harness names its stored requests by; it asks only where requests are rendered."""
+        self._scorer.is_rendered = True
+        return f"{self._scorer.tokenizer.fingerprint}-{self._template.fingerprint}"
+
+    @functools.cached_property
+    def _template(self) -> ChatTemplate:
+        return chat_template(self._config)
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        """The hash of the chat template, for the harness's records.
+
+        Raises:
+          UserError: there is no template, or one is asked for by a name.
+        """
+        if isinstance(chat_template, str):
+            raise UserError(
+                f"--apply_chat_template={value_text(chat_template)}: templates have no names here. Nearest that works: "
+                "--apply_chat_template without one."
+            )
+        return self._template.fingerprint if chat_template else ""
+
+    def apply_chat_template(self, chat_history: Sequence[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The text of these turns, to which an answer is added.
+
+        Args:
+          add_generation_prompt: false: the last turn is the beginning of the answer.
+        Raises:
+          UserError: there is no template, or it refuses these turns.
+        """
+        self._scorer.is_rendered = True
+        if add_generation_prompt:
+            return self._template.render(chat_history)
+        return self._template.render(chat_history[:-1]) + chat_history[-1]["content"]
 
     def loglikelihood(self, requests: Sequence[HarnessRequest]) -> list[tuple[float, bool]]:
         """For each (context, continuation), the log-likelihood and whether greedy decoding gives the continuation."""

@@ -11,7 +11,7 @@ from maxtext_lite.config.errors import Refusal, value_text
 from maxtext_lite.config.hints import missing_file
 from maxtext_lite.config.json_file import user_path
 from maxtext_lite.config.schema import RLRunConfig
-from maxtext_lite.config.source_list import SourceList, with_texts
+from maxtext_lite.config.source_list import MixtureList, SourceList, with_texts
 from maxtext_lite.config.yaml_text import YamlValue, parse_mapping
 
 ROOT_FILE = "base.yml"
@@ -165,7 +165,7 @@ def takes_text(key: str) -> bool:
 def may_list_sources(key: str) -> bool:
     """Whether the value of a key may be a list of sources."""
     field = RLRunConfig.model_fields.get(key)
-    return field is not None and SourceList in get_args(field.annotation)
+    return field is not None and any(kind in get_args(field.annotation) for kind in (SourceList, MixtureList))
 
 
 def plain_value(key: str, value: YamlValue) -> object:

@@ -13,6 +13,7 @@ from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import number_text, value_text
 from maxtext_lite.config.schema import Config, RewardConfig, RLRunConfig
 from maxtext_lite.config.sections import listed
+from maxtext_lite.config.source_list import SourceList
 from maxtext_lite.config.violation import Violation, divisors, one_of, unused, violates
 
 RL_DATASETS = ("prompts", "arithmetic")
@@ -126,6 +127,14 @@ def _long_prompts(config: RLRunConfig) -> Violation | None:
         return None
     rule = "has no effect in RL: a question that is cut short has another answer"
     return violates(config, "long_examples", rule, "drop", "refuse")
+
+
+def _held_out_sets(config: RLRunConfig) -> Violation | None:
+    value = config.eval_dataset_path
+    if not isinstance(value, SourceList):
+        return None
+    rule = "lists held-out sets, which have a loss each: RL evaluates rewards, of one file"
+    return violates(config, "eval_dataset_path", rule, value.entries[0].path)
 
 
 def _packing(config: RLRunConfig) -> Violation | None:
@@ -350,6 +359,7 @@ RL_RULES: tuple[Callable[[RLRunConfig], Violation | None], ...] = (
     _steps,
     _devices,
     _long_prompts,
+    _held_out_sets,
     _packing,
     _z_loss,
     _schedule_unit,

@@ -152,8 +152,7 @@ def _data_in_bucket(config: Config) -> Violation | None:
     kind, value = config.dataset_type, config.dataset_path
     if kind in ("array_record", "synthetic", "arithmetic"):
         return None
-    paths = [entry.path for entry in value.entries] if isinstance(value, SourceList) else [value]
-    for key, path in [("eval_dataset_path", config.eval_dataset_path), *(("dataset_path", path) for path in paths)]:
+    for key, path in [*_paths("eval_dataset_path", config.eval_dataset_path), *_paths("dataset_path", value)]:
         if is_bucket(path):
             rule = (
                 f"is in a bucket, and dataset_type={kind} reads local files: copy them, or let `prepare` write there."
@@ -161,6 +160,12 @@ def _data_in_bucket(config: Config) -> Violation | None:
             nearest = () if isinstance(config, RLRunConfig) else ({"dataset_type": "array_record"},)
             return Violation(key, f"{key}={value_text(path)} {rule}", nearest)
     return None
+
+
+def _paths(key: str, value: str | SourceList) -> list[tuple[str, str]]:
+    if isinstance(value, SourceList):
+        return [(key, entry.path) for entry in value.entries]
+    return [(key, value)]
 
 
 def _mixture(config: Config) -> Violation | None:
@@ -192,6 +197,13 @@ def _eval_share(config: Config) -> Violation | None:
     if config.eval_fraction < 1 or config.eval_dataset_path:
         return None
     return violates(config, "eval_fraction", "leaves nothing to train on", 0.5)
+
+
+def _overwrite(config: Config) -> Violation | None:
+    if not (config.overwrite and is_bucket(config.base_output_directory)):
+        return None
+    where = value_text(config.base_output_directory)
+    return violates(config, "overwrite", f"removes local runs, and base_output_directory={where} is a bucket", False)
 
 
 def _run_name(config: Config) -> Violation | None:
@@ -272,6 +284,7 @@ RULES: tuple[Callable[[Config], Violation | None], ...] = (
     _eval_share,
     unknown_to_kernel,
     _run_name,
+    _overwrite,
     _last_batch,
     _scaled_adam,
 )

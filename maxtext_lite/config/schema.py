@@ -106,7 +106,8 @@ class RewardConfig(Section):
     reward_functions: Name
     reward_weights: Text
     reward_format: Text
-    reward_error: Literal["zero", "stop"]
+    reward_skip_special_tokens: bool
+    reward_error: Literal["unscored", "zero", "stop"]
     reward_timeout_seconds: Seconds
 
 

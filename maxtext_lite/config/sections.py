@@ -1,5 +1,6 @@
 """The keys of every run and their types, in sections. Only configs/base.yml has their defaults and meanings."""
 
+import os
 from typing import Literal, NamedTuple, cast
 
 from maxtext_lite.config.field_types import (
@@ -8,7 +9,6 @@ from maxtext_lite.config.field_types import (
     Count,
     CountOrMinusOne,
     CountOrZero,
-    DataPath,
     Decay,
     DevicesOrMinusOne,
     Exact,
@@ -40,7 +40,7 @@ from maxtext_lite.config.field_types import (
 )
 from maxtext_lite.config.model_parts import LayerKind, MlaOrNone, MlpKind, PositionTemperatureOrNone, RopeScalingOrNone
 from maxtext_lite.config.shown import StepsToTrace, TrackerNames
-from maxtext_lite.config.source_list import PathOrSources
+from maxtext_lite.config.source_list import PathOrHeldOut, PathOrSources
 
 Normalization = Literal[
     "rms_norm", "rms_norm_plus_one", "layer_norm", "layer_norm_plus_one", "layer_norm_no_bias", "layer_norm_plain"
@@ -56,6 +56,7 @@ class RunConfig(Section):
 
     run_name: PathName
     base_output_directory: RunsPath
+    overwrite: Flag
     steps: CountOrMinusOne
     num_epochs: ExactOrZero
     last_batch: Literal["drop", "train"]
@@ -72,6 +73,11 @@ class RunConfig(Section):
     log_to: TrackerNames
     prometheus_port: Port
     hang_timeout_seconds: HangTimeout
+
+    @property
+    def starts_over(self) -> bool:
+        """Whether the earlier run in the directory is removed: not by a job that SLURM has queued again."""
+        return self.overwrite and os.environ.get("SLURM_RESTART_COUNT", "0") == "0"
 
 
 class BatchConfig(Section):
@@ -298,7 +304,7 @@ class DataConfig(Section):
     dataset_type: Literal["text", "array_record", "megatron", "synthetic", "sft", "dpo", "prompts", "arithmetic"]
     dataset_path: PathOrSources
     mixture_exhausted: Literal["error", "stop", "drop"]
-    eval_dataset_path: DataPath
+    eval_dataset_path: PathOrHeldOut
     eval_fraction: Share
     tokenizer_type: Literal["byte", "huggingface", "sentencepiece"]
     tokenizer_path: PathText

@@ -187,12 +187,19 @@ def open_answers(config: DataConfig, encoder: TextEncoder) -> tuple[AnswerSource
         return _source(config, renderer, lines, f"{key}={getattr(config, key)!r}")
 
     if config.eval_dataset_path:
-        held_out = list(_read_lines(config, renderer, "eval_dataset_path", config.eval_dataset_path))
+        held_out = list(_read_lines(config, renderer, "eval_dataset_path", single_path(config.eval_dataset_path)))
         return source(lines, "dataset_path"), source(held_out, "eval_dataset_path")
     count = num_held_out(config.eval_fraction, len(lines), "lines")
     if not count:
         return source(lines, "dataset_path"), None
     return source(lines[:-count], "dataset_path"), source(lines[-count:], "dataset_path")
+
+
+def open_answer_file(config: DataConfig, encoder: TextEncoder, *, key: str, path: str) -> AnswerSource:
+    """All examples of one path; errors as of `open_answers`."""
+    renderer = Renderer(config, encoder)
+    lines = list(_read_lines(config, renderer, key, path))
+    return _source(config, renderer, lines, f"{key}={path!r}")
 
 
 _Line = list[tuple[Rendered, ...]]

@@ -17,7 +17,7 @@ from maxtext_lite.data.mixture_history import RowStream, SourcePart
 from maxtext_lite.data.order import example_ids, examples_hash
 from maxtext_lite.data.own_examples import OwnExamples
 from maxtext_lite.data.packing import Documents
-from maxtext_lite.data.sources import ExampleSource, open_sources
+from maxtext_lite.data.sources import ExampleSource, open_path, open_sources
 
 MIXTURE = "mixture:"
 """Prefix of a mixture's fingerprint; the run's history records when it had which sources."""
@@ -34,7 +34,7 @@ class MixtureSource:
 
     Attributes:
       parts: the part of each source in the mixture, in the order of fingerprints; for held-out examples those of the
-        corresponding training sources.
+        corresponding training sources, or the held-out sets of the config, in their order.
       sources: in the same order.
       stream: the example at each position of the run; None for held-out examples, which have no such positions.
     """
@@ -167,7 +167,9 @@ class MixtureSource:
 
 
 def each_config(config: DataConfig) -> list[DataConfig]:
-    """The config of each source by itself; the first also gets the held-out text, if there is one."""
+    """The config of each source by itself; the first also gets the held-out text, if there is one without a name."""
+    if isinstance(config.eval_dataset_path, SourceList):
+        config = config.model_copy(update={"eval_dataset_path": "", "eval_fraction": 0.0})
     if not isinstance(config.dataset_path, SourceList):
         return [config]
     first, *others = [{"dataset_path": entry.path} for entry in config.dataset_path.entries]
@@ -175,20 +177,31 @@ def each_config(config: DataConfig) -> list[DataConfig]:
     return [config.model_copy(update=update) for update in [first, *(other | none for other in others)]]
 
 
-def joined(config: DataConfig, opened: Sequence[Opened]) -> Opened:
+def joined(config: DataConfig, opened: Sequence[Opened], held_out: Sequence[ExampleSource]) -> Opened:
     """The sources opened for each of `each_config`, as one; the source itself if the config does not list several.
 
+    Args:
+      held_out: the held-out sets that the config names.
     Raises:
       UserError: two sources have the same rows.
     """
+    training, held_out_of_training = _joined(config, opened)
+    if not isinstance(config.eval_dataset_path, SourceList):
+        return training, held_out_of_training
+    named = zip(config.eval_dataset_path.entries, held_out, strict=True)
+    parts = tuple(SourcePart(entry.name, source.fingerprint, "1", None) for entry, source in named)
+    return training, MixtureSource(parts, tuple(held_out))
+
+
+def _joined(config: DataConfig, opened: Sequence[Opened]) -> Opened:
     if not isinstance(config.dataset_path, SourceList):
         return opened[0]
     parts = parts_of(config, [training for training, _ in opened])
     training = _in_order(parts, [training for training, _ in opened])
-    held_out = [(part, source) for part, (_, source) in zip(parts, opened, strict=True) if source is not None]
-    if not held_out or config.eval_dataset_path:
+    named = [(part, source) for part, (_, source) in zip(parts, opened, strict=True) if source is not None]
+    if not named or config.eval_dataset_path:
         return training, opened[0][1]
-    return training, _in_order(*zip(*held_out, strict=True))
+    return training, _in_order(*zip(*named, strict=True))
 
 
 def open_mixture(config: Config, *, vocab_size: int | None = None) -> Opened:
@@ -197,12 +210,19 @@ def open_mixture(config: Config, *, vocab_size: int | None = None) -> Opened:
     Raises:
       UserError: one cannot be opened, or two have the same rows.
     """
-    return joined(config, opened_sources(config, vocab_size=vocab_size))
+    return joined(config, *opened_sources(config, vocab_size=vocab_size))
 
 
-def opened_sources(config: Config, *, vocab_size: int | None) -> list[Opened]:
-    """What a run has of each source that the config lists; arguments and errors as of `open_sources`."""
-    return [open_sources(each, vocab_size=vocab_size) for each in each_config(config)]
+def opened_sources(config: Config, *, vocab_size: int | None) -> tuple[Sequence[Opened], Sequence[ExampleSource]]:
+    """What a run has of each source that the config lists, and each held-out set that it names.
+
+    Arguments and errors as of `open_sources`.
+    """
+    opened = [open_sources(each, vocab_size=vocab_size) for each in each_config(config)]
+    listed = config.eval_dataset_path
+    entries = listed.entries if isinstance(listed, SourceList) else ()
+    held_out = [open_path(config, key="eval_dataset_path", path=entry.path, vocab_size=vocab_size) for entry in entries]
+    return opened, held_out
 
 
 def parts_of(config: DataConfig, sources: Sequence[ExampleSource]) -> list[SourcePart]:

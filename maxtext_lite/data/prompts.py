@@ -24,7 +24,8 @@ from maxtext_lite.data.tokenizer import Tokenizer, check_vocabulary, load_tokeni
 
 ASKED = '"prompt", "question" or "messages"'
 """Fields of a line."""
-_PARAMETERS = ("prompts", "completions")  # of every reward function, besides those named after a line's keys
+ARGUMENTS = ("prompts", "completions", "prompt_ids", "completion_ids")
+"""Arguments of reward functions, besides those named after the keys of lines."""
 _LINES_PER_ENCODING = 1024  # bounds the memory of the tokenizer library's results
 _ORDER_OF_PROBLEMS = 20  # a seed for every run: which problems are held out must not depend on data_shuffle_seed
 
@@ -59,6 +60,11 @@ class PromptSource(Protocol):
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences on what the files contain and the prompts do not."""
+        ...
+
+    @property
+    def field_names(self) -> tuple[str, ...]:
+        """The keys that some prompt has among its `fields`."""
         ...
 
     def __len__(self) -> int: ...
@@ -113,6 +119,11 @@ class FilePrompts:
     notes: tuple[str, ...]
     fingerprint: str
 
+    @property
+    def field_names(self) -> tuple[str, ...]:
+        """The keys that some line has."""
+        return tuple(dict.fromkeys(key for prompt in self.prompts for key in prompt.fields))
+
     def __len__(self) -> int:
         return len(self.prompts)
 
@@ -133,6 +144,7 @@ class ArithmeticPrompts:
     """
 
     notes: tuple[str, ...] = ()
+    field_names = ("answer",)
 
     def __init__(self, maker: _PromptMaker, first: int, count: int) -> None:
         self._maker, self._first, self._count = maker, first, count
@@ -250,7 +262,7 @@ def _open_arithmetic(maker: _PromptMaker) -> tuple[PromptSource, PromptSource | 
 
 
 def _evaluation_file(maker: _PromptMaker) -> FilePrompts:
-    lines = list(_read_lines(maker, "eval_dataset_path", maker.config.eval_dataset_path))
+    lines = list(_read_lines(maker, "eval_dataset_path", single_path(maker.config.eval_dataset_path)))
     return _fitted(maker, lines, "eval_dataset_path")
 
 
@@ -267,10 +279,10 @@ def _read_lines(maker: _PromptMaker, key: str, path: str) -> Iterator[_PromptLin
 
 
 def _line(maker: _PromptMaker, where: str, value: Mapping[str, Any]) -> _PromptLine:
-    taken = [key for key in _PARAMETERS if key in value]
+    taken = [key for key in ARGUMENTS if key in value]
     if taken:
         raise UserError(
-            f'{where}: "{taken[0]}" is the name of an argument of every reward function. Rename that key of the line.'
+            f'{where}: "{taken[0]}" is the name of an argument of reward functions. Rename that key of the line.'
         )
     refuse_unrendered(where, value, " Rename that key of the line if it is for reward functions.")
     key = next((key for key in ("messages", "prompt", "question") if key in value), "prompt")

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from maxtext_lite.config import DataConfig, UserError, single_path
-from maxtext_lite.data.answers import open_answers
+from maxtext_lite.data.answers import open_answer_file, open_answers
 from maxtext_lite.data.examples import check_id, num_held_out
 from maxtext_lite.data.fetched import find_prepared
 from maxtext_lite.data.manifest import token_dtype
@@ -89,9 +89,7 @@ def open_sources(config: DataConfig, *, vocab_size: int | None = None) -> tuple[
     Raises:
       UserError: a file or the tokenizer is missing or unreadable, or nothing is left to train on or to hold out.
     """
-    tokenizer = load_tokenizer(config)
-    if vocab_size is not None:
-        check_vocabulary(tokenizer, vocab_size)
+    tokenizer = _tokenizer(config, vocab_size)
     if config.dataset_type == "synthetic":
         drawn_below = tokenizer.vocab_size if vocab_size is None else vocab_size
         return (
@@ -104,7 +102,8 @@ def open_sources(config: DataConfig, *, vocab_size: int | None = None) -> tuple[
         return open_answers(config, encoder)
     everything = open_rows(config, encoder, key="dataset_path", path=single_path(config.dataset_path))
     if config.eval_dataset_path:
-        return everything, open_rows(config, encoder, key="eval_dataset_path", path=config.eval_dataset_path)
+        held_out_path = single_path(config.eval_dataset_path)
+        return everything, open_rows(config, encoder, key="eval_dataset_path", path=held_out_path)
     what = f"examples of {config.max_target_length} tokens"
     held_out = num_held_out(config.eval_fraction, len(everything), what, more="text, a smaller max_target_length or")
     if not held_out:
@@ -115,6 +114,26 @@ def open_sources(config: DataConfig, *, vocab_size: int | None = None) -> tuple[
         if not part.num_target_tokens:
             raise UserError(f"eval_fraction={config.eval_fraction} leaves no target token to {use}.")
     return parts
+
+
+def open_path(config: DataConfig, *, key: str, path: str, vocab_size: int | None) -> ExampleSource:
+    """All examples of a path; other arguments and errors as of `open_sources`.
+
+    Args:
+      key: what messages call the path.
+    """
+    encoder = TextEncoder(config, _tokenizer(config, vocab_size))
+    open_rows = _OPENED_BY.get(config.dataset_type)
+    if open_rows is None:
+        return open_answer_file(config, encoder, key=key, path=path)
+    return open_rows(config, encoder, key=key, path=path)
+
+
+def _tokenizer(config: DataConfig, vocab_size: int | None) -> Tokenizer:
+    tokenizer = load_tokenizer(config)
+    if vocab_size is not None:
+        check_vocabulary(tokenizer, vocab_size)
+    return tokenizer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -55,11 +55,13 @@ def open_sources_on_hosts(
       UserError: on every host, if a host cannot open its data, or if hosts find different data.
     """
     outcome: dict[str, Any] = {}
-    opened: list[Opened] | None = None
+    opened: tuple[Sequence[Opened], Sequence[ExampleSource]] | None = None
     if jax.process_index() in loading_hosts:
         try:
             opened = opened_sources(config, vocab_size=vocab_size)
-            outcome = {"found": [None if source is None else _summary(source) for pair in opened for source in pair]}
+            pairs, held_out = opened
+            found = [None if source is None else _summary(source) for pair in pairs for source in pair]
+            outcome = {"found": [found, [_summary(source) for source in held_out]]}
         except UserError as error:
             outcome = {"problems": list(error.problems)}
     outcomes = exchange(outcome)
@@ -74,11 +76,13 @@ def open_sources_on_hosts(
             "must see the same files."
         )
     if opened is None:
-        known = [None if summary is None else UnreadSource(**summary) for summary in found]
-        opened = [
+        of_pairs, named = found
+        known = [None if summary is None else UnreadSource(**summary) for summary in of_pairs]
+        pairs = [
             (train, held_out) for train, held_out in zip(known[::2], known[1::2], strict=True) if train is not None
         ]
-    return joined(config, opened)
+        opened = pairs, [UnreadSource(**summary) for summary in named]
+    return joined(config, *opened)
 
 
 def _summary(source: ExampleSource) -> dict[str, object]:

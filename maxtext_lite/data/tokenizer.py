@@ -115,19 +115,22 @@ class Tokenizer(Protocol):
         """`encode` of each text, with the characters that each token represents."""
         ...
 
-    def decode(self, token_ids: Iterable[int]) -> str:
-        """The text; special tokens contribute none."""
+    def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """The text; special tokens contribute none, or their own."""
         ...
 
     def spell(self, token_id: int) -> str:
         """How the vocabulary spells a token, also a special one; "" for an id outside it."""
         ...
 
-    def decode_after(self, prompt: Sequence[int], token_ids: Iterable[int]) -> str:
+    def decode_after(self, prompt: Sequence[int], token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text that the tokens add to that of a prompt, with a space at the seam if they have one."""
         seam, token_ids = self._seam(prompt), [*token_ids]
-        before, whole = self.decode(seam), self.decode([*seam, *token_ids])
-        return whole[len(before) :] if whole.startswith(before) else self.decode(token_ids)
+        before = self.decode(seam)
+        whole = self.decode([*seam, *token_ids], skip_special_tokens=skip_special_tokens)
+        if whole.startswith(before):
+            return whole[len(before) :]
+        return self.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def stream_decoder(self, prompt: Sequence[int] = ()) -> StreamDecoder:
         """A new decoder for one text, after that of a prompt, that holds back incomplete characters."""
@@ -210,7 +213,7 @@ class ByteTokenizer(Tokenizer):
             placed.append(PlacedTokens(token_ids, starts, starts + 1))
         return placed
 
-    def decode(self, token_ids: Iterable[int]) -> str:
+    def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text; invalid UTF-8 becomes U+FFFD, and ids of 256 and above have no text."""
         return bytes(int(i) for i in token_ids if i < 256).decode("utf-8", errors="replace")
 
@@ -220,7 +223,7 @@ class ByteTokenizer(Tokenizer):
             return chr(token_id)
         return f"<0x{token_id:02X}>" if token_id < 256 else END_OF_TEXT_NAMES[0] if token_id == 256 else ""
 
-    def decode_after(self, prompt: Sequence[int], token_ids: Iterable[int]) -> str:
+    def decode_after(self, prompt: Sequence[int], token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """`decode`: no byte depends on those before."""
         return self.decode(token_ids)
 
@@ -423,9 +426,10 @@ class HuggingFaceTokenizer(Tokenizer):
             placed.append(PlacedTokens(np.array(encoding.ids, np.int32), _without_gaps(starts, stops), stops))
         return placed
 
-    def decode(self, token_ids: Iterable[int]) -> str:
-        """The text; special tokens and ids outside the vocabulary contribute none."""
-        return self._tokenizer.decode([int(i) for i in token_ids if i < self.vocab_size], skip_special_tokens=True)
+    def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """The text; special tokens contribute none, or their own, and ids outside the vocabulary none."""
+        ids = [int(i) for i in token_ids if i < self.vocab_size]
+        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def spell(self, token_id: int) -> str:
         """The token of `tokenizer.json`, such as "Ġking"."""
@@ -477,8 +481,8 @@ class SentencePieceTokenizer(Tokenizer):
             placed.append(PlacedTokens(np.array(found["ids"], np.int32), _without_gaps(starts, stops), stops))
         return placed
 
-    def decode(self, token_ids: Iterable[int]) -> str:
-        """The text; control pieces and ids outside the vocabulary contribute none."""
+    def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """The text; control pieces, which have no text of their own, and ids outside the vocabulary contribute none."""
         return self._processor.decode([int(i) for i in token_ids if i < self.vocab_size])
 
     def spell(self, token_id: int) -> str:

@@ -65,13 +65,15 @@ class GenerateConfig(BaseModel):
 
 
 class EvaluateConfig(BaseModel):
-    """The keys of `evaluate`; one of the first three is required.
+    """The keys of `evaluate`; one of the first four is required.
 
     Attributes:
+      data: a file as of the run's dataset_path, by the run's own loss: of texts, of answers, or of pairs. That of a
+        Hugging Face directory is of texts, or of the answers in conversations.
       text: files as of dataset_path, by the perplexity of their documents, each a text of its own.
       choices: JSONL, likewise, of {"context": text, "choices": [text, ...], "answer": number of the right one}.
       cloze: JSONL, likewise, of {"context": text, "target": text}.
-      max_length: tokens of one forward pass.
+      max_length: tokens of one forward pass; for `data` of a run, the default is its max_target_length.
       stride: for `text`, tokens by which the window advances; the others in it are context. 0: max_length.
       rows_at_once: sequences of one forward pass.
       dtype: of activations; "": that of the directory's config.
@@ -81,6 +83,7 @@ class EvaluateConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
+    data: PathText = ""
     text: PathText = ""
     choices: PathText = ""
     cloze: PathText = ""

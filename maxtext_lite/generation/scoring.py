@@ -138,6 +138,8 @@ class TextScorer:
       config: of the directory, from `directory_config`.
       max_length: tokens of one forward pass.
       mesh: sizes of the mesh axes tensor and fsdp.
+    Attributes:
+      is_rendered: contexts and prompts are rendered chat templates, to whose beginning nothing is added.
     Raises:
       UserError: the model cannot take `max_length` tokens, cannot be sharded over the mesh, or lacks a tokenizer; at
         its first use, it lacks parameters.
@@ -157,6 +159,7 @@ class TextScorer:
             raise UserError(problems)
         self._load = functools.partial(load_on_mesh, directory, config, mesh)
         self._rows_at_once = rows_at_once
+        self.is_rendered = False
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -188,6 +191,9 @@ class TextScorer:
     def _begin(self, token_ids: np.ndarray) -> list[int]:
         begin = [self._end_of_text_id] if self._begins_with_end else []
         return begin + self.encoder.begin(token_ids).tolist()
+
+    def _encode_context(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text).tolist() if self.is_rendered else self.encode(text)
 
     def continuations(
         self, pairs: Iterable[tuple[str, str]], name: Callable[[int], str] = "continuation {:,}".format
@@ -225,7 +231,7 @@ class TextScorer:
 
     def _span(self, context: str, continuation: str) -> Span:
         """The tokens of a continuation and, as far as they fit before it, of its context; at least one of these."""
-        tokens, first = continued(self.encode, context, continuation)
+        tokens, first = continued(self._encode_context, context, continuation)
         if first == 0:  # no context, and the tokenizer adds no first token
             tokens, first = [self._end_of_text_id, *tokens], 1
         drop = max(min(len(tokens) - self._max_length, first - 1), 0)
@@ -290,7 +296,7 @@ class TextScorer:
                 f"max_new_tokens={asked.max_new_tokens} leaves no room for a prompt in max_length={self._max_length}. "
                 f"Nearest that works: {self._max_length - 1}."
             )
-        prompt = self.encode(asked.prompt)[-room:] or [self._end_of_text_id]
+        prompt = self._encode_context(asked.prompt)[-room:] or [self._end_of_text_id]
         text = self._tokens.begin(asked.stop_strings, prompt=prompt)
         with self._precision():
             for _, token, log_probability in self._sampler.stream(

@@ -7,6 +7,7 @@ import numpy as np
 
 from maxtext_lite.data import Prompt
 from maxtext_lite.process.watchdog import watchdog
+from maxtext_lite.rl.advantages import mean_of
 from maxtext_lite.rl.rewards import Scores
 from maxtext_lite.rl.rl_run import RLRun, shared
 from maxtext_lite.rl.rollout import Request
@@ -78,26 +79,31 @@ def held_out_record(scores: Scores, tokens: Sequence[int], num_generations: int)
     """The entries of an evaluation's record.
 
     A response is correct if the first reward function gives it at least 1. `eval_accuracy` is the share of correct
-    responses; with several per prompt there is `eval_pass_at_k` for k = 2, 4, ... and for all of them.
+    responses; with several per prompt there is `eval_pass_at_k` for k = 2, 4, ... and for all of them. Responses to
+    which it gives no reward are left out, and of pass@k so are prompts with fewer than k others.
 
     Args:
       scores: of the responses, adjacent for one prompt.
       tokens: the length of each response.
     """
     first = next(iter(scores.by_name.values()))
-    correct = (first >= 1.0).reshape(-1, num_generations)
+    groups = first.reshape(-1, num_generations)
+    judged = [group[~np.isnan(group)] for group in groups]
     ks = [2**power for power in range(1, num_generations.bit_length())]
     if num_generations > 1 and num_generations not in ks:
         ks.append(num_generations)
     return {
-        "eval_reward": float(np.mean(scores.total)),
-        "eval_accuracy": float(np.mean(correct)),
+        "eval_reward": mean_of(scores.total),
+        "eval_accuracy": mean_of(np.concatenate(judged) >= 1),
         **{
-            f"eval_pass_at_{k}": float(np.mean([pass_at_k(num_generations, int(row.sum()), k) for row in correct]))
+            f"eval_pass_at_{k}": mean_of(
+                [pass_at_k(len(group), int(np.sum(group >= 1)), k) for group in judged if len(group) >= k]
+            )
             for k in ks
         },
-        "eval_prompts": len(correct),
+        "eval_prompts": len(groups),
         "eval_response_tokens": float(np.mean(tokens)),
+        "eval_unscored_fraction": 1 - float(np.mean(scores.is_scored)),
         "eval_reward_errors": scores.errors,
     }
 
@@ -109,7 +115,10 @@ def held_out_text(record: Mapping[str, float | int]) -> str:
         for name, value in record.items()
         if name.startswith("eval_pass_at_")
     )
+    unscored = record["eval_unscored_fraction"]
+    if unscored == 1:
+        return f"no response to the {record['eval_prompts']:,} held-out prompts could be scored"
     return (
         f"held-out accuracy {record['eval_accuracy']:.1%}{passes}, reward {record['eval_reward']:.3f}, over "
-        f"{record['eval_prompts']:,} prompts"
+        f"{record['eval_prompts']:,} prompts" + (f", {unscored:.1%} of the responses unscored" if unscored else "")
     )

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from maxtext_lite.data import Prompt
-from maxtext_lite.rl.advantages import equal_groups_fraction, group_advantages
+from maxtext_lite.rl.advantages import equal_groups_fraction, group_advantages, mean_deviation, mean_of
 from maxtext_lite.rl.policy import ROLLOUT
 from maxtext_lite.rl.rewards import Scores
 from maxtext_lite.rl.rollout import Response
@@ -49,7 +49,7 @@ class Chunk:
         """The arrays [1, num_slots, num_tokens] of a micro-batch; slots without a pair are all 0.
 
         A row is the prompt and the response without its last token; targets are the following tokens, and those of the
-        response have weight 1.
+        response have weight 1, or 0 if it is unscored: the loss and its divisor then lack it.
 
         Args:
           compares: with the sampler's log-probabilities.
@@ -68,14 +68,14 @@ class Chunk:
             rows["targets"][0, slot, :length] = token_ids[1:]
             rows["segments"][0, slot, :length] = 1
             rows["positions"][0, slot, :length] = np.arange(length)
-            rows["weights"][0, slot, len(prompt.token_ids) - 1 : length] = 1
+            rows["weights"][0, slot, len(prompt.token_ids) - 1 : length] = self.scores.is_scored[slot]
             rows["advantages"][0, slot, :length] = self.advantages[slot]
             if compares:
                 rows[ROLLOUT][0, slot, len(prompt.token_ids) - 1 : length] = response.log_probabilities
         return rows
 
     def lines(self, step: int) -> list[dict[str, object]]:
-        """The line of each pair in rollouts.jsonl."""
+        """The line of each pair in rollouts.jsonl; NaN stands for a reward that was not given."""
         return [
             {
                 "step": step,
@@ -98,22 +98,20 @@ class Chunk:
 def batch_record(chunks: Sequence[Chunk]) -> dict[str, float | str]:
     """A batch's entries in metrics.jsonl: means over its pairs, however it is split into chunks.
 
-    `reward` is the weighted sum of the reward functions, `rewards/NAME` each by itself; `reward_std` is the mean over
-    prompts of the standard deviation (ddof 1) of rewards; `equal_reward_groups` is the share of prompts whose responses
-    have equal rewards, from which nothing is learned; `rollout_token_nll` is `token_nll` by the sampler's
+    `reward` is the weighted sum of the reward functions, `rewards/NAME` each by itself, over the responses that have
+    one; `unscored_fraction` is the share of those that have none; `reward_std` is the mean over prompts of the standard
+    deviation (ddof 1) of rewards; `equal_reward_groups` is the share of prompts whose responses do not have two
+    different rewards, from which nothing is learned; `rollout_token_nll` is `token_nll` by the sampler's
     log-probabilities; `responses_hash` is a hash of the tokens in order.
     """
     responses = [response for chunk in chunks for response in chunk.sampled.responses]
     scores, num_generations = Scores.joined([chunk.scores for chunk in chunks]), chunks[0].num_generations
-    deviations: np.ndarray = np.std(scores.total.reshape(-1, num_generations), axis=1, ddof=1)
     lengths = [len(response.token_ids) for response in responses]
     return {
-        "reward": float(np.mean(scores.total)),
-        "reward_std": float(np.mean(deviations)),
-        **{
-            f"rewards/{short_name(name, scores.by_name)}": float(np.mean(values))
-            for name, values in scores.by_name.items()
-        },
+        "reward": mean_of(scores.total),
+        "reward_std": mean_deviation(scores.total, num_generations),
+        **{f"rewards/{short_name(name, scores.by_name)}": mean_of(values) for name, values in scores.by_name.items()},
+        "unscored_fraction": 1 - float(np.mean(scores.is_scored)),
         "equal_reward_groups": equal_groups_fraction(scores.total, num_generations),
         "reward_errors": scores.errors,
         "response_tokens": float(np.mean(lengths)),

@@ -155,11 +155,11 @@ class Policy(OneRowExamples):
         return losses_BT, alike_BT, factor * counted["responses"]
 
     def metrics(self, aux: dict[str, jax.Array], count: jax.Array, config: NumericsConfig) -> Metrics:
-        """The POLICY_METRICS and ROLLOUT_METRICS that apply and, with experts, AUXILIARY_METRICS."""
+        """The POLICY_METRICS and ROLLOUT_METRICS that apply, NaN without a target; with experts AUXILIARY_METRICS."""
         del count
         own = self.own_sums
         share = aux[_TOKENS]
-        means = {name: aux[name] / jnp.where(share > 0, share, 1) for name in own if name != _TOKENS}
+        means = {name: jnp.where(share > 0, aux[name] / share, jnp.nan) for name in own if name != _TOKENS}
         return {**means, **auxiliary_metrics({name: x for name, x in aux.items() if name not in own}, config)}
 
 

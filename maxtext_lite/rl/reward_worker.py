@@ -1,9 +1,10 @@
 """The process in which reward functions run. It reads and writes lines of JSON.
 
-The first line names the functions, `{"names": [...], "pattern": ...}`; its answer lists the problems with them,
-`{"problems": [...]}`. Each further line calls one of them, `{"name": ..., "prompts": [...], "completions": [...],
-"fields": {key: [...]}}`; the answer is `{"rewards": [number or null, ...]}` or `{"error": ...}`, the end of a sentence
-that begins with the function's name.
+The first line names the functions and the arguments that they may have, `{"names": [...], "pattern": ..., "given":
+[...]}`; its answer lists the problems with them, `{"problems": [...]}`. Each further line calls one of them, `{"name":
+..., "arguments": {argument: [...]}}`; the answer is `{"rewards": [...]}`, where a response has a number, null if the
+function leaves it out, or a text that says what is wrong; or, where the whole call failed, `{"error": ...,
+"traceback": ...}`. Both texts are the end of a sentence that begins with the function's name.
 
 The functions' output goes to stderr. The process ends when its input does, and so with its parent process; it kills the
 processes that functions started and did not end.
@@ -32,6 +33,7 @@ from maxtext_lite.rl.reward_functions import shipped
 
 _SECONDS_TO_END = 2.0  # for a running function after the end of the input
 _LONGEST_TEXT = 300  # of a function's text in our messages
+_LARGEST = 1e12  # of a reward; times the largest weight, its square is finite in float32
 
 
 class Functions:
@@ -39,16 +41,18 @@ class Functions:
 
     Args:
       pattern: the regular expression of `format`.
+      given: the names of the arguments that a call has.
     Attributes:
       problems: why functions cannot be called; sentences for the user.
     """
 
-    def __init__(self, names: Sequence[str], pattern: str) -> None:
+    def __init__(self, names: Sequence[str], pattern: str, given: Sequence[str]) -> None:
         self.problems: list[str] = []
         self._functions: dict[str, tuple[Callable[..., Any], frozenset[str] | None]] = {}
         for name in names:
             try:
                 function = _imported(name) if ":" in name else shipped(name, pattern=pattern)
+                wanted = _parameters(function, given)
             except _NoFunction as error:
                 self.problems.append(f"reward_functions={name}: {error}")
             except ImportError:
@@ -57,35 +61,28 @@ class Functions:
                     "maxtext-lite[math]."
                 )
             else:
-                self._functions[name] = function, _parameters(function)
+                self._functions[name] = function, wanted
 
-    def rewards(
-        self, name: str, prompts: Sequence[str], completions: Sequence[str], fields: Mapping[str, Sequence[object]]
-    ) -> dict[str, Any]:
-        """A function's rewards of the pairs, {"rewards": ...}, or its failure, {"error": ...}.
-
-        Args:
-          fields: the values of each key in the prompts' lines; None where a line lacks it.
-        """
+    def rewards(self, name: str, arguments: Mapping[str, Sequence[object]]) -> dict[str, Any]:
+        """The answer to a call of a function."""
         function, wanted = self._functions[name]
-        count = len(completions)  # before the call, as the function may change the list
-        given = {**fields, "prompts": prompts, "completions": completions}
+        count = len(arguments["completions"])  # before the call, as the function may change the list
         if wanted is not None:
-            given = {key: value for key, value in given.items() if key in wanted}
+            arguments = {key: value for key, value in arguments.items() if key in wanted}
         try:
-            return {"rewards": _as_numbers(function(**given), count)}
+            return {"rewards": _as_numbers(function(**arguments), count)}
         except _NotNumbers as error:
-            return {"error": f"returned {error}"}
+            return {"error": f"returned {error}", "traceback": ""}
         except BaseException as error:  # noqa: BLE001  (including SystemExit: a user's bug must not end the run)
-            return {"error": f"raised {_described(error)}"}
+            return {"error": f"raised {_described(error)}", "traceback": _traceback(error)}
 
 
 class _NoFunction(Exception):
-    """A name that is not that of a function."""
+    """A name that is not that of a function that can be called."""
 
 
 class _NotNumbers(Exception):
-    """A function did not return one number per pair."""
+    """A function did not return a list of one value per pair."""
 
 
 def _imported(name: str) -> Callable[..., Any]:
@@ -104,23 +101,38 @@ def _imported(name: str) -> Callable[..., Any]:
             hint = f" Did you mean '{near[0]}'?" if near else ""
             raise _NoFunction(f"{module_name} has no '{path}'.{hint}")
         found = getattr(found, part)
-    if not callable(found):
+    if not callable(found) or inspect.isclass(found):
         raise _NoFunction(f"'{path}' of {module_name} is not a function.")
     return found
 
 
-def _parameters(function: Callable[..., object]) -> frozenset[str] | None:
-    """The names of a function's parameters; None if it takes any."""
+def _parameters(function: Callable[..., object], given: Sequence[str]) -> frozenset[str] | None:
+    """The names of a function's parameters; None if it takes any.
+
+    Raises:
+      _NoFunction: it needs an argument that is not given, or not by name.
+    """
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # for some functions in C
         return None
+    for parameter in parameters:
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
+            raise _NoFunction(f"it takes '{parameter.name}' by position only. Arguments are given by name.")
+        if parameter.name not in given and parameter.default is parameter.empty:
+            near = get_close_matches(parameter.name, given, n=1)
+            hint = f" Did you mean '{near[0]}'?" if near else ""
+            raise _NoFunction(
+                f"it needs the argument '{parameter.name}', which nobody gives. Given are {', '.join(given)}.{hint}"
+            )
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
-    return frozenset(parameter.name for parameter in parameters)
+    return frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
 
 
-def _as_numbers(returned: Any, count: int) -> list[float | None]:
+def _as_numbers(returned: Any, count: int) -> list[float | str | None]:
     is_list = hasattr(returned, "__len__") and hasattr(returned, "__getitem__")
     if not is_list or isinstance(returned, str | bytes | Mapping):
         raise _NotNumbers(f"{_kind(cast(object, returned))}, not a list of numbers")
@@ -129,19 +141,22 @@ def _as_numbers(returned: Any, count: int) -> list[float | None]:
     return [_as_number(value) for value in returned]
 
 
-def _as_number(value: Any) -> float | None:
+def _as_number(value: Any) -> float | str | None:
+    """A response's reward, None if it is left out, or what is wrong with it."""
     if value is None:
         return None
-    if (
-        isinstance(value, str | bytes)
-        or not hasattr(value, "__float__")
-        or "complex" in str(getattr(value, "dtype", ""))
-    ):
-        raise _NotNumbers(f"a list with {_kind(value)} in it, not a number")
+    wrong = f"returned a {type(value).__name__}, not a number"
+    if isinstance(value, str | bytes) or "complex" in str(getattr(value, "dtype", "")):
+        return wrong
     try:
-        return float(value)
+        number = float(value)
     except OverflowError:
-        return math.inf
+        number = math.inf
+    except Exception:  # noqa: BLE001  (a user's class may raise anything)
+        return wrong
+    if not math.isfinite(number):
+        return f"returned {number}"
+    return number if abs(number) <= _LARGEST else f"returned a number beyond {_LARGEST:g}, the largest in size"
 
 
 def _kind(value: object) -> str:
@@ -154,6 +169,12 @@ def _described(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if len(frames) > 1 else ""  # noqa: PTH119
     return text + place
+
+
+def _traceback(error: BaseException) -> str:
+    """The exception and the user's lines, as Python prints them."""
+    begin = error.__traceback__.tb_next if error.__traceback__ else None  # without our own line
+    return "".join(traceback.format_exception(type(error), error, begin)).rstrip()
 
 
 def _short(text: str) -> str:

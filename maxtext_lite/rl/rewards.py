@@ -1,5 +1,8 @@
 """Rewards of responses: those of each function, the failures, and the weighted sum.
 
+A function may leave a response out (None) or fail for it. A response that every function leaves out, or for which one
+fails, is unscored, unless reward_error says otherwise.
+
 Functions run in one process of their own (`reward_worker`): one that hangs or crashes can be killed while the run, its
 devices and its collectives continue.
 
@@ -11,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import selectors
 import signal
@@ -22,7 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -30,11 +32,10 @@ from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import number_text
 from maxtext_lite.config.rl_rules import reward_names, reward_weights
 from maxtext_lite.config.schema import RewardConfig
-from maxtext_lite.data.prompts import Prompt
+from maxtext_lite.data.prompts import ARGUMENTS, Prompt
 
 _START_SECONDS = 300.0  # to import functions and their dependencies from a slow disk
 _SECONDS_TO_END = 5.0
-_LARGEST = 1e12  # of a reward; times the largest weight, its square is finite in float32
 
 
 def start_seconds(config: RewardConfig) -> float:
@@ -48,7 +49,21 @@ def longest_seconds(config: RewardConfig) -> float:
 
 
 class RewardError(UserError):
-    """A reward function failed, and reward_error=stop."""
+    """A reward function failed, and reward_error=stop; or all did, for every response of two batches in a row."""
+
+
+class Completion(NamedTuple):
+    """A response as reward functions see it.
+
+    Attributes:
+      text: without the token that ended it.
+      marked_text: the text with the special tokens in it, for `format`.
+      token_ids: with the token that ended it.
+    """
+
+    text: str
+    marked_text: str
+    token_ids: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -56,61 +71,79 @@ class Scores:
     """The rewards of N pairs.
 
     Attributes:
-      total: weighted sum over all functions, float64 [N].
-      by_name: the rewards of each function, float64 [N]; 0 where it failed.
+      total: weighted sum over the functions that gave a reward, float64 [N]; NaN where the response is unscored.
+      by_name: the rewards of each function, float64 [N]; NaN where it gave none.
+      has_failed: whether a function failed for the response, bool [N].
       errors: the number of failed rewards, over all functions and pairs.
       messages: a sentence for each function and kind of failure.
+      traceback: of the first exception; "" without one.
     """
 
     total: np.ndarray
     by_name: dict[str, np.ndarray]
+    has_failed: np.ndarray
     errors: int
     messages: list[str]
+    traceback: str = ""
+
+    @property
+    def is_scored(self) -> np.ndarray:
+        """Whether a response has a reward, bool [N]."""
+        return ~np.isnan(self.total)
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
         """The scores of the pairs of all parts, of which there is at least one, in order."""
         by_name = {name: np.concatenate([part.by_name[name] for part in parts]) for name in parts[0].by_name}
-        messages = [message for part in parts for message in part.messages]
         return cls(
-            np.concatenate([part.total for part in parts]), by_name, sum(part.errors for part in parts), messages
+            total=np.concatenate([part.total for part in parts]),
+            by_name=by_name,
+            has_failed=np.concatenate([part.has_failed for part in parts]),
+            errors=sum(part.errors for part in parts),
+            messages=[message for part in parts for message in part.messages],
+            traceback=next((part.traceback for part in parts if part.traceback), ""),
         )
 
     def to_json(self) -> dict[str, Any]:
         """The argument of `from_json`."""
         by_name = {name: values.tolist() for name, values in self.by_name.items()}
-        return {**vars(self), "total": self.total.tolist(), "by_name": by_name}
+        arrays = {"total": self.total.tolist(), "has_failed": self.has_failed.tolist()}
+        return {**vars(self), **arrays, "by_name": by_name}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Self:
         """The scores of which `to_json` returned these fields."""
         by_name = {name: np.array(values, np.float64) for name, values in fields["by_name"].items()}
-        total = np.array(fields["total"], np.float64)
-        return cls(total, by_name, fields["errors"], fields["messages"])
+        arrays = {"total": np.array(fields["total"], np.float64), "has_failed": np.array(fields["has_failed"], bool)}
+        return cls(**{**fields, **arrays, "by_name": by_name})
 
 
 class Rewards:
     """The reward functions of a config; a context manager that threads may share.
 
+    Args:
+      field_names: the keys of the prompts' lines, each an argument of the functions.
     Raises:
-      UserError: a name cannot be imported or is not a function; lists every such problem.
+      UserError: a name cannot be imported, is not a function, or needs another argument; lists every such problem.
     """
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, config: RewardConfig, field_names: Sequence[str]) -> None:
         self._names, self._weights = reward_names(config), reward_weights(config)
-        self._stops = config.reward_error == "stop"
+        self._stops, self._field_names = config.reward_error == "stop", field_names
+        self._of_failed = 0.0 if config.reward_error == "zero" else np.nan
         self._seconds, self._start_seconds = config.reward_timeout_seconds, start_seconds(config)
-        self._asked = {"names": self._names, "pattern": config.reward_format}
+        given = [*ARGUMENTS, *field_names]
+        self._asked = {"names": self._names, "pattern": config.reward_format, "given": given}
         self._lock = threading.Lock()
         self._worker: _Worker | None = None
         self._is_closed = False
         self._start(self._start_seconds)
 
-    def of(self, prompts: Sequence[Prompt], completions: Sequence[str], unit: int | None = None) -> Scores:
+    def of(self, prompts: Sequence[Prompt], completions: Sequence[Completion], unit: int | None = None) -> Scores:
         """The rewards of N pairs: completion i answers prompt i.
 
         Args:
-          unit: adjacent pairs that have no reward if a call for them alone fails; None: all.
+          unit: adjacent pairs that fail together if a call for them alone fails; None: all.
         Raises:
           RewardError: a function fails and reward_error=stop.
           ValueError: the numbers of prompts and completions differ, or `close` was called.
@@ -118,24 +151,38 @@ class Rewards:
         if len(prompts) != len(completions):
             raise ValueError(f"{len(prompts)} prompts for {len(completions)} completions")
         by_name: dict[str, np.ndarray] = {}
-        failed: list[tuple[int, str]] = []
+        has_failed = np.zeros(len(prompts), bool)
+        problems: list[tuple[int, str]] = []
         with self._lock:
             if self._is_closed:
                 raise ValueError("these rewards are closed")
-            self._left_to_start = self._start_seconds
+            self._left_to_start, self._traceback = self._start_seconds, ""
             for name in self._names if prompts else ():
                 outcomes = self._ask(name, prompts, completions, unit or len(prompts))
-                by_name[name] = np.array([0.0 if isinstance(each, str) else each for each in outcomes], np.float64)
-                problems = _problems(name, outcomes)
-                failed += problems
-                if problems and self._stops:
-                    raise RewardError(f"{problem} Mend it, or set reward_error=zero." for _, problem in problems)
+                by_name[name] = np.array([self._number(each) for each in outcomes], np.float64)
+                has_failed |= [isinstance(each, str) for each in outcomes]
+                of_name = _problems(name, outcomes)
+                problems += of_name
+                if of_name and self._stops:
+                    raise RewardError(f"{problem} Mend it, or set reward_error=unscored." for _, problem in of_name)
+            traceback = self._traceback
         for name in self._names:
             by_name.setdefault(name, np.zeros(0))
         total = np.zeros(len(prompts))
+        is_scored = np.zeros(len(prompts), bool)
         for weight, rewards in zip(self._weights, by_name.values(), strict=True):
-            total += weight * rewards
-        return Scores(total, by_name, sum(count for count, _ in failed), [problem for _, problem in failed])
+            total += weight * np.nan_to_num(rewards)
+            is_scored |= ~np.isnan(rewards)
+        if np.isnan(self._of_failed):
+            is_scored &= ~has_failed
+        return Scores(
+            total=np.where(is_scored, total, np.nan),
+            by_name=by_name,
+            has_failed=has_failed,
+            errors=sum(count for count, _ in problems),
+            messages=[problem for _, problem in problems],
+            traceback=traceback,
+        )
 
     def close(self) -> None:
         """Ends the functions' process, after the current call."""
@@ -171,8 +218,15 @@ class Rewards:
             raise UserError(problems)
         self._worker = worker
 
-    def _ask(self, name: str, prompts: Sequence[Prompt], completions: Sequence[str], unit: int) -> list[float | str]:
-        """For each pair, one function's reward or what went wrong.
+    def _number(self, outcome: float | str | None) -> float:
+        if outcome is None:
+            return np.nan
+        return self._of_failed if isinstance(outcome, str) else outcome
+
+    def _ask(
+        self, name: str, prompts: Sequence[Prompt], completions: Sequence[Completion], unit: int
+    ) -> list[float | str | None]:
+        """For each pair one function's reward, None if it is left out, or what went wrong.
 
         A call that fails is repeated in parts of `unit` pairs, so that only the parts that fail have no reward,
         however many pairs a call has. All parts together may take as long as one call, and all restarts as long as one
@@ -186,7 +240,7 @@ class Rewards:
         if self._stops or count <= unit:
             return [found] * count
         late = f"did not return within its share of reward_timeout_seconds={said}"
-        left, outcomes = self._seconds, list[float | str]()
+        left, outcomes = self._seconds, list[float | str | None]()
         for first in range(0, count, unit):
             part = slice(first, first + unit)
             if wrong := self._restarted():
@@ -213,16 +267,17 @@ class Rewards:
         return ""
 
     def _call(
-        self, name: str, prompts: Sequence[Prompt], completions: Sequence[str], seconds: float, late: str
-    ) -> list[float | str] | str:
-        """One call: for each pair the reward or what went wrong, or what went wrong with the call.
+        self, name: str, prompts: Sequence[Prompt], completions: Sequence[Completion], seconds: float, late: str
+    ) -> list[float | str | None] | str:
+        """One call: for each pair the outcome, or what went wrong with the call.
 
         Args:
           late: what goes wrong if it takes more than `seconds`.
         """
         assert self._worker is not None, "a call needs a process"
         try:
-            reply: dict[str, Any] = self._worker.asked(_request(name, prompts, completions), seconds)
+            request = {"name": name, "arguments": self._arguments(name, prompts, completions)}
+            reply: dict[str, Any] = self._worker.asked(request, seconds)
         except _Lost as error:
             self._worker = None
             return error.reason or late
@@ -231,29 +286,24 @@ class Rewards:
             self._worker = None
             raise
         if "error" in reply:
+            self._traceback = self._traceback or reply["traceback"]
             return reply["error"]
-        rewards: list[float | None] = reply["rewards"]
-        return [_outcome(each) for each in rewards]
+        return reply["rewards"]
+
+    def _arguments(
+        self, name: str, prompts: Sequence[Prompt], completions: Sequence[Completion]
+    ) -> dict[str, list[Any]]:
+        """The ARGUMENTS of a call and the prompts' fields; None where a line lacks one."""
+        fields = {key: [prompt.fields.get(key) for prompt in prompts] for key in self._field_names}
+        return fields | {
+            "prompts": [prompt.text for prompt in prompts],
+            "completions": [each.marked_text if name == "format" else each.text for each in completions],
+            "prompt_ids": [list(prompt.token_ids) for prompt in prompts],
+            "completion_ids": [list(each.token_ids) for each in completions],
+        }
 
 
-def _outcome(reward: float | None) -> float | str:
-    """A reward, or what is wrong with it."""
-    if reward is None or not math.isfinite(reward):
-        return f"returned {reward}"
-    return reward if abs(reward) <= _LARGEST else f"returned a number beyond {_LARGEST:g}, the largest in size"
-
-
-def _request(name: str, prompts: Sequence[Prompt], completions: Sequence[str]) -> dict[str, Any]:
-    keys = dict.fromkeys(key for prompt in prompts for key in prompt.fields)
-    return {
-        "name": name,
-        "prompts": [prompt.text for prompt in prompts],
-        "completions": list(completions),
-        "fields": {key: [prompt.fields.get(key) for prompt in prompts] for key in keys},
-    }
-
-
-def _problems(name: str, outcomes: Sequence[float | str]) -> list[tuple[int, str]]:
+def _problems(name: str, outcomes: Sequence[float | str | None]) -> list[tuple[int, str]]:
     """For each kind of failure the number of pairs and a sentence."""
     wrong = Counter(each for each in outcomes if isinstance(each, str))
     return [

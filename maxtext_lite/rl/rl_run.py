@@ -17,7 +17,7 @@ from maxtext_lite.parallel import exchange, on_first_host, value_of_host
 from maxtext_lite.rl.http_engine import ANSWER_SECONDS, HttpEngine
 from maxtext_lite.rl.pairs import Sampled
 from maxtext_lite.rl.policy import Policy
-from maxtext_lite.rl.rewards import RewardError, Rewards, Scores, longest_seconds
+from maxtext_lite.rl.rewards import Completion, RewardError, Rewards, Scores, longest_seconds
 from maxtext_lite.rl.rollout import LocalEngine, Request, Response, RolloutEngine
 from maxtext_lite.rl.transfer import sampling_mesh
 from maxtext_lite.training.opening import machine_of, start_run
@@ -62,23 +62,32 @@ class RLRun:
         """The sampling of responses to held-out prompts."""
         return dataclasses.replace(self.sampling, temperature=self.config.eval_sampling_temperature)
 
-    def text_of(self, prompt: Prompt, response: Response) -> str:
+    def text_of(self, prompt: Prompt, response: Response, *, skip_special_tokens: bool) -> str:
         """The text of a response for reward functions, without the stop token."""
         token_ids = response.token_ids[:-1] if response.ended else response.token_ids
-        return self.tokenizer.decode_after(prompt.token_ids if prompt.is_plain else (), token_ids)
+        before = prompt.token_ids if prompt.is_plain else ()
+        return self.tokenizer.decode_after(before, token_ids, skip_special_tokens=skip_special_tokens)
 
     def sample(self, prompts: Sequence[Prompt], requests: Sequence[Request], sampling: Sampling) -> Sampled:
         """Samples a response to each request, those of `prompts`; any thread may call it."""
         with jax.default_matmul_precision(self.config.matmul_precision):  # a setting of each thread
             responses = self.engine.generate(requests, sampling=sampling, max_new_tokens=self.batch.max_response_tokens)
-        return Sampled(prompts, responses, [*map(self.text_of, prompts, responses)])
+        skips = self.config.reward_skip_special_tokens
+        pairs = zip(prompts, responses, strict=True)
+        texts = [self.text_of(prompt, response, skip_special_tokens=skips) for prompt, response in pairs]
+        return Sampled(prompts, responses, texts)
 
     def judge(self, sampled: Sampled, unit: int) -> Verdict:
         """The verdict on sampled pairs; any thread may call it. For `unit` see `Rewards.of`."""
         if self.rewards is None:
             return None
+        all_of = zip(sampled.prompts, sampled.texts, sampled.responses, strict=True)
+        completions = [
+            Completion(text, self.text_of(prompt, response, skip_special_tokens=False), response.token_ids)
+            for prompt, text, response in all_of
+        ]
         try:
-            return self.rewards.of(sampled.prompts, sampled.texts, unit)
+            return self.rewards.of(sampled.prompts, completions, unit)
         except RewardError as error:
             return error
 
@@ -131,7 +140,8 @@ def open_rl_run(config: RLRunConfig) -> RLRun:
 
     def start_rewards() -> None:
         nonlocal rewards
-        rewards = Rewards(config)
+        names = [name for each in prompts if each is not None for name in each.field_names]
+        rewards = Rewards(config, tuple(dict.fromkeys(names)))
 
     on_first_host(f"reward_functions={config.reward_functions}", start_rewards)
     try:

@@ -18,6 +18,7 @@ from maxtext_lite.rl.held_out import HeldOutResponses
 from maxtext_lite.rl.log_probabilities import Reference, make_log_probabilities
 from maxtext_lite.rl.pairs import Chunk, Sampled, batch_record
 from maxtext_lite.rl.policy import ADVANTAGES, MISMATCH, OLD, REFERENCE, ROLLOUT
+from maxtext_lite.rl.rewards import RewardError, Scores
 from maxtext_lite.rl.rl_run import RLRun, Verdict, open_rl_run, shared, waiting_seconds
 from maxtext_lite.rl.rollout import Request
 from maxtext_lite.rl.timeline import Timeline
@@ -52,7 +53,7 @@ def train_rl(config: RLRunConfig, *, callbacks: Sequence[Callback] = ()) -> RunR
 
     Raises:
       UserError: the config does not suit these devices, prompts or rewards, or contradicts the checkpoint.
-      RewardError: a reward failed, with reward_error=stop.
+      RewardError: a reward failed, with reward_error=stop, or all rewards of two batches in a row.
       NonFiniteLoss: the loss became non-finite.
     """
     phases.begin()
@@ -97,6 +98,7 @@ class RolloutSteps:
         apart = not rl.batch.takes_turns or config.rollout_engine != "local"
         self.samples_beside = apart and jax.process_count() == 1
         self._has_said, self._equal_batches, self._has_proved = False, 0, False
+        self._failed_batch: Scores | None = None  # the batch before, if all its rewards failed
         if not (counts.step or config.load_parameters_path):
             self._say("the policy begins with random weights: load_parameters_path names no model")
         self._prompts_seen = rl.batch.prompts_before(counts.step, counts.examples_seen)
@@ -136,7 +138,7 @@ class RolloutSteps:
     def _say_mismatch(self, metrics: Mapping[str, jax.Array]) -> None:
         """Warns once if the sampler cannot have used the trainer's policy."""
         mismatch = float(metrics[MISMATCH]) if self._rl.policy.compares and not self._has_said else 0.0
-        if mismatch <= _LARGEST_MISMATCH:
+        if not mismatch > _LARGEST_MISMATCH:  # NaN where no response was scored
             return
         self._has_said = True
         self._say(
@@ -181,17 +183,27 @@ class RolloutSteps:
             judged.append(chunk)
             self._chunks.append(rows)
         self._log_pairs(step, judged)
+        self._refuse_failing(Scores.joined([chunk.scores for chunk in judged]))
         record = batch_record(judged)
         self._say_equal(record["equal_reward_groups"] == 1)
         return sums, {"prompts_seen": self._prompts_seen + self._batch.prompts_per_batch, **record}
 
+    def _refuse_failing(self, scores: Scores) -> None:
+        """Ends the run if rewards failed for every response of two batches in a row. All hosts call it."""
+        before, self._failed_batch = self._failed_batch, scores if scores.has_failed.all() else None
+        if before is None or self._failed_batch is None:
+            return
+        if before.traceback:
+            self._say(before.traceback)
+        raise RewardError(f"In two batches in a row no response could be scored. {before.messages[0]} Mend it.")
+
     def _say_equal(self, equal: bool) -> None:
-        """Warns when as many batches in a row had equal rewards in every group."""
+        """Warns when as many batches in a row had no two different rewards in any group."""
         self._equal_batches = self._equal_batches + 1 if equal else 0
         if self._equal_batches == _EQUAL_BATCHES:
             self._say(
-                f"reward: in the last {_EQUAL_BATCHES} batches all responses to the same prompt had equal rewards, "
-                "from which nothing is learned; rollouts.jsonl has responses with their rewards"
+                f"reward: in the last {_EQUAL_BATCHES} batches no two responses to the same prompt had different "
+                "rewards, from which nothing is learned; rollouts.jsonl has responses with their rewards"
             )
 
     def _sums_again(self, state: TrainState, timeline: Timeline) -> StepGradients:

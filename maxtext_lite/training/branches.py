@@ -120,6 +120,7 @@ class Branches:
             "num_epochs": 0,
             "last_batch": "drop",
             "enable_checkpointing": True,
+            "log_to": "",
             "prometheus_port": 0,
             "base_output_directory": str(self._output),
             "run_name": name,

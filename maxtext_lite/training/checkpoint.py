@@ -36,6 +36,7 @@ from maxtext_lite.training.state import OF_REPLICAS, TrainState
 _OLDEST_FORMAT = 2  # that can be read
 _ADAFACTOR = "adafactor's means are over"  # older versions took them over whole stacks of layers, without this key
 OWN = "own"  # in a fingerprint: a part that is not configured, but passed from Python
+CONFIGURED_OBJECTIVE = "configured"  # that of dataset_type
 _REPLICAS = "diloco_num_replicas"  # None: without local updates
 _DATA = "dataset_path"  # a continuation must share its content, not its name
 
@@ -180,6 +181,7 @@ class CheckpointReader:
 
     def _refuse_other_run(self, step: int, saved: dict[str, Any]) -> None:
         here, saved = self._fingerprint, _as_written_now(saved)
+        saved.setdefault("objective", here.get("objective"))  # which older versions did not record
         keys = sorted(key for key in saved.keys() | here.keys() if saved.get(key) != here.get(key))
         if any(fingerprint[_DATA].startswith(MIXTURE) for fingerprint in (here, saved)):
             keys = [key for key in keys if key != _DATA]  # the history identifies the sources

@@ -5,6 +5,7 @@ pair. A second copy of the parameters, with a forward pass in every step, would 
 device memory, leaves the step unchanged on every mesh and schedule, and gives the same bits after a restart.
 """
 
+import dataclasses
 import io
 import time
 import zipfile
@@ -18,7 +19,7 @@ from jax.stages import Wrapped
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.whole_file import replacing
-from maxtext_lite.data import ExampleSource, PairSource
+from maxtext_lite.data import ExampleSource, MixtureSource, PairSource, named_sources
 from maxtext_lite.data.feed import evaluation_batches
 from maxtext_lite.parallel import Params, bytes_of_host, exchange, sharding, value_of_host
 from maxtext_lite.training.checkpoint import Counts
@@ -42,7 +43,8 @@ def add_reference(run: TrainingRun[ExampleSource], state: TrainState, counts: Co
     """
     if run.config.dataset_type != "dpo" or _has_reference(run.source):
         return
-    sources = [run.source] if run.eval_source is None else [run.source, run.eval_source]
+    held_out = [] if run.eval_source is None else named_sources(run.eval_source).values()
+    sources = [run.source, *held_out]
     if counts.step:
         tables = _read(run, sources)
     else:
@@ -65,6 +67,8 @@ def _has_reference(source: ExampleSource) -> bool:
 
 
 def _with(source: ExampleSource, tables: Mapping[str, np.ndarray]) -> ExampleSource:
+    if isinstance(source, MixtureSource):  # held-out sets with names
+        return dataclasses.replace(source, sources=tuple(_with(each, tables) for each in source.sources))
     # A host that does not read has no pairs.
     return source.with_reference(tables[source.fingerprint]) if isinstance(source, PairSource) else source
 

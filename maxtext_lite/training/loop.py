@@ -115,6 +115,17 @@ class RunResult:
     is_first_host: bool
     state: TrainState
 
+    def __str__(self) -> str:
+        """Where the run is, how it ended and its losses, on three lines."""
+        losses = {"loss": self.loss, "eval_loss": self.eval_loss}
+        known = [f"{name} {value:.6g}" for name, value in losses.items() if value is not None]
+        ended = "interrupted after" if self.interrupted else "done:"
+        return "\n".join(
+            [f"run directory {self.run_directory}", f"{ended} step {self.step:,}", "  ".join(known) or "no loss"]
+        )
+
+    __repr__ = __str__  # as a notebook shows it: the state's arrays would fill pages
+
 
 def train(
     config: Config,
@@ -165,6 +176,7 @@ def train(
             refuse_to_go_back(run, error)
             why, place = f"{error}; the run goes back", Place(error.step, error.examples_seen, run.mixtures)
             go_back = functools.partial(leave_out_guilty, place=place, limit=error.limit)
+        config = config.model_copy(update={"overwrite": False})  # what it removed is gone
         if run.is_first:
             print(why, flush=True)
 

@@ -221,7 +221,9 @@ def _step_parts(record: Record) -> list[str]:
     rate = [] if math.isnan(record["learning_rate"]) else [f"lr {record['learning_rate']:.3g}"]
     reward = []
     if "reward" in record:
-        reward = [f"reward {record['reward']:.3f}"]
+        reward = ["reward -" if math.isnan(record["reward"]) else f"reward {record['reward']:.3f}"]
+        if record["unscored_fraction"]:
+            reward.append(f"unscored {record['unscored_fraction']:.1%}")
     elif record.get("pairs"):
         reward = [f"accuracy {record['reward_accuracy']:.1%}", f"margin {record['reward_margin']:.3g}"]
     return [

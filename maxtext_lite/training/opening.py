@@ -20,7 +20,6 @@ from maxtext_lite.training.arrays import Device
 from maxtext_lite.training.custom_loss import CustomLoss, Loss, custom_loss
 from maxtext_lite.training.one_config import require_one_config
 from maxtext_lite.training.run import TrainingRun
-from maxtext_lite.training.run_files import has_checkpoints
 from maxtext_lite.training.state import CONFIGURED, OwnParts
 
 Sources: TypeAlias = tuple[ExampleSource, ExampleSource | None]
@@ -43,7 +42,7 @@ def open_run(
     """
     plan, (source, eval_source) = open_data(config, sources, device_memory_gb)
     run = TrainingRun(config, plan, source=source, eval_source=eval_source, own=own)
-    if not has_checkpoints(run.directory):  # otherwise the restored history tells what the sources have left
+    if not run.resumes:  # otherwise the restored history tells what the sources have left
         steps_left(config, plan, in_run(config, source)[0], step=0, examples_seen=0)
     return run
 

@@ -27,7 +27,15 @@ from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import tree_shardings
 from maxtext_lite.process.watchdog import watchdog
 from maxtext_lite.training.arrays import Device, Rows, num_elements
-from maxtext_lite.training.checkpoint import OWN, Checkpointer, CheckpointReader, Counts, fingerprint
+from maxtext_lite.training.checkpoint import (
+    CONFIGURED_OBJECTIVE,
+    OWN,
+    Checkpointer,
+    CheckpointReader,
+    Counts,
+    fingerprint,
+)
+from maxtext_lite.training.custom_loss import CustomLoss
 from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.lease import Lease, hold
 from maxtext_lite.training.metrics import Speed, Terminal
@@ -35,6 +43,7 @@ from maxtext_lite.training.noise import why_unknown
 from maxtext_lite.training.optimizer import UNKNOWN_RATE, Schedule, schedule_of_run
 from maxtext_lite.training.parameter_files import check_start, load_parameters, load_peft_adapters
 from maxtext_lite.training.run_files import RunFiles, environment, has_checkpoints, run_directory, write_json
+from maxtext_lite.training.starting_over import check_removable, remove_run
 from maxtext_lite.training.starts import moved_batch, moved_schedule, with_start
 from maxtext_lite.training.state import (
     CONFIGURED,
@@ -114,11 +123,14 @@ class TrainingRun(Generic[Data]):
         self.is_first = jax.process_index() == 0
         self.directory = run_directory(config)
         self.files = RunFiles(self.directory)
-        check_start(config, resumes=has_checkpoints(self.directory))
-        if has_checkpoints(self.directory) and not config.enable_checkpointing:
+        if config.starts_over:
+            check_removable(config, self.directory)
+        self.resumes = has_checkpoints(self.directory) and not config.starts_over
+        check_start(config, resumes=self.resumes)
+        if self.resumes and not config.enable_checkpointing:
             raise UserError(
                 f"enable_checkpointing=false would start {self.directory} over, which holds checkpoints. "
-                "Nearest that work: enable_checkpointing=true, or another run_name."
+                "Nearest that work: enable_checkpointing=true, overwrite=true, or another run_name."
             )
         self.failures, self.memory = Failures(), StepMemory(plan.memory)
         self.recorded, self.excluded = list[ExcludedRow](), dict[int, int]()
@@ -147,6 +159,9 @@ class TrainingRun(Generic[Data]):
         watchdog.write_to(None if is_bucket(self.directory) else self.directory)
         self._lease = hold(self.directory, self.failures, say)
         try:
+            if self.config.starts_over:
+                self.failures.on_first_host(self.directory, lambda: remove_run(self.directory, say))
+            self.config = self.config.model_copy(update={"overwrite": False})  # as a start from config.yml resumes
             self.failures.on_first_host(self.directory, self.files.fetch)
             if self.config.enable_checkpointing:
                 holds = self._lease.check if self._lease else lambda: True
@@ -210,6 +225,7 @@ class TrainingRun(Generic[Data]):
             own["optimizer"] = OWN
         if self._own.model is not Decoder:
             own["model"] = OWN
+        own["objective"] = OWN if isinstance(self._own.objective, CustomLoss) else CONFIGURED_OBJECTIVE
         return fingerprint(self.config, self.source.fingerprint, self.plan.diloco_num_replicas) | own
 
     @property

@@ -22,8 +22,9 @@ _PRETRAINED = {
 }  # fmt: skip
 _RUN = {
     "steps": STEPS, "num_epochs": 0, "last_batch": "drop", "warmup_steps": 1, "checkpoint_period": STEPS,
-    "enable_checkpointing": True, "async_checkpointing": False, "eval_interval": -1, "eval_fraction": 0.0,
-    "profiler_steps": 0, "log_to": "", "prometheus_port": 0, "load_parameters_path": "", "grain_worker_count": 0,
+    "overwrite": False, "enable_checkpointing": True, "async_checkpointing": False, "eval_interval": -1,
+    "eval_fraction": 0.0, "profiler_steps": 0, "log_to": "", "prometheus_port": 0, "load_parameters_path": "",
+    "grain_worker_count": 0,
     "learning_rate_scaling": "none", "scale_adam_with_batch": False, "global_batch_size": 0,
     "expansion_factor_real_data": -1, "eval_per_device_batch_size": 0, "pipeline_schedule": "gpipe",
     "num_pipeline_microbatches": -1, "num_layers_per_pipeline_stage": 1, "num_pipeline_repeats": -1,

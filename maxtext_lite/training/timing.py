@@ -39,6 +39,7 @@ def _short(config: Config, directory: Path, steps: int) -> Config:
     changes = {
         "base_output_directory": str(directory.parent),
         "run_name": directory.name,
+        "overwrite": False,
         "steps": steps,
         "num_epochs": 0,
         "warmup_steps": 0,

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from maxtext_lite.config import UserError, load_config
-from maxtext_lite.data import open_mixture, open_sources
+from maxtext_lite.data import named_sources, open_mixture, open_sources
 from maxtext_lite.data.mixture_history import RowStream, history_of
 from maxtext_lite.data.mixture_source import (
     ids_of_run,
@@ -82,3 +82,29 @@ def test_two_sources_with_the_same_rows_are_refused(texts, tmp_path):
     entries = f"[{{path: {texts}/a.jsonl, weight: 1}}, {{path: {tmp_path}/copy.jsonl, weight: 1}}]"
     with pytest.raises(UserError, match=r"dataset_path: .* a .* copy"):
         open_mixture(load_config(None, [*KEYS, f"dataset_path={entries}"]))
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_held_out_sets_have_names_and_all_their_rows_also_beside_a_mixture(
+    texts, mixes
+):
+    """Nothing else is held out, and the same rows may be in several sets."""
+    sets = f"[{{path: {texts}/b.jsonl, name: z}}, {{path: {texts}/a.jsonl}}, {{path: {texts}/b.jsonl}}]"
+    weights = {"a": 1, "c": 2}
+    training = mixture_of(texts, weights) if mixes else f"dataset_path={texts}/c.jsonl"
+    held_out = f"eval_dataset_path={sets}"
+    source, named = open_mixture(load_config(None, [*KEYS, training, held_out]))
+    keys = [*KEYS, "eval_fraction=0", "eval_interval=-1"]
+    whole = {
+        name: open_sources(
+            load_config(None, [*keys, f"dataset_path={texts}/{name}.jsonl"])
+        )[0]
+        for name in "abc"
+    }
+    assert len(source) == len(whole["c"]) + (len(whole["a"]) if mixes else 0)
+    found = {name: each.fingerprint for name, each in named_sources(named).items()}
+    assert found == {
+        name: whole[text].fingerprint
+        for name, text in {"z": "b", "a": "a", "b": "b"}.items()
+    }
+    assert list(found) == ["z", "a", "b"]

@@ -8,6 +8,7 @@ import pytest
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data import (
     mixture_source,
+    named_sources,
     sources_on_hosts,
 )
 from maxtext_lite.data.sources_on_hosts import (
@@ -70,6 +71,23 @@ def test_a_host_that_does_not_read_opens_nothing_and_knows_all(
         other_train[3]
 
 
+def test_it_knows_each_held_out_set_by_name(config, be_host, monkeypatch):
+    text = config.dataset_path
+    sets = (
+        f"eval_dataset_path=[{{path: {text}, name: one}}, {{path: {text}, name: two}}]"
+    )
+    config = load_config(None, [f"dataset_path={text}", "max_target_length=16", sets])
+    told = be_host(0, [{}])
+    open_sources_on_hosts(config, vocab_size=320, loading_hosts=[0])
+    be_host(1, told)
+    monkeypatch.setattr(mixture_source, "open_path", pytest.fail)
+    source, held_out = open_sources_on_hosts(config, vocab_size=320, loading_hosts=[0])
+    for name, known in named_sources(held_out).items():
+        assert name in ("one", "two")
+        assert len(known) == len(source)
+    assert len(held_out) == 2 * len(source)
+
+
 def test_a_host_that_cannot_open_its_data_ends_all(config, be_host):
     be_host(1, [{"problems": ["no such file"]}])
     for reads in ([0], [0, 1]):
@@ -80,7 +98,7 @@ def test_a_host_that_cannot_open_its_data_ends_all(config, be_host):
 def test_hosts_that_find_different_data_are_refused(config, be_host):
     told = be_host(0, [{}])
     open_sources_on_hosts(config, vocab_size=320, loading_hosts=[0])
-    told[0]["found"][0]["fingerprint"] = "another"
+    told[0]["found"][0][0]["fingerprint"] = "another"
     be_host(1, told)
     with pytest.raises(UserError, match="host 1"):
         open_sources_on_hosts(config, vocab_size=320, loading_hosts=[0, 1])

@@ -12,7 +12,7 @@ from maxtext_lite.data.conversations import Renderer
 from maxtext_lite.data.prompts import Prompt, open_prompts
 from maxtext_lite.data.text_encoder import TextEncoder
 from maxtext_lite.data.tokenizer import load_tokenizer
-from maxtext_lite.rl.rewards import Rewards
+from maxtext_lite.rl.rewards import Completion, Rewards
 from maxtext_lite.training import train
 from tests.processes import RunFiles
 from tests.source_tree import REPOSITORY
@@ -114,7 +114,8 @@ def test_the_function_of_the_page_rewards_what_it_says(tmp_path, monkeypatch):
     assert len(words) == 2
     asked = Prompt(0, "2+3=", (), {"answer": "5", "level": 1})
     monkeypatch.chdir(tmp_path)
-    with Rewards(load_config(RL_FILE, words)) as rewards:
-        scores = rewards.of([asked] * 3, ["5", "it's 5", "6"])
+    texts = ["5", "it's 5", "6"]
+    with Rewards(load_config(RL_FILE, words), ["answer", "level"]) as rewards:
+        scores = rewards.of([asked] * 3, [Completion(text, text, ()) for text in texts])
     assert scores.total.tolist() == pytest.approx([1.5, 0.5 / 6, 0])
     assert scores.errors == 0

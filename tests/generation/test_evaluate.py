@@ -5,6 +5,7 @@ import functools
 import itertools
 import json
 import math
+import shutil
 import string
 import sys
 import time
@@ -110,6 +111,28 @@ def test_perplexity_is_that_of_transformers_window_by_window(model, found):
     assert scores["bits_per_byte"] == pytest.approx(
         nll / math.log(2) / (len(TEXT) - 1), rel=1e-4
     )
+
+
+def test_the_loss_of_a_file_is_that_of_its_answers_or_of_its_texts(model, found):
+    """Of a Hugging Face directory, whichever the file holds; rows at once and its lines' order change nothing."""
+    lines = [
+        {"prompt": "to be ", "completion": "or not"},
+        {"prompt": "the", "completion": " question is that"},
+        {"prompt": "be or", "completion": " be"},
+    ]
+    nll = []
+    for line in lines:
+        tokens = [*model[1](line["prompt"] + line["completion"]), 2]
+        nll += (-_log_probabilities(tokens))[len(line["prompt"]) - 1 :].tolist()
+    for words in ((), ("rows_at_once=1", "ici_fsdp_parallelism=2")):
+        scores = found("data", lines, *words)
+        assert scores["loss"] == pytest.approx(np.mean(nll), rel=1e-5)
+        assert (scores["target_tokens"], scores["examples"]) == (len(nll), 3)
+    text = "to be or not to be"
+    scores = found("data", [{"text": text}])
+    nll = -_log_probabilities([*model[1](text), 2])
+    assert scores["loss"] == pytest.approx(nll.mean(), rel=1e-5)
+    assert (scores["target_tokens"], scores["examples"]) == (len(text), 1)
 
 
 def test_choices_are_those_of_transformers(model, found):
@@ -319,6 +342,38 @@ def test_a_text_is_scored_from_its_first_token_on(harness, monkeypatch):
         harness.loglikelihood([_request("", "To be")])[0][0], rel=1e-5
     )
     assert harness.loglikelihood_rolling([_request("")]) == [0]
+
+
+TEMPLATE = (
+    "{{ '<bos>' }}{% for m in messages %}{{ m['role'][:1] + m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'be' }}{% endif %}"
+)
+
+
+def test_a_context_that_a_chat_template_has_rendered_begins_once(model, tmp_path):
+    """The tokenizer begins other texts with the token that the template writes."""
+    path, encode = shutil.copytree(model[0], tmp_path / "model"), model[1]
+    tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", 1)]
+    )
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    chat = HarnessModel(str(path), max_length=32)
+    turns = [{"role": "user", "content": "To"}, {"role": "question", "content": "no"}]
+    assert chat.apply_chat_template(turns[:1]) == "<bos>uTobe"
+    assert chat.apply_chat_template(turns, add_generation_prompt=False) == (
+        "<bos>uTobeno"
+    )
+    span = chat._scorer._span("<bos>uTobe", "no")
+    assert (span.tokens, span.first) == ([1, *encode("uTobeno")], 6)
+    assert chat._scorer.encode("To") == [1, *encode("To")]
+    # Requests that the harness stored are rendered too.
+    stored = HarnessModel(str(path), max_length=32)
+    assert stored.tokenizer_name == chat.tokenizer_name
+    assert stored._scorer._span("<bos>uTobe", "no").tokens == span.tokens
+    with pytest.raises(UserError, match="tool_use"):
+        chat.chat_template("tool_use")
 
 
 @pytest.mark.parametrize(

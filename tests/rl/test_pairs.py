@@ -1,14 +1,20 @@
 """From rewards to a batch: advantages, rows, lines and records, and those of an evaluation, by hand."""
 
 import itertools
+import json
 import statistics
 
 import numpy as np
 import pytest
 
 from maxtext_lite.data import Prompt
-from maxtext_lite.rl.advantages import equal_groups_fraction, group_advantages
-from maxtext_lite.rl.held_out import held_out_record, pass_at_k
+from maxtext_lite.process.records import record_text
+from maxtext_lite.rl.advantages import (
+    equal_groups_fraction,
+    group_advantages,
+    mean_deviation,
+)
+from maxtext_lite.rl.held_out import held_out_record, held_out_text, pass_at_k
 from maxtext_lite.rl.pairs import Chunk, Sampled, batch_record, responses_hash
 from maxtext_lite.rl.rewards import Scores
 from maxtext_lite.rl.rollout import Response
@@ -36,6 +42,20 @@ def test_equal_rewards_have_no_advantage_and_the_largest_a_finite_one(scale):
     assert (np.sign(found) == [1, -1, 1, -1]).all()
 
 
+@pytest.mark.parametrize("scale", ["group", "none"])
+def test_unscored_responses_have_no_part_in_the_advantages_of_the_others(scale):
+    nan = np.nan
+    rewards = np.array([1, nan, 4, 2, nan, nan, nan, 3.0, nan, nan, nan, nan])
+    found = group_advantages(rewards, 4, scale)
+    scored = group_advantages(np.array([1, 4, 2.0]), 3, scale)
+    np.testing.assert_allclose(found[[0, 2, 3]], scored, rtol=1e-6)
+    assert not found[[1, 4, 5, 6, 7, 8, 9, 10, 11]].any()
+    assert equal_groups_fraction(rewards, 4) == 2 / 3
+    deviation = statistics.stdev([1, 4, 2])
+    assert mean_deviation(rewards, 4) == pytest.approx(deviation)
+    assert np.isnan(mean_deviation(np.full(4, nan), 4))
+
+
 PROMPTS = (
     Prompt(5, "2+3=", (50, 43, 51, 61), {"answer": "5"}),
     Prompt(9, "1=", (49, 61), {"answer": "1"}),
@@ -48,10 +68,13 @@ RESPONSES = (
 )
 
 
+NONE_FAILED = np.zeros(4, bool)
+
+
 def chunk():
     total = np.array([1.0, 0.0, 0.5, 0.5])
     prompts = [PROMPTS[0], PROMPTS[0], PROMPTS[1], PROMPTS[1]]
-    scores = Scores(total, {"m:a": total, "b": np.arange(4.0)}, 3, ("a said no",))
+    scores = Scores(total, {"m:a": total, "b": np.arange(4.0)}, NONE_FAILED, 3, ["no"])
     return Chunk.judged(
         Sampled(prompts, RESPONSES, "wxyz"),
         scores,
@@ -81,6 +104,30 @@ def test_a_row_is_the_prompt_and_the_response_and_only_the_response_has_weight()
     assert "rollout_log_probabilities" not in chunk().rows(5, 8)
 
 
+def test_an_unscored_response_has_no_target_and_no_part_in_the_means():
+    """Of the second response, which fails, and the third, which no function scores."""
+    pairs = chunk()
+    total = np.array([1.0, np.nan, np.nan, 0.5])
+    of_name = {"m:a": np.array([1.0, 0.25, np.nan, np.nan]), "b": total}
+    scores = Scores(total, of_name, np.array([False, True, False, False]), 1, ["no"])
+    pairs = Chunk.judged(
+        pairs.sampled, scores, num_generations=2, scale_rewards="group"
+    )
+    rows = pairs.rows(4, 8)
+    assert rows["weights"].sum(axis=2).tolist() == [[2, 0, 0, 1]]
+    assert (rows["segments"] > 0).any(axis=2).all()
+    assert not rows["advantages"].any()
+    record = batch_record([pairs])
+    assert record["reward"] == 0.75
+    assert (record["rewards/a"], record["rewards/b"]) == (0.625, 0.75)
+    assert record["unscored_fraction"] == 0.5
+    assert record["equal_reward_groups"] == 1
+    assert np.isnan(record["reward_std"])
+    line = json.loads(record_text(pairs.lines(1)[1]))
+    assert (line["reward"], line["advantage"]) == (None, 0)
+    assert line["rewards"] == {"a": 0.25, "b": None}
+
+
 def test_the_record_of_a_batch_whatever_its_chunks():
     whole, twice = batch_record([chunk()]), batch_record([chunk(), chunk()])
     assert whole == {
@@ -88,6 +135,7 @@ def test_the_record_of_a_batch_whatever_its_chunks():
         "reward_std": pytest.approx(np.sqrt(0.5) / 2),  # of (1, 0) over n - 1, and 0
         "rewards/a": 0.5,
         "rewards/b": 1.5,
+        "unscored_fraction": 0.0,
         "equal_reward_groups": 0.5,
         "reward_errors": 3,
         "response_tokens": 7 / 4,
@@ -111,11 +159,28 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_response():
 
 def test_an_evaluation_counts_as_correct_what_the_first_function_does():
     first, second = np.array([1.0, 0, 0, 1]), np.array([1.0, 1, 0, 0])
-    scores = Scores(first + second, {"exact_answer": first, "format": second}, 2, ())
+    by_name = {"exact_answer": first, "format": second}
+    scores = Scores(first + second, by_name, NONE_FAILED, 2, [])
     assert held_out_record(scores, [3, 1, 1, 3], 1) == {
         "eval_reward": 1.0,
         "eval_accuracy": 0.5,
         "eval_prompts": 4,
         "eval_response_tokens": 2.0,
+        "eval_unscored_fraction": 0.0,
         "eval_reward_errors": 2,
     }
+
+
+def test_an_evaluation_leaves_out_what_was_not_scored():
+    """Two prompts with three responses each; one of them has a single scored response, which is right."""
+    total = np.array([1.0, 0, np.nan, np.nan, 1.0, np.nan])
+    scores = Scores(total, {"exact_answer": total}, np.isnan(total), 3, [])
+    found = held_out_record(scores, [1] * 6, 3)
+    assert found["eval_reward"] == found["eval_accuracy"] == 2 / 3
+    assert found["eval_pass_at_2"] == 1.0
+    assert np.isnan(found["eval_pass_at_3"])
+    assert found["eval_unscored_fraction"] == 0.5
+    nothing = Scores(
+        total * np.nan, {"exact_answer": total * np.nan}, np.ones(6, bool), 6, []
+    )
+    assert "no response" in held_out_text(held_out_record(nothing, [1] * 6, 3))

@@ -19,7 +19,13 @@ from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data.prompts import Prompt
 from maxtext_lite.rl.reward_functions import number_in, shipped
 from maxtext_lite.rl.reward_worker import Functions
-from maxtext_lite.rl.rewards import RewardError, Rewards, _Worker
+from maxtext_lite.rl.rewards import (
+    Completion,
+    RewardError,
+    Rewards,
+    Scores,
+    _Worker,
+)
 from tests.source_tree import REPOSITORY
 
 
@@ -67,6 +73,11 @@ not_one = 5
 def everything(**given): return [len(given)] * len(given["completions"])
 def missing(completions, nothing): return [0] * len(completions)
 def mixed(completions): return [True, None]
+def wrong(completions): return ["5", [], 2 + 1j, float("nan"), judge][: len(completions)]
+def optional(completions, nothing=0, *more, level=1): return [nothing + level[0]] * len(completions)
+def near(completion, **others): return [0] * len(completion)
+def behind(completions, /): return [0] * len(completions)
+def ids(prompt_ids, completion_ids): return [len(p) + 10 * len(c) for p, c in zip(prompt_ids, completion_ids)]
 def huge(completions): return (10**400, float("-inf"))
 def text(completions): return "ab"
 def short(completions): return [1.0]
@@ -121,32 +132,35 @@ def working_directory(directory, monkeypatch):
         ("m:judge.__call__", [1, 2]),
         ("m:everything", [4, 4]),
         ("m:mixed", [1, None]),
-        ("m:huge", [float("inf"), float("-inf")]),
+        ("m:wrong", ["returned a str, not a number", "returned a list, not a number"]),
+        ("m:optional", [1, 1]),
+        ("m:huge", ["returned inf", "returned -inf"]),
         ("m:takes_all", [1, 2]),
         ("exact_answer", [0, None]),
-        ("m:missing", None),
         ("m:text", None),
         ("m:short", None),
         ("m:raises", None),
     ],
 )
 def test_what_a_function_says(name, rewards):
-    functions = Functions([name], "")
+    given = {"prompts": ["P", "PP"], "completions": ["a", "bb"]}
+    given |= {"answer": ["x", None], "level": [1, 2]}
+    functions = Functions([name], "", list(given))
     assert functions.problems == []
-    reply = functions.rewards(
-        name, ["P", "PP"], ["a", "bb"], {"answer": ["x", None], "other": [1, 2]}
-    )
+    reply = functions.rewards(name, given)
     if rewards is None:
-        assert reply.keys() == {"error"}
+        assert reply.keys() == {"error", "traceback"}
         assert reply["error"].isprintable()
+        assert ("raise ValueError" in reply["traceback"]) == (name == "m:raises")
     else:
         assert reply == {"rewards": rewards}
 
 
 def test_what_cannot_be_called_is_said_of_all_at_once(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    wrong = ["m:jugde", "no_such:f", "broken:f", "leaves:f", "m:not_one"]
-    *found, package = Functions([*wrong, "m:judge", "math_verify"], "").problems
+    wrong = ["m:jugde", "no_such:f", "broken:f", "leaves:f", "m:not_one", "m:Judge"]
+    names = [*wrong, "m:judge", "math_verify"]
+    *found, package = Functions(names, "", ["completions"]).problems
     assert [problem.split(": ")[0] for problem in found] == [
         f"reward_functions={name}" for name in wrong
     ]
@@ -154,10 +168,27 @@ def test_what_cannot_be_called_is_said_of_all_at_once(monkeypatch):
     assert "maxtext-lite[math]" in package
 
 
-def rewards(*overrides):
-    return Rewards(
-        load_config(REPOSITORY / "configs" / "post_train" / "rl.yml", overrides)
-    )
+def test_a_function_that_needs_what_nobody_gives_is_refused():
+    for name, words in {
+        "m:missing": ["'nothing'", "completions, answer"],
+        "m:near": ["'completion'", "Did you mean 'completions'"],
+        "m:behind": ["'completions'", "by position"],
+        "m:ids": ["'prompt_ids'"],
+    }.items():
+        (problem,) = Functions([name], "", ["completions", "answer"]).problems
+        assert all(word in problem for word in words), problem
+    assert not Functions(["m:missing"], "", ["completions", "nothing"]).problems
+
+
+def rewards(*overrides, fields=("answer", "level")):
+    file = REPOSITORY / "configs" / "post_train" / "rl.yml"
+    return Rewards(load_config(file, overrides), fields)
+
+
+def judged(judge, prompts, texts, *unit):
+    """The scores of texts, whose tokens are as many as their characters."""
+    completions = [Completion(text, f"<{text}>", range(len(text))) for text in texts]
+    return judge.of(prompts, completions, *unit)
 
 
 def prompts(*fields):
@@ -167,7 +198,7 @@ def prompts(*fields):
     ]
 
 
-ASKED = {"prompts": ["p"], "completions": ["c"], "fields": {}}
+ASKED = {"arguments": {"prompts": ["p"], "completions": ["c"]}}
 ANSWERS = prompts({"answer": "5"}, {"answer": "7", "level": 2}, {}, {"answer": "1/2"})
 
 
@@ -175,8 +206,8 @@ def test_nothing_but_answers_goes_out_and_signals_end_nothing(capfd):
     with rewards("reward_functions=m:prints,m:judge") as judge:
         for number in (signal.SIGINT, signal.SIGTERM):
             os.kill(judge._worker._popen.pid, number)
-        assert judge.of(ANSWERS[:1], ["c"]).total.tolist() == [1]
-        assert judge.of(ANSWERS[:1], ["dd"]).total.tolist() == [2]
+        assert judged(judge, ANSWERS[:1], ["c"]).total.tolist() == [1]
+        assert judged(judge, ANSWERS[:1], ["dd"]).total.tolist() == [2]
     out, errors = capfd.readouterr()
     assert out == ""
     assert errors.splitlines() == ['{"rewards": [7]}', "written", "echoed"] * 2
@@ -217,32 +248,33 @@ def _is_running(process):
 @pytest.mark.fast
 def test_the_sum_is_weighted_and_texts_arrive_as_they_are():
     with rewards(
-        "reward_functions=numeric_answer, m:judge,m:asked,format",
-        "reward_weights=2,-0.5,1,0",
-        "reward_format=[0-9]*",
+        "reward_functions=numeric_answer, m:judge,m:asked,format,m:ids",
+        "reward_weights=2,-0.5,1,0,0",
+        "reward_format=<is [0-9]*>",
     ) as judge:
-        scores = judge.of([*ANSWERS[:2], ANSWERS[3]], ["is 5", "is 8!", "0.5"])
+        scores = judged(judge, [*ANSWERS[:2], ANSWERS[3]], ["is 5", "is 8!", "0.5"])
         assert {name: found.tolist() for name, found in scores.by_name.items()} == {
             "numeric_answer": [1, 0, 1],
             "m:judge": [4, 5, 3],
             "m:asked": [1.5, 4, 4.5],  # keys that a line lacks are None there
-            "format": [0, 0, 0],
+            "format": [1, 0, 0],  # which sees special tokens, whatever the others see
+            "m:ids": [41, 51, 31],
         }
         assert scores.total.tolist() == [2 - 2 + 1.5, -2.5 + 4, 2 - 1.5 + 4.5]
         assert (scores.errors, scores.messages) == (0, [])
-        assert judge.of([], []).total.shape == (0,)
+        assert judged(judge, [], []).total.shape == (0,)
         # More than a pipe holds.
-        texts = ["x" * 3_000_000, "é東\u2028\n\ud800", "", "\0"]
-        found = judge.of(ANSWERS, texts).by_name["m:judge"]
-        assert found.tolist() == [3_000_000, 5, 0, 1]
+        texts = ["x" * 300_000, "é東\u2028\n\ud800", "", "\0"]
+        found = judged(judge, ANSWERS, texts).by_name["m:judge"]
+        assert found.tolist() == [300_000, 5, 0, 1]
 
 
-FAILURES = {"backtrack": 4, "nan": 1, "none": 2, "huge": 2, "crash": 4}
+FAILURES = {"backtrack": 4, "nan": 1, "none": 0, "huge": 2, "crash": 4}
 
 
 @pytest.fixture(scope="module")
 def judges(directory):
-    """One that continues after a failure and one that stops."""
+    """Two that continue after a failure and one that stops."""
     keys = ("reward_functions=m:fails,m:judge", "reward_weights=1,10")
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         patch.chdir(directory)
@@ -252,40 +284,57 @@ def judges(directory):
                     *keys, f"reward_error={policy}", f"reward_timeout_seconds={seconds}"
                 )
             )
-            for policy, seconds in (("zero", 2), ("stop", 30))
+            for policy, seconds in (("unscored", 2), ("zero", 2), ("stop", 30))
         }
 
 
 @pytest.mark.parametrize("what", FAILURES)
-def test_what_fails_counts_nothing_and_the_run_goes_on_or_stops(what, judges):
-    count = FAILURES[what]
-    scores = judges["zero"].of(ANSWERS, [what, "b", "c", "d"])
+def test_what_fails_is_unscored_or_counts_nothing_or_stops_the_run(what, judges):
+    """What is left out with None is neither: the other function's reward remains."""
+    count, texts = FAILURES[what], [what, "b", "c", "d"]
     rest = [1e12, 1] if what == "huge" else [1] * (4 - count)
-    assert scores.by_name["m:fails"].tolist() == [0] * count + rest
-    assert scores.by_name["m:judge"].tolist() == [len(what), 1, 1, 1]
-    total = scores.by_name["m:fails"] + 10 * scores.by_name["m:judge"]
-    assert scores.total.tolist() == total.tolist()
-    assert scores.errors == count
-    (message,) = scores.messages
-    assert "m:fails" in message
-    if what != "backtrack":
-        with pytest.raises(RewardError, match=r"m:fails.*reward_error=zero"):
-            judges["stop"].of(ANSWERS, [what, "b", "c", "d"])
+    if what == "none":
+        rest[:2] = [np.nan, np.nan]
+    for policy, of_failed in {"unscored": np.nan, "zero": 0}.items():
+        if what == "backtrack" and policy == "zero":
+            continue  # it takes seconds
+        scores = judged(judges[policy], ANSWERS, texts)
+        want = np.array([of_failed] * count + rest)
+        np.testing.assert_array_equal(scores.by_name["m:fails"], want)
+        assert scores.by_name["m:judge"].tolist() == [len(what), 1, 1, 1]
+        total = np.nan_to_num(want) + 10 * scores.by_name["m:judge"]
+        if policy == "unscored":
+            total[:count] = np.nan
+        np.testing.assert_array_equal(scores.total, total)
+        assert scores.has_failed.tolist() == [True] * count + [False] * (4 - count)
+        assert scores.errors == count
+        assert len(scores.messages) == (count > 0)
+        assert all("m:fails" in message for message in scores.messages)
+    if count and what != "backtrack":
+        with pytest.raises(RewardError, match=r"m:fails.*reward_error=unscored"):
+            judged(judges["stop"], ANSWERS, texts)
     for each in judges.values():
-        after = each.of(ANSWERS[:2], ["a", "b"])
+        after = judged(each, ANSWERS[:2], ["a", "b"])
         assert (after.total.tolist(), after.errors) == ([11, 11], 0)
 
 
 def test_a_failure_costs_the_responses_to_one_prompt_however_many_a_call_has():
-    """Which pairs count 0 decides the update, and micro_batch_size must not."""
+    """Which pairs are unscored decides the update, and micro_batch_size must not."""
     asked = [prompt for prompt in ANSWERS for _ in range(2)]
     texts = ["1", "2", "3", "x", "5", "6", "7", "8"]
     with rewards("reward_functions=m:numbers") as judge:
         for pairs in (2, 8):
             calls = [slice(first, first + pairs) for first in range(0, 8, pairs)]
-            scores = [judge.of(asked[call], texts[call], 2) for call in calls]
+            scores = [judged(judge, asked[call], texts[call], 2) for call in calls]
             total = np.concatenate([each.total for each in scores])
-            assert total.tolist() == [1, 2, 0, 0, 5, 6, 7, 8]
+            want = [1, 2, np.nan, np.nan, 5, 6, 7, 8]
+            np.testing.assert_array_equal(total, want)
+            whole = Scores.joined(scores)
+            assert "ValueError: could not convert" in whole.traceback
+            assert "m.py" in whole.traceback.splitlines()[1]
+            again = Scores.from_json(json.loads(json.dumps(whole.to_json())))
+            np.testing.assert_array_equal(again.total, want)
+            np.testing.assert_array_equal(again.has_failed, np.isnan(want))
             assert sum(each.errors for each in scores) == 2
         assert len(scores[0].messages) == 1
 
@@ -297,13 +346,13 @@ def test_a_function_that_hangs_everywhere_takes_twice_its_time_not_more_for_more
     asked = _Worker.asked
 
     def timed(worker, request, limit):
-        (waited if "completions" in request else started).append(limit)
+        (waited if "arguments" in request else started).append(limit)
         return asked(worker, request, limit)
 
     monkeypatch.setattr(_Worker, "asked", timed)
     with rewards("reward_functions=m:numbers", "reward_timeout_seconds=1") as judge:
-        scores = judge.of(ANSWERS, ["hang"] * 4, 2)
-    assert (scores.total.tolist(), scores.errors) == ([0] * 4, 4)
+        scores = judged(judge, ANSWERS, ["hang"] * 4, 2)
+    assert (scores.is_scored.any(), scores.errors) == (False, 4)
     assert len(waited) == 3
     assert sum(waited) <= 2.001
     first, restart, last = started  # restarts together have the time of one start

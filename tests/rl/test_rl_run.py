@@ -24,6 +24,12 @@ def test_devices_are_shared_out_and_slots_fit_those_that_sample(tmp_path, config
         assert rl.eval_sampling.temperature == 0
 
 
+def said(rl, token_ids, ended):
+    response = Response(token_ids, [0] * len(token_ids), ended)
+    prompt = Prompt(0, "1=", (49, 61), {}, is_plain=True)
+    return rl.text_of(prompt, response, skip_special_tokens=True)
+
+
 def test_a_response_ends_at_end_of_text_and_where_its_models_files_say(
     tmp_path, config_of
 ):
@@ -36,10 +42,7 @@ def test_a_response_ends_at_end_of_text_and_where_its_models_files_say(
             open_rl_run(config_of(tmp_path, f"run_name={name}"))
         ) as rl:
             assert rl.stop_token_ids == stop
-            prompt = Prompt(0, "1=", (49, 61), {}, is_plain=True)
-            for tokens, ended in (([49, 50, 256], True), ([49, 50], False)):
-                response = Response(tokens, [0] * len(tokens), ended)
-                assert rl.text_of(prompt, response) == "12"
+            assert said(rl, [49, 50, 256], True) == said(rl, [49, 50], False) == "12"
 
 
 @pytest.mark.fast

@@ -11,6 +11,7 @@ import pytest
 from maxtext_lite.config import UserError
 from maxtext_lite.rl import rollout_steps
 from maxtext_lite.rl.advantages import group_advantages
+from maxtext_lite.rl.rewards import RewardError
 from maxtext_lite.rl.rollout import LocalEngine
 from maxtext_lite.rl.rollout_steps import train_rl
 from maxtext_lite.train_rl import main
@@ -62,12 +63,16 @@ def test_every_pair_is_written_down(whole):
     for first in range(0, len(pairs), 4):
         group = pairs[first : first + 4]
         assert len({pair["prompt"] for pair in group}) == 1
-        rewards = np.array([pair["reward"] for pair in group])
+        rewards = np.array([pair["reward"] for pair in group], np.float64)
         assert [pair["advantage"] for pair in group] == pytest.approx(
             group_advantages(rewards, 4, "group"), abs=1e-6
         )
-    mean = np.mean([pair["reward"] for pair in pairs[:16]])
-    assert steps(whole.run_directory)[0]["reward"] == pytest.approx(mean)
+    rewards = np.array([pair["reward"] for pair in pairs[:16]], np.float64)
+    found = steps(whole.run_directory)[0]
+    assert found["reward"] == pytest.approx(np.nanmean(rewards))
+    assert found["unscored_fraction"] == np.mean(np.isnan(rewards)) > 0
+    tokens = [pair["tokens"] for pair in pairs[:16] if pair["reward"] is not None]
+    assert found["target_tokens"] == sum(tokens)
 
 
 def stopped_after(monkeypatch, num_steps):
@@ -91,12 +96,15 @@ def stopped_after(monkeypatch, num_steps):
     monkeypatch.setattr(loop, "Stop", StopAfter)
 
 
-# A module of the working directory, as a user's own rewards are. With a file `mute` it fails.
+# A module of the working directory, as a user's own rewards are. The file `mute` says what it does instead.
 JUDGE = """
 import pathlib
 def low_bytes(completions):
-    if pathlib.Path("mute").exists():
+    text = pathlib.Path("mute").read_text() if pathlib.Path("mute").exists() else ""
+    if text == "raise":
         raise RuntimeError("no opinion")
+    if text == "none":
+        return [None] * len(completions)
     return [sum(character < "@" for character in text) / max(len(text), 1) for text in completions]
 """
 
@@ -171,43 +179,52 @@ def failing(completions):
     raise RuntimeError("no opinion")
 
 
-def test_a_reward_that_fails_counts_nothing_and_with_lora_the_reference_is_the_frozen_model(
+def test_a_batch_without_rewards_is_skipped_two_failures_end_the_run_and_with_lora_the_reference_is_the_frozen_model(
     tmp_path, config_of, monkeypatch, capsys, one_device
 ):
-    """Rewards fail for two batches. A long run writes the responses of the first batch, of those whose steps have a
-    line on the terminal, and of the last. The kernels are checked before the first gradient."""
+    """Rewards fail for one batch and leave out the next; later they fail for two batches. A long run writes the
+    responses of the first batch, of those whose steps have a line on the terminal, and of the last. The kernels are
+    checked before the first gradient."""
     monkeypatch.setattr(rollout_steps, "_EQUAL_BATCHES", 2)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "judge.py").write_text(JUDGE)
-    (tmp_path / "mute").touch()
+    (tmp_path / "mute").write_text("raise")
     seen = []
 
     class Seen(Callback):
         def after_step(self, step, record, state):
             seen.append((step, record["loss"]))
+            if step == 2:
+                (tmp_path / "mute").write_text("none")
             if step == 4:
                 (tmp_path / "mute").unlink()
+            if step == 10:
+                (tmp_path / "mute").write_text("raise")
 
-    words = [*BATCH.split(), "lora_rank=2", "steps=10", "log_period=6"]
+    words = [*BATCH.split(), "lora_rank=2", "steps=14", "log_period=6"]
     words += ["eval_interval=-1", "enable_checkpointing=false", "num_vocab_tiling=2"]
     words.append("reward_functions=judge:low_bytes")
-    result = train_rl(config_of(tmp_path, *words), callbacks=[Seen()])
-    found = steps(result.run_directory)
-    line, equal = found[0], "in the last 2 batches all responses to the same prompt"
-    assert (line["reward"], line["reward_errors"], line["equal_reward_groups"]) == (
-        0,
-        16,
-        1,
-    )
-    assert line["grad_norm"] == pytest.approx(0, abs=1e-6)  # of the KL divergence
-    assert capsys.readouterr().out.count(equal) == 1
+    config = config_of(tmp_path, *words)
+    with pytest.raises(RewardError, match=r"two batches .*RuntimeError: no opinion"):
+        train_rl(config, callbacks=[Seen()])
+    directory = tmp_path / config.run_name
+    found = steps(directory)
+    assert [line["step"] for line in found] == list(range(1, 13))
+    for line, errors in ((found[0], 16), (found[2], 0)):
+        assert line["reward"] is line["loss"] is line["kl"] is None
+        assert (line["reward_errors"], line["target_tokens"]) == (errors, 0)
+        assert line["unscored_fraction"] == line["equal_reward_groups"] == 1
+    assert [line["step"] for line in found if line["skipped"]] == [1, 2, 3, 4, 11, 12]
+    said = capsys.readouterr().out
+    assert said.count("in the last 2 batches no two responses") == 1
+    assert said.count("Traceback") == 1
     assert found[4]["kl"] == pytest.approx(0, abs=1e-7)
     assert 0 < found[5]["kl"] < found[7]["kl"]
-    assert not (result.run_directory / "reference").exists()
+    assert not (directory / "reference").exists()
     assert seen == [(line["step"], line["loss"]) for line in found]
-    pairs = lines(result.run_directory, "rollouts.jsonl")
-    assert {pair["step"] for pair in pairs} == {1, 5, 9}
-    about = json.loads((result.run_directory / "environment.json").read_text())
+    pairs = lines(directory, "rollouts.jsonl")
+    assert {pair["step"] for pair in pairs} == {1, 5, 11, 13}
+    about = json.loads((directory / "environment.json").read_text())
     (errors,) = about["kernels"].values()
     assert errors.keys() == {"result", "dx", "dhead"}
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from maxtext_lite.config import UserError, load_config
+from maxtext_lite.evaluate import main as evaluate
 from maxtext_lite.training import dpo_reference, train
 from maxtext_lite.training.dpo_reference import FILE
 from tests.training.conftest import TINY, lines_of
@@ -106,6 +107,31 @@ def test_with_adapters_the_reference_is_the_model_without_them_and_packed_pairs_
         np.testing.assert_allclose(
             packed, apart, rtol=1e-5
         )  # of the same pairs by the same seed
+
+
+def test_each_of_several_held_out_sets_has_its_reference_and_its_loss(
+    trained, whole, capsys
+):
+    """Of the pairs that the other run holds out, once more under two names; and of their file by the command."""
+    first = whole[0].run_directory
+    path = first.parent / "last.jsonl"
+    lines = (first.parent / "pairs.jsonl").read_text().splitlines()
+    path.write_text("\n".join(lines[-12:]))
+    sets = f"[{{path: {path}, name: one}}, {{path: {path}, name: two}}]"
+    words = ["steps=1", "eval_interval=1", "warmup_steps=0"]
+    words += [f"eval_dataset_path={sets}", f"load_parameters_path={first}"]
+    result, (*_, evaluation) = trained("sets", *words)
+    loss = pytest.approx(evaluation["eval_loss"], rel=1e-12)
+    assert evaluation["eval_losses"] == {"one": loss, "two": loss}
+    assert evaluation["eval_pairs"] == 24
+    assert evaluate([str(result.run_directory), f"data={path}", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["loss"] == pytest.approx(evaluation["eval_loss"], rel=1e-6)
+    assert found["loss"] != pytest.approx(np.log(2), rel=1e-3)
+    assert found["examples"] == 12
+    assert 2 * found["target_tokens"] == evaluation["eval_target_tokens"]
+    with pytest.raises(UserError, match="load_parameters_path"):
+        evaluate([str(first), f"data={path}"])
 
 
 @pytest.mark.fast

@@ -68,7 +68,7 @@ def paths_of_model(config: RunConfig) -> list[str]:
       UserError: a path is in a bucket that cannot be read.
     """
     run = f"{config.base_output_directory}/{config.run_name}"
-    resumes = steps_in(any_path(run, "base_output_directory") / "checkpoints")
+    resumes = not config.starts_over and steps_in(any_path(run, "base_output_directory") / "checkpoints")
     return [path for path in (config.load_parameters_path, f"{run}/hf" if resumes else "") if path]
 
 

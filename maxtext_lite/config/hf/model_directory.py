@@ -1,5 +1,6 @@
 """The config for the model of a directory, made by a run or from elsewhere."""
 
+import dataclasses
 import glob
 from collections.abc import Sequence
 from pathlib import Path
@@ -99,7 +100,8 @@ def _found(path: str | SourceList, there: Path) -> str | SourceList:
     The same goes for each path of a list of sources.
     """
     if isinstance(path, SourceList):
-        return SourceList(tuple(each.model_copy(update={"path": _found(each.path, there)}) for each in path.entries))
+        entries = tuple(each.model_copy(update={"path": _found(each.path, there)}) for each in path.entries)
+        return dataclasses.replace(path, entries=entries)
     place = user_path(path)
     if not path or place.is_absolute() or is_bucket(path) or is_there(place) or _matches(path):
         return path
