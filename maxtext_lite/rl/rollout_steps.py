@@ -270,7 +270,8 @@ class RolloutSteps:
 
     def _log_pairs(self, step: int, chunks: Sequence[Chunk]) -> None:
         """Writes the responses of the first batch, and of each batch with a line on the terminal."""
-        period, last_of_batch = self._config.log_period, step + self._config.num_iterations - 1
+        period = self._run.plan.period_steps(self._config.log_period)
+        last_of_batch = step + self._config.num_iterations - 1
         has_line = last_of_batch // period > (step - 1) // period or last_of_batch == self._run.plan.steps
         if self._rollouts and (has_line or step == 1):
             for line in (line for chunk in chunks for line in chunk.lines(step)):

@@ -184,7 +184,7 @@ def train_run(
     Args:
       signals: of the run that this one starts again; None: it is the first.
     """
-    terminal = Terminal(log_period=run.config.log_period, quiet=not run.is_first)
+    terminal = Terminal(log_period=run.plan.period_steps(run.config.log_period), quiet=not run.is_first)
     with contextlib.ExitStack() as open_things:
         open_things.enter_context(jax.default_matmul_precision(run.config.matmul_precision))
         open_things.enter_context(jax.set_mesh(run.mesh))
@@ -319,8 +319,9 @@ class _Loop:
     def _pause(self, state: TrainState, step: int, *, stops: bool, is_last: bool) -> tuple[bool, bool]:
         """Evaluates and saves what is due after this step; returns whether the run stops, or a callback ends it."""
         run, config = self.run, self.run.config
-        saves = run.checkpointer is not None and (step % config.checkpoint_period == 0 or is_last)
-        evaluates = self.evaluates and (step % config.eval_interval == 0 or is_last)
+        period = run.plan.period_steps
+        saves = run.checkpointer is not None and (step % period(config.checkpoint_period) == 0 or is_last)
+        evaluates = self.evaluates and (step % period(config.eval_interval) == 0 or is_last)
         if not (saves or evaluates or stops or is_last):
             return stops, False
         # All steps are on record before the checkpoint: a restart only appends.
