@@ -15,6 +15,7 @@ from maxtext_lite.parallel.cluster import ProcessInfo, process_info
 from maxtext_lite.parallel.coordination import CoordinationStore, coordinator_address, watched_arguments
 from maxtext_lite.process.progress import EXIT_HANGS
 from maxtext_lite.process.roll_call import NotAllCame, RollCall
+from maxtext_lite.process.status_line import status_line
 from maxtext_lite.process.watchdog import watchdog
 from maxtext_lite.xla.compiler_flags import installed_compilers, set_compiler_flags, set_gpu_memory
 
@@ -47,7 +48,9 @@ def start_devices(*, timeout_seconds: float = 300) -> list[Any]:
         found = process_info(os.environ, on_tpu=_uses_tpu())
         if found is not None:
             _join_the_others(found, timeout_seconds)
-    return jax.devices()
+    devices = jax.devices()
+    status_line.is_first = jax.process_index() == 0
+    return devices
 
 
 def accelerator_of(device: Any) -> Accelerator:

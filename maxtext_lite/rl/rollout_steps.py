@@ -13,6 +13,7 @@ from maxtext_lite.config import RLRunConfig
 from maxtext_lite.data import example_ids
 from maxtext_lite.parallel import sharding
 from maxtext_lite.process.phases import phases
+from maxtext_lite.process.status_line import status_line
 from maxtext_lite.process.watchdog import watchdog
 from maxtext_lite.rl.held_out import HeldOutResponses
 from maxtext_lite.rl.log_probabilities import Reference, make_log_probabilities
@@ -44,6 +45,7 @@ Result = TypeVar("Result")
 Judged = tuple[Sampled, Verdict]
 
 
+@status_line.shown()
 def train_rl(config: RLRunConfig, *, callbacks: Sequence[Callback] = ()) -> RunResult:
     """Trains to `config.steps`, from the newest checkpoint of the run directory if there is one.
 

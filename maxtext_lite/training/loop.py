@@ -20,6 +20,7 @@ from maxtext_lite.data.mixture_of_run import nothing_left
 from maxtext_lite.models import Decoder, DecoderShape
 from maxtext_lite.parallel import Pipeline
 from maxtext_lite.process.phases import phases
+from maxtext_lite.process.status_line import status_line
 from maxtext_lite.process.watchdog import watchdog
 from maxtext_lite.training.callbacks import Callback
 from maxtext_lite.training.checkpoint import Counts
@@ -116,6 +117,7 @@ class RunResult:
     state: TrainState
 
 
+@status_line.shown()
 def train(
     config: Config,
     *,
