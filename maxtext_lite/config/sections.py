@@ -72,6 +72,7 @@ class RunConfig(Section):
     profiler_steps: StepsToTrace
     log_to: TrackerNames
     prometheus_port: Port
+    prometheus_host: Name
     hang_timeout_seconds: HangTimeout
 
 
