@@ -64,7 +64,9 @@ class StatusLine:
         work, step, seconds = self._watched.work
         if work == "start-up":
             is_read = "data" in self._watched.start_up
-            what = "loading or initializing the model" if is_read else "opening the run, reading and tokenizing its data"
+            what = (
+                "loading or initializing the model" if is_read else "opening the run, reading and tokenizing its data"
+            )
         else:
             what = _WORK[work].format(step)
         return f"{what}: {seconds:,.0f} s so far"
