@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,13 +13,24 @@ from maxtext_lite.cli import ArgumentParser, run_command, whole_number
 from maxtext_lite.config import Config, ConfigError, Refusal, UserError, load_config, packaged_directory, parse_value
 from maxtext_lite.config.errors import full_text, setting_text, value_text
 from maxtext_lite.config.files import LARGEST_FILE, keys_twice
-from maxtext_lite.config.maxtext import Translation, maxtext_defaults, translate
+from maxtext_lite.config.maxtext import Translation, maxtext_defaults, reason_without_effect, translate
 from maxtext_lite.config.yaml_text import YamlValue, parse_mapping
 
 _MOST_BASES = 16
 _MOST_DEVICES = 1_000_000
 _SECTIONS = ("dpo", "lora")  # of MaxText's keys, whose keys are unique without them
-_STARTS = re.compile(r"-|.*\.ya?ml|[A-Za-z_][\w.]*=.*|--(devices|help|version).*|-h", re.DOTALL)
+_STARTS = re.compile(r"-|.*\.ya?ml|[A-Za-z_][\w.]*=.*|--(devices|ignore-unknown|help|version).*|-h", re.DOTALL)
+_TRAINERS: dict[str, dict[str, Any]] = {  # by the end of the module's name: MaxText's file where a command names none
+    "train_sft": {
+        "use_sft": True,
+        "sft_train_on_completion_only": True,
+        "learning_rate": 2e-5,
+        "dataset_type": "hf",
+    },
+    "train_dpo": {"use_dpo": True, "packing": False, "learning_rate": 5e-7, "dataset_type": "hf"},
+    "train_rl": {"rl": {}},
+    "train_distill": {"student_overrides": {"model_name": ""}},
+}
 _NEEDS: dict[str, tuple[str, object]] = {  # keys without a meaning while another has this value
     "diloco_": ("enable_diloco", False),
     "load_balance_loss_weight": ("num_experts", 1),
@@ -41,12 +53,20 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("words", nargs="*", metavar="[FILE_OR_-] [key=value ...]", help="of MaxText; -: stdin")
     parser.add_argument("--devices", type=whole_number, help="devices of the run, to round a batch as MaxText does")
+    parser.add_argument("--ignore-unknown", action="store_true", help="list keys that MaxText does not have as losses")
     start = next((i for i, word in enumerate(argv) if _STARTS.fullmatch(word)), 0)
     arguments = parser.parse_intermixed_args(argv[start:])
     if arguments.devices is not None and not 1 <= arguments.devices <= _MOST_DEVICES:
         message = f"--devices={value_text(arguments.devices)} must be from 1 to {_MOST_DEVICES}."
         raise UserError(str(Refusal("", message, (1 if arguments.devices < 1 else _MOST_DEVICES,))))
-    found = translate(_stated(arguments.words), num_devices=arguments.devices)
+    stated = _read(arguments.words, argv[:start])
+    found = translate(
+        stated.values,
+        num_devices=arguments.devices,
+        in_files=stated.in_files,
+        in_base_files=stated.in_base_files,
+        ignore_unknown=arguments.ignore_unknown,
+    )
     said = {key: setting_text(value) for key, value in found.values.items()}
     problems: tuple[str, ...] = ()
     try:
@@ -59,29 +79,64 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _stated(words: Sequence[str]) -> dict[str, Any]:
-    """The MaxText keys of the file, of its base configs, and of the command line, which wins."""
-    found: dict[str, Any] = {}
+@dataclass
+class _Stated:
+    """MaxText's keys as files and a command line state them, and which of them come from files."""
+
+    values: dict[str, Any] = field(default_factory=dict[str, Any])
+    in_files: set[str] = field(default_factory=set[str])
+    in_base_files: set[str] = field(default_factory=set[str])
+
+    def add(self, key: str, stated: YamlValue, *, is_file: bool = False, is_base: bool = False) -> None:
+        """Adds a key, or the keys of a section: dpo.dpo_beta is dpo_beta. 007 stays text for a text key."""
+        defaults = maxtext_defaults()
+        if isinstance(stated.value, Mapping) and key in _SECTIONS:
+            for part, value in cast("Mapping[str, object]", stated.value).items():
+                self.add(part, YamlValue(value, None), is_file=is_file, is_base=is_base)
+            return
+        section, _, rest = key.partition(".")
+        key = rest if section in _SECTIONS and rest else key
+        value = stated.value
+        if isinstance(value, str) and re.fullmatch(r"[-+]?\d[\d_]*", value):
+            value = int(value)  # 10_000, which is text in YAML 1.2
+        if stated.text and isinstance(defaults.get(key), str):
+            value = stated.text
+        value = None if value == "None" else value
+        if is_base and key not in self.values and key in defaults and value == defaults[key]:
+            return
+        self.values[key] = value
+        for keys, belongs in ((self.in_files, is_file), (self.in_base_files, is_base)):
+            keys.add(key) if belongs else keys.discard(key)
+
+
+def _read(words: Sequence[str], command: Sequence[str]) -> _Stated:
+    """The keys of the file and of the files it is based on, and of the command line, which wins."""
+    found = _Stated()
     if words and "=" not in words[0]:
-        found, words = _file_values(words[0]), words[1:]
+        _read_file(found, words[0])
+        words = words[1:]
+    else:
+        trainer = next((part for part in _TRAINERS if any(word.endswith(f".{part}") for word in command)), "")
+        for key, value in _TRAINERS.get(trainer, {}).items():
+            found.add(key, YamlValue(value, None), is_file=True)
     for word in words:
         key, equals, text = word.partition("=")
         if not equals:
             raise UserError(f"'{value_text(word)}' is not of the form key=value.")
         try:
-            _add(found, key, parse_value(text))
+            found.add(key, parse_value(text))
         except ValueError as error:
             raise UserError(f"{key}={value_text(text)} {error}.") from None
     return found
 
 
-def _file_values(name: str, depth: int = 0) -> dict[str, Any]:
+def _read_file(found: _Stated, name: str, depth: int = 0) -> None:
     if depth > _MOST_BASES:
         raise UserError(f"{value_text(name)} is the base_config of itself.")
     path = Path(name)
     ours = packaged_directory("configs") / "base.yml"  # found when a MaxText command is given in our checkout
     if path.name == "base.yml" and (not path.exists() or path.resolve() == ours.resolve()):
-        return {}  # MaxText's own file of defaults
+        return  # MaxText's own file of defaults
     try:
         with contextlib.nullcontext(sys.stdin) if name == "-" else path.open(encoding="utf-8") as opened:
             text = opened.read(LARGEST_FILE + 1)
@@ -97,30 +152,15 @@ def _file_values(name: str, depth: int = 0) -> dict[str, Any]:
     if twice := keys_twice(stated, value_text(name)):
         raise UserError(twice)
     entries = dict(stated)
-    found: dict[str, Any] = {}
     base = entries["base_config"].text if "base_config" in entries else ""
     if base:  # relative to its own directory or one above
-        bases = [str(folder / base) for folder in path.parents]
-        found = _file_values(next((file for file in bases if Path(file).is_file()), bases[0]), depth + 1)
+        folders = path.absolute().parents
+        above = next((str(folder / base) for folder in folders if (folder / base).is_file()), "")
+        _read_file(found, above or str(path.parent / base), depth + 1)
+    is_base = depth > 0 or (path.name == "base.yml" and not base)
     for key, value in entries.items():
-        _add(found, key, value)
-    return found
-
-
-def _add(found: dict[str, Any], key: str, stated: YamlValue) -> None:
-    """Adds a key, or the keys of a section: dpo.dpo_beta is dpo_beta. Text such as 007 stays text for a text key."""
-    if isinstance(stated.value, Mapping) and key in _SECTIONS:
-        for part, value in cast("Mapping[str, object]", stated.value).items():
-            _add(found, part, YamlValue(value, None))
-        return
-    section, _, rest = key.partition(".")
-    key = rest if section in _SECTIONS and rest else key
-    value = stated.value
-    if isinstance(value, str) and re.fullmatch(r"[-+]?\d[\d_]*", value):
-        value = int(value)  # 10_000, which is text in YAML 1.2
-    if stated.text and isinstance(maxtext_defaults().get(key), str):
-        value = stated.text
-    found[key] = None if value == "None" else value
+        if base or not is_base or reason_without_effect(key) is None:  # of MaxText's own file most keys have no effect
+            found.add(key, value, is_file=True, is_base=is_base)
 
 
 def _lines(found: Translation, config: Config) -> list[str]:

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from maxtext_lite.cli import run_command, whole_number
 from maxtext_lite.config import UserError
 from maxtext_lite.config.bucket import local_copy
-from maxtext_lite.config.errors import did_you_mean, value_text
+from maxtext_lite.config.errors import did_you_mean, install_text, value_text
 from maxtext_lite.config.field_types import path_problem, wrong_value
 from maxtext_lite.config.hf.model_directory import directory_config
 from maxtext_lite.data.chat import ChatTemplate, chat_template
@@ -198,7 +198,7 @@ def main(argv: Sequence[str]) -> int:
       UserError: the harness is not installed, or a model's argument, its directory or an option of a task is wrong.
     """
     if importlib.util.find_spec("lm_eval") is None:
-        needed = "harness needs lm_eval: pip install 'maxtext-lite[harness]'."
+        needed = f"harness needs lm_eval: {install_text('harness')}."
         if {"-h", "--help"}.isdisjoint(argv):
             raise UserError(needed)
         print(f"{__doc__}\n{needed} It then lists its arguments.")

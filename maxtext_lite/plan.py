@@ -22,6 +22,7 @@ from maxtext_lite.batching import (
 )
 from maxtext_lite.batching.devices import Device, device_named
 from maxtext_lite.batching.elsewhere import changed_settings, done_in, moved, read_plan
+from maxtext_lite.batching.expected import expected, expected_rows
 from maxtext_lite.batching.ranking import check_machine
 from maxtext_lite.cli import (
     ArgumentParser,
@@ -86,10 +87,11 @@ def main(argv: Sequence[str]) -> int:
         print(json_text(move.to_json(), indent=2) if arguments.json else "\n".join(move.lines()))
         return 0
     mixture, sentences = _mixture(config, plan) if arguments.examples is None else ({}, [])
+    figures = expected(config, plan, device)
     if arguments.json:
-        print(json_text(plan.to_json() | mixture, indent=2))
+        print(json_text(plan.to_json() | mixture | {"prediction": figures}, indent=2))
         return 0
-    print("\n".join([format_plan(plan), *sentences]))
+    print("\n".join([format_plan(plan, expected_rows(figures)), *sentences]))
     return 0
 
 

@@ -67,10 +67,19 @@ make_venv() {
   run_and_forward_signals "$python" -m venv --clear "$venv"
 }
 
-# ensure_environment EXTRA...: installs the project in $venv with these extras and those of MAXTEXT_LITE_EXTRAS.
+# The extras that $venv has, or was about to get when an installation was interrupted.
+installed_extras() {
+  {
+    tail -n +2 "$venv/.maxtext_lite_installed" || true
+    cat "$venv/.maxtext_lite_installing" || true
+  } 2>/dev/null | sed '/^base$/d; /^$/d' | sort -u
+}
+
+# ensure_environment EXTRA...: installs the project in $venv with these extras, those of MAXTEXT_LITE_EXTRAS, and those
+# that it has.
 ensure_environment() {
   local extras extra wanted="" stamp installing have="" options=()
-  extras=$(printf '%s\n' "$@" "${MAXTEXT_LITE_EXTRAS:-}" | tr ',' '\n' | sed '/^$/d' | sort -u)
+  extras=$(printf '%s\n' "$@" "${MAXTEXT_LITE_EXTRAS:-}" "$(installed_extras)" | tr ',' '\n' | sed '/^$/d' | sort -u)
   stamp=$venv/.maxtext_lite_installed
   installing=$venv/.maxtext_lite_installing
 
@@ -102,12 +111,12 @@ ensure_environment() {
     # pip takes the half-written files of an interrupted install for installed ones: write everything again.
     if [ -f "$installing" ]; then options+=(--ignore-installed); fi
     if [ ! -t 1 ]; then options+=(--quiet); fi
-    touch "$installing"
+    printf '%s\n' "$extras" >"$installing"
     rm -f "$stamp"
     run_and_forward_signals "$venv_python" -m pip install ${options[@]+"${options[@]}"} --disable-pip-version-check \
       -c "$repository/constraints.txt" -e "$repository${extras:+[$(echo "$extras" | paste -sd, -)]}" 9<&- ||
       fail "the installation failed; the lines above say why. Run the same command again to continue."
-    printf '%s\n' "$checksum" base "$have" "$extras" | sed '/^$/d' >"$stamp.new"
+    printf '%s\n' "$checksum" base "$extras" | sed '/^$/d' >"$stamp.new"
     mv "$stamp.new" "$stamp"
     rm -f "$installing"
   fi

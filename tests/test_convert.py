@@ -41,7 +41,7 @@ def tensors(directory):
 
 @pytest.mark.fast
 def test_an_imported_model_is_a_run_directory_that_exports_what_it_was(
-    hf, imported, tmp_path
+    hf, imported, tmp_path, capsys
 ):
     config = load_config(imported / "config.yml")
     assert (config.base_emb_dim, config.vocab_size) == (32, VOCABULARY)
@@ -56,6 +56,18 @@ def test_an_imported_model_is_a_run_directory_that_exports_what_it_was(
     assert main(["export", str(imported), str(halved), "weight_dtype=bfloat16"]) == 0
     assert {str(x.dtype) for x in tensors(halved).values()} == {"bfloat16"}
     assert hf_config(halved).weight_dtype == "bfloat16"
+    # A model that is trained in float32 goes back to the format that it came in, unless another is asked for.
+    wide = tmp_path / "wide"
+    assert main(["import", str(halved), str(wide), "weight_dtype=float32"]) == 0
+    for number, (words, dtype) in enumerate(
+        (([], "bfloat16"), (["weight_dtype=float32"], "float32"))
+    ):
+        capsys.readouterr()
+        assert main(["export", str(wide), str(tmp_path / str(number)), *words]) == 0
+        assert f"in {dtype}" in capsys.readouterr().out
+        assert {str(x.dtype) for x in tensors(tmp_path / str(number)).values()} == {
+            dtype
+        }
 
 
 def greedy(directory, capsys, *more):

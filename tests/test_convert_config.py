@@ -55,3 +55,43 @@ def test_stdin_is_a_file_and_devices_round_as_maxtext_does(converted, monkeypatc
     monkeypatch.setattr("sys.stdin", io.StringIO("per_device_batch_size: 0.3\n"))
     config, _ = converted("-", "--devices", "8")
     assert make_plan(config, num_devices=8).global_batch_to_train == 2
+
+
+def test_a_named_model_wins_over_maxtext_s_files_and_the_command_line_over_it(
+    converted, tmp_path
+):
+    """MaxText merges its base file, the user's file, the model's file and the command line in this order."""
+    base = "model_name: default\nbase_emb_dim: 2048\nbase_num_decoder_layers: 16\ndecoder_block: llama2\nnew_key: 1\n"
+    (tmp_path / "base.yml").write_text(base)
+    file = tmp_path / "mine.yml"
+    file.write_text(
+        "base_config: base.yml\nmodel_name: llama3-70b\nbase_num_decoder_layers: 5\nnewer_key: 2\n"
+    )
+    config, text = converted(
+        str(file), "--ignore-unknown", "vocab_size=128000", "override_model_config=true"
+    )
+    assert (config.base_emb_dim, config.base_num_decoder_layers, config.vocab_size) == (
+        8192,
+        80,
+        128000,
+    )
+    lost, _, notes = text.rpartition("# No equivalent")[2].partition("# Notes")
+    assert "new_key=1" in lost
+    assert "newer_key=2" in lost
+    assert "base_num_decoder_layers=5" in notes
+    config, text = converted(
+        str(tmp_path / "base.yml"), "model_name=llama3.1-8b-Instruct"
+    )
+    assert (config.base_emb_dim, config.base_num_decoder_layers) == (4096, 32)
+    assert "new_key=1" in text
+
+
+def test_a_trainer_without_a_file_has_its_own_defaults(converted):
+    config, _ = converted(
+        "maxtext.trainers.post_train.sft.train_sft", "model_name=qwen3-0.6b", "steps=9"
+    )
+    assert (config.dataset_type, config.learning_rate, config.tokenizer_type) == (
+        "sft",
+        2e-5,
+        "huggingface",
+    )

@@ -184,3 +184,35 @@ def test_both_batch_keys_are_found_and_the_line_plans_what_was_found(printed, pl
     assert found["memory"]["total"] == first["memory"] <= found["memory"]["limit"]
     for key in ("mesh", "per_device_batch_size", "gradient_accumulation_steps"):
         assert found[key] == first[key]
+
+
+@pytest.mark.parametrize(
+    ("words", "measured"),
+    [
+        (
+            "model_name=llama3.2-1b max_target_length=4096 per_device_batch_size=4 remat_policy=full",
+            0.3418,
+        ),
+        (
+            "model_name=llama3.2-1b max_target_length=4096 per_device_batch_size=4 remat_policy=minimal",
+            0.3089,
+        ),
+        (
+            "model_name=qwen3-0.6b max_target_length=8192 per_device_batch_size=2 remat_policy=minimal",
+            0.3146,
+        ),
+    ],
+)
+def test_the_step_time_to_expect_is_what_an_h200_took(plan, words, measured):
+    """The measurements are those of docs/performance.md."""
+    found = plan(
+        *words.split(), "dtype=bfloat16", "dataset_type=synthetic", "--device", "h200"
+    )["prediction"]
+    best, worst = found["step_seconds"]["expected"]
+    assert best * 0.995 <= measured <= worst * 1.005
+    assert found["step_seconds"]["bound"] < best
+    assert found["mfu"]["bound"] > found["mfu"]["expected"][0]
+
+
+def test_parameters_are_planned_without_a_device(plan):
+    assert plan("model_name=llama3-8b")["prediction"] == {"parameters": 8_030_261_248}

@@ -95,6 +95,13 @@ class BatchPlan:
     warnings: tuple[str, ...]
     rl: RLBatch | None = None
 
+    def period_steps(self, stated: int | Fraction) -> int:
+        """The steps between two events with a period as stated: steps, or below 1 a part of an epoch."""
+        if stated >= 1 or stated == -1:
+            return int(stated)
+        assert self.steps_per_epoch is not None, "a run knows the number of its examples"
+        return max(1, round(stated * self.steps_per_epoch))
+
     @property
     def pipeline_shape(self) -> PipelineShape:
         """The pipeline, and the work of one step at the target batch."""

@@ -10,7 +10,7 @@ from maxtext_lite.batching.batch_plan import BatchPlan, ScheduleCost, layout_sha
 from maxtext_lite.batching.ledger import bytes_text
 from maxtext_lite.batching.length import RunLength
 from maxtext_lite.batching.memory import estimate_activations, estimate_memory, evaluation_bytes, master_bytes
-from maxtext_lite.batching.parameters import flops_per_example
+from maxtext_lite.batching.parameters import count_parameters, flops_per_example
 from maxtext_lite.batching.pipeline_shape import SCHEDULES, PipelineShape, Schedule
 from maxtext_lite.batching.rl import RLBatch, memory_warnings, rl_warnings, with_rollout
 from maxtext_lite.batching.scaling import scaling_warnings
@@ -252,9 +252,13 @@ def scaled_optimizer(config: Config, plan: BatchPlan) -> Config:
     return config.model_copy(update={**plan.scaling.scaled, **unscaled})
 
 
+_LARGEST_TUNING_RATE, _LARGE_MODEL_RATE, _LARGE_MODEL = 1e-3, 3e-3, 10**9
+
+
 def _warnings(config: Config, plan: BatchPlan, accelerator: Accelerator) -> Iterator[str]:
     """What works but is probably a mistake."""
     yield from scaling_warnings(config, plan.scaling)
+    yield from _rate_warnings(config, plan)
     yield from _diloco_warnings(plan)
     yield from _evaluation_warnings(config, plan, accelerator)
     micro, pieces = plan.micro_batch_to_train, plan.num_pipeline_microbatches
@@ -288,6 +292,20 @@ def _warnings(config: Config, plan: BatchPlan, accelerator: Accelerator) -> Iter
     yield from _length_warnings(config, plan)
 
 
+def _rate_warnings(config: Config, plan: BatchPlan) -> Iterator[str]:
+    """A warning of a learning rate that destroys a pretrained model, or at which a large one does not train."""
+    rate = plan.scaling.scaled["learning_rate"]
+    if config.optimizer not in ("adamw", "adafactor", "lion"):  # others have rates of another size
+        return
+    if config.load_parameters_path and rate > _LARGEST_TUNING_RATE:
+        what = "a pretrained model: fine-tuning takes 1e-6 to 1e-4, with LoRA up to 1e-3"
+    elif rate >= _LARGE_MODEL_RATE and (total := count_parameters(config).total) >= _LARGE_MODEL:
+        what = f"{total / 1e9:.1f} billion parameters: most models of this size take 1e-4 to 1e-3"
+    else:
+        return
+    yield f"learning_rate={rate:g} is high for {what}."
+
+
 def _length_warnings(config: Config, plan: BatchPlan) -> Iterator[str]:
     """The warnings that depend on where the run ends."""
     total, period = plan.global_batch_to_train, plan.diloco_sync_period
@@ -297,7 +315,7 @@ def _length_warnings(config: Config, plan: BatchPlan) -> Iterator[str]:
         shown = f"steps={plan.steps}"
         if schedule != plan.steps:
             shown += f", which are {rounded_text(float(schedule))} at the target of {total} examples"
-        yield f"warmup_steps={config.warmup_steps} is more than {shown}: the run ends in the warm-up."
+        yield f"warmup_steps={number_text(config.warmup_steps)} is more than {shown}: the run ends in the warm-up."
     ramp_steps = plan.length.stages_ahead[-1].first_step - 1
     if plan.rampup and ramp_steps > plan.steps:
         yield (

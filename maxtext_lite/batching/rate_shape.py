@@ -17,7 +17,7 @@ def decay(config: OptimizerConfig, u: Any, last: float, xp: Any) -> Any:
       xp: the library of `u`, jax.numpy or numpy.
     Source: wsd is Hu et al. 2024, arXiv:2404.06395, section 4, with a linear decay.
     """
-    final, warmup = config.learning_rate_final_fraction, float(config.warmup_steps)
+    final, warmup = config.learning_rate_final_fraction, warmup_end(config, last)
     decay_steps = max(last - warmup, 1)
     match config.learning_rate_schedule:
         case "cosine":
@@ -32,8 +32,15 @@ def decay(config: OptimizerConfig, u: Any, last: float, xp: Any) -> Any:
             return xp.ones_like(u)
 
 
-def warm_up(config: OptimizerConfig, u: Any, xp: Any) -> Any:
-    """The part of the peak to which the rate has risen at positions `u`: u/warmup_steps, at most 1."""
-    if config.warmup_steps == 0:  # positions count in part where the schedule's unit is examples
+def warm_up(config: OptimizerConfig, u: Any, last: float, xp: Any) -> Any:
+    """The part of the peak to which the rate has risen at positions `u` of a run that ends at `last`, at most 1."""
+    warmup = warmup_end(config, last)
+    if warmup == 0:  # positions count in part where the schedule's unit is examples
         return xp.ones_like(u)
-    return xp.minimum(u / float(config.warmup_steps), 1)
+    return xp.minimum(u / warmup, 1)
+
+
+def warmup_end(config: OptimizerConfig, last: float) -> float:
+    """The position at which the warm-up of a run that ends at `last` is over: warmup_steps, or below 1 that part."""
+    stated = float(config.warmup_steps)
+    return stated * last if stated < 1 else stated

@@ -14,8 +14,12 @@ from maxtext_lite.config.errors import number_text, rounded_text, short_text
 _MOST_STAGES = 12
 
 
-def format_plan(plan: BatchPlan) -> str:
-    """The plan, one quantity a line: batch, loading, pipeline, length, ramp, memory and kernel; then the warnings."""
+def format_plan(plan: BatchPlan, more: Sequence[tuple[str, str]] = ()) -> str:
+    """The plan, one quantity a line: batch, loading, pipeline, length, ramp, memory and kernel; then the warnings.
+
+    Args:
+      more: further rows, after that of memory.
+    """
     rows: list[tuple[str, str]] = [
         ("num_devices", f"{plan.num_devices} = {_mesh_text(plan)}, on {_count(plan.num_hosts, 'host')}"),
         *(_rl_rows(plan.rl) if plan.rl else ()),
@@ -28,6 +32,7 @@ def format_plan(plan: BatchPlan) -> str:
         *_diloco_rows(plan),
         *_rampup_rows(plan),
         *_memory_rows(plan.memory),
+        *more,
     ]
     warnings = (f"warning: {warning}" for warning in plan.warnings)
     return "\n".join([*aligned(rows), f"attention kernel: {plan.attention_kernel}", *warnings])

@@ -18,7 +18,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any, cast
 
-from maxtext_lite.config.errors import Refusal, UserError, value_text
+from maxtext_lite.config.errors import Refusal, UserError, install_text, value_text
 from maxtext_lite.config.json_file import path_below, user_path
 
 _NEEDS = {"gs": ("gcs", "gcsfs"), "s3": ("s3", "s3fs")}  # the extra, and its package that reads and writes
@@ -70,7 +70,7 @@ def any_path(path: str | Path, key: str) -> Path:
     refuse_patterns(str(path), key)
     extra, package = _NEEDS[scheme]
     if importlib.util.find_spec(package) is None:
-        raise UserError(f"{key}={value_text(str(path))} needs {package}: pip install 'maxtext-lite[{extra}]'.")
+        raise UserError(f"{key}={value_text(str(path))} needs {package}: {install_text(extra)}.")
     import fsspec.config
     from etils import epath  # takes a second with gcsfs, which only users of buckets should wait
 

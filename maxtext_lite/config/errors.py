@@ -147,6 +147,11 @@ def _shortened(word: re.Match[str]) -> str:
     return f"{word[0][:60]}[{left_out:,} characters]{word[0][-30:]}"
 
 
+def install_text(extra: str) -> str:
+    """The command that installs an extra, for a message; the package is on no index, so that only a clone has it."""
+    return f"pip install -e '.[{extra}]' in your clone"
+
+
 def counted(count: int, what: str) -> str:
     """`1 file`, `2 files`."""
     return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"

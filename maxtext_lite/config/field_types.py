@@ -237,7 +237,25 @@ def _positive(special: int | None = None, meaning: str = "") -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def _serialized(value: Fraction) -> int | float | str:
+def _whole_or_part(minimum: int, special: int | None, whole: str) -> BeforeValidator:
+    """An integer as in `_whole`, or a number between 0 and 1: that part of `whole`."""
+    count = _whole(minimum, special)
+
+    def check(stated: object) -> object:
+        is_part = isinstance(stated, float | Fraction) or (isinstance(stated, str) and _RATIO.match(stated))
+        if is_part and 0 < (part := exact(stated)) < 1:
+            if part < _SMALLEST_EXACT:
+                raise WrongType(f"must be at least {number_text(_SMALLEST_EXACT)}.", [_SMALLEST_EXACT])
+            return part
+        try:
+            return count.func(stated)  # pyright: ignore[reportCallIssue]
+        except WrongType as wrong:
+            raise WrongType(f"{wrong} A number between 0 and 1 is that part of {whole}.", wrong.nearest) from None
+
+    return BeforeValidator(check)
+
+
+def _serialized(value: int | Fraction) -> int | float | str:
     """The number in a form that reads back as the same one: 16, 0.29, or text such as "1/3" where no float is exact."""
     number = int(value) if value.denominator == 1 else float(value)
     return number if exact(number) == value else number_text(value)
@@ -293,6 +311,12 @@ HangTimeout = Annotated[int, _whole(5, 0, maximum=86400)]
 """From 5 seconds, as processes exchange their progress every second, to a day; 0: off."""
 CountOrMinusOne = Annotated[int, _whole(1, -1)]
 """An integer of at least 1, or -1: derived or off."""
+StepsOrPartOfRun = Annotated[int | Fraction, _whole_or_part(0, None, "the run"), _exactly]
+"""An integer of at least 0, or a number between 0 and 1: that part of the run's steps."""
+StepsOrPartOfEpoch = Annotated[int | Fraction, _whole_or_part(1, None, "an epoch"), _exactly]
+"""An integer of at least 1, or a number between 0 and 1: that part of an epoch's steps."""
+StepsOrPartOfEpochOrMinusOne = Annotated[int | Fraction, _whole_or_part(1, -1, "an epoch"), _exactly]
+"""The same, or -1: off."""
 Seed = Annotated[int, _whole(0, maximum=_LARGEST_SEED)]
 """An integer of at least 0 and below 2**63."""
 DrawSeed = Annotated[int, _whole(0, maximum=2**32 - 1)]

@@ -80,12 +80,16 @@ _ELSEWHERE = {
     "tokenizer": "tokenizer_path",
     "v_head_dim": "mla",
     "warmup": "warmup_steps",
+    "warmup_ratio": "warmup_steps",
+    "warmup_steps_fraction": "warmup_steps",
     "wd": "weight_decay",
 }
 """Names of keys in other frameworks, where they are not similar to ours."""
 
 _WORD = re.compile(r"-{0,2}([A-Za-z][\w-]*)\s*[:=]?\s*(.*)", re.DOTALL)
 _MOST_FILES = 1000
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_FILE_SUFFIX = re.compile(r"\.[a-z]+\d?$")
 
 
 def key_meant(name: str, known: Collection[str]) -> str | None:
@@ -167,9 +171,21 @@ def missing_parameters(path: str) -> Refusal:
     return Refusal(
         "load_parameters_path",
         f"load_parameters_path={value_text(path)}: there is no such directory in {str(Path.cwd())!r}, and no key says "
-        f"what the model is.{did_you_mean(place.name, beside)}",
-        ("load_parameters_path=''",),
+        f"what the model is.{hub_hint(path) or did_you_mean(place.name, beside)}",
     )
+
+
+def hub_hint(path: str, *options: str) -> str:
+    """The clause on how to download what `path` names on the Hugging Face hub; empty where it cannot be an id there.
+
+    Args:
+      options: of `hf download`, such as --repo-type dataset.
+    """
+    place = user_path(path)
+    if not _HUB_ID.fullmatch(path) or _FILE_SUFFIX.search(path) or any(place.parent.glob("*/config.yml")):
+        return ""
+    command = " ".join(["hf download", path, *options, "--local-dir", path])
+    return f" If it is on the Hugging Face hub, download it first: {command}"
 
 
 def _family(model: str) -> str:

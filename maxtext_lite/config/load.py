@@ -120,6 +120,8 @@ def read_config(path: str | Path | None = None, overrides: Iterable[str] = ()) -
     if kind is RLRunConfig:
         _refuse_training_batch(layers, problems)
     _spell_out_auto(layers)
+    if kind is Config:
+        _end_as_stated_last(layers[1:])
     layers[1:1] = _model_layer(layers, problems, kind)
     layers[1:1] = _directory_layer(layers, problems)
     try:
@@ -171,6 +173,19 @@ def _spell_out_auto(layers: Sequence[Layer]) -> None:
     values[_PER_DEVICE] = -1
     if not any(_ACCUMULATION in layer.values for layer in layers[1:]):
         values[_ACCUMULATION] = -1
+
+
+def _end_as_stated_last(layers: Sequence[Layer]) -> None:
+    """Keeps the length of a run, in steps or in epochs, that the last layer states."""
+    steps = [place for place, layer in enumerate(layers) if layer.values.get("steps", -1) != -1]
+    epochs = [place for place, layer in enumerate(layers) if layer.values.get("num_epochs", 0) != 0]
+    if not steps or not epochs:
+        return
+    for layer in layers[: epochs[-1]]:
+        layer.values.pop("steps", None)
+    for layer in layers[: steps[-1]]:
+        layer.values.pop("num_epochs", None)
+        layer.values.pop("last_batch", None)
 
 
 def _override_layer(

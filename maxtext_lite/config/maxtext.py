@@ -3,7 +3,7 @@
 import fnmatch
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -15,8 +15,11 @@ from maxtext_lite.config.files import packaged_directory
 from maxtext_lite.config.sections import QKV, REMAT_TENSORS
 
 _KEYS = "maxtext_keys.yml"
+_VERSION = "0.2.5"
 _LARGEST = 1e15
 _NO_PATH = "prepared"  # where the user must put the data
+_NO_TOKENIZER = "tokenizer"  # and the tokenizer of the named model
+_LLAMA_TOKENIZER = "tokenizer.llama2"  # MaxText's own, where neither a model nor a tokenizer is named
 _PLAIN_BLOCKS = {  # decoder_block: whether it may have biases in attention, and norms of queries and keys
     **dict.fromkeys(("default", "llama2", "mistral", "mixtral"), (False, False)),
     "qwen2": (True, False),
@@ -28,6 +31,13 @@ _SAVED = {  # remat_policy: the tensors that it keeps on the device, for policie
     "save_dot_except_mlp": (*QKV, "out_proj"),
     "save_dot_with_context_except_mlp": (*QKV, "context", "out_proj"),
     "save_dot_except_mlpwi": (*QKV, "out_proj", "mlpwo"),
+}
+_OTHER_POLICIES = {  # remat_policy: the same with a name here
+    "minimal_with_context": "save_dot_products",
+    "minimal_flash": "save_dot_products",
+    "minimal_with_context_and_quantization": "save_dot_products",
+    "minimal_with_quantization": "minimal",
+    "": "none",
 }
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu_tanh", "relu": "relu"}  # flax's gelu is the tanh approximation by default
 
@@ -77,46 +87,80 @@ def maxtext_defaults() -> dict[str, Any]:
 
 
 def maxtext_models() -> dict[str, tuple[str, dict[str, Any]]]:
-    """For each model_name of MaxText, ours and the keys that must be added for MaxText's dimensions."""
+    """For each model_name of MaxText, ours and the keys that must be added for MaxText's dimensions.
+
+    MaxText reads NAME-Instruct as NAME.
+    """
     models = _table()["models"]
     same = {name: (name, dict[str, Any]()) for name in models["same"].split()}
     return same | {name: (ours, besides) for name, (ours, besides) in models["renamed"].items()}
 
 
-def _reason(key: str) -> str | None:
+def reason_without_effect(key: str) -> str | None:
     """The reason why a key has no effect here; None: MaxText has no such key."""
     families = _table()["elsewhere"].items()
     return next((why for why, names in families if any(fnmatch.fnmatchcase(key, name) for name in names.split())), None)
 
 
-def translate(stated: Mapping[str, Any], *, num_devices: int | None = None) -> Translation:
+def translate(
+    stated: Mapping[str, Any],
+    *,
+    num_devices: int | None = None,
+    in_files: Collection[str] = (),
+    in_base_files: Collection[str] = (),
+    ignore_unknown: bool = False,
+) -> Translation:
     """Translates the stated values of a MaxText config over MaxText's defaults.
 
     Args:
       stated: MaxText's keys and values.
       num_devices: of the run; if given, a batch is rounded down as MaxText does.
+      in_files: the stated keys that come from a file, over which a named model's file wins in MaxText.
+      in_base_files: those that come from MaxText's own file or one that the user's is based on.
+      ignore_unknown: list a key that MaxText does not have as a loss, as one of a base file is, instead of refusing it.
     Raises:
       UserError: MaxText has no such key, or maxtext_lite no such model.
     """
-    if "rl" in stated:
+    if "rl" in stated or stated.get("use_grpo"):
         raise UserError(
             "a config of reinforcement learning is not translated: docs/coming_from.md names its keys here."
         )
+    if stated.get("student_overrides") or stated.get("teacher_overrides"):
+        raise UserError("student_overrides and teacher_overrides: distillation has no equivalent.")
     defaults = maxtext_defaults()
-    reasons = {key: _reason(key) for key in stated if key not in defaults}
+    reasons = {key: reason_without_effect(key) for key in stated if key not in defaults}
     unknown = [key for key, reason in reasons.items() if reason is None]
-    if unknown:
-        raise UserError(f"MaxText has no key '{value_text(key)}'.{did_you_mean(key, defaults)}" for key in unknown)
-    found = Translation(frozenset(stated))
+    refused = [] if ignore_unknown else [key for key in unknown if key not in in_base_files]
+    if refused:
+        problems = [f"MaxText has no key '{value_text(key)}'.{did_you_mean(key, defaults)}" for key in refused]
+        problems[-1] += " --ignore-unknown lists such keys instead."
+        raise UserError(problems)
+    known = {key: value for key, value in stated.items() if key in defaults}
+    name, from_model = _model_keys(str(known.get("model_name") or "default"))
+    overridden = {key: known.pop(key) for key in from_model if key in known and key in in_files}
+    found = Translation(frozenset(stated) - overridden.keys())
     for key, reason in reasons.items():
-        found.idle.setdefault(str(reason), []).append(key)
+        if reason is not None:
+            found.idle.setdefault(reason, []).append(key)
+    found.losses += [f"{key}={value_text(stated[key])}: MaxText {_VERSION} has no such key" for key in unknown]
+    without_effect = [
+        f"{key}={value_text(value)}"
+        for key, value in overridden.items()
+        if key not in in_base_files and value != defaults[key]
+    ]
+    if without_effect:
+        found.notes.append(f"models/{name}.yml wins over a config file, as in MaxText: {', '.join(without_effect)}")
+    if beside := [key for key in from_model if key in known and not stated.get("override_model_config")]:
+        found.notes.append(f"MaxText takes {', '.join(beside)} beside model_name with override_model_config=true alone")
     table = _table()
-    of = defaults | {
-        key: "" if value is None and defaults[key] == "" else value for key, value in stated.items() if key in defaults
-    }
+    of = defaults | {key: "" if value is None and defaults[key] == "" else value for key, value in known.items()}
     lacking = {key for keys in table["lacking"].values() for key in keys}
     _check_kinds({key: value for key, value in of.items() if key not in lacking}, defaults)
-    named = of["model_name"] != "default"
+    if of["steps"] == -1:
+        of["steps"] = of["learning_rate_schedule_steps"]
+    if of["steps"] == -1:
+        raise UserError("steps=-1 takes learning_rate_schedule_steps, which is -1 too: state one of them.")
+    named = name != "default"
     _rows(found, table, of)
     _rows(found, table["architecture"], of, only_stated=named)
     for reason, keys in table["lacking"].items():
@@ -124,10 +168,24 @@ def translate(stated: Mapping[str, Any], *, num_devices: int | None = None) -> T
     _batch(found, of, num_devices)
     _mesh(found, of)
     _optimizer(found, of)
-    _model(found, of, named=named)
+    _model(found, of, name)
     _remat(found, of)
-    _data(found, of)
+    _data(found, of, named=named)
+    _trackers(found, of)
     return found
+
+
+def _model_keys(name: str) -> tuple[str, list[str]]:
+    """The name of MaxText's file of a model, and the keys that it states."""
+    name = name.removesuffix("-Instruct")
+    if name == "default":
+        return name, []
+    rows = _table()["models"]["states"].items()
+    found: list[str] = []
+    for names, keys in rows:
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in names.split()):
+            found += keys.split()
+    return name, found
 
 
 def _check_kinds(of: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
@@ -222,26 +280,29 @@ def _optimizer(found: Translation, of: Mapping[str, Any]) -> None:
         found.put("lora_alpha", of["lora_alpha"], "lora_alpha")
 
 
-def _model(found: Translation, of: Mapping[str, Any], *, named: bool) -> None:
+def _model(found: Translation, of: Mapping[str, Any], name: str) -> None:
     models = maxtext_models()
-    if of["model_name"] not in models:
+    if name not in models:
         raise UserError(
             f"model_name={value_text(of['model_name'])} has no equivalent.{did_you_mean(str(of['model_name']), models)}"
         )
-    name, besides = models[of["model_name"]]
-    found.put("model_name", name, "model_name")
+    named = name != "default"
+    ours, besides = models[name]
+    found.put("model_name", ours, "model_name")
     for key, value in besides.items():
         if not found.sources.get(key):
             found.put(key, value, "model_name")
-    if named and not found.stated & _table()["architecture"]["computed"].keys():
+    if named:
+        for key in _table()["architecture"]["computed"]:
+            if key in found.stated and of[key] != maxtext_defaults()[key]:
+                found.losses.append(f"{key}={value_text(of[key])}: model_name decides it")
         return
     block, activations = of["decoder_block"], [str(name) for name in of["mlp_activations"]]
     if block not in _PLAIN_BLOCKS:
-        if not named:
-            found.losses.append(
-                f"decoder_block={value_text(block)}: without model_name only the layers of Llama's kind"
-            )
-        return
+        raise UserError(
+            f"decoder_block={value_text(block)} needs model_name: without it, only Llama's kind is translated."
+            f"{did_you_mean(str(block), models)}"
+        )
     biased, normed = _PLAIN_BLOCKS[block]
     for key, ours, there, allowed in (
         ("attention_bias", "attention_bias", "qkv", biased),
@@ -267,7 +328,9 @@ def _model(found: Translation, of: Mapping[str, Any], *, named: bool) -> None:
 
 
 def _remat(found: Translation, of: Mapping[str, Any]) -> None:
-    policy, saved, offloaded = of["remat_policy"], _SAVED.get(of["remat_policy"], ()), tuple[str, ...]()
+    policy: str = of["remat_policy"]
+    policy = _OTHER_POLICIES.get(policy, policy)
+    saved, offloaded = _SAVED.get(policy, ()), tuple[str, ...]()
     if policy == "custom":
         at = {name: of["qkv_proj"] if name in QKV and of[name] == "remat" else of.get(name) for name in REMAT_TENSORS}
         saved = tuple(name for name, where in at.items() if where == "device" and name != "decoder_layer_input")
@@ -281,7 +344,7 @@ def _remat(found: Translation, of: Mapping[str, Any]) -> None:
             found.put(ours, ",".join(names), "remat_policy", *names)
 
 
-def _data(found: Translation, of: Mapping[str, Any]) -> None:
+def _data(found: Translation, of: Mapping[str, Any], *, named: bool) -> None:
     kind = of["dataset_type"]
     seed = of["data_shuffle_seed"] if of["enable_data_shuffling"] else -1
     found.put("data_shuffle_seed", seed, "data_shuffle_seed", "enable_data_shuffling")
@@ -292,17 +355,68 @@ def _data(found: Translation, of: Mapping[str, Any]) -> None:
         for key in ("tokenizer_type", "tokenizer_path", "add_bos", "add_eos"):  # of no use for synthetic data
             found.values.pop(key, None)
         return
+    if not of["tokenizer_path"]:
+        _default_tokenizer(found, named=named)
     files = {"hf": "hf_train_files", "grain": "grain_train_files"}.get(kind, "")
     held_out = {"hf": "hf_eval_files", "grain": "grain_eval_files"}.get(kind, "")
     ours = "dpo" if of["use_dpo"] else "sft" if of["use_sft"] else "array_record"
-    path = of[files] if files and ours != "array_record" and of[files] else _NO_PATH
     found.put("dataset_type", ours, "dataset_type", "use_dpo", "use_sft")
-    found.put("dataset_path", path, files)
-    how = "JSONL files (docs/post_training.md)" if ours != "array_record" else "what `prepare` makes of its text"
-    if path == _NO_PATH:
+    patterns = _patterns(of[files]) if files else []
+    keeps_paths = ours != "array_record"  # which MaxText's records are not
+    if len(patterns) > 1:
+        sources: list[dict[str, Any]] = []
+        for number, (pattern, weight) in enumerate(patterns, 1):
+            path = pattern if keeps_paths else f"{_NO_PATH}/{number}"
+            sources.append({"path": path, "weight": weight})
+            if not keeps_paths:
+                found.notes.append(f"{path} is to be what `prepare` makes of the text of {value_text(pattern)}")
+        found.put("dataset_path", sources, files)
+    elif keeps_paths and patterns:
+        found.put("dataset_path", patterns[0][0], files)
+    else:
+        found.put("dataset_path", _NO_PATH, files)
+        how = "JSONL files (docs/post_training.md)" if keeps_paths else "what `prepare` makes of its text"
         found.notes.append(f"dataset_type={kind} has no equivalent: dataset_path={_NO_PATH} is to be {how}")
-    found.put("eval_dataset_path", of[held_out] if held_out and ours != "array_record" else "", held_out)
+    if held_out and ";" in of[held_out]:
+        found.losses.append(f"{held_out}={value_text(of[held_out])}: its weights; eval_dataset_path is one path")
+        held_out = ""
+    found.put("eval_dataset_path", of[held_out] if held_out and keeps_paths else "", held_out)
     if not found.values["eval_dataset_path"]:
         found.put("eval_fraction", 0.0 if of["eval_interval"] == -1 else 0.02, "eval_interval")
     if of["use_sft"] and not of["sft_train_on_completion_only"]:
         found.losses.append("sft_train_on_completion_only=false: an answer's tokens alone count in SFT")
+
+
+def _patterns(text: str) -> list[tuple[str, float]]:
+    """The patterns of grain_train_files with their weights: `a*,0.3;b*,0.7`, or one pattern without a weight."""
+    if ";" not in text:
+        return [(text, 1.0)] if text else []
+    found: list[tuple[str, float]] = []
+    for part in text.split(";"):
+        pattern, _, weight = part.rpartition(",")
+        try:
+            found.append((pattern.strip(), float(weight)))
+        except ValueError:
+            raise UserError(f"grain_train_files={value_text(text)} is not `PATTERN,WEIGHT;PATTERN,WEIGHT`.") from None
+    return found
+
+
+def _default_tokenizer(found: Translation, *, named: bool) -> None:
+    """Names the tokenizer that MaxText takes where tokenizer_path is empty; the user must fetch it."""
+    if named:
+        found.put("tokenizer_type", "huggingface", "model_name")
+        found.put("tokenizer_path", _NO_TOKENIZER, "model_name")
+        found.notes.append(f"tokenizer_path={_NO_TOKENIZER} is to be the model's tokenizer, which MaxText downloads")
+    else:
+        found.put("tokenizer_type", "sentencepiece")
+        found.put("tokenizer_path", _LLAMA_TOKENIZER)
+        found.notes.append(f"tokenizer_path={_LLAMA_TOKENIZER} is MaxText's, in its assets/tokenizers")
+
+
+def _trackers(found: Translation, of: Mapping[str, Any]) -> None:
+    """Translates the services that MaxText logs to."""
+    services = {"tensorboard": of["enable_tensorboard"], "wandb": of["enable_wandb"]}
+    chosen = ",".join(service for service, is_on in services.items() if is_on)
+    found.put("log_to", chosen, "enable_tensorboard", "enable_wandb")
+    if of["enable_wandb"]:
+        found.notes.append("W&B's project is WANDB_PROJECT in the environment (docs/running.md)")

@@ -177,9 +177,13 @@ def _mixture(config: Config) -> Violation | None:
         kinds = [{"dataset_type": kind} for kind in MIXABLE if not isinstance(config, RLRunConfig)]
         rule = f"lists sources, which dataset_type={config.dataset_type} does not mix"
         return violates(config, "dataset_path", rule, value.entries[0].path, *kinds)
-    if config.num_epochs and len(value.entries) > 1:
+    if len(value.entries) > 1:
         rule = f"has no meaning with the {len(value.entries)} sources of dataset_path, each with its own epochs"
-        return violates(config, "num_epochs", f"{rule}: state steps", {"num_epochs": 0})
+        if config.num_epochs:
+            return violates(config, "num_epochs", f"{rule}: state steps", {"num_epochs": 0})
+        for key in ("log_period", "checkpoint_period", "eval_interval"):
+            if 0 < getattr(config, key) < 1:
+                return violates(config, key, f"is a part of an epoch, which {rule}: state steps", 1)
     if all(entry.max_epochs == -1 for entry in value.entries):
         return unused(config, plain, "has no effect where no source has max_epochs")
     return None
@@ -189,7 +193,7 @@ def _eval_data(config: Config) -> Violation | None:
     every = config.eval_interval
     if every == -1 or config.dataset_type == "synthetic" or config.eval_dataset_path or config.eval_fraction > 0:
         return None
-    rule = f"and an empty eval_dataset_path leave nothing to evaluate every eval_interval={every} steps"
+    rule = f"and an empty eval_dataset_path leave nothing to evaluate with eval_interval={number_text(every)}"
     return violates(config, "eval_fraction", rule, {"eval_interval": -1})
 
 

@@ -36,6 +36,9 @@ from maxtext_lite.config.field_types import (
     SeedOrMinusOne,
     Share,
     SpecialInText,
+    StepsOrPartOfEpoch,
+    StepsOrPartOfEpochOrMinusOne,
+    StepsOrPartOfRun,
     Text,
 )
 from maxtext_lite.config.model_parts import LayerKind, MlaOrNone, MlpKind, PositionTemperatureOrNone, RopeScalingOrNone
@@ -61,17 +64,18 @@ class RunConfig(Section):
     num_epochs: ExactOrZero
     last_batch: Literal["drop", "train"]
     seed: Seed
-    log_period: Count
+    log_period: StepsOrPartOfEpoch
     enable_checkpointing: Flag
-    checkpoint_period: Count
+    checkpoint_period: StepsOrPartOfEpoch
     max_num_checkpoints_to_keep: Count
     async_checkpointing: Flag
     load_parameters_path: ParametersPath
-    eval_interval: CountOrMinusOne
+    eval_interval: StepsOrPartOfEpochOrMinusOne
     eval_steps: CountOrMinusOne
     profiler_steps: StepsToTrace
     log_to: TrackerNames
     prometheus_port: Port
+    prometheus_host: Name
     hang_timeout_seconds: HangTimeout
 
     @property
@@ -103,7 +107,7 @@ class OptimizerConfig(Section):
     learning_rate: NotNegative
     learning_rate_schedule: Literal["cosine", "wsd", "linear", "constant"]
     learning_rate_final_fraction: Share
-    warmup_steps: CountOrZero
+    warmup_steps: StepsOrPartOfRun
     schedule_unit: Literal["steps", "examples", "tokens"]
     learning_rate_scaling: Literal["none", "linear", "sqrt"]
     base_global_batch_size: CountOrZero

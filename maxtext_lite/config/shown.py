@@ -8,7 +8,7 @@ from typing import Annotated, cast
 
 from pydantic import BeforeValidator
 
-from maxtext_lite.config.errors import UserError, WrongType, value_text
+from maxtext_lite.config.errors import UserError, WrongType, install_text, value_text
 
 TRACKERS = ("tensorboard", "wandb", "mlflow")
 _RANGE = re.compile(r"([0-9]{1,9})-([0-9]{1,9})\Z")
@@ -89,4 +89,4 @@ def require_trackers(log_to: str) -> None:
     """Raises a UserError if a tracker in `log_to` is not installed."""
     extras = [name for name in tracker_names(log_to) if name != "tensorboard"]
     if missing := [name for name in extras if importlib.util.find_spec(name) is None]:
-        raise UserError(f"log_to={name} needs {name}: pip install 'maxtext-lite[{name}]'." for name in missing)
+        raise UserError(f"log_to={name} needs {name}: {install_text(name)}." for name in missing)

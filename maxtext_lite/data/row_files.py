@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from maxtext_lite.config import UserError
+from maxtext_lite.config.errors import install_text
 
 ROWS_SUFFIXES = (".parquet", ".arrow")
 """Suffixes of files of rows."""
@@ -27,7 +28,7 @@ def extra_module(name: str, module: str) -> Any:
         return importlib.import_module(module)
     except ImportError:
         package = module.partition(".")[0]
-        raise UserError(f"{name} needs {package} to be read: pip install 'maxtext-lite[prepare]'.") from None
+        raise UserError(f"{name} needs {package} to be read: {install_text('prepare')}.") from None
 
 
 def parquet_file(name: str, path: str) -> Any:

@@ -25,7 +25,7 @@ from maxtext_lite.data.row_index import FittedRows, IndexPlace, rows_of
 from maxtext_lite.data.text_encoder import TextEncoder, spelled_notes
 from maxtext_lite.data.text_files import find_files
 from maxtext_lite.data.token_stream import open_prepared
-from maxtext_lite.data.tokenizer import check_vocabulary, load_tokenizer
+from maxtext_lite.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
 SYNTHETIC_TRAINING_EXAMPLES = 2**31 - 1
 SYNTHETIC_EVALUATION_EXAMPLES = 64

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 from maxtext_lite.config import UserError, packaged_directory, packaged_file
 from maxtext_lite.config.errors import counted
+from maxtext_lite.config.hints import hub_hint
 from maxtext_lite.config.json_file import (
     check_file,
     is_directory,
@@ -144,6 +145,7 @@ def _packaged_text(key: str, path: str) -> pathlib.Path:
     raise UserError(
         f"{key}={path!r}: there is no such file or directory in {str(pathlib.Path.cwd())!r}, "
         f"nor among the texts that ship with the package ({', '.join(sorted(names))})."
+        f"{hub_hint(path, '--repo-type dataset')}"
     )
 
 

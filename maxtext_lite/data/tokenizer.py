@@ -21,6 +21,7 @@ import numpy as np
 from maxtext_lite.config import RunConfig, UserError
 from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import setting_text, value_text
+from maxtext_lite.config.hints import hub_hint
 from maxtext_lite.config.json_file import check_file, is_directory, is_there, read_bytes, read_object, user_path
 from maxtext_lite.data import splitting
 from maxtext_lite.data.special_tokens import CONFIG_FILE, special_tokens
@@ -517,8 +518,8 @@ def _existing_file(config: TokenizerKeys, default_name: str) -> pathlib.Path:
     if is_directory(path):
         path = path / default_name
     if not is_there(path):
-        stored = _stored_by_run(config, default_name)
-        raise UserError(f"tokenizer_path={tokenizer_path!r}: there is no file {str(path)!r}.{stored}")
+        hint = _stored_by_run(config, default_name) or hub_hint(tokenizer_path, "--include '*token*' '*.jinja'")
+        raise UserError(f"tokenizer_path={tokenizer_path!r}: there is no file {str(path)!r}.{hint}")
     try:
         check_file(path)
     except UserError as error:

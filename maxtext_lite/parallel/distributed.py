@@ -2,8 +2,10 @@
 
 import os
 import signal
+import socket
 import sys
 import threading
+import time
 from types import TracebackType
 from typing import Any
 
@@ -15,10 +17,12 @@ from maxtext_lite.parallel.cluster import ProcessInfo, process_info
 from maxtext_lite.parallel.coordination import CoordinationStore, coordinator_address, watched_arguments
 from maxtext_lite.process.progress import EXIT_HANGS
 from maxtext_lite.process.roll_call import NotAllCame, RollCall
+from maxtext_lite.process.status_line import status_line
 from maxtext_lite.process.watchdog import watchdog
 from maxtext_lite.xla.compiler_flags import installed_compilers, set_compiler_flags, set_gpu_memory
 
 _SIMULATED = "--xla_force_host_platform_device_count="
+_NAME_SERVER_SECONDS = 10.0
 _EXIT_SECONDS = 5.0
 
 
@@ -47,7 +51,9 @@ def start_devices(*, timeout_seconds: float = 300) -> list[Any]:
         found = process_info(os.environ, on_tpu=_uses_tpu())
         if found is not None:
             _join_the_others(found, timeout_seconds)
-    return jax.devices()
+    devices = jax.devices()
+    status_line.is_first = jax.process_index() == 0
+    return devices
 
 
 def accelerator_of(device: Any) -> Accelerator:
@@ -98,6 +104,7 @@ def _join_the_others(found: ProcessInfo, timeout_seconds: float) -> None:
     watch.daemon = True
     try:
         address = found.address or coordinator_address(found.method, timeout_seconds)
+        _require_host(found, address)
         _call_the_roll(found, address, timeout_seconds)
         watch.start()
         jax.distributed.initialize(
@@ -117,6 +124,22 @@ def _join_the_others(found: ProcessInfo, timeout_seconds: float) -> None:
         watch.cancel()
     watchdog.join(CoordinationStore(found.process_id, found.num_processes))
     sys.excepthook = _report_and_end_soon
+
+
+def _require_host(found: ProcessInfo, address: str) -> None:
+    """Refuses a coordinator whose name has no address. In Kubernetes a pod's name has none until the pod runs."""
+    if "KUBERNETES_SERVICE_HOST" in os.environ:
+        return
+    host = address.rpartition(":")[0].strip("[]")
+    until = time.monotonic() + _NAME_SERVER_SECONDS
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except socket.gaierror as error:
+            if error.errno != socket.EAI_AGAIN or time.monotonic() > until:  # EAI_AGAIN: no name server answers now
+                raise UserError(f"{found.stated_by}: the host {host} is not known here ({error.strerror}).") from None
+        time.sleep(1)
 
 
 def _call_the_roll(found: ProcessInfo, address: str, seconds: float) -> None:

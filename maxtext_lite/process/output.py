@@ -7,6 +7,8 @@ import os
 import sys
 from typing import Any
 
+_RAISE_WHAT_THEY_LOG = ("gcsfs", "s3fs", "fsspec", "google", "aiohttp", "aiobotocore", "botocore")
+
 
 def open_closed_streams() -> None:
     """Opens streams that the caller closed (`>&-`) on /dev/null: the next file opened would take their numbers."""
@@ -82,12 +84,14 @@ def go_on_without_stdout() -> None:
 
 
 def log_real_warnings() -> None:
-    """Shows the warnings and errors that libraries log, except absl's warnings.
+    """Shows the warnings and errors that libraries log, except absl's warnings and all of the clients of buckets.
 
-    Orbax uses absl to log routine work, such as the removal of a killed save's files. Real problems it raises.
+    Orbax uses absl to log routine work, such as the removal of a killed save's files. Real problems it raises, and so
+    do the clients of buckets, which also log a traceback of each.
     """
     handler = logging.StreamHandler()
     handler.addFilter(lambda record: record.name != "absl" or record.levelno >= logging.ERROR)
+    handler.addFilter(lambda record: record.name.partition(".")[0] not in _RAISE_WHAT_THEY_LOG)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(name)s: %(message)s", handlers=[handler])
 
 

@@ -35,6 +35,7 @@ class PhaseClock:
         self.start_up: dict[str, float] = {}
         self._phase: Phase = "start-up"
         self._seconds: dict[Phase, float] = {}
+        self._work: tuple[Phase, int, float] = ("start-up", 0, self.began)
         self._watched.enter("start-up")
 
     def begin(self) -> None:
@@ -47,7 +48,15 @@ class PhaseClock:
         """Begins a phase of this step."""
         if phase != self._phase:
             self._seconds, self._phase, self._since = self.seconds, phase, self._clock()
+        if (phase, step) != self._work[:2]:
+            self._work = phase, step, self._clock()
         self._watched.enter(phase, step)
+
+    @property
+    def work(self) -> tuple[Phase, int, float]:
+        """The phase, its step, and the seconds since this phase of this step began."""
+        phase, step, since = self._work
+        return phase, step, self._clock() - since
 
     def mark(self, part: str) -> None:
         """Books the time since the last mark, or since `began`, to this part of the start-up."""
@@ -60,6 +69,7 @@ class PhaseClock:
         spent = sum(self.seconds.values())
         self._phase, self._since = "start-up", self._clock()
         self._seconds = {"start-up": spent}
+        self._work = ("start-up", 0, self._since)
         self._watched.enter("start-up")
 
     @property

@@ -57,8 +57,8 @@ class Functions:
                 self.problems.append(f"reward_functions={name}: {error}")
             except ImportError:
                 self.problems.append(
-                    f"reward_functions={name} needs the package math-verify, which is not installed. Install "
-                    "maxtext-lite[math]."
+                    f"reward_functions={name} needs the package math-verify, which is not installed: "
+                    "pip install -e '.[math]' in your clone."
                 )
             else:
                 self._functions[name] = function, wanted

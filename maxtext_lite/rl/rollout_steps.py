@@ -13,6 +13,7 @@ from maxtext_lite.config import RLRunConfig
 from maxtext_lite.data import example_ids
 from maxtext_lite.parallel import sharding
 from maxtext_lite.process.phases import phases
+from maxtext_lite.process.status_line import status_line
 from maxtext_lite.process.watchdog import watchdog
 from maxtext_lite.rl.held_out import HeldOutResponses
 from maxtext_lite.rl.log_probabilities import Reference, make_log_probabilities
@@ -45,6 +46,7 @@ Result = TypeVar("Result")
 Judged = tuple[Sampled, Verdict]
 
 
+@status_line.shown()
 def train_rl(config: RLRunConfig, *, callbacks: Sequence[Callback] = ()) -> RunResult:
     """Trains to `config.steps`, from the newest checkpoint of the run directory if there is one.
 
@@ -282,7 +284,8 @@ class RolloutSteps:
 
     def _log_pairs(self, step: int, chunks: Sequence[Chunk]) -> None:
         """Writes the responses of the first batch, and of each batch with a line on the terminal."""
-        period, last_of_batch = self._config.log_period, step + self._config.num_iterations - 1
+        period = self._run.plan.period_steps(self._config.log_period)
+        last_of_batch = step + self._config.num_iterations - 1
         has_line = last_of_batch // period > (step - 1) // period or last_of_batch == self._run.plan.steps
         if self._rollouts and (has_line or step == 1):
             for line in (line for chunk in chunks for line in chunk.lines(step)):

@@ -11,16 +11,17 @@ from maxtext_lite.config import Config, UserError, load_config, write_resolved
 from maxtext_lite.config.bucket import absolute, any_path
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.hf.adapter import CONFIG, adapter_of, missing_base
-from maxtext_lite.config.hf.config import model_keys
+from maxtext_lite.config.hf.config import model_keys, stored_dtype
 from maxtext_lite.config.hf.directory import (
     TOKENIZER_KEYS,
+    hf_directory,
     run_config_json,
     tokenizer_keys,
     tokenizer_values,
 )
 from maxtext_lite.config.hf.fields import JsonObject
 from maxtext_lite.config.hf.model_directory import config_of_run, hf_config
-from maxtext_lite.config.json_file import is_there, user_path
+from maxtext_lite.config.json_file import is_there, read_object, user_path
 from maxtext_lite.config.sections import MeshConfig
 from maxtext_lite.config.violation import Violation
 from maxtext_lite.hf import export_adapters, export_model, flat, store_files
@@ -101,6 +102,9 @@ def _write_config(out: Path, config: Config) -> None:
 def export_directory(source: Path, out: Path, overrides: Sequence[str], *, merge_lora: bool | None) -> str:
     """Converts a run directory, or an imported one, to a Hugging Face directory; returns a summary.
 
+    The weights have the number format of the Hugging Face directory that the model came from, unless weight_dtype is
+    among the overrides; those of a model that came from none have the run's.
+
     Args:
       merge_lora: for a run with LoRA, whether to merge the adapters into the model; otherwise they are exported alone,
         in PEFT's format.
@@ -115,11 +119,12 @@ def export_directory(source: Path, out: Path, overrides: Sequence[str], *, merge
     if merge_lora is not None and not config.lora_rank:
         merge = f"merge_lora={str(merge_lora).lower()}"
         raise UserError(f"{merge} has no effect with {source}, whose lora_rank is 0. Remove it.")
+    dtype, why = _export_dtype(source, config, overrides)
     fields = run_config_json(
         source,
         config,
         num_positions=config.max_target_length,
-        dtype=config.weight_dtype,
+        dtype=dtype,
         end_of_text_id=end_of_text_of(config),
     )
     abstract = _abstract_params(config)
@@ -128,8 +133,20 @@ def export_directory(source: Path, out: Path, overrides: Sequence[str], *, merge
     params = load_parameters(source, abstract, "RUN_DIR")
     # Before the weights, which take time: what cannot be read is refused.
     on_first_host(out, lambda: carry_tokens(config, source, out))
-    export_model(out, params, fields, dtype=config.weight_dtype)
-    return f"{num_elements(params):,} parameters in {out}, as {fields['model_type']} in {config.weight_dtype}{lost}"
+    export_model(out, params, fields, dtype=dtype)
+    return f"{num_elements(params):,} parameters in {out}, as {fields['model_type']} in {dtype}{why}{lost}"
+
+
+def _export_dtype(source: Path, config: Config, overrides: Sequence[str]) -> tuple[str, str]:
+    """The number format of exported weights, and a clause on it where it is not that of the run."""
+    trained = config.weight_dtype
+    carried = hf_directory(source)
+    if carried is None or any(word.startswith("weight_dtype=") for word in overrides):
+        return trained, ""
+    stored = stored_dtype(read_object(carried / "config.json"))
+    if stored not in ("float32", "bfloat16") or stored == trained:
+        return trained, ""
+    return stored, f", that of the model it came from (weight_dtype={trained} keeps the run's)"
 
 
 def _without_lost_files(config: Config, overrides: Sequence[str]) -> tuple[Config, str]:

@@ -14,12 +14,14 @@ from maxtext_lite.data.mixture_of_run import in_run, steps_left
 from maxtext_lite.data.sources_on_hosts import listed_rows_on_hosts, target_tokens_of_run
 from maxtext_lite.parallel import make_mesh, sharding
 from maxtext_lite.process.output import complain
+from maxtext_lite.process.status_line import status_line
 from maxtext_lite.training.opening import open_data, start_run
 from maxtext_lite.training.step import TRAIN_BATCH_AXES
 
 _SECONDS_BETWEEN_LINES = 1.0
 
 
+@status_line.shown()
 def read_data(config: Config, *, with_ids: bool) -> None:
     """Reads the batches of a run onto its devices, from its first step, and prints rows and target tokens per second.
 

@@ -20,6 +20,7 @@ from maxtext_lite.data.mixture_of_run import nothing_left
 from maxtext_lite.models import Decoder, DecoderShape
 from maxtext_lite.parallel import Pipeline
 from maxtext_lite.process.phases import phases
+from maxtext_lite.process.status_line import status_line
 from maxtext_lite.process.watchdog import watchdog
 from maxtext_lite.training.callbacks import Callback
 from maxtext_lite.training.checkpoint import Counts
@@ -127,6 +128,7 @@ class RunResult:
     __repr__ = __str__  # as a notebook shows it: the state's arrays would fill pages
 
 
+@status_line.shown()
 def train(
     config: Config,
     *,
@@ -193,7 +195,7 @@ def train_run(
     Args:
       signals: of the run that this one starts again; None: it is the first.
     """
-    terminal = Terminal(log_period=run.config.log_period, quiet=not run.is_first)
+    terminal = Terminal(log_period=run.plan.period_steps(run.config.log_period), quiet=not run.is_first)
     with contextlib.ExitStack() as open_things:
         open_things.enter_context(jax.default_matmul_precision(run.config.matmul_precision))
         open_things.enter_context(jax.set_mesh(run.mesh))
@@ -328,8 +330,9 @@ class _Loop:
     def _pause(self, state: TrainState, step: int, *, stops: bool, is_last: bool) -> tuple[bool, bool]:
         """Evaluates and saves what is due after this step; returns whether the run stops, or a callback ends it."""
         run, config = self.run, self.run.config
-        saves = run.checkpointer is not None and (step % config.checkpoint_period == 0 or is_last)
-        evaluates = self.evaluates and (step % config.eval_interval == 0 or is_last)
+        period = run.plan.period_steps
+        saves = run.checkpointer is not None and (step % period(config.checkpoint_period) == 0 or is_last)
+        evaluates = self.evaluates and (step % period(config.eval_interval) == 0 or is_last)
         if not (saves or evaluates or stops or is_last):
             return stops, False
         # All steps are on record before the checkpoint: a restart only appends.

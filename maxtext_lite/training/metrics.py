@@ -14,6 +14,7 @@ from maxtext_lite.config.errors import rounded_text
 from maxtext_lite.config.whole_file import replacing
 from maxtext_lite.process.records import INCOMPLETE, Steps, is_evaluation, read_records, record_text
 from maxtext_lite.process.signals import command_signals
+from maxtext_lite.process.status_line import status_line
 from maxtext_lite.training.arrays import Record
 from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.trackers import Tracker
@@ -133,6 +134,8 @@ class Terminal:
         self._since, self._is_first = list[Record](), True  # the last line; whether there was none
         self._started: float | None = None
         self._bar: rich.progress.Progress | None = None
+        if not quiet:
+            status_line.say = self.say
 
     def start(self, first_step: int, last_step: int) -> None:
         """Shows the bar if stdout is a terminal; `first_step` of `last_step` steps are already done."""
@@ -154,6 +157,7 @@ class Terminal:
         """Prints a line, above the bar if there is one."""
         if self._quiet:
             return
+        status_line.printed()
         if self._bar:
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
@@ -169,6 +173,7 @@ class Terminal:
         started = self._started = self._started or now - record["step_seconds"]  # without compilation
         left = _duration((now - started) / (step - self._first_step) * (self.last_step - step))
         if self._bar:
+            status_line.printed()
             self._bar.update(self._task, completed=step, loss=_shown_loss(record), left=left)
         self._since.append(record)
         if step % self._log_period == 0 or step == self.last_step:

@@ -17,6 +17,7 @@ MAY_DIFFER = frozenset(
         "grain_worker_count",  # how a host reads, not what
         "log_to",  # the first host alone writes logs
         "prometheus_port",
+        "prometheus_host",
         "profiler_steps",
         # The data that they lead to are compared when they are opened.
         "dataset_path",

@@ -77,7 +77,7 @@ def learning_rate_schedule(config: OptimizerConfig, *, last: float, units_per_st
 
     def rate(u: Scalar) -> jax.Array:
         u = jnp.asarray(u, jnp.float32)
-        return peak * decay(config, u, last, jnp) * warm_up(config, u, jnp)
+        return peak * decay(config, u, last, jnp) * warm_up(config, u, last, jnp)
 
     return Schedule(config.schedule_unit, units_per_step, rate)
 

@@ -16,6 +16,7 @@ from maxtext_lite.config.bucket import absolute, original, reaching
 from maxtext_lite.config.errors import full_text, setting_text, value_text
 from maxtext_lite.config.hf.adapter import Adapter, adapter_of
 from maxtext_lite.config.hf.directory import has_hf_weights
+from maxtext_lite.config.hints import hub_hint
 from maxtext_lite.config.load import defaults_of
 from maxtext_lite.config.whole_file import steps_in
 from maxtext_lite.hf import flat, load_hf_parameters, read_peft_adapters
@@ -42,7 +43,10 @@ def checkpoints_in(path: str | Path, key: str) -> list[Path]:
         for parent in (root / "checkpoints", root):
             if steps := steps_in(parent):
                 return [absolute(parent / str(step)) for step in reversed(steps)]
-    raise UserError(f"{key}={value_text(str(root))} is neither a run directory with a checkpoint nor a checkpoint.")
+    raise UserError(
+        f"{key}={value_text(str(root))} is neither a run directory with a checkpoint nor a checkpoint."
+        f"{hub_hint(str(root))}"
+    )
 
 
 def check_start(config: RunConfig, *, resumes: bool) -> None:

@@ -42,7 +42,14 @@ from maxtext_lite.training.metrics import Speed, Terminal
 from maxtext_lite.training.noise import why_unknown
 from maxtext_lite.training.optimizer import UNKNOWN_RATE, Schedule, schedule_of_run
 from maxtext_lite.training.parameter_files import check_start, load_parameters, load_peft_adapters
-from maxtext_lite.training.run_files import RunFiles, environment, has_checkpoints, run_directory, write_json
+from maxtext_lite.training.run_files import (
+    RunFiles,
+    environment,
+    has_checkpoints,
+    run_directory,
+    try_to_write,
+    write_json,
+)
 from maxtext_lite.training.starting_over import check_removable, remove_run
 from maxtext_lite.training.starts import moved_batch, moved_schedule, with_start
 from maxtext_lite.training.state import (
@@ -164,6 +171,10 @@ class TrainingRun(Generic[Data]):
             self.config = self.config.model_copy(update={"overwrite": False})  # as a start from config.yml resumes
             self.failures.on_first_host(self.directory, self.files.fetch)
             if self.config.enable_checkpointing:
+                if is_bucket(self.directory):
+                    with self.failures.of_writing(self.directory):
+                        try_to_write(self.directory, jax.process_index())
+                    self.failures.raise_together()
                 holds = self._lease.check if self._lease else lambda: True
                 about = self.directory, self.config, self._fingerprint
                 self.checkpointer = Checkpointer(*about, self.failures, say, holds, self.files.upload)

@@ -75,6 +75,24 @@ def has_checkpoints(directory: Path) -> bool:
         return any((directory / "checkpoints").glob("*"))
 
 
+def try_to_write(run_directory: Path, process: int) -> None:
+    """Writes and removes an object in a bucket as checkpoints are written, by TensorStore.
+
+    It has credentials of its own, which may lack a right that those of the lease have.
+
+    Raises:
+      OSError: it is refused.
+    """
+    import tensorstore
+
+    try:
+        store = tensorstore.KvStore.open(f"{run_directory}/lease/").result()
+        store.write(f".write-{process}", b"-").result()
+        store.write(f".write-{process}", None).result()  # which removes it
+    except ValueError as error:  # which TensorStore raises of everything, with its own details in brackets
+        raise OSError(errno.EIO, str(error).splitlines()[0].partition(" [")[0][:300], str(run_directory)) from None
+
+
 class RunFiles:
     """The files of a run directory. All methods may raise OSError.
 

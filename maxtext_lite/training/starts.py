@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,7 @@ _OF_STEPS = ("steps", "num_epochs", "last_batch", "seed", "balance_attention", "
 _OTHERS = {*DataConfig.model_fields, *ModelConfig.model_fields, *RunConfig.model_fields}.difference(_OF_STEPS)
 """Keys that change no step, that no start may change, or that have a history of their own, as mixtures do."""
 
-_OF_SCHEDULE = ("learning_rate_schedule", "schedule_unit", "warmup_steps", "learning_rate_final_fraction",
-                "wsd_decay_steps_fraction")  # fmt: skip
+_OF_SCHEDULE = ("learning_rate_schedule", "schedule_unit", "learning_rate_final_fraction", "wsd_decay_steps_fraction")
 
 _OF_BATCH = ("global_batch_size", "per_device_batch_size", "gradient_accumulation_steps")
 
@@ -102,6 +102,7 @@ def moved_schedule(
     now = starts[-1]
     before: Mapping[str, Any] = starts[-2] if len(starts) > 1 else {**now, "end": plan.length.end_after(0, 0)}
     schedule = {key: type(getattr(config, key))(before["settings"][key]) for key in _OF_SCHEDULE}
+    schedule["warmup_steps"] = Fraction(before["settings"]["warmup_steps"])
     then, rates = config.model_copy(update=schedule), list[str]()
     for each, start in ((then, before), (config, now)):
         (last_step, last_example), batch = start["end"], start["batch"]
@@ -109,7 +110,7 @@ def moved_schedule(
         in_steps = each.schedule_unit == "steps"
         u, last = (step, float(last_step)) if in_steps else (examples_seen / batch, last_example / batch)
         at = np.float64(u)
-        rates.append(f"{float(decay(each, at, last, np) * warm_up(each, at, np)):.1%}")
+        rates.append(f"{float(decay(each, at, last, np) * warm_up(each, at, last, np)):.1%}")
     noun, index = ("step", 0) if config.schedule_unit == "steps" else ("example", 1)
     old_end, end = before["end"][index], now["end"][index]
     ends = "constant" not in (then.learning_rate_schedule, config.learning_rate_schedule) and old_end != end

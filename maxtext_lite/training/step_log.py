@@ -76,7 +76,7 @@ class Taken(NamedTuple):
 
 def owes_evaluation(run: TrainingRun[Any], step: int, *, is_last: bool) -> bool:
     """Whether the evaluation of a step that an earlier start took is due and missing. All hosts call it."""
-    every = run.config.eval_interval
+    every = run.plan.period_steps(run.config.eval_interval)
     if run.eval_source is None or every <= 0 or not (is_last or step % every == 0):
         return False
     path = run.files.directory / "metrics.jsonl"

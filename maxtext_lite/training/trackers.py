@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from maxtext_lite.config import Config, UserError
-from maxtext_lite.config.errors import without_secrets, writing
+from maxtext_lite.config.errors import value_text, without_secrets, writing
 from maxtext_lite.config.shown import tracker_names
 from maxtext_lite.config.whole_file import write_whole
 from maxtext_lite.process.records import as_object
@@ -74,8 +74,9 @@ def open_trackers(
                     opened.append(services[name](importlib.import_module(name), config, directory, say))
             closing.callback(opened[-1].close)
         if config.prometheus_port:
-            with _refused(f"prometheus_port={config.prometheus_port}"):
-                opened.append(Prometheus(config.prometheus_port, config.run_name))
+            host, port = config.prometheus_host, config.prometheus_port
+            with _refused(f"prometheus_host={value_text(host)} with prometheus_port={port}"):
+                opened.append(Prometheus(host, port, config.run_name))
         closing.pop_all()
     return opened
 
@@ -234,19 +235,19 @@ class MLflow(Service):
 
 
 class Prometheus(Tracker):
-    """The newest value of each number, at http://127.0.0.1:PORT/metrics as maxtext_lite_NAME.
+    """The newest value of each number, at http://HOST:PORT/metrics as maxtext_lite_NAME.
 
     Characters that not every version of Prometheus takes in a name are `_` there, as in maxtext_lite_rewards_NAME. Of
     several numbers with one such name, the last is shown.
     """
 
-    def __init__(self, port: int, run_name: str):
+    def __init__(self, host: str, port: int, run_name: str):
         import prometheus_client as client
 
         self._client: Any = client
         self._registry, self._run_name = client.CollectorRegistry(), run_name
         self._gauges: dict[str, Any] = {}
-        self._server, self._thread = client.start_http_server(port, addr="127.0.0.1", registry=self._registry)
+        self._server, self._thread = client.start_http_server(port, addr=host, registry=self._registry)
 
     def write(self, record: Record) -> None:
         """Takes a record."""

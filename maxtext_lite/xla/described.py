@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from maxtext_lite.batching.devices import DEVICES, Device, device_named
 from maxtext_lite.config import UserError
-from maxtext_lite.config.errors import did_you_mean, value_text
+from maxtext_lite.config.errors import did_you_mean, install_text, value_text
 from maxtext_lite.xla.compiler_flags import Flag, installed_compilers, set_compiler_flags, set_gpu_memory
 
 _FORM = re.compile(r"(?:(\d+)\*)?([\w-]+):(\d+(?:x\d+){0,2})")
@@ -140,7 +140,7 @@ def as_default_device(mesh: Mesh) -> Iterator[None]:
 
 def _tpu_devices(machine: Described) -> list[Any]:
     if "tpu" not in installed_compilers():
-        raise _missing(machine, "libtpu", "the extra tpu brings it: pip install 'maxtext-lite[tpu]'")
+        raise _missing(machine, "libtpu", f"the extra tpu brings it: {install_text('tpu')}")
     for variable, value in _WITHOUT_TPU.items():
         os.environ.setdefault(variable, value)
     set_compiler_flags("tpu")
@@ -162,7 +162,7 @@ def _gpu_devices(machine: Described) -> list[Any]:
         raise _missing(
             machine,
             "jax's CUDA plugin",
-            "the extra cuda12 or cuda13 brings it: pip install 'maxtext-lite[cuda13]' (no driver is needed)",
+            f"the extra cuda12 or cuda13 brings it: {install_text('cuda13')} (no driver is needed)",
         )
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
     set_compiler_flags("gpu", _NOTHING_CAN_BE_TIMED)

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from maxtext_lite.batching import make_plan
 from maxtext_lite.batching.rate_shape import decay, warm_up
 from maxtext_lite.config import load_config
 
@@ -42,7 +43,17 @@ def test_the_rate_falls_from_the_end_of_the_warm_up_to_that_of_the_run(name, exp
     ).tolist()
     assert found == pytest.approx(expected)
     at_once = load_config(None, ["warmup_steps=0"])
-    assert warm_up(at_once, np.array([0.25, 1.0]), np).tolist() == [1, 1]
-    assert warm_up(
-        config, np.array([0.0, 4.0, 10.0, 60.0]), np
-    ).tolist() == pytest.approx([0, 0.4, 1, 1])
+    assert warm_up(at_once, np.array([0.25, 1.0]), 110.0, np).tolist() == [1, 1]
+    part = load_config(None, ["warmup_steps=1/11"])
+    for each in (config, part):
+        found = warm_up(each, np.array([0.0, 4.0, 10.0, 60.0]), 110.0, np)
+        assert found.tolist() == pytest.approx([0, 0.4, 1, 1])
+
+
+def test_periods_below_one_are_parts_of_an_epoch():
+    config = load_config(
+        None, ["eval_interval=0.25", "log_period=0.001", "per_device_batch_size=10"]
+    )
+    plan = make_plan(config, num_devices=1, num_examples=1000)
+    stated = (config.eval_interval, config.log_period, config.checkpoint_period)
+    assert [plan.period_steps(each) for each in stated] == [25, 1, 100]

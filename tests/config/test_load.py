@@ -19,7 +19,7 @@ from maxtext_lite.config import (
     packaged_file,
     write_resolved,
 )
-from maxtext_lite.config.hints import _ELSEWHERE
+from maxtext_lite.config.hints import _ELSEWHERE, hub_hint
 from tests.mutations import VALUES
 
 
@@ -135,6 +135,33 @@ def test_a_base_is_looked_for_beside_the_file_then_at_home_and_among_the_shipped
     assert load_config("my.yml").origins["seed"] == "base.yml"
     assert load_config("of_home.yml").steps == load_config("~/mine.yml").steps == 7
     assert load_config("base.yml").seed == 3  # over the shipped one
+
+
+def test_the_length_that_is_stated_last_counts(here):
+    Path("steps.yml").write_text("steps: 30\n")
+    Path("epochs.yml").write_text("base: steps.yml\nnum_epochs: 2\nlast_batch: train\n")
+    for words, length in (
+        (["steps.yml", "num_epochs=3"], (250, 3)),
+        (["epochs.yml"], (250, 2)),
+        (["epochs.yml", "steps=7"], (7, 0)),
+    ):
+        config = load_config(words[0], words[1:])
+        assert (config.steps, config.num_epochs) == length
+    assert problems_of("epochs.yml", ["steps=7", "num_epochs=1"])
+
+
+def test_what_may_be_an_id_of_the_hub_is_to_be_downloaded(here):
+    for path in (
+        "Qwen/Qwen2.5-0.5B",
+        "HuggingFaceTB/SmolLM2-135M",
+        "openai/gpt-oss-20b",
+    ):
+        (problem,) = problems_of(None, [f"load_parameters_path={path}"])
+        assert f"hf download {path}" in problem
+    Path("runs/other").mkdir(parents=True)
+    Path("runs/other/config.yml").touch()
+    for path in ("runs/mine", "data/lines.jsonl", "nowhere", "a/b/c"):
+        assert not hub_hint(path)
 
 
 def test_a_file_of_a_shipped_name_is_the_users_own(here):

@@ -1,5 +1,7 @@
 """MaxText's formulas are those of its own calculate_global_batch_sizes, by hand: int(devices x p) x g rows a step."""
 
+from fractions import Fraction
+
 import pytest
 import yaml
 
@@ -82,7 +84,7 @@ def test_every_key_of_maxtext_s_base_yml_is_known_and_no_other():
 
 
 def test_every_named_model_has_a_file():
-    assert len(maxtext_models()) == 52
+    assert len(maxtext_models()) == 50
     for ours, besides in maxtext_models().values():
         assert (
             ours == "default"
@@ -96,6 +98,26 @@ def test_every_named_model_has_a_file():
 def test_keys_are_translated_and_what_maxtext_does_otherwise_is_stated(row):
     config = config_of(row["stated"])
     assert {key: getattr(config, key) for key in row["keys"]} == row["keys"]
+
+
+def test_patterns_with_weights_are_a_mixture():
+    stated = {
+        "dataset_type": "grain",
+        "grain_train_files": "x*,0.3;y*,0.7",
+    }
+    found = translate(stated | {"tokenizer_path": "t"})
+    assert [
+        (source["path"], source["weight"]) for source in found.values["dataset_path"]
+    ] == [
+        ("prepared/1", 0.3),
+        ("prepared/2", 0.7),
+    ]
+    assert any("y*" in note for note in found.notes)
+    config = config_of(stated | {"use_sft": True, "model_name": "qwen3-0.6b"})
+    assert [(entry.path, entry.weight) for entry in config.dataset_path.entries] == [
+        ("x*", Fraction(3, 10)),
+        ("y*", Fraction(7, 10)),
+    ]
 
 
 @pytest.mark.parametrize("stated", TABLE["lost"], ids=str)

@@ -21,7 +21,7 @@ from maxtext_lite.generation.requests import GenerateConfig
 from tests.source_tree import REPOSITORY
 
 DOCS = REPOSITORY / "docs"
-ROOT = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+ROOT = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"]
 PAGES = {name: (REPOSITORY / name).read_text(encoding="utf-8") for name in ROOT}
 PAGES |= {
     path.name: path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))

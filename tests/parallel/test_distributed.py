@@ -1,5 +1,6 @@
 """The runtime is given threads enough for the devices it simulates, and processes of one run find each other."""
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -14,6 +15,27 @@ from maxtext_lite.config import UserError
 from maxtext_lite.parallel import distributed, start_devices
 from tests.processes import quick_python
 from tests.source_tree import REPOSITORY
+
+
+@pytest.mark.parametrize(("in_kubernetes", "refused"), [(False, True), (True, False)])
+def test_a_coordinator_without_an_address_is_refused_at_once(
+    monkeypatch, in_kubernetes, refused
+):
+    """In Kubernetes the name of a pod has none until the pod runs."""
+
+    def unknown(*_):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    if in_kubernetes:
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    found = SimpleNamespace(stated_by="JAX_COORDINATOR_ADDRESS=node7:1")
+    with (
+        pytest.raises(UserError, match="node7") if refused else contextlib.nullcontext()
+    ):
+        distributed._require_host(found, "node7:1")
+
 
 START = """
 import sys, time, jax

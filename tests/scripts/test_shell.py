@@ -111,6 +111,18 @@ def test_train_installs_the_lock_once_then_trains_then_samples_the_same_run(chec
     assert tests.endswith(" tests/config -x")
 
 
+def test_extras_once_installed_stay(checkout):
+    checkout.run(
+        "scripts/slurm.sbatch", "--install", MAXTEXT_LITE_EXTRAS="cuda12,wandb"
+    )
+    assert checkout.calls()[0].endswith("[cuda12,wandb]")
+    checkout.run("scripts/slurm.sbatch", "--install")  # as a job does before it trains
+    assert not checkout.calls()
+    (checkout.root / "pyproject.toml").write_text("changed")
+    checkout.run("scripts/slurm.sbatch", "--install")
+    assert checkout.calls()[0].endswith("[cuda12,wandb]")
+
+
 def test_a_failed_install_is_reported_and_repeated_in_full(checkout):
     checkout.answer("pip", "exit 9")
     code, output = checkout.run("scripts/train.sh")

@@ -1,6 +1,8 @@
 """A run before its first step, and its files other than checkpoints, on a file system and in a bucket."""
 
+import http.server
 import json
+import threading
 
 import jax
 import numpy as np
@@ -9,12 +11,14 @@ import pytest
 
 from maxtext_lite.batching import flops_per_example, make_plan
 from maxtext_lite.config import UserError, load_config
+from maxtext_lite.config.bucket import names_below
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.metrics import Terminal
 from maxtext_lite.training.opening import open_run
 from maxtext_lite.training.optimizer import Progress
 from maxtext_lite.training.run_files import (
     RunFiles,
+    try_to_write,
     write_json,
 )
 from maxtext_lite.training.state import OwnParts
@@ -37,6 +41,38 @@ def run_of(tmp_path, *overrides, **more):
 
 def introduce(run, counts):
     run.introduce(Terminal(log_period=1, quiet=False), counts)
+
+
+class Forbidding(http.server.BaseHTTPRequestHandler):
+    """A bucket whose objects may be read and not written."""
+
+    def do_POST(self):
+        self.send_response(403)
+        self.end_headers()
+        self.wfile.write(b'{"error": {"message": "no storage.objects.create"}}')
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_bucket_that_checkpoints_may_not_be_written_to_is_refused_in_one_line(
+    monkeypatch,
+):
+    with http.server.HTTPServer(("127.0.0.1", 0), Forbidding) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv(
+            "TENSORSTORE_GCS_HTTP_URL", f"http://127.0.0.1:{server.server_port}"
+        )
+        monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "none")
+        with pytest.raises(OSError, match=r"no storage.objects.create") as refused:
+            try_to_write("gs://forbidden/run", 0)
+        server.shutdown()
+    assert "\n" not in refused.value.strerror
+
+
+def test_the_object_that_tries_a_bucket_is_removed(bucket):
+    try_to_write(bucket / "run", 0)
+    assert names_below(bucket) == []
 
 
 @pytest.mark.fast

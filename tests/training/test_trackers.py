@@ -135,7 +135,7 @@ def test_a_service_that_is_gone_ends_no_run_but_one_that_refuses_it_at_its_start
 
 
 def test_prometheus_reads_the_newest_numbers_on_this_machine_alone():
-    tracker = Prometheus(0, "here")
+    tracker = Prometheus("127.0.0.1", 0, "here")
     address, port = tracker._server.server_address
     assert address == "127.0.0.1"
     for loss in (0.25, 0.5):
@@ -155,3 +155,14 @@ def test_prometheus_reads_the_newest_numbers_on_this_machine_alone():
         for name, value in values.items()
     ]
     tracker.close()
+
+
+def test_prometheus_answers_where_it_is_told_to(tmp_path):
+    where = config("log_to=", "prometheus_host=127.0.0.2", "prometheus_port=9")
+    tracker = Prometheus(where.prometheus_host, 0, "here")
+    assert tracker._server.server_address[0] == "127.0.0.2"
+    tracker.close()
+    for host in ("203.0.113.1", "no-such-host.invalid"):  # of no machine
+        where = config("log_to=", f"prometheus_host={host}", "prometheus_port=9099")
+        with pytest.raises(UserError, match=f"prometheus_host={host}"):
+            open_trackers(where, tmp_path, 0, Failures(), {}, pytest.fail)

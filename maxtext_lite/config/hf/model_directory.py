@@ -10,6 +10,7 @@ from maxtext_lite.config.errors import UserError, setting_text
 from maxtext_lite.config.hf.adapter import adapter_of
 from maxtext_lite.config.hf.config import stored_dtype
 from maxtext_lite.config.hf.directory import TOKENIZER_FILES, has_hf_weights, hf_directory, tokenizer_keys
+from maxtext_lite.config.hints import hub_hint
 from maxtext_lite.config.json_file import is_there, read_object, user_path
 from maxtext_lite.config.load import load_config
 from maxtext_lite.config.schema import Config
@@ -26,7 +27,9 @@ def hf_config(directory: Path, overrides: Sequence[str] = ()) -> Config:
       UserError: it is no such directory, or its model cannot be expressed.
     """
     if not has_hf_weights(directory):
-        raise UserError(f"{directory} is not a Hugging Face directory: it has no config.json.")
+        raise UserError(
+            f"{directory} is not a Hugging Face directory: it has no config.json.{hub_hint(str(directory))}"
+        )
     carried = hf_directory(directory)
     assert carried is not None
     stored = stored_dtype(read_object(carried / "config.json"))
@@ -51,7 +54,7 @@ def directory_config(directory: Path, dtype: str) -> Config:
         return hf_config(directory, overrides)
     raise UserError(
         f"{original(directory, 'RUN_DIR')} is not a run directory: it has no config.yml. Nor is it a Hugging Face "
-        "directory: it has no config.json."
+        f"directory: it has no config.json.{hub_hint(str(directory))}"
     )
 
 
