@@ -217,10 +217,13 @@ class Renderer:
         if not (rendered.is_plain or rendered.is_marked):
             placed = self._as_generated(rendered, placed)
         is_answer = np.zeros(len(placed.token_ids), bool)
+        special = list(self._tokenizer.special_ids)
         num_cut = 0
         for start, stop in rendered.answers:
-            within = (placed.starts >= start) & (placed.starts < stop) & (placed.stops <= stop)
             touching = (placed.starts < stop) & (placed.stops > start)
+            begins = touching & (placed.starts >= start)
+            # The token that ends an answer may have the line break after it.
+            within = begins & ((placed.stops <= stop) | np.isin(placed.token_ids, special))
             is_cut = bool((touching & ~within).any()) and not rendered.is_marked
             num_cut += is_cut
             if is_cut and not rendered.is_plain and not self._tokenizer.decode(placed.token_ids[within]).strip():
