@@ -171,12 +171,7 @@ class Renderer:
     def tokens(self, rendered: Sequence[Rendered]) -> list[Tokenized]:
         """The tokens of texts."""
         placed = self._tokenizer.encode_placed([each.text for each in rendered])
-        return [
-            self._tokenized(
-                each, each_placed if each.is_plain or each.is_marked else self._as_generated(each, each_placed)
-            )
-            for each, each_placed in zip(rendered, placed, strict=True)
-        ]
+        return [self._tokenized(*both) for both in zip(rendered, placed, strict=True)]
 
     def _as_generated(self, rendered: Rendered, placed: PlacedTokens) -> PlacedTokens:
         """The tokens of a text, encoded in parts where a token would join the prompt with a word of the answer.
