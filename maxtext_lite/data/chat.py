@@ -25,6 +25,8 @@ _THINKING = re.compile(
     r"<(\w*:?think\w*|thought|reasoning)>.*?</\1>|\[THINK\].*?\[/THINK\]|<\|channel>.*?<channel\|>|◁think▷.*?◁/think▷",
     re.DOTALL,
 )
+THINKING_DELIMITERS = re.compile(r"</?\w*:?think\w*>|\[/?THINK\]")
+"""What an answer writes around its thinking, also where these are special tokens."""
 _UNOPENED = re.compile(r"^.*?(</\w*:?think\w*>|\[/THINK\])", re.DOTALL)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from maxtext_lite.config import UserError
 from maxtext_lite.data.chat import (
     DATE_OF_TRAINING_DATA,
+    THINKING_DELIMITERS,
     ChatKeys,
     ChatTemplate,
     Turn,
@@ -229,10 +230,13 @@ class Renderer:
         if not (rendered.is_plain or rendered.is_marked):
             placed = self._as_generated(rendered, placed)
         is_answer = np.zeros(len(placed.token_ids), bool)
+        special = list(self._tokenizer.special_ids)
         num_cut = 0
         for start, stop in rendered.answers:
-            within = (placed.starts >= start) & (placed.starts < stop) & (placed.stops <= stop)
             touching = (placed.starts < stop) & (placed.stops > start)
+            begins = touching & (placed.starts >= start)
+            # The token that ends an answer may have the line break after it.
+            within = begins & ((placed.stops <= stop) | np.isin(placed.token_ids, special))
             is_cut = bool((touching & ~within).any()) and not rendered.is_marked
             num_cut += is_cut
             if is_cut and not rendered.is_plain and not self._tokenizer.decode(placed.token_ids[within]).strip():
@@ -257,11 +261,12 @@ class Renderer:
 
     def _turns(self, where: str, key: str, value: object) -> list[Turn]:
         """The turns of a list, with stand-ins for special tokens that their contents spell."""
-        hide = self.encoder.hide
-        return [
-            turn | {name: hide(where, text) for name, text in turn.items() if name != "role"}
-            for turn in _turns(where, key, value)
-        ]
+        hidden = list[Turn]()
+        for turn in _turns(where, key, value):
+            keep = THINKING_DELIMITERS if turn["role"] == "assistant" else None
+            texts = {name: self.encoder.hide(where, text, keep) for name, text in turn.items() if name != "role"}
+            hidden.append(turn | texts)
+        return hidden
 
     def _system_turn(self, where: str, value: Mapping[str, Any]) -> list[Turn]:
         """The system's turn of a line that states it beside the others, under "system"."""
@@ -275,9 +280,10 @@ class Renderer:
         if not learned:
             raise UserError(f"{where}: there is no answer to learn from: no turn of the assistant.")
         with self._template_of(where) as template:
-            self.encoder.check_carried(turns, functools.partial(template.render, answer_follows=False))
             if self._finder is None:
                 self._finder = AnswerFinder(template, self.encoder)
+            self.encoder.check_carried(turns, functools.partial(template.render, answer_follows=False))
+            self.encoder.check_carried(turns, functools.partial(_joined_texts, self._finder, learned))
             texts = self._finder.texts(turns, learned)
         return tuple(
             Rendered(where, text.text, text.answers, False, template.has_marks, text.begins_as_generated)
@@ -316,6 +322,10 @@ class Renderer:
             yield self._template
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
+
+
+def _joined_texts(finder: AnswerFinder, learned: Sequence[int], turns: Sequence[Turn]) -> str:
+    return "".join(text.text for text in finder.texts(turns, learned))
 
 
 def _plain(where: str, prompt: str, answer: str, key: str) -> Rendered:

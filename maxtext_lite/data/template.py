@@ -96,13 +96,14 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
     def add_filter(self, name: str, filter_: Callable[..., Any]) -> None:
         """Adds a filter, whose widths are bounded."""
+        first = int(hasattr(filter_, "jinja_pass_arg"))  # it gets the environment before its value
 
         @functools.wraps(filter_)
         def bounded(*args: Any, **kwargs: Any) -> Any:
             if name == "format":
                 _check_percent(str(args[0]), args[1:])
             else:
-                _check_arguments((*args, *kwargs.values()))
+                _check_arguments((*args[first + 1 :], *kwargs.values()))
             return filter_(*args, **kwargs)
 
         self.filters[name] = bounded

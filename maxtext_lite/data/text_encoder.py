@@ -202,17 +202,26 @@ class TextEncoder:
             "special_tokens_in_text=plain or special_tokens_in_text=encode."
         )
 
-    def hide(self, where: str, text: str) -> str:
+    def hide(self, where: str, text: str, keep: re.Pattern[str] | None = None) -> str:
         """The content of a turn with a stand-in for each special token that is to be plain characters.
 
         A template carries the stand-ins along; `place` reads them as characters, and `reveal` spells them again.
 
+        Args:
+          keep: spells those that are special tokens all the same.
         Raises:
           UserError: it spells one, and special_tokens_in_text=refuse; names `where`.
         """
-        self.check(where, text)
-        self._num_spelled += self.count_spelled(text)
-        return text if self.in_text == "encode" else self._spelled.sub(lambda found: self._stand_in(found[0]), text)
+
+        def stands_in(found: re.Match[str]) -> str:
+            return found[0] if keep and keep.fullmatch(found[0]) else self._stand_in(found[0])
+
+        hidden = self._spelled.sub(stands_in, text)
+        count = len(_HIDDEN.findall(hidden))
+        if count and self.in_text == "refuse":
+            raise UserError(f"{where}: {self._refusal(text)}")
+        self._num_spelled += count
+        return text if self.in_text == "encode" else hidden
 
     def take_num_spelled(self) -> int:
         """The number of special tokens that contents given to `hide` spell, since the last call."""

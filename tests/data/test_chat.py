@@ -106,8 +106,8 @@ def test_a_special_token_that_no_file_states_may_be_asked_about(template, tmp_pa
 
 
 PARTS = (
-    "{% for m in messages %}{{ m.role }}{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}"
-    "{% endfor %}{% endfor %}"
+    "{% for m in messages %}{{ m.role }}{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}"
+    "{% endif %}{% endfor %}{% endfor %}"
 )
 FIRST_PART = "{% for m in messages %}{{ m.role + m.content[0].text }}{% endfor %}"
 

@@ -311,6 +311,25 @@ def test_a_prompt_that_ends_with_a_space_takes_no_word_of_the_answer(
     assert row.token_ids[: len(asked)].tolist() == asked.tolist()
 
 
+def test_an_end_of_turn_that_takes_the_line_break_after_it_is_learned(
+    tokenizer_path, plain, tmp_path
+):
+    """As Phi-3's tokens do, where a template writes that line break only between turns."""
+    content = json.loads((tokenizer_path / "tokenizer.json").read_text())
+    for token in content["added_tokens"]:
+        token["rstrip"] = True
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    between = (
+        "{% for m in messages %}{{ m.role + m.content + '<|im_end|>' + ('' if loop.last and m.role == 'assistant' "
+        "else '\n') }}{% endfor %}"
+    )
+    it = renderer(tmp_path, between, tmp_path)
+    (row,) = it.tokens(it.sft_texts("d:1", {"messages": [*THOUGHT[2:], *THOUGHT[2:]]}))
+    learned = "userSure?<|im_end|>[assistantNo.<|im_end|>]"
+    assert bracketed(row, plain) == learned + learned
+
+
 def bracketed(tokenized, plain):
     """The text of a row, with its learned parts in []."""
     edges = np.flatnonzero(

@@ -77,7 +77,8 @@ def test_absurd_sizes_are_refused_before_anything_of_that_size_is_made(source):
         "{{ [3, 1, 2]|sort }}{{ {'b': 2, 'a': [1, none]}|dictsort }}{{ 7 * 6 + 2**10 % 9 }}",
         "{% for m in messages %}{% set ns = namespace(any=false) %}{{ m.get('content').strip() }}{% endfor %}",
         "{{ '20240101 %s %5d' % (20250101, 3) }}{{ '{} 20240101 {{20240101}} {:>5}'.format(20250101, 3) }}",
-        "{% macro center(n) %}{{ n }}{% endmacro %}{{ center(10**9) }}{{ 'a' * 3 }}{{ 7 ** 9 }}{{ 10**6|default(1) }}",
+        "{% macro center(n) %}{{ n }}{% endmacro %}{{ center(10**9) }}{{ 'a' * 3 }}{{ 7 ** 9 }}"
+        "{{ 1234567|round }}{{ 10**6|default(1) }}",
         "{% macro one(m) %}{{ m.role.title() ~ ': ' ~ m['content'].split('turn')[-1].strip() }}{% endmacro %}"
         "{% for m in messages %}{{ one(m) if 'words' in m.content and m.content is string }}"
         "{{ x is defined }}{% endfor %}",
