@@ -194,7 +194,7 @@ class Renderer:
 
     def _without_what_follows(self, text: str, placed: PlacedTokens, within: np.ndarray, stop: int) -> np.ndarray:
         """An answer's tokens up to its end-of-turn token, without the line break that a template adds after it."""
-        special = [at for at in np.flatnonzero(within) if int(placed.token_ids[at]) in self._tokenizer.special_ids]
+        special = [at for at in np.flatnonzero(within) if int(placed.token_ids[at]) in self._tokenizer.control_ids]
         if special and not text[placed.stops[special[-1]] : stop].strip():
             within = within.copy()
             within[special[-1] + 1 :] = False

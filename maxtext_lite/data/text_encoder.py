@@ -380,8 +380,8 @@ def _stop_ids_with(directory: Path, tokenizer: Tokenizer) -> list[int]:
 
 
 def special_among(token_ids: Iterable[int], tokenizer: Tokenizer) -> list[int]:
-    """Those that are special tokens of the tokenizer."""
-    return [each for each in token_ids if each in tokenizer.special_ids]
+    """Those that are special or added tokens of the tokenizer."""
+    return [each for each in token_ids if each in tokenizer.control_ids]
 
 
 def has_tokenizer(directory: Path, known_by: str) -> bool:
