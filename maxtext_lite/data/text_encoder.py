@@ -76,7 +76,7 @@ class TextEncoder:
       adds_end: whether documents end with end-of-text.
       in_text: `special_tokens_in_text`.
     Raises:
-      UserError: add_bos=true, and the tokenizer has no begin-of-text token.
+      UserError: the tokenizer has no begin-of-text token for add_bos=true, or does not read special tokens in a text.
     """
 
     def __init__(self, config: TextKeys, tokenizer: Tokenizer) -> None:
@@ -90,6 +90,11 @@ class TextEncoder:
                     "token. Nearest that work: add_bos=auto or add_bos=false."
                 )
             begin = (tokenizer.bos_id,)
+        if self.in_text == "encode" and tokenizer.special_tokens and not tokenizer.reads_special:
+            raise UserError(
+                f"special_tokens_in_text=encode has no effect: tokenizer_type={config.tokenizer_type} reads special tokens "
+                "in a text as characters. Nearest that works: special_tokens_in_text=plain."
+            )
         self.begin_ids, self._num_spelled = np.array(begin, np.int32), 0
         self._end = np.array([tokenizer.end_of_text_id], np.int32)
         self._names = sorted(filter(None, tokenizer.special_tokens), key=lambda name: (-len(name), name))

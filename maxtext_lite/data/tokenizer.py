@@ -72,7 +72,8 @@ class Tokenizer(Protocol):
       end_of_text_id: the token that ends a document.
       begin_ids: the tokens that it puts before a text by itself.
       bos_id: its begin-of-text token, whether it adds it or not; None: it has none.
-      special_ids: tokens that are not text; `encode` of a tokenizer.json returns them where a text spells them.
+      special_ids: tokens that are not text.
+      reads_special: whether `encode` returns special tokens where a text spells them.
       special_tokens: their ids by how they are spelled.
       added_tokens: likewise, also of tokens that were added to a vocabulary and are text, such as <think> of Qwen 3.
       unknown_token: how the token of unknown words is spelled; "": there is none.
@@ -84,6 +85,7 @@ class Tokenizer(Protocol):
     begin_ids: tuple[int, ...] = ()
     bos_id: int | None = None
     special_ids: frozenset[int]
+    reads_special: bool = False
     special_tokens: Mapping[str, int] = {}
     added_tokens: Mapping[str, int] = {}
     unknown_token: str = ""
@@ -309,7 +311,7 @@ class HuggingFaceTokenizer(Tokenizer):
         added = self._tokenizer.get_added_tokens_decoder()
         self.added_tokens = {token.content: token_id for token_id, token in added.items()}
         self.special_tokens = {token.content: token_id for token_id, token in added.items() if token.special}
-        self.special_ids = frozenset(self.special_tokens.values())
+        self.special_ids, self.reads_special = frozenset(self.special_tokens.values()), True
         self.end_of_text_id = self._find_end_of_text(path)
         self.bos_id = self._named_token(path, "bos_token")
         self.begin_ids = self._find_begin(path)
