@@ -180,13 +180,13 @@ class Renderer:
             is_answer |= self._without_what_follows(rendered.text, placed, within, stop)
         if not rendered.is_plain:
             return Tokenized(placed.token_ids, is_answer, num_cut)
-        begun = self.encoder.begin(placed.token_ids)
+        ended = self.encoder.end(placed.token_ids)
+        begun = self.encoder.begin(ended)
         if not len(self.encoder.begin_ids) and not rendered.answers[0][0]:  # after the end of another text
             begun = np.concatenate([self.encoder.or_end(begun[:0]), begun])
-        whole = self.encoder.end(begun)
-        before, after = len(begun) - len(is_answer), len(whole) - len(begun)
+        before, after = len(begun) - len(ended), len(ended) - len(is_answer)
         return Tokenized(
-            whole,
+            begun,
             np.concatenate([np.zeros(before, bool), is_answer, np.ones(after, bool)]),
             num_cut,
             self.encoder.count_spelled(rendered.text),

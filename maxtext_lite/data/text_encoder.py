@@ -92,7 +92,7 @@ class TextEncoder:
             begin = (tokenizer.bos_id,)
         if self.in_text == "encode" and tokenizer.special_tokens and not tokenizer.reads_special:
             raise UserError(
-                f"special_tokens_in_text=encode has no effect: tokenizer_type={config.tokenizer_type} reads special tokens "
+                f"special_tokens_in_text=encode has no effect: {config.tokenizer_type} reads special tokens "
                 "in a text as characters. Nearest that works: special_tokens_in_text=plain."
             )
         self.begin_ids, self._num_spelled = np.array(begin, np.int32), 0
@@ -163,8 +163,8 @@ class TextEncoder:
             encoded, num_spelled = self.encode(texts)
         finished: list[np.ndarray] = []
         for token_ids in encoded:
-            whole = token_ids if rendered or not len(token_ids) else self.begin(token_ids)
-            finished.append(self.end(whole) if self.adds_end and len(token_ids) else whole)
+            ended = self.end(token_ids) if self.adds_end and len(token_ids) else token_ids
+            finished.append(ended if rendered or not len(token_ids) else self.begin(ended))
         lengths = np.array([len(token_ids) for token_ids in finished], np.int64)
         stops = np.cumsum(lengths)
         stream = np.empty(int(lengths.sum()), dtype)
