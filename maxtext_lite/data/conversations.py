@@ -215,7 +215,7 @@ class Renderer:
             raise UserError(f"{where}: there is no answer to learn from: no turn of the assistant.")
         with self._template_of(where) as template:
             whole, starts = template.turn_starts(turns)
-            self.encoder.check_carried(turns, whole, functools.partial(template.render, answer_follows=False))
+            self.encoder.check_carried(turns, functools.partial(template.render, answer_follows=False))
         answers = None if starts is None else self._places(where, turns, learned, whole, starts)
         if answers is None:
             answers = [self._place(where, turns, at, whole) for at in learned]
@@ -260,10 +260,8 @@ class Renderer:
 
     def _render(self, where: str, turns: list[Turn], *, answer_follows: bool) -> str:
         with self._template_of(where) as template:
-            render = functools.partial(template.render, answer_follows=answer_follows)
-            text = render(turns)
-            self.encoder.check_carried(turns, text, render)
-            return text
+            self.encoder.check_carried(turns, functools.partial(template.render, answer_follows=answer_follows))
+            return template.render(turns, answer_follows=answer_follows)
 
     @contextlib.contextmanager
     def _template_of(self, where: str) -> Iterator[ChatTemplate]:

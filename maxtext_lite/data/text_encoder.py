@@ -235,14 +235,14 @@ class TextEncoder:
         """The text with special tokens spelled in place of their stand-ins."""
         return _HIDDEN.sub(lambda found: self._name(found[0]), text)
 
-    def check_carried(self, turns: list[Turn], text: str, render: Callable[[list[Turn]], str]) -> None:
-        """Refuses turns whose stand-ins are not in their rendering `text` where what they stand for would be.
+    def check_carried(self, turns: list[Turn], render: Callable[[list[Turn]], str]) -> None:
+        """Refuses turns whose stand-ins are not in their rendering where what they stand for would be.
 
         Raises:
           UserError: the template cannot carry them.
         """
         spelled = [{key: self.reveal(each) for key, each in turn.items()} for turn in turns]
-        if spelled != turns and render(spelled) != self.reveal(text):
+        if spelled != turns and render(spelled) != self.reveal(render(turns)):
             raise UserError(
                 "the chat template does not write a special token that a turn spells as plain characters. Nearest that "
                 "works: special_tokens_in_text=encode."

@@ -67,9 +67,8 @@ class _Prompter:
         assert self.template is not None, "turns need chat"
         encoder = self.tokens.encoder
         hidden = [turn | {"content": encoder.hide("the prompt", turn["content"])} for turn in turns]
-        text = self.template.render(hidden)
-        encoder.check_carried(hidden, text, self.template.render)
-        (token_ids,) = encoder.encode_rendered([text])
+        encoder.check_carried(hidden, self.template.render)
+        (token_ids,) = encoder.encode_rendered([self.template.render(hidden)])
         return encoder.or_end(token_ids).tolist()
 
     def begin(self, prompt: list[int]) -> WrittenText:
