@@ -89,7 +89,7 @@ class AnswerSource:
       row_tokens: tokens of one row.
       notes: what became of lines that the examples do not contain as they stand; sentences for the user.
       content: hash of the sequences and of the tokenizer.
-      ends: the special tokens with which answers end, the most frequent first.
+      ends: the special and added tokens with which answers end, the most frequent first.
     """
 
     columns: tuple[Sequences, ...]
@@ -232,8 +232,8 @@ def _source(config: DataConfig, renderer: Renderer, lines: Sequence[_Line], name
         content.update(sequences.content())
     source = AnswerSource if config.dataset_type == "sft" else PairSource
     ends = Counter(end for sequences in columns for end in sequences.ends(config.max_target_length))
-    special = tuple(end for end, _ in ends.most_common() if end in tokenizer.special_ids)
-    return source(columns, rows, config.max_target_length, notes, content.hexdigest(), special)
+    known = tuple(end for end, _ in ends.most_common() if end in tokenizer.control_ids)
+    return source(columns, rows, config.max_target_length, notes, content.hexdigest(), known)
 
 
 def _fitted(

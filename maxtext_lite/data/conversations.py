@@ -230,7 +230,7 @@ class Renderer:
         if not (rendered.is_plain or rendered.is_marked):
             placed = self._as_generated(rendered, placed)
         is_answer = np.zeros(len(placed.token_ids), bool)
-        special = list(self._tokenizer.special_ids)
+        special = list(self._tokenizer.control_ids)
         num_cut = 0
         for start, stop in rendered.answers:
             touching = (placed.starts < stop) & (placed.stops > start)
@@ -247,13 +247,13 @@ class Renderer:
             is_answer |= touching if rendered.is_marked else within
         if not rendered.is_plain:
             return Tokenized(placed.token_ids, is_answer, num_cut)
-        begun = self.encoder.begin(placed.token_ids)
+        ended = self.encoder.end(placed.token_ids)
+        begun = self.encoder.begin(ended)
         if not len(self.encoder.begin_ids) and not rendered.answers[0][0]:  # after the end of another text
             begun = np.concatenate([self.encoder.or_end(begun[:0]), begun])
-        whole = self.encoder.end(begun)
-        before, after = len(begun) - len(is_answer), len(whole) - len(begun)
+        before, after = len(begun) - len(ended), len(ended) - len(is_answer)
         return Tokenized(
-            whole,
+            begun,
             np.concatenate([np.zeros(before, bool), is_answer, np.ones(after, bool)]),
             num_cut,
             self.encoder.count_spelled(rendered.text),

@@ -184,7 +184,7 @@ class AnswerFinder:
         kept = closing if followed.startswith(closing) else followed[: len(followed) - len(followed.lstrip())]
         if kept == closing or not closing.strip():
             (next_role,) = self._encoder.place([followed[len(kept) :]])
-            if len(next_role.token_ids) and int(next_role.token_ids[0]) in self._encoder.tokenizer.special_ids:
+            if len(next_role.token_ids) and int(next_role.token_ids[0]) in self._encoder.tokenizer.control_ids:
                 return followed[: len(kept) + int(next_role.stops[0])]
         if not closing:
             raise UserError(
@@ -198,7 +198,7 @@ class AnswerFinder:
         """The character after each special token that a text spells."""
         (placed,) = self._encoder.place([text])
         pairs = zip(placed.token_ids.tolist(), placed.stops.tolist(), strict=True)
-        return [stop for token, stop in pairs if token in self._encoder.tokenizer.special_ids]
+        return [stop for token, stop in pairs if token in self._encoder.tokenizer.control_ids]
 
 
 def _num_shared(one: str, other: str) -> int:

@@ -76,7 +76,7 @@ class TextEncoder:
       adds_end: whether documents end with end-of-text.
       in_text: `special_tokens_in_text`.
     Raises:
-      UserError: add_bos=true, and the tokenizer has no begin-of-text token.
+      UserError: the tokenizer has no begin-of-text token for add_bos=true, or does not read special tokens in a text.
     """
 
     def __init__(self, config: TextKeys, tokenizer: Tokenizer) -> None:
@@ -90,6 +90,11 @@ class TextEncoder:
                     "token. Nearest that work: add_bos=auto or add_bos=false."
                 )
             begin = (tokenizer.bos_id,)
+        if self.in_text == "encode" and tokenizer.special_tokens and not tokenizer.reads_special:
+            raise UserError(
+                f"special_tokens_in_text=encode has no effect: {config.tokenizer_type} reads special tokens "
+                "in a text as characters. Nearest that works: special_tokens_in_text=plain."
+            )
         self.begin_ids, self._num_spelled = np.array(begin, np.int32), 0
         self._end = np.array([tokenizer.end_of_text_id], np.int32)
         self._names = sorted(filter(None, tokenizer.special_tokens), key=lambda name: (-len(name), name))
@@ -158,8 +163,8 @@ class TextEncoder:
             encoded, num_spelled = self.encode(texts)
         finished: list[np.ndarray] = []
         for token_ids in encoded:
-            whole = token_ids if rendered or not len(token_ids) else self.begin(token_ids)
-            finished.append(self.end(whole) if self.adds_end and len(token_ids) else whole)
+            ended = self.end(token_ids) if self.adds_end and len(token_ids) else token_ids
+            finished.append(ended if rendered or not len(token_ids) else self.begin(ended))
         lengths = np.array([len(token_ids) for token_ids in finished], np.int64)
         stops = np.cumsum(lengths)
         stream = np.empty(int(lengths.sum()), dtype)
@@ -389,8 +394,8 @@ def _stop_ids_with(directory: Path, tokenizer: Tokenizer) -> list[int]:
 
 
 def special_among(token_ids: Iterable[int], tokenizer: Tokenizer) -> list[int]:
-    """Those that are special tokens of the tokenizer."""
-    return [each for each in token_ids if each in tokenizer.special_ids]
+    """Those that are special or added tokens of the tokenizer."""
+    return [each for each in token_ids if each in tokenizer.control_ids]
 
 
 def has_tokenizer(directory: Path, known_by: str) -> bool:

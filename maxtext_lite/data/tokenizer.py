@@ -73,8 +73,10 @@ class Tokenizer(Protocol):
       end_of_text_id: the token that ends a document.
       begin_ids: the tokens that it puts before a text by itself.
       bos_id: its begin-of-text token, whether it adds it or not; None: it has none.
-      special_ids: tokens that are not text; `encode` of a tokenizer.json returns them where a text spells them.
+      special_ids: tokens that are not text.
+      reads_special: whether `encode` returns special tokens where a text spells them.
       special_tokens: their ids by how they are spelled.
+      added_tokens: likewise, also of tokens that were added to a vocabulary and are text, such as <think> of Qwen 3.
       unknown_token: how the token of unknown words is spelled; "": there is none.
       fingerprint: equal for tokenizers that give equal ids, wherever their files are.
     """
@@ -84,13 +86,20 @@ class Tokenizer(Protocol):
     begin_ids: tuple[int, ...] = ()
     bos_id: int | None = None
     special_ids: frozenset[int]
+    reads_special: bool = False
     special_tokens: Mapping[str, int] = {}
+    added_tokens: Mapping[str, int] = {}
     unknown_token: str = ""
     fingerprint: str
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids, int32 [number of tokens], without end-of-text or other additions."""
         ...
+
+    @functools.cached_property
+    def control_ids(self) -> frozenset[int]:
+        """Tokens that a template may write to end a turn: special tokens and added ones."""
+        return self.special_ids | frozenset(self.added_tokens.values())
 
     def may_spell(self, token_ids: np.ndarray) -> bool:
         """Whether the text with these tokens may spell special tokens."""
@@ -314,8 +323,9 @@ class HuggingFaceTokenizer(Tokenizer):
             self._tokenizer.model.dropout = None
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         added = self._tokenizer.get_added_tokens_decoder()
+        self.added_tokens = {token.content: token_id for token_id, token in added.items()}
         self.special_tokens = {token.content: token_id for token_id, token in added.items() if token.special}
-        self.special_ids = frozenset(self.special_tokens.values())
+        self.special_ids, self.reads_special = frozenset(self.special_tokens.values()), True
         self.end_of_text_id = self._find_end_of_text(path)
         self.bos_id = self._named_token(path, "bos_token")
         self.begin_ids = self._find_begin(path)
@@ -463,7 +473,7 @@ class SentencePieceTokenizer(Tokenizer):
             )
         control = [token_id for token_id in range(self.vocab_size) if self._processor.is_control(token_id)]
         self.special_tokens = {self._processor.id_to_piece(token_id): token_id for token_id in control}
-        self.special_ids = frozenset(control)
+        self.special_ids, self.added_tokens = frozenset(control), self.special_tokens
         self.bos_id = bos_id if (bos_id := self._processor.bos_id()) >= 0 else None
         adds_bos = _adds_bos(path)
         self.begin_ids = () if self.bos_id is None or adds_bos is False else (self.bos_id,)

@@ -81,7 +81,7 @@ def new_ends(config: Config, learned: Sequence[int]) -> list[str]:
         return []
     tokenizer = load_tokenizer(config)
     before = stop_tokens(paths_of_model(config), tokenizer)
-    names = {token_id: name for name, token_id in tokenizer.special_tokens.items()}
+    names = {token_id: name for name, token_id in tokenizer.added_tokens.items()}
     return [names[token_id] for token_id in learned if token_id not in before]
 
 

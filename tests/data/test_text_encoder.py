@@ -162,7 +162,12 @@ def seams(tmp_path):
             minloglevel=2,
         )
     path = f"tokenizer_path={tmp_path / 'tokenizer.model'}"
-    yield load_tokenizer(load_config(None, ["tokenizer_type=sentencepiece", path]))
+    words = ["tokenizer_type=sentencepiece", path]
+    yield load_tokenizer(load_config(None, words))
+    # It reads control pieces that a text spells as characters, whatever is asked.
+    words += ["special_tokens_in_text=encode"]
+    with pytest.raises(UserError, match=r"^special_tokens_in_text=encode"):
+        TextEncoder(load_config(None, words), load_tokenizer(load_config(None, words)))
 
 
 def test_a_continuation_keeps_the_space_at_the_seam(tmp_path):

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+import tokenizers
 
 from maxtext_lite.batching import flops_per_example, make_plan
 from maxtext_lite.config import UserError, load_config
@@ -136,6 +137,28 @@ def test_the_learning_rate_and_adams_decays_scale_with_the_batch(tmp_path):
     mu, nu = (np.max(jax.tree.leaves(tree)[-1]) for tree in (moments.mu, moments.nu))
     # Of gradients that are all the same (clipped), the first moments are (1 - b) g and (1 - b) g^2.
     assert mu**2 / nu == pytest.approx((4 * 0.1) ** 2 / (4 * 0.05), rel=1e-4)
+
+
+def test_a_run_says_and_stores_that_the_end_of_its_answers_ends_texts(tmp_path, capsys):
+    words = {word: number for number, word in enumerate(["</s>", "<turn>", "hi", "?"])}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
+    made.add_special_tokens(["</s>", "<turn>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    template = "{% for m in messages %}{{ m.content + '<turn>' }}{% endfor %}"
+    about = {"eos_token": "</s>", "chat_template": template}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
+    turns = [{"role": role, "content": "hi"} for role in ("user", "assistant")]
+    (tmp_path / "d.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 8)
+    keys = ["dataset_type=sft", f"dataset_path={tmp_path}/d.jsonl", "packing=false"]
+    keys += ["eval_fraction=0", "tokenizer_type=huggingface"]
+    keys += [f"tokenizer_path={tmp_path}/tokenizer.json", "per_device_batch_size=1"]
+    run = run_of(tmp_path, *keys)
+    with run.opened(print):
+        run.restore_or_init()
+        introduce(run, Counts())
+    assert "answers end with <turn>" in capsys.readouterr().out
+    stated = json.loads((tmp_path / "here/hf/generation_config.json").read_text())
+    assert stated["eos_token_id"] == [0, 1]
 
 
 def test_what_cannot_be_made_or_written_at_the_start_is_refused(tmp_path):
