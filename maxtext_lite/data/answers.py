@@ -13,8 +13,9 @@ from maxtext_lite.config import DataConfig, UserError, single_path
 from maxtext_lite.data.conversations import DPO_FIELDS, SFT_FIELDS, Rendered, Renderer, Tokenized
 from maxtext_lite.data.examples import check_id, num_held_out
 from maxtext_lite.data.packing import FIELDS, REFERENCE, Documents, FilledRows, fill_rows, segments_row
-from maxtext_lite.data.text_encoder import TextEncoder, spelled_notes
+from maxtext_lite.data.text_encoder import LONGEST_TAIL, TextEncoder, spelled_notes
 from maxtext_lite.data.text_files import json_objects
+from maxtext_lite.data.tokenizer import Tokenizer
 
 _LINES_PER_ENCODING = 1024  # bounds the memory of the tokenizer library's results
 
@@ -58,13 +59,21 @@ class Sequences:
         targets[self.starts[:-1]] = False
         return np.add.reduceat(targets, self.starts[:-1], dtype=np.int64) if len(self) else np.zeros(0, np.int64)
 
-    def ends(self, row_tokens: int) -> list[int]:
-        """The token that ends the last answer of each sequence that a row of this many tokens has not truncated."""
+    def ends(self, row_tokens: int) -> Counter[tuple[int, ...]]:
+        """The last few tokens of the last answer of each sequence that a row of this many tokens has not truncated."""
         goes_on = np.append(self.is_answer[1:], False)
         goes_on[self.starts[1:] - 1] = self.slots >= row_tokens
         ends = np.flatnonzero(self.is_answer & ~goes_on)
         sequences = np.searchsorted(self.starts, ends, side="right")
-        return self.token_ids[ends[np.append(np.diff(sequences) > 0, True)[: len(ends)]]].tolist()
+        last = ends[np.append(np.diff(sequences) > 0, True)[: len(ends)]].tolist()
+        return Counter(self._tail(end) for end in last)
+
+    def _tail(self, end: int) -> tuple[int, ...]:
+        """The last tokens of the answer that ends with this token."""
+        first = end
+        while first > max(end + 1 - LONGEST_TAIL, 0) and self.is_answer[first - 1]:
+            first -= 1
+        return tuple(self.token_ids[first : end + 1].tolist())
 
     def row(self, numbers: np.ndarray, num_tokens: int) -> dict[str, np.ndarray]:
         """The row of these sequences, in this order, with the fields of `packing.build_row`."""
@@ -231,9 +240,20 @@ def _source(config: DataConfig, renderer: Renderer, lines: Sequence[_Line], name
     for sequences in columns:
         content.update(sequences.content())
     source = AnswerSource if config.dataset_type == "sft" else PairSource
-    ends = Counter(end for sequences in columns for end in sequences.ends(config.max_target_length))
-    known = tuple(end for end, _ in ends.most_common() if end in tokenizer.control_ids)
-    return source(columns, rows, config.max_target_length, notes, content.hexdigest(), known)
+    ends = sum((sequences.ends(config.max_target_length) for sequences in columns), Counter[tuple[int, ...]]())
+    known = (_closing(tail, tokenizer) for tail, _ in ends.most_common())
+    learned = tuple(dict.fromkeys(end for end in known if end is not None))
+    return source(columns, rows, config.max_target_length, notes, content.hexdigest(), learned)
+
+
+def _closing(tail: Sequence[int], tokenizer: Tokenizer) -> int | None:
+    """The control token that ends an answer with these last tokens, of which white space may follow it."""
+    for at in range(len(tail) - 1, -1, -1):
+        if tail[at] in tokenizer.control_ids:
+            return tail[at]
+        if tokenizer.decode(tail[at:]).strip():
+            return None
+    return None
 
 
 def _fitted(

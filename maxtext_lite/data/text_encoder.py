@@ -26,7 +26,7 @@ from maxtext_lite.config.json_file import is_there, read_bytes, read_object
 from maxtext_lite.data.tokenizer import PlacedTokens, Tokenizer, TokenizerKeys
 
 _CHARACTERS_OF_A_PIECE, _PIECES_AT_ONCE = 2**19, 8
-_LONGEST_TAIL = 4  # tokens of white space that a template writes after the last end of turn
+LONGEST_TAIL = 4  # tokens of white space that a template writes after the last end of turn
 # In place of a special token: two halves of surrogate pairs, which no text from a file has.
 _HIDDEN = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 
@@ -134,7 +134,7 @@ class TextEncoder:
 
     def end(self, token_ids: np.ndarray) -> np.ndarray:
         """The tokens of a text, then end-of-text, unless it ends with that already, apart from white space."""
-        tail = token_ids[-_LONGEST_TAIL:]
+        tail = token_ids[-LONGEST_TAIL:]
         ends = np.flatnonzero(tail == self._end)
         is_ended = len(ends) > 0 and not self.tokenizer.decode(tail[ends[-1] :].tolist()).strip()
         return token_ids if is_ended else np.concatenate([token_ids, self._end])

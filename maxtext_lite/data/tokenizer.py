@@ -154,6 +154,9 @@ class Tokenizer(Protocol):
                 break
             if token_id not in self.special_ids:
                 seam.insert(0, int(token_id))
+        for _ in range(_MOST_BYTES - 1):  # it may begin inside a character of several byte tokens
+            if self.decode(seam).startswith(_REPLACEMENT):
+                seam = seam[1:]
         return seam
 
 

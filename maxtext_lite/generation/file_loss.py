@@ -80,13 +80,17 @@ def _dataset_type(config: Config, path: str, *, is_run: bool) -> str:
     return "text" if is_run or _holds_texts(path) else "sft"
 
 
+_CONVERSATIONS = {"messages", "conversations", "completion", "output"}
+"""Fields of which a line of conversations has one, which may have a `text` beside it."""
+
+
 def _holds_texts(path: str) -> bool:
     """Whether a file holds documents, as far as its first line shows, rather than conversations."""
     name, file = find_files("data", path)[0]
     if is_kind(name, PLAIN_SUFFIXES):
         return True
     first = next(json_lines(name, file, wanted='"text"'), None)
-    return first is None or "text" in first[1]
+    return first is None or (isinstance(first[1].get("text"), str) and not _CONVERSATIONS & first[1].keys())
 
 
 def _reference(config: Config, asked: EvaluateConfig) -> tuple[Decoder, Params, jax.sharding.Mesh]:

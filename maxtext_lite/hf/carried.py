@@ -135,6 +135,10 @@ def _token_files(config: DataConfig, origin: Path | None) -> dict[str, bytes]:
         about = read_object(directory / _TOKENIZER_CONFIG) if directory and _TOKENIZER_CONFIG in contents else {}
         if about.pop("chat_template", None):
             contents[_TOKENIZER_CONFIG] = _json(about)
+    if config.add_bos is True and file:  # what starts from the stored tokenizer begins texts likewise
+        about = json.loads(contents.get(_TOKENIZER_CONFIG, b"{}"))
+        if about.get("add_bos_token") is not True:
+            contents[_TOKENIZER_CONFIG] = _json(about | {"add_bos_token": True})
     return contents
 
 

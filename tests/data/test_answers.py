@@ -163,8 +163,8 @@ def test_the_ends_of_answers_are_the_special_tokens_that_the_last_of_them_end_wi
             ([1, 2], [0, 0]),
         )
     ])  # fmt: skip
-    assert sequences.ends(row_tokens=4) == [9, 8, 9]
-    assert sequences.ends(row_tokens=5) == [9, 8, 5]
+    assert sequences.ends(row_tokens=4) == {(2, 9): 2, (8,): 1}
+    assert sequences.ends(row_tokens=5) == {(2, 9): 1, (8,): 1, (5,): 1}
 
 
 # An answer closes with ! if it is the last: each answer needs a text of its own.
