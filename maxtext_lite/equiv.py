@@ -3,12 +3,11 @@
 import dataclasses
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 from maxtext_lite.cli import EXIT_FAILED, ArgumentParser, config_arguments, run_command
 from maxtext_lite.process.records import json_text
+from maxtext_lite.process.scratch import scratch_directory
 
 
 def main(argv: Sequence[str]) -> int:
@@ -25,8 +24,8 @@ def main(argv: Sequence[str]) -> int:
     from maxtext_lite.training.equivalence import TOLERANCE, verdicts
 
     agrees, worst, count = True, 0.0, 0
-    with tempfile.TemporaryDirectory(prefix="maxtext_lite-equiv-") as directory:
-        for verdict in verdicts(arguments.config, arguments.overrides, Path(directory)):
+    with scratch_directory("maxtext_lite-equiv-") as directory:
+        for verdict in verdicts(arguments.config, arguments.overrides, directory):
             agrees &= verdict.agrees
             count += not verdict.refused
             worst = max(worst, verdict.loss or 0.0, verdict.parameters or 0.0)

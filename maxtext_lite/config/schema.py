@@ -106,7 +106,7 @@ class RewardConfig(Section):
     reward_functions: Name
     reward_weights: Text
     reward_format: Text
-    reward_skip_special_tokens: bool
+    reward_skip_special_tokens: Flag
     reward_error: Literal["unscored", "zero", "stop"]
     reward_timeout_seconds: Seconds
 

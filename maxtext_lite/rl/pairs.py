@@ -107,6 +107,8 @@ def batch_record(chunks: Sequence[Chunk]) -> dict[str, float | str]:
     responses = [response for chunk in chunks for response in chunk.sampled.responses]
     scores, num_generations = Scores.joined([chunk.scores for chunk in chunks]), chunks[0].num_generations
     lengths = [len(response.token_ids) for response in responses]
+    scored = [response for response, is_scored in zip(responses, scores.is_scored, strict=True) if is_scored]
+    nll = -sum(math.fsum(response.log_probabilities) for response in scored)
     return {
         "reward": mean_of(scores.total),
         "reward_std": mean_deviation(scores.total, num_generations),
@@ -115,7 +117,7 @@ def batch_record(chunks: Sequence[Chunk]) -> dict[str, float | str]:
         "equal_reward_groups": equal_groups_fraction(scores.total, num_generations),
         "reward_errors": scores.errors,
         "response_tokens": float(np.mean(lengths)),
-        "rollout_token_nll": -sum(math.fsum(response.log_probabilities) for response in responses) / sum(lengths),
+        "rollout_token_nll": nll / sum(len(response.token_ids) for response in scored) if scored else math.nan,
         "truncated_responses": float(np.mean([not response.ended for response in responses])),
         "responses_hash": responses_hash(responses),
     }

@@ -12,6 +12,7 @@ processes that functions started and did not end.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import importlib
@@ -70,7 +71,10 @@ class Functions:
         if wanted is not None:
             arguments = {key: value for key, value in arguments.items() if key in wanted}
         try:
-            return {"rewards": _as_numbers(function(**arguments), count)}
+            returned = function(**arguments)
+            if inspect.iscoroutine(returned):  # an async function, such as one that asks a server
+                returned = asyncio.run(returned)
+            return {"rewards": _as_numbers(returned, count)}
         except _NotNumbers as error:
             return {"error": f"returned {error}", "traceback": ""}
         except BaseException as error:  # noqa: BLE001  (including SystemExit: a user's bug must not end the run)

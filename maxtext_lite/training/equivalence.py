@@ -6,10 +6,12 @@ import io
 import json
 import multiprocessing
 import os
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import Config, UserError, load_config, packaged_file
@@ -19,6 +21,7 @@ TOLERANCE = 1e-5
 """Relative, of losses, norms and each parameter array."""
 _SGD = {"optimizer": "sgd", "sgd_momentum": 0.9, "learning_rate": 0.1, "weight_decay": 0.1}
 """Its parameters can be compared; AdamW turns the rounding of gradients near 0 into whole steps."""
+_WHOLE_RUN = "0"  # the name of the run whose batch is not split
 _OWN_TOO = ("ZeRO-1", "resumed", "fsdp 8", "gpipe")  # splits that shard or restore the optimizer's state
 
 # Less optimization of machine code only: half the compile time, and the same collectives.
@@ -52,7 +55,7 @@ class Verdict:
 
 
 def verdicts(path: str | None, overrides: Sequence[str], directory: Path) -> Iterator[Verdict]:
-    """Runs a shrunk config on simulated devices, whole and split; yields a verdict for each split.
+    """Runs a shrunk config on simulated devices, whole and split; yields the verdict of each split once it has run.
 
     Args:
       directory: for the runs.
@@ -91,8 +94,7 @@ def _compared(
     directory: Path,
     optimizer: str,
 ) -> Iterator[Verdict]:
-    runs: dict[int, list[tuple[str, list[str], bool]]] = {1: [], DEVICES: []}
-    refused: dict[str, str] = {}
+    runs: dict[int, list[_Run]] = {1: [], DEVICES: []}
     for number, split in enumerate([WHOLE, *ways]):
         own = {**keys, **split.keys(config), "base_output_directory": str(directory), "run_name": str(number)}
         words = [*overrides, *settings(config, own)]
@@ -101,39 +103,62 @@ def _compared(
         except UserError as error:
             if split is WHOLE:
                 raise
-            refused[split.name] = error.problems[0]
+            yield Verdict(split.name, optimizer, refused=error.problems[0])
             continue
-        runs[split.devices].append((str(number), words, split.restarts))
+        runs[split.devices].append(_Run(str(number), words, split.restarts))
     for devices, each in runs.items():
-        _run_on(devices, path, each, directory)
-    if why := _failure(directory / "0"):
-        raise UserError(f"the shrunk config does not run with its batch whole: {why}")
-    for number, split in enumerate(ways, start=1):
-        if split.name in refused:
-            yield Verdict(split.name, optimizer, refused=refused[split.name])
-        else:
-            yield _verdict(split.name, optimizer, directory, str(number))
+        for name in _run_on(devices, path, each, directory):
+            if name != _WHOLE_RUN:
+                yield _verdict(ways[int(name) - 1].name, optimizer, directory, name)
+            elif why := _failure(directory / name):
+                raise UserError(f"the shrunk config does not run with its batch whole: {why}")
 
 
-def _run_on(devices: int, path: str | None, runs: list[tuple[str, list[str], bool]], directory: Path) -> None:
-    """Trains in a process of its own that simulates this many devices."""
+class _Run(NamedTuple):
+    """A run to train: its name, its key=value words, and whether it is stopped and started again."""
+
+    name: str
+    words: list[str]
+    restarts: bool
+
+
+def _run_on(devices: int, path: str | None, runs: Sequence[_Run], directory: Path) -> Iterator[str]:
+    """Trains in a process of its own that simulates this many devices; yields the name of each run once it has ended.
+
+    The process ends with this one, and with the iterator.
+    """
     before = {name: os.environ.get(name) for name in ("XLA_FLAGS", "JAX_PLATFORMS")}
     flags = [flag for flag in (before["XLA_FLAGS"] or "").split() if "host_platform_device_count" not in flag]
     os.environ["XLA_FLAGS"] = " ".join([*flags, *_QUICK, f"--xla_force_host_platform_device_count={devices}"])
     os.environ["JAX_PLATFORMS"] = "cpu"
+    context = multiprocessing.get_context("spawn")
+    ended, ends = context.Pipe(duplex=False)
+    process = context.Process(target=_with_parent, args=(_train_all, path, runs, directory, ends))
     try:
-        process = multiprocessing.get_context("spawn").Process(target=_train_all, args=(path, runs, directory))
         process.start()
-        process.join()
     finally:
         for name, value in before.items():
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
+    ends.close()  # the process has its own
+    left = [run.name for run in runs]
+    try:
+        with contextlib.suppress(EOFError):  # the process has ended
+            while left:
+                yield left.pop(left.index(ended.recv()))
+        yield from left
+    finally:
+        process.kill()
+        process.join()
 
 
-def _train_all(path: str | None, runs: list[tuple[str, list[str], bool]], directory: Path) -> None:
-    """Trains each run, in the process that simulates devices; writes an error into the run's failed.txt."""
+def _train_all(path: str | None, runs: Sequence[_Run], directory: Path, ended: Connection) -> None:
+    """Trains each run, in the process that simulates devices; writes an error into the run's failed.txt.
+
+    Args:
+      ended: gets the name of each run.
+    """
     from maxtext_lite.training.callbacks import Callback
     from maxtext_lite.training.loop import train
 
@@ -155,6 +180,20 @@ def _train_all(path: str | None, runs: list[tuple[str, list[str], bool]], direct
         except Exception as error:  # noqa: BLE001 any error is this split's verdict; the others go on
             (directory / name).mkdir(parents=True, exist_ok=True)
             (directory / name / "failed.txt").write_text(f"{type(error).__name__}: {error}")
+        ended.send(name)
+
+
+def _with_parent(function: Callable[..., None], *arguments: Any) -> None:
+    """Calls a function in a child process, which ends when its parent does."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def end() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end, daemon=True).start()
+    function(*arguments)
 
 
 def _failure(run: Path) -> str:
@@ -170,7 +209,7 @@ def _verdict(split: str, optimizer: str, directory: Path, name: str) -> Verdict:
 
     if why := _failure(directory / name):
         return Verdict(split, optimizer, difference=f"it does not run: {why}")
-    runs = directory / "0", directory / name
+    runs = directory / _WHOLE_RUN, directory / name
     compared = compare_metrics(runs, TOLERANCE)
     found, (last, last_of_split) = compared.difference, compared.last
     whole, other = (lines_of(run) for run in runs)

@@ -123,6 +123,7 @@ def test_an_unscored_response_has_no_target_and_no_part_in_the_means():
     assert record["unscored_fraction"] == 0.5
     assert record["equal_reward_groups"] == 1
     assert np.isnan(record["reward_std"])
+    assert record["rollout_token_nll"] == pytest.approx(2.3 / 3)
     line = json.loads(record_text(pairs.lines(1)[1]))
     assert (line["reward"], line["advantage"]) == (None, 0)
     assert line["rewards"] == {"a": 0.25, "b": None}

@@ -81,6 +81,7 @@ def ids(prompt_ids, completion_ids): return [len(p) + 10 * len(c) for p, c in zi
 def huge(completions): return (10**400, float("-inf"))
 def text(completions): return "ab"
 def short(completions): return [1.0]
+async def awaited(completions): return [float(len(each)) for each in completions]
 def raises(completions): raise ValueError("no\\nway")
 def takes_all(completions): return [len(completions.pop(0)) for _ in range(len(completions))]
 def prints(completions):
@@ -136,6 +137,7 @@ def working_directory(directory, monkeypatch):
         ("m:optional", [1, 1]),
         ("m:huge", ["returned inf", "returned -inf"]),
         ("m:takes_all", [1, 2]),
+        ("m:awaited", [1, 2]),
         ("exact_answer", [0, None]),
         ("m:text", None),
         ("m:short", None),

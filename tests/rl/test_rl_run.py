@@ -4,11 +4,13 @@ import contextlib
 
 import jax
 import pytest
+import tokenizers
 
 from maxtext_lite.batching.rl import rl_batch
 from maxtext_lite.batching.topology import Topology
 from maxtext_lite.config import UserError
 from maxtext_lite.data import Prompt
+from maxtext_lite.rl.pairs import Sampled
 from maxtext_lite.rl.rl_run import open_rl_run, policy_of
 from maxtext_lite.rl.rollout import Response
 
@@ -43,6 +45,32 @@ def test_a_response_ends_at_end_of_text_and_where_its_models_files_say(
         ) as rl:
             assert rl.stop_token_ids == stop
             assert said(rl, [49, 50, 256], True) == said(rl, [49, 50], False) == "12"
+
+
+@pytest.mark.parametrize("skips", ["true", "false"])
+def test_rewards_see_special_tokens_by_a_key_and_format_always(
+    skips, tmp_path, config_of
+):
+    vocabulary = {"5": 0, "x": 1, "<think>": 2, "<end>": 3}
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel(vocabulary, unk_token="x")
+    )
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    tokenizer.add_special_tokens(["<think>", "<end>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    words = ["reward_functions=format,exact_answer", "reward_format=<think>x5"]
+    words += [f"reward_skip_special_tokens={skips}", "tokenizer_type=huggingface"]
+    words += [f"tokenizer_path={tmp_path}/tokenizer.json"]
+    with contextlib.closing(open_rl_run(config_of(tmp_path, *words))) as rl:
+        response = Response([2, 1, 0, 3], [0.0] * 4, True)
+        prompt = Prompt(0, "5", (0,), {"answer": "x5"})
+        text = rl.text_of(prompt, response, skip_special_tokens=skips == "true")
+        assert text == ("x5" if skips == "true" else "<think>x5")
+        found = rl.judge(Sampled([prompt], [response], [text]), 1).by_name
+        assert found["format"].tolist() == [1]
+        assert found["exact_answer"].tolist() == [skips == "true"]
 
 
 @pytest.mark.fast

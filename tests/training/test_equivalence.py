@@ -4,6 +4,7 @@ Bugs of every kind are planted by tests/mutants.
 """
 
 import json
+from types import SimpleNamespace
 from unittest import mock
 
 import jax
@@ -26,7 +27,7 @@ WAYS = {
 TRAIN_ALL, RUN_ON = equivalence._train_all, equivalence._run_on
 
 
-def train_all(path, runs, directory):
+def train_all(path, runs, directory, ended):
     """`equivalence._train_all`; in the second split's run a replica's gradients are taken for those of all."""
     total = GradientLoop.total
 
@@ -40,17 +41,19 @@ def train_all(path, runs, directory):
         with mock.patch.object(
             GradientLoop, "total", first_alone if run[0] == "2" else total
         ):
-            TRAIN_ALL(path, [run], directory)
+            TRAIN_ALL(path, [run], directory, ended)
 
 
 def run_on(devices, path, runs, directory):
     """`equivalence._run_on`; on one device in this process, which costs no imports."""
     if devices > 1:
-        RUN_ON(devices, path, runs, directory)
+        yield from RUN_ON(devices, path, runs, directory)
         return
+    names = []
     with pytest.MonkeyPatch.context() as patch:
         use_one_device(patch)
-        TRAIN_ALL(path, runs, directory)
+        TRAIN_ALL(path, runs, directory, SimpleNamespace(send=names.append))
+    yield from names
 
 
 def test_a_split_agrees_and_a_bug_does_not(monkeypatch, tmp_path):
@@ -61,7 +64,8 @@ def test_a_split_agrees_and_a_bug_does_not(monkeypatch, tmp_path):
         "splits",
         lambda config: [Split(name, keys) for name, keys in WAYS.items()],
     )
-    split, lost, missing, refused = verdicts(
+    # The refused one is known before any has run; the others follow as they end.
+    refused, split, lost, missing = verdicts(
         None, ["base_num_decoder_layers=2"], tmp_path
     )
     assert (split.agrees, split.refused, split.optimizer) == (True, "", "sgd")
@@ -107,16 +111,21 @@ def test_losses_that_have_no_relative_difference_get_a_verdict(
 def test_a_config_that_does_not_run_whole_is_refused_with_the_reason(
     tmp_path, monkeypatch
 ):
+    ran = []
+
     def fail(devices, path, runs, directory):
-        for name, *_ in runs:
-            (directory / name).mkdir(parents=True)
-            (directory / name / "failed.txt").write_text(
+        for run in runs:
+            ran.append(run.name)
+            (directory / run.name).mkdir(parents=True)
+            (directory / run.name / "failed.txt").write_text(
                 "ValueError: its reason\nand more"
             )
+            yield run.name
 
     monkeypatch.setattr(equivalence, "_run_on", fail)
     with pytest.raises(UserError) as refused:
         next(verdicts(None, [], tmp_path))
+    assert ran == ["0"]  # the others need not run
     assert (
         str(refused.value)
         == "the shrunk config does not run with its batch whole: ValueError: its reason"
