@@ -142,7 +142,7 @@ def early_end(config: Config, plan: BatchPlan, *, steps: int, examples_seen: int
     # Tokens are taken to be as many in each example.
     end = steps if config.schedule_unit == "steps" else examples_seen / plan.global_batch_to_train
     at_end, planned = (
-        float(decay(config, np.float64(u), last, np) * warm_up(config, np.float64(u), np)) for u in (end, last)
+        float(decay(config, np.float64(u), last, np) * warm_up(config, np.float64(u), last, np)) for u in (end, last)
     )
     if at_end <= planned:
         return []
