@@ -19,6 +19,7 @@ from maxtext_lite.config.yaml_text import YamlValue, parse_mapping
 _MOST_BASES = 16
 _MOST_DEVICES = 1_000_000
 _SECTIONS = ("dpo", "lora")  # of MaxText's keys, whose keys are unique without them
+_OLD_NAMES = {"cosine_learning_rate_final_fraction": "learning_rate_final_fraction"}  # of versions before 0.2
 _STARTS = re.compile(r"-|.*\.ya?ml|[A-Za-z_][\w.]*=.*|--(devices|ignore-unknown|help|version).*|-h", re.DOTALL)
 _TRAINERS: dict[str, dict[str, Any]] = {  # by the end of the module's name: MaxText's file where a command names none
     "train_sft": {
@@ -96,6 +97,7 @@ class _Stated:
             return
         section, _, rest = key.partition(".")
         key = rest if section in _SECTIONS and rest else key
+        key = _OLD_NAMES.get(key, key)
         value = stated.value
         if isinstance(value, str) and re.fullmatch(r"[-+]?\d[\d_]*", value):
             value = int(value)  # 10_000, which is text in YAML 1.2
