@@ -161,8 +161,11 @@ def translate(
     if of["steps"] == -1:
         raise UserError("steps=-1 takes learning_rate_schedule_steps, which is -1 too: state one of them.")
     named = name != "default"
+    scaled = _scale(of, named=named)
     _rows(found, table, of)
     _rows(found, table["architecture"], of, only_stated=named)
+    for key in scaled:
+        found.put(key, of[key], key, "global_parameter_scale")
     for reason, keys in table["lacking"].items():
         found.losses += [f"{key}={value_text(of[key])}: {reason}" for key in keys if of[key] != keys[key]]
     _batch(found, of, num_devices)
@@ -186,6 +189,31 @@ def _model_keys(name: str) -> tuple[str, list[str]]:
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in names.split()):
             found += keys.split()
     return name, found
+
+
+def _scale(of: dict[str, Any], *, named: bool) -> list[str]:
+    """Multiplies dimensions by global_parameter_scale, a power of two, as MaxText does; returns the changed keys.
+
+    Of three doublings one goes to heads and mlp, one to the width and one to the layers.
+    """
+    scale = of["global_parameter_scale"]
+    if scale == 1:
+        return []
+    doublings = scale.bit_length() - 1 if isinstance(scale, int) and scale > 0 else 0
+    if scale != 2**doublings:
+        raise UserError(f"global_parameter_scale={value_text(scale)} is not a power of two.")
+    if named:
+        raise UserError(
+            f"global_parameter_scale={scale} with model_name={of['model_name']} is not translated: state its dimensions."
+        )
+    layers, rest = divmod(doublings, 3)
+    inner, width = layers + (rest > 0), layers + (rest > 1)
+    powers = {"base_emb_dim": width, "base_num_query_heads": inner, "base_num_kv_heads": inner, "base_mlp_dim": inner,
+              "base_moe_mlp_dim": inner, "base_num_decoder_layers": layers}  # fmt: skip
+    changed = [key for key, power in powers.items() if power and of[key] > 0]
+    for key in changed:
+        of[key] *= 2 ** powers[key]
+    return changed
 
 
 def _check_kinds(of: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
