@@ -204,7 +204,8 @@ def _scale(of: dict[str, Any], *, named: bool) -> list[str]:
         raise UserError(f"global_parameter_scale={value_text(scale)} is not a power of two.")
     if named:
         raise UserError(
-            f"global_parameter_scale={scale} with model_name={of['model_name']} is not translated: state its dimensions."
+            f"global_parameter_scale={scale} with model_name={of['model_name']} is not translated: state the dimensions"
+            " instead."
         )
     layers, rest = divmod(doublings, 3)
     inner, width = layers + (rest > 0), layers + (rest > 1)
