@@ -3,6 +3,7 @@
 import fnmatch
 import functools
 import math
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -17,6 +18,7 @@ from maxtext_lite.config.sections import QKV, REMAT_TENSORS
 _KEYS = "maxtext_keys.yml"
 _VERSION = "0.2.5"
 _LARGEST = 1e15
+_OF_EXPERTS = re.compile(r"moe|expert|rout|topk|capacity|first_num_dense")
 _NO_PATH = "prepared"  # where the user must put the data
 _NO_TOKENIZER = "tokenizer"  # and the tokenizer of the named model
 _LLAMA_TOKENIZER = "tokenizer.llama2"  # MaxText's own, where neither a model nor a tokenizer is named
@@ -84,6 +86,19 @@ def maxtext_defaults() -> dict[str, Any]:
     for keys in table["lacking"].values():
         found |= keys
     return found | {"ici_fsdp_parallelism": -1, "dcn_data_parallelism": -1}
+
+
+def keys_without_part_in(stated: Mapping[str, Any]) -> frozenset[str]:
+    """The keys that have no part in a model: those of layers if it is named, and else of experts if it has none.
+
+    MaxText's own file of defaults states them all, and its versions differ in them.
+    """
+    part = _table()["architecture"]
+    keys = {*part["same"], *part["renamed"], *part["computed"]}
+    if stated.get("model_name") not in (None, "default"):
+        return frozenset(keys)
+    has_experts = stated.get("num_experts", 1) != 1
+    return frozenset() if has_experts else frozenset(key for key in keys if _OF_EXPERTS.search(key))
 
 
 def maxtext_models() -> dict[str, tuple[str, dict[str, Any]]]:
