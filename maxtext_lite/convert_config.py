@@ -167,8 +167,8 @@ def _read_file(found: _Stated, name: str, depth: int = 0) -> None:
         raise UserError(twice)
     entries = dict(stated)
     base = entries["base_config"].text if "base_config" in entries else ""
-    if base:  # relative to its own directory or one above
-        folders = path.absolute().parents
+    if base:  # relative to its own directory or one above, or in MaxText's `configs` there
+        folders = [place for folder in path.absolute().parents for place in (folder, folder / "configs")]
         above = next((str(folder / base) for folder in folders if (folder / base).is_file()), "")
         _read_file(found, above or str(path.parent / base), depth + 1)
     is_base = depth > 0 or (path.name == "base.yml" and not base)
