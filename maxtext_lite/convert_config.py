@@ -13,12 +13,19 @@ from maxtext_lite.cli import ArgumentParser, run_command, whole_number
 from maxtext_lite.config import Config, ConfigError, Refusal, UserError, load_config, packaged_directory, parse_value
 from maxtext_lite.config.errors import full_text, setting_text, value_text
 from maxtext_lite.config.files import LARGEST_FILE, keys_twice
-from maxtext_lite.config.maxtext import Translation, maxtext_defaults, reason_without_effect, translate
+from maxtext_lite.config.maxtext import (
+    Translation,
+    keys_without_part_in,
+    maxtext_defaults,
+    reason_without_effect,
+    translate,
+)
 from maxtext_lite.config.yaml_text import YamlValue, parse_mapping
 
 _MOST_BASES = 16
 _MOST_DEVICES = 1_000_000
 _SECTIONS = ("dpo", "lora")  # of MaxText's keys, whose keys are unique without them
+_OLD_NAMES = {"cosine_learning_rate_final_fraction": "learning_rate_final_fraction"}  # of versions before 0.2
 _STARTS = re.compile(r"-|.*\.ya?ml|[A-Za-z_][\w.]*=.*|--(devices|ignore-unknown|help|version).*|-h", re.DOTALL)
 _TRAINERS: dict[str, dict[str, Any]] = {  # by the end of the module's name: MaxText's file where a command names none
     "train_sft": {
@@ -86,16 +93,20 @@ class _Stated:
     values: dict[str, Any] = field(default_factory=dict[str, Any])
     in_files: set[str] = field(default_factory=set[str])
     in_base_files: set[str] = field(default_factory=set[str])
+    in_defaults: set[str] = field(default_factory=set[str])  # MaxText's own file
 
-    def add(self, key: str, stated: YamlValue, *, is_file: bool = False, is_base: bool = False) -> None:
+    def add(
+        self, key: str, stated: YamlValue, *, is_file: bool = False, is_base: bool = False, is_default: bool = False
+    ) -> None:
         """Adds a key, or the keys of a section: dpo.dpo_beta is dpo_beta. 007 stays text for a text key."""
         defaults = maxtext_defaults()
         if isinstance(stated.value, Mapping) and key in _SECTIONS:
             for part, value in cast("Mapping[str, object]", stated.value).items():
-                self.add(part, YamlValue(value, None), is_file=is_file, is_base=is_base)
+                self.add(part, YamlValue(value, None), is_file=is_file, is_base=is_base, is_default=is_default)
             return
         section, _, rest = key.partition(".")
         key = rest if section in _SECTIONS and rest else key
+        key = _OLD_NAMES.get(key, key)
         value = stated.value
         if isinstance(value, str) and re.fullmatch(r"[-+]?\d[\d_]*", value):
             value = int(value)  # 10_000, which is text in YAML 1.2
@@ -105,7 +116,8 @@ class _Stated:
         if is_base and key not in self.values and key in defaults and value == defaults[key]:
             return
         self.values[key] = value
-        for keys, belongs in ((self.in_files, is_file), (self.in_base_files, is_base)):
+        places = (self.in_files, is_file), (self.in_base_files, is_base), (self.in_defaults, is_default)
+        for keys, belongs in places:
             keys.add(key) if belongs else keys.discard(key)
 
 
@@ -127,6 +139,8 @@ def _read(words: Sequence[str], command: Sequence[str]) -> _Stated:
             found.add(key, parse_value(text))
         except ValueError as error:
             raise UserError(f"{key}={value_text(text)} {error}.") from None
+    for key in found.in_defaults & keys_without_part_in(found.values):
+        del found.values[key]
     return found
 
 
@@ -153,14 +167,15 @@ def _read_file(found: _Stated, name: str, depth: int = 0) -> None:
         raise UserError(twice)
     entries = dict(stated)
     base = entries["base_config"].text if "base_config" in entries else ""
-    if base:  # relative to its own directory or one above
-        folders = path.absolute().parents
+    if base:  # relative to its own directory or one above, or in MaxText's `configs` there
+        folders = [place for folder in path.absolute().parents for place in (folder, folder / "configs")]
         above = next((str(folder / base) for folder in folders if (folder / base).is_file()), "")
         _read_file(found, above or str(path.parent / base), depth + 1)
     is_base = depth > 0 or (path.name == "base.yml" and not base)
+    is_default = is_base and not base
     for key, value in entries.items():
-        if base or not is_base or reason_without_effect(key) is None:  # of MaxText's own file most keys have no effect
-            found.add(key, value, is_file=True, is_base=is_base)
+        if not is_default or reason_without_effect(key) is None:  # of MaxText's own file most keys have no effect
+            found.add(key, value, is_file=True, is_base=is_base, is_default=is_default)
 
 
 def _lines(found: Translation, config: Config) -> list[str]:

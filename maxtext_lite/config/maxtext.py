@@ -3,6 +3,7 @@
 import fnmatch
 import functools
 import math
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -17,6 +18,7 @@ from maxtext_lite.config.sections import QKV, REMAT_TENSORS
 _KEYS = "maxtext_keys.yml"
 _VERSION = "0.2.5"
 _LARGEST = 1e15
+_OF_EXPERTS = re.compile(r"moe|expert|rout|topk|capacity|first_num_dense")
 _NO_PATH = "prepared"  # where the user must put the data
 _NO_TOKENIZER = "tokenizer"  # and the tokenizer of the named model
 _LLAMA_TOKENIZER = "tokenizer.llama2"  # MaxText's own, where neither a model nor a tokenizer is named
@@ -84,6 +86,19 @@ def maxtext_defaults() -> dict[str, Any]:
     for keys in table["lacking"].values():
         found |= keys
     return found | {"ici_fsdp_parallelism": -1, "dcn_data_parallelism": -1}
+
+
+def keys_without_part_in(stated: Mapping[str, Any]) -> frozenset[str]:
+    """The keys that have no part in a model: those of layers if it is named, and else of experts if it has none.
+
+    MaxText's own file of defaults states them all, and its versions differ in them.
+    """
+    part = _table()["architecture"]
+    keys = {*part["same"], *part["renamed"], *part["computed"]}
+    if stated.get("model_name") not in (None, "default"):
+        return frozenset(keys)
+    has_experts = stated.get("num_experts", 1) != 1
+    return frozenset() if has_experts else frozenset(key for key in keys if _OF_EXPERTS.search(key))
 
 
 def maxtext_models() -> dict[str, tuple[str, dict[str, Any]]]:
@@ -161,8 +176,11 @@ def translate(
     if of["steps"] == -1:
         raise UserError("steps=-1 takes learning_rate_schedule_steps, which is -1 too: state one of them.")
     named = name != "default"
+    scaled = _scale(of, named=named)
     _rows(found, table, of)
     _rows(found, table["architecture"], of, only_stated=named)
+    for key in scaled:
+        found.put(key, of[key], key, "global_parameter_scale")
     for reason, keys in table["lacking"].items():
         found.losses += [f"{key}={value_text(of[key])}: {reason}" for key in keys if of[key] != keys[key]]
     _batch(found, of, num_devices)
@@ -186,6 +204,32 @@ def _model_keys(name: str) -> tuple[str, list[str]]:
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in names.split()):
             found += keys.split()
     return name, found
+
+
+def _scale(of: dict[str, Any], *, named: bool) -> list[str]:
+    """Multiplies dimensions by global_parameter_scale, a power of two, as MaxText does; returns the changed keys.
+
+    Of three doublings one goes to heads and mlp, one to the width and one to the layers.
+    """
+    scale = of["global_parameter_scale"]
+    if scale == 1:
+        return []
+    doublings = scale.bit_length() - 1 if isinstance(scale, int) and scale > 0 else 0
+    if scale != 2**doublings:
+        raise UserError(f"global_parameter_scale={value_text(scale)} is not a power of two.")
+    if named:
+        raise UserError(
+            f"global_parameter_scale={scale} with model_name={of['model_name']} is not translated: state the dimensions"
+            " instead."
+        )
+    layers, rest = divmod(doublings, 3)
+    inner, width = layers + (rest > 0), layers + (rest > 1)
+    powers = {"base_emb_dim": width, "base_num_query_heads": inner, "base_num_kv_heads": inner, "base_mlp_dim": inner,
+              "base_moe_mlp_dim": inner, "base_num_decoder_layers": layers}  # fmt: skip
+    changed = [key for key, power in powers.items() if power and of[key] > 0]
+    for key in changed:
+        of[key] *= 2 ** powers[key]
+    return changed
 
 
 def _check_kinds(of: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:

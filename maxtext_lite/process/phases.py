@@ -63,6 +63,8 @@ class PhaseClock:
         now = self._clock()
         self.start_up[part] = self.start_up.get(part, 0.0) + now - self._marked
         self._marked = now
+        if self._phase == "start-up":
+            self._work = ("start-up", 0, now)
 
     def fold(self) -> None:
         """Books all time so far as start-up: its steps were not the run's own."""

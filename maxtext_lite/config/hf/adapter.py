@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 
 from maxtext_lite.config.bucket import local_copy
 from maxtext_lite.config.errors import UserError, any_of, value_text
+from maxtext_lite.config.hints import hub_hint
 from maxtext_lite.config.json_file import check_file, is_directory, is_there, read_object, user_path
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -251,7 +252,7 @@ def _base(root: Path, fields: dict[str, Any], problems: list[str]) -> Path:
         return directory
     problems.append(
         f"base_model_name_or_path={value_text(name)} is not a directory here. Set it in that file to the Hugging Face "
-        "directory of the model that the adapter belongs to."
+        f"directory of the model that the adapter belongs to.{hub_hint(str(name or ''))}"
     )
     return root
 
