@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
@@ -129,7 +129,8 @@ def mesh_changes(
 ) -> Callable[[], Iterable[Iterable[Change]]]:
     """Changes of a mesh axis to the sizes around its own that the other axes leave room for.
 
-    The devices that it no longer covers go to an axis that is -1, or else to that of data, or for data to that of fsdp.
+    The devices that it no longer covers go to an axis that is -1, or to that of data, or for data to that of fsdp. If
+    the other axes already need more devices than there are, fsdp covers all, beside the other axes if it can.
 
     Args:
       size: of the axis; the devices that remain for it where the key is -1.
@@ -140,14 +141,22 @@ def mesh_changes(
     if key == rest:
         rest = "ici_fsdp_parallelism"
     is_open = len(stated) < len(MESH_KEYS) - 1
+    all_to_fsdp = {"ici_fsdp_parallelism": -1}
 
-    def with_rest(change: Change) -> Change:
-        left = room // cast("int", change[key])
-        return change if is_open or left == 1 else {**change, rest: stated[rest] * left}
+    def with_rest(changes: Iterable[Change]) -> Iterator[Change]:
+        for change in changes:
+            left = room // cast("int", change[key])
+            if is_open or left == 1:
+                yield change
+            if rest in stated and left > 1:
+                yield {**change, rest: stated[rest] * left}
 
     def sides() -> Iterable[Iterable[Change]]:
+        if not room:
+            alone = {other: 1 for other in (*stated, key) if getattr(config, other) > 1} | all_to_fsdp
+            return [all_to_fsdp, alone], []
         below, above = one_of(key, (each for each in divisors(room) if common % each == 0), size)()
-        return map(with_rest, below), map(with_rest, above)
+        return with_rest(below), with_rest(above)
 
     return sides
 

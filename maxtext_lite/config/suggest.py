@@ -9,7 +9,7 @@ from typing import Annotated, Self, cast
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from maxtext_lite.config.errors import Refusal, decimal_text, number_text, setting_text
+from maxtext_lite.config.errors import Refusal, any_of, decimal_text, number_text, setting_text
 from maxtext_lite.config.rules import rule_violations
 from maxtext_lite.config.schema import Config
 from maxtext_lite.config.violation import Change, Violation
@@ -61,8 +61,8 @@ def _type_of(kind: type[Config], key: str) -> TypeAdapter[object]:
 def suggest(request: ConfigRequest, wrong: Sequence[Refusal]) -> list[Refusal]:
     """One refusal for each wrong value and each violation, with up to two changes that the rule allows.
 
-    They break no rule that was kept, unless all that the rule allows would: the next refusal then says what else is to
-    be changed.
+    They break no rule that was kept. If all that the rule allows would, the message says what that is, and the next
+    refusal what else is to be changed.
 
     Args:
       wrong: values that are not of their keys' types, with similar legal ones; the request has the defaults in their
@@ -72,8 +72,11 @@ def suggest(request: ConfigRequest, wrong: Sequence[Refusal]) -> list[Refusal]:
     broken = {violation.name for violation in violations}
     found = [_replaced(request, each, broken) for each in wrong]
     for violation in violations:
-        near = _nearest(request, _sides(request, violation), broken - {violation.name})
-        found.append(Refusal(violation.key, violation.message, tuple(_texts(violation, near))))
+        sides = _sides(request, violation)
+        near = tuple(_texts(violation, _nearest(request, sides, broken - {violation.name})))
+        allowed = [] if near else [*_texts(violation, [side[0] for side in sides if side][:2])]
+        also = f" This rule alone allows {any_of(allowed)}." if allowed else ""
+        found.append(Refusal(violation.key, f"{violation.message}{also}", near))
     return found
 
 
@@ -81,7 +84,8 @@ def _replaced(request: ConfigRequest, wrong: Refusal, broken: Collection[str]) -
     """The refusal of a wrong value, with the similar ones or the default."""
     sides: list[list[Change]] = [[{wrong.key: value}] for value in wrong.nearest]
     near = _nearest(request, [*sides, [{wrong.key: getattr(request.config, wrong.key)}]], broken)
-    return replace(wrong, nearest=tuple(change[wrong.key] for change in near[: max(len(sides), 1)]))
+    values = [change[wrong.key] for change in near[: max(len(sides), 1)]]
+    return replace(wrong, nearest=tuple(f"{wrong.key}=" if value == "" else value for value in values))
 
 
 def _sides(request: ConfigRequest, violation: Violation) -> list[list[Change]]:
@@ -96,13 +100,13 @@ def _sides(request: ConfigRequest, violation: Violation) -> list[list[Change]]:
 
 
 def _nearest(request: ConfigRequest, sides: Sequence[Sequence[Change]], allowed: Collection[str]) -> list[Change]:
-    """The first change of each of two sides that breaks no other rule; otherwise their first ones."""
+    """The first change of each of two sides that breaks no other rule."""
 
     def works(change: Change) -> bool:
         return all(violation.name in allowed for violation in request.changed(change).violations())
 
     working = (change for side in sides for change in islice(filter(works, side), 1))
-    return list(islice(working, 2)) or [side[0] for side in sides if side][:2]
+    return list(islice(working, 2))
 
 
 def _texts(violation: Violation, changes: Sequence[Change]) -> Iterator[str]:
