@@ -76,7 +76,7 @@ def add(log, step, *, more=None, **changed):
 
 def test_a_step_is_counted_and_recorded_with_what_is_added(log_of):
     log = log_of(Counts(step=3, examples_seen=6, tokens_seen=100))
-    add(log, 4, more={"reward": 0.5})
+    add(log, 4, more={"reward": 0.5, "unscored_fraction": 0.25})
     counts = log.counts
     assert (counts.step, counts.examples_seen, counts.tokens_seen) == (4, 8, 160)
     (record,) = lines_of(log.directory)
@@ -84,6 +84,7 @@ def test_a_step_is_counted_and_recorded_with_what_is_added(log_of):
         "step": 4,
         "loss": 2.0,
         "reward": 0.5,
+        "unscored_fraction": 0.25,
         "data_seconds": 0.25,
         "skipped": False,
         "examples": 2,
