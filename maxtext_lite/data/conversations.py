@@ -256,13 +256,15 @@ class Renderer:
             begun,
             np.concatenate([np.zeros(before, bool), is_answer, np.ones(after, bool)]),
             num_cut,
-            self.encoder.count_spelled(rendered.text),
+            self.encoder.count_spelled(rendered.text) if self._tokenizer.reads_special else 0,
         )
 
     def _turns(self, where: str, key: str, value: object) -> list[Turn]:
         """The turns of a list, with stand-ins for special tokens that their contents spell."""
-        hidden = list[Turn]()
-        for turn in _turns(where, key, value):
+        turns, hidden = _turns(where, key, value), list[Turn]()
+        with self._template_of(where):
+            pass  # which says what else its contents must not spell
+        for turn in turns:
             keep = THINKING_DELIMITERS if turn["role"] == "assistant" else None
             texts = {name: self.encoder.hide(where, text, keep) for name, text in turn.items() if name != "role"}
             hidden.append(turn | texts)
@@ -319,9 +321,19 @@ class Renderer:
                 )
             if self._template is None:
                 self._template = chat_template(self._config, today=DATE_OF_TRAINING_DATA)
+                self.encoder.hide_written_by(_rendered_example(self._template))
             yield self._template
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
+
+
+def _rendered_example(template: ChatTemplate) -> str:
+    """What a template writes around the contents of turns, and not around thinking; "": it refuses the usual turns."""
+    turns = [{"role": role, "content": "a"} for role in (*ROLES, "user")]
+    for given in (turns, turns[1:]):
+        with contextlib.suppress(UserError):
+            return THINKING_DELIMITERS.sub("", template.render(given))
+    return ""
 
 
 def _joined_texts(finder: AnswerFinder, learned: Sequence[int], turns: Sequence[Turn]) -> str:
