@@ -56,6 +56,7 @@ class Rendered(NamedTuple):
       is_marked: the chat template itself marks the answers; a token in which one begins or ends is then learned, too,
         as in transformers.
       begins_as_generated: what precedes its one answer has the tokens that generation sees there.
+      num_spelled: special tokens that contents of its turns spell; of texts from one line, the first counts all.
     """
 
     where: str
@@ -64,6 +65,7 @@ class Rendered(NamedTuple):
     is_plain: bool
     is_marked: bool = False
     begins_as_generated: bool = False
+    num_spelled: int = 0
 
 
 class Tokenized(NamedTuple):
@@ -153,7 +155,8 @@ class Renderer:
         _check_order(where, turns)
         if turns[-1]["role"] != "user":
             raise UserError(f"{where}: the last turn of \"{key}\" is the {turns[-1]['role']}'s, not the user's.")
-        return Rendered(where, self._render(where, turns, answer_follows=True), (), False)
+        text = self._render(where, turns, answer_follows=True)
+        return Rendered(where, text, (), False, num_spelled=self.encoder.take_num_spelled())
 
     def document(self, where: str, key: str, value: Mapping[str, Any]) -> str:
         """The text of the conversation in a line or row, which is learned as a whole.
@@ -288,7 +291,15 @@ class Renderer:
             self.encoder.check_carried(turns, functools.partial(_joined_texts, self._finder, learned))
             texts = self._finder.texts(turns, learned)
         return tuple(
-            Rendered(where, text.text, text.answers, False, template.has_marks, text.begins_as_generated)
+            Rendered(
+                where,
+                text.text,
+                text.answers,
+                is_plain=False,
+                is_marked=template.has_marks,
+                begins_as_generated=text.begins_as_generated,
+                num_spelled=self.encoder.take_num_spelled(),
+            )
             for text in texts
         )
 

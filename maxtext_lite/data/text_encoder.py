@@ -122,9 +122,13 @@ class TextEncoder:
             found["special_tokens_in_text"] = self.in_text
         return found
 
-    def disagreement(self, begin_ids: Sequence[int], *, add_eos: bool) -> str | None:
-        """How documents that begin with these tokens, and end with end-of-text or not, differ from the config's."""
-        if list(begin_ids) != self.begin_ids.tolist():
+    def disagreement(self, begin_ids: Sequence[int] | None, *, add_eos: bool) -> str | None:
+        """How documents that begin with these tokens, and end with end-of-text or not, differ from the config's.
+
+        Args:
+          begin_ids: None: they begin as a chat template renders them, whatever the config says.
+        """
+        if begin_ids is not None and list(begin_ids) != self.begin_ids.tolist():
             stated = "true" if begin_ids else "false"
             tokens = ", ".join(map(str, begin_ids)) or "no token"
             return f"its documents begin with {tokens}, as add_bos={stated}. Nearest that works: add_bos={stated}."
@@ -347,10 +351,10 @@ class TextEncoder:
         return list(dict.fromkeys([*texts, *marked])), stand_ins
 
 
-def spelled_notes(count: int, in_text: str) -> tuple[str, ...]:
+def spelled_notes(count: int, in_text: str, where: str = "the text") -> tuple[str, ...]:
     """A sentence on special tokens that texts spell, if there are any; `in_text` is special_tokens_in_text."""
-    became = "plain characters" if in_text == "plain" else "these tokens"
-    return (f"{counted(count, 'special token')} spelled in the text became {became}.",) if count else ()
+    became = "plain characters" if in_text == "plain" else "this token" if count == 1 else "these tokens"
+    return (f"{counted(count, 'special token')} spelled in {where} became {became}.",) if count else ()
 
 
 def without_stand_ins(text: str) -> str:
