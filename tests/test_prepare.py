@@ -81,25 +81,30 @@ def test_the_manifest_says_how_documents_begin_and_end_and_a_run_must_agree(
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "<s>"}]
     (tmp_path / "c.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
     keys = ["tokenizer_type=huggingface", f"tokenizer_path={tmp_path}"]
+    keys += ["num_workers=1"]
     words = [f"input={tmp_path}/c.jsonl", f"output={tmp_path}/out", "chat=true"]
-    assert (
-        main([*words, *keys, f"chat_template={tmp_path}/t.jinja", "num_workers=1"]) == 0
-    )
+    assert main([*words, *keys, f"chat_template={tmp_path}/t.jinja"]) == 0
     assert "1 special token spelled" in capsys.readouterr().out
     manifest = read_manifest(tmp_path / "out")
-    assert (manifest.begin_ids, manifest.add_eos) == ((1,), True)
+    assert (manifest.begin_ids, manifest.add_eos) == (None, True)
     assert (manifest.special_tokens_in_text, manifest.spelled_special_tokens) == (
         "plain",
         1,
     )
     assert manifest.tokens == 6  # hi </s> x x x </s>
-    keys += ["dataset_type=array_record", f"dataset_path={tmp_path}/out"]
-    keys += ["vocab_size=4", "eval_fraction=0", "eval_interval=-1"]
-    source, _ = open_sources(load_config(None, keys))
-    assert any("1 special token" in note for note in source.notes)
-    for key, other in (("add_bos", "false"), ("add_eos", "false")):
+    (tmp_path / "d.txt").write_text("hi hi")
+    assert main([f"input={tmp_path}/d.txt", f"output={tmp_path}/texts", *keys]) == 0
+    assert read_manifest(tmp_path / "texts").begin_ids == (1,)
+    keys[-1:] = ["dataset_type=array_record", "vocab_size=4", "eval_interval=-1"]
+    keys += ["eval_fraction=0", "packing=none"]
+    chat, texts = f"dataset_path={tmp_path}/out", f"dataset_path={tmp_path}/texts"
+    # However a run begins texts, a conversation begins as its template says.
+    for begins in ("auto", "false"):
+        source, _ = open_sources(load_config(None, [*keys, chat, f"add_bos={begins}"]))
+        assert any("1 special token" in note for note in source.notes)
+    for path, key in ((texts, "add_bos"), (texts, "add_eos"), (chat, "add_eos")):
         with pytest.raises(UserError, match=rf"{key}=true"):
-            open_sources(load_config(None, [*keys, f"{key}={other}"]))
+            open_sources(load_config(None, [*keys, path, f"{key}=false"]))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from maxtext_lite.config import DataConfig, UserError, single_path
+from maxtext_lite.config.errors import counted
 from maxtext_lite.data.conversations import DPO_FIELDS, SFT_FIELDS, Rendered, Renderer, Tokenized
 from maxtext_lite.data.examples import check_id, num_held_out
 from maxtext_lite.data.packing import FIELDS, REFERENCE, Documents, FilledRows, fill_rows, segments_row
@@ -227,7 +228,8 @@ def _read_lines(config: DataConfig, renderer: Renderer, key: str, path: str) -> 
 
 
 def _source(config: DataConfig, renderer: Renderer, lines: Sequence[_Line], named: str) -> AnswerSource:
-    spelled = spelled_notes(renderer.encoder.take_num_spelled(), renderer.encoder.in_text)
+    hidden = sum(rendered.num_spelled for line in lines for example in line for rendered in example)
+    spelled = spelled_notes(hidden, renderer.encoder.in_text)
     kept, notes = _fitted(config, renderer, lines)
     notes += spelled
     if not kept:
@@ -308,19 +310,25 @@ def _first_tokens(tokenized: Tokenized, most: int) -> Tokenized:
 
 def _sentences(config: DataConfig, num_lines: int, num_examples: int, counts: Mapping[str, int]) -> tuple[str, ...]:
     """What became of lines that the examples do not contain as they stand."""
-    long = "truncated to it" if config.long_examples == "truncate" else "dropped"
-    of = f"of {num_examples} examples" if counts["split"] else f"of {num_lines} lines"
+    became = "truncated to it" if config.long_examples == "truncate" else "dropped"
+    of_lines = f"of {counted(num_lines, 'line')}"
+    of = f"of {counted(num_examples, 'example')}" if counts["split"] else of_lines
     sentences = {
-        "split": f"of {num_lines} lines became an example for each answer, {num_examples} examples in all: the chat "
-        "template renders their earlier turns differently when more follow.",
-        "long": f"{of} are longer than max_target_length={config.max_target_length} and were {long}.",
-        "without": f"{of} have no token of an answer in their row and were dropped.",
-        "alike": f"{of} have answers that do not differ in their tokens in a row and were dropped.",
-        "same": f"of {num_lines} lines have the same chosen and rejected answer and were dropped.",
-        "cut": "answers begin or end inside a token, which is not learned.",
-        "spelled": "special tokens spelled in prompts and answers without turns became these tokens.",
+        "split": f"{of_lines} became an example for each answer, {counted(num_examples, 'example')} in all: the chat "
+        "template renders earlier turns differently when more follow.",
+        "long": f"{of} {_was(counts['long'])} longer than max_target_length={config.max_target_length} and {became}.",
+        "without": f"{of} {_was(counts['without'])} dropped: no token of an answer in the row.",
+        "alike": f"{of} {_was(counts['alike'])} dropped: the answers do not differ in their tokens in a row.",
+        "same": f"{of_lines} {_was(counts['same'])} dropped: the chosen and the rejected answer are the same.",
+        "cut": f"{'answer begins or ends' if counts['cut'] == 1 else 'answers begin or end'} inside a token, which is "
+        "not learned.",
     }
-    return tuple(f"{counts[name]} {sentence}" for name, sentence in sentences.items() if counts[name])
+    notes = tuple(f"{counts[name]:,} {sentence}" for name, sentence in sentences.items() if counts[name])
+    return notes + spelled_notes(counts["spelled"], "encode", "prompts and answers without turns")
+
+
+def _was(count: int) -> str:
+    return "was" if count == 1 else "were"
 
 
 def example_shape(config: DataConfig) -> tuple[int, tuple[str, ...]]:

@@ -56,6 +56,7 @@ class Rendered(NamedTuple):
       is_marked: the chat template itself marks the answers; a token in which one begins or ends is then learned, too,
         as in transformers.
       begins_as_generated: what precedes its one answer has the tokens that generation sees there.
+      num_spelled: special tokens that contents of its turns spell; of texts from one line, the first counts all.
     """
 
     where: str
@@ -64,6 +65,7 @@ class Rendered(NamedTuple):
     is_plain: bool
     is_marked: bool = False
     begins_as_generated: bool = False
+    num_spelled: int = 0
 
 
 class Tokenized(NamedTuple):
@@ -153,7 +155,8 @@ class Renderer:
         _check_order(where, turns)
         if turns[-1]["role"] != "user":
             raise UserError(f"{where}: the last turn of \"{key}\" is the {turns[-1]['role']}'s, not the user's.")
-        return Rendered(where, self._render(where, turns, answer_follows=True), (), False)
+        text = self._render(where, turns, answer_follows=True)
+        return Rendered(where, text, (), False, num_spelled=self.encoder.take_num_spelled())
 
     def document(self, where: str, key: str, value: Mapping[str, Any]) -> str:
         """The text of the conversation in a line or row, which is learned as a whole.
@@ -256,13 +259,15 @@ class Renderer:
             begun,
             np.concatenate([np.zeros(before, bool), is_answer, np.ones(after, bool)]),
             num_cut,
-            self.encoder.count_spelled(rendered.text),
+            self.encoder.count_spelled(rendered.text) if self._tokenizer.reads_special else 0,
         )
 
     def _turns(self, where: str, key: str, value: object) -> list[Turn]:
         """The turns of a list, with stand-ins for special tokens that their contents spell."""
-        hidden = list[Turn]()
-        for turn in _turns(where, key, value):
+        turns, hidden = _turns(where, key, value), list[Turn]()
+        with self._template_of(where):
+            pass  # which says what else its contents must not spell
+        for turn in turns:
             keep = THINKING_DELIMITERS if turn["role"] == "assistant" else None
             texts = {name: self.encoder.hide(where, text, keep) for name, text in turn.items() if name != "role"}
             hidden.append(turn | texts)
@@ -286,7 +291,15 @@ class Renderer:
             self.encoder.check_carried(turns, functools.partial(_joined_texts, self._finder, learned))
             texts = self._finder.texts(turns, learned)
         return tuple(
-            Rendered(where, text.text, text.answers, False, template.has_marks, text.begins_as_generated)
+            Rendered(
+                where,
+                text.text,
+                text.answers,
+                is_plain=False,
+                is_marked=template.has_marks,
+                begins_as_generated=text.begins_as_generated,
+                num_spelled=self.encoder.take_num_spelled(),
+            )
             for text in texts
         )
 
@@ -319,9 +332,19 @@ class Renderer:
                 )
             if self._template is None:
                 self._template = chat_template(self._config, today=DATE_OF_TRAINING_DATA)
+                self.encoder.hide_written_by(_rendered_example(self._template))
             yield self._template
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
+
+
+def _rendered_example(template: ChatTemplate) -> str:
+    """What a template writes around the contents of turns, and not around thinking; "": it refuses the usual turns."""
+    turns = [{"role": role, "content": "a"} for role in (*ROLES, "user")]
+    for given in (turns, turns[1:]):
+        with contextlib.suppress(UserError):
+            return THINKING_DELIMITERS.sub("", template.render(given))
+    return ""
 
 
 def _joined_texts(finder: AnswerFinder, learned: Sequence[int], turns: Sequence[Turn]) -> str:

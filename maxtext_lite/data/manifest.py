@@ -70,7 +70,7 @@ class Manifest:
       tokens_per_record: size of all records of a shard except the last.
       shards: in the order of the stream.
       documents_sha256: hash of the bytes of `DOCUMENTS_FILE`; "": unknown.
-      begin_ids: the tokens with which documents begin.
+      begin_ids: the tokens with which documents begin; None: as a chat template renders them.
       add_eos: whether documents end with end-of-text.
       special_tokens_in_text: what the special tokens that texts spell have become; "": unknown.
       spelled_special_tokens: how many there were.
@@ -82,7 +82,7 @@ class Manifest:
     tokens_per_record: Annotated[PositiveInt, Strict()]
     shards: tuple[Shard, ...]
     documents_sha256: _Text = ""
-    begin_ids: tuple[_Count, ...] = ()
+    begin_ids: tuple[_Count, ...] | None = ()
     add_eos: Annotated[bool, Strict()] = True
     special_tokens_in_text: Literal["", "plain", "encode", "refuse"] = ""
     spelled_special_tokens: _Count = 0

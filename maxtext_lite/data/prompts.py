@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from maxtext_lite.config import RLRunConfig, UserError, single_path
+from maxtext_lite.config.errors import counted
 from maxtext_lite.config.rl_rules import ANSWER_REWARDS, reward_names
 from maxtext_lite.data.conversations import Rendered, Renderer, refuse_unrendered
 from maxtext_lite.data.examples import check_id, num_held_out
@@ -345,11 +346,11 @@ def _fitted(maker: _PromptMaker, lines: Sequence[_PromptLine], key: str) -> File
             f"{where}: the prompt has {count} tokens, more than max_prefill_predict_length={most}{others}. "
             f"{_longer(maker.config, max(count for _, count in long))} or long_examples=drop."
         )
-    spelled = spelled_notes(maker.renderer.encoder.take_num_spelled(), maker.renderer.encoder.in_text)
+    spelled = spelled_notes(sum(line.rendered.num_spelled for line in lines), maker.renderer.encoder.in_text)
     notes = spelled if not long else (
         *spelled,
-        f"{len(long)} of {len(lines)} lines have prompts longer than max_prefill_predict_length={most} and were "
-        f"dropped, as that of {long[0][0]} with {long[0][1]} tokens.",
+        f"{len(long):,} of {counted(len(lines), 'line')} {'was' if len(long) == 1 else 'were'} dropped: prompts longer "
+        f"than max_prefill_predict_length={most}, as that of {long[0][0]} with {long[0][1]} tokens.",
     )  # fmt: skip
     if not prompts:
         raise UserError(f"{key}={getattr(maker.config, key)!r} has no prompt. {' '.join(notes)}".rstrip())

@@ -29,7 +29,7 @@ def row_lines(config: Config, first: int, stop: int) -> Iterator[str]:
     if first >= len(source):
         raise UserError(f"rows={first}:{stop}: the rows are 0:{len(source)}. Nearest that works: rows=0:{len(source)}.")
     if stop > len(source):
-        complain(f"rows={first}:{stop}: there are {counted(len(source), 'row')}")
+        complain(f"rows={first}:{stop}: there {'is' if len(source) == 1 else 'are'} {counted(len(source), 'row')}")
     for row in range(first, min(stop, len(source))):
         example = source[row]
         for part in range(config.rows_per_example):

@@ -8,8 +8,11 @@ the contents is read with its special tokens.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
@@ -26,6 +29,7 @@ from maxtext_lite.config.json_file import is_there, read_bytes, read_object
 from maxtext_lite.data.tokenizer import PlacedTokens, Tokenizer, TokenizerKeys
 
 _CHARACTERS_OF_A_PIECE, _PIECES_AT_ONCE = 2**19, 8
+_CHARACTERS_OF_A_BEGINNING = 1000
 LONGEST_TAIL = 4  # tokens of white space that a template writes after the last end of turn
 # In place of a special token: two halves of surrogate pairs, which no text from a file has.
 _HIDDEN = re.compile("[\ud800-\udbff][\udc00-\udfff]")
@@ -97,10 +101,14 @@ class TextEncoder:
             )
         self.begin_ids, self._num_spelled = np.array(begin, np.int32), 0
         self._end = np.array([tokenizer.end_of_text_id], np.int32)
-        self._names = sorted(filter(None, tokenizer.special_tokens), key=lambda name: (-len(name), name))
-        spelled = "|".join(map(re.escape, self._names))
-        self._spelled = re.compile(spelled or "(?!)")
-        self._spelled_or_hidden = re.compile("|".join(filter(None, (_HIDDEN.pattern, spelled))))
+        self._names = [*filter(None, tokenizer.special_tokens)]
+        self._spelled = self._in_turns = _any_of(self._names)  # what documents, and contents of turns, must not become
+        self._is_special = np.zeros(tokenizer.vocab_size, bool)
+        self._is_special[[tokenizer.special_tokens[name] for name in self._names]] = True
+        if tokenizer.unknown_token in self._names:  # unknown words have it, too
+            self._is_special[tokenizer.special_tokens[tokenizer.unknown_token]] = False
+        self._is_control = self._is_special
+        self._special_like_or_hidden = re.compile(f"{_HIDDEN.pattern}|{_any_of(tokenizer.special_like).pattern}")
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -114,9 +122,13 @@ class TextEncoder:
             found["special_tokens_in_text"] = self.in_text
         return found
 
-    def disagreement(self, begin_ids: Sequence[int], *, add_eos: bool) -> str | None:
-        """How documents that begin with these tokens, and end with end-of-text or not, differ from the config's."""
-        if list(begin_ids) != self.begin_ids.tolist():
+    def disagreement(self, begin_ids: Sequence[int] | None, *, add_eos: bool) -> str | None:
+        """How documents that begin with these tokens, and end with end-of-text or not, differ from the config's.
+
+        Args:
+          begin_ids: None: they begin as a chat template renders them, whatever the config says.
+        """
+        if begin_ids is not None and list(begin_ids) != self.begin_ids.tolist():
             stated = "true" if begin_ids else "false"
             tokens = ", ".join(map(str, begin_ids)) or "no token"
             return f"its documents begin with {tokens}, as add_bos={stated}. Nearest that works: add_bos={stated}."
@@ -178,34 +190,69 @@ class TextEncoder:
         Raises:
           UserError: as `documents`.
         """
-        encoded, num_spelled = _encode_in_pieces(self.tokenizer, texts), 0
-        for number, text in enumerate(texts):
-            count = self.count_spelled(text) if self.tokenizer.may_spell(encoded[number]) else 0
-            if count and self.in_text == "plain":
-                encoded[number] = self._place_parts([text]).token_ids
-            elif count and self.in_text == "refuse":
-                raise UserError(self._refusal(text))
-            num_spelled += count
-        return encoded, num_spelled
+        with self._as_in_documents():
+            encoded = _encode_in_pieces(self.tokenizer, texts)
+        if self.in_text != "encode":
+            for text, token_ids in zip(texts, encoded, strict=True):
+                self._check_plain([text], token_ids, self._is_special)
+        return encoded, sum(map(self.count_spelled, texts))
+
+    def first_token(self, text: str) -> str:
+        """The characters of the first token of a document."""
+        piece = self.tokenizer.pieces(text, _CHARACTERS_OF_A_BEGINNING)[0]
+        with self._as_in_documents():
+            (placed,) = self.tokenizer.encode_placed([piece])
+        return piece[: placed.starts[1]] if len(placed.starts) > 1 else piece
+
+    def _as_in_documents(self) -> contextlib.AbstractContextManager[None]:
+        return self.tokenizer.plain() if self.in_text == "plain" else contextlib.nullcontext()
 
     # ---- Special tokens that a text spells ----------------------------------------------------------------------
 
     def count_spelled(self, text: str) -> int:
         """How many special tokens a text spells."""
-        return len(self._spelled.findall(text))
+        return len(self._spelled.findall(text)) if self.tokenizer.special_tokens else 0
 
     def check(self, where: str, text: str) -> None:
-        """Refuses a text that spells a special token if special_tokens_in_text=refuse; names `where`."""
-        if self.in_text == "refuse" and self._spelled.search(text):
-            raise UserError(f"{where}: {self._refusal(text)}")
+        """Refuses a text that spells a special token that it must not spell, or cannot; names `where`."""
+        if self.in_text == "refuse" and (found := self._in_turns.search(text)):
+            raise UserError(f"{where}: {_refusal(found[0])}")
+        words = None if self.in_text == "encode" else self._words
+        if words and words.search(self.tokenizer.normalize(text)):
+            try:
+                self.encode([text])
+            except UserError as error:
+                raise UserError(f"{where}: {error}") from None
 
-    def _refusal(self, text: str) -> str:
-        found = self._spelled.search(text)
-        name = f" {value_text(found[0])}" if found else ""
-        return (
-            f"special_tokens_in_text=refuse, and the text spells the special token{name}. Nearest that work: "
-            "special_tokens_in_text=plain or special_tokens_in_text=encode."
-        )
+    @functools.cached_property
+    def _words(self) -> re.Pattern[str] | None:
+        """The special tokens that are ordinary words of the tokenizer, too; None: none is."""
+        names = [*filter(None, self.tokenizer.special_tokens)]
+        with self.tokenizer.plain():
+            encoded = self.tokenizer.encode_documents(names)
+        words = [name for name, token_ids in zip(names, encoded, strict=True) if self._is_special[token_ids].any()]
+        return _any_of(words) if words else None
+
+    def _check_plain(self, parts: Sequence[str | int], token_ids: np.ndarray, is_control: np.ndarray) -> None:
+        """Refuses control tokens among those of a text, other than the parts that are such tokens."""
+        found = Counter(token_ids[is_control[token_ids]].tolist())
+        for name in map(self.tokenizer.spell, (each for each, count in found.items() if count > parts.count(each))):
+            if self.in_text == "refuse":
+                raise UserError(_refusal(name))
+            text = "".join(part for part in parts if isinstance(part, str))
+            raise UserError(
+                f"a text ({value_text(text)}) spells the special token {value_text(name)}, which is also a word of "
+                "the tokenizer: it cannot be plain characters. Nearest that works: special_tokens_in_text=encode."
+            )
+
+    def hide_written_by(self, rendered: str) -> None:
+        """Hides in contents of turns also the added tokens that a chat template writes, as in this rendering."""
+        token_ids = set(self.tokenizer.encode(rendered).tolist()) - self.tokenizer.special_ids
+        written = {name: each for name, each in self.tokenizer.special_like.items() if each in token_ids}
+        self._names = [*dict.fromkeys([*self._names, *written])]
+        self._in_turns = _any_of(self._names)
+        self._is_control = self._is_special.copy()
+        self._is_control[[*written.values()]] = True
 
     def hide(self, where: str, text: str, keep: re.Pattern[str] | None = None) -> str:
         """The content of a turn with a stand-in for each special token that is to be plain characters.
@@ -215,17 +262,15 @@ class TextEncoder:
         Args:
           keep: spells those that are special tokens all the same.
         Raises:
-          UserError: it spells one, and special_tokens_in_text=refuse; names `where`.
+          UserError: it spells one that it must not spell, or cannot; names `where`.
         """
 
         def stands_in(found: re.Match[str]) -> str:
             return found[0] if keep and keep.fullmatch(found[0]) else self._stand_in(found[0])
 
-        hidden = self._spelled.sub(stands_in, text)
-        count = len(_HIDDEN.findall(hidden))
-        if count and self.in_text == "refuse":
-            raise UserError(f"{where}: {self._refusal(text)}")
-        self._num_spelled += count
+        self.check(where, keep.sub(" ", text) if keep else text)
+        hidden = self._in_turns.sub(stands_in, text)
+        self._num_spelled += len(_HIDDEN.findall(hidden))
         return text if self.in_text == "encode" else hidden
 
     def take_num_spelled(self) -> int:
@@ -268,41 +313,30 @@ class TextEncoder:
 
     def encode_rendered(self, texts: Sequence[str]) -> list[np.ndarray]:
         """`place` without the places, faster."""
-        others = iter(_encode_in_pieces(self.tokenizer, [text for text in texts if not _HIDDEN.search(text)]))
+        without = [text for text in texts if not _HIDDEN.search(text)]
+        others = iter(_encode_in_pieces(self.tokenizer, without))
         return [self._place_hidden(text).token_ids if _HIDDEN.search(text) else next(others) for text in texts]
 
     def _place_hidden(self, text: str) -> PlacedTokens:
         parts: list[str | int] = []
         starts, stops = list[int](), [0]  # of each character of the parts, and after it, in the text
         position = 0
-        for found in [*self._spelled_or_hidden.finditer(text), None]:
+        for found in [*self._special_like_or_hidden.finditer(text), None]:
             first, last = found.span() if found else (len(text), len(text))
             parts.append(text[position:first])
             starts += range(position, first)
             stops += range(position + 1, first + 1)
             position = last
             if found:
-                part = self._name(found[0]) if _HIDDEN.match(found[0]) else self.tokenizer.special_tokens[found[0]]
+                part = self._name(found[0]) if _HIDDEN.match(found[0]) else self.tokenizer.special_like[found[0]]
                 parts.append(part)
                 count = len(part) if isinstance(part, str) else 1
                 starts += [first] * count
                 stops += [last] * count
-        placed = self._place_parts(parts)
+        placed = self.tokenizer.encode_parts(parts)
+        self._check_plain(parts, placed.token_ids, self._is_control)
         starts.append(len(text))
         return PlacedTokens(placed.token_ids, np.array(starts)[placed.starts], np.array(stops)[placed.stops])
-
-    def _place_parts(self, parts: Sequence[str | int]) -> PlacedTokens:
-        placed = self.tokenizer.encode_parts(parts)
-        spelled = {name for part in parts if isinstance(part, str) for name in self._spelled.findall(part)}
-        for name in sorted(spelled - {self.tokenizer.unknown_token}):
-            token_id = self.tokenizer.special_tokens[name]
-            if np.count_nonzero(placed.token_ids == token_id) > parts.count(token_id):
-                text = next(part for part in parts if isinstance(part, str) and name in part)
-                raise UserError(
-                    f"a text ({value_text(text)}) spells the special token {value_text(name)}, which is also a word of "
-                    "the tokenizer: it cannot be plain characters. Nearest that works: special_tokens_in_text=encode."
-                )
-        return placed
 
     # ---- Stop strings -------------------------------------------------------------------------------------------
 
@@ -317,15 +351,28 @@ class TextEncoder:
         return list(dict.fromkeys([*texts, *marked])), stand_ins
 
 
-def spelled_notes(count: int, in_text: str) -> tuple[str, ...]:
+def spelled_notes(count: int, in_text: str, where: str = "the text") -> tuple[str, ...]:
     """A sentence on special tokens that texts spell, if there are any; `in_text` is special_tokens_in_text."""
-    became = "plain characters" if in_text == "plain" else "these tokens"
-    return (f"{counted(count, 'special token')} spelled in the text became {became}.",) if count else ()
+    became = "plain characters" if in_text == "plain" else "this token" if count == 1 else "these tokens"
+    return (f"{counted(count, 'special token')} spelled in {where} became {became}.",) if count else ()
 
 
 def without_stand_ins(text: str) -> str:
     """The text without the stand-ins of special tokens, which are no part of a text."""
     return _HIDDEN.sub("", text)
+
+
+def _any_of(names: Iterable[str]) -> re.Pattern[str]:
+    """Finds these names, the longest where one begins with another."""
+    longest_first = sorted(filter(None, names), key=lambda name: (-len(name), name))
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
+def _refusal(name: str) -> str:
+    return (
+        f"special_tokens_in_text=refuse, and the text spells the special token {value_text(name)}. Nearest that work: "
+        "special_tokens_in_text=plain or special_tokens_in_text=encode."
+    )
 
 
 def _encode_in_pieces(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import codecs
 import collections
+import contextlib
 import functools
 import hashlib
 import json
 import pathlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -34,6 +35,7 @@ _MOST_BYTES = 4  # of a character in UTF-8
 _SEAM = 8  # tokens of a prompt on which the first characters after it depend
 _FIRST_STAND_IN = 0x10F000  # of the private characters that stand for special tokens
 _STAND_INS = re.compile("[\U0010f000-\U0010ffff]")
+_LIKE_SPECIAL = re.compile(r"[^\w\s].*\w.*[^\w\s]", re.DOTALL)  # between signs: <|user|>, [INST]
 
 
 class PlacedTokens(NamedTuple):
@@ -77,6 +79,7 @@ class Tokenizer(Protocol):
       reads_special: whether `encode` returns special tokens where a text spells them.
       special_tokens: their ids by how they are spelled.
       added_tokens: likewise, also of tokens that were added to a vocabulary and are text, such as <think> of Qwen 3.
+      special_like: likewise, special tokens and the added ones that are spelled as such, between signs: <|user|>.
       unknown_token: how the token of unknown words is spelled; "": there is none.
       fingerprint: equal for tokenizers that give equal ids, wherever their files are.
     """
@@ -89,6 +92,7 @@ class Tokenizer(Protocol):
     reads_special: bool = False
     special_tokens: Mapping[str, int] = {}
     added_tokens: Mapping[str, int] = {}
+    special_like: Mapping[str, int] = {}
     unknown_token: str = ""
     fingerprint: str
 
@@ -101,17 +105,22 @@ class Tokenizer(Protocol):
         """Tokens that a template may write to end a turn: special tokens and added ones."""
         return self.special_ids | frozenset(self.added_tokens.values())
 
-    def may_spell(self, token_ids: np.ndarray) -> bool:
-        """Whether the text with these tokens may spell special tokens."""
-        return bool(self.special_tokens)
+    def normalize(self, text: str) -> str:
+        """The text as its words are looked up: in small letters, for example."""
+        return text
 
     def encode_parts(self, parts: Sequence[str | int]) -> PlacedTokens:
-        """The tokens of a text in parts: texts, in which nothing is a special token, and special tokens by their ids.
+        """The tokens of a text in parts: texts, in which nothing is `special_like`, and such tokens by their ids.
 
-        Each special token counts as one character.
+        Each of these counts as one character.
         """
         (placed,) = self.encode_placed(["".join(part for part in parts if isinstance(part, str))])
         return placed
+
+    @contextlib.contextmanager
+    def plain(self) -> Iterator[None]:
+        """Within this, all methods read special tokens that a text spells as characters."""
+        yield
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         """`encode` of each text, in parallel if the library can."""
@@ -329,13 +338,14 @@ class HuggingFaceTokenizer(Tokenizer):
         self.added_tokens = {token.content: token_id for token_id, token in added.items()}
         self.special_tokens = {token.content: token_id for token_id, token in added.items() if token.special}
         self.special_ids, self.reads_special = frozenset(self.special_tokens.values()), True
+        self.special_like = self.special_tokens | {
+            name: token_id for name, token_id in self.added_tokens.items() if _LIKE_SPECIAL.fullmatch(name)
+        }
         self.end_of_text_id = self._find_end_of_text(path)
         self.bos_id = self._named_token(path, "bos_token")
         self.begin_ids = self._find_begin(path)
         stated = json.loads(content)
         self.unknown_token = _unknown_token(stated.get("model") or {})
-        self._is_special = np.zeros(self.vocab_size, bool)
-        self._is_special[[*self.special_ids]] = True
         self._may_split = splitting.may_split(stated)
         self.fingerprint = f"huggingface:{hashlib.sha256(content).hexdigest()}:{self.end_of_text_id}"
 
@@ -381,12 +391,13 @@ class HuggingFaceTokenizer(Tokenizer):
         """Token ids, int32, without the tokens that the tokenizer's own template would add."""
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
-    def may_spell(self, token_ids: np.ndarray) -> bool:
-        """Whether special tokens are among these; unknown words may have one too."""
-        return bool(self._is_special[token_ids].any())
+    def normalize(self, text: str) -> str:
+        """The text as its words are looked up: in small letters, for example."""
+        normalizer = self._tokenizer.normalizer
+        return normalizer.normalize_str(text) if normalizer else text
 
     def encode_parts(self, parts: Sequence[str | int]) -> PlacedTokens:
-        """The tokens of a text in parts: texts, in which nothing is a special token, and special tokens by their ids.
+        """The tokens of a text in parts: texts, in which nothing is `special_like`, and such tokens by their ids.
 
         Raises:
           UserError: a text has a private character that stands for special tokens here.
@@ -402,10 +413,13 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @functools.cached_property
     def _library_of_parts(self) -> tuple[Any, dict[int, int]]:
-        """A tokenizer that reads special tokens only from characters that stand for them; what its further ids mean."""
+        """A tokenizer that reads `special_like` only from characters that stand for them; what its further ids mean."""
         import tokenizers
 
-        library: Any = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+        stated = json.loads(self._tokenizer.to_str())
+        for token in stated["added_tokens"]:
+            token["special"] = token["content"] in self.special_like
+        library: Any = tokenizers.Tokenizer.from_str(json.dumps(stated))
         library.encode_special_tokens = True
         return library, {}
 
@@ -426,6 +440,15 @@ class HuggingFaceTokenizer(Tokenizer):
     def pieces(self, text: str, most: int) -> list[str]:
         """Parts cut at spaces, if the file describes a tokenizer for which that is safe."""
         return splitting.pieces(text, most) if self._may_split else [text]
+
+    @contextlib.contextmanager
+    def plain(self) -> Iterator[None]:
+        """Within this, all methods read special tokens that a text spells as characters."""
+        self._tokenizer.encode_special_tokens = True
+        try:
+            yield
+        finally:
+            self._tokenizer.encode_special_tokens = False
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         """`encode` of each text, on all cores."""

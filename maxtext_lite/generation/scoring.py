@@ -254,11 +254,7 @@ class TextScorer:
         """The text of each first token that no window scores, because no token precedes it."""
         if self.encode(""):
             return []
-        placed = self.tokenizer.encode_placed(texts)
-        firsts = [
-            each.starts[1] if len(each.starts) > 1 else len(text) for each, text in zip(placed, texts, strict=True)
-        ]
-        return [text[:first] for text, first in zip(texts, firsts, strict=True) if text]
+        return [self.encoder.first_token(text) for text in texts if text]
 
     def whole(self, text: str) -> list[Scored]:
         """The scores of a text's windows, from its first token on; none for an empty text.

@@ -9,7 +9,15 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from maxtext_lite.config import UserError, load_config
+from maxtext_lite.data import text_encoder
 from maxtext_lite.data.conversations import Renderer
+from maxtext_lite.data.preparing.documents import (
+    BadLine,
+    DocumentReader,
+    read_documents,
+)
+from maxtext_lite.data.preparing.keys import PrepareConfig
+from maxtext_lite.data.preparing.tasks import WHOLE, Piece
 from maxtext_lite.data.sources import open_sources
 from maxtext_lite.data.text_encoder import TextEncoder
 from maxtext_lite.data.tokenizer import load_tokenizer
@@ -224,6 +232,106 @@ def test_special_tokens_that_a_document_spells_are_characters_unless_asked(
     assert any("5 special tokens" in note for note in source.notes)
 
 
+@pytest.mark.fast
+def test_a_long_document_that_spells_a_special_token_is_encoded_in_pieces(
+    tmp_path, monkeypatch
+):
+    directory = save(letters(), tmp_path / "t")
+    plain = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    plain.encode_special_tokens = True
+    text = "To be not to be " * 9 + "a <turn> be" + " or not to be" * 9
+    monkeypatch.setattr(text_encoder, "_CHARACTERS_OF_A_PIECE", 16)
+    encoder = encoder_of(directory, "add_eos=false")
+    seen = []
+    for name in ("encode_documents", "encode_placed", "encode_parts"):
+        real = getattr(encoder.tokenizer, name)
+
+        def spy(texts, real=real):
+            seen.extend(map(len, texts))
+            return real(texts)
+
+        monkeypatch.setattr(encoder.tokenizer, name, spy)
+    found = encoder.documents([text], UINT16)
+    assert found.stream.tolist() == plain.encode(text).ids
+    assert found.num_spelled == 1
+    assert 1 < max(seen) < 40
+    monkeypatch.setattr(text_encoder, "_CHARACTERS_OF_A_BEGINNING", 16)
+    seen.clear()
+    assert encoder.first_token(text) == "T"
+    assert max(seen) < 40
+
+
+@pytest.mark.fast
+def test_the_first_token_of_a_document_is_that_of_its_encoding(tmp_path):
+    directory = save(letters(), tmp_path / "t")
+    for policy, first in (("plain", "<"), ("encode", "<turn>")):
+        encoder = encoder_of(directory, f"special_tokens_in_text={policy}")
+        assert encoder.first_token("<turn>To") == first
+        assert encoder.first_token("T") == "T"
+
+
+@pytest.mark.fast
+def test_a_text_that_is_normalized_into_a_special_token_spells_it(tmp_path):
+    made = letters(special=[])
+    made.normalizer = normalizers.Lowercase()
+    vocabulary = made.get_vocab()
+    special = [tokenizers.AddedToken("<end>", special=True, normalized=True)]
+    made.add_special_tokens(special)
+    directory = save(made, tmp_path / "t")
+    for text in ("to<END>", "to<end>"):
+        found = encoder_of(directory, "add_eos=false").documents([text], UINT16)
+        assert found.stream.tolist() == [vocabulary[letter] for letter in "to<end>"]
+        with pytest.raises(UserError, match=r"special_tokens_in_text=refuse.*<end>"):
+            encoder_of(directory, "special_tokens_in_text=refuse").encode([text])
+
+
+@pytest.mark.parametrize("policy", ["plain", "refuse"])
+def test_added_tokens_that_frame_turns_are_characters_in_their_contents(
+    policy, tmp_path
+):
+    """Also those that the tokenizer does not call special; others, such as a tool's, stay as they are."""
+    made = letters(special=["<end>", "<begin>"])
+    framing = ["<|user|>", "<|assistant|>", "<turn>"]
+    made.add_tokens([*framing, "<think>", "<tool>", "be"])
+    directory = save(made, tmp_path / "t")
+    template = CHATML.replace("'<|' + m.role", "(m.tool or '') + '<|' + m.role")
+    template = template.replace("+ m.content", "+ (m.thought or '') + m.content")
+    (tmp_path / "t.jinja").write_text("{# <tool> #}" + template)
+    config = config_of(
+        directory,
+        "dataset_type=sft",
+        f"chat_template={tmp_path / 't.jinja'}",
+        f"special_tokens_in_text={policy}",
+    )
+    renderer = Renderer(config, TextEncoder(config, load_tokenizer(config)))
+
+    def names(user, assistant):
+        turns = [
+            {"role": "user", "content": user},
+            {"role": "assistant", "content": assistant},
+        ]
+        (rendered,) = renderer.sft_texts("d:1", {"messages": turns})
+        ids = renderer.tokens([rendered])[0].token_ids.tolist()
+        tokens = [made.id_to_token(token) for token in ids]
+        return [token for token in tokens if len(token) > 1]
+
+    around = ["<|user|>", "<turn>", "<|assistant|>", "<think>", "<tool>", "<turn>"]
+    assert names("To", "<think>To<tool>") == around
+    assert names("To<tool>be", "To") == [
+        around[0],
+        "<tool>",
+        "be",
+        *around[1:3],
+        "<turn>",
+    ]
+    spells = "To<turn><|assistant|>be", "<think>To<|user|><tool>"
+    if policy == "refuse":
+        with pytest.raises(UserError, match=r"^d:1: .*<turn>"):
+            names(*spells)
+    else:
+        assert names(*spells) == [around[0], "be", *around[1:]]
+
+
 @pytest.mark.parametrize("rstrip", [False, True])
 def test_special_tokens_in_the_content_of_a_turn_are_characters_and_the_templates_are_not(
     rstrip, tmp_path
@@ -274,6 +382,35 @@ def test_special_tokens_in_the_content_of_a_turn_are_characters_and_the_template
             tokenized("To<turn>", template)
 
 
+def test_notes_count_the_special_tokens_of_the_lines_they_are_about(tmp_path):
+    directory = save(letters(), tmp_path / "t")
+    (tmp_path / "t.jinja").write_text(CHATML)
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "To"}]
+    lines = [{"messages": turns}] * 2
+    lines += [{"messages": [{"role": "user", "content": "<turn>"}, turns[1]]}]
+    lines[0] = {"prompt": "a", "completion": "<turn>"}
+
+    def opened(config):
+        file = tmp_path / "data.jsonl"
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return open_sources(config)
+
+    keys = ["dataset_type=sft", f"dataset_path={tmp_path / 'data.jsonl'}"]
+    changes = [f"chat_template={tmp_path / 't.jinja'}", "eval_fraction=0.4"]
+    source, held_out = opened(config_of(directory, *keys, *changes))
+    became = "1 special token spelled in {} became {}."
+    where = "prompts and answers without turns"
+    assert source.notes == (became.format(where, "this token"),)
+    assert held_out.notes == (became.format("the text", "plain characters"),)
+    # A sentencepiece model reads characters there, too.
+    list(seams(tmp_path))
+    lines = [{"prompt": "To ", "completion": "be</s>"}]
+    keys += ["tokenizer_type=sentencepiece", "eval_fraction=0", "eval_interval=-1"]
+    keys += [f"tokenizer_path={tmp_path / 'tokenizer.model'}", "vocab_size=400"]
+    source, _ = opened(load_config(None, keys))
+    assert not any("special" in note for note in source.notes)
+
+
 def test_a_special_token_that_is_an_ordinary_word_too_is_refused(tmp_path):
     vocabulary = {name: number for number, name in enumerate([*SPECIAL, "?", "To"])}
     made = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
@@ -283,6 +420,37 @@ def test_a_special_token_that_is_an_ordinary_word_too_is_refused(tmp_path):
     assert encoder.documents(["To x ?"], UINT16).stream.tolist() == [6, 5, 5]
     with pytest.raises(UserError, match=r"<turn>.*special_tokens_in_text=encode"):
         encoder.documents(["To <turn>"], UINT16)
+    # Where a file is read, its line is named, and is one bad line; also if it has to be normalized first.
+    made.normalizer = normalizers.NFKC()
+    config = config_of(save(made, tmp_path / "n"), "dataset_type=text")
+    encoder = TextEncoder(config, load_tokenizer(config))
+    file = tmp_path / "d.jsonl"
+    for spelled in ("<turn>", "\uff1cturn\uff1e"):
+        texts = ["To ?", f"To {spelled} To", "To"]
+        file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        reader = DocumentReader(PrepareConfig(), encoder)
+        read = list(reader.read(Piece("d.jsonl", str(file), 0, WHOLE)))
+        assert [isinstance(each, BadLine) for each in read] == [False, True, False]
+        with pytest.raises(UserError, match=r"^d\.jsonl:2: .*<turn>"):
+            list(read_documents([("d.jsonl", file)], encoder))
+    (tmp_path / "t.jinja").write_text(
+        "{% for m in messages %}{{ m.content }} {% endfor %}"
+    )
+    chat = PrepareConfig(
+        tokenizer_type="huggingface",
+        tokenizer_path=config.tokenizer_path,
+        chat=True,
+        chat_template=str(tmp_path / "t.jinja"),
+    )
+    turns = [
+        {"role": "user", "content": "To <turn>"},
+        {"role": "assistant", "content": "To"},
+    ]
+    file.write_text(json.dumps({"messages": turns}) + "\n")
+    with pytest.raises(UserError, match=r"^d\.jsonl:1: .*<turn>"):
+        list(
+            DocumentReader(chat, encoder).texts([Piece("d.jsonl", str(file), 0, WHOLE)])
+        )
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ def report(path: str | Path, config: InspectConfig) -> Iterator[str]:
     num_bytes = sum(shard.bytes for shard in manifest.shards)
     documents, tokens = counted(manifest.documents, "document"), counted(manifest.tokens, "token")
     begin = f"token {', '.join(map(str, manifest.begin_ids))}" if manifest.begin_ids else "their text"
+    begin = "what the chat template renders" if manifest.begin_ids is None else begin
     yield f"{path}: {documents}, {tokens}"
     yield f"documents begin with {begin} and end with {'end-of-text' if manifest.add_eos else 'their text'}"
     yield from spelled_notes(manifest.spelled_special_tokens, manifest.special_tokens_in_text)

@@ -76,7 +76,7 @@ class Journal:
 
     def __init__(self, config: PrepareConfig, files: list[InputFile], tasks: list[Task], encoder: TextEncoder) -> None:
         self._plan = _plan(config, files, tasks, encoder)
-        self._output, self._remote = config.output, None
+        self._output, self._chat, self._remote = config.output, config.chat, None
         self.directory = user_path(config.output)
         if is_bucket(config.output):
             self._remote = BucketDirectory("output", config.output.rstrip("/"))
@@ -221,7 +221,7 @@ class Journal:
                 TOKENS_PER_RECORD,
                 shards,
                 file_sha256(self.directory / DOCUMENTS_FILE),
-                begin_ids=tuple(encoder.begin_ids.tolist()),
+                begin_ids=None if self._chat else tuple(encoder.begin_ids.tolist()),
                 add_eos=encoder.adds_end,
                 special_tokens_in_text=encoder.in_text,
                 spelled_special_tokens=sum(entry.spelled for entry in ordered),
