@@ -109,12 +109,15 @@ def test_what_is_held_or_no_run_or_needed_stays(earlier, tmp_path):
         run_of(tmp_path, "overwrite=true")
 
 
-def test_a_job_that_is_queued_again_resumes(earlier, tmp_path, monkeypatch):
+def test_a_job_that_is_queued_again_resumes_and_says_so(
+    earlier, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     run = run_of(tmp_path, "overwrite=true")
     assert run.resumes
     with pytest.raises(UserError, match="is missing in that of step 5"):
         run.opened(print).__enter__()
+    assert "queued this job again" in capsys.readouterr().out
     assert not run.config.overwrite
     assert (earlier / "hf/notes.txt").exists()
 
