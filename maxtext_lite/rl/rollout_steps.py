@@ -197,7 +197,7 @@ class RolloutSteps:
             return
         if before.traceback:
             self._say(before.traceback)
-        raise RewardError(f"In two batches in a row no response could be scored. {before.messages[0]} Mend it.")
+        raise RewardError(f"In two batches in a row rewards failed for every response. {before.messages[0]} Mend it.")
 
     def _say_equal(self, equal: bool) -> None:
         """Warns when as many batches in a row had no two different rewards in any group."""
