@@ -68,7 +68,7 @@ def _decides_steps(start: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, "end": start["end"]}
 
 
-def _depends_on_end(schedule: str, warmup_steps: Fraction) -> bool:
+def _depends_on_end(schedule: str, warmup_steps: int | Fraction) -> bool:
     """Whether the learning rate depends on where the run ends: even a constant one, if its warm-up is a part of it."""
     return schedule != "constant" or 0 < warmup_steps < 1
 

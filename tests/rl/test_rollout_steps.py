@@ -212,7 +212,9 @@ def test_a_batch_without_rewards_is_skipped_two_failures_end_the_run_and_with_lo
     words += ["eval_interval=-1", "enable_checkpointing=false", "num_vocab_tiling=2"]
     words.append("reward_functions=judge:low_bytes")
     config = config_of(tmp_path, *words)
-    with pytest.raises(RewardError, match=r"two batches .*failed.*RuntimeError: no opinion"):
+    with pytest.raises(
+        RewardError, match=r"two batches .*failed.*RuntimeError: no opinion"
+    ):
         train_rl(config, callbacks=[Seen()])
     directory = tmp_path / config.run_name
     found = steps(directory)

@@ -138,7 +138,10 @@ def test_a_failed_install_is_reported_and_repeated_in_full(checkout):
 
 
 def test_extras_of_an_interrupted_install_are_installed_by_the_next(checkout):
-    for others, installed in (({}, "[cuda12,wandb]"), ({"MAXTEXT_LITE_EXTRAS": ""}, "")):
+    for others, installed in (
+        ({}, "[cuda12,wandb]"),
+        ({"MAXTEXT_LITE_EXTRAS": ""}, ""),
+    ):
         own = checkout.stub / f"venv{installed}"
         checkout.answer("pip", "kill -KILL $PPID; exit 1")
         checkout.run(
