@@ -171,7 +171,7 @@ def _paths(key: str, value: str | SourceList) -> list[tuple[str, str]]:
 def _mixture(config: Config) -> Violation | None:
     """A list of sources where none can be, or keys about a mixture where there is none."""
     value, plain = config.dataset_path, {"mixture_exhausted": "error"}
-    if config.dataset_type == "synthetic" and (found := _part_of_epoch(config, "no epoch of synthetic data ends")):
+    if config.dataset_type == "synthetic" and (found := _part_of_epoch(config, "and no epoch of synthetic data ends")):
         return found
     if not isinstance(value, SourceList):
         return unused(config, plain, "has no effect without a list of sources in dataset_path")
