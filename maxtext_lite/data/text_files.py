@@ -71,7 +71,7 @@ def find_files(key: str, path: str) -> list[tuple[str, pathlib.Path]]:
     if dataset := _dataset_files(key, path):
         files = dataset
     elif is_directory(place):
-        everything = matching_files(f"{glob.escape(str(place))}/**")
+        everything = _matches(f"{glob.escape(str(place))}/**")
         files = [(str(file), file) for file in everything if _is_data(file.name)]
         if not files:
             raise UserError(f"{key}={path!r} is a directory without a {suffixes} file.")
@@ -82,7 +82,7 @@ def find_files(key: str, path: str) -> list[tuple[str, pathlib.Path]]:
     elif is_there(place):
         files = [(path, place)]
     elif glob.has_magic(path):
-        files = [(str(file), file) for file in matching_files(str(place))]
+        files = [(str(file), file) for file in _matches(str(place))]
         if not files:
             raise UserError(f"{key}={path!r} matches no file in {str(pathlib.Path.cwd())!r}.")
     else:
@@ -131,8 +131,7 @@ def _stated(file: pathlib.Path, field: str) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def matching_files(pattern: str) -> list[pathlib.Path]:
-    """The files, not directories, that a glob matches, sorted."""
+def _matches(pattern: str) -> list[pathlib.Path]:
     # Not pathlib's glob, which includes hidden files (.ipynb_checkpoints) and takes no absolute pattern.
     names = sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207
     return [path for path in map(pathlib.Path, names) if not is_directory(path)]

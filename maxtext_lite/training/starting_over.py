@@ -1,5 +1,7 @@
 """The removal of an earlier run, for overwrite=true."""
 
+import contextlib
+import glob
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -10,7 +12,7 @@ from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.hf.adapter import adapter_of
 from maxtext_lite.config.json_file import is_there, user_path
 from maxtext_lite.config.whole_file import TEMPORARY, steps_in
-from maxtext_lite.data.text_files import matching_files
+from maxtext_lite.data.text_files import find_files
 from maxtext_lite.training.lease import DIRECTORY as LEASE
 
 _READ = (
@@ -61,7 +63,10 @@ def _paths(key: str, text: str) -> Iterator[Path]:
     if not text:
         return
     path = user_path(text)
-    yield from [path] if is_there(path) else (path, *matching_files(str(path)))
+    yield path
+    if glob.has_magic(text) and not is_there(path):
+        with contextlib.suppress(UserError):  # of a key that takes no pattern
+            yield from [file for _, file in find_files(key, text)]
     if key == "load_parameters_path" and (adapter := adapter_of(text)):
         yield adapter.base
 
