@@ -17,16 +17,18 @@ fail() {
   exit 1
 }
 
-# Runs a command, forwards INT, TERM and HUP to it, waits until it has ended, and returns its exit code.
+# Runs a command, forwards INT, TERM and HUP to it, waits until it has ended, and returns its exit code; sets interrupted
+# if there was such a signal.
 run_and_forward_signals() {
   local child exit_code=0 again signalled=1
+  interrupted=
   set -m # its own process group, so that Ctrl-C reaches it once, through us
   "$@" &
   child=$!
   set +m
   for signal in INT TERM HUP; do
     # shellcheck disable=SC2064  # the child's id is fixed now
-    trap "signalled=1; kill -$signal $child 2>/dev/null || true" "$signal"
+    trap "signalled=1; interrupted=1; kill -$signal $child 2>/dev/null || true" "$signal"
   done
   while [ -n "$signalled" ]; do # a signal interrupts `wait`
     signalled=
@@ -67,19 +69,19 @@ make_venv() {
   run_and_forward_signals "$python" -m venv --clear "$venv"
 }
 
-# The extras that $venv has, or was about to get when an installation was interrupted.
+# The extras that $venv has, and those that it was about to get when an installation was interrupted, unless
+# MAXTEXT_LITE_EXTRAS now says which.
 installed_extras() {
   {
     tail -n +2 "$venv/.maxtext_lite_installed" || true
-    cat "$venv/.maxtext_lite_installing" || true
+    [ -n "${MAXTEXT_LITE_EXTRAS+set}" ] || cat "$venv/.maxtext_lite_installing" || true
   } 2>/dev/null | sed '/^base$/d; /^$/d' | sort -u
 }
 
 # ensure_environment EXTRA...: installs the project in $venv with these extras, those of MAXTEXT_LITE_EXTRAS, and those
 # that it has.
 ensure_environment() {
-  local extras extra wanted="" stamp installing have="" options=()
-  extras=$(printf '%s\n' "$@" "${MAXTEXT_LITE_EXTRAS:-}" "$(installed_extras)" | tr ',' '\n' | sed '/^$/d' | sort -u)
+  local extras extra wanted="" stamp installing before have="" options=()
   stamp=$venv/.maxtext_lite_installed
   installing=$venv/.maxtext_lite_installing
 
@@ -89,6 +91,7 @@ ensure_environment() {
   mkdir -p "$venv"
   exec 9<"$venv"
   if command -v flock >/dev/null; then flock 9; fi # two scripts started at once: one installs, the other waits
+  extras=$(printf '%s\n' "$@" "${MAXTEXT_LITE_EXTRAS:-}" "$(installed_extras)" | tr ',' '\n' | sed '/^$/d' | sort -u)
 
   # A checksum of everything that determines the installation: the two files and the path of the repository.
   local checksum
@@ -102,6 +105,7 @@ ensure_environment() {
   done
 
   if [ -n "$wanted" ]; then
+    before=$(tail -n +2 "$stamp" 2>/dev/null || true)
     if ! "$venv_python" -m pip --version >/dev/null 2>&1; then
       "$venv_python" -m ensurepip >/dev/null 2>&1 || make_venv # an interrupted venv, or one made by uv, has no pip
     fi
@@ -112,10 +116,13 @@ ensure_environment() {
     if [ -f "$installing" ]; then options+=(--ignore-installed); fi
     if [ ! -t 1 ]; then options+=(--quiet); fi
     printf '%s\n' "$extras" >"$installing"
-    rm -f "$stamp"
+    printf '%s\n' unfinished "$before" >"$stamp"
     run_and_forward_signals "$venv_python" -m pip install ${options[@]+"${options[@]}"} --disable-pip-version-check \
-      -c "$repository/constraints.txt" -e "$repository${extras:+[$(echo "$extras" | paste -sd, -)]}" 9<&- ||
+      -c "$repository/constraints.txt" -e "$repository${extras:+[$(echo "$extras" | paste -sd, -)]}" 9<&- || {
+      # An extra that cannot be installed is not tried again, unless it is asked for again.
+      [ -n "$interrupted" ] || : >"$installing"
       fail "the installation failed; the lines above say why. Run the same command again to continue."
+    }
     printf '%s\n' "$checksum" base "$extras" | sed '/^$/d' >"$stamp.new"
     mv "$stamp.new" "$stamp"
     rm -f "$installing"

@@ -171,6 +171,8 @@ def _paths(key: str, value: str | SourceList) -> list[tuple[str, str]]:
 def _mixture(config: Config) -> Violation | None:
     """A list of sources where none can be, or keys about a mixture where there is none."""
     value, plain = config.dataset_path, {"mixture_exhausted": "error"}
+    if config.dataset_type == "synthetic" and (found := _part_of_epoch(config, "and no epoch of synthetic data ends")):
+        return found
     if not isinstance(value, SourceList):
         return unused(config, plain, "has no effect without a list of sources in dataset_path")
     if config.dataset_type not in MIXABLE:
@@ -181,11 +183,18 @@ def _mixture(config: Config) -> Violation | None:
         rule = f"has no meaning with the {len(value.entries)} sources of dataset_path, each with its own epochs"
         if config.num_epochs:
             return violates(config, "num_epochs", f"{rule}: state steps", {"num_epochs": 0})
-        for key in ("log_period", "checkpoint_period", "eval_interval"):
-            if 0 < getattr(config, key) < 1:
-                return violates(config, key, f"is a part of an epoch, which {rule}: state steps", 1)
+        if found := _part_of_epoch(config, f"which {rule}"):
+            return found
     if all(entry.max_epochs == -1 for entry in value.entries):
         return unused(config, plain, "has no effect where no source has max_epochs")
+    return None
+
+
+def _part_of_epoch(config: Config, why: str) -> Violation | None:
+    """A period that is a part of an epoch where there are none."""
+    for key in ("log_period", "checkpoint_period", "eval_interval"):
+        if 0 < getattr(config, key) < 1:
+            return violates(config, key, f"is a part of an epoch, {why}: state steps", 1)
     return None
 
 

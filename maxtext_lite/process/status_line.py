@@ -13,7 +13,7 @@ _WORK: dict[Phase, str] = {
     "compile": "compiling the train step",
     "reading": "waiting for the data of step {}",
     "step": "step {}",
-    "rollout": "sampling responses for step {}",
+    "rollout": "sampling and judging responses for step {}",
     "save": "saving step {}",
     "evaluation": "evaluating after step {}",
     "end": "ending",

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import functools
 import importlib
 import inspect
 import json
@@ -72,13 +73,19 @@ class Functions:
             arguments = {key: value for key, value in arguments.items() if key in wanted}
         try:
             returned = function(**arguments)
-            if inspect.iscoroutine(returned):  # an async function, such as one that asks a server
-                returned = asyncio.run(returned)
+            if inspect.isawaitable(returned):  # an async function, such as one that asks a server
+                returned = _event_loop().run_until_complete(returned)
             return {"rewards": _as_numbers(returned, count)}
         except _NotNumbers as error:
             return {"error": f"returned {error}", "traceback": ""}
         except BaseException as error:  # noqa: BLE001  (including SystemExit: a user's bug must not end the run)
             return {"error": f"raised {_described(error)}", "traceback": _traceback(error)}
+
+
+@functools.cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """That of all calls: what an async function keeps, such as connections, belongs to the loop of its first call."""
+    return asyncio.new_event_loop()
 
 
 class _NoFunction(Exception):
@@ -107,6 +114,8 @@ def _imported(name: str) -> Callable[..., Any]:
         found = getattr(found, part)
     if not callable(found) or inspect.isclass(found):
         raise _NoFunction(f"'{path}' of {module_name} is not a function.")
+    if inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found):
+        raise _NoFunction(f"'{path}' of {module_name} yields its rewards. It must return them as a list.")
     return found
 
 

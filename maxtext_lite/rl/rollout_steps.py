@@ -62,6 +62,7 @@ def train_rl(config: RLRunConfig, *, callbacks: Sequence[Callback] = ()) -> RunR
     for phase in ("start-up", "rollout", "evaluation"):
         watchdog.allow(phase, waiting_seconds(config))
     with contextlib.closing(open_rl_run(config)) as rl:
+        phases.mark("data")
         return train_run(
             rl.run,
             lambda terminal, state, counts: (
@@ -100,6 +101,7 @@ class RolloutSteps:
         apart = not rl.batch.takes_turns or config.rollout_engine != "local"
         self.samples_beside = apart and jax.process_count() == 1
         self._has_said, self._equal_batches, self._has_proved = False, 0, False
+        self._has_updated = False
         self._failed_batch: Scores | None = None  # the batch before, if all its rewards failed
         if not (counts.step or config.load_parameters_path):
             self._say("the policy begins with random weights: load_parameters_path names no model")
@@ -124,9 +126,10 @@ class RolloutSteps:
             sums, about = self._sums_of_new(state, step, numbers, timeline)
         else:
             sums, about = self._sums_again(state, timeline), {}
-        phases.enter("step", step)
+        phases.enter("step" if self._has_updated else "compile", step)
         with timeline.phase("train", batch.micro_batches - 1):
             state, metrics = _ready(self._update(state, sums))
+        self._has_updated = True
         self._say_mismatch(metrics)
         if not step % self._config.num_iterations:
             self._prompts_seen += batch.prompts_per_batch
@@ -197,7 +200,7 @@ class RolloutSteps:
             return
         if before.traceback:
             self._say(before.traceback)
-        raise RewardError(f"In two batches in a row no response could be scored. {before.messages[0]} Mend it.")
+        raise RewardError(f"In two batches in a row rewards failed for every response. {before.messages[0]} Mend it.")
 
     def _say_equal(self, equal: bool) -> None:
         """Warns when as many batches in a row had no two different rewards in any group."""
@@ -218,11 +221,16 @@ class RolloutSteps:
 
     def _added(self, state: TrainState, sums: StepGradients, rows: Rows) -> StepGradients:
         """The sums plus those of a chunk; before the first of this start, the kernels are checked on its rows."""
-        if not self._has_proved:
-            prove_kernels(self._run, rows, self._say)
-            watchdog.advance()
-            self._has_proved = True
-        return _ready(self._add(state, sums, rows))
+        if self._has_proved:
+            return _ready(self._add(state, sums, rows))
+        phase, step, _ = phases.work
+        phases.enter("compile", step)
+        prove_kernels(self._run, rows, self._say)
+        watchdog.advance()
+        sums = _ready(self._add(state, sums, rows))
+        self._has_proved = True
+        phases.enter(phase, step)
+        return sums
 
     def _judged_chunks(self, numbers: np.ndarray, timeline: Timeline) -> Iterator[Chunk]:
         """The chunks of a batch in order; while one is used, the next is sampled or judged."""

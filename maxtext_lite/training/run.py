@@ -168,6 +168,8 @@ class TrainingRun(Generic[Data]):
         try:
             if self.config.starts_over:
                 self.failures.on_first_host(self.directory, lambda: remove_run(self.directory, say))
+            elif self.config.overwrite and self.resumes:
+                say("overwrite=true: SLURM has queued this job again, so the run resumes instead of starting over")
             self.config = self.config.model_copy(update={"overwrite": False})  # as a start from config.yml resumes
             self.failures.on_first_host(self.directory, self.files.fetch)
             if self.config.enable_checkpointing:

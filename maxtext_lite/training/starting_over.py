@@ -1,13 +1,18 @@
 """The removal of an earlier run, for overwrite=true."""
 
+import contextlib
+import glob
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from maxtext_lite.config import Config, SourceList, UserError
 from maxtext_lite.config.errors import value_text
-from maxtext_lite.config.json_file import user_path
-from maxtext_lite.config.whole_file import steps_in
+from maxtext_lite.config.hf.adapter import adapter_of
+from maxtext_lite.config.json_file import is_there, user_path
+from maxtext_lite.config.whole_file import TEMPORARY, steps_in
+from maxtext_lite.data.text_files import find_files
 from maxtext_lite.training.lease import DIRECTORY as LEASE
 
 _READ = (
@@ -19,6 +24,13 @@ _READ = (
     "excluded_rows",
 )
 """Keys of what the new run reads."""
+
+_WRITTEN = re.compile(
+    r"config\.yml|(plan|environment|memory|goodput|trackers)\.json|(metrics|rollouts|timeline|excluded_rows)\.jsonl"
+    r"|reference\.npz|profile|stacks-\d+\.txt|tensorboard|wandb|checkpoints|hf|frozen|reference|rollout_weights"
+    rf"|.*{re.escape(TEMPORARY)}"
+)
+"""Names that runs write into their directory, other than the lease."""
 
 
 def check_removable(config: Config, directory: Path) -> None:
@@ -35,30 +47,50 @@ def check_removable(config: Config, directory: Path) -> None:
             "config.yml. Use another run_name."
         )
     for key in _READ:
-        for path in _paths(getattr(config, key)):
-            if path.resolve().is_relative_to(directory.resolve()):
+        value = getattr(config, key)
+        for text in [entry.path for entry in value.entries] if isinstance(value, SourceList) else [value]:
+            inside = [path for path in _paths(key, text) if path.resolve().is_relative_to(directory.resolve())]
+            if inside:
+                what = "" if inside[0] == user_path(text) else f": {inside[0]}"
                 raise UserError(
-                    f"{key}={value_text(str(path))} is in the run that overwrite=true would remove. Use another "
+                    f"{key}={value_text(text)}{what} is in the run that overwrite=true would remove. Use another "
                     "run_name."
                 )
 
 
-def _paths(value: str | SourceList) -> Iterator[Path]:
-    texts = [entry.path for entry in value.entries] if isinstance(value, SourceList) else [value]
-    yield from (user_path(text) for text in texts if text)
+def _paths(key: str, text: str) -> Iterator[Path]:
+    """The files and directories that a value denotes: also those that a pattern matches, and the base of an adapter."""
+    if not text:
+        return
+    path = user_path(text)
+    yield path
+    if glob.has_magic(text) and not is_there(path):
+        with contextlib.suppress(UserError):  # of a key that takes no pattern
+            yield from [file for _, file in find_files(key, text)]
+    if key == "load_parameters_path" and (adapter := adapter_of(text)):
+        yield adapter.base
 
 
 def remove_run(directory: Path, say: Callable[[str], None]) -> None:
-    """Removes everything in a run directory but the lease, which this process holds. May raise OSError."""
+    """Removes what runs write into a directory but the lease, which this process holds. May raise OSError.
+
+    Whatever else is there stays, and is named.
+    """
     steps = steps_in(directory / "checkpoints")
     # config.yml last: what a killed process leaves can be removed by the next.
     paths = sorted(directory.iterdir(), key=lambda path: path.name == "config.yml")
+    left: list[str] = []
     for path in paths:
-        if path.name == LEASE:
-            continue
-        if path.is_dir() and not path.is_symlink():
+        if not _WRITTEN.fullmatch(path.name) or any(path.glob("*.safetensors")):  # runs write no weights into hf
+            left.append(path.name)
+        elif path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink()
     if len(paths) > 1:
-        say(f"overwrite=true: removed the earlier run in {directory}" + (f", of {steps[-1]} steps" if steps else ""))
+        others = sorted(name for name in left if name != LEASE)
+        say(
+            f"overwrite=true: removed the earlier run in {directory}"
+            + (f", of {steps[-1]} steps" if steps else "")
+            + (f"; left there: {', '.join(others)}" if others else "")
+        )

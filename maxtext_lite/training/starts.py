@@ -62,9 +62,15 @@ def _decides_steps(start: Mapping[str, Any]) -> dict[str, Any]:
     """What decides the steps of a start: its length only where that has a part in them."""
     settings: dict[str, str] = start["settings"]
     found = {"batch": start["batch"], "settings": settings}
-    if (settings["learning_rate_schedule"], settings["num_epochs"]) == ("constant", "0"):
+    by_end = _depends_on_end(settings["learning_rate_schedule"], Fraction(settings["warmup_steps"]))
+    if settings["num_epochs"] == "0" and not by_end:
         return {**found, "settings": {**settings, "steps": ""}}
     return {**found, "end": start["end"]}
+
+
+def _depends_on_end(schedule: str, warmup_steps: int | Fraction) -> bool:
+    """Whether the learning rate depends on where the run ends: even a constant one, if its warm-up is a part of it."""
+    return schedule != "constant" or 0 < warmup_steps < 1
 
 
 def moved_batch(plan: BatchPlan, starts: Sequence[Mapping[str, Any]], step: int) -> list[str]:
@@ -113,8 +119,9 @@ def moved_schedule(
         rates.append(f"{float(decay(each, at, last, np) * warm_up(each, at, last, np)):.1%}")
     noun, index = ("step", 0) if config.schedule_unit == "steps" else ("example", 1)
     old_end, end = before["end"][index], now["end"][index]
-    ends = "constant" not in (then.learning_rate_schedule, config.learning_rate_schedule) and old_end != end
-    if not ends and rates[0] == rates[1]:
+    ends = old_end != end and all(_depends_on_end(x.learning_rate_schedule, x.warmup_steps) for x in (then, config))
+    is_constant = "constant" in (then.learning_rate_schedule, config.learning_rate_schedule)
+    if rates[0] == rates[1] and (is_constant or not ends):
         return []
     what = f"ends with this run, at {noun} {end:,} instead of {old_end:,}" if ends else "has changed"
     peaks = [start["settings"]["learning_rate"] for start in (before, now)]

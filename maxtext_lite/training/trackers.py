@@ -291,7 +291,7 @@ def _refused(key: str) -> Generator[None]:
     except UserError:
         raise
     except Exception as error:  # of another's library, whose errors have no class in common
-        raise UserError(f"{key} does not work here: {_first_line(error)}") from error
+        raise UserError(f"{key} does not work here: {_first_line(error).removesuffix('.')}.") from error
 
 
 def _first_line(error: Exception) -> str:

@@ -62,7 +62,7 @@ def test_the_shipped_functions_judge_by_number_by_text_and_by_format(
 
 
 MODULE = '''
-import os, re, subprocess, sys, time
+import asyncio, os, re, subprocess, sys, time
 
 class Judge:
     def __call__(self, completions, **others): return [float(len(each)) for each in completions]
@@ -82,6 +82,16 @@ def huge(completions): return (10**400, float("-inf"))
 def text(completions): return "ab"
 def short(completions): return [1.0]
 async def awaited(completions): return [float(len(each)) for each in completions]
+class Judges:
+    async def __call__(self, completions): return [float(len(each)) for each in completions]
+    async def method(self, completions): return await self(completions)
+judges, loops = Judges(), set()
+async def connected(completions):
+    """As one that keeps a connection, which belongs to the event loop in which it was opened."""
+    loops.add(asyncio.get_running_loop())
+    return [float(len(loops))] * len(completions)
+async def streams(completions): yield 1.0
+def yields(completions): yield 1.0
 def raises(completions): raise ValueError("no\\nway")
 def takes_all(completions): return [len(completions.pop(0)) for _ in range(len(completions))]
 def prints(completions):
@@ -138,6 +148,8 @@ def working_directory(directory, monkeypatch):
         ("m:huge", ["returned inf", "returned -inf"]),
         ("m:takes_all", [1, 2]),
         ("m:awaited", [1, 2]),
+        ("m:judges", [1, 2]),
+        ("m:judges.method", [1, 2]),
         ("exact_answer", [0, None]),
         ("m:text", None),
         ("m:short", None),
@@ -158,9 +170,17 @@ def test_what_a_function_says(name, rewards):
         assert reply == {"rewards": rewards}
 
 
+def test_all_calls_of_async_functions_have_one_event_loop():
+    functions = Functions(["m:connected"], "", ["completions"])
+    for _ in range(2):
+        reply = functions.rewards("m:connected", {"completions": ["a"]})
+        assert reply == {"rewards": [1.0]}
+
+
 def test_what_cannot_be_called_is_said_of_all_at_once(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
     wrong = ["m:jugde", "no_such:f", "broken:f", "leaves:f", "m:not_one", "m:Judge"]
+    wrong += ["m:streams", "m:yields"]
     names = [*wrong, "m:judge", "math_verify"]
     *found, package = Functions(names, "", ["completions"]).problems
     assert [problem.split(": ")[0] for problem in found] == [

@@ -189,7 +189,14 @@ def test_a_batch_without_rewards_is_skipped_two_failures_end_the_run_and_with_lo
     monkeypatch.chdir(tmp_path)
     (tmp_path / "judge.py").write_text(JUDGE)
     (tmp_path / "mute").write_text("raise")
-    seen = []
+    seen, entered = [], []
+    enter = rollout_steps.phases.enter
+
+    def enter_seen(phase, step=0):
+        entered.append((phase, step))
+        enter(phase, step)
+
+    monkeypatch.setattr(rollout_steps.phases, "enter", enter_seen)
 
     class Seen(Callback):
         def after_step(self, step, record, state):
@@ -205,7 +212,9 @@ def test_a_batch_without_rewards_is_skipped_two_failures_end_the_run_and_with_lo
     words += ["eval_interval=-1", "enable_checkpointing=false", "num_vocab_tiling=2"]
     words.append("reward_functions=judge:low_bytes")
     config = config_of(tmp_path, *words)
-    with pytest.raises(RewardError, match=r"two batches .*RuntimeError: no opinion"):
+    with pytest.raises(
+        RewardError, match=r"two batches .*failed.*RuntimeError: no opinion"
+    ):
         train_rl(config, callbacks=[Seen()])
     directory = tmp_path / config.run_name
     found = steps(directory)
@@ -227,6 +236,12 @@ def test_a_batch_without_rewards_is_skipped_two_failures_end_the_run_and_with_lo
     about = json.loads((directory / "environment.json").read_text())
     (errors,) = about["kernels"].values()
     assert errors.keys() == {"result", "dx", "dhead"}
+    assert next(iter(about["start_up_seconds"])) == "data"
+    # The gradient is compiled with the first chunk, and the update after the last.
+    first = ["rollout", "compile", "rollout", "compile"]
+    assert [phase for phase, step in entered if step == 1] == first
+    assert ("compile", 2) not in entered
+    assert ("step", 2) in entered
 
 
 def test_the_watchdog_ends_no_run_that_waits_for_rewards_within_their_limit(

@@ -125,13 +125,37 @@ def test_extras_once_installed_stay(checkout):
 
 def test_a_failed_install_is_reported_and_repeated_in_full(checkout):
     checkout.answer("pip", "exit 9")
-    code, output = checkout.run("scripts/train.sh")
+    code, output = checkout.run("scripts/train.sh", MAXTEXT_LITE_EXTRAS="tpu")
     assert code == 1
     assert "error: " in output
+    assert checkout.calls()[0].endswith("[tpu]")
     assert not any("maxtext_lite.train" in call for call in checkout.calls())
     checkout.answer("pip", "exit 0")
     assert checkout.run("scripts/train.sh")[0] == 0
-    assert "--ignore-installed" in checkout.calls()[0]
+    install = checkout.calls()[0]
+    assert "--ignore-installed" in install
+    assert install.endswith(str(checkout.root))  # without what cannot be installed
+
+
+def test_extras_of_an_interrupted_install_are_installed_by_the_next(checkout):
+    for others, installed in (
+        ({}, "[cuda12,wandb]"),
+        ({"MAXTEXT_LITE_EXTRAS": ""}, ""),
+    ):
+        own = checkout.stub / f"venv{installed}"
+        checkout.answer("pip", "kill -KILL $PPID; exit 1")
+        checkout.run(
+            "scripts/slurm.sbatch",
+            "--install",
+            MAXTEXT_LITE_VENV=str(own),
+            MAXTEXT_LITE_EXTRAS="cuda12,wandb",
+        )
+        checkout.answer("pip", "exit 0")
+        checkout.calls()
+        checkout.run(
+            "scripts/slurm.sbatch", "--install", MAXTEXT_LITE_VENV=str(own), **others
+        )
+        assert checkout.calls()[0].endswith(f"{checkout.root}{installed}")
 
 
 def test_the_exit_code_of_training_is_that_of_the_script_and_nothing_is_sampled(

@@ -12,8 +12,9 @@ from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.lease import Lease
 from maxtext_lite.training.loop import RunResult
 from maxtext_lite.training.opening import open_run
-from maxtext_lite.training.starting_over import check_removable
+from maxtext_lite.training.starting_over import check_removable, remove_run
 from maxtext_lite.training.state import OwnParts
+from tests.config.hf.test_directories import adapter
 from tests.training.conftest import TINY
 
 KEYS = ["dataset_type=synthetic", "steps=6", "eval_interval=-1", "run_name=here"]
@@ -57,16 +58,41 @@ def test_a_run_starts_over_once_its_lease_is_held(
     assert not run.config.overwrite  # as its config.yml says
 
 
+def test_what_no_run_writes_stays_and_is_named(earlier, tmp_path, capsys):
+    own = ("d.jsonl", "export/model.safetensors", "hf/model.safetensors")
+    written = """plan.json goodput.json rollouts.jsonl reference.npz stacks-1.txt tensorboard/e frozen/about/a
+        reference/checkpoints/0/a rollout_weights/0/model.safetensors checkpoints/unfinished-6/a a.json.1-f.partial"""
+    for name in (*own, *written.split()):
+        (earlier / name).parent.mkdir(parents=True, exist_ok=True)
+        (earlier / name).write_text("{}")
+    remove_run(earlier, print)
+    assert names(earlier) == ["d.jsonl", "export", "hf"]
+    assert (earlier / own[1]).exists()
+    assert (earlier / own[2]).exists()
+    said = capsys.readouterr().out
+    assert all(word in said for word in ("d.jsonl, export, hf", "of 5 steps"))
+
+
 def test_what_is_held_or_no_run_or_needed_stays(earlier, tmp_path):
+    (earlier / "d.jsonl").write_text("")
     before = names(earlier)
     for word in (
         f"load_parameters_path={earlier}",
         f"dataset_path={earlier}/hf/*.txt",
+        f"dataset_path={tmp_path}/h*/d.jsonl",
+        f"dataset_path={tmp_path}/**/d.json?",
+        f"eval_dataset_path=[{{path: {tmp_path}/h*/d.jsonl, name: a}}]",
         f"eval_dataset_path=[{{path: {earlier}/a.jsonl, name: a}}]",
     ):
         config = config_of(tmp_path, "overwrite=true", "dataset_type=text", word)
         with pytest.raises(UserError, match=rf"^{word.partition('=')[0]}=.*overwrite"):
             check_removable(config, earlier)
+    theirs = adapter(tmp_path, base_model_name_or_path=str(earlier / "hf"))
+    config = config_of(tmp_path).model_copy(
+        update={"load_parameters_path": str(theirs)}
+    )
+    with pytest.raises(UserError, match=r"^load_parameters_path=.*here/hf"):
+        check_removable(config, earlier)
     other = Lease(earlier, Failures())
     other.attempt()
     try:
@@ -83,12 +109,15 @@ def test_what_is_held_or_no_run_or_needed_stays(earlier, tmp_path):
         run_of(tmp_path, "overwrite=true")
 
 
-def test_a_job_that_is_queued_again_resumes(earlier, tmp_path, monkeypatch):
+def test_a_job_that_is_queued_again_resumes_and_says_so(
+    earlier, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     run = run_of(tmp_path, "overwrite=true")
     assert run.resumes
     with pytest.raises(UserError, match="is missing in that of step 5"):
         run.opened(print).__enter__()
+    assert "queued this job again" in capsys.readouterr().out
     assert not run.config.overwrite
     assert (earlier / "hf/notes.txt").exists()
 

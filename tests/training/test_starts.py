@@ -7,6 +7,7 @@ from maxtext_lite.config import load_config
 from maxtext_lite.training.starts import (
     moved_batch,
     moved_schedule,
+    resume_between,
     settings_at,
     with_start,
 )
@@ -31,6 +32,7 @@ def test_rates_of_two_peaks_are_said_with_their_peaks():
         assert rate in said
 
 
+CONSTANT = ["learning_rate_schedule=constant", "warmup_steps=0.5", "num_epochs=0"]
 STATED = ["num_epochs=0", "steps=16", "global_batch_size=8"]
 
 
@@ -60,6 +62,14 @@ STATED = ["num_epochs=0", "steps=16", "global_batch_size=8"]
             "has changed",
             "80.0% -> 50.0%",
         ),
+        # A constant rate moves with the end where its warm-up, half of the run here, is not over.
+        (
+            [*CONSTANT, "steps=16"],
+            [*CONSTANT, "steps=32"],
+            "step 32 instead of 16",
+            "50.0% -> 100.0%",
+        ),
+        ([*CONSTANT, "steps=6"], [*CONSTANT, "steps=12"], "", ""),
     ],
 )
 def test_a_resume_that_moves_the_schedule_says_so_once(first, overrides, end, rates):
@@ -121,3 +131,13 @@ def test_a_step_has_the_settings_of_the_start_that_took_it():
         word.startswith(("dataset_path", "run_name", "base_emb_dim"))
         for word in settings_at(starts, 3)
     )
+
+
+@pytest.mark.parametrize(
+    ("warmup", "seam"), [("0.5", 4), ("0.1", 4), ("0", None), ("2", None)]
+)
+def test_a_longer_run_has_other_steps_where_its_rate_depends_on_the_end(warmup, seam):
+    keys = ["learning_rate_schedule=constant", f"warmup_steps={warmup}", "num_epochs=0"]
+    *_, starts = start([], 0, 0, *keys, "steps=8")
+    *_, starts = start(starts, 4, 16, *keys, "steps=16")
+    assert resume_between(starts, 0, 6) == seam
