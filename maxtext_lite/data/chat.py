@@ -18,9 +18,6 @@ from maxtext_lite.data.tokenizer import TokenizerKeys
 DATE_OF_TRAINING_DATA = datetime.datetime(2024, 7, 26, tzinfo=datetime.UTC)
 """The date for templates that print today's, where a text must not depend on the day; Llama's own default."""
 
-MARKS = ("\ufdd0", "\ufdd1")
-"""Written around what a template marks with `{% generation %}`. Unicode assigns them to no character."""
-
 _THINKING = re.compile(
     r"<(\w*:?think\w*|thought|reasoning)>.*?</\1>|\[THINK\].*?\[/THINK\]|<\|channel>.*?<channel\|>|◁think▷.*?◁/think▷",
     re.DOTALL,
@@ -110,6 +107,8 @@ class ChatTemplate:
 
     def _pieces(self, turns: Sequence[Turn], *, answer_follows: bool) -> Iterator[str]:
         messages: list[dict[str, Any]] = [dict(turn) for turn in turns]
+        from maxtext_lite.data.template import MARKS
+
         if self.has_marks and any(mark in turn["content"] for turn in turns for mark in MARKS):
             raise UserError(
                 f"{self._file}: marks answers, which a content with the noncharacter U+FDD0 or U+FDD1 breaks."
@@ -142,6 +141,8 @@ class ChatTemplate:
 
 def _without_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
     """The text without the marks of `{% generation %}`, and what they enclosed."""
+    from maxtext_lite.data.template import MARKS
+
     begin, end = MARKS
     first, *others = text.split(begin)
     pieces, spans, written = [first], list[tuple[int, int]](), len(first)

@@ -14,8 +14,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import missing
 
 from maxtext_lite.data.causal import loop_over_turns
-from maxtext_lite.data.chat import MARKS
 
+MARKS = ("\ufdd0", "\ufdd1")
+"""Written around what a template marks with `{% generation %}`. Unicode assigns them to no character."""
 _LARGEST = 100_000  # a width, a count of repetitions, bits of an integer; jinja2's own limit of range()
 _MOST_REPEATED = 10_000_000  # characters or elements
 
