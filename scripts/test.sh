@@ -9,8 +9,8 @@ set -euo pipefail
 
 ensure_environment test
 cd "$repository"
-workers=$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
+# One more than there are cores, as some tests wait for processes that they start.
+workers=$(($(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2) + 1))
 if [ "$workers" -gt 8 ]; then workers=8; fi
-if [ "$workers" -lt 2 ]; then workers=2; fi
 # The tests of a module stay together: they share what they compile. tests/conftest.py has put the longest first.
 run_and_forward_signals "$venv_python" -m pytest -n "$workers" --dist loadscope --no-loadscope-reorder "$@"
