@@ -14,7 +14,7 @@ from tests.source_tree import REPOSITORY
 # Every scalar stays the text that the command line would have.
 ROWS = yaml.load(
     (REPOSITORY / "tests" / "refusals.yml").read_text(encoding="utf-8"),
-    Loader=yaml.BaseLoader,
+    Loader=yaml.CBaseLoader,
 )
 OPTIONS_OF_PLAN = {
     "num_devices": "--devices",

@@ -12,7 +12,7 @@ from tests.source_tree import REPOSITORY
 # Every scalar stays the text that the command line would have.
 DRAWN = yaml.load(
     (REPOSITORY / "tests" / "batching" / "suggestions.yml").read_text(),
-    Loader=yaml.BaseLoader,
+    Loader=yaml.CBaseLoader,
 )
 
 
