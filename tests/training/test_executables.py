@@ -1,6 +1,8 @@
 """Steps from the data feed: compiled once per number of row slots, and in the order of the data."""
 
 import contextlib
+import re
+import time
 
 import jax
 import numpy as np
@@ -8,12 +10,13 @@ import pytest
 
 from maxtext_lite.config import load_config
 from maxtext_lite.data import example_ids
+from maxtext_lite.training import train
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.feed_steps import FeedSteps
 from maxtext_lite.training.metrics import Terminal
 from maxtext_lite.training.opening import open_run
 from tests.conftest import use_one_device
-from tests.training.conftest import TINY
+from tests.training.conftest import TINY, lines_of
 
 KEYS = (
     "dataset_type=synthetic eval_interval=-1 enable_checkpointing=false optimizer=sgd"
@@ -75,3 +78,27 @@ def test_each_stage_is_prepared_for_once_and_takes_the_examples_that_follow(
     said = capsys.readouterr().out
     assert said.count("compiled the train step in") == 1
     assert said.count("compiled the train step of the next stage") == compiled - 1
+
+
+def test_a_wait_for_the_compiler_is_no_part_of_a_step_s_time(
+    tmp_path, capsys, monkeypatch
+):
+    """By a clock on which each compilation takes a thousand seconds more."""
+    use_one_device(monkeypatch)
+    clock, prepare, waited = time.perf_counter, FeedSteps.prepare, [0.0]
+
+    def prepare_for_long(self, step):
+        prepare(self, step)
+        waited[0] += 1000
+
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + waited[0])
+    monkeypatch.setattr(FeedSteps, "prepare", prepare_for_long)
+    words = (*RUN, *RAMP.split(), "steps=5", "warmup_steps=0", "log_period=1")
+    result = train(load_config(None, [*words, f"base_output_directory={tmp_path}"]))
+    assert waited == [2000]
+    lines = lines_of(result.run_directory)
+    assert [line["global_batch_to_train"] for line in lines] == [8, 8, 16, 16, 16]
+    assert max(line["step_seconds"] for line in lines) < 500
+    left = re.findall(r"ETA (\d+):(\d+)", capsys.readouterr().out)
+    assert len(left) == 5
+    assert all(hours == "0" and int(minutes) < 8 for hours, minutes in left)
