@@ -25,7 +25,7 @@ def smaller_step(config: Config, plan: BatchPlan, plan_of: Planner, share: float
       plan_of: plans another config for the same machine and data; raises UserError if there is no plan.
       share: the part of the memory that the step may keep, by the plan's own estimate; None: less than it has.
     """
-    most = plan.memory.total * (0.999 if share is None else share)
+    most = plan.memory.total - 1 if share is None else plan.memory.total * share
     keys: Keys = {}
     while plan.memory.total > most:
         following = _next(config, plan, plan_of)

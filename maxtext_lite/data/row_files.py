@@ -54,7 +54,8 @@ def check_column(name: str, schema: Any, field: str) -> None:
     """
     names = [path for column in schema for path in _paths(column)]
     if field not in names:
-        raise UserError(f"{name} has no column {field!r}; set text_field to one of {', '.join(names)}.")
+        offered = [path for path in names if not any(other.startswith(f"{path}.") for other in names)]  # no structs
+        raise UserError(f"{name} has no column {field!r}; set text_field to one of {', '.join(offered)}.")
     if names.count(field) > 1:
         raise UserError(f"{name} has {names.count(field)} columns {field!r}.")
 

@@ -168,3 +168,5 @@ def test_a_field_of_a_struct_or_object_is_named_by_its_path(tmp_path):
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert read(tmp_path, text_field="meta.text") == TEXTS * 2
+    with pytest.raises(UserError, match=r"one of meta\.text\.$"):  # a struct is no text
+        read(tmp_path, text_field="text")
