@@ -161,11 +161,13 @@ def _fastest(config: Config, topology: Topology, device: Device, plan_of: Plan, 
     while waiting and len(found) < most:
         _, _, entry, keys, time = heapq.heappop(waiting)
         if isinstance(entry, _Mesh):
-            memory = plan_of(entry.config.model_copy(update=leanest)).memory
-            tried.append((memory.without_batch, entry))
-            if memory.limit is not None and memory.without_batch > memory.limit:
+            held, least_bytes = plan_of(entry.config).memory, 0
+            if held.limit is not None and held.without_batch > held.limit:
+                least_bytes = plan_of(entry.config.model_copy(update=leanest)).memory.without_batch
+            tried.append((least_bytes, entry))
+            if held.limit is not None and least_bytes > held.limit:
                 continue
-            for each in _splits(config, topology, device, entry, plan_of):
+            for each in _splits(config, topology, device, entry, held):
                 least = each.model.least(each.rows, each.examples, each.shape)
                 heapq.heappush(waiting, (least.seconds, next(order), each, None, least))
             continue
@@ -307,9 +309,9 @@ def _pieces(config: Config, mesh: Mapping[str, int]) -> list[dict[str, int]]:
     return microbatch_choices(config, mesh.get(key, stated) * max(config.dcn_pipeline_parallelism, 1))
 
 
-def _splits(config: Config, topology: Topology, device: Device, mesh: _Mesh, plan_of: Plan) -> Iterator[_Split]:
+def _splits(config: Config, topology: Topology, device: Device, mesh: _Mesh, held: MemoryEstimate) -> Iterator[_Split]:
     batch, sizes = config.global_batch_size, mesh.sizes
-    model = _model(mesh.config, sizes.mesh, device, plan_of(mesh.config).memory, flops_of_example(config))
+    model = _model(mesh.config, sizes.mesh, device, held, flops_of_example(config))
     shards = layout_shards(sizes.mesh.total, sizes.diloco_num_replicas)
     for steps, pieces in itertools.product(divisors(batch), _pieces(config, mesh.keys)):
         number = pieces.get(_PIECES, sizes.num_pipeline_microbatches)
@@ -379,7 +381,7 @@ def _smallest(
     On a mesh, memory only falls with the number of micro-batches, but for the sum of gradients that a second one adds.
 
     Args:
-      tried: meshes, each with its bytes without a batch.
+      tried: meshes, each with bytes that no plan of it is below.
     """
     all_steps = divisors(config.global_batch_size)
     nearest: dict[str, Any] = {}
