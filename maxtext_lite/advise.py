@@ -18,7 +18,7 @@ from maxtext_lite.batching.recommendation import (
     recommend,
 )
 from maxtext_lite.cli import ArgumentParser, config_arguments, machine_arguments, real_number, run_command
-from maxtext_lite.config import RLRunConfig, UserError, load_config
+from maxtext_lite.config import UserError, load_config
 from maxtext_lite.config.errors import rounded_text
 from maxtext_lite.process.records import json_text
 
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse(argv)
     _check(arguments)
     config = load_config(arguments.config, arguments.overrides)
-    if isinstance(config, RLRunConfig):
+    if config.run_kind == "rl":
         raise UserError("advise knows laws of pre-training, none of reinforcement learning. Use a config for train.")
     budget = budget_of(config, tokens=arguments.tokens, loss=arguments.loss)
     if arguments.parameters is not None:

@@ -11,12 +11,13 @@ from typing import Any, NoReturn, TypeVar, cast
 from pydantic import BaseModel, ValidationError
 
 from maxtext_lite import __version__
-from maxtext_lite.config import RLRunConfig, UserError, parse_value
+from maxtext_lite.config import UserError, parse_value
 from maxtext_lite.config.bucket import is_bucket, local_copy
 from maxtext_lite.config.errors import did_you_mean, echoed, value_text
 from maxtext_lite.config.field_types import path_problem, wrong_value
 from maxtext_lite.config.hints import key_hint, words_hint, words_meant
 from maxtext_lite.config.json_file import user_path
+from maxtext_lite.config.schema import known_keys
 from maxtext_lite.config.yaml_text import is_one_scalar
 from maxtext_lite.process.leaving import leave
 from maxtext_lite.process.output import StdoutLost, complain, log_real_warnings, watch_stdout
@@ -58,13 +59,13 @@ class ArgumentParser(argparse.ArgumentParser):
     """argparse without abbreviations, with --version, and with UserErrors as its errors.
 
     Attributes:
-      keys: the keys that the command takes as key=value, for hints.
+      keys: a function that gives the keys that the command takes as key=value, for hints.
     """
 
     def __init__(self, *, prog: str, description: str | None) -> None:
         super().__init__(prog=prog, description=description, allow_abbrev=False)
         self.add_argument("--version", action="version", version=version_text(), help="print the version and end")
-        self.keys: Collection[str] = ()
+        self.keys: Callable[[], Collection[str]] = tuple
         self._argv: Sequence[str] = ()
 
     def parse_intermixed_args(  # pyright: ignore[reportIncompatibleMethodOverride]  (argparse's has overloads)
@@ -86,7 +87,7 @@ class ArgumentParser(argparse.ArgumentParser):
         arguments = self.parse_intermixed_args(argv)
         words: list[str] = arguments.words
         has_file = bool(words) and "=" not in words[0]
-        if has_file and words_meant(words, self.keys) and not Path(words[0]).exists():
+        if has_file and not Path(words[0]).exists() and words_meant(words, self.keys()):
             has_file = False  # key=value in another notation, which `load_config` refuses with a hint
         arguments.config = words[0] if has_file else None
         arguments.overrides = words[1:] if has_file else words
@@ -95,7 +96,7 @@ class ArgumentParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raises a UserError about a wrong argument."""
         unknown = message.partition("unrecognized arguments: ")[2].split(" ")[0]
-        hint = words_hint(self._argv[self._argv.index(unknown) :], self.keys) if unknown in self._argv else ""
+        hint = words_hint(self._argv[self._argv.index(unknown) :], self.keys()) if unknown in self._argv else ""
         if unknown.startswith("--") and not hint:
             options = [option for action in self._actions for option in action.option_strings]
             hint = did_you_mean(unknown.partition("=")[0], options)
@@ -115,7 +116,7 @@ def version_text() -> str:
 
 def config_arguments(parser: ArgumentParser, default: str = "configs/base.yml") -> None:
     """Adds `[CONFIG.yml] [key=value ...]`; `ArgumentParser.parse` gives them as `config` and `overrides`."""
-    parser.keys = RLRunConfig.model_fields
+    parser.keys = known_keys
     parser.add_argument(
         "words",
         nargs="*",
@@ -139,7 +140,7 @@ def model_arguments(parser: ArgumentParser, kind: type[BaseModel], directory_hel
 
 def key_arguments(parser: ArgumentParser, kind: type[BaseModel]) -> None:
     """Adds `key=value` words for the keys of `kind`, as `overrides`."""
-    parser.keys = kind.model_fields
+    parser.keys = lambda: kind.model_fields
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=", ".join(kind.model_fields))
 
 

@@ -67,7 +67,7 @@ def _parser() -> ArgumentParser:
         "model_name or other Model keys. `export RUN_DIR OUT` writes safetensors, config.json and tokenizer files; for "
         "a run with LoRA, unless merge_lora=true, the adapters in the format of the PEFT library.",
     )
-    parser.keys = (*TAKEN, *OF_MAXTEXT)
+    parser.keys = lambda: (*TAKEN, *OF_MAXTEXT)
     parser.add_argument("direction", choices=("import", "export"))
     parser.add_argument(
         "source",

@@ -16,8 +16,8 @@ from maxtext_lite.cli import (
     run_path,
     whole_number,
 )
-from maxtext_lite.config import RLRunConfig
 from maxtext_lite.config.errors import full_text
+from maxtext_lite.config.schema import known_keys
 from maxtext_lite.process.output import complain
 from maxtext_lite.process.records import json_text
 
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
       UserError: with the problems of the arguments, or why the step cannot be repeated.
     """
     parser = ArgumentParser(prog="maxtext-lite replay", description=__doc__)
-    parser.keys = RLRunConfig.model_fields
+    parser.keys = known_keys
     parser.add_argument("directory", type=run_path, metavar="RUN_DIR", help="a run directory, of pre-training or SFT")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override its config: another kernel or mesh")
     parser.add_argument("--step", type=whole_number, required=True, help="the step to repeat")

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from maxtext_lite.cli import ArgumentParser, config_arguments, parse_keys, real_number, run_command
-from maxtext_lite.config import Config, RLRunConfig, UserError, load_config
+from maxtext_lite.config import Config, UserError, load_config
 from maxtext_lite.config.errors import counted, value_text
 from maxtext_lite.config.field_types import Flag
 from maxtext_lite.config.shown import require_trackers
@@ -84,7 +84,7 @@ def read_arguments(argv: Sequence[str]) -> tuple[Config, DataOnly, float | None]
     own = [word for word in arguments.overrides if word.partition("=")[0] in DataOnly.model_fields]
     asked = parse_data_only(own)
     config = load_config(arguments.config, [word for word in arguments.overrides if word not in own])
-    if isinstance(config, RLRunConfig):
+    if config.run_kind == "rl":
         raise UserError("a config of reinforcement learning is not for train, but for train_rl.")
     return config, asked, arguments.device_memory_gb
 

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from maxtext_lite.cli import ArgumentParser, config_arguments, run_command
-from maxtext_lite.config import RLRunConfig, UserError, load_config
+from maxtext_lite.config import UserError, load_config
 from maxtext_lite.process.phases import phases
 from maxtext_lite.train import finish, start_watchdog
 
@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
     config_arguments(parser, DEFAULT_CONFIG)
     arguments = parser.parse(argv)
     config = load_config(DEFAULT_CONFIG if arguments.config is None else arguments.config, arguments.overrides)
-    if not isinstance(config, RLRunConfig):
+    if config.run_kind != "rl":
         raise UserError(
             f"{arguments.config} is not a config of reinforcement learning, which needs the line "
             "`base: post_train/rl.yml`. `train` takes it as it is."

@@ -22,7 +22,7 @@ from maxtext_lite.cli import (
     run_command,
     whole_number,
 )
-from maxtext_lite.config import RLRunConfig, UserError, load_config, write_resolved
+from maxtext_lite.config import UserError, load_config, write_resolved
 from maxtext_lite.config.errors import setting_text
 from maxtext_lite.process.records import json_text
 from maxtext_lite.reporting import read_runs, write_page
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     """
     arguments = _parser().parse(argv)
     config = load_config(arguments.config, arguments.overrides)
-    if isinstance(config, RLRunConfig):
+    if config.run_kind == "rl":
         raise UserError("a config of reinforcement learning is not for tune, which times configs of train.")
     check_at_least_one(arguments, "steps", "warm-up")
     import jax

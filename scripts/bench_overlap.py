@@ -58,7 +58,8 @@ WAYS = (
 
 def steps_of(way: Way, overrides: Sequence[str], sampling_seconds: float) -> list[dict[str, Any]]:
     """The steps of a run, without those that compile."""
-    from maxtext_lite.config import RLRunConfig, load_config
+    from maxtext_lite.config import load_config
+    from maxtext_lite.config.rl_rules import RLRunConfig
     from maxtext_lite.rl.rollout_steps import train_rl
 
     with (

@@ -39,7 +39,7 @@ def hook(event, arguments):
         opened.append(str(arguments[0]))
 sys.addaudithook(hook)
 from maxtext_lite.cli import run_command
-from maxtext_lite.config import RLRunConfig, load_config
+from maxtext_lite.config import load_config
 def main(argv):
     from maxtext_lite.training import train
     for words in all_overrides:
@@ -47,7 +47,7 @@ def main(argv):
         file = words.pop(0) if words and "=" not in words[0] else None
         config = load_config(file, words)
         run = train
-        if isinstance(config, RLRunConfig):
+        if config.run_kind == "rl":
             from maxtext_lite.rl.rollout_steps import train_rl as run  # takes a second
         run(config)
         assert "torch" not in sys.modules  # it is installed for tests alone, and takes seconds to import

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from maxtext_lite.cli import run_command
-from maxtext_lite.config import KEYS, RL_KEYS, UserError
+from maxtext_lite.config import KEYS, UserError
+from maxtext_lite.config.rl_rules import RL_KEYS
 from maxtext_lite.plan import main
 from tests.refusals import EXTREME, RL_FILE
 

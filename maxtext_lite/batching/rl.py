@@ -11,9 +11,10 @@ from maxtext_lite.batching.batch import Batch
 from maxtext_lite.batching.ledger import MOMENTS, MemoryEstimate, MemoryLine, bytes_text
 from maxtext_lite.batching.parameters import count_parameters
 from maxtext_lite.batching.topology import Topology, mesh_text, model_dimensions
-from maxtext_lite.config import Config, RLRunConfig, UserError
+from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import number_text
 from maxtext_lite.config.hf.directory import files_of_model, run_config_json
+from maxtext_lite.config.rl_rules import RLRunConfig
 from maxtext_lite.config.violation import Violation, divisors, multiples, one_of
 
 _FRACTIONS: tuple[str, ...] = ("trainer_devices_fraction", "sampler_devices_fraction")

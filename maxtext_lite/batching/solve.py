@@ -7,8 +7,9 @@ from typing import Self, cast
 from maxtext_lite.batching.rl import RLBatch, rl_batch
 from maxtext_lite.batching.sizes import Sizes, derive_sizes
 from maxtext_lite.batching.topology import Topology, topology_violations
-from maxtext_lite.config import Config, Refusal, RLRunConfig
-from maxtext_lite.config.load import UNUSED_IN_RL, defaults_of
+from maxtext_lite.config import Config, Refusal
+from maxtext_lite.config.load import defaults_of
+from maxtext_lite.config.rl_rules import RLRunConfig
 from maxtext_lite.config.suggest import ConfigRequest, suggest
 from maxtext_lite.config.violation import Change, Violation
 
@@ -29,7 +30,7 @@ class PlanRequest(ConfigRequest):
     def changed(self, change: Change) -> Self:
         """The same request with new values of some keys, which may include num_devices and num_hosts."""
         machine = cast("Mapping[str, int]", {key: change[key] for key in _MACHINE if key in change})
-        unused = {*machine, *(UNUSED_IN_RL if isinstance(self.config, RLRunConfig) else ())}
+        unused = {*machine, *self.config.unused_keys}
         keys = {key: value for key, value in change.items() if key not in unused}
         return replace(self, config=self.config.model_copy(update=keys), topology=replace(self.topology, **machine))
 

@@ -6,7 +6,7 @@ from maxtext_lite.config.load import ConfigError, load_config
 from maxtext_lite.config.model_parts import LayerKind, Mla, MlpKind, PositionTemperature, RopeScaling
 from maxtext_lite.config.model_rules import adapted_weights
 from maxtext_lite.config.resolved import describe, write_resolved
-from maxtext_lite.config.schema import KEYS, RL_KEYS, Config, RLRunConfig
+from maxtext_lite.config.schema import KEYS, Config
 from maxtext_lite.config.sections import (
     BatchConfig,
     DataConfig,
@@ -25,7 +25,6 @@ from maxtext_lite.config.yaml_text import parse_value
 
 __all__ = [
     "KEYS",
-    "RL_KEYS",
     "BatchConfig",
     "Config",
     "ConfigError",
@@ -40,7 +39,6 @@ __all__ = [
     "OptimizerConfig",
     "PositionTemperature",
     "Quantization",
-    "RLRunConfig",
     "Refusal",
     "Remat",
     "RopeScaling",

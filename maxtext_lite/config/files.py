@@ -10,7 +10,7 @@ from typing import Literal, cast, get_args, get_origin
 from maxtext_lite.config.errors import Refusal, value_text
 from maxtext_lite.config.hints import missing_file
 from maxtext_lite.config.json_file import user_path
-from maxtext_lite.config.schema import RLRunConfig
+from maxtext_lite.config.schema import field_of
 from maxtext_lite.config.source_list import MixtureList, SourceList, with_texts
 from maxtext_lite.config.yaml_text import YamlValue, parse_mapping
 
@@ -18,8 +18,6 @@ ROOT_FILE = "base.yml"
 """The base of every config."""
 RUN_FILE = "config.yml"
 """The name of the config of a run directory, which has every key."""
-RL_FILE = "post_train/rl.yml"
-"""The base of every config of reinforcement learning."""
 LARGEST_FILE = 2**22
 """Bytes of a config, which PyYAML reads in 20 s; 1000 sources with paths of 600 characters take half of it."""
 
@@ -157,14 +155,14 @@ def keys_twice(entries: Sequence[tuple[str, YamlValue]], origin: str) -> list[st
 
 def takes_text(key: str) -> bool:
     """Whether the value of a key is text."""
-    field = RLRunConfig.model_fields.get(key)
+    field = field_of(key)
     is_text = field is not None and (field.annotation is str or get_origin(field.annotation) is Literal)
     return is_text or may_list_sources(key)
 
 
 def may_list_sources(key: str) -> bool:
     """Whether the value of a key may be a list of sources."""
-    field = RLRunConfig.model_fields.get(key)
+    field = field_of(key)
     return field is not None and any(kind in get_args(field.annotation) for kind in (SourceList, MixtureList))
 
 

@@ -1,18 +1,18 @@
 """From files and `key=value` to a Config: base.yml, the model's file, the user's files, the command line."""
 
 import functools
+import glob
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pydantic import ValidationError
 
+from maxtext_lite.config.bucket import absolute, is_bucket, original
 from maxtext_lite.config.errors import Refusal, UserError, value_text
 from maxtext_lite.config.field_types import path_problem, wrong_value
 from maxtext_lite.config.files import (
-    RL_FILE,
-    ROOT_FILE,
     Layer,
     Origin,
     file_layers,
@@ -25,36 +25,19 @@ from maxtext_lite.config.files import (
     shipped_configs,
     takes_text,
 )
-from maxtext_lite.config.hf.directory import (
-    directory_origin,
-    directory_values,
-    in_its_fields,
-    missing_base_refusals,
-    tokenizer_values,
-)
 from maxtext_lite.config.hints import key_hint, missing_model, missing_parameters, words_meant
-from maxtext_lite.config.json_file import is_there, user_path
-from maxtext_lite.config.schema import RL_KEYS, Config, RLRunConfig, keys_of
-from maxtext_lite.config.sections import ModelConfig
-from maxtext_lite.config.source_list import is_source_list
+from maxtext_lite.config.json_file import is_there, read_object, user_path
+from maxtext_lite.config.registry import load, load_installed, names
+from maxtext_lite.config.schema import Config, keys_of, known_keys
+from maxtext_lite.config.sections import TOKENIZER_FILES, ModelConfig
+from maxtext_lite.config.source_list import SourceList, is_source_list
 from maxtext_lite.config.suggest import ConfigRequest, suggest
 from maxtext_lite.config.yaml_text import YamlValue, is_one_scalar, parse_value
 
 _PER_DEVICE, _ACCUMULATION = "per_device_batch_size", "gradient_accumulation_steps"
 _MOST_HINTS = 20
-_ITS_BATCH = "where batch_size, num_generations and micro_batch_size determine the batch"
-UNUSED_IN_RL = {
-    "per_device_batch_size": _ITS_BATCH,
-    "gradient_accumulation_steps": _ITS_BATCH,
-    "global_batch_size": _ITS_BATCH,
-    "enable_rampup_batch_size": _ITS_BATCH,
-    "expansion_factor_real_data": _ITS_BATCH,
-    "enable_diloco": _ITS_BATCH,
-    "num_epochs": "where steps is the length of the run",
-    "eval_per_device_batch_size": "where rollout_slots is the number of responses sampled at once",
-    "grain_worker_count": "where the training process reads the prompts",
-}
-"""Keys that must have their values of base.yml in reinforcement learning, each with the reason."""
+WORKING_DIRECTORY = "working_directory"
+"""The entry of a run's environment.json for the directory that its relative paths are in."""
 
 
 class ConfigError(UserError):
@@ -66,6 +49,23 @@ def _refuse(problems: list[Refusal], message: str) -> None:
 
 
 @dataclass(frozen=True)
+class Provided:
+    """What the directory of load_parameters_path says about a config.
+
+    Attributes:
+      origin: where it says so, as messages call it.
+      values: of the keys that it decides, below those that the user states.
+      refusals: of stated keys that contradict it, and of what is wrong with its files.
+      field_names: what its own files call our keys, for messages about the architecture.
+    """
+
+    origin: str
+    values: Mapping[str, object]
+    refusals: Sequence[Refusal] = ()
+    field_names: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Reading:
     """A config from its files and overrides, before any rule between keys is checked.
 
@@ -73,15 +73,32 @@ class Reading:
       config: with the defaults in place of wrong values.
       refusals: of files, unknown keys and misplaced ones.
       wrong: the wrong values.
+      field_names: of what load_parameters_path provided.
     """
 
     config: Config
     refusals: tuple[Refusal, ...]
     wrong: tuple[Refusal, ...]
+    field_names: Mapping[str, str] = field(default_factory=dict)
 
     def refused(self, refusals: Iterable[Refusal]) -> list[Refusal]:
-        """All refusals; where a config.json decided a key, in terms of its fields."""
-        return in_its_fields(self.config.load_parameters_path, [*self.refusals, *refusals], self.config.origins)
+        """All refusals; where load_parameters_path decided a key, in terms of its files."""
+        return [self._in_its_fields(refusal) for refusal in (*self.refusals, *refusals)]
+
+    def _in_its_fields(self, refusal: Refusal) -> Refusal:
+        origin = self.config.origins.get(refusal.key)
+        if not self.field_names or not isinstance(origin, Origin) or not origin.is_architecture:
+            return refusal
+        words = re.compile(rf"\b({'|'.join(self.field_names)})\b")
+
+        def worded(text: object) -> object:
+            if not isinstance(text, str):
+                return text
+            return words.sub(lambda found: self.field_names[found[0]], text)
+
+        return replace(
+            refusal, message=f"{origin}: {worded(refusal.message)}", nearest=tuple(map(worded, refusal.nearest))
+        )
 
 
 def load_config(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Config:
@@ -108,44 +125,59 @@ def read_config(path: str | Path | None = None, overrides: Iterable[str] = ()) -
     """The first half of `load_config`: the values and what is wrong with each by itself.
 
     Raises:
-      ConfigError: configs/base.yml or configs/post_train/rl.yml, which ship with maxtext_lite, are damaged.
+      ConfigError: configs/base.yml, or another file of `base_files`, which ship with maxtext_lite, is damaged.
+      NotInstalled: the kind of run that the files select is absent.
     """
     problems: list[Refusal] = []
     files = file_layers(None if path is None else str(path), problems)
-    kind = RLRunConfig if any(layer.shipped == RL_FILE for layer in files) else Config
+    kind = _kind_of(files)
     stated, unreadable = _override_layer(overrides, problems, kind)
     layers = [*files, stated]
     for layer in layers:
         _drop_unknown_keys(layer, problems, kind)
-    if kind is RLRunConfig:
-        _refuse_training_batch(layers, problems)
+    _refuse_unused_keys(layers, problems, kind)
     _spell_out_auto(layers)
-    if kind is Config:
+    if "num_epochs" not in kind.unused_keys:
         _end_as_stated_last(layers[1:])
     layers[1:1] = _model_layer(layers, problems, kind)
-    layers[1:1] = _directory_layer(layers, problems)
+    provided = _provided(layers, problems)
+    if provided:
+        origin = Origin(provided.origin, is_architecture=bool(provided.field_names))
+        layers.insert(1, Layer(origin, dict(provided.values)))
     try:
         defaults = defaults_of(kind)
     except (KeyError, ValidationError) as error:
-        broken = Refusal("", f"{ROOT_FILE} or {RL_FILE} of maxtext_lite is damaged: {value_text(str(error))}.")
+        files_of_kind = " or ".join(kind.base_files)
+        broken = Refusal("", f"{files_of_kind} of maxtext_lite is damaged: {value_text(str(error))}.")
         raise ConfigError(str(problem) for problem in problems or [broken]) from None
     config, wrong = _validate(kind, layers, defaults)
     wrong.extend(Refusal(key, message, (getattr(config, key),)) for key, message in unreadable.items())
     origins = {key: layer.origin for layer in layers for key in layer.values}
     config = config.with_origins({key: origins[key] for key in keys_of(kind)})
-    return Reading(config, tuple(problems), tuple(wrong))
+    return Reading(config, tuple(problems), tuple(wrong), provided.field_names if provided else {})
+
+
+def _kind_of(files: Iterable[Layer]) -> type[Config]:
+    """The kind of run that one of the files selects.
+
+    Raises:
+      NotInstalled: it is absent.
+    """
+    for layer in files:
+        if layer.shipped in names("run"):
+            return load("run", layer.shipped)
+    return Config
 
 
 @functools.cache
 def defaults_of(kind: type[Config]) -> Config:
-    """The config of configs/base.yml, and for reinforcement learning of configs/post_train/rl.yml.
+    """The config of the `base_files` of a kind of run.
 
     Raises:
       KeyError: they lack a key.
       ValidationError: a value is not of its key's type.
     """
-    files = (ROOT_FILE, RL_FILE) if issubclass(kind, RLRunConfig) else (ROOT_FILE,)
-    layers = [read_layer(packaged_directory("configs") / file, file, []) for file in files]
+    layers = [read_layer(packaged_directory("configs") / file, file, []) for file in kind.base_files]
     values = _merged(layers)
     return kind.model_validate({key: values[key] for key in keys_of(kind)})
 
@@ -154,14 +186,14 @@ def _merged(layers: Iterable[Layer]) -> dict[str, object]:
     return {key: value for layer in layers for key, value in layer.values.items()}
 
 
-def _refuse_training_batch(layers: Sequence[Layer], problems: list[Refusal]) -> None:
-    """Refuses values other than those of base.yml for keys that RL does not use."""
+def _refuse_unused_keys(layers: Sequence[Layer], problems: list[Refusal], kind: type[Config]) -> None:
+    """Refuses values other than those of base.yml for keys that this kind of run does not use."""
     root, *others = layers
     for layer in others:
-        for key in UNUSED_IN_RL:
+        for key, why in kind.unused_keys.items():
             if key in layer.values and key in root.values and layer.values[key] != root.values[key]:
                 value = value_text(layer.values.pop(key))
-                reason = f"has no effect in RL, {UNUSED_IN_RL[key]}. Remove it."
+                reason = f"has no effect in {kind.run_kind.upper()}, {why}. Remove it."
                 _refuse(problems, f"{key}={value} ({layer.origin}) {reason}")
 
 
@@ -199,7 +231,7 @@ def _override_layer(
         override = waiting[0]
         key, equals, text = override.partition("=")
         if not equals:
-            meant = words_meant(waiting, RLRunConfig.model_fields)
+            meant = words_meant(waiting, known_keys())
             hint = f" Did you mean '{value_text(meant[0])}'?" if meant else ""
             _refuse(problems, f"'{value_text(override)}' (command line) is not of the form key=value.{hint}")
             del waiting[: meant[1] if meant else 1]
@@ -242,23 +274,26 @@ def _drop_unknown_keys(layer: Layer, problems: list[Refusal], kind: type[Config]
     """Removes the keys that a kind of config does not have, and refuses them."""
     known = kind.model_fields
     unknown = [key for key in layer.values if key not in known]
+    if not unknown:
+        return
     for key in unknown:
         del layer.values[key]
-    of_rl = [key for key in unknown if key in RL_KEYS]
-    if of_rl:
-        _refuse(problems, _rl_keys_unknown(of_rl, layer.origin))
-    unknown = [key for key in unknown if key not in RL_KEYS]
+    for other in load_installed("run"):
+        theirs = [key for key in unknown if key in other.model_fields]
+        if theirs:
+            _refuse(problems, _keys_of_other_run(theirs, layer.origin, other.base_files[-1]))
+            unknown = [key for key in unknown if key not in theirs]
     hints = {key: key_hint(key, known) for key in unknown[:_MOST_HINTS]}
     messages = [f"unknown key '{value_text(key)}' ({layer.origin}).{hints.get(key, '')}" for key in unknown]
     problems.extend(Refusal("", message) for message in first_of(messages, layer.origin))
 
 
-def _rl_keys_unknown(keys: Sequence[str], origin: str) -> str:
-    """One message for all keys of reinforcement learning in a layer of another config."""
+def _keys_of_other_run(keys: Sequence[str], origin: str, file: str) -> str:
+    """One message for all keys of another kind of run, whose file is named, in a layer."""
     is_one, more = len(keys) == 1, f" and {len(keys) - 2} more" if len(keys) > 2 else ""
     named = f"key '{keys[0]}'" if is_one else f"keys '{keys[0]}', '{keys[1]}'{more}"
     return (
-        f"unknown {named} ({origin}). {'It is a key' if is_one else 'They are keys'} of configs/{RL_FILE}: give that "
+        f"unknown {named} ({origin}). {'It is a key' if is_one else 'They are keys'} of configs/{file}: give that "
         "file, or one whose base it is."
     )
 
@@ -310,27 +345,22 @@ def _refuse_stale_architecture(naming: Sequence[Layer], root: Layer, model: Laye
                 )
 
 
-def _directory_layer(layers: Sequence[Layer], problems: list[Refusal]) -> list[Layer]:
-    """The layer of the directory named by load_parameters_path: its config.json, if any, and its tokenizer."""
+def _provided(layers: Sequence[Layer], problems: list[Refusal]) -> Provided | None:
+    """What the directory of load_parameters_path says about the config, if any."""
     root, *stating = layers
     path = str(_merged(layers).get("load_parameters_path") or "")
-    if path_problem(path, of_run=True):
-        return []  # a wrong path is refused as a value
+    if not path or path_problem(path, of_run=True):
+        return None  # a wrong path is refused as a value
     stated = {key: (value, layer.origin) for layer in stating for key, value in layer.values.items()}
-    origin = directory_origin(path)
-    if origin is None:
-        if refusals := missing_base_refusals(path):
-            is_whole = any(layer.values.keys() >= {*ModelConfig.model_fields} for layer in stating)
-            problems.extend([] if is_whole else refusals)  # the config.yml of a run says what the model is
-            return []
-        is_missing = path and not path_problem(path) and not is_there(user_path(path))
-        if is_missing and not any(key in ModelConfig.model_fields for layer in stating for key in layer.values):
-            problems.append(missing_parameters(path))
-        tokenizer = tokenizer_values(path, stated) if path else {}
-        return [Layer(Origin(f"{path}/hf"), dict(tokenizer))] if tokenizer else []
-    values, refusals = directory_values(path, stated, root.values["max_target_length"])
-    problems.extend(refusals)
-    return [Layer(Origin(origin, is_architecture=True), dict(values))]
+    for provide in load_installed("config_provider"):
+        provided = provide(path, stated, root.values["max_target_length"])
+        if provided is not None:
+            problems.extend(provided.refusals)
+            return provided
+    is_missing = not path_problem(path) and not is_there(user_path(path))
+    if is_missing and not any(key in ModelConfig.model_fields for key in stated):
+        problems.append(missing_parameters(path))
+    return None
 
 
 def _validate(kind: type[Config], layers: Sequence[Layer], defaults: Config) -> tuple[Config, list[Refusal]]:
@@ -349,3 +379,66 @@ def _validate(kind: type[Config], layers: Sequence[Layer], defaults: Config) -> 
             right = [getattr(kind.model_validate({**legal, **usual, key: value}), key) for value in refusal.nearest]
             wrong.append(replace(refusal, nearest=tuple(right)))
     return kind.model_validate({**legal, **usual}), wrong
+
+
+# ---- The config of a run that has begun -----------------------------------------------------------------------------
+
+
+def config_of_run(directory: Path, overrides: Sequence[str] = ()) -> Config:
+    """The config of a run or an imported model, wherever its directory and the working directory are now.
+
+    Its run directory is this one, and its tokenizer and chat template are those stored there. Other relative paths that
+    are not here are taken from the working directory that the run recorded.
+
+    Raises:
+      UserError: the config is wrong.
+    """
+    config = load_config(directory / "config.yml", overrides)
+    stated = {word.partition("=")[0] for word in overrides}
+    record = directory / "environment.json"
+    recorded = read_object(record).get(WORKING_DIRECTORY) if is_there(record) else None
+    there = Path(recorded) if isinstance(recorded, str) else None
+    found = _stored_tokens(config, directory / "hf", is_whole=there is not None)
+    run = absolute(original(directory, "RUN_DIR"))
+    found |= {"base_output_directory": str(run.parent), "run_name": run.name}
+    if there is not None:
+        for key in ("dataset_path", "eval_dataset_path", "excluded_rows", "load_parameters_path"):
+            found[key] = _found(getattr(config, key), there)
+    return config.model_copy(update={key: value for key, value in found.items() if key not in stated})
+
+
+def _stored_tokens(config: Config, stored: Path, *, is_whole: bool) -> dict[str, object]:
+    """The keys of the tokenizer and the template that a run has stored.
+
+    Args:
+      is_whole: what is in use is stored. Older runs stored only what came with their model, for use where the
+        tokenizer's own file is gone.
+    """
+    found = dict[str, object]()
+    name, template = TOKENIZER_FILES.get(config.tokenizer_type, ""), stored / "chat_template.jinja"
+    if name and is_there(stored / name) and (is_whole or not user_path(config.tokenizer_path).exists()):
+        found["tokenizer_path"] = str(stored / name)
+    if is_whole and config.chat_template and is_there(template):
+        found["chat_template"] = str(template)
+    return found
+
+
+def _found(path: str | SourceList, there: Path) -> str | SourceList:
+    """The path of a key; a relative one that names nothing here, but something in the directory `there`, is from there.
+
+    The same goes for each path of a list of sources.
+    """
+    if isinstance(path, SourceList):
+        entries = tuple(each.model_copy(update={"path": _found(each.path, there)}) for each in path.entries)
+        return replace(path, entries=entries)
+    place = user_path(path)
+    if not path or place.is_absolute() or is_bucket(path) or is_there(place) or _matches(path):
+        return path
+    if is_there(there / place):
+        return str(there / place)
+    pattern = f"{glob.escape(str(there))}/{path}"
+    return pattern if _matches(pattern) else path
+
+
+def _matches(pattern: str) -> bool:
+    return bool(glob.glob(pattern, recursive=True))  # noqa: PTH207 as the reader of texts does

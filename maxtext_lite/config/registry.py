@@ -15,8 +15,20 @@ from typing import Any
 
 from maxtext_lite.config.errors import UserError
 
-_BUILT_IN: Mapping[str, Mapping[str, str]] = {}
-"""`module:attribute` of each name of each kind."""
+_BUILT_IN: Mapping[str, Mapping[str, str]] = {
+    "config_provider": {"huggingface": "maxtext_lite.config.hf.directory:provide"},
+    "model_files": {"huggingface": "maxtext_lite.hf.carried:store_files_of_run"},
+    "parameters": {"huggingface": "maxtext_lite.hf.reader:open_parameters"},
+    "run": {"post_train/rl.yml": "maxtext_lite.config.rl_rules:RLRunConfig"},
+}
+"""`module:attribute` of each name of each kind.
+
+- `config_provider`: a function from the directory of load_parameters_path to the keys that it decides; see
+  `config.load.Provided`.
+- `model_files`: a function that keeps files about a model's tokens beside a run; see `training.run`.
+- `parameters`: a function from a directory to its parameters; see `training.parameter_files.Reader`.
+- `run`: the config class of a kind of run, by the file below configs/ that is the base of its configs.
+"""
 
 
 class NotInstalled(UserError):

@@ -7,7 +7,7 @@ import yaml
 
 from maxtext_lite.config.errors import full_text, value_text, without_secrets
 from maxtext_lite.config.load import defaults_of
-from maxtext_lite.config.schema import Config, RLRunConfig, sections_of
+from maxtext_lite.config.schema import Config, keys_of
 from maxtext_lite.config.source_list import SourceList
 from maxtext_lite.config.whole_file import write_whole
 from maxtext_lite.config.yaml_text import parse_value
@@ -17,9 +17,7 @@ _ALWAYS_SHOWN = (
     "base_emb_dim", "base_num_decoder_layers", "vocab_size", "dtype", "learning_rate", "ici_data_parallelism",
     "ici_fsdp_parallelism", "ici_tensor_parallelism",
 )  # fmt: skip
-_SHOWN_IN_RL = ("batch_size", "num_generations", "micro_batch_size", "reward_functions")
 _ADDRESSES = ("rollout_url",)  # the only ones with a name and a password: a path with them is refused
-_FOLLOW_IN_RL = ("per_device_batch_size", "gradient_accumulation_steps")
 
 
 def write_resolved(config: Config, path: str | Path) -> None:
@@ -28,9 +26,9 @@ def write_resolved(config: Config, path: str | Path) -> None:
     Passwords and signatures in the address of a server are written as ***.
     """
     lines = ["# Every key of this run and where its value came from. `load_config` of this file gives the same config."]
-    if isinstance(config, RLRunConfig):
-        lines.append("base: post_train/rl.yml")
-    for heading, section in sections_of(config):
+    if len(config.base_files) > 1:
+        lines.append(f"base: {config.base_files[-1]}")
+    for heading, section in config.sections:
         lines += ["", f"# ---- {heading} ----"]
         for key in section.model_fields:
             value = getattr(config, key)
@@ -43,15 +41,8 @@ def write_resolved(config: Config, path: str | Path) -> None:
 def describe(config: Config) -> str:
     """A table of the most important keys and of those that differ from configs/base.yml, with their origins."""
     base = defaults_of(type(config))
-    shown = set(_ALWAYS_SHOWN)
-    if isinstance(config, RLRunConfig):
-        shown = shown.difference(_FOLLOW_IN_RL).union(_SHOWN_IN_RL)
-    keys = [
-        key
-        for _, section in sections_of(config)
-        for key in section.model_fields
-        if key in shown or getattr(config, key) != getattr(base, key)
-    ]
+    shown = {*_ALWAYS_SHOWN, *config.shown_keys} - config.unused_keys.keys()
+    keys = [key for key in keys_of(type(config)) if key in shown or getattr(config, key) != getattr(base, key)]
     values = [value_text(getattr(config, key)) for key in keys]
     key_width = max(len(key) for key in keys)
     value_width = min(max(len(value) for value in values), 40)

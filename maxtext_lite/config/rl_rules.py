@@ -1,17 +1,37 @@
-"""Rules between the keys of reinforcement learning, and between them and those of base.yml."""
+"""The keys of reinforcement learning, which configs/post_train/rl.yml adds, and the rules between them and others."""
 
 import functools
 import math
 import re
 import urllib.parse
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from fractions import Fraction
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal
 
 from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import number_text, value_text
-from maxtext_lite.config.schema import Config, RewardConfig, RLRunConfig
+from maxtext_lite.config.field_types import (
+    AtLeastOne,
+    AtLeastTwo,
+    Count,
+    CountOrMinusOne,
+    CountOrZero,
+    Exact,
+    Flag,
+    Lines,
+    Name,
+    NotNegative,
+    PositiveShare,
+    Seconds,
+    Section,
+    Temperature,
+    Text,
+)
+from maxtext_lite.config.load import defaults_of
+from maxtext_lite.config.schema import KEYS, Config, keys_of
 from maxtext_lite.config.sections import listed
 from maxtext_lite.config.source_list import SourceList
 from maxtext_lite.config.violation import Violation, divisors, one_of, unused, violates
@@ -27,7 +47,110 @@ _FRACTIONS = ("trainer_devices_fraction", "sampler_devices_fraction")
 _SAMPLING = ("temperature", "top_k", "nucleus_p")  # decode_sampling_
 _MOST_HELD_OUT = 100_000
 _LARGEST_WEIGHT = 1e6
+_ITS_BATCH = "where batch_size, num_generations and micro_batch_size determine the batch"
 _MOST_PROBLEMS = 2**62  # an example's number is a 64-bit integer, and the order needs one more than there are
+
+
+class RLConfig(Section):
+    """The batches of reinforcement learning."""
+
+    batch_size: Count
+    num_generations: AtLeastTwo
+    micro_batch_size: CountOrMinusOne
+    num_iterations: Count
+    max_prefill_predict_length: Count
+    trainer_devices_fraction: Exact
+    sampler_devices_fraction: Exact
+
+
+class TaskConfig(Section):
+    """The prompts that the model responds to."""
+
+    prompt_template: Lines
+    apply_chat_template: Flag
+    arithmetic_operations: Name
+    arithmetic_largest: Count
+
+
+class RewardConfig(Section):
+    """The rewards of responses."""
+
+    reward_functions: Name
+    reward_weights: Text
+    reward_format: Text
+    reward_skip_special_tokens: Flag
+    reward_error: Literal["unscored", "zero", "stop"]
+    reward_timeout_seconds: Seconds
+
+
+class PolicyConfig(Section):
+    """The loss of reinforcement learning."""
+
+    loss_algo: Literal["grpo", "gspo"]
+    grpo_beta: NotNegative
+    grpo_epsilon: PositiveShare
+    grpo_epsilon_high: NotNegative
+    loss_aggregation: Literal["seq_mean_token_mean", "token_mean", "seq_mean_token_sum_norm"]
+    scale_rewards: Literal["group", "none"]
+
+
+class RolloutConfig(Section):
+    """How responses are sampled."""
+
+    decode_sampling_temperature: Temperature
+    decode_sampling_top_k: CountOrZero
+    decode_sampling_nucleus_p: PositiveShare
+    eval_num_generations: Count
+    eval_sampling_temperature: Temperature
+    rollout_slots: CountOrMinusOne
+    rollout_tensor_parallelism: Count
+    rollout_fsdp_parallelism: Count
+    rollout_engine: Literal["local", "vllm", "sglang", "http"]
+    rollout_url: Text
+    rollout_correction: Literal["none", "truncated"]
+    rollout_correction_cap: AtLeastOne
+
+
+class RLRunConfig(Config, RLConfig, TaskConfig, RewardConfig, PolicyConfig, RolloutConfig):
+    """Every key of a run of reinforcement learning, from a file whose `base` is post_train/rl.yml."""
+
+    run_kind: ClassVar[str] = "rl"
+    base_files: ClassVar[tuple[str, ...]] = (*Config.base_files, "post_train/rl.yml")
+    sections: ClassVar[tuple[tuple[str, type[Section]], ...]] = (
+        *Config.sections,
+        ("RL batch size", RLConfig),
+        ("Tasks", TaskConfig),
+        ("Rewards", RewardConfig),
+        ("Policy", PolicyConfig),
+        ("Rollout", RolloutConfig),
+    )
+    unused_keys: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {
+            "per_device_batch_size": _ITS_BATCH,
+            "gradient_accumulation_steps": _ITS_BATCH,
+            "global_batch_size": _ITS_BATCH,
+            "enable_rampup_batch_size": _ITS_BATCH,
+            "expansion_factor_real_data": _ITS_BATCH,
+            "enable_diloco": _ITS_BATCH,
+            "num_epochs": "where steps is the length of the run",
+            "eval_per_device_batch_size": "where rollout_slots is the number of responses sampled at once",
+            "grain_worker_count": "where the training process reads the prompts",
+        }
+    )
+    shown_keys: ClassVar[tuple[str, ...]] = ("batch_size", "num_generations", "micro_batch_size", "reward_functions")
+    fingerprint_keys: ClassVar[tuple[str, ...]] = ("num_generations", "num_iterations")
+    """They divide pairs into prompts and steps into batches."""
+    objectives: ClassVar[Mapping[str, str]] = MappingProxyType(dict.fromkeys(RL_DATASETS, "grpo"))
+    generated_data: ClassVar[str] = "arithmetic"
+
+    @classmethod
+    def rules(cls) -> tuple[Callable[[Any], Any], ...]:
+        """The rules between its keys, and between them and those of base.yml."""
+        return RL_RULES
+
+
+RL_KEYS: tuple[str, ...] = tuple(key for key in keys_of(RLRunConfig) if key not in KEYS)
+"""The keys that configs/post_train/rl.yml adds."""
 
 
 def reward_names(config: RewardConfig) -> tuple[str, ...]:
@@ -46,10 +169,11 @@ def reward_weights(config: RewardConfig) -> tuple[float, ...]:
     return tuple(float(text) for text in config.reward_weights.split(","))
 
 
-def unused_arithmetic(config: RLRunConfig, defaults: Config) -> Violation | None:
+def unused_arithmetic(config: RLRunConfig) -> Violation | None:
     """Keys about generated problems, where prompts are read from files."""
     if config.dataset_type != "prompts":
         return None
+    defaults = defaults_of(RLRunConfig)
     usual = {key: getattr(defaults, key) for key in ("arithmetic_operations", "arithmetic_largest")}
     reason = "has no effect with dataset_type=prompts, which reads files"
     return unused(config, usual, reason, {"dataset_type": "arithmetic"})
@@ -107,19 +231,24 @@ def _devices(config: RLRunConfig) -> Violation | None:
     return violates(config, "trainer_devices_fraction", rule, *near)
 
 
-def dataset_of_objective(config: Config) -> Violation | None:
-    """Prompts outside reinforcement learning, or anything else in it."""
-    is_rl = isinstance(config, RLRunConfig)
-    if (config.dataset_type in RL_DATASETS) == is_rl:
+def _dataset(config: RLRunConfig) -> Violation | None:
+    if config.dataset_type in RL_DATASETS:
         return None
-    if is_rl:
-        return violates(config, "dataset_type", "has no prompts for RL", *RL_DATASETS)
-    near = "sft" if config.objective == "auto" else {"dataset_type": "sft", "objective": "auto"}
-    rule = (
-        "is for RL, and post_train/rl.yml is not among the files of this config: give that file, or one whose base it "
-        "is"
-    )
-    return violates(config, "dataset_type", rule, near)
+    return violates(config, "dataset_type", "has no prompts for RL", *RL_DATASETS)
+
+
+def _balance(config: RLRunConfig) -> Violation | None:
+    kind = config.dataset_type
+    if kind not in RL_DATASETS:
+        return None
+    reason = f"has no effect with dataset_type={kind}, whose rows are sampled during training"
+    return unused(config, {"balance_attention": False}, reason)
+
+
+def _loss_spikes(config: RLRunConfig) -> Violation | None:
+    plain = {"max_loss_spike": 0, "loss_spike_action": "exclude", "excluded_rows": ""}
+    reason = "has no effect in reinforcement learning, whose loss is about 0 and whose rows are new"
+    return unused(config, plain, reason)
 
 
 def _long_prompts(config: RLRunConfig) -> Violation | None:
@@ -375,5 +504,9 @@ RL_RULES: tuple[Callable[[RLRunConfig], Violation | None], ...] = (
     _rollout,
     _reported,
     _correction,
+    unused_arithmetic,
+    _dataset,
+    _loss_spikes,
+    _balance,
 )
-"""The rules about configs of reinforcement learning, besides `unused_arithmetic`."""
+"""The rules about configs of reinforcement learning."""

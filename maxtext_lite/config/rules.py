@@ -8,8 +8,8 @@ from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import number_text, value_text
 from maxtext_lite.config.kernels import unknown_to_kernel
 from maxtext_lite.config.model_rules import MODEL_RULES, unused_adapters
-from maxtext_lite.config.rl_rules import RL_DATASETS, RL_RULES, dataset_of_objective, unused_arithmetic
-from maxtext_lite.config.schema import Config, RLRunConfig
+from maxtext_lite.config.registry import load_installed
+from maxtext_lite.config.schema import Config
 from maxtext_lite.config.sections import REMAT_TENSORS, listed
 from maxtext_lite.config.source_list import MIXABLE, SourceList
 from maxtext_lite.config.violation import Violation, divisors_of, unused, violates
@@ -21,16 +21,14 @@ NOTHING_STATES_THE_LENGTH = "steps=-1 follows from num_epochs, which is 0: nothi
 
 
 def rule_violations(config: Config, defaults: Config) -> Iterator[Violation]:
-    """Every rule that the config breaks. `defaults` is the config of base.yml (and post_train/rl.yml)."""
+    """Every rule that the config breaks. `defaults` is the config of its `base_files`."""
 
     def broken(rules: Iterable[Callable[..., Violation | None]], *configs: Config) -> Iterator[Violation]:
         for rule in rules:
             if violation := rule(*configs):
                 yield replace(violation, rule=f"{rule.__name__}: {violation.key}")
 
-    if isinstance(config, RLRunConfig):
-        yield from broken(RL_RULES, config)
-        yield from broken([unused_arithmetic], config, defaults)
+    yield from broken(config.rules(), config)
     yield from broken(RULES, config)
     yield from broken(RULES_OF_DEFAULTS, config, defaults)
 
@@ -93,28 +91,31 @@ def _tokenizer_path(config: Config) -> Violation | None:
     return Violation("tokenizer_path", message, ({"tokenizer_type": "byte"},))
 
 
-_OBJECTIVE_OF = {
-    "text": "pretrain",
-    "array_record": "pretrain",
-    "megatron": "pretrain",
-    "synthetic": "pretrain",
-    "sft": "sft",
-    "dpo": "dpo",
-    "prompts": "grpo",
-    "arithmetic": "grpo",
-}
+def _dataset(config: Config) -> Violation | None:
+    """Data that only another kind of run trains on."""
+    value = config.dataset_type
+    if value in config.objectives:
+        return None
+    for other in load_installed("run"):
+        if value in other.objectives:
+            near = "sft" if config.objective == "auto" else {"dataset_type": "sft", "objective": "auto"}
+            file = other.base_files[-1]
+            rule = (
+                f"is for another kind of run, and {file} is not among the files of this config: give that file, or one "
+                "whose base it is"
+            )
+            return violates(config, "dataset_type", rule, near)
+    return None
 
 
 def _objective(config: Config) -> Violation | None:
     """An objective that the data are not for."""
-    due = _OBJECTIVE_OF[config.dataset_type]
-    if config.objective in ("auto", due):
+    due = config.objectives.get(config.dataset_type)
+    if due is None or config.objective in ("auto", due):
         return None
-    is_rl = isinstance(config, RLRunConfig)
-    possible = [kind for kind in _OBJECTIVE_OF if (kind in RL_DATASETS) == is_rl]
-    others = [{"dataset_type": kind} for kind in possible if _OBJECTIVE_OF[kind] == config.objective][:1]
+    others = [{"dataset_type": data} for data, objective in config.objectives.items() if objective == config.objective]
     rule = f"contradicts dataset_type={config.dataset_type}, whose data are for {due}"
-    return violates(config, "objective", rule, due, *others)
+    return violates(config, "objective", rule, due, *others[:1])
 
 
 def _z_loss_of_pairs(config: Config) -> Violation | None:
@@ -124,41 +125,39 @@ def _z_loss_of_pairs(config: Config) -> Violation | None:
 
 def _conversations_only(config: Config) -> Violation | None:
     """Keys about conversations, where the data have none."""
-    if config.dataset_type in ("sft", "dpo", "prompts", "arithmetic"):
+    if config.objectives.get(config.dataset_type) != "pretrain":
         return None
     reason = f"has no effect with dataset_type={config.dataset_type}"
     return unused(config, {"chat_template": ""}, reason, {"dataset_type": "sft"})
 
 
 def _balance(config: Config) -> Violation | None:
-    """Rows are balanced by their documents: here these are all alike, or unknown until the rows are sampled."""
-    kind = config.dataset_type
-    if kind not in ("synthetic", *RL_DATASETS):
+    """Rows are balanced by their documents, and here these are all alike."""
+    if config.dataset_type != "synthetic":
         return None
-    why = "whose rows are one document each" if kind == "synthetic" else "whose rows are sampled during training"
-    return unused(config, {"balance_attention": False}, f"has no effect with dataset_type={kind}, {why}")
+    reason = "has no effect with dataset_type=synthetic, whose rows are one document each"
+    return unused(config, {"balance_attention": False}, reason)
 
 
 def _dataset_path(config: Config) -> Violation | None:
     kind = config.dataset_type
-    if kind in ("synthetic", "arithmetic") or config.dataset_path:
+    if config.dataset_path or kind == config.generated_data or kind not in config.objectives:
         return None
-    generated = "arithmetic" if isinstance(config, RLRunConfig) else "synthetic"
     message = f"dataset_path is empty, but dataset_type={kind} reads a file, directory or glob: name it."
-    return Violation("dataset_path", message, ({"dataset_type": generated},))
+    return Violation("dataset_path", message, ({"dataset_type": config.generated_data},))
 
 
 def _data_in_bucket(config: Config) -> Violation | None:
     kind, value = config.dataset_type, config.dataset_path
-    if kind in ("array_record", "synthetic", "arithmetic"):
+    if kind in ("array_record", config.generated_data):
         return None
     for key, path in [*_paths("eval_dataset_path", config.eval_dataset_path), *_paths("dataset_path", value)]:
         if is_bucket(path):
             rule = (
                 f"is in a bucket, and dataset_type={kind} reads local files: copy them, or let `prepare` write there."
             )
-            nearest = () if isinstance(config, RLRunConfig) else ({"dataset_type": "array_record"},)
-            return Violation(key, f"{key}={value_text(path)} {rule}", nearest)
+            nearest = [{"dataset_type": each} for each in config.objectives if each == "array_record"]
+            return Violation(key, f"{key}={value_text(path)} {rule}", tuple(nearest))
     return None
 
 
@@ -176,7 +175,7 @@ def _mixture(config: Config) -> Violation | None:
     if not isinstance(value, SourceList):
         return unused(config, plain, "has no effect without a list of sources in dataset_path")
     if config.dataset_type not in MIXABLE:
-        kinds = [{"dataset_type": kind} for kind in MIXABLE if not isinstance(config, RLRunConfig)]
+        kinds = [{"dataset_type": kind} for kind in MIXABLE if kind in config.objectives]
         rule = f"lists sources, which dataset_type={config.dataset_type} does not mix"
         return violates(config, "dataset_path", rule, value.entries[0].path, *kinds)
     if len(value.entries) > 1:
@@ -257,10 +256,8 @@ def _shared_optimizer(config: Config) -> Violation | None:
 
 def _loss_spikes(config: Config) -> Violation | None:
     """Guilty rows are found by the loss of each under one set of parameters."""
-    if config.dataset_type in RL_DATASETS:
-        plain = {"max_loss_spike": 0, "loss_spike_action": "exclude", "excluded_rows": ""}
-        reason = "has no effect in reinforcement learning, whose loss is about 0 and whose rows are new"
-        return unused(config, plain, reason)
+    if config.run_kind != "train":
+        return None
     if not config.max_loss_spike:
         return unused(config, {"loss_spike_action": "exclude"}, "has no effect with max_loss_spike=0")
     reason = "with enable_diloco=true: each replica has its own parameters, so guilty rows cannot be found"
@@ -276,7 +273,7 @@ def _loss_scale(config: Config) -> Violation | None:
 
 
 RULES: tuple[Callable[[Config], Violation | None], ...] = (
-    dataset_of_objective,
+    _dataset,
     _remat_lists,
     _schedule_of_replicas,
     _loss_scale,

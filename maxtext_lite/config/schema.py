@@ -1,28 +1,14 @@
-"""A config: all sections together, those of reinforcement learning, their order, and all keys."""
+"""A config: all sections together, their order, all keys, and what another kind of run adds."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import ClassVar, Literal
+from typing import Any, ClassVar
 
 from pydantic import PrivateAttr
+from pydantic.fields import FieldInfo
 
-from maxtext_lite.config.field_types import (
-    AtLeastOne,
-    AtLeastTwo,
-    Count,
-    CountOrMinusOne,
-    CountOrZero,
-    Exact,
-    Flag,
-    Lines,
-    Name,
-    NotNegative,
-    PositiveShare,
-    Seconds,
-    Section,
-    Temperature,
-    Text,
-)
+from maxtext_lite.config.field_types import Section
+from maxtext_lite.config.registry import load_installed
 from maxtext_lite.config.sections import (
     BatchConfig,
     DataConfig,
@@ -34,6 +20,19 @@ from maxtext_lite.config.sections import (
     PreferenceConfig,
     RunConfig,
 )
+
+SECTIONS: tuple[tuple[str, type[Section]], ...] = (
+    ("Run", RunConfig),
+    ("Batch size", BatchConfig),
+    ("Optimizer", OptimizerConfig),
+    ("Local updates", LocalUpdatesConfig),
+    ("Mesh", MeshConfig),
+    ("Model", ModelConfig),
+    ("Numerics", NumericsConfig),
+    ("Data", DataConfig),
+    ("Post-training", PreferenceConfig),
+)
+"""The sections in the order of configs/base.yml, with their headings."""
 
 
 class Config(
@@ -51,8 +50,36 @@ class Config(
 
     run_kind: ClassVar[str] = "train"
     """What the run does: its name in the registry's kinds that each kind of run implements."""
+    base_files: ClassVar[tuple[str, ...]] = ("base.yml",)
+    """The files below configs/ that have every key, the lowest first; the last one selects this kind of run."""
+    sections: ClassVar[tuple[tuple[str, type[Section]], ...]] = SECTIONS
+    """The sections in the order of the files, with their headings."""
+    unused_keys: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Keys that must have their values of base.yml, each with the reason."""
+    shown_keys: ClassVar[tuple[str, ...]] = ()
+    """Keys of its own that `describe` always shows."""
+    fingerprint_keys: ClassVar[tuple[str, ...]] = ()
+    """Keys of its own that a run's continuation must share."""
+    objectives: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {
+            "text": "pretrain",
+            "array_record": "pretrain",
+            "megatron": "pretrain",
+            "synthetic": "pretrain",
+            "sft": "sft",
+            "dpo": "dpo",
+        }
+    )
+    """The values of dataset_type that it trains on, with the objective of each."""
+    generated_data: ClassVar[str] = "synthetic"
+    """The value of dataset_type that reads no file."""
 
     _origins: Mapping[str, str] = PrivateAttr(default_factory=lambda: MappingProxyType({}))
+
+    @classmethod
+    def rules(cls) -> tuple[Callable[[Any], Any], ...]:
+        """The rules of this kind of run beside those of every config: each gives the Violation of a config, or None."""
+        return ()
 
     @property
     def origins(self) -> Mapping[str, str]:
@@ -79,109 +106,23 @@ def _restore(kind: type[Config], values: dict[str, object], origins: dict[str, s
     return kind.model_construct(**values).with_origins(origins)  # type: ignore[arg-type]
 
 
-# ---- Reinforcement learning: what configs/post_train/rl.yml adds ----------------------------------------------------
-
-
-class RLConfig(Section):
-    """The batches of reinforcement learning."""
-
-    batch_size: Count
-    num_generations: AtLeastTwo
-    micro_batch_size: CountOrMinusOne
-    num_iterations: Count
-    max_prefill_predict_length: Count
-    trainer_devices_fraction: Exact
-    sampler_devices_fraction: Exact
-
-
-class TaskConfig(Section):
-    """The prompts that the model responds to."""
-
-    prompt_template: Lines
-    apply_chat_template: Flag
-    arithmetic_operations: Name
-    arithmetic_largest: Count
-
-
-class RewardConfig(Section):
-    """The rewards of responses."""
-
-    reward_functions: Name
-    reward_weights: Text
-    reward_format: Text
-    reward_skip_special_tokens: Flag
-    reward_error: Literal["unscored", "zero", "stop"]
-    reward_timeout_seconds: Seconds
-
-
-class PolicyConfig(Section):
-    """The loss of reinforcement learning."""
-
-    loss_algo: Literal["grpo", "gspo"]
-    grpo_beta: NotNegative
-    grpo_epsilon: PositiveShare
-    grpo_epsilon_high: NotNegative
-    loss_aggregation: Literal["seq_mean_token_mean", "token_mean", "seq_mean_token_sum_norm"]
-    scale_rewards: Literal["group", "none"]
-
-
-class RolloutConfig(Section):
-    """How responses are sampled."""
-
-    decode_sampling_temperature: Temperature
-    decode_sampling_top_k: CountOrZero
-    decode_sampling_nucleus_p: PositiveShare
-    eval_num_generations: Count
-    eval_sampling_temperature: Temperature
-    rollout_slots: CountOrMinusOne
-    rollout_tensor_parallelism: Count
-    rollout_fsdp_parallelism: Count
-    rollout_engine: Literal["local", "vllm", "sglang", "http"]
-    rollout_url: Text
-    rollout_correction: Literal["none", "truncated"]
-    rollout_correction_cap: AtLeastOne
-
-
-class RLRunConfig(Config, RLConfig, TaskConfig, RewardConfig, PolicyConfig, RolloutConfig):
-    """Every key of a run of reinforcement learning, from a file whose `base` is post_train/rl.yml."""
-
-    run_kind: ClassVar[str] = "rl"
-
-
-SECTIONS: tuple[tuple[str, type[Section]], ...] = (
-    ("Run", RunConfig),
-    ("Batch size", BatchConfig),
-    ("Optimizer", OptimizerConfig),
-    ("Local updates", LocalUpdatesConfig),
-    ("Mesh", MeshConfig),
-    ("Model", ModelConfig),
-    ("Numerics", NumericsConfig),
-    ("Data", DataConfig),
-    ("Post-training", PreferenceConfig),
-)
-"""The sections in the order of configs/base.yml, with their headings."""
-
 KEYS: tuple[str, ...] = tuple(key for _, section in SECTIONS for key in section.model_fields)
 """Every key, in the order of configs/base.yml."""
-
-RL_SECTIONS: tuple[tuple[str, type[Section]], ...] = (
-    ("RL batch size", RLConfig),
-    ("Tasks", TaskConfig),
-    ("Rewards", RewardConfig),
-    ("Policy", PolicyConfig),
-    ("Rollout", RolloutConfig),
-)
-"""The sections that configs/post_train/rl.yml adds, in its order, with their headings."""
-
-RL_KEYS: tuple[str, ...] = tuple(key for _, section in RL_SECTIONS for key in section.model_fields)
-"""The keys that configs/post_train/rl.yml adds."""
 
 
 def keys_of(kind: type[Config]) -> tuple[str, ...]:
     """Every key of a kind of config, in the order of its files."""
-    return (*KEYS, *RL_KEYS) if issubclass(kind, RLRunConfig) else KEYS
+    return tuple(key for _, section in kind.sections for key in section.model_fields)
 
 
-def sections_of(config: Config) -> tuple[tuple[str, type[Section]], ...]:
-    """The sections of a config, with their headings."""
-    return (*SECTIONS, *RL_SECTIONS) if isinstance(config, RLRunConfig) else SECTIONS
+def known_keys() -> dict[str, FieldInfo]:
+    """Every key of any kind of run that is installed."""
+    fields = dict(Config.model_fields)
+    for kind in load_installed("run"):
+        fields |= kind.model_fields
+    return fields
+
+
+def field_of(key: str) -> FieldInfo | None:
+    """The field of a key of any kind of run that is installed; None if there is no such key."""
+    return Config.model_fields.get(key) or known_keys().get(key)

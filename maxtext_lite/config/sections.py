@@ -301,6 +301,10 @@ class NumericsConfig(Section):
     load_balance_loss_weight: NotNegative
 
 
+TOKENIZER_FILES = {"huggingface": "tokenizer.json", "sentencepiece": "tokenizer.model"}
+"""A tokenizer's file in a directory, by tokenizer_type; where several are there, the first counts."""
+
+
 class DataConfig(Section):
     """The data, its tokens and their order."""
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from maxtext_lite.config import RLRunConfig, UserError, single_path
+from maxtext_lite.config import UserError, single_path
 from maxtext_lite.config.errors import counted
-from maxtext_lite.config.rl_rules import ANSWER_REWARDS, reward_names
+from maxtext_lite.config.rl_rules import ANSWER_REWARDS, RLRunConfig, reward_names
 from maxtext_lite.data.conversations import Rendered, Renderer, refuse_unrendered
 from maxtext_lite.data.examples import check_id, num_held_out
 from maxtext_lite.data.order import example_ids

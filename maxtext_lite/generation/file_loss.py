@@ -9,7 +9,6 @@ import numpy as np
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.bucket import local_copy
 from maxtext_lite.config.json_file import is_there, user_path
-from maxtext_lite.config.rl_rules import RL_DATASETS
 from maxtext_lite.data import ExampleSource
 from maxtext_lite.data.answers import AnswerSource
 from maxtext_lite.data.manifest import MANIFEST_FILE
@@ -66,7 +65,7 @@ def file_loss(directory: Path, config: Config, asked: EvaluateConfig) -> dict[st
 def _dataset_type(config: Config, path: str, *, is_run: bool) -> str:
     """How to read the file: as the run reads its data; a text, though, need not be prepared as the run's is."""
     kind = config.dataset_type
-    if kind in RL_DATASETS:
+    if config.run_kind == "rl":
         raise UserError(
             "data: a run of reinforcement learning has rewards, and no loss of a file. Nearest that work: text, "
             "choices or cloze."

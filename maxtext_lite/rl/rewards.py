@@ -30,8 +30,7 @@ import numpy as np
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import number_text
-from maxtext_lite.config.rl_rules import reward_names, reward_weights
-from maxtext_lite.config.schema import RewardConfig
+from maxtext_lite.config.rl_rules import RewardConfig, reward_names, reward_weights
 from maxtext_lite.data.prompts import ARGUMENTS, Prompt
 
 _START_SECONDS = 300.0  # to import functions and their dependencies from a slow disk

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 
 from maxtext_lite.batching import RLBatch, batch_sizes, make_plan
-from maxtext_lite.config import RLRunConfig, UserError
+from maxtext_lite.config import UserError
 from maxtext_lite.config.hf.directory import paths_of_model
-from maxtext_lite.config.rl_rules import endless_evaluation
+from maxtext_lite.config.rl_rules import RLRunConfig, endless_evaluation
 from maxtext_lite.data import Prompt, PromptSource, Tokenizer, check_vocabulary, load_tokenizer, open_prompts
 from maxtext_lite.data.text_encoder import stop_tokens
 from maxtext_lite.models import Sampling

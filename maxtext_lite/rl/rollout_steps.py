@@ -9,7 +9,7 @@ from typing import TypeVar
 import jax
 import numpy as np
 
-from maxtext_lite.config import RLRunConfig
+from maxtext_lite.config.rl_rules import RLRunConfig
 from maxtext_lite.data import example_ids
 from maxtext_lite.parallel import sharding
 from maxtext_lite.process.phases import phases

@@ -11,10 +11,10 @@ from typing import Any, Literal
 from maxtext_lite.batching import make_plan
 from maxtext_lite.batching.branching import BranchSizes, branch_sizes, compared_examples
 from maxtext_lite.batching.scaling import scale_optimizer
-from maxtext_lite.config import Config, RLRunConfig, UserError
+from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import setting_text, writing
-from maxtext_lite.config.hf.model_directory import config_of_run
 from maxtext_lite.config.json_file import read_object
+from maxtext_lite.config.load import config_of_run
 from maxtext_lite.config.whole_file import steps_in, write_whole
 from maxtext_lite.process.records import Record, is_evaluation, read_records
 
@@ -78,7 +78,7 @@ class Branches:
             near = f"Nearest that works: {min(there, key=lambda each: abs(each - step))}." if there else "It has none."
             raise UserError(f"--step={step} is no checkpoint of RUN_DIR={run}. {near}")
         config = config_of_run(run)
-        if isinstance(config, RLRunConfig) or config.enable_diloco:
+        if config.run_kind == "rl" or config.enable_diloco:
             raise UserError(f"RUN_DIR={run}: branch covers neither reinforcement learning nor enable_diloco.")
         lines = list(read_records(run / "metrics.jsonl", []))
         self._lines = [line for line in lines if line["step"] <= step]

@@ -20,8 +20,9 @@ from maxtext_lite.config.hf.directory import (
     tokenizer_values,
 )
 from maxtext_lite.config.hf.fields import JsonObject
-from maxtext_lite.config.hf.model_directory import config_of_run, hf_config
+from maxtext_lite.config.hf.model_directory import hf_config
 from maxtext_lite.config.json_file import is_there, read_object, user_path
+from maxtext_lite.config.load import config_of_run
 from maxtext_lite.config.sections import MeshConfig
 from maxtext_lite.config.violation import Violation
 from maxtext_lite.hf import export_adapters, export_model, flat, store_files

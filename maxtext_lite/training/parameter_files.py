@@ -11,7 +11,7 @@ import jax
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, Sharding
 
-from maxtext_lite.config import Config, MlpKind, ModelConfig, RLRunConfig, RunConfig, UserError
+from maxtext_lite.config import Config, MlpKind, ModelConfig, RunConfig, UserError
 from maxtext_lite.config.bucket import absolute, original, reaching
 from maxtext_lite.config.errors import full_text, setting_text, value_text
 from maxtext_lite.config.hf.adapter import Adapter, adapter_of
@@ -62,7 +62,7 @@ def check_start(config: RunConfig, *, resumes: bool) -> None:
         if path and not has_hf_weights(path):
             checkpoints_in(path, "load_parameters_path")
     except UserError as error:
-        if not resumes or isinstance(config, RLRunConfig):  # whose reference may be read there again
+        if not resumes or config.run_kind == "rl":  # whose reference may be read there again
             raise
         *others, last = error.problems
         own = f"{run_directory(config)}/config.yml load_parameters_path="

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import jax
 
-from maxtext_lite.config import Config, RLRunConfig, UserError
+from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.bucket import absolute, original
 from maxtext_lite.config.errors import nearest_clause
-from maxtext_lite.config.hf.model_directory import config_of_run
 from maxtext_lite.config.json_file import read_object
 from maxtext_lite.config.kernels import KERNELS
+from maxtext_lite.config.load import config_of_run
 from maxtext_lite.config.whole_file import steps_in
 from maxtext_lite.process.records import Record, record_text
 from maxtext_lite.training.compilation_cache import reading_compiled
@@ -204,7 +204,7 @@ def _config(directory: Path, step: int, overrides: Sequence[str]) -> tuple[Confi
     newest, starts = _starts(where / "checkpoints")
     settings = settings_at(starts, step) if step <= newest else []
     config = config_of_run(directory, [*settings, *overrides])
-    kind = "reinforcement learning" if isinstance(config, RLRunConfig) else config.dataset_type
+    kind = "reinforcement learning" if config.run_kind == "rl" else config.dataset_type
     reasons = {
         "reinforcement learning": "its responses were sampled and are not stored",
         "dpo": "its rows are pairs, whose reference is computed before the first step",

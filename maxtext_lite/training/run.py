@@ -12,7 +12,7 @@ import optax
 
 from maxtext_lite.batching import BatchPlan, flops_of_documents, format_plan, resumed, scaled_optimizer
 from maxtext_lite.batching.devices import peak_tflops
-from maxtext_lite.config import Config, RLRunConfig, UserError, describe, write_resolved
+from maxtext_lite.config import Config, UserError, describe, write_resolved
 from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import value_text, writing
 from maxtext_lite.config.hf.adapter import adapter_of
@@ -380,7 +380,7 @@ class TrainingRun(Generic[Data]):
     @property
     def _answer_ends(self) -> tuple[int, ...]:
         """The special tokens with which the answers that the run learns end; prompts have none."""
-        return () if isinstance(self.config, RLRunConfig) else answer_ends(cast(ExampleSource, self.source))
+        return () if self.config.run_kind == "rl" else answer_ends(cast(ExampleSource, self.source))
 
     def _write_about(self, end: int) -> list[str]:
         """Writes the config, the plan, the environment, and the files that export and generation need besides.

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxtext_lite.config import RLRunConfig, UserError
-from maxtext_lite.config.hf.model_directory import config_of_run
+from maxtext_lite.config import UserError
+from maxtext_lite.config.load import config_of_run
 from maxtext_lite.config.whole_file import steps_in
 from maxtext_lite.data import MixtureSource, hash_of_run, open_mixture
 from maxtext_lite.data.mixture_of_run import in_run
@@ -160,7 +160,7 @@ def rows_of_step(run: Path, step: int) -> list[Any] | str:
         return f"metrics.jsonl has no step {step}"
     try:
         config = config_of_run(run)
-        if isinstance(config, RLRunConfig):
+        if config.run_kind == "rl":
             return "reinforcement learning reads prompts and samples its rows, some of which are in rollouts.jsonl"
         source, _ = in_run(config, open_mixture(config, vocab_size=config.vocab_size)[0])
     except UserError as error:

@@ -35,7 +35,7 @@ from maxtext_lite.config.bucket import (
     storage_errors,
 )
 from maxtext_lite.config.errors import writing
-from maxtext_lite.config.hf.model_directory import WORKING_DIRECTORY
+from maxtext_lite.config.load import WORKING_DIRECTORY
 from maxtext_lite.config.whole_file import TEMPORARY, write_whole
 
 _COMMIT = re.compile(rb"[0-9a-f]{40}|[0-9a-f]{64}")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from maxtext_lite.config import Config, RLRunConfig, UserError
+from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import setting_text
 from maxtext_lite.config.sections import ModelConfig
 
@@ -46,7 +46,7 @@ def shrunk(config: Config) -> dict[str, object]:
     Raises:
       UserError: the config's result depends on how the batch is split.
     """
-    if isinstance(config, RLRunConfig):
+    if config.run_kind == "rl":
         raise UserError(
             f"dataset_type={config.dataset_type}: a step of reinforcement learning trains on sampled responses, and "
             "one token that rounding changes makes another batch. Nearest that works: dataset_type=sft, whose steps on "

@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 from maxtext_lite.batching.ranking import is_open
 from maxtext_lite.config import (
     KEYS,
-    RL_KEYS,
-    RLRunConfig,
     UserError,
     load_config,
     packaged_file,
     write_resolved,
 )
 from maxtext_lite.config.hints import _ELSEWHERE, hub_hint
+from maxtext_lite.config.rl_rules import RL_KEYS, RLRunConfig
 from tests.mutations import VALUES
 
 

@@ -45,7 +45,7 @@ def measure(run: GoldenRun, directory: Path) -> dict[str, Any]:
     """Does a run under `directory`, and gives what metrics.jsonl and the final parameters say, in lists by key."""
     import jax
 
-    from maxtext_lite.config import RLRunConfig, load_config
+    from maxtext_lite.config import load_config
     from maxtext_lite.rl.rollout_steps import train_rl
     from maxtext_lite.training import train
 
@@ -57,7 +57,7 @@ def measure(run: GoldenRun, directory: Path) -> dict[str, Any]:
         config = load_config(
             file, [*leg, f"base_output_directory={directory}", "run_name=run"]
         )
-        result = (train_rl if isinstance(config, RLRunConfig) else train)(config)
+        result = (train_rl if config.run_kind == "rl" else train)(config)
     found: dict[str, Any] = {}
     for line in (result.run_directory / "metrics.jsonl").read_text().splitlines():
         for key, value in json.loads(line).items():

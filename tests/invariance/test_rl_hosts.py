@@ -5,7 +5,8 @@ import shutil
 import numpy as np
 import pytest
 
-from maxtext_lite.config import RLRunConfig, load_config
+from maxtext_lite.config import load_config
+from maxtext_lite.config.rl_rules import RLRunConfig
 from maxtext_lite.rl.rollout_steps import train_rl
 from tests.processes import RunFiles, in_turn
 from tests.rl.conftest import RUN, evaluations, lines

@@ -1,19 +1,17 @@
 """Hugging Face directories, and runs that came from one: their files, and the keys that they decide."""
 
-import dataclasses
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 from maxtext_lite.config.bucket import any_path, local_copy
 from maxtext_lite.config.errors import Refusal, UserError, any_of, value_text
-from maxtext_lite.config.files import Origin
 from maxtext_lite.config.hf.adapter import CONFIG, adapter_of, missing_base
 from maxtext_lite.config.hf.config import WEIGHTS_FIELD, config_json, field_names, model_keys, stored_dtype
 from maxtext_lite.config.hf.fields import JsonObject, Keys, same_architecture
 from maxtext_lite.config.json_file import check_file, is_there, path_below, read_object
-from maxtext_lite.config.sections import ModelConfig, RunConfig
+from maxtext_lite.config.load import Provided
+from maxtext_lite.config.sections import TOKENIZER_FILES, ModelConfig, RunConfig
 from maxtext_lite.config.whole_file import steps_in
 
 CARRIED = (
@@ -23,8 +21,6 @@ CARRIED = (
 )  # fmt: skip
 """Files that are copied along with a model's weights; all but the first are about its tokens."""
 
-TOKENIZER_FILES = {"huggingface": "tokenizer.json", "sentencepiece": "tokenizer.model"}
-"""The tokenizer's file in such a directory, by tokenizer_type; the first that is there counts."""
 TOKENIZER_KEYS = ("tokenizer_type", "tokenizer_path")
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 """The index of several files, and the name of a single file."""
@@ -191,26 +187,31 @@ def _indexed(root: Path, names: dict[str, str]) -> list[Path]:
 # ---- The keys: the layer between a model's file and what the user states --------------------------------------------
 
 
-def directory_origin(path: str) -> str | None:
-    """The config.json of `load_parameters_path`, as messages call it; None if there is none."""
-    directory = hf_directory(path) if path else None
-    return None if directory is None else str(directory / "config.json")
-
-
-def directory_values(
-    path: str, stated: Mapping[str, tuple[object, str]], max_target_length: object
-) -> tuple[dict[str, Any], list[Refusal]]:
-    """The keys that come with a Hugging Face directory, an imported model, or a run that began with one.
+def provide(path: str, stated: Mapping[str, tuple[object, str]], max_target_length: object) -> Provided | None:
+    """What a Hugging Face directory, an adapter, an imported model, or a run says about the config that begins with it.
 
     Args:
       stated: the keys that the user's files, command line or model_name state, with where.
       max_target_length: its value if the user does not state it.
     Returns:
       All keys of the architecture; `dtype`, if the weights are stored in bfloat16; and the tokenizer, unless one is
-      stated. Also a refusal for each stated key that contradicts the architecture.
+      stated. Also a refusal for each stated key that contradicts the architecture. Of a model without a config.json,
+      the tokenizer alone; None: it has none either.
     """
     directory = hf_directory(path)
-    assert directory is not None, path
+    if directory is not None:
+        return _of_config_json(path, directory, stated, max_target_length)
+    if missing_base(path) is not None:
+        # The config.yml of a run says what the model is.
+        refusals = [] if stated.keys() >= ModelConfig.model_fields.keys() else _missing_base_refusals(path)
+        return Provided(path, {}, refusals)
+    tokenizer = tokenizer_values(path, stated)
+    return Provided(f"{path}/hf", tokenizer) if tokenizer else None
+
+
+def _of_config_json(
+    path: str, directory: Path, stated: Mapping[str, tuple[object, str]], max_target_length: object
+) -> Provided:
     origin = str(directory / "config.json")
     try:
         has_hf_weights(path)
@@ -218,7 +219,7 @@ def directory_values(
         fields = read_object(directory / "config.json")
         keys = model_keys(fields, origin)
     except UserError as error:
-        return {}, _refusals(error)
+        return Provided(origin, {}, _refusals(error))
 
     def contradiction(key: str, other: str, advice: str) -> Refusal:
         value, where = stated[key]
@@ -255,13 +256,11 @@ def directory_values(
                     "tokenizer_type and tokenizer_path.",
                 )
             )
-    return values, refusals
+    return Provided(origin, values, refusals, field_names(fields))
 
 
-def missing_base_refusals(path: str) -> list[Refusal]:
-    """The refusals of an adapter whose base model is not there; none for everything else."""
-    if not path or missing_base(path) is None:
-        return []
+def _missing_base_refusals(path: str) -> list[Refusal]:
+    """The refusals of an adapter whose base model is not there."""
     try:
         adapter_of(path)
     except UserError as error:
@@ -281,32 +280,6 @@ def tokenizer_values(path: str, stated: Mapping[str, object]) -> dict[str, str]:
     if adapter and (own := tokenizer_keys(adapter.directory)):
         return own
     return tokenizer_keys(hf_directory(path) or local_copy(path, "load_parameters_path") / "hf")
-
-
-def in_its_fields(path: str, refusals: list[Refusal], origins: Mapping[str, str]) -> list[Refusal]:
-    """The refusals; those of keys that a directory decides name its config.json and the fields there.
-
-    Args:
-      origins: where each key's value comes from.
-    """
-    decided = {key for key, each in origins.items() if isinstance(each, Origin) and each.is_architecture}
-    origin = directory_origin(path)
-    if origin is None or not any(refusal.key in decided for refusal in refusals):
-        return refusals
-    names = field_names(read_object(Path(origin)))
-    words = re.compile(rf"\b({'|'.join(names)})\b")
-
-    def worded(text: object) -> object:
-        return words.sub(lambda found: names[found[0]], text) if isinstance(text, str) else text
-
-    return [
-        dataclasses.replace(
-            refusal, message=f"{origin}: {worded(refusal.message)}", nearest=tuple(map(worded, refusal.nearest))
-        )
-        if refusal.key in decided
-        else refusal
-        for refusal in refusals
-    ]
 
 
 def _plain(value: object) -> object:

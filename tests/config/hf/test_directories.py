@@ -12,18 +12,14 @@ from maxtext_lite.config.hf.adapter import adapter_of, missing_base
 from maxtext_lite.config.hf.directory import (
     INDEX,
     WHOLE,
-    directory_origin,
     has_hf_weights,
     hf_directory,
     tokenizer_keys,
     weight_files,
     weight_map,
 )
-from maxtext_lite.config.hf.model_directory import (
-    config_of_run,
-    directory_config,
-    hf_config,
-)
+from maxtext_lite.config.hf.model_directory import directory_config, hf_config
+from maxtext_lite.config.load import config_of_run
 from maxtext_lite.training.run_files import run_directory
 from tests.config.hf.test_families import LLAMA, TABLE
 
@@ -69,7 +65,7 @@ def test_the_architecture_dtype_and_tokenizer_come_with_the_directory(directory)
     assert config.tokenizer_type == "huggingface"
     assert config.tokenizer_path == str(directory / "tokenizer.json")
     origin = str(directory / "config.json")
-    assert config.origins["base_emb_dim"] == directory_origin(str(directory)) == origin
+    assert config.origins["base_emb_dim"] == origin
 
 
 def test_what_the_user_states_wins_where_it_does_not_contradict(directory, tmp_path):
