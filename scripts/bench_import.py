@@ -41,7 +41,7 @@ def _measure(directory: Path, model: str, layers: int, sizes: dict[str, int]) ->
     import jax
 
     from maxtext_lite.config import load_config
-    from maxtext_lite.hf import load_hf_parameters
+    from maxtext_lite.hf.importing import load_hf_parameters
     from maxtext_lite.parallel import MESH_AXES, make_mesh, tree_shardings
     from maxtext_lite.training.state import make_decoder
 

@@ -62,7 +62,7 @@ class Provided:
     origin: str
     values: Mapping[str, object]
     refusals: Sequence[Refusal] = ()
-    field_names: Mapping[str, str] = field(default_factory=dict)
+    field_names: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Reading:
     config: Config
     refusals: tuple[Refusal, ...]
     wrong: tuple[Refusal, ...]
-    field_names: Mapping[str, str] = field(default_factory=dict)
+    field_names: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def refused(self, refusals: Iterable[Refusal]) -> list[Refusal]:
         """All refusals; where load_parameters_path decided a key, in terms of its files."""

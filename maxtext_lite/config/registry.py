@@ -18,7 +18,7 @@ from maxtext_lite.config.errors import UserError
 _BUILT_IN: Mapping[str, Mapping[str, str]] = {
     "config_provider": {"huggingface": "maxtext_lite.config.hf.directory:provide"},
     "model_files": {"huggingface": "maxtext_lite.hf.carried:store_files_of_run"},
-    "parameters": {"huggingface": "maxtext_lite.hf.reader:open_parameters"},
+    "parameters": {"huggingface": "maxtext_lite.training.hf_reader:open_parameters"},
     "run": {"post_train/rl.yml": "maxtext_lite.config.rl_rules:RLRunConfig"},
 }
 """`module:attribute` of each name of each kind.
@@ -69,7 +69,7 @@ def load(kind: str, name: str) -> Any:
 
 def load_installed(kind: str) -> list[Any]:
     """The objects of all names of a kind whose modules are there, in the order of `names`."""
-    found = []
+    found: list[Any] = []
     for name in names(kind):
         try:
             found.append(load(kind, name))

@@ -9,8 +9,9 @@ from pathlib import Path
 from maxtext_lite.config import Config
 from maxtext_lite.config.hf.directory import hf_directory
 from maxtext_lite.data import Tokenizer, check_vocabulary, load_tokenizer
-from maxtext_lite.data.text_encoder import TextEncoder, stop_tokens
+from maxtext_lite.data.text_encoder import TextEncoder
 from maxtext_lite.generation.stream_text import WrittenText
+from maxtext_lite.hf.stop_tokens import stop_tokens
 
 
 @dataclass(frozen=True)

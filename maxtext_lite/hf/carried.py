@@ -8,7 +8,6 @@ from maxtext_lite.config import Config, DataConfig, UserError
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.hf.directory import (
     CARRIED,
-    TOKENIZER_FILES,
     files_of_model,
     hf_directory,
     paths_of_model,
@@ -16,9 +15,10 @@ from maxtext_lite.config.hf.directory import (
 )
 from maxtext_lite.config.hf.fields import JsonObject, is_whole
 from maxtext_lite.config.json_file import is_there, read_bytes, read_object, user_path
+from maxtext_lite.config.sections import TOKENIZER_FILES
 from maxtext_lite.config.whole_file import write_whole
 from maxtext_lite.data import Tokenizer, load_tokenizer
-from maxtext_lite.data.text_encoder import (
+from maxtext_lite.hf.stop_tokens import (
     file_hash,
     has_tokenizer,
     special_among,
@@ -73,6 +73,17 @@ def store_files(
     for name in CARRIED:
         if name not in contents:
             (out / name).unlink(missing_ok=True)
+
+
+def store_files_of_run(config: Config, out: Path, learned: Sequence[int]) -> list[str]:
+    """Stores the files of a run's model, and returns the `new_ends` of the tokens that the run learns.
+
+    Raises:
+      UserError: a file cannot be read.
+    """
+    ends = new_ends(config, learned)
+    store_files(config, out, learned=learned)
+    return ends
 
 
 def new_ends(config: Config, learned: Sequence[int]) -> list[str]:

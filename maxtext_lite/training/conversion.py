@@ -25,8 +25,10 @@ from maxtext_lite.config.json_file import is_there, read_object, user_path
 from maxtext_lite.config.load import config_of_run
 from maxtext_lite.config.sections import MeshConfig
 from maxtext_lite.config.violation import Violation
-from maxtext_lite.hf import export_adapters, export_model, flat, store_files
-from maxtext_lite.hf.carried import carry_own_tokens, carry_tokens, end_of_text_of, tokenizer_file
+from maxtext_lite.hf.carried import carry_own_tokens, carry_tokens, end_of_text_of, store_files, tokenizer_file
+from maxtext_lite.hf.entries import flat
+from maxtext_lite.hf.export import export_model
+from maxtext_lite.hf.peft import export_adapters
 from maxtext_lite.parallel import Params, make_mesh, on_first_host, start_devices
 from maxtext_lite.training.arrays import num_elements
 from maxtext_lite.training.maxtext_checkpoint import load_maxtext_parameters, maxtext_dtype, maxtext_items

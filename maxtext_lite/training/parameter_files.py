@@ -14,12 +14,10 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from maxtext_lite.config import Config, MlpKind, ModelConfig, RunConfig, UserError
 from maxtext_lite.config.bucket import absolute, original, reaching
 from maxtext_lite.config.errors import full_text, setting_text, value_text
-from maxtext_lite.config.hf.adapter import Adapter, adapter_of
-from maxtext_lite.config.hf.directory import has_hf_weights
 from maxtext_lite.config.hints import hub_hint
 from maxtext_lite.config.load import defaults_of
+from maxtext_lite.config.registry import load_installed
 from maxtext_lite.config.whole_file import steps_in
-from maxtext_lite.hf import flat, load_hf_parameters, read_peft_adapters
 from maxtext_lite.models import Lora, joined, merged
 from maxtext_lite.parallel import Params, Tree, TreePath, sharding, with_dims
 from maxtext_lite.training.failures import Failures
@@ -28,6 +26,53 @@ from maxtext_lite.training.saving import FORMAT, check, read_about, read_arrays,
 
 PARAMETERS = ("params", "about")
 """The items of a checkpoint that are needed to read its parameters."""
+
+
+class Reader:
+    """The parameters in a directory that is not ours, as a function of the registry's kind `parameters` gives it.
+
+    Attributes:
+      directory: of the model; for an adapter, of the model that it adapts.
+      lora: the adapters' rank, alpha and targets; None: there are no adapters.
+    """
+
+    directory: str | Path
+    lora: Lora | None = None
+
+    def load(self, abstract_params: Params, key: str) -> Params:
+        """The model's parameters, without adapters, in the shapes and shardings of `abstract_params`.
+
+        Args:
+          key: what messages call the directory.
+        Raises:
+          UserError: they cannot be read, or belong to another model; on all hosts.
+        """
+        raise NotImplementedError
+
+    def load_adapters(self, plain: Params, where: Tree, lora_rank: int | None = None) -> Params:
+        """The adapters, float32.
+
+        Args:
+          plain: the parameters that they adapt, or their shapes.
+          where: one sharding for all, or a tree of shardings.
+          lora_rank: of the config; None: the directory decides it.
+        Raises:
+          UserError: they cannot be read.
+        """
+        raise NotImplementedError
+
+
+def reader_of(path: str | Path) -> Reader | None:
+    """What reads a directory's parameters; None: a checkpoint of ours, or nothing that is known.
+
+    Raises:
+      UserError: its files are damaged or missing.
+    """
+    for open_parameters in load_installed("parameters"):
+        reader = open_parameters(path)
+        if reader is not None:
+            return reader
+    return None
 
 
 def checkpoints_in(path: str | Path, key: str) -> list[Path]:
@@ -49,7 +94,7 @@ def checkpoints_in(path: str | Path, key: str) -> list[Path]:
     )
 
 
-def check_start(config: RunConfig, *, resumes: bool) -> None:
+def check_start(config: Config, *, resumes: bool) -> None:
     """Checks that load_parameters_path, if it is stated, names parameters; their files are not read.
 
     Args:
@@ -59,7 +104,7 @@ def check_start(config: RunConfig, *, resumes: bool) -> None:
     """
     path = config.load_parameters_path
     try:
-        if path and not has_hf_weights(path):
+        if path and reader_of(path) is None:
             checkpoints_in(path, "load_parameters_path")
     except UserError as error:
         if not resumes or config.run_kind == "rl":  # whose reference may be read there again
@@ -121,23 +166,21 @@ def frozen_directory(run_directory: Path) -> Path:
 
 
 def load_parameters(path: str | Path, abstract_params: Params, key: str) -> Params:
-    """The parameters of a checkpoint or a Hugging Face directory, in the shapes and shardings of `abstract_params`.
+    """The parameters of a checkpoint, or of what a `Reader` reads, in the shapes and shardings of `abstract_params`.
 
-    A checkpoint may have been saved from another pipeline. Adapters, of a LoRA run or of an adapter's directory, are
-    merged into their frozen parameters.
+    A checkpoint may have been saved from another pipeline. Adapters are merged into their frozen parameters.
 
     Args:
       abstract_params: without adapters.
     Raises:
       UserError: there is no checkpoint at `path`, or its parameters have other shapes; names `key`.
     """
-    if adapter := adapter_of(path):
-        plain = load_hf_parameters(adapter.base, abstract_params, key)
-        lora = Lora(adapter.rank, adapter.alpha, tuple(adapter.targets.split(",")))
+    if reader := reader_of(path):
+        plain = reader.load(abstract_params, key)
+        if reader.lora is None:
+            return plain
         whole = sharding(jax.tree.leaves(plain)[0].sharding.mesh)
-        return _merged(lora, load_peft_adapters(adapter, plain, whole), plain)
-    if has_hf_weights(path):
-        return load_hf_parameters(path, abstract_params, key)
+        return _merged(reader.lora, reader.load_adapters(plain, whole), plain)
     directory = whole_checkpoint(path, key, PARAMETERS)
     mesh = jax.tree.leaves(abstract_params)[0].sharding.mesh
     found = load_adapters(directory, mesh)
@@ -155,22 +198,6 @@ def load_parameters(path: str | Path, abstract_params: Params, key: str) -> Para
     layer_dims = layer_dims_of(params)
     adapters = _with_layer_dims(adapters, (math.prod(layer_dims),), (*layer_dims[:-1], -1))
     return _merged(lora, adapters, params)
-
-
-def load_peft_adapters(adapter: Adapter, plain: Params, where: Tree) -> Params:
-    """The adapters of a PEFT directory on the mesh, float32.
-
-    Args:
-      plain: the parameters that they adapt, or their shapes.
-      where: one sharding for all, or a tree of shardings.
-    Raises:
-      UserError: as `read_peft_adapters`.
-    """
-    read = read_peft_adapters(adapter, {path: tuple(leaf.shape) for path, leaf in flat(plain).items()})
-    shardings = jax.tree.map(lambda _: where, read) if isinstance(where, NamedSharding) else where
-    return jax.tree.map(
-        lambda x, sharding: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index]), read, shardings
-    )
 
 
 def _merged(lora: Lora, adapters: Params, params: Params) -> Params:

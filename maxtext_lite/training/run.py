@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 import jax
@@ -15,14 +16,13 @@ from maxtext_lite.batching.devices import peak_tflops
 from maxtext_lite.config import Config, UserError, describe, write_resolved
 from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import value_text, writing
-from maxtext_lite.config.hf.adapter import adapter_of
+from maxtext_lite.config.registry import load_installed
 from maxtext_lite.data import ExampleSource, MixtureSource
 from maxtext_lite.data.excluded import ExcludedRow, excluded_ids, left_out
 from maxtext_lite.data.mixture_of_run import early_end, in_run, mixture_sentences, mixture_table, steps_left
 from maxtext_lite.data.mixture_source import answer_ends
 from maxtext_lite.data.preparing.inspecting import summaries
 from maxtext_lite.data.sources_on_hosts import excluded_rows_on_hosts, listed_rows_on_hosts, source_tokens_of_run
-from maxtext_lite.hf import new_ends, store_files
 from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import tree_shardings
 from maxtext_lite.process.watchdog import watchdog
@@ -41,7 +41,7 @@ from maxtext_lite.training.lease import Lease, hold
 from maxtext_lite.training.metrics import Speed, Terminal
 from maxtext_lite.training.noise import why_unknown
 from maxtext_lite.training.optimizer import UNKNOWN_RATE, Schedule, schedule_of_run
-from maxtext_lite.training.parameter_files import check_start, load_parameters, load_peft_adapters
+from maxtext_lite.training.parameter_files import check_start, load_parameters, reader_of
 from maxtext_lite.training.run_files import (
     RunFiles,
     environment,
@@ -284,11 +284,14 @@ class TrainingRun(Generic[Data]):
             self._saved.starts = with_start([], self.config, self.plan, 0, 0)
         path = self.config.load_parameters_path
         if path:  # before any compilation, as it may be missing or not fit
-            adapter = adapter_of(path)
-            params = load_parameters(adapter.base if adapter else path, abstract.plain_params, "load_parameters_path")
-            where = tree_shardings(self.mesh, self.decoder.trained(self.decoder.axes))
-            rank = self.config.lora_rank
-            adapters = load_peft_adapters(adapter.as_stated(rank), params, where) if adapter else None
+            reader, adapters = reader_of(path), None
+            if reader is None:
+                params = load_parameters(path, abstract.plain_params, "load_parameters_path")
+            else:
+                params = reader.load(abstract.plain_params, "load_parameters_path")
+                if reader.lora is not None:
+                    where = tree_shardings(self.mesh, self.decoder.trained(self.decoder.axes))
+                    adapters = reader.load_adapters(params, where, self.config.lora_rank)
             return state_from(self.parts, params, self.config.seed, adapters), Counts()
         return init_state(self.parts, self.config.seed), Counts()
 
@@ -390,16 +393,25 @@ class TrainingRun(Generic[Data]):
         Returns:
           The tokens at which the model's texts end only from this run on.
         """
-        ends = new_ends(self.config, self._answer_ends)
         with writing((files := self.files.directory) / "config.yml"):
             write_resolved(self.config, files / "config.yml")
-        store_files(self.config, files / "hf", learned=self._answer_ends)
+        ends = self._store_model_files(files / "hf")
         self.files.remove_gone()  # what an earlier start stored
         data = {"mixture": mixture_table(self.source, 0, end), "data": summaries(self.source)}
         write_json(files / "plan.json", self.plan.to_json() | {name: each for name, each in data.items() if each})
         write_json(files / "environment.json", environment())
         self.memory.write(files)
         self.files.upload()
+        return ends
+
+    def _store_model_files(self, directory: Path) -> list[str]:
+        """Stores the files about the model's tokens, if there are any; returns the tokens at which texts newly end."""
+        config, learned = self.config, self._answer_ends
+        is_stated = config.load_parameters_path or config.tokenizer_path or config.chat_template
+        ends: list[str] = []
+        if is_stated or learned or directory.is_dir():
+            for store in load_installed("model_files"):
+                ends += store(config, directory, learned)
         return ends
 
     def note_memory(self, **found: int | None) -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from maxtext_lite.config import Config, SourceList, UserError
 from maxtext_lite.config.errors import value_text
-from maxtext_lite.config.hf.adapter import adapter_of
 from maxtext_lite.config.json_file import is_there, user_path
 from maxtext_lite.config.whole_file import TEMPORARY, steps_in
 from maxtext_lite.data.text_files import find_files
 from maxtext_lite.training.lease import DIRECTORY as LEASE
+from maxtext_lite.training.parameter_files import reader_of
 
 _READ = (
     "load_parameters_path",
@@ -67,8 +67,8 @@ def _paths(key: str, text: str) -> Iterator[Path]:
     if glob.has_magic(text) and not is_there(path):
         with contextlib.suppress(UserError):  # of a key that takes no pattern
             yield from [file for _, file in find_files(key, text)]
-    if key == "load_parameters_path" and (adapter := adapter_of(text)):
-        yield adapter.base
+    if key == "load_parameters_path" and (reader := reader_of(text)):
+        yield Path(reader.directory)
 
 
 def remove_run(directory: Path, say: Callable[[str], None]) -> None:

@@ -16,7 +16,9 @@ from maxtext_lite.config.hf.families import FAMILIES
 from maxtext_lite.config.hf.fields import same_architecture
 from maxtext_lite.config.hf.model_directory import hf_config
 from maxtext_lite.config.json_file import read_object
-from maxtext_lite.hf import export, export_model, export_parameters, load_hf_parameters
+from maxtext_lite.hf import export
+from maxtext_lite.hf.export import export_model, export_parameters
+from maxtext_lite.hf.importing import load_hf_parameters
 from maxtext_lite.hf.tables import TABLES
 from maxtext_lite.parallel import (
     MESH_AXES,

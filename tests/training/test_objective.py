@@ -11,7 +11,7 @@ import pytest
 
 from maxtext_lite.config.hf.model_directory import hf_config
 from maxtext_lite.data import open_sources
-from maxtext_lite.hf import load_hf_parameters
+from maxtext_lite.hf.importing import load_hf_parameters
 from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding, tree_shardings
 from maxtext_lite.training.gradients import GradientLoop
 from maxtext_lite.training.objective import objective_of

@@ -87,6 +87,8 @@ def test_what_is_held_or_no_run_or_needed_stays(earlier, tmp_path):
         config = config_of(tmp_path, "overwrite=true", "dataset_type=text", word)
         with pytest.raises(UserError, match=rf"^{word.partition('=')[0]}=.*overwrite"):
             check_removable(config, earlier)
+    for name in ("config.json", "model.safetensors"):
+        (earlier / "hf" / name).write_text("{}")
     theirs = adapter(tmp_path, base_model_name_or_path=str(earlier / "hf"))
     config = config_of(tmp_path).model_copy(
         update={"load_parameters_path": str(theirs)}
