@@ -11,7 +11,7 @@ import jax
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, Sharding
 
-from maxtext_lite.config import Config, MlpKind, ModelConfig, RunConfig, UserError
+from maxtext_lite.config import Config, MlpKind, ModelConfig, UserError
 from maxtext_lite.config.bucket import absolute, original, reaching
 from maxtext_lite.config.errors import full_text, setting_text, value_text
 from maxtext_lite.config.hints import hub_hint
