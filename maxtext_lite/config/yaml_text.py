@@ -2,19 +2,14 @@
 
 import re
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import yaml
 
 from maxtext_lite.config.errors import value_text
 
-
-class _CoreLoader(yaml.SafeLoader):
-    """PyYAML's parser without the rules of YAML 1.1 for plain scalars."""
-
-    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
-
-
+# PyYAML's parser without the rules of YAML 1.1 for plain scalars.
+_CoreLoader: Any = type("_CoreLoader", (yaml.SafeLoader,), {"yaml_implicit_resolvers": {}})
 _PATTERNS: dict[str, re.Pattern[str]] = {}
 for _tag, _pattern, _first in (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
