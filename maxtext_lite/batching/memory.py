@@ -8,7 +8,6 @@ line follows from shapes; XLA fuses, reuses and copies, so its own figures (`mem
 from collections.abc import Iterator, Mapping
 
 from maxtext_lite.batching.activations import (
-    BYTES,
     LayerOnDevice,
     activation_lines,
     offloaded_activations,
@@ -16,37 +15,20 @@ from maxtext_lite.batching.activations import (
 )
 from maxtext_lite.batching.ledger import LAYERS, MOMENTS, PASSES, MemoryEstimate, MemoryLine
 from maxtext_lite.batching.parameters import (
+    BYTES,
     ParameterCount,
     count_factored,
     count_orthogonalized,
     count_parameters,
+    master_bytes,
+    vocab_tiles,
     weight_shards,
 )
 from maxtext_lite.batching.pipeline_shape import Schedule
 from maxtext_lite.config import Config
 from maxtext_lite.config.kernels import Accelerator
-from maxtext_lite.config.violation import divisors
 
 _GPU = Accelerator.planned("gpu")
-
-_TILE_LOGITS_BYTES = 2**29
-
-
-def vocab_tiles(num_vocab_tiling: int, *, rows: int, tokens: int, vocab_size: int) -> int:
-    """Pieces in which a device computes its logits.
-
-    These are `num_vocab_tiling`, or for -1 the fewest whose float32 logits take at most half a GiB, a 32nd of the
-    memory of the smallest accelerator. The device at hand has no say, so that another one computes the same.
-
-    Args:
-      rows: rows of a device.
-      tokens: tokens of each of these rows, split into equal pieces.
-      vocab_size: the device's part of the vocabulary.
-    """
-    if num_vocab_tiling != -1:
-        return num_vocab_tiling
-    fits = (pieces for pieces in divisors(tokens) if 4 * rows * (tokens // pieces) * vocab_size <= _TILE_LOGITS_BYTES)
-    return next(fits, tokens)
 
 
 def estimate_memory(
@@ -165,17 +147,6 @@ def _state_lines(
     if accelerator.platform == "cpu":
         # XLA's loops there write one array each: the new moment, while the parameter's loop still reads the old one.
         yield MemoryLine("state, copied", "weights", state + masters, "old moments while new are written", ("update",))
-
-
-def master_bytes(config: Config, mesh: Mapping[str, int], diloco_num_replicas: int | None) -> int:
-    """Bytes per device of the float32 masters of narrower weights, which `master_weights=false` saves.
-
-    Each replica of local updates has its own masters, and so do the outer parameters.
-    """
-    if config.weight_dtype == "float32" or config.lora_rank:  # adapters are float32; frozen weights need no masters
-        return 0
-    copies = 1 if diloco_num_replicas is None else _copies(mesh, diloco_num_replicas) + 1
-    return 4 * copies * _count(config, mesh).total // (mesh["data"] if config.shard_optimizer_over_data else 1)
 
 
 def _optimizer_elements(config: Config, mesh: Mapping[str, int], count: ParameterCount) -> int:

@@ -25,9 +25,9 @@ from maxtext_lite.batching.laws import (
 )
 from maxtext_lite.batching.parameters import active_parameters, count_parameters, flops_per_example
 from maxtext_lite.batching.planning import make_plan
-from maxtext_lite.batching.ranking import settings_of
 from maxtext_lite.batching.topology import Topology, topology_violations
 from maxtext_lite.config import Config, UserError
+from maxtext_lite.config.errors import settings_of
 from maxtext_lite.config.suggest import ConfigRequest
 
 UTILIZATION = Interval(0.3, 0.5)

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self, cast
 
-from maxtext_lite.batching.rl import RLBatch, rl_batch
+from maxtext_lite.batching.batch import SampledBatch
 from maxtext_lite.batching.sizes import Sizes, derive_sizes
 from maxtext_lite.batching.topology import Topology, topology_violations
-from maxtext_lite.config import Config, Refusal, RLRunConfig
+from maxtext_lite.config import Config, Refusal, RLRunConfig, registry
 from maxtext_lite.config.load import UNUSED_IN_RL, defaults_of
 from maxtext_lite.config.suggest import ConfigRequest, suggest
 from maxtext_lite.config.violation import Change, Violation
@@ -46,23 +46,24 @@ class PlanRequest(ConfigRequest):
 
 def resolve(
     config: Config, topology: Topology, num_examples: int | None = None
-) -> tuple[Sizes, RLBatch | None] | list[Violation]:
-    """The sizes of a run, with its batches if it is reinforcement learning; or every broken rule.
+) -> tuple[Sizes, SampledBatch | None] | list[Violation]:
+    """The sizes of a run, with its batch if it samples its examples; or every broken rule.
 
     Args:
       num_examples: training examples in the data, where known.
     """
-    rl = None
-    if isinstance(config, RLRunConfig):
-        broken = topology_violations(topology)
-        rl = broken or rl_batch(config, topology)
-        if isinstance(rl, list):
-            return rl
-        num_examples = None  # reinforcement learning has no length in epochs
-        hosts = topology.num_hosts if rl.takes_turns else 1
-        topology = replace(topology, num_devices=rl.trainer_devices, num_hosts=hosts)
-    sizes = derive_sizes(config, topology, num_examples, rl.trained if rl else None)
-    return (sizes, rl) if isinstance(sizes, Sizes) else sizes
+    sampled: SampledBatch | None = None
+    if config.run_kind != "train":
+        if broken := topology_violations(topology):
+            return broken
+        found: SampledBatch | list[Violation] = registry.load("batch", config.run_kind)(config, topology)
+        if isinstance(found, list):
+            return found
+        sampled = found
+        num_examples = None  # a run that samples has no length in epochs
+        topology = sampled.training_part(topology)
+    sizes = derive_sizes(config, topology, num_examples, sampled.trained if sampled else None)
+    return (sizes, sampled) if isinstance(sizes, Sizes) else sizes
 
 
 def refusals(

@@ -15,7 +15,19 @@ from typing import Any
 
 from maxtext_lite.config.errors import UserError
 
-_BUILT_IN: Mapping[str, Mapping[str, str]] = {}
+_BUILT_IN: Mapping[str, Mapping[str, str]] = {
+    "batch": {"rl": "maxtext_lite.batching.rl:rl_batch"},
+    "choose": {
+        "smaller_step": "maxtext_lite.batching.smaller_step:smaller_step",
+        "split": "maxtext_lite.batching.ranking:choose",
+    },
+    "estimate": {
+        "activations": "maxtext_lite.batching.memory:estimate_activations",
+        "advice": "maxtext_lite.batching.advice:advice_of_run",
+        "evaluation": "maxtext_lite.batching.memory:evaluation_bytes",
+        "memory": "maxtext_lite.batching.memory:estimate_memory",
+    },
+}
 """`module:attribute` of each name of each kind."""
 
 
@@ -57,7 +69,7 @@ def load(kind: str, name: str) -> Any:
 
 def load_installed(kind: str) -> list[Any]:
     """The objects of all names of a kind whose modules are there, in the order of `names`."""
-    found = []
+    found: list[Any] = []
     for name in names(kind):
         try:
             found.append(load(kind, name))
