@@ -48,11 +48,11 @@ def make_plan(
     if problems := _data_and_memory_refusals(config, num_examples, device_memory_gb):
         topology = Topology(num_devices, num_hosts, Accelerator.planned(platform))
         raise UserError(map(str, [*problems, *refusals(config, topology, _numbered(num_examples))]))
-    sizes, rl = batch_sizes(
+    sizes = batch_sizes(
         config, num_devices=num_devices, num_hosts=num_hosts, num_examples=num_examples, platform=platform
     )
     assert sizes.length is not None, "only num_epochs without examples has none"
-    plan = _plan(config, sizes, sizes.length, rl, num_examples, device_memory_gb)
+    plan = _plan(config, sizes, sizes.length, num_examples, device_memory_gb)
     return dataclasses.replace(plan, warnings=tuple(_warnings(config, plan, sizes.topology.accelerator)))
 
 
@@ -63,7 +63,7 @@ def batch_sizes(
     num_hosts: int = 1,
     num_examples: int | None = None,
     platform: Platform | Accelerator = "gpu",
-) -> tuple[Sizes, SampledBatch | None]:
+) -> Sizes:
     """The sizes that `make_plan` starts from, with all that it refuses; num_epochs may precede the opening of the data.
 
     Raises:
@@ -106,12 +106,11 @@ def _plan(
     config: Config,
     sizes: Sizes,
     length: RunLength,
-    rl: SampledBatch | None,
     num_examples: int | None,
     memory_gb: float | None,
 ) -> BatchPlan:
     topology, batch, mesh, loading = sizes.topology, sizes.batch, sizes.mesh, sizes.loading
-    pieces, replicas = sizes.num_pipeline_microbatches, sizes.diloco_num_replicas
+    pieces, replicas, rl = sizes.num_pipeline_microbatches, sizes.diloco_num_replicas, sizes.sampled
     slots = row_slots(batch.micro_batch_to_train, layout_shards(mesh.total, replicas), topology.num_hosts, pieces)
     rows, accelerator = slots * config.rows_per_example, topology.accelerator
     accumulation, total = batch.gradient_accumulation_steps, batch.global_batch_to_train

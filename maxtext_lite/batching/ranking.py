@@ -344,7 +344,7 @@ def _first_legal(config: Config, tries: Iterable[Mapping[str, Any]], topology: T
         changed = config.model_copy(update=keys)
         resolved = resolve(changed, topology)
         if not isinstance(resolved, list):
-            return resolved[0], changed
+            return resolved, changed
         if any(violation.key in MESH_KEYS for violation in resolved):
             break
     return None, config

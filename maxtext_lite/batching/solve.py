@@ -44,26 +44,20 @@ class PlanRequest(ConfigRequest):
             yield from (violation for violation in outcome if violation.message not in said)
 
 
-def resolve(
-    config: Config, topology: Topology, num_examples: int | None = None
-) -> tuple[Sizes, SampledBatch | None] | list[Violation]:
-    """The sizes of a run, with its batch if it samples its examples; or every broken rule.
+def resolve(config: Config, topology: Topology, num_examples: int | None = None) -> Sizes | list[Violation]:
+    """The sizes of a run, or every broken rule.
 
     Args:
       num_examples: training examples in the data, where known.
     """
-    sampled: SampledBatch | None = None
-    if config.run_kind != "train":
-        if broken := topology_violations(topology):
-            return broken
-        found: SampledBatch | list[Violation] = registry.load("batch", config.run_kind)(config, topology)
-        if isinstance(found, list):
-            return found
-        sampled = found
-        num_examples = None  # a run that samples has no length in epochs
-        topology = sampled.training_part(topology)
-    sizes = derive_sizes(config, topology, num_examples, sampled.trained if sampled else None)
-    return (sizes, sampled) if isinstance(sizes, Sizes) else sizes
+    if config.run_kind == "train":
+        return derive_sizes(config, topology, num_examples)
+    if broken := topology_violations(topology):
+        return broken
+    sampled: SampledBatch | list[Violation] = registry.load("batch", config.run_kind)(config, topology)
+    if isinstance(sampled, list):
+        return sampled
+    return derive_sizes(config, sampled.training_part(topology), sampled=sampled)  # it has no length in epochs
 
 
 def refusals(

@@ -110,8 +110,7 @@ def open_data(
 ) -> tuple[BatchPlan, Sources]:
     """The plan of a config's run, and its data; arguments and errors as of `open_run`."""
     machine = machine_of(start_devices())
-    sizes, _ = batch_sizes(config, **machine)  # refuses what is wrong before the data are opened
-    hosts = sizes.loading.loading_hosts
+    hosts = batch_sizes(config, **machine).loading.loading_hosts  # refuses what is wrong before the data are opened
     sources = sources or open_sources_on_hosts(config, vocab_size=config.vocab_size, loading_hosts=hosts)
     return make_plan(config, **machine, num_examples=len(sources[0]), device_memory_gb=device_memory_gb), sources
 

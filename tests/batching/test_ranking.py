@@ -89,7 +89,7 @@ def all_plans(num_devices):
                 plan = plan_of(num_devices, None)(each)
                 model = StepModel(
                     each,
-                    resolved[0].mesh,
+                    resolved.mesh,
                     DEVICE,
                     plan.memory,
                     flops=flops_of_example(each),
