@@ -1,7 +1,6 @@
 """What the gradient noise scale implies for the batch size, beside what published laws say. Imports no jax."""
 
-from maxtext_lite.batching.laws import batch_interval
-from maxtext_lite.batching.recommendation import budget_of
+from maxtext_lite.batching.laws import batch_interval, budget_of
 from maxtext_lite.config import Config
 
 _CLEARLY = 2  # batch and noise scale differ if even the near end of the error bar is off by this factor

@@ -13,6 +13,7 @@ from maxtext_lite.batching.activations import (
     offloaded_activations,
     tokens_of_device,
 )
+from maxtext_lite.batching.batch_plan import BatchPlan
 from maxtext_lite.batching.ledger import LAYERS, MOMENTS, PASSES, MemoryEstimate, MemoryLine
 from maxtext_lite.batching.parameters import (
     BYTES,
@@ -26,6 +27,7 @@ from maxtext_lite.batching.parameters import (
 )
 from maxtext_lite.batching.pipeline_shape import Schedule
 from maxtext_lite.config import Config
+from maxtext_lite.config.errors import bytes_text
 from maxtext_lite.config.kernels import Accelerator
 
 _GPU = Accelerator.planned("gpu")
@@ -67,7 +69,27 @@ def estimate_memory(
     return MemoryEstimate(tuple(line for line in lines if line.bytes), limit, offloaded)
 
 
-def evaluation_bytes(
+def evaluation_warnings(config: Config, plan: BatchPlan, accelerator: Accelerator) -> Iterator[str]:
+    """A warning of an evaluation batch, larger than a micro-batch, for which devices lack memory, though not for one
+    example."""
+    examples, limit = plan.eval_batch_examples, plan.memory.limit
+    is_off = plan.rl is not None or config.eval_interval == -1
+    if limit is None or is_off or examples <= plan.micro_batch_to_train:
+        return
+
+    def needed_for(examples: int) -> int:
+        rows = plan.slots_for(examples) * config.rows_per_example
+        needed = _evaluation_bytes(config, plan.mesh, rows, plan.num_pipeline_microbatches, accelerator)
+        return plan.memory.held + needed
+
+    if (needed := needed_for(examples)) > limit >= needed_for(1):
+        yield (
+            f"at least {bytes_text(needed)} per device are needed in an evaluation, more than the {bytes_text(limit)} "
+            "it has: lower eval_per_device_batch_size."
+        )
+
+
+def _evaluation_bytes(
     config: Config, mesh: Mapping[str, int], rows: int, num_pipeline_microbatches: int, accelerator: Accelerator
 ) -> int:
     """Bytes per device that an evaluation of `rows` rows needs at least, beside the state of training.

@@ -263,7 +263,8 @@ def _warnings(config: Config, plan: BatchPlan, accelerator: Accelerator) -> Iter
     yield from scaling_warnings(config, plan.scaling)
     yield from _rate_warnings(config, plan)
     yield from _diloco_warnings(plan)
-    yield from _evaluation_warnings(config, plan, accelerator)
+    if registry.is_installed("estimate", "evaluation"):
+        yield from registry.load("estimate", "evaluation")(config, plan, accelerator)
     micro, pieces = plan.micro_batch_to_train, plan.num_pipeline_microbatches
     if micro % pieces:
         yield (
@@ -347,27 +348,6 @@ def _diloco_warnings(plan: BatchPlan) -> Iterator[str]:
         yield (
             f"a micro-batch of {smallest} example{'' if smallest == 1 else 's'} in {slots} slots leaves {idle} of "
             f"{replicas} DiLoCo replicas without one: raise per_device_batch_size or lower diloco_num_replicas."
-        )
-
-
-def _evaluation_warnings(config: Config, plan: BatchPlan, accelerator: Accelerator) -> Iterator[str]:
-    """A warning of an evaluation batch, larger than a micro-batch, for which devices lack memory, though not for one
-    example."""
-    examples, limit = plan.eval_batch_examples, plan.memory.limit
-    is_off = plan.rl is not None or config.eval_interval == -1
-    is_known = registry.is_installed("estimate", "evaluation")
-    if limit is None or is_off or not is_known or examples <= plan.micro_batch_to_train:
-        return
-    estimate: Callable[..., int] = registry.load("estimate", "evaluation")
-
-    def needed_for(examples: int) -> int:
-        rows = plan.slots_for(examples) * config.rows_per_example
-        return plan.memory.held + estimate(config, plan.mesh, rows, plan.num_pipeline_microbatches, accelerator)
-
-    if (needed := needed_for(examples)) > limit >= needed_for(1):
-        yield (
-            f"at least {bytes_text(needed)} per device are needed in an evaluation, more than the {bytes_text(limit)} "
-            "it has: lower eval_per_device_batch_size."
         )
 
 

@@ -24,7 +24,7 @@ _BUILT_IN: Mapping[str, Mapping[str, str]] = {
     "estimate": {
         "activations": "maxtext_lite.batching.memory:estimate_activations",
         "advice": "maxtext_lite.batching.advice:advice_of_run",
-        "evaluation": "maxtext_lite.batching.memory:evaluation_bytes",
+        "evaluation": "maxtext_lite.batching.memory:evaluation_warnings",
         "memory": "maxtext_lite.batching.memory:estimate_memory",
     },
 }
