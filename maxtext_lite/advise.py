@@ -7,14 +7,13 @@ import sys
 from collections.abc import Callable, Sequence
 
 from maxtext_lite.batching.devices import device_named
-from maxtext_lite.batching.laws import BATCH_LAWS, RATE_LAWS, WIDENING, Budget, Interval, timescale
+from maxtext_lite.batching.laws import BATCH_LAWS, RATE_LAWS, WIDENING, Budget, Interval, budget_of, timescale
 from maxtext_lite.batching.recommendation import (
     UTILIZATION,
     LegalBatch,
     Machine,
     Ramp,
     Recommendation,
-    budget_of,
     recommend,
 )
 from maxtext_lite.cli import ArgumentParser, config_arguments, machine_arguments, real_number, run_command

@@ -10,20 +10,17 @@ from typing import Any
 
 from maxtext_lite.batching import (
     BatchPlan,
-    RankedPlan,
     Topology,
     format_plan,
-    format_ranking,
     load_plan,
     make_plan,
-    rank,
     resumed,
     wants_solving,
 )
 from maxtext_lite.batching.devices import Device, device_named
 from maxtext_lite.batching.elsewhere import changed_settings, done_in, moved, read_plan
 from maxtext_lite.batching.expected import MEASURED, expected, expected_rows
-from maxtext_lite.batching.ranking import check_machine
+from maxtext_lite.batching.ranking import RankedPlan, check_machine, format_ranking, rank
 from maxtext_lite.cli import (
     ArgumentParser,
     check_at_least_one,

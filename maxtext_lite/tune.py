@@ -8,8 +8,6 @@ from typing import Any
 
 from maxtext_lite.batching import wants_solving
 from maxtext_lite.batching.devices import Device, device_of_kind
-from maxtext_lite.batching.ledger import bytes_text
-from maxtext_lite.batching.ranking import settings_of
 from maxtext_lite.batching.table import aligned
 from maxtext_lite.batching.tuning import Candidate, Timing, least_seconds, tune
 from maxtext_lite.cli import (
@@ -23,7 +21,7 @@ from maxtext_lite.cli import (
     whole_number,
 )
 from maxtext_lite.config import UserError, load_config, write_resolved
-from maxtext_lite.config.errors import setting_text
+from maxtext_lite.config.errors import bytes_text, setting_text, settings_of
 from maxtext_lite.process.records import json_text
 from maxtext_lite.reporting import read_runs, write_page
 

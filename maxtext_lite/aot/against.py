@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from maxtext_lite.aot.program import Program, Traffic, compile_for
-from maxtext_lite.batching import RankedPlan
 from maxtext_lite.batching.devices import Device
+from maxtext_lite.batching.ranking import RankedPlan
 from maxtext_lite.batching.roofline import matmul_peak
 from maxtext_lite.batching.step_time import ring_bytes_per_second
 from maxtext_lite.batching.topology import MeshSizes, resolve_mesh

@@ -15,9 +15,9 @@ from jax.stages import Compiled
 
 from maxtext_lite.batching import BatchPlan, make_plan, scaled_optimizer
 from maxtext_lite.batching.devices import device_of_kind
-from maxtext_lite.batching.ledger import bytes_text
 from maxtext_lite.batching.roofline import Roofline, roofline
 from maxtext_lite.config import Config, UserError
+from maxtext_lite.config.errors import bytes_text
 from maxtext_lite.config.kernels import Accelerator
 from maxtext_lite.data import example_shape
 from maxtext_lite.models.dropless import FURTHER_ROUNDS
@@ -27,7 +27,7 @@ from maxtext_lite.training.local_updates import LocalUpdates
 from maxtext_lite.training.optimizer import learning_rate_schedule
 from maxtext_lite.training.state import TrainState, abstract_state, make_parts
 from maxtext_lite.training.step import make_synchronise, make_train_step
-from maxtext_lite.xla import assumed_of, topology_devices
+from maxtext_lite.xla.described import assumed_of, topology_devices
 from maxtext_lite.xla.hlo import Collective, collectives
 from maxtext_lite.xla.hlo_text import Module, parse
 from maxtext_lite.xla.hlo_work import MEMORY_SPACES, ProgramWork, total_of, work

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from maxtext_lite.aot.program import Program, Traffic
-from maxtext_lite.batching.ledger import bytes_text
 from maxtext_lite.batching.table import aligned
 from maxtext_lite.batching.topology import mesh_text
+from maxtext_lite.config.errors import bytes_text
 
 
 def program_json(program: Program) -> dict[str, object]:

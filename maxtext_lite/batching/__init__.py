@@ -3,23 +3,21 @@
 No other package multiplies or divides batch sizes.
 """
 
-from maxtext_lite.batching.advice import batch_size_advice, laws_beside
+from maxtext_lite.batching.batch import SampledBatch, wants_solving
 from maxtext_lite.batching.batch_plan import BatchPlan, row_slots
 from maxtext_lite.batching.ledger import MemoryEstimate
 from maxtext_lite.batching.length import RunLength
-from maxtext_lite.batching.memory import vocab_tiles
 from maxtext_lite.batching.parameters import (
     active_parameters,
     attended_pairs,
     count_parameters,
     flops_of_documents,
     flops_per_example,
+    vocab_tiles,
 )
 from maxtext_lite.batching.planning import batch_sizes, load_plan, make_plan, resumed, scaled_optimizer
 from maxtext_lite.batching.rampup import BatchStage, RampupBatchManager
-from maxtext_lite.batching.ranking import RankedPlan, choose, rank, wants_solving
-from maxtext_lite.batching.rl import RLBatch
-from maxtext_lite.batching.table import format_plan, format_ranking
+from maxtext_lite.batching.table import format_plan
 from maxtext_lite.batching.topology import MESH_AXES, Topology
 
 __all__ = [
@@ -27,25 +25,19 @@ __all__ = [
     "BatchPlan",
     "BatchStage",
     "MemoryEstimate",
-    "RLBatch",
     "RampupBatchManager",
-    "RankedPlan",
     "RunLength",
+    "SampledBatch",
     "Topology",
     "active_parameters",
     "attended_pairs",
-    "batch_size_advice",
     "batch_sizes",
-    "choose",
     "count_parameters",
     "flops_of_documents",
     "flops_per_example",
     "format_plan",
-    "format_ranking",
-    "laws_beside",
     "load_plan",
     "make_plan",
-    "rank",
     "resumed",
     "row_slots",
     "scaled_optimizer",

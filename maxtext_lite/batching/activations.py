@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 
 from maxtext_lite.batching.ledger import LAYERS, PASSES, MemoryLine, Moment
-from maxtext_lite.batching.parameters import count_parameters, weight_shards
+from maxtext_lite.batching.parameters import BYTES, count_parameters, weight_shards
 from maxtext_lite.batching.pipeline_shape import Schedule, num_repeats
+from maxtext_lite.batching.topology import splits_residual
 from maxtext_lite.config import Config, remat_of
 from maxtext_lite.config.kernels import Accelerator, exchanged_rows, planned_kernel
 
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _LANES = 128  # the width of a TPU's tiles
 _PLAIN = Accelerator("cpu")
 
@@ -24,11 +24,6 @@ def tokens_of_device(config: Config, mesh: Mapping[str, int], micro_batch_slots:
     """Tokens of one micro-batch on a device."""
     rows = micro_batch_slots // (mesh["data"] * mesh["fsdp"] * mesh["expert"])
     return rows * config.max_target_length // mesh["context"]
-
-
-def splits_residual(config: Config, mesh: Mapping[str, int]) -> bool:
-    """Whether the tokens of a row divide over context x tensor."""
-    return config.max_target_length % (mesh["context"] * mesh["tensor"]) == 0
 
 
 @dataclasses.dataclass(frozen=True)

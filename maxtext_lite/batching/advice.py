@@ -1,7 +1,6 @@
 """What the gradient noise scale implies for the batch size, beside what published laws say. Imports no jax."""
 
-from maxtext_lite.batching.laws import batch_interval
-from maxtext_lite.batching.recommendation import budget_of
+from maxtext_lite.batching.laws import batch_interval, budget_of
 from maxtext_lite.config import Config
 
 _CLEARLY = 2  # batch and noise scale differ if even the near end of the error bar is off by this factor
@@ -80,6 +79,16 @@ def laws_beside(config: Config, tokens: int) -> str:
         f"one at {critical} (`advise` names them); the noise scale underestimates the critical batch of language "
         "models (Merrill et al. 2025)."
     )
+
+
+def advice_of_run(
+    config: Config, noise_scale: float | None, relative_error: float | None, global_batch: int, tokens: int
+) -> list[str]:
+    """What a run of `tokens` tokens says of its batch at the end: `batch_size_advice`, and the laws in pre-training."""
+    advice = [batch_size_advice(noise_scale, relative_error, global_batch)]
+    if config.objective == "pretrain":
+        advice.append(laws_beside(config, tokens))
+    return advice
 
 
 def _progress(noise_scale: float, batch: int) -> str:

@@ -1,10 +1,14 @@
 """The batch of one optimizer step, stated or derived from global_batch_size."""
 
 import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from maxtext_lite.config import BatchConfig
+from maxtext_lite.batching.ledger import MemoryEstimate
+from maxtext_lite.batching.topology import Topology
+from maxtext_lite.config import BatchConfig, Config
 from maxtext_lite.config.errors import number_text, unwhole_text
 from maxtext_lite.config.violation import Change, Violation, divisors_of, multiples
 
@@ -21,6 +25,53 @@ class Batch:
     def global_batch_to_train(self) -> int:
         """Examples per optimizer step."""
         return self.micro_batch_to_train * self.gradient_accumulation_steps
+
+
+class SampledBatch(ABC):
+    """The batch of a run that samples its examples instead of reading them, and its part of the plan.
+
+    A run kind other than "train" registers a function (config, topology) -> SampledBatch, or the rules that are broken,
+    under its name in the registry's kind `batch`.
+    """
+
+    @property
+    @abstractmethod
+    def trained(self) -> Batch:
+        """What the devices that train see."""
+
+    @property
+    @abstractmethod
+    def examples_per_entry(self) -> int:
+        """Examples that an entry of the data becomes, over all steps made with it."""
+
+    @abstractmethod
+    def training_part(self, topology: Topology) -> Topology:
+        """The devices of the machine that train."""
+
+    @abstractmethod
+    def with_sampling(self, memory: MemoryEstimate, config: Config, mesh: Mapping[str, int]) -> MemoryEstimate:
+        """The memory of a device that trains: `memory`, that of a step, and what sampling holds on it besides."""
+
+    @abstractmethod
+    def memory_warnings(self, memory: MemoryEstimate) -> list[str]:
+        """Warnings of devices that have less memory than the run needs."""
+
+    @abstractmethod
+    def warnings(self, config: Config, num_entries: int | None) -> list[str]:
+        """What works but is probably a mistake; `num_entries` of the data, None where unknown."""
+
+    @abstractmethod
+    def rows(self) -> list[tuple[str, str]]:
+        """Its rows of the plan's table."""
+
+    @abstractmethod
+    def to_json(self) -> dict[str, object]:
+        """Its part of plan.json."""
+
+
+def wants_solving(config: BatchConfig) -> bool:
+    """Whether both keys that split a global batch are to be solved for."""
+    return config.global_batch_size > 0 and config.per_device_batch_size == -1 == config.gradient_accumulation_steps
 
 
 def derive_batch(config: BatchConfig, num_devices: int) -> Batch | Violation:

@@ -6,25 +6,26 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
+from maxtext_lite.batching.batch import SampledBatch
 from maxtext_lite.batching.ledger import MemoryEstimate
 from maxtext_lite.batching.length import RunLength
 from maxtext_lite.batching.pipeline_shape import PipelineShape, Schedule
 from maxtext_lite.batching.rampup import BatchStage, RampupBatchManager, stage_at
-from maxtext_lite.batching.rl import RLBatch
 from maxtext_lite.batching.scaling import OptimizerScaling
 from maxtext_lite.config.kernels import KernelChoice
 
 
 @dataclass(frozen=True)
 class ScheduleCost:
-    """What a pipeline schedule costs: the share of ticks that a stage waits, and estimated activations in bytes."""
+    """What a pipeline schedule costs: the share of ticks that a stage waits, and activations in bytes if estimated."""
 
     bubble_fraction: Fraction
-    activations: int
+    activations: int | None
 
     def to_json(self) -> dict[str, object]:
         """The fields by name."""
-        return {"bubble_fraction": _json_value(self.bubble_fraction), "activations": self.activations}
+        cost = {"bubble_fraction": _json_value(self.bubble_fraction)}
+        return cost if self.activations is None else cost | {"activations": self.activations}
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class BatchPlan:
     memory: MemoryEstimate
     attention_kernel: KernelChoice
     warnings: tuple[str, ...]
-    rl: RLBatch | None = None
+    rl: SampledBatch | None = None
 
     def period_steps(self, stated: int | Fraction) -> int:
         """The steps between two events with a period as stated: steps, or below 1 a part of an epoch."""
@@ -232,7 +233,7 @@ class BatchPlan:
             "loading_hosts": list(self.loading_hosts),
             "rampup": None if self.rampup is None else _rampup_json(self.rampup),
             "pipeline_schedules": {name: cost.to_json() for name, cost in self.pipeline_schedules.items()},
-            "memory": self.memory.to_json(),
+            **({"memory": self.memory.to_json()} if self.memory.is_known else {}),
             "attention_kernel": self.attention_kernel.to_json(),
             **({} if self.rl is None else {"rl": self.rl.to_json()}),
             **({"resumed": self._resumed_json()} if self.length.done[0] else {}),

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from maxtext_lite.batching.batch_plan import BatchPlan
-from maxtext_lite.batching.ledger import bytes_text
 from maxtext_lite.batching.topology import mesh_text
 from maxtext_lite.config import BatchConfig, Config, MeshConfig, RunConfig, UserError
-from maxtext_lite.config.errors import value_text
+from maxtext_lite.config.errors import bytes_text, value_text
 from maxtext_lite.config.whole_file import steps_in
 
 _TRAINING = (
@@ -165,13 +164,8 @@ def changed_settings(run: Config, config: Config) -> dict[str, tuple[Any, Any]]:
         for key, value in one.items()
         if value != other[key] and key not in _SPLIT_AND_SHOWN and key not in _TRAINING
     }
-    held_out = held_out_fraction(run), held_out_fraction(config)
+    held_out = run.held_out_fraction, config.held_out_fraction
     return found if held_out[0] == held_out[1] else found | {"eval_fraction": held_out}
-
-
-def held_out_fraction(config: Config) -> float:
-    """The share of the training examples that is held out: none where held-out examples have a path of their own."""
-    return 0.0 if config.eval_dataset_path else config.eval_fraction
 
 
 def _compared(plan: Mapping[str, Any]) -> dict[str, Any]:

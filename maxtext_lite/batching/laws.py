@@ -9,6 +9,9 @@ import math
 from collections.abc import Callable
 from typing import Literal
 
+from maxtext_lite.batching.parameters import active_parameters, count_parameters
+from maxtext_lite.config import Config
+
 Purpose = Literal["best", "critical"]
 """A best batch reaches the lowest loss on given tokens; beyond a critical batch, a larger one hardly saves steps."""
 
@@ -45,6 +48,12 @@ class Budget:
     def flops(self) -> float:
         """C = 6 N D, the compute in terms of which the laws are stated."""
         return 6 * self.parameters * self.tokens
+
+
+def budget_of(config: Config, *, tokens: float, loss: float | None) -> Budget:
+    """The budget of a config's model; of experts, only those that a token passes through count."""
+    parameters = active_parameters(config)
+    return Budget(parameters, parameters - count_parameters(config).tables, tokens, loss)
 
 
 @dataclasses.dataclass(frozen=True)

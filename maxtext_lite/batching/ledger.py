@@ -4,6 +4,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
+from maxtext_lite.config.errors import bytes_text
+
 Moment = Literal["loss", "mlp", "attention", "update", "rollout"]
 """The moments at which most may be held: between the forward and the backward pass, during the backward pass of a
 layer's mlp or experts, during that of its attention, while the optimizer runs, and in reinforcement learning while the
@@ -49,7 +51,7 @@ class MemoryEstimate:
     """Bytes per device while a step runs.
 
     Attributes:
-      lines: what is held; lines of 0 bytes are left out.
+      lines: what is held; lines of 0 bytes are left out. Empty where nothing that estimates it is installed.
       limit: memory of the device, where known.
       offloaded: bytes in the host's pinned memory, which are not part of the total.
     """
@@ -57,6 +59,11 @@ class MemoryEstimate:
     lines: tuple[MemoryLine, ...]
     limit: int | None
     offloaded: int = 0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the memory of the step is estimated; all its bytes are 0 otherwise."""
+        return bool(self.lines)
 
     def at(self, moment: Moment) -> tuple[MemoryLine, ...]:
         """The lines held at a moment."""
@@ -122,6 +129,17 @@ class MemoryEstimate:
         """Bytes of the loss's tensors."""
         return self.most("logits")
 
+    def warnings(self, works: str) -> list[str]:
+        """A warning if a device has less memory than the step needs.
+
+        Args:
+          works: the keys that need less, as an instruction.
+        """
+        if self.limit is None or self.fits:
+            return []
+        needed, there = bytes_text(self.total), bytes_text(self.limit)
+        return [f"about {needed} per device are needed, more than the {there} it has: {works}"]
+
     def to_json(self) -> dict[str, object]:
         """Each part at its maximum and at the peak, the total, and the lines; of RL also the part `rollout`."""
         names: list[Part] = [part for part in PARTS if part != "rollout" or self.most(part)]
@@ -130,11 +148,3 @@ class MemoryEstimate:
         rest = {"total": self.total, "limit": self.limit, "offloaded": self.offloaded, "peak": self.peak}
         at_peak = {part: self.at_peak(part) for part in names}
         return parts | rest | {"at_peak": at_peak, "lines": lines}
-
-
-def bytes_text(size: int) -> str:
-    """A number of bytes for reading: 1.5 GB (1e9 bytes), 3.2 MB or 0.4 kB."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6)):
-        if size >= scale:
-            return f"{size / scale:.1f} {unit}"
-    return f"{size / 1e3:.1f} kB"

@@ -8,45 +8,29 @@ line follows from shapes; XLA fuses, reuses and copies, so its own figures (`mem
 from collections.abc import Iterator, Mapping
 
 from maxtext_lite.batching.activations import (
-    BYTES,
     LayerOnDevice,
     activation_lines,
     offloaded_activations,
     tokens_of_device,
 )
+from maxtext_lite.batching.batch_plan import BatchPlan
 from maxtext_lite.batching.ledger import LAYERS, MOMENTS, PASSES, MemoryEstimate, MemoryLine
 from maxtext_lite.batching.parameters import (
+    BYTES,
     ParameterCount,
     count_factored,
     count_orthogonalized,
     count_parameters,
+    master_bytes,
+    vocab_tiles,
     weight_shards,
 )
 from maxtext_lite.batching.pipeline_shape import Schedule
 from maxtext_lite.config import Config
+from maxtext_lite.config.errors import bytes_text
 from maxtext_lite.config.kernels import Accelerator
-from maxtext_lite.config.violation import divisors
 
 _GPU = Accelerator.planned("gpu")
-
-_TILE_LOGITS_BYTES = 2**29
-
-
-def vocab_tiles(num_vocab_tiling: int, *, rows: int, tokens: int, vocab_size: int) -> int:
-    """Pieces in which a device computes its logits.
-
-    These are `num_vocab_tiling`, or for -1 the fewest whose float32 logits take at most half a GiB, a 32nd of the
-    memory of the smallest accelerator. The device at hand has no say, so that another one computes the same.
-
-    Args:
-      rows: rows of a device.
-      tokens: tokens of each of these rows, split into equal pieces.
-      vocab_size: the device's part of the vocabulary.
-    """
-    if num_vocab_tiling != -1:
-        return num_vocab_tiling
-    fits = (pieces for pieces in divisors(tokens) if 4 * rows * (tokens // pieces) * vocab_size <= _TILE_LOGITS_BYTES)
-    return next(fits, tokens)
 
 
 def estimate_memory(
@@ -85,7 +69,27 @@ def estimate_memory(
     return MemoryEstimate(tuple(line for line in lines if line.bytes), limit, offloaded)
 
 
-def evaluation_bytes(
+def evaluation_warnings(config: Config, plan: BatchPlan, accelerator: Accelerator) -> Iterator[str]:
+    """A warning of an evaluation batch, larger than a micro-batch, for which devices lack memory, though not for one
+    example."""
+    examples, limit = plan.eval_batch_examples, plan.memory.limit
+    is_off = plan.rl is not None or config.eval_interval == -1
+    if limit is None or is_off or examples <= plan.micro_batch_to_train:
+        return
+
+    def needed_for(examples: int) -> int:
+        rows = plan.slots_for(examples) * config.rows_per_example
+        needed = _evaluation_bytes(config, plan.mesh, rows, plan.num_pipeline_microbatches, accelerator)
+        return plan.memory.held + needed
+
+    if (needed := needed_for(examples)) > limit >= needed_for(1):
+        yield (
+            f"at least {bytes_text(needed)} per device are needed in an evaluation, more than the {bytes_text(limit)} "
+            "it has: lower eval_per_device_batch_size."
+        )
+
+
+def _evaluation_bytes(
     config: Config, mesh: Mapping[str, int], rows: int, num_pipeline_microbatches: int, accelerator: Accelerator
 ) -> int:
     """Bytes per device that an evaluation of `rows` rows needs at least, beside the state of training.
@@ -165,17 +169,6 @@ def _state_lines(
     if accelerator.platform == "cpu":
         # XLA's loops there write one array each: the new moment, while the parameter's loop still reads the old one.
         yield MemoryLine("state, copied", "weights", state + masters, "old moments while new are written", ("update",))
-
-
-def master_bytes(config: Config, mesh: Mapping[str, int], diloco_num_replicas: int | None) -> int:
-    """Bytes per device of the float32 masters of narrower weights, which `master_weights=false` saves.
-
-    Each replica of local updates has its own masters, and so do the outer parameters.
-    """
-    if config.weight_dtype == "float32" or config.lora_rank:  # adapters are float32; frozen weights need no masters
-        return 0
-    copies = 1 if diloco_num_replicas is None else _copies(mesh, diloco_num_replicas) + 1
-    return 4 * copies * _count(config, mesh).total // (mesh["data"] if config.shard_optimizer_over_data else 1)
 
 
 def _optimizer_elements(config: Config, mesh: Mapping[str, int], count: ParameterCount) -> int:

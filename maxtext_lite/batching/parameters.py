@@ -11,8 +11,12 @@ from typing import Any
 from maxtext_lite.batching.pipeline_shape import num_repeats
 from maxtext_lite.batching.topology import MESH_AXES
 from maxtext_lite.config import Config, ModelConfig, adapted_weights
+from maxtext_lite.config.violation import divisors
 from maxtext_lite.config.weight_axes import num_parts
 from maxtext_lite.config.weights import Weight, model_shape, stacks_of
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of an element of each dtype."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +164,38 @@ def attended_pairs(config: ModelConfig, num_tokens: Any) -> Any:
 
     kinds = Counter(config.layer_kinds)
     return sum(count * of_layer(kind) for kind, count in kinds.items())
+
+
+def master_bytes(config: Config, mesh: Mapping[str, int], diloco_num_replicas: int | None) -> int:
+    """Bytes per device of the float32 masters of narrower weights, which `master_weights=false` saves.
+
+    Each replica of local updates has its own masters, and so do the outer parameters.
+    """
+    if config.weight_dtype == "float32" or config.lora_rank:  # adapters are float32; frozen weights need no masters
+        return 0
+    copies = 1 if diloco_num_replicas is None else diloco_num_replicas // mesh["data"] + 1
+    parts = mesh["data"] if config.shard_optimizer_over_data else 1
+    return 4 * copies * count_parameters(config, tiled=False, **mesh).total // parts
+
+
+_TILE_LOGITS_BYTES = 2**29
+
+
+def vocab_tiles(num_vocab_tiling: int, *, rows: int, tokens: int, vocab_size: int) -> int:
+    """Pieces in which a device computes its logits.
+
+    These are `num_vocab_tiling`, or for -1 the fewest whose float32 logits take at most half a GiB, a 32nd of the
+    memory of the smallest accelerator. The device at hand has no say, so that another one computes the same.
+
+    Args:
+      rows: rows of a device.
+      tokens: tokens of each of these rows, split into equal pieces.
+      vocab_size: the device's part of the vocabulary.
+    """
+    if num_vocab_tiling != -1:
+        return num_vocab_tiling
+    fits = (pieces for pieces in divisors(tokens) if 4 * rows * (tokens // pieces) * vocab_size <= _TILE_LOGITS_BYTES)
+    return next(fits, tokens)
 
 
 def _weights(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[tuple[str, int, Weight]]:

@@ -5,20 +5,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from fractions import Fraction
 from pathlib import Path
 
-from maxtext_lite.batching.activations import splits_residual
+from maxtext_lite.batching.batch import SampledBatch
 from maxtext_lite.batching.batch_plan import BatchPlan, ScheduleCost, layout_shards, row_slots
-from maxtext_lite.batching.ledger import bytes_text
+from maxtext_lite.batching.ledger import MemoryEstimate
 from maxtext_lite.batching.length import RunLength
-from maxtext_lite.batching.memory import estimate_activations, estimate_memory, evaluation_bytes, master_bytes
-from maxtext_lite.batching.parameters import count_parameters, flops_per_example
+from maxtext_lite.batching.parameters import count_parameters, flops_per_example, master_bytes
 from maxtext_lite.batching.pipeline_shape import SCHEDULES, PipelineShape, Schedule
-from maxtext_lite.batching.rl import RLBatch, memory_warnings, rl_warnings, with_rollout
 from maxtext_lite.batching.scaling import scaling_warnings
 from maxtext_lite.batching.sizes import Sizes
 from maxtext_lite.batching.solve import refusals, resolve
-from maxtext_lite.batching.topology import Topology
-from maxtext_lite.config import Config, Refusal, UserError, remat_of
-from maxtext_lite.config.errors import counted, nearest_clause, number_text, rounded_text, value_text
+from maxtext_lite.batching.topology import Topology, splits_residual
+from maxtext_lite.config import Config, Refusal, UserError, registry, remat_of
+from maxtext_lite.config.errors import bytes_text, counted, nearest_clause, number_text, rounded_text, value_text
 from maxtext_lite.config.kernels import KERNELS, Accelerator, Platform, planned_kernel
 from maxtext_lite.config.load import read_config
 
@@ -50,11 +48,11 @@ def make_plan(
     if problems := _data_and_memory_refusals(config, num_examples, device_memory_gb):
         topology = Topology(num_devices, num_hosts, Accelerator.planned(platform))
         raise UserError(map(str, [*problems, *refusals(config, topology, _numbered(num_examples))]))
-    sizes, rl = batch_sizes(
+    sizes = batch_sizes(
         config, num_devices=num_devices, num_hosts=num_hosts, num_examples=num_examples, platform=platform
     )
     assert sizes.length is not None, "only num_epochs without examples has none"
-    plan = _plan(config, sizes, sizes.length, rl, num_examples, device_memory_gb)
+    plan = _plan(config, sizes, sizes.length, num_examples, device_memory_gb)
     return dataclasses.replace(plan, warnings=tuple(_warnings(config, plan, sizes.topology.accelerator)))
 
 
@@ -65,7 +63,7 @@ def batch_sizes(
     num_hosts: int = 1,
     num_examples: int | None = None,
     platform: Platform | Accelerator = "gpu",
-) -> tuple[Sizes, RLBatch | None]:
+) -> Sizes:
     """The sizes that `make_plan` starts from, with all that it refuses; num_epochs may precede the opening of the data.
 
     Raises:
@@ -108,19 +106,27 @@ def _plan(
     config: Config,
     sizes: Sizes,
     length: RunLength,
-    rl: RLBatch | None,
     num_examples: int | None,
     memory_gb: float | None,
 ) -> BatchPlan:
     topology, batch, mesh, loading = sizes.topology, sizes.batch, sizes.mesh, sizes.loading
-    pieces, replicas = sizes.num_pipeline_microbatches, sizes.diloco_num_replicas
+    pieces, replicas, rl = sizes.num_pipeline_microbatches, sizes.diloco_num_replicas, sizes.sampled
     slots = row_slots(batch.micro_batch_to_train, layout_shards(mesh.total, replicas), topology.num_hosts, pieces)
     rows, accelerator = slots * config.rows_per_example, topology.accelerator
     accumulation, total = batch.gradient_accumulation_steps, batch.global_batch_to_train
-    memory = estimate_memory(config, mesh.total, rows, accumulation, pieces, memory_gb, replicas, accelerator)
-    memory = with_rollout(memory, config, rl, mesh.total)
+    memory = MemoryEstimate((), None if memory_gb is None else int(memory_gb * 1e9))
+    if registry.is_installed("estimate", "memory"):
+        estimate: Callable[..., MemoryEstimate] = registry.load("estimate", "memory")
+        memory = estimate(config, mesh.total, rows, accumulation, pieces, memory_gb, replicas, accelerator)
+        if rl is not None:
+            memory = rl.with_sampling(memory, config, mesh.total)
     shape = PipelineShape(sizes.num_pipeline_stages, pieces, sizes.num_pipeline_repeats, accumulation)
-    epochs, steps_per_epoch = _passes(length, rl, total, num_examples)
+    epochs: Fraction | None = None
+    steps_per_epoch: Fraction | None = None
+    if num_examples is not None:
+        of_data = num_examples * _examples_per_entry(rl)
+        epochs = Fraction(length.total_examples, of_data)
+        steps_per_epoch = Fraction(of_data, total)
     return BatchPlan(
         num_devices=topology.num_devices,
         num_hosts=topology.num_hosts,
@@ -166,30 +172,26 @@ def _plan(
     )
 
 
-def _passes(
-    length: RunLength, rl: RLBatch | None, global_batch: int, num_examples: int | None
-) -> tuple[Fraction | None, Fraction | None]:
-    """(passes over the data in the whole run, steps of one pass); in reinforcement learning the data are prompts."""
-    if num_examples is None:
-        return None, None
-    if rl is None:
-        return Fraction(length.total_examples, num_examples), Fraction(num_examples, global_batch)
-    seen, steps = rl.batches * rl.prompts_per_batch, Fraction(num_examples * rl.updates_per_batch, rl.prompts_per_batch)
-    return Fraction(seen, num_examples), steps
+def _examples_per_entry(rl: SampledBatch | None) -> int:
+    """Examples of a run for each example in its data."""
+    return 1 if rl is None else rl.examples_per_entry
 
 
 def _schedule_costs(
     config: Config, mesh: Mapping[str, int], rows: int, shape: PipelineShape, accelerator: Accelerator
 ) -> dict[Schedule, ScheduleCost]:
     """The cost of each schedule that suits the pipeline; empty without a pipeline."""
-    return {
-        schedule: ScheduleCost(
-            shape.bubble_fraction(schedule),
-            estimate_activations(config, mesh, rows, shape.num_microbatches, schedule, accelerator),
-        )
-        for schedule in SCHEDULES
-        if shape.num_stages > 1 and (schedule == "gpipe" or shape.num_repeats == 1)
-    }
+    costs: dict[Schedule, ScheduleCost] = {}
+    if shape.num_stages == 1:
+        return costs
+    for schedule in SCHEDULES:
+        if schedule == "gpipe" or shape.num_repeats == 1:
+            activations = None
+            if registry.is_installed("estimate", "activations"):
+                estimate: Callable[..., int] = registry.load("estimate", "activations")
+                activations = estimate(config, mesh, rows, shape.num_microbatches, schedule, accelerator)
+            costs[schedule] = ScheduleCost(shape.bubble_fraction(schedule), activations)
+    return costs
 
 
 def resumed(config: Config, plan: BatchPlan, *, step: int, examples_seen: int) -> BatchPlan:
@@ -199,8 +201,9 @@ def resumed(config: Config, plan: BatchPlan, *, step: int, examples_seen: int) -
       plan: of the same config, machine and data.
     """
     length = dataclasses.replace(plan.length, done=(step, examples_seen))
-    per_entry = 1 if plan.rl is None else plan.rl.examples_per_prompt
-    epochs = None if plan.num_examples is None else Fraction(length.total_examples, per_entry * plan.num_examples)
+    epochs = None
+    if plan.num_examples is not None:
+        epochs = Fraction(length.total_examples, plan.num_examples * _examples_per_entry(plan.rl))
     after = dataclasses.replace(plan, steps=length.steps, epochs=epochs, length=length)
     of_length = tuple(_length_warnings(config, plan))
     others = (warning for warning in plan.warnings if warning not in of_length)
@@ -260,7 +263,8 @@ def _warnings(config: Config, plan: BatchPlan, accelerator: Accelerator) -> Iter
     yield from scaling_warnings(config, plan.scaling)
     yield from _rate_warnings(config, plan)
     yield from _diloco_warnings(plan)
-    yield from _evaluation_warnings(config, plan, accelerator)
+    if registry.is_installed("estimate", "evaluation"):
+        yield from registry.load("estimate", "evaluation")(config, plan, accelerator)
     micro, pieces = plan.micro_batch_to_train, plan.num_pipeline_microbatches
     if micro % pieces:
         yield (
@@ -285,10 +289,14 @@ def _warnings(config: Config, plan: BatchPlan, accelerator: Accelerator) -> Iter
             "is rounded away, and so is the sum of many such updates; this saves 4 bytes per parameter, "
             f"{bytes_text(saved)} per device."
         )
-    yield from memory_warnings(plan.memory, plan.rl)
+    if plan.rl is not None:
+        yield from plan.rl.memory_warnings(plan.memory)
+    else:
+        works = "lower per_device_batch_size, raise gradient_accumulation_steps, or set remat_policy=full."
+        yield from plan.memory.warnings(works)
     yield from _kernel_warnings(config, plan)
     if plan.rl is not None:
-        yield from rl_warnings(config, plan.rl, plan.num_examples)
+        yield from plan.rl.warnings(config, plan.num_examples)
     yield from _length_warnings(config, plan)
 
 
@@ -340,25 +348,6 @@ def _diloco_warnings(plan: BatchPlan) -> Iterator[str]:
         yield (
             f"a micro-batch of {smallest} example{'' if smallest == 1 else 's'} in {slots} slots leaves {idle} of "
             f"{replicas} DiLoCo replicas without one: raise per_device_batch_size or lower diloco_num_replicas."
-        )
-
-
-def _evaluation_warnings(config: Config, plan: BatchPlan, accelerator: Accelerator) -> Iterator[str]:
-    """A warning of an evaluation batch, larger than a micro-batch, for which devices lack memory, though not for one
-    example."""
-    examples, limit = plan.eval_batch_examples, plan.memory.limit
-    is_off = plan.rl is not None or config.eval_interval == -1
-    if limit is None or is_off or examples <= plan.micro_batch_to_train:
-        return
-
-    def needed_for(examples: int) -> int:
-        rows = plan.slots_for(examples) * config.rows_per_example
-        return plan.memory.held + evaluation_bytes(config, plan.mesh, rows, plan.num_pipeline_microbatches, accelerator)
-
-    if (needed := needed_for(examples)) > limit >= needed_for(1):
-        yield (
-            f"at least {bytes_text(needed)} per device are needed in an evaluation, more than the {bytes_text(limit)} "
-            "it has: lower eval_per_device_batch_size."
         )
 
 

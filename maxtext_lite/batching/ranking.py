@@ -11,22 +11,24 @@ from typing import Any
 
 from maxtext_lite.batching.batch_plan import BatchPlan, layout_shards, row_slots
 from maxtext_lite.batching.devices import Device
-from maxtext_lite.batching.ledger import MemoryEstimate, bytes_text
+from maxtext_lite.batching.ledger import MemoryEstimate
 from maxtext_lite.batching.pipeline_shape import PipelineShape
 from maxtext_lite.batching.sizes import Sizes
 from maxtext_lite.batching.solve import refusals, resolve
 from maxtext_lite.batching.step_time import StepModel, StepTime, flops_of_example
+from maxtext_lite.batching.table import aligned
 from maxtext_lite.batching.topology import (
     MESH_AXES,
     MESH_KEYS,
     MeshSizes,
     Topology,
     mesh_key,
+    mesh_text,
     model_dimensions,
     topology_violations,
 )
 from maxtext_lite.config import Config, Refusal, UserError
-from maxtext_lite.config.errors import setting_text
+from maxtext_lite.config.errors import bytes_text, number_text, settings_of
 from maxtext_lite.config.files import Origin
 from maxtext_lite.config.load import defaults_of
 from maxtext_lite.config.rules import rule_violations
@@ -84,20 +86,36 @@ class RankedPlan:
         }
 
 
-def settings_of(keys: Mapping[str, object]) -> list[str]:
-    """Keys and their values as the `key=value` words of a command line."""
-    return [f"{key}={setting_text(value)}" for key, value in keys.items()]
-
-
 def is_open(config: Config, key: str) -> bool:
     """Whether the user left a key open: it is stated neither in a file of theirs nor on the command line."""
     origin = config.origins.get(key)
     return isinstance(origin, Origin) and origin.is_default
 
 
-def wants_solving(config: Config) -> bool:
-    """Whether both keys that split a global batch are to be solved for."""
-    return config.global_batch_size > 0 and config.per_device_batch_size == -1 == config.gradient_accumulation_steps
+_RANKED = ("mesh", "per device", "A", "pieces", "remat_policy", "GB", "ms", "matmul", "memory", "collectives", "host",
+           "bubble", "tokens/s", "MFU")  # fmt: skip
+
+
+def format_ranking(ranked: Sequence[RankedPlan]) -> str:
+    """Ranked plans, one a line: the chosen keys, planned memory per device, and the shortest time of a step."""
+    left = {0, _RANKED.index("remat_policy")}
+    return "\n".join(aligned([_RANKED, *map(_ranked_row, ranked)], {*range(len(_RANKED))} - left))
+
+
+def _ranked_row(ranked: RankedPlan) -> tuple[str, ...]:
+    plan, time = ranked.plan, ranked.time
+    parts = (time.seconds, time.matmul_seconds, time.memory_seconds, time.collectives_seconds, time.host_seconds)
+    return (
+        mesh_text(plan.mesh, "all mesh axes 1"),
+        number_text(plan.per_device_batch_size),
+        str(plan.gradient_accumulation_steps),
+        str(plan.num_pipeline_microbatches),
+        ranked.config.remat_policy + ", optimizer offloaded" * ranked.config.optimizer_memory_host_offload,
+        f"{plan.memory.total / 1e9:.1f}",
+        *(f"{1e3 * seconds:,.1f}" for seconds in (*parts, time.bubble_seconds)),
+        f"{ranked.tokens_per_second:,.0f}",
+        f"{time.mfu:.1%}",
+    )
 
 
 class _Unpredictable(UserError):
@@ -326,7 +344,7 @@ def _first_legal(config: Config, tries: Iterable[Mapping[str, Any]], topology: T
         changed = config.model_copy(update=keys)
         resolved = resolve(changed, topology)
         if not isinstance(resolved, list):
-            return resolved[0], changed
+            return resolved, changed
         if any(violation.key in MESH_KEYS for violation in resolved):
             break
     return None, config

@@ -23,11 +23,11 @@ from maxtext_lite.batching.laws import (
     warmup_steps,
     weight_decay,
 )
-from maxtext_lite.batching.parameters import active_parameters, count_parameters, flops_per_example
+from maxtext_lite.batching.parameters import active_parameters, flops_per_example
 from maxtext_lite.batching.planning import make_plan
-from maxtext_lite.batching.ranking import settings_of
 from maxtext_lite.batching.topology import Topology, topology_violations
 from maxtext_lite.config import Config, UserError
+from maxtext_lite.config.errors import settings_of
 from maxtext_lite.config.suggest import ConfigRequest
 
 UTILIZATION = Interval(0.3, 0.5)
@@ -155,12 +155,6 @@ class Recommendation:
             for law in RATE_LAWS
         ]  # fmt: skip
         return found
-
-
-def budget_of(config: Config, *, tokens: float, loss: float | None) -> Budget:
-    """The budget of a config's model; of experts, only those that a token passes through count."""
-    parameters = active_parameters(config)
-    return Budget(parameters, parameters - count_parameters(config).tables, tokens, loss)
 
 
 def recommend(config: Config, budget: Budget, machine: Machine) -> Recommendation:

@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from maxtext_lite.batching.activations import BYTES
-from maxtext_lite.batching.batch import Batch
-from maxtext_lite.batching.ledger import MOMENTS, MemoryEstimate, MemoryLine, bytes_text
-from maxtext_lite.batching.parameters import count_parameters
+from maxtext_lite.batching.batch import Batch, SampledBatch
+from maxtext_lite.batching.ledger import MOMENTS, MemoryEstimate, MemoryLine
+from maxtext_lite.batching.parameters import BYTES, count_parameters
 from maxtext_lite.batching.topology import Topology, mesh_text, model_dimensions
 from maxtext_lite.config import Config, UserError
-from maxtext_lite.config.errors import number_text
+from maxtext_lite.config.errors import bytes_text, number_text
 from maxtext_lite.config.hf.directory import files_of_model, run_config_json
 from maxtext_lite.config.rl_rules import RLRunConfig
 from maxtext_lite.config.violation import Violation, divisors, multiples, one_of
@@ -44,7 +43,7 @@ class Rollout:
 
 
 @dataclass(frozen=True)
-class RLBatch:
+class RLBatch(SampledBatch):
     """What a step of reinforcement learning samples and trains on.
 
     Attributes:
@@ -88,13 +87,13 @@ class RLBatch:
         return self.pairs_per_micro_batch // self.num_generations
 
     @property
-    def examples_per_prompt(self) -> int:
+    def examples_per_entry(self) -> int:
         """Pairs that a prompt becomes, over all steps made with it."""
         return self.num_generations * self.updates_per_batch
 
     def prompts_before(self, step: int, examples_seen: int) -> int:
         """Prompts of all batches before the one that is next after a step, or unfinished."""
-        return (examples_seen - step % self.updates_per_batch * self.pairs_per_batch) // self.examples_per_prompt
+        return (examples_seen - step % self.updates_per_batch * self.pairs_per_batch) // self.examples_per_entry
 
     @property
     def overlap_fraction(self) -> Fraction:
@@ -104,12 +103,109 @@ class RLBatch:
         """
         return Fraction(0) if self.takes_turns else Fraction(self.micro_batches - 1, self.micro_batches)
 
+    def rows(self) -> list[tuple[str, str]]:
+        """Prompts, pairs, updates, devices and how responses are generated."""
+        each, chunk = self.num_generations, self.pairs_per_micro_batch
+        prompts, in_chunk = _prompts(self.prompts_per_batch), _prompts(self.prompts_per_micro_batch)
+        devices = f"{self.trainer_devices} train, {self.sampler_devices} sample; {self.micro_batches - 1} of "
+        devices += f"{self.micro_batches} micro-batches are trained on while the next is sampled"
+        if self.takes_turns:
+            devices = "the same devices sample and train, in turns"
+        batches = "1 batch" if self.batches == 1 else f"{self.batches} batches"
+        return [
+            ("pairs_per_batch", f"{self.pairs_per_batch} = {prompts} x {each} generations"),
+            ("micro_batches", f"{self.micro_batches} of {chunk} pairs, {in_chunk} each"),
+            ("updates_per_batch", f"{self.updates_per_batch}; {batches} in all"),
+            (
+                "tokens of a pair",
+                f"at most {self.max_prompt_tokens} of the prompt and {self.max_response_tokens} of the response",
+            ),
+            ("devices", devices),
+            ("rollout", "by a server" if self.rollout is None else str(self.rollout)),
+        ]
+
     def to_json(self) -> dict[str, object]:
         """The fields by name, those of the rollout prefixed with `rollout_`, and the overlap."""
         fields = dataclasses.asdict(self)
         rollout: dict[str, object] = fields.pop("rollout") or {}
         of_rollout = {f"rollout_{name}": value for name, value in rollout.items()}
         return {**fields, **of_rollout, "overlap_fraction": float(self.overlap_fraction)}
+
+    def training_part(self, topology: Topology) -> Topology:
+        """The devices that train: on all hosts if they take turns with sampling, otherwise on one."""
+        hosts = topology.num_hosts if self.takes_turns else 1
+        return dataclasses.replace(topology, num_devices=self.trainer_devices, num_hosts=hosts)
+
+    def with_sampling(self, memory: MemoryEstimate, config: Config, mesh: Mapping[str, int]) -> MemoryEstimate:
+        """The memory of a device that trains: that of a step, the KL reference, and what is held to sample.
+
+        The sampler's activations and logits are left out: those of training are larger, as a decode step has one token
+        per slot. Its parameters stay on devices that take turns until the next update; its keys and values are there
+        only while it samples, beside what is held throughout a step.
+
+        Args:
+          memory: of a training step.
+          mesh: size of each axis of the devices that train.
+        """
+        assert isinstance(config, RLRunConfig), "only its configs have such a batch"
+        always = (*MOMENTS, "rollout")
+        lines = list(memory.lines)
+        for i, line in enumerate(lines):
+            if line.moments == MOMENTS:
+                lines[i] = dataclasses.replace(line, moments=always)
+        if config.grpo_beta:
+            # With LoRA too, as a step donates the frozen parameters.
+            count = count_parameters(config, tiled=False, **mesh)
+            rest = (count.tables + count.norms) * BYTES[config.weight_dtype]
+            size, why = count.matrices * BYTES[config.dtype] + rest, "the initial model, matrices in `dtype`"
+            lines.append(MemoryLine("KL reference", "rollout", size, why, always))
+        if self.takes_turns and self.rollout is not None:
+            why = "a copy in `dtype` on the sampler's mesh"
+            lines.append(MemoryLine("sampler's parameters", "rollout", self.rollout.params, why, always))
+            why = f"of {self.rollout.slots} slots over all devices"
+            lines.append(MemoryLine("keys and values", "rollout", self.rollout.cache, why, ("rollout",)))
+        return dataclasses.replace(memory, lines=tuple(lines))
+
+    def memory_warnings(self, memory: MemoryEstimate) -> list[str]:
+        """Warnings of devices that have less memory than training or sampling needs, with the keys that need less."""
+        limit, rollout = memory.limit, self.rollout
+        works = "lower micro_batch_size, or set remat_policy=full."
+        if self.takes_turns and rollout is not None:
+            works = "lower micro_batch_size or rollout_slots, raise rollout_fsdp_parallelism, or set remat_policy=full."
+        warnings = memory.warnings(works)
+        if limit is None or self.takes_turns or rollout is None or rollout.params + rollout.cache <= limit:
+            return warnings
+        return [
+            *warnings,
+            f"about {bytes_text(rollout.params + rollout.cache)} per device that samples are needed, more than the "
+            f"{bytes_text(limit)} it has: lower micro_batch_size or rollout_slots, or raise rollout_fsdp_parallelism.",
+        ]
+
+    def warnings(self, config: Config, num_entries: int | None) -> list[str]:
+        """What works but is probably a mistake.
+
+        Args:
+          num_entries: prompts to train on; None: unknown.
+        """
+        assert isinstance(config, RLRunConfig), "only its configs have such a batch"
+        warnings: list[str] = []
+        num_devices = int(self.trainer_devices / config.trainer_devices_fraction)
+        idle = 0 if self.takes_turns else num_devices - self.trainer_devices - self.sampler_devices
+        if idle:
+            stated = " and ".join(f"{key}={number_text(getattr(config, key))}" for key in _FRACTIONS)
+            warnings.append(f"{stated}: {idle} of {num_devices} devices neither train nor sample.")
+        if config.capacity_factor != -1 and config.rollout_correction == "none":
+            warnings.append(
+                f"capacity_factor={number_text(config.capacity_factor)}: only training drops tokens, so responses are "
+                "sampled from another policy than the loss has (rollout_mismatch). Set capacity_factor=-1 or "
+                "rollout_correction=truncated."
+            )
+        if num_entries is not None and self.prompts_per_batch > num_entries:
+            warnings.append(
+                f"batch_size={self.prompts_per_batch} is more than the {num_entries} prompts: a batch has some of them "
+                "several times, each with groups of its own."
+            )
+        return warnings
 
 
 def rl_batch(config: RLRunConfig, topology: Topology) -> RLBatch | list[Violation]:
@@ -157,31 +253,8 @@ def rl_batch(config: RLRunConfig, topology: Topology) -> RLBatch | list[Violatio
     )
 
 
-def rl_warnings(config: Config, batch: RLBatch, num_prompts: int | None) -> list[str]:
-    """What works but is probably a mistake.
-
-    Args:
-      num_prompts: to train on; None: unknown.
-    """
-    assert isinstance(config, RLRunConfig), "only its configs have such a batch"
-    warnings: list[str] = []
-    num_devices = int(batch.trainer_devices / config.trainer_devices_fraction)
-    idle = 0 if batch.takes_turns else num_devices - batch.trainer_devices - batch.sampler_devices
-    if idle:
-        stated = " and ".join(f"{key}={number_text(getattr(config, key))}" for key in _FRACTIONS)
-        warnings.append(f"{stated}: {idle} of {num_devices} devices neither train nor sample.")
-    if config.capacity_factor != -1 and config.rollout_correction == "none":
-        warnings.append(
-            f"capacity_factor={number_text(config.capacity_factor)}: only training drops tokens, so responses are "
-            "sampled from another policy than the loss has (rollout_mismatch). Set capacity_factor=-1 or "
-            "rollout_correction=truncated."
-        )
-    if num_prompts is not None and batch.prompts_per_batch > num_prompts:
-        warnings.append(
-            f"batch_size={batch.prompts_per_batch} is more than the {num_prompts} prompts: a batch has some of them "
-            "several times, each with groups of its own."
-        )
-    return warnings
+def _prompts(number: int) -> str:
+    return "1 prompt" if number == 1 else f"{number} prompts"
 
 
 def _inexpressible(config: RLRunConfig) -> str | None:
@@ -248,58 +321,3 @@ def _mesh_violations(config: RLRunConfig, devices: int) -> list[Violation]:
     )
     near = one_of("rollout_tensor_parallelism", works["tensor"], tensor)
     return [Violation("rollout_fsdp_parallelism", message, (near,), rule="rollout mesh")]
-
-
-def with_rollout(memory: MemoryEstimate, config: Config, rl: RLBatch | None, mesh: Mapping[str, int]) -> MemoryEstimate:
-    """The memory of a device that trains: that of a step and, in reinforcement learning, what is held besides.
-
-    This is the KL reference and the sampler's arrays, without its activations and logits: those of training are larger,
-    as a decode step has one token per slot.
-
-    The sampler's parameters stay on devices that take turns until the next update; its keys and values are there only
-    while it samples, beside what is held throughout a step.
-
-    Args:
-      memory: of a training step.
-      mesh: size of each axis of the devices that train.
-    """
-    if rl is None:
-        return memory
-    assert isinstance(config, RLRunConfig), "only its configs have such a batch"
-    always = (*MOMENTS, "rollout")
-    lines = [dataclasses.replace(line, moments=always) if line.moments == MOMENTS else line for line in memory.lines]
-    if config.grpo_beta:
-        count = count_parameters(config, tiled=False, **mesh)  # with LoRA too, as a step donates the frozen parameters
-        rest = (count.tables + count.norms) * BYTES[config.weight_dtype]
-        size, why = count.matrices * BYTES[config.dtype] + rest, "the initial model, matrices in `dtype`"
-        lines.append(MemoryLine("KL reference", "rollout", size, why, always))
-    if rl.takes_turns and rl.rollout is not None:
-        why = "a copy in `dtype` on the sampler's mesh"
-        lines.append(MemoryLine("sampler's parameters", "rollout", rl.rollout.params, why, always))
-        why = f"of {rl.rollout.slots} slots over all devices"
-        lines.append(MemoryLine("keys and values", "rollout", rl.rollout.cache, why, ("rollout",)))
-    return dataclasses.replace(memory, lines=tuple(lines))
-
-
-def memory_warnings(memory: MemoryEstimate, rl: RLBatch | None) -> list[str]:
-    """Warnings of devices that have less memory than a run needs, with the keys that need less."""
-    limit = memory.limit
-    if limit is None:
-        return []
-    warnings: list[str] = []
-    rollout = None if rl is None else rl.rollout
-    if not memory.fits:
-        works = "lower per_device_batch_size, raise gradient_accumulation_steps, or set remat_policy=full."
-        if rl is not None and rl.takes_turns and rollout is not None:
-            works = "lower micro_batch_size or rollout_slots, raise rollout_fsdp_parallelism, or set remat_policy=full."
-        elif rl is not None:
-            works = "lower micro_batch_size, or set remat_policy=full."
-        warnings.append(
-            f"about {bytes_text(memory.total)} per device are needed, more than the {bytes_text(limit)} it has: {works}"
-        )
-    if rl is not None and not rl.takes_turns and rollout is not None and rollout.params + rollout.cache > limit:
-        warnings.append(
-            f"about {bytes_text(rollout.params + rollout.cache)} per device that samples are needed, more than the "
-            f"{bytes_text(limit)} it has: lower micro_batch_size or rollout_slots, or raise rollout_fsdp_parallelism."
-        )
-    return warnings

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TypeVar, cast
 
-from maxtext_lite.batching.batch import Batch, derive_batch, not_whole, stated_batch
+from maxtext_lite.batching.batch import Batch, SampledBatch, derive_batch, not_whole, stated_batch
 from maxtext_lite.batching.length import RunLength, derive_length, epochs_violation
 from maxtext_lite.batching.pipeline_shape import num_repeats
 from maxtext_lite.batching.rampup import RampupBatchManager, make_rampup, only_stage
@@ -62,6 +62,7 @@ class Sizes:
     Attributes:
       diloco_num_replicas: None where local updates are off.
       length: None where num_epochs states it and the number of examples is unknown.
+      sampled: the batch of a run that samples its examples, on whose training devices these sizes are; None in others.
     """
 
     topology: Topology
@@ -77,16 +78,17 @@ class Sizes:
     scaling: OptimizerScaling
     diloco_num_replicas: int | None
     length: RunLength | None
+    sampled: SampledBatch | None = None
 
 
 def derive_sizes(
-    config: Config, topology: Topology, num_examples: int | None = None, batch: Batch | None = None
+    config: Config, topology: Topology, num_examples: int | None = None, sampled: SampledBatch | None = None
 ) -> Sizes | list[Violation]:
     """The sizes, or every rule that is broken.
 
     Args:
       num_examples: training examples in the data, where known.
-      batch: the batch of a step, where it does not come from the config's batch keys.
+      sampled: the batch of a run whose config has no use for the keys of batches.
     """
     broken = topology_violations(topology)
     if any(not 1 <= number <= MOST_DEVICES for number in (topology.num_devices, topology.num_hosts)):
@@ -100,7 +102,7 @@ def derive_sizes(
 
     num_devices = topology.num_devices
     mesh = legal(resolve_mesh(config, num_devices))
-    batch = batch or legal(derive_batch(config, num_devices))
+    batch = sampled.trained if sampled else legal(derive_batch(config, num_devices))
     eval_size = legal(_eval_size(config, num_devices))
     loading = legal(loading_hosts(config, topology.num_hosts))
     ramp = make_rampup(config, batch or stated_batch(config, num_devices), num_devices)
@@ -134,6 +136,7 @@ def derive_sizes(
         scaling=scale_optimizer(config, batch.global_batch_to_train),
         diloco_num_replicas=replicas,
         length=run_length,
+        sampled=sampled,
     )
 
 

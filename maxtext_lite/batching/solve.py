@@ -4,12 +4,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self, cast
 
-from maxtext_lite.batching.rl import RLBatch, rl_batch
+from maxtext_lite.batching.batch import SampledBatch
 from maxtext_lite.batching.sizes import Sizes, derive_sizes
 from maxtext_lite.batching.topology import Topology, topology_violations
-from maxtext_lite.config import Config, Refusal
+from maxtext_lite.config import Config, Refusal, registry
 from maxtext_lite.config.load import defaults_of
-from maxtext_lite.config.rl_rules import RLRunConfig
 from maxtext_lite.config.suggest import ConfigRequest, suggest
 from maxtext_lite.config.violation import Change, Violation
 
@@ -45,25 +44,20 @@ class PlanRequest(ConfigRequest):
             yield from (violation for violation in outcome if violation.message not in said)
 
 
-def resolve(
-    config: Config, topology: Topology, num_examples: int | None = None
-) -> tuple[Sizes, RLBatch | None] | list[Violation]:
-    """The sizes of a run, with its batches if it is reinforcement learning; or every broken rule.
+def resolve(config: Config, topology: Topology, num_examples: int | None = None) -> Sizes | list[Violation]:
+    """The sizes of a run, or every broken rule.
 
     Args:
       num_examples: training examples in the data, where known.
     """
-    rl = None
-    if isinstance(config, RLRunConfig):
-        broken = topology_violations(topology)
-        rl = broken or rl_batch(config, topology)
-        if isinstance(rl, list):
-            return rl
-        num_examples = None  # reinforcement learning has no length in epochs
-        hosts = topology.num_hosts if rl.takes_turns else 1
-        topology = replace(topology, num_devices=rl.trainer_devices, num_hosts=hosts)
-    sizes = derive_sizes(config, topology, num_examples, rl.trained if rl else None)
-    return (sizes, rl) if isinstance(sizes, Sizes) else sizes
+    if config.run_kind == "train":
+        return derive_sizes(config, topology, num_examples)
+    if broken := topology_violations(topology):
+        return broken
+    sampled: SampledBatch | list[Violation] = registry.load("batch", config.run_kind)(config, topology)
+    if isinstance(sampled, list):
+        return sampled
+    return derive_sizes(config, sampled.training_part(topology), sampled=sampled)  # it has no length in epochs
 
 
 def refusals(

@@ -11,12 +11,12 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from maxtext_lite.batching.activations import BYTES, LayerOnDevice, offloaded_activations, tokens_of_device
+from maxtext_lite.batching.activations import LayerOnDevice, offloaded_activations, tokens_of_device
 from maxtext_lite.batching.devices import Device
 from maxtext_lite.batching.ledger import MemoryEstimate
 from maxtext_lite.batching.memory import loss_tiles
 from maxtext_lite.batching.newton_schulz import orthogonalized
-from maxtext_lite.batching.parameters import attended_pairs, count_parameters, flops_per_example
+from maxtext_lite.batching.parameters import BYTES, attended_pairs, count_parameters, flops_per_example
 from maxtext_lite.batching.pipeline_shape import PipelineShape
 from maxtext_lite.batching.roofline import matmul_peak
 from maxtext_lite.batching.topology import MESH_AXES, MeshSizes

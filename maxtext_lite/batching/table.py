@@ -4,12 +4,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
-from maxtext_lite.batching.batch_plan import BatchPlan
-from maxtext_lite.batching.ledger import PARTS, MemoryEstimate, bytes_text
-from maxtext_lite.batching.ranking import RankedPlan
-from maxtext_lite.batching.rl import RLBatch
+from maxtext_lite.batching.batch_plan import BatchPlan, ScheduleCost
+from maxtext_lite.batching.ledger import PARTS, MemoryEstimate
 from maxtext_lite.batching.topology import mesh_text
-from maxtext_lite.config.errors import number_text, rounded_text, short_text
+from maxtext_lite.config.errors import bytes_text, number_text, rounded_text, short_text
 
 _MOST_STAGES = 12
 
@@ -22,7 +20,7 @@ def format_plan(plan: BatchPlan, more: Sequence[tuple[str, str]] = ()) -> str:
     """
     rows: list[tuple[str, str]] = [
         ("num_devices", f"{plan.num_devices} = {_mesh_text(plan)}, on {_count(plan.num_hosts, 'host')}"),
-        *(_rl_rows(plan.rl) if plan.rl else ()),
+        *(plan.rl.rows() if plan.rl else ()),
         *(_batch_rows(plan) if plan.rl is None else _batch_rows(plan)[:-1]),
         *(_loading_rows(plan) if plan.rl is None else ()),
         *_context_rows(plan),
@@ -31,21 +29,11 @@ def format_plan(plan: BatchPlan, more: Sequence[tuple[str, str]] = ()) -> str:
         *_optimizer_rows(plan),
         *_diloco_rows(plan),
         *_rampup_rows(plan),
-        *_memory_rows(plan.memory),
+        *(_memory_rows(plan.memory) if plan.memory.is_known else ()),
         *more,
     ]
     warnings = (f"warning: {warning}" for warning in plan.warnings)
     return "\n".join([*aligned(rows), f"attention kernel: {plan.attention_kernel}", *warnings])
-
-
-_RANKED = ("mesh", "per device", "A", "pieces", "remat_policy", "GB", "ms", "matmul", "memory", "collectives", "host",
-           "bubble", "tokens/s", "MFU")  # fmt: skip
-
-
-def format_ranking(ranked: Sequence[RankedPlan]) -> str:
-    """Ranked plans, one a line: the chosen keys, planned memory per device, and the shortest time of a step."""
-    left = {0, _RANKED.index("remat_policy")}
-    return "\n".join(aligned([_RANKED, *map(_ranked_row, ranked)], {*range(len(_RANKED))} - left))
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
@@ -58,22 +46,6 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
         ).rstrip()
         for row in rows
     ]
-
-
-def _ranked_row(ranked: RankedPlan) -> tuple[str, ...]:
-    plan, time = ranked.plan, ranked.time
-    parts = (time.seconds, time.matmul_seconds, time.memory_seconds, time.collectives_seconds, time.host_seconds)
-    return (
-        _mesh_text(plan),
-        number_text(plan.per_device_batch_size),
-        str(plan.gradient_accumulation_steps),
-        str(plan.num_pipeline_microbatches),
-        ranked.config.remat_policy + ", optimizer offloaded" * ranked.config.optimizer_memory_host_offload,
-        f"{plan.memory.total / 1e9:.1f}",
-        *(f"{1e3 * seconds:,.1f}" for seconds in (*parts, time.bubble_seconds)),
-        f"{ranked.tokens_per_second:,.0f}",
-        f"{time.mfu:.1%}",
-    )
 
 
 def _count(number: int, noun: str) -> str:
@@ -113,24 +85,6 @@ def _batch_rows(plan: BatchPlan) -> list[tuple[str, str]]:
             f"{_count(plan.eval_batch_examples, 'example')} = "
             f"{number_text(plan.eval_per_device_batch_size)} per device x {devices}",
         ),
-    ]
-
-
-def _rl_rows(rl: RLBatch) -> list[tuple[str, str]]:
-    prompts, each, chunk = rl.prompts_per_batch, rl.num_generations, rl.pairs_per_micro_batch
-    turns = "the same devices sample and train, in turns"
-    apart = f"{rl.trainer_devices} train, {rl.sampler_devices} sample"
-    beside = f"{rl.micro_batches - 1} of {rl.micro_batches} micro-batches are trained on while the next is sampled"
-    return [
-        ("pairs_per_batch", f"{rl.pairs_per_batch} = {_count(prompts, 'prompt')} x {each} generations"),
-        ("micro_batches", f"{rl.micro_batches} of {chunk} pairs, {_count(chunk // each, 'prompt')} each"),
-        ("updates_per_batch", f"{rl.updates_per_batch}; {rl.batches} batch{'es' if rl.batches != 1 else ''} in all"),
-        (
-            "tokens of a pair",
-            f"at most {rl.max_prompt_tokens} of the prompt and {rl.max_response_tokens} of the response",
-        ),
-        ("devices", turns if rl.takes_turns else f"{apart}; {beside}"),
-        ("rollout", "by a server" if rl.rollout is None else str(rl.rollout)),
     ]
 
 
@@ -194,11 +148,16 @@ def _pipeline_rows(plan: BatchPlan) -> list[tuple[str, str]]:
         ),
         ("pipeline_bubble_fraction", _bubble_text(plan)),
         *(
-            (f"with {name}", f"bubble {float(cost.bubble_fraction):.4g}, activations {bytes_text(cost.activations)}")
+            (f"with {name}", _cost_text(cost))
             for name, cost in plan.pipeline_schedules.items()
             if len(plan.pipeline_schedules) > 1
         ),
     ]
+
+
+def _cost_text(cost: ScheduleCost) -> str:
+    bubble = f"bubble {float(cost.bubble_fraction):.4g}"
+    return bubble if cost.activations is None else f"{bubble}, activations {bytes_text(cost.activations)}"
 
 
 def _bubble_text(plan: BatchPlan) -> str:

@@ -191,3 +191,8 @@ def _wrong_product(config: MeshConfig, fixed: Mapping[str, int], product: int, n
         else f"{last}=1, as all mesh axes are, covers 1 device, but there are {num_devices}."
     )
     return Violation(last, message, (mesh_changes(config, num_devices, last, fixed.get(last, 1)),), "mesh")
+
+
+def splits_residual(config: Config, mesh: Mapping[str, int]) -> bool:
+    """Whether the tokens of a row divide over context x tensor."""
+    return config.max_target_length % (mesh["context"] * mesh["tensor"]) == 0

@@ -127,6 +127,11 @@ def setting_text(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
+def settings_of(keys: Mapping[str, object]) -> list[str]:
+    """Keys and their values as the `key=value` words of a command line."""
+    return [f"{key}={setting_text(value)}" for key, value in keys.items()]
+
+
 _LONGEST_WORD = 400
 _LONG_WORD = re.compile(rf"\S{{{_LONGEST_WORD + 1},}}")
 _LONGEST_LINE = 4000
@@ -150,6 +155,14 @@ def _shortened(word: re.Match[str]) -> str:
 def install_text(extra: str) -> str:
     """The command that installs an extra, for a message; the package is on no index, so that only a clone has it."""
     return f"pip install -e '.[{extra}]' in your clone"
+
+
+def bytes_text(size: int) -> str:
+    """A number of bytes for reading: 1.5 GB (1e9 bytes), 3.2 MB or 0.4 kB."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6)):
+        if size >= scale:
+            return f"{size / scale:.1f} {unit}"
+    return f"{size / 1e3:.1f} kB"
 
 
 def counted(count: int, what: str) -> str:

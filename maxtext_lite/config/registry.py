@@ -16,15 +16,29 @@ from typing import Any
 from maxtext_lite.config.errors import UserError
 
 _BUILT_IN: Mapping[str, Mapping[str, str]] = {
+    "batch": {"rl": "maxtext_lite.batching.rl:rl_batch"},
+    "choose": {
+        "smaller_step": "maxtext_lite.batching.smaller_step:smaller_step",
+        "split": "maxtext_lite.batching.ranking:choose",
+    },
     "config_provider": {"huggingface": "maxtext_lite.config.hf.directory:provide"},
+    "estimate": {
+        "activations": "maxtext_lite.batching.memory:estimate_activations",
+        "advice": "maxtext_lite.batching.advice:advice_of_run",
+        "evaluation": "maxtext_lite.batching.memory:evaluation_warnings",
+        "memory": "maxtext_lite.batching.memory:estimate_memory",
+    },
     "model_files": {"huggingface": "maxtext_lite.hf.carried:store_files_of_run"},
     "parameters": {"huggingface": "maxtext_lite.training.hf_reader:open_parameters"},
     "run": {"post_train/rl.yml": "maxtext_lite.config.rl_rules:RLRunConfig"},
 }
 """`module:attribute` of each name of each kind.
 
+- `batch`: the batch of a kind of run whose rows are sampled; see `batching.batch.SampledBatch`.
+- `choose`: the split of a batch for per_device_batch_size=auto, and the nearest step that needs less memory.
 - `config_provider`: a function from the directory of load_parameters_path to the keys that it decides; see
   `config.load.Provided`.
+- `estimate`: what a plan says about memory, and the advice about batch sizes at the end of a run.
 - `model_files`: a function that keeps files about a model's tokens beside a run; see `training.run`.
 - `parameters`: a function from a directory to its parameters; see `training.parameter_files.Reader`.
 - `run`: the config class of a kind of run, by the file below configs/ that is the base of its configs.

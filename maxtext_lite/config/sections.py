@@ -330,6 +330,11 @@ class DataConfig(Section):
         """Rows of max_target_length tokens in an example: in DPO two, the chosen and the rejected answer."""
         return 2 if self.dataset_type == "dpo" else 1
 
+    @property
+    def held_out_fraction(self) -> float:
+        """The share of the training examples held out: none where held-out examples have a path of their own."""
+        return 0.0 if self.eval_dataset_path else self.eval_fraction
+
 
 class PreferenceConfig(Section):
     """The loss of DPO."""

@@ -14,10 +14,9 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jax.typing import DTypeLike
 
-from maxtext_lite.config.kernels import GroupedMatmul
+from maxtext_lite.config.kernels import KERNEL_SCOPE, GroupedMatmul
 from maxtext_lite.models.eight_bits import dtype_of_totals
 from maxtext_lite.models.tokamax_ops import ragged_dot, waiting_for_each_matmul, with_blocks
-from maxtext_lite.xla.hlo_work import KERNEL_SCOPE
 
 _BY_ROWS = jax.lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
 _BY_ROWS_TRANSPOSED = jax.lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from maxtext_lite.config.kernels import KERNEL_SCOPE
 from maxtext_lite.models.chunk_pairs import Pairs, merged_over_shards, summed_over_shards
 from maxtext_lite.models.gpu_attention import FusedKernel, Inputs, fused_attention
 from maxtext_lite.models.tile import PLAIN, Scoring, part, ungrouped, whole_blocks
@@ -27,7 +28,6 @@ from maxtext_lite.parallel import (
     own_shard,
     whole_examples,
 )
-from maxtext_lite.xla.hlo_work import KERNEL_SCOPE
 
 _HEADS = ("batch", "length", "activation_heads", None)
 _TOKENS = ("batch", "length")

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from html import escape as _e
 from pathlib import Path
 
-from maxtext_lite.batching.ledger import bytes_text
+from maxtext_lite.config.errors import bytes_text
 from maxtext_lite.process.records import as_list, as_object
 from maxtext_lite.reporting.charts import AXES
 from maxtext_lite.reporting.curves import Json, chart_svg, color_class, make_board

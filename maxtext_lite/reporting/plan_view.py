@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from maxtext_lite.batching.ledger import PARTS, bytes_text
-from maxtext_lite.config.errors import value_text
+from maxtext_lite.batching.ledger import PARTS
+from maxtext_lite.config.errors import bytes_text, value_text
 from maxtext_lite.process.records import as_list, as_object
 
 _MEANINGS = {

@@ -5,7 +5,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from maxtext_lite.batching import batch_size_advice
+from maxtext_lite.batching.advice import batch_size_advice
 from maxtext_lite.config.errors import counted
 from maxtext_lite.process.records import as_list
 from maxtext_lite.reporting.plan_view import long_number, plain, short_number

@@ -6,7 +6,8 @@ from typing import Any
 
 import jax
 
-from maxtext_lite.batching import RLBatch, batch_sizes, make_plan
+from maxtext_lite.batching import batch_sizes, make_plan
+from maxtext_lite.batching.rl import RLBatch
 from maxtext_lite.config import UserError
 from maxtext_lite.config.hf.directory import paths_of_model
 from maxtext_lite.config.rl_rules import RLRunConfig, endless_evaluation
@@ -134,7 +135,8 @@ def open_rl_run(config: RLRunConfig) -> RLRun:
     if eval_source is not None and (refusal := endless_evaluation(config, len(eval_source))):
         raise UserError(str(refusal))
     plan = make_plan(config, **machine, num_examples=len(source))
-    assert plan.rl is not None, "a config of reinforcement learning has a plan of it"
+    batch = plan.rl
+    assert isinstance(batch, RLBatch), "a config of reinforcement learning has a plan of it"
     stop_token_ids = stop_tokens(paths_of_model(config), tokenizer)
     rewards: Rewards | None = None
 
@@ -145,24 +147,24 @@ def open_rl_run(config: RLRunConfig) -> RLRun:
 
     on_first_host(f"reward_functions={config.reward_functions}", start_rewards)
     try:
-        policy = policy_of(config, plan.rl)
+        policy = policy_of(config, batch)
         # Before the run makes its directory, so that a refused sampler leaves none.
-        sampling_devices = devices[len(devices) - plan.rl.sampler_devices :]
-        engine = _engine(config, plan.rl, sampling_devices, stop_token_ids)
+        sampling_devices = devices[len(devices) - batch.sampler_devices :]
+        engine = _engine(config, batch, sampling_devices, stop_token_ids)
         run = TrainingRun(
             config,
             plan,
             source=source,
             eval_source=eval_source,
             own=OwnParts(objective=policy),
-            devices=devices[: plan.rl.trainer_devices],
-            examples_of_entry=plan.rl.examples_per_prompt,
+            devices=devices[: batch.trainer_devices],
+            examples_of_entry=batch.examples_per_entry,
         )
     except BaseException:
         if rewards is not None:
             rewards.close()
         raise
-    return RLRun(run, config, plan.rl, policy, engine, rewards, tokenizer, stop_token_ids)
+    return RLRun(run, config, batch, policy, engine, rewards, tokenizer, stop_token_ids)
 
 
 def _refuse_other_prompts(fingerprints: list[str | None]) -> None:

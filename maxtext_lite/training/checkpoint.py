@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from maxtext_lite.batching.elsewhere import held_out_fraction
 from maxtext_lite.config import Config, ModelConfig, RunConfig, UserError, adapted_weights
 from maxtext_lite.config.bucket import absolute, is_bucket
 from maxtext_lite.config.errors import full_text, setting_text
@@ -81,7 +80,7 @@ def fingerprint(config: Config, data: str, num_replicas: int | None) -> dict[str
     if config.optimizer == "sgd":
         values["sgd_momentum is 0"] = config.sgd_momentum == 0
     values |= config.model_dump(include=set(config.fingerprint_keys))
-    return values | {"eval_fraction": held_out_fraction(config), _DATA: data}
+    return values | {"eval_fraction": config.held_out_fraction, _DATA: data}
 
 
 class CheckpointReader:

@@ -1,15 +1,17 @@
 """The train step's executables, one for each batch shape of a run; the next is compiled before it is needed."""
 
 import concurrent.futures
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
+from jax.sharding import Mesh
 from jax.stages import Compiled, Wrapped
 
 from maxtext_lite.batching import BatchPlan, BatchStage
-from maxtext_lite.batching.ledger import bytes_text
+from maxtext_lite.config.errors import bytes_text
 from maxtext_lite.data import field_dtype
 from maxtext_lite.parallel import exchange, sharding
 from maxtext_lite.process.leaving import abandon
@@ -17,8 +19,22 @@ from maxtext_lite.training.compilation_cache import num_found
 from maxtext_lite.training.state import StepParts, abstract_state
 from maxtext_lite.training.step import TRAIN_BATCH_AXES
 from maxtext_lite.training.step_memory import OutOfMemory, raising_out_of_memory
-from maxtext_lite.xla import as_default_device
 from maxtext_lite.xla.program_memory import ProgramMemory
+
+
+@contextlib.contextmanager
+def as_default_device(mesh: Mesh) -> Iterator[None]:
+    """Makes a device that is not attached jax's default device, while a program is traced and lowered for it.
+
+    tokamax reads compute capability, cores and kind from the default device, which otherwise is this process's CPU.
+    Nothing can be computed meanwhile. The default device is thread-local. No effect on attached devices.
+    """
+    device = mesh.devices.flat[0]
+    if device in jax.devices():
+        yield
+    else:
+        with jax.default_device(device):
+            yield
 
 
 class Built(NamedTuple):

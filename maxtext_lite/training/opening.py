@@ -7,10 +7,10 @@ from typing import Any, TypeAlias
 
 import jax
 
-from maxtext_lite.batching import BatchPlan, Topology, batch_sizes, choose, make_plan
+from maxtext_lite.batching import BatchPlan, Topology, batch_sizes, make_plan
 from maxtext_lite.batching.devices import device_of_kind
-from maxtext_lite.config import Config, UserError
-from maxtext_lite.config.errors import setting_text
+from maxtext_lite.config import Config, Refusal, UserError, registry
+from maxtext_lite.config.errors import settings_of
 from maxtext_lite.config.kernels import Accelerator
 from maxtext_lite.data import Examples, ExampleSource, example_shape, own_examples
 from maxtext_lite.data.mixture_of_run import in_run, steps_left
@@ -110,21 +110,27 @@ def open_data(
 ) -> tuple[BatchPlan, Sources]:
     """The plan of a config's run, and its data; arguments and errors as of `open_run`."""
     machine = machine_of(start_devices())
-    sizes, _ = batch_sizes(config, **machine)  # refuses what is wrong before the data are opened
-    hosts = sizes.loading.loading_hosts
+    hosts = batch_sizes(config, **machine).loading.loading_hosts  # refuses what is wrong before the data are opened
     sources = sources or open_sources_on_hosts(config, vocab_size=config.vocab_size, loading_hosts=hosts)
     return make_plan(config, **machine, num_examples=len(sources[0]), device_memory_gb=device_memory_gb), sources
 
 
 def chosen_split(config: Config, device_memory_gb: float | None) -> dict[str, Any]:
-    """The keys of the chosen split of the global batch for the devices: see `batching.choose`.
+    """The keys of the chosen split of the global batch for the devices: by the registry's `choose`.
 
     Args:
       device_memory_gb: as in `open_run`; None: the value in the table of devices.
     Raises:
-      UserError: no split is legal, or none fits.
+      UserError: no split is legal, or none fits; or nothing that chooses one is installed.
     """
     devices = start_devices()
+    if not registry.is_installed("choose", "split"):
+        per_device = Fraction(config.global_batch_size, len(devices))
+        message = (
+            "per_device_batch_size=-1 and gradient_accumulation_steps=-1 are chosen by maxtext_lite.analysis, which is "
+            "not installed."
+        )
+        raise UserError(str(Refusal("per_device_batch_size", message, (per_device,))))
     kind, machine = devices[0].device_kind, machine_of(devices)
     device = device_of_kind(kind)
     if device and device_memory_gb is None:
@@ -133,9 +139,9 @@ def chosen_split(config: Config, device_memory_gb: float | None) -> dict[str, An
         config = config.model_copy(update={"num_epochs": Fraction(0), "steps": _ANY_STEPS})
     topology = Topology(machine["num_devices"], machine["num_hosts"], Accelerator.planned(machine["platform"]))
     plan_of = functools.partial(make_plan, **machine, device_memory_gb=device_memory_gb)
-    keys, how = choose(config, topology, device, plan_of)
+    keys, how = registry.load("choose", "split")(config, topology, device, plan_of)
     if jax.process_index() == 0:
-        said = " ".join(f"{key}={setting_text(value)}" for key, value in keys.items())
+        said = " ".join(settings_of(keys))
         print(f"global_batch_size={config.global_batch_size} on {len(devices)} x {kind}: {said}, {how} that fit")
     return keys
 

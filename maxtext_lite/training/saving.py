@@ -23,10 +23,9 @@ from typing import Any, NamedTuple
 import jax
 import orbax.checkpoint as ocp
 
-from maxtext_lite.batching.ledger import bytes_text
 from maxtext_lite.config import UserError
 from maxtext_lite.config.bucket import is_bucket, storage_errors
-from maxtext_lite.config.errors import cannot_write, value_text
+from maxtext_lite.config.errors import bytes_text, cannot_write, value_text
 from maxtext_lite.parallel import Tree, exchange
 from maxtext_lite.process.watchdog import watchdog
 from maxtext_lite.training.commit import commit, make_room, while_unfinished

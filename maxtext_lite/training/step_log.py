@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
-from maxtext_lite.batching import BatchStage, batch_size_advice, laws_beside
+from maxtext_lite.batching import BatchStage
+from maxtext_lite.config import registry
 from maxtext_lite.data import MixtureSource, hash_of_run
 from maxtext_lite.parallel import value_of_host
 from maxtext_lite.process.phases import phases
@@ -274,14 +275,15 @@ class StepLog:
 
     def advise(self) -> None:
         """Reports the batch size that the noise scale suggests, where it is known; not in reinforcement learning."""
-        noise = self.counts.noise
-        if noise.steps and self._run.plan.rl is None:
-            batch = self._run.plan.stage_at(self.counts.examples_seen).global_batch_to_train
-            self._terminal.say(batch_size_advice(noise.examples, noise.relative_error, batch))
-            if self._run.config.objective == "pretrain":
-                _, examples = self._run.plan.length.end_after(self.counts.step, self.counts.examples_seen)
-                tokens = examples * self._run.config.max_target_length
-                self._terminal.say(laws_beside(self._run.config, tokens))
+        noise, plan, config = self.counts.noise, self._run.plan, self._run.config
+        if not noise.steps or plan.rl is not None or not registry.is_installed("estimate", "advice"):
+            return
+        batch = plan.stage_at(self.counts.examples_seen).global_batch_to_train
+        _, examples = plan.length.end_after(self.counts.step, self.counts.examples_seen)
+        advice = registry.load("estimate", "advice")
+        tokens = examples * config.max_target_length
+        for sentence in advice(config, noise.examples, noise.relative_error, batch, tokens):
+            self._terminal.say(sentence)
 
 
 def band_limit(values: Sequence[float], width: float, *, least: int = LEAST_LOSSES) -> float:

@@ -8,10 +8,8 @@ from typing import Any
 import jax
 
 from maxtext_lite.batching import BatchPlan, MemoryEstimate
-from maxtext_lite.batching.ledger import bytes_text
-from maxtext_lite.batching.ranking import settings_of
-from maxtext_lite.batching.smaller_step import smaller_step
-from maxtext_lite.config import Config, UserError
+from maxtext_lite.config import Config, UserError, registry
+from maxtext_lite.config.errors import bytes_text, settings_of
 from maxtext_lite.training.run_files import write_json
 
 
@@ -40,7 +38,9 @@ def raising_out_of_memory() -> Generator[None]:
 
 def refusal_of(error: OutOfMemory, config: Config, plan: BatchPlan, plan_of: Callable[[Config], BatchPlan]) -> str:
     """The error with the nearest step that fits and makes the same updates."""
-    keys = smaller_step(config, plan, plan_of, error.share)
+    keys: dict[str, object] = {}
+    if registry.is_installed("choose", "smaller_step"):
+        keys = registry.load("choose", "smaller_step")(config, plan, plan_of, error.share)
     near = " ".join(settings_of({name: value for name, value in keys.items() if value != getattr(config, name)}))
     if not near:
         held = bytes_text(plan.memory.held)
@@ -58,17 +58,18 @@ class StepMemory:
     """
 
     def __init__(self, planned: MemoryEstimate):
-        self._planned = planned
+        self._planned = planned.total if planned.is_known else None
+        self._limit = planned.limit
         self.compiled: int | None = None
         self.measured: int | None = None
 
     @property
     def beside_plan(self) -> str:
         """A clause on the compiled step's memory beside the plan's; "" where it is unknown."""
-        error = _error(self._planned.total, self.compiled)
-        if self.compiled is None or error is None:
+        error = _error(self._planned, self.compiled)
+        if self._planned is None or self.compiled is None or error is None:
             return ""
-        planned = bytes_text(self._planned.total)
+        planned = bytes_text(self._planned)
         return f"; it holds {bytes_text(self.compiled)} of a device, and {planned} by the plan ({error:+.0%})"
 
     def write(self, directory: Path) -> None:
@@ -77,14 +78,14 @@ class StepMemory:
         Raises:
           UserError: it cannot be written.
         """
-        found: dict[str, Any] = {"planned_bytes": self._planned.total, "limit_bytes": self._planned.limit}
+        found: dict[str, Any] = {"planned_bytes": self._planned, "limit_bytes": self._limit}
         for name, size in (("compiled", self.compiled), ("measured", self.measured)):
-            found |= {f"{name}_bytes": size, f"error_of_plan_to_{name}": _error(self._planned.total, size)}
+            found |= {f"{name}_bytes": size, f"error_of_plan_to_{name}": _error(self._planned, size)}
         write_json(directory / "memory.json", found)
 
 
-def _error(planned: int, found: int | None) -> float | None:
-    return None if not found else planned / found - 1
+def _error(planned: int | None, found: int | None) -> float | None:
+    return None if planned is None or not found else planned / found - 1
 
 
 def peak_memory_bytes() -> int | None:

@@ -1,15 +1,12 @@
 """Targets to compile for that need not be attached: TPU slices by libtpu, the GPUs of a host by jax's CUDA plugin."""
 
-import contextlib
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.experimental import topologies
-from jax.sharding import Mesh
 
 from maxtext_lite.batching.devices import DEVICES, Device, device_named
 from maxtext_lite.config import UserError
@@ -121,21 +118,6 @@ def topology_devices(name: str, num_slices: int | None = None) -> list[Any]:
     machine = described(name, num_slices)
     jax.config.update("jax_platforms", "cpu")
     return _tpu_devices(machine) if machine.device.platform == "tpu" else _gpu_devices(machine)
-
-
-@contextlib.contextmanager
-def as_default_device(mesh: Mesh) -> Iterator[None]:
-    """Makes a device that is not attached jax's default device, while a program is traced and lowered for it.
-
-    tokamax reads compute capability, cores and kind from the default device, which otherwise is this process's CPU.
-    Nothing can be computed meanwhile. The default device is thread-local. No effect on attached devices.
-    """
-    device = mesh.devices.flat[0]
-    if device in jax.devices():
-        yield
-    else:
-        with jax.default_device(device):
-            yield
 
 
 def _tpu_devices(machine: Described) -> list[Any]:

@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
+from maxtext_lite.config.kernels import KERNEL_SCOPE
 from maxtext_lite.xla.hlo import KINDS
 from maxtext_lite.xla.hlo_text import Array, Computation, Instruction, Module
 
@@ -22,8 +23,6 @@ _SCHEDULED_CALLS = frozenset({"while", "conditional", "call"})
 _TAKE_A_PART = frozenset({"slice", "dynamic-slice", "gather"})
 MEMORY_SPACES: Mapping[str, tuple[int, ...]] = {"cpu": (0,), "gpu": (0, 1), "tpu": (0,)}
 """HLO's numbers of the memory of a device of each platform."""
-KERNEL_SCOPE = "kernel_"
-"""Prefix of the scopes that name kernels which share one target, as all Pallas kernels on GPUs do."""
 _LARGEST = 5
 """Number of arrays in `ProgramWork.largest_arrays`."""
 

@@ -8,8 +8,9 @@ import pytest
 from maxtext_lite import load_config, make_plan
 from maxtext_lite.aot import against
 from maxtext_lite.aot.program import Traffic
-from maxtext_lite.batching import Topology, rank
+from maxtext_lite.batching import Topology
 from maxtext_lite.batching.devices import device_named
+from maxtext_lite.batching.ranking import rank
 from maxtext_lite.config import UserError
 from maxtext_lite.xla.hlo_text import parse
 from maxtext_lite.xla.hlo_work import KernelCalls

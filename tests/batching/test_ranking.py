@@ -7,9 +7,9 @@ import math
 import pytest
 
 from maxtext_lite import load_config, make_plan
-from maxtext_lite.batching import Topology, choose, rank, wants_solving
+from maxtext_lite.batching import Topology, wants_solving
 from maxtext_lite.batching.devices import device_named
-from maxtext_lite.batching.ranking import _legal_meshes
+from maxtext_lite.batching.ranking import _legal_meshes, choose, rank
 from maxtext_lite.batching.smaller_step import REMAT_ORDER
 from maxtext_lite.batching.solve import resolve
 from maxtext_lite.batching.step_time import StepModel, flops_of_example
@@ -89,7 +89,7 @@ def all_plans(num_devices):
                 plan = plan_of(num_devices, None)(each)
                 model = StepModel(
                     each,
-                    resolved[0].mesh,
+                    resolved.mesh,
                     DEVICE,
                     plan.memory,
                     flops=flops_of_example(each),

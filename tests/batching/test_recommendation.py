@@ -9,11 +9,11 @@ from maxtext_lite.batching import flops_per_example, make_plan
 from maxtext_lite.batching.devices import device_named
 from maxtext_lite.batching.laws import (
     batch_interval,
+    budget_of,
     doubling_tokens,
 )
 from maxtext_lite.batching.recommendation import (
     Machine,
-    budget_of,
     nearest_legal,
     ramp_of,
     recommend,

@@ -55,7 +55,7 @@ SCORES = (
 def step(*keys, devices=1, device=DEVICE):
     config = load_config(None, [*MODEL, *keys])
     plan = make_plan(config, num_devices=devices)
-    sizes, _ = resolve(config, Topology(devices))
+    sizes = resolve(config, Topology(devices))
     model = StepModel(
         config, sizes.mesh, device, plan.memory, flops=flops_of_example(config)
     )

@@ -6,8 +6,8 @@ import pytest
 
 from maxtext_lite.config import UserError
 from maxtext_lite.parallel import MESH_AXES, make_mesh
+from maxtext_lite.training.executables import as_default_device
 from maxtext_lite.xla.described import (
-    as_default_device,
     described,
     topology_devices,
 )
