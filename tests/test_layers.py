@@ -16,6 +16,7 @@ LAYERS = {
     "reporting": 2,
     "parallel": 3,
     "models": 4,
+    "kernels": 5,
     "data": 4,
     "hf": 5,  # a run may begin with a Hugging Face directory
     "training": 6,

@@ -19,6 +19,8 @@ SPLASH_BLOCK = 128
 """Tokens in a block of splash attention."""
 ASSUMED_CAPABILITY = "9.0"
 """The compute capability assumed of a GPU that is not there: that of an H100 or H200."""
+KERNEL_SCOPE = "kernel_"
+"""Prefix of the scopes that name kernels which share one target, as all Pallas kernels on GPUs do."""
 TOKAMAX_VERSIONS = ("0.0.12", "0.0.17")
 """The versions that tokamax_mosaic is written for, on Python 3.11 and on newer ones: it uses private functions."""
 _NVIDIA_SINCE_AMPERE = ("8.0", "8.6", "8.7", "8.9", "9.0", "10.0", "10.3", "11.0", "12.0", "12.1")

@@ -15,7 +15,25 @@ from typing import Any
 
 from maxtext_lite.config.errors import UserError
 
-_BUILT_IN: Mapping[str, Mapping[str, str]] = {}
+_BUILT_IN: Mapping[str, Mapping[str, str]] = {
+    "attention": {
+        "dot_product": "maxtext_lite.models.tiled_attention:tiled_attention",
+        "splash": "maxtext_lite.models.splash:splash_attention",
+        "tokamax_mosaic": "maxtext_lite.models.mosaic:mosaic_attention",
+        "cudnn_flash": "maxtext_lite.models.gpu_attention:cudnn_attention",
+        "cudnn_masked": "maxtext_lite.models.gpu_attention:cudnn_masked_attention",
+        "pallas_mha": "maxtext_lite.models.gpu_attention:mha_attention",
+    },
+    "grouped_matmul": {
+        "megablox": "maxtext_lite.kernels.grouped_matmul:on_tpu",
+        "tokamax": "maxtext_lite.kernels.grouped_matmul:on_hopper",
+    },
+    "quantization": {
+        "int8": "maxtext_lite.models.eight_bits:INT8",
+        "fp8": "maxtext_lite.models.eight_bits:FP8",
+        "fp8_full": "maxtext_lite.models.eight_bits:FP8_FULL",
+    },
+}
 """`module:attribute` of each name of each kind."""
 
 
