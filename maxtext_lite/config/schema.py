@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import PrivateAttr
 
@@ -48,6 +48,9 @@ class Config(
     PreferenceConfig,
 ):
     """Every key of a run, as `load_config` returns it. Configs with equal values are equal, whatever their origins."""
+
+    run_kind: ClassVar[str] = "train"
+    """What the run does: its name in the registry's kinds that each kind of run implements."""
 
     _origins: Mapping[str, str] = PrivateAttr(default_factory=lambda: MappingProxyType({}))
 
@@ -141,6 +144,8 @@ class RolloutConfig(Section):
 
 class RLRunConfig(Config, RLConfig, TaskConfig, RewardConfig, PolicyConfig, RolloutConfig):
     """Every key of a run of reinforcement learning, from a file whose `base` is post_train/rl.yml."""
+
+    run_kind: ClassVar[str] = "rl"
 
 
 SECTIONS: tuple[tuple[str, type[Section]], ...] = (
