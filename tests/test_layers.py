@@ -23,6 +23,7 @@ LAYERS = {
     "generation": 7,
     "aot": 7,
     "rl": 8,
+    "post_training": 8,
     COMMANDS: 9,
 }
 # Who alone may name what: a package, or a module.

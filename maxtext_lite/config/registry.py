@@ -24,14 +24,31 @@ _BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "cudnn_masked": "maxtext_lite.models.gpu_attention:cudnn_masked_attention",
         "pallas_mha": "maxtext_lite.models.gpu_attention:mha_attention",
     },
+    "documents": {"chat": "maxtext_lite.data.conversations:Renderer"},
     "grouped_matmul": {
         "megablox": "maxtext_lite.kernels.grouped_matmul:on_tpu",
         "tokamax": "maxtext_lite.kernels.grouped_matmul:on_hopper",
+    },
+    "objective": {
+        "pretrain": "maxtext_lite.config.kinds:PRETRAIN",
+        "sft": "maxtext_lite.post_training.kinds:SFT",
+        "dpo": "maxtext_lite.post_training.kinds:DPO",
+        "grpo": "maxtext_lite.post_training.kinds:GRPO",
     },
     "quantization": {
         "int8": "maxtext_lite.models.eight_bits:INT8",
         "fp8": "maxtext_lite.models.eight_bits:FP8",
         "fp8_full": "maxtext_lite.models.eight_bits:FP8_FULL",
+    },
+    "source": {
+        "text": "maxtext_lite.config.kinds:TEXT",
+        "array_record": "maxtext_lite.config.kinds:PREPARED",
+        "megatron": "maxtext_lite.data.megatron:MEGATRON",
+        "synthetic": "maxtext_lite.config.kinds:SYNTHETIC",
+        "sft": "maxtext_lite.post_training.kinds:ANSWERS",
+        "dpo": "maxtext_lite.post_training.kinds:PAIRS",
+        "prompts": "maxtext_lite.post_training.kinds:PROMPTS",
+        "arithmetic": "maxtext_lite.post_training.kinds:ARITHMETIC",
     },
 }
 """`module:attribute` of each name of each kind."""
@@ -63,19 +80,31 @@ def load(kind: str, name: str) -> Any:
       NotInstalled: the module that holds it is absent.
     """
     target = _targets(kind)[name]
+    try:
+        return resolve(target)
+    except NotInstalled as absent:
+        raise NotInstalled(f"{kind} {name!r} {absent}") from None
+
+
+def resolve(target: str) -> Any:
+    """The object at `module:attribute`.
+
+    Raises:
+      NotInstalled: there is no such module.
+    """
     module_name, attribute = target.split(":")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
-            raise NotInstalled(f"{kind} {name!r} is not installed: there is no module {error.name}.") from None
+            raise NotInstalled(f"is not installed: there is no module {error.name}.") from None
         raise
     return getattr(module, attribute)
 
 
 def load_installed(kind: str) -> list[Any]:
     """The objects of all names of a kind whose modules are there, in the order of `names`."""
-    found = []
+    found: list[Any] = []
     for name in names(kind):
         try:
             found.append(load(kind, name))

@@ -7,11 +7,12 @@ from difflib import get_close_matches
 from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import number_text, value_text
 from maxtext_lite.config.kernels import unknown_to_kernel
+from maxtext_lite.config.kinds import objective_kind, objective_name, source_kind, source_names
 from maxtext_lite.config.model_rules import MODEL_RULES, unused_adapters
-from maxtext_lite.config.rl_rules import RL_DATASETS, RL_RULES, dataset_of_objective, unused_arithmetic
+from maxtext_lite.config.rl_rules import RL_RULES, dataset_of_objective, unused_arithmetic
 from maxtext_lite.config.schema import Config, RLRunConfig
 from maxtext_lite.config.sections import REMAT_TENSORS, listed
-from maxtext_lite.config.source_list import MIXABLE, SourceList
+from maxtext_lite.config.source_list import SourceList
 from maxtext_lite.config.violation import Violation, divisors_of, unused, violates
 
 _BYTE_TOKENS = 257  # 256 bytes and the end of text
@@ -93,38 +94,29 @@ def _tokenizer_path(config: Config) -> Violation | None:
     return Violation("tokenizer_path", message, ({"tokenizer_type": "byte"},))
 
 
-_OBJECTIVE_OF = {
-    "text": "pretrain",
-    "array_record": "pretrain",
-    "megatron": "pretrain",
-    "synthetic": "pretrain",
-    "sft": "sft",
-    "dpo": "dpo",
-    "prompts": "grpo",
-    "arithmetic": "grpo",
-}
-
-
 def _objective(config: Config) -> Violation | None:
     """An objective that the data are not for."""
-    due = _OBJECTIVE_OF[config.dataset_type]
-    if config.objective in ("auto", due):
+    if config.objective == "auto":
         return None
-    is_rl = isinstance(config, RLRunConfig)
-    possible = [kind for kind in _OBJECTIVE_OF if (kind in RL_DATASETS) == is_rl]
-    others = [{"dataset_type": kind} for kind in possible if _OBJECTIVE_OF[kind] == config.objective][:1]
+    asked, data = objective_kind(config.objective).data, source_kind(config.dataset_type).data
+    if asked == data:
+        return None
+    due = objective_name("auto", config.dataset_type)
+    possible = source_names(config.run_kind)
+    others = [{"dataset_type": name} for name in possible if source_kind(name).data == asked][:1]
     rule = f"contradicts dataset_type={config.dataset_type}, whose data are for {due}"
     return violates(config, "objective", rule, due, *others)
 
 
 def _z_loss_of_pairs(config: Config) -> Violation | None:
-    reason = "has no effect with dataset_type=dpo, whose loss is one of pairs, not of tokens"
-    return unused(config, {"z_loss_multiplier": 0}, reason) if config.dataset_type == "dpo" else None
+    kind = config.dataset_type
+    reason = f"has no effect with dataset_type={kind}, whose loss is one of pairs, not of tokens"
+    return unused(config, {"z_loss_multiplier": 0}, reason) if source_kind(kind).data == "pairs" else None
 
 
 def _conversations_only(config: Config) -> Violation | None:
     """Keys about conversations, where the data have none."""
-    if config.dataset_type in ("sft", "dpo", "prompts", "arithmetic"):
+    if source_kind(config.dataset_type).has_turns:
         return None
     reason = f"has no effect with dataset_type={config.dataset_type}"
     return unused(config, {"chat_template": ""}, reason, {"dataset_type": "sft"})
@@ -133,7 +125,7 @@ def _conversations_only(config: Config) -> Violation | None:
 def _balance(config: Config) -> Violation | None:
     """Rows are balanced by their documents: here these are all alike, or unknown until the rows are sampled."""
     kind = config.dataset_type
-    if kind not in ("synthetic", *RL_DATASETS):
+    if kind != "synthetic" and source_kind(kind).data != "prompts":
         return None
     why = "whose rows are one document each" if kind == "synthetic" else "whose rows are sampled during training"
     return unused(config, {"balance_attention": False}, f"has no effect with dataset_type={kind}, {why}")
@@ -141,7 +133,7 @@ def _balance(config: Config) -> Violation | None:
 
 def _dataset_path(config: Config) -> Violation | None:
     kind = config.dataset_type
-    if kind in ("synthetic", "arithmetic") or config.dataset_path:
+    if not source_kind(kind).reads_files or config.dataset_path:
         return None
     generated = "arithmetic" if isinstance(config, RLRunConfig) else "synthetic"
     message = f"dataset_path is empty, but dataset_type={kind} reads a file, directory or glob: name it."
@@ -150,7 +142,7 @@ def _dataset_path(config: Config) -> Violation | None:
 
 def _data_in_bucket(config: Config) -> Violation | None:
     kind, value = config.dataset_type, config.dataset_path
-    if kind in ("array_record", "synthetic", "arithmetic"):
+    if source_kind(kind).reads_buckets or not source_kind(kind).reads_files:
         return None
     for key, path in [*_paths("eval_dataset_path", config.eval_dataset_path), *_paths("dataset_path", value)]:
         if is_bucket(path):
@@ -175,8 +167,8 @@ def _mixture(config: Config) -> Violation | None:
         return found
     if not isinstance(value, SourceList):
         return unused(config, plain, "has no effect without a list of sources in dataset_path")
-    if config.dataset_type not in MIXABLE:
-        kinds = [{"dataset_type": kind} for kind in MIXABLE if not isinstance(config, RLRunConfig)]
+    if not source_kind(config.dataset_type).is_mixable:
+        kinds = [{"dataset_type": name} for name in source_names(config.run_kind) if source_kind(name).is_mixable]
         rule = f"lists sources, which dataset_type={config.dataset_type} does not mix"
         return violates(config, "dataset_path", rule, value.entries[0].path, *kinds)
     if len(value.entries) > 1:
@@ -257,7 +249,7 @@ def _shared_optimizer(config: Config) -> Violation | None:
 
 def _loss_spikes(config: Config) -> Violation | None:
     """Guilty rows are found by the loss of each under one set of parameters."""
-    if config.dataset_type in RL_DATASETS:
+    if source_kind(config.dataset_type).data == "prompts":
         plain = {"max_loss_spike": 0, "loss_spike_action": "exclude", "excluded_rows": ""}
         reason = "has no effect in reinforcement learning, whose loss is about 0 and whose rows are new"
         return unused(config, plain, reason)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from maxtext_lite.config import RLRunConfig, UserError
 from maxtext_lite.config.hf.adapter import adapter_of
-from maxtext_lite.data import PromptSource
+from maxtext_lite.data.prompts import PromptSource
 from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import (
     Params,

@@ -12,15 +12,13 @@ import optax
 
 from maxtext_lite.batching import BatchPlan, flops_of_documents, format_plan, resumed, scaled_optimizer
 from maxtext_lite.batching.devices import peak_tflops
-from maxtext_lite.config import Config, RLRunConfig, UserError, describe, write_resolved
+from maxtext_lite.config import Config, UserError, describe, write_resolved
 from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import value_text, writing
 from maxtext_lite.config.hf.adapter import adapter_of
 from maxtext_lite.data import ExampleSource, MixtureSource
 from maxtext_lite.data.excluded import ExcludedRow, excluded_ids, left_out
 from maxtext_lite.data.mixture_of_run import early_end, in_run, mixture_sentences, mixture_table, steps_left
-from maxtext_lite.data.mixture_source import answer_ends
-from maxtext_lite.data.preparing.inspecting import summaries
 from maxtext_lite.data.sources_on_hosts import excluded_rows_on_hosts, listed_rows_on_hosts, source_tokens_of_run
 from maxtext_lite.hf import new_ends, store_files
 from maxtext_lite.models import Decoder
@@ -78,6 +76,15 @@ class Source(_HasNotes, Protocol):
 
     @property
     def fingerprint(self) -> str:
+        """See `data.ExampleSource`."""
+        ...
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """See `data.ExampleSource`."""
+        ...
+
+    def describe(self) -> list[dict[str, Any]]:
         """See `data.ExampleSource`."""
         ...
 
@@ -377,11 +384,6 @@ class TrainingRun(Generic[Data]):
         if counts.step:
             terminal.say(f"resuming {self.directory} after step {counts.step}")
 
-    @property
-    def _answer_ends(self) -> tuple[int, ...]:
-        """The special tokens with which the answers that the run learns end; prompts have none."""
-        return () if isinstance(self.config, RLRunConfig) else answer_ends(cast(ExampleSource, self.source))
-
     def _write_about(self, end: int) -> list[str]:
         """Writes the config, the plan, the environment, and the files that export and generation need besides.
 
@@ -390,12 +392,12 @@ class TrainingRun(Generic[Data]):
         Returns:
           The tokens at which the model's texts end only from this run on.
         """
-        ends = new_ends(self.config, self._answer_ends)
+        ends = new_ends(self.config, self.source.ends)
         with writing((files := self.files.directory) / "config.yml"):
             write_resolved(self.config, files / "config.yml")
-        store_files(self.config, files / "hf", learned=self._answer_ends)
+        store_files(self.config, files / "hf", learned=self.source.ends)
         self.files.remove_gone()  # what an earlier start stored
-        data = {"mixture": mixture_table(self.source, 0, end), "data": summaries(self.source)}
+        data = {"mixture": mixture_table(self.source, 0, end), "data": self.source.describe()}
         write_json(files / "plan.json", self.plan.to_json() | {name: each for name, each in data.items() if each})
         write_json(files / "environment.json", environment())
         self.memory.write(files)
