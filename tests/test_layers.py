@@ -16,12 +16,14 @@ LAYERS = {
     "reporting": 2,
     "parallel": 3,
     "models": 4,
+    "kernels": 5,
     "data": 4,
     "hf": 5,  # a run may begin with a Hugging Face directory
     "training": 6,
     "generation": 7,
     "aot": 7,
     "rl": 8,
+    "post_training": 8,
     COMMANDS: 9,
 }
 # Who alone may name what: a package, or a module.

@@ -23,6 +23,7 @@ from pydantic_core import ErrorDetails
 
 from maxtext_lite.config.bucket import bucket_scheme
 from maxtext_lite.config.errors import Refusal, WrongType, did_you_mean, number_text, value_text
+from maxtext_lite.config.registry import names
 
 _LARGEST_COUNT = 2**31 - 1  # the range of jax's and optax's counters
 _LONGEST_NAME = 255  # bytes of a file's name, on every common file system
@@ -218,6 +219,30 @@ PathName = Annotated[str, BeforeValidator(_path(empty_allowed=False))]
 """A path that is not empty."""
 Flag = Annotated[bool, BeforeValidator(_flag)]
 """true or false; 0, 1, yes and no are not."""
+
+
+def _no_choice(value: str, choices: Sequence[str]) -> WrongType:
+    """The refusal of a value as a user reads it."""
+    near = max(choices, key=lambda choice: SequenceMatcher(None, value.lower(), choice).ratio())
+    return WrongType(f"is not one of {', '.join(choices)}.", (near,))
+
+
+def _registered(kind: str, *also: str) -> BeforeValidator:
+    """A name of a kind of the registry, or one of `also`."""
+
+    def check(value: object) -> object:
+        choices = (*also, *names(kind))
+        if value not in choices:
+            raise _no_choice(value_text(value), choices)
+        return value
+
+    return BeforeValidator(check)
+
+
+SourceName = Annotated[str, _registered("source")]
+"""A source of examples, ours or another package's."""
+ObjectiveName = Annotated[str, _registered("objective", "auto")]
+"""An objective, ours or another package's, or auto."""
 AutoOrFlag = Annotated[bool | Literal["auto"], BeforeValidator(_auto_or_flag)]
 """True, False, or auto."""
 SpecialInText = Literal["plain", "encode", "refuse"]
@@ -332,8 +357,8 @@ def wrong_value(kind: type[BaseModel], detail: ErrorDetails, name: str = "") -> 
     key, value = name or ".".join(map(str, detail["loc"])), value_text(detail["input"])
     if detail["type"] == "literal_error":
         choices = [str(choice) for choice in get_args(kind.model_fields[str(detail["loc"][0])].annotation) if choice]
-        near = max(choices, key=lambda choice: SequenceMatcher(None, value.lower(), choice).ratio())
-        return Refusal(key, f"{key}={value} is not one of {', '.join(choices)}.", (near,))
+        wrong = _no_choice(value, choices)
+        return Refusal(key, f"{key}={value} {wrong}", wrong.nearest)
     cause = detail.get("ctx", {}).get("error")
     if isinstance(cause, WrongType):
         return Refusal(key, f"{key}={value} {cause}", cause.nearest)

@@ -16,6 +16,14 @@ from typing import Any
 from maxtext_lite.config.errors import UserError
 
 _BUILT_IN: Mapping[str, Mapping[str, str]] = {
+    "attention": {
+        "dot_product": "maxtext_lite.models.tiled_attention:tiled_attention",
+        "splash": "maxtext_lite.models.splash:splash_attention",
+        "tokamax_mosaic": "maxtext_lite.models.mosaic:mosaic_attention",
+        "cudnn_flash": "maxtext_lite.models.gpu_attention:cudnn_attention",
+        "cudnn_masked": "maxtext_lite.models.gpu_attention:cudnn_masked_attention",
+        "pallas_mha": "maxtext_lite.models.gpu_attention:mha_attention",
+    },
     "batch": {"rl": "maxtext_lite.batching.rl:rl_batch"},
     "choose": {
         "smaller_step": "maxtext_lite.batching.smaller_step:smaller_step",
@@ -28,18 +36,47 @@ _BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "evaluation": "maxtext_lite.batching.memory:evaluation_warnings",
         "memory": "maxtext_lite.batching.memory:estimate_memory",
     },
+    "documents": {"chat": "maxtext_lite.data.conversations:Renderer"},
+    "grouped_matmul": {
+        "megablox": "maxtext_lite.kernels.grouped_matmul:on_tpu",
+        "tokamax": "maxtext_lite.kernels.grouped_matmul:on_hopper",
+    },
     "model_files": {"huggingface": "maxtext_lite.hf.carried:store_files_of_run"},
+    "objective": {
+        "pretrain": "maxtext_lite.config.kinds:PRETRAIN",
+        "sft": "maxtext_lite.post_training.kinds:SFT",
+        "dpo": "maxtext_lite.post_training.kinds:DPO",
+        "grpo": "maxtext_lite.post_training.kinds:GRPO",
+    },
     "parameters": {"huggingface": "maxtext_lite.training.hf_reader:open_parameters"},
+    "quantization": {
+        "int8": "maxtext_lite.models.eight_bits:INT8",
+        "fp8": "maxtext_lite.models.eight_bits:FP8",
+        "fp8_full": "maxtext_lite.models.eight_bits:FP8_FULL",
+    },
     "run": {"post_train/rl.yml": "maxtext_lite.config.rl_rules:RLRunConfig"},
+    "source": {
+        "text": "maxtext_lite.config.kinds:TEXT",
+        "array_record": "maxtext_lite.config.kinds:PREPARED",
+        "megatron": "maxtext_lite.data.megatron:MEGATRON",
+        "synthetic": "maxtext_lite.config.kinds:SYNTHETIC",
+        "sft": "maxtext_lite.post_training.kinds:ANSWERS",
+        "dpo": "maxtext_lite.post_training.kinds:PAIRS",
+        "prompts": "maxtext_lite.post_training.kinds:PROMPTS",
+        "arithmetic": "maxtext_lite.post_training.kinds:ARITHMETIC",
+    },
 }
 """`module:attribute` of each name of each kind.
 
+- `attention`, `grouped_matmul`, `quantization`: kernels and number formats, whose capabilities config/kernels.py has.
 - `batch`: the batch of a kind of run whose rows are sampled; see `batching.batch.SampledBatch`.
 - `choose`: the split of a batch for per_device_batch_size=auto, and the nearest step that needs less memory.
 - `config_provider`: a function from the directory of load_parameters_path to the keys that it decides; see
   `config.load.Provided`.
+- `documents`: what renders a prepared dataset's documents that are conversations.
 - `estimate`: what a plan says about memory, and the advice about batch sizes at the end of a run.
 - `model_files`: a function that keeps files about a model's tokens beside a run; see `training.run`.
+- `objective`, `source`: values of the keys objective and dataset_type, as config/kinds.py describes them.
 - `parameters`: a function from a directory to its parameters; see `training.parameter_files.Reader`.
 - `run`: the config class of a kind of run, by the file below configs/ that is the base of its configs.
 """
@@ -71,12 +108,24 @@ def load(kind: str, name: str) -> Any:
       NotInstalled: the module that holds it is absent.
     """
     target = _targets(kind)[name]
+    try:
+        return resolve(target)
+    except NotInstalled as absent:
+        raise NotInstalled(f"{kind} {name!r} {absent}") from None
+
+
+def resolve(target: str) -> Any:
+    """The object at `module:attribute`.
+
+    Raises:
+      NotInstalled: there is no such module.
+    """
     module_name, attribute = target.split(":")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
-            raise NotInstalled(f"{kind} {name!r} is not installed: there is no module {error.name}.") from None
+            raise NotInstalled(f"is not installed: there is no module {error.name}.") from None
         raise
     return getattr(module, attribute)
 

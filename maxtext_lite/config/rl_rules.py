@@ -140,8 +140,6 @@ class RLRunConfig(Config, RLConfig, TaskConfig, RewardConfig, PolicyConfig, Roll
     shown_keys: ClassVar[tuple[str, ...]] = ("batch_size", "num_generations", "micro_batch_size", "reward_functions")
     fingerprint_keys: ClassVar[tuple[str, ...]] = ("num_generations", "num_iterations")
     """They divide pairs into prompts and steps into batches."""
-    objectives: ClassVar[Mapping[str, str]] = MappingProxyType(dict.fromkeys(RL_DATASETS, "grpo"))
-    generated_data: ClassVar[str] = "arithmetic"
 
     @classmethod
     def rules(cls) -> tuple[Callable[[Any], Any], ...]:

@@ -7,11 +7,12 @@ from difflib import get_close_matches
 from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import number_text, value_text
 from maxtext_lite.config.kernels import unknown_to_kernel
+from maxtext_lite.config.kinds import objective_kind, objective_name, source_kind, source_names
 from maxtext_lite.config.model_rules import MODEL_RULES, unused_adapters
 from maxtext_lite.config.registry import load_installed
 from maxtext_lite.config.schema import Config
 from maxtext_lite.config.sections import REMAT_TENSORS, listed
-from maxtext_lite.config.source_list import MIXABLE, SourceList
+from maxtext_lite.config.source_list import SourceList
 from maxtext_lite.config.violation import Violation, divisors_of, unused, violates
 
 _BYTE_TOKENS = 257  # 256 bytes and the end of text
@@ -93,39 +94,42 @@ def _tokenizer_path(config: Config) -> Violation | None:
 
 def _dataset(config: Config) -> Violation | None:
     """Data that only another kind of run trains on."""
-    value = config.dataset_type
-    if value in config.objectives:
+    needed = source_kind(config.dataset_type).run_kind
+    other = next((kind for kind in load_installed("run") if kind.run_kind == needed), None)
+    if other is None or needed == config.run_kind:
         return None
-    for other in load_installed("run"):
-        if value in other.objectives:
-            near = "sft" if config.objective == "auto" else {"dataset_type": "sft", "objective": "auto"}
-            file = other.base_files[-1]
-            rule = (
-                f"is for another kind of run, and {file} is not among the files of this config: give that file, or one "
-                "whose base it is"
-            )
-            return violates(config, "dataset_type", rule, near)
-    return None
+    file = other.base_files[-1]
+    near = "sft" if config.objective == "auto" else {"dataset_type": "sft", "objective": "auto"}
+    rule = (
+        f"is for another kind of run, and {file} is not among the files of this config: give that file, or one whose "
+        "base it is"
+    )
+    return violates(config, "dataset_type", rule, near)
 
 
 def _objective(config: Config) -> Violation | None:
     """An objective that the data are not for."""
-    due = config.objectives.get(config.dataset_type)
-    if due is None or config.objective in ("auto", due):
+    if config.objective == "auto":
         return None
-    others = [{"dataset_type": data} for data, objective in config.objectives.items() if objective == config.objective]
+    asked, data = objective_kind(config.objective).data, source_kind(config.dataset_type).data
+    if asked == data:
+        return None
+    due = objective_name("auto", config.dataset_type)
+    possible = source_names(config.run_kind)
+    others = [{"dataset_type": name} for name in possible if source_kind(name).data == asked][:1]
     rule = f"contradicts dataset_type={config.dataset_type}, whose data are for {due}"
     return violates(config, "objective", rule, due, *others[:1])
 
 
 def _z_loss_of_pairs(config: Config) -> Violation | None:
-    reason = "has no effect with dataset_type=dpo, whose loss is one of pairs, not of tokens"
-    return unused(config, {"z_loss_multiplier": 0}, reason) if config.dataset_type == "dpo" else None
+    kind = config.dataset_type
+    reason = f"has no effect with dataset_type={kind}, whose loss is one of pairs, not of tokens"
+    return unused(config, {"z_loss_multiplier": 0}, reason) if source_kind(kind).data == "pairs" else None
 
 
 def _conversations_only(config: Config) -> Violation | None:
     """Keys about conversations, where the data have none."""
-    if config.objectives.get(config.dataset_type) != "pretrain":
+    if source_kind(config.dataset_type).has_turns:
         return None
     reason = f"has no effect with dataset_type={config.dataset_type}"
     return unused(config, {"chat_template": ""}, reason, {"dataset_type": "sft"})
@@ -141,23 +145,25 @@ def _balance(config: Config) -> Violation | None:
 
 def _dataset_path(config: Config) -> Violation | None:
     kind = config.dataset_type
-    if config.dataset_path or kind == config.generated_data or kind not in config.objectives:
+    if not source_kind(kind).reads_files or config.dataset_path:
         return None
     message = f"dataset_path is empty, but dataset_type={kind} reads a file, directory or glob: name it."
-    return Violation("dataset_path", message, ({"dataset_type": config.generated_data},))
+    generated = [{"dataset_type": name} for name in source_names(config.run_kind) if not source_kind(name).reads_files]
+    return Violation("dataset_path", message, tuple(generated[:1]))
 
 
 def _data_in_bucket(config: Config) -> Violation | None:
     kind, value = config.dataset_type, config.dataset_path
-    if kind in ("array_record", config.generated_data):
+    if source_kind(kind).reads_buckets or not source_kind(kind).reads_files:
         return None
     for key, path in [*_paths("eval_dataset_path", config.eval_dataset_path), *_paths("dataset_path", value)]:
         if is_bucket(path):
             rule = (
                 f"is in a bucket, and dataset_type={kind} reads local files: copy them, or let `prepare` write there."
             )
-            nearest = [{"dataset_type": each} for each in config.objectives if each == "array_record"]
-            return Violation(key, f"{key}={value_text(path)} {rule}", tuple(nearest))
+            readers = [name for name in source_names(config.run_kind) if source_kind(name).reads_buckets]
+            nearest = tuple({"dataset_type": name} for name in readers)
+            return Violation(key, f"{key}={value_text(path)} {rule}", nearest)
     return None
 
 
@@ -174,8 +180,8 @@ def _mixture(config: Config) -> Violation | None:
         return found
     if not isinstance(value, SourceList):
         return unused(config, plain, "has no effect without a list of sources in dataset_path")
-    if config.dataset_type not in MIXABLE:
-        kinds = [{"dataset_type": kind} for kind in MIXABLE if kind in config.objectives]
+    if not source_kind(config.dataset_type).is_mixable:
+        kinds = [{"dataset_type": name} for name in source_names(config.run_kind) if source_kind(name).is_mixable]
         rule = f"lists sources, which dataset_type={config.dataset_type} does not mix"
         return violates(config, "dataset_path", rule, value.entries[0].path, *kinds)
     if len(value.entries) > 1:

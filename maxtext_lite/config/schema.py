@@ -60,19 +60,6 @@ class Config(
     """Keys of its own that `describe` always shows."""
     fingerprint_keys: ClassVar[tuple[str, ...]] = ()
     """Keys of its own that a run's continuation must share."""
-    objectives: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {
-            "text": "pretrain",
-            "array_record": "pretrain",
-            "megatron": "pretrain",
-            "synthetic": "pretrain",
-            "sft": "sft",
-            "dpo": "dpo",
-        }
-    )
-    """The values of dataset_type that it trains on, with the objective of each."""
-    generated_data: ClassVar[str] = "synthetic"
-    """The value of dataset_type that reads no file."""
 
     _origins: Mapping[str, str] = PrivateAttr(default_factory=lambda: MappingProxyType({}))
 

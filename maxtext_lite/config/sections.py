@@ -20,6 +20,7 @@ from maxtext_lite.config.field_types import (
     HangTimeout,
     Name,
     NotNegative,
+    ObjectiveName,
     Packing,
     ParametersPath,
     PathName,
@@ -32,12 +33,14 @@ from maxtext_lite.config.field_types import (
     Seed,
     SeedOrMinusOne,
     Share,
+    SourceName,
     SpecialInText,
     StepsOrPartOfEpoch,
     StepsOrPartOfEpochOrMinusOne,
     StepsOrPartOfRun,
     Text,
 )
+from maxtext_lite.config.kinds import ObjectiveKind, objective_kind, objective_name
 from maxtext_lite.config.model_parts import LayerKind, MlaOrNone, MlpKind, PositionTemperatureOrNone, RopeScalingOrNone
 from maxtext_lite.config.shown import StepsToTrace, TrackerNames
 from maxtext_lite.config.source_list import PathOrHeldOut, PathOrSources
@@ -305,8 +308,8 @@ TOKENIZER_FILES = {"huggingface": "tokenizer.json", "sentencepiece": "tokenizer.
 class DataConfig(Section):
     """The data, its tokens and their order."""
 
-    objective: Literal["auto", "pretrain", "sft", "dpo", "grpo"]
-    dataset_type: Literal["text", "array_record", "megatron", "synthetic", "sft", "dpo", "prompts", "arithmetic"]
+    objective: ObjectiveName
+    dataset_type: SourceName
     dataset_path: PathOrSources
     mixture_exhausted: Literal["error", "stop", "drop"]
     eval_dataset_path: PathOrHeldOut
@@ -326,9 +329,14 @@ class DataConfig(Section):
     grain_worker_count: CountOrZero
 
     @property
+    def objective_kind(self) -> ObjectiveKind:
+        """The objective, with `auto` replaced by that of the data."""
+        return objective_kind(objective_name(self.objective, self.dataset_type))
+
+    @property
     def rows_per_example(self) -> int:
         """Rows of max_target_length tokens in an example: in DPO two, the chosen and the rejected answer."""
-        return 2 if self.dataset_type == "dpo" else 1
+        return self.objective_kind.rows_per_example
 
     @property
     def held_out_fraction(self) -> float:

@@ -20,9 +20,6 @@ from maxtext_lite.config.field_types import (
     from_entries,
 )
 
-MIXABLE = ("text", "array_record", "megatron", "sft")
-"""The values of dataset_type whose sources may be mixed."""
-
 _MOST_SOURCES = 1000
 _TEXTS = ("path", "name")
 

@@ -3,27 +3,20 @@
 The names here need no jax, so that `plan` does not; `feed`, `layout` and `sources_on_hosts` import it.
 """
 
-from maxtext_lite.data.answers import PairSource, example_shape
 from maxtext_lite.data.balance import Balance
-from maxtext_lite.data.chat import ChatTemplate
 from maxtext_lite.data.mixture_source import MixtureSource, hash_of_run, named_sources, open_mixture
 from maxtext_lite.data.order import example_ids, examples_hash
 from maxtext_lite.data.own_examples import Examples, own_examples
 from maxtext_lite.data.packing import REFERENCE, field_dtype
-from maxtext_lite.data.prompts import Prompt, PromptSource, open_prompts
-from maxtext_lite.data.sources import ExampleSource, open_sources
+from maxtext_lite.data.sources import ExampleSource, example_shape, open_sources
 from maxtext_lite.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
 __all__ = [
     "REFERENCE",
     "Balance",
-    "ChatTemplate",
     "ExampleSource",
     "Examples",
     "MixtureSource",
-    "PairSource",
-    "Prompt",
-    "PromptSource",
     "Tokenizer",
     "check_vocabulary",
     "example_ids",
@@ -34,7 +27,6 @@ __all__ = [
     "load_tokenizer",
     "named_sources",
     "open_mixture",
-    "open_prompts",
     "open_sources",
     "own_examples",
 ]

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from maxtext_lite.config import DataConfig, UserError, single_path
+from maxtext_lite.config import DataConfig, UserError
 from maxtext_lite.config.errors import counted
 from maxtext_lite.data.conversations import DPO_FIELDS, SFT_FIELDS, Rendered, Renderer, Tokenized
-from maxtext_lite.data.examples import check_id, num_held_out
+from maxtext_lite.data.examples import Source, check_id, num_held_out
 from maxtext_lite.data.packing import FIELDS, REFERENCE, Documents, FilledRows, fill_rows, segments_row
 from maxtext_lite.data.text_encoder import LONGEST_TAIL, TextEncoder, spelled_notes
 from maxtext_lite.data.text_files import json_objects
@@ -90,7 +90,7 @@ class Sequences:
 
 
 @dataclasses.dataclass(frozen=True)
-class AnswerSource:
+class AnswerSource(Source):
     """Examples of whole sequences, each of one row, for SFT.
 
     Attributes:
@@ -182,34 +182,30 @@ class PairSource(AnswerSource):
         return row
 
 
-def open_answers(config: DataConfig, encoder: TextEncoder) -> tuple[AnswerSource, AnswerSource | None]:
-    """The training examples of dataset_type=sft or dpo, and the held-out ones.
+def open_answers(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    key: str,
+    path: str,
+    eval_fraction: float = 0.0,
+    vocab_size: int | None = None,
+) -> tuple[AnswerSource, AnswerSource | None]:
+    """The examples of dataset_type=sft or dpo; arguments as of `sources.open_text`.
 
-    Held out are the lines of `eval_dataset_path`, or without one the last floor(eval_fraction x lines), at least one.
+    Held out are the last floor(eval_fraction x lines), at least one.
 
     Raises:
       UserError: a file is missing, a line is invalid, or nothing is left to train on or to hold out.
     """
-    renderer = Renderer(config, encoder)
-    lines = list(_read_lines(config, renderer, "dataset_path", single_path(config.dataset_path)))
-
-    def source(lines: Sequence[_Line], key: str) -> AnswerSource:
-        return _source(config, renderer, lines, f"{key}={getattr(config, key)!r}")
-
-    if config.eval_dataset_path:
-        held_out = list(_read_lines(config, renderer, "eval_dataset_path", single_path(config.eval_dataset_path)))
-        return source(lines, "dataset_path"), source(held_out, "eval_dataset_path")
-    count = num_held_out(config.eval_fraction, len(lines), "lines")
-    if not count:
-        return source(lines, "dataset_path"), None
-    return source(lines[:-count], "dataset_path"), source(lines[-count:], "dataset_path")
-
-
-def open_answer_file(config: DataConfig, encoder: TextEncoder, *, key: str, path: str) -> AnswerSource:
-    """All examples of one path; errors as of `open_answers`."""
-    renderer = Renderer(config, encoder)
+    del vocab_size
+    renderer = Renderer(config, TextEncoder(config, tokenizer))
     lines = list(_read_lines(config, renderer, key, path))
-    return _source(config, renderer, lines, f"{key}={path!r}")
+    named = f"{key}={path!r}"
+    count = num_held_out(eval_fraction, len(lines), "lines")
+    if not count:
+        return _source(config, renderer, lines, named), None
+    return _source(config, renderer, lines[:-count], named), _source(config, renderer, lines[-count:], named)
 
 
 _Line = list[tuple[Rendered, ...]]
@@ -329,9 +325,3 @@ def _sentences(config: DataConfig, num_lines: int, num_examples: int, counts: Ma
 
 def _was(count: int) -> str:
     return "was" if count == 1 else "were"
-
-
-def example_shape(config: DataConfig) -> tuple[int, tuple[str, ...]]:
-    """Tokens of an example, and the names of its arrays."""
-    fields = PairSource.fields if config.dataset_type == "dpo" else FIELDS
-    return config.rows_per_example * config.max_target_length, fields

@@ -87,6 +87,8 @@ class Tokenized(NamedTuple):
 class Renderer:
     """Renders lines as texts; the chat template is loaded with the first turns."""
 
+    optional = UNRENDERED
+
     def __init__(self, config: ChatKeys, encoder: TextEncoder):
         self._config, self.encoder, self._tokenizer = config, encoder, encoder.tokenizer
         self._template: ChatTemplate | None = None
@@ -170,6 +172,10 @@ class Renderer:
         turns = self._turns(where, key, value.get(key))
         _check_order(where, turns)
         return self._render(where, turns, answer_follows=False)
+
+    def template_fingerprint(self) -> str:
+        """The fingerprint of the chat template."""
+        return chat_template(self._config).fingerprint
 
     def prompt_tokens(self, rendered: Sequence[Rendered]) -> list[np.ndarray]:
         """The tokens of prompts, int32 [number of tokens] each, the same as `tokens` puts before an answer."""

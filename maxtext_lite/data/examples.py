@@ -1,8 +1,19 @@
-"""Held-out counts and valid ids, for all sources of examples or prompts."""
+"""What all sources of examples or prompts have in common."""
 
 import fractions
+from typing import Any
 
 from maxtext_lite.config import UserError
+
+
+class Source:
+    """The base of sources: what is the same for most; see `sources.ExampleSource`."""
+
+    ends: tuple[int, ...] = ()
+
+    def describe(self) -> list[dict[str, Any]]:
+        """No entries."""
+        return []
 
 
 def num_held_out(eval_fraction: float, count: int, what: str, *, more: str = "data, a smaller") -> int:

@@ -13,12 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from maxtext_lite.config import UserError
+from maxtext_lite.config import DataConfig, UserError
 from maxtext_lite.config.json_file import check_file, read_object, user_path
+from maxtext_lite.config.kinds import SourceKind
 from maxtext_lite.data.manifest import size_and_ends
 from maxtext_lite.data.row_index import ABOUT, IndexPlace
+from maxtext_lite.data.sources import Opened, open_rows
+from maxtext_lite.data.text_encoder import TextEncoder
 from maxtext_lite.data.token_stream import map_array
 from maxtext_lite.data.tokenizer import Tokenizer
+
+MEGATRON = SourceKind("maxtext_lite.data.megatron:open_megatron_rows", is_mixable=True)
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER_BYTES = 34
@@ -88,6 +93,37 @@ def open_megatron(key: str, path: str, tokenizer: Tokenizer) -> MegatronDocument
         about["content"],
         about["unended_documents"],
         IndexPlace(beside, about["content"]),
+    )
+
+
+def open_megatron_rows(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    key: str,
+    path: str,
+    eval_fraction: float = 0.0,
+    vocab_size: int | None = None,
+) -> Opened:
+    """The rows of a Megatron dataset; arguments and errors as of `sources.open_text`."""
+    del vocab_size
+    encoder = TextEncoder(config, tokenizer)
+    found = open_megatron(key, path, tokenizer)
+    documents, unended = len(found.document_starts) - 1, found.unended_documents
+    notes: tuple[str, ...] = ()
+    if unended:
+        notes += (f"{unended:,} of {documents:,} documents do not end with the end-of-text token.",)
+    if not np.array_equal(found.stream[: len(encoder.begin_ids)], encoder.begin_ids):
+        notes += ("the first document does not begin as this tokenizer begins texts; add_bos=false says so.",)
+    return open_rows(
+        config,
+        found.stream,
+        found.document_starts,
+        f"{tokenizer.fingerprint}:{found.content}",
+        f"{key}={path!r} has no document of two tokens.",
+        place=found.place,
+        notes=notes,
+        eval_fraction=eval_fraction,
     )
 
 

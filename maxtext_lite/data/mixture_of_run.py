@@ -12,7 +12,7 @@ from maxtext_lite.batching import BatchPlan
 from maxtext_lite.batching.rate_shape import decay, warm_up
 from maxtext_lite.config import Config, DataConfig, UserError
 from maxtext_lite.config.errors import any_of, rounded_text
-from maxtext_lite.config.source_list import MIXABLE
+from maxtext_lite.config.kinds import source_kind
 from maxtext_lite.data.mixture_history import Mixture, RowStream, as_json, continued, history_of
 from maxtext_lite.data.mixture_source import MixtureSource, parts_of
 
@@ -30,7 +30,7 @@ def in_run(
     Raises:
       UserError: a source has the name of an earlier one but other rows.
     """
-    if config.dataset_type not in MIXABLE:
+    if not source_kind(config.dataset_type).is_mixable:
         return source, []
     parts = parts_of(config, [source])
     history = history_of(parts)

@@ -6,26 +6,23 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from maxtext_lite.config import Config, DataConfig, SourceList, UserError
 from maxtext_lite.config.source_list import name_of_path
-from maxtext_lite.data.answers import AnswerSource
 from maxtext_lite.data.examples import check_id
 from maxtext_lite.data.mixture_history import RowStream, SourcePart
 from maxtext_lite.data.order import example_ids, examples_hash
 from maxtext_lite.data.own_examples import OwnExamples
 from maxtext_lite.data.packing import Documents
-from maxtext_lite.data.sources import ExampleSource, open_path, open_sources
+from maxtext_lite.data.sources import ExampleSource, Opened, open_path, open_sources
 
 MIXTURE = "mixture:"
 """Prefix of a mixture's fingerprint; the run's history records when it had which sources."""
 
 _MOST_COUNTED = 2**20  # ids at a time
-
-Opened = tuple[ExampleSource, ExampleSource | None]
-"""Training examples and held-out ones."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +59,16 @@ class MixtureSource:
         """The notes of the sources, with their names."""
         named = zip(self.parts, self.sources, strict=True)
         return [f"{part.name}: {note}" for part, source in named for note in source.notes]
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The special tokens with which the answers of some source end."""
+        return tuple(dict.fromkeys(itertools.chain.from_iterable(source.ends for source in self.sources)))
+
+    def describe(self) -> list[dict[str, Any]]:
+        """The entries of all sources, with their names."""
+        named = zip(self.parts, self.sources, strict=True)
+        return [about | {"name": part.name} for part, source in named for about in source.describe()]
 
     @property
     def num_tokens(self) -> int:
@@ -262,12 +269,6 @@ def named_sources(source: ExampleSource) -> dict[str, ExampleSource]:
     if not isinstance(source, MixtureSource):
         return {"": source}
     return {part.name: each for part, each in zip(source.parts, source.sources, strict=True)}
-
-
-def answer_ends(source: ExampleSource) -> tuple[int, ...]:
-    """The special tokens with which the answers of a source or a mixture end, where it has answers."""
-    found = [each.ends for each in named_sources(source).values() if isinstance(each, AnswerSource)]
-    return tuple(dict.fromkeys(itertools.chain.from_iterable(found)))
 
 
 def ids_of_run(source: ExampleSource, first: int, count: int, *, seed: int) -> np.ndarray:

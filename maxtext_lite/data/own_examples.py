@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from maxtext_lite.config import UserError
+from maxtext_lite.data.examples import Source
 from maxtext_lite.data.packing import FIELDS, field_dtype
 
 
@@ -38,7 +39,7 @@ class Examples(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class OwnExamples:
+class OwnExamples(Source):
     """A user's examples as a source; see `sources.ExampleSource`.
 
     Attributes:

@@ -26,11 +26,24 @@ class TokenStream(Protocol):
         ...
 
 
+_DOCUMENTS_AT_ONCE = 2**20
+
 FIELDS = ("tokens", "targets", "segments", "positions", "weights")
 """The arrays of an example."""
 REFERENCE = "reference"
 """Another array of examples for DPO: at the first token of each sequence, the summed log-probability that the
 reference gives its answers; 0 elsewhere."""
+
+
+def count_by_length(document_starts: np.ndarray) -> tuple[np.ndarray, int, int]:
+    """Documents by the power of two that their tokens reach, int64 [64], and the fewest and the most tokens."""
+    counts = np.zeros(64, np.int64)
+    longest, shortest = 0, 2**62
+    for first in range(0, len(document_starts) - 1, _DOCUMENTS_AT_ONCE):
+        lengths = np.diff(document_starts[first : first + _DOCUMENTS_AT_ONCE + 1])
+        counts += np.bincount(np.frexp(lengths.astype(np.float64))[1] - 1, minlength=64)
+        longest, shortest = max(longest, int(lengths.max())), min(shortest, int(lengths.min()))
+    return counts, shortest, longest
 
 
 def field_dtype(name: str) -> type[np.generic]:

@@ -17,7 +17,7 @@ from maxtext_lite.config import UserError, single_path
 from maxtext_lite.config.errors import counted
 from maxtext_lite.config.rl_rules import ANSWER_REWARDS, RLRunConfig, reward_names
 from maxtext_lite.data.conversations import Rendered, Renderer, refuse_unrendered
-from maxtext_lite.data.examples import check_id, num_held_out
+from maxtext_lite.data.examples import Source, check_id, num_held_out
 from maxtext_lite.data.order import example_ids
 from maxtext_lite.data.text_encoder import TextEncoder, spelled_notes
 from maxtext_lite.data.text_files import json_objects
@@ -68,6 +68,15 @@ class PromptSource(Protocol):
         """The keys that some prompt has among its `fields`."""
         ...
 
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """None: prompts have no answers."""
+        ...
+
+    def describe(self) -> list[dict[str, Any]]:
+        """See `sources.ExampleSource`."""
+        ...
+
     def __len__(self) -> int: ...
 
     def __getitem__(self, number: int) -> Prompt:
@@ -108,7 +117,7 @@ def open_prompts(config: RLRunConfig, *, vocab_size: int | None = None) -> tuple
 
 
 @dataclass(frozen=True)
-class FilePrompts:
+class FilePrompts(Source):
     """Prompts from files.
 
     Attributes:
@@ -134,7 +143,7 @@ class FilePrompts:
         return self.prompts[number]
 
 
-class ArithmeticPrompts:
+class ArithmeticPrompts(Source):
     """Some of the problems `a op b` with operands from 0 to `largest`, each once, generated on demand.
 
     All problems are ordered by a fixed permutation. Problem p of (largest + 1)^2 x operations has operation

@@ -160,11 +160,15 @@ class IndexPlace:
         place = self.beside if os.access(existing, os.W_OK) else cache
         with writing(str(place)):
             place.mkdir(parents=True, exist_ok=True)
-            return _made(place / name, write)
+            return make_directory(place / name, write)
 
 
-def _made(final: Path, write: Callable[[Path], dict[str, Any]]) -> Path:
-    """The finished index; its directory appears only when it is complete."""
+def make_directory(final: Path, write: Callable[[Path], dict[str, Any]]) -> Path:
+    """A directory that appears under its name only when it is complete, even if several processes make it at once.
+
+    Args:
+      write: as of `IndexPlace.get`.
+    """
     making = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
     try:
         about = write(making)

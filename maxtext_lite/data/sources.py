@@ -1,4 +1,4 @@
-"""Sources of examples: text tokenized at start-up or before, random tokens, or (`answers`) conversations.
+"""Sources of examples, opened by the name in `dataset_type`; here those of text and of random tokens.
 
 A source is a sequence with random access; `order` and `feed` decide which example is read when.
 """
@@ -6,21 +6,19 @@ A source is a sequence with random access; `order` and `feed` decide which examp
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
 from maxtext_lite.config import DataConfig, UserError, single_path
-from maxtext_lite.data.answers import open_answer_file, open_answers
-from maxtext_lite.data.examples import check_id, num_held_out
+from maxtext_lite.config.kinds import source_kind
+from maxtext_lite.config.registry import resolve
+from maxtext_lite.data.examples import Source, check_id, num_held_out
 from maxtext_lite.data.fetched import find_prepared
-from maxtext_lite.data.manifest import token_dtype
-from maxtext_lite.data.megatron import open_megatron
-from maxtext_lite.data.packing import FIELDS, Documents, Rows, TokenStream, segments_row
-from maxtext_lite.data.preparing.documents import read_documents
-from maxtext_lite.data.preparing.text_cache import cached_text, text_fingerprint
+from maxtext_lite.data.packing import FIELDS, Documents, Rows, TokenStream, count_by_length, segments_row
+from maxtext_lite.data.preparing.text_cache import tokenized_text
 from maxtext_lite.data.row_index import FittedRows, IndexPlace, rows_of
 from maxtext_lite.data.text_encoder import TextEncoder, spelled_notes
 from maxtext_lite.data.text_files import find_files
@@ -30,7 +28,7 @@ from maxtext_lite.data.tokenizer import Tokenizer, check_vocabulary, load_tokeni
 SYNTHETIC_TRAINING_EXAMPLES = 2**31 - 1
 SYNTHETIC_EVALUATION_EXAMPLES = 64
 
-_DOCUMENTS_PER_ENCODING = 4096  # bounds the memory of the tokenizer library's results
+_MOST_COUNTED = 2**25  # documents that take about a second
 
 
 class ExampleSource(Protocol):
@@ -73,8 +71,21 @@ class ExampleSource(Protocol):
         """The documents in these examples; None if they are unknown, or each example is one document."""
         ...
 
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The special tokens with which its answers end, if it has answers; the most frequent first."""
+        ...
 
-def open_sources(config: DataConfig, *, vocab_size: int | None = None) -> tuple[ExampleSource, ExampleSource | None]:
+    def describe(self) -> list[dict[str, Any]]:
+        """The entries of plan.json about its files, for a run's report, each with the `name` of its source."""
+        ...
+
+
+Opened = tuple[ExampleSource, ExampleSource | None]
+"""Training examples and held-out ones."""
+
+
+def open_sources(config: DataConfig, *, vocab_size: int | None = None) -> Opened:
     """The training examples, and the held-out ones.
 
     Held out are the examples of `eval_dataset_path`, or without one the last floor(eval_fraction x examples) rows in
@@ -89,31 +100,13 @@ def open_sources(config: DataConfig, *, vocab_size: int | None = None) -> tuple[
     Raises:
       UserError: a file or the tokenizer is missing or unreadable, or nothing is left to train on or to hold out.
     """
-    tokenizer = _tokenizer(config, vocab_size)
-    if config.dataset_type == "synthetic":
-        drawn_below = tokenizer.vocab_size if vocab_size is None else vocab_size
-        return (
-            SyntheticSource(0, SYNTHETIC_TRAINING_EXAMPLES, config.max_target_length, drawn_below),
-            SyntheticSource(1, SYNTHETIC_EVALUATION_EXAMPLES, config.max_target_length, drawn_below),
-        )
-    encoder = TextEncoder(config, tokenizer)
-    open_rows = _OPENED_BY.get(config.dataset_type)
-    if open_rows is None:
-        return open_answers(config, encoder)
-    everything = open_rows(config, encoder, key="dataset_path", path=single_path(config.dataset_path))
-    if config.eval_dataset_path:
-        held_out_path = single_path(config.eval_dataset_path)
-        return everything, open_rows(config, encoder, key="eval_dataset_path", path=held_out_path)
-    what = f"examples of {config.max_target_length} tokens"
-    held_out = num_held_out(config.eval_fraction, len(everything), what, more="text, a smaller max_target_length or")
-    if not held_out:
-        return everything, None
-    first = len(everything) - held_out
-    parts = everything.rows(0, first), everything.rows(first, len(everything))
-    for part, use in zip(parts, ("train on", "hold out"), strict=True):
-        if not part.num_target_tokens:
-            raise UserError(f"eval_fraction={config.eval_fraction} leaves no target token to {use}.")
-    return parts
+    opens = functools.partial(_opens(config), config, _tokenizer(config, vocab_size), vocab_size=vocab_size)
+    path = single_path(config.dataset_path)
+    if not config.eval_dataset_path or not source_kind(config.dataset_type).reads_files:
+        return opens(key="dataset_path", path=path, eval_fraction=config.eval_fraction)
+    training, _ = opens(key="dataset_path", path=path)
+    held_out, _ = opens(key="eval_dataset_path", path=single_path(config.eval_dataset_path))
+    return training, held_out
 
 
 def open_path(config: DataConfig, *, key: str, path: str, vocab_size: int | None) -> ExampleSource:
@@ -122,11 +115,17 @@ def open_path(config: DataConfig, *, key: str, path: str, vocab_size: int | None
     Args:
       key: what messages call the path.
     """
-    encoder = TextEncoder(config, _tokenizer(config, vocab_size))
-    open_rows = _OPENED_BY.get(config.dataset_type)
-    if open_rows is None:
-        return open_answer_file(config, encoder, key=key, path=path)
-    return open_rows(config, encoder, key=key, path=path)
+    return _opens(config)(config, _tokenizer(config, vocab_size), key=key, path=path, vocab_size=vocab_size)[0]
+
+
+def _opens(config: DataConfig) -> Callable[..., Opened]:
+    """The function that opens a path of the config's dataset_type; its arguments are those of `open_text`."""
+    return resolve(source_kind(config.dataset_type).opens)
+
+
+def example_shape(config: DataConfig) -> tuple[int, tuple[str, ...]]:
+    """Tokens of an example, and the names of its arrays."""
+    return config.rows_per_example * config.max_target_length, (*FIELDS, *source_kind(config.dataset_type).fields)
 
 
 def _tokenizer(config: DataConfig, vocab_size: int | None) -> Tokenizer:
@@ -137,7 +136,7 @@ def _tokenizer(config: DataConfig, vocab_size: int | None) -> Tokenizer:
 
 
 @dataclasses.dataclass(frozen=True)
-class TextSource:
+class TextSource(Source):
     """Rows of tokenized documents.
 
     Attributes:
@@ -201,9 +200,29 @@ class TextSource:
         """See `ExampleSource`."""
         return self.row_layout.documents(self.first_row + example_ids)
 
+    def describe(self) -> list[dict[str, Any]]:
+        """Documents and tokens of all files, and examples and their target tokens of one epoch.
+
+        `lengths` counts documents by the power of two that their tokens reach, from 2**0; it is absent if there are too
+        many to count.
+        """
+        about: dict[str, Any] = {
+            "name": "",
+            "documents": self.num_documents,
+            "tokens": int(self.document_starts[-1]),
+            "examples": len(self),
+            "target_tokens": self.num_target_tokens,
+            "slots_used": self.num_target_tokens / (len(self) * self.num_tokens),
+        }
+        if isinstance(self.row_layout, FittedRows):
+            about["cut_documents"] = self.row_layout.cut_documents
+        if self.num_documents <= _MOST_COUNTED:
+            about["lengths"] = np.trim_zeros(count_by_length(self.document_starts)[0], "b").tolist()
+        return [about]
+
 
 @dataclasses.dataclass(frozen=True)
-class SyntheticSource:
+class SyntheticSource(Source):
     """Full rows of uniformly random tokens, one document each: a pure function of (seed, example id)."""
 
     seed: int
@@ -242,23 +261,74 @@ class SyntheticSource:
         """None: each example is one."""
 
 
-def _open_text(config: DataConfig, encoder: TextEncoder, *, key: str, path: str) -> TextSource:
+def open_synthetic(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    key: str,
+    path: str,
+    eval_fraction: float = 0.0,
+    vocab_size: int | None = None,
+) -> Opened:
+    """Random tokens for training and others for evaluation; arguments as of `open_text`, some of no effect."""
+    del key, path, eval_fraction
+    drawn_below = tokenizer.vocab_size if vocab_size is None else vocab_size
+    return (
+        SyntheticSource(0, SYNTHETIC_TRAINING_EXAMPLES, config.max_target_length, drawn_below),
+        SyntheticSource(1, SYNTHETIC_EVALUATION_EXAMPLES, config.max_target_length, drawn_below),
+    )
+
+
+def open_text(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    key: str,
+    path: str,
+    eval_fraction: float = 0.0,
+    vocab_size: int | None = None,
+) -> Opened:
+    """The rows of plain text.
+
+    Args:
+      key: what messages call the path.
+      eval_fraction: the share of rows to hold out; 0: none.
+      vocab_size: as of `open_sources`.
+    Raises:
+      UserError: the files cannot be read or have no text, or nothing is left to train on or to hold out.
+    """
+    del vocab_size
+    encoder = TextEncoder(config, tokenizer)
     files = find_files(key, path)
     nothing = f"{key}={path!r} has no text: every document in it is empty."
-    cached = cached_text(config, encoder, files)
-    if cached is not None:
-        notes = (cached.note, *spelled_notes(cached.spelled_special_tokens, encoder.in_text))
-        found = (cached.stream, cached.document_starts, cached.fingerprint)
-        return _source(config, *found, nothing, cached.place, notes)
-    stream, starts, num_spelled = _tokenize(read_documents(files, encoder), encoder)
-    content = text_fingerprint(stream, starts, tokenizer=encoder.tokenizer.fingerprint, dtype=str(stream.dtype))
-    return _source(config, stream, starts, content, nothing, None, spelled_notes(num_spelled, encoder.in_text))
+    text = tokenized_text(config, encoder, files)
+    notes = (*text.notes, *spelled_notes(text.num_spelled, encoder.in_text))
+    return open_rows(
+        config,
+        text.stream,
+        text.document_starts,
+        text.fingerprint,
+        nothing,
+        place=text.place,
+        notes=notes,
+        eval_fraction=eval_fraction,
+    )
 
 
-def _open_prepared(config: DataConfig, encoder: TextEncoder, *, key: str, path: str) -> TextSource:
+def open_prepared_rows(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    key: str,
+    path: str,
+    eval_fraction: float = 0.0,
+    vocab_size: int | None = None,
+) -> Opened:
+    """The rows of a prepared dataset; arguments and errors as of `open_text`."""
+    del vocab_size
     directory, shards = find_prepared(key, path)
     stream, starts = open_prepared(key, directory, shards)
-    manifest, tokenizer = stream.manifest, encoder.tokenizer
+    manifest, encoder = stream.manifest, TextEncoder(config, tokenizer)
     if manifest.tokenizer != tokenizer.fingerprint:
         raise UserError(
             f"{key}={path!r} was prepared with the tokenizer {manifest.tokenizer}; that of the config is "
@@ -266,55 +336,49 @@ def _open_prepared(config: DataConfig, encoder: TextEncoder, *, key: str, path: 
         )
     if problem := encoder.disagreement(manifest.begin_ids, add_eos=manifest.add_eos):
         raise UserError(f"{key}={path!r}: {problem} Or prepare the data again.")
-    place = IndexPlace(directory / "rows", manifest.fingerprint)
-    notes = spelled_notes(manifest.spelled_special_tokens, manifest.special_tokens_in_text)
-    nothing = f"{key}={path!r} has no document."
-    return _source(config, stream, starts, manifest.fingerprint, nothing, place, notes)
+    return open_rows(
+        config,
+        stream,
+        starts,
+        manifest.fingerprint,
+        f"{key}={path!r} has no document.",
+        place=IndexPlace(directory / "rows", manifest.fingerprint),
+        notes=spelled_notes(manifest.spelled_special_tokens, manifest.special_tokens_in_text),
+        eval_fraction=eval_fraction,
+    )
 
 
-def _open_megatron(config: DataConfig, encoder: TextEncoder, *, key: str, path: str) -> TextSource:
-    tokenizer = encoder.tokenizer
-    found = open_megatron(key, path, tokenizer)
-    nothing = f"{key}={path!r} has no document of two tokens."
-    content = f"{tokenizer.fingerprint}:{found.content}"
-    documents, unended = len(found.document_starts) - 1, found.unended_documents
-    note = f"{unended:,} of {documents:,} documents do not end with the end-of-text token."
-    notes = (note,) if unended else ()
-    begin = found.stream[: len(encoder.begin_ids)]
-    if not np.array_equal(begin, encoder.begin_ids):
-        notes += ("the first document does not begin as this tokenizer begins texts; add_bos=false says so.",)
-    return _source(config, found.stream, found.document_starts, content, nothing, found.place, notes)
-
-
-def _source(
+def open_rows(
     config: DataConfig,
     stream: TokenStream,
     document_starts: np.ndarray,
     content: str,
     nothing: str,
+    *,
     place: IndexPlace | None,
-    notes: tuple[str, ...] = (),
-) -> TextSource:
-    """The source of all rows of a stream; refuses one without targets, in the words of `nothing`."""
+    notes: tuple[str, ...],
+    eval_fraction: float,
+) -> Opened:
+    """The rows of a stream, of which the last are held out.
+
+    Args:
+      content: identifies the stream.
+      nothing: refuses a stream without targets.
+      place: of indices of its rows.
+    """
     layout = rows_of(config.packing, document_starts, config.max_target_length, place)
     if len(layout) == 0 or not layout.count_targets_between(0, len(layout)):
         raise UserError(nothing)
     if isinstance(layout, FittedRows):
         notes = (*notes, layout.note)
-    return TextSource(stream, document_starts, layout, 0, len(layout), content, notes)
-
-
-_OPENED_BY = {"text": _open_text, "array_record": _open_prepared, "megatron": _open_megatron}
-
-
-def _tokenize(documents: Iterator[str], encoder: TextEncoder) -> tuple[np.ndarray, np.ndarray, int]:
-    """(stream, document_starts) without the empty documents, and how many special tokens they spell."""
-    dtype = np.dtype(token_dtype(encoder.tokenizer.vocab_size))
-    streams, lengths, num_spelled = [np.zeros(0, dtype)], [np.zeros(0, np.int64)], 0
-    while texts := list(itertools.islice(documents, _DOCUMENTS_PER_ENCODING)):
-        encoded = encoder.documents(texts, dtype)
-        streams.append(encoded.stream)
-        lengths.append(encoded.lengths[encoded.lengths > 0])
-        num_spelled += encoded.num_spelled
-    document_starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate(lengths), dtype=np.int64)])
-    return np.concatenate(streams), document_starts, num_spelled
+    everything = TextSource(stream, document_starts, layout, 0, len(layout), content, notes)
+    what = f"examples of {config.max_target_length} tokens"
+    held_out = num_held_out(eval_fraction, len(everything), what, more="text, a smaller max_target_length or")
+    if not held_out:
+        return everything, None
+    first = len(everything) - held_out
+    parts = everything.rows(0, first), everything.rows(first, len(everything))
+    for part, use in zip(parts, ("train on", "hold out"), strict=True):
+        if not part.num_target_tokens:
+            raise UserError(f"eval_fraction={eval_fraction} leaves no target token to {use}.")
+    return parts

@@ -13,6 +13,7 @@ import numpy as np
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.json_file import user_path
+from maxtext_lite.data.examples import Source
 from maxtext_lite.data.excluded import ExcludedRow, excluded_ids, read_excluded
 from maxtext_lite.data.mixture_source import MixtureSource, Opened, joined, opened_sources, target_tokens_between
 from maxtext_lite.data.sources import ExampleSource
@@ -20,7 +21,7 @@ from maxtext_lite.parallel import exchange, value_of_host
 
 
 @dataclasses.dataclass(frozen=True)
-class UnreadSource:
+class UnreadSource(Source):
     """What a host that does not read knows about a source."""
 
     num_examples: int

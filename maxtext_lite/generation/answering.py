@@ -9,8 +9,7 @@ from typing import Any
 import jax
 
 from maxtext_lite.config import Config, UserError
-from maxtext_lite.data import ChatTemplate
-from maxtext_lite.data.chat import chat_template, check_contents
+from maxtext_lite.data.chat import ChatTemplate, chat_template, check_contents
 from maxtext_lite.generation.requests import GenerateConfig
 from maxtext_lite.generation.sampler import Sampler, check_finite, load_on_mesh, mesh_problems
 from maxtext_lite.generation.stream_text import TimedTokens, WrittenText

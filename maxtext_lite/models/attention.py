@@ -5,10 +5,8 @@ import dataclasses
 import jax
 
 from maxtext_lite.config.kernels import KERNELS, Needs, lacking
-from maxtext_lite.models.gpu_attention import cudnn_attention, cudnn_masked_attention, mha_attention
-from maxtext_lite.models.mosaic import mosaic_attention
+from maxtext_lite.config.registry import load
 from maxtext_lite.models.tile import PLAIN, Scoring
-from maxtext_lite.models.tiled_attention import tiled_attention
 from maxtext_lite.parallel import context_shards
 
 
@@ -61,16 +59,5 @@ def attention(
         raise ValueError(f"attention={kernel} does not support {' or '.join(lacks)}. Nearest that works: dot_product.")
     if context_shards() > 1 and not KERNELS[kernel].context_shards:
         raise ValueError(f"attention={kernel} does not work on {context_shards()} shards of the tokens")
-    if kernel == "dot_product":
-        return tiled_attention(q_BTNH, k_BSKH, v_BSKW, segment_BT, strategy, sink_N, scoring)
-    if kernel == "tokamax_mosaic":
-        return mosaic_attention(q_BTNH, k_BSKH, v_BSKW, segment_BT, sink_N, strategy=strategy, scoring=scoring)
-    if kernel == "pallas_mha":
-        return mha_attention(q_BTNH, k_BSKH, v_BSKW, segment_BT, scoring=scoring)
-    if kernel == "cudnn_flash":
-        return cudnn_attention(q_BTNH, k_BSKH, v_BSKW, scoring=scoring)
-    if kernel == "cudnn_masked":
-        return cudnn_masked_attention(q_BTNH, k_BSKH, v_BSKW, segment_BT, scoring=scoring)
-    from maxtext_lite.models.splash import splash_attention  # Pallas for TPUs, only where they attend
-
-    return splash_attention(q_BTNH, k_BSKH, v_BSKW, segment_BT, sink_N, strategy=strategy, scoring=scoring)
+    kernel_attention = load("attention", kernel)  # with the arguments of this function
+    return kernel_attention(q_BTNH, k_BSKH, v_BSKW, segment_BT, sink_N, strategy=strategy, scoring=scoring)

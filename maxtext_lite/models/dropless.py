@@ -9,8 +9,6 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from maxtext_lite.models import eight_bits
-from maxtext_lite.models.eight_bits import FORMATS
 from maxtext_lite.models.expert_rows import ExchangedRows, GatheredRows, Queues, gather_rows, queue_up, rows_of_round
 from maxtext_lite.models.grouped_matmul import (
     Layout,
@@ -19,7 +17,7 @@ from maxtext_lite.models.grouped_matmul import (
     grouped_weight_gradient,
 )
 from maxtext_lite.models.moe import TOKEN_AXES, ExpertShape, ExpertWeights
-from maxtext_lite.models.ops import mlp_hidden
+from maxtext_lite.models.ops import mlp_hidden, number_format
 from maxtext_lite.parallel import axes_in_use, gathered, num_shards, over_shards, scattered_sum, shard_index, summed
 
 FURTHER_ROUNDS = "further_rounds"
@@ -54,15 +52,15 @@ def _times(
 ) -> jax.Array:
     """Each row times its expert's weight from `_whole_weights`: [U, o] in `dtype`, or in float32 with eight bits."""
 
-    formats = FORMATS[shape.quantization]
+    numbers = number_format(shape.quantization)
 
     def matmul(x_Ui: jax.Array, weight_Eio: jax.Array) -> jax.Array:
-        return grouped_matmul(x_Ui, weight_Eio, size_E, shape.matmul, _LAYOUTS[axes], jnp.float32 if formats else dtype)
+        return grouped_matmul(x_Ui, weight_Eio, size_E, shape.matmul, _LAYOUTS[axes], jnp.float32 if numbers else dtype)
 
-    if formats is None:
+    if numbers is None:
         return matmul(x_Ui, weight)
     expert_U = _expert_of_rows(size_E, len(x_Ui))
-    return eight_bits.rows_times(x_Ui, weight, expert_U, matmul, axes_in_use(axes)[0], formats)
+    return numbers.rows_times(x_Ui, weight, expert_U, matmul, axes_in_use(axes)[0])
 
 
 def _times_transposed(
@@ -73,11 +71,11 @@ def _times_transposed(
     def matmul(g_Uo: jax.Array, weight_Eio: jax.Array) -> jax.Array:
         return grouped_matmul_transposed(g_Uo, weight_Eio, size_E, shape.matmul, _LAYOUTS[axes])
 
-    formats = FORMATS[shape.quantization]
-    if formats is None:
+    numbers = number_format(shape.quantization)
+    if numbers is None:
         return matmul(g_Uo, weight)
     expert_U = _expert_of_rows(size_E, len(g_Uo))
-    return eight_bits.rows_times_transposed(g_Uo, weight, expert_U, matmul, axes_in_use(axes)[1], formats)
+    return numbers.rows_times_transposed(g_Uo, weight, expert_U, matmul, axes_in_use(axes)[1])
 
 
 def _inner(shape: ExpertShape, x_UD: jax.Array, w: ExpertWeights, size_E: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -150,13 +148,13 @@ def _rows_backward(
 
 def _whole_weights(weights: ExpertWeights, shape: ExpertShape) -> ExpertWeights:
     """This device's experts, gathered along `expert_embed`, with matrices in the form that `_times` takes."""
-    formats = FORMATS[shape.quantization]
+    numbers = number_format(shape.quantization)
 
     def whole(weight: jax.Array, axes: tuple[str, ...]) -> Any:
         if "expert_embed" not in axes:
             return weight
-        if formats:
-            return eight_bits.whole_weight(weight, axes, formats)
+        if numbers:
+            return numbers.whole_weight(weight, axes)
         return gathered(weight, "expert_embed", axes.index("expert_embed"))
 
     return ExpertWeights(*map(whole, weights.arrays(), weights.axes()))

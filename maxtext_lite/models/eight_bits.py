@@ -25,31 +25,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from maxtext_lite.config import Quantization
+from maxtext_lite.models.ops import TokenAxes, dtype_of_totals
 from maxtext_lite.parallel import AS_IT_IS, axes_in_use, constrain, gathered, largest, num_shards
-
-
-class Formats(NamedTuple):
-    """Formats of the operands of a layer's matmuls.
-
-    Attributes:
-      forward: of x and W.
-      backward: of g.
-      weight_gradient: dW uses these formats for x and g too; False: dW uses x and g unquantized.
-    """
-
-    forward: Any
-    backward: Any
-    weight_gradient: bool
-
-
-FORMATS: dict[Quantization, Formats | None] = {
-    "none": None,
-    "int8": Formats(jnp.int8, jnp.int8, True),
-    "fp8": Formats(jnp.float8_e4m3fn, jnp.float8_e4m3fn, False),
-    "fp8_full": Formats(jnp.float8_e4m3fn, jnp.float8_e4m3fn, True),
-}
-"""The formats for each value of the key `quantization`."""
 
 _LEAST = 1e-30  # the least magnitude that is distinguished from 0, so that scales are normal numbers in float32
 
@@ -83,49 +60,129 @@ def in_eight_bits(x: jax.Array, largest: jax.Array, dtype: DTypeLike) -> Scaled:
     return Scaled((jnp.round(numbers) if is_int else numbers).astype(dtype), scale)
 
 
-def dtype_of_totals(dtype: DTypeLike) -> DTypeLike:
-    """The dtype for sums of products in `dtype`: int32, exact for 133,000 of the largest products, or float32."""
-    return jnp.int32 if dtype == jnp.int8 else jnp.float32
+Matmul = Callable[[jax.Array, jax.Array], jax.Array]
+"""(rows, numbers of weights) -> products, in `dtype_of_totals`."""
 
 
-TokenAxes = tuple[str, str | None, str | None]
-"""Logical axes that a batch is split over: two for its rows, of which `fsdp` is the first, and one for their tokens."""
+class EightBits(NamedTuple):
+    """A number format of matmuls with layers' weights: eight bits with scales.
 
-
-# ---- A projection ---------------------------------------------------------------------------------------------------
-
-
-def scaled_weight(weight_io: jax.Array, axes: tuple[str, str], formats: Formats) -> Scaled:
-    """A weight ready for use, whole over `fsdp`, with a scale for each output.
-
-    It is rounded in its shards, so eight bits and the scales cross `fsdp`.
+    Attributes:
+      forward: dtype of x and W.
+      backward: dtype of g.
+      quantizes_weight_gradient: dW uses these dtypes for x and g too; False: dW uses x and g unquantized.
     """
-    lying = constrain(weight_io, axes)
-    scaled = in_eight_bits(lying, largest_magnitude(lying, (0,)), formats.forward)
-    in_axis, out_axis = axes_in_use(axes)
-    numbers_io = _sent(scaled.numbers, lambda numbers_io: constrain(constrain(numbers_io, axes), (in_axis, out_axis)))
-    return Scaled(numbers_io, constrain(scaled.scale, (None, out_axis)))
+
+    forward: Any
+    backward: Any
+    quantizes_weight_gradient: bool
+
+    # ---- A projection
+
+    def scaled_weight(self, weight_io: jax.Array, axes: tuple[str, str]) -> Scaled:
+        """A weight ready for use, whole over `fsdp`, with a scale for each output.
+
+        It is rounded in its shards, so eight bits and the scales cross `fsdp`.
+        """
+        lying = constrain(weight_io, axes)
+        scaled = in_eight_bits(lying, largest_magnitude(lying, (0,)), self.forward)
+        in_axis, out_axis = axes_in_use(axes)
+        whole = (in_axis, out_axis)
+        numbers_io = _sent(scaled.numbers, lambda numbers_io: constrain(constrain(numbers_io, axes), whole))
+        return Scaled(numbers_io, constrain(scaled.scale, (None, out_axis)))
+
+    def times(self, x_BTi: jax.Array, weight: Scaled, axes: tuple[str, str]) -> jax.Array:
+        """x W, [B, T, o] in the dtype of x."""
+        x = in_eight_bits(x_BTi, largest_magnitude(x_BTi, (2,)), self.forward)
+        total_nBTo = _totals(x.numbers, weight.numbers, axes[0])
+        return _added_up(total_nBTo.astype(jnp.float32) * x.scale * weight.scale, x_BTi.dtype)
+
+    def times_transposed(self, g_BTo: jax.Array, weight: Scaled, axes: tuple[str, str]) -> jax.Array:
+        """g W^T, [B, T, i] in the dtype of g."""
+        scaled_BTo = g_BTo.astype(jnp.float32) * weight.scale
+        g = in_eight_bits(scaled_BTo, largest_magnitude(scaled_BTo, (2,)), self.backward)
+        total_nBTi = _totals(g.numbers, weight.numbers.T, axes[1])
+        return _added_up(total_nBTi.astype(jnp.float32) * g.scale, g_BTo.dtype)
+
+    def weight_gradient(
+        self,
+        x_BTi: jax.Array,
+        g_BTo: jax.Array,
+        axes: tuple[str, str],
+        tokens: TokenAxes,
+        grad_dtype: DTypeLike,
+    ) -> jax.Array:
+        """x^T g [i, o]. Each device sums over its rows and tokens in float32; if `fsdp` splits weights, these sums
+        cross it in `grad_dtype` and are added up in float32.
+
+        Rows run one after another: a device never has the products of several rows, each as large as the weight.
+        """
+        in_axis, out_axis = axes_in_use(axes)
+        x_rnmcti, g_rnmcto = _rows_first(x_BTi, tokens, in_axis), _rows_first(g_BTo, tokens, out_axis)
+
+        def of_row(x: jax.Array, g: jax.Array) -> jax.Array:
+            x_nmcti = in_eight_bits(x, largest_magnitude(x, (2, 3)), self.forward)
+            g_nmcto = in_eight_bits(g, largest_magnitude(g, (2, 3)), self.backward)
+            totals = dtype_of_totals(self.forward)
+            total = jnp.einsum("nmcti,nmcto->nmcio", x_nmcti.numbers, g_nmcto.numbers, preferred_element_type=totals)
+            sums_nmcio = total.astype(jnp.float32) * x_nmcti.scale.swapaxes(3, 4) * g_nmcto.scale
+            return constrain(sums_nmcio, (*tokens, in_axis, out_axis))
+
+        sums_nmcio = of_row(x_rnmcti[0], g_rnmcto[0])
+        if len(x_rnmcti) > 1:
+            add = lambda sums, row: (sums + of_row(*row), None)  # noqa: E731
+            sums_nmcio = jax.lax.scan(add, sums_nmcio, (x_rnmcti[1:], g_rnmcto[1:]))[0]
+        dtype = grad_dtype if num_shards("embed") > 1 else jnp.float32
+        sums_nio = _added_up(sums_nmcio.swapaxes(0, 2).swapaxes(0, 1), dtype, num_dims=2)
+        # An all-to-all whose parts are added one by one: on 16 and more TPU chips XLA would turn a scattered sum into
+        # an all-reduce, with twice the bytes.
+        parts = list(constrain(sums_nio, (None, *axes)))
+        return functools.reduce(jnp.add, (part.astype(jnp.float32) for part in parts))
+
+    # ---- Rows of experts, inside `over_shards`
+
+    def whole_weight(self, weight_Eio: jax.Array, axes: tuple[str, ...]) -> Scaled:
+        """This device's experts, whole over `fsdp`, with a scale for each expert's output, [E, 1, o]."""
+        in_axis, out_axis = axes[1:]
+        scaled = in_eight_bits(weight_Eio, largest(largest_magnitude(weight_Eio, (1,)), in_axis), self.forward)
+        dim = axes.index("expert_embed")
+        numbers = _sent(scaled.numbers, lambda numbers: gathered(numbers, "expert_embed", dim))
+        scale = gathered(scaled.scale, "expert_embed", 2) if out_axis == "expert_embed" else scaled.scale
+        return Scaled(numbers, scale)
+
+    def rows_times(
+        self, x_Ui: jax.Array, weight: Scaled, expert_U: jax.Array, matmul: Matmul, axis: str | None
+    ) -> jax.Array:
+        """Each row times its expert's weight, [U, o] in float32.
+
+        Args:
+          axis: logical axis of rows' entries; a row's largest magnitude is found over its shards.
+        """
+        x = in_eight_bits(x_Ui, _largest_of_rows(x_Ui, axis), self.forward)
+        return matmul(x.numbers, weight.numbers).astype(jnp.float32) * x.scale * weight.scale[expert_U, 0]
+
+    def rows_times_transposed(
+        self, g_Uo: jax.Array, weight: Scaled, expert_U: jax.Array, matmul: Matmul, axis: str | None
+    ) -> jax.Array:
+        """Each row times its expert's transposed weight, [U, i] in float32.
+
+        Args:
+          axis: as in `rows_times`.
+        """
+        scaled_Uo = g_Uo.astype(jnp.float32) * weight.scale[expert_U, 0]
+        g = in_eight_bits(scaled_Uo, _largest_of_rows(scaled_Uo, axis), self.backward)
+        return matmul(g.numbers, weight.numbers).astype(jnp.float32) * g.scale
+
+
+INT8 = EightBits(jnp.int8, jnp.int8, quantizes_weight_gradient=True)
+FP8 = EightBits(jnp.float8_e4m3fn, jnp.float8_e4m3fn, quantizes_weight_gradient=False)
+FP8_FULL = EightBits(jnp.float8_e4m3fn, jnp.float8_e4m3fn, quantizes_weight_gradient=True)
 
 
 def _sent(numbers: jax.Array, send: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """Numbers sent to other devices as bytes: XLA would widen float8 first on a platform without it."""
     sent = send(jax.lax.bitcast_convert_type(numbers, jnp.int8))
     return jax.lax.bitcast_convert_type(sent, numbers.dtype)
-
-
-def times(x_BTi: jax.Array, weight: Scaled, axes: tuple[str, str], formats: Formats) -> jax.Array:
-    """x W, [B, T, o] in the dtype of x."""
-    x = in_eight_bits(x_BTi, largest_magnitude(x_BTi, (2,)), formats.forward)
-    total_nBTo = _totals(x.numbers, weight.numbers, axes[0])
-    return _added_up(total_nBTo.astype(jnp.float32) * x.scale * weight.scale, x_BTi.dtype)
-
-
-def times_transposed(g_BTo: jax.Array, weight: Scaled, axes: tuple[str, str], formats: Formats) -> jax.Array:
-    """g W^T, [B, T, i] in the dtype of g."""
-    scaled_BTo = g_BTo.astype(jnp.float32) * weight.scale
-    g = in_eight_bits(scaled_BTo, largest_magnitude(scaled_BTo, (2,)), formats.backward)
-    total_nBTi = _totals(g.numbers, weight.numbers.T, axes[1])
-    return _added_up(total_nBTi.astype(jnp.float32) * g.scale, g_BTo.dtype)
 
 
 def _totals(left_BTk: jax.Array, right_kj: jax.Array, axis: str) -> jax.Array:
@@ -151,88 +208,12 @@ def _added_up(parts: jax.Array, dtype: DTypeLike, num_dims: int = 1) -> jax.Arra
     return jax.lax.reduce(parts, jnp.zeros([], dtype), jax.lax.add, dims)
 
 
-def weight_gradient(
-    x_BTi: jax.Array,
-    g_BTo: jax.Array,
-    axes: tuple[str, str],
-    tokens: TokenAxes,
-    formats: Formats,
-    grad_dtype: DTypeLike,
-) -> jax.Array:
-    """x^T g [i, o]. Each device sums over its rows and tokens in float32; if `fsdp` splits weights, these sums cross it
-    in `grad_dtype` and are added up in float32.
-
-    Rows run one after another: a device never has the products of several rows, each as large as the weight.
-    """
-    in_axis, out_axis = axes_in_use(axes)
-    x_rnmcti, g_rnmcto = _rows_first(x_BTi, tokens, in_axis), _rows_first(g_BTo, tokens, out_axis)
-
-    def of_row(x: jax.Array, g: jax.Array) -> jax.Array:
-        x_nmcti = in_eight_bits(x, largest_magnitude(x, (2, 3)), formats.forward)
-        g_nmcto = in_eight_bits(g, largest_magnitude(g, (2, 3)), formats.backward)
-        totals = dtype_of_totals(formats.forward)
-        total = jnp.einsum("nmcti,nmcto->nmcio", x_nmcti.numbers, g_nmcto.numbers, preferred_element_type=totals)
-        sums_nmcio = total.astype(jnp.float32) * x_nmcti.scale.swapaxes(3, 4) * g_nmcto.scale
-        return constrain(sums_nmcio, (*tokens, in_axis, out_axis))
-
-    sums_nmcio = of_row(x_rnmcti[0], g_rnmcto[0])
-    if len(x_rnmcti) > 1:
-        add = lambda sums, row: (sums + of_row(*row), None)  # noqa: E731
-        sums_nmcio = jax.lax.scan(add, sums_nmcio, (x_rnmcti[1:], g_rnmcto[1:]))[0]
-    dtype = grad_dtype if num_shards("embed") > 1 else jnp.float32
-    sums_nio = _added_up(sums_nmcio.swapaxes(0, 2).swapaxes(0, 1), dtype, num_dims=2)
-    # An all-to-all whose parts are added one by one: on 16 and more TPU chips XLA would turn a scattered sum into an
-    # all-reduce, with twice the bytes.
-    parts = list(constrain(sums_nio, (None, *axes)))
-    return functools.reduce(jnp.add, (part.astype(jnp.float32) for part in parts))
-
-
 def _rows_first(x_BTi: jax.Array, tokens: TokenAxes, axis: str | None) -> jax.Array:
     """[rows of a device, devices along each of `tokens`, tokens of a device, i]."""
     B, T, width = x_BTi.shape
     n, m, c = (1 if name is None else num_shards(name) for name in tokens)
     x_nmrcti = x_BTi.reshape(n, m, B // (n * m), c, T // c, width)
     return jnp.moveaxis(constrain(x_nmrcti, (*tokens[:2], None, tokens[2], None, axis)), 2, 0)
-
-
-# ---- Rows of experts, inside `over_shards` --------------------------------------------------------------------------
-
-Matmul = Callable[[jax.Array, jax.Array], jax.Array]
-"""(rows, numbers of weights) -> products, in `dtype_of_totals`."""
-
-
-def whole_weight(weight_Eio: jax.Array, axes: tuple[str, ...], formats: Formats) -> Scaled:
-    """This device's experts, whole over `fsdp`, with a scale for each expert's output, [E, 1, o]."""
-    in_axis, out_axis = axes[1:]
-    scaled = in_eight_bits(weight_Eio, largest(largest_magnitude(weight_Eio, (1,)), in_axis), formats.forward)
-    dim = axes.index("expert_embed")
-    numbers = _sent(scaled.numbers, lambda numbers: gathered(numbers, "expert_embed", dim))
-    return Scaled(numbers, gathered(scaled.scale, "expert_embed", 2) if out_axis == "expert_embed" else scaled.scale)
-
-
-def rows_times(
-    x_Ui: jax.Array, weight: Scaled, expert_U: jax.Array, matmul: Matmul, axis: str | None, formats: Formats
-) -> jax.Array:
-    """Each row times its expert's weight, [U, o] in float32.
-
-    Args:
-      axis: logical axis of rows' entries; a row's largest magnitude is found over its shards.
-    """
-    x = in_eight_bits(x_Ui, _largest_of_rows(x_Ui, axis), formats.forward)
-    return matmul(x.numbers, weight.numbers).astype(jnp.float32) * x.scale * weight.scale[expert_U, 0]
-
-
-def rows_times_transposed(
-    g_Uo: jax.Array, weight: Scaled, expert_U: jax.Array, matmul: Matmul, axis: str | None, formats: Formats
-) -> jax.Array:
-    """Each row times its expert's transposed weight, [U, i] in float32.
-
-    Args:
-      axis: as in `rows_times`.
-    """
-    scaled_Uo = g_Uo.astype(jnp.float32) * weight.scale[expert_U, 0]
-    g = in_eight_bits(scaled_Uo, _largest_of_rows(scaled_Uo, axis), formats.backward)
-    return matmul(g.numbers, weight.numbers).astype(jnp.float32) * g.scale
 
 
 def _largest_of_rows(x_Ui: jax.Array, axis: str | None) -> jax.Array:

@@ -166,7 +166,9 @@ def mha_attention(
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
     segment_BT: jax.Array,
+    sink_N: None = None,
     *,
+    strategy: str = "",
     scoring: Scoring = PLAIN,
     interpret: bool = False,
 ) -> jax.Array:
@@ -178,6 +180,7 @@ def mha_attention(
     Args:
       interpret: run the kernels' steps as plain XLA operations, as tests on CPU do.
     """
+    del sink_N, strategy  # it knows neither sinks nor shards of the tokens
 
     def local(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segment_BT: jax.Array) -> jax.Array:
         """The heads and rows of one device."""
@@ -196,8 +199,18 @@ def _cudnn(*heads: jax.Array, **options: Any) -> jax.Array:
     return jax.nn.dot_product_attention(*heads, is_causal=True, implementation="cudnn", **options)
 
 
-def cudnn_attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, *, scoring: Scoring = PLAIN) -> jax.Array:
+def cudnn_attention(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    segment_BT: jax.Array,
+    sink_N: None = None,
+    *,
+    strategy: str = "",
+    scoring: Scoring = PLAIN,
+) -> jax.Array:
     """`attention` by cuDNN for rows with one document each and padding after it; it does not read documents."""
+    del segment_BT, sink_N, strategy
     # A padding query sees the document before it, but no token of the document, and so no loss, sees the padding.
     window = None if scoring.window is None else (scoring.window - 1, 0)
 
@@ -228,9 +241,17 @@ _masked.defvjp(lambda *arguments: (_masked(*arguments), arguments[:4]), _masked_
 
 
 def cudnn_masked_attention(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segment_BT: jax.Array, *, scoring: Scoring = PLAIN
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    segment_BT: jax.Array,
+    sink_N: None = None,
+    *,
+    strategy: str = "",
+    scoring: Scoring = PLAIN,
 ) -> jax.Array:
     """`attention` by cuDNN with a mask [B, 1, T, S] of documents; T must be even."""
+    del sink_N, strategy
 
     def local(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segment_BT: jax.Array) -> jax.Array:
         """The heads and rows of one device."""

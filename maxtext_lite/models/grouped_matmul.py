@@ -4,24 +4,23 @@ The kernels have no rule for `vmap`, except over a leading dim of both operands.
 R sets of E groups are R*E groups, with one set's rows after another's.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jax.typing import DTypeLike
 
-from maxtext_lite.config.kernels import KERNEL_SCOPE, GroupedMatmul
-from maxtext_lite.models.eight_bits import dtype_of_totals
-from maxtext_lite.models.tokamax_ops import ragged_dot, waiting_for_each_matmul, with_blocks
+from maxtext_lite.config.kernels import GroupedMatmul
+from maxtext_lite.config.registry import load
+from maxtext_lite.models.ops import dtype_of_totals
 
-_BY_ROWS = jax.lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
-_BY_ROWS_TRANSPOSED = jax.lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
-_OVER_ROWS = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
-_ALL_DIMS = (_BY_ROWS, _BY_ROWS_TRANSPOSED, _OVER_ROWS)
+BY_ROWS = jax.lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
+BY_ROWS_TRANSPOSED = jax.lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
+OVER_ROWS = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+ALL_DIMS = (BY_ROWS, BY_ROWS_TRANSPOSED, OVER_ROWS)
 
 
 Layout = Literal["io", "oi"]
@@ -96,7 +95,7 @@ grouped_matmul.defvjp(_forward, _backward)
 # ---- Kernels --------------------------------------------------------------------------------------------------------
 
 
-class _Kernel(NamedTuple):
+class GroupedKernel(NamedTuple):
     """(rows, weights, sizes), (rows, weights, sizes) with the weights transposed, and (rows, rows, sizes)."""
 
     by_rows: Callable[..., jax.Array]
@@ -104,71 +103,14 @@ class _Kernel(NamedTuple):
     over_rows: Callable[..., jax.Array]
 
 
-def _ragged(dims: jax.lax.RaggedDotDimensionNumbers) -> Callable[..., jax.Array]:
+def ragged(dims: jax.lax.RaggedDotDimensionNumbers) -> Callable[..., jax.Array]:
+    """jax's own grouped matmul over these dims."""
+
     def function(left: jax.Array, right: jax.Array, size_E: jax.Array) -> jax.Array:
         totals = dtype_of_totals(left.dtype)
         return jax.lax.ragged_dot_general(left, right, size_E, dims, preferred_element_type=totals)
 
     return function
-
-
-_LANES = 128
-
-
-def _tile(size: int, limit: int) -> int:
-    """The multiple of 128 up to `limit` that pads a dim of this size least; of several, the largest."""
-    return min(range(_LANES, limit + 1, _LANES), key=lambda tile: (-(-size // tile) * tile, -tile))
-
-
-def on_tpu(layout: Layout, dtype: DTypeLike = jnp.float32, *, interpret: bool = False) -> _Kernel:
-    """Pallas's grouped matmul for TPUs, which reads weights of either layout without a copy.
-
-    `ragged_dot` is compiled to a kernel too, but with one layout: whole weights are copied for its transposes. It is
-    used if a dim is no multiple of 128.
-
-    Args:
-      layout: of weights, and of their gradients.
-      dtype: of results, whose sums are float32 until they are written.
-      interpret: in jax, on any platform.
-    """
-
-    # Pallas for TPUs takes a while to import.
-    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
-
-    def suits(*sizes: int) -> bool:
-        return all(size % _LANES == 0 for size in sizes)
-
-    def tiles(x: jax.Array, inner: int, outer: int, limit: int) -> tuple[int, int, int]:
-        """Tile sizes of rows, of the summed dim and of the other dim: at most 13 MB of the chip's memory."""
-        rows = max(tile for tile in (128, 256, 512) if x.shape[0] % tile == 0)
-        return rows, _tile(inner, limit * 2 // x.dtype.itemsize), _tile(outer, 1024)
-
-    def matmul(x_Ui: jax.Array, weight_Eio: jax.Array, size_E: jax.Array, layout: Layout) -> jax.Array:
-        tiling = tiles(x_Ui, *weight_Eio.shape[1:], limit=1024)
-        turned = layout == "oi"
-        weight = weight_Eio.swapaxes(1, 2) if turned else weight_Eio
-        y_Uo: Any = gmm(x_Ui, weight, size_E, dtype, tiling, transpose_rhs=turned, interpret=interpret)
-        return y_Uo
-
-    def by_rows(x_Ui: jax.Array, weight_Eio: jax.Array, size_E: jax.Array) -> jax.Array:
-        if not suits(*x_Ui.shape, *weight_Eio.shape[1:]):
-            return _ragged(_BY_ROWS)(x_Ui, weight_Eio, size_E).astype(dtype)
-        return matmul(x_Ui, weight_Eio, size_E, layout)
-
-    def by_rows_transposed(g_Uo: jax.Array, weight_Eio: jax.Array, size_E: jax.Array) -> jax.Array:
-        if not suits(*g_Uo.shape, *weight_Eio.shape[1:]):
-            return _ragged(_BY_ROWS_TRANSPOSED)(g_Uo, weight_Eio, size_E).astype(dtype)
-        return matmul(g_Uo, weight_Eio.swapaxes(1, 2), size_E, "io" if layout == "oi" else "oi")
-
-    def over_rows(x_Ui: jax.Array, g_Uo: jax.Array, size_E: jax.Array) -> jax.Array:
-        if not suits(*x_Ui.shape, *g_Uo.shape):
-            return _ragged(_OVER_ROWS)(x_Ui, g_Uo, size_E).astype(dtype)
-        left, right = (g_Uo, x_Ui) if layout == "oi" else (x_Ui, g_Uo)
-        tiling = tiles(left, left.shape[1], right.shape[1], limit=512)
-        sums: Any = tgmm(left.swapaxes(0, 1), right, size_E, dtype, tiling, interpret=interpret)
-        return sums.swapaxes(1, 2) if layout == "oi" else sums
-
-    return _Kernel(by_rows, by_rows_transposed, over_rows)
 
 
 class _Block(NamedTuple):
@@ -240,7 +182,7 @@ def _sum_over_blocks(x_Ui: jax.Array, g_Uo: jax.Array, size_E: jax.Array, rows_o
     return jax.lax.fori_loop(0, count, step, jnp.zeros((len(size_E), x_Ui.shape[1], g_Uo.shape[1]), jnp.float32))
 
 
-def in_blocks(rows_of_block: int | None = None) -> _Kernel:
+def in_blocks(rows_of_block: int | None = None) -> GroupedKernel:
     """The kernel in plain jax: a loop over the blocks of rows that the groups need, each in one group.
 
     Nothing is larger than its operands and its result. Rows are multiplied only by their own weights, except the rows
@@ -253,41 +195,11 @@ def in_blocks(rows_of_block: int | None = None) -> _Kernel:
     def rows(left: jax.Array, size_E: jax.Array) -> int:
         return block_rows(left.shape[0], len(size_E)) if rows_of_block is None else rows_of_block
 
-    return _Kernel(
+    return GroupedKernel(
         lambda x, w, size: _rows_in_blocks("ui,io->uo", x, w, size, rows(x, size)),
         lambda g, w, size: _rows_in_blocks("uo,io->ui", g, w, size, rows(g, size)),
         lambda x, g, size: _sum_over_blocks(x, g, size, rows(x, size)),
     )
-
-
-_HOPPER_TILES = {"block_m": 128, "block_n": 64, "block_k": 128, "num_stages": 4}
-"""The fastest on an H100 for bfloat16 groups of 128 rows and more, in 48 of 53 cases in tokamax's table, which knows
-exact shapes only; by itself it takes half of block_m and of num_stages.
-Source: tokamax 0.0.12, data/autotuning/nvidia_h100_80gb_hbm3/pallas_mosaic_gpu_ragged_dot.json."""
-
-
-def on_hopper() -> _Kernel:
-    """tokamax's kernels for NVIDIA GPUs of compute capability 9.0; `in_blocks` if a dim is no multiple of 64."""
-
-    def run(dims: jax.lax.RaggedDotDimensionNumbers, instead: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        def function(left: jax.Array, right: jax.Array, size_E: jax.Array) -> jax.Array:
-            if any(size % 64 for size in (left.shape[1], *right.shape[1:])):
-                return instead(left, right, size_E)
-            if dims is _OVER_ROWS:  # it multiplies rows after the last group by 0, which need not be numbers
-                is_used_U1 = (jnp.arange(len(left)) < jnp.sum(size_E))[:, None]
-                left, right = (jnp.where(is_used_U1, rows, 0) for rows in (left, right))
-            options = {"ragged_dot_dimension_numbers": dims, "preferred_element_type": jnp.float32}
-            op = ragged_dot()
-            better = {} if dims is _OVER_ROWS and left.shape[1] % _HOPPER_TILES["block_m"] else _HOPPER_TILES
-            op = with_blocks(op, op.bind(left, right, group_sizes=size_E, **options), better)
-            mended = waiting_for_each_matmul() if dims is _OVER_ROWS else contextlib.nullcontext()
-            with jax.named_scope(f"{KERNEL_SCOPE}tokamax_ragged_dot"), mended:
-                y: Any = op(left, right, group_sizes=size_E, **options)
-            return y
-
-        return function
-
-    return _Kernel(*(run(dims, instead) for dims, instead in zip(_ALL_DIMS, in_blocks(), strict=True)))
 
 
 # ---- Under vmap -----------------------------------------------------------------------------------------------------
@@ -344,22 +256,19 @@ def _mappable(of_rows: Callable[..., jax.Array], rows_out: bool) -> Callable[...
     return function
 
 
-_IN_FLOAT32: dict[str, _Kernel] = {
-    "ragged_dot": _Kernel(*map(_ragged, _ALL_DIMS)),
-    "blocks": in_blocks(),
-    "tokamax": on_hopper(),
-}
+_IN_PLAIN_JAX = {"ragged_dot": GroupedKernel(*map(ragged, ALL_DIMS)), "blocks": in_blocks()}
 
 
 @functools.cache
-def _mappable_kernel(name: GroupedMatmul, layout: Layout, dtype: DTypeLike) -> _Kernel:
+def _mappable_kernel(name: GroupedMatmul, layout: Layout, dtype: DTypeLike) -> GroupedKernel:
     """The named kernel for weights of a layout and results of a dtype, with a rule for vmap."""
 
     def rounded(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         return lambda *operands: function(*operands).astype(dtype)
 
-    kernel = on_tpu(layout, dtype) if name == "megablox" else _Kernel(*map(rounded, _IN_FLOAT32[name]))
-    return _Kernel(
+    kernel = _IN_PLAIN_JAX.get(name) or load("grouped_matmul", name)(layout, dtype)
+    kernel = GroupedKernel(*map(rounded, kernel))
+    return GroupedKernel(
         _mappable(kernel.by_rows, True), _mappable(kernel.by_rows_transposed, True), _mappable(kernel.over_rows, False)
     )
 
@@ -372,7 +281,9 @@ _OF_EIGHT_BITS: dict[GroupedMatmul, GroupedMatmul] = {
 }
 
 
-def _kernel_for(rows: jax.Array, kernel: GroupedMatmul, layout: Layout, dtype: DTypeLike = jnp.float32) -> _Kernel:
+def _kernel_for(
+    rows: jax.Array, kernel: GroupedMatmul, layout: Layout, dtype: DTypeLike = jnp.float32
+) -> GroupedKernel:
     if rows.dtype.itemsize > 1:
         return _mappable_kernel(kernel, layout, jnp.dtype(dtype))
     return _mappable_kernel(_OF_EIGHT_BITS[kernel], layout, jnp.dtype(dtype_of_totals(rows.dtype)))

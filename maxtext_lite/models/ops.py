@@ -8,7 +8,7 @@ both directions, which also makes bfloat16 fast on CPUs that have it, except for
 import functools
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +16,26 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from maxtext_lite.config import Quantization
+from maxtext_lite.config.registry import load
 from maxtext_lite.config.weight_axes import halves, num_inputs
-from maxtext_lite.models import eight_bits
-from maxtext_lite.models.eight_bits import FORMATS, TokenAxes
 from maxtext_lite.models.lora import Adapted
 from maxtext_lite.parallel import AS_IT_IS, axes_in_use, constrain, num_shards
 
 Rotation = tuple[jax.Array, jax.Array]
 """Cosines and sines [B, T, R/2] of R rotated dims, float32."""
+
+TokenAxes = tuple[str, str | None, str | None]
+"""Logical axes that a batch is split over: two for its rows, of which `fsdp` is the first, and one for their tokens."""
+
+
+def number_format(quantization: Quantization) -> Any:
+    """The number format of matmuls with layers' weights, such as `EightBits`; None: the activations' dtype."""
+    return None if quantization == "none" else load("quantization", quantization)
+
+
+def dtype_of_totals(dtype: DTypeLike) -> DTypeLike:
+    """The dtype for sums of products in `dtype`: int32, exact for 133,000 of the largest products, or float32."""
+    return jnp.int32 if dtype == jnp.int8 else jnp.float32
 
 
 def project(x: jax.Array, weight: nnx.Param) -> jax.Array:
@@ -60,10 +72,10 @@ def project_array(
 ) -> jax.Array:
     """`project` with an array of these logical axes."""
     del tokens, grad_dtype
-    formats, ends = FORMATS[quantization], _ends(axes)
+    numbers, ends = number_format(quantization), _ends(axes)
     x_BTi, weight_io = _as_matrices(x, weight, axes)
-    if formats:
-        y_BTo = eight_bits.times(x_BTi, eight_bits.scaled_weight(weight_io, ends, formats), ends, formats)
+    if numbers:
+        y_BTo = numbers.times(x_BTi, numbers.scaled_weight(weight_io, ends), ends)
     else:
         y_BTo = product("BTi,io->BTo", x_BTi, _in_use(weight_io, ends, x.dtype), axes[0])
     return y_BTo.astype(x.dtype).reshape(*x.shape[:2], *weight.shape[num_inputs(axes) :])
@@ -119,19 +131,18 @@ def _project_backward(
     g: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     x, weight = residuals
-    formats, ends = FORMATS[quantization], _ends(axes)
+    numbers, ends = number_format(quantization), _ends(axes)
     x_BTi, weight_io = _as_matrices(x, weight, axes)
     g_BTo = g.reshape(*g.shape[:2], -1)
     if tokens == TOKENS and num_shards("residual_length") > num_shards("length"):
         # XLA would gather tokens over `tensor` for each matmul by itself, and for the weight's gradient over `context`.
         x_BTi, g_BTo = (constrain(each, ("batch", "length", AS_IT_IS)) for each in (x_BTi, g_BTo))
-    if formats:
-        scaled = eight_bits.scaled_weight(weight_io, ends, formats)
-        dx_BTi = eight_bits.times_transposed(g_BTo, scaled, ends, formats)
+    if numbers:
+        dx_BTi = numbers.times_transposed(g_BTo, numbers.scaled_weight(weight_io, ends), ends)
     else:
         dx_BTi = product("BTo,io->BTi", g_BTo, _in_use(weight_io, ends, x.dtype), ends[1])
-    if formats and formats.weight_gradient:
-        dweight_io = eight_bits.weight_gradient(x_BTi, g_BTo, ends, tokens, formats, grad_dtype)
+    if numbers and numbers.quantizes_weight_gradient:
+        dweight_io = numbers.weight_gradient(x_BTi, g_BTo, ends, tokens, grad_dtype)
     else:
         dweight_io = weight_gradient(x_BTi, g_BTo, grad_dtype)
     dweight = dweight_io.astype(weight.dtype).reshape(weight.shape)

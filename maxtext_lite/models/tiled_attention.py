@@ -119,8 +119,9 @@ def tiled_attention(
     k_BSKH: jax.Array,
     v_BSKW: jax.Array,
     segment_BT: jax.Array,
-    strategy: str,
     sink_N: jax.Array | None = None,
+    *,
+    strategy: str,
     scoring: Scoring = PLAIN,
 ) -> jax.Array:
     """`attention` for examples in context order, if the mesh in use splits T over its context axis.

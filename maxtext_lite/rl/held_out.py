@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from maxtext_lite.data import Prompt
+from maxtext_lite.data.prompts import Prompt
 from maxtext_lite.process.watchdog import watchdog
 from maxtext_lite.rl.advantages import mean_of
 from maxtext_lite.rl.rewards import Scores

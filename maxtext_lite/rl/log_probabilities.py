@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from maxtext_lite.config import UserError
 from maxtext_lite.config.hf.adapter import adapter_of
 from maxtext_lite.config.rl_rules import RLRunConfig
-from maxtext_lite.data import PromptSource
+from maxtext_lite.data.prompts import PromptSource
 from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import (
     Params,

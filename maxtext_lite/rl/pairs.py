@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from maxtext_lite.data import Prompt
+from maxtext_lite.data.prompts import Prompt
 from maxtext_lite.rl.advantages import equal_groups_fraction, group_advantages, mean_deviation, mean_of
 from maxtext_lite.rl.policy import ROLLOUT
 from maxtext_lite.rl.rewards import Scores

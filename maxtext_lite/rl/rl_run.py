@@ -11,7 +11,8 @@ from maxtext_lite.batching.rl import RLBatch
 from maxtext_lite.config import UserError
 from maxtext_lite.config.hf.directory import paths_of_model
 from maxtext_lite.config.rl_rules import RLRunConfig, endless_evaluation
-from maxtext_lite.data import Prompt, PromptSource, Tokenizer, check_vocabulary, load_tokenizer, open_prompts
+from maxtext_lite.data import Tokenizer, check_vocabulary, load_tokenizer
+from maxtext_lite.data.prompts import Prompt, PromptSource, open_prompts
 from maxtext_lite.hf.stop_tokens import stop_tokens
 from maxtext_lite.models import Sampling
 from maxtext_lite.parallel import exchange, on_first_host, value_of_host

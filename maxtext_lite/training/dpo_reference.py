@@ -19,7 +19,8 @@ from jax.stages import Wrapped
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.whole_file import replacing
-from maxtext_lite.data import ExampleSource, MixtureSource, PairSource, named_sources
+from maxtext_lite.data import ExampleSource, MixtureSource, named_sources
+from maxtext_lite.data.answers import PairSource
 from maxtext_lite.data.feed import evaluation_batches
 from maxtext_lite.parallel import Params, bytes_of_host, exchange, sharding, value_of_host
 from maxtext_lite.training.checkpoint import Counts
@@ -41,7 +42,7 @@ def add_reference(run: TrainingRun[ExampleSource], state: TrainState, counts: Co
     Raises:
       UserError: a resumed run's pairs have changed, or its file is gone.
     """
-    if run.config.dataset_type != "dpo" or _has_reference(run.source):
+    if _has_reference(run.source):
         return
     held_out = [] if run.eval_source is None else named_sources(run.eval_source).values()
     sources = [run.source, *held_out]

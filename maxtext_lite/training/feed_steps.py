@@ -14,6 +14,7 @@ import numpy as np
 from jax.stages import Compiled
 
 from maxtext_lite.batching import BatchStage
+from maxtext_lite.config.registry import resolve
 from maxtext_lite.data import Balance, ExampleSource, MixtureSource, named_sources
 from maxtext_lite.data.feed import DeviceBatch, evaluation_batches, training_batches
 from maxtext_lite.parallel import Tree, devices_share_threads, sharding, value_of_host
@@ -21,7 +22,6 @@ from maxtext_lite.process.phases import phases
 from maxtext_lite.process.watchdog import watchdog
 from maxtext_lite.training.arrays import Record
 from maxtext_lite.training.checkpoint import Counts
-from maxtext_lite.training.dpo_reference import add_reference
 from maxtext_lite.training.executables import Executables
 from maxtext_lite.training.kernel_truth import prove_kernels
 from maxtext_lite.training.metrics import Terminal, evaluation_text
@@ -51,7 +51,7 @@ class FeedSteps:
     Args:
       proves_kernels: check the kernels before the first step; see `kernel_truth`.
     Raises:
-      UserError: a resumed DPO run's pairs have changed, or its reference is gone.
+      UserError: the objective cannot start, as where a resumed DPO run's pairs have changed.
     """
 
     ahead = True
@@ -65,7 +65,8 @@ class FeedSteps:
         *,
         proves_kernels: bool = True,
     ):
-        add_reference(run, state, counts, terminal)
+        if starts := run.config.objective_kind.starts:
+            resolve(starts)(run, state, counts, terminal)
         self._run, self._plan, self._say = run, run.plan, terminal.say
         step = make_train_step(run.parts, run.schedule(counts))
         self._executables = Executables(step, run.parts, run.plan, example=(run.source.num_tokens, run.source.fields))

@@ -1,19 +1,23 @@
 """What a step minimises: a sum over rows, divided by a count."""
 
 import math
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Literal, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from maxtext_lite.config import Config, NumericsConfig
+from maxtext_lite.config.registry import resolve
 from maxtext_lite.parallel import Tree
 from maxtext_lite.training.arrays import Metrics, Rows
 from maxtext_lite.training.loss import LossSums
 from maxtext_lite.training.outputs import Outputs, auxiliary_metrics, target_tokens
-from maxtext_lite.training.preference import Preference
+
+Reduction = Literal["mean", "sum", "max", "any"]
+"""How the values of replicas with local updates become one; `mean` weighs them by what the objective counts."""
 
 
 class Objective(Protocol):
@@ -59,6 +63,11 @@ class Objective(Protocol):
         """The metrics of a step beside its loss, from its means and its count."""
         ...
 
+    @property
+    def reductions(self) -> Mapping[str, Reduction]:
+        """How each of its own metrics is reduced over replicas."""
+        ...
+
 
 class ScoredObjective(Objective, Protocol):
     """An objective that also scores held-out examples."""
@@ -77,6 +86,7 @@ class OneRowExamples:
 
     rows_per_example = 1
     divisor_dtype: type[np.generic] = np.int32
+    reductions: Mapping[str, Reduction] = MappingProxyType({})
 
     def rows(self, batch: Rows, axes: Sequence[str]) -> Rows:
         """The examples themselves."""
@@ -125,8 +135,12 @@ class NextToken(OneRowExamples):
 NEXT_TOKEN = NextToken()
 
 
+def next_token(config: Config) -> NextToken:
+    """The same for all configs."""
+    del config
+    return NEXT_TOKEN
+
+
 def objective_of(config: Config) -> ScoredObjective:
     """The objective of a run with this config."""
-    if config.dataset_type == "dpo":
-        return Preference(config.dpo_beta, config.dpo_label_smoothing)
-    return NEXT_TOKEN
+    return resolve(config.objective_kind.makes)(config)

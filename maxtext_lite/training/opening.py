@@ -98,10 +98,10 @@ def own_objective(config: Config, loss: Loss, sources: Sources | None) -> Custom
 
 def _refuse_pairs(config: Config, name: str) -> None:
     """Refuses an object for single rows where the config is about pairs."""
-    if config.dataset_type == "dpo":
+    if config.rows_per_example > 1:
         raise UserError(
-            f"dataset_type=dpo is about pairs of rows; {name} is about single ones. Nearest that work: "
-            "dataset_type=text or sft."
+            f"dataset_type={config.dataset_type} is about pairs of rows; {name} is about single ones. "
+            "Nearest that work: dataset_type=text or sft."
         )
 
 

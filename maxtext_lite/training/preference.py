@@ -7,19 +7,21 @@ noisy preferences", equation 3.
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxtext_lite.config import NumericsConfig
+from maxtext_lite.config import Config, NumericsConfig
 from maxtext_lite.data import REFERENCE
 from maxtext_lite.models.ordered_sums import sums_at
 from maxtext_lite.parallel import constrain
 from maxtext_lite.training.arrays import Metrics, Rows
 from maxtext_lite.training.loss import LossSums
+from maxtext_lite.training.objective import Reduction
 from maxtext_lite.training.outputs import Outputs, auxiliary_metrics, spread_over_targets, target_tokens
 
 _REWARDS = ("reward_chosen", "reward_rejected", "reward_accuracy")
@@ -84,6 +86,7 @@ class Preference:
     divisor = "pairs"
     divisor_dtype = np.int32
     own_sums = _REWARDS
+    reductions: Mapping[str, Reduction] = MappingProxyType(dict.fromkeys(PREFERENCE_METRICS, "mean"))
 
     def rows(self, batch: Rows, axes: Sequence[str]) -> Rows:
         """The rows [..., 2 B, T] of examples [..., B, 2 T]; the two of an example stay adjacent and on their device."""
@@ -146,6 +149,11 @@ class Preference:
             "eval_reward_margin": self.beta * mean(margins),
             "eval_reward_accuracy": mean(margins > 0),
         }
+
+
+def preference(config: Config) -> Preference:
+    """The objective of a run with this config."""
+    return Preference(config.dpo_beta, config.dpo_label_smoothing)
 
 
 def pairs_of(scores: PairScores) -> np.ndarray:

@@ -20,8 +20,6 @@ from maxtext_lite.config.registry import load_installed
 from maxtext_lite.data import ExampleSource, MixtureSource
 from maxtext_lite.data.excluded import ExcludedRow, excluded_ids, left_out
 from maxtext_lite.data.mixture_of_run import early_end, in_run, mixture_sentences, mixture_table, steps_left
-from maxtext_lite.data.mixture_source import answer_ends
-from maxtext_lite.data.preparing.inspecting import summaries
 from maxtext_lite.data.sources_on_hosts import excluded_rows_on_hosts, listed_rows_on_hosts, source_tokens_of_run
 from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import tree_shardings
@@ -78,6 +76,15 @@ class Source(_HasNotes, Protocol):
 
     @property
     def fingerprint(self) -> str:
+        """See `data.ExampleSource`."""
+        ...
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """See `data.ExampleSource`."""
+        ...
+
+    def describe(self) -> list[dict[str, Any]]:
         """See `data.ExampleSource`."""
         ...
 
@@ -380,11 +387,6 @@ class TrainingRun(Generic[Data]):
         if counts.step:
             terminal.say(f"resuming {self.directory} after step {counts.step}")
 
-    @property
-    def _answer_ends(self) -> tuple[int, ...]:
-        """The special tokens with which the answers that the run learns end; prompts have none."""
-        return () if self.config.run_kind == "rl" else answer_ends(cast(ExampleSource, self.source))
-
     def _write_about(self, end: int) -> list[str]:
         """Writes the config, the plan, the environment, and the files that export and generation need besides.
 
@@ -397,7 +399,7 @@ class TrainingRun(Generic[Data]):
             write_resolved(self.config, files / "config.yml")
         ends = self._store_model_files(files / "hf")
         self.files.remove_gone()  # what an earlier start stored
-        data = {"mixture": mixture_table(self.source, 0, end), "data": summaries(self.source)}
+        data = {"mixture": mixture_table(self.source, 0, end), "data": self.source.describe()}
         write_json(files / "plan.json", self.plan.to_json() | {name: each for name, each in data.items() if each})
         write_json(files / "environment.json", environment())
         self.memory.write(files)
@@ -406,7 +408,7 @@ class TrainingRun(Generic[Data]):
 
     def _store_model_files(self, directory: Path) -> list[str]:
         """Stores the files about the model's tokens, if there are any; returns the tokens at which texts newly end."""
-        config, learned = self.config, self._answer_ends
+        config, learned = self.config, self.source.ends
         is_stated = config.load_parameters_path or config.tokenizer_path or config.chat_template
         ends: list[str] = []
         if is_stated or learned or directory.is_dir():

@@ -30,15 +30,18 @@ from maxtext_lite.training.accumulate import LossScaleState, master_of, with_mas
 from maxtext_lite.training.arrays import Metrics, Rows, as_float32
 from maxtext_lite.training.failures import raise_unread
 from maxtext_lite.training.gradients import TRAIN_BATCH_AXES, GradientLoop, StepGradients
-from maxtext_lite.training.objective import ScoredObjective
+from maxtext_lite.training.objective import Objective, ScoredObjective
 from maxtext_lite.training.optimizer import Progress, Schedule
 from maxtext_lite.training.outputs import AUXILIARY_METRICS, forward
-from maxtext_lite.training.preference import PREFERENCE_METRICS
 from maxtext_lite.training.state import StepParts, TrainState, gradient_shardings, state_shardings
 
 EVAL_BATCH_AXES = ("global_batch", "length")
-MEANS = ("loss", "z_loss", *AUXILIARY_METRICS, *PREFERENCE_METRICS)
-"""The metrics that are means over what the objective counts."""
+
+
+def means_of(objective: Objective) -> set[str]:
+    """The metrics that are means over what the objective counts."""
+    own = {name for name, reduction in objective.reductions.items() if reduction == "mean"}
+    return {"loss", "z_loss", *AUXILIARY_METRICS, *own}
 
 
 def make_train_step(parts: StepParts, schedule: Schedule) -> Wrapped:
@@ -250,8 +253,10 @@ def make_summarise(parts: StepParts) -> Wrapped:
         counted_R = metrics[divisor]
         whole = jnp.sum(counted_R)
         share_R = counted_R / jnp.where(whole > 0, whole, 1)  # a custom loss may have a weight between 0 and 1
+        others = {name: getattr(jnp, how) for name, how in parts.objective.reductions.items() if how != "mean"}
         reductions: dict[str, Callable[[jax.Array], jax.Array]] = {
-            **dict.fromkeys(MEANS, lambda x_R: jnp.sum(share_R * x_R)),
+            **others,
+            **dict.fromkeys(means_of(parts.objective), lambda x_R: jnp.sum(share_R * x_R)),
             **dict.fromkeys(("target_tokens", divisor, "groups", "group_squares"), jnp.sum),
             "skipped": jnp.any,
             "loss_scale": jnp.min,

@@ -23,7 +23,7 @@ from maxtext_lite.training.metrics import Terminal, lacks_evaluation
 from maxtext_lite.training.nonfinite import NonFinite
 from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.state import TrainState
-from maxtext_lite.training.step import MEANS
+from maxtext_lite.training.step import means_of
 from maxtext_lite.training.step_memory import peak_memory_bytes
 
 NOTHING_SAVED = "nothing was saved at or after it"
@@ -164,7 +164,7 @@ class StepLog:
             **(
                 {}
                 if values.get(run.parts.objective.divisor, values["target_tokens"])
-                else dict.fromkeys(values.keys() & MEANS)
+                else dict.fromkeys(values.keys() & means_of(run.parts.objective))
             ),
             **self._batch_of(taken, run.plan.stage_at(counts.examples_seen)),
             "step_seconds": step_seconds,

@@ -6,10 +6,8 @@ import re
 import pytest
 
 from maxtext_lite.config import UserError, load_config
-from maxtext_lite.data.answers import open_answers
 from maxtext_lite.data.prompts import open_prompts
-from maxtext_lite.data.text_encoder import TextEncoder
-from maxtext_lite.data.tokenizer import ByteTokenizer
+from maxtext_lite.data.sources import open_sources
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
@@ -90,7 +88,7 @@ def test_the_same_lines_are_held_out_as_in_sft():
     sft = load_config(
         "configs/post_train/sft.yml", ["eval_fraction=0.29", "packing=false"]
     )
-    answers = open_answers(sft, TextEncoder(sft, ByteTokenizer()))
+    answers = open_sources(sft)
     for prompts, examples, count in zip(
         opened("eval_fraction=0.29"), answers, (6390, 2610), strict=True
     ):

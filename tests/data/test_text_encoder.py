@@ -17,6 +17,7 @@ from maxtext_lite.data.preparing.documents import (
     read_documents,
 )
 from maxtext_lite.data.preparing.keys import PrepareConfig
+from maxtext_lite.data.preparing.shards import document_reader
 from maxtext_lite.data.preparing.tasks import WHOLE, Piece
 from maxtext_lite.data.sources import open_sources
 from maxtext_lite.data.text_encoder import TextEncoder
@@ -428,7 +429,7 @@ def test_a_special_token_that_is_an_ordinary_word_too_is_refused(tmp_path):
     for spelled in ("<turn>", "\uff1cturn\uff1e"):
         texts = ["To ?", f"To {spelled} To", "To"]
         file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-        reader = DocumentReader(PrepareConfig(), encoder)
+        reader = DocumentReader(encoder)
         read = list(reader.read(Piece("d.jsonl", str(file), 0, WHOLE)))
         assert [isinstance(each, BadLine) for each in read] == [False, True, False]
         with pytest.raises(UserError, match=r"^d\.jsonl:2: .*<turn>"):
@@ -449,7 +450,9 @@ def test_a_special_token_that_is_an_ordinary_word_too_is_refused(tmp_path):
     file.write_text(json.dumps({"messages": turns}) + "\n")
     with pytest.raises(UserError, match=r"^d\.jsonl:1: .*<turn>"):
         list(
-            DocumentReader(chat, encoder).texts([Piece("d.jsonl", str(file), 0, WHOLE)])
+            document_reader(chat, encoder).texts(
+                [Piece("d.jsonl", str(file), 0, WHOLE)]
+            )
         )
 
 

@@ -29,7 +29,7 @@ from tests.models.tokamax_stand_in import Range, StandIn
 
 KERNELS = {
     "tiled": lambda *x, scoring=EVERYTHING: tiled_attention(
-        *x[:4], "ring", x[4], scoring
+        *x, strategy="ring", scoring=scoring
     ),
     "splash": lambda *x, scoring=EVERYTHING: splash_attention(
         *x, scoring=scoring, interpret=True

@@ -17,9 +17,9 @@ from flax import nnx
 from maxtext_lite.models import ExpertShape
 from maxtext_lite.models.capacity import with_capacity
 from maxtext_lite.models.dropless import dropless
-from maxtext_lite.models.eight_bits import FORMATS, in_eight_bits, largest_magnitude
+from maxtext_lite.models.eight_bits import in_eight_bits, largest_magnitude
 from maxtext_lite.models.moe import ExpertWeights, Routing
-from maxtext_lite.models.ops import project
+from maxtext_lite.models.ops import number_format, project
 from maxtext_lite.parallel import MESH_AXES, make_mesh, over_replicas, sharding
 from maxtext_lite.xla.hlo import collectives
 from tests.models import exact
@@ -119,7 +119,9 @@ def test_numbers_of_the_grid_stay_as_they_are_and_zeros_and_infinities_too(word)
 
     @jax.jit
     def run(x):
-        scaled = in_eight_bits(x, largest_magnitude(x, (1,)), FORMATS[word].forward)
+        scaled = in_eight_bits(
+            x, largest_magnitude(x, (1,)), number_format(word).forward
+        )
         return scaled.scale, scaled.numbers.astype(jnp.float32) * scaled.scale
 
     scales, found = jax.device_get(run(rows))

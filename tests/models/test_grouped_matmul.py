@@ -9,12 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxtext_lite.kernels.grouped_matmul import on_hopper, on_tpu
 from maxtext_lite.models.grouped_matmul import (
     grouped_matmul,
     grouped_matmul_transposed,
     in_blocks,
-    on_hopper,
-    on_tpu,
 )
 from maxtext_lite.parallel import MESH_AXES, make_mesh
 from tests.gpu import absent_gpu

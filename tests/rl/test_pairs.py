@@ -7,7 +7,7 @@ import statistics
 import numpy as np
 import pytest
 
-from maxtext_lite.data import Prompt
+from maxtext_lite.data.prompts import Prompt
 from maxtext_lite.process.records import record_text
 from maxtext_lite.rl.advantages import (
     equal_groups_fraction,

@@ -9,7 +9,7 @@ import tokenizers
 from maxtext_lite.batching.rl import rl_batch
 from maxtext_lite.batching.topology import Topology
 from maxtext_lite.config import UserError
-from maxtext_lite.data import Prompt
+from maxtext_lite.data.prompts import Prompt
 from maxtext_lite.rl.pairs import Sampled
 from maxtext_lite.rl.rl_run import open_rl_run, policy_of
 from maxtext_lite.rl.rollout import Response

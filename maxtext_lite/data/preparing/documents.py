@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from maxtext_lite.config import UserError
-from maxtext_lite.data.conversations import UNRENDERED, Renderer
-from maxtext_lite.data.preparing.keys import PrepareConfig
 from maxtext_lite.data.preparing.tasks import DIVIDED, WHOLE, Piece
 from maxtext_lite.data.row_files import ROWS_SUFFIXES, read_rows
 from maxtext_lite.data.text_encoder import TextEncoder
@@ -24,6 +22,20 @@ from maxtext_lite.data.text_files import (
 )
 
 
+class Conversations(Protocol):
+    """Renders conversations as documents.
+
+    Attributes:
+      optional: fields of a line or row beside its turns.
+    """
+
+    optional: tuple[str, ...]
+
+    def document(self, where: str, key: str, value: Mapping[str, Any]) -> str:
+        """The text of the conversation in a line or row, whose turns are under `key`."""
+        ...
+
+
 class BadLine(NamedTuple):
     """A line or row without a document; `problem` says which and why."""
 
@@ -37,20 +49,25 @@ def read_documents(files: Iterable[tuple[str, Path]], encoder: TextEncoder) -> I
       UserError: a file cannot be read, or a line has no document.
     """
     pieces = (Piece(name, str(file), 0, WHOLE) for name, file in files)
-    return DocumentReader(PrepareConfig(), encoder).texts(pieces)
+    return DocumentReader(encoder).texts(pieces)
 
 
 class DocumentReader:
-    """Reads the documents of pieces according to the config.
+    """Reads the documents of pieces.
 
     Attributes:
       encoder: for their tokens, as `documents` with `rendered` where a chat template renders them.
+    Args:
+      field: of a line or row, with its text or its turns.
+      conversations: renders turns; None: lines and rows have texts.
     """
 
-    def __init__(self, config: PrepareConfig, encoder: TextEncoder) -> None:
-        self._field, self.encoder, self.rendered = config.field, encoder, config.chat
-        self._renderer = Renderer(config, encoder) if config.chat else None
-        self._optional = UNRENDERED if config.chat else ()
+    def __init__(self, encoder: TextEncoder, field: str = "text", conversations: Conversations | None = None) -> None:
+        self.encoder = encoder
+        self.rendered = conversations is not None
+        self._field = field
+        self._conversations = conversations
+        self._optional = conversations.optional if conversations else ()
 
     def read(self, piece: Piece) -> Iterator[str | BadLine]:
         """Each document as it stands, including empty ones; blank lines are skipped.
@@ -88,12 +105,12 @@ class DocumentReader:
             yield document
 
     def _document(self, where: str, given: bytes | Callable[[], dict[str, Any]]) -> str | BadLine:
-        wanted = f'{"a list" if self._renderer else "a string"} under "{self._field}"'
+        wanted = f'{"a list" if self._conversations else "a string"} under "{self._field}"'
         of = "a JSON object" if isinstance(given, bytes) else "a row"
         try:
             line = json_object(where, given, wanted=wanted) if isinstance(given, bytes) else given()
-            if self._renderer:
-                return self._renderer.document(where, self._field, line)
+            if self._conversations:
+                return self._conversations.document(where, self._field, line)
             value = _value(line, self._field)
             if not isinstance(value, str):
                 raise UserError(f"{where}: not {of} with {wanted}.")

@@ -6,27 +6,22 @@ import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import counted
 from maxtext_lite.data.fetched import find_prepared
-from maxtext_lite.data.mixture_source import named_sources
-from maxtext_lite.data.packing import FIELDS, Rows
+from maxtext_lite.data.packing import FIELDS, Rows, count_by_length
 from maxtext_lite.data.preparing.keys import InspectConfig
 from maxtext_lite.data.row_index import FittedRows, IndexPlace, rows_of
-from maxtext_lite.data.sources import TextSource
 from maxtext_lite.data.text_encoder import spelled_notes
 from maxtext_lite.data.token_stream import RecordStream, open_prepared, verify
 from maxtext_lite.data.tokenizer import Tokenizer, load_tokenizer
 
 _PACKING: dict[str, bool | str] = {"concat": True, "none": False, "best_fit": "best_fit"}
 _BAR = 40  # characters of the longest bar
-_DOCUMENTS_AT_ONCE = 2**20
 _MOST_FREQUENT = 10
-_MOST_COUNTED = 2**25  # documents that take about a second
 
 
 def report(path: str | Path, config: InspectConfig) -> Iterator[str]:
@@ -68,7 +63,7 @@ def report(path: str | Path, config: InspectConfig) -> Iterator[str]:
 
 
 def _lengths(starts: np.ndarray) -> Iterator[str]:
-    counts, shortest, longest = _counted(starts)
+    counts, shortest, longest = count_by_length(starts)
     mean = int(starts[-1]) / (len(starts) - 1)
     yield f"tokens of a document: {shortest:,} to {longest:,}, {mean:,.1f} on average"
     used = np.flatnonzero(counts)
@@ -76,37 +71,6 @@ def _lengths(starts: np.ndarray) -> Iterator[str]:
     for power in range(int(used[0]), int(used[-1]) + 1):
         bar = "#" * -(-int(counts[power]) * _BAR // int(counts.max()))
         yield f"  {2**power:>{width},} to {2 ** (power + 1) - 1:>{width},} {int(counts[power]):>13,} {bar}".rstrip()
-
-
-def _counted(starts: np.ndarray) -> tuple[np.ndarray, int, int]:
-    """Documents by the power of two that their tokens reach, int64 [64], and the fewest and the most tokens."""
-    counts = np.zeros(64, np.int64)
-    longest, shortest = 0, 2**62
-    for first in range(0, len(starts) - 1, _DOCUMENTS_AT_ONCE):
-        lengths = np.diff(starts[first : first + _DOCUMENTS_AT_ONCE + 1])
-        counts += np.bincount(np.frexp(lengths.astype(np.float64))[1] - 1, minlength=64)
-        longest, shortest = max(longest, int(lengths.max())), min(shortest, int(lengths.min()))
-    return counts, shortest, longest
-
-
-def summaries(source: Any) -> list[dict[str, Any]]:
-    """The entries of plan.json, for a run's report, about the sources of text that the run trains on.
-
-    Documents and tokens cover all files; examples and their target tokens cover one epoch of training. `lengths` counts
-    documents by the power of two that their tokens reach, from 2**0; it is left out if there are too many to count.
-    """
-    texts = {name: each for name, each in named_sources(source).items() if isinstance(each, TextSource)}
-    found: list[dict[str, Any]] = []
-    for name, each in texts.items():
-        about = {"name": name, "documents": each.num_documents, "tokens": int(each.document_starts[-1])}
-        about |= {"examples": len(each), "target_tokens": each.num_target_tokens}
-        about["slots_used"] = each.num_target_tokens / (len(each) * each.num_tokens)
-        if isinstance(each.row_layout, FittedRows):
-            about["cut_documents"] = each.row_layout.cut_documents
-        if each.num_documents <= _MOST_COUNTED:
-            about["lengths"] = np.trim_zeros(_counted(each.document_starts)[0], "b").tolist()
-        found.append(about)
-    return found
 
 
 def _rows(path: Path, stream: RecordStream, starts: np.ndarray, packing: str, num_tokens: int) -> Rows:

@@ -25,10 +25,10 @@ from maxtext_lite.config import UserError
 from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import full_text, value_text, writing
 from maxtext_lite.config.json_file import is_there, read_object, user_path
+from maxtext_lite.config.registry import load
 from maxtext_lite.config.whole_file import TEMPORARY, partial_name, write_whole
 from maxtext_lite.data.bucket_directory import BucketDirectory
 from maxtext_lite.data.cache import cache_directory
-from maxtext_lite.data.chat import chat_template
 from maxtext_lite.data.manifest import (
     DOCUMENTS_FILE,
     MANIFEST_FILE,
@@ -274,7 +274,7 @@ def _plan(config: PrepareConfig, files: list[InputFile], tasks: list[Task], enco
     settings = {name: getattr(config, name) for name in names} | {"tokenizer": encoder.tokenizer.fingerprint}
     settings |= encoder.settings
     if config.chat:
-        settings["chat_template"] = chat_template(config).fingerprint
+        settings["chat_template"] = load("documents", "chat")(config, encoder).template_fingerprint()
     inputs = [dataclasses.asdict(file) for file in files]
     return {"format": _FORMAT, "settings": settings, "tasks": len(tasks), "inputs": inputs}
 

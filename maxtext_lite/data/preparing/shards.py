@@ -17,11 +17,14 @@ from array_record.python.array_record_module import ArrayRecordWriter
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import writing
+from maxtext_lite.config.registry import load
 from maxtext_lite.config.whole_file import partial_name, write_whole
 from maxtext_lite.data.bucket_directory import BucketDirectory
 from maxtext_lite.data.manifest import TOKENS_PER_RECORD, Shard, stored_shard, token_dtype
 from maxtext_lite.data.preparing.documents import BadLine, DocumentReader
+from maxtext_lite.data.preparing.keys import PrepareConfig
 from maxtext_lite.data.preparing.tasks import InputFile, Task
+from maxtext_lite.data.text_encoder import TextEncoder
 from maxtext_lite.data.token_stream import content_of
 
 _OPTIONS = "group_size:1,uncompressed"  # random reads take half the time of compressed records
@@ -83,6 +86,12 @@ class Workshop:
         if self.remote is not None:
             self.remote.upload(path, path.relative_to(self.directory).as_posix())
             path.unlink()
+
+
+def document_reader(config: PrepareConfig, encoder: TextEncoder) -> DocumentReader:
+    """The reader of the inputs of a config."""
+    conversations = load("documents", "chat")(config, encoder) if config.chat else None
+    return DocumentReader(encoder, config.field, conversations)
 
 
 def run_task(

@@ -1,7 +1,7 @@
-"""Plain text tokenized once: its prepared dataset in a cache, identified by the content of the text.
+"""Plain text as tokens, in memory or, if it is large, tokenized once into a cache.
 
-An entry is a directory named after the SHA-256 of the files, their kinds and the tokenizer. It contains a prepared
-dataset and, written last, `text.json`: the fingerprint that the text has without a cache, and checksums of its files.
+An entry of the cache is a directory named after the SHA-256 of the files, their kinds and the tokenizer. It has the
+tokens, where each document starts, and facts about them; it appears under its name when it is complete.
 """
 
 from __future__ import annotations
@@ -12,63 +12,101 @@ import hashlib
 import json
 import os
 import shutil
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from maxtext_lite.config import DataConfig, UserError
 from maxtext_lite.config.bucket import is_bucket
-from maxtext_lite.config.errors import full_text
+from maxtext_lite.config.errors import full_text, writing
 from maxtext_lite.config.json_file import read_object, user_path
 from maxtext_lite.config.sections import RunConfig
-from maxtext_lite.config.whole_file import write_whole
 from maxtext_lite.data.cache import CACHE_VARIABLE, cache_directory, locked
-from maxtext_lite.data.manifest import DOCUMENTS_FILE, MANIFEST_FILE, file_sha256
+from maxtext_lite.data.manifest import file_sha256, token_dtype
 from maxtext_lite.data.packing import TokenStream
-from maxtext_lite.data.row_index import IndexPlace
-from maxtext_lite.data.text_encoder import TextEncoder
+from maxtext_lite.data.preparing.documents import read_documents
+from maxtext_lite.data.row_index import ABOUT, IndexPlace, make_directory
+from maxtext_lite.data.text_encoder import EncodedDocuments, TextEncoder
 from maxtext_lite.data.text_files import TEXT_SUFFIXES, is_kind
-from maxtext_lite.data.token_stream import open_prepared
+from maxtext_lite.data.token_stream import map_array
 from maxtext_lite.process.output import complain
 
 LEAST_BYTES = 2**25
 """Size of a text from which a cache is worthwhile; a smaller one is tokenized faster than a cache is checked."""
-_ABOUT = "text.json"
-_FORMAT = 1
+_FORMAT = 2
+_TOKENS, _STARTS = "tokens", "starts.i64"
+_DOCUMENTS_PER_ENCODING = 4096  # these two bound the memory of the tokenizer library's results
+_CHARACTERS_PER_ENCODING = 2**22
 _IDS_AT_ONCE = 2**22
+_SECONDS_BETWEEN_LINES = 30.0
 
 
 @dataclasses.dataclass(frozen=True)
-class CachedText:
-    """A text in the cache.
+class TokenizedText:
+    """The documents of a text, without the empty ones.
 
     Attributes:
-      fingerprint: the same as for the text in memory.
-      place: place for indices of its rows.
-      note: says where it is.
-      spelled_special_tokens: how many special tokens its documents spell.
+      stream: token ids of all documents.
+      document_starts: where each starts, then the length of the stream; int64.
+      fingerprint: of tokens and documents, recorded in a run's checkpoints.
+      num_spelled: how many special tokens the documents spell.
+      place: place for indices of the text's rows; None: it is in memory.
+      notes: says where it is cached.
     """
 
     stream: TokenStream
     document_starts: np.ndarray
     fingerprint: str
-    place: IndexPlace
-    note: str
-    spelled_special_tokens: int
+    num_spelled: int
+    place: IndexPlace | None = None
+    notes: tuple[str, ...] = ()
 
 
-def cached_text(config: DataConfig, encoder: TextEncoder, files: list[tuple[str, Path]]) -> CachedText | None:
-    """The text of these files from the cache, made first if it is missing or damaged.
+def tokenized_text(config: DataConfig, encoder: TextEncoder, files: list[tuple[str, Path]]) -> TokenizedText:
+    """The text of these files, if it is large from the cache, made first if it is missing or damaged.
 
     Other processes wait while it is made.
 
-    Returns:
-      None if the files are small, or if the text is not cached and no cache can be written.
     Raises:
       UserError: a file cannot be read, or a line of it is bad.
     """
-    if not isinstance(config, RunConfig) or sum(file.stat().st_size for _, file in files) < LEAST_BYTES:
-        return None
+    if isinstance(config, RunConfig) and sum(file.stat().st_size for _, file in files) >= LEAST_BYTES:
+        cached = _cached(config, encoder, files)
+        if cached is not None:
+            return cached
+    streams = [np.zeros(0, _dtype(encoder))]
+    lengths = [np.zeros(1, np.int64)]
+    num_spelled = 0
+    for part in _encoded(encoder, files):
+        streams.append(part.stream)
+        lengths.append(part.lengths[part.lengths > 0])
+        num_spelled += part.num_spelled
+    stream, starts = np.concatenate(streams), np.cumsum(np.concatenate(lengths), dtype=np.int64)
+    return TokenizedText(stream, starts, text_fingerprint(stream, starts, encoder), num_spelled)
+
+
+def _dtype(encoder: TextEncoder) -> np.dtype[Any]:
+    return np.dtype(token_dtype(encoder.tokenizer.vocab_size))
+
+
+def _encoded(encoder: TextEncoder, files: list[tuple[str, Path]]) -> Iterator[EncodedDocuments]:
+    """The tokens of the documents, some thousands at a time."""
+    texts, characters = list[str](), 0
+    for document in read_documents(files, encoder):
+        texts.append(document)
+        characters += len(document)
+        if len(texts) == _DOCUMENTS_PER_ENCODING or characters >= _CHARACTERS_PER_ENCODING:
+            yield encoder.documents(texts, _dtype(encoder))
+            texts, characters = [], 0
+    if texts:
+        yield encoder.documents(texts, _dtype(encoder))
+
+
+def _cached(config: RunConfig, encoder: TextEncoder, files: list[tuple[str, Path]]) -> TokenizedText | None:
+    """The text from the cache; None if it is not there and no cache can be written."""
     # Beside the runs, where many hosts see it and there is room for it.
     beside = None if os.environ.get(CACHE_VARIABLE) else config.base_output_directory
     root = cache_directory("text") if not beside or is_bucket(beside) else user_path(beside) / ".cache" / "text"
@@ -78,21 +116,22 @@ def cached_text(config: DataConfig, encoder: TextEncoder, files: list[tuple[str,
             stack.enter_context(locked(entry))
         except OSError as error:
             with contextlib.suppress(FileNotFoundError):
-                return _opened(entry)  # another process made it
+                return _opened(entry, encoder)  # another process made it
             complain(
                 f"warning: the text cannot be cached in {full_text(root)} ({error.strerror}): it is "
                 f"tokenized at every start. {CACHE_VARIABLE} names another directory."
             )
             return None
         try:
-            return _opened(entry)
+            return _opened(entry, encoder)
         except FileNotFoundError:
             complain(f"tokenizing the text once, into {full_text(entry)}; the next start reads it from there")
         except UserError as error:
             complain(f"warning: the cached text is damaged and will be made again: {' '.join(error.problems)}")
             shutil.rmtree(entry)
-        _make(entry, config, encoder, files)
-        return _opened(entry)
+        with writing(entry):
+            make_directory(entry, lambda made: _write(made, encoder, files))
+        return _opened(entry, encoder)
 
 
 def _key(files: list[tuple[str, Path]], encoder: TextEncoder) -> str:
@@ -111,60 +150,53 @@ def _sha256(file: Path) -> str:
         raise UserError(f"{file}: cannot be read ({error}).") from error
 
 
-def _make(entry: Path, config: DataConfig, encoder: TextEncoder, files: list[tuple[str, Path]]) -> None:
-    from maxtext_lite.data.preparing.dataset import prepare_dataset  # here, because most runs make none
-    from maxtext_lite.data.preparing.keys import PrepareConfig
-
-    prepared = PrepareConfig.model_construct(
-        input=[str(file) for _, file in files],
-        output=str(entry),
-        tokenizer_type=config.tokenizer_type,
-        tokenizer_path=config.tokenizer_path,
-        add_bos=config.add_bos,
-        add_eos=config.add_eos,
-        special_tokens_in_text=config.special_tokens_in_text,
-    )
-    try:
-        outcome = prepare_dataset(prepared, tokenizer=encoder.tokenizer, say=complain)
-    except UserError as error:
-        if not any("was begun differently" in problem for problem in error.problems):
-            raise
-        shutil.rmtree(entry)  # left by a killed run, from the same text in other files
-        outcome = prepare_dataset(prepared, tokenizer=encoder.tokenizer, say=complain)
-    assert outcome is not None
-    stream, starts = open_prepared("dataset_path", entry)
-    fingerprint = text_fingerprint(stream, starts, tokenizer=outcome.manifest.tokenizer, dtype=outcome.manifest.dtype)
-    names = [MANIFEST_FILE, DOCUMENTS_FILE, *(shard.file for shard in outcome.manifest.shards)]
-    about = {"fingerprint": fingerprint, "sha256": {name: _sha256(entry / name) for name in names}}
-    write_whole(entry / _ABOUT, json.dumps(about, indent=1).encode())
+def _write(made: Path, encoder: TextEncoder, files: list[tuple[str, Path]]) -> dict[str, Any]:
+    """Writes the tokens and the starts of documents; returns the facts about them."""
+    num_tokens, num_spelled, said = 0, 0, time.monotonic()
+    start = said
+    with (made / _TOKENS).open("wb") as tokens, (made / _STARTS).open("wb") as starts:
+        np.zeros(1, "<i8").tofile(starts)
+        for part in _encoded(encoder, files):
+            part.stream.tofile(tokens)
+            stops = num_tokens + np.cumsum(part.lengths[part.lengths > 0])
+            stops.astype("<i8").tofile(starts)
+            num_tokens += len(part.stream)
+            num_spelled += part.num_spelled
+            if time.monotonic() - said > _SECONDS_BETWEEN_LINES:
+                said = time.monotonic()
+                complain(f"{num_tokens:,} tokens so far, {num_tokens / (said - start):,.0f} tokens/s")
+    return {"fingerprint": text_fingerprint(*_mapped(made, encoder), encoder), "spelled": num_spelled}
 
 
-def text_fingerprint(stream: TokenStream, document_starts: np.ndarray, *, tokenizer: str, dtype: str) -> str:
-    """The fingerprint of a text's tokens and documents, recorded in a run's checkpoints."""
-    content = hashlib.sha256(f"{tokenizer}:{dtype}:{len(document_starts)}:".encode())
+def _mapped(entry: Path, encoder: TextEncoder) -> tuple[np.ndarray, np.ndarray]:
+    return map_array(entry / _TOKENS, _dtype(encoder).str), map_array(entry / _STARTS)
+
+
+def text_fingerprint(stream: TokenStream, document_starts: np.ndarray, encoder: TextEncoder) -> str:
+    """A hash of a text's tokens and documents, and of the tokenizer."""
+    content = hashlib.sha256(f"{encoder.tokenizer.fingerprint}:{_dtype(encoder)}:{len(document_starts)}:".encode())
     content.update(np.ascontiguousarray(document_starts, np.int64).data)
     for start in range(0, len(stream), _IDS_AT_ONCE):
         content.update(np.ascontiguousarray(stream[start : start + _IDS_AT_ONCE]).data)
     return content.hexdigest()
 
 
-def _opened(entry: Path) -> CachedText:
-    """A complete entry.
+def _opened(entry: Path, encoder: TextEncoder) -> TokenizedText:
+    """An entry, all of which is read.
 
     Raises:
-      FileNotFoundError: there is none, or it is incomplete.
+      FileNotFoundError: there is none.
       UserError: it is damaged.
     """
-    if not (entry / _ABOUT).exists():
+    if not entry.is_dir():
         raise FileNotFoundError(entry)
-    about = read_object(entry / _ABOUT)
+    about = read_object(entry / ABOUT)
     try:
-        for name, expected in about["sha256"].items():
-            if _sha256(entry / name) != expected:
-                raise UserError(f"{entry / name} is not what was written.")
-        stream, starts = open_prepared("dataset_path", entry)
-        place = IndexPlace(entry / "rows", stream.manifest.fingerprint)
-        spelled = stream.manifest.spelled_special_tokens
-        return CachedText(stream, starts, about["fingerprint"], place, f"read from the cache {entry}", spelled)
-    except (KeyError, AttributeError, TypeError) as error:
-        raise UserError(f"{entry / _ABOUT} is damaged ({error!r}).") from None
+        stream, starts = _mapped(entry, encoder)
+        if text_fingerprint(stream, starts, encoder) != about["fingerprint"]:
+            raise UserError(f"{entry} is not what was written.")
+        place = IndexPlace(entry / "rows", about["fingerprint"])
+        note = f"read from the cache {entry}"
+        return TokenizedText(stream, starts, about["fingerprint"], about["spelled"], place, (note,))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{entry} is damaged ({error!r}).") from None

@@ -12,8 +12,8 @@ from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import writing
 from maxtext_lite.config.json_file import is_there, user_path
 from maxtext_lite.config.whole_file import write_whole
-from maxtext_lite.data.preparing.documents import DocumentReader
 from maxtext_lite.data.preparing.keys import PrepareConfig, TokenizerConfig
+from maxtext_lite.data.preparing.shards import document_reader
 from maxtext_lite.data.preparing.tasks import find_inputs, split_into_tasks
 from maxtext_lite.data.splitting import WORD_PATTERN
 from maxtext_lite.data.text_encoder import TextEncoder
@@ -52,7 +52,7 @@ def train_tokenizer(config: TokenizerConfig) -> Path:
 def _texts(config: TokenizerConfig) -> Iterator[str]:
     """The documents of the input."""
     reads = PrepareConfig(input=config.input, text_field=config.text_field)
-    reader = DocumentReader(reads, TextEncoder(reads, load_tokenizer(reads)))  # used only for conversations
+    reader = document_reader(reads, TextEncoder(reads, load_tokenizer(reads)))  # used only for conversations
     tasks = split_into_tasks(find_inputs(config.input), task_bytes=2**30, field=reads.field)
     return reader.texts(piece for task in tasks for piece in task.pieces)
 

@@ -15,9 +15,8 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from maxtext_lite.config import UserError
-from maxtext_lite.data.preparing.documents import DocumentReader
 from maxtext_lite.data.preparing.keys import PrepareConfig
-from maxtext_lite.data.preparing.shards import Entry, Workshop, run_task
+from maxtext_lite.data.preparing.shards import Entry, Workshop, document_reader, run_task
 from maxtext_lite.data.preparing.tasks import Task
 from maxtext_lite.data.text_encoder import TextEncoder
 from maxtext_lite.data.tokenizer import load_tokenizer
@@ -42,7 +41,7 @@ class Made:
 
 def run_here(tasks: Sequence[Task], workshop: Workshop, config: PrepareConfig, encoder: TextEncoder) -> Iterator[Made]:
     """Executes tasks in this process, one after the other; the tokenizer's library may use several threads."""
-    reader = DocumentReader(config, encoder)
+    reader = document_reader(config, encoder)
     for task in tasks:
         steps: list[int] = []
         start = time.process_time()
@@ -124,7 +123,7 @@ def _work(connection: Connection, workshop: Workshop, config: PrepareConfig, fin
         tokenizer = load_tokenizer(config)
         if tokenizer.fingerprint != fingerprint:
             raise UserError(f"tokenizer_path={config.tokenizer_path!r} has changed since prepare began.")
-        reader = DocumentReader(config, TextEncoder(config, tokenizer))
+        reader = document_reader(config, TextEncoder(config, tokenizer))
         connection.send(None)
         while True:
             clock = _Clock(connection)

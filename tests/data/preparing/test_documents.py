@@ -6,8 +6,9 @@ import json
 import pytest
 
 from maxtext_lite.config import UserError
-from maxtext_lite.data.preparing.documents import BadLine, DocumentReader
+from maxtext_lite.data.preparing.documents import BadLine
 from maxtext_lite.data.preparing.keys import PrepareConfig
+from maxtext_lite.data.preparing.shards import document_reader
 from maxtext_lite.data.preparing.tasks import find_inputs, split_into_tasks
 from maxtext_lite.data.text_encoder import TextEncoder
 from maxtext_lite.data.tokenizer import ByteTokenizer
@@ -20,7 +21,7 @@ TEXTS = ["one", "", "two\u2028three", "Größe 😀", "x" * 300, "last"]
 
 def read(path, *, task_bytes=2**20, **keys):
     config = PrepareConfig(**keys)
-    reader = DocumentReader(config, TextEncoder(config, ByteTokenizer()))
+    reader = document_reader(config, TextEncoder(config, ByteTokenizer()))
     tasks = split_into_tasks(
         find_inputs([str(path)]), task_bytes=task_bytes, field=config.field
     )

@@ -6,7 +6,7 @@ import pytest
 
 from maxtext_lite.config import load_config
 from maxtext_lite.data import open_sources
-from maxtext_lite.data.preparing.inspecting import report, summaries
+from maxtext_lite.data.preparing.inspecting import report
 from maxtext_lite.data.preparing.keys import InspectConfig
 from tests.prepared import byte_shards, write_prepared
 
@@ -45,7 +45,7 @@ def test_the_report_counts_the_contents(prepared, monkeypatch):
         f"the 10 most frequent are {sum(counts[:10]) / 39:.1%}",
     ):
         assert said in text
-    monkeypatch.setattr("maxtext_lite.data.preparing.inspecting._DOCUMENTS_AT_ONCE", 2)
+    monkeypatch.setattr("maxtext_lite.data.packing._DOCUMENTS_AT_ONCE", 2)
     in_parts = report(prepared, InspectConfig(max_target_length=10))
     assert "\n".join(" ".join(line.split()) for line in in_parts) == text
 
@@ -59,7 +59,7 @@ def test_a_runs_summary_of_its_data_agrees_with_inspect(prepared):
     ]
     config = load_config(None, [*keys, f"dataset_path={prepared}", "packing=best_fit"])
     source, _ = open_sources(config)
-    (found,) = summaries(source)
+    (found,) = source.describe()
     assert found == {
         "name": "",
         "documents": 5,
@@ -70,6 +70,5 @@ def test_a_runs_summary_of_its_data_agrees_with_inspect(prepared):
         "cut_documents": 1,
         "lengths": [1, 0, 1, 3],
     }
-    assert (
-        summaries(open_sources(load_config(None, ["dataset_type=synthetic"]))[0]) == []
-    )
+    synthetic, _ = open_sources(load_config(None, ["dataset_type=synthetic"]))
+    assert synthetic.describe() == []

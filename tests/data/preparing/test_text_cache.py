@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from maxtext_lite.config import load_config
-from maxtext_lite.data.preparing import dataset, text_cache
+from maxtext_lite.data.preparing import text_cache
 from maxtext_lite.data.sources import open_sources
 
 TEXTS = [f"text {number} " + "x" * (number * 37 % 90) for number in range(120)]
@@ -16,9 +16,9 @@ TEXTS = [f"text {number} " + "x" * (number * 37 % 90) for number in range(120)]
 
 @pytest.fixture
 def config(tmp_path, monkeypatch):
-    """The config of a text in two kinds of file; the cache is `cache/`, with tasks of 3,000 bytes."""
+    """The config of a text in two kinds of file, of which seven documents are encoded at once."""
     monkeypatch.delenv(text_cache.CACHE_VARIABLE, raising=False)
-    monkeypatch.setattr(dataset, "_MEGABYTE", 3000 // 64)
+    monkeypatch.setattr(text_cache, "_DOCUMENTS_PER_ENCODING", 7)
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.jsonl").write_text(
         "".join(json.dumps({"text": text}) + "\n" for text in [*TEXTS, ""])
@@ -63,7 +63,9 @@ def test_a_cached_text_is_the_text(config, tmp_path, monkeypatch, capsys):
             for example in range(len(one)):
                 np.testing.assert_equal(one[example], other[example])
         assert cached[0].notes == (f"read from the cache {entry_of(tmp_path)}",)
-        monkeypatch.setattr(text_cache, "_make", None)  # the second start makes nothing
+        monkeypatch.setattr(
+            text_cache, "_write", None
+        )  # the second start makes nothing
     assert capsys.readouterr().err == ""
 
 
@@ -82,11 +84,11 @@ def test_another_text_or_tokenizer_has_another_place(config, tmp_path, monkeypat
 
 DAMAGES = {
     "flipped": (
-        "*.array_record",
+        "tokens",
         lambda content: bytes([*content[:99], content[99] ^ 1, *content[100:]]),
     ),
-    "manifest": ("manifest.json", lambda content: content[:-9]),
-    "about": ("text.json", lambda content: b'{"sha256": []}'),
+    "truncated": ("starts.i64", lambda content: content[:-9]),
+    "about": ("index.json", lambda content: b'{"spelled": []}'),
 }
 
 

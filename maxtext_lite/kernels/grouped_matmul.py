@@ -1,0 +1,111 @@
+"""Grouped matmuls by kernels for TPUs (Pallas) and for NVIDIA Hopper GPUs (tokamax)."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from maxtext_lite.config.kernels import KERNEL_SCOPE
+from maxtext_lite.models.grouped_matmul import (
+    ALL_DIMS,
+    BY_ROWS,
+    BY_ROWS_TRANSPOSED,
+    OVER_ROWS,
+    GroupedKernel,
+    Layout,
+    in_blocks,
+    ragged,
+)
+from maxtext_lite.models.tokamax_ops import ragged_dot, waiting_for_each_matmul, with_blocks
+
+_LANES = 128
+
+
+def _tile(size: int, limit: int) -> int:
+    """The multiple of 128 up to `limit` that pads a dim of this size least; of several, the largest."""
+    return min(range(_LANES, limit + 1, _LANES), key=lambda tile: (-(-size // tile) * tile, -tile))
+
+
+def on_tpu(layout: Layout, dtype: DTypeLike = jnp.float32, *, interpret: bool = False) -> GroupedKernel:
+    """Pallas's grouped matmul for TPUs, which reads weights of either layout without a copy.
+
+    `ragged_dot` is compiled to a kernel too, but with one layout: whole weights are copied for its transposes. It is
+    used if a dim is no multiple of 128.
+
+    Args:
+      layout: of weights, and of their gradients.
+      dtype: of results, whose sums are float32 until they are written.
+      interpret: in jax, on any platform.
+    """
+
+    # Pallas for TPUs takes a while to import.
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
+
+    def suits(*sizes: int) -> bool:
+        return all(size % _LANES == 0 for size in sizes)
+
+    def tiles(x: jax.Array, inner: int, outer: int, limit: int) -> tuple[int, int, int]:
+        """Tile sizes of rows, of the summed dim and of the other dim: at most 13 MB of the chip's memory."""
+        rows = max(tile for tile in (128, 256, 512) if x.shape[0] % tile == 0)
+        return rows, _tile(inner, limit * 2 // x.dtype.itemsize), _tile(outer, 1024)
+
+    def matmul(x_Ui: jax.Array, weight_Eio: jax.Array, size_E: jax.Array, layout: Layout) -> jax.Array:
+        tiling = tiles(x_Ui, *weight_Eio.shape[1:], limit=1024)
+        turned = layout == "oi"
+        weight = weight_Eio.swapaxes(1, 2) if turned else weight_Eio
+        y_Uo: Any = gmm(x_Ui, weight, size_E, dtype, tiling, transpose_rhs=turned, interpret=interpret)
+        return y_Uo
+
+    def by_rows(x_Ui: jax.Array, weight_Eio: jax.Array, size_E: jax.Array) -> jax.Array:
+        if not suits(*x_Ui.shape, *weight_Eio.shape[1:]):
+            return ragged(BY_ROWS)(x_Ui, weight_Eio, size_E).astype(dtype)
+        return matmul(x_Ui, weight_Eio, size_E, layout)
+
+    def by_rows_transposed(g_Uo: jax.Array, weight_Eio: jax.Array, size_E: jax.Array) -> jax.Array:
+        if not suits(*g_Uo.shape, *weight_Eio.shape[1:]):
+            return ragged(BY_ROWS_TRANSPOSED)(g_Uo, weight_Eio, size_E).astype(dtype)
+        return matmul(g_Uo, weight_Eio.swapaxes(1, 2), size_E, "io" if layout == "oi" else "oi")
+
+    def over_rows(x_Ui: jax.Array, g_Uo: jax.Array, size_E: jax.Array) -> jax.Array:
+        if not suits(*x_Ui.shape, *g_Uo.shape):
+            return ragged(OVER_ROWS)(x_Ui, g_Uo, size_E).astype(dtype)
+        left, right = (g_Uo, x_Ui) if layout == "oi" else (x_Ui, g_Uo)
+        tiling = tiles(left, left.shape[1], right.shape[1], limit=512)
+        sums: Any = tgmm(left.swapaxes(0, 1), right, size_E, dtype, tiling, interpret=interpret)
+        return sums.swapaxes(1, 2) if layout == "oi" else sums
+
+    return GroupedKernel(by_rows, by_rows_transposed, over_rows)
+
+
+_HOPPER_TILES = {"block_m": 128, "block_n": 64, "block_k": 128, "num_stages": 4}
+"""The fastest on an H100 for bfloat16 groups of 128 rows and more, in 48 of 53 cases in tokamax's table, which knows
+exact shapes only; by itself it takes half of block_m and of num_stages.
+Source: tokamax 0.0.12, data/autotuning/nvidia_h100_80gb_hbm3/pallas_mosaic_gpu_ragged_dot.json."""
+
+
+def on_hopper(layout: Layout = "io", dtype: DTypeLike = jnp.float32) -> GroupedKernel:
+    """tokamax's kernels for NVIDIA GPUs of compute capability 9.0; `in_blocks` if a dim is no multiple of 64."""
+    del layout, dtype  # weights lie one way, and results are float32
+
+    def run(dims: jax.lax.RaggedDotDimensionNumbers, instead: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        def function(left: jax.Array, right: jax.Array, size_E: jax.Array) -> jax.Array:
+            if any(size % 64 for size in (left.shape[1], *right.shape[1:])):
+                return instead(left, right, size_E)
+            if dims is OVER_ROWS:  # it multiplies rows after the last group by 0, which need not be numbers
+                is_used_U1 = (jnp.arange(len(left)) < jnp.sum(size_E))[:, None]
+                left, right = (jnp.where(is_used_U1, rows, 0) for rows in (left, right))
+            options = {"ragged_dot_dimension_numbers": dims, "preferred_element_type": jnp.float32}
+            op = ragged_dot()
+            better = {} if dims is OVER_ROWS and left.shape[1] % _HOPPER_TILES["block_m"] else _HOPPER_TILES
+            op = with_blocks(op, op.bind(left, right, group_sizes=size_E, **options), better)
+            mended = waiting_for_each_matmul() if dims is OVER_ROWS else contextlib.nullcontext()
+            with jax.named_scope(f"{KERNEL_SCOPE}tokamax_ragged_dot"), mended:
+                y: Any = op(left, right, group_sizes=size_E, **options)
+            return y
+
+        return function
+
+    return GroupedKernel(*(run(dims, instead) for dims, instead in zip(ALL_DIMS, in_blocks(), strict=True)))
