@@ -6,13 +6,15 @@ from typing import Any, cast
 
 from maxtext_lite.config.bucket import any_path, local_copy
 from maxtext_lite.config.errors import Refusal, UserError, any_of, value_text
+from maxtext_lite.config.files import RUN_FILE
 from maxtext_lite.config.hf.adapter import CONFIG, adapter_of, missing_base
 from maxtext_lite.config.hf.config import WEIGHTS_FIELD, config_json, field_names, model_keys, stored_dtype
 from maxtext_lite.config.hf.fields import JsonObject, Keys, same_architecture
-from maxtext_lite.config.json_file import check_file, is_there, path_below, read_object
+from maxtext_lite.config.json_file import check_file, is_there, path_below, read_object, read_text
 from maxtext_lite.config.load import Provided
 from maxtext_lite.config.sections import TOKENIZER_FILES, ModelConfig, RunConfig
 from maxtext_lite.config.whole_file import steps_in
+from maxtext_lite.config.yaml_text import parse_mapping
 
 CARRIED = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
@@ -272,14 +274,23 @@ def _refusals(error: UserError) -> list[Refusal]:
     return [Refusal("load_parameters_path", problem) for problem in error.problems]
 
 
-def tokenizer_values(path: str, stated: Mapping[str, object]) -> dict[str, str]:
-    """The tokenizer of an adapter, of the model that it came with, or of a run from scratch; {} if one is stated."""
+def tokenizer_values(path: str, stated: Mapping[str, object]) -> dict[str, str | bool]:
+    """The tokenizer of an adapter, of the model that it came with, or of a run from scratch; {} if one is stated.
+
+    With that of a run comes its add_bos=false, which the tokenizer's files cannot say.
+    """
     if any(key in stated for key in TOKENIZER_KEYS):
         return {}
     adapter = adapter_of(path)
     if adapter and (own := tokenizer_keys(adapter.directory)):
-        return own
-    return tokenizer_keys(hf_directory(path) or local_copy(path, "load_parameters_path") / "hf")
+        return {**own}
+    root = local_copy(path, "load_parameters_path")
+    found: dict[str, str | bool] = {**tokenizer_keys(hf_directory(path) or root / "hf")}
+    if found and "add_bos" not in stated and is_there(root / RUN_FILE):
+        of_run = dict(parse_mapping(read_text(root / RUN_FILE)))
+        if "add_bos" in of_run and of_run["add_bos"].value is False:
+            found["add_bos"] = False
+    return found
 
 
 def _plain(value: object) -> object:
