@@ -15,7 +15,22 @@ from typing import Any
 
 from maxtext_lite.config.errors import UserError
 
-_BUILT_IN: Mapping[str, Mapping[str, str]] = {}
+_BUILT_IN: Mapping[str, Mapping[str, str]] = {
+    "observer": {"watchdog": "maxtext_lite.process.watchdog:watchdog"},
+    "lock": {"lease": "maxtext_lite.training.lease:hold"},
+    "hook": {
+        "goodput": "maxtext_lite.training.goodput:GoodputHook",
+        "memory": "maxtext_lite.training.step_memory:MemoryHook",
+        "trackers": "maxtext_lite.training.trackers:TrackersHook",
+        "profiler": "maxtext_lite.training.profile:ProfileHook",
+        "kernel_check": "maxtext_lite.training.kernel_truth:KernelCheckHook",
+        "spikes": "maxtext_lite.training.spikes:SpikesHook",
+    },
+    "diagnosis": {
+        "nonfinite": "maxtext_lite.training.nonfinite:origin_of_nonfinite",
+        "out_of_memory": "maxtext_lite.batching.smaller_step:refusal_of",
+    },
+}
 """`module:attribute` of each name of each kind."""
 
 

@@ -1,8 +1,9 @@
 """The train step's executables, one for each batch shape of a run; the next is compiled before it is needed."""
 
 import concurrent.futures
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -10,15 +11,38 @@ from jax.stages import Compiled, Wrapped
 
 from maxtext_lite.batching import BatchPlan, BatchStage
 from maxtext_lite.batching.ledger import bytes_text
+from maxtext_lite.config import UserError
 from maxtext_lite.data import field_dtype
 from maxtext_lite.parallel import exchange, sharding
 from maxtext_lite.process.leaving import abandon
 from maxtext_lite.training.compilation_cache import num_found
 from maxtext_lite.training.state import StepParts, abstract_state
 from maxtext_lite.training.step import TRAIN_BATCH_AXES
-from maxtext_lite.training.step_memory import OutOfMemory, raising_out_of_memory
 from maxtext_lite.xla import as_default_device
 from maxtext_lite.xla.program_memory import ProgramMemory
+
+
+class OutOfMemory(UserError):
+    """A train step does not fit on a device; raised on all hosts if the compiler finds it.
+
+    Attributes:
+      share: the part of what it needs that a device has, where both are known.
+    """
+
+    def __init__(self, message: str, share: float | None = None):
+        super().__init__(message)
+        self.share = share
+
+
+@contextlib.contextmanager
+def raising_out_of_memory() -> Generator[None]:
+    """A block that raises `OutOfMemory` in place of the runtime's error."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise OutOfMemory(str(error).splitlines()[0]) from error
 
 
 class Built(NamedTuple):
