@@ -20,9 +20,9 @@ from maxtext_lite.config.json_file import user_path
 from maxtext_lite.config.schema import known_keys
 from maxtext_lite.config.yaml_text import is_one_scalar
 from maxtext_lite.process.leaving import leave
+from maxtext_lite.process.observers import observers
 from maxtext_lite.process.output import StdoutLost, complain, log_real_warnings, watch_stdout
 from maxtext_lite.process.signals import command_signals
-from maxtext_lite.process.watchdog import watchdog
 
 COMMANDS: dict[str, str] = {
     "train": "pre-training, SFT and DPO; resumes by itself",
@@ -319,7 +319,8 @@ def run_command(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None
 
         end_soon(code)
     command_signals.finish(code)
-    watchdog.finish(code)
+    for observer in observers:
+        observer.finish(code)
     if command_signals.installed:  # the process is the command's own
         leave(code)
     return code

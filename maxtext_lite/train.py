@@ -9,13 +9,15 @@ from pydantic import BaseModel, ConfigDict
 
 from maxtext_lite.cli import ArgumentParser, config_arguments, parse_keys, real_number, run_command
 from maxtext_lite.config import Config, UserError, load_config
+from maxtext_lite.config.bucket import any_path, is_bucket
 from maxtext_lite.config.errors import counted, value_text
 from maxtext_lite.config.field_types import Flag
+from maxtext_lite.config.optional import load_asked
 from maxtext_lite.config.shown import require_trackers
+from maxtext_lite.process.observers import observers
 from maxtext_lite.process.output import complain, go_on_without_stdout
 from maxtext_lite.process.phases import phases, process_start
 from maxtext_lite.process.signals import command_signals
-from maxtext_lite.process.watchdog import watchdog
 
 EXIT_NON_FINITE = 3
 EXIT_STOPPED_BY_SIGNAL = 75
@@ -118,10 +120,18 @@ def main(argv: Sequence[str]) -> int:
 
 def start_watchdog(config: Config) -> None:
     """Starts the watchdog and the clock of the start-up phases, if this process is a command's own."""
-    if command_signals.installed:
-        phases.restart(process_start())
-        phases.mark("config")
+    if not command_signals.installed:
+        return
+    phases.restart(process_start())
+    phases.mark("config")
+    if not config.hang_timeout_seconds:
+        return
+    watchdog = load_asked(config, "observer", "watchdog", "hang_timeout_seconds")
+    if watchdog is not None:
+        base = any_path(config.base_output_directory, "base_output_directory")
+        watchdog.write_to(None if is_bucket(base) else base / config.run_name)
         watchdog.start(config.hang_timeout_seconds)
+        observers.append(watchdog)
 
 
 def finish(train: Callable[[Any], Any], config: Config) -> int:

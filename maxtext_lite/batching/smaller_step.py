@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 from maxtext_lite.batching.batch_plan import BatchPlan
 from maxtext_lite.config import Config, UserError
+from maxtext_lite.config.errors import bytes_text, setting_text
 from maxtext_lite.config.violation import divisors
 
 REMAT_ORDER = ("none", "save_dot_products", "minimal", "save_qkv_proj", "full")
@@ -11,6 +12,21 @@ REMAT_ORDER = ("none", "save_dot_products", "minimal", "save_qkv_proj", "full")
 
 Keys = dict[str, object]
 Planner = Callable[[Config], BatchPlan]
+
+
+def refusal_of(problem: str, share: float | None, config: Config, plan: BatchPlan, plan_of: Planner) -> str:
+    """A step that does not fit, with the nearest one that does and makes the same updates; arguments of `smaller_step`.
+
+    Args:
+      problem: the error.
+    """
+    keys = smaller_step(config, plan, plan_of, share)
+    near = " ".join(f"{key}={setting_text(value)}" for key, value in keys.items() if value != getattr(config, key))
+    if not near:
+        held = bytes_text(plan.memory.held)
+        near = f"more devices to shard over, as parameters and optimizer state take {held} of each"
+    rows = f"{float(plan.per_device_batch_size):g}"
+    return f"per_device_batch_size={rows}: {problem}. Nearest that works: {near}."
 
 
 def smaller_step(config: Config, plan: BatchPlan, plan_of: Planner, share: float | None = None) -> Keys:

@@ -26,7 +26,6 @@ _BUILT_IN: Mapping[str, Mapping[str, str]] = {
     },
     "batch": {"rl": "maxtext_lite.batching.rl:rl_batch"},
     "choose": {
-        "smaller_step": "maxtext_lite.batching.smaller_step:smaller_step",
         "split": "maxtext_lite.batching.ranking:choose",
     },
     "config_provider": {"huggingface": "maxtext_lite.config.hf.directory:provide"},
@@ -36,11 +35,24 @@ _BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "evaluation": "maxtext_lite.batching.memory:evaluation_warnings",
         "memory": "maxtext_lite.batching.memory:estimate_memory",
     },
+    "diagnosis": {
+        "nonfinite": "maxtext_lite.training.nonfinite:origin_of_nonfinite",
+        "out_of_memory": "maxtext_lite.batching.smaller_step:refusal_of",
+    },
     "documents": {"chat": "maxtext_lite.data.conversations:Renderer"},
     "grouped_matmul": {
         "megablox": "maxtext_lite.kernels.grouped_matmul:on_tpu",
         "tokamax": "maxtext_lite.kernels.grouped_matmul:on_hopper",
     },
+    "hook": {
+        "goodput": "maxtext_lite.training.goodput:GoodputHook",
+        "memory": "maxtext_lite.training.step_memory:MemoryHook",
+        "trackers": "maxtext_lite.training.trackers:TrackersHook",
+        "profiler": "maxtext_lite.training.profile:ProfileHook",
+        "kernel_check": "maxtext_lite.training.kernel_truth:KernelCheckHook",
+        "spikes": "maxtext_lite.training.spikes:SpikesHook",
+    },
+    "lock": {"lease": "maxtext_lite.training.lease:hold"},
     "model_files": {"huggingface": "maxtext_lite.hf.carried:store_files_of_run"},
     "objective": {
         "pretrain": "maxtext_lite.config.kinds:PRETRAIN",
@@ -48,6 +60,7 @@ _BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "dpo": "maxtext_lite.post_training.kinds:DPO",
         "grpo": "maxtext_lite.post_training.kinds:GRPO",
     },
+    "observer": {"watchdog": "maxtext_lite.process.watchdog:watchdog"},
     "parameters": {"huggingface": "maxtext_lite.training.hf_reader:open_parameters"},
     "quantization": {
         "int8": "maxtext_lite.models.eight_bits:INT8",
@@ -70,13 +83,17 @@ _BUILT_IN: Mapping[str, Mapping[str, str]] = {
 
 - `attention`, `grouped_matmul`, `quantization`: kernels and number formats, whose capabilities config/kernels.py has.
 - `batch`: the batch of a kind of run whose rows are sampled; see `batching.batch.SampledBatch`.
-- `choose`: the split of a batch for per_device_batch_size=auto, and the nearest step that needs less memory.
+- `choose`: the split of a batch for per_device_batch_size=auto.
 - `config_provider`: a function from the directory of load_parameters_path to the keys that it decides; see
   `config.load.Provided`.
+- `diagnosis`: a sentence on why a step was not finite, or on the nearest step that needs less memory.
 - `documents`: what renders a prepared dataset's documents that are conversations.
 - `estimate`: what a plan says about memory, and the advice about batch sizes at the end of a run.
+- `hook`: the library's own hooks; see `training.hooks`.
+- `lock`: keeps two runs from one run directory.
 - `model_files`: a function that keeps files about a model's tokens beside a run; see `training.run`.
 - `objective`, `source`: values of the keys objective and dataset_type, as config/kinds.py describes them.
+- `observer`: what follows a process from before jax; see `process.observers`.
 - `parameters`: a function from a directory to its parameters; see `training.parameter_files.Reader`.
 - `run`: the config class of a kind of run, by the file below configs/ that is the base of its configs.
 """

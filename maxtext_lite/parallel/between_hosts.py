@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from maxtext_lite.config.errors import UserError, writing
 from maxtext_lite.parallel.axes import over_all_devices, sharding
-from maxtext_lite.process.watchdog import watchdog
+from maxtext_lite.process.phases import phases
 
 Result = TypeVar("Result")
 
@@ -29,7 +29,7 @@ def exchange(value: Any) -> list[Any]:
     """
     if jax.process_count() == 1:
         return [value]
-    watchdog.arrive()
+    phases.arrive()
     text = json.dumps(value).encode()
     digest = np.frombuffer(hashlib.sha256(text).digest(), np.uint8)
     digests = [each.tobytes() for each in np.asarray(multihost_utils.process_allgather(digest))]
@@ -78,7 +78,7 @@ def bytes_of_host(host: int, data: bytes) -> bytes:
     """
     if jax.process_count() == 1:
         return data
-    watchdog.arrive()
+    phases.arrive()
     is_source = jax.process_index() == host
     message = len(data).to_bytes(8, "big") + data if is_source else b""
     found = _piece_of_host(message[:_FIRST_BYTES], _FIRST_BYTES, is_source)

@@ -1,42 +1,14 @@
-"""The private part of jax's coordination service; no other module touches its client.
+"""The private part of jax's coordination service: its client, before any device is used, and its cluster detection.
 
 Tested with jax 0.10.2 and 0.11.2.
 """
 
-import ctypes
-import signal
-import socket
 from typing import Any
 
-import jax
 from jax._src import clusters, distributed
 
-from maxtext_lite.process.watchdog import watchdog
-
-HEARTBEAT_SECONDS = 7 * 24 * 3600
-"""Silence of one process after which jax aborts all others; the watchdog speaks long before."""
-
-_PREFIX = "maxtext_lite/"
 _TEXTS = "maxtext_lite_texts/"
-_CONNECT_SECONDS = 2.0
-
-
-class CoordinationStore:
-    """The key-value store that process 0 keeps for all processes; see `process.watchdog.Store`.
-
-    It works only once jax has connected: a client that calls before makes its process abort.
-    """
-
-    def __init__(self, process: int, num_processes: int):
-        self.process, self.num_processes = process, num_processes
-
-    def put(self, key: str, value: str) -> None:
-        """Sets a key, whether or not it exists."""
-        _client().key_value_set(_PREFIX + key, value, allow_overwrite=True)
-
-    def all(self) -> dict[str, str]:
-        """Every key set by `put`, with its value."""
-        return {key.removeprefix(_PREFIX): value for key, value in _client().key_value_dir_get(_PREFIX)}
+_LONGEST_WAIT_SECONDS = 7 * 24 * 3600
 
 
 def _client() -> Any:
@@ -53,21 +25,7 @@ def put_text(key: str, text: str) -> None:
 
 def wait_for_text(key: str) -> str:
     """The text of a key, once a process has put it there; the watchdog ends a wait that is too long."""
-    return _client().blocking_key_value_get(_TEXTS + key, HEARTBEAT_SECONDS * 1000)
-
-
-def watched_arguments(process: int) -> dict[str, Any]:
-    """Arguments for `jax.distributed.initialize` if the watchdog is on; otherwise {}.
-
-    SIGTERM stays ours: jax's preemption service would take it, and would have each host ask it for the step after which
-    to save.
-    """
-    jax.config.update("jax_enable_preemption_service", False)
-    if not watchdog.is_on:
-        return {}
-    if process:
-        _LIBC.signal(signal.SIGABRT, _on_abort)
-    return {"heartbeat_timeout_seconds": HEARTBEAT_SECONDS}
+    return _client().blocking_key_value_get(_TEXTS + key, _LONGEST_WAIT_SECONDS * 1000)
 
 
 def coordinator_address(method: str | None, timeout_seconds: float) -> str:
@@ -82,29 +40,3 @@ def coordinator_address(method: str | None, timeout_seconds: float) -> str:
     if address is None:
         raise ValueError(f"jax finds no cluster by the method {method}.")
     return address
-
-
-def coordinator_answers() -> bool:
-    """Whether anything listens at the address of process 0."""
-    host, _, port = (distributed.global_state.coordinator_address or "").rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
-    except (OSError, ValueError):
-        return False
-    return True
-
-
-# jax's client aborts its process as soon as the connection to process 0 ends, in a thread of its own, and the callback
-# that it could use instead cannot be written in Python. But abort() first runs a handler of SIGABRT. Python's handlers
-# wait for the main thread, so this one is C's. If process 0 does answer, the abort has another cause and proceeds.
-@ctypes.CFUNCTYPE(None, ctypes.c_int)
-def _on_abort(number: int) -> None:
-    if coordinator_answers():
-        _LIBC.signal(number, _DEFAULT)
-    else:
-        watchdog.coordinator_is_gone()
-
-
-_LIBC = ctypes.CDLL(None)
-_LIBC.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
-_DEFAULT = None  # SIG_DFL is 0

@@ -14,16 +14,15 @@ import jax
 from maxtext_lite.config import UserError
 from maxtext_lite.config.kernels import Accelerator, installed_tokamax
 from maxtext_lite.parallel.cluster import ProcessInfo, process_info
-from maxtext_lite.parallel.coordination import CoordinationStore, coordinator_address, watched_arguments
-from maxtext_lite.process.progress import EXIT_HANGS
-from maxtext_lite.process.roll_call import NotAllCame, RollCall
+from maxtext_lite.parallel.coordination import coordinator_address
+from maxtext_lite.process.observers import EXIT_HANGS, observers
 from maxtext_lite.process.status_line import status_line
-from maxtext_lite.process.watchdog import watchdog
 from maxtext_lite.xla.compiler_flags import installed_compilers, set_compiler_flags, set_gpu_memory
 
 _SIMULATED = "--xla_force_host_platform_device_count="
 _NAME_SERVER_SECONDS = 10.0
 _EXIT_SECONDS = 5.0
+_NO_PORT = "Failed to start RPC server"  # as jax says it of a port that is taken
 
 
 def start_devices(*, timeout_seconds: float = 300) -> list[Any]:
@@ -96,16 +95,19 @@ def _uses_tpu() -> bool:
 
 
 def _join_the_others(found: ProcessInfo, timeout_seconds: float) -> None:
-    if watchdog.is_on:  # who is missing is said before the watchdog says that nothing moves
-        timeout_seconds = min(timeout_seconds, watchdog.stamp().limit / 2)
+    for observer in observers:
+        timeout_seconds = observer.seconds_to_join(timeout_seconds)
     # After a time-out XLA calls abort() with a stack trace, which Python cannot catch, so we stop before that.
-    some = f"some of {found.num_processes} processes have stopped while they connected"
-    watch = threading.Timer(timeout_seconds, _give_up, (found, some))
+    watch = threading.Timer(timeout_seconds, _give_up, (found, timeout_seconds))
     watch.daemon = True
+    # SIGTERM stays ours: jax would have each host ask its preemption service for the step after which to save.
+    jax.config.update("jax_enable_preemption_service", False)
+    arguments: dict[str, Any] = {}
+    for observer in observers:
+        arguments |= observer.before_joining(found.process_id)
     try:
         address = found.address or coordinator_address(found.method, timeout_seconds)
         _require_host(found, address)
-        _call_the_roll(found, address, timeout_seconds)
         watch.start()
         jax.distributed.initialize(
             address,
@@ -114,15 +116,18 @@ def _join_the_others(found: ProcessInfo, timeout_seconds: float) -> None:
             local_device_ids=found.local_device_ids,
             cluster_detection_method="deactivate",  # it might assign only some of the devices
             initialization_timeout=int(timeout_seconds) + 60,
-            **watched_arguments(found.process_id),
+            **arguments,
         )
     except (ValueError, RuntimeError) as error:
+        if _NO_PORT in str(error):
+            raise UserError(f"{found.stated_by}: process 0 cannot listen there: {_NO_PORT}.") from None
         if isinstance(error, RuntimeError) and found.method is None:
             raise  # about the connection; other errors mean that the environment contains what jax cannot use
         raise UserError(f"{found.stated_by} cannot be used: {str(error).splitlines()[0]}") from None
     finally:
         watch.cancel()
-    watchdog.join(CoordinationStore(found.process_id, found.num_processes))
+    for observer in observers:
+        observer.after_joining(found.process_id, found.num_processes)
     sys.excepthook = _report_and_end_soon
 
 
@@ -142,16 +147,6 @@ def _require_host(found: ProcessInfo, address: str) -> None:
         time.sleep(1)
 
 
-def _call_the_roll(found: ProcessInfo, address: str, seconds: float) -> None:
-    bind_address = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", "[::]:" + address.rpartition(":")[2])
-    try:
-        RollCall(found.process_id, found.num_processes).take(address, bind_address, seconds)
-    except NotAllCame as missing:
-        _give_up(found, str(missing))
-    except OSError as error:
-        raise UserError(f"{found.stated_by}: process 0 cannot listen there: {error.strerror}.") from None
-
-
 def end_soon(code: int) -> None:
     """Call it when one of several processes is about to exit because it failed.
 
@@ -169,11 +164,14 @@ def _report_and_end_soon(kind: type[BaseException], error: BaseException, traceb
     sys.__excepthook__(kind, error, traceback)
     code = 128 + signal.SIGINT if issubclass(kind, KeyboardInterrupt) else 1
     if code == 1:
-        watchdog.look_for_the_lost(error)
+        for observer in observers:
+            observer.failed(error)
     end_soon(code)
-    watchdog.finish(code)
+    for observer in observers:
+        observer.finish(code)
 
 
-def _give_up(found: ProcessInfo, problem: str) -> None:
-    print(f"error: {problem}. Process 0 is at {found.stated_by}.", file=sys.stderr, flush=True)
-    os._exit(EXIT_HANGS if watchdog.is_on else 1)
+def _give_up(found: ProcessInfo, seconds: float) -> None:
+    missing = f"not all of the {found.num_processes} processes have connected after {seconds:g} seconds"
+    print(f"error: {missing}. Process 0 is at {found.stated_by}.", file=sys.stderr, flush=True)
+    os._exit(EXIT_HANGS if observers else 1)

@@ -1,11 +1,10 @@
-"""Seconds per phase of this process since its start; each phase is also reported to the watchdog."""
+"""Seconds per phase of this process since its start; each phase is also reported to the observers of the process."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from maxtext_lite.process.progress import Phase
-from maxtext_lite.process.watchdog import Watchdog, watchdog
+from maxtext_lite.process.observers import Observer, Phase, observers
 
 _AT_IMPORT = time.time() - time.monotonic()
 
@@ -23,8 +22,8 @@ class PhaseClock:
       start_up: seconds from `began` to the first step, by part; see `mark`.
     """
 
-    def __init__(self, clock: Callable[[], float] = now, watched: Watchdog = watchdog):
-        self._clock, self._watched = clock, watched
+    def __init__(self, clock: Callable[[], float] = now, observers: Sequence[Observer] = observers):
+        self._clock, self._observers = clock, observers
         self._is_fresh = False
         self.restart()
 
@@ -36,7 +35,7 @@ class PhaseClock:
         self._phase: Phase = "start-up"
         self._seconds: dict[Phase, float] = {}
         self._work: tuple[Phase, int, float] = ("start-up", 0, self.began)
-        self._watched.enter("start-up")
+        self._report("start-up")
 
     def begin(self) -> None:
         """Starts the account of one run, where a process does several."""
@@ -50,7 +49,17 @@ class PhaseClock:
             self._seconds, self._phase, self._since = self.seconds, phase, self._clock()
         if (phase, step) != self._work[:2]:
             self._work = phase, step, self._clock()
-        self._watched.enter(phase, step)
+        self._report(phase, step)
+
+    def advance(self) -> None:
+        """Reports that this process passed a place in the program, which all pass in the same order."""
+        for observer in self._observers:
+            observer.advance()
+
+    def arrive(self) -> None:
+        """Reports that this process waits for the others; not in a save, which waits again and again."""
+        if self._phase != "save":
+            self.advance()
 
     @property
     def work(self) -> tuple[Phase, int, float]:
@@ -72,7 +81,7 @@ class PhaseClock:
         self._phase, self._since = "start-up", self._clock()
         self._seconds = {"start-up": spent}
         self._work = ("start-up", 0, self._since)
-        self._watched.enter("start-up")
+        self._report("start-up")
 
     @property
     def seconds(self) -> dict[Phase, float]:
@@ -80,6 +89,10 @@ class PhaseClock:
         found = dict(self._seconds)
         found[self._phase] = found.get(self._phase, 0.0) + self._clock() - self._since
         return found
+
+    def _report(self, phase: Phase, step: int = 0) -> None:
+        for observer in self._observers:
+            observer.enter(phase, step)
 
 
 def process_start() -> float:

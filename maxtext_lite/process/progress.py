@@ -1,10 +1,9 @@
 """The progress of each process of a run, and the verdict on processes that hold up the others."""
 
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-Phase = Literal["start-up", "compile", "reading", "step", "rollout", "save", "evaluation", "end"]
-"""The work of a process; "end" follows the last of it."""
+from maxtext_lite.process.observers import EXIT_HANGS, Phase
 
 COMPUTES: tuple[Phase, ...] = ("start-up", "compile")
 """Phases without a limit while the process computes: nobody knows how long XLA compiles."""
@@ -12,7 +11,6 @@ COMPUTES: tuple[Phase, ...] = ("start-up", "compile")
 FACTOR = 4
 """A phase hangs after this many times its longest duration so far, or this many least limits if it is the first."""
 
-EXIT_HANGS = 76
 ENDS_WELL = (0, 75)
 _MOST_NAMED = 8
 

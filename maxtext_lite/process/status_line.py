@@ -5,9 +5,9 @@ import threading
 import time
 from collections.abc import Callable, Generator
 
+from maxtext_lite.process.observers import Phase
 from maxtext_lite.process.output import complain
 from maxtext_lite.process.phases import PhaseClock, phases
-from maxtext_lite.process.progress import Phase
 
 _WORK: dict[Phase, str] = {
     "compile": "compiling the train step",

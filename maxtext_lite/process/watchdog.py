@@ -11,14 +11,14 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+from maxtext_lite.process.observers import Observer, Phase
 from maxtext_lite.process.progress import (
     COMPUTES,
     ENDS_WELL,
-    Phase,
     Seen,
     Stamp,
     Verdict,
@@ -59,7 +59,7 @@ class Store(Protocol):
         ...
 
 
-class Watchdog:
+class Watchdog(Observer):
     """The progress of this process, its knowledge of the others, and the end of all.
 
     Args:
@@ -132,14 +132,25 @@ class Watchdog:
         self._longest_here = max(self._longest_here, now - self._began)
         self._began, self._computed = now, 0.0
 
-    def arrive(self) -> None:
-        """Reports that this process waits for the others; ignored in a save, which waits again and again."""
-        if self._phase != "save":
-            self.advance()
-
     def write_to(self, directory: Path | None) -> None:
         """Sets the directory for stacks-PROCESS.txt; None: stacks go to stderr alone."""
         self._directory = directory
+
+    def seconds_to_join(self, seconds: float) -> float:
+        """At most half of the time after which nothing moves, so that the wait for the others ends first."""
+        return min(seconds, self.stamp().limit / 2)
+
+    def before_joining(self, process: int) -> dict[str, Any]:
+        """Keeps jax from ending this process before the watchdog does."""
+        from maxtext_lite.process.watched_hosts import watched_arguments
+
+        return watched_arguments(process, self.coordinator_is_gone)
+
+    def after_joining(self, process: int, num_processes: int) -> None:
+        """Joins the other processes through jax's store."""
+        from maxtext_lite.process.watched_hosts import CoordinationStore
+
+        self.join(CoordinationStore(process, num_processes))
 
     def join(self, store: Store) -> None:
         """Joins the other processes through the store in which all publish their progress."""
@@ -163,22 +174,8 @@ class Watchdog:
         while self._store and self._clock() < deadline and not self._may_leave():
             time.sleep(0.05)
 
-    @contextlib.contextmanager
-    def looking_for_the_lost(self, *expected: type[BaseException]) -> Generator[None]:
-        """A block that may fail because another process died: that process is then named, and this one ends.
-
-        Args:
-          expected: errors with another cause.
-        """
-        try:
-            yield
-        except Exception as error:
-            if not isinstance(error, expected):
-                self.look_for_the_lost(error)
-            raise
-
-    def look_for_the_lost(self, error: BaseException) -> None:
-        """Returns if nobody is missing; otherwise the thread ends the process during the wait."""
+    def failed(self, error: BaseException) -> None:
+        """Returns if no process is missing; otherwise the thread ends this one during the wait."""
         if self._store and not self._crash:
             first_line = str(error).partition("\n")[0]
             self._crash = f", which failed with {type(error).__name__}: {first_line}"[:300]

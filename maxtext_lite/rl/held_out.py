@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from maxtext_lite.data.prompts import Prompt
-from maxtext_lite.process.watchdog import watchdog
+from maxtext_lite.process.phases import phases
 from maxtext_lite.rl.advantages import mean_of
 from maxtext_lite.rl.rewards import Scores
 from maxtext_lite.rl.rl_run import RLRun, shared
@@ -38,7 +38,7 @@ class HeldOutResponses:
         rl, each = self._rl, self._rl.config.eval_num_generations
         pairs, per_chunk = self._pairs(), rl.batch.pairs_per_micro_batch
         rl.engine.update(rl.run.decoder.joined(state.params, state.frozen), step)
-        watchdog.advance()
+        phases.advance()
         scores, tokens = list[Scores](), list[int]()
         for first in range(0, len(pairs), per_chunk):
             between()
@@ -48,7 +48,7 @@ class HeldOutResponses:
             for message in scores[-1].messages:
                 self._say(f"reward: {message}")
             tokens += [len(response.token_ids) for response in sampled.responses]
-            watchdog.advance()
+            phases.advance()
         found = held_out_record(Scores.joined(scores), tokens, each)
         return found, held_out_text(found)
 

@@ -24,13 +24,12 @@ from maxtext_lite.rl.rl_run import RLRun, Verdict, open_rl_run, shared, waiting_
 from maxtext_lite.rl.rollout import Request
 from maxtext_lite.rl.timeline import Timeline
 from maxtext_lite.training.arrays import Metrics, Rows
-from maxtext_lite.training.callbacks import Callback
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.gradients import TRAIN_BATCH_AXES, StepGradients
-from maxtext_lite.training.kernel_truth import prove_kernels
+from maxtext_lite.training.hooks import Callback, Hook
 from maxtext_lite.training.loop import RunResult, train_run
 from maxtext_lite.training.metrics import JsonLines, Terminal
-from maxtext_lite.training.nonfinite import NonFinite, find_nonfinite
+from maxtext_lite.training.nonfinite import origin_of_nonfinite
 from maxtext_lite.training.state import TrainState
 from maxtext_lite.training.step import ChunkedStep
 from maxtext_lite.training.step_log import Taken
@@ -65,8 +64,8 @@ def train_rl(config: RLRunConfig, *, callbacks: Sequence[Callback] = ()) -> RunR
         phases.mark("data")
         return train_run(
             rl.run,
-            lambda terminal, state, counts: (
-                RolloutSteps(rl, terminal, state, counts),
+            lambda terminal, state, counts, hooks: (
+                RolloutSteps(rl, terminal, state, counts, hooks),
                 HeldOutResponses(rl, terminal.say),
             ),
             callbacks,
@@ -85,7 +84,7 @@ class RolloutSteps:
     ahead = False
     ready = True
 
-    def __init__(self, rl: RLRun, terminal: Terminal, state: TrainState, counts: Counts):
+    def __init__(self, rl: RLRun, terminal: Terminal, state: TrainState, counts: Counts, hooks: Sequence[Hook] = ()):
         run, config = rl.run, rl.config
         self._rl, self._run, self._config, self._batch, self._say = rl, run, config, rl.batch, terminal.say
         expected = rl.policy.expected(rl.batch.pairs_per_batch)
@@ -100,7 +99,8 @@ class RolloutSteps:
         # Several hosts sample in their main threads, where their collectives have one order.
         apart = not rl.batch.takes_turns or config.rollout_engine != "local"
         self.samples_beside = apart and jax.process_count() == 1
-        self._has_said, self._equal_batches, self._has_proved = False, 0, False
+        self._hooks = hooks
+        self._has_said, self._equal_batches, self._has_begun = False, 0, False
         self._has_updated = False
         self._failed_batch: Scores | None = None  # the batch before, if all its rewards failed
         if not (counts.step or config.load_parameters_path):
@@ -170,12 +170,12 @@ class RolloutSteps:
         rl, run = self._rl, self._run
         params = run.decoder.joined(state.params, state.frozen)
         rl.engine.update(params, step - 1)
-        watchdog.advance()
+        phases.advance()
         self._chunks, sums = [], self._new_sums()
         judged: list[Chunk] = []
         where = sharding(run.mesh, TRAIN_BATCH_AXES)
         for number, chunk in enumerate(self._judged_chunks(numbers, timeline)):
-            watchdog.advance()
+            phases.advance()
             with timeline.phase("train", number):
                 shape = run.plan.micro_batch_slots, self._config.max_target_length
                 arrays = chunk.rows(*shape, compares=rl.policy.compares)
@@ -220,15 +220,16 @@ class RolloutSteps:
         return sums
 
     def _added(self, state: TrainState, sums: StepGradients, rows: Rows) -> StepGradients:
-        """The sums plus those of a chunk; before the first of this start, the kernels are checked on its rows."""
-        if self._has_proved:
+        """The sums plus those of a chunk; before the first of this start, hooks get its rows."""
+        if self._has_begun:
             return _ready(self._add(state, sums, rows))
         phase, step, _ = phases.work
         phases.enter("compile", step)
-        prove_kernels(self._run, rows, self._say)
-        watchdog.advance()
+        for hook in self._hooks:
+            hook.before_first_step(rows)
+        phases.advance()
         sums = _ready(self._add(state, sums, rows))
-        self._has_proved = True
+        self._has_begun = True
         phases.enter(phase, step)
         return sums
 
@@ -284,11 +285,11 @@ class RolloutSteps:
         whole = run.checkpointer.restore_unfinished(abstract)
         return [{name: x[chunk : chunk + 1] for name, x in whole.items()} for chunk in range(batch.micro_batches)]
 
-    def _find_cause(self, chunks: Sequence[Rows], state: TrainState) -> NonFinite | None:
+    def _find_cause(self, chunks: Sequence[Rows], state: TrainState) -> str:
         """The origin of a non-finite gradient; example ids are places of pairs in the batch."""
         batch = self._batch
         places = np.arange(batch.pairs_per_batch).reshape(batch.micro_batches, -1).T.ravel()
-        return find_nonfinite(self._run.parts, state, _stacked(chunks), places, micro_batches=batch.micro_batches)
+        return origin_of_nonfinite(self._run.parts, state, _stacked(chunks), places, micro_batches=batch.micro_batches)
 
     def _log_pairs(self, step: int, chunks: Sequence[Chunk]) -> None:
         """Writes the responses of the first batch, and of each batch with a line on the terminal."""
@@ -325,7 +326,7 @@ def _ahead(
             waiting: concurrent.futures.Future[Judged] | None = None
             for chunk in range(num_chunks):
                 chunk_responses = sample(chunk)
-                watchdog.advance()
+                phases.advance()
                 before, waiting = waiting, judges.submit(judge, chunk, chunk_responses)
                 if before is not None:
                     yield before.result()

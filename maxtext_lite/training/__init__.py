@@ -4,18 +4,18 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from maxtext_lite.training.callbacks import Callback
     from maxtext_lite.training.custom_loss import Loss, Predictions
+    from maxtext_lite.training.hooks import Callback, Hook, LossSpike, NonFiniteLoss
     from maxtext_lite.training.loop import RunResult, train
-    from maxtext_lite.training.step_log import LossSpike, NonFiniteLoss
 
-__all__ = ["Callback", "Loss", "LossSpike", "NonFiniteLoss", "Predictions", "RunResult", "train"]
+__all__ = ["Callback", "Hook", "Loss", "LossSpike", "NonFiniteLoss", "Predictions", "RunResult", "train"]
 
 _MODULES = {
-    "Callback": "callbacks",
+    "Callback": "hooks",
+    "Hook": "hooks",
     "Loss": "custom_loss",
-    "LossSpike": "step_log",
-    "NonFiniteLoss": "step_log",
+    "LossSpike": "hooks",
+    "NonFiniteLoss": "hooks",
     "Predictions": "custom_loss",
     "RunResult": "loop",
     "train": "loop",

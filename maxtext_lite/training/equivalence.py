@@ -159,7 +159,7 @@ def _train_all(path: str | None, runs: Sequence[_Run], directory: Path, ended: C
     Args:
       ended: gets the name of each run.
     """
-    from maxtext_lite.training.callbacks import Callback
+    from maxtext_lite.training.hooks import Callback
     from maxtext_lite.training.loop import train
 
     class End(Callback):

@@ -3,7 +3,7 @@
 import concurrent.futures
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jax.stages import Compiled, Wrapped
 
 from maxtext_lite.batching import BatchPlan, BatchStage
+from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import bytes_text
 from maxtext_lite.data import field_dtype
 from maxtext_lite.parallel import exchange, sharding
@@ -18,7 +19,6 @@ from maxtext_lite.process.leaving import abandon
 from maxtext_lite.training.compilation_cache import num_found
 from maxtext_lite.training.state import StepParts, abstract_state
 from maxtext_lite.training.step import TRAIN_BATCH_AXES
-from maxtext_lite.training.step_memory import OutOfMemory, raising_out_of_memory
 from maxtext_lite.xla.program_memory import ProgramMemory
 
 
@@ -35,6 +35,29 @@ def as_default_device(mesh: Mesh) -> Iterator[None]:
     else:
         with jax.default_device(device):
             yield
+
+
+class OutOfMemory(UserError):
+    """A train step does not fit on a device; raised on all hosts if the compiler finds it.
+
+    Attributes:
+      share: the part of what it needs that a device has, where both are known.
+    """
+
+    def __init__(self, message: str, share: float | None = None):
+        super().__init__(message)
+        self.share = share
+
+
+@contextlib.contextmanager
+def raising_out_of_memory() -> Generator[None]:
+    """A block that raises `OutOfMemory` in place of the runtime's error."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise OutOfMemory(str(error).splitlines()[0]) from error
 
 
 class Built(NamedTuple):

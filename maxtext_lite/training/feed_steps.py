@@ -6,7 +6,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import jax
@@ -14,18 +14,17 @@ import numpy as np
 from jax.stages import Compiled
 
 from maxtext_lite.batching import BatchStage
+from maxtext_lite.config.optional import load_asked
 from maxtext_lite.config.registry import resolve
 from maxtext_lite.data import Balance, ExampleSource, MixtureSource, named_sources
 from maxtext_lite.data.feed import DeviceBatch, evaluation_batches, training_batches
 from maxtext_lite.parallel import Tree, devices_share_threads, sharding, value_of_host
 from maxtext_lite.process.phases import phases
-from maxtext_lite.process.watchdog import watchdog
 from maxtext_lite.training.arrays import Record
 from maxtext_lite.training.checkpoint import Counts
-from maxtext_lite.training.executables import Executables
-from maxtext_lite.training.kernel_truth import prove_kernels
+from maxtext_lite.training.executables import Executables, raising_out_of_memory
+from maxtext_lite.training.hooks import Hook
 from maxtext_lite.training.metrics import Terminal, evaluation_text
-from maxtext_lite.training.nonfinite import NonFinite, find_nonfinite
 from maxtext_lite.training.objective import ScoredObjective
 from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.state import TrainState
@@ -39,7 +38,6 @@ from maxtext_lite.training.step import (
     scores_of,
 )
 from maxtext_lite.training.step_log import Taken
-from maxtext_lite.training.step_memory import raising_out_of_memory
 from maxtext_lite.xla.program_memory import ProgramMemory
 
 Result = TypeVar("Result")
@@ -49,7 +47,7 @@ class FeedSteps:
     """The steps after those of `counts`, from their place in the data; see `loop.Stepper`.
 
     Args:
-      proves_kernels: check the kernels before the first step; see `kernel_truth`.
+      hooks: of the run.
     Raises:
       UserError: the objective cannot start, as where a resumed DPO run's pairs have changed.
     """
@@ -62,15 +60,14 @@ class FeedSteps:
         terminal: Terminal,
         state: TrainState,
         counts: Counts,
-        *,
-        proves_kernels: bool = True,
+        hooks: Sequence[Hook] = (),
     ):
         if starts := run.config.objective_kind.starts:
             resolve(starts)(run, state, counts, terminal)
         self._run, self._plan, self._say = run, run.plan, terminal.say
         step = make_train_step(run.parts, run.schedule(counts))
         self._executables = Executables(step, run.parts, run.plan, example=(run.source.num_tokens, run.source.fields))
-        self._proves_kernels, self._first = proves_kernels, list[DeviceBatch]()
+        self._hooks, self._first = hooks, list[DeviceBatch]()
         self._stage: BatchStage | None = None
         self._is_new = True
         self._step: Compiled | None = None
@@ -108,14 +105,17 @@ class FeedSteps:
         if self._stage is None:
             phases.mark("compile")
         self._step, self.compiled_anew = built.step, self.compiled_anew or not built.kept
+        needs = ""
         if stage == plan.stages[-1]:
-            self._run.note_memory(compiled=ProgramMemory.of(self._step).total)
+            num_bytes = ProgramMemory.of(self._step).total
+            needs = "".join(hook.after_compile(num_bytes) for hook in self._hooks)
         self._is_new = self._stage is None or self._executables.slots(stage) != self._executables.slots(self._stage)
         if self._stage is None:
-            self._say(f"compiled the train step {built.how}{self._run.memory.beside_plan}")
-            if self._proves_kernels:
+            self._say(f"compiled the train step {built.how}{needs}")
+            if self._hooks:
                 self._first = [next(self._batches)]
-                prove_kernels(self._run, self._first[0].arrays, self._say)
+            for hook in self._hooks:
+                hook.before_first_step(self._first[0].arrays)
         elif self._is_new:
             self._say(f"compiled the train step of the next stage {built.how}, in the background")
         if len(plan.stages) > 1:
@@ -141,7 +141,7 @@ class FeedSteps:
         number = np.int32(batch.num_micro_batches) if self._plan.ramps_accumulation else None
         with raising_out_of_memory() if self._is_new else contextlib.nullcontext():
             state, metrics = self._step(state, batch.arrays, number)
-            watchdog.advance()
+            phases.advance()
             if self._is_new:  # only its first run shows whether it fits
                 jax.block_until_ready(metrics)
         self._is_new = False
@@ -167,10 +167,13 @@ class FeedSteps:
         """Calls a function on the devices, on simulated ones only once they are idle."""
         return function(jax.block_until_ready(argument) if devices_share_threads() else argument)
 
-    def _find_cause(self, batch: DeviceBatch, state: TrainState) -> NonFinite | None:
+    def _find_cause(self, batch: DeviceBatch, state: TrainState) -> str:
+        origin = load_asked(self._run.config, "diagnosis", "nonfinite")
+        if origin is None:
+            return ""
         # A loading host has the ids in the order in which it laid out the rows.
         ids = np.asarray(value_of_host(self._plan.loading_hosts[0], batch.example_ids.tolist()))
-        return find_nonfinite(self._run.parts, state, batch.arrays, ids, micro_batches=batch.num_micro_batches)
+        return origin(self._run.parts, state, batch.arrays, ids, micro_batches=batch.num_micro_batches)
 
 
 class HeldOutLoss:

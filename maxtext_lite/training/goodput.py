@@ -4,16 +4,53 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from maxtext_lite.config.whole_file import replacing
 from maxtext_lite.process.goodput import Start, goodput_text, spent, starts_of
 from maxtext_lite.process.phases import PhaseClock, phases
+from maxtext_lite.training.arrays import Record
+from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.failures import Failures
+from maxtext_lite.training.hooks import Hook
+from maxtext_lite.training.run import TrainingRun
+from maxtext_lite.training.state import TrainState
 
 FILE = "goodput.json"
 _EVERY_SECONDS = 1.0
+
+
+class GoodputHook(Hook):
+    """Keeps goodput.json of a run, on the first host."""
+
+    def __init__(self) -> None:
+        self._goodput: Goodput | None = None
+        self._has_started = False
+
+    def opened(self, run: TrainingRun[Any]) -> None:
+        directory = run.files.directory
+        self._goodput = run.failures.on_first_host(directory, lambda: Goodput(directory, run.failures))
+
+    def start(self, run: TrainingRun[Any], state: TrainState, counts: Counts, say: Callable[[str], None]) -> None:
+        if self._goodput:
+            self._goodput.resume(counts.step)
+        self._has_started = True
+
+    def entries(self, step: int) -> dict[str, float]:
+        return self._goodput.record(step) if self._goodput else {}
+
+    def written(self, record: Record) -> None:
+        if self._goodput:
+            self._goodput.note(record)
+
+    def saved(self) -> str:
+        return self._goodput.close() if self._goodput else ""
+
+    def close(self) -> None:
+        if self._goodput and self._has_started:
+            self._goodput.write()
 
 
 class Goodput:
@@ -39,7 +76,7 @@ class Goodput:
         self._before = [start.before(step) for start in self._before]
         self._first = self._last = step
 
-    def note(self, record: Mapping[str, object]) -> None:
+    def note(self, record: Record) -> None:
         """Notes a line of metrics.jsonl, and writes the file if that is a second ago."""
         step = record["step"]
         assert isinstance(step, int)

@@ -41,10 +41,12 @@ from maxtext_lite.parallel import (
 )
 from maxtext_lite.process.records import with_numbers
 from maxtext_lite.training.arrays import Rows
+from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.gradients import TRAIN_BATCH_AXES
+from maxtext_lite.training.hooks import Hook
 from maxtext_lite.training.loss import HEAD_AXES, Readout, cross_entropy
 from maxtext_lite.training.run import TrainingRun
-from maxtext_lite.training.state import StepParts
+from maxtext_lite.training.state import StepParts, TrainState
 
 _TIMES_PLAIN = 4.0
 """A kernel's error against float32 may be this multiple of that of plain arithmetic in the run's dtype."""
@@ -119,6 +121,16 @@ def _error(found: jax.Array, right: jax.Array) -> jax.Array:
     of_right, of_difference = squares(right), squares(found.astype(jnp.float32) - right)
     mean = jnp.sqrt(jnp.mean(of_right))
     return jnp.max(jnp.sqrt(of_difference) / (jnp.sqrt(of_right) + mean / 10 + 1e-30))
+
+
+class KernelCheckHook(Hook):
+    """Checks the kernels of a run with its first batch."""
+
+    def start(self, run: TrainingRun[Any], state: TrainState, counts: Counts, say: Callable[[str], None]) -> None:
+        self._run, self._say = run, say
+
+    def before_first_step(self, rows: Rows) -> None:
+        prove_kernels(self._run, rows, self._say)
 
 
 def prove_kernels(run: TrainingRun[Any], batch: Rows, say: Callable[[str], None]) -> None:

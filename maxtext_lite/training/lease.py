@@ -32,12 +32,10 @@ import jax
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import full_text, value_text, writing
-from maxtext_lite.process.watchdog import watchdog
+from maxtext_lite.process.phases import phases
 from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.lease_files import LeaseFile, lease_files
-
-DIRECTORY = "lease"
-"""A subdirectory of the run directory, present while a run writes there."""
+from maxtext_lite.training.starting_over import LEASE
 
 RENEWAL_SECONDS = 10.0
 MISSED_RENEWALS = 9
@@ -113,7 +111,7 @@ class Lease:
     """
 
     def __init__(self, run_directory: Path, failures: Failures, *, renewal_seconds: float = RENEWAL_SECONDS):
-        self._run_directory, self._directory = run_directory, run_directory / DIRECTORY
+        self._run_directory, self._directory = run_directory, run_directory / LEASE
         self._failures, self._renewal_seconds = failures, renewal_seconds
         self._patience = renewal_seconds * MISSED_RENEWALS
         self._files = lease_files(self._directory)
@@ -248,7 +246,7 @@ def hold(run_directory: Path, failures: Failures, say: Callable[[str], None]) ->
         if waits and not said:
             say(waits)
             said = waits
-        watchdog.advance()  # to wait for a lease is no hang
+        phases.advance()  # to wait for a lease is no hang
         time.sleep(_POLL_SECONDS)
 
 

@@ -11,34 +11,29 @@ from typing import Any, Protocol
 import jax
 import optax
 
-from maxtext_lite.batching import format_plan, wants_solving
+from maxtext_lite.batching import wants_solving
 from maxtext_lite.config import Config, UserError
-from maxtext_lite.config.bucket import is_bucket
-from maxtext_lite.config.shown import TracedSteps
-from maxtext_lite.data import Examples, ExampleSource
+from maxtext_lite.config.optional import load_asked
+from maxtext_lite.data import Examples
 from maxtext_lite.data.mixture_of_run import nothing_left
 from maxtext_lite.models import Decoder, DecoderShape
 from maxtext_lite.parallel import Pipeline
+from maxtext_lite.process.observers import observers
 from maxtext_lite.process.phases import phases
 from maxtext_lite.process.status_line import status_line
-from maxtext_lite.process.watchdog import watchdog
-from maxtext_lite.training.callbacks import Callback
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.custom_loss import Loss
+from maxtext_lite.training.executables import OutOfMemory
 from maxtext_lite.training.failures import UnreadError
 from maxtext_lite.training.feed_steps import steps_of_feed
-from maxtext_lite.training.goodput import Goodput
+from maxtext_lite.training.hooks import Callback, Hook, LossSpike, Prepare, Restart, hooks_of
 from maxtext_lite.training.metrics import MetricsLog, Terminal
 from maxtext_lite.training.opening import chosen_split, open_run, own_objective, own_sources, plan_on_devices, start_run
 from maxtext_lite.training.optimizer import OptimizerFactory
-from maxtext_lite.training.profile import Profile
 from maxtext_lite.training.run import Data, TrainingRun
-from maxtext_lite.training.spikes import Place, leave_out_guilty, refuse_to_go_back
 from maxtext_lite.training.state import OwnParts, TrainState
-from maxtext_lite.training.step_log import LossSpike, StepLog, Taken, owes_evaluation
-from maxtext_lite.training.step_memory import OutOfMemory, refusal_of
+from maxtext_lite.training.step_log import StepLog, Taken, owes_evaluation
 from maxtext_lite.training.stopping import BrokenOff, Signals, Stop, watch_signals
-from maxtext_lite.training.trackers import open_trackers
 
 
 class Stepper(Protocol):
@@ -90,8 +85,8 @@ class Evaluation(Protocol):
         ...
 
 
-Begin = Callable[[Terminal, TrainState, Counts], tuple[Stepper, Evaluation]]
-"""(terminal, state, counts), restored or new -> the steps from there, and the evaluation of their model."""
+Begin = Callable[[Terminal, TrainState, Counts, Sequence[Hook]], tuple[Stepper, Evaluation]]
+"""(terminal, state, counts, hooks), restored or new -> the steps from there, and the evaluation of their model."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,37 +159,41 @@ def train(
     own = OwnParts(model, tried, optimizer)
     if wants_solving(config):
         config = config.model_copy(update=chosen_split(config, device_memory_gb))
-    go_back: Callable[[TrainingRun[ExampleSource], Terminal], None] | None = None
+    prepare: Prepare | None = None
     signals = Signals()
     while True:
         phases.begin()
         run = open_run(config, sources, own, device_memory_gb=device_memory_gb)
         phases.mark("data")
         try:
-            return train_run(run, functools.partial(steps_of_feed, run), callbacks, go_back, signals)
+            return train_run(run, functools.partial(steps_of_feed, run), callbacks, prepare, signals)
         except OutOfMemory as error:
-            raise UserError(refusal_of(error, run.config, run.plan, plan_on_devices(run.plan))) from None
-        except LossSpike as error:
-            refuse_to_go_back(run, error)
-            why, place = f"{error}; the run goes back", Place(error.step, error.examples_seen, run.mixtures)
-            go_back = functools.partial(leave_out_guilty, place=place, limit=error.limit)
+            refusal_of = load_asked(run.config, "diagnosis", "out_of_memory")
+            if refusal_of is None:
+                raise
+            plan_of = plan_on_devices(run.plan)
+            raise UserError(refusal_of(str(error), error.share, run.config, run.plan, plan_of)) from None
+        except Restart as restart:
+            prepare = restart.prepare
+            if run.is_first:
+                print(restart, flush=True)
         config = config.model_copy(update={"overwrite": False})  # what it removed is gone
-        if run.is_first:
-            print(why, flush=True)
 
 
 def train_run(
     run: TrainingRun[Data],
     begin: Begin,
     callbacks: Sequence[Callback] = (),
-    go_back: Callable[[TrainingRun[Data], Terminal], None] | None = None,
+    prepare: Prepare | None = None,
     signals: Signals | None = None,
 ) -> RunResult:
-    """Takes the remaining steps of a run, after `go_back` if given; raises as `train` does.
+    """Takes the remaining steps of a run; raises as `train` does, and `Restart`.
 
     Args:
+      prepare: of the `Restart` that began this start; None: there was none.
       signals: of the run that this one starts again; None: it is the first.
     """
+    hooks = [*hooks_of(run.config), *callbacks]
     terminal = Terminal(log_period=run.plan.period_steps(run.config.log_period), quiet=not run.is_first)
     with contextlib.ExitStack() as open_things:
         open_things.enter_context(jax.default_matmul_precision(run.config.matmul_precision))
@@ -202,10 +201,10 @@ def train_run(
         signals = open_things.enter_context(watch_signals(signals or Signals()))
         open_things.callback(terminal.close)
         open_things.enter_context(run.opened(terminal.say))
-        files, failures = run.files.directory, run.failures
-        goodput = failures.on_first_host(files, lambda: Goodput(files, failures))
-        if go_back:
-            go_back(run, terminal)
+        for hook in hooks:
+            hook.opened(run)
+        if prepare:
+            prepare(run, terminal.say)
             phases.fold()
         state, counts = run.restore_or_init()
         phases.mark("restore" if counts.step else "init")
@@ -215,31 +214,27 @@ def train_run(
             return RunResult(run.directory, counts.step, None, None, False, run.is_first, state)
         run.introduce(terminal, counts)
         # An evaluation before the first step has step 0.
-        log = run.open_log(lambda: _metrics_log(run, counts.step or -1, terminal.say), terminal.say)
+        log = run.open_log(lambda: MetricsLog(run.files.directory, counts.step or -1, run.failures), terminal.say)
         if log:
             open_things.enter_context(contextlib.closing(log))
-        if goodput:
-            goodput.resume(counts.step)
-            open_things.callback(goodput.write)
-        steps, evaluation = begin(terminal, state, counts)
+        for hook in hooks:
+            open_things.callback(hook.close)
+            hook.start(run, state, counts, terminal.say)
+        steps, evaluation = begin(terminal, state, counts, hooks)
         open_things.enter_context(contextlib.closing(steps))
         terminal.start(counts.step, counts.step + left)
-        step_log = StepLog(run, terminal, log, counts, goodput)
-        with watchdog.looking_for_the_lost(UserError, LossSpike):
-            result = _Loop(run, terminal, step_log, signals, steps, evaluation, callbacks).train_from(state)
-    failures.raise_together()  # a file server may report a full disk only as a file is closed
+        step_log = StepLog(run, terminal, log, counts, hooks)
+        loop = _Loop(run, terminal, step_log, signals, steps, evaluation, hooks, may_end=bool(callbacks))
+        try:
+            result = loop.train_from(state)
+        except (UserError, LossSpike, Restart):
+            raise
+        except Exception as error:
+            for observer in observers:
+                observer.failed(error)
+            raise
+    run.failures.raise_together()  # a file server may report a full disk only as a file is closed
     return result
-
-
-def _metrics_log(run: TrainingRun[Any], after_step: int, say: Callable[[str], None]) -> MetricsLog:
-    directory = run.files.directory
-    about = {"config": (directory / "config.yml").read_text(encoding="utf-8"), "plan": format_plan(run.plan)}
-    with contextlib.ExitStack() as opened:
-        found = open_trackers(run.config, directory, after_step, run.failures, about, say)
-        trackers = [opened.enter_context(contextlib.closing(tracker)) for tracker in found]
-        log = MetricsLog(directory, after_step, run.failures, trackers)
-        opened.pop_all()
-    return log
 
 
 @dataclasses.dataclass
@@ -247,6 +242,7 @@ class _Loop:
     """The steps that are left, one at a time, or each dispatched before the one before it is recorded.
 
     Attributes:
+      may_end: whether a hook may end the run.
       in_flight: the newest step, until it is recorded.
       lost_evaluation: the newest evaluation was broken off, or left out, as the run was to stop.
     """
@@ -257,24 +253,23 @@ class _Loop:
     signals: Signals
     steps: Stepper
     evaluation: Evaluation
-    callbacks: Sequence[Callback]
+    hooks: Sequence[Hook]
+    may_end: bool
     asked_to_end: bool = False
     in_flight: tuple[int, Taken] | None = None
     eval_loss: float | None = None
     lost_evaluation: bool = False
 
     def __post_init__(self) -> None:
-        self.shows_state = any(callback.wants_state for callback in self.callbacks)
+        self.shows_state = any(hook.wants_state for hook in self.hooks)
         self.evaluates = self.run.eval_source is not None and self.run.config.eval_interval > 0
-        self.ending = Stop(self.run.mesh if self.callbacks else None, lambda: self.asked_to_end)
+        self.ending = Stop(self.run.mesh if self.may_end else None, lambda: self.asked_to_end)
         self.saved = "saved" if self.run.checkpointer else "not saved (enable_checkpointing=false)"
         self.stopping = Stop(self.run.mesh, lambda: self.signals.received is not None or self.run.failures.ends_run)
 
     def train_from(self, state: TrainState) -> RunResult:
         """Takes the steps after those of the log, up to the last, or until a signal or a callback ends the run."""
-        run, log, last_step = self.run, self.log, self.terminal.last_step
-        asked, demands = TracedSteps.of(run.config.profiler_steps), None if is_bucket(run.directory) else run.directory
-        profile = Profile(run.files.directory, asked, run.failures, demands) if run.is_first else None
+        log, last_step = self.log, self.terminal.last_step
         before, ends = log.counts.step, False
         if self.evaluates and self._owes_evaluation(before):
             self._evaluate(state, lambda: None)
@@ -283,13 +278,12 @@ class _Loop:
         if left := range(before + 1, before + 1 if ends else last_step + 1):
             self.steps.prepare(before + 1)
         log.restart_clock()
-        with contextlib.closing(profile) if profile else contextlib.nullcontext():  # whatever ends the steps
-            for step in left:
-                if profile:
-                    profile.before_step(step, step - before)
-                state, is_last, ends = self._step(state, step)
-                if is_last:
-                    break
+        for step in left:
+            for hook in self.hooks:
+                hook.before_step(step)
+            state, is_last, ends = self._step(state, step)
+            if is_last:
+                break
         self._end()
         return self._result(state, left=last_step - log.counts.step, ended=ends)
 
@@ -317,9 +311,12 @@ class _Loop:
     def _end(self) -> None:
         """Waits until everything is written; raises a recorded read problem."""
         phases.enter("save", self.log.counts.step)
-        self.log.flush()
+        for hook in self.hooks:
+            hook.after_last_step()
         self.run.wait()
-        self.log.say_goodput()
+        for hook in self.hooks:
+            if said := hook.saved():
+                self.terminal.say(said)
         self.run.failures.raise_unread(f"The run ended after step {self.log.counts.step}, {self.saved}.")
 
     def _owes_evaluation(self, step: int) -> bool:
@@ -356,13 +353,16 @@ class _Loop:
         """Waits for the step in flight, if there is one, and records it; `state` is that after the newest step."""
         if self.in_flight is not None:
             (step, taken), self.in_flight = self.in_flight, None
-            record = self.log.add(step, taken, state)
+            try:
+                record = self.log.add(step, taken, state)
+            except LossSpike as error:
+                for hook in self.hooks:
+                    hook.on_spike(error)
+                raise
             self.signals.take_requests()
-            self._tell(lambda callback: callback.after_step(step, record, state if self.shows_state else None))
-
-    def _tell(self, event: Callable[[Callback], bool | None]) -> None:
-        for callback in self.callbacks:
-            self.asked_to_end |= bool(event(callback))
+            shown = state if self.shows_state else None
+            for hook in self.hooks:
+                self.asked_to_end |= bool(hook.after_step(step, record, shown))
 
     def _save(self, state: TrainState) -> None:
         counts, checkpointer = self.log.counts, self.run.checkpointer
@@ -370,7 +370,8 @@ class _Loop:
         is_new = checkpointer is not None and checkpointer.latest_step() != counts.step
         self.run.save(state, counts, self.steps.unfinished(counts.step))
         if is_new:
-            self._tell(lambda callback: callback.after_checkpoint(counts.step, state))
+            for hook in self.hooks:
+                self.asked_to_end |= bool(hook.after_checkpoint(counts.step, state))
 
     def _stops_evaluation(self, state: TrainState, stops: bool) -> bool:
         """Evaluates unless the run stops; returns whether it stops, which leaves the evaluation to the next start."""
@@ -397,7 +398,8 @@ class _Loop:
         record = {"step": step, **found, **self.run.token_shares(self.log.counts)}
         self.log.write(record)
         self.terminal.say(f"step {step}/{self.terminal.last_step}  {text}")
-        self._tell(lambda callback: callback.after_evaluation(step, record, state))
+        for hook in self.hooks:
+            self.asked_to_end |= bool(hook.after_evaluation(step, record, state))
         return True
 
     def _result(self, state: TrainState, *, left: int, ended: bool) -> RunResult:

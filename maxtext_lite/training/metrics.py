@@ -17,7 +17,6 @@ from maxtext_lite.process.signals import command_signals
 from maxtext_lite.process.status_line import status_line
 from maxtext_lite.training.arrays import Record
 from maxtext_lite.training.failures import Failures
-from maxtext_lite.training.trackers import Tracker
 
 _SHOW_CURSOR = b"\x1b[?25h\n"  # rich hides it while it shows a bar
 _BESIDE_THE_BAR = 60  # columns
@@ -74,34 +73,12 @@ def lacks_evaluation(path: Path, step: int) -> bool:
 
 
 class MetricsLog(JsonLines):
-    """metrics.jsonl, with one line for each step, and the trackers that receive the same records.
+    """metrics.jsonl, with one line for each step."""
 
-    Args:
-      trackers: closed together with the file.
-    """
-
-    def __init__(self, run_directory: Path, after_step: int, failures: Failures, trackers: Sequence[Tracker] = ()):
+    def __init__(self, run_directory: Path, after_step: int, failures: Failures):
         super().__init__(run_directory / "metrics.jsonl", after_step, failures)
-        self._trackers = trackers
         if missing := self.steps.missing(after_step):
             self.notes += (f"metrics.jsonl holds no {missing} any more.",)
-
-    def write(self, record: Record) -> None:
-        """Appends a record; non-finite numbers become null."""
-        super().write(record)
-        for tracker in self._trackers:
-            tracker.write(record)
-
-    def flush(self) -> None:
-        """Flushes the trackers' buffers."""
-        for tracker in self._trackers:
-            tracker.flush()
-
-    def close(self) -> None:
-        """Closes the file and the trackers."""
-        super().close()
-        for tracker in self._trackers:
-            tracker.close()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,6 @@ import numpy as np
 
 from maxtext_lite.parallel import Params, Tree
 from maxtext_lite.process.phases import phases
-from maxtext_lite.process.watchdog import watchdog
 from maxtext_lite.training.arrays import Rows, Scalar
 from maxtext_lite.training.gradients import GradientLoop
 from maxtext_lite.training.state import StepParts, TrainState
@@ -40,6 +39,14 @@ class NonFinite:
         )
 
 
+def origin_of_nonfinite(
+    parts: StepParts, state: TrainState, batch: Rows, example_ids: np.ndarray, *, micro_batches: int
+) -> str:
+    """A clause on the origin; arguments of `find_nonfinite`."""
+    found = find_nonfinite(parts, state, batch, example_ids, micro_batches=micro_batches)
+    return "each part of it is finite by itself" if found is None else str(found)
+
+
 def find_nonfinite(
     parts: StepParts, state: TrainState, batch: Rows, example_ids: np.ndarray, *, micro_batches: int
 ) -> NonFinite | None:
@@ -69,7 +76,7 @@ def find_nonfinite(
         return jax.tree.map(lambda g: jnp.all(jnp.isfinite(g)), gradients)
 
     def bad_leaves(micro_batch: int, first: int, stop: int) -> list[str]:
-        watchdog.advance()
+        phases.advance()
         leaves = jax.tree_util.tree_leaves_with_path(
             jax.device_get(finite_leaves(params, frozen, batch, micro_batch, first, stop))
         )

@@ -9,7 +9,7 @@ from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import full_text, value_text, without_secrets
 from maxtext_lite.config.source_list import SourceList
 from maxtext_lite.parallel.coordination import put_text, wait_for_text
-from maxtext_lite.process.watchdog import watchdog
+from maxtext_lite.process.phases import phases
 from maxtext_lite.training.run_files import package_versions
 
 MAY_DIFFER = frozenset(
@@ -39,7 +39,7 @@ def require_one_config(config: Config) -> None:
     """
     if jax.process_count() == 1:
         return
-    watchdog.arrive()
+    phases.arrive()
     call, process, here = next(_calls), jax.process_index(), _about(config)
     if process == 0:
         put_text(f"{call}/first", json.dumps(here))

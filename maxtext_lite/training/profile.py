@@ -2,12 +2,19 @@
 
 import contextlib
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 
+from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.shown import TracedSteps
+from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.failures import Failures
+from maxtext_lite.training.hooks import Hook
+from maxtext_lite.training.run import TrainingRun
+from maxtext_lite.training.state import TrainState
 
 FIRST_STEP = 3
 """The first step of a process that is traced by default: the two before it compile and fill caches."""
@@ -16,6 +23,32 @@ ON_DEMAND = "profile"
 STEPS_ON_DEMAND = 3
 _LOOK_SECONDS = 1.0
 _MOST_DIGITS = 3  # of a demand
+
+
+class ProfileHook(Hook):
+    """Traces steps of a run, on the first host."""
+
+    def __init__(self) -> None:
+        self._profile: Profile | None = None
+
+    def start(self, run: TrainingRun[Any], state: TrainState, counts: Counts, say: Callable[[str], None]) -> None:
+        if run.is_first:
+            demands = None if is_bucket(run.directory) else run.directory
+            self._profile = Profile(
+                run.files.directory, TracedSteps.of(run.config.profiler_steps), run.failures, demands
+            )
+        self._before = counts.step
+
+    def before_step(self, step: int) -> None:
+        if self._profile:
+            self._profile.before_step(step, step - self._before)
+
+    def after_last_step(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._profile:
+            self._profile.close()
 
 
 class Profile:

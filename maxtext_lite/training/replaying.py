@@ -22,6 +22,7 @@ from maxtext_lite.config.whole_file import steps_in
 from maxtext_lite.process.records import Record, record_text
 from maxtext_lite.training.compilation_cache import reading_compiled
 from maxtext_lite.training.feed_steps import FeedSteps
+from maxtext_lite.training.hooks import LossSpike
 from maxtext_lite.training.metrics import Terminal
 from maxtext_lite.training.opening import open_run
 from maxtext_lite.training.parameter_files import check_start
@@ -31,7 +32,7 @@ from maxtext_lite.training.run_difference import compared_fields, lines_of
 from maxtext_lite.training.run_files import environment, run_directory
 from maxtext_lite.training.saving import check, read_about
 from maxtext_lite.training.starts import Starts, first_parameters, resume_between, settings_at
-from maxtext_lite.training.step_log import LossSpike, StepLog
+from maxtext_lite.training.step_log import StepLog
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-2}
 """Relative tolerance by `dtype` for a replay on other devices, with other versions or other keys."""
@@ -69,9 +70,6 @@ class _Kept:
 
     def write(self, record: Record) -> None:
         self.records.append(json.loads(record_text(record)))
-
-    def flush(self) -> None:
-        """Nothing: records are not buffered."""
 
 
 def replayed(
@@ -152,7 +150,7 @@ def _repeated(
         raise UserError(f"--step={step} is not reached with steps={run.config.steps}.")
     say(f"{step - after:,} steps from {begin}")
     log = StepLog(run, terminal, kept, counts)
-    with contextlib.closing(FeedSteps(run, terminal, state, counts, proves_kernels=False)) as steps:
+    with contextlib.closing(FeedSteps(run, terminal, state, counts)) as steps:
         for number in range(after + 1, step + 1):
             if not steps.ready:
                 steps.prepare(number)

@@ -13,7 +13,6 @@ from maxtext_lite.data.excluded import left_out
 from maxtext_lite.data.mixture_source import ids_of_run
 from maxtext_lite.parallel import Params, sharding, value_of_host
 from maxtext_lite.process.phases import phases
-from maxtext_lite.process.watchdog import watchdog
 from maxtext_lite.training.arrays import Rows
 from maxtext_lite.training.gradients import TRAIN_BATCH_AXES, GradientLoop
 from maxtext_lite.training.run import TrainingRun
@@ -88,7 +87,7 @@ def make_row_losses(run: TrainingRun[ExampleSource]) -> Callable[[TrainState, in
         found: list[tuple[dict[str, np.ndarray], float, int, float, float]] = []
         phases.enter("compile")  # the first row's
         for row in ids.tolist():
-            watchdog.advance()
+            phases.advance()
             read = {name: x.tolist() for name, x in source[row].items()} if jax.process_index() == reader else None
             fields = {name: np.asarray(x, field_dtype(name)) for name, x in value_of_host(reader, read).items()}
             batch = {name: np.zeros(sizes, field_dtype(name)) for name in source.fields}

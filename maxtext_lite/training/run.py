@@ -16,6 +16,7 @@ from maxtext_lite.batching.devices import peak_tflops
 from maxtext_lite.config import Config, UserError, describe, write_resolved
 from maxtext_lite.config.bucket import is_bucket
 from maxtext_lite.config.errors import value_text, writing
+from maxtext_lite.config.optional import load_asked
 from maxtext_lite.config.registry import load_installed
 from maxtext_lite.data import ExampleSource, MixtureSource
 from maxtext_lite.data.excluded import ExcludedRow, excluded_ids, left_out
@@ -23,7 +24,6 @@ from maxtext_lite.data.mixture_of_run import early_end, in_run, mixture_sentence
 from maxtext_lite.data.sources_on_hosts import excluded_rows_on_hosts, listed_rows_on_hosts, source_tokens_of_run
 from maxtext_lite.models import Decoder
 from maxtext_lite.parallel import tree_shardings
-from maxtext_lite.process.watchdog import watchdog
 from maxtext_lite.training.arrays import Device, Rows, num_elements
 from maxtext_lite.training.checkpoint import (
     CONFIGURED_OBJECTIVE,
@@ -35,7 +35,6 @@ from maxtext_lite.training.checkpoint import (
 )
 from maxtext_lite.training.custom_loss import CustomLoss
 from maxtext_lite.training.failures import Failures
-from maxtext_lite.training.lease import Lease, hold
 from maxtext_lite.training.metrics import Speed, Terminal
 from maxtext_lite.training.noise import why_unknown
 from maxtext_lite.training.optimizer import UNKNOWN_RATE, Schedule, schedule_of_run
@@ -60,7 +59,6 @@ from maxtext_lite.training.state import (
     make_parts,
     state_from,
 )
-from maxtext_lite.training.step_memory import StepMemory
 
 EXCLUDED = "excluded_rows.jsonl"
 """In the run directory: the rows that the run has excluded itself."""
@@ -106,7 +104,6 @@ class TrainingRun(Generic[Data]):
       parts: the parts of a step; its mesh and its decoder are the run's.
       is_first: this process writes the run directory.
       failures: failed reads and writes.
-      memory: a step's memory on a device.
       recorded: rows that the run has excluded itself; known once it is restored.
       excluded: ids of those and of the config's excluded rows, with the position in the run from which each is left
         out.
@@ -146,16 +143,17 @@ class TrainingRun(Generic[Data]):
                 f"enable_checkpointing=false would start {self.directory} over, which holds checkpoints. "
                 "Nearest that work: enable_checkpointing=true, overwrite=true, or another run_name."
             )
-        self.failures, self.memory = Failures(), StepMemory(plan.memory)
+        self.failures = Failures()
         self.recorded, self.excluded = list[ExcludedRow](), dict[int, int]()
         self.checkpointer: Checkpointer | None = None
         self._saved: CheckpointReader | None = None
         self._source_tokens: tuple[int, dict[str, int]] | None = None
-        self._lease: Lease | None = None
+        self._lock: Any = None  # on the first host, if locks are installed
+        self._is_writable = False
 
     @contextlib.contextmanager
     def opened(self, say: Callable[[str], None]) -> Generator[None]:
-        """A block with the run directory made, its lease held, so that no other run writes there, and checkpoints open.
+        """A block with the run directory made and locked, so that no other run writes there, and checkpoints open.
 
         Args:
           say: takes messages about checkpoints, some from a background thread.
@@ -170,8 +168,12 @@ class TrainingRun(Generic[Data]):
                 f"base_output_directory={value_text(self.config.base_output_directory)} with "
                 f"run_name={value_text(self.config.run_name)} cannot be made a directory: {error.strerror}."
             )
-        watchdog.write_to(None if is_bucket(self.directory) else self.directory)
-        self._lease = hold(self.directory, self.failures, say)
+        lock = load_asked(self.config, "lock", "lease")
+        if lock is None:
+            self.failures.raise_together()
+        else:
+            self._lock = lock(self.directory, self.failures, say)
+        self._is_writable = self.is_first
         try:
             if self.config.starts_over:
                 self.failures.on_first_host(self.directory, lambda: remove_run(self.directory, say))
@@ -184,9 +186,8 @@ class TrainingRun(Generic[Data]):
                     with self.failures.of_writing(self.directory):
                         try_to_write(self.directory, jax.process_index())
                     self.failures.raise_together()
-                holds = self._lease.check if self._lease else lambda: True
                 about = self.directory, self.config, self._fingerprint
-                self.checkpointer = Checkpointer(*about, self.failures, say, holds, self.files.upload)
+                self.checkpointer = Checkpointer(*about, self.failures, say, self._is_ours, self.files.upload)
                 self._saved = self.checkpointer
             yield
             if is_bucket(self.directory):
@@ -194,22 +195,25 @@ class TrainingRun(Generic[Data]):
         finally:
             if self.checkpointer:
                 self.checkpointer.close()
-            if self._lease:
-                if self._lease.check():  # also after an error
-                    with self.failures.of_writing(self.directory):
-                        self.files.close()
-                self._lease.release()
+            if self.is_first and self._is_ours():  # also after an error
+                with self.failures.of_writing(self.directory):
+                    self.files.close()
+            if self._lock:
+                self._lock.release()
 
     def read_before(self, step: int, say: Callable[[str], None]) -> None:
         """Opens the run read-only, in place of `opened`; its newest checkpoint is the newest before this step."""
         self._saved = CheckpointReader(self.directory, self._fingerprint).find_before(step, say)
 
     def save(self, state: TrainState, counts: Counts, unfinished: Rows | None = None) -> None:
-        """Saves a checkpoint if enable_checkpointing is true and the lease is still held; see `Checkpointer.save`."""
-        if self._lease:
-            self._lease.check()
+        """Saves a checkpoint if enable_checkpointing is true and the directory is ours; see `Checkpointer.save`."""
+        self._is_ours()
         if self.checkpointer:
             self.checkpointer.save(state, counts, unfinished)
+
+    def _is_ours(self) -> bool:
+        """Whether no other run has taken over the directory; if one has, `failures` gets the error."""
+        return self._lock is None or self._lock.check()
 
     @property
     def mixtures(self) -> list[dict[str, Any]]:
@@ -405,7 +409,6 @@ class TrainingRun(Generic[Data]):
         data = {"mixture": mixture_table(self.source, 0, end), "data": self.source.describe()}
         write_json(files / "plan.json", self.plan.to_json() | {name: each for name, each in data.items() if each})
         write_json(files / "environment.json", environment())
-        self.memory.write(files)
         self.files.upload()
         return ends
 
@@ -419,16 +422,9 @@ class TrainingRun(Generic[Data]):
                 ends += store(config, directory, learned)
         return ends
 
-    def note_memory(self, **found: int | None) -> None:
-        """Sets fields of `memory`, and writes it if the run holds the directory."""
-        vars(self.memory).update(found)
-        if self._lease:
-            with self.failures.of_writing(self.directory):
-                self.memory.write(self.files.directory)
-
     def note_environment(self, **found: Any) -> None:
-        """Adds entries to environment.json, if the run holds the directory."""
-        if self.is_first and self._lease:
+        """Adds entries to environment.json, unless the run is only read."""
+        if self._is_writable:
             path = self.files.directory / "environment.json"
             with self.failures.of_writing(path):
                 write_json(path, json.loads(path.read_text(encoding="utf-8")) | found)

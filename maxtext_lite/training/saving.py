@@ -27,7 +27,7 @@ from maxtext_lite.config import UserError
 from maxtext_lite.config.bucket import is_bucket, storage_errors
 from maxtext_lite.config.errors import bytes_text, cannot_write, value_text
 from maxtext_lite.parallel import Tree, exchange
-from maxtext_lite.process.watchdog import watchdog
+from maxtext_lite.process.phases import phases
 from maxtext_lite.training.commit import commit, make_room, while_unfinished
 from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.manifest import Damaged, damage, finding_damage, in_items, read_manifest, write_part
@@ -108,7 +108,7 @@ class Saver:
                 self._thread.join(None if jax.process_count() == 1 else _WAKE_SECONDS)
             was_busy, is_busy = is_busy, self._thread is not None and self._thread.is_alive()
             if was_busy and not is_busy:
-                watchdog.advance()
+                phases.advance()
             if not is_busy and self._error:
                 raise self._error
             if not self._failures.raise_together(is_busy):

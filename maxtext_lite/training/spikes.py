@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from maxtext_lite.config.whole_file import write_whole
@@ -13,10 +13,12 @@ from maxtext_lite.data.mixture_history import Mixture
 from maxtext_lite.data.mixture_of_run import in_run
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.feed_steps import FeedSteps
+from maxtext_lite.training.hooks import Hook, LossSpike, Restart
 from maxtext_lite.training.metrics import Terminal
 from maxtext_lite.training.row_losses import RowLoss, make_row_losses
 from maxtext_lite.training.run import EXCLUDED, TrainingRun
-from maxtext_lite.training.step_log import NOTHING_SAVED, WINDOW, LossSpike, band_limit
+from maxtext_lite.training.state import TrainState
+from maxtext_lite.training.step_log import NOTHING_SAVED, WINDOW, band_limit
 
 MOST = 5
 """The most times that a run goes back within WINDOW steps."""
@@ -64,16 +66,29 @@ class Guilty(NamedTuple):
     why: str
 
 
-def refuse_to_go_back(run: TrainingRun[ExampleSource], spike: LossSpike) -> None:
-    """Raises the spike if the config says stop, its step cannot be reached, or the run has gone back too often."""
-    if isinstance(spike, NoWayBack) or not run.config.max_loss_spike or run.config.loss_spike_action == "stop":
-        raise spike
+class SpikesHook(Hook):
+    """Has a run go back to before a loss spike and leave the guilty rows out."""
+
+    def start(self, run: TrainingRun[Any], state: TrainState, counts: Counts, say: Callable[[str], None]) -> None:
+        self._run = run
+
+    def on_spike(self, error: LossSpike) -> None:
+        refuse_to_go_back_often(self._run, error)
+        place = Place(error.step, error.examples_seen, self._run.mixtures)
+        prepare = functools.partial(leave_out_guilty, place=place, limit=error.limit)
+        raise Restart(f"{error}; the run goes back", prepare)
+
+
+def refuse_to_go_back_often(run: TrainingRun[ExampleSource], spike: LossSpike) -> None:
+    """Raises the spike, with the reason, if the run has gone back too often."""
     if len({row.spike for row in run.recorded if spike.step - WINDOW < row.step <= spike.step}) >= MOST:
         often = f"the run has gone back {MOST} times within {WINDOW} steps, as {run.directory / EXCLUDED} says"
         raise LossSpike(f"{spike}; {often}", spike.step, spike.examples_seen)
 
 
-def leave_out_guilty(run: TrainingRun[ExampleSource], terminal: Terminal, *, place: Place, limit: float) -> None:
+def leave_out_guilty(
+    run: TrainingRun[ExampleSource], say: Callable[[str], None], *, place: Place, limit: float
+) -> None:
     """Finds the rows that caused a spike and adds them to the run's list. All hosts call it.
 
     Deletes first the checkpoints of the step before the spike and later, if there is an older one from which the run
@@ -111,7 +126,7 @@ def leave_out_guilty(run: TrainingRun[ExampleSource], terminal: Terminal, *, pla
     run.failures.on_first_host(path, write)
     named = [f"{row.source} {row.row:,} (loss {row.loss:.4g})".strip() for row in guilty.rows[:_MOST_NAMED]]
     more = ", ..." if len(found) > _MOST_NAMED else ""
-    terminal.say(f"left out from example {guilty.first:,} on: row {', '.join(named)}{more}: {guilty.why}")
+    say(f"left out from example {guilty.first:,} on: row {', '.join(named)}{more}: {guilty.why}")
 
 
 def _leads_to(
@@ -149,7 +164,7 @@ def _rows_on_the_way(run: TrainingRun[ExampleSource], spike: Place) -> tuple[int
     place, before = counts.examples_seen, None
     examples = run.plan.length.step_examples
     quiet = Terminal(log_period=1, quiet=True)
-    with contextlib.closing(FeedSteps(run, quiet, state, counts, proves_kernels=False)) as steps:
+    with contextlib.closing(FeedSteps(run, quiet, state, counts)) as steps:
         row_losses = make_row_losses(run)  # after pairs have their reference
         for number in range(counts.step + 1, step):
             if not steps.ready:

@@ -25,7 +25,7 @@ from maxtext_lite.parallel import (
     sharding,
     tree_shardings,
 )
-from maxtext_lite.process.watchdog import watchdog
+from maxtext_lite.process.phases import phases
 from maxtext_lite.training.accumulate import LossScaleState, master_of, with_master
 from maxtext_lite.training.arrays import Metrics, Rows, as_float32
 from maxtext_lite.training.failures import raise_unread
@@ -304,7 +304,7 @@ def scores_of(
     """
     problem, under_way = None, None
     for batch in batches:
-        watchdog.advance()
+        phases.advance()
         between()
         problem = problem or batch.problem
         scores = eval_step(params, batch.arrays)

@@ -18,13 +18,11 @@ from maxtext_lite.parallel import value_of_host
 from maxtext_lite.process.phases import phases
 from maxtext_lite.training.arrays import Record
 from maxtext_lite.training.checkpoint import Counts
-from maxtext_lite.training.goodput import Goodput
+from maxtext_lite.training.hooks import Hook, LossSpike, NonFiniteLoss
 from maxtext_lite.training.metrics import Terminal, lacks_evaluation
-from maxtext_lite.training.nonfinite import NonFinite
 from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.state import TrainState
 from maxtext_lite.training.step import means_of
-from maxtext_lite.training.step_memory import peak_memory_bytes
 
 NOTHING_SAVED = "nothing was saved at or after it"
 
@@ -36,24 +34,6 @@ _TO_DEVIATION = 1.4826  # standard deviation over median absolute deviation, for
 _LEAST_DEVIATION = 0.01  # relative to the median, so that a loss that hardly moves has a band too
 
 
-class LossSpike(Exception):
-    """The loss of a step left its band (max_loss_spike); nothing was saved after it.
-
-    Attributes:
-      step: the first to show it; the cause is in its examples or in the update before it.
-      examples_seen: before this step.
-      limit: the upper end of the band.
-    """
-
-    def __init__(self, message: str, step: int, examples_seen: int, limit: float = math.inf):
-        super().__init__(message)
-        self.step, self.examples_seen, self.limit = step, examples_seen, limit
-
-
-class NonFiniteLoss(LossSpike):
-    """The loss or the gradient of a step was infinite or not a number; nothing was saved after it."""
-
-
 class Taken(NamedTuple):
     """A dispatched step.
 
@@ -62,8 +42,8 @@ class Taken(NamedTuple):
       example_ids: int64; in reinforcement learning, the numbers of the prompts.
       num_examples: in reinforcement learning, pairs.
       data_seconds: time that the host waited for the examples.
-      find_cause: finds the origin of a non-finite gradient, or None, from the state after this step or a later one,
-        which still has the step's parameters.
+      find_cause: finds the origin of a non-finite gradient, a clause or "", from the state after this step or a later
+        one, which still has the step's parameters.
       more: further entries of the step's record.
     """
 
@@ -71,7 +51,7 @@ class Taken(NamedTuple):
     example_ids: np.ndarray
     num_examples: int
     data_seconds: float
-    find_cause: Callable[[TrainState], NonFinite | None]
+    find_cause: Callable[[TrainState], str]
     more: Mapping[str, Any] = types.MappingProxyType({})
 
 
@@ -91,10 +71,6 @@ class Log(Protocol):
         """Appends a record."""
         ...
 
-    def flush(self) -> None:
-        """Writes buffered records."""
-        ...
-
 
 class StepLog:
     """The log of finished steps: in the counts, in metrics.jsonl and on the terminal.
@@ -110,9 +86,9 @@ class StepLog:
         terminal: Terminal,
         log: Log | None,
         counts: Counts,
-        goodput: Goodput | None = None,
+        hooks: Sequence[Hook] = (),
     ):
-        self._run, self._terminal, self._log, self._goodput = run, terminal, log, goodput
+        self._run, self._terminal, self._log, self._hooks = run, terminal, log, hooks
         self.counts = counts
         self.loss: float | None = None
         self._has_begun = False
@@ -169,18 +145,17 @@ class StepLog:
             **self._batch_of(taken, run.plan.stage_at(counts.examples_seen)),
             "step_seconds": step_seconds,
             "data_seconds": taken.data_seconds,
-            "peak_memory_bytes": (peak := peak_memory_bytes()),
+            "peak_memory_bytes": peak_memory_bytes(),
             **run.speed.of(flops, values["target_tokens"], step_seconds),
             **noise.record(taken.num_examples),
             **taken.more,
-            **({} if self._goodput is None else self._goodput.record(step)),
         }
+        for hook in self._hooks:
+            record |= hook.entries(step)
         if not self._has_begun:
             self._say_start_up()
         self._has_begun, self.loss = True, record["loss"]
         self.write(record)
-        if peak is not None and run.memory.measured is None:
-            run.note_memory(measured=peak)
         self._terminal.step(record)
         if not finite:
             self._skip_or_stop(step, counts.examples_seen, values, lambda: taken.find_cause(state))
@@ -211,13 +186,8 @@ class StepLog:
         """Writes a line of metrics.jsonl."""
         if self._log:
             self._log.write(record)
-        if self._goodput:
-            self._goodput.note(record)
-
-    def say_goodput(self) -> None:
-        """Reports how the run's time was spent."""
-        if self._goodput:
-            self._terminal.say(self._goodput.close())
+        for hook in self._hooks:
+            hook.written(record)
 
     def _say_start_up(self) -> None:
         """Reports, after the first step of this start, how the time up to it was spent."""
@@ -227,18 +197,11 @@ class StepLog:
         self._terminal.say(f"first step done {sum(parts.values()):.1f} s after the start, in seconds: {said}")
         self._run.note_environment(start_up_seconds=parts)
 
-    def flush(self) -> None:
-        """Writes buffered records."""
-        if self._log:
-            self._log.flush()
-
     def _may_be_the_scale(self, metrics: Record) -> bool:
         scaling = self._run.parts.optimizer.loss_scaling
         return scaling is not None and scaling.may_shrink(metrics["loss_scale"])
 
-    def _skip_or_stop(
-        self, step: int, examples_seen: int, metrics: Record, find_cause: Callable[[], NonFinite | None]
-    ) -> None:
+    def _skip_or_stop(self, step: int, examples_seen: int, metrics: Record, find_cause: Callable[[], str]) -> None:
         """Reports a step that was skipped for its gradient, or ends the run and names the gradient's origin."""
         config, in_a_row = self._run.config, self.counts.skipped_in_a_row
         if self._may_be_the_scale(metrics):
@@ -250,11 +213,11 @@ class StepLog:
                 f"max_skipped_updates={config.max_skipped_updates})"
             )
             return
-        cause = find_cause()
         skipped = f", after {in_a_row} skipped steps in a row" if config.skip_nonfinite_updates else ""
-        where = "each part of it is finite by itself" if cause is None else str(cause)
+        cause = find_cause()
+        where = f": {cause}" if cause else ""
         raise NonFiniteLoss(
-            f"step {step} has loss {metrics['loss']} and grad_norm {metrics['grad_norm']}{skipped}: {where}; "
+            f"step {step} has loss {metrics['loss']} and grad_norm {metrics['grad_norm']}{skipped}{where}; "
             f"{NOTHING_SAVED}",
             step,
             examples_seen,
@@ -284,6 +247,12 @@ class StepLog:
         tokens = examples * config.max_target_length
         for sentence in advice(config, noise.examples, noise.relative_error, batch, tokens):
             self._terminal.say(sentence)
+
+
+def peak_memory_bytes() -> int | None:
+    """The peak of this process's devices so far; None where they do not report it, such as CPUs."""
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()]
+    return max((peak for peak in peaks if peak is not None), default=None)
 
 
 def band_limit(values: Sequence[float], width: float, *, least: int = LEAST_LOSSES) -> float:

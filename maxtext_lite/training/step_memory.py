@@ -1,52 +1,47 @@
-"""The device memory of a step, planned, compiled and measured; and what is said of a step that does not fit."""
+"""memory.json of a run: the device memory of a step, planned, compiled and measured."""
 
-import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from maxtext_lite.batching import BatchPlan, MemoryEstimate
-from maxtext_lite.config import Config, UserError, registry
-from maxtext_lite.config.errors import bytes_text, settings_of
+from maxtext_lite.config.errors import bytes_text
+from maxtext_lite.training.arrays import Record
+from maxtext_lite.training.checkpoint import Counts
+from maxtext_lite.training.hooks import Hook
+from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.run_files import write_json
+from maxtext_lite.training.state import TrainState
 
 
-class OutOfMemory(UserError):
-    """A train step does not fit on a device; raised on all hosts if the compiler finds it.
+class MemoryHook(Hook):
+    """Keeps memory.json of a run, on the first host."""
 
-    Attributes:
-      share: the part of what it needs that a device has, where both are known.
-    """
+    def start(self, run: TrainingRun[Any], state: TrainState, counts: Counts, say: Callable[[str], None]) -> None:
+        self._run = run
+        planned = run.plan.memory
+        self._memory = StepMemory(planned.total if planned.is_known else None, planned.limit)
 
-    def __init__(self, message: str, share: float | None = None):
-        super().__init__(message)
-        self.share = share
+        def write() -> None:
+            self._memory.write(run.files.directory)
+            run.files.upload()
 
+        run.failures.on_first_host(run.directory, write)
 
-@contextlib.contextmanager
-def raising_out_of_memory() -> Generator[None]:
-    """A block that raises `OutOfMemory` in place of the runtime's error."""
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        raise OutOfMemory(str(error).splitlines()[0]) from error
+    def after_compile(self, num_bytes: int) -> str:
+        self._memory.compiled = num_bytes
+        self._write()
+        return self._memory.beside_plan
 
+    def written(self, record: Record) -> None:
+        peak = record.get("peak_memory_bytes")
+        if peak is not None and self._memory.measured is None:
+            self._memory.measured = peak
+            self._write()
 
-def refusal_of(error: OutOfMemory, config: Config, plan: BatchPlan, plan_of: Callable[[Config], BatchPlan]) -> str:
-    """The error with the nearest step that fits and makes the same updates."""
-    keys: dict[str, object] = {}
-    if registry.is_installed("choose", "smaller_step"):
-        keys = registry.load("choose", "smaller_step")(config, plan, plan_of, error.share)
-    near = " ".join(settings_of({name: value for name, value in keys.items() if value != getattr(config, name)}))
-    if not near:
-        held = bytes_text(plan.memory.held)
-        near = f"more devices to shard over, as parameters and optimizer state take {held} of each"
-    rows = f"{float(plan.per_device_batch_size):g}"
-    return f"per_device_batch_size={rows}: {error}. Nearest that works: {near}."
+    def _write(self) -> None:
+        if self._run.is_first:
+            with self._run.failures.of_writing(self._run.directory):
+                self._memory.write(self._run.files.directory)
 
 
 class StepMemory:
@@ -55,11 +50,13 @@ class StepMemory:
     Attributes:
       compiled: by XLA's account; None before it is known.
       measured: the peak of a device up to the end of the first step; None where devices do not report it.
+    Args:
+      planned: by the plan.
+      limit: those of a device; None: unknown.
     """
 
-    def __init__(self, planned: MemoryEstimate):
-        self._planned = planned.total if planned.is_known else None
-        self._limit = planned.limit
+    def __init__(self, planned: int | None, limit: int | None):
+        self._planned, self._limit = planned, limit
         self.compiled: int | None = None
         self.measured: int | None = None
 
@@ -86,9 +83,3 @@ class StepMemory:
 
 def _error(planned: int | None, found: int | None) -> float | None:
     return None if planned is None or not found else planned / found - 1
-
-
-def peak_memory_bytes() -> int | None:
-    """The peak of this process's devices so far; None where they do not report it, such as CPUs."""
-    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()]
-    return max((peak for peak in peaks if peak is not None), default=None)

@@ -3,16 +3,17 @@
 import contextlib
 import functools
 import io
+import json
 import statistics
 from pathlib import Path
 
 from maxtext_lite.batching.tuning import Candidate, Timing
 from maxtext_lite.config import Config
 from maxtext_lite.process.records import read_records
+from maxtext_lite.training.executables import OutOfMemory
 from maxtext_lite.training.feed_steps import steps_of_feed
 from maxtext_lite.training.loop import train_run
 from maxtext_lite.training.opening import open_run
-from maxtext_lite.training.step_memory import OutOfMemory
 
 
 def measured(
@@ -30,9 +31,14 @@ def measured(
         with contextlib.redirect_stdout(io.StringIO()):
             train_run(run, functools.partial(steps_of_feed, run))
     except OutOfMemory:
-        return Timing(None, run.memory.compiled)
+        return Timing(None, _compiled_bytes(directory))
     lines = [line for line in read_records(directory / "metrics.jsonl", []) if line["step"] > warm_up]
-    return Timing(statistics.median(line["step_seconds"] for line in lines), run.memory.compiled)
+    return Timing(statistics.median(line["step_seconds"] for line in lines), _compiled_bytes(directory))
+
+
+def _compiled_bytes(directory: Path) -> int | None:
+    """The bytes of a device that the compiled step needs; None if it was not compiled."""
+    return json.loads((directory / "memory.json").read_text(encoding="utf-8"))["compiled_bytes"]
 
 
 def _short(config: Config, directory: Path, steps: int) -> Config:

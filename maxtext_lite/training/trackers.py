@@ -16,18 +16,52 @@ from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any
 
+from maxtext_lite.batching import format_plan
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import value_text, without_secrets, writing
 from maxtext_lite.config.shown import tracker_names
 from maxtext_lite.config.whole_file import write_whole
 from maxtext_lite.process.records import as_object
 from maxtext_lite.training.arrays import Record
+from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.failures import Failures
+from maxtext_lite.training.hooks import Hook
+from maxtext_lite.training.run import TrainingRun
+from maxtext_lite.training.state import TrainState
 
 FILE = "trackers.json"
 """In the run directory: the id of the run at each service."""
 _FLUSH_SECONDS = 30.0
 _NOT_NEEDED = ("torch", "boto3", "google.cloud.storage")
+
+
+class TrackersHook(Hook):
+    """Gives the records of a run to its trackers, on the first host."""
+
+    def __init__(self) -> None:
+        self._trackers: list[Tracker] = []
+
+    def start(self, run: TrainingRun[Any], state: TrainState, counts: Counts, say: Callable[[str], None]) -> None:
+        directory = run.files.directory
+        after_step = counts.step or -1  # an evaluation before the first step has step 0
+
+        def open_them() -> list[Tracker]:
+            about = {"config": (directory / "config.yml").read_text(encoding="utf-8"), "plan": format_plan(run.plan)}
+            return open_trackers(run.config, directory, after_step, run.failures, about, say)
+
+        self._trackers = run.failures.on_first_host(run.directory, open_them) or []
+
+    def written(self, record: Record) -> None:
+        for tracker in self._trackers:
+            tracker.write(record)
+
+    def after_last_step(self) -> None:
+        for tracker in self._trackers:
+            tracker.flush()
+
+    def close(self) -> None:
+        for tracker in self._trackers:
+            tracker.close()
 
 
 class Tracker(ABC):

@@ -7,15 +7,13 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-import jax
 import pytest
 
-from maxtext_lite.parallel import coordination
-from maxtext_lite.parallel.coordination import (
+from maxtext_lite.process import watched_hosts
+from maxtext_lite.process.watched_hosts import (
     coordinator_answers,
     watched_arguments,
 )
-from maxtext_lite.process.watchdog import watchdog
 from tests.processes import quick_python
 from tests.source_tree import REPOSITORY
 
@@ -24,9 +22,11 @@ PROGRAM = """
 import os, pathlib, signal, sys
 from maxtext_lite.cli import run_command
 from maxtext_lite.parallel import exchange, start_devices
+from maxtext_lite.process.observers import observers
 from maxtext_lite.process.watchdog import watchdog
 def main(argv):
     watchdog.start(300)
+    observers.append(watchdog)
     watchdog.write_to(pathlib.Path(sys.argv[1]))
     start_devices()
     watchdog.enter("step", 7)
@@ -72,38 +72,32 @@ def test_if_process_0_is_killed_the_others_name_it_and_exit_with_76(tmp_path):
     assert (tmp_path / "stacks-1.txt").read_text().startswith(said.removeprefix("[1] "))
 
 
-@pytest.mark.parametrize(("process", "is_watched"), [(0, True), (1, True), (1, False)])
-def test_a_watched_process_has_a_heartbeat_far_above_any_limit_and_others_keep_jaxs(
-    process, is_watched, monkeypatch
-):
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_watched_process_has_a_heartbeat_far_above_any_limit(process, monkeypatch):
     signals = []
     monkeypatch.setattr(
-        coordination,
+        watched_hosts,
         "_LIBC",
         SimpleNamespace(signal=lambda number, _: signals.append(number)),
     )
-    monkeypatch.setattr(jax.config, "update", lambda *_: None)
-    if is_watched:
-        monkeypatch.setattr(watchdog, "_least", 300.0)
-        most = 4 * 86400  # of the least limit's most, before a phase has been done once
-        assert watched_arguments(process)["heartbeat_timeout_seconds"] > most
-    else:
-        assert watched_arguments(process) == {}
-    assert signals == ([signal.SIGABRT] if is_watched and process == 1 else [])
+    most = 4 * 86400  # of the least limit's most, before a phase has been done once
+    arguments = watched_arguments(process, lambda: None)
+    assert arguments["heartbeat_timeout_seconds"] > most
+    assert signals == ([signal.SIGABRT] if process == 1 else [])
 
 
 def test_process_0_answers_if_its_port_does(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         monkeypatch.setattr(
-            coordination.distributed,
+            watched_hosts.distributed,
             "global_state",
             SimpleNamespace(coordinator_address=address),
         )
         assert coordinator_answers()
     assert not coordinator_answers()
     monkeypatch.setattr(
-        coordination.distributed,
+        watched_hosts.distributed,
         "global_state",
         SimpleNamespace(coordinator_address=None),
     )
@@ -113,12 +107,10 @@ def test_process_0_answers_if_its_port_does(monkeypatch):
 @pytest.mark.parametrize("answers", [False, True])
 def test_the_watchdog_handles_an_abort_only_if_process_0_is_gone(answers, monkeypatch):
     did = []
-    monkeypatch.setattr(coordination, "coordinator_answers", lambda: answers)
+    monkeypatch.setattr(watched_hosts, "coordinator_answers", lambda: answers)
     monkeypatch.setattr(
-        coordination, "_LIBC", SimpleNamespace(signal=lambda *words: did.append(words))
+        watched_hosts, "_LIBC", SimpleNamespace(signal=lambda *words: did.append(words))
     )
-    monkeypatch.setattr(
-        coordination.watchdog, "coordinator_is_gone", lambda: did.append("gone")
-    )
-    coordination._on_abort(signal.SIGABRT)
+    monkeypatch.setattr(watched_hosts, "_if_gone", lambda: did.append("gone"))
+    watched_hosts._on_abort(signal.SIGABRT)
     assert did == ([(signal.SIGABRT, None)] if answers else ["gone"])

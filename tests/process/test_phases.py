@@ -2,21 +2,25 @@
 
 import pytest
 
+from maxtext_lite.process.observers import Observer
 from maxtext_lite.process.phases import PhaseClock
 
 
-class Watched:
+class Watched(Observer):
     def __init__(self):
         self.told = []
 
-    def enter(self, phase, step=0):
+    def enter(self, phase, step):
         self.told.append((phase, step))
+
+    def advance(self):
+        self.told.append("advance")
 
 
 class Clock(PhaseClock):
     def __init__(self):
         self.now, self.watched = 100.0, Watched()
-        super().__init__(lambda: self.now, self.watched)
+        super().__init__(lambda: self.now, [self.watched])
 
     def passes(self, seconds, phase=None, step=0):
         """So many seconds, of a phase that begins with them."""
@@ -26,7 +30,7 @@ class Clock(PhaseClock):
 
 
 @pytest.mark.fast
-def test_each_phase_has_what_passed_while_it_was_on_and_the_watchdog_is_told():
+def test_each_phase_has_what_passed_while_it_was_on_and_observers_are_told():
     clock = Clock()
     clock.passes(4)
     clock.passes(1, "reading", 1)
@@ -60,3 +64,12 @@ def test_steps_on_the_way_back_are_start_up_and_have_the_limit_of_a_start(
     clock.passes(1)
     assert clock.seconds == {"start-up": seconds}
     assert clock.watched.told[-1] == ("start-up", 0)
+
+
+@pytest.mark.fast
+def test_waiting_for_other_hosts_is_progress_except_in_a_save():
+    clock = Clock()
+    for phase in ("step", "save"):
+        clock.enter(phase, 1)
+        clock.arrive()
+    assert clock.watched.told[1:] == [("step", 1), "advance", ("save", 1)]

@@ -8,11 +8,6 @@ from maxtext_lite.process.phases import PhaseClock
 from maxtext_lite.process.status_line import StatusLine
 
 
-class Unwatched:
-    def enter(self, phase, step=0):
-        pass
-
-
 @pytest.mark.parametrize(
     ("phase", "step", "said"),
     [
@@ -24,7 +19,7 @@ class Unwatched:
     ],
 )
 def test_silence_is_broken_by_what_the_run_does(phase, step, said):
-    clock = PhaseClock(watched=Unwatched())
+    clock = PhaseClock(observers=[])
     clock.enter(phase, step)
     line, lines, spoken = StatusLine(0.01, clock), [], threading.Event()
 
@@ -40,7 +35,7 @@ def test_silence_is_broken_by_what_the_run_does(phase, step, said):
 
 
 def test_the_other_processes_of_a_run_say_nothing():
-    line, lines = StatusLine(0.001, PhaseClock(watched=Unwatched())), []
+    line, lines = StatusLine(0.001, PhaseClock(observers=[])), []
     with line.shown():
         line.say = lines.append
         threading.Event().wait(0.05)

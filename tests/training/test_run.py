@@ -23,6 +23,7 @@ from maxtext_lite.training.run_files import (
     write_json,
 )
 from maxtext_lite.training.state import OwnParts
+from maxtext_lite.training.step_memory import MemoryHook
 from tests.training.conftest import TINY
 
 KEYS = """
@@ -42,6 +43,7 @@ def run_of(tmp_path, *overrides, **more):
 
 def introduce(run, counts):
     run.introduce(Terminal(log_period=1, quiet=False), counts)
+    MemoryHook().start(run, None, counts, print)
 
 
 class Forbidding(http.server.BaseHTTPRequestHandler):

@@ -10,12 +10,14 @@ import pytest
 from maxtext_lite.config import load_config
 from maxtext_lite.data.excluded import ExcludedRow
 from maxtext_lite.training import LossSpike, train
+from maxtext_lite.training.hooks import hooks_of
 from maxtext_lite.training.row_losses import RowLoss
 from maxtext_lite.training.spikes import (
     MOST,
     RowsBefore,
+    SpikesHook,
     find_guilty,
-    refuse_to_go_back,
+    refuse_to_go_back_often,
 )
 from tests.training.conftest import lines_of
 
@@ -141,21 +143,29 @@ def test_rows_that_stand_out_in_the_step_to_blame_are_guilty_or_all_of_it(
     assert (found.first, [row.row for row in found.rows]) == guilty
 
 
-def run_of(tmp_path, action, steps):
+def run_of(tmp_path, steps):
     recorded = [
         ExcludedRow(row=0, spike=number, step=step)
         for number, step in enumerate(steps, start=1)
     ]
-    config = types.SimpleNamespace(max_loss_spike=8, loss_spike_action=action)
-    return types.SimpleNamespace(config=config, recorded=recorded, directory=tmp_path)
+    return types.SimpleNamespace(recorded=recorded, directory=tmp_path)
 
 
 def test_a_run_goes_back_a_few_times_only(tmp_path):
     spike = LossSpike("step 100 has loss 9", 100, 792, 2.5)
-    refuse_to_go_back(
-        run_of(tmp_path, "exclude", [1] * 9 + [100] * (MOST - 1)), spike
+    refuse_to_go_back_often(
+        run_of(tmp_path, [1] * 9 + [100] * (MOST - 1)), spike
     )  # long ago does not count
     with pytest.raises(LossSpike, match="gone back 5 times"):
-        refuse_to_go_back(run_of(tmp_path, "exclude", [98, 98, 99, 100, 100]), spike)
-    with pytest.raises(LossSpike, match=r"loss 9$"):
-        refuse_to_go_back(run_of(tmp_path, "stop", []), spike)
+        refuse_to_go_back_often(run_of(tmp_path, [98, 98, 99, 100, 100]), spike)
+
+
+def test_only_a_run_that_excludes_rows_goes_back():
+    """Any other ends at the spike."""
+    for words, goes_back in (
+        (["max_loss_spike=8"], True),
+        (["max_loss_spike=8", "loss_spike_action=stop"], False),
+        ([], False),
+    ):
+        hooks = hooks_of(load_config(None, ["dataset_type=synthetic", *words]))
+        assert any(isinstance(hook, SpikesHook) for hook in hooks) == goes_back

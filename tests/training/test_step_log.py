@@ -8,14 +8,10 @@ import pytest
 
 from maxtext_lite.config import load_config
 from maxtext_lite.training.checkpoint import Counts
+from maxtext_lite.training.hooks import LossSpike, NonFiniteLoss
 from maxtext_lite.training.metrics import MetricsLog, Terminal
 from maxtext_lite.training.opening import open_run
-from maxtext_lite.training.step_log import (
-    LossSpike,
-    NonFiniteLoss,
-    StepLog,
-    Taken,
-)
+from maxtext_lite.training.step_log import StepLog, Taken
 from tests.training.conftest import TINY, lines_of
 
 METRICS = {
