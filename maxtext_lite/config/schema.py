@@ -1,4 +1,4 @@
-"""A config: all sections together, their order, all keys, and what another kind of run adds."""
+"""A config: all sections together, their order, and all keys. The class of another kind of run adds its own."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -93,13 +93,13 @@ def _restore(kind: type[Config], values: dict[str, object], origins: dict[str, s
     return kind.model_construct(**values).with_origins(origins)  # type: ignore[arg-type]
 
 
-KEYS: tuple[str, ...] = tuple(key for _, section in SECTIONS for key in section.model_fields)
-"""Every key, in the order of configs/base.yml."""
-
-
 def keys_of(kind: type[Config]) -> tuple[str, ...]:
     """Every key of a kind of config, in the order of its files."""
     return tuple(key for _, section in kind.sections for key in section.model_fields)
+
+
+KEYS: tuple[str, ...] = keys_of(Config)
+"""Every key, in the order of configs/base.yml."""
 
 
 def known_keys() -> dict[str, FieldInfo]:
