@@ -113,7 +113,7 @@ def read_plan(run: Path) -> dict[str, Any]:
         raise UserError(f"--from={value_text(run)} is not a run directory: {path} {error.strerror}.") from None
     except (ValueError, RecursionError):
         found = None
-    if not isinstance(found, dict) or any(key not in found for key in (*_TRAINING, *_MACHINE, "memory")):
+    if not isinstance(found, dict) or any(key not in found for key in (*_TRAINING, *_MACHINE)):
         raise UserError(f"--from={value_text(run)}: {path} is damaged, or from another version of maxtext_lite.")
     return cast("dict[str, Any]", found)
 
@@ -171,7 +171,8 @@ def changed_settings(run: Config, config: Config) -> dict[str, tuple[Any, Any]]:
 def _compared(plan: Mapping[str, Any]) -> dict[str, Any]:
     """The compared part of a plan.json."""
     found: dict[str, Any] = {key: plan[key] for key in (*_MACHINE, *_TRAINING)}
-    found.update(rampup=_stages(plan["rampup"]), memory=plan["memory"]["total"])
+    memory = plan["memory"]["total"] if "memory" in plan else None  # no estimate was installed
+    found.update(rampup=_stages(plan["rampup"]), memory=memory)
     return found
 
 
@@ -184,7 +185,7 @@ def _stages(rampup: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]] | N
 
 def _text(key: str, value: Any) -> str:
     if key == "memory":
-        return bytes_text(value)
+        return "not estimated" if value is None else bytes_text(value)
     if key == "mesh":
         return mesh_text(value)
     if key == "rampup" and value:

@@ -61,6 +61,16 @@ def test_a_batch_of_each_device_grows_with_them():
     assert found.to_json()["changes"]["global_batch_to_train"] == {"from": 16, "to": 32}
 
 
+def test_a_run_whose_memory_was_not_estimated_is_compared_too():
+    config = load_config(None, STATED)
+    before = written(make_plan(config, num_devices=8))
+    del before["memory"]
+    found = moved(before, make_plan(config, num_devices=4))
+    assert found.trains_alike
+    assert found.changes["memory"][0] is None
+    assert any("not estimated -> " in line for line in found.lines())
+
+
 ANOTHER_RUN = (
     "max_target_length=128",
     "seed=3",
