@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,7 +11,6 @@ from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.bucket import local_copy
 from maxtext_lite.config.json_file import is_there, user_path
 from maxtext_lite.data import ExampleSource
-from maxtext_lite.data.answers import AnswerSource
 from maxtext_lite.data.manifest import MANIFEST_FILE
 from maxtext_lite.data.sources import open_path
 from maxtext_lite.data.text_files import PLAIN_SUFFIXES, find_files, is_kind, json_lines
@@ -21,7 +21,6 @@ from maxtext_lite.parallel import Params, Tree, start_devices
 from maxtext_lite.process.output import complain
 from maxtext_lite.training.objective import ScoredObjective, objective_of
 from maxtext_lite.training.outputs import forward
-from maxtext_lite.training.preference import PairScores
 from maxtext_lite.training.step import EVAL_BATCH_AXES
 
 
@@ -58,8 +57,16 @@ def file_loss(directory: Path, config: Config, asked: EvaluateConfig) -> dict[st
         found = [_against(own, other) for own, other in zip(found, of_reference, strict=True)]
     record = objective.evaluation(found)
     check_finite(record["eval_loss"], f"data={asked.data}", config.dtype)
-    examples = len(source.columns[0]) if isinstance(source, AnswerSource) else len(source)
+    examples = _num_examples(config, source)
     return {"loss": record["eval_loss"], "target_tokens": record["eval_target_tokens"], "examples": examples}
+
+
+def _num_examples(config: Config, source: ExampleSource) -> int:
+    """Conversations or pairs, several of which share a row; or rows of texts."""
+    documents = None if config.objective_kind.data == "text" else source.documents(np.arange(len(source)))
+    if documents is None:
+        return len(source)
+    return int(np.sum(~documents.padding)) // config.rows_per_example
 
 
 def _dataset_type(config: Config, path: str, *, is_run: bool) -> str:
@@ -102,7 +109,8 @@ def _reference(config: Config, asked: EvaluateConfig) -> tuple[Decoder, Params, 
     )
 
 
-def _against(own: PairScores, reference: PairScores) -> PairScores:
+def _against(own: Any, reference: Any) -> Any:
+    """The scores of pairs, relative to those of the reference."""
     return own._replace(log_ratio=own.log_ratio - reference.log_ratio)
 
 

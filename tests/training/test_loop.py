@@ -119,6 +119,7 @@ class Poisoned:
     num_tokens = 32
     num_target_tokens = 3200
     notes = ()
+    ends = ()
 
     def __init__(self, *poisoned, damaged=(), huge=()):
         self.damaged = damaged
