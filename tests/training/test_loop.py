@@ -143,6 +143,9 @@ class Poisoned:
     def documents(self, example_ids):
         return None
 
+    def describe(self):
+        return []
+
 
 @pytest.fixture
 def reads(monkeypatch):
