@@ -243,6 +243,9 @@ class _Loop:
 
     Attributes:
       may_end: whether a hook may end the run.
+      asked_to_end: a hook of this host has asked for the end.
+      stops: all hosts stop after this step, for a signal or a failure.
+      ends: all hosts end the run after this step, as a hook has asked.
       in_flight: the newest step, until it is recorded.
       lost_evaluation: the newest evaluation was broken off, or left out, as the run was to stop.
     """
@@ -256,6 +259,8 @@ class _Loop:
     hooks: Sequence[Hook]
     may_end: bool
     asked_to_end: bool = False
+    stops: bool = False
+    ends: bool = False
     in_flight: tuple[int, Taken] | None = None
     eval_loss: float | None = None
     lost_evaluation: bool = False
@@ -269,26 +274,28 @@ class _Loop:
 
     def train_from(self, state: TrainState) -> RunResult:
         """Takes the steps after those of the log, up to the last, or until a signal or a callback ends the run."""
-        log, last_step = self.log, self.terminal.last_step
-        before, ends = log.counts.step, False
+        before, last_step = self.log.counts.step, self.terminal.last_step
         if self.evaluates and self._owes_evaluation(before):
             self._evaluate(state, lambda: None)
             phases.mark("evaluation")
-            ends = before > 0 and self.ending.between_steps()
-        if left := range(before + 1, before + 1 if ends else last_step + 1):
+            self.ends = before > 0 and self.ending.between_steps()
+        if before < last_step and not self.ends:
             self.steps.prepare(before + 1)
-        log.restart_clock()
-        for step in left:
+        self.log.restart_clock()
+        for step in range(before + 1, last_step + 1):
+            if self.stops or self.ends:
+                break
             for hook in self.hooks:
                 hook.before_step(step)
-            state, is_last, ends = self._step(state, step)
-            if is_last:
-                break
+            state = self._take(state, step)
+            self.stops = self.stopping.after_this_step()
+            self.ends = self.ending.after_this_step() and not self.stops
+            self._evaluate_and_save(state, step)
         self._end()
-        return self._result(state, left=last_step - log.counts.step, ended=ends)
+        return self._result(state)
 
-    def _step(self, state: TrainState, step: int) -> tuple[TrainState, bool, bool]:
-        """Takes a step; returns the state, whether it is the last for now, and whether a callback ends the run."""
+    def _take(self, state: TrainState, step: int) -> TrainState:
+        """Dispatches a step, and records the one before it while this one runs; returns the state after it."""
         steps = self.steps
         if not steps.ready:
             self._record(state)  # before a wait that may be long
@@ -298,15 +305,11 @@ class _Loop:
             self.log.restart_clock()
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
             state, taken = steps.take(state, step)
-        self._record(state)  # of the step before, as this one is under way
+        self._record(state)
         self.in_flight = step, taken
         if self.shows_state or not steps.ahead:
             self._record(state)
-        stops = self.stopping.after_this_step()
-        ends = self.ending.after_this_step() and not stops
-        stops, asked_since = self._pause(state, step, stops=stops, is_last=ends or step == self.terminal.last_step)
-        ends = (ends or asked_since) and not stops
-        return state, stops or ends, ends
+        return state
 
     def _end(self) -> None:
         """Waits until everything is written; raises a recorded read problem."""
@@ -324,30 +327,31 @@ class _Loop:
         is_last = step == self.terminal.last_step
         return owes_evaluation(self.run, step, is_last=is_last) if step else self.evaluation.before_first_step
 
-    def _pause(self, state: TrainState, step: int, *, stops: bool, is_last: bool) -> tuple[bool, bool]:
-        """Evaluates and saves what is due after this step; returns whether the run stops, or a callback ends it."""
+    def _evaluate_and_save(self, state: TrainState, step: int) -> None:
+        """Evaluates and saves what is due after this step."""
         run, config = self.run, self.run.config
         period = run.plan.period_steps
+        is_last = self.ends or step == self.terminal.last_step
         saves = run.checkpointer is not None and (step % period(config.checkpoint_period) == 0 or is_last)
         evaluates = self.evaluates and (step % period(config.eval_interval) == 0 or is_last)
-        if not (saves or evaluates or stops or is_last):
-            return stops, False
+        if not (saves or evaluates or self.stops or is_last):
+            return
         # All steps are on record before the checkpoint: a restart only appends.
         self._record(state)
         # The checkpoint follows its evaluation, so that a kill between them repeats both.
         if evaluates:
-            stops = self._stops_evaluation(state, stops)
-        if stops:
+            self._evaluate_unless_stopped(state)
+        if self.stops:
             run.wait()
-        if saves or stops:
+        if saves or self.stops:
             self._save(state)
-        ends = self.ending.between_steps() and not stops
-        if ends and self.evaluates and not evaluates:
-            stops = self._stops_evaluation(state, stops)
-        if ends:
+        if self.ending.between_steps() and not self.stops:
+            self.ends = True
+            if self.evaluates and not evaluates:
+                self._evaluate_unless_stopped(state)
             self._save(state)
+        self.ends = self.ends and not self.stops
         self.log.restart_clock()
-        return stops, ends
 
     def _record(self, state: TrainState) -> None:
         """Waits for the step in flight, if there is one, and records it; `state` is that after the newest step."""
@@ -373,13 +377,13 @@ class _Loop:
             for hook in self.hooks:
                 self.asked_to_end |= bool(hook.after_checkpoint(counts.step, state))
 
-    def _stops_evaluation(self, state: TrainState, stops: bool) -> bool:
-        """Evaluates unless the run stops; returns whether it stops, which leaves the evaluation to the next start."""
-        self.lost_evaluation = stops or not self._evaluate(state, self.stopping.break_off)
+    def _evaluate_unless_stopped(self, state: TrainState) -> None:
+        """Evaluates unless the run stops, which leaves the evaluation to the next start."""
+        self.lost_evaluation = self.stops or not self._evaluate(state, self.stopping.break_off)
         if self.lost_evaluation:
+            self.stops = True
             self.eval_loss = None
             self.terminal.say(f"step {self.log.counts.step}/{self.terminal.last_step}  no evaluation, as the run stops")
-        return self.lost_evaluation
 
     def _evaluate(self, state: TrainState, between: Callable[[], None]) -> bool:
         """Evaluates and records it; returns whether it came to its end, which `between` may prevent."""
@@ -402,14 +406,17 @@ class _Loop:
             self.asked_to_end |= bool(hook.after_evaluation(step, record, state))
         return True
 
-    def _result(self, state: TrainState, *, left: int, ended: bool) -> RunResult:
-        """The result of the run; if something is left, reports that a signal or, if `ended`, a callback stopped it."""
-        run, log, stopped = self.run, self.log, (left > 0 or self.lost_evaluation) and not ended
-        if stopped or left:
+    def _result(self, state: TrainState) -> RunResult:
+        """The result of the run; if something is left, reports that a signal or a callback stopped it."""
+        run, log = self.run, self.log
+        has_left = log.counts.step < self.terminal.last_step
+        is_interrupted = (has_left or self.lost_evaluation) and not self.ends
+        if is_interrupted or has_left:
             by = self.signals.received.name if self.signals.received else "another host"
-            self.terminal.say(f"stopped by {'a callback' if ended else by} after step {log.counts.step}, {self.saved}")
+            by = "a callback" if self.ends else by
+            self.terminal.say(f"stopped by {by} after step {log.counts.step}, {self.saved}")
         for shares in run.token_shares(log.counts).values():
             said = ", ".join(f"{source} {share:.4%}" for source, share in shares.items())
             self.terminal.say(f"target tokens by source since the mixture last changed: {said}")
         log.advise()
-        return RunResult(run.directory, log.counts.step, log.loss, self.eval_loss, stopped, run.is_first, state)
+        return RunResult(run.directory, log.counts.step, log.loss, self.eval_loss, is_interrupted, run.is_first, state)
