@@ -9,9 +9,9 @@ import numpy as np
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.bucket import local_copy
 from maxtext_lite.config.json_file import is_there, user_path
-from maxtext_lite.config.rl_rules import RL_DATASETS
+from maxtext_lite.config.kinds import source_kind
+from maxtext_lite.config.registry import resolve
 from maxtext_lite.data import ExampleSource
-from maxtext_lite.data.answers import AnswerSource
 from maxtext_lite.data.manifest import MANIFEST_FILE
 from maxtext_lite.data.sources import open_path
 from maxtext_lite.data.text_files import PLAIN_SUFFIXES, find_files, is_kind, json_lines
@@ -22,7 +22,6 @@ from maxtext_lite.parallel import Params, Tree, start_devices
 from maxtext_lite.process.output import complain
 from maxtext_lite.training.objective import ScoredObjective, objective_of
 from maxtext_lite.training.outputs import forward
-from maxtext_lite.training.preference import PairScores
 from maxtext_lite.training.step import EVAL_BATCH_AXES
 
 
@@ -54,19 +53,22 @@ def file_loss(directory: Path, config: Config, asked: EvaluateConfig) -> dict[st
             return list(_scores(config, objective, source, *load(), rows_at_once=asked.rows_at_once))
 
     found = scores(lambda: load_on_mesh(directory, config, asked.mesh))
-    if config.dataset_type == "dpo":
+    if against := config.objective_kind.against:
         of_reference = scores(lambda: _reference(config, asked))
-        found = [_against(own, other) for own, other in zip(found, of_reference, strict=True)]
+        found = [resolve(against)(own, other) for own, other in zip(found, of_reference, strict=True)]
     record = objective.evaluation(found)
     check_finite(record["eval_loss"], f"data={asked.data}", config.dtype)
-    examples = len(source.columns[0]) if isinstance(source, AnswerSource) else len(source)
-    return {"loss": record["eval_loss"], "target_tokens": record["eval_target_tokens"], "examples": examples}
+    return {
+        "loss": record["eval_loss"],
+        "target_tokens": record["eval_target_tokens"],
+        "examples": source.num_sequences,
+    }
 
 
 def _dataset_type(config: Config, path: str, *, is_run: bool) -> str:
     """How to read the file: as the run reads its data; a text, though, need not be prepared as the run's is."""
     kind = config.dataset_type
-    if kind in RL_DATASETS:
+    if source_kind(kind).data == "prompts":
         raise UserError(
             "data: a run of reinforcement learning has rewards, and no loss of a file. Nearest that work: text, "
             "choices or cloze."
@@ -101,10 +103,6 @@ def _reference(config: Config, asked: EvaluateConfig) -> tuple[Decoder, Params, 
         "data: the run has no load_parameters_path, so the reference of its pairs is not stored. Nearest that works: "
         "its config with eval_dataset_path."
     )
-
-
-def _against(own: PairScores, reference: PairScores) -> PairScores:
-    return own._replace(log_ratio=own.log_ratio - reference.log_ratio)
 
 
 def _scores(
