@@ -5,9 +5,20 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from difflib import SequenceMatcher
 from fractions import Fraction
-from typing import Annotated, Literal, TypeVar, get_args
+from typing import Annotated, Literal, TypeVar, cast, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, ValidationError
+from annotated_types import Ge
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from maxtext_lite.config.bucket import bucket_scheme
@@ -15,50 +26,19 @@ from maxtext_lite.config.errors import Refusal, WrongType, did_you_mean, number_
 from maxtext_lite.config.registry import names
 
 _LARGEST_COUNT = 2**31 - 1  # the range of jax's and optax's counters
-_LARGEST_SEED = 2**63 - 1
-_MOST_LAYERS = 10_000
-_MOST_DEVICES = 1_000_000
-_LARGEST, _SMALLEST = 1e30, 1e-30  # the range of float32, in which they are used, is 1.2e-38 to 3.4e38
-_LARGEST_EXACT, _SMALLEST_EXACT = Fraction(10**12), Fraction(1, 10**12)
-_LONGEST_TEXT, _LONGEST_LINES = 4_096, 65_536
 _LONGEST_NAME = 255  # bytes of a file's name, on every common file system
 _RATIO = re.compile(r"([+-]?[0-9]+)/([0-9]+)\Z")
-_LONGEST_RATIO = 18  # digits of the numerator or the denominator
 
 _RUN_SCHEMES = ("gs",)  # of buckets where run directories can be
 _URL = re.compile(r"\s*([A-Za-z][A-Za-z0-9+.-]*):(/.*)", re.DOTALL)
 
 
-def _no_number(value: object) -> str:
-    if isinstance(value, bool):
-        return "is true or false, not a number."
-    if value is None:
-        return "is empty, not a number."
-    if not isinstance(value, str):
-        return "is a list or a mapping, not a number."
-    try:
-        float(value)
-    except ValueError:
-        return "is text, not a number."
-    return "is text, not a number: the quotes make it text."
-
-
-def _number(value: object) -> int | float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise WrongType(_no_number(value))
-    if isinstance(value, float) and not math.isfinite(value):
-        raise WrongType("is not a finite number.")
-    return value
-
-
-def _text(*, empty_allowed: bool, also: str = "", most: int = _LONGEST_TEXT) -> Callable[[object], object]:
+def _text(*, empty_allowed: bool, also: str = "") -> Callable[[object], object]:
     def check(value: object) -> object:
         if not isinstance(value, str):
             raise WrongType("is not text.")
         if not empty_allowed and not value.strip():
             raise WrongType("must not be empty.")
-        if len(value) > most:
-            raise WrongType(f"has {len(value):,} characters, more than {most:,}.")
         if not value.translate(dict.fromkeys(map(ord, also))).isprintable():
             raise WrongType("has a character that cannot be printed.")
         return value
@@ -141,62 +121,13 @@ def _packing(value: object) -> object:
     raise WrongType("is not concat (true), none (false) or best_fit.", (True, False))
 
 
-def _whole(minimum: int, special: int | None = None, *, maximum: int = _LARGEST_COUNT) -> BeforeValidator:
-    """An integer of at least `minimum`, or `special`, a smaller one with another meaning."""
-    rule = f"must be at least {minimum}" + ("" if special is None else f", or {special}")
+def _or(special: int) -> WrapValidator:
+    """Accepts a number that has a meaning of its own beside those that the type allows."""
 
-    def legal(value: int) -> bool:
-        return minimum <= value <= maximum or value == special
+    def check(value: object, of_type: ValidatorFunctionWrapHandler) -> object:
+        return value if isinstance(value, int) and value == special else of_type(value)
 
-    def check(stated: object) -> object:
-        value = _number(stated)
-        if value > maximum:
-            raise WrongType(f"must be at most {maximum}.", [maximum])
-        if isinstance(value, float):
-            near = [number for number in dict.fromkeys((math.floor(value), math.ceil(value))) if legal(number)]
-            how = " written as an integer, but with a point or an exponent" if value.is_integer() else " an integer"
-            raise WrongType(f"is not{how}.", near or [minimum])
-        if not legal(value):
-            raise WrongType(f"{rule}.", [minimum])
-        return value
-
-    return BeforeValidator(check)
-
-
-def _real(
-    minimum: float = -_LARGEST,
-    maximum: float = _LARGEST,
-    *,
-    above: float = -math.inf,
-    below: float = math.inf,
-    smallest: float = _SMALLEST,
-    example: float | None = None,
-) -> BeforeValidator:
-    """A number in [minimum, maximum] and in (above, below), either 0 or of size `smallest` at least.
-
-    Args:
-      example: the nearest legal value to suggest where a bound is not legal itself.
-    """
-    bounds = ((minimum, "at least"), (above, "above"), (maximum, "at most"), (below, "below"))
-    rule = " and ".join(f"{word} {number_text(bound)}" for bound, word in bounds if abs(bound) < _LARGEST)
-
-    def check(stated: object) -> object:
-        value = _number(stated)
-        if value > maximum == _LARGEST < below:
-            raise WrongType(f"must be at most {number_text(_LARGEST)}.", [_LARGEST])
-        if not (minimum <= value <= maximum and above < value < below):
-            bound = example
-            if value < minimum and above < minimum:
-                bound = minimum
-            elif value > maximum and maximum < below:
-                bound = maximum
-            raise WrongType(f"must be {rule}.", [] if bound is None else [bound])
-        if 0 < abs(value) < smallest:
-            or_zero = "" if above >= 0 else ", or 0"
-            raise WrongType(f"must be at least {number_text(smallest)}{or_zero}.", [smallest])
-        return float(value) + 0.0  # -0.0 is 0
-
-    return BeforeValidator(check)
+    return WrapValidator(check)
 
 
 def exact(value: object) -> Fraction:
@@ -208,17 +139,25 @@ def exact(value: object) -> Fraction:
     if isinstance(value, str):
         ratio = _RATIO.match(value)
         if ratio is None:
-            raise WrongType(_no_number(value))
-        if max(len(ratio[1].lstrip("+-")), len(ratio[2])) > _LONGEST_RATIO:
-            raise WrongType(f"has more than {_LONGEST_RATIO} digits in its numerator or denominator.")
+            raise WrongType(f"is text, not a number{_by_quotes(value)}.")
         if int(ratio[2]) == 0:
             raise WrongType("is divided by 0.")
         return Fraction(int(ratio[1]), int(ratio[2]))
-    if isinstance(value, Fraction):
-        return value
-    number = _number(value)
-    # The user wrote the shortest decimal that reads as this float, not its binary value.
-    return Fraction(repr(number) if isinstance(number, float) else number)
+    if isinstance(value, bool) or not isinstance(value, int | float | Fraction):
+        raise WrongType("is not a number.")
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise WrongType("is not a finite number.")
+        return Fraction(repr(value))  # the shortest decimal that reads as this float, which is what the user wrote
+    return Fraction(value)
+
+
+def _by_quotes(text: str) -> str:
+    try:
+        float(text)
+    except ValueError:
+        return ""
+    return ": the quotes make it text"
 
 
 def _positive(special: int | None = None, meaning: str = "") -> BeforeValidator:
@@ -229,29 +168,21 @@ def _positive(special: int | None = None, meaning: str = "") -> BeforeValidator:
         number = exact(value)
         if number <= 0 and number != special:
             raise WrongType(f"{rule}.", [Fraction(1)])
-        if number > _LARGEST_EXACT:
-            raise WrongType(f"must be at most {number_text(float(_LARGEST_EXACT))}.", [_LARGEST_EXACT])
-        if 0 < number < _SMALLEST_EXACT:
-            raise WrongType(f"must be at least {number_text(float(_SMALLEST_EXACT))}.", [_SMALLEST_EXACT])
         return number
 
     return BeforeValidator(check)
 
 
-def _whole_or_part(minimum: int, special: int | None, whole: str) -> BeforeValidator:
-    """An integer as in `_whole`, or a number between 0 and 1: that part of `whole`."""
-    count = _whole(minimum, special)
+def _steps(least: int, whole: str, special: int | None = None) -> BeforeValidator:
+    """An integer of at least `least`, a number between 0 and 1, which is that part of `whole`, or `special`."""
+    rule = f"must be an integer of at least {least}, or a number between 0 and 1: that part of {whole}"
 
     def check(stated: object) -> object:
-        is_part = isinstance(stated, float | Fraction) or (isinstance(stated, str) and _RATIO.match(stated))
-        if is_part and 0 < (part := exact(stated)) < 1:
-            if part < _SMALLEST_EXACT:
-                raise WrongType(f"must be at least {number_text(_SMALLEST_EXACT)}.", [_SMALLEST_EXACT])
-            return part
-        try:
-            return count.func(stated)  # pyright: ignore[reportCallIssue]
-        except WrongType as wrong:
-            raise WrongType(f"{wrong} A number between 0 and 1 is that part of {whole}.", wrong.nearest) from None
+        number = exact(stated)
+        if 0 < number < 1 or (isinstance(stated, int) and (least <= number <= _LARGEST_COUNT or number == special)):
+            return number if number.denominator > 1 else int(number)
+        near = (math.floor(number), math.ceil(number)) if least <= number <= _LARGEST_COUNT else (least,)
+        raise WrongType(f"{rule}.", tuple(dict.fromkeys(near)))
 
     return BeforeValidator(check)
 
@@ -272,7 +203,7 @@ Text = Annotated[str, BeforeValidator(_text(empty_allowed=True))]
 """Any printable text, "" included."""
 Name = Annotated[str, BeforeValidator(_text(empty_allowed=False))]
 """Printable text that is not empty."""
-Lines = Annotated[str, BeforeValidator(_text(empty_allowed=False, also="\n\t", most=_LONGEST_LINES))]
+Lines = Annotated[str, BeforeValidator(_text(empty_allowed=False, also="\n\t"))]
 """Text that is not empty: printable characters, line breaks and tabs."""
 PathText = Annotated[str, BeforeValidator(_path(empty_allowed=True))]
 """A path, each part of at most 255 bytes; "" included."""
@@ -318,56 +249,50 @@ SpecialInText = Literal["plain", "encode", "refuse"]
 """What special tokens that a text spells become."""
 Packing = Annotated[bool | str, BeforeValidator(_packing)]
 """True (or concat), False (or none), or best_fit."""
-Count = Annotated[int, _whole(1)]
+Count = Annotated[int, Field(ge=1, le=_LARGEST_COUNT)]
 """An integer from 1 to 2**31 - 1, the maximum of all counts."""
-Layers = Annotated[int, _whole(1, maximum=_MOST_LAYERS)]
-"""A number of layers: at most 10,000."""
-LayersOrZero = Annotated[int, _whole(0, maximum=_MOST_LAYERS)]
-"""A number of layers, or 0."""
-DevicesOrMinusOne = Annotated[int, _whole(1, -1, maximum=_MOST_DEVICES)]
-"""A number of devices, at most a million, or -1: the remaining ones."""
-AtLeastTwo = Annotated[int, _whole(2)]
+AtLeastTwo = Annotated[int, Field(ge=2, le=_LARGEST_COUNT)]
 """An integer of at least 2."""
-CountOrZero = Annotated[int, _whole(0)]
+CountOrZero = Annotated[int, Field(ge=0, le=_LARGEST_COUNT)]
 """An integer of at least 0."""
-Port = Annotated[int, _whole(1, 0, maximum=65535)]
+Port = Annotated[int, Field(ge=0, le=65535)]
 """A TCP port, or 0: none."""
-HangTimeout = Annotated[int, _whole(5, 0, maximum=86400)]
+HangTimeout = Annotated[int, Field(ge=5, le=86400), _or(0)]
 """From 5 seconds, as processes exchange their progress every second, to a day; 0: off."""
-CountOrMinusOne = Annotated[int, _whole(1, -1)]
+CountOrMinusOne = Annotated[int, Field(ge=1, le=_LARGEST_COUNT), _or(-1)]
 """An integer of at least 1, or -1: derived or off."""
-StepsOrPartOfRun = Annotated[int | Fraction, _whole_or_part(0, None, "the run"), _exactly]
+StepsOrPartOfRun = Annotated[int | Fraction, _steps(0, "the run"), _exactly]
 """An integer of at least 0, or a number between 0 and 1: that part of the run's steps."""
-StepsOrPartOfEpoch = Annotated[int | Fraction, _whole_or_part(1, None, "an epoch"), _exactly]
+StepsOrPartOfEpoch = Annotated[int | Fraction, _steps(1, "an epoch"), _exactly]
 """An integer of at least 1, or a number between 0 and 1: that part of an epoch's steps."""
-StepsOrPartOfEpochOrMinusOne = Annotated[int | Fraction, _whole_or_part(1, -1, "an epoch"), _exactly]
+StepsOrPartOfEpochOrMinusOne = Annotated[int | Fraction, _steps(1, "an epoch", -1), _exactly]
 """The same, or -1: off."""
-Seed = Annotated[int, _whole(0, maximum=_LARGEST_SEED)]
+Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 """An integer of at least 0 and below 2**63."""
-DrawSeed = Annotated[int, _whole(0, maximum=2**32 - 1)]
+DrawSeed = Annotated[int, Field(ge=0, le=2**32 - 1)]
 """A seed of 32 bits."""
-SeedOrMinusOne = Annotated[int, _whole(0, -1, maximum=_LARGEST_SEED)]
+SeedOrMinusOne = Annotated[int, Field(ge=-1, le=2**63 - 1)]
 """A seed, or -1: none."""
-Positive = Annotated[float, _real(above=0.0)]
-"""A number from 1e-30 to 1e30."""
-AtLeastOne = Annotated[float, _real(1.0)]
-"""At least 1."""
-NotNegative = Annotated[float, _real(0.0)]
-"""0, or a number from 1e-30 to 1e30."""
-Temperature = Annotated[float, _real(0.0, 1e6, smallest=1e-6)]
-"""0, or a divisor of logits from 1e-6 to 1e6."""
-Seconds = Annotated[float, _real(above=0.0, maximum=1e6, smallest=1e-6, example=30.0)]
-"""A time from a microsecond to a million seconds."""
-Share = Annotated[float, _real(0.0, 1.0)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+"""A number above 0."""
+AtLeastOne = Annotated[float, Field(ge=1, allow_inf_nan=False)]
+"""A number of at least 1."""
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+"""A number of at least 0."""
+Temperature = NotNegative
+"""A divisor of logits, or 0."""
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False, examples=[30])]
+"""A time above 0."""
+Share = Annotated[float, Field(ge=0, le=1)]
 """A number in [0, 1]."""
-PositiveShare = Annotated[float, _real(above=0.0, maximum=1.0, example=1.0)]
+PositiveShare = Annotated[float, Field(gt=0, le=1, examples=[1])]
 """A number in (0, 1]."""
-Decay = Annotated[float, _real(0.0, below=1.0, example=0.9)]
+Decay = Annotated[float, Field(ge=0, lt=1, examples=[0.9])]
 """A number in [0, 1): the decay of a running mean."""
-BelowHalf = Annotated[float, _real(0.0, below=0.5, example=0.49)]
+BelowHalf = Annotated[float, Field(ge=0, lt=0.5, examples=[0.49])]
 """A number in [0, 0.5)."""
 Exact = Annotated[Fraction, _positive(), _exactly]
-"""An exact rational from 1e-12 to 1e12, the range of all exact numbers."""
+"""An exact rational above 0."""
 ExactOrDerived = Annotated[Fraction, _positive(-1, "derived"), _exactly]
 """An exact rational above 0, or -1: derived."""
 ExactOrSame = Annotated[Fraction, _positive(0, "the same as in training"), _exactly]
@@ -438,4 +363,20 @@ def wrong_value(kind: type[BaseModel], detail: ErrorDetails, name: str = "") -> 
     if isinstance(cause, WrongType):
         return Refusal(key, f"{key}={value} {cause}", cause.nearest)
     rule = detail["msg"].removeprefix("Value error, ").replace("Input should be", "must be").removesuffix(".")
-    return Refusal(key, f"{key}={value} {rule}.")
+    if isinstance(detail["input"], str) and detail["type"] in ("int_type", "float_type"):
+        rule = f"is text, not a number{_by_quotes(detail['input'])}"
+    return Refusal(key, f"{key}={value} {rule}.", _nearest(detail, kind.model_fields[str(detail["loc"][0])]))
+
+
+def _nearest(detail: ErrorDetails, field: FieldInfo) -> tuple[object, ...]:
+    """The legal numbers next to a wrong one, by pydantic's error."""
+    stated, bound = detail["input"], detail.get("ctx", {})
+    found: list[object] = []
+    if detail["type"] == "int_type" and isinstance(stated, float) and math.isfinite(stated):
+        least = next((cast("int", each.ge) for each in field.metadata if isinstance(each, Ge)), 0)
+        found = [number for number in (math.floor(stated), math.ceil(stated)) if number >= least]
+    elif "ge" in bound:
+        found = [bound["ge"]]
+    elif "le" in bound:
+        found = [bound["le"]]
+    return tuple(dict.fromkeys([*found, *(field.examples or ())]))

@@ -10,7 +10,6 @@ from maxtext_lite.config.field_types import (
     CountOrMinusOne,
     CountOrZero,
     Decay,
-    DevicesOrMinusOne,
     Exact,
     ExactOrDerived,
     ExactOrOne,
@@ -19,8 +18,6 @@ from maxtext_lite.config.field_types import (
     ExactOrZero,
     Flag,
     HangTimeout,
-    Layers,
-    LayersOrZero,
     Name,
     NotNegative,
     ObjectiveName,
@@ -144,18 +141,18 @@ class LocalUpdatesConfig(Section):
 class MeshConfig(Section):
     """The axes of the mesh, and how layers are split over pipeline stages."""
 
-    dcn_data_parallelism: DevicesOrMinusOne
-    dcn_fsdp_parallelism: DevicesOrMinusOne
-    dcn_tensor_parallelism: DevicesOrMinusOne
-    dcn_context_parallelism: DevicesOrMinusOne
-    dcn_expert_parallelism: DevicesOrMinusOne
-    dcn_pipeline_parallelism: DevicesOrMinusOne
-    ici_data_parallelism: DevicesOrMinusOne
-    ici_fsdp_parallelism: DevicesOrMinusOne
-    ici_tensor_parallelism: DevicesOrMinusOne
-    ici_context_parallelism: DevicesOrMinusOne
-    ici_expert_parallelism: DevicesOrMinusOne
-    ici_pipeline_parallelism: DevicesOrMinusOne
+    dcn_data_parallelism: CountOrMinusOne
+    dcn_fsdp_parallelism: CountOrMinusOne
+    dcn_tensor_parallelism: CountOrMinusOne
+    dcn_context_parallelism: CountOrMinusOne
+    dcn_expert_parallelism: CountOrMinusOne
+    dcn_pipeline_parallelism: CountOrMinusOne
+    ici_data_parallelism: CountOrMinusOne
+    ici_fsdp_parallelism: CountOrMinusOne
+    ici_tensor_parallelism: CountOrMinusOne
+    ici_context_parallelism: CountOrMinusOne
+    ici_expert_parallelism: CountOrMinusOne
+    ici_pipeline_parallelism: CountOrMinusOne
     context_parallel_strategy: Literal["all_gather", "ring"]
     shard_optimizer_over_data: Flag
     pipeline_schedule: Literal["gpipe", "1f1b"]
@@ -173,7 +170,7 @@ class ModelConfig(Section):
     base_num_kv_heads: Count
     head_dim: Count
     base_mlp_dim: Count
-    base_num_decoder_layers: Layers
+    base_num_decoder_layers: Count
     normalization: Normalization
     norm_placement: Literal["pre", "post", "both"]
     normalization_layer_epsilon: Positive
@@ -221,7 +218,7 @@ class ModelConfig(Section):
     topk_routing_group: Count
     routed_bias: Flag
     expert_bias: Flag
-    first_num_dense_layers: LayersOrZero
+    first_num_dense_layers: CountOrZero
     mlp_pattern: Name
     lora_rank: CountOrZero
     lora_alpha: Positive

@@ -8,32 +8,8 @@ import yaml
 
 from maxtext_lite.config.errors import value_text
 
-_DEEPEST = 16
-_MOST_REPEATED = 1_000  # nine levels of nine aliases each would be 400 million values
-_MOST_DIGITS = 4_000  # Python's own limit is 4,300
-
-
-class _ShallowLoader(yaml.SafeLoader):
-    """PyYAML's parser, limited to a depth that is safe for recursion."""
-
-    _depth = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """The node, as from PyYAML.
-
-        Raises:
-          ValueError: it is nested too deeply.
-        """
-        if self._depth > _DEEPEST:
-            raise ValueError("is nested too deeply")
-        self._depth += 1
-        node = super().compose_node(parent, index)
-        self._depth -= 1
-        return node
-
-
-# Without the YAML 1.1 rules for plain scalars.
-_CoreLoader: Any = type("_CoreLoader", (_ShallowLoader,), {"yaml_implicit_resolvers": {}})
+# PyYAML's parser without the rules of YAML 1.1 for plain scalars.
+_CoreLoader: Any = type("_CoreLoader", (yaml.SafeLoader,), {"yaml_implicit_resolvers": {}})
 _PATTERNS: dict[str, re.Pattern[str]] = {}
 for _tag, _pattern, _first in (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
@@ -70,10 +46,10 @@ def parse_value(text: str) -> YamlValue:
     """The YAML 1.2 value of `text`, as on the right of `key=value`; empty text is null.
 
     Raises:
-      ValueError: it is not YAML, or beyond a limit.
+      ValueError: it is not YAML.
     """
     node = _compose(text)
-    return YamlValue(None, "") if node is None else _value(node, _Read())
+    return YamlValue(None, "") if node is None else _value_of(node)
 
 
 def is_one_scalar(text: str) -> bool:
@@ -93,7 +69,7 @@ def parse_mapping(text: str) -> list[tuple[str, YamlValue]]:
     """The entries of a YAML mapping in order, duplicates included; an empty document has none.
 
     Raises:
-      ValueError: it is not YAML, beyond a limit, or not a mapping.
+      ValueError: it is not YAML, or not a mapping.
     """
     node = _compose(text)
     if node is None:
@@ -102,11 +78,10 @@ def parse_mapping(text: str) -> list[tuple[str, YamlValue]]:
         raise ValueError("is not a list of `key: value` lines")
     _check_tag(node)
     entries: list[tuple[str, YamlValue]] = []
-    read = _Read()
     for key_node, value_node in cast("list[tuple[yaml.Node, yaml.Node]]", node.value):
         if not isinstance(key_node, yaml.ScalarNode):
             raise ValueError(f"has a key that is not a word{_where(key_node)}")
-        entries.append((str(key_node.value), _value(value_node, read)))
+        entries.append((str(key_node.value), _value_of(value_node)))
     return entries
 
 
@@ -119,47 +94,35 @@ def _compose(text: str) -> yaml.Node | None:
         raise ValueError(f"is not YAML ({error.problem or error.context}{where})") from error
     except yaml.YAMLError as error:
         raise ValueError(f"is not YAML ({str(error).splitlines()[0]})") from error
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
 
 
 def _where(node: yaml.Node) -> str:
     return f" (line {node.start_mark.line + 1})"
 
 
-class _Read:
-    """The nodes read so far, and the number of repetitions by aliases."""
-
-    def __init__(self) -> None:
-        self._once: set[int] = set()
-        self._repeated = 0
-
-    def add(self, node: yaml.Node) -> None:
-        self._repeated += id(node) in self._once
-        self._once.add(id(node))
-        if self._repeated > _MOST_REPEATED:
-            raise ValueError(f"repeats more than {_MOST_REPEATED:,} values by aliases{_where(node)}")
+def _value_of(node: yaml.Node) -> YamlValue:
+    try:
+        return _value(node)
+    except RecursionError:
+        raise ValueError(f"is nested too deeply, or contains itself{_where(node)}") from None
 
 
-def _value(node: yaml.Node, read: _Read, inside: tuple[yaml.Node, ...] = ()) -> YamlValue:
-    if any(node is outer for outer in inside):
-        raise ValueError(f"contains itself{_where(node)}")
-    read.add(node)
+def _value(node: yaml.Node) -> YamlValue:
     if isinstance(node, yaml.ScalarNode):
         return YamlValue(_scalar(node), str(node.value))
-    inside = (*inside, node)
-    if len(inside) > _DEEPEST:  # by aliases
-        raise ValueError(f"is nested too deeply{_where(node)}")
     _check_tag(node)
     if isinstance(node, yaml.SequenceNode):
-        items = [_value(item, read, inside) for item in cast("list[yaml.Node]", node.value)]
+        items = [_value(item) for item in cast("list[yaml.Node]", node.value)]
         return YamlValue([item.value for item in items], None, [_as_written(item) for item in items])
-    pairs = cast("list[tuple[yaml.Node, yaml.Node]]", node.value)
     entries: dict[str, YamlValue] = {}
-    for key, value in pairs:
+    for key, value in cast("list[tuple[yaml.Node, yaml.Node]]", node.value):
         if not isinstance(key, yaml.ScalarNode):
             raise ValueError(f"has a key that is not a word{_where(key)}")
         if key.value in entries:
             raise ValueError(f"has the key '{value_text(key.value, 40)}' twice{_where(key)}")
-        entries[key.value] = _value(value, read, inside)
+        entries[key.value] = _value(value)
     values = {name: entry.value for name, entry in entries.items()}
     return YamlValue(values, None, {name: _as_written(entry) for name, entry in entries.items()})
 
@@ -172,22 +135,18 @@ def _scalar(node: yaml.ScalarNode) -> object:
     text, kind = str(node.value), str(node.tag).removeprefix(_TAG_PREFIX)
     if kind in _PATTERNS and not _PATTERNS[kind].match(text):
         raise ValueError(f"has the tag !!{kind} before a value that is not one{_where(node)}")
-    match kind:
-        case "null":
-            return None
-        case "bool":
-            return text.lower() == "true"
-        case "int":
-            if len(text) > _MOST_DIGITS:
-                raise ValueError(f"has a number of {len(text):,} digits{_where(node)}")
-            base = {"0o": 8, "0x": 16}.get(text[:2], 10)
-            return int(text, base)
-        case "float":
-            return float(re.sub(r"\.(?=inf|nan)", "", text.lower()))
-        case "str":
-            return text
-        case _:
-            raise ValueError(_unknown_tag(node))
+    if kind == "null":
+        return None
+    if kind == "bool":
+        return text.lower() == "true"
+    if kind == "int":
+        base = {"0o": 8, "0x": 16}.get(text[:2], 10)
+        return int(text, base)
+    if kind == "float":
+        return float(re.sub(r"\.(?=inf|nan)", "", text.lower()))
+    if kind == "str":
+        return text
+    raise ValueError(_unknown_tag(node))
 
 
 def _check_tag(node: yaml.Node) -> None:

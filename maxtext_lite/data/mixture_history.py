@@ -18,7 +18,6 @@ from maxtext_lite.config import UserError
 from maxtext_lite.data.mixture_rule import MixtureRule, position_of, rule_of
 from maxtext_lite.data.order import FILE_ORDER
 
-_PLAIN = ""  # the name of the source in a checkpoint that did not record it
 _SALT_BYTES = 8
 
 
@@ -75,11 +74,6 @@ History = tuple[Mixture, ...]
 def history_of(parts: Sequence[SourcePart]) -> History:
     """The history of a run that begins with these parts."""
     return (Mixture(0, 0, tuple(sorted(parts, key=lambda part: part.fingerprint))),)
-
-
-def history_before_names(fingerprint: str) -> History:
-    """The history of a run that had one source and did not record it."""
-    return history_of([SourcePart(_PLAIN, fingerprint, "1", None)])
 
 
 def continued(history: History, parts: Sequence[SourcePart], *, examples_seen: int, tokens_seen: int) -> History:

@@ -12,9 +12,7 @@ from maxtext_lite.batching.elsewhere import held_out_fraction
 from maxtext_lite.config import Config, ModelConfig, RLRunConfig, RunConfig, UserError, adapted_weights
 from maxtext_lite.config.bucket import absolute, is_bucket
 from maxtext_lite.config.errors import full_text, setting_text
-from maxtext_lite.config.load import defaults_of
 from maxtext_lite.config.whole_file import steps_in
-from maxtext_lite.data.mixture_history import as_json, history_before_names
 from maxtext_lite.data.mixture_source import MIXTURE
 from maxtext_lite.parallel import Params, Tree, value_of_host
 from maxtext_lite.training.commit import remove, remove_leftovers, set_aside
@@ -29,12 +27,10 @@ from maxtext_lite.training.parameter_files import (
     parameter_items,
     reshaped,
 )
-from maxtext_lite.training.saving import FORMAT, Saver, check, read_about, read_arrays, reading, saved_shapes
+from maxtext_lite.training.saving import FORMAT, Saver, check, read_about, read_arrays, saved_shapes
 from maxtext_lite.training.starts import Starts
 from maxtext_lite.training.state import OF_REPLICAS, TrainState
 
-_OLDEST_FORMAT = 2  # that can be read
-_ADAFACTOR = "adafactor's means are over"  # older versions took them over whole stacks of layers, without this key
 OWN = "own"  # in a fingerprint: a part that is not configured, but passed from Python
 CONFIGURED_OBJECTIVE = "configured"  # that of dataset_type
 _REPLICAS = "diloco_num_replicas"  # None: without local updates
@@ -82,8 +78,6 @@ def fingerprint(config: Config, data: str, num_replicas: int | None) -> dict[str
     values[_REPLICAS] = num_replicas
     if num_replicas is not None:
         values["diloco_outer_momentum is 0"] = config.diloco_outer_momentum == 0
-    if config.optimizer == "adafactor":
-        values[_ADAFACTOR] = "each tensor"
     if config.optimizer == "sgd":
         values["sgd_momentum is 0"] = config.sgd_momentum == 0
     if isinstance(config, RLRunConfig):  # they divide pairs into prompts and steps into batches
@@ -116,7 +110,7 @@ class CheckpointReader:
             if problem is not None:
                 say(f"the checkpoint of step {step} is damaged: {full_text(problem)}. It is passed over")
                 continue
-            self.mixtures = self.mixtures or _mixtures(read_about(path))
+            self.mixtures = self.mixtures or read_about(path)["mixtures"]
             if step < before:
                 self._newest = step
                 break
@@ -136,19 +130,12 @@ class CheckpointReader:
         assert step is not None, "restore() without a checkpoint"
         path = self._directory / str(step)
         about = read_about(path)
-        with reading(path):  # damage to an older checkpoint may only show in what it says
-            return self._restored(step, path, about, abstract)
-
-    def _restored(
-        self, step: int, path: Path, about: dict[str, Any], abstract: TrainState
-    ) -> tuple[TrainState, Counts]:
-        if not _OLDEST_FORMAT <= about["format"] <= FORMAT:
-            range_read = f"{_OLDEST_FORMAT} to {FORMAT}"
-            raise self._only_parameters(step, f"has format {about['format']}; this version reads {range_read}")
+        if about["format"] != FORMAT:
+            raise self._only_parameters(step, f"has format {about['format']}; this version reads {FORMAT}")
         if "fingerprint" not in about:
             raise self._only_parameters(step, "holds parameters alone, as `convert import` writes them")
         self._refuse_other_run(step, about["fingerprint"])
-        self.mixtures, self.starts = self.mixtures or _mixtures(about), about.get("starts", [])
+        self.mixtures, self.starts = self.mixtures or about["mixtures"], about["starts"]
         wanted = {"params": abstract.model_params, "update_state": abstract.update_state}
         layout = StageLayout.of(abstract.plain_params, tuple(about["layer_dims"]))
         as_saved = {
@@ -180,15 +167,11 @@ class CheckpointReader:
         )
 
     def _refuse_other_run(self, step: int, saved: dict[str, Any]) -> None:
-        here, saved = self._fingerprint, _as_written_now(saved)
-        saved.setdefault("objective", here.get("objective"))  # which older versions did not record
+        here = self._fingerprint
         keys = sorted(key for key in saved.keys() | here.keys() if saved.get(key) != here.get(key))
         if any(fingerprint[_DATA].startswith(MIXTURE) for fingerprint in (here, saved)):
             keys = [key for key in keys if key != _DATA]  # the history identifies the sources
         where = f"the checkpoint of step {step} in {self._directory}"
-        if _ADAFACTOR in here and saved.get("optimizer") == here["optimizer"] and _ADAFACTOR not in saved:
-            whole = "has adafactor's state of whole stacks of layers, as in older versions"
-            raise self._only_parameters(step, f"{whole}; this one has it for each layer")
         keys = [key for key in keys if key != _DATA] or keys  # if another key differs, the content does too
         both = [key for key in keys if (key in here and key in saved) or OWN in (here.get(key), saved.get(key))]
         if told := both or keys:  # what only one of them has belongs to another key, such as the optimizer
@@ -288,7 +271,7 @@ class Checkpointer(CheckpointReader):
             path = self._directory / str(step)
             if check(path).problem is None:
                 about = read_about(path)
-                if suits(_counts(about), _mixtures(about)):
+                if suits(_counts(about), about["mixtures"]):
                     later = [self._directory / str(each) for each in steps if each > step]
                     self._failures.on_first_host(self._directory, lambda later=later: [*map(remove, later)])
                     self._newest = self._failures.newest = step
@@ -355,14 +338,10 @@ class Checkpointer(CheckpointReader):
 def _counts(about: Mapping[str, Any]) -> Counts:
     return Counts(
         **{name: about[name] for name in ("step", "examples_seen", "tokens_seen")},
-        skipped_in_a_row=about.get("skipped_in_a_row", 0),  # older versions saved neither this
+        skipped_in_a_row=about["skipped_in_a_row"],
         noise=NoiseScale(**about["noise"]),
-        losses=tuple(about.get("losses", ())),  # nor losses
+        losses=tuple(about["losses"]),
     )
-
-
-def _mixtures(about: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return about.get("mixtures") or as_json(history_before_names(about["fingerprint"][_DATA]))
 
 
 def _contradiction(key: str, here: object, saved: object, where: str) -> str:
@@ -380,19 +359,6 @@ def _contradiction(key: str, here: object, saved: object, where: str) -> str:
         return f"{key}={special} contradicts {where}, which has another. Use another {key}, or another run_name."
     stated, use = (key, special) if special else (f"{key}={setting_text(here)}", setting_text(saved))
     return f"{stated} contradicts {where}, which has {key}={use}. Use {key}={use}, or another run_name."
-
-
-def _as_written_now(fingerprint: dict[str, Any]) -> dict[str, Any]:
-    """A fingerprint in the keys of this version.
-
-    Model keys that its version lacked have their defaults, which every model then had. Masters used to depend on
-    `shard_optimizer_over_data`.
-    """
-    now = defaults_of(Config).model_dump(include=set(_MODEL_KEYS)) | fingerprint
-    had_masters = now.pop("shard_optimizer_over_data", None)
-    if had_masters is not None and not now.get("lora_rank"):
-        now["master_weights"] = had_masters
-    return now
 
 
 def _joined(params: Params, parts: dict[str, Tree], step: jax.Array, skipped_in_a_row: jax.Array) -> TrainState:

@@ -33,8 +33,8 @@ from maxtext_lite.training.commit import commit, make_room, while_unfinished
 from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.manifest import Damaged, damage, finding_damage, in_items, read_manifest, write_part
 
-FORMAT = 3
-"""2 had no checksums; 1 no progress, noise scale or local updates."""
+FORMAT = 4
+"""Of a checkpoint; one of another format is refused, but for its parameters."""
 
 _TIMEOUT_SECONDS = 1200  # for the slowest process to reach a barrier
 _ENVIRONMENT = (
@@ -172,7 +172,7 @@ class Check(NamedTuple):
 
     Attributes:
       problem: the damaged file and its damage; None: no damage.
-      summary: a clause on how much was hashed and how fast, or that there are no checksums.
+      summary: a clause on how much was hashed and how fast.
     """
 
     problem: str | None
@@ -192,7 +192,7 @@ def check(directory: Path, items: Collection[str] = ()) -> Check:
     try:
         with finding_damage(directory, directory.name):
             digests = read_manifest(directory)
-            if digests is None and not _is_older(directory):
+            if digests is None:
                 problem = "its checksums are missing"
             elif not (directory / "params").is_dir():
                 problem = "params is missing"
@@ -210,7 +210,7 @@ def check(directory: Path, items: Collection[str] = ()) -> Check:
                 "base_output_directory on a file system that they share."
             )
     if problem is not None or digests is None:
-        return Check(problem, "no checksums, as an earlier version wrote it; it is taken as it is")
+        return Check(problem, "")
     read = in_items(digests, items) if items else digests
     share, num_shares = jax.process_index(), jax.process_count()
     size = 0
@@ -240,10 +240,10 @@ def _raise_first(problems: list[str | None]) -> None:
 
 @contextlib.contextmanager
 def reading(directory: Path) -> Generator[None]:
-    """A block that reads a checkpoint. Checksums have already been verified; in an older one, Orbax may meet damage.
+    """A block that reads a checkpoint. Ours have been compared with their checksums; those of MaxText have none.
 
     Raises:
-      UserError: a file cannot be read, or an older checkpoint is damaged.
+      UserError: a file cannot be read, or one of a checkpoint without checksums is damaged.
     """
     try:
         with storage_errors(directory):
@@ -278,18 +278,6 @@ def saved_shapes(directory: Path, item: str) -> dict[str, Any]:
     """Shapes and dtypes of the arrays of one item; no file of another item is read."""
     with reading(directory):
         return dict(_handlers()[item].metadata(directory / item))
-
-
-def _is_older(directory: Path) -> bool:
-    """Whether a checkpoint was written by a version that wrote no checksums."""
-    about = directory / "about" / "metadata"
-    if not about.exists():
-        return not (directory / "about").exists()  # old imports had no such item
-    try:
-        about_it = json.loads(about.read_bytes())
-        return bool(about_it["format"] < FORMAT)
-    except (ValueError, RecursionError, KeyError, TypeError):
-        return False
 
 
 def _environments(path: Path, error: BaseException) -> str | None:

@@ -188,14 +188,6 @@ def test_a_file_of_a_shipped_name_is_the_users_own(here):
         (b"\x00\x01\x02" * 9, ["my.yml"]),
         (b"#" * (2**22 + 1), ["my.yml has 4,194,305"]),
         (
-            b"a: &a [1]\n"
-            + b"".join(
-                b"b%d: &%c [%s]\n" % (i, 98 + i, b", ".join([b"*%c" % (97 + i)] * 9))
-                for i in range(9)
-            ),
-            ["my.yml"],
-        ),  # aliases of aliases
-        (
             b"".join(b"key%d: 1\n" % number for number in range(30)),
             ["'key"] * 20 + ["10 more"],
         ),

@@ -7,7 +7,6 @@ from maxtext_lite.data.mixture_history import (
     RowStream,
     SourcePart,
     continued,
-    history_before_names,
     history_of,
 )
 from maxtext_lite.data.order import FILE_ORDER
@@ -69,7 +68,7 @@ def test_a_source_is_known_by_its_rows_and_a_name_by_its_source():
 
 @pytest.mark.fast
 def test_the_source_with_which_a_run_began_alone_keeps_the_order_and_hash_that_it_had():
-    history = history_before_names("rows of a")
+    history = history_of([part("a")])
     stream = RowStream(
         continued(history, [part("a"), part("b")], examples_seen=7, tokens_seen=9)
     )

@@ -14,7 +14,6 @@ import io
 import json
 import os
 import platform
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -50,12 +49,9 @@ def measure(run: GoldenRun, directory: Path) -> dict[str, Any]:
     from maxtext_lite.training import train
 
     assert jax.device_count() == run.devices, f"{run.name} needs {run.devices} devices"
-    if run.begins_as:
-        shutil.copytree(HERE / "old_runs" / run.begins_as, directory / "run")
     for leg in run.legs:
-        file = run.file.replace("RUN_DIR", str(directory / "run"))
         config = load_config(
-            file, [*leg, f"base_output_directory={directory}", "run_name=run"]
+            run.file, [*leg, f"base_output_directory={directory}", "run_name=run"]
         )
         result = (train_rl if isinstance(config, RLRunConfig) else train)(config)
     found: dict[str, Any] = {}
@@ -242,8 +238,7 @@ def check(
                 found[name], record["runs"][name], RUNS[name].tolerance
             )
         counts[verdict] += 1
-        # The steps after an old run's were made by the code that left it, and another program may round otherwise.
-        rounds = tolerant or bool(differing) or bool(RUNS[name].begins_as)
+        rounds = tolerant or bool(differing)
         agree = agree and (verdict == SAME or (verdict == WITHIN and rounds))
         print(f"{name:<40} {verdict:<18} {what}")
     print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
@@ -280,16 +275,12 @@ def main(argv: Sequence[str]) -> int:
     found = measure_all(runs)
     if arguments.what == "check":
         return 0 if check(found, read_record(), tolerant=arguments.tolerant) else 1
-    # What earlier versions wrote and went on to is not for this one to record again.
     old = read_record()["runs"] if RECORD.exists() else {}
     others = {
         name: run for name, run in old.items() if name in RUNS and name not in found
     }
-    kept = {
-        name: run for name, run in old.items() if name in found and RUNS[name].begins_as
-    }
-    write_record({"machine": this_machine(), "runs": others | found | kept})
-    print(f"wrote {len(found) - len(kept)} runs to {os.path.relpath(RECORD)}")
+    write_record({"machine": this_machine(), "runs": others | found})
+    print(f"wrote {len(found)} runs to {os.path.relpath(RECORD)}")
     return 0
 
 

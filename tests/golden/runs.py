@@ -54,8 +54,7 @@ class GoldenRun:
     Attributes:
       legs: the overrides of each command that the run takes: every one but the first resumes in its run directory.
       devices: simulated devices of the process that it runs in.
-      file: the config file; one that stands in the run directory itself is `RUN_DIR/config.yml`.
-      begins_as: a directory in old_runs/ that the run directory is a copy of at first.
+      file: the config file.
       tolerance: relative, of losses, where machines or versions differ.
     """
 
@@ -63,7 +62,6 @@ class GoldenRun:
     legs: tuple[tuple[str, ...], ...]
     devices: int = 1
     file: str = "configs/base.yml"
-    begins_as: str = ""
     tolerance: float = 1e-5
 
 
@@ -135,13 +133,6 @@ def _grpo(name: str, *overrides: str, devices: int = 8) -> GoldenRun:
         ((*SIZES, *keys, *RL, *overrides),),
         devices,
         "configs/post_train/rl.yml",
-    )
-
-
-def _old(name: str, directory: str, devices: int, *overrides: str) -> GoldenRun:
-    leg = (*TEXT, *overrides)
-    return GoldenRun(
-        f"old run {name}", (leg,), devices, "RUN_DIR/config.yml", directory
     )
 
 
@@ -348,27 +339,6 @@ POST_TRAINED = (
         "eval_fraction=0.1",
     ),
 )
-OLD_RUNS = (
-    _old("of a ramp", "ramp", 1),
-    _old(
-        "of a ramp, on 8 devices",
-        "ramp",
-        8,
-        "ici_data_parallelism=2",
-        "per_device_batch_size=1",
-        "per_device_batch_size_start=0.5",
-        "per_device_batch_size_increment=0.25",
-    ),
-    _old("of lora", "lora", 1),
-    _old(
-        "of lora, on 8 devices",
-        "lora",
-        8,
-        "ici_tensor_parallelism=2",
-        "per_device_batch_size=1",
-    ),
-)
 RUNS = {
-    run.name: run
-    for run in (*FAMILIES, *TRAINING, *MESHES, *RESUMED, *POST_TRAINED, *OLD_RUNS)
+    run.name: run for run in (*FAMILIES, *TRAINING, *MESHES, *RESUMED, *POST_TRAINED)
 }
