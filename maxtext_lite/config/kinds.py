@@ -44,12 +44,15 @@ class ObjectiveKind:
       data: what it trains on.
       rows_per_example: rows of max_target_length tokens in an example.
       starts: `module:function` called with (run, state, counts, terminal) before the first step; "": nothing.
+      against: `module:function` from a model's scores and those of the model that the run began with to those to
+        evaluate; "": the model's own.
     """
 
     makes: str
     data: Data
     rows_per_example: int = 1
     starts: str = ""
+    against: str = ""
 
 
 TEXT = SourceKind("maxtext_lite.data.sources:open_text", is_mixable=True)

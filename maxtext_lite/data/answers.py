@@ -128,6 +128,11 @@ class AnswerSource(Source):
         return int(self._targets.sum())
 
     @property
+    def num_sequences(self) -> int:
+        """Sequences, which are several in a row with packing; of a pair, one."""
+        return len(self.columns[0])
+
+    @property
     def _targets(self) -> np.ndarray:
         """Target tokens by number of a sequence, summed over the columns."""
         return np.sum([sequences.targets for sequences in self.columns], axis=0)

@@ -11,6 +11,14 @@ class Source:
 
     ends: tuple[int, ...] = ()
 
+    @property
+    def num_sequences(self) -> int:
+        """The number of examples."""
+        return len(self)
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
     def describe(self) -> list[dict[str, Any]]:
         """No entries."""
         return []

@@ -61,6 +61,11 @@ class MixtureSource:
         return [f"{part.name}: {note}" for part, source in named for note in source.notes]
 
     @property
+    def num_sequences(self) -> int:
+        """See `ExampleSource`."""
+        return sum(source.num_sequences for source in self.sources)
+
+    @property
     def ends(self) -> tuple[int, ...]:
         """The special tokens with which the answers of some source end."""
         return tuple(dict.fromkeys(itertools.chain.from_iterable(source.ends for source in self.sources)))

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -10,6 +9,7 @@ import numpy as np
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.bucket import local_copy
 from maxtext_lite.config.json_file import is_there, user_path
+from maxtext_lite.config.registry import resolve
 from maxtext_lite.data import ExampleSource
 from maxtext_lite.data.manifest import MANIFEST_FILE
 from maxtext_lite.data.sources import open_path
@@ -52,21 +52,16 @@ def file_loss(directory: Path, config: Config, asked: EvaluateConfig) -> dict[st
             return list(_scores(config, objective, source, *load(), rows_at_once=asked.rows_at_once))
 
     found = scores(lambda: load_on_mesh(directory, config, asked.mesh))
-    if config.dataset_type == "dpo":
+    if against := config.objective_kind.against:
         of_reference = scores(lambda: _reference(config, asked))
-        found = [_against(own, other) for own, other in zip(found, of_reference, strict=True)]
+        found = [resolve(against)(own, other) for own, other in zip(found, of_reference, strict=True)]
     record = objective.evaluation(found)
     check_finite(record["eval_loss"], f"data={asked.data}", config.dtype)
-    examples = _num_examples(config, source)
-    return {"loss": record["eval_loss"], "target_tokens": record["eval_target_tokens"], "examples": examples}
-
-
-def _num_examples(config: Config, source: ExampleSource) -> int:
-    """Conversations or pairs, several of which share a row; or rows of texts."""
-    documents = None if config.objective_kind.data == "text" else source.documents(np.arange(len(source)))
-    if documents is None:
-        return len(source)
-    return int(np.sum(~documents.padding)) // config.rows_per_example
+    return {
+        "loss": record["eval_loss"],
+        "target_tokens": record["eval_target_tokens"],
+        "examples": source.num_sequences,
+    }
 
 
 def _dataset_type(config: Config, path: str, *, is_run: bool) -> str:
@@ -107,11 +102,6 @@ def _reference(config: Config, asked: EvaluateConfig) -> tuple[Decoder, Params, 
         "data: the run has no load_parameters_path, so the reference of its pairs is not stored. Nearest that works: "
         "its config with eval_dataset_path."
     )
-
-
-def _against(own: Any, reference: Any) -> Any:
-    """The scores of pairs, relative to those of the reference."""
-    return own._replace(log_ratio=own.log_ratio - reference.log_ratio)
 
 
 def _scores(

@@ -13,5 +13,6 @@ DPO = ObjectiveKind(
     "pairs",
     rows_per_example=2,
     starts="maxtext_lite.training.dpo_reference:add_reference",
+    against="maxtext_lite.training.preference:against",
 )
 GRPO = ObjectiveKind("", "prompts")

@@ -159,6 +159,11 @@ def preference(config: Config) -> Preference:
     return Preference(config.dpo_beta, config.dpo_label_smoothing)
 
 
+def against(own: PairScores, reference: PairScores) -> PairScores:
+    """Scores whose log-ratios are those to a reference."""
+    return own._replace(log_ratio=own.log_ratio - reference.log_ratio)
+
+
 def pairs_of(scores: PairScores) -> np.ndarray:
     """The log-ratios of the pairs, float32 [pairs, 2], in the order of examples and their segments."""
     places = np.arange(scores.log_ratio.shape[2])
