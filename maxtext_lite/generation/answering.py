@@ -136,12 +136,20 @@ def _finite(tokens: Iterator[tuple[int, int, float]], dtype: str) -> Iterator[tu
 
 
 def _converse(stream: Callable[[list[list[int]]], TimedTokens], prompter: _Prompter) -> None:
-    """Answers each line of the input as the next turn of one conversation."""
+    """Answers each line of the input as the next turn of one conversation.
+
+    Raises:
+      UserError: the input is not UTF-8.
+    """
     turns = prompter.first_turns
     while True:
         if sys.stdin.isatty():
             print("> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
+        try:
+            line = sys.stdin.readline()
+            line.encode()  # Python may have read other bytes as surrogates
+        except UnicodeError:
+            raise UserError("the input is not UTF-8 text.") from None
         if not line:
             return
         turns.append({"role": "user", "content": line.rstrip("\n")})

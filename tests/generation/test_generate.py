@@ -101,6 +101,20 @@ def test_each_line_of_a_conversation_is_answered_after_all_before_it(
         main([str(directory), "prompt=x", "--chat"])
 
 
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_a_conversation_whose_input_is_not_utf_8_is_refused(
+    errors, directory, config, capsys, monkeypatch, tmp_path
+):
+    (tmp_path / "t.jinja").write_text(
+        "{% for m in messages %}{{ m['content'] }};{% endfor %}"
+    )
+    chatting = config.model_copy(update={"chat_template": f"{tmp_path}/t.jinja"})
+    typed = io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), "utf-8", errors)
+    monkeypatch.setattr("sys.stdin", typed)
+    with pytest.raises(UserError, match=r"^the input is not UTF-8"):
+        ask(directory, capsys, chatting, chat=True, max_new_tokens=4)
+
+
 def test_as_many_tokens_are_added_as_the_learned_positions_allow(
     directory, config, capsys, monkeypatch, tmp_path
 ):
