@@ -378,9 +378,7 @@ def _turns(where: str, key: str, value: object) -> list[Turn]:
     turns = []
     for number, turn in enumerate(value, start=1):
         named = f'{where}: turn {number} of "{key}"'
-        if isinstance(turn, dict) and isinstance(turn.get("from"), str) and turn.get("role") is None:
-            role = _SHAREGPT_ROLES.get(turn["from"], turn["from"])
-            turn = turn | {"role": role, "content": turn.get("value")}
+        turn = _with_role(turn)
         if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
             raise UserError(f'{named} is not an object with a "role" and a "content", or "from" and "value".')
         role = turn["role"]
@@ -403,6 +401,31 @@ def _turns(where: str, key: str, value: object) -> list[Turn]:
             raise UserError(f"{named} is empty: there is no answer to learn from.")
         turns.append(given)
     return turns
+
+
+def _with_role(turn: Any) -> Any:
+    """A turn in ShareGPT's spelling with its role and content; any other as it is."""
+    if isinstance(turn, dict) and isinstance(turn.get("from"), str) and turn.get("role") is None:
+        return turn | {"role": _SHAREGPT_ROLES.get(turn["from"], turn["from"]), "content": turn.get("value")}
+    return turn
+
+
+def turns_under(where: str, key: str, value: Mapping[str, Any]) -> Any:
+    """What a line has under `key`, unchecked: turns with roles, whatever their spelling, or no list.
+
+    Under "conversations" and "instruction" the system's turn, and under "instruction" the output, are among them.
+
+    Raises:
+      UserError: a part of the line would not be rendered; names `where`.
+    """
+    turns = value.get(key)
+    if key == "instruction":
+        turns = _alpaca_turns(where, {"output": None, **value})
+        turns = turns[:-1] if value.get("output") is None else turns
+    if not isinstance(turns, list):
+        return turns
+    system = value.get("system") if key in ("conversations", "instruction") else None
+    return [*([{"role": "system", "content": system}] if system else []), *map(_with_role, turns)]
 
 
 def _alpaca_turns(where: str, value: Mapping[str, Any]) -> list[Turn]:

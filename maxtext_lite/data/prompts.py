@@ -16,15 +16,17 @@ import numpy as np
 from maxtext_lite.config import RLRunConfig, UserError, single_path
 from maxtext_lite.config.errors import counted
 from maxtext_lite.config.rl_rules import ANSWER_REWARDS, reward_names
-from maxtext_lite.data.conversations import Rendered, Renderer, refuse_unrendered
+from maxtext_lite.data.conversations import Rendered, Renderer, refuse_unrendered, turns_under
 from maxtext_lite.data.examples import check_id, num_held_out
 from maxtext_lite.data.order import example_ids
 from maxtext_lite.data.text_encoder import TextEncoder, spelled_notes
 from maxtext_lite.data.text_files import json_objects
 from maxtext_lite.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
-ASKED = '"prompt", "question" or "messages"'
+ASKED = '"prompt", "question", "messages", "conversations" or "instruction"'
 """Fields of a line."""
+_CONVERSATIONS = ("messages", "conversations", "instruction")  # whose last turn may be the answer
+_ASKED_BY = ("messages", "prompt", "question", "conversations", "instruction")
 ARGUMENTS = ("prompts", "completions", "prompt_ids", "completion_ids")
 """Arguments of reward functions, besides those named after the keys of lines."""
 _LINES_PER_ENCODING = 1024  # bounds the memory of the tokenizer library's results
@@ -286,12 +288,12 @@ def _line(maker: _PromptMaker, where: str, value: Mapping[str, Any]) -> _PromptL
             f'{where}: "{taken[0]}" is the name of an argument of reward functions. Rename that key of the line.'
         )
     refuse_unrendered(where, value, " Rename that key of the line if it is for reward functions.")
-    key = next((key for key in ("messages", "prompt", "question") if key in value), "prompt")
-    asked, answer = value.get(key), value.get("answer")
-    if not isinstance(asked, list) and (key == "messages" or not isinstance(asked, str)):
+    key = next((key for key in _ASKED_BY if value.get(key) is not None), "prompt")
+    asked, answer = turns_under(where, key, value), value.get("answer")
+    if not isinstance(asked, list) and (key in _CONVERSATIONS or not isinstance(asked, str)):
         raise UserError(f"{where}: not a JSON object with {ASKED}, a text or a list of turns.")
     fields = {name: each for name, each in value.items() if name != "answer"}
-    if key == "messages":
+    if key in _CONVERSATIONS:
         asked, said = _before_the_answer(asked)
         answer = said if answer is None else answer
     elif key == "prompt" and answer is None:

@@ -17,6 +17,7 @@ TEMPLATE = (
 )
 USER, SYSTEM = {"role": "user", "content": "Hi"}, {"role": "system", "content": "Be"}
 HO, HA = {"role": "assistant", "content": "Ho"}, {"role": "assistant", "content": "Ha"}
+HUMAN, GPT = {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}
 GSM8K = "Natalia sold 48/2 = <<48/2=24>>24 clips.\n#### 1,024"
 
 
@@ -63,6 +64,28 @@ def decoded(prompt):
         ),
         ({"messages": [USER, HO], "answer": "x"}, "u:Hi;a:", {}),
         ({"prompt": [USER], "completion": [HO, USER, HA]}, "u:Hi;a:", {"answer": "Ho"}),
+        ({"prompt": [HUMAN], "answer": "x"}, "u:Hi;a:", {}),
+        ({"conversations": [HUMAN, GPT]}, "u:Hi;a:", {"answer": "Ho"}),
+        (
+            {
+                "system": "Be",
+                "conversations": [HUMAN, GPT, HUMAN],
+                "answer": "x",
+                "prompt": None,
+            },
+            "s:Be;u:Hi;a:Ho;u:Hi;a:",
+            {},
+        ),
+        (
+            {"instruction": "Greet.", "input": "Hi", "output": "Ho"},
+            "u:Greet.\nHi;a:",
+            {"answer": "Ho"},
+        ),
+        (
+            {"instruction": "Hi", "system": "Be", "answer": 5},
+            "s:Be;u:Hi;a:",
+            {"answer": "5"},
+        ),
     ],
 )
 def test_a_line_is_a_prompt(line, text, added, lines):
@@ -76,12 +99,15 @@ def test_prompt_templates_surround_the_users_text(lines):
     keys = lines(
         {"prompt": "2+3=", "answer": "5"},
         {"messages": [SYSTEM, USER, HO, USER], "answer": "x"},
+        {"conversations": [HUMAN], "answer": "x"},
     )
     keys.append('prompt_template="Sum:\\n{prompt}!"')
     last = "s:Be;u:Hi;a:Ho;u:Sum:\nHi!;a:"
-    assert [prompt.text for prompt in opened(*keys)[0]] == ["Sum:\n2+3=!", last]
+    of_sharegpt = "u:Sum:\nHi!;a:"
+    rendered = ["Sum:\n2+3=!", last, of_sharegpt]
+    assert [prompt.text for prompt in opened(*keys)[0]] == rendered
     both = opened(*keys, "apply_chat_template=true")[0]
-    assert [prompt.text for prompt in both] == ["u:Sum:\n2+3=!;a:", last]
+    assert [prompt.text for prompt in both] == ["u:Sum:\n2+3=!;a:", last, of_sharegpt]
     assert [decoded(prompt) for prompt in both] == [prompt.text for prompt in both]
 
 

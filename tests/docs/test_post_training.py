@@ -52,7 +52,7 @@ def test_every_line_of_rl_is_the_prompt_and_the_answer_beside_it(tmp_path):
         TEMPLATE + "{% if add_generation_prompt %}assistant:{% endif %}"
     )
     rows = re.findall(r"^\| `(\{.*?\})` \| (.*) \| (.*) \|$", RL, re.MULTILINE)
-    assert len(rows) == 6
+    assert len(rows) == 8
     (tmp_path / "d.jsonl").write_text("".join(f"{line}\n" for line, _, _ in rows))
     words = [
         f"dataset_path={tmp_path / 'd.jsonl'}",
