@@ -58,17 +58,24 @@ def store_files(
     """Stores the tokenizer and the chat template of a model, and the config.json that it came with, if any.
 
     Its generation_config.json gets the tokens after which texts end that it lacks. What an earlier start stored is
-    removed where it is no longer in use.
+    removed where it is no longer in use. An export that the user has put there is left as it is.
 
     Args:
       learned: tokens with which answers end that the run learns.
       paths: where other tokens after which texts end are stated; None: those of the config's model.
     Raises:
-      UserError: a file cannot be read.
+      UserError: a file cannot be read, or is another one in an export there.
     """
     origin = files_of_model(config)
     contents = _token_files(config, origin) | (_model_files(config, origin) if origin else {})
     contents |= _with_stops(contents, config, learned, paths_of_model(config) if paths is None else paths)
+    if any(out.glob("*.safetensors")):  # of an export: a run stores no weights there
+        for name, content in contents.items():
+            if not (is_there(out / name) and read_bytes(out / name) == content):
+                raise UserError(
+                    f"{out} holds an export, whose {name} is not this run's. Move it: a run stores its own there."
+                )
+        return
     _write(out, contents)
     for name in CARRIED:
         if name not in contents:

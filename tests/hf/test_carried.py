@@ -190,6 +190,21 @@ def test_the_template_of_a_run_is_stored_in_place_of_its_tokenizers(tmp_path):
         stored(tmp_path, f"chat_template={tmp_path / 'gone.jinja'}")
 
 
+def test_an_export_in_the_place_of_what_a_run_stores_is_left_as_it_is(model, tmp_path):
+    keys = [f"load_parameters_path={model}", "steps=1"]
+    before = stored(tmp_path, *keys)
+    (tmp_path / "run" / "hf" / "model.safetensors").write_bytes(b"")
+    (tmp_path / "run" / "hf" / "vocab.json").write_text("{}")
+    after = stored(tmp_path, *keys)
+    assert after == before | {"model.safetensors": "", "vocab.json": "{}"}
+    (tmp_path / "run" / "hf" / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(
+        UserError, match=r"run/hf holds an export.*tokenizer_config\.json"
+    ):
+        stored(tmp_path, *keys)
+    assert (tmp_path / "run" / "hf" / "tokenizer_config.json").read_text() == "{}"
+
+
 def test_a_byte_tokenizer_has_no_file_and_a_template_of_its_own_is_stored(
     model, tmp_path
 ):
