@@ -8,11 +8,11 @@ from typing import Any, cast
 
 from maxtext_lite.config.bucket import any_path, local_copy
 from maxtext_lite.config.errors import Refusal, UserError, any_of, value_text
-from maxtext_lite.config.files import Origin
+from maxtext_lite.config.files import RUN_FILE, Origin
 from maxtext_lite.config.hf.adapter import CONFIG, adapter_of, missing_base
 from maxtext_lite.config.hf.config import WEIGHTS_FIELD, config_json, field_names, model_keys, stored_dtype
 from maxtext_lite.config.hf.fields import JsonObject, Keys, same_architecture
-from maxtext_lite.config.json_file import check_file, is_there, path_below, read_object
+from maxtext_lite.config.json_file import check_file, is_there, path_below, read_object, read_text
 from maxtext_lite.config.sections import ModelConfig, RunConfig
 from maxtext_lite.config.whole_file import steps_in
 
@@ -273,14 +273,22 @@ def _refusals(error: UserError) -> list[Refusal]:
     return [Refusal("load_parameters_path", problem) for problem in error.problems]
 
 
-def tokenizer_values(path: str, stated: Mapping[str, object]) -> dict[str, str]:
-    """The tokenizer of an adapter, of the model that it came with, or of a run from scratch; {} if one is stated."""
+def tokenizer_values(path: str, stated: Mapping[str, object]) -> dict[str, str | bool]:
+    """The tokenizer of an adapter, of the model that it came with, or of a run from scratch; {} if one is stated.
+
+    With that of a run comes its add_bos=false, which the tokenizer's files cannot say.
+    """
     if any(key in stated for key in TOKENIZER_KEYS):
         return {}
     adapter = adapter_of(path)
     if adapter and (own := tokenizer_keys(adapter.directory)):
-        return own
-    return tokenizer_keys(hf_directory(path) or local_copy(path, "load_parameters_path") / "hf")
+        return {**own}
+    root = local_copy(path, "load_parameters_path")
+    found: dict[str, str | bool] = {**tokenizer_keys(hf_directory(path) or root / "hf")}
+    of_run = read_text(root / RUN_FILE) if found and is_there(root / RUN_FILE) else ""
+    if "add_bos" not in stated and re.search(r"^add_bos: false\b", of_run, re.MULTILINE):
+        found["add_bos"] = False
+    return found
 
 
 def in_its_fields(path: str, refusals: list[Refusal], origins: Mapping[str, str]) -> list[Refusal]:

@@ -353,6 +353,19 @@ def test_a_run_has_the_tokenizer_and_the_template_that_it_stored_whatever_has_th
     assert directory_config(run, "").chat_template == "t.jinja"
 
 
+def test_what_starts_from_a_run_begins_texts_as_that_run_did(directory, tmp_path):
+    keys = ["tokenizer_type=huggingface", "tokenizer_path=tokenizer.json"]
+    for words, begins in (([], "auto"), (["add_bos=false"], False)):
+        run = run_of(tmp_path / f"run-{begins}", tmp_path, *keys, *words)
+        assert load(run).add_bos == begins
+        assert load(run, "add_bos=auto").add_bos == "auto"
+        assert load(run, "tokenizer_type=byte").add_bos == "auto"
+        (run / "hf" / "config.json").write_bytes(
+            (directory / "config.json").read_bytes()
+        )
+        assert load(run).add_bos == begins, "also where the run began with a model"
+
+
 @pytest.mark.parametrize(
     ("stated", "here", "expected"),
     [
