@@ -110,6 +110,11 @@ def _imported(name: str) -> Callable[..., Any]:
         if not hasattr(found, part):
             near = get_close_matches(part, dir(found), n=1)
             hint = f" Did you mean '{near[0]}'?" if near else ""
+            if module_name == "__main__":
+                hint = (
+                    " Functions run in another process than the notebook or program that trains: write this one to a "
+                    f"file, such as rewards.py, and state rewards:{path}."
+                )
             raise _NoFunction(f"{module_name} has no '{path}'.{hint}")
         found = getattr(found, part)
     if not callable(found) or inspect.isclass(found):

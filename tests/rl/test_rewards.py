@@ -180,13 +180,14 @@ def test_all_calls_of_async_functions_have_one_event_loop():
 def test_what_cannot_be_called_is_said_of_all_at_once(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
     wrong = ["m:jugde", "no_such:f", "broken:f", "leaves:f", "m:not_one", "m:Judge"]
-    wrong += ["m:streams", "m:yields"]
+    wrong += ["m:streams", "m:yields", "__main__:of_a_cell"]
     names = [*wrong, "m:judge", "math_verify"]
     *found, package = Functions(names, "", ["completions"]).problems
     assert [problem.split(": ")[0] for problem in found] == [
         f"reward_functions={name}" for name in wrong
     ]
     assert "'judge'" in found[0]
+    assert "rewards:of_a_cell" in found[-1]
     assert "[math]" in package
 
 
