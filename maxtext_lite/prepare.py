@@ -1,17 +1,19 @@
 """The command `prepare`: text tokenized once, into a dataset for any number of runs."""
 
 import argparse
+import contextlib
 import os
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
 from maxtext_lite.cli import ArgumentParser, key_arguments, parse_keys, run_command, whole_number
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import WrongType, counted, value_text
 from maxtext_lite.config.field_types import data_path_text
 from maxtext_lite.data.preparing.keys import InspectConfig, PrepareConfig, TokenizerConfig
+from maxtext_lite.process.status_line import StatusLine
 
 EXAMPLE = "prepare input=texts/*.jsonl.zst output=data/texts tokenizer_type=huggingface tokenizer_path=tokenizer.json"
 _TEXTS = ("output", "tokenizer_path", "chat_template", "text_field")
@@ -98,11 +100,26 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+@contextlib.contextmanager
+def _status_line(doing: str) -> Generator[StatusLine]:
+    status = StatusLine(doing=doing)
+    with status.shown():
+        status.is_first = True
+        yield status
+
+
 def _prepare(config: PrepareConfig, share: tuple[int, int]) -> None:
     from maxtext_lite.data.preparing.dataset import prepare_dataset
     from maxtext_lite.data.text_encoder import spelled_notes
 
-    outcome = prepare_dataset(config, share=share, say=lambda line: print(line, flush=True))
+    with _status_line(f"preparing {config.output}") as status:
+        status.is_first = not sys.stdout.isatty()  # where a bar shows the progress
+
+        def say(line: str) -> None:
+            print(line, flush=True)
+            status.printed()
+
+        outcome = prepare_dataset(config, share=share, say=say)
     if outcome is None:
         print(f"share {share[0]} of {share[1]} is done; the last share to finish writes the manifest")
         return
@@ -143,8 +160,10 @@ def _inspect(argv: Sequence[str]) -> int:
         lines = shown_rows(arguments.path, config, int(bounds[1]), int(bounds[2]), as_json=arguments.json)
     else:
         lines = report(arguments.path, config)
-    for line in lines:
-        print(line, flush=True)
+    with _status_line(f"reading {arguments.path}") as status:
+        for line in lines:
+            print(line, flush=True)
+            status.printed()
     return 0
 
 
@@ -170,7 +189,8 @@ def _train_tokenizer(argv: Sequence[str]) -> int:
         raise UserError(problems)
     from maxtext_lite.data.preparing.vocabulary import train_tokenizer
 
-    path = train_tokenizer(config)
+    with _status_line(f"training the tokenizer {config.output}"):
+        path = train_tokenizer(config)
     words = shlex.join([f"tokenizer_type={config.tokenizer_type}", f"tokenizer_path={path}"])
     print(f"{words}: {config.vocab_size:,} ids")
     return 0

@@ -1,8 +1,10 @@
 """The command `prepare`: from texts to a dataset for runs, at once or in shares; and its inspection."""
 
+import functools
 import json
 import pickle
 import re
+import time
 
 import pytest
 import tokenizers
@@ -13,6 +15,7 @@ from maxtext_lite.data.manifest import read_manifest
 from maxtext_lite.data.preparing.keys import PrepareConfig
 from maxtext_lite.data.sources import open_sources
 from maxtext_lite.prepare import PrepareStep, main
+from maxtext_lite.process.status_line import StatusLine
 from tests.source_tree import REPOSITORY
 
 
@@ -26,6 +29,37 @@ def words(tmp_path):
         f"output={tmp_path / 'out'}",
         "max_bad_fraction=0.25",
     ]
+
+
+@pytest.mark.parametrize(
+    ("slow", "command"),
+    [
+        ("dataset.prepare_dataset", []),
+        ("vocabulary.train_tokenizer", ["tokenizer", "vocab_size=300"]),
+        ("inspecting.report", ["inspect"]),
+    ],
+)
+def test_silence_is_broken_by_what_prepare_does(
+    slow, command, words, tmp_path, monkeypatch, capsys
+):
+    def wait(*_, **__):
+        time.sleep(0.2)
+        raise UserError("over")
+        yield  # lines, as inspect
+
+    def wait_at_once(*_, **__):
+        next(wait())
+
+    waits = wait if command == ["inspect"] else wait_at_once
+    monkeypatch.setattr(f"maxtext_lite.data.preparing.{slow}", waits)
+    often = functools.partial(StatusLine, 0.01)
+    monkeypatch.setattr(prepare, "StatusLine", often)
+    given = [str(tmp_path / "out")] if command == ["inspect"] else words[:2]
+    with pytest.raises(UserError, match="over"):
+        main([*command, *given])
+    said = capsys.readouterr()
+    assert f"{tmp_path / 'out'}: 0 s so far" in said.err
+    assert not said.out
 
 
 @pytest.mark.fast

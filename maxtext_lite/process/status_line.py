@@ -23,14 +23,17 @@ _WORK: dict[Phase, str] = {
 class StatusLine:
     """One timer thread that prints a line after `seconds` of silence, and after as many more.
 
+    Args:
+      doing: what the command does, if it has no phases.
+
     Attributes:
       say: prints a line; by default on stderr, which no output of a command is read from.
       is_first: this process is the one that prints; False until the processes of the run know each other.
     """
 
-    def __init__(self, seconds: float = 30.0, watched: PhaseClock = phases):
-        self._seconds, self._watched = seconds, watched
-        self._printed = time.monotonic()
+    def __init__(self, seconds: float = 30.0, watched: PhaseClock = phases, doing: str = ""):
+        self._seconds, self._watched, self._doing = seconds, watched, doing
+        self._began = self._printed = time.monotonic()
         self.say: Callable[[str], object] = complain
         self.is_first = False
 
@@ -61,6 +64,8 @@ class StatusLine:
             self.printed()
 
     def _where(self) -> str:
+        if self._doing:
+            return f"{self._doing}: {time.monotonic() - self._began:,.0f} s so far"
         work, step, seconds = self._watched.work
         if work == "start-up":
             is_read = "data" in self._watched.start_up
