@@ -51,6 +51,21 @@ def test_a_file_is_read_over_those_that_it_is_based_on(converted, tmp_path):
     assert "dropout_rate=0.5" in text.rpartition("# No equivalent")[2]
 
 
+@pytest.mark.parametrize(
+    ("interval", "held_out"), [(-1, ""), (40, "prepared_held_out")]
+)
+def test_records_are_to_be_prepared_again_also_those_held_out(
+    interval, held_out, converted
+):
+    words = "dataset_type=grain grain_train_files=t* tokenizer_type=huggingface"
+    words += f" grain_eval_files=h* tokenizer_path=x.json eval_interval={interval}"
+    config, text = converted("MaxText.train", "base.yml", *words.split())
+    assert (config.dataset_path, config.eval_dataset_path) == ("prepared", held_out)
+    notes = text.rpartition("# Notes")[2]
+    assert "t*" in notes
+    assert ("h*" in notes) == bool(held_out)
+
+
 def test_stdin_is_a_file_and_devices_round_as_maxtext_does(converted, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("per_device_batch_size: 0.3\n"))
     config, _ = converted("-", "--devices", "8")

@@ -419,12 +419,19 @@ def _data(found: Translation, of: Mapping[str, Any], *, named: bool) -> None:
         found.put("dataset_path", patterns[0][0], files)
     else:
         found.put("dataset_path", _NO_PATH, files)
-        how = "JSONL files (docs/post_training.md)" if keeps_paths else "what `prepare` makes of its text"
+        of_text = f"the text of {value_text(patterns[0][0])}" if patterns else "its text"
+        how = "JSONL files (docs/post_training.md)" if keeps_paths else f"what `prepare` makes of {of_text}"
         found.notes.append(f"dataset_type={kind} has no equivalent: dataset_path={_NO_PATH} is to be {how}")
     if held_out and ";" in of[held_out]:
         found.losses.append(f"{held_out}={value_text(of[held_out])}: its weights; eval_dataset_path is one path")
         held_out = ""
-    found.put("eval_dataset_path", of[held_out] if held_out and keeps_paths else "", held_out)
+    held_out_path = of[held_out] if held_out else ""
+    if held_out_path and not keeps_paths:
+        text = value_text(held_out_path)
+        held_out_path = "" if of["eval_interval"] == -1 else f"{_NO_PATH}_held_out"
+        if held_out_path:
+            found.notes.append(f"eval_dataset_path={held_out_path} is to be what `prepare` makes of the text of {text}")
+    found.put("eval_dataset_path", held_out_path, held_out)
     if not found.values["eval_dataset_path"]:
         found.put("eval_fraction", 0.0 if of["eval_interval"] == -1 else 0.02, "eval_interval")
     if of["use_sft"] and not of["sft_train_on_completion_only"]:
