@@ -347,9 +347,12 @@ class TrainingRun(Generic[Data]):
         noun = "prompts" if self.plan.rl else "examples"
         held_out = "nothing" if self.eval_source is None else f"{len(self.eval_source):,} {noun}"
         terminal.say(f"{len(self.source):,} training {noun}, {held_out} held out")
-        for name, source in (("training", self.source), ("held-out", self.eval_source)):
-            for note in () if source is None else source.notes:
-                terminal.say(f"{name} data: {note}")
+        notes_held_out = [] if self.eval_source is None else self.eval_source.notes
+        for note in self.source.notes:  # one of a file from which rows are held out is about all of its rows
+            terminal.say(f"{'training and held-out' if note in notes_held_out else 'training'} data: {note}")
+        for note in notes_held_out:
+            if note not in self.source.notes:
+                terminal.say(f"held-out data: {note}")
         if ends:
             names = ", ".join(map(value_text, ends))
             terminal.say(f"answers end with {names}: from now on this ends the model's texts too")

@@ -161,6 +161,19 @@ def test_a_run_says_and_stores_that_the_end_of_its_answers_ends_texts(tmp_path, 
     assert stated["eos_token_id"] == [0, 1]
 
 
+def test_what_is_said_of_the_whole_text_is_said_once(tmp_path, capsys):
+    """Of a text whose last rows are held out, the padding and the cut documents are those of all rows."""
+    (tmp_path / "d.jsonl").write_text((json.dumps({"text": "a" * 40}) + "\n") * 40)
+    keys = ["dataset_type=text", f"dataset_path={tmp_path}/d.jsonl", "packing=best_fit"]
+    keys += ["max_target_length=16", "eval_fraction=0.2"]
+    run = run_of(tmp_path, *keys)
+    with run.opened(print):
+        run.restore_or_init()
+        introduce(run, Counts())
+    said = [line for line in capsys.readouterr().out.split("\n") if "cut: 40" in line]
+    assert [line.partition(":")[0] for line in said] == ["training and held-out data"]
+
+
 def test_what_cannot_be_made_or_written_at_the_start_is_refused(tmp_path):
     run = run_of(tmp_path, WITHOUT)
     (tmp_path / "here").write_text("a file")
