@@ -281,7 +281,12 @@ class Run:
             self._end_the_rest()
             time.sleep(_POLL_SECONDS)
         self._drain()
-        return min(self._failures, key=self._rank).exit_code if self._failures else 0
+        if not self._failures:
+            return 0
+        first = min(self._failures, key=self._rank)
+        if first.code is not None and first.code < 0 and not first.sent:  # it could say nothing itself
+            print(f"[{first.number}] ended by signal {-first.code}", file=sys.stderr)
+        return first.exit_code
 
     def _rank(self, process: _Process) -> int:
         """The failure that decides; of equal rank, the first."""

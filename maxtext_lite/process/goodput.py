@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-STEP = "step"
+STEP_PHASES = ("step", "rollout")
+"""The phases of a step; in reinforcement learning its responses are sampled first."""
 _LARGEST = 1e15  # of a sound number
 
 
@@ -30,7 +31,12 @@ class Start:
     def useful(self) -> float:
         """Seconds spent on steps that count."""
         done = self.last_step - self.first_step
-        return self.seconds.get(STEP, 0.0) * (self.kept_step - self.first_step) / done if done else 0.0
+        return self.of_steps * (self.kept_step - self.first_step) / done if done else 0.0
+
+    @property
+    def of_steps(self) -> float:
+        """Seconds spent on steps."""
+        return sum(self.seconds.get(phase, 0.0) for phase in STEP_PHASES)
 
     def before(self, step: int) -> "Start":
         """The start after a later start has resumed after this step."""
@@ -45,9 +51,9 @@ def spent(starts: Sequence[Start]) -> dict[str, float]:
     """
     found = {"training": sum(start.useful for start in starts)}
     for start in starts:
-        for phase, seconds in start.seconds.items():
-            name, more = (phase, seconds) if phase != STEP else ("repeated", seconds - start.useful)
-            found[name] = found.get(name, 0.0) + more
+        others = {phase: seconds for phase, seconds in start.seconds.items() if phase not in STEP_PHASES}
+        for name, seconds in (others | {"repeated": start.of_steps - start.useful}).items():
+            found[name] = found.get(name, 0.0) + seconds
     if starts:
         found["down"] = starts[-1].ended - starts[0].began - sum(found.values())
     return {name: max(seconds, 0.0) for name, seconds in found.items()}

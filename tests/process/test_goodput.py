@@ -40,6 +40,14 @@ def test_steps_that_were_done_again_count_once():
     )
 
 
+def test_sampling_responses_is_a_part_of_a_step():
+    seconds = {"rollout": 60.0, "step": 20.0, "compile": 20.0}
+    start = Start(0.0, 100.0, 0, 4, 4, seconds)
+    assert spent([start])["training"] == 80
+    again = spent([start.before(1)])
+    assert (again["training"], again["repeated"]) == (20, 60)
+
+
 @pytest.mark.parametrize("name", ["began", "last_step", "seconds"])
 @pytest.mark.parametrize("wrong", [None, True, {"step": None}, 10**400, float("nan")])
 def test_a_start_with_anything_but_numbers_is_damaged(name, wrong):

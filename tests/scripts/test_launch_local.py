@@ -105,6 +105,12 @@ def test_one_that_fails_ends_all_and_its_exit_code_is_that_of_the_run(
     assert run(command=by_process(zero, one))[0] == code
 
 
+def test_the_end_names_the_process_that_a_signal_ended(run):
+    killed = by_process("sleep 0.2; exit 76", "kill -9 $$")
+    code, output, errors = run("--grace", "20", command=killed)
+    assert (code, output, errors) == (137, b"", b"[1] ended by signal 9\n")
+
+
 def test_the_others_may_end_by_themselves_after_a_failure(run):
     code, output, _ = run(
         "--grace", "20", command=by_process("sleep 0.5; echo saved", "exit 3")
