@@ -7,7 +7,7 @@ from difflib import SequenceMatcher
 from fractions import Fraction
 from typing import Annotated, Literal, TypeVar, cast, get_args
 
-from annotated_types import Ge
+from annotated_types import Ge, Le
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -168,6 +168,8 @@ def _positive(special: int | None = None, meaning: str = "") -> BeforeValidator:
         number = exact(value)
         if number <= 0 and number != special:
             raise WrongType(f"{rule}.", [Fraction(1)])
+        if number > _LARGEST_COUNT:
+            raise WrongType(f"must be at most {_LARGEST_COUNT}.", [_LARGEST_COUNT])
         return number
 
     return BeforeValidator(check)
@@ -374,7 +376,8 @@ def _nearest(detail: ErrorDetails, field: FieldInfo) -> tuple[object, ...]:
     found: list[object] = []
     if detail["type"] == "int_type" and isinstance(stated, float) and math.isfinite(stated):
         least = next((cast("int", each.ge) for each in field.metadata if isinstance(each, Ge)), 0)
-        found = [number for number in (math.floor(stated), math.ceil(stated)) if number >= least]
+        most = next((cast("int", each.le) for each in field.metadata if isinstance(each, Le)), _LARGEST_COUNT)
+        found = [number for number in (math.floor(stated), math.ceil(stated)) if least <= number <= most]
     elif "ge" in bound:
         found = [bound["ge"]]
     elif "le" in bound:

@@ -117,7 +117,7 @@ def test_a_job_that_is_queued_again_resumes_and_says_so(
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     run = run_of(tmp_path, "overwrite=true")
     assert run.resumes
-    with pytest.raises(UserError, match="is missing in that of step 5"):
+    with pytest.raises(UserError, match="missing in that of step 5"):
         run.opened(print).__enter__()
     assert "queued this job again" in capsys.readouterr().out
     assert not run.config.overwrite
@@ -125,15 +125,12 @@ def test_a_job_that_is_queued_again_resumes_and_says_so(
 
 
 def test_a_resume_with_another_objective_is_refused(tmp_path):
-    """As with another optimizer; older versions did not record it."""
     own = OwnParts(objective=CustomLoss(lambda *_: (0, 0), 8, 8))
     configured = run_of(tmp_path)
     reader = CheckpointReader(tmp_path, configured._fingerprint)
     saved = run_of(tmp_path, own=own)._fingerprint
     with pytest.raises(UserError, match=r"began with objective=.*Pass it again"):
         reader._refuse_other_run(5, saved)
-    del saved["objective"]
-    reader._refuse_other_run(5, saved)
     reader = CheckpointReader(tmp_path, run_of(tmp_path, own=own)._fingerprint)
     with pytest.raises(UserError, match="began without objective="):
         reader._refuse_other_run(5, configured._fingerprint)
