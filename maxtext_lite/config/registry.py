@@ -72,7 +72,7 @@ def load(kind: str, name: str) -> Any:
 
 def load_installed(kind: str) -> list[Any]:
     """The objects of all names of a kind whose modules are there, in the order of `names`."""
-    found = []
+    found: list[Any] = []
     for name in names(kind):
         try:
             found.append(load(kind, name))
