@@ -5,9 +5,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from difflib import SequenceMatcher
 from fractions import Fraction
-from typing import Annotated, Literal, TypeVar, cast, get_args
+from typing import Annotated, Literal, TypeVar, get_args
 
-from annotated_types import Ge, Le
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -375,8 +374,8 @@ def _nearest(detail: ErrorDetails, field: FieldInfo) -> tuple[object, ...]:
     stated, bound = detail["input"], detail.get("ctx", {})
     found: list[object] = []
     if detail["type"] == "int_type" and isinstance(stated, float) and math.isfinite(stated):
-        least = next((cast("int", each.ge) for each in field.metadata if isinstance(each, Ge)), 0)
-        most = next((cast("int", each.le) for each in field.metadata if isinstance(each, Le)), _LARGEST_COUNT)
+        least = next((each.ge for each in field.metadata if hasattr(each, "ge")), 0)
+        most = next((each.le for each in field.metadata if hasattr(each, "le")), _LARGEST_COUNT)
         found = [number for number in (math.floor(stated), math.ceil(stated)) if least <= number <= most]
     elif "ge" in bound:
         found = [bound["ge"]]

@@ -1,7 +1,6 @@
 """memory.json of a run: the device memory of a step, planned, compiled and measured."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from maxtext_lite.config.errors import bytes_text
@@ -14,72 +13,54 @@ from maxtext_lite.training.state import TrainState
 
 
 class MemoryHook(Hook):
-    """Keeps memory.json of a run, on the first host."""
+    """Keeps memory.json of a run, on the first host: bytes of a device for its train step at its target batch.
+
+    Attributes:
+      compiled: by XLA's account; None before it is known.
+      measured: the peak of a device up to the end of the first step; None where devices do not report it.
+    """
+
+    def __init__(self) -> None:
+        self.compiled: int | None = None
+        self.measured: int | None = None
 
     def start(self, run: TrainingRun[Any], state: TrainState, counts: Counts, say: Callable[[str], None]) -> None:
         self._run = run
-        planned = run.plan.memory
-        self._memory = StepMemory(planned.total if planned.is_known else None, planned.limit)
+        memory = run.plan.memory
+        self._planned = memory.total if memory.is_known else None
 
         def write() -> None:
-            self._memory.write(run.files.directory)
+            self._write()
             run.files.upload()
 
         run.failures.on_first_host(run.directory, write)
 
     def after_compile(self, num_bytes: int) -> str:
-        self._memory.compiled = num_bytes
-        self._write()
-        return self._memory.beside_plan
+        self.compiled = num_bytes
+        self._rewrite()
+        error = self._error_to(num_bytes)
+        if error is None or self._planned is None:
+            return ""
+        planned = bytes_text(self._planned)
+        return f"; it holds {bytes_text(num_bytes)} of a device, and {planned} by the plan ({error:+.0%})"
 
     def written(self, record: Record) -> None:
         peak = record.get("peak_memory_bytes")
-        if peak is not None and self._memory.measured is None:
-            self._memory.measured = peak
-            self._write()
+        if peak is not None and self.measured is None:
+            self.measured = peak
+            self._rewrite()
 
-    def _write(self) -> None:
+    def _rewrite(self) -> None:
         if self._run.is_first:
             with self._run.failures.of_writing(self._run.directory):
-                self._memory.write(self._run.files.directory)
+                self._write()
 
-
-class StepMemory:
-    """Bytes per device of a run's train step at its target batch, planned and actual.
-
-    Attributes:
-      compiled: by XLA's account; None before it is known.
-      measured: the peak of a device up to the end of the first step; None where devices do not report it.
-    Args:
-      planned: by the plan.
-      limit: those of a device; None: unknown.
-    """
-
-    def __init__(self, planned: int | None, limit: int | None):
-        self._planned, self._limit = planned, limit
-        self.compiled: int | None = None
-        self.measured: int | None = None
-
-    @property
-    def beside_plan(self) -> str:
-        """A clause on the compiled step's memory beside the plan's; "" where it is unknown."""
-        error = _error(self._planned, self.compiled)
-        if self._planned is None or self.compiled is None or error is None:
-            return ""
-        planned = bytes_text(self._planned)
-        return f"; it holds {bytes_text(self.compiled)} of a device, and {planned} by the plan ({error:+.0%})"
-
-    def write(self, directory: Path) -> None:
-        """Writes memory.json.
-
-        Raises:
-          UserError: it cannot be written.
-        """
-        found: dict[str, Any] = {"planned_bytes": self._planned, "limit_bytes": self._limit}
+    def _write(self) -> None:
+        found: dict[str, Any] = {"planned_bytes": self._planned, "limit_bytes": self._run.plan.memory.limit}
         for name, size in (("compiled", self.compiled), ("measured", self.measured)):
-            found |= {f"{name}_bytes": size, f"error_of_plan_to_{name}": _error(self._planned, size)}
-        write_json(directory / "memory.json", found)
+            found |= {f"{name}_bytes": size, f"error_of_plan_to_{name}": self._error_to(size)}
+        write_json(self._run.files.directory / "memory.json", found)
 
-
-def _error(planned: int | None, found: int | None) -> float | None:
-    return None if planned is None or not found else planned / found - 1
+    def _error_to(self, size: int | None) -> float | None:
+        """The relative error of the plan; None where one of the two is unknown."""
+        return None if self._planned is None or not size else self._planned / size - 1
