@@ -11,7 +11,7 @@ KEYS = ("log_to", "prometheus_port")
 @pytest.fixture(autouse=True)
 def table(monkeypatch):
     targets = {"absent": "maxtext_lite.no_such_room.module:thing"}
-    monkeypatch.setattr(registry, "_BUILT_IN", {"hook": targets})
+    monkeypatch.setattr(registry, "_BUILT_IN", {**registry._BUILT_IN, "hook": targets})
     registry._targets.cache_clear()
     yield
     registry._targets.cache_clear()
