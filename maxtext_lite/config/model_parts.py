@@ -186,11 +186,11 @@ def _mapping_of(kind: type[_Part]) -> Callable[[object], object]:
     return check
 
 
-def _serialized(value: _Part | None) -> dict[str, object]:
+def _part_as_entries(value: _Part | None) -> dict[str, object]:
     return {} if value is None else value.to_mapping()
 
 
-_mapping = PlainSerializer(_serialized)
+_mapping = PlainSerializer(_part_as_entries)
 RopeScalingOrNone = Annotated[RopeScaling | None, BeforeValidator(_mapping_of(RopeScaling)), _mapping]
 """A mapping that makes a RopeScaling; {} is none."""
 MlaOrNone = Annotated[Mla | None, BeforeValidator(_mapping_of(Mla)), _mapping]

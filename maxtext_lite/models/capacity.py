@@ -45,7 +45,7 @@ def with_capacity(
     before_Bt = _earlier_choices(expert_BTJ, E).reshape(B, T * J)
     is_kept_Bt = (expert_Bt < E) & (before_Bt < jnp.asarray(capacity_T)[tokens_B][:, None])
     slot_Bt = jnp.where(is_kept_Bt, expert_Bt * num_slots + before_Bt, E * num_slots)
-    choice_BS = _inverse(slot_Bt, E * num_slots)
+    choice_BS = _inverse_permutation(slot_Bt, E * num_slots)
     slots = (slot_Bt.reshape(B, T, J), choice_BS)
     x_BSD = _into_slots(constrain(x_BTD, ("batch", None, "activation_embed")), *slots)
     share_BTJ1 = routing.share_BTJ[..., None]
@@ -97,7 +97,7 @@ def _experts_matmul(
     return y_EBCo.astype(x_EBCi.dtype)
 
 
-def _inverse(slot_Bt: jax.Array, num_slots: int) -> jax.Array:
+def _inverse_permutation(slot_Bt: jax.Array, num_slots: int) -> jax.Array:
     """Number of the choice in each slot, [B, S]; the count of choices for an empty slot."""
 
     def of_example(slot_t: jax.Array) -> jax.Array:

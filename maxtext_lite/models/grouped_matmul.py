@@ -73,13 +73,13 @@ def grouped_weight_gradient(
     return _mappable_kernel(kernel, layout, jnp.dtype(dtype)).over_rows(x_Ui, g_Uo, size_E)
 
 
-def _forward(
+def _matmul_forward(
     x_Ui: jax.Array, weight_Eio: jax.Array, size_E: jax.Array, kernel: GroupedMatmul, layout: Layout, dtype: DTypeLike
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     return grouped_matmul(x_Ui, weight_Eio, size_E, kernel, layout, dtype), (x_Ui, weight_Eio, size_E)
 
 
-def _backward(
+def _matmul_backward(
     kernel: GroupedMatmul, layout: Layout, dtype: DTypeLike, residuals: tuple[jax.Array, ...], g_Uo: jax.Array
 ) -> tuple[jax.Array, jax.Array, None]:
     del dtype
@@ -89,7 +89,7 @@ def _backward(
     return dx_Ui, grouped_weight_gradient(x_Ui, g_Uo, size_E, kernel, layout).astype(weight_Eio.dtype), None
 
 
-grouped_matmul.defvjp(_forward, _backward)
+grouped_matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
 # ---- Kernels --------------------------------------------------------------------------------------------------------
