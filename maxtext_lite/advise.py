@@ -6,20 +6,13 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 
+from maxtext_lite.analysis.laws import BATCH_LAWS, RATE_LAWS, WIDENING, Budget, Interval, budget_of, timescale
+from maxtext_lite.analysis.recommendation import UTILIZATION, LegalBatch, Machine, Ramp, Recommendation, recommend
 from maxtext_lite.batching.devices import device_named
-from maxtext_lite.batching.laws import BATCH_LAWS, RATE_LAWS, WIDENING, Budget, Interval, budget_of, timescale
-from maxtext_lite.batching.recommendation import (
-    UTILIZATION,
-    LegalBatch,
-    Machine,
-    Ramp,
-    Recommendation,
-    recommend,
-)
 from maxtext_lite.cli import ArgumentParser, config_arguments, machine_arguments, real_number, run_command
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.config.errors import rounded_text
-from maxtext_lite.process.records import json_text
+from maxtext_lite.config.records import json_text
 
 _MOST = 1e21  # tokens or parameters
 _LEAST_LOSS, _MOST_LOSS = 0.01, 100

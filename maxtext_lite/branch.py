@@ -10,15 +10,16 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from maxtext_lite.batching.branching import WORSE, critical_batch
+from maxtext_lite.analysis.branching import WORSE, critical_batch
+from maxtext_lite.analysis.page import write_page
+from maxtext_lite.analysis.run_data import read_runs
 from maxtext_lite.cli import ArgumentParser, check_at_least_one, check_one_host, local_path, run_command, whole_number
 from maxtext_lite.config.errors import value_text
-from maxtext_lite.process.records import json_text
-from maxtext_lite.reporting import read_runs, write_page
+from maxtext_lite.config.records import json_text
 from maxtext_lite.train import finish
 
 if TYPE_CHECKING:
-    from maxtext_lite.training.branches import BranchResult
+    from maxtext_lite.analysis.branches import BranchResult
 
 _MOST = 1024
 _FACTOR = re.compile(
@@ -54,8 +55,8 @@ def main(argv: Sequence[str]) -> int:
     """
     arguments = _parser().parse_intermixed_args(argv)
     check_at_least_one(arguments, "steps")
+    from maxtext_lite.analysis.branches import Branches
     from maxtext_lite.parallel import start_devices
-    from maxtext_lite.training.branches import Branches
     from maxtext_lite.training.loop import train
     from maxtext_lite.training.opening import machine_of
 

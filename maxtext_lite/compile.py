@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from maxtext_lite.cli import ArgumentParser, check_at_least_one, config_arguments, run_command, whole_number
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.config.errors import value_text
-from maxtext_lite.process.records import json_text
+from maxtext_lite.config.records import json_text
 
 
 def main(argv: Sequence[str]) -> int:
@@ -34,8 +34,8 @@ def main(argv: Sequence[str]) -> int:
     config = load_config(arguments.config, arguments.overrides)
     import jax  # only once the config is known to be right
 
-    from maxtext_lite.aot.program import compile_for
-    from maxtext_lite.aot.tables import program_json, program_text
+    from maxtext_lite.analysis.program import compile_for
+    from maxtext_lite.analysis.program_tables import program_json, program_text
 
     program = compile_for(
         config,

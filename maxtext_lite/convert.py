@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     overrides = [f"{key}={value}" for key, value in keys.items()]
     import jax
 
-    from maxtext_lite.training.conversion import export_directory, import_directory
+    from maxtext_lite.hf.conversion import export_directory, import_directory
 
     if arguments.direction == "import":
         report = import_directory(source, out, overrides)

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 
 from maxtext_lite.cli import EXIT_FAILED, ArgumentParser, config_arguments, run_command
-from maxtext_lite.process.records import json_text
-from maxtext_lite.process.scratch import scratch_directory
+from maxtext_lite.config.records import json_text
+from maxtext_lite.config.scratch import scratch_directory
 
 
 def main(argv: Sequence[str]) -> int:
@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object for each split")
     arguments = parser.parse(argv)
     os.environ["JAX_PLATFORMS"] = "cpu"  # also where there are other devices
-    from maxtext_lite.training.equivalence import TOLERANCE, verdicts
+    from maxtext_lite.analysis.equivalence import TOLERANCE, verdicts
 
     agrees, worst, count = True, 0.0, 0
     with scratch_directory("maxtext_lite-equiv-") as directory:

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 from maxtext_lite.cli import ArgumentParser, model_arguments, parse_keys, run_command
 from maxtext_lite.config import UserError
-from maxtext_lite.config.hf.model_directory import directory_config
-from maxtext_lite.generation.requests import EvaluateConfig
-from maxtext_lite.process.records import json_text
+from maxtext_lite.config.records import json_text
+from maxtext_lite.hf.model_directory import directory_config
+from maxtext_lite.inference.requests import EvaluateConfig
 
 EXAMPLE = "evaluate RUN_DIR text=held_out.txt max_length=1024"
 _PATHS = ("data", "text", "choices", "cloze")
@@ -52,9 +52,9 @@ def main(argv: Sequence[str]) -> int:
     config = directory_config(arguments.directory, asked.dtype)
     # These import jax, once the config is known to be right.
     if asked.data:
-        from maxtext_lite.generation.file_loss import file_loss as evaluate
+        from maxtext_lite.inference.file_loss import file_loss as evaluate
     else:
-        from maxtext_lite.generation.scoring import evaluate
+        from maxtext_lite.inference.scoring import evaluate
 
     found = evaluate(arguments.directory, config, asked)
     if arguments.json:

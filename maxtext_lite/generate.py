@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from maxtext_lite.cli import ArgumentParser, model_arguments, parse_keys, run_command
 from maxtext_lite.config import UserError
-from maxtext_lite.config.hf.model_directory import directory_config
-from maxtext_lite.generation.requests import GenerateConfig
+from maxtext_lite.hf.model_directory import directory_config
+from maxtext_lite.inference.requests import GenerateConfig
 
 EXAMPLE = "generate RUN_DIR prompt='To be' max_new_tokens=100 temperature=0.8 top_k=0 top_p=0.95"
 _TEXTS = ("prompt", "system")
@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     if arguments.json and asked.chat and not asked.model_fields_set & {"prompt", "prompts"}:
         raise UserError("--json needs a prompt: with chat and without one, each line of the input is answered as text.")
     config = directory_config(arguments.directory, asked.dtype)
-    from maxtext_lite.generation.answering import generate  # imports jax, once the config is known to be right
+    from maxtext_lite.inference.answering import generate  # imports jax, once the config is known to be right
 
     generate(arguments.directory, config, asked, as_json=arguments.json)
     return 0

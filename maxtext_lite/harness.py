@@ -17,9 +17,9 @@ from maxtext_lite.config import UserError
 from maxtext_lite.config.bucket import local_copy
 from maxtext_lite.config.errors import did_you_mean, install_text, value_text
 from maxtext_lite.config.field_types import path_problem, wrong_value
-from maxtext_lite.config.hf.model_directory import directory_config
-from maxtext_lite.data.chat import ChatTemplate, chat_template
-from maxtext_lite.generation.requests import GenerateConfig
+from maxtext_lite.hf.chat import ChatTemplate, chat_template
+from maxtext_lite.hf.model_directory import directory_config
+from maxtext_lite.inference.requests import GenerateConfig
 
 NAME = "maxtext_lite"
 """The name of our models for `--model`."""
@@ -72,7 +72,7 @@ class HarnessModel:
             )
         if problem := path_problem(str(path), of_run=True):
             raise UserError(f"path={value_text(path)} {problem}")
-        from maxtext_lite.generation.scoring import TextScorer  # imports jax, once the arguments are known
+        from maxtext_lite.inference.scoring import TextScorer  # imports jax, once the arguments are known
 
         directory, self._max_length = local_copy(path, "path"), _count("max_length", max_length, 2)
         rows = _count("batch_size", batch_size)

@@ -8,6 +8,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from maxtext_lite.analysis.elsewhere import changed_settings, done_in, moved, read_plan
+from maxtext_lite.analysis.expected import MEASURED, expected, expected_rows
+from maxtext_lite.analysis.pipeline_view import pipeline_svg, pipeline_text
+from maxtext_lite.analysis.ranking import RankedPlan, check_machine, format_ranking, rank
 from maxtext_lite.batching import (
     BatchPlan,
     Topology,
@@ -18,9 +22,6 @@ from maxtext_lite.batching import (
     wants_solving,
 )
 from maxtext_lite.batching.devices import Device, device_named
-from maxtext_lite.batching.elsewhere import changed_settings, done_in, moved, read_plan
-from maxtext_lite.batching.expected import MEASURED, expected, expected_rows
-from maxtext_lite.batching.ranking import RankedPlan, check_machine, format_ranking, rank
 from maxtext_lite.cli import (
     ArgumentParser,
     check_at_least_one,
@@ -35,10 +36,9 @@ from maxtext_lite.config import Config, Refusal, SourceList, UserError, load_con
 from maxtext_lite.config.errors import value_text
 from maxtext_lite.config.kernels import Accelerator
 from maxtext_lite.config.load import read_config
+from maxtext_lite.config.records import json_text
 from maxtext_lite.config.violation import divisors
-from maxtext_lite.process.output import complain
-from maxtext_lite.process.records import json_text
-from maxtext_lite.reporting.pipeline_view import pipeline_svg, pipeline_text
+from maxtext_lite.console.output import complain
 
 _MOST_DRAWN = 50_000
 
@@ -158,7 +158,10 @@ def _solve(arguments: argparse.Namespace, device: Device | None, memory_gb: floa
         ratios = f"{MEASURED[0]:.1f} to {MEASURED[1]:.1f}"
         complain(f"Times are least times, at the peaks of the device: on an H200, steps took {ratios} times as long.")
     if arguments.compile is not None:
-        from maxtext_lite.aot.against import compare, comparison_text  # imports jax, only when requested
+        from maxtext_lite.analysis.program_difference import (
+            compare,
+            comparison_text,
+        )  # imports jax, only when requested
 
         compared = compare(found[: arguments.compile], device)
         outcome["compiled"] = compared

@@ -12,8 +12,8 @@ from maxtext_lite.cli import ArgumentParser, key_arguments, parse_keys, run_comm
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import WrongType, counted, value_text
 from maxtext_lite.config.field_types import data_path_text
-from maxtext_lite.data.preparing.keys import InspectConfig, PrepareConfig, TokenizerConfig
-from maxtext_lite.process.status_line import StatusLine
+from maxtext_lite.config.status_line import StatusLine
+from maxtext_lite.preparation.keys import InspectConfig, PrepareConfig, TokenizerConfig
 
 EXAMPLE = "prepare input=texts/*.jsonl.zst output=data/texts tokenizer_type=huggingface tokenizer_path=tokenizer.json"
 _TEXTS = ("output", "tokenizer_path", "chat_template", "text_field")
@@ -63,8 +63,8 @@ class PrepareStep:
         """
         if data is not None:
             raise UserError("PrepareStep is the first step of a pipeline: it reads the files of input=.")
-        from maxtext_lite.data.preparing.dataset import prepare_dataset
         from maxtext_lite.data.tokenizer import load_tokenizer
+        from maxtext_lite.preparation.dataset import prepare_dataset
 
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each worker of the executor has one core
         tokenizer = load_tokenizer(self._config)
@@ -109,8 +109,8 @@ def _status_line(doing: str) -> Generator[StatusLine]:
 
 
 def _prepare(config: PrepareConfig, share: tuple[int, int]) -> None:
-    from maxtext_lite.data.preparing.dataset import prepare_dataset
     from maxtext_lite.data.text_encoder import spelled_notes
+    from maxtext_lite.preparation.dataset import prepare_dataset
 
     with _status_line(f"preparing {config.output}") as status:
         status.is_first = not sys.stdout.isatty()  # where a bar shows the progress
@@ -154,7 +154,7 @@ def _inspect(argv: Sequence[str]) -> int:
         problems.append("--json has no effect without --rows.")
     if problems or bounds is None:
         raise UserError(problems)
-    from maxtext_lite.data.preparing.inspecting import report, shown_rows
+    from maxtext_lite.preparation.inspecting import report, shown_rows
 
     if arguments.rows:
         lines = shown_rows(arguments.path, config, int(bounds[1]), int(bounds[2]), as_json=arguments.json)
@@ -187,7 +187,7 @@ def _train_tokenizer(argv: Sequence[str]) -> int:
     problems += [f"{key} is missing. Example: {example}" for key in ("input", "output") if not getattr(config, key)]
     if problems:
         raise UserError(problems)
-    from maxtext_lite.data.preparing.vocabulary import train_tokenizer
+    from maxtext_lite.preparation.vocabulary import train_tokenizer
 
     with _status_line(f"training the tokenizer {config.output}"):
         path = train_tokenizer(config)

@@ -4,10 +4,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from maxtext_lite.analysis.page import write_page
+from maxtext_lite.analysis.run_data import read_runs
 from maxtext_lite.cli import ArgumentParser, local_path, run_command, run_path
 from maxtext_lite.config import UserError
 from maxtext_lite.config.bucket import storage_errors
-from maxtext_lite.reporting import read_runs, write_page
 
 
 def main(argv: Sequence[str]) -> int:

@@ -12,12 +12,12 @@ from maxtext_lite.config import Config, UserError, load_config
 from maxtext_lite.config.bucket import any_path, is_bucket
 from maxtext_lite.config.errors import counted, value_text
 from maxtext_lite.config.field_types import Flag
+from maxtext_lite.config.observers import observers
 from maxtext_lite.config.optional import load_asked
+from maxtext_lite.config.phases import phases, process_start
 from maxtext_lite.config.shown import require_trackers
-from maxtext_lite.process.observers import observers
-from maxtext_lite.process.output import complain, go_on_without_stdout
-from maxtext_lite.process.phases import phases, process_start
-from maxtext_lite.process.signals import command_signals
+from maxtext_lite.console.output import complain, go_on_without_stdout
+from maxtext_lite.console.signals import command_signals
 
 EXIT_NON_FINITE = 3
 EXIT_STOPPED_BY_SIGNAL = 75
@@ -105,7 +105,7 @@ def main(argv: Sequence[str]) -> int:
             print(line, flush=True)
         return 0
     if asked.data_only:
-        from maxtext_lite.training.data_only import read_data
+        from maxtext_lite.analysis.data_only import read_data
 
         read_data(config, with_ids=asked.ids)
         return 0

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from maxtext_lite.cli import ArgumentParser, config_arguments, run_command
 from maxtext_lite.config import UserError, load_config
-from maxtext_lite.process.phases import phases
+from maxtext_lite.config.phases import phases
 from maxtext_lite.train import finish, start_watchdog
 
 DEFAULT_CONFIG = "configs/post_train/rl.yml"
@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
             "`base: post_train/rl.yml`. `train` takes it as it is."
         )
     start_watchdog(config)
-    from maxtext_lite.rl.rollout_steps import train_rl  # imports jax, once the config is known to be right
+    from maxtext_lite.post_training.rollout_steps import train_rl  # imports jax, once the config is known to be right
     from maxtext_lite.training.compilation_cache import keep_compiled
 
     keep_compiled(config)

@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from maxtext_lite.analysis.page import write_page
+from maxtext_lite.analysis.run_data import read_runs
+from maxtext_lite.analysis.tuning import Candidate, Timing, least_seconds, tune
 from maxtext_lite.batching import wants_solving
 from maxtext_lite.batching.devices import Device, device_of_kind
 from maxtext_lite.batching.table import aligned
-from maxtext_lite.batching.tuning import Candidate, Timing, least_seconds, tune
 from maxtext_lite.cli import (
     ArgumentParser,
     check_at_least_one,
@@ -22,8 +24,7 @@ from maxtext_lite.cli import (
 )
 from maxtext_lite.config import UserError, load_config, write_resolved
 from maxtext_lite.config.errors import bytes_text, setting_text, settings_of
-from maxtext_lite.process.records import json_text
-from maxtext_lite.reporting import read_runs, write_page
+from maxtext_lite.config.records import json_text
 
 
 def main(argv: Sequence[str]) -> int:
@@ -39,9 +40,9 @@ def main(argv: Sequence[str]) -> int:
     check_at_least_one(arguments, "steps", "warm-up")
     import jax
 
+    from maxtext_lite.analysis.timing import measured
     from maxtext_lite.training.opening import open_data, plan_on_devices
     from maxtext_lite.training.run_files import run_directory
-    from maxtext_lite.training.timing import measured
 
     if wants_solving(config):  # all splits are tried, beginning with this one
         config = config.model_copy(update={"gradient_accumulation_steps": 1})

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from maxtext_lite.cli import EXIT_FAILED, ArgumentParser, check_tolerance, local_path, real_number, run_command
-from maxtext_lite.process.records import json_text
+from maxtext_lite.config.records import json_text
 
 if TYPE_CHECKING:
-    from maxtext_lite.training.run_difference import Comparison, SavedDifference
+    from maxtext_lite.analysis.run_difference import Comparison, SavedDifference
 
 _MOST_SHOWN = 16
 
@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_intermixed_args(argv)
     runs, tolerance = (arguments.runs[0], arguments.runs[1]), arguments.tolerance
     check_tolerance(tolerance)
-    from maxtext_lite.training.run_difference import compare_checkpoints, compare_metrics, rows_of_step
+    from maxtext_lite.analysis.run_difference import compare_checkpoints, compare_metrics, rows_of_step
 
     metrics = compare_metrics(runs, tolerance)
     found = metrics.difference

@@ -125,7 +125,7 @@ def _mark() -> tuple[float, float, float]:
 
 
 def _load_ours(directory: Path, dtype: str) -> Any:
-    from maxtext_lite.generation.sampler import Sampler  # noqa: F401
+    from maxtext_lite.inference.sampler import Sampler  # noqa: F401
     from maxtext_lite.models import Sampling
 
     marks = [_mark()]
@@ -138,8 +138,8 @@ def _load_ours(directory: Path, dtype: str) -> Any:
 def _our_sampler(directory: Path, dtype: str) -> Any:
     import jax
 
-    from maxtext_lite.config.hf.model_directory import directory_config
-    from maxtext_lite.generation.sampler import Sampler, load_on_mesh
+    from maxtext_lite.hf.model_directory import directory_config
+    from maxtext_lite.inference.sampler import Sampler, load_on_mesh
 
     sampler = Sampler(*load_on_mesh(directory, directory_config(directory, dtype), {}))
     jax.block_until_ready(sampler._params)

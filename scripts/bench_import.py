@@ -72,7 +72,7 @@ def _measure(directory: Path, model: str, layers: int, sizes: dict[str, int]) ->
 
 def _make_checkpoint(directory: Path, config: Any, abstract: Any) -> tuple[int, int]:
     """Writes config.json and sparse files of about 5 GB; returns the bytes of the largest tensor, and of all."""
-    from maxtext_lite.config.hf.config import config_json, model_keys
+    from maxtext_lite.hf.config import config_json, model_keys
     from maxtext_lite.hf.entries import entries_of, flat
     from maxtext_lite.hf.names import model_of
     from maxtext_lite.hf.tables import TABLES

@@ -59,8 +59,8 @@ WAYS = (
 def steps_of(way: Way, overrides: Sequence[str], sampling_seconds: float) -> list[dict[str, Any]]:
     """The steps of a run, without those that compile."""
     from maxtext_lite.config import load_config
-    from maxtext_lite.config.rl_rules import RLRunConfig
-    from maxtext_lite.rl.rollout_steps import train_rl
+    from maxtext_lite.post_training.keys import RLRunConfig
+    from maxtext_lite.post_training.rollout_steps import train_rl
 
     with (
         tempfile.TemporaryDirectory() as directory,
@@ -80,7 +80,7 @@ def steps_of(way: Way, overrides: Sequence[str], sampling_seconds: float) -> lis
 @contextlib.contextmanager
 def _sampled_elsewhere(seconds: float) -> Iterator[None]:
     """Adds a wait to each call of the sampler."""
-    from maxtext_lite.rl.rollout import LocalEngine
+    from maxtext_lite.post_training.rollout import LocalEngine
 
     generate = LocalEngine.generate
 
@@ -94,7 +94,7 @@ def _sampled_elsewhere(seconds: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _one_after_the_other(serial: bool) -> Iterator[None]:
-    from maxtext_lite.rl.rollout_steps import RolloutSteps
+    from maxtext_lite.post_training.rollout_steps import RolloutSteps
 
     made = RolloutSteps.__init__
 

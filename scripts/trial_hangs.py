@@ -41,8 +41,8 @@ TINY = (
 # The command `train`; the process that is asked to hang does so where it enters the phase, from step 3 on.
 PROGRAM = """
 import os, runpy, signal, sys, time
-from maxtext_lite.process.signals import command_signals
-from maxtext_lite.process.watchdog import watchdog
+from maxtext_lite.console.signals import command_signals
+from maxtext_lite.operations.watchdog import watchdog
 command_signals.install()
 phase, how = sys.argv.pop(1), sys.argv.pop(1)
 enter = watchdog.enter

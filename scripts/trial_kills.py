@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from trial_hangs import MODEL, REPOSITORY, Run, compared
 
 sys.path.insert(0, str(REPOSITORY))
-from maxtext_lite.process.goodput import goodput_text, spent, starts_of
+from maxtext_lite.operations.goodput_records import goodput_text, spent, starts_of
 
 EVALUATES = 5  # steps between evaluations
 RUN = [

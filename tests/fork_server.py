@@ -22,9 +22,9 @@ from pathlib import Path
 IMPORTED = (
     "maxtext_lite.training.loop",
     "maxtext_lite.training.saving",
-    "maxtext_lite.rl.rollout_steps",
+    "maxtext_lite.post_training.rollout_steps",
     "maxtext_lite.hf",
-    "maxtext_lite.generation.sampler",
+    "maxtext_lite.inference.sampler",
 )
 
 

@@ -48,7 +48,7 @@ def main(argv):
         config = load_config(file, words)
         run = train
         if config.run_kind == "rl":
-            from maxtext_lite.rl.rollout_steps import train_rl as run  # takes a second
+            from maxtext_lite.post_training.rollout_steps import train_rl as run  # takes a second
         run(config)
         assert "torch" not in sys.modules  # it is installed for tests alone, and takes seconds to import
     return 0

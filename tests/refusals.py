@@ -4,7 +4,7 @@ import re
 from typing import get_args
 
 from maxtext_lite.config import KEYS
-from maxtext_lite.config.rl_rules import RL_KEYS, RLRunConfig
+from maxtext_lite.post_training.keys import RL_KEYS, RLRunConfig
 
 RL_FILE = "configs/post_train/rl.yml"
 EXTREME = (

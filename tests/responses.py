@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from maxtext_lite.parallel import sharding
-from maxtext_lite.rl.policy import Policy
+from maxtext_lite.post_training.policy import Policy
 from maxtext_lite.training.step import TRAIN_BATCH_AXES
 
 PAIRS, TOKENS, LONGEST = 8, 16, 10

@@ -73,7 +73,7 @@ def test_a_step_that_does_not_fit_is_an_error_line(monkeypatch, capsys):
             "RESOURCE_EXHAUSTED: Used 18.11G of 15.75G hbm.\nProgram: ..."
         )
 
-    monkeypatch.setattr("maxtext_lite.aot.program.compile_program", exhausted)
+    monkeypatch.setattr("maxtext_lite.analysis.program.compile_program", exhausted)
     assert run_command(main, ["--devices", "1", *WORDS]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")

@@ -7,10 +7,10 @@ import pytest
 import safetensors.numpy
 
 from maxtext_lite.config import load_config
-from maxtext_lite.config.hf.model_directory import hf_config
 from maxtext_lite.convert import main
 from maxtext_lite.data import open_sources
 from maxtext_lite.generate import main as generate
+from maxtext_lite.hf.model_directory import hf_config
 from maxtext_lite.training import train
 from tests.hf_models import VOCABULARY, save_with_tokenizer
 from tests.hf_models import logits as logits_of

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from maxtext_lite.analysis import equivalence
+from maxtext_lite.analysis.equivalence import Verdict
 from maxtext_lite.equiv import main
-from maxtext_lite.training import equivalence
-from maxtext_lite.training.equivalence import Verdict
 
 AGREES = Verdict("fsdp 8", "sgd", loss=2e-8, parameters=3e-7)
 REFUSED = Verdict(

@@ -6,8 +6,8 @@ import pytest
 
 from maxtext_lite.cli import run_command
 from maxtext_lite.config import KEYS, UserError
-from maxtext_lite.config.rl_rules import RL_KEYS
 from maxtext_lite.plan import main
+from maxtext_lite.post_training.keys import RL_KEYS
 from tests.refusals import EXTREME, RL_FILE
 
 PLAN_JSON = """

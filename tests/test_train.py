@@ -131,7 +131,7 @@ def signalled(words, directory, *, after, number):
 SLOW = """
 import sys, threading
 from maxtext_lite.cli import run_command
-from maxtext_lite.process.signals import command_signals
+from maxtext_lite.console.signals import command_signals
 from maxtext_lite.train import main
 from maxtext_lite.training.executables import Executables
 command_signals.install()

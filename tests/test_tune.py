@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from maxtext_lite.batching.tuning import Timing
+from maxtext_lite.analysis import timing
+from maxtext_lite.analysis.tuning import Timing
 from maxtext_lite.config import load_config
-from maxtext_lite.training import timing
 from maxtext_lite.tune import main
 from tests.run_directories import step_line, write_run
 from tests.training.conftest import TINY

@@ -51,7 +51,7 @@ Normalization = Literal[
 """The divisor of a norm, the root mean square or the standard deviation around the mean, and its learned weights."""
 
 Quantization = Literal["none", "int8", "fp8", "fp8_full"]
-"""The number format of matmuls with layers' weights: the activations' dtype, or eight bits (models/eight_bits.py)."""
+"""The number format of matmuls with layers' weights: the activations' dtype, or eight bits (kernels/eight_bits.py)."""
 
 
 class RunConfig(Section):

@@ -13,6 +13,7 @@ from maxtext_lite.config.bucket import any_path, bucket_scheme, is_bucket
 from maxtext_lite.config.errors import counted, full_text, writing
 from maxtext_lite.config.json_file import user_path
 from maxtext_lite.config.whole_file import TEMPORARY, write_whole
+from maxtext_lite.console.output import complain
 from maxtext_lite.data.bucket_directory import BucketDirectory
 from maxtext_lite.data.cache import cache_directory, locked
 from maxtext_lite.data.manifest import (
@@ -26,7 +27,6 @@ from maxtext_lite.data.manifest import (
     size_and_ends,
 )
 from maxtext_lite.data.text_files import json_object
-from maxtext_lite.process.output import complain
 
 _FETCHED_AT_ONCE = 8
 

@@ -9,9 +9,9 @@ import numpy as np
 
 from maxtext_lite.config import Config, UserError
 from maxtext_lite.config.errors import counted
+from maxtext_lite.console.output import complain
 from maxtext_lite.data.mixture_source import open_mixture
 from maxtext_lite.data.tokenizer import Tokenizer, load_tokenizer
-from maxtext_lite.process.output import complain
 
 
 def row_lines(config: Config, first: int, stop: int) -> Iterator[str]:

@@ -18,8 +18,8 @@ from maxtext_lite.config.registry import resolve
 from maxtext_lite.data.examples import Source, check_id, num_held_out
 from maxtext_lite.data.fetched import find_prepared
 from maxtext_lite.data.packing import FIELDS, Documents, Rows, TokenStream, count_by_length, segments_row
-from maxtext_lite.data.preparing.text_cache import tokenized_text
 from maxtext_lite.data.row_index import FittedRows, IndexPlace, rows_of
+from maxtext_lite.data.text_cache import tokenized_text
 from maxtext_lite.data.text_encoder import TextEncoder, spelled_notes
 from maxtext_lite.data.text_files import find_files
 from maxtext_lite.data.token_stream import open_prepared

@@ -24,8 +24,8 @@ from maxtext_lite.config.json_file import (
     read_object,
     user_path,
 )
+from maxtext_lite.console.output import complain
 from maxtext_lite.data.row_files import ROWS_SUFFIXES, extra_module, read_rows
-from maxtext_lite.process.output import complain
 
 _COMPRESSED = ("", ".gz", ".zst")
 PLAIN_SUFFIXES = tuple(f".txt{end}" for end in _COMPRESSED)

@@ -1,1 +1,0 @@
-"""Hugging Face directories: their tensors onto the mesh and back, by one table of names for each family."""

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from maxtext_lite.config.hf.config import model_keys
-from maxtext_lite.config.hf.fields import JsonObject, Keys
+from maxtext_lite.hf.config import model_keys
 from maxtext_lite.hf.copying import as_bits
 from maxtext_lite.hf.entries import Entry, entries_of, flat, table_of
+from maxtext_lite.hf.fields import JsonObject, Keys
 from maxtext_lite.hf.names import Sizes, model_of
 from maxtext_lite.hf.safetensors_dir import FILE_BYTES, Tensor, write_safetensors
 from maxtext_lite.parallel import Params, on_first_host, sharding

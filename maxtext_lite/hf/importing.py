@@ -13,13 +13,13 @@ import numpy as np
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import value_text
-from maxtext_lite.config.hf.config import TOWERS, family_of, model_keys, text_fields, text_tensor
-from maxtext_lite.config.hf.directory import has_hf_weights
-from maxtext_lite.config.hf.fields import JsonObject, Keys
 from maxtext_lite.config.json_file import read_object
+from maxtext_lite.hf.config import TOWERS, family_of, model_keys, text_fields, text_tensor
 from maxtext_lite.hf.copying import aligned_empty, as_bits, assign_cast, is_finite
 from maxtext_lite.hf.dequantized import open_directory
+from maxtext_lite.hf.directory import has_hf_weights
 from maxtext_lite.hf.entries import Entry, entries_of, flat, table_of
+from maxtext_lite.hf.fields import JsonObject, Keys
 from maxtext_lite.hf.names import Sizes, Table, model_of
 from maxtext_lite.hf.safetensors_dir import DTYPES, SafetensorsDir
 from maxtext_lite.parallel import Params, exchange

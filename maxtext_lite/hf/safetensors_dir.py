@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import value_text
-from maxtext_lite.config.hf.directory import INDEX, WHOLE, weight_files, weight_map
+from maxtext_lite.hf.directory import INDEX, WHOLE, weight_files, weight_map
 
 DTYPES: Mapping[str, np.dtype] = {
     "F64": np.dtype(np.float64),

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from maxtext_lite.config.kernels import KERNEL_SCOPE
+from maxtext_lite.kernels.tokamax_ops import ragged_dot, waiting_for_each_matmul, with_blocks
 from maxtext_lite.models.grouped_matmul import (
     ALL_DIMS,
     BY_ROWS,
@@ -19,7 +20,6 @@ from maxtext_lite.models.grouped_matmul import (
     in_blocks,
     ragged,
 )
-from maxtext_lite.models.tokamax_ops import ragged_dot, waiting_for_each_matmul, with_blocks
 
 _LANES = 128
 

@@ -13,8 +13,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from maxtext_lite.config.errors import UserError, writing
+from maxtext_lite.config.phases import phases
 from maxtext_lite.parallel.axes import over_all_devices, sharding
-from maxtext_lite.process.phases import phases
 
 Result = TypeVar("Result")
 

@@ -13,11 +13,11 @@ import jax
 
 from maxtext_lite.config import UserError
 from maxtext_lite.config.kernels import Accelerator, installed_tokamax
+from maxtext_lite.config.observers import EXIT_HANGS, observers
+from maxtext_lite.config.status_line import status_line
 from maxtext_lite.parallel.cluster import ProcessInfo, process_info
+from maxtext_lite.parallel.compiler_flags import installed_compilers, set_compiler_flags, set_gpu_memory
 from maxtext_lite.parallel.coordination import coordinator_address
-from maxtext_lite.process.observers import EXIT_HANGS, observers
-from maxtext_lite.process.status_line import status_line
-from maxtext_lite.xla.compiler_flags import installed_compilers, set_compiler_flags, set_gpu_memory
 
 _SIMULATED = "--xla_force_host_platform_device_count="
 _NAME_SERVER_SECONDS = 10.0

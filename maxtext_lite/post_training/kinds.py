@@ -2,17 +2,17 @@
 
 from maxtext_lite.config.kinds import ObjectiveKind, SourceKind
 
-ANSWERS = SourceKind("maxtext_lite.data.answers:open_answers", "answers", is_mixable=True, has_turns=True)
-PAIRS = SourceKind("maxtext_lite.data.answers:open_answers", "pairs", has_turns=True, fields=("reference",))
+ANSWERS = SourceKind("maxtext_lite.post_training.answers:open_answers", "answers", is_mixable=True, has_turns=True)
+PAIRS = SourceKind("maxtext_lite.post_training.answers:open_answers", "pairs", has_turns=True, fields=("reference",))
 PROMPTS = SourceKind("", "prompts", run_kind="rl", has_turns=True)
 ARITHMETIC = SourceKind("", "prompts", run_kind="rl", has_turns=True, reads_files=False)
 
 SFT = ObjectiveKind("maxtext_lite.training.objective:next_token", "answers")
 DPO = ObjectiveKind(
-    "maxtext_lite.training.preference:preference",
+    "maxtext_lite.post_training.preference:preference",
     "pairs",
     rows_per_example=2,
-    starts="maxtext_lite.training.dpo_reference:add_reference",
-    against="maxtext_lite.training.preference:against",
+    starts="maxtext_lite.post_training.dpo_reference:add_reference",
+    against="maxtext_lite.post_training.preference:against",
 )
 GRPO = ObjectiveKind("", "prompts")

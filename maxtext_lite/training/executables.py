@@ -13,13 +13,13 @@ from jax.stages import Compiled, Wrapped
 from maxtext_lite.batching import BatchPlan, BatchStage
 from maxtext_lite.config import UserError
 from maxtext_lite.config.errors import bytes_text
+from maxtext_lite.console.leaving import abandon
 from maxtext_lite.data import field_dtype
 from maxtext_lite.parallel import exchange, sharding
-from maxtext_lite.process.leaving import abandon
 from maxtext_lite.training.compilation_cache import num_found
+from maxtext_lite.training.program_memory import ProgramMemory
 from maxtext_lite.training.state import StepParts, abstract_state
 from maxtext_lite.training.step import TRAIN_BATCH_AXES
-from maxtext_lite.xla.program_memory import ProgramMemory
 
 
 @contextlib.contextmanager

@@ -15,17 +15,18 @@ from jax.stages import Compiled
 
 from maxtext_lite.batching import BatchStage
 from maxtext_lite.config.optional import load_asked
+from maxtext_lite.config.phases import phases
 from maxtext_lite.config.registry import resolve
 from maxtext_lite.data import Balance, ExampleSource, MixtureSource, named_sources
 from maxtext_lite.data.feed import DeviceBatch, evaluation_batches, training_batches
 from maxtext_lite.parallel import Tree, devices_share_threads, sharding, value_of_host
-from maxtext_lite.process.phases import phases
 from maxtext_lite.training.arrays import Record
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.executables import Executables, raising_out_of_memory
 from maxtext_lite.training.hooks import Hook
 from maxtext_lite.training.metrics import Terminal, evaluation_text
 from maxtext_lite.training.objective import ScoredObjective
+from maxtext_lite.training.program_memory import ProgramMemory
 from maxtext_lite.training.run import TrainingRun
 from maxtext_lite.training.state import TrainState
 from maxtext_lite.training.step import (
@@ -38,7 +39,6 @@ from maxtext_lite.training.step import (
     scores_of,
 )
 from maxtext_lite.training.step_log import Taken
-from maxtext_lite.xla.program_memory import ProgramMemory
 
 Result = TypeVar("Result")
 

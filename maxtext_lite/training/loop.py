@@ -13,14 +13,14 @@ import optax
 
 from maxtext_lite.batching import wants_solving
 from maxtext_lite.config import Config, UserError
+from maxtext_lite.config.observers import observers
 from maxtext_lite.config.optional import load_asked
+from maxtext_lite.config.phases import phases
+from maxtext_lite.config.status_line import status_line
 from maxtext_lite.data import Examples
 from maxtext_lite.data.mixture_of_run import nothing_left
 from maxtext_lite.models import Decoder, DecoderShape
 from maxtext_lite.parallel import Pipeline
-from maxtext_lite.process.observers import observers
-from maxtext_lite.process.phases import phases
-from maxtext_lite.process.status_line import status_line
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.custom_loss import Loss
 from maxtext_lite.training.executables import OutOfMemory

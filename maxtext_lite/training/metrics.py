@@ -11,10 +11,10 @@ import rich.console
 import rich.progress
 
 from maxtext_lite.config.errors import rounded_text
+from maxtext_lite.config.records import INCOMPLETE, Steps, is_evaluation, read_records, record_text
+from maxtext_lite.config.status_line import status_line
 from maxtext_lite.config.whole_file import replacing
-from maxtext_lite.process.records import INCOMPLETE, Steps, is_evaluation, read_records, record_text
-from maxtext_lite.process.signals import command_signals
-from maxtext_lite.process.status_line import status_line
+from maxtext_lite.console.signals import command_signals
 from maxtext_lite.training.arrays import Record
 from maxtext_lite.training.failures import Failures
 

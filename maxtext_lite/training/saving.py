@@ -26,8 +26,8 @@ import orbax.checkpoint as ocp
 from maxtext_lite.config import UserError
 from maxtext_lite.config.bucket import is_bucket, storage_errors
 from maxtext_lite.config.errors import bytes_text, cannot_write, value_text
+from maxtext_lite.config.phases import phases
 from maxtext_lite.parallel import Tree, exchange
-from maxtext_lite.process.phases import phases
 from maxtext_lite.training.commit import commit, make_room, while_unfinished
 from maxtext_lite.training.failures import Failures
 from maxtext_lite.training.manifest import Damaged, damage, finding_damage, in_items, read_manifest, write_part

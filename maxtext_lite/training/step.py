@@ -14,6 +14,7 @@ import optax
 from jax.sharding import Mesh
 from jax.stages import Wrapped
 
+from maxtext_lite.config.phases import phases
 from maxtext_lite.data.feed import DeviceBatch
 from maxtext_lite.parallel import (
     Params,
@@ -25,7 +26,6 @@ from maxtext_lite.parallel import (
     sharding,
     tree_shardings,
 )
-from maxtext_lite.process.phases import phases
 from maxtext_lite.training.accumulate import LossScaleState, master_of, with_master
 from maxtext_lite.training.arrays import Metrics, Rows, as_float32
 from maxtext_lite.training.failures import raise_unread

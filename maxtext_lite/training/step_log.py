@@ -13,9 +13,9 @@ import numpy as np
 
 from maxtext_lite.batching import BatchStage
 from maxtext_lite.config import registry
+from maxtext_lite.config.phases import phases
 from maxtext_lite.data import MixtureSource, hash_of_run
 from maxtext_lite.parallel import value_of_host
-from maxtext_lite.process.phases import phases
 from maxtext_lite.training.arrays import Record
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.hooks import Hook, LossSpike, NonFiniteLoss

@@ -8,8 +8,8 @@ from types import FrameType
 import jax
 from jax.sharding import Mesh
 
+from maxtext_lite.console.signals import NUMBERS, command_signals
 from maxtext_lite.parallel import devices_share_threads, make_any_host
-from maxtext_lite.process.signals import NUMBERS, command_signals
 
 
 class Signals:

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from maxtext_lite import load_config, make_plan
-from maxtext_lite.aot import against
-from maxtext_lite.aot.program import Traffic
+from maxtext_lite.analysis import program_difference as against
+from maxtext_lite.analysis.hlo_text import parse
+from maxtext_lite.analysis.hlo_work import KernelCalls
+from maxtext_lite.analysis.program import Traffic
+from maxtext_lite.analysis.ranking import rank
 from maxtext_lite.batching import Topology
 from maxtext_lite.batching.devices import device_named
-from maxtext_lite.batching.ranking import rank
 from maxtext_lite.config import UserError
-from maxtext_lite.xla.hlo_text import parse
-from maxtext_lite.xla.hlo_work import KernelCalls
 
 DEVICE = device_named("v5e", option="--device")
 HLO = """HloModule m, is_scheduled=true, num_partitions=4

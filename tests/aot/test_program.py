@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from maxtext_lite.aot.program import compile_program, total_traffic
+from maxtext_lite.analysis.activations import activation_lines
+from maxtext_lite.analysis.hlo import collectives
+from maxtext_lite.analysis.program import compile_program, total_traffic
 from maxtext_lite.batching import make_plan
-from maxtext_lite.batching.activations import activation_lines
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.config.kernels import Accelerator
 from maxtext_lite.training.state import init_state, make_decoder
-from maxtext_lite.xla.hlo import collectives
 from tests.training.conftest import TINY, make_setup
 
 # TINY has two layers of 1,920 matrix elements and two norms of 16, a last norm, and two tables of 264 x 16.

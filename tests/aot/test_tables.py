@@ -2,10 +2,10 @@
 
 import pytest
 
-from maxtext_lite.aot.tables import time_lines
+from maxtext_lite.analysis.hlo_work import KernelCalls, ProgramWork
+from maxtext_lite.analysis.program_tables import time_lines
+from maxtext_lite.analysis.roofline import roofline
 from maxtext_lite.batching.devices import device_named
-from maxtext_lite.batching.roofline import roofline
-from maxtext_lite.xla.hlo_work import KernelCalls, ProgramWork
 
 
 class Anything:

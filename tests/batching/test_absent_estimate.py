@@ -22,7 +22,7 @@ def plan_of(*overrides):
 @pytest.mark.parametrize("overrides", [(), PIPELINE])
 def test_a_plan_without_an_estimate_lacks_memory_only(monkeypatch, overrides):
     found, text = plan_of(*overrides).to_json(), format_plan(plan_of(*overrides))
-    monkeypatch.setitem(sys.modules, "maxtext_lite.batching.memory", None)
+    monkeypatch.setitem(sys.modules, "maxtext_lite.analysis.memory", None)
     plan = plan_of(*overrides)
     del found["memory"]
     for cost in found["pipeline_schedules"].values():
@@ -39,7 +39,7 @@ def test_a_plan_without_an_estimate_lacks_memory_only(monkeypatch, overrides):
 
 
 def test_auto_is_refused_with_a_number_where_nothing_chooses_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "maxtext_lite.batching.ranking", None)
+    monkeypatch.setitem(sys.modules, "maxtext_lite.analysis.ranking", None)
     config = load_config(None, ["global_batch_size=16", "per_device_batch_size=auto"])
     assert config.gradient_accumulation_steps == -1
     with pytest.raises(UserError, match=r"^per_device_batch_size=-1 .*works: 2\.$"):

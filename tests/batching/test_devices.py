@@ -3,6 +3,7 @@
 import pytest
 import yaml
 
+from maxtext_lite.analysis.roofline import roofline
 from maxtext_lite.batching.devices import (
     DEVICES,
     Device,
@@ -10,7 +11,6 @@ from maxtext_lite.batching.devices import (
     device_of_kind,
     peak_tflops,
 )
-from maxtext_lite.batching.roofline import roofline
 from maxtext_lite.config import UserError
 from tests.source_tree import REPOSITORY
 

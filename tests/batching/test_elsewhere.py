@@ -5,8 +5,8 @@ import json
 import pytest
 
 from maxtext_lite import load_config, make_plan
+from maxtext_lite.analysis.elsewhere import changed_settings, moved
 from maxtext_lite.batching import resumed
-from maxtext_lite.batching.elsewhere import changed_settings, moved
 
 STATED = [
     "global_batch_size=48",

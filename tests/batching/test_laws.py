@@ -4,10 +4,8 @@ import math
 
 import pytest
 
-from maxtext_lite.batching.advice import (
-    batch_size_advice,
-)
-from maxtext_lite.batching.laws import (
+from maxtext_lite.analysis.advice import batch_size_advice
+from maxtext_lite.analysis.laws import (
     BATCH_LAWS,
     RATE_LAWS,
     Budget,

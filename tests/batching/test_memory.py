@@ -3,10 +3,10 @@
 import pytest
 import yaml
 
+from maxtext_lite.analysis.memory import estimate_memory
+from maxtext_lite.analysis.smaller_step import smaller_step
 from maxtext_lite.batching import make_plan
-from maxtext_lite.batching.memory import estimate_memory
 from maxtext_lite.batching.parameters import vocab_tiles
-from maxtext_lite.batching.smaller_step import smaller_step
 from maxtext_lite.config import load_config
 from maxtext_lite.config.kernels import Accelerator
 from tests.source_tree import REPOSITORY

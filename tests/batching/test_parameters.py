@@ -8,7 +8,7 @@ import jax
 import pytest
 import yaml
 
-from maxtext_lite.aot.program import bytes_per_device
+from maxtext_lite.analysis.program import bytes_per_device
 from maxtext_lite.batching.parameters import (
     active_parameters,
     count_factored,

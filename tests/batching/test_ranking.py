@@ -7,13 +7,13 @@ import math
 import pytest
 
 from maxtext_lite import load_config, make_plan
+from maxtext_lite.analysis.ranking import _legal_meshes, choose, rank
+from maxtext_lite.analysis.smaller_step import REMAT_ORDER
+from maxtext_lite.analysis.step_time import StepModel, flops_of_example
+from maxtext_lite.analysis.tuning import Candidate, Timing, least_seconds, tune
 from maxtext_lite.batching import Topology, wants_solving
 from maxtext_lite.batching.devices import device_named
-from maxtext_lite.batching.ranking import _legal_meshes, choose, rank
-from maxtext_lite.batching.smaller_step import REMAT_ORDER
 from maxtext_lite.batching.solve import resolve
-from maxtext_lite.batching.step_time import StepModel, flops_of_example
-from maxtext_lite.batching.tuning import Candidate, Timing, least_seconds, tune
 from maxtext_lite.config import UserError
 from maxtext_lite.config.kernels import Accelerator
 

@@ -5,19 +5,15 @@ from fractions import Fraction
 
 import pytest
 
-from maxtext_lite.batching import flops_per_example, make_plan
-from maxtext_lite.batching.devices import device_named
-from maxtext_lite.batching.laws import (
-    batch_interval,
-    budget_of,
-    doubling_tokens,
-)
-from maxtext_lite.batching.recommendation import (
+from maxtext_lite.analysis.laws import batch_interval, budget_of, doubling_tokens
+from maxtext_lite.analysis.recommendation import (
     Machine,
     nearest_legal,
     ramp_of,
     recommend,
 )
+from maxtext_lite.batching import flops_per_example, make_plan
+from maxtext_lite.batching.devices import device_named
 from maxtext_lite.config import load_config
 
 EIGHT_B = ["model_name=llama3-8b", "max_target_length=4096"]

@@ -9,7 +9,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from maxtext_lite.batching.ranking import is_open
+from maxtext_lite.analysis.ranking import is_open
 from maxtext_lite.config import (
     KEYS,
     UserError,
@@ -18,7 +18,7 @@ from maxtext_lite.config import (
     write_resolved,
 )
 from maxtext_lite.config.hints import _ELSEWHERE, hub_hint
-from maxtext_lite.config.rl_rules import RL_KEYS, RLRunConfig
+from maxtext_lite.post_training.keys import RL_KEYS, RLRunConfig
 from tests.mutations import VALUES
 
 

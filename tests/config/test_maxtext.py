@@ -8,7 +8,7 @@ import yaml
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import Config, UserError, load_config
 from maxtext_lite.config.errors import setting_text
-from maxtext_lite.config.maxtext import maxtext_defaults, maxtext_models, translate
+from maxtext_lite.hf.maxtext import maxtext_defaults, maxtext_models, translate
 from tests.source_tree import REPOSITORY
 
 BASE_KEYS = (

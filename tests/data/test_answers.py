@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from maxtext_lite.config import UserError, load_config
-from maxtext_lite.data.answers import Sequences
-from maxtext_lite.data.conversations import Tokenized
 from maxtext_lite.data.sources import open_sources
+from maxtext_lite.post_training.answers import Sequences
+from maxtext_lite.post_training.conversations import Tokenized
 
 END = 256
 PAIRS = [

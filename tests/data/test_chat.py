@@ -7,13 +7,13 @@ import pytest
 import tokenizers
 
 from maxtext_lite.config import UserError, load_config
-from maxtext_lite.data.chat import (
+from maxtext_lite.data.tokenizer import HuggingFaceTokenizer
+from maxtext_lite.hf.chat import (
     DATE_OF_TRAINING_DATA,
     ChatTemplate,
     chat_template,
     check_contents,
 )
-from maxtext_lite.data.tokenizer import HuggingFaceTokenizer
 
 transformers = pytest.importorskip("transformers")
 

@@ -7,11 +7,11 @@ import pytest
 import tokenizers
 
 from maxtext_lite.config import UserError, load_config
-from maxtext_lite.data.chat import ChatTemplate
-from maxtext_lite.data.conversations import Renderer
-from maxtext_lite.data.learned_answers import AnswerFinder
 from maxtext_lite.data.text_encoder import TextEncoder
 from maxtext_lite.data.tokenizer import load_tokenizer
+from maxtext_lite.hf.chat import ChatTemplate
+from maxtext_lite.hf.learned_answers import AnswerFinder
+from maxtext_lite.post_training.conversations import Renderer
 
 CHATML = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'"

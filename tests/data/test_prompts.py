@@ -6,8 +6,8 @@ import re
 import pytest
 
 from maxtext_lite.config import UserError, load_config
-from maxtext_lite.data.prompts import open_prompts
 from maxtext_lite.data.sources import open_sources
+from maxtext_lite.post_training.prompts import open_prompts
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"

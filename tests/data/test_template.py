@@ -4,8 +4,8 @@ import jinja2
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from maxtext_lite.data.causal import loop_over_turns
-from maxtext_lite.data.template import ChatEnvironment, TooLargeError
+from maxtext_lite.hf.causal import loop_over_turns
+from maxtext_lite.hf.template import ChatEnvironment, TooLargeError
 from tests.data.test_conversations import CHATML, FORGETFUL, INSTRUCT, LLAMA3
 
 TURNS = [

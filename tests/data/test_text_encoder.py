@@ -10,19 +10,15 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data import text_encoder
-from maxtext_lite.data.conversations import Renderer
-from maxtext_lite.data.preparing.documents import (
-    BadLine,
-    DocumentReader,
-    read_documents,
-)
-from maxtext_lite.data.preparing.keys import PrepareConfig
-from maxtext_lite.data.preparing.shards import document_reader
-from maxtext_lite.data.preparing.tasks import WHOLE, Piece
+from maxtext_lite.data.documents import BadLine, DocumentReader, read_documents
 from maxtext_lite.data.sources import open_sources
+from maxtext_lite.data.tasks import WHOLE, Piece
 from maxtext_lite.data.text_encoder import TextEncoder
 from maxtext_lite.data.tokenizer import load_tokenizer
-from maxtext_lite.generation.stream_text import WrittenText
+from maxtext_lite.inference.stream_text import WrittenText
+from maxtext_lite.post_training.conversations import Renderer
+from maxtext_lite.preparation.keys import PrepareConfig
+from maxtext_lite.preparation.shards import document_reader
 
 SPECIAL = ["<end>", "<begin>", "<|user|>", "<|assistant|>", "<turn>"]
 END, BEGIN, TURN = 0, 1, 4

@@ -5,10 +5,10 @@ from fractions import Fraction
 
 import pytest
 
+from maxtext_lite.analysis.laws import BATCH_LAWS, Budget
 from maxtext_lite.batching import count_parameters, make_plan
-from maxtext_lite.batching.laws import BATCH_LAWS, Budget
 from maxtext_lite.config import load_config
-from maxtext_lite.config.rl_rules import RLRunConfig
+from maxtext_lite.post_training.keys import RLRunConfig
 from maxtext_lite.training.accumulate import loss_scaling
 from maxtext_lite.training.noise import NoiseScale
 from tests.source_tree import REPOSITORY

@@ -8,11 +8,11 @@ import shlex
 import pytest
 
 from maxtext_lite.config import load_config
-from maxtext_lite.data.conversations import Renderer
-from maxtext_lite.data.prompts import Prompt, open_prompts
 from maxtext_lite.data.text_encoder import TextEncoder
 from maxtext_lite.data.tokenizer import load_tokenizer
-from maxtext_lite.rl.rewards import Completion, Rewards
+from maxtext_lite.post_training.conversations import Renderer
+from maxtext_lite.post_training.prompts import Prompt, open_prompts
+from maxtext_lite.post_training.rewards import Completion, Rewards
 from maxtext_lite.training import train
 from tests.processes import RunFiles
 from tests.source_tree import REPOSITORY

@@ -21,8 +21,9 @@ from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data.tokenizer import ByteTokenizer
 from maxtext_lite.evaluate import main
 from maxtext_lite.generate import main as generate
-from maxtext_lite.generation import scoring
-from maxtext_lite.generation.questions import (
+from maxtext_lite.harness import HarnessModel, _asked
+from maxtext_lite.inference import scoring
+from maxtext_lite.inference.questions import (
     Question,
     Scored,
     accuracy,
@@ -30,9 +31,8 @@ from maxtext_lite.generation.questions import (
     read_questions,
     with_blank,
 )
-from maxtext_lite.generation.requests import EvaluateConfig, GenerateConfig
-from maxtext_lite.generation.scoring import TextScorer, evaluate, windows
-from maxtext_lite.harness import HarnessModel, _asked
+from maxtext_lite.inference.requests import EvaluateConfig, GenerateConfig
+from maxtext_lite.inference.scoring import TextScorer, evaluate, windows
 from tests import hf_models
 
 torch = pytest.importorskip("torch")

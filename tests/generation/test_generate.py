@@ -11,11 +11,11 @@ from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data.text_encoder import TextEncoder
 from maxtext_lite.data.tokenizer import ByteTokenizer
 from maxtext_lite.generate import main, parse_generate_config
-from maxtext_lite.generation import answering
-from maxtext_lite.generation.requests import GenerateConfig
-from maxtext_lite.generation.sampler import load_on_mesh
-from maxtext_lite.generation.stream_text import StopText, WrittenText
-from maxtext_lite.generation.text_tokens import TextTokens
+from maxtext_lite.inference import answering
+from maxtext_lite.inference.requests import GenerateConfig
+from maxtext_lite.inference.sampler import load_on_mesh
+from maxtext_lite.inference.stream_text import StopText, WrittenText
+from maxtext_lite.inference.text_tokens import TextTokens
 
 LOAD = load_on_mesh
 
@@ -67,7 +67,7 @@ def test_json_of_prompt_ids_needs_no_tokenizer_and_has_no_text(
         f"---- {number}\n{prompt}{text['text']}\n"
         for number, (prompt, text) in enumerate(zip(["AB", "C"], of_text, strict=True))
     )
-    monkeypatch.setattr("maxtext_lite.generation.text_tokens.load_tokenizer", None)
+    monkeypatch.setattr("maxtext_lite.inference.text_tokens.load_tokenizer", None)
     words = ["prompt_ids=[[65,66],[67]]", "temperature=0", "max_new_tokens=4", "--json"]
     assert main([str(directory), *words]) == 0
     answers = json.loads(capsys.readouterr().out)

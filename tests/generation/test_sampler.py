@@ -5,13 +5,9 @@ import numpy as np
 import pytest
 
 from maxtext_lite.config import load_config
-from maxtext_lite.config.hf.model_directory import hf_config
-from maxtext_lite.generation.sampler import (
-    Sampler,
-    load_on_mesh,
-    mesh_problems,
-)
-from maxtext_lite.generation.scoring import Scorer, Span
+from maxtext_lite.hf.model_directory import hf_config
+from maxtext_lite.inference.sampler import Sampler, load_on_mesh, mesh_problems
+from maxtext_lite.inference.scoring import Scorer, Span
 from maxtext_lite.models import Sampling
 from tests.training.conftest import TINY, make_setup
 
@@ -119,7 +115,7 @@ def test_a_draw_depends_on_its_own_prompt_and_number_only_whatever_the_mesh_and_
     together = _texts(sampler, PROMPTS, **how)
     other_seed = _texts(sampler, PROMPTS, **how | {"seed": 4})
     assert [token for token, _ in together[0]] != [token for token, _ in other_seed[0]]
-    monkeypatch.setattr("maxtext_lite.generation.sampler._FIRST_ROOM", 1)
+    monkeypatch.setattr("maxtext_lite.inference.sampler._FIRST_ROOM", 1)
     config = load_config(run.run_directory / "config.yml")
     split = Sampler(*load_on_mesh(run.run_directory, config, {"tensor": 2, "fsdp": 2}))
     grown = _texts(split, PROMPTS, **how)

@@ -45,7 +45,7 @@ def measure(run: GoldenRun, directory: Path) -> dict[str, Any]:
     import jax
 
     from maxtext_lite.config import load_config
-    from maxtext_lite.rl.rollout_steps import train_rl
+    from maxtext_lite.post_training.rollout_steps import train_rl
     from maxtext_lite.training import train
 
     assert jax.device_count() == run.devices, f"{run.name} needs {run.devices} devices"

@@ -7,13 +7,13 @@ import tokenizers
 
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.data import load_tokenizer
-from maxtext_lite.data.chat import ChatTemplate
 from maxtext_lite.hf.carried import (
     carry_own_tokens,
     carry_tokens,
     new_ends,
     store_files,
 )
+from maxtext_lite.hf.chat import ChatTemplate
 from maxtext_lite.hf.stop_tokens import stop_ids_of, stop_tokens
 
 LLAMA = {

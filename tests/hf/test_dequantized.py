@@ -13,9 +13,9 @@ import pytest
 import safetensors.numpy
 
 from maxtext_lite.config import UserError
-from maxtext_lite.config.hf.model_directory import hf_config
 from maxtext_lite.hf import dequantized
 from maxtext_lite.hf.dequantized import DequantizedDir
+from maxtext_lite.hf.model_directory import hf_config
 from tests.hf.test_importing import load
 from tests.hf_models import save
 

@@ -11,14 +11,14 @@ import pytest
 import safetensors.numpy
 
 from maxtext_lite.config import UserError
-from maxtext_lite.config.hf.config import config_json, model_keys
-from maxtext_lite.config.hf.families import FAMILIES
-from maxtext_lite.config.hf.fields import same_architecture
-from maxtext_lite.config.hf.model_directory import hf_config
 from maxtext_lite.config.json_file import read_object
 from maxtext_lite.hf import export
+from maxtext_lite.hf.config import config_json, model_keys
 from maxtext_lite.hf.export import export_model, export_parameters
+from maxtext_lite.hf.families import FAMILIES
+from maxtext_lite.hf.fields import same_architecture
 from maxtext_lite.hf.importing import load_hf_parameters
+from maxtext_lite.hf.model_directory import hf_config
 from maxtext_lite.hf.tables import TABLES
 from maxtext_lite.parallel import (
     MESH_AXES,

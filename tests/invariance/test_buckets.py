@@ -11,7 +11,7 @@ import pytest
 from maxtext_lite import report
 from maxtext_lite.config import load_config
 from maxtext_lite.config.bucket import local_copy
-from maxtext_lite.config.hf.model_directory import directory_config
+from maxtext_lite.hf.model_directory import directory_config
 from maxtext_lite.training import Callback, train
 from maxtext_lite.training.parameter_files import checkpoints_in
 from maxtext_lite.training.run_files import RunFiles

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 from maxtext_lite.config.kernels import TOKAMAX_VERSIONS, Accelerator
+from maxtext_lite.kernels.mosaic import mosaic_attention
 from maxtext_lite.models import Scoring
-from maxtext_lite.models.mosaic import mosaic_attention
 from maxtext_lite.parallel import MESH_AXES, make_mesh
 from tests.gpu import absent_gpu, kernels, squares, step_for_gpu, unordered_sums
 

@@ -12,8 +12,8 @@ from maxtext_lite.config import load_config
 from maxtext_lite.convert import main as convert
 from maxtext_lite.generate import main as generate
 from maxtext_lite.models import Decoder, merged
+from maxtext_lite.operations.nonfinite import find_nonfinite
 from maxtext_lite.training import train
-from maxtext_lite.training.nonfinite import find_nonfinite
 from maxtext_lite.training.state import decoder_shape
 from tests.conftest import use_one_device
 from tests.training.conftest import TINY

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxtext_lite.analysis.hlo import collectives
 from maxtext_lite.models import (
     BALANCE,
     DROPPED,
@@ -30,7 +31,6 @@ from maxtext_lite.training.custom_loss import CustomLoss, Predictions
 from maxtext_lite.training.gradients import GradientLoop
 from maxtext_lite.training.optimizer import learning_rate_schedule
 from maxtext_lite.training.step import ChunkedStep, make_summarise
-from maxtext_lite.xla.hlo import collectives
 from tests import responses
 from tests.invariance.conftest import TABLE
 from tests.training.conftest import LENGTH, make_setup

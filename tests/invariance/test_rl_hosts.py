@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from maxtext_lite.config import load_config
-from maxtext_lite.config.rl_rules import RLRunConfig
-from maxtext_lite.rl.rollout_steps import train_rl
+from maxtext_lite.post_training.keys import RLRunConfig
+from maxtext_lite.post_training.rollout_steps import train_rl
 from tests.processes import RunFiles, in_turn
 from tests.rl.conftest import RUN, evaluations, lines
 

@@ -7,12 +7,12 @@ import functools
 
 import pytest
 
-from maxtext_lite.aot.program import Program, compile_program
+from maxtext_lite.analysis.described import topology_devices
+from maxtext_lite.analysis.hlo import collectives
+from maxtext_lite.analysis.hlo_text import Module, parse
+from maxtext_lite.analysis.program import Program, compile_program
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import load_config
-from maxtext_lite.xla.described import topology_devices
-from maxtext_lite.xla.hlo import collectives
-from maxtext_lite.xla.hlo_text import Module, parse
 
 pytest.importorskip("libtpu", reason="libtpu, of the extra tpu, is not installed")
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxtext_lite.analysis.hlo import collectives
 from maxtext_lite.models import ExpertShape
 from maxtext_lite.models.dropless import FURTHER_ROUNDS, dropless
 from maxtext_lite.models.moe import ExpertWeights
@@ -16,7 +17,6 @@ from maxtext_lite.parallel import (
     make_mesh,
     sharding,
 )
-from maxtext_lite.xla.hlo import collectives
 from tests.models import exact
 
 B, T, D, F, E, J = 8, 16, 16, 8, 8, 2

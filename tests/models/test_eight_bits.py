@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from maxtext_lite.analysis.hlo import collectives
+from maxtext_lite.kernels.eight_bits import in_eight_bits, largest_magnitude
 from maxtext_lite.models import ExpertShape
 from maxtext_lite.models.capacity import with_capacity
 from maxtext_lite.models.dropless import dropless
-from maxtext_lite.models.eight_bits import in_eight_bits, largest_magnitude
 from maxtext_lite.models.moe import ExpertWeights, Routing
 from maxtext_lite.models.ops import number_format, project
 from maxtext_lite.parallel import MESH_AXES, make_mesh, over_replicas, sharding
-from maxtext_lite.xla.hlo import collectives
 from tests.models import exact
 
 LARGEST = {"int8": 127.0, "e4m3": 448.0}

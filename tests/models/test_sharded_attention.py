@@ -7,13 +7,14 @@ import jax
 import numpy as np
 import pytest
 
-from maxtext_lite.models import Scoring, mosaic, splash_blocks, tile_layout
+from maxtext_lite.analysis.hlo import collectives
+from maxtext_lite.kernels import mosaic, splash_blocks
+from maxtext_lite.kernels.mosaic import mosaic_attention
+from maxtext_lite.kernels.splash import splash_attention
+from maxtext_lite.kernels.splash_blocks import MostTokens
+from maxtext_lite.models import Scoring, tile_layout
 from maxtext_lite.models.attention import attention
-from maxtext_lite.models.mosaic import mosaic_attention
-from maxtext_lite.models.splash import splash_attention
-from maxtext_lite.models.splash_blocks import MostTokens
 from maxtext_lite.parallel import MESH_AXES, context_order, make_mesh, sharding
-from maxtext_lite.xla.hlo import collectives
 from tests.models import exact
 from tests.models.exact import (
     EVERYTHING,

@@ -9,11 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from maxtext_lite.process import watched_hosts
-from maxtext_lite.process.watched_hosts import (
-    coordinator_answers,
-    watched_arguments,
-)
+from maxtext_lite.operations import watched_hosts
+from maxtext_lite.operations.watched_hosts import coordinator_answers, watched_arguments
 from tests.processes import quick_python
 from tests.source_tree import REPOSITORY
 
@@ -22,8 +19,8 @@ PROGRAM = """
 import os, pathlib, signal, sys
 from maxtext_lite.cli import run_command
 from maxtext_lite.parallel import exchange, start_devices
-from maxtext_lite.process.observers import observers
-from maxtext_lite.process.watchdog import watchdog
+from maxtext_lite.config.observers import observers
+from maxtext_lite.operations.watchdog import watchdog
 def main(argv):
     watchdog.start(300)
     observers.append(watchdog)

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxtext_lite.analysis.hlo import collectives
+from maxtext_lite.analysis.hlo_text import parse
 from maxtext_lite.parallel import MESH_AXES, Pipeline, make_mesh, over_replicas
-from maxtext_lite.xla.hlo import collectives
-from maxtext_lite.xla.hlo_text import parse
 
 AXES = {"x": ("batch", None), "label": ("batch",)}
 

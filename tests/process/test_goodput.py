@@ -4,7 +4,13 @@ import dataclasses
 
 import pytest
 
-from maxtext_lite.process.goodput import Start, goodput, goodput_text, spent, starts_of
+from maxtext_lite.operations.goodput_records import (
+    Start,
+    goodput,
+    goodput_text,
+    spent,
+    starts_of,
+)
 
 FIRST = Start(
     1000.0,

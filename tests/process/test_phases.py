@@ -2,8 +2,8 @@
 
 import pytest
 
-from maxtext_lite.process.observers import Observer
-from maxtext_lite.process.phases import PhaseClock
+from maxtext_lite.config.observers import Observer
+from maxtext_lite.config.phases import PhaseClock
 
 
 class Watched(Observer):

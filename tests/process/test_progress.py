@@ -2,7 +2,7 @@
 
 import pytest
 
-from maxtext_lite.process.progress import Seen, Stamp, judge, limit_of
+from maxtext_lite.operations.progress import Seen, Stamp, judge, limit_of
 
 
 def stamp(

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from maxtext_lite.process.records import Steps, json_text, read_records, record_text
+from maxtext_lite.config.records import Steps, json_text, read_records, record_text
 
 
 def read(path):

@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from maxtext_lite.process import signals
-from maxtext_lite.process.signals import (
+from maxtext_lite.console import signals
+from maxtext_lite.console.signals import (
     NUMBERS,
     CommandSignals,
     command_signals,
@@ -26,7 +26,7 @@ python -m maxtext_lite plan
 python -mmaxtext_lite.train
 python -X dev -W error -Im maxtext_lite.report runs/a
 python /usr/bin/maxtext-lite train"""
-OTHERS = """python -m maxtext_lite.rl.reward_worker
+OTHERS = """python -m maxtext_lite.post_training.reward_worker
 python -m maxtext_lite_plus.train
 python -m pytest -m maxtext_lite.train
 python -c code -m maxtext_lite.train
@@ -115,7 +115,7 @@ def test_a_mere_import_leaves_signals_alone():
 
 IN_C = """
 import ctypes, os, signal, sys
-from maxtext_lite.process.signals import command_signals
+from maxtext_lite.console.signals import command_signals
 command_signals.install()
 child = os.fork()
 if not child:  # ends as any process does, without a word to its parent

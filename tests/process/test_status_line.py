@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from maxtext_lite.process.phases import PhaseClock
-from maxtext_lite.process.status_line import StatusLine
+from maxtext_lite.config.phases import PhaseClock
+from maxtext_lite.config.status_line import StatusLine
 
 
 @pytest.mark.parametrize(

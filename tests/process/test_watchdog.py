@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from maxtext_lite.process import watchdog as module
-from maxtext_lite.process.progress import Verdict
-from maxtext_lite.process.watchdog import Watchdog
+from maxtext_lite.operations import watchdog as module
+from maxtext_lite.operations.progress import Verdict
+from maxtext_lite.operations.watchdog import Watchdog
 from tests.source_tree import REPOSITORY
 
 
@@ -201,7 +201,7 @@ def test_an_end_writes_stacks_and_the_error_and_process_0_waits_until_the_others
 
 def test_a_process_alone_whose_main_thread_hangs_in_c_ends_with_76():
     program = (
-        "import os, maxtext_lite.process.watchdog as module\n"
+        "import os, maxtext_lite.operations.watchdog as module\n"
         "module.BEAT_SECONDS = 0.1\n"
         "module.watchdog.start(0.05)\n"
         "module.watchdog.enter('reading', 3)\n"

@@ -1,7 +1,7 @@
 import pytest
 
-from maxtext_lite.reporting.curves import make_board
-from maxtext_lite.reporting.run_data import read_runs
+from maxtext_lite.analysis.curves import make_board
+from maxtext_lite.analysis.run_data import read_runs
 from tests.run_directories import step_line, write_metrics
 
 

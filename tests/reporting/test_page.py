@@ -5,7 +5,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from maxtext_lite.reporting import read_runs, render_page
+from maxtext_lite.analysis.page import render_page
+from maxtext_lite.analysis.run_data import read_runs
 from tests.run_directories import eval_line, step_line, write_metrics, write_run
 
 VOID = {"meta", "link", "input", "br"}

@@ -3,8 +3,8 @@
 import re
 from xml.etree import ElementTree
 
+from maxtext_lite.analysis.pipeline_view import pipeline_svg, pipeline_text
 from maxtext_lite.batching.pipeline_shape import PipelineShape
-from maxtext_lite.reporting.pipeline_view import pipeline_svg, pipeline_text
 
 ONCE, TWICE = PipelineShape(2, 2, 1, 2), PipelineShape(2, 2, 2, 1)
 

@@ -1,8 +1,8 @@
 import pytest
 
+from maxtext_lite.analysis.plan_view import memory_parts, plan_rows
 from maxtext_lite.batching import make_plan
 from maxtext_lite.config import load_config
-from maxtext_lite.reporting.plan_view import memory_parts, plan_rows
 
 
 def plan_of(*overrides, num_devices=1, num_hosts=1, **options):

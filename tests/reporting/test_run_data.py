@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from maxtext_lite.reporting.run_data import read_runs
+from maxtext_lite.analysis.run_data import read_runs
 from tests.run_directories import eval_line, step_line, write_metrics
 
 

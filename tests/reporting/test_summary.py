@@ -1,6 +1,6 @@
-from maxtext_lite.batching.advice import batch_size_advice
-from maxtext_lite.reporting.run_data import read_runs
-from maxtext_lite.reporting.summary import NONE, advice, summary
+from maxtext_lite.analysis.advice import batch_size_advice
+from maxtext_lite.analysis.run_data import read_runs
+from maxtext_lite.analysis.summary import NONE, advice, summary
 from tests.run_directories import eval_line, step_line, write_metrics, write_run
 
 

@@ -13,13 +13,13 @@ import jax
 import numpy as np
 
 from maxtext_lite.config import load_config
-from maxtext_lite.config.hf.model_directory import hf_config
-from maxtext_lite.generation.sampler import load_on_mesh
+from maxtext_lite.hf.model_directory import hf_config
+from maxtext_lite.inference.sampler import load_on_mesh
 from maxtext_lite.models import Sampling
 from maxtext_lite.parallel import tree_shardings
-from maxtext_lite.rl.http_engine import HttpEngine
-from maxtext_lite.rl.rollout import LocalEngine, Request
-from maxtext_lite.rl.transfer import sampling_mesh
+from maxtext_lite.post_training.http_engine import HttpEngine
+from maxtext_lite.post_training.rollout import LocalEngine, Request
+from maxtext_lite.post_training.transfer import sampling_mesh
 from maxtext_lite.training.state import make_plain_decoder
 from tests.training.conftest import TINY
 

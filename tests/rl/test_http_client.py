@@ -12,8 +12,8 @@ import yaml
 
 from maxtext_lite.config import UserError
 from maxtext_lite.models import Sampling
-from maxtext_lite.rl.http_client import Server
-from maxtext_lite.rl.server_answers import (
+from maxtext_lite.post_training.http_client import Server
+from maxtext_lite.post_training.server_answers import (
     Asked,
     read_completion,
     read_generation,

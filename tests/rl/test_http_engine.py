@@ -12,12 +12,12 @@ import pytest
 
 from maxtext_lite.config import UserError
 from maxtext_lite.models import Decoder, Sampling
-from maxtext_lite.rl import http_engine
-from maxtext_lite.rl.http_engine import WEIGHTS
-from maxtext_lite.rl.rl_run import open_rl_run
-from maxtext_lite.rl.rollout import Request
-from maxtext_lite.rl.rollout_steps import train_rl
-from maxtext_lite.rl.server_kinds import SERVER_KINDS
+from maxtext_lite.post_training import http_engine
+from maxtext_lite.post_training.http_engine import WEIGHTS
+from maxtext_lite.post_training.rl_run import open_rl_run
+from maxtext_lite.post_training.rollout import Request
+from maxtext_lite.post_training.rollout_steps import train_rl
+from maxtext_lite.post_training.server_kinds import SERVER_KINDS
 from maxtext_lite.training import Callback
 from maxtext_lite.training.state import decoder_shape, make_plain_decoder
 from tests.rl.conftest import WHOLE, steps

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxtext_lite.parallel import Pipeline, sharding
-from maxtext_lite.rl.log_probabilities import make_log_probabilities
+from maxtext_lite.post_training.log_probabilities import make_log_probabilities
 from maxtext_lite.training.step import TRAIN_BATCH_AXES
 from tests.responses import rows
 from tests.training.conftest import make_setup

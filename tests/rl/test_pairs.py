@@ -7,17 +7,26 @@ import statistics
 import numpy as np
 import pytest
 
-from maxtext_lite.data.prompts import Prompt
-from maxtext_lite.process.records import record_text
-from maxtext_lite.rl.advantages import (
+from maxtext_lite.config.records import record_text
+from maxtext_lite.post_training.advantages import (
     equal_groups_fraction,
     group_advantages,
     mean_deviation,
 )
-from maxtext_lite.rl.held_out import held_out_record, held_out_text, pass_at_k
-from maxtext_lite.rl.pairs import Chunk, Sampled, batch_record, responses_hash
-from maxtext_lite.rl.rewards import Scores
-from maxtext_lite.rl.rollout import Response
+from maxtext_lite.post_training.held_out import (
+    held_out_record,
+    held_out_text,
+    pass_at_k,
+)
+from maxtext_lite.post_training.pairs import (
+    Chunk,
+    Sampled,
+    batch_record,
+    responses_hash,
+)
+from maxtext_lite.post_training.prompts import Prompt
+from maxtext_lite.post_training.rewards import Scores
+from maxtext_lite.post_training.rollout import Response
 
 
 def test_advantages_are_rewards_less_their_groups_mean_over_its_sample_deviation():

@@ -16,10 +16,10 @@ import pytest
 import yaml
 
 from maxtext_lite.config import UserError, load_config
-from maxtext_lite.data.prompts import Prompt
-from maxtext_lite.rl.reward_functions import number_in, shipped
-from maxtext_lite.rl.reward_worker import Functions
-from maxtext_lite.rl.rewards import (
+from maxtext_lite.post_training.prompts import Prompt
+from maxtext_lite.post_training.reward_functions import number_in, shipped
+from maxtext_lite.post_training.reward_worker import Functions
+from maxtext_lite.post_training.rewards import (
     Completion,
     RewardError,
     Rewards,

@@ -10,8 +10,8 @@ import pytest
 from maxtext_lite.config import Mla
 from maxtext_lite.models import Decoder, DecoderShape, ExpertShape, Sampling
 from maxtext_lite.parallel import tree_shardings
-from maxtext_lite.rl.rollout import LocalEngine, Request
-from maxtext_lite.rl.transfer import sampling_mesh
+from maxtext_lite.post_training.rollout import LocalEngine, Request
+from maxtext_lite.post_training.transfer import sampling_mesh
 from tests.models.in_place import rewritten
 
 LLAMA = DecoderShape(

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from maxtext_lite.config import UserError
-from maxtext_lite.rl import rollout_steps
-from maxtext_lite.rl.advantages import group_advantages
-from maxtext_lite.rl.rewards import RewardError
-from maxtext_lite.rl.rollout import LocalEngine
-from maxtext_lite.rl.rollout_steps import train_rl
+from maxtext_lite.post_training import rollout_steps
+from maxtext_lite.post_training.advantages import group_advantages
+from maxtext_lite.post_training.rewards import RewardError
+from maxtext_lite.post_training.rollout import LocalEngine
+from maxtext_lite.post_training.rollout_steps import train_rl
 from maxtext_lite.train_rl import main
 from maxtext_lite.training import Callback, loop
 from maxtext_lite.training.step import ChunkedStep

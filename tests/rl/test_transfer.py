@@ -9,7 +9,7 @@ import numpy as np
 
 from maxtext_lite.models import Adapted, Decoder, Lora
 from maxtext_lite.parallel import MESH_AXES, Pipeline, make_mesh, tree_shardings
-from maxtext_lite.rl.transfer import Transfer, sampling_mesh
+from maxtext_lite.post_training.transfer import Transfer, sampling_mesh
 from tests.rl.test_rollout import LLAMA, parameters
 
 LORA = Lora(rank=2, alpha=6.0, targets=("query", "down"))

@@ -5,8 +5,8 @@ from fractions import Fraction
 
 import pytest
 
+from maxtext_lite.analysis.branches import Branches
 from maxtext_lite.config import UserError
-from maxtext_lite.training.branches import Branches
 from tests.run_directories import eval_line, step_line, write_run
 
 ADAM = [

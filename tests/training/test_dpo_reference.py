@@ -9,8 +9,9 @@ import pytest
 
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.evaluate import main as evaluate
-from maxtext_lite.training import dpo_reference, train
-from maxtext_lite.training.dpo_reference import FILE
+from maxtext_lite.post_training import dpo_reference
+from maxtext_lite.post_training.dpo_reference import FILE
+from maxtext_lite.training import train
 from tests.training.conftest import TINY, lines_of
 
 pytestmark = pytest.mark.usefixtures("one_device_for_all")

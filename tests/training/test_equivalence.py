@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from maxtext_lite.analysis import equivalence
+from maxtext_lite.analysis.equivalence import verdicts
+from maxtext_lite.analysis.shrunk import Split
 from maxtext_lite.config import UserError
-from maxtext_lite.training import equivalence
-from maxtext_lite.training.equivalence import verdicts
 from maxtext_lite.training.gradients import GradientLoop
-from maxtext_lite.training.shrunk import Split
 from tests.conftest import use_one_device
 
 WAYS = {

@@ -9,11 +9,11 @@ import re
 import jax
 import numpy as np
 
+from maxtext_lite.analysis.hlo import collectives
 from maxtext_lite.parallel import sharding
 from maxtext_lite.training.objective import NEXT_TOKEN
 from maxtext_lite.training.optimizer import learning_rate_schedule
 from maxtext_lite.training.step import TRAIN_BATCH_AXES, ChunkedStep
-from maxtext_lite.xla.hlo import collectives
 
 ACCUMULATION = 4
 

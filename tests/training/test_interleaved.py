@@ -6,8 +6,8 @@ That their gradients are those of no pipeline: tests/invariance/test_matrix.py.
 import jax
 import pytest
 
+from maxtext_lite.analysis.hlo import collectives
 from maxtext_lite.parallel import Pipeline
-from maxtext_lite.xla.hlo import collectives
 from tests.training.conftest import LENGTH
 
 FOUR_LAYERS = ("optimizer=sgd", "base_num_decoder_layers=4", "learning_rate=0.5")

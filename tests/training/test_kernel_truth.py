@@ -13,9 +13,9 @@ import pytest
 from maxtext_lite.config import UserError
 from maxtext_lite.models import Scoring
 from maxtext_lite.models.attention import attention
-from maxtext_lite.models.plain import plain_attention
-from maxtext_lite.training import kernel_truth
-from maxtext_lite.training.kernel_truth import compare, prove_kernels
+from maxtext_lite.operations import kernel_check as kernel_truth
+from maxtext_lite.operations.kernel_check import compare, prove_kernels
+from maxtext_lite.operations.kernel_references import plain_attention
 
 T, N, K, H = 256, 4, 2, 16
 SEGMENT = np.array([[1] * 150 + [2] * 90 + [0] * 16])

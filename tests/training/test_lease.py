@@ -11,9 +11,9 @@ import time
 import pytest
 
 from maxtext_lite.config import UserError
-from maxtext_lite.training import lease as lease_module
+from maxtext_lite.operations import lock as lease_module
+from maxtext_lite.operations.lock import Holder, Lease
 from maxtext_lite.training.failures import Failures
-from maxtext_lite.training.lease import Holder, Lease
 
 FAST = 0.05  # seconds between renewals
 

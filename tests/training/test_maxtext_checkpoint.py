@@ -19,7 +19,7 @@ import pytest
 
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.convert import main
-from maxtext_lite.generation.sampler import load_on_mesh
+from maxtext_lite.inference.sampler import load_on_mesh
 
 TOKENS = np.random.default_rng(0).integers(1, 64, (1, 12)).astype(np.int32)
 _SIZES = """

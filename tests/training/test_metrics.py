@@ -8,10 +8,10 @@ import math
 import pytest
 
 from maxtext_lite.config import UserError
+from maxtext_lite.operations import goodput as goodput_module
+from maxtext_lite.operations.goodput import FILE, Goodput
 from maxtext_lite.training import failures as failures_module
-from maxtext_lite.training import goodput as goodput_module
 from maxtext_lite.training.failures import Failures
-from maxtext_lite.training.goodput import FILE, Goodput
 from maxtext_lite.training.metrics import MetricsLog
 from tests.process.test_phases import Clock
 

@@ -9,14 +9,14 @@ import jax
 import numpy as np
 import pytest
 
-from maxtext_lite.config.hf.model_directory import hf_config
 from maxtext_lite.data import open_sources
 from maxtext_lite.hf.importing import load_hf_parameters
+from maxtext_lite.hf.model_directory import hf_config
 from maxtext_lite.parallel import MESH_AXES, make_mesh, sharding, tree_shardings
+from maxtext_lite.post_training.preference import pair_losses, pairs_of, segment_sums
 from maxtext_lite.training.gradients import GradientLoop
 from maxtext_lite.training.objective import objective_of
 from maxtext_lite.training.optimizer import make_optimizer
-from maxtext_lite.training.preference import pair_losses, pairs_of, segment_sums
 from maxtext_lite.training.state import StepParts, make_decoder
 from maxtext_lite.training.step import EVAL_BATCH_AXES, make_eval_step
 from tests import hf_models

@@ -4,9 +4,9 @@ import jax
 import pytest
 
 from maxtext_lite.config.shown import TracedSteps
-from maxtext_lite.training import profile as module
+from maxtext_lite.operations import profiler as module
+from maxtext_lite.operations.profiler import Profile
 from maxtext_lite.training.failures import Failures
-from maxtext_lite.training.profile import Profile
 
 
 @pytest.mark.fast

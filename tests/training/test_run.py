@@ -13,6 +13,7 @@ import tokenizers
 from maxtext_lite.batching import flops_per_example, make_plan
 from maxtext_lite.config import UserError, load_config
 from maxtext_lite.config.bucket import names_below
+from maxtext_lite.operations.step_memory import MemoryHook
 from maxtext_lite.training.checkpoint import Counts
 from maxtext_lite.training.metrics import Terminal
 from maxtext_lite.training.opening import open_run
@@ -23,7 +24,6 @@ from maxtext_lite.training.run_files import (
     write_json,
 )
 from maxtext_lite.training.state import OwnParts
-from maxtext_lite.training.step_memory import MemoryHook
 from tests.training.conftest import TINY
 
 KEYS = """

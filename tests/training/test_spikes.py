@@ -9,16 +9,16 @@ import pytest
 
 from maxtext_lite.config import load_config
 from maxtext_lite.data.excluded import ExcludedRow
-from maxtext_lite.training import LossSpike, train
-from maxtext_lite.training.hooks import hooks_of
-from maxtext_lite.training.row_losses import RowLoss
-from maxtext_lite.training.spikes import (
+from maxtext_lite.operations.row_losses import RowLoss
+from maxtext_lite.operations.spikes import (
     MOST,
     RowsBefore,
     SpikesHook,
     find_guilty,
     refuse_to_go_back_often,
 )
+from maxtext_lite.training import LossSpike, train
+from maxtext_lite.training.hooks import hooks_of
 from tests.training.conftest import lines_of
 
 SIZES = """

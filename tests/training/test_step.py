@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxtext_lite.analysis.hlo import collectives
 from maxtext_lite.batching import make_plan
 from maxtext_lite.parallel import sharding
 from maxtext_lite.training.step import (
@@ -19,7 +20,6 @@ from maxtext_lite.training.step import (
     make_eval_step,
     make_summarise,
 )
-from maxtext_lite.xla.hlo import collectives
 from tests.training.conftest import LENGTH, ONE_DEVICE, ROWS, norm
 
 

@@ -9,14 +9,14 @@ import urllib.request
 import pytest
 
 from maxtext_lite.config import UserError, load_config
-from maxtext_lite.training.failures import Failures
-from maxtext_lite.training.trackers import (
+from maxtext_lite.operations.trackers import (
     MLflow,
     Prometheus,
     TensorBoard,
     WandB,
     open_trackers,
 )
+from maxtext_lite.training.failures import Failures
 
 RECORD = {
     "step": 4,

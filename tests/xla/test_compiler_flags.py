@@ -5,8 +5,9 @@ import subprocess
 
 import pytest
 
+from maxtext_lite.analysis.described import _NOTHING_CAN_BE_TIMED
 from maxtext_lite.batching.devices import device_named
-from maxtext_lite.xla.compiler_flags import (
+from maxtext_lite.parallel.compiler_flags import (
     FLAGS,
     GPU_MEMORY,
     SCHEDULED_MEMORY,
@@ -15,7 +16,6 @@ from maxtext_lite.xla.compiler_flags import (
     set_compiler_flags,
     set_gpu_memory,
 )
-from maxtext_lite.xla.described import _NOTHING_CAN_BE_TIMED
 from tests.processes import environment, quick_python
 
 ONE, TWO = (

@@ -4,13 +4,10 @@ import jax
 import jax.extend.backend
 import pytest
 
+from maxtext_lite.analysis.described import described, topology_devices
 from maxtext_lite.config import UserError
 from maxtext_lite.parallel import MESH_AXES, make_mesh
 from maxtext_lite.training.executables import as_default_device
-from maxtext_lite.xla.described import (
-    described,
-    topology_devices,
-)
 
 
 @pytest.mark.fast

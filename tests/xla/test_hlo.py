@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxtext_lite.analysis.hlo import collectives, device_groups
 from maxtext_lite.parallel import MESH_AXES, make_mesh
-from maxtext_lite.xla.hlo import collectives, device_groups
 
 TRIPS = 5
 

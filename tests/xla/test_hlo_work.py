@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext_lite.xla.hlo_text import parse
-from maxtext_lite.xla.hlo_work import KernelCalls, work
+from maxtext_lite.analysis.hlo_text import parse
+from maxtext_lite.analysis.hlo_work import KernelCalls, work
 
 TRIPS = 5
 ONE = 2 * 8 * 16 * 16  # of [8, 16] times [16, 16]

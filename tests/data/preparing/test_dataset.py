@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from maxtext_lite.config import UserError
-from maxtext_lite.data.preparing import dataset, shards
-from maxtext_lite.data.preparing.dataset import prepare_dataset
-from maxtext_lite.data.preparing.keys import PrepareConfig
 from maxtext_lite.data.token_stream import open_prepared, verify
 from maxtext_lite.data.tokenizer import ByteTokenizer
+from maxtext_lite.preparation import dataset, shards
+from maxtext_lite.preparation.dataset import prepare_dataset
+from maxtext_lite.preparation.keys import PrepareConfig
 from tests.stores import Memory
 
 TASK_BYTES = 12_000
@@ -104,10 +104,10 @@ def test_a_complete_dataset_is_not_prepared_again(texts, prepare, content, monke
         [False, True, True, True]
     )  # it ended between the first look and the lock
     monkeypatch.setattr(
-        "maxtext_lite.data.preparing.journal.Journal.is_complete",
+        "maxtext_lite.preparation.journal.Journal.is_complete",
         lambda _: next(answers),
     )
-    monkeypatch.setattr("maxtext_lite.data.preparing.workers.run_task", None)
+    monkeypatch.setattr("maxtext_lite.preparation.workers.run_task", None)
     assert prepare().manifest == manifest
     assert content("out") == expected
 

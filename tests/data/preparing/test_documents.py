@@ -6,12 +6,12 @@ import json
 import pytest
 
 from maxtext_lite.config import UserError
-from maxtext_lite.data.preparing.documents import BadLine
-from maxtext_lite.data.preparing.keys import PrepareConfig
-from maxtext_lite.data.preparing.shards import document_reader
-from maxtext_lite.data.preparing.tasks import find_inputs, split_into_tasks
+from maxtext_lite.data.documents import BadLine
+from maxtext_lite.data.tasks import find_inputs, split_into_tasks
 from maxtext_lite.data.text_encoder import TextEncoder
 from maxtext_lite.data.tokenizer import ByteTokenizer
+from maxtext_lite.preparation.keys import PrepareConfig
+from maxtext_lite.preparation.shards import document_reader
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")

@@ -6,8 +6,8 @@ import pytest
 
 from maxtext_lite.config import load_config
 from maxtext_lite.data import open_sources
-from maxtext_lite.data.preparing.inspecting import report
-from maxtext_lite.data.preparing.keys import InspectConfig
+from maxtext_lite.preparation.inspecting import report
+from maxtext_lite.preparation.keys import InspectConfig
 from tests.prepared import byte_shards, write_prepared
 
 TEXTS = [

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from maxtext_lite.config import load_config
-from maxtext_lite.data.preparing import text_cache
+from maxtext_lite.data import text_cache
 from maxtext_lite.data.sources import open_sources
 
 TEXTS = [f"text {number} " + "x" * (number * 37 % 90) for number in range(120)]

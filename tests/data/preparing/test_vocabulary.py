@@ -6,7 +6,7 @@ import pytest
 
 from maxtext_lite.config import UserError
 from maxtext_lite.data import load_tokenizer
-from maxtext_lite.data.preparing.keys import PrepareConfig
+from maxtext_lite.preparation.keys import PrepareConfig
 from maxtext_lite.prepare import main
 
 TEXTS = [

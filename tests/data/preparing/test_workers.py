@@ -6,10 +6,10 @@ import os
 import pytest
 
 from maxtext_lite.config import UserError
-from maxtext_lite.data.preparing.keys import PrepareConfig
-from maxtext_lite.data.preparing.shards import Workshop
-from maxtext_lite.data.preparing.tasks import find_inputs, split_into_tasks
-from maxtext_lite.data.preparing.workers import run_in_processes
+from maxtext_lite.data.tasks import find_inputs, split_into_tasks
+from maxtext_lite.preparation.keys import PrepareConfig
+from maxtext_lite.preparation.shards import Workshop
+from maxtext_lite.preparation.workers import run_in_processes
 
 
 def job(tmp_path, content):

@@ -1,0 +1,297 @@
+"""The page: one HTML file that needs no network."""
+
+import json
+from collections.abc import Mapping, Sequence
+from html import escape as _e
+from pathlib import Path
+
+from maxtext_lite.analysis.charts import AXES
+from maxtext_lite.analysis.curves import Json, chart_svg, color_class, make_board
+from maxtext_lite.analysis.plan_view import long_number, memory_parts, plain, plan_rows
+from maxtext_lite.analysis.run_data import Run
+from maxtext_lite.analysis.summary import NONE, advice, status, summary
+from maxtext_lite.config.errors import bytes_text
+from maxtext_lite.config.records import as_list, as_object
+
+_FOLDER = Path(__file__).parent
+_STAGE_KEYS = {
+    "num_steps": "steps", "per_device_batch_size": "per device",
+    "gradient_accumulation_steps": "accumulation", "global_batch_to_train": "global batch", "samples": "examples",
+}  # fmt: skip
+_DATA = {
+    "documents": "documents", "tokens": "their tokens", "cut_documents": "documents split", "examples": "rows an epoch",
+    "target_tokens": "target tokens an epoch", "slots_used": "slots with a target", "rows": "rows of the run",
+    "token_share": "share of its tokens", "epochs": "its epochs",
+}  # fmt: skip
+_PHASES = {"rollout": "rollout", "reward": "rewards", "train": "training"}
+
+
+def render_page(runs: Sequence[Run]) -> str:
+    """The report of one run, or of several in the same charts, as the text of an HTML file."""
+    board = make_board(runs)
+    heading = runs[0].label if len(runs) == 1 else f"{len(runs)} runs"
+    title = heading if len(runs) == 1 else f"{heading}: {', '.join(run.label for run in runs)}"
+    data = json.dumps(board, separators=(",", ":"))
+    # Inside a script element, only characters that could end it are escaped.
+    data = data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    sections = {
+        "Batch size": _of_each(runs, [f"<p>{_e(text)}</p>" if (text := advice(run)) else "" for run in runs]),
+        "Curves": _curves(runs, board),
+        "Timeline": _of_each(runs, [_timeline(run) for run in runs]),
+        "Plan": _plans(runs),
+        "Data": _of_each(runs, [_data(run.plan) for run in runs]),
+        "Config": _settings(runs),
+        "Environment": _comparison(runs, [_environment(run) for run in runs]),
+    }
+    body = "".join(f"<section><h2>{name}</h2>{content}</section>\n" for name, content in sections.items() if content)
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; \
+script-src 'unsafe-inline'; img-src data:">
+<link rel="icon" href="data:,">
+<title>{_e(title)} · maxtext_lite</title>
+<style>
+{(_FOLDER / "page.css").read_text(encoding="utf-8")}</style>
+</head>
+<body>
+<main>
+<header><p class="quiet">maxtext_lite run report</p><h1>{_e(heading)}</h1>{_headers(runs)}</header>
+{_summary(runs)}
+{body}</main>
+<div id="readout" hidden></div>
+<script type="application/json" id="data">{data}</script>
+<script>
+{(_FOLDER / "page.js").read_text(encoding="utf-8")}</script>
+</body>
+</html>
+"""
+
+
+def write_page(runs: Sequence[Run], path: Path) -> None:
+    """Writes the report of these runs to a file.
+
+    Raises:
+      OSError: the file cannot be written.
+    """
+    path.write_bytes(render_page(runs).encode(errors="replace"))  # JSON can contain what UTF-8 cannot
+
+
+def _swatch(classes: str) -> str:
+    """A short line in the style of the charts."""
+    return f'<svg class="swatch" viewBox="0 0 22 8" aria-hidden="true"><path class="line {classes}" d="M1,4H21"/></svg>'
+
+
+def _name(number: int, runs: Sequence[Run]) -> str:
+    """The swatch and the label of a run; empty for a single run."""
+    return f"{_swatch(color_class(number, 0, len(runs)))}{_e(runs[number].label)}" if len(runs) > 1 else ""
+
+
+def _of_each(runs: Sequence[Run], contents: Sequence[str]) -> str:
+    """The content for each run that has any, below the run's name."""
+    names = [f"<h3>{_name(number, runs)}</h3>" if len(runs) > 1 else "" for number in range(len(runs))]
+    return "".join(name + content for name, content in zip(names, contents, strict=True) if content)
+
+
+def _headers(runs: Sequence[Run]) -> str:
+    lines: list[str] = []
+    for number, run in enumerate(runs):
+        when = f" · metrics of {run.last_written}" if run.last_written else ""
+        name = f"<b>{_name(number, runs)}</b> · " if len(runs) > 1 else ""
+        lines.append(f'<p class="quiet">{name}{_e(status(run))}{when} · <code>{_e(str(run.directory))}</code></p>')
+        lines.append(f'<p class="quiet">{_e(run.goodput)}</p>' if run.goodput else "")
+        lines.append(_notes(run.notes))
+    return "".join(lines)
+
+
+def _notes(texts: Sequence[object]) -> str:
+    return "".join(f'<p class="note">{_e(str(text))}</p>' for text in texts)
+
+
+def _cell(value: str, remark: str) -> str:
+    return f"{_e(value)}<small>{_e(remark)}</small>" if remark else _e(value)
+
+
+def _table(
+    kind: str, heads: Sequence[str], rows: Mapping[str, Sequence[str]], differing: Sequence[str] = (), corner: str = ""
+) -> str:
+    """A table with a row for each name; heads and cells are HTML. The rows in `differing` are highlighted."""
+    head = "".join(f'<th scope="col">{name}</th>' for name in heads)
+    body = ""
+    for name, cells in rows.items():
+        body += f"<tr{' class=differs' if name in differing else ''}><th scope=row>{_e(name)}</th>"
+        body += "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+    head = f"<thead><tr><th>{corner}</th>{head}</tr></thead>" if head else ""
+    return f'<div class="wide"><table class="{kind}">{head}<tbody>{body}</tbody></table></div>' if rows else ""
+
+
+def _bar(share: float) -> str:
+    return f'<div class="share"><i class="c0" style="width:{100 * share:.1f}%"></i></div>'
+
+
+def _comparison(runs: Sequence[Run], tables: Sequence[Mapping[str, str]], *, sort: bool = False) -> str:
+    """A table with a column for each run; cells are HTML. Differing rows are highlighted, and come first if sorted.
+
+    A row without a value of any run is left out.
+    """
+    names = dict.fromkeys(name for table in tables for name in table)
+    rows = {name: [table.get(name, NONE) for table in tables] for name in names}
+    rows = {name: cells for name, cells in rows.items() if set(cells) != {NONE}}
+    differing = [name for name, cells in rows.items() if len(set(cells)) > 1]
+    order = [*differing, *(name for name in rows if name not in differing)] if sort else [*rows]
+    heads = [_name(number, runs) for number in range(len(runs))] if len(runs) > 1 else []
+    return _table("compare" if heads else "plan", heads, {name: rows[name] for name in order}, differing)
+
+
+def _summary(runs: Sequence[Run]) -> str:
+    tables = [summary(run) for run in runs]
+    if len(runs) > 1:
+        return _comparison(runs, [{name: _cell(*cell) for name, cell in table.items()} for table in tables])
+    shown = {name: cell for name, cell in tables[0].items() if cell[0] != NONE}
+    tiles = "".join(f"<div><dt>{name}</dt><dd>{_cell(*cell)}</dd></div>" for name, cell in shown.items())
+    return f'<dl class="tiles">{tiles}</dl>'
+
+
+def _curves(runs: Sequence[Run], board: Json) -> str:
+    if not board["charts"]:
+        return "<p>Nothing to draw yet: no step has been recorded.</p>"
+    figures = "".join(
+        f"<figure><figcaption><h3>{_e(chart['title'])}</h3><span>{_e(chart['unit'])}</span>"
+        f'<div class="keys">{_keys(chart, runs, board)}</div></figcaption>{chart_svg(chart, board["grids"])}</figure>'
+        for chart in board["charts"]
+    )
+    averaged = any("first" in grid for grid in board["grids"])
+    note = " Lines are means of several steps; bands span their lowest to highest values." if averaged else ""
+    axes = "".join(
+        f'<label><input type="radio" name="axis" value="{axis}"{" checked" if axis == "step" else ""}>{name}</label>'
+        for axis, name in AXES.items()
+        if any(axis in grid for grid in board["grids"])
+    )
+    legend = "".join(
+        f'<button type="button" data-run="{number}" aria-pressed="true">{_name(number, runs)}</button>'
+        for number in range(len(runs) if len(runs) > 1 else 0)
+    )
+    return f"""<div class="bar"><div id="controls" hidden><fieldset><legend>x-axis</legend>{axes}</fieldset>
+<label>smoothing <input type="range" id="smoothing" min="0" max="0.99" step="0.01" value="0.6"></label>
+<button type="button" id="reset" hidden>whole axis</button></div>{legend}</div>
+<p class="quiet">Drag over a chart to zoom, double-click for the whole axis; keys: arrows, + and Esc.\
+{" Click on a run to hide it." if legend else ""}{note}</p><div class="charts">{figures}</div>"""
+
+
+def _keys(chart: Json, runs: Sequence[Run], board: Json) -> str:
+    """The legend of a chart's lines and marks, with the last values of a single run."""
+    found: dict[str, str] = {}
+    several = len({line["label"] for line in chart["lines"]}) > 1
+    for line in chart["lines"]:
+        last = runs[0].last(line["metric"]) if len(runs) == 1 else None
+        name = _swatch(line["color"] if len(runs) == 1 else f"any s{line['series']}") + _e(line["label"])
+        found[line["label"]] = (name if several else "") + ("" if last is None else f" <b>{long_number(last)}</b>")
+    kinds = {mark["kind"] for mark in board["marks"]}
+    marked = {
+        "× skipped": chart["skipped"] and "skip" in kinds,
+        "┊ batch size": "stage" in kinds,
+        "log scale": chart["log"],
+    }
+    return "".join(f"<span>{text}</span>" for text in (*found.values(), *(text for text in marked if marked[text])))
+
+
+def _timeline(run: Run) -> str:
+    """For reinforcement learning: when rollout, rewards and training were busy in the last steps, on one time axis."""
+    seconds = max((stop for phases in run.timeline.values() for _, _, _, stop in phases), default=0.0) or 1.0
+    lines: list[str] = []
+    for step, phases in run.timeline.items():
+        lines.append(f"<h4>step {step:,}</h4>")
+        for color, (phase, label) in enumerate(_PHASES.items()):
+            bars = ""
+            for name, chunk, start, stop in phases:
+                if name == phase:
+                    place = f"left:{100 * start / seconds:.2f}%;width:{100 * (stop - start) / seconds:.2f}%"
+                    about = f"chunk {chunk}: {label} {stop - start:.3g} s"
+                    bars += f'<i class="c{color}" style="{place}" title="{about}">{chunk}</i>'
+            lines.append(f"<div><b>{label}</b><p>{bars}</p></div>")
+    about = f"What was busy when in the last steps, over {seconds:.3g} seconds; numbers are chunks of the batch."
+    return f'<p>{about}</p><div class="timeline">{"".join(lines)}</div>' if lines else ""
+
+
+def _plans(runs: Sequence[Run]) -> str:
+    tables = [plan_rows(run.plan) for run in runs]
+    rest = [_notes(as_list(run.plan.get("warnings"))) + _ramp(run.plan) + _memory(run) for run in runs]
+    if len(runs) == 1:
+        return _table("plan", (), {name: [_e(text) for text in row] for name, row in tables[0].items()}) + rest[0]
+    said = ("num_devices", "loading_hosts")  # the meaning of all others is the same for every run
+    cells = [{key: _cell(row[0], row[1] if key in said else "") for key, row in table.items()} for table in tables]
+    return _comparison(runs, cells) + _of_each(runs, rest)
+
+
+def _ramp(plan: Mapping[str, object]) -> str:
+    """The stages of the ramp, each with a bar that shows its batch size."""
+    ramp, target = as_object(plan.get("rampup")), plan.get("global_batch_to_train")
+    stages, total = [as_object(stage) for stage in as_list(ramp.get("stages"))], ramp.get("total_steps")
+    if not stages:
+        return ""
+    first = total + 1 if isinstance(total, int) else None
+    stages.append({**plan, "first_step": first, "num_steps": "the rest", "samples": NONE})
+    rows: dict[str, list[str]] = {}
+    for stage in stages:
+        size = stage.get("global_batch_to_train")
+        share = size / target if isinstance(size, int) and isinstance(target, int) and target else 0
+        cells = [_e(plain(stage.get(key))) for key in _STAGE_KEYS]
+        rows[plain(stage.get("first_step"))] = [*cells, _bar(share)]
+    about = (
+        f"{_e(plain(ramp.get('num_increments')))} increments of {_e(plain(ramp.get('samples_per_increment')))} "
+        f"examples, {_e(plain(total))} steps in all."
+    )
+    return f"<h3>Ramp-up</h3><p>{about}</p>{_table('stages', [*_STAGE_KEYS.values(), ''], rows, corner='first step')}"
+
+
+def _data(plan: Mapping[str, object]) -> str:
+    """Counts for each source of text, and the lengths of all documents."""
+    sources: dict[str, Json] = {}
+    counts: dict[int, int] = {}
+    for about in (as_object(each) for key in ("data", "mixture") for each in as_list(plan.get(key))):
+        sources.setdefault(plain(about.get("name") or "all"), {}).update(about)
+        for power, count in enumerate(as_list(about.get("lengths"))[:64]):
+            counts[power] = counts.get(power, 0) + (count if isinstance(count, int) else 0)
+    most = max(counts.values(), default=0)
+    heads = {key: name for key, name in _DATA.items() if any(key in about for about in sources.values())}
+    rows = {name: [_e(plain(about[key])) if key in about else NONE for key in heads] for name, about in sources.items()}
+    bars = {
+        f"{2**power:,} to {2 ** (power + 1) - 1:,}": [f"{count:,}", _bar(count / most)]
+        for power, count in counts.items()
+        if most > 0
+    }
+    return _table("sources", [*heads.values()], rows) + _table("lengths", ("documents by number of tokens", ""), bars)
+
+
+def _memory(run: Run) -> str:
+    sentence, parts = memory_parts(run.plan)
+    others = (("compiled_bytes", "by the compiler"), ("measured_bytes", "used by a device in the first step"))
+    found = [f"{bytes_text(size)} {name}" for key, name in others if isinstance(size := run.memory.get(key), int)]
+    bar = legend = ""
+    for color, (name, text, share) in enumerate(parts):
+        bar += f'<i class="c{color}" style="width:{100 * share:.2f}%"></i>'
+        legend += f'<span><i class="c{color}"></i>{name} <b>{text}</b></span>'
+    bar = f'<div class="memory" aria-hidden="true">{bar}</div><div class="keys">{legend}</div>'
+    return f"<h3>Memory</h3><p>{'; '.join([f'{sentence}, as planned', *found])}.</p>{bar}" if parts else ""
+
+
+def _settings(runs: Sequence[Run]) -> str:
+    """The keys that differ from base.yml; those that differ between several runs come first."""
+    names = dict.fromkeys(key for run in runs for key, (value, base, _) in run.settings.items() if value != base)
+    if len(runs) > 1:
+        tables = [{key: _e(run.settings[key][0]) for key in names if key in run.settings} for run in runs]
+        about = "<p>Keys whose value differs from base.yml in some run; those that differ between runs come first.</p>"
+        return about + _comparison(runs, tables, sort=True) if names else ""
+    rows = {key: [NONE if text is None else _e(text) for text in runs[0].settings[key]] for key in names}
+    table = _table("settings", ("value", "base.yml", "from"), rows)
+    return f"<p>Keys whose value differs from base.yml.</p>{table}" if runs[0].settings else ""
+
+
+def _environment(run: Run) -> dict[str, str]:
+    """environment.json without nesting: package versions beside the rest, without devices, which the summary has."""
+    packages = as_object(run.environment.get("packages"))
+    apart = ("devices", "packages") if packages else ("devices",)
+    flat = {**run.environment, **packages}
+    return {key: _e(plain(value)) for key, value in flat.items() if key not in apart}

@@ -1,0 +1,437 @@
+"""Legal plans of a global batch on a machine, ranked by predicted step time: the solver behind `plan`."""
+
+import contextlib
+import dataclasses
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+from maxtext_lite.analysis.step_time import StepModel, StepTime, flops_of_example
+from maxtext_lite.batching.batch_plan import BatchPlan, layout_shards, row_slots
+from maxtext_lite.batching.devices import Device
+from maxtext_lite.batching.ledger import MemoryEstimate
+from maxtext_lite.batching.pipeline_shape import PipelineShape
+from maxtext_lite.batching.sizes import Sizes
+from maxtext_lite.batching.solve import refusals, resolve
+from maxtext_lite.batching.table import aligned
+from maxtext_lite.batching.topology import (
+    MESH_AXES,
+    MESH_KEYS,
+    MeshSizes,
+    Topology,
+    mesh_key,
+    mesh_text,
+    model_dimensions,
+    topology_violations,
+)
+from maxtext_lite.config import Config, Refusal, UserError
+from maxtext_lite.config.errors import bytes_text, number_text, settings_of
+from maxtext_lite.config.files import Origin
+from maxtext_lite.config.load import defaults_of
+from maxtext_lite.config.rules import rule_violations
+from maxtext_lite.config.sections import REMAT_POLICIES
+from maxtext_lite.config.violation import divisors
+
+_REMAT, _OFFLOAD, _PIECES = "remat_policy", "optimizer_memory_host_offload", "num_pipeline_microbatches"
+_PER, _STEPS = "per_device_batch_size", "gradient_accumulation_steps"
+CHOSEN_KEYS = (*MESH_KEYS, _PIECES, _REMAT, _OFFLOAD)
+"""Keys chosen along with the two that split a batch, unless the user states them."""
+_MOST_DOUBLINGS = 3
+"""Doublings of the pipeline microbatches, from one per stage; after these under a ninth of the ticks is idle."""
+
+Plan = Callable[[Config], BatchPlan]
+"""`make_plan` for a machine; raises UserError."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RankedPlan:
+    """A legal plan that fits, and its predicted time.
+
+    Attributes:
+      keys: the chosen config keys, including those of the batch.
+    """
+
+    keys: Mapping[str, Any]
+    config: Config
+    plan: BatchPlan
+    time: StepTime
+
+    @property
+    def settings(self) -> list[str]:
+        """The chosen keys as `key=value`."""
+        return settings_of(self.keys)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second of all devices."""
+        return self.plan.tokens_per_step / self.time.seconds
+
+    def to_json(self) -> dict[str, Any]:
+        """All figures; times in seconds, memory in bytes per device."""
+        plan = self.plan
+        return {
+            "keys": dict(item.split("=", 1) for item in self.settings),
+            "mesh": dict(plan.mesh),
+            _PER: float(plan.per_device_batch_size),
+            _STEPS: plan.gradient_accumulation_steps,
+            _PIECES: plan.num_pipeline_microbatches,
+            _REMAT: self.config.remat_policy,
+            _OFFLOAD: self.config.optimizer_memory_host_offload,
+            "memory": plan.memory.total,
+            **dataclasses.asdict(self.time),
+            "tokens_per_second": self.tokens_per_second,
+        }
+
+
+def is_open(config: Config, key: str) -> bool:
+    """Whether the user left a key open: it is stated neither in a file of theirs nor on the command line."""
+    origin = config.origins.get(key)
+    return isinstance(origin, Origin) and origin.is_default
+
+
+_RANKED = ("mesh", "per device", "A", "pieces", "remat_policy", "GB", "ms", "matmul", "memory", "collectives", "host",
+           "bubble", "tokens/s", "MFU")  # fmt: skip
+
+
+def format_ranking(ranked: Sequence[RankedPlan]) -> str:
+    """Ranked plans, one a line: the chosen keys, planned memory per device, and the shortest time of a step."""
+    left = {0, _RANKED.index("remat_policy")}
+    return "\n".join(aligned([_RANKED, *map(_ranked_row, ranked)], {*range(len(_RANKED))} - left))
+
+
+def _ranked_row(ranked: RankedPlan) -> tuple[str, ...]:
+    plan, time = ranked.plan, ranked.time
+    parts = (time.seconds, time.matmul_seconds, time.memory_seconds, time.collectives_seconds, time.host_seconds)
+    return (
+        mesh_text(plan.mesh, "all mesh axes 1"),
+        number_text(plan.per_device_batch_size),
+        str(plan.gradient_accumulation_steps),
+        str(plan.num_pipeline_microbatches),
+        ranked.config.remat_policy + ", optimizer offloaded" * ranked.config.optimizer_memory_host_offload,
+        f"{plan.memory.total / 1e9:.1f}",
+        *(f"{1e3 * seconds:,.1f}" for seconds in (*parts, time.bubble_seconds)),
+        f"{ranked.tokens_per_second:,.0f}",
+        f"{time.mfu:.1%}",
+    )
+
+
+class _Unpredictable(UserError):
+    """The figures of a device do not suffice to predict a step."""
+
+
+def rank(config: Config, topology: Topology, device: Device, plan_of: Plan, *, most: int = 10) -> list[RankedPlan]:
+    """The `most` plans with the shortest predicted steps among those that are legal and fit, the best first.
+
+    Args:
+      plan_of: makes plans that know the memory of a device.
+    Raises:
+      UserError: the choice would change the training; nothing is legal; nothing fits (the message names the nearest);
+        or the device's figures do not suffice (the message names the fewest micro-batches that fit).
+    """
+    check_machine(config, topology)
+    _check_training_is_stated(config, topology, plan_of)
+    try:
+        return _fastest(config, topology, device, plan_of, most)
+    except _Unpredictable as error:
+        near: list[str] = []
+        with contextlib.suppress(UserError):
+            near = [" ".join(settings_of(_fewest_micro_batches(config, topology, plan_of)))]
+        raise UserError(str(Refusal("", str(error), tuple(near)))) from None
+
+
+def choose(config: Config, topology: Topology, device: Device | None, plan_of: Plan) -> tuple[dict[str, Any], str]:
+    """The keys of the fastest plan that fits, or without enough figures of the device of the one with the fewest
+    micro-batches; and which of the two it is, in words.
+
+    Args:
+      plan_of: makes plans that know the memory of a device, if it is known.
+    Raises:
+      UserError: as in `rank`, except that no figures are needed.
+    """
+    check_machine(config, topology)
+    _check_training_is_stated(config, topology, plan_of)
+    if device is not None:
+        with contextlib.suppress(_Unpredictable):
+            return dict(_fastest(config, topology, device, plan_of, 1)[0].keys), "predicted to be the fastest"
+    return _fewest_micro_batches(config, topology, plan_of), "the fewest micro-batches"
+
+
+def _fastest(config: Config, topology: Topology, device: Device, plan_of: Plan, most: int) -> list[RankedPlan]:
+    """The plans of `rank`, by a best-first search.
+
+    Each mesh is queued with a lower bound of its time, and each split of a mesh with its own, without recomputation.
+    They are expanded only when no other entry of the queue can be faster. A mesh on which the parameters, the optimizer
+    state and the gradients of one micro-batch alone do not fit has no split that does.
+    """
+    device = device.in_hosts(topology.num_devices, topology.num_hosts)
+    variants = [(keys, config.model_copy(update=keys)) for keys in _variants(config, device)]
+    leanest, _ = variants[-1]
+    order = itertools.count()
+    waiting: list[tuple[float, int, _Mesh | _Split, dict[str, Any] | None, StepTime | None]] = []
+    for mesh in _legal_meshes(config, topology, device):
+        waiting.append((mesh.bound, next(order), mesh, None, None))
+    heapq.heapify(waiting)
+    found: list[RankedPlan] = []
+    tried: list[tuple[int, _Mesh]] = []
+    while waiting and len(found) < most:
+        _, _, entry, keys, time = heapq.heappop(waiting)
+        if isinstance(entry, _Mesh):
+            held, least_bytes = plan_of(entry.config).memory, 0
+            if held.limit is not None and held.without_batch > held.limit:
+                least_bytes = plan_of(entry.config.model_copy(update=leanest)).memory.without_batch
+            tried.append((least_bytes, entry))
+            if held.limit is not None and least_bytes > held.limit:
+                continue
+            for each in _splits(config, topology, device, entry, held):
+                least = each.model.least(each.rows, each.examples, each.shape)
+                heapq.heappush(waiting, (least.seconds, next(order), each, None, least))
+            continue
+        split = entry
+        assert time is not None
+        chosen = config.model_copy(update={**split.keys, **(leanest if keys is None else keys)})
+        if keys is None and isinstance(resolve(chosen, topology), list):
+            continue
+        plan = plan_of(chosen)
+        if keys is None and plan.memory.fits:
+            for changes, variant in variants:
+                time = split.time(variant)
+                heapq.heappush(waiting, (time.seconds, next(order), split, changes, time))
+        elif keys is not None and plan.memory.fits and not any(rule_violations(chosen, defaults_of(type(chosen)))):
+            found.append(RankedPlan(_stated(config, chosen, plan), chosen, plan, time))
+    if not found:
+        none = "no mesh and batch that the config leaves open are legal on these devices."
+        raise _refusal(config, plan_of, _smallest(config, topology, tried, leanest, plan_of), none)
+    return found
+
+
+def _fewest_micro_batches(config: Config, topology: Topology, plan_of: Plan) -> dict[str, Any]:
+    """The keys of the plan with the fewest micro-batches that fits, on the config's own mesh."""
+    too_large: list[tuple[Config, BatchPlan]] = []
+    for chosen, plan in _on_own_mesh(config, topology, plan_of):
+        if plan.memory.fits:
+            return _stated(config, chosen, plan)
+        too_large.append((chosen, plan))
+    raise _refusal(config, plan_of, too_large, "no number of micro-batches is legal on these devices.")
+
+
+def _on_own_mesh(config: Config, topology: Topology, plan_of: Plan) -> Iterator[tuple[Config, BatchPlan]]:
+    """The legal plans on the config's own mesh, those with the fewest micro-batches first."""
+    for steps in divisors(config.global_batch_size):
+        chosen = config.model_copy(update={_STEPS: steps})
+        if not isinstance(resolve(chosen, topology), list):
+            yield chosen, plan_of(chosen)
+
+
+def check_machine(config: Config, topology: Topology) -> None:
+    """Refuses devices and hosts for which there is no plan, whatever the batch.
+
+    Raises:
+      UserError: with every problem of the machine.
+    """
+    if topology_violations(topology):
+        one_each = {_PER: Fraction(1), _STEPS: 1, "global_batch_size": 0}
+        raise UserError(map(str, refusals(config.model_copy(update=one_each), topology)))
+
+
+def _check_training_is_stated(config: Config, topology: Topology, plan_of: Plan) -> None:
+    """Raises UserError where batches or replicas are open: a choice may change nothing but time and memory."""
+    data, replicas = mesh_key("ici", "data"), "diloco_num_replicas"
+    data_stated = not is_open(config, data) and -1 not in (getattr(config, data), config.dcn_data_parallelism)
+    replicas_open = config.enable_diloco and config.diloco_num_replicas == -1 and not data_stated
+    if not config.enable_rampup_batch_size and not replicas_open:
+        return
+    own: BatchPlan | None = None
+    with contextlib.suppress(UserError):
+        for _, plan in _on_own_mesh(config, topology, plan_of):
+            own = plan if own is None or plan.memory.fits else own
+            if own.memory.fits:
+                break
+    problems: list[Refusal] = []
+    if config.enable_rampup_batch_size:
+        message = f"enable_rampup_batch_size=true: the batches of a ramp follow from {_PER} and {_STEPS}, both open."
+        near = [] if own is None else [f"{_STEPS}={own.gradient_accumulation_steps}"]
+        problems.append(Refusal("", message, (*near, "enable_rampup_batch_size=false")))
+    if replicas_open:
+        message = f"{replicas}=-1: the number of replicas follows from the data axis, which is open."
+        problems.append(Refusal(replicas, message, (1 if own is None else own.diloco_num_replicas,)))
+    raise UserError(map(str, problems))
+
+
+def _stated(config: Config, chosen: Config, plan: BatchPlan) -> dict[str, Any]:
+    """The keys in which a plan's config differs from the one requested."""
+    changed = {key: value for key in CHOSEN_KEYS if (value := getattr(chosen, key)) != getattr(config, key)}
+    return {_PER: plan.per_device_batch_size, _STEPS: plan.gradient_accumulation_steps, **changed}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mesh:
+    """A legal mesh.
+
+    Attributes:
+      keys: the mesh keys that the config leaves open.
+      config: legal on it.
+      bound: seconds that no step on it is below.
+    """
+
+    keys: Mapping[str, int]
+    config: Config
+    sizes: Sizes
+    bound: float
+
+
+@dataclasses.dataclass(frozen=True)
+class _Split:
+    """A legal mesh, with an accumulation and a number of pipeline microbatches that may be legal on it."""
+
+    keys: Mapping[str, Any]
+    model: StepModel
+    rows: int
+    examples: int
+    shape: PipelineShape
+
+    def time(self, config: Config) -> StepTime:
+        return self.model.step(config, self.rows, self.examples, self.shape)
+
+
+def _choices(config: Config) -> dict[str, tuple[Any, ...]]:
+    """Candidate values of the open keys that change only time and memory; the last one needs the least memory."""
+    choices = {_REMAT: ("none", *REMAT_POLICIES), _OFFLOAD: (False, True)}
+    return {key: values for key, values in choices.items() if is_open(config, key)}
+
+
+def _variants(config: Config, device: Device) -> Iterator[dict[str, Any]]:
+    """All combinations of `_choices`, without offloading to a host whose rate is unknown."""
+    choices = _choices(config)
+    for values in itertools.product(*choices.values()):
+        if device.host_bytes_per_second or not any(value is True or "offloaded" in str(value) for value in values):
+            yield dict(zip(choices, values, strict=True))
+
+
+def _legal_meshes(config: Config, topology: Topology, device: Device) -> Iterator[_Mesh]:
+    all_steps, flops = divisors(config.global_batch_size), flops_of_example(config)
+    for mesh in _meshes(config, topology.num_devices):
+        tries = ({**mesh, _STEPS: steps, **pieces} for steps in all_steps for pieces in _pieces(config, mesh))
+        sizes, changed = _first_legal(config, tries, topology)
+        if sizes is not None:
+            model = _model(changed, sizes.mesh, device, None, flops)
+            yield _Mesh(mesh, changed, sizes, model.bound(config.global_batch_size))
+
+
+def _pieces(config: Config, mesh: Mapping[str, int]) -> list[dict[str, int]]:
+    """`microbatch_choices` on a mesh."""
+    key = mesh_key("ici", "stage")
+    stated: int = getattr(config, key)
+    return microbatch_choices(config, mesh.get(key, stated) * max(config.dcn_pipeline_parallelism, 1))
+
+
+def _splits(config: Config, topology: Topology, device: Device, mesh: _Mesh, held: MemoryEstimate) -> Iterator[_Split]:
+    batch, sizes = config.global_batch_size, mesh.sizes
+    model = _model(mesh.config, sizes.mesh, device, held, flops_of_example(config))
+    shards = layout_shards(sizes.mesh.total, sizes.diloco_num_replicas)
+    for steps, pieces in itertools.product(divisors(batch), _pieces(config, mesh.keys)):
+        number = pieces.get(_PIECES, sizes.num_pipeline_microbatches)
+        rows = row_slots(batch // steps, shards, topology.num_hosts, number) * config.rows_per_example
+        shape = PipelineShape(sizes.num_pipeline_stages, number, sizes.num_pipeline_repeats, steps)
+        yield _Split({**mesh.keys, _STEPS: steps, **pieces}, model, rows, batch, shape)
+
+
+def _first_legal(config: Config, tries: Iterable[Mapping[str, Any]], topology: Topology) -> tuple[Sizes | None, Config]:
+    """The sizes and config of the first legal change; None if there is none, or if the mesh itself is illegal."""
+    for keys in tries:
+        changed = config.model_copy(update=keys)
+        resolved = resolve(changed, topology)
+        if not isinstance(resolved, list):
+            return resolved, changed
+        if any(violation.key in MESH_KEYS for violation in resolved):
+            break
+    return None, config
+
+
+def _model(config: Config, mesh: MeshSizes, device: Device, held: MemoryEstimate | None, flops: float) -> StepModel:
+    try:
+        return StepModel(config, mesh, device, held, flops=flops)
+    except ValueError as error:
+        raise _Unpredictable(f"--device={device.name}: {error}, so that no step can be predicted.") from None
+
+
+def _meshes(config: Config, num_devices: int) -> Iterator[dict[str, int]]:
+    """Sizes of the open axes within a slice, whose product is the devices left by the stated axes."""
+    keys = {axis: key for axis in MESH_AXES if is_open(config, key := mesh_key("ici", axis))}
+    stated = [getattr(config, key) for key in MESH_KEYS if key not in keys.values()]
+    rest = num_devices // math.prod(size for size in stated if size > 0)
+    all_sizes = divisors(rest) if rest else ()
+    sizes = [[size for size in all_sizes if _dimension(config, axis) % size == 0] for axis in keys]
+
+    def below(left: int, axis: int) -> Iterator[tuple[int, ...]]:
+        if axis == len(sizes):
+            if left == 1 or -1 in stated:
+                yield ()
+            return
+        for size in sizes[axis]:
+            if left % size == 0:
+                yield from ((size, *others) for others in below(left // size, axis + 1))
+
+    return (dict(zip(keys.values(), mesh, strict=True)) for mesh in below(rest, 0))
+
+
+def _dimension(config: Config, axis: str) -> int:
+    """What the size of an axis must divide in every legal plan; 0, which all sizes divide, for `data`."""
+    if axis == "data":
+        return 0
+    return config.num_stacked_layers if axis == "stage" else math.gcd(*model_dimensions(config, axis).values())
+
+
+def microbatch_choices(config: Config, stages: int) -> list[dict[str, int]]:
+    """Candidate numbers of pipeline microbatches; no choice without a pipeline, or if the user states them."""
+    if stages <= 1 or not is_open(config, _PIECES):
+        return [{}]
+    return [{_PIECES: stages * 2**power} for power in range(_MOST_DOUBLINGS + 1)]
+
+
+def _smallest(
+    config: Config, topology: Topology, tried: list[tuple[int, _Mesh]], leanest: Mapping[str, Any], plan_of: Plan
+) -> list[tuple[Config, BatchPlan]]:
+    """The plans of the mesh that comes nearest to fitting, those with the fewest micro-batches first.
+
+    On a mesh, memory only falls with the number of micro-batches, but for the sum of gradients that a second one adds.
+
+    Args:
+      tried: meshes, each with bytes that no plan of it is below.
+    """
+    all_steps = divisors(config.global_batch_size)
+    nearest: dict[str, Any] = {}
+    least = math.inf
+    for bound, mesh in sorted(tried, key=lambda each: each[0]):
+        if bound >= least:
+            break
+        for pieces in _pieces(config, mesh.keys):
+            keys = {**mesh.keys, **pieces, **leanest}
+            for order in (all_steps, all_steps[::-1]):
+                sizes, chosen = _first_legal(config, ({**keys, _STEPS: steps} for steps in order), topology)
+                total = math.inf if sizes is None else plan_of(chosen).memory.total
+                if total < least:
+                    least, nearest = total, keys
+    on_mesh = (config.model_copy(update={**nearest, _STEPS: steps}) for steps in all_steps)
+    legal = (each for each in on_mesh if nearest and not isinstance(resolve(each, topology), list))
+    return [(each, plan_of(each)) for each in legal]
+
+
+def _refusal(config: Config, plan_of: Plan, too_large: Sequence[tuple[Config, BatchPlan]], none: str) -> UserError:
+    """Why nothing is chosen: the legal plan that comes nearest to fitting, or `none` where no plan is legal.
+
+    Raises:
+      UserError: of one micro-batch, where no plan is legal.
+    """
+    if not too_large:
+        plan_of(config.model_copy(update={_STEPS: 1}))  # raises the specific violation
+        return UserError(none)
+    chosen, plan = min(too_large, key=lambda each: each[1].memory.total)
+    total, limit = plan.memory.total, plan.memory.limit or 0
+    said = " ".join(settings_of(_stated(config, chosen, plan)))
+    return UserError(
+        f"no legal plan fits into the {bytes_text(limit)} of a device. What comes nearest, {said}, needs "
+        f"{bytes_text(total)}: {bytes_text(total - limit)} too much."
+    )

@@ -1,0 +1,354 @@
+"""What published laws recommend for a config on a machine: intervals, and the legal batches near them."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Any
+
+from maxtext_lite.analysis.laws import (
+    BATCH_LAWS,
+    RATE_LAWS,
+    WIDENING,
+    Budget,
+    Interval,
+    adam_b2,
+    batch_interval,
+    doubling_tokens,
+    rate_interval,
+    timescale,
+    warmup_steps,
+    weight_decay,
+)
+from maxtext_lite.batching.batch import Batch, derive_batch
+from maxtext_lite.batching.batch_plan import BatchPlan
+from maxtext_lite.batching.devices import Device
+from maxtext_lite.batching.parameters import active_parameters, flops_per_example
+from maxtext_lite.batching.planning import make_plan
+from maxtext_lite.batching.topology import Topology, topology_violations
+from maxtext_lite.config import Config, UserError
+from maxtext_lite.config.errors import settings_of
+from maxtext_lite.config.suggest import ConfigRequest
+
+UTILIZATION = Interval(0.3, 0.5)
+"""The range of MFU for which wall-clock time is stated: what well-tuned runs report, where nothing was measured."""
+
+_DOUBLINGS = 3
+_MOST_TRIED = 64
+_NEAR = math.log(1.2)  # little compared with the range of the laws
+_TOKENS_SAY: dict[str, object] = {
+    "global_batch_size": 0,
+    "enable_rampup_batch_size": False,
+    "num_epochs": Fraction(0),
+    "last_batch": "drop",
+}
+"""Values for the keys that would otherwise contradict a batch and a number of tokens."""
+_ANY_STEPS: dict[str, object] = {**_TOKENS_SAY, "steps": 1, "warmup_steps": 0}
+"""The same, and a length without warm-up, for configs that have it in epochs only too; a batch is planned before its
+steps are known."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """The machine to train on.
+
+    Attributes:
+      device: what its devices are; None if unknown.
+    """
+
+    num_devices: int
+    num_hosts: int
+    device: Device | None
+
+    def plan(self, config: Config) -> BatchPlan:
+        """The plan of a config on this machine. Raises UserError if there is none."""
+        return make_plan(
+            config,
+            num_devices=self.num_devices,
+            num_hosts=self.num_hosts,
+            device_memory_gb=None if self.device is None else self.device.memory_bytes / 1e9,
+            platform=self.device.platform if self.device else "gpu",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class LegalBatch:
+    """A batch near a desired one with which the config can train on the machine.
+
+    Attributes:
+      tokens, examples: size of the batch.
+      per_device_batch_size, gradient_accumulation_steps: the keys that make it.
+      empty_slots: slots of a step without an example; they take as long as those with one.
+      steps: steps for the tokens of the run.
+      overrides: command-line settings for it, including those that undo contradicting keys of the config.
+      fits: whether the planned memory is within the device's; None if that or the model's shapes are unknown.
+      days: duration of the run at the ends of `UTILIZATION`; None if the device's peak is unknown.
+    """
+
+    tokens: int
+    examples: int
+    per_device_batch_size: Fraction
+    gradient_accumulation_steps: int
+    empty_slots: int
+    steps: int
+    overrides: tuple[str, ...]
+    fits: bool | None
+    days: Interval | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Ramp:
+    """A batch that doubles while the critical batch grows.
+
+    Attributes:
+      batches: in tokens, from the first to the target.
+      starts: for each batch after the first, the tokens seen from which the laws allow it.
+      overrides: command-line settings for the last doubling, at the middle of its interval; () if the legal batch
+        cannot be halved, or the doubling comes after more examples than a key may count.
+      refusal: why there is no ramp; "" if there is one.
+    """
+
+    batches: tuple[float, ...]
+    starts: tuple[Interval, ...]
+    overrides: tuple[str, ...] = ()
+    refusal: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Recommendation:
+    """What the laws say about one run. Batches are in tokens.
+
+    Attributes:
+      best, critical: ranges of the laws for the batch.
+      learning_rate: range of the laws for it.
+      weight_decay: from the smallest batch at the largest rate to the largest batch at the smallest rate.
+      adam_b2: at the ends of `best`.
+      warmup_steps: range of the laws at the middle of `best`.
+      legal: the distinct legal batches near the ends and the middle of `best` and the ends of its widened interval.
+    """
+
+    budget: Budget
+    best: Interval
+    critical: Interval
+    learning_rate: Interval
+    weight_decay: Interval
+    adam_b2: Interval
+    warmup_steps: Interval
+    ramp: Ramp
+    legal: tuple[LegalBatch, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, including each law by name, for programs."""
+        found = dataclasses.asdict(self)
+        budget = self.budget
+        found["budget"]["flops"] = budget.flops
+        found["best"]["widened"] = dataclasses.asdict(self.best.widened(WIDENING))
+        found["timescale"] = timescale(budget)
+        found["batch_laws"] = [
+            {"name": law.name, "purpose": law.purpose, "formula": law.formula, "fitted": law.fitted,
+             "source": law.source, "tokens": law.tokens(budget)}
+            for law in BATCH_LAWS
+        ]  # fmt: skip
+        found["learning_rate_laws"] = [
+            {"name": law.name, "formula": law.formula, "fitted": law.fitted, "source": law.source,
+             "learning_rate": law.rate(budget)}
+            for law in RATE_LAWS
+        ]  # fmt: skip
+        return found
+
+
+def recommend(config: Config, budget: Budget, machine: Machine) -> Recommendation:
+    """What the laws recommend for the config on the machine.
+
+    If the budget is for another model than the config's, its shapes are unknown: the days follow from 6 N D FLOPs, and
+    memory is not checked.
+
+    Raises:
+      UserError: no batch near those of the laws can be planned.
+    """
+    best, rates = batch_interval(budget, "best"), rate_interval(budget)
+    decays = Interval(weight_decay(budget, best.low, rates.high), weight_decay(budget, best.high, rates.low))
+    decay_b2 = sorted((adam_b2(best.low), adam_b2(best.high)))
+    steps = sorted(warmup_steps(budget, best.middle).values())
+    wide = best.widened(WIDENING)
+    wanted = (wide.low, best.low, best.middle, best.high, wide.high)
+    has_shapes = budget.parameters == active_parameters(config)
+    known = machine if has_shapes else dataclasses.replace(machine, device=None)
+    legal = [nearest_legal(config, tokens, budget.tokens, known) for tokens in wanted]
+    if not has_shapes:
+        flops = 6 * budget.parameters
+        legal = [dataclasses.replace(each, days=_days(config, flops, each, machine)) for each in legal]
+    ramp = ramp_of(config.optimizer, best.middle, budget.tokens)
+    if len(ramp.starts) == _DOUBLINGS and ramp.starts[-1].middle < budget.tokens:  # the last is that to legal[2]
+        overrides = _doubled_once(config, legal[2], ramp.starts[-1].middle, budget.tokens, machine)
+        ramp = dataclasses.replace(ramp, overrides=overrides)
+    return Recommendation(
+        budget,
+        best,
+        batch_interval(budget, "critical"),
+        rates,
+        decays,
+        Interval(decay_b2[0], decay_b2[1]),
+        Interval(steps[0], steps[-1]),
+        ramp,
+        tuple(sorted({each.examples: each for each in legal}.values(), key=lambda each: each.examples)),
+    )
+
+
+def ramp_of(optimizer: str, batch: float, tokens: float) -> Ramp:
+    """Doublings that lead up to a batch, for AdamW.
+
+    Args:
+      batch: the target, in tokens.
+      tokens: tokens of the run; doublings that the laws allow only after its end are left out.
+    """
+    if optimizer == "muon":
+        why = "Muon's critical batch is larger, and Qwen3.8 reports that a ramp cost it 18.8 % more steps"
+        return Ramp((), (), refusal=why)
+    if optimizer != "adamw":
+        return Ramp((), (), refusal=f"no law is known for optimizer={optimizer}; those above are AdamW's")
+    batches = [batch / 2**doublings for doublings in range(_DOUBLINGS, -1, -1)]
+    starts = [doubling_tokens(size) for size in batches[1:]]
+    within = [start.low < tokens for start in starts]
+    reached = within.index(False) if False in within else len(starts)
+    return Ramp(tuple(batches[: reached + 1]), tuple(starts[:reached]))
+
+
+def nearest_legal(config: Config, tokens: float, run_tokens: float, machine: Machine) -> LegalBatch:
+    """A plannable batch of about `tokens` tokens.
+
+    The first choice is the largest per-device batch, not above the config's if it states one and that leaves no slot
+    empty, whose total comes within 20 % and fits. Otherwise it is the nearest batch that fits, or else the nearest that
+    can be planned. Slots per example count as the distance does: twice as many are as bad as twice the batch.
+
+    Raises:
+      UserError: no candidate can be planned.
+    """
+    if topology_violations(Topology(machine.num_devices, machine.num_hosts)):
+        machine.plan(config)  # raises with what is wrong
+    refused: UserError | None = None
+    planned: list[tuple[bool, float, float, Config, BatchPlan]] = []
+    for change in _candidates(config, tokens, machine):
+        changed = config.model_copy(update=change)
+        try:
+            plan = machine.plan(changed)
+        except UserError as error:
+            refused = refused or error
+            continue
+        distance = abs(math.log(plan.tokens_per_step / tokens))
+        cost = distance + math.log(plan.micro_batch_slots / plan.micro_batch_to_train)
+        planned.append((not plan.memory.fits, round(cost, 9), distance, changed, plan))
+        if plan.memory.fits and cost <= _NEAR:
+            break
+    if not planned:
+        assert refused is not None
+        raise refused
+    unfit, cost, *_ = planned[-1]
+    near = not unfit and cost <= _NEAR
+    *_, chosen, plan = planned[-1] if near else min(planned, key=lambda each: each[:3])
+    return _legal(config, chosen, plan, run_tokens, machine)
+
+
+def _candidates(config: Config, tokens: float, machine: Machine) -> Iterator[dict[str, object]]:
+    """Changes to batches of about `tokens` tokens: the largest per-device batch first, each half of the one before.
+
+    No micro-batch has fewer examples than slots, unless the batch has.
+    """
+    num_devices, slots = machine.num_devices, _fewest_slots(config, machine)
+    examples = max(round(tokens / (config.max_target_length * config.rows_per_example)), 1)
+    most = config.per_device_batch_size
+    if most == -1:
+        derived = derive_batch(config, num_devices)
+        shares = Fraction(-(-examples // num_devices))  # all in one micro-batch, if nothing limits it
+        most = derived.per_device_batch_size if isinstance(derived, Batch) else shares
+    micro, least = max(most * num_devices, Fraction(slots)), Fraction(min(slots, examples))
+    for _ in range(_MOST_TRIED):
+        exact = Fraction(examples) / micro
+        for accumulation in sorted({max(math.floor(exact), 1), max(math.ceil(exact), 1)}):
+            yield {
+                **_ANY_STEPS,
+                "per_device_batch_size": micro / num_devices,
+                "gradient_accumulation_steps": accumulation,
+            }
+        if micro <= least:
+            return
+        micro = max(Fraction(math.floor(micro / 2)), least)
+
+
+def _fewest_slots(config: Config, machine: Machine) -> int:
+    """Slots of a micro-batch of one example, whose memory is that of as many examples; 1 if it cannot be planned."""
+    one: dict[str, object] = {
+        **_ANY_STEPS,
+        "per_device_batch_size": Fraction(1, machine.num_devices),
+        "gradient_accumulation_steps": 1,
+    }
+    try:
+        return machine.plan(config.model_copy(update=one)).micro_batch_slots
+    except UserError:
+        return 1
+
+
+def _legal(config: Config, chosen: Config, plan: BatchPlan, run_tokens: float, machine: Machine) -> LegalBatch:
+    steps = math.ceil(run_tokens / plan.tokens_per_step)
+    keys: dict[str, object] = {
+        "per_device_batch_size": plan.per_device_batch_size,
+        "gradient_accumulation_steps": plan.gradient_accumulation_steps,
+    }
+    legal = LegalBatch(
+        plan.tokens_per_step,
+        plan.global_batch_to_train,
+        plan.per_device_batch_size,
+        plan.gradient_accumulation_steps,
+        plan.gradient_accumulation_steps * plan.empty_slots_per_micro_batch,
+        steps,
+        tuple(settings_of(_for_steps(config, keys, steps))),
+        None if plan.memory.limit is None else plan.memory.fits,
+        days=None,
+    )
+    flops_per_token = flops_per_example(chosen, chosen.max_target_length) / chosen.max_target_length
+    return dataclasses.replace(legal, days=_days(config, flops_per_token, legal, machine))
+
+
+def _days(config: Config, flops_per_token: float, legal: LegalBatch, machine: Machine) -> Interval | None:
+    peak = machine.device.peak(config.dtype) if machine.device else None
+    if peak is None:
+        return None
+    tokens = legal.steps * legal.tokens * (1 + legal.empty_slots / legal.examples)
+    busy = tokens * flops_per_token / (machine.num_devices * peak) / 86_400
+    return Interval(busy / UTILIZATION.high, busy / UTILIZATION.low)
+
+
+def _for_steps(config: Config, keys: dict[str, object], steps: int) -> dict[str, object]:
+    """The keys of a batch with those of a run of that many steps, and what else of the config would contradict them."""
+    said = {key: value for key, value in _TOKENS_SAY.items() if key not in keys and getattr(config, key) != value}
+    return {**keys, "steps": steps, **said, **({"warmup_steps": steps} if config.warmup_steps > steps else {})}
+
+
+def _doubled_once(
+    config: Config, legal: LegalBatch, start: float, run_tokens: float, machine: Machine
+) -> tuple[str, ...]:
+    """The settings of a ramp from half of a legal batch, after `start` tokens, to that batch; () if there is none."""
+    half = legal.per_device_batch_size / 2
+    example_tokens = config.max_target_length * config.rows_per_example
+    samples = max(round(start / example_tokens), 1)
+    first = math.ceil(Fraction(2 * samples, legal.examples))  # steps of half the batch
+    rest = math.ceil((run_tokens / example_tokens - first * legal.examples / 2) / legal.examples)
+    for mode in ("gradient_accumulation_steps", "per_device_batch_size"):
+        batch: dict[str, object] = {
+            "per_device_batch_size": legal.per_device_batch_size,
+            "gradient_accumulation_steps": legal.gradient_accumulation_steps,
+            "enable_rampup_batch_size": True,
+            "rampup_mode": mode,
+            "per_device_batch_size_start": half,
+            "per_device_batch_size_increment": half,
+            "global_rampup_samples": samples,
+        }
+        keys = _for_steps(config, batch, first + max(rest, 0))
+        if not ConfigRequest(config, config).allows(keys):
+            return ()  # more samples or steps than the key may count
+        try:
+            machine.plan(config.model_copy(update=keys))
+        except UserError:
+            continue  # the accumulation or the number of examples is odd
+        return tuple(settings_of(keys))
+    return ()

@@ -1,0 +1,401 @@
+"""The least time of a train step, predicted from shapes: matmuls, memory, collectives of each axis, pipeline bubble.
+
+A layer is a list of operations, each with its matmul and its memory traffic. The backward pass costs twice the forward
+pass, or as much where the weights are frozen, and repeats those operations whose results remat_policy does not keep.
+"""
+
+import copy
+import dataclasses
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from maxtext_lite.analysis.activations import LayerOnDevice, offloaded_activations, tokens_of_device
+from maxtext_lite.analysis.memory import loss_tiles
+from maxtext_lite.analysis.newton_schulz import orthogonalized
+from maxtext_lite.analysis.roofline import matmul_peak
+from maxtext_lite.batching.devices import Device
+from maxtext_lite.batching.ledger import MemoryEstimate
+from maxtext_lite.batching.parameters import BYTES, attended_pairs, count_parameters, flops_per_example
+from maxtext_lite.batching.pipeline_shape import PipelineShape
+from maxtext_lite.batching.topology import MESH_AXES, MeshSizes
+from maxtext_lite.config import Config, adapted_weights, remat_of
+from maxtext_lite.config.weight_axes import num_inputs, num_parts, of_one
+from maxtext_lite.config.weights import Weight, model_shape, stacks_of
+
+_NAMES = {
+    "query": "query_proj", "query_up": "query_proj", "key": "key_proj", "key_up": "key_proj", "value": "value_proj",
+    "value_up": "value_proj", "out": "out_proj", "gate": "mlpwi_0", "up": "mlpwi_1", "down": "mlpwo",
+}  # fmt: skip
+"""Names in remat_policy of the results of a layer's matmuls, by the last word of the weight's path."""
+_OPERANDS = {"int8": "int8", "fp8": "f8", "fp8_full": "f8"}
+_EMBED_AXES = ("fsdp", "expert", "context")
+"""Mesh axes that shard the `embed` dim of weights."""
+
+
+class Operation(NamedTuple):
+    """An operation of the forward pass, over all layers of a device.
+
+    Attributes:
+      name: of its result in remat policies; "": unnamed, recomputed under every policy but `none`.
+      arrays: of each array: (its elements per token, how often it is read or written, all layers together).
+      apart: likewise of what instructions without a matmul read or write.
+      products: multiplications per token.
+      weights: elements of its matrices, which are read once for all tokens.
+      backward: cost of its backward pass, relative to the forward pass.
+      beside: elements per token on the side of the matrix that is not sharded over `embed`.
+      of_experts: its weights are the experts'.
+    """
+
+    name: str
+    arrays: tuple[tuple[float, float], ...]
+    products: float = 0
+    weights: float = 0
+    backward: float = 2
+    apart: tuple[tuple[float, float], ...] = ()
+    beside: float = 0
+    of_experts: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTime:
+    """The least time of a step on one device, by resource, as if the others took no time.
+
+    Attributes:
+      attention_seconds: the part of `matmul_seconds` for scores and values.
+      host_seconds: transfers to and from host memory.
+      bubble_seconds: pipeline stages waiting for each other.
+      seconds: the whole step.
+      mfu: model FLOPs utilization of such a step.
+    """
+
+    matmul_seconds: float
+    attention_seconds: float
+    memory_seconds: float
+    collectives_seconds: float
+    host_seconds: float
+    bubble_seconds: float
+    seconds: float
+    mfu: float
+
+
+class StepModel:
+    """Step times of a config on a mesh, for any split into micro-batches and pieces, and any remat_policy.
+
+    Args:
+      held: a plan's memory on this mesh, for the bytes of parameters and optimizer state; None: for `bound` alone.
+      flops: `flops_of_example` of the config.
+    Raises:
+      ValueError: the device's peak, or a rate it needs of links to other devices or to the host, is unknown.
+    """
+
+    def __init__(
+        self, config: Config, mesh: MeshSizes, device: Device, held: MemoryEstimate | None, *, flops: float
+    ) -> None:
+        plain = matmul_peak(device, config.dtype)
+        peak = matmul_peak(device, _OPERANDS.get(config.quantization, config.dtype))
+        if peak is None or plain is None:
+            raise ValueError(f"its peak in {config.dtype} is not known")
+        remat = remat_of(config)
+        if device.host_bytes_per_second is None and (
+            config.optimizer_memory_host_offload or (remat and remat.offloaded)
+        ):
+            raise ValueError("what it sends to its host is not known")
+        self._config, self._device, self._mesh, self._sizes = config, device, mesh, mesh.total
+        for axis in MESH_AXES:
+            self._ring((axis,), 1)  # raises if the rate of an axis is unknown
+        nothing = {"remat_policy": "none", "optimizer_memory_host_offload": False}
+        self._repeating_nothing = config.model_copy(update=nothing)
+        self._peak, self._plain_peak, self._rate = peak, plain, device.memory_bytes_per_second
+        capacity = 1.0 if config.capacity_factor == -1 else float(config.capacity_factor)
+        self._rows = config.num_experts_per_tok * capacity
+        self._width, trains = BYTES[config.dtype], config.lora_rank == 0
+        self._trains = trains
+        on_tpu = device.platform == "tpu"
+        self._on_tpu = on_tpu
+        self._operations = list(_operations(config, self._sizes, self._rows, on_tpu=on_tpu))
+        # Weights are gathered in both passes, their gradients reduced in one.
+        grad_width = trains * BYTES[config.grad_dtype]
+        self._weights_sent = self._gradients_sent = self._gathered = self._weights = 0.0
+        for of_experts, axes in ((False, _EMBED_AXES), (True, ("fsdp", "context"))):
+            own = (each for each in self._operations if each.of_experts == of_experts and each.name != "logits")
+            numbers = sum(each.weights for each in own)
+            self._weights += self._width * numbers / self._shards(axes)
+            self._weights_sent += self._ring(axes, 2 * self._width * numbers)
+            self._gradients_sent += self._ring(axes, grad_width * numbers)
+            self._gathered += 2 * self._width * numbers if self._shards(axes) > 1 else 0
+        shards = self._shards(_EMBED_AXES)
+        head = config.vocab_size * config.base_emb_dim / self._sizes["tensor"]
+        self._head_sent = self._ring(_EMBED_AXES, (2 * self._width + grad_width) * head)
+        self._head_sent += self._ring(("stage",), 2 * grad_width * head / shards)  # its gradient, over the stages' rows
+        self._head_gathered = 2 * self._width * head if shards > 1 else 0
+        # Each micro-batch casts the head, and scatters into zeros for the embedding's gradient.
+        cast = BYTES[config.weight_dtype] + self._width if config.weight_dtype != config.dtype else 0
+        self._tables = (cast + 8 * trains) * head / shards
+        # For more than two shards a TPU computes a gradient shard by shard: each shard rereads the unsharded side, and
+        # its sum is read, added to, sent and received. GPUs compute all of it in float32 before the reduce-scatter; so
+        # does a TPU for two shards, with an all-reduce that nothing overlaps.
+        by_shard, self._waits = on_tpu and shards > 2, on_tpu and shards == 2
+        self._windows = self._width * (shards - 1) * trains if by_shard else 0
+        self._gradient_bytes = (4 * grad_width if by_shard else 4 * trains + grad_width) if shards > 1 else 4 * trains
+        # Tiles add to the device's own sum in float32, which starts at zero and is read when it is reduced.
+        self._head_gradient_bytes = 8 * trains
+        self._head_summed = (8 if shards * self._sizes["stage"] > 1 else 4) * trains * head
+        count = count_parameters(config, tiled=False, **self._sizes)
+        shard = count.total if trains else count.adapters
+        self._accumulated = 12 * shard  # reads and writes a float32 sum, reads a gradient
+        self._state = held.optimizer_state if held else 0
+        self._updated = 2 * (held.params + held.optimizer_state if held else 0) + 8 * shard
+        period = config.diloco_sync_period if config.enable_diloco else 1
+        self._synchronised = self._ring(("data",), 2 * BYTES[config.grad_dtype] * shard) / period
+        self._orthogonal, self._orthogonal_sent = self._newton_schulz() if config.optimizer == "muon" else (0.0, 0.0)
+        self._layers = config.base_num_decoder_layers / self._sizes["stage"]
+        self._flops = flops
+
+    def step(self, config: Config, rows: int, examples: int, shape: PipelineShape) -> StepTime:
+        """The time of a step.
+
+        Args:
+          config: the model's, but for remat_policy and optimizer_memory_host_offload.
+          rows: of one micro-batch over all devices, empty slots included.
+          examples: of a step.
+        """
+        tokens = tokens_of_device(config, self._sizes, rows)
+        per_token = LayerOnDevice(config, self._sizes, tokens).kept_bytes()
+        offloaded = offloaded_activations(config, self._sizes, rows, shape.num_microbatches)
+        return self._step(config, rows, examples, shape, per_token=per_token, offloaded=offloaded)
+
+    def least(self, rows: int, examples: int, shape: PipelineShape) -> StepTime:
+        """A lower bound for every remat_policy: nothing is recomputed, and storing activations costs nothing."""
+        return self._step(self._repeating_nothing, rows, examples, shape, per_token=0, offloaded=0)
+
+    def bound(self, examples: int) -> float:
+        """Seconds that no step of these examples is below, however it is split into micro-batches and pieces.
+
+        They are those of one micro-batch in one piece, whose loss has one tile. Memory counts only where a chip has no
+        room of its own, because smaller arrays would be read from there.
+        """
+        model = copy.copy(self)
+        if self._device.on_chip_bytes:
+            model._device = dataclasses.replace(self._device, on_chip_bytes=sys.maxsize)
+        config = self._repeating_nothing.model_copy(update={"num_vocab_tiling": 1})
+        rows, shape = examples * config.rows_per_example, PipelineShape(1, 1, 1, 1)
+        return model._step(config, rows, examples, shape, per_token=0, offloaded=0).seconds
+
+    def _step(
+        self, config: Config, rows: int, examples: int, shape: PipelineShape, *, per_token: int, offloaded: int
+    ) -> StepTime:
+        sizes, passes, pieces = self._sizes, shape.gradient_accumulation_steps, shape.num_microbatches
+        tokens, runs = tokens_of_device(config, sizes, rows), pieces if sizes["stage"] > 1 else 1
+        kept = kept_names(config)
+        matmul = attention = memory = compute = 0.0
+        losses = pieces if config.pipeline_schedule == "1f1b" else 1
+        _, tiles = loss_tiles(config, sizes, rows, losses)
+        for each in self._operations:
+            times = 1 + each.backward + (each.name not in kept if kept is not None else 0)
+            quantized = each.name not in ("context", "logits")
+            products = 2 * tokens * each.products / (self._peak if quantized else self._plain_peak)
+            attention += times * products if each.name == "context" else 0
+            reads, gradient_bytes, windows = runs, runs * self._gradient_bytes, self._windows
+            if each.name == "logits":  # every tile reads the head and adds to its gradient
+                reads, gradient_bytes, windows = losses * tiles, losses * tiles * self._head_gradient_bytes, 0
+            moved, apart = (self._moved(tokens, arrays) / self._rate for arrays in (each.arrays, each.apart))
+            # One pass computes the gradient of weights that are trained, the others read weights and compute tokens.
+            forth = reads * self._width * each.weights / self._rate
+            gradient = (tokens * windows * each.beside + gradient_bytes * each.weights) / self._rate
+            matmul += times * products
+            of_tokens = times - self._trains
+            memory += times * (moved + apart) + of_tokens * forth + gradient
+            compute += of_tokens * max(products, moved + forth) + self._trains * max(products, moved + gradient)
+            compute += times * apart
+        # Copied to where it is kept, with zeros written there before on a GPU, and a copy of what is read on a TPU.
+        stored = 3 * (tokens * self._layers * per_token + offloaded)
+        gathered = runs * self._gathered + losses * (self._head_gathered + self._head_summed)
+        # With several repeats, each tick picks its weights, keeps them, and adds to their gradients where they lie: as
+        # compiled, 10 reads and writes on a GPU. A TPU keeps half of these arrays on the chip.
+        gathered += (4 if self._on_tpu else 10) * runs * self._weights if shape.num_repeats > 1 else 0
+        alone = (gathered + stored + self._tables + (self._accumulated if passes > 1 else 0)) / self._rate
+        sent = runs * (self._weights_sent + (0 if self._waits else self._gradients_sent))
+        blocking = losses * self._head_sent + self._blocking(tokens, kept)  # the head is used between loops over layers
+        gathered_keys, reduced_keys = self._keys(tokens, kept)
+        blocking += reduced_keys + (0 if self._on_tpu else gathered_keys)
+        sent += gathered_keys if self._on_tpu else 0
+        blocking += 2 * runs * self._gradients_sent if self._waits else 0
+        to_host = self._to_host(offloaded)
+        busy = max(compute + alone, sent, to_host) + blocking
+        update = self._updated / self._rate
+        state = self._to_host(self._state if config.optimizer_memory_host_offload else 0)
+        ticks = passes / (1 - float(shape.bubble_fraction(config.pipeline_schedule)))  # idle ticks compute too
+        seconds = ticks * busy + max(update, state) + self._orthogonal + self._orthogonal_sent + self._synchronised
+        return StepTime(
+            matmul_seconds=ticks * matmul + self._orthogonal,
+            attention_seconds=ticks * attention,
+            memory_seconds=ticks * (memory + alone) + update,
+            collectives_seconds=ticks * (sent + blocking) + self._orthogonal_sent + self._synchronised,
+            host_seconds=ticks * to_host + state,
+            bubble_seconds=(ticks - passes) * busy,
+            seconds=seconds,
+            mfu=self._flops * examples / math.prod(sizes.values()) / self._plain_peak / seconds,
+        )
+
+    def _newton_schulz(self) -> tuple[float, float]:
+        """Seconds of the products and of the collectives of Muon's update.
+
+        GPUs compute it in float32, and gather a matrix for each of its two products; TPUs in bfloat16, and once.
+        """
+        dtype, width, gathers = ("bfloat16", 2, 1) if self._on_tpu else ("float32", 4, 2)
+        stacks = list(orthogonalized(self._config, self._sizes))
+        sent = (self._ring(each.rows, width * (gathers * each.matrix + each.square)) for each in stacks)
+        reduced = (self._ring(each.columns, 2 * 4 * each.reduced) for each in stacks)
+        peak = matmul_peak(self._device, dtype) or self._plain_peak
+        return sum(2 * each.products for each in stacks) / peak, sum(sent) + sum(reduced)
+
+    def _shards(self, axes: tuple[str, ...]) -> int:
+        return math.prod(self._sizes[axis] for axis in axes)
+
+    def _moved(self, tokens: int, arrays: tuple[tuple[float, float], ...]) -> float:
+        """Bytes of arrays of tokens, as in `Operation`, that one pass reads from or writes to memory."""
+        sizes = ((tokens * self._width * elements, times) for elements, times in arrays)
+        return sum(times * size * self._off_chip(size) for size, times in sizes)
+
+    def _off_chip(self, size: float) -> float:
+        """The share of the traffic of an array of `size` bytes that goes through memory.
+
+        A compiler decides this array by array; the share by size is the average of programs that libtpu compiled.
+        """
+        on_chip = self._device.on_chip_bytes
+        return min(1.0, size / on_chip) if on_chip else 1.0
+
+    def _ring(self, axes: tuple[str, ...], size: float) -> float:
+        """Seconds of a ring all-gather or reduce-scatter of `size` bytes over neighbouring axes."""
+        parts = self._shards(axes)
+        if parts == 1 or not size:
+            return 0.0
+        rate = ring_bytes_per_second(self._device, self._mesh, axes)
+        if rate is None:
+            raise ValueError("what it sends to others on a machine of so many is not known")
+        return size * (parts - 1) / parts / rate
+
+    def _to_host(self, size: int) -> float:
+        """Seconds to send `size` bytes to the host while receiving as many."""
+        return size / (self._device.host_bytes_per_second or 1) if size else 0.0
+
+    def _keys(self, tokens: int, kept: frozenset[str] | None) -> tuple[float, float]:
+        """Seconds per micro-batch of gathering keys and values over context, and of reducing their gradients, which a
+        GPU does in float32."""
+        config, sizes = self._config, self._sizes
+        elements = tokens * sizes["context"] * config.base_num_kv_heads / sizes["tensor"]
+        elements *= self._layers * (config.head_dim + config.value_dim)
+        gathers = 2 + (kept is not None and "context" not in kept)
+        width = self._width if self._on_tpu else 4
+        return self._ring(("context",), gathers * self._width * elements), self._ring(("context",), width * elements)
+
+    def _blocking(self, tokens: int, kept: frozenset[str] | None) -> float:
+        """Seconds per micro-batch of collectives that block computation: tokens over tensor, rows over expert, pieces
+        between stages."""
+        config, sizes, width = self._config, self._sizes, self._width
+        again = [kept is not None and name not in kept for name in ("out_proj", "mlpwi_1")]
+        stream = tokens * config.base_emb_dim * width
+        # Four in the forward pass, five in the backward pass, and the gathered inputs of both halves again.
+        total = self._ring(("tensor",), (11 + again[0]) * stream)
+        if config.num_experts > 1:  # to the experts and back, in both passes
+            total += self._ring(("expert",), (4 + again[1]) * stream * self._rows)
+        stages, at_once = sizes["stage"], config.num_layers_per_pipeline_stage
+        rounds = 1 if config.pipeline_schedule == "1f1b" else config.num_stacked_layers / (stages * at_once)
+        # Between blocks each device along `tensor` has its part of the tokens. Rows are gathered and scattered over
+        # stages before and after the layers, five times in all.
+        between = self._ring(("stage",), (2 * rounds * stages / max(stages - 1, 1) + 5) * stream / sizes["tensor"])
+        return self._layers * total + between
+
+
+def flops_of_example(config: Config) -> float:
+    """FLOPs of training on an example, all its rows."""
+    return flops_per_example(config, config.max_target_length) * config.rows_per_example
+
+
+def ring_bytes_per_second(device: Device, mesh: MeshSizes, axes: tuple[str, ...]) -> float | None:
+    """Send rate of a device in a ring along neighbouring mesh axes; None if unknown."""
+    ici, dcn = mesh.ici, mesh.dcn
+    faster = MESH_AXES[max(map(MESH_AXES.index, axes)) + 1 :]
+    return device.axis_bytes_per_second(
+        math.prod(ici[axis] for axis in axes),
+        stride=math.prod(ici[axis] for axis in faster),
+        in_slice=math.prod(ici.values()),
+        slices=math.prod(dcn[axis] for axis in axes),
+    )
+
+
+def kept_names(config: Config) -> frozenset[str] | None:
+    """Results that the backward pass has or does not need; None: it has all of them."""
+    remat = remat_of(config)
+    if remat is None:
+        return None
+    unasked = ("logits", *(("mlpwo",) if config.norm_placement == "pre" else ()))
+    return frozenset((*remat.saved, *remat.offloaded, *unasked))
+
+
+def _used(axes: tuple[str, ...], sizes: Mapping[str, int]) -> int:
+    """Shards of a matrix as matmuls use it: over tensor, and for experts over expert."""
+    there = {axis: sizes[axis] for axis in ("tensor", "expert")}
+    return math.prod(num_parts(axis, there) for axis in axes if not axis.endswith("embed"))
+
+
+def _operations(config: Config, sizes: Mapping[str, int], rows: float, *, on_tpu: bool) -> Iterator[Operation]:
+    """The operations of a device's layers and of the head."""
+    layers, tensor = config.base_num_decoder_layers / sizes["stage"], sizes["tensor"]
+    heads, kv_heads = config.base_num_query_heads / tensor, config.base_num_kv_heads / tensor
+    queries, keys, values = heads * config.head_dim, kv_heads * config.head_dim, kv_heads * config.value_dim
+    # A norm reads and writes, a residual sum reads two and writes one; rotary embedding reads and writes heads.
+    emb, norms = config.base_emb_dim, 14 if config.norm_placement == "both" else 10
+    gathers = 4 if tensor > 1 else 0
+    # A norm per head reads the heads once more; on a TPU they pass through memory in float32 for it.
+    headed = 2 + (0 if config.qk_norm == "none" else 4 if on_tpu else 1)
+    between = ((emb / tensor, norms), (emb, gathers), (queries, headed), (keys, headed))
+    yield Operation("", tuple((size, times * layers) for size, times in between))
+    pairs = float(attended_pairs(config, config.max_target_length)) / config.max_target_length / sizes["stage"]
+    scores = pairs * heads * (config.head_dim + config.value_dim)
+    attended = tuple((size, layers) for size in (queries, keys, values, heads * config.value_dim))
+    yield Operation("context", attended, scores, backward=2.5)  # recomputes the scores
+    if not on_tpu and sizes["context"] > 1:
+        # For each other shard's keys, in bytes as compiled: gathers what sees each other, and merges it in float32.
+        others = (sizes["context"] - 1) * layers / BYTES[config.dtype]
+        merged = ((queries, 15 * others), (keys + values, 14 * others))
+        yield Operation("context", (), backward=2.2, apart=merged)
+    backward, adapted = 1 if config.lora_rank else 2, adapted_weights(config)
+    for stack, (count, table) in stacks_of(model_shape(config)).items():
+        here = count / (num_parts(stack.partition("/")[0], sizes) if stack else 1)
+        for path, weight in table.items():
+            if stack and weight.is_normal:
+                tokens = rows if weight.axes[0] == "experts" else 1
+                yield from _matmul(path, weight, here, sizes, tokens, backward)
+                for adapter in weight.adapters(config.lora_rank) if path.rpartition("/")[2] in adapted else ():
+                    yield from _matmul("", adapter, here, sizes, tokens, 2)
+    # Matmuls write logits in float32, and read their gradient twice. In between, a TPU reads logits once, and once more
+    # in a matmul that also writes the gradient; a GPU reads them three times, and writes the gradient.
+    shard, stages, wide = config.vocab_size / tensor, sizes["stage"], 4 / BYTES[config.dtype]
+    with_matmuls, apart = (2 * wide + 3, wide) if on_tpu else (wide + 2, 3 * wide + 1)
+    times = stages * (1 + backward)
+    arrays = ((shard, (with_matmuls + backward - 2) / times), (emb, 1 / stages))
+    yield Operation(
+        "logits", arrays, shard * emb / stages, shard * emb, backward, apart=((shard, apart / times),), beside=shard
+    )
+
+
+def _matmul(
+    path: str, weight: Weight, layers: float, sizes: Mapping[str, int], rows: float, backward: int
+) -> Iterator[Operation]:
+    """The matmul with one of a layer's matrices, for `rows` rows per token; and after `up`, the mlp's activation."""
+    axes = of_one(weight.axes)
+    dims, cut = weight.sizes[len(weight.sizes) - len(axes) :], num_inputs(axes)
+    into = math.prod(dims[:cut]) / _used(axes[:cut], sizes)
+    out = math.prod(dims[cut:]) / _used(axes[cut:], sizes)
+    name = path.rpartition("/")[2]
+    elements = layers * math.prod(weight.sizes) / _used(weight.axes, sizes)
+    beside = {"embed": out}.get(axes[0], into if axes[-1] == "embed" else 0)
+    yield Operation(
+        _NAMES.get(name, ""), ((rows * into, layers), (rows * out, layers)), layers * rows * into * out, elements,
+        backward, beside=layers * beside, of_experts=weight.axes[0] == "experts",
+    )  # fmt: skip
+    if name == "up":  # the activation reads gate and up, and writes the input of down
+        yield Operation("", ((rows * out, 3 * layers),))

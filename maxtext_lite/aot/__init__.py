@@ -1,1 +1,0 @@
-"""The train step compiled ahead of time, and its analysis."""

@@ -1,0 +1,108 @@
+"""Seconds per phase of this process since its start; each phase is also reported to the observers of the process."""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from maxtext_lite.config.observers import Observer, Phase, observers
+
+_AT_IMPORT = time.time() - time.monotonic()
+
+
+def now() -> float:
+    """Seconds since 1970 by a clock that nobody sets; the system's own may jump in the middle of a run."""
+    return _AT_IMPORT + time.monotonic()
+
+
+class PhaseClock:
+    """A clock that adds up seconds by phase; exactly one phase runs at a time.
+
+    Attributes:
+      began: the start, in seconds since 1970.
+      start_up: seconds from `began` to the first step, by part; see `mark`.
+    """
+
+    def __init__(self, clock: Callable[[], float] = now, observers: Sequence[Observer] = observers):
+        self._clock, self._observers = clock, observers
+        self._is_fresh = False
+        self.restart()
+
+    def restart(self, began: float | None = None) -> None:
+        """Resets to start-up; with `began`, such as the start of the process, the next `begin` keeps that time."""
+        self._is_fresh = began is not None
+        self.began = self._since = self._marked = self._clock() if began is None else began
+        self.start_up: dict[str, float] = {}
+        self._phase: Phase = "start-up"
+        self._seconds: dict[Phase, float] = {}
+        self._work: tuple[Phase, int, float] = ("start-up", 0, self.began)
+        self._report("start-up")
+
+    def begin(self) -> None:
+        """Starts the account of one run, where a process does several."""
+        if not self._is_fresh:
+            self.restart()
+        self._is_fresh = False
+
+    def enter(self, phase: Phase, step: int = 0) -> None:
+        """Begins a phase of this step."""
+        if phase != self._phase:
+            self._seconds, self._phase, self._since = self.seconds, phase, self._clock()
+        if (phase, step) != self._work[:2]:
+            self._work = phase, step, self._clock()
+        self._report(phase, step)
+
+    def advance(self) -> None:
+        """Reports that this process passed a place in the program, which all pass in the same order."""
+        for observer in self._observers:
+            observer.advance()
+
+    def arrive(self) -> None:
+        """Reports that this process waits for the others; not in a save, which waits again and again."""
+        if self._phase != "save":
+            self.advance()
+
+    @property
+    def work(self) -> tuple[Phase, int, float]:
+        """The phase, its step, and the seconds since this phase of this step began."""
+        phase, step, since = self._work
+        return phase, step, self._clock() - since
+
+    def mark(self, part: str) -> None:
+        """Books the time since the last mark, or since `began`, to this part of the start-up."""
+        now = self._clock()
+        self.start_up[part] = self.start_up.get(part, 0.0) + now - self._marked
+        self._marked = now
+        if self._phase == "start-up":
+            self._work = ("start-up", 0, now)
+
+    def fold(self) -> None:
+        """Books all time so far as start-up: its steps were not the run's own."""
+        spent = sum(self.seconds.values())
+        self._phase, self._since = "start-up", self._clock()
+        self._seconds = {"start-up": spent}
+        self._work = ("start-up", 0, self._since)
+        self._report("start-up")
+
+    @property
+    def seconds(self) -> dict[Phase, float]:
+        """Seconds of each phase so far."""
+        found = dict(self._seconds)
+        found[self._phase] = found.get(self._phase, 0.0) + self._clock() - self._since
+        return found
+
+    def _report(self, phase: Phase, step: int = 0) -> None:
+        for observer in self._observers:
+            observer.enter(phase, step)
+
+
+def process_start() -> float:
+    """The start of this process in seconds since 1970; now, if the system does not tell."""
+    try:
+        words = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        return now() - time.clock_gettime(time.CLOCK_BOOTTIME) + int(words[19]) / 100
+    except (OSError, AttributeError, ValueError, IndexError):
+        return now()
+
+
+phases = PhaseClock()
+"""The clock of this process."""

@@ -1,0 +1,155 @@
+"""The documents of a piece of input, one after the other, and messages about lines without one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from maxtext_lite.config import UserError
+from maxtext_lite.data.row_files import ROWS_SUFFIXES, read_rows
+from maxtext_lite.data.tasks import DIVIDED, WHOLE, Piece
+from maxtext_lite.data.text_encoder import TextEncoder
+from maxtext_lite.data.text_files import (
+    BYTE_ORDER_MARK,
+    LONGEST_LINE,
+    PLAIN_SUFFIXES,
+    check_unicode,
+    is_kind,
+    json_object,
+    read_lines,
+    read_text,
+)
+
+
+class Conversations(Protocol):
+    """Renders conversations as documents.
+
+    Attributes:
+      optional: fields of a line or row beside its turns.
+    """
+
+    optional: tuple[str, ...]
+
+    def document(self, where: str, key: str, value: Mapping[str, Any]) -> str:
+        """The text of the conversation in a line or row, whose turns are under `key`."""
+        ...
+
+
+class BadLine(NamedTuple):
+    """A line or row without a document; `problem` says which and why."""
+
+    problem: str
+
+
+def read_documents(files: Iterable[tuple[str, Path]], encoder: TextEncoder) -> Iterator[str]:
+    """The documents of files from `find_files` as training reads them, including empty ones.
+
+    Raises:
+      UserError: a file cannot be read, or a line has no document.
+    """
+    pieces = (Piece(name, str(file), 0, WHOLE) for name, file in files)
+    return DocumentReader(encoder).texts(pieces)
+
+
+class DocumentReader:
+    """Reads the documents of pieces.
+
+    Attributes:
+      encoder: for their tokens, as `documents` with `rendered` where a chat template renders them.
+    Args:
+      field: of a line or row, with its text or its turns.
+      conversations: renders turns; None: lines and rows have texts.
+    """
+
+    def __init__(self, encoder: TextEncoder, field: str = "text", conversations: Conversations | None = None) -> None:
+        self.encoder = encoder
+        self.rendered = conversations is not None
+        self._field = field
+        self._conversations = conversations
+        self._optional = conversations.optional if conversations else ()
+
+    def read(self, piece: Piece) -> Iterator[str | BadLine]:
+        """Each document as it stands, including empty ones; blank lines are skipped.
+
+        Raises:
+          UserError: the file cannot be read, is a .txt that is not UTF-8, or has a line that is too long.
+        """
+        if is_kind(piece.name, PLAIN_SUFFIXES):
+            text = read_text(piece.name, Path(piece.path))
+            self.encoder.check(piece.name, text)
+            yield text
+            return
+        if is_kind(piece.name, ROWS_SUFFIXES):
+            since = f" from row group {piece.start}" if piece.start else ""
+            groups = None if piece.stop == WHOLE else range(piece.start, piece.stop)
+            rows = read_rows(piece.name, piece.path, required=self._field, optional=self._optional, groups=groups)
+            for row, value in enumerate(rows, start=1):
+                yield self._document(f"{piece.name}: row {row}{since}", value)
+            return
+        of_range = is_kind(piece.name, DIVIDED) and piece.stop != WHOLE
+        lines = _range_lines(piece) if of_range else enumerate(read_lines(piece.name, Path(piece.path)), start=1)
+        for place, line in lines:
+            if line.strip():
+                yield self._document(f"{piece.name}{': line at byte ' if of_range else ':'}{place}", line)
+
+    def texts(self, pieces: Iterable[Piece]) -> Iterator[str]:
+        """The documents of pieces as they stand, including empty ones.
+
+        Raises:
+          UserError: as from `read`, or a line has no document.
+        """
+        for document in (each for piece in pieces for each in self.read(piece)):
+            if isinstance(document, BadLine):
+                raise UserError(document.problem)
+            yield document
+
+    def _document(self, where: str, given: bytes | Callable[[], dict[str, Any]]) -> str | BadLine:
+        wanted = f'{"a list" if self._conversations else "a string"} under "{self._field}"'
+        of = "a JSON object" if isinstance(given, bytes) else "a row"
+        try:
+            line = json_object(where, given, wanted=wanted) if isinstance(given, bytes) else given()
+            if self._conversations:
+                return self._conversations.document(where, self._field, line)
+            value = _value(line, self._field)
+            if not isinstance(value, str):
+                raise UserError(f"{where}: not {of} with {wanted}.")
+            check_unicode(where, self._field, value)
+            self.encoder.check(where, value)
+        except UnicodeDecodeError as error:
+            return BadLine(f"{where}: not UTF-8 text ({error.reason}).")
+        except UserError as error:
+            return BadLine(" ".join(error.problems))
+        return value
+
+
+def _value(line: dict[str, Any], field: str) -> object:
+    """The value of a field, or by its path of a field of objects: meta.text."""
+    if field in line:
+        return line[field]
+    value: Any = line
+    for name in field.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def _range_lines(piece: Piece) -> Iterator[tuple[int, bytes]]:
+    """(first byte, line) of each line that begins in the piece; the last one may end beyond it."""
+    try:
+        with Path(piece.path).open("rb") as opened:
+            place = piece.start
+            if place:  # skip the rest of a line that begins before the piece
+                opened.seek(place - 1)
+                place += len(_one_line(piece, opened, place - 1)) - 1
+            while place < piece.stop and (line := _one_line(piece, opened, place)):
+                yield place, line.removesuffix(b"\n").removeprefix(b"" if place else BYTE_ORDER_MARK)
+                place += len(line)
+    except OSError as error:
+        raise UserError(f"{piece.name}: cannot be read ({error}).") from error
+
+
+def _one_line(piece: Piece, opened: Any, place: int) -> bytes:
+    line = opened.readline(LONGEST_LINE + 1)
+    if len(line) > LONGEST_LINE:
+        raise UserError(f"{piece.name}: the line at byte {place} has more than {LONGEST_LINE // 2**20} MiB.")
+    return line

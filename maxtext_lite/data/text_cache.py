@@ -1,0 +1,202 @@
+"""Plain text as tokens, in memory or, if it is large, tokenized once into a cache.
+
+An entry of the cache is a directory named after the SHA-256 of the files, their kinds and the tokenizer. It has the
+tokens, where each document starts, and facts about them; it appears under its name when it is complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from maxtext_lite.config import DataConfig, UserError
+from maxtext_lite.config.bucket import is_bucket
+from maxtext_lite.config.errors import full_text, writing
+from maxtext_lite.config.json_file import read_object, user_path
+from maxtext_lite.config.sections import RunConfig
+from maxtext_lite.console.output import complain
+from maxtext_lite.data.cache import CACHE_VARIABLE, cache_directory, locked
+from maxtext_lite.data.documents import read_documents
+from maxtext_lite.data.manifest import file_sha256, token_dtype
+from maxtext_lite.data.packing import TokenStream
+from maxtext_lite.data.row_index import ABOUT, IndexPlace, make_directory
+from maxtext_lite.data.text_encoder import EncodedDocuments, TextEncoder
+from maxtext_lite.data.text_files import TEXT_SUFFIXES, is_kind
+from maxtext_lite.data.token_stream import map_array
+
+LEAST_BYTES = 2**25
+"""Size of a text from which a cache is worthwhile; a smaller one is tokenized faster than a cache is checked."""
+_FORMAT = 2
+_TOKENS, _STARTS = "tokens", "starts.i64"
+_DOCUMENTS_PER_ENCODING = 4096  # these two bound the memory of the tokenizer library's results
+_CHARACTERS_PER_ENCODING = 2**22
+_IDS_AT_ONCE = 2**22
+_SECONDS_BETWEEN_LINES = 30.0
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizedText:
+    """The documents of a text, without the empty ones.
+
+    Attributes:
+      stream: token ids of all documents.
+      document_starts: where each starts, then the length of the stream; int64.
+      fingerprint: of tokens and documents, recorded in a run's checkpoints.
+      num_spelled: how many special tokens the documents spell.
+      place: place for indices of the text's rows; None: it is in memory.
+      notes: says where it is cached.
+    """
+
+    stream: TokenStream
+    document_starts: np.ndarray
+    fingerprint: str
+    num_spelled: int
+    place: IndexPlace | None = None
+    notes: tuple[str, ...] = ()
+
+
+def tokenized_text(config: DataConfig, encoder: TextEncoder, files: list[tuple[str, Path]]) -> TokenizedText:
+    """The text of these files, if it is large from the cache, made first if it is missing or damaged.
+
+    Other processes wait while it is made.
+
+    Raises:
+      UserError: a file cannot be read, or a line of it is bad.
+    """
+    if isinstance(config, RunConfig) and sum(file.stat().st_size for _, file in files) >= LEAST_BYTES:
+        cached = _cached(config, encoder, files)
+        if cached is not None:
+            return cached
+    streams = [np.zeros(0, _dtype(encoder))]
+    lengths = [np.zeros(1, np.int64)]
+    num_spelled = 0
+    for part in _encoded(encoder, files):
+        streams.append(part.stream)
+        lengths.append(part.lengths[part.lengths > 0])
+        num_spelled += part.num_spelled
+    stream, starts = np.concatenate(streams), np.cumsum(np.concatenate(lengths), dtype=np.int64)
+    return TokenizedText(stream, starts, text_fingerprint(stream, starts, encoder), num_spelled)
+
+
+def _dtype(encoder: TextEncoder) -> np.dtype[Any]:
+    return np.dtype(token_dtype(encoder.tokenizer.vocab_size))
+
+
+def _encoded(encoder: TextEncoder, files: list[tuple[str, Path]]) -> Iterator[EncodedDocuments]:
+    """The tokens of the documents, some thousands at a time."""
+    texts, characters = list[str](), 0
+    for document in read_documents(files, encoder):
+        texts.append(document)
+        characters += len(document)
+        if len(texts) == _DOCUMENTS_PER_ENCODING or characters >= _CHARACTERS_PER_ENCODING:
+            yield encoder.documents(texts, _dtype(encoder))
+            texts, characters = [], 0
+    if texts:
+        yield encoder.documents(texts, _dtype(encoder))
+
+
+def _cached(config: RunConfig, encoder: TextEncoder, files: list[tuple[str, Path]]) -> TokenizedText | None:
+    """The text from the cache; None if it is not there and no cache can be written."""
+    # Beside the runs, where many hosts see it and there is room for it.
+    beside = None if os.environ.get(CACHE_VARIABLE) else config.base_output_directory
+    root = cache_directory("text") if not beside or is_bucket(beside) else user_path(beside) / ".cache" / "text"
+    with contextlib.ExitStack() as stack:
+        entry = root / _key(files, encoder)
+        try:
+            stack.enter_context(locked(entry))
+        except OSError as error:
+            with contextlib.suppress(FileNotFoundError):
+                return _opened(entry, encoder)  # another process made it
+            complain(
+                f"warning: the text cannot be cached in {full_text(root)} ({error.strerror}): it is "
+                f"tokenized at every start. {CACHE_VARIABLE} names another directory."
+            )
+            return None
+        try:
+            return _opened(entry, encoder)
+        except FileNotFoundError:
+            complain(f"tokenizing the text once, into {full_text(entry)}; the next start reads it from there")
+        except UserError as error:
+            complain(f"warning: the cached text is damaged and will be made again: {' '.join(error.problems)}")
+            shutil.rmtree(entry)
+        with writing(entry):
+            make_directory(entry, lambda made: _write(made, encoder, files))
+        return _opened(entry, encoder)
+
+
+def _key(files: list[tuple[str, Path]], encoder: TextEncoder) -> str:
+    settings = json.dumps(encoder.settings) if encoder.settings else ""
+    key = hashlib.sha256(f"{_FORMAT}:{encoder.tokenizer.fingerprint}:{settings}".encode())
+    for name, file in files:
+        kind = next(suffix for suffix in sorted(TEXT_SUFFIXES, key=len, reverse=True) if is_kind(name, (suffix,)))
+        key.update(f"{kind}:{_sha256(file)};".encode())
+    return key.hexdigest()[:32]
+
+
+def _sha256(file: Path) -> str:
+    try:
+        return file_sha256(file)
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error}).") from error
+
+
+def _write(made: Path, encoder: TextEncoder, files: list[tuple[str, Path]]) -> dict[str, Any]:
+    """Writes the tokens and the starts of documents; returns the facts about them."""
+    num_tokens, num_spelled, said = 0, 0, time.monotonic()
+    start = said
+    with (made / _TOKENS).open("wb") as tokens, (made / _STARTS).open("wb") as starts:
+        np.zeros(1, "<i8").tofile(starts)
+        for part in _encoded(encoder, files):
+            part.stream.tofile(tokens)
+            stops = num_tokens + np.cumsum(part.lengths[part.lengths > 0])
+            stops.astype("<i8").tofile(starts)
+            num_tokens += len(part.stream)
+            num_spelled += part.num_spelled
+            if time.monotonic() - said > _SECONDS_BETWEEN_LINES:
+                said = time.monotonic()
+                complain(f"{num_tokens:,} tokens so far, {num_tokens / (said - start):,.0f} tokens/s")
+    return {"fingerprint": text_fingerprint(*_mapped(made, encoder), encoder), "spelled": num_spelled}
+
+
+def _mapped(entry: Path, encoder: TextEncoder) -> tuple[np.ndarray, np.ndarray]:
+    return map_array(entry / _TOKENS, _dtype(encoder).str), map_array(entry / _STARTS)
+
+
+def text_fingerprint(stream: TokenStream, document_starts: np.ndarray, encoder: TextEncoder) -> str:
+    """A hash of a text's tokens and documents, and of the tokenizer."""
+    content = hashlib.sha256(f"{encoder.tokenizer.fingerprint}:{_dtype(encoder)}:{len(document_starts)}:".encode())
+    content.update(np.ascontiguousarray(document_starts, np.int64).data)
+    for start in range(0, len(stream), _IDS_AT_ONCE):
+        content.update(np.ascontiguousarray(stream[start : start + _IDS_AT_ONCE]).data)
+    return content.hexdigest()
+
+
+def _opened(entry: Path, encoder: TextEncoder) -> TokenizedText:
+    """An entry, all of which is read.
+
+    Raises:
+      FileNotFoundError: there is none.
+      UserError: it is damaged.
+    """
+    if not entry.is_dir():
+        raise FileNotFoundError(entry)
+    about = read_object(entry / ABOUT)
+    try:
+        stream, starts = _mapped(entry, encoder)
+        if text_fingerprint(stream, starts, encoder) != about["fingerprint"]:
+            raise UserError(f"{entry} is not what was written.")
+        place = IndexPlace(entry / "rows", about["fingerprint"])
+        note = f"read from the cache {entry}"
+        return TokenizedText(stream, starts, about["fingerprint"], about["spelled"], place, (note,))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{entry} is damaged ({error!r}).") from None

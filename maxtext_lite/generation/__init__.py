@@ -1,1 +1,0 @@
-"""Text from a model, token by token, and a model's likelihoods of given text."""

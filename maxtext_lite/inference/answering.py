@@ -1,0 +1,231 @@
+"""A model's continuations of prompts: streamed to the terminal, as JSON, or as turns of a conversation."""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from maxtext_lite.config import Config, UserError
+from maxtext_lite.config.records import json_text
+from maxtext_lite.hf.chat import ChatTemplate, chat_template, check_contents
+from maxtext_lite.inference.requests import GenerateConfig
+from maxtext_lite.inference.sampler import Sampler, check_finite, load_on_mesh, mesh_problems
+from maxtext_lite.inference.stream_text import TimedTokens, WrittenText
+from maxtext_lite.inference.text_tokens import TextTokens
+from maxtext_lite.models import Sampling
+from maxtext_lite.parallel import start_devices
+
+Turns = list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class _Prompter:
+    """The conversion of texts to prompts, and of a model's tokens to texts.
+
+    Attributes:
+      template: with chat, renders turns as a prompt; otherwise None.
+    """
+
+    asked: GenerateConfig
+    tokens: TextTokens
+    template: ChatTemplate | None
+
+    @classmethod
+    def of(cls, directory: Path, config: Config, asked: GenerateConfig) -> "_Prompter":
+        tokens = TextTokens.of(directory, config)
+        if not asked.chat:
+            return cls(asked, tokens, None)
+        if config.tokenizer_path or config.chat_template:
+            return cls(asked, tokens, chat_template(config))
+        if tokens.carried is None:
+            raise UserError(f"{directory} has no chat template: it did not come from a Hugging Face directory.")
+        return cls(asked, tokens, ChatTemplate(tokens.carried))
+
+    @property
+    def stop_token_ids(self) -> Sequence[int]:
+        """Tokens after which a text ends: the requested ones, or the model's."""
+        asked = self.asked.stop_token_ids
+        return self.tokens.stop_token_ids if asked is None else asked
+
+    @property
+    def first_turns(self) -> Turns:
+        """The turns before the user's first."""
+        return [{"role": "system", "content": self.asked.system}] if self.asked.system else []
+
+    def prompt(self, text: str) -> list[int]:
+        """The tokens of a text; with chat, those of a conversation in which it is the user's first turn."""
+        if self.template:
+            return self.after([*self.first_turns, {"role": "user", "content": text}])
+        return self.tokens.encoder.prompt(text).tolist()
+
+    def after(self, turns: Turns) -> list[int]:
+        """The prompt for the model's answer to these turns."""
+        assert self.template is not None, "turns need chat"
+        encoder = self.tokens.encoder
+        hidden = [turn | {"content": encoder.hide("the prompt", turn["content"])} for turn in turns]
+        text = self.template.render(hidden)
+        encoder.check_carried(hidden, self.template.render)
+        check_contents([turn for turn in hidden if turn["role"] != "assistant"], text)
+        (token_ids,) = encoder.encode_rendered([text])
+        return encoder.or_end(token_ids).tolist()
+
+    def begin(self, prompt: list[int]) -> WrittenText:
+        """An empty text, to which tokens are added: the continuation of a prompt, or with chat an answer to it."""
+        before = () if self.template else prompt
+        return self.tokens.begin(self.asked.stop_strings, self.stop_token_ids, prompt=before)
+
+
+def generate(directory: Path, config: Config, asked: GenerateConfig, *, as_json: bool) -> None:
+    """Prints the continuations of the prompts by a directory's model, and the speed to stderr.
+
+    With chat and without a prompt, answers each line of the input.
+
+    Raises:
+      UserError: the model does not allow the request, or lacks parameters, a tokenizer or a chat template; lists every
+        problem of the prompts and the mesh. Or a token's log-probability is not finite, or a conversation has become
+        too long.
+    """
+    prompter = None if asked.prompt_ids is not None else _Prompter.of(directory, config, asked)
+    texts = [asked.prompt] if asked.prompts is None else asked.prompts
+    prompts = [prompter.prompt(text) for text in texts] if prompter else asked.prompt_ids or []
+    if problems := [
+        *_prompt_problems(prompts, asked, config),
+        *mesh_problems(config, len(start_devices()), asked.mesh),
+    ]:
+        raise UserError(problems)
+    with jax.default_matmul_precision(config.matmul_precision):
+        sampler = Sampler(*load_on_mesh(directory, config, asked.mesh))
+
+        def stream(prompts: list[list[int]]) -> TimedTokens:
+            if problems := _length_problems(prompts, asked, config):  # of a later turn
+                raise UserError(problems)
+            tokens = sampler.stream(
+                prompts,
+                max_new_tokens=asked.max_new_tokens,
+                sampling=Sampling(asked.temperature, asked.top_k, asked.top_p),
+                stop_token_ids=prompter.stop_token_ids if prompter else asked.stop_token_ids or [],
+                seed=asked.seed,
+            )
+            return TimedTokens(_finite(tokens, config.dtype))
+
+        if prompter and asked.chat and not asked.model_fields_set & {"prompt", "prompts"}:
+            _converse(stream, prompter)
+            return
+        tokens = stream(prompts)
+        if as_json or prompter is None:
+            print(json_text(_answers(tokens, prompts, prompter)))
+        else:
+            # A continued text includes its prompt; an answer does not.
+            _print_texts(tokens, prompts, prompter, ["" if asked.chat else text for text in texts])
+    print(tokens, file=sys.stderr)
+
+
+def _finite(tokens: Iterator[tuple[int, int, float]], dtype: str) -> Iterator[tuple[int, int, float]]:
+    """The tokens of `Sampler.stream`.
+
+    Raises:
+      UserError: the log-probability of one is not finite; names its prompt.
+    """
+    for number, token, log_probability in tokens:
+        check_finite(log_probability, f"the continuation of prompt {number}", dtype)
+        yield number, token, log_probability
+
+
+def _converse(stream: Callable[[list[list[int]]], TimedTokens], prompter: _Prompter) -> None:
+    """Answers each line of the input as the next turn of one conversation.
+
+    Raises:
+      UserError: the input is not UTF-8.
+    """
+    turns = prompter.first_turns
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", file=sys.stderr, flush=True)
+        try:
+            line = sys.stdin.readline()
+            line.encode()  # Python may have read other bytes as surrogates
+        except UnicodeError:
+            raise UserError("the input is not UTF-8 text.") from None
+        if not line:
+            return
+        turns.append({"role": "user", "content": line.rstrip("\n")})
+        prompt = prompter.after(turns)
+        answer = prompter.begin(prompt)
+        for _, token, _ in stream([prompt]):
+            print(answer.push(token), end="", flush=True)
+            if answer.ended:
+                break
+        print(answer.end(), flush=True)
+        turns.append({"role": "assistant", "content": answer.text})
+
+
+def _answers(tokens: TimedTokens, prompts: list[list[int]], prompter: _Prompter | None) -> list[dict[str, Any]]:
+    """For each prompt its new tokens, their log-probabilities and, with a tokenizer, their text."""
+    answers: list[dict[str, Any]] = [{"tokens": [], "log_probabilities": []} for _ in prompts]
+    written = [*map(prompter.begin, prompts)] if prompter else []
+    for index, token, log_probability in tokens:
+        if written and written[index].ended:
+            continue
+        answers[index]["tokens"].append(token)
+        answers[index]["log_probabilities"].append(log_probability)
+        if written:
+            written[index].push(token)
+            if all(text.ended for text in written):
+                break
+    for answer, text in zip(answers, written, strict=False):
+        text.end()
+        answer["text"] = text.text
+    return answers
+
+
+def _print_texts(tokens: TimedTokens, prompts: list[list[int]], prompter: _Prompter, shown: list[str]) -> None:
+    """Streams a single text; prints several, each after a separating line, once all are complete.
+
+    Args:
+      shown: the text to print before each.
+    """
+    written = [*map(prompter.begin, prompts)]
+    alone = len(written) == 1
+    if alone:
+        print(shown[0], end="", flush=True)
+    for index, token, _ in tokens:
+        piece = written[index].push(token)
+        if alone:
+            print(piece, end="", flush=True)
+        if all(text.ended for text in written):
+            break
+    for number, text in enumerate(written):
+        rest = text.end()
+        if alone:
+            print(rest, flush=True)
+        else:
+            print(f"---- {number}\n{shown[number]}{text.text}")
+
+
+def _prompt_problems(prompts: list[list[int]], asked: GenerateConfig, config: Config) -> list[str]:
+    problems = [
+        f"{key}: token {token} is not in 0..{config.vocab_size - 1} (vocab_size). Nearest that works: "
+        f"{min(max(token, 0), config.vocab_size - 1)}."
+        for key, tokens in (
+            ("prompt_ids", [t for prompt in prompts for t in prompt]),
+            ("stop_token_ids", asked.stop_token_ids or []),
+        )
+        for token in tokens
+        if not 0 <= token < config.vocab_size
+    ]
+    return problems + _length_problems(prompts, asked, config)
+
+
+def _length_problems(prompts: list[list[int]], asked: GenerateConfig, config: Config) -> list[str]:
+    positions, longest = config.trainable_position_size, max(map(len, prompts))
+    most = positions + 1 - longest  # the last token is not fed back
+    if not positions or asked.max_new_tokens <= most:
+        return []
+    works = f"Nearest that works: {most}." if most > 0 else "No max_new_tokens works: shorten the prompt."
+    return [
+        f"max_new_tokens={asked.max_new_tokens} after a prompt of {longest} tokens goes past the model's {positions} "
+        f"learned positions. {works}"
+    ]

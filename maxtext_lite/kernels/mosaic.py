@@ -1,0 +1,234 @@
+"""Attention by tokamax's Mosaic kernels for Hopper and Blackwell, for whole examples and examples split over shards.
+
+The kernels' mask is the first key that each query sees: documents and windows are ranges. Their backward pass skips
+tiles of later keys, but no tile because of a range. On context shards, a device's queries therefore attend to its own
+keys in a causal call, and to another shard's in calls for two pairs of chunks in which every key precedes every query,
+so no product is wasted. The results are merged by their log-partitions.
+Source: Liu et al. 2023, arXiv:2310.01889; Dubey et al. 2024, arXiv:2407.21783, section 3.3.2.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from maxtext_lite.config.kernels import KERNEL_SCOPE
+from maxtext_lite.kernels.chunk_pairs import Pairs, merged_over_shards, summed_over_shards
+from maxtext_lite.kernels.cudnn import FusedKernel, Inputs, fused_attention
+from maxtext_lite.kernels.tokamax_ops import flash_attention, with_blocks
+from maxtext_lite.models.tile import PLAIN, Scoring, part, ungrouped, whole_blocks
+from maxtext_lite.parallel import (
+    CHUNKS_PER_SHARD,
+    Tree,
+    chunks_of,
+    context_shards,
+    over_shards,
+    own_shard,
+    whole_examples,
+)
+
+_HEADS = ("batch", "length", "activation_heads", None)
+_TOKENS = ("batch", "length")
+_BLOCK = 256
+"""Tokens of the largest block of queries, of which tokamax 0.0.12 takes a whole number only."""
+_filled = functools.partial(whole_blocks, block=_BLOCK)
+_HIDDEN = 1e30
+"""The log-partition of a query beside which every score counts for nothing."""
+
+_TUNED_FORWARD = {64: {"block_kv": 256, "num_stages": 3}}
+_TUNED_BACKWARD = {256: {"compute_wgs": 1}}
+"""By the width of keys and values, what was the fastest on an H100 for causal bfloat16 rows of 4,096 to 16,384 tokens,
+where that is not what tokamax takes by itself. Its own look-up finds nothing, as none of its entries has ranges.
+Source: tokamax 0.0.17, data/autotuning/nvidia_h100_80gb_hbm3, pallas_mosaic_gpu_flash_attention and its vjp."""
+
+
+def mosaic_attention(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKW: jax.Array,
+    segment_BT: jax.Array,
+    sink_N: jax.Array | None = None,
+    *,
+    strategy: str = "all_gather",
+    scoring: Scoring = PLAIN,
+) -> jax.Array:
+    """`attention` by tokamax's Mosaic kernels, for any T.
+
+    Args:
+      strategy: how the shards of a context axis exchange keys, one of `tiled_attention.STRATEGIES`.
+    """
+
+    def local(
+        q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKW: jax.Array, segment_BT: jax.Array, sink_N: jax.Array | None
+    ) -> jax.Array:
+        """The heads, rows and queries of one device."""
+        options = scoring.scale_of(q_BTNH.shape[-1]), scoring.soft_cap
+        first_BS = first_keys(whole_examples(segment_BT), scoring.window)
+        if context_shards() == 1:
+            kernel: FusedKernel = Mosaic(*options)
+            return fused_attention(Inputs(q_BTNH, k_BSKH, v_BSKW, first_BS), sink_N, kernel)
+        chunk = q_BTNH.shape[1] // CHUNKS_PER_SHARD
+        own_BT = jnp.concatenate([part(first_BS, number * chunk, chunk, 1) for number in chunks_of(own_shard())], 1)
+        return fused_attention(Inputs(q_BTNH, k_BSKH, v_BSKW, own_BT), sink_N, Sharded(*options, strategy))
+
+    run = over_shards(local, (_HEADS, _HEADS, _HEADS, _TOKENS, ("activation_heads",)), _HEADS)
+    return run(q_BTNH, k_BSKH, v_BSKW, segment_BT, sink_N)
+
+
+def first_keys(segment_BT: jax.Array, window: int | None) -> jax.Array:
+    """The first key that each query sees, int32 [B, T]: the first one both in its document and in its window.
+
+    Args:
+      segment_BT: document number of each token; a document's tokens are contiguous.
+    """
+    at_T = jnp.arange(segment_BT.shape[1], dtype=jnp.int32)
+    begins_BT = segment_BT[:, 1:] != segment_BT[:, :-1]
+    begins_BT = jnp.concatenate([jnp.ones_like(segment_BT[:, :1], bool), begins_BT], axis=1)
+    first_BT = jax.lax.cummax(jnp.where(begins_BT, at_T, 0), axis=1)
+    return first_BT if window is None else jnp.maximum(first_BT, at_T + 1 - window)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mosaic:
+    """tokamax's flash attention; `mask_BT` is the first key that each query sees, and S = T.
+
+    Queries and keys are padded to whole blocks. The op's own gradient drops that of the residuals, which sinks need.
+
+    Attributes:
+      causal: a query has the position of the key with its number, and sees no later key; otherwise it sees all keys
+        from its first on.
+    """
+
+    scale: float
+    soft_cap: float | None
+    causal: bool = True
+
+    def forward(self, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
+        """See FusedKernel."""
+        *heads, mask_BT = inputs
+        T = mask_BT.shape[1]
+        op, options = self._op(mask_BT)
+        heads = [_filled(x) for x in heads]
+        better = _better(_TUNED_FORWARD if self.causal else {}, heads)
+        op = with_blocks(op, op.bind(*heads, return_residuals=True, **options), better)
+        with jax.named_scope(f"{KERNEL_SCOPE}tokamax_mosaic"):
+            context_BTNW, (max_BNT, sum_BNT) = op(*heads, return_residuals=True, **options)
+        return context_BTNW[:, :T], (max_BNT + jnp.log(sum_BNT))[..., :T]
+
+    def backward(
+        self, inputs: Inputs, context_BTNW: jax.Array, log_partition_BNT: jax.Array, g_BTNW: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """See FusedKernel."""
+        *heads, mask_BT = inputs
+        T = mask_BT.shape[1]
+        op, options = self._op(mask_BT)
+        heads = [_filled(x) for x in heads]
+        bound = dict(op.bind(*heads, **options).kwargs)
+        del bound["return_residuals"]
+        # Maximum and denominator of the softmax: any two whose product is right.
+        maximum_BNT = _filled(log_partition_BNT, axis=2, value=_HIDDEN)
+        results = (maximum_BNT, jnp.ones_like(maximum_BNT)), _filled(context_BTNW), _filled(g_BTNW)
+        backward = with_blocks(op.vjp, op.vjp.bind(*results, *heads, **bound), _better(_TUNED_BACKWARD, heads))
+        with jax.named_scope(f"{KERNEL_SCOPE}tokamax_mosaic_backward"):
+            gradients = backward(*results, *heads, **bound)
+        return gradients["q"][:, :T], gradients["k"][:, :T], gradients["v"][:, :T]
+
+    def _op(self, first_key_BT: jax.Array) -> tuple[Any, dict[str, Any]]:
+        """The op, and its arguments beside queries, keys and values."""
+        op, mask = flash_attention()
+        T = first_key_BT.shape[1]
+        # Padding queries see the padding keys; if not all keys are seen anyway, none of these is.
+        first_B1T = _filled(first_key_BT, value=T if self.causal else 0)[:, None]
+        end = {} if self.causal or not -T % _BLOCK else {"k_end": jnp.full_like(first_B1T, T)}
+        seen = mask(k_start=first_B1T, is_causal=self.causal, **end)
+        return op, {"mask": seen, "logits_scale": self.scale, "logits_soft_cap": self.soft_cap}
+
+
+def _better(tuned: dict[int, dict[str, int]], heads: list[jax.Array]) -> dict[str, int]:
+    """The measured block sizes for these queries, keys and values; {} if there are none."""
+    width = heads[0].shape[-1]
+    return tuned.get(width, {}) if heads[2].shape[-1] == width else {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharded:
+    """`Mosaic` for a context shard's queries and all shards' keys; `mask_BT` is the first token that each query sees.
+
+    Attributes:
+      strategy: how the shards exchange keys, one of `tiled_attention.STRATEGIES`.
+    """
+
+    scale: float
+    soft_cap: float | None
+    strategy: str
+
+    def forward(self, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
+        """See FusedKernel."""
+        q_BTNH, *keys, mask_BT = inputs
+
+        def as_state(context_BTNW: jax.Array, log_partition_BNT: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return _by_heads(context_BTNW), log_partition_BNT[:, :, None, :, None]
+
+        def find(pairs: Pairs, theirs: Tree, other: jax.Array) -> tuple[jax.Array, ...]:
+            of_pairs, is_seen_BT = self._pairs(inputs, pairs, theirs, other)
+            context_BTNW, log_partition_BNT = self._of_pairs.forward(of_pairs)
+            return as_state(context_BTNW, jnp.where(is_seen_BT[:, None], log_partition_BNT, -_HIDDEN))
+
+        own = as_state(*self._own.forward(self._own_places(inputs)))
+        chunk = mask_BT.shape[1] // CHUNKS_PER_SHARD
+        context_BN1TW, log_partition_BN1T1 = merged_over_shards(self.strategy, chunk, tuple(keys), own, find)
+        return ungrouped(context_BN1TW).astype(q_BTNH.dtype), log_partition_BN1T1[:, :, 0, :, 0]
+
+    def backward(
+        self, inputs: Inputs, context_BTNW: jax.Array, log_partition_BNT: jax.Array, g_BTNW: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """See FusedKernel. A shard gets its dk and dv for other shards' queries in float32."""
+        q_BTNH, *keys, mask_BT = inputs
+
+        def find(pairs: Pairs, theirs: Tree, other: jax.Array) -> tuple[jax.Array, ...]:
+            of_pairs, is_seen_BT = self._pairs(inputs, pairs, theirs, other)
+            context, g = (pairs.queries(x, axis=1) for x in (context_BTNW, g_BTNW))
+            log_partition = jnp.where(is_seen_BT[:, None], pairs.queries(log_partition_BNT, axis=2), _HIDDEN)
+            return tuple(map(_by_heads, self._of_pairs.backward(of_pairs, context, log_partition, g)))
+
+        gradients = self._own.backward(self._own_places(inputs), context_BTNW, log_partition_BNT, g_BTNW)
+        own, chunk = tuple(map(_by_heads, gradients)), mask_BT.shape[1] // CHUNKS_PER_SHARD
+        found = summed_over_shards(self.strategy, chunk, tuple(keys), own, find)
+        dq, dk, dv = (ungrouped(x).astype(q_BTNH.dtype) for x in found)
+        return dq, dk, dv
+
+    @property
+    def _own(self) -> Mosaic:
+        return Mosaic(self.scale, self.soft_cap)
+
+    @property
+    def _of_pairs(self) -> Mosaic:
+        return Mosaic(self.scale, self.soft_cap, causal=False)
+
+    @staticmethod
+    def _own_places(inputs: Inputs) -> Inputs:
+        """The inputs with the first of the shard's own keys that each query sees. A later place is a later token."""
+        chunk = inputs.mask_BT.shape[1] // CHUNKS_PER_SHARD
+        early, late = (jnp.clip(inputs.mask_BT - number * chunk, 0, chunk) for number in chunks_of(own_shard()))
+        return inputs._replace(mask_BT=early + late)
+
+    @staticmethod
+    def _pairs(inputs: Inputs, pairs: Pairs, theirs: Tree, other: jax.Array) -> tuple[Inputs, jax.Array]:
+        """The inputs of the pairs with another shard's keys, with the first key that each query sees, [2 B, T / 2];
+        and whether it sees one: a query that sees none gets the last key."""
+        chunk, (early, late) = pairs.chunk, chunks_of(other)
+        firsts = [
+            part(inputs.mask_BT, query, chunk, 1) - chunk * jnp.where(key == 0, early, late)
+            for query, key in zip(pairs.query, pairs.key, strict=True)
+        ]
+        first_BT = jnp.maximum(jnp.concatenate(firsts), 0)
+        k, v = (pairs.keys(x, axis=1) for x in theirs)
+        q = pairs.queries(inputs.q_BTNH, axis=1)
+        return Inputs(q, k, v, jnp.minimum(first_BT, chunk - 1)), first_BT < chunk
+
+
+def _by_heads(x_BTNH: jax.Array) -> jax.Array:
+    """[B, N, 1, T, H] in float32, the layout of states, with tokens in dim 3."""
+    return x_BTNH.astype(jnp.float32).swapaxes(1, 2)[:, :, None]

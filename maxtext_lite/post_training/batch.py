@@ -1,0 +1,323 @@
+"""Reinforcement learning: batches of prompts and pairs, how responses are generated, and the memory that takes."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+from maxtext_lite.batching.batch import Batch, SampledBatch
+from maxtext_lite.batching.ledger import MOMENTS, MemoryEstimate, MemoryLine
+from maxtext_lite.batching.parameters import BYTES, count_parameters
+from maxtext_lite.batching.topology import Topology, mesh_text, model_dimensions
+from maxtext_lite.config import Config, UserError
+from maxtext_lite.config.errors import bytes_text, number_text
+from maxtext_lite.config.violation import Violation, divisors, multiples, one_of
+from maxtext_lite.hf.directory import files_of_model, run_config_json
+from maxtext_lite.post_training.keys import RLRunConfig
+
+_FRACTIONS: tuple[str, ...] = ("trainer_devices_fraction", "sampler_devices_fraction")
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """The work of the devices that generate.
+
+    Attributes:
+      mesh: sizes of their axes data, fsdp and tensor; other axes have size 1.
+      slots: responses generated at once, a multiple of data x fsdp.
+      params, cache: bytes per device of the copy of the parameters, and of the keys and values of all slots.
+    """
+
+    mesh: Mapping[str, int]
+    slots: int
+    params: int
+    cache: int
+
+    def __str__(self) -> str:
+        axes = mesh_text(self.mesh, "1 device")
+        return (
+            f"{self.slots} slots on {axes}; {bytes_text(self.params + self.cache)} per device = parameters "
+            f"{bytes_text(self.params)} + keys and values {bytes_text(self.cache)}"
+        )
+
+
+@dataclass(frozen=True)
+class RLBatch(SampledBatch):
+    """What a step of reinforcement learning samples and trains on.
+
+    Attributes:
+      prompts_per_batch: prompts; the same one may be in a batch again where an epoch ends.
+      num_generations: responses to each prompt.
+      pairs_per_batch: pairs of prompt and response, the run's `global_batch_to_train`.
+      pairs_per_micro_batch: whole groups of responses to one prompt; one micro-batch is sampled while the previous one
+        is trained on.
+      micro_batches: micro-batches of a batch, whose gradients add up to one update.
+      updates_per_batch: optimizer steps on each batch.
+      batches: batches of the whole run.
+      max_prompt_tokens, max_response_tokens: limits of a pair.
+      trainer_devices, sampler_devices: devices that train and devices that generate; all of them if they take turns.
+      takes_turns: whether the same devices do both.
+      rollout: how responses are generated; None if a server generates them.
+    """
+
+    prompts_per_batch: int
+    num_generations: int
+    pairs_per_batch: int
+    pairs_per_micro_batch: int
+    micro_batches: int
+    updates_per_batch: int
+    batches: int
+    max_prompt_tokens: int
+    max_response_tokens: int
+    trainer_devices: int
+    sampler_devices: int
+    takes_turns: bool
+    rollout: Rollout | None
+
+    @property
+    def trained(self) -> Batch:
+        """What the trainer's devices see: a pair is an example."""
+        per_device = Fraction(self.pairs_per_micro_batch, self.trainer_devices)
+        return Batch(per_device, self.micro_batches, self.pairs_per_micro_batch)
+
+    @property
+    def prompts_per_micro_batch(self) -> int:
+        """Prompts of one micro-batch."""
+        return self.pairs_per_micro_batch // self.num_generations
+
+    @property
+    def examples_per_entry(self) -> int:
+        """Pairs that a prompt becomes, over all steps made with it."""
+        return self.num_generations * self.updates_per_batch
+
+    def prompts_before(self, step: int, examples_seen: int) -> int:
+        """Prompts of all batches before the one that is next after a step, or unfinished."""
+        return (examples_seen - step % self.updates_per_batch * self.pairs_per_batch) // self.examples_per_entry
+
+    @property
+    def overlap_fraction(self) -> Fraction:
+        """The share of a batch's training that can overlap with sampling: all micro-batches but the last.
+
+        The trainer's devices wait for the first micro-batch, the sampler's for the update after the last one.
+        """
+        return Fraction(0) if self.takes_turns else Fraction(self.micro_batches - 1, self.micro_batches)
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Prompts, pairs, updates, devices and how responses are generated."""
+        each, chunk = self.num_generations, self.pairs_per_micro_batch
+        prompts, in_chunk = _prompts(self.prompts_per_batch), _prompts(self.prompts_per_micro_batch)
+        devices = f"{self.trainer_devices} train, {self.sampler_devices} sample; {self.micro_batches - 1} of "
+        devices += f"{self.micro_batches} micro-batches are trained on while the next is sampled"
+        if self.takes_turns:
+            devices = "the same devices sample and train, in turns"
+        batches = "1 batch" if self.batches == 1 else f"{self.batches} batches"
+        return [
+            ("pairs_per_batch", f"{self.pairs_per_batch} = {prompts} x {each} generations"),
+            ("micro_batches", f"{self.micro_batches} of {chunk} pairs, {in_chunk} each"),
+            ("updates_per_batch", f"{self.updates_per_batch}; {batches} in all"),
+            (
+                "tokens of a pair",
+                f"at most {self.max_prompt_tokens} of the prompt and {self.max_response_tokens} of the response",
+            ),
+            ("devices", devices),
+            ("rollout", "by a server" if self.rollout is None else str(self.rollout)),
+        ]
+
+    def to_json(self) -> dict[str, object]:
+        """The fields by name, those of the rollout prefixed with `rollout_`, and the overlap."""
+        fields = dataclasses.asdict(self)
+        rollout: dict[str, object] = fields.pop("rollout") or {}
+        of_rollout = {f"rollout_{name}": value for name, value in rollout.items()}
+        return {**fields, **of_rollout, "overlap_fraction": float(self.overlap_fraction)}
+
+    def training_part(self, topology: Topology) -> Topology:
+        """The devices that train: on all hosts if they take turns with sampling, otherwise on one."""
+        hosts = topology.num_hosts if self.takes_turns else 1
+        return dataclasses.replace(topology, num_devices=self.trainer_devices, num_hosts=hosts)
+
+    def with_sampling(self, memory: MemoryEstimate, config: Config, mesh: Mapping[str, int]) -> MemoryEstimate:
+        """The memory of a device that trains: that of a step, the KL reference, and what is held to sample.
+
+        The sampler's activations and logits are left out: those of training are larger, as a decode step has one token
+        per slot. Its parameters stay on devices that take turns until the next update; its keys and values are there
+        only while it samples, beside what is held throughout a step.
+
+        Args:
+          memory: of a training step.
+          mesh: size of each axis of the devices that train.
+        """
+        assert isinstance(config, RLRunConfig), "only its configs have such a batch"
+        always = (*MOMENTS, "rollout")
+        lines = list(memory.lines)
+        for i, line in enumerate(lines):
+            if line.moments == MOMENTS:
+                lines[i] = dataclasses.replace(line, moments=always)
+        if config.grpo_beta:
+            # With LoRA too, as a step donates the frozen parameters.
+            count = count_parameters(config, tiled=False, **mesh)
+            rest = (count.tables + count.norms) * BYTES[config.weight_dtype]
+            size, why = count.matrices * BYTES[config.dtype] + rest, "the initial model, matrices in `dtype`"
+            lines.append(MemoryLine("KL reference", "rollout", size, why, always))
+        if self.takes_turns and self.rollout is not None:
+            why = "a copy in `dtype` on the sampler's mesh"
+            lines.append(MemoryLine("sampler's parameters", "rollout", self.rollout.params, why, always))
+            why = f"of {self.rollout.slots} slots over all devices"
+            lines.append(MemoryLine("keys and values", "rollout", self.rollout.cache, why, ("rollout",)))
+        return dataclasses.replace(memory, lines=tuple(lines))
+
+    def memory_warnings(self, memory: MemoryEstimate) -> list[str]:
+        """Warnings of devices that have less memory than training or sampling needs, with the keys that need less."""
+        limit, rollout = memory.limit, self.rollout
+        works = "lower micro_batch_size, or set remat_policy=full."
+        if self.takes_turns and rollout is not None:
+            works = "lower micro_batch_size or rollout_slots, raise rollout_fsdp_parallelism, or set remat_policy=full."
+        warnings = memory.warnings(works)
+        if limit is None or self.takes_turns or rollout is None or rollout.params + rollout.cache <= limit:
+            return warnings
+        return [
+            *warnings,
+            f"about {bytes_text(rollout.params + rollout.cache)} per device that samples are needed, more than the "
+            f"{bytes_text(limit)} it has: lower micro_batch_size or rollout_slots, or raise rollout_fsdp_parallelism.",
+        ]
+
+    def warnings(self, config: Config, num_entries: int | None) -> list[str]:
+        """What works but is probably a mistake.
+
+        Args:
+          num_entries: prompts to train on; None: unknown.
+        """
+        assert isinstance(config, RLRunConfig), "only its configs have such a batch"
+        warnings: list[str] = []
+        num_devices = int(self.trainer_devices / config.trainer_devices_fraction)
+        idle = 0 if self.takes_turns else num_devices - self.trainer_devices - self.sampler_devices
+        if idle:
+            stated = " and ".join(f"{key}={number_text(getattr(config, key))}" for key in _FRACTIONS)
+            warnings.append(f"{stated}: {idle} of {num_devices} devices neither train nor sample.")
+        if config.capacity_factor != -1 and config.rollout_correction == "none":
+            warnings.append(
+                f"capacity_factor={number_text(config.capacity_factor)}: only training drops tokens, so responses are "
+                "sampled from another policy than the loss has (rollout_mismatch). Set capacity_factor=-1 or "
+                "rollout_correction=truncated."
+            )
+        if num_entries is not None and self.prompts_per_batch > num_entries:
+            warnings.append(
+                f"batch_size={self.prompts_per_batch} is more than the {num_entries} prompts: a batch has some of them "
+                "several times, each with groups of its own."
+            )
+        return warnings
+
+
+def rl_batch(config: RLRunConfig, topology: Topology) -> RLBatch | list[Violation]:
+    """The batch that the config states on a machine, or every broken rule."""
+    pairs = config.batch_size * config.num_generations
+    chunk = pairs if config.micro_batch_size == -1 else config.micro_batch_size
+    num_devices, num_hosts = topology.num_devices, topology.num_hosts
+    takes_turns = config.trainer_devices_fraction == config.sampler_devices_fraction == 1
+    broken: list[Violation] = []
+    if num_hosts > 1 and not takes_turns:
+        stated = " and ".join(f"{key}={number_text(getattr(config, key))}" for key in _FRACTIONS)
+        message = f"{stated} need all devices on one host, not {num_hosts}."
+        turns = dict.fromkeys(_FRACTIONS, Fraction(1))
+        broken.append(Violation("num_hosts", message, (turns, 1), rule="devices of one host"))
+    if config.rollout_engine != "local" and (wrong := _inexpressible(config)):
+        message = (
+            f"rollout_engine={config.rollout_engine} hands the model over as a Hugging Face directory, but {wrong}"
+        )
+        broken.append(Violation("rollout_engine", message, ({"rollout_engine": "local", "rollout_url": ""},)))
+    broken += [
+        _not_whole(key, getattr(config, key), num_devices)
+        for key in _FRACTIONS
+        if (getattr(config, key) * num_devices).denominator != 1
+    ]
+    if broken:
+        return broken
+    trainer, sampler = (int(getattr(config, key) * num_devices) for key in _FRACTIONS)
+    rollout = rollout_of(config, sampler, chunk) if config.rollout_engine == "local" else None
+    if isinstance(rollout, list):
+        return rollout
+    return RLBatch(
+        prompts_per_batch=config.batch_size,
+        num_generations=config.num_generations,
+        pairs_per_batch=pairs,
+        pairs_per_micro_batch=chunk,
+        micro_batches=pairs // chunk,
+        updates_per_batch=config.num_iterations,
+        batches=config.steps // config.num_iterations,
+        max_prompt_tokens=config.max_prefill_predict_length,
+        max_response_tokens=config.max_target_length - config.max_prefill_predict_length,
+        trainer_devices=trainer,
+        sampler_devices=sampler,
+        takes_turns=takes_turns,
+        rollout=rollout,
+    )
+
+
+def _prompts(number: int) -> str:
+    return "1 prompt" if number == 1 else f"{number} prompts"
+
+
+def _inexpressible(config: RLRunConfig) -> str | None:
+    """The setting that no family of Hugging Face models can express, as the run would find when exporting the model."""
+    try:
+        run_config_json(files_of_model(config), config, num_positions=config.max_target_length, dtype="float32")
+    except UserError as error:
+        return error.problems[0]
+    return None
+
+
+def _not_whole(key: str, fraction: Fraction, num_devices: int) -> Violation:
+    return Violation(
+        key,
+        f"{key}={number_text(fraction)} x {num_devices} devices = {number_text(fraction * num_devices)} devices, not a "
+        "whole number.",
+        (multiples(key, Fraction(1, num_devices), fraction), dict.fromkeys(_FRACTIONS, Fraction(1))),
+        rule=f"{key} is whole",
+    )
+
+
+def rollout_of(config: RLRunConfig, num_devices: int, pairs: int) -> Rollout | list[Violation]:
+    """How the devices generate micro-batches of `pairs` pairs, or every broken rule."""
+    if broken := _mesh_violations(config, num_devices):
+        return broken
+    tensor, fsdp = config.rollout_tensor_parallelism, config.rollout_fsdp_parallelism
+    mesh = {"data": num_devices // (tensor * fsdp), "fsdp": fsdp, "tensor": tensor}
+    shards = mesh["data"] * mesh["fsdp"]
+    slots = config.rollout_slots
+    if slots == -1:
+        slots = -(-pairs // shards) * shards
+    elif slots % shards:
+        key = "rollout_slots"
+        message = f"{key}={slots} is not a multiple of the {shards} parts into which the generating devices split them."
+        return [Violation(key, message, (multiples(key, shards, slots), -1))]
+    width = config.base_num_kv_heads * (config.head_dim + config.value_dim) // mesh["tensor"]
+    if config.mla is not None:  # keys of one head, which contain its values, on every device of a tensor group
+        width = config.mla.kv_lora_rank + config.mla.qk_rope_head_dim
+    cache = slots // shards * config.max_target_length * config.base_num_decoder_layers * width
+    bytes_each = BYTES[config.dtype]
+    params = -(-count_parameters(config).total // (mesh["fsdp"] * mesh["tensor"]))
+    return Rollout(mesh, slots, bytes_each * params, bytes_each * cache)
+
+
+def _mesh_violations(config: RLRunConfig, devices: int) -> list[Violation]:
+    stated = {"rollout_tensor_parallelism": "tensor", "rollout_fsdp_parallelism": "fsdp"}
+    split = {"tensor": "heads, mlp and vocabulary", "fsdp": "embedding"}
+    works = {axis: divisors(math.gcd(*model_dimensions(config, axis).values(), devices)) for axis in split}
+    tensor, fsdp = config.rollout_tensor_parallelism, config.rollout_fsdp_parallelism
+    broken = [
+        Violation(
+            key,
+            f"{key}={value} does not divide both the model's {split[axis]} and the {devices} generating devices.",
+            (one_of(key, works[axis], value),),
+        )
+        for key, axis in stated.items()
+        if (value := getattr(config, key)) not in works[axis]
+    ]
+    if broken or devices % (tensor * fsdp) == 0:
+        return broken
+    message = (
+        f"rollout_tensor_parallelism={tensor} x rollout_fsdp_parallelism={fsdp} does not divide the {devices} "
+        "generating devices."
+    )
+    near = one_of("rollout_tensor_parallelism", works["tensor"], tensor)
+    return [Violation("rollout_fsdp_parallelism", message, (near,), rule="rollout mesh")]

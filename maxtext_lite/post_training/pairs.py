@@ -1,0 +1,137 @@
+"""Pairs of a prompt and a response: chunks of them, their rows for a step, and their lines in rollouts.jsonl."""
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Collection, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from maxtext_lite.post_training.advantages import equal_groups_fraction, group_advantages, mean_deviation, mean_of
+from maxtext_lite.post_training.policy import ROLLOUT
+from maxtext_lite.post_training.prompts import Prompt
+from maxtext_lite.post_training.rewards import Scores
+from maxtext_lite.post_training.rollout import Response
+
+
+class Sampled(NamedTuple):
+    """Pairs that are not judged yet; `texts` are the responses as reward functions see them."""
+
+    prompts: Sequence[Prompt]
+    responses: Sequence[Response]
+    texts: Sequence[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """Judged pairs; those of one prompt are adjacent.
+
+    Attributes:
+      advantages: of each pair, float32.
+      num_generations: pairs per prompt.
+    """
+
+    sampled: Sampled
+    scores: Scores
+    advantages: np.ndarray
+    num_generations: int
+
+    @staticmethod
+    def judged(
+        sampled: Sampled, scores: Scores, *, num_generations: int, scale_rewards: Literal["group", "none"]
+    ) -> "Chunk":
+        """The chunk of these pairs, with the advantages of their scores."""
+        advantages = group_advantages(scores.total, num_generations, scale_rewards)
+        return Chunk(sampled, scores, advantages, num_generations)
+
+    def rows(self, num_slots: int, num_tokens: int, *, compares: bool = False) -> dict[str, np.ndarray]:
+        """The arrays [1, num_slots, num_tokens] of a micro-batch; slots without a pair are all 0.
+
+        A row is the prompt and the response without its last token; targets are the following tokens, and those of the
+        response have weight 1, or 0 if it is unscored: the loss and its divisor then lack it.
+
+        Args:
+          compares: with the sampler's log-probabilities.
+        """
+        shape = (1, num_slots, num_tokens)
+        rows: dict[str, np.ndarray] = {
+            name: np.zeros(shape, np.int32) for name in ("tokens", "targets", "segments", "positions")
+        }
+        names = ("weights", "advantages", *([ROLLOUT] if compares else []))
+        rows |= {name: np.zeros(shape, np.float32) for name in names}
+        for slot, (prompt, response) in enumerate(zip(self.sampled.prompts, self.sampled.responses, strict=True)):
+            token_ids = [*prompt.token_ids, *response.token_ids]
+            length = len(token_ids) - 1
+            assert length <= num_tokens, "a pair fits a row"
+            rows["tokens"][0, slot, :length] = token_ids[:-1]
+            rows["targets"][0, slot, :length] = token_ids[1:]
+            rows["segments"][0, slot, :length] = 1
+            rows["positions"][0, slot, :length] = np.arange(length)
+            rows["weights"][0, slot, len(prompt.token_ids) - 1 : length] = self.scores.is_scored[slot]
+            rows["advantages"][0, slot, :length] = self.advantages[slot]
+            if compares:
+                rows[ROLLOUT][0, slot, len(prompt.token_ids) - 1 : length] = response.log_probabilities
+        return rows
+
+    def lines(self, step: int) -> list[dict[str, object]]:
+        """The line of each pair in rollouts.jsonl; NaN stands for a reward that was not given."""
+        return [
+            {
+                "step": step,
+                "prompt_number": prompt.number,
+                "prompt": prompt.text,
+                "response": text,
+                "tokens": len(response.token_ids),
+                "ended": response.ended,
+                "reward": float(self.scores.total[at]),
+                "rewards": {
+                    short_name(name, self.scores.by_name): float(values[at])
+                    for name, values in self.scores.by_name.items()
+                },
+                "advantage": float(self.advantages[at]),
+            }
+            for at, (prompt, response, text) in enumerate(zip(*self.sampled, strict=True))
+        ]
+
+
+def batch_record(chunks: Sequence[Chunk]) -> dict[str, float | str]:
+    """A batch's entries in metrics.jsonl: means over its pairs, however it is split into chunks.
+
+    `reward` is the weighted sum of the reward functions, `rewards/NAME` each by itself, over the responses that have
+    one; `unscored_fraction` is the share of those that have none; `reward_std` is the mean over prompts of the standard
+    deviation (ddof 1) of rewards; `equal_reward_groups` is the share of prompts whose responses do not have two
+    different rewards, from which nothing is learned; `rollout_token_nll` is `token_nll` by the sampler's
+    log-probabilities; `responses_hash` is a hash of the tokens in order.
+    """
+    responses = [response for chunk in chunks for response in chunk.sampled.responses]
+    scores, num_generations = Scores.joined([chunk.scores for chunk in chunks]), chunks[0].num_generations
+    lengths = [len(response.token_ids) for response in responses]
+    scored = [response for response, is_scored in zip(responses, scores.is_scored, strict=True) if is_scored]
+    nll = -sum(math.fsum(response.log_probabilities) for response in scored)
+    return {
+        "reward": mean_of(scores.total),
+        "reward_std": mean_deviation(scores.total, num_generations),
+        **{f"rewards/{short_name(name, scores.by_name)}": mean_of(values) for name, values in scores.by_name.items()},
+        "unscored_fraction": 1 - float(np.mean(scores.is_scored)),
+        "equal_reward_groups": equal_groups_fraction(scores.total, num_generations),
+        "reward_errors": scores.errors,
+        "response_tokens": float(np.mean(lengths)),
+        "rollout_token_nll": nll / sum(len(response.token_ids) for response in scored) if scored else math.nan,
+        "truncated_responses": float(np.mean([not response.ended for response in responses])),
+        "responses_hash": responses_hash(responses),
+    }
+
+
+def short_name(name: str, names: Collection[str]) -> str:
+    """A reward function's name without its module, unless another has the same."""
+    short = name.rpartition(":")[2]
+    return name if sum(other.rpartition(":")[2] == short for other in names) > 1 else short
+
+
+def responses_hash(responses: Sequence[Response]) -> str:
+    """A hash of the responses' tokens in order: 16 hexadecimal digits."""
+    digest = hashlib.sha256()
+    for response in responses:
+        digest.update(np.array([len(response.token_ids), *response.token_ids], "<i4").tobytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,224 @@
+"""A run of reinforcement learning before its first step: the trainer, the sampler and the judge."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from maxtext_lite.batching import batch_sizes, make_plan
+from maxtext_lite.config import UserError
+from maxtext_lite.data import Tokenizer, check_vocabulary, load_tokenizer
+from maxtext_lite.hf.directory import paths_of_model
+from maxtext_lite.hf.stop_tokens import stop_tokens
+from maxtext_lite.models import Sampling
+from maxtext_lite.parallel import exchange, on_first_host, value_of_host
+from maxtext_lite.post_training.batch import RLBatch
+from maxtext_lite.post_training.http_engine import ANSWER_SECONDS, HttpEngine
+from maxtext_lite.post_training.keys import RLRunConfig, endless_evaluation
+from maxtext_lite.post_training.pairs import Sampled
+from maxtext_lite.post_training.policy import Policy
+from maxtext_lite.post_training.prompts import Prompt, PromptSource, open_prompts
+from maxtext_lite.post_training.rewards import Completion, RewardError, Rewards, Scores, longest_seconds
+from maxtext_lite.post_training.rollout import LocalEngine, Request, Response, RolloutEngine
+from maxtext_lite.post_training.transfer import sampling_mesh
+from maxtext_lite.training.opening import machine_of, start_run
+from maxtext_lite.training.run import TrainingRun
+from maxtext_lite.training.run_files import run_directory
+from maxtext_lite.training.state import OwnParts, make_plain_decoder
+
+Verdict = Scores | RewardError | None
+"""The first host's scores, or why there are none; None on the other hosts."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RLRun:
+    """One process's part in a run of reinforcement learning.
+
+    Attributes:
+      run: the trainer, whose sources are prompts.
+      config: the user's.
+      batch: the arithmetic of its batches.
+      policy: the objective of a step.
+      engine: samples responses.
+      rewards: judges them; None on all hosts but the first.
+      stop_token_ids: tokens after which a response ends.
+    """
+
+    run: TrainingRun[PromptSource]
+    config: RLRunConfig
+    batch: RLBatch
+    policy: Policy
+    engine: RolloutEngine
+    rewards: Rewards | None
+    tokenizer: Tokenizer
+    stop_token_ids: tuple[int, ...]
+
+    @property
+    def sampling(self) -> Sampling:
+        """The sampling of responses to train on."""
+        return _sampling(self.config)
+
+    @property
+    def eval_sampling(self) -> Sampling:
+        """The sampling of responses to held-out prompts."""
+        return dataclasses.replace(self.sampling, temperature=self.config.eval_sampling_temperature)
+
+    def text_of(self, prompt: Prompt, response: Response, *, skip_special_tokens: bool) -> str:
+        """The text of a response for reward functions, without the stop token."""
+        token_ids = response.token_ids[:-1] if response.ended else response.token_ids
+        before = prompt.token_ids if prompt.is_plain else ()
+        return self.tokenizer.decode_after(before, token_ids, skip_special_tokens=skip_special_tokens)
+
+    def sample(self, prompts: Sequence[Prompt], requests: Sequence[Request], sampling: Sampling) -> Sampled:
+        """Samples a response to each request, those of `prompts`; any thread may call it."""
+        with jax.default_matmul_precision(self.config.matmul_precision):  # a setting of each thread
+            responses = self.engine.generate(requests, sampling=sampling, max_new_tokens=self.batch.max_response_tokens)
+        skips = self.config.reward_skip_special_tokens
+        pairs = zip(prompts, responses, strict=True)
+        texts = [self.text_of(prompt, response, skip_special_tokens=skips) for prompt, response in pairs]
+        return Sampled(prompts, responses, texts)
+
+    def judge(self, sampled: Sampled, unit: int) -> Verdict:
+        """The verdict on sampled pairs; any thread may call it. For `unit` see `Rewards.of`."""
+        if self.rewards is None:
+            return None
+        all_of = zip(sampled.prompts, sampled.texts, sampled.responses, strict=True)
+        completions = [
+            Completion(text, self.text_of(prompt, response, skip_special_tokens=False), response.token_ids)
+            for prompt, text, response in all_of
+        ]
+        try:
+            return self.rewards.of(sampled.prompts, completions, unit)
+        except RewardError as error:
+            return error
+
+    def close(self) -> None:
+        """Closes the sampler and the judge."""
+        self.engine.close()
+        if self.rewards is not None:
+            self.rewards.close()
+
+
+def waiting_seconds(config: RLRunConfig) -> float:
+    """The longest time that the rewards of a chunk and a server's answer may take."""
+    return longest_seconds(config) + (0.0 if config.rollout_engine == "local" else ANSWER_SECONDS)
+
+
+def shared(verdict: Verdict) -> Scores:
+    """The first host's scores on all hosts, as functions need not be deterministic. All hosts call it.
+
+    Raises:
+      RewardError: the first host's.
+    """
+    problems = list(verdict.problems) if isinstance(verdict, RewardError) else None
+    scores = verdict.to_json() if isinstance(verdict, Scores) else None
+    problems, scores = value_of_host(0, [problems, scores])  # JSON holds doubles as they are
+    if problems:
+        raise RewardError(problems)
+    return Scores.from_json(scores)
+
+
+def open_rl_run(config: RLRunConfig) -> RLRun:
+    """The run of a config, with prompts opened, batches planned, and devices assigned to trainer and sampler.
+
+    Raises:
+      UserError: the config does not suit these devices, prompts or rewards, or contradicts the run directory.
+    """
+    devices = start_run(config)
+    machine = machine_of(devices)
+    batch_sizes(config, **machine)  # refuses what is wrong before the data are opened
+    tokenizer = load_tokenizer(config)
+    check_vocabulary(tokenizer, config.vocab_size)
+    prompts = open_prompts(config, vocab_size=config.vocab_size)
+    source, eval_source = prompts
+    _refuse_other_prompts([None if each is None else each.fingerprint for each in prompts])
+    if eval_source is not None and (refusal := endless_evaluation(config, len(eval_source))):
+        raise UserError(str(refusal))
+    plan = make_plan(config, **machine, num_examples=len(source))
+    batch = plan.rl
+    assert isinstance(batch, RLBatch), "a config of reinforcement learning has a plan of it"
+    stop_token_ids = stop_tokens(paths_of_model(config), tokenizer)
+    rewards: Rewards | None = None
+
+    def start_rewards() -> None:
+        nonlocal rewards
+        names = [name for each in prompts if each is not None for name in each.field_names]
+        rewards = Rewards(config, tuple(dict.fromkeys(names)))
+
+    on_first_host(f"reward_functions={config.reward_functions}", start_rewards)
+    try:
+        policy = policy_of(config, batch)
+        # Before the run makes its directory, so that a refused sampler leaves none.
+        sampling_devices = devices[len(devices) - batch.sampler_devices :]
+        engine = _engine(config, batch, sampling_devices, stop_token_ids)
+        run = TrainingRun(
+            config,
+            plan,
+            source=source,
+            eval_source=eval_source,
+            own=OwnParts(objective=policy),
+            devices=devices[: batch.trainer_devices],
+            examples_of_entry=batch.examples_per_entry,
+        )
+    except BaseException:
+        if rewards is not None:
+            rewards.close()
+        raise
+    return RLRun(run, config, batch, policy, engine, rewards, tokenizer, stop_token_ids)
+
+
+def _refuse_other_prompts(fingerprints: list[str | None]) -> None:
+    """All hosts call it."""
+    found = exchange(fingerprints)
+    if others := [host for host, each in enumerate(found) if each != found[0]]:
+        raise UserError(
+            f"dataset_path: host {others[0]} finds different prompts than host 0. All hosts must see the same files."
+        )
+
+
+def policy_of(config: RLRunConfig, batch: RLBatch) -> Policy:
+    """The objective of a config's steps."""
+    may_differ = config.rollout_engine != "local" or config.capacity_factor != -1  # only training drops tokens
+    return Policy(
+        algo=config.loss_algo,
+        epsilon_low=config.grpo_epsilon,
+        epsilon_high=config.grpo_epsilon_high or config.grpo_epsilon,
+        beta=config.grpo_beta,
+        aggregation=config.loss_aggregation,
+        temperature=config.decode_sampling_temperature,
+        max_response_tokens=batch.max_response_tokens,
+        on_policy=config.num_iterations == 1,
+        compares=may_differ or config.rollout_correction != "none",
+        correction_cap=config.rollout_correction_cap if config.rollout_correction == "truncated" else None,
+    )
+
+
+def _sampling(config: RLRunConfig) -> Sampling:
+    temperature, top_k = config.decode_sampling_temperature, config.decode_sampling_top_k
+    return Sampling(temperature, top_k, config.decode_sampling_nucleus_p)
+
+
+def _engine(
+    config: RLRunConfig, batch: RLBatch, devices: Sequence[Any], stop_token_ids: tuple[int, ...]
+) -> RolloutEngine:
+    if config.rollout_engine != "local":
+        return HttpEngine(
+            config.rollout_engine,
+            config.rollout_url,
+            config,
+            run_directory(config),
+            sampling=_sampling(config),
+            stop_token_ids=stop_token_ids,
+            seed=config.seed,
+        )
+    assert batch.rollout is not None, "the plan of a local engine says how it samples"
+    return LocalEngine(
+        make_plain_decoder(config),
+        sampling_mesh(devices, batch.rollout.mesh),
+        num_slots=batch.rollout.slots,
+        max_prompt_tokens=batch.max_prompt_tokens,
+        max_new_tokens=batch.max_response_tokens,
+        stop_token_ids=stop_token_ids,
+        seed=config.seed,
+    )

@@ -1,0 +1,384 @@
+"""Rollouts: responses sampled from the policy in training, by a `RolloutEngine`; `LocalEngine` is one.
+
+The policy is softmax(logits / temperature) over the whole vocabulary. Top-k and top-p restrict the draws; reported
+log-probabilities are still those of the policy.
+"""
+
+import dataclasses
+import functools
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from maxtext_lite.config import UserError
+from maxtext_lite.config.errors import nearest_clause
+from maxtext_lite.inference.sampler import first_token, next_token
+from maxtext_lite.models import Decoder, KVCache, Sampling, root_key
+from maxtext_lite.parallel import Params, num_shards, over_replicas, sharding
+from maxtext_lite.post_training.transfer import Transfer
+from maxtext_lite.training.state import abstract_on_mesh
+
+_PADDED_TO = 16  # tokens of prompts and caches; prompts to a power of 2 times this, so that few shapes are compiled
+_PREFILL_TOKENS = 8_192  # of one replica's prompts at a time; the attention scores of all of them fill memory at once
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A prompt to answer.
+
+    Attributes:
+      token_ids: the prompt.
+      key: of its draws: equal keys, prompts, parameters and seeds give equal responses.
+    """
+
+    token_ids: Sequence[int]
+    key: tuple[int, ...]
+
+
+class Response(NamedTuple):
+    """The response to a request.
+
+    Attributes:
+      token_ids: the new tokens, at least one, including the stop token that ended it.
+      log_probabilities: of each token, under the policy.
+      ended: by a stop token; False: truncated at the requested maximum of tokens.
+    """
+
+    token_ids: list[int]
+    log_probabilities: list[float]
+    ended: bool
+
+
+class RolloutEngine(Protocol):
+    """A sampler of responses from the policy, wherever it runs."""
+
+    def update(self, params: Params, step: int) -> None:
+        """Sets the parameters to sample from, those of the trainer after `step` optimizer steps."""
+        ...
+
+    def generate(self, requests: Sequence[Request], *, sampling: Sampling, max_new_tokens: int) -> list[Response]:
+        """The responses, in the order of the requests."""
+        ...
+
+    def close(self) -> None:
+        """Releases its resources; no other method is called afterwards."""
+        ...
+
+
+class _Slots(NamedTuple):
+    """The sequences in progress, B for each of R replicas; a slot whose sequence has ended does not change.
+
+    Inside `over_replicas` they are one replica's, without the R.
+
+    Attributes:
+      cache: [R, L, B, K, S, H].
+      token_RB: the last token of each sequence, not in the cache yet.
+      length_RB: number of tokens in the cache.
+      key_RB: of the draws.
+      count_RB: number of new tokens.
+      running_RB: False: the sequence has ended, or the slot is empty.
+      new_RBT: the new tokens.
+      log_probability_RBT: their log-probabilities.
+    """
+
+    cache: KVCache
+    token_RB: jax.Array
+    length_RB: jax.Array
+    key_RB: jax.Array
+    count_RB: jax.Array
+    running_RB: jax.Array
+    new_RBT: jax.Array
+    log_probability_RBT: jax.Array
+
+
+def _slots_shardings(mesh: Mesh, cache_axes: KVCache) -> _Slots:
+    cache = [axes and sharding(mesh, ("replica", *axes)) for axes in cache_axes]
+    rows, new = sharding(mesh, ("replica", "batch")), sharding(mesh, ("replica", "batch", None))
+    return _Slots(KVCache(*cache), rows, rows, rows, rows, rows, new, new)  # type: ignore[arg-type]
+
+
+class _Prompts(NamedTuple):
+    """Prompts to put into slots; a row without a prompt has a slot number past the last.
+
+    Attributes:
+      token_RBT: padded at the end.
+      length_RB: number of tokens, at least one.
+      slot_RB: slot in the same replica.
+      key_int_RBI: the ints of the request's key.
+    """
+
+    token_RBT: np.ndarray
+    length_RB: np.ndarray
+    slot_RB: np.ndarray
+    key_int_RBI: np.ndarray
+
+
+class LocalEngine:
+    """A sampler on devices of this run: many sequences at once, each in a slot of a preallocated cache.
+
+    As sequences end, others take their slots, so a long response blocks only its own slot. A request's draws depend on
+    the seed, its key, the tokens before and their logits, not on its slot or its neighbours.
+
+    Args:
+      decoder: without pipeline and adapters, from `make_plain_decoder`.
+      mesh: of the devices that sample (`sampling_mesh`).
+      num_slots: sequences at once, a multiple of the shards over which they are split.
+      max_prompt_tokens, max_new_tokens: limits of `generate`.
+      stop_token_ids: tokens after which a response ends.
+      refill_fraction: the fraction of the slots that must end before they are refilled; 0: any.
+
+    Attributes:
+      decode_steps: decode steps of all slots in the last call of `generate`.
+    Raises:
+      UserError: the slots or the parameters cannot be split over the mesh.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        mesh: Mesh,
+        *,
+        num_slots: int,
+        max_prompt_tokens: int,
+        max_new_tokens: int,
+        stop_token_ids: Sequence[int],
+        seed: int,
+        refill_fraction: float = 0.125,
+    ):
+        self._decoder, self._mesh = decoder, mesh
+        self._max_prompt_tokens, self._max_new_tokens = max_prompt_tokens, max_new_tokens
+        self._stop_token_ids, self._seed = tuple(stop_token_ids), seed
+        with jax.set_mesh(mesh):
+            self._num_replicas, self._row_shards = num_shards("replica"), num_shards("batch")
+        shards = self._num_replicas * self._row_shards
+        if num_slots % shards:
+            near = sorted({size for size in (num_slots // shards * shards, -(-num_slots // shards) * shards) if size})
+            raise UserError(
+                f"rollout_slots={num_slots} is not a multiple of the {shards} shards of the devices that sample."
+                f"{nearest_clause(near)}"
+            )
+        sizes = [f"rollout_{axis}_parallelism={mesh.shape[axis]}" for axis in ("tensor", "fsdp")]
+        abstract_on_mesh(decoder, mesh, f"{' and '.join(sizes)}. Nearest that works: 1 each.")
+        self._slots_per_replica = num_slots // self._num_replicas
+        self._refill_at = max(1, int(refill_fraction * num_slots))
+        self._num_positions = _round_up(max_prompt_tokens + max_new_tokens)
+        self._transfer = Transfer(decoder, mesh)
+        self._params: Params | None = None
+        where = _slots_shardings(mesh, decoder.cache_axes)
+        reported = (where, sharding(mesh))
+        self._empty: Callable[[], _Slots] = jax.jit(self._empty_slots, out_shardings=where)
+        jitted = functools.partial(jax.jit, donate_argnums=1, static_argnames=("sampling",))
+        self._fill: Callable[..., _Slots] = jitted(self._filled, out_shardings=where)
+        self._decode: Callable[..., tuple[_Slots, tuple[jax.Array, ...]]] = jitted(
+            self._decoded, out_shardings=reported
+        )
+        self.decode_steps = 0
+
+    def update(self, params: Params, step: int) -> None:
+        """Sets the parameters to sample from: the trainer's, on any mesh, with or without adapters and stages."""
+        del step  # the parameters are in place when this returns
+        self._params = None  # frees the old ones first
+        self._params = self._transfer(params)
+
+    def close(self) -> None:
+        """Drops the parameters."""
+        self._params = None
+
+    def generate(self, requests: Sequence[Request], *, sampling: Sampling, max_new_tokens: int) -> list[Response]:
+        """The responses to any number of requests, in their order.
+
+        Raises:
+          ValueError: a prompt is empty, a prompt or `max_new_tokens` exceeds the cache, or the keys differ in length.
+        """
+        assert self._params is not None, "generate() before update()"
+        self._refuse(requests, max_new_tokens)
+        responses: list[Response | None] = [None] * len(requests)
+        waiting = deque(range(len(requests)))
+        free = [list(range(self._slots_per_replica)) for _ in range(self._num_replicas)]
+        taken: dict[tuple[int, int], int] = {}  # (replica, slot): number of its request
+        self.decode_steps = 0
+        with jax.set_mesh(self._mesh):
+            slots = self._empty()
+            while waiting or taken:
+                for prompts in self._prompts(requests, self._take(waiting, free, taken)):
+                    slots = self._fill(self._params, slots, prompts, max_new_tokens, sampling=sampling)
+                # While requests wait, decode until some sequences have ended; at last, until all have.
+                leave_running = max(len(taken) - self._refill_at, 0) if waiting else 0
+                slots, report = self._decode(self._params, slots, leave_running, max_new_tokens, sampling=sampling)
+                steps, *rows = (np.asarray(x) for x in report)
+                self.decode_steps += int(steps)
+                for at, response in _ended(taken, *rows, stop_token_ids=self._stop_token_ids):
+                    responses[taken.pop(at)] = response
+                    free[at[0]].append(at[1])
+        found = [response for response in responses if response is not None]
+        assert len(found) == len(requests)
+        return found
+
+    def _refuse(self, requests: Sequence[Request], max_new_tokens: int) -> None:
+        lengths = [len(request.token_ids) for request in requests]
+        if lengths and not 0 < min(lengths) <= max(lengths) <= self._max_prompt_tokens:
+            raise ValueError(
+                f"prompts of {min(lengths)} to {max(lengths)} tokens; the engine takes 1 to {self._max_prompt_tokens}"
+            )
+        if not 0 < max_new_tokens <= self._max_new_tokens:
+            raise ValueError(f"max_new_tokens={max_new_tokens}; the engine gives 1 to {self._max_new_tokens}")
+        if len({len(request.key) for request in requests}) > 1:
+            raise ValueError("the requests' keys are of several lengths")
+
+    def _take(
+        self, waiting: deque[int], free: list[list[int]], taken: dict[tuple[int, int], int]
+    ) -> list[list[tuple[int, int]]]:
+        """Assigns waiting requests to free slots; returns (slot, number of the request) by replica."""
+        chosen: list[list[tuple[int, int]]] = [[] for _ in free]
+        while waiting and any(free):
+            replica = max(range(len(free)), key=lambda replica: len(free[replica]))
+            slot, number = free[replica].pop(), waiting.popleft()
+            taken[replica, slot] = number
+            chosen[replica].append((slot, number))
+        return chosen
+
+    def _prompts(self, requests: Sequence[Request], chosen: list[list[tuple[int, int]]]) -> list[_Prompts]:
+        """The prompts of the chosen requests, in batches of few shapes."""
+        numbers = [number for rows in chosen for _, number in rows]
+        if not numbers:
+            return []
+        num_tokens = _PADDED_TO
+        while num_tokens < max(len(requests[number].token_ids) for number in numbers):
+            num_tokens = min(2 * num_tokens, _round_up(self._max_prompt_tokens))
+        most, num_rows = max(map(len, chosen)), self._row_shards
+        while num_rows < min(most, self._slots_per_replica) and 4 * num_rows * num_tokens <= _PREFILL_TOKENS:
+            num_rows = min(4 * num_rows, self._slots_per_replica)
+        key_ints = len(requests[numbers[0]].key)
+        batches: list[_Prompts] = []
+        for first in range(0, most, num_rows):
+            size = (self._num_replicas, num_rows)
+            batch = _Prompts(
+                np.zeros((*size, num_tokens), np.int32),
+                np.ones(size, np.int32),
+                np.full(size, self._slots_per_replica, np.int32),
+                np.zeros((*size, key_ints), np.uint32),
+            )
+            for replica, rows in enumerate(chosen):
+                for row, (slot, number) in enumerate(rows[first : first + num_rows]):
+                    token_ids = requests[number].token_ids
+                    batch.token_RBT[replica, row, : len(token_ids)] = token_ids
+                    batch.length_RB[replica, row], batch.slot_RB[replica, row] = len(token_ids), slot
+                    batch.key_int_RBI[replica, row] = requests[number].key
+            batches.append(batch)
+        return batches
+
+    def _empty_slots(self) -> _Slots:
+        rows = (self._num_replicas, self._slots_per_replica)
+        new = self._decoder.new_cache(self._slots_per_replica, self._num_positions)
+        cache = [x if x is None else jnp.zeros((self._num_replicas, *x.shape), x.dtype) for x in new]
+        zero_RB = jnp.zeros(rows, jnp.int32)
+        return _Slots(
+            KVCache(*cache),  # type: ignore[arg-type]
+            zero_RB,
+            zero_RB,
+            jnp.broadcast_to(root_key(self._seed), rows),
+            zero_RB,
+            jnp.zeros(rows, bool),
+            jnp.zeros((*rows, self._max_new_tokens), jnp.int32),
+            jnp.zeros((*rows, self._max_new_tokens), jnp.float32),
+        )
+
+    def _filled(
+        self, params: Params, slots: _Slots, prompts: _Prompts, max_new_tokens: jax.Array, *, sampling: Sampling
+    ) -> _Slots:
+        """The slots after new prompts have been put into some of them, with the first token of each."""
+
+        def of_replica(params: Params, slots: _Slots, prompts: _Prompts) -> _Slots:
+            token_BT, length_B, slot_B, key_int_BI = (jnp.asarray(x) for x in prompts)
+            key_B = jnp.broadcast_to(root_key(self._seed), slot_B.shape)
+            for place in range(key_int_BI.shape[1]):
+                key_B = jax.vmap(jax.random.fold_in)(key_B, key_int_BI[:, place])
+            cache = self._decoder.new_cache(*token_BT.shape)
+            token_B, log_probability_B, cache = first_token(
+                self._decoder, params, token_BT, cache, length_B, key_B,
+                sampling=sampling, scored_at=sampling.policy_temperature,
+            )  # fmt: skip
+
+            def put(all_B: jax.Array, x_B: jax.Array) -> jax.Array:
+                return all_B.at[slot_B].set(x_B.astype(all_B.dtype), mode="drop")
+
+            def put_tokens(all_LBKSH: jax.Array, x_LBKSH: jax.Array) -> jax.Array:
+                return all_LBKSH.at[:, slot_B, :, : x_LBKSH.shape[3]].set(x_LBKSH, mode="drop")
+
+            return _Slots(
+                jax.tree.map(put_tokens, slots.cache, cache),
+                put(slots.token_RB, token_B),
+                put(slots.length_RB, length_B),
+                put(slots.key_RB, key_B),
+                put(slots.count_RB, jnp.ones_like(slot_B)),
+                put(slots.running_RB, ~self._stops(token_B) & (max_new_tokens > 1)),
+                slots.new_RBT.at[slot_B, 0].set(token_B, mode="drop"),
+                slots.log_probability_RBT.at[slot_B, 0].set(log_probability_B, mode="drop"),
+            )
+
+        return over_replicas(of_replica, self._num_replicas, own=(1, 2))(params, slots, prompts)
+
+    def _decoded(
+        self, params: Params, slots: _Slots, leave_running: jax.Array, max_new_tokens: jax.Array, *, sampling: Sampling
+    ) -> tuple[_Slots, tuple[jax.Array, ...]]:
+        """The slots once at most `leave_running` sequences run; and for the host the number of steps and the tokens."""
+
+        def of_replica(params: Params, slots: _Slots) -> _Slots:
+            running_B, count_B = slots.running_RB, slots.count_RB
+            token_B, log_probability_B, cache = next_token(
+                self._decoder, params, slots.token_RB, slots.cache, slots.length_RB, slots.key_RB,
+                sampling=sampling, scored_at=sampling.policy_temperature,
+            )  # fmt: skip
+            row_B = jnp.arange(running_B.shape[0])
+            at_B = jnp.where(running_B, count_B, self._max_new_tokens)  # a place past the end is not written
+            more_B = running_B.astype(jnp.int32)
+            return _Slots(
+                cache,
+                jnp.where(running_B, token_B, slots.token_RB),
+                slots.length_RB + more_B,
+                slots.key_RB,
+                count_B + more_B,
+                running_B & ~self._stops(token_B) & (count_B + 1 < max_new_tokens),
+                slots.new_RBT.at[row_B, at_B].set(token_B, mode="drop"),
+                slots.log_probability_RBT.at[row_B, at_B].set(log_probability_B, mode="drop"),
+            )
+
+        step = over_replicas(of_replica, self._num_replicas, own=(1,))
+
+        def more(carry: tuple[_Slots, jax.Array]) -> jax.Array:
+            return jnp.sum(carry[0].running_RB) > leave_running
+
+        slots, steps = jax.lax.while_loop(
+            more, lambda carry: (step(params, carry[0]), carry[1] + 1), (slots, jnp.zeros([], jnp.int32))
+        )
+        return slots, (steps, slots.running_RB, slots.count_RB, slots.new_RBT, slots.log_probability_RBT)
+
+    def _stops(self, token_B: jax.Array) -> jax.Array:
+        return jnp.isin(token_B, jnp.asarray(self._stop_token_ids, jnp.int32))
+
+
+def _ended(
+    taken: dict[tuple[int, int], int],
+    running_RB: np.ndarray,
+    count_RB: np.ndarray,
+    new_RBT: np.ndarray,
+    log_probability_RBT: np.ndarray,
+    *,
+    stop_token_ids: Sequence[int],
+) -> list[tuple[tuple[int, int], Response]]:
+    """The (replica, slot) of each sequence that has ended, with its response."""
+    found: list[tuple[tuple[int, int], Response]] = []
+    for at in [at for at in taken if not running_RB[at]]:
+        token_ids = new_RBT[at][: count_RB[at]].tolist()
+        log_probabilities = log_probability_RBT[at][: count_RB[at]].tolist()
+        found.append((at, Response(token_ids, log_probabilities, token_ids[-1] in stop_token_ids)))
+    return found
+
+
+def _round_up(count: int) -> int:
+    return -(-count // _PADDED_TO) * _PADDED_TO

@@ -1,0 +1,353 @@
+"""The steps of reinforcement learning for the training loop; batches are sampled and judged chunk by chunk."""
+
+import concurrent.futures
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+import jax
+import numpy as np
+
+from maxtext_lite.config.phases import phases
+from maxtext_lite.config.status_line import status_line
+from maxtext_lite.data import example_ids
+from maxtext_lite.operations.nonfinite import origin_of_nonfinite
+from maxtext_lite.operations.watchdog import watchdog
+from maxtext_lite.parallel import sharding
+from maxtext_lite.post_training.held_out import HeldOutResponses
+from maxtext_lite.post_training.keys import RLRunConfig
+from maxtext_lite.post_training.log_probabilities import Reference, make_log_probabilities
+from maxtext_lite.post_training.pairs import Chunk, Sampled, batch_record
+from maxtext_lite.post_training.policy import ADVANTAGES, MISMATCH, OLD, REFERENCE, ROLLOUT
+from maxtext_lite.post_training.rewards import RewardError, Scores
+from maxtext_lite.post_training.rl_run import RLRun, Verdict, open_rl_run, shared, waiting_seconds
+from maxtext_lite.post_training.rollout import Request
+from maxtext_lite.post_training.timeline import Timeline
+from maxtext_lite.training.arrays import Metrics, Rows
+from maxtext_lite.training.checkpoint import Counts
+from maxtext_lite.training.gradients import TRAIN_BATCH_AXES, StepGradients
+from maxtext_lite.training.hooks import Callback, Hook
+from maxtext_lite.training.loop import RunResult, train_run
+from maxtext_lite.training.metrics import JsonLines, Terminal
+from maxtext_lite.training.state import TrainState
+from maxtext_lite.training.step import ChunkedStep
+from maxtext_lite.training.step_log import Taken
+
+TRAINING = 0
+"""The first int of a request's key; `held_out` uses another."""
+
+_LARGEST_MISMATCH = 0.1  # nats, several times that of bfloat16 in a model of tens of layers
+
+_EQUAL_BATCHES = 10  # in a row; a policy that learns has such a batch now and then
+
+Result = TypeVar("Result")
+Judged = tuple[Sampled, Verdict]
+
+
+@status_line.shown()
+def train_rl(config: RLRunConfig, *, callbacks: Sequence[Callback] = ()) -> RunResult:
+    """Trains to `config.steps`, from the newest checkpoint of the run directory if there is one.
+
+    Args:
+      callbacks: as of `training.train`.
+
+    Raises:
+      UserError: the config does not suit these devices, prompts or rewards, or contradicts the checkpoint.
+      RewardError: a reward failed, with reward_error=stop, or all rewards of two batches in a row.
+      NonFiniteLoss: the loss became non-finite.
+    """
+    phases.begin()
+    for phase in ("start-up", "rollout", "evaluation"):
+        watchdog.allow(phase, waiting_seconds(config))
+    with contextlib.closing(open_rl_run(config)) as rl:
+        phases.mark("data")
+        return train_run(
+            rl.run,
+            lambda terminal, state, counts, hooks: (
+                RolloutSteps(rl, terminal, state, counts, hooks),
+                HeldOutResponses(rl, terminal.say),
+            ),
+            callbacks,
+        )
+
+
+class RolloutSteps:
+    """The steps after those of `counts`, one or several on each batch of responses; see `training.loop.Stepper`.
+
+    While one chunk is trained on, the next is sampled or judged.
+
+    Raises:
+      UserError: a resumed run's reference is gone, or the batch in which it stopped has another shape.
+    """
+
+    ahead = False
+    ready = True
+
+    def __init__(self, rl: RLRun, terminal: Terminal, state: TrainState, counts: Counts, hooks: Sequence[Hook] = ()):
+        run, config = rl.run, rl.config
+        self._rl, self._run, self._config, self._batch, self._say = rl, run, config, rl.batch, terminal.say
+        expected = rl.policy.expected(rl.batch.pairs_per_batch)
+        step = ChunkedStep(run.parts, run.schedule(counts), expected=expected)
+        self._new_sums: Callable[[], StepGradients] = step.start
+        self._add: Callable[[TrainState, StepGradients, Rows], StepGradients] = step.add
+        self._update: Callable[[TrainState, StepGradients], tuple[TrainState, Metrics]] = step.update
+        self._reference = Reference(run, config, state, counts.step) if config.grpo_beta else None
+        find_old = make_log_probabilities(run.parts, config.decode_sampling_temperature)
+        self._find_old = None if rl.policy.on_policy else find_old
+        # A sampler on its own devices or another machine runs at any time; on the trainer's devices, the two alternate.
+        # Several hosts sample in their main threads, where their collectives have one order.
+        apart = not rl.batch.takes_turns or config.rollout_engine != "local"
+        self.samples_beside = apart and jax.process_count() == 1
+        self._hooks = hooks
+        self._has_said, self._equal_batches, self._has_begun = False, 0, False
+        self._has_updated = False
+        self._failed_batch: Scores | None = None  # the batch before, if all its rewards failed
+        if not (counts.step or config.load_parameters_path):
+            self._say("the policy begins with random weights: load_parameters_path names no model")
+        self._prompts_seen = rl.batch.prompts_before(counts.step, counts.examples_seen)
+        self._chunks: list[Rows] = self._restored() if counts.step % config.num_iterations else []
+        # An evaluation before the first step has step 0.
+        self._rollouts, self._timeline = (
+            run.open_log(
+                functools.partial(JsonLines, run.files.directory / name, counts.step or -1, run.failures), self._say
+            )
+            for name in ("rollouts.jsonl", "timeline.jsonl")
+        )
+
+    def prepare(self, step: int) -> None:
+        """Nothing: programs are compiled at their first use."""
+
+    def take(self, state: TrainState, step: int) -> tuple[TrainState, Taken]:
+        """See `training.loop.Stepper`; returns once the step is done."""
+        phases.enter("rollout", step)
+        batch, timeline, numbers = self._batch, Timeline(), self._prompt_numbers()
+        if (step - 1) % self._config.num_iterations == 0:
+            sums, about = self._sums_of_new(state, step, numbers, timeline)
+        else:
+            sums, about = self._sums_again(state, timeline), {}
+        phases.enter("step" if self._has_updated else "compile", step)
+        with timeline.phase("train", batch.micro_batches - 1):
+            state, metrics = _ready(self._update(state, sums))
+        self._has_updated = True
+        self._say_mismatch(metrics)
+        if not step % self._config.num_iterations:
+            self._prompts_seen += batch.prompts_per_batch
+        if self._timeline:
+            self._timeline.write({"step": step, "phases": timeline.to_json()})
+        busy = timeline.record()
+        waited = busy["rollout_seconds"] + busy["reward_seconds"]
+        find_cause = functools.partial(self._find_cause, self._chunks)
+        return state, Taken(metrics, numbers, batch.pairs_per_batch, waited, find_cause, {**about, **busy})
+
+    def _say_mismatch(self, metrics: Mapping[str, jax.Array]) -> None:
+        """Warns once if the sampler cannot have used the trainer's policy."""
+        mismatch = float(metrics[MISMATCH]) if self._rl.policy.compares and not self._has_said else 0.0
+        if not mismatch > _LARGEST_MISMATCH:  # NaN where no response was scored
+            return
+        self._has_said = True
+        self._say(
+            f"rollout: the sampler's log-probabilities differ from the trainer's by {mismatch:.3g} a token "
+            "(rollout_mismatch): it has other parameters or less precise ones, lacks the drops of capacity_factor, or "
+            "reports others than those of softmax(logits / decode_sampling_temperature). docs/post_training.md says "
+            "how to start a server."
+        )
+
+    def unfinished(self, step: int) -> Rows | None:
+        """The batch, if further steps will train on it."""
+        return _stacked(self._chunks) if step % self._config.num_iterations else None
+
+    def close(self) -> None:
+        """Closes rollouts.jsonl and timeline.jsonl."""
+        for log in (self._rollouts, self._timeline):
+            if log:
+                log.close()
+
+    def _sums_of_new(
+        self, state: TrainState, step: int, numbers: np.ndarray, timeline: Timeline
+    ) -> tuple[StepGradients, Mapping[str, float | str]]:
+        """Samples a new batch: the sums of its gradients, and its entries in the step's record."""
+        rl, run = self._rl, self._run
+        params = run.decoder.joined(state.params, state.frozen)
+        rl.engine.update(params, step - 1)
+        phases.advance()
+        self._chunks, sums = [], self._new_sums()
+        judged: list[Chunk] = []
+        where = sharding(run.mesh, TRAIN_BATCH_AXES)
+        for number, chunk in enumerate(self._judged_chunks(numbers, timeline)):
+            phases.advance()
+            with timeline.phase("train", number):
+                shape = run.plan.micro_batch_slots, self._config.max_target_length
+                arrays = chunk.rows(*shape, compares=rl.policy.compares)
+                rows = {name: _put(x, where) for name, x in arrays.items()}
+                if self._find_old is not None:
+                    rows[OLD] = self._find_old(params, rows)
+                if self._reference is not None:
+                    rows[REFERENCE] = self._reference.of(rows)
+                sums = self._added(state, sums, rows)
+            judged.append(chunk)
+            self._chunks.append(rows)
+        self._log_pairs(step, judged)
+        self._refuse_failing(Scores.joined([chunk.scores for chunk in judged]))
+        record = batch_record(judged)
+        self._say_equal(record["equal_reward_groups"] == 1)
+        return sums, {"prompts_seen": self._prompts_seen + self._batch.prompts_per_batch, **record}
+
+    def _refuse_failing(self, scores: Scores) -> None:
+        """Ends the run if rewards failed for every response of two batches in a row. All hosts call it."""
+        before, self._failed_batch = self._failed_batch, scores if scores.has_failed.all() else None
+        if before is None or self._failed_batch is None:
+            return
+        if before.traceback:
+            self._say(before.traceback)
+        raise RewardError(f"In two batches in a row rewards failed for every response. {before.messages[0]} Mend it.")
+
+    def _say_equal(self, equal: bool) -> None:
+        """Warns when as many batches in a row had no two different rewards in any group."""
+        self._equal_batches = self._equal_batches + 1 if equal else 0
+        if self._equal_batches == _EQUAL_BATCHES:
+            self._say(
+                f"reward: in the last {_EQUAL_BATCHES} batches no two responses to the same prompt had different "
+                "rewards, from which nothing is learned; rollouts.jsonl has responses with their rewards"
+            )
+
+    def _sums_again(self, state: TrainState, timeline: Timeline) -> StepGradients:
+        """The sums of the gradients of the current batch."""
+        sums = self._new_sums()
+        for number, rows in enumerate(self._chunks):
+            with timeline.phase("train", number):
+                sums = self._added(state, sums, rows)
+        return sums
+
+    def _added(self, state: TrainState, sums: StepGradients, rows: Rows) -> StepGradients:
+        """The sums plus those of a chunk; before the first of this start, hooks get its rows."""
+        if self._has_begun:
+            return _ready(self._add(state, sums, rows))
+        phase, step, _ = phases.work
+        phases.enter("compile", step)
+        for hook in self._hooks:
+            hook.before_first_step(rows)
+        phases.advance()
+        sums = _ready(self._add(state, sums, rows))
+        self._has_begun = True
+        phases.enter(phase, step)
+        return sums
+
+    def _judged_chunks(self, numbers: np.ndarray, timeline: Timeline) -> Iterator[Chunk]:
+        """The chunks of a batch in order; while one is used, the next is sampled or judged."""
+        rl, config, first = self._rl, self._config, self._prompts_seen
+        per_chunk = self._batch.prompts_per_micro_batch
+
+        def sample(chunk: int) -> Sampled:
+            places = range(chunk * per_chunk, (chunk + 1) * per_chunk)
+            pairs = [(place, generation) for place in places for generation in range(config.num_generations)]
+            prompts = [self._run.source[int(numbers[place])] for place, _ in pairs]
+            requests = [
+                Request(prompt.token_ids, (TRAINING, first + place, generation))
+                for prompt, (place, generation) in zip(prompts, pairs, strict=True)
+            ]
+            with timeline.phase("rollout", chunk):
+                return rl.sample(prompts, requests, rl.sampling)
+
+        def judge(chunk: int, sampled: Sampled) -> Judged:
+            with timeline.phase("reward", chunk):
+                return sampled, rl.judge(sampled, config.num_generations)
+
+        for sampled, verdict in _ahead(self._batch.micro_batches, sample, judge, beside=self.samples_beside):
+            scores = shared(verdict)
+            for message in scores.messages:
+                self._say(f"reward: {message}")
+            yield Chunk.judged(
+                sampled, scores, num_generations=config.num_generations, scale_rewards=config.scale_rewards
+            )
+
+    def _prompt_numbers(self) -> np.ndarray:
+        """The numbers of the prompts of the next or the unfinished batch."""
+        return example_ids(
+            self._prompts_seen,
+            self._batch.prompts_per_batch,
+            num_examples=len(self._run.source),
+            seed=self._config.data_shuffle_seed,
+        )
+
+    def _restored(self) -> list[Rows]:
+        """The chunks of the batch in which the run stopped."""
+        run, batch = self._run, self._batch
+        assert run.checkpointer is not None, "a run that resumes has checkpoints"
+        sizes = (batch.micro_batches, run.plan.micro_batch_slots, self._config.max_target_length)
+        where = sharding(run.mesh, TRAIN_BATCH_AXES)
+        names = [ADVANTAGES, "weights", OLD]
+        names += [REFERENCE] if self._reference else []
+        names += [ROLLOUT] if self._rl.policy.compares else []
+        dtypes = dict.fromkeys(("tokens", "targets", "segments", "positions"), np.int32)
+        dtypes |= dict.fromkeys(names, np.float32)
+        abstract = {name: jax.ShapeDtypeStruct(sizes, dtype, sharding=where) for name, dtype in dtypes.items()}
+        whole = run.checkpointer.restore_unfinished(abstract)
+        return [{name: x[chunk : chunk + 1] for name, x in whole.items()} for chunk in range(batch.micro_batches)]
+
+    def _find_cause(self, chunks: Sequence[Rows], state: TrainState) -> str:
+        """The origin of a non-finite gradient; example ids are places of pairs in the batch."""
+        batch = self._batch
+        places = np.arange(batch.pairs_per_batch).reshape(batch.micro_batches, -1).T.ravel()
+        return origin_of_nonfinite(self._run.parts, state, _stacked(chunks), places, micro_batches=batch.micro_batches)
+
+    def _log_pairs(self, step: int, chunks: Sequence[Chunk]) -> None:
+        """Writes the responses of the first batch, and of each batch with a line on the terminal."""
+        period = self._run.plan.period_steps(self._config.log_period)
+        last_of_batch = step + self._config.num_iterations - 1
+        has_line = last_of_batch // period > (step - 1) // period or last_of_batch == self._run.plan.steps
+        if self._rollouts and (has_line or step == 1):
+            for line in (line for chunk in chunks for line in chunk.lines(step)):
+                self._rollouts.write(line)
+
+
+def _ahead(
+    num_chunks: int, sample: Callable[[int], Sampled], judge: Callable[[int, Sampled], Judged], *, beside: bool
+) -> Iterator[Judged]:
+    """Each chunk, sampled and judged, ahead of its use.
+
+    A sampler `beside` the trainer samples all chunks of a batch without pause. On the same devices, each chunk is
+    sampled before the previous one is yielded, so that rewards are computed meanwhile.
+    """
+    with (
+        concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="rollout") as sampler,
+        concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="reward") as judges,
+    ):
+        try:
+            if beside:
+                sampled = [sampler.submit(sample, chunk) for chunk in range(num_chunks)]
+                judged = [
+                    judges.submit(lambda chunk: judge(chunk, sampled[chunk].result()), chunk)
+                    for chunk in range(num_chunks)
+                ]
+                for future in judged:
+                    yield future.result()
+                return
+            waiting: concurrent.futures.Future[Judged] | None = None
+            for chunk in range(num_chunks):
+                chunk_responses = sample(chunk)
+                phases.advance()
+                before, waiting = waiting, judges.submit(judge, chunk, chunk_responses)
+                if before is not None:
+                    yield before.result()
+            assert waiting is not None
+            yield waiting.result()
+        except BaseException:  # work that has not begun is cancelled
+            for pool in (sampler, judges):
+                pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _ready(arrays: Result) -> Result:
+    """The same arrays, once they are computed."""
+    jax.block_until_ready(arrays)
+    return arrays
+
+
+def _put(x: np.ndarray, where: jax.sharding.NamedSharding) -> jax.Array:
+    return jax.make_array_from_callback(x.shape, where, lambda index: x[index])
+
+
+def _stacked(chunks: Sequence[Rows]) -> Rows:
+    """The chunks as the micro-batches of one batch, [A, B, T]."""
+    return {name: jax.numpy.concatenate([chunk[name] for chunk in chunks]) for name in chunks[0]}

@@ -1,0 +1,132 @@
+"""Preparation of a whole dataset, or of one share of it, and the display of its progress."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from maxtext_lite.data.tasks import Task, find_inputs, split_into_tasks
+from maxtext_lite.data.text_encoder import TextEncoder
+from maxtext_lite.data.tokenizer import Tokenizer, load_tokenizer
+from maxtext_lite.preparation.journal import Journal, Outcome
+from maxtext_lite.preparation.keys import PrepareConfig
+from maxtext_lite.preparation.workers import Made, run_here, run_in_processes
+
+_MEGABYTE = 2**20
+_SECONDS_BETWEEN_LINES = 30.0
+
+
+def prepare_dataset(
+    config: PrepareConfig,
+    *,
+    tokenizer: Tokenizer | None = None,
+    share: tuple[int, int] = (0, 1),
+    say: Callable[[str], None] = lambda line: None,
+) -> Outcome | None:
+    """Writes a prepared dataset, or continues one. Its bytes depend only on the config and the inputs.
+
+    Args:
+      tokenizer: the config's, if it is already loaded; it is then used in this process, with all its threads.
+      share: (i, n): only tasks i, i + n, i + 2 n ...; several processes may each do one share at once.
+      say: called with the progress.
+    Returns:
+      The dataset; None if tasks of other shares are not done yet.
+    Raises:
+      UserError: an input, the tokenizer or the output is invalid, or another process writes to the output.
+    """
+    here = tokenizer is not None
+    encoder = TextEncoder(config, tokenizer or load_tokenizer(config))
+    files = find_inputs(config.input)
+    tasks = split_into_tasks(files, task_bytes=config.task_megabytes * _MEGABYTE, field=config.field)
+    journal = Journal(config, files, tasks, encoder)
+    if journal.is_complete():
+        say(f"{config.output} is complete: it was prepared from these inputs before")
+        return journal.outcome()
+    number, of = share
+    with journal.hold(shared=of > 1):
+        done = range(len(tasks)) if journal.is_complete() else journal.done()  # another process may have just finished
+        todo = [task for task in tasks[number::of] if task.number not in done]
+        progress = Progress(todo, say=say, before=len(tasks[number::of]) - len(todo))
+        if here:
+            running = run_here(todo, journal.workshop, config, encoder)
+        else:
+            num_workers = config.num_workers if config.num_workers > 0 else _cores()
+            fingerprint = encoder.tokenizer.fingerprint
+            running = run_in_processes(todo, journal.workshop, config, fingerprint, num_workers=num_workers)
+        with progress:
+            for made in running:
+                if made.entry is not None:
+                    journal.record(made.entry)
+                progress.made(made)
+        if todo:
+            say(progress.text())
+        return journal.finish()
+
+
+def _cores() -> int:
+    """Cores available to this process."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+class Progress:
+    """Counts finished work, and shows it within its context: a bar if stdout is a terminal, otherwise a line at times.
+
+    Args:
+      tasks: the tasks to do; before: the number of tasks done earlier.
+      say: called with lines if there is no terminal.
+    """
+
+    def __init__(self, tasks: Sequence[Task], *, say: Callable[[str], None], before: int) -> None:
+        self._sizes = {task.number: task.num_bytes for task in tasks}
+        self._num_bytes, self._tasks = max(sum(self._sizes.values()), 1), len(tasks)
+        self._say = say
+        self._done = self._tasks_done = self._tokens = self._tokens_done = 0
+        self._cpu_seconds = 0.0
+        self._start = self._said = time.monotonic()
+        self._stack = contextlib.ExitStack()
+        self._bar: Any = None
+        if before:
+            say(f"{before} of {before + self._tasks} tasks were already done; continuing with the others")
+
+    def __enter__(self) -> Progress:
+        if sys.stdout.isatty():
+            from rich.progress import BarColumn, TextColumn
+            from rich.progress import Progress as Bar
+
+            columns = (BarColumn(), TextColumn("{task.percentage:>3.0f} %  {task.description}"))
+            self._bar = self._stack.enter_context(Bar(*columns))
+            self._bar.add_task("", total=self._num_bytes)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def made(self, made: Made) -> None:
+        """Counts and shows finished work."""
+        self._tokens += made.tokens
+        self._cpu_seconds += made.cpu_seconds
+        if made.entry is not None:
+            self._done += self._sizes[made.entry.number]
+            self._tasks_done += 1
+            self._tokens_done += made.entry.shard.tokens if made.entry.shard else 0
+        if self._bar is not None:
+            self._bar.update(0, completed=self._done, description=self.text())
+        elif time.monotonic() - self._said > _SECONDS_BETWEEN_LINES:
+            self._said = time.monotonic()
+            self._say(self.text())
+
+    def text(self) -> str:
+        """`3 of 17 tasks, 12,345,678 tokens, 1,234,567 tokens/s/core, about 2 minutes left`."""
+        parts = [f"{self._tasks_done} of {self._tasks} tasks", f"{self._tokens:,} tokens"]
+        if self._cpu_seconds:
+            parts.append(f"{self._tokens / self._cpu_seconds:,.0f} tokens/s/core")
+        if self._tokens_done and self._done < self._num_bytes:
+            expected = self._tokens_done / self._done * self._num_bytes
+            seconds = (time.monotonic() - self._start) * max(expected / self._tokens - 1, 0)
+            left = f"{seconds:.0f} seconds" if seconds < 100 else f"{seconds / 60:.0f} minutes"
+            parts.append(f"about {left} left")
+        return ", ".join(parts)

@@ -1,0 +1,308 @@
+"""The state of a dataset in preparation: its plan, the completed tasks, and who may write it.
+
+The output contains `prepare.json`, the plan, from the start. While incomplete it also contains `journal/`: the lock,
+and for each completed task its entry and the lengths of its documents. A task writes its entry last, and the manifest
+is the last file of all. An output in a bucket contains the same except for the lock; its files are first made in a
+directory of the cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from maxtext_lite.config import UserError
+from maxtext_lite.config.bucket import is_bucket
+from maxtext_lite.config.errors import full_text, value_text, writing
+from maxtext_lite.config.json_file import is_there, read_object, user_path
+from maxtext_lite.config.registry import load
+from maxtext_lite.config.whole_file import TEMPORARY, partial_name, write_whole
+from maxtext_lite.data.bucket_directory import BucketDirectory
+from maxtext_lite.data.cache import cache_directory
+from maxtext_lite.data.manifest import (
+    DOCUMENTS_FILE,
+    MANIFEST_FILE,
+    TOKENS_PER_RECORD,
+    Manifest,
+    Shard,
+    file_sha256,
+    manifest_text,
+    read_manifest,
+    token_dtype,
+)
+from maxtext_lite.data.tasks import InputFile, Task
+from maxtext_lite.data.text_encoder import TextEncoder
+from maxtext_lite.preparation.keys import PrepareConfig
+from maxtext_lite.preparation.shards import Entry, Workshop, check_bad
+
+PLAN_FILE = "prepare.json"
+_JOURNAL = "journal"
+_LOCK = "lock"
+_ENTRY = ".json"  # suffix of a task's entry in the journal
+_FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """A complete dataset.
+
+    Attributes:
+      empty: documents without a token, which are left out.
+      bad: lines without a document; `problems` describes the first of them.
+    """
+
+    manifest: Manifest
+    empty: int
+    bad: int
+    problems: tuple[str, ...]
+
+
+class Journal:
+    """The record of one output, for one config and its inputs.
+
+    Raises:
+      UserError: the output contains something else, or was begun with other settings or inputs.
+    """
+
+    def __init__(self, config: PrepareConfig, files: list[InputFile], tasks: list[Task], encoder: TextEncoder) -> None:
+        self._plan = _plan(config, files, tasks, encoder)
+        self._output, self._chat, self._remote = config.output, config.chat, None
+        self.directory = user_path(config.output)
+        if is_bucket(config.output):
+            self._remote = BucketDirectory("output", config.output.rstrip("/"))
+            known_by = hashlib.sha256(json.dumps([self._remote.url, self._plan]).encode()).hexdigest()[:32]
+            self.directory = cache_directory("prepare") / known_by
+        self.tasks, self._encoder = tasks, encoder
+        self._journal = self.directory / _JOURNAL
+        inputs = {file.path: file for file in files}
+        self.workshop = Workshop(
+            self.directory, self._journal, inputs, len(tasks), config.max_bad_fraction, self._remote
+        )
+        with writing(self.directory):
+            names = self._names()
+            others = [name for name in sorted(names) if not name.endswith(TEMPORARY)]
+            if others and PLAN_FILE not in names and PLAN_FILE not in self._names():  # another share may begin
+                raise UserError(
+                    f"output={config.output!r} holds {value_text(others[0])} already, and nothing that prepare began."
+                )
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._state_plan()
+
+    def _names(self) -> Collection[str]:
+        """The contents of the output, or at least the files and directories at its top."""
+        if self._remote is not None:
+            return self._remote.listed()
+        return [each.name for each in self.directory.iterdir()] if self.directory.is_dir() else ()
+
+    def _look(self) -> None:
+        """Fetches the plan, the manifest and the entries of the journal from a bucket."""
+        if self._remote is not None:
+            self._in_bucket = frozenset(self._names())
+            self._remote.fetch_all([name for name in self._in_bucket if name.endswith(".json")], self.directory)
+
+    def _has(self, name: str) -> bool:
+        return is_there(self.directory / name) if self._remote is None else name in self._in_bucket
+
+    def _publish(self, path: Path, content: bytes | None = None) -> None:
+        """Writes a file of the output, and uploads it to a bucket; without content, the file exists already."""
+        if content is not None:
+            write_whole(path, content)
+        if self._remote is not None:
+            self._remote.upload(path, path.relative_to(self.directory).as_posix())
+
+    def _state_plan(self) -> None:
+        """Writes the plan if there is none, or compares it with the existing one."""
+        path = self.directory / PLAN_FILE
+        if self._remote is not None:
+            self._remote.create(PLAN_FILE, _text(self._plan))
+            self._look()
+        elif not is_there(path):
+            partial = partial_name(path)
+            write_whole(partial, _text(self._plan))
+            with contextlib.suppress(FileExistsError):  # another share's plan serves as well
+                os.link(partial, path)
+            partial.unlink(missing_ok=True)
+        stated = read_object(path)
+        problems = _differences(stated, json.loads(_text(self._plan)))
+        if problems:
+            raise UserError([
+                f"{full_text(self._output)} was begun differently: {problem} Give another output, or remove this one."
+                for problem in problems
+            ])  # fmt: skip
+
+    @contextlib.contextmanager
+    def hold(self, *, shared: bool) -> Iterator[None]:
+        """Locks the output against other writers, or those that do not share it; the lock ends with the process.
+
+        Raises:
+          UserError: another process writes there.
+        """
+        with contextlib.ExitStack() as stack:
+            with writing(self._journal):
+                self._journal.mkdir(exist_ok=True)
+                opened = stack.enter_context((self._journal / _LOCK).open("ab"))
+            try:
+                fcntl.flock(opened, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(
+                    f"{full_text(self._output)} is in use: another prepare writes there. Wait for it, or stop it first."
+                ) from None
+            self._opened = opened
+            yield
+
+    def is_complete(self) -> bool:
+        """Whether the manifest is there."""
+        return self._has(MANIFEST_FILE)
+
+    def done(self) -> dict[int, Entry]:
+        """The completed tasks, by number.
+
+        Raises:
+          UserError: one has more bad lines than the config allows now.
+        """
+        return {entry.number: entry for task in self.tasks if (entry := self._entry(task.number)) is not None}
+
+    def _entry(self, number: int) -> Entry | None:
+        name = f"{_JOURNAL}/{number:05d}"
+        if not self._has(name + _ENTRY):
+            return None
+        stated = read_object(self.directory / (name + _ENTRY))
+        shard = None if stated["shard"] is None else Shard(**stated["shard"])
+        if shard is not None and not (self._has(shard.file) and self._has(f"{name}.lengths")):
+            return None  # its files were removed; the task is done again
+        entry = Entry(
+            number, shard, stated["empty"], stated["bad"], tuple(stated["problems"]), stated.get("spelled", 0)
+        )
+        lines = (shard.documents if shard else 0) + entry.empty + entry.bad
+        check_bad(f"task {number}", entry.bad, lines, entry.problems, self.workshop.max_bad_fraction)
+        return entry
+
+    def record(self, entry: Entry) -> None:
+        """Records that a task is done; its files exist."""
+        with writing(self._journal):
+            self._publish(self._journal / f"{entry.number:05d}{_ENTRY}", _text(dataclasses.asdict(entry)))
+
+    def finish(self) -> Outcome | None:
+        """Writes the manifest once all tasks are done; returns None before that. To be called within `hold`."""
+        with writing(self.directory):
+            self._look()
+            if len(self.done()) < len(self.tasks) and not self.is_complete():
+                return None
+            fcntl.flock(self._opened, fcntl.LOCK_EX)  # of shares that end together, only one finishes
+            self._look()
+            if self.is_complete():
+                return self.outcome()
+            entries = self.done()
+            ordered = [entries[task.number] for task in self.tasks]
+            problems = [problem for entry in ordered for problem in entry.problems][:5]
+            counts = {"empty": sum(e.empty for e in ordered), "bad": sum(e.bad for e in ordered), "problems": problems}
+            shards = tuple(entry.shard for entry in ordered if entry.shard is not None)
+            if not shards:
+                raise UserError(
+                    f"input={value_text(self._plan['settings']['input'])} has no text: every document is empty."
+                )
+            self._write_documents([entry for entry in ordered if entry.shard is not None])
+            self._publish(self.directory / PLAN_FILE, _text(self._plan | {"counts": counts}))
+            encoder, size = self._encoder, self._encoder.tokenizer.vocab_size
+            manifest = Manifest(
+                encoder.tokenizer.fingerprint,
+                size,
+                token_dtype(size),
+                TOKENS_PER_RECORD,
+                shards,
+                file_sha256(self.directory / DOCUMENTS_FILE),
+                begin_ids=None if self._chat else tuple(encoder.begin_ids.tolist()),
+                add_eos=encoder.adds_end,
+                special_tokens_in_text=encoder.in_text,
+                spelled_special_tokens=sum(entry.spelled for entry in ordered),
+            )
+            for partial in [*self.directory.glob(f"*{TEMPORARY}"), *self._journal.glob(f"*{TEMPORARY}")]:
+                partial.unlink(missing_ok=True)
+            self._publish(self.directory / MANIFEST_FILE, manifest_text(manifest).encode())
+            return self.outcome()
+
+    def _write_documents(self, entries: list[Entry]) -> None:
+        """Turns the lengths of documents into where each starts."""
+        partial = self.directory / f"{DOCUMENTS_FILE}{TEMPORARY}"
+        with partial.open("wb") as opened:
+            start = 0
+            for entry in entries:
+                lengths = np.frombuffer(self._lengths(entry.number), "<i8")
+                stops = start + np.cumsum(lengths)
+                opened.write((stops - lengths).astype("<i8").tobytes())
+                start = int(stops[-1])
+            opened.write(np.array([start], "<i8").tobytes())
+            opened.flush()
+            os.fsync(opened.fileno())
+        partial.replace(self.directory / DOCUMENTS_FILE)
+        self._publish(self.directory / DOCUMENTS_FILE)
+
+    def _lengths(self, number: int) -> bytes:
+        path = self.workshop.lengths_path(number)
+        return path.read_bytes() if self._remote is None else self._remote.read(f"{_JOURNAL}/{path.name}")
+
+    def outcome(self) -> Outcome:
+        """The contents of a complete output, whose journal is removed.
+
+        Raises:
+          UserError: it has more bad lines than the config allows now.
+        """
+        shutil.rmtree(self._journal, ignore_errors=True)
+        if self._remote is not None:
+            self._remote.remove([name for name in self._in_bucket if name.startswith(f"{_JOURNAL}/")])
+            (self.directory / DOCUMENTS_FILE).unlink(missing_ok=True)
+        counts: dict[str, Any] = read_object(self.directory / PLAN_FILE)["counts"]
+        manifest, allowed = read_manifest(self.directory), self.workshop.max_bad_fraction
+        lines = manifest.documents + counts["empty"] + counts["bad"]
+        check_bad(full_text(self._output), counts["bad"], lines, counts["problems"], allowed)
+        return Outcome(manifest, counts["empty"], counts["bad"], tuple(counts["problems"]))
+
+
+def _plan(config: PrepareConfig, files: list[InputFile], tasks: list[Task], encoder: TextEncoder) -> dict[str, Any]:
+    """Everything that the output's bytes depend on, except the content of the inputs."""
+    names = ("input", "tokenizer_type", "field", "chat", "task_megabytes")
+    settings = {name: getattr(config, name) for name in names} | {"tokenizer": encoder.tokenizer.fingerprint}
+    settings |= encoder.settings
+    if config.chat:
+        settings["chat_template"] = load("documents", "chat")(config, encoder).template_fingerprint()
+    inputs = [dataclasses.asdict(file) for file in files]
+    return {"format": _FORMAT, "settings": settings, "tasks": len(tasks), "inputs": inputs}
+
+
+def _differences(stated: dict[str, Any], ours: dict[str, Any]) -> list[str]:
+    """Why two plans describe different datasets: the first few reasons."""
+    if stated.get("format") != ours["format"]:
+        return [f"format={stated.get('format')!r}, not {ours['format']!r}."]
+    settings = stated.get("settings", {})
+    problems = [
+        f"with {key}={value_text(settings.get(key))}, not {value_text(value)}."
+        for key, value in ours["settings"].items()
+        if settings.get(key) != value and key != "input"  # the files that it finds are compared instead
+    ]
+    before = {file["path"]: file for file in stated.get("inputs", [])}
+    now = {file["path"]: file for file in ours["inputs"]}
+    problems += [f"{now[path]['name']} is new." for path in now.keys() - before.keys()]
+    problems += [f"{before[path]['name']} is no longer among the inputs." for path in before.keys() - now.keys()]
+    parts = ("num_bytes", "changed_ns")
+    problems += [
+        f"{file['name']} has changed since."
+        for path, file in now.items()
+        if path in before and [before[path][part] for part in parts] != [file[part] for part in parts]
+    ]
+    if not problems and list(before) != list(now):
+        problems.append("its inputs were in another order.")
+    return sorted(problems)[:5]
+
+
+def _text(value: object) -> bytes:
+    return (json.dumps(value, indent=1) + "\n").encode()

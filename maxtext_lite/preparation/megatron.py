@@ -1,0 +1,178 @@
+"""Megatron's tokenized datasets, PREFIX.bin and PREFIX.idx, read in place without a copy.
+
+Where documents start, and a hash of their content, are computed once, as in `row_index`; that reads everything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from maxtext_lite.config import DataConfig, UserError
+from maxtext_lite.config.json_file import check_file, read_object, user_path
+from maxtext_lite.config.kinds import SourceKind
+from maxtext_lite.data.manifest import size_and_ends
+from maxtext_lite.data.row_index import ABOUT, IndexPlace
+from maxtext_lite.data.sources import Opened, open_rows
+from maxtext_lite.data.text_encoder import TextEncoder
+from maxtext_lite.data.token_stream import map_array
+from maxtext_lite.data.tokenizer import Tokenizer
+
+MEGATRON = SourceKind("maxtext_lite.preparation.megatron:open_megatron_rows", is_mixable=True)
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER_BYTES = 34
+_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floats
+_AT_A_TIME = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class MegatronDocuments:
+    """The memory-mapped token ids of a Megatron dataset, and where its documents start.
+
+    Attributes:
+      stream: token ids of all documents.
+      document_starts: where each document with a token starts, then the length of the stream; int64.
+      content: SHA-256 of the documents' lengths and token ids as stored.
+      unended_documents: documents whose last token is not the tokenizer's end-of-text.
+      place: place for indices.
+    """
+
+    stream: np.ndarray
+    document_starts: np.ndarray
+    content: str
+    unended_documents: int
+    place: IndexPlace
+
+
+def open_megatron(key: str, path: str, tokenizer: Tokenizer) -> MegatronDocuments:
+    """The documents of PREFIX.bin and PREFIX.idx.
+
+    Args:
+      key: what messages call the path.
+      path: path of either file.
+    Raises:
+      UserError: a file is missing, truncated or of another kind, or contains ids that the tokenizer lacks.
+    """
+    prefix = user_path(path)
+    if prefix.suffix not in (".bin", ".idx"):
+        raise UserError(f"{key}={path!r} is not PREFIX.bin or PREFIX.idx, the two files of a Megatron dataset.")
+    tokens, index = prefix.with_suffix(".bin"), prefix.with_suffix(".idx")
+    for file in (tokens, index):
+        check_file(file)
+    dtype, lengths, pointers, documents = _read_index(index)
+    due = int(pointers[-1]) + int(lengths[-1]) * dtype.itemsize if len(lengths) else 0
+    if tokens.stat().st_size != due:
+        raise UserError(f"{tokens} has {tokens.stat().st_size:,} bytes; {index} says {due:,}.")
+    stream = map_array(tokens, dtype.str)
+    # The files count as unchanged as long as their sizes, ends and times are.
+    known = [(*size_and_ends(file), file.stat().st_mtime_ns) for file in (tokens, index)]
+    known_by = hashlib.sha256(json.dumps([known, tokenizer.end_of_text_id]).encode()).hexdigest()
+    beside = prefix.with_suffix(".rows")
+
+    def write(made: Path) -> dict[str, Any]:
+        starts = _document_starts(index, dtype, lengths, pointers, documents)
+        starts.tofile(made / "documents.i64")
+        return _read_through(stream, starts, tokenizer.end_of_text_id)
+
+    made = IndexPlace(beside, known_by).get("documents", write)
+    about = read_object(made / ABOUT)
+    if not 0 <= about["least_id"] <= about["largest_id"] < tokenizer.vocab_size:
+        raise UserError(
+            f"{tokens} contains token ids from {about['least_id']} to {about['largest_id']}; those of the config's "
+            f"tokenizer are 0 to {tokenizer.vocab_size - 1}."
+        )
+    return MegatronDocuments(
+        stream,
+        map_array(made / "documents.i64"),
+        about["content"],
+        about["unended_documents"],
+        IndexPlace(beside, about["content"]),
+    )
+
+
+def open_megatron_rows(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    key: str,
+    path: str,
+    eval_fraction: float = 0.0,
+    vocab_size: int | None = None,
+) -> Opened:
+    """The rows of a Megatron dataset; arguments and errors as of `sources.open_text`."""
+    del vocab_size
+    encoder = TextEncoder(config, tokenizer)
+    found = open_megatron(key, path, tokenizer)
+    documents, unended = len(found.document_starts) - 1, found.unended_documents
+    notes: tuple[str, ...] = ()
+    if unended:
+        notes += (f"{unended:,} of {documents:,} documents do not end with the end-of-text token.",)
+    if not np.array_equal(found.stream[: len(encoder.begin_ids)], encoder.begin_ids):
+        notes += ("the first document does not begin as this tokenizer begins texts; add_bos=false says so.",)
+    return open_rows(
+        config,
+        found.stream,
+        found.document_starts,
+        f"{tokenizer.fingerprint}:{found.content}",
+        f"{key}={path!r} has no document of two tokens.",
+        place=found.place,
+        notes=notes,
+        eval_fraction=eval_fraction,
+    )
+
+
+def _read_index(file: Path) -> tuple[np.dtype[Any], np.ndarray, np.ndarray, np.ndarray]:
+    """(dtype of the ids, length of each sequence, its first byte, first sequence of each document and then the end).
+
+    Source: Megatron-LM, megatron/core/datasets/indexed_dataset.py, `_IndexWriter`.
+    """
+    with file.open("rb") as opened:
+        header = opened.read(_HEADER_BYTES)
+    version, code = int.from_bytes(header[9:17], "little"), header[17] if len(header) == _HEADER_BYTES else 0
+    if header[:9] != _MAGIC or version != 1 or code not in _DTYPES:
+        raise UserError(f"{file} is not a version 1 Megatron index of integers.")
+    sequences, documents = (int.from_bytes(header[at : at + 8], "little") for at in (18, 26))
+    due, size = _HEADER_BYTES + 12 * sequences + 8 * documents, file.stat().st_size
+    if size != due:
+        raise UserError(f"{file} has {size:,} bytes; its header says {due:,}.")
+
+    def part(at: int, dtype: str, count: int) -> np.ndarray:
+        return np.memmap(file, dtype, "r", at, (count,)) if count else np.zeros(0, dtype)
+
+    lengths = part(_HEADER_BYTES, "<i4", sequences)
+    pointers = part(_HEADER_BYTES + 4 * sequences, "<i8", sequences)
+    return np.dtype(_DTYPES[code]), lengths, pointers, part(_HEADER_BYTES + 12 * sequences, "<i8", documents)
+
+
+def _document_starts(
+    file: Path, dtype: np.dtype[Any], lengths: np.ndarray, pointers: np.ndarray, documents: np.ndarray
+) -> np.ndarray:
+    """`MegatronDocuments.document_starts`; refuses sequences and documents with gaps between them."""
+    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+    follow = (
+        len(documents) > 0 and documents[0] == 0 and documents[-1] == len(lengths) and (np.diff(documents) >= 0).all()
+    )
+    if not follow or (lengths < 0).any() or (pointers != ends[:-1] * dtype.itemsize).any():
+        raise UserError(f"{file}: its documents do not follow each other in the .bin file.")
+    return np.unique(ends[documents]).astype("<i8")  # a document without tokens starts where the next one does
+
+
+def _read_through(stream: np.ndarray, starts: np.ndarray, end_of_text_id: int) -> dict[str, Any]:
+    content = hashlib.sha256(np.diff(starts).astype("<i8").tobytes())
+    least = largest = int(stream[0]) if len(stream) else 0
+    content.update(stream.dtype.str.encode())
+    for first in range(0, len(stream), _AT_A_TIME):
+        ids = np.asarray(stream[first : first + _AT_A_TIME])
+        least, largest = min(least, int(ids.min())), max(largest, int(ids.max()))
+        content.update(ids.tobytes())
+    unended = 0
+    for first in range(1, len(starts), _AT_A_TIME):
+        unended += int((np.asarray(stream)[starts[first : first + _AT_A_TIME] - 1] != end_of_text_id).sum())
+    about = {"least_id": least, "largest_id": largest, "unended_documents": unended}
+    return about | {"content": content.hexdigest()}

@@ -1,0 +1,251 @@
+"""Execution of one task: its documents tokenized into a shard, and the journal entry that records it."""
+
+# pyright: reportAttributeAccessIssue=false
+# array_record has no annotations.
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from array_record.python.array_record_module import ArrayRecordWriter
+
+from maxtext_lite.config import UserError
+from maxtext_lite.config.errors import writing
+from maxtext_lite.config.registry import load
+from maxtext_lite.config.whole_file import partial_name, write_whole
+from maxtext_lite.data.bucket_directory import BucketDirectory
+from maxtext_lite.data.documents import BadLine, DocumentReader
+from maxtext_lite.data.manifest import TOKENS_PER_RECORD, Shard, stored_shard, token_dtype
+from maxtext_lite.data.tasks import InputFile, Task
+from maxtext_lite.data.text_encoder import TextEncoder
+from maxtext_lite.data.token_stream import content_of
+from maxtext_lite.preparation.keys import PrepareConfig
+
+_OPTIONS = "group_size:1,uncompressed"  # random reads take half the time of compressed records
+_CHARACTERS_AT_ONCE = 2**22  # bounds the memory of the tokenizer library's results
+_DOCUMENTS_AT_ONCE = 4096
+_PROBLEMS_NAMED = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """The journal's entry of a completed task.
+
+    Attributes:
+      shard: None if the task has no token.
+      empty: documents without a token, which are left out.
+      spelled: special tokens that its documents spell.
+      bad: lines without a document.
+      problems: descriptions of the first of them.
+    """
+
+    number: int
+    shard: Shard | None
+    empty: int
+    bad: int
+    problems: tuple[str, ...]
+    spelled: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Workshop:
+    """The surroundings in which tasks are executed.
+
+    Attributes:
+      directory: directory for shards.
+      journal: directory for entries and the lengths of documents.
+      inputs: by path, as they must still be.
+      num_tasks: tasks of the whole dataset.
+      max_bad_fraction: limit for the lines of each task.
+      remote: the output, if it is in a bucket.
+    """
+
+    directory: Path
+    journal: Path
+    inputs: dict[str, InputFile]
+    num_tasks: int
+    max_bad_fraction: float
+    remote: BucketDirectory | None = None
+
+    def shard_name(self, number: int) -> str:
+        """The name of a task's shard."""
+        return f"{number:05d}-of-{self.num_tasks:05d}.array_record"
+
+    def lengths_path(self, number: int) -> Path:
+        """The file with the lengths of its documents, int64, including end-of-text tokens."""
+        return self.journal / f"{number:05d}.lengths"
+
+    def deliver(self, path: Path) -> None:
+        """Moves a complete file into the bucket, if the output is in one."""
+        if self.remote is not None:
+            self.remote.upload(path, path.relative_to(self.directory).as_posix())
+            path.unlink()
+
+
+def document_reader(config: PrepareConfig, encoder: TextEncoder) -> DocumentReader:
+    """The reader of the inputs of a config."""
+    conversations = load("documents", "chat")(config, encoder) if config.chat else None
+    return DocumentReader(encoder, config.field, conversations)
+
+
+def run_task(
+    task: Task,
+    workshop: Workshop,
+    reader: DocumentReader,
+    *,
+    made: Callable[[int], None] = lambda tokens: None,
+) -> Entry:
+    """Writes the shard of a task and the lengths of its documents, under names that they get once complete.
+
+    Args:
+      made: called with the number of tokens made since the last call.
+    Raises:
+      UserError: an input cannot be read or has changed, too many of its lines are bad, or the disk is full.
+    """
+    _check_inputs(task, workshop)
+    path, lengths_path = workshop.directory / workshop.shard_name(task.number), workshop.lengths_path(task.number)
+    end = partial_name(path), partial_name(lengths_path)
+    try:
+        with writing(workshop.directory):
+            return _written(task, workshop, reader, made, (path, lengths_path), end)
+    finally:
+        for partial in end:
+            partial.unlink(missing_ok=True)
+
+
+def _written(
+    task: Task,
+    workshop: Workshop,
+    reader: DocumentReader,
+    made: Callable[[int], None],
+    paths: tuple[Path, Path],
+    partial: tuple[Path, Path],
+) -> Entry:
+    dtype = np.dtype(token_dtype(reader.encoder.tokenizer.vocab_size)).newbyteorder("<")
+    stream = _RecordWriter(partial[0], dtype)
+    lengths: list[np.ndarray] = []
+    empty = bad = spelled = 0
+    problems: list[str] = []
+    for documents in _batches(each for piece in task.pieces for each in reader.read(piece)):
+        texts = [each for each in documents if not isinstance(each, BadLine)]
+        problems += [each.problem for each in documents if isinstance(each, BadLine)][: _PROBLEMS_NAMED - len(problems)]
+        bad += len(documents) - len(texts)
+        if bad and not workshop.max_bad_fraction:
+            raise UserError([*problems[:-1], f"{problems[-1]} {_HOW_TO_GO_ON}"])
+        encoded = reader.encoder.documents(texts, dtype, rendered=reader.rendered)
+        lengths.append(encoded.lengths[encoded.lengths > 0])
+        empty += len(texts) - len(lengths[-1])
+        spelled += encoded.num_spelled
+        stream.write(encoded.stream)
+        made(len(encoded.stream))
+    of_documents = np.concatenate([np.zeros(0, "<i8"), *lengths]).astype("<i8")
+    check_bad(f"task {task.number}", bad, len(of_documents) + empty + bad, problems, workshop.max_bad_fraction)
+    tokens = stream.close()
+    _check_inputs(task, workshop)
+    if not tokens:
+        return Entry(task.number, None, empty, bad, tuple(problems), spelled)
+    if int(of_documents.sum()) != tokens:
+        raise AssertionError(f"task {task.number}: {tokens} tokens, but documents of {of_documents.sum()}")
+    read = hashlib.sha256()
+    content = content_of(partial[0], -(-tokens // TOKENS_PER_RECORD), [of_documents], read.update)
+    if read.digest() != stream.sha256.digest():
+        raise UserError(f"{partial[0]}: what was written cannot be read back. Is the disk full, or failing?")
+    about = {"documents": len(of_documents), "tokens": tokens, "content": content}
+    shard = stored_shard(workshop.directory, partial[0].name, **about)
+    write_whole(paths[1], of_documents.tobytes())
+    with partial[0].open("rb") as opened:
+        os.fsync(opened.fileno())
+    partial[0].replace(paths[0])
+    for path in paths:
+        workshop.deliver(path)
+    shard = dataclasses.replace(shard, file=paths[0].name)
+    return Entry(task.number, shard, empty, bad, tuple(problems), spelled)
+
+
+def check_bad(where: str, bad: int, lines: int, problems: Sequence[str], max_bad_fraction: float) -> None:
+    """Refuses bad lines, described by `problems`, if they are more than this fraction of all lines."""
+    if bad and bad / lines > max_bad_fraction:
+        enough = -(-bad * 1000 // lines) / 1000
+        raise UserError([
+            f"{bad} of the {lines} lines of {where} are bad, more than max_bad_fraction={max_bad_fraction:g} of them. "
+            f"Nearest that works for these: {enough:g}. The first:", *problems,
+        ])  # fmt: skip
+
+
+_HOW_TO_GO_ON = "Correct or remove the line, or allow a share of bad lines, such as max_bad_fraction=0.001."
+
+
+def _batches(documents: Iterable[str | BadLine]) -> Iterator[list[str | BadLine]]:
+    """Documents in order, in batches large enough for a call of the tokenizer."""
+    batch: list[str | BadLine] = []
+    characters = 0
+    for document in documents:
+        batch.append(document)
+        characters += len(document)
+        if len(batch) == _DOCUMENTS_AT_ONCE or characters >= _CHARACTERS_AT_ONCE:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+class _RecordWriter:
+    """Writes a stream of token ids as records of TOKENS_PER_RECORD ids, the last one shorter."""
+
+    def __init__(self, path: Path, dtype: np.dtype) -> None:
+        self._writer: Any = None
+        self._path = path
+        self._rest = np.zeros(0, dtype)
+        self._tokens = 0
+        self.sha256 = hashlib.sha256()  # of the ids; what is read back must match it
+
+    def write(self, ids: np.ndarray) -> None:
+        """Adds token ids to the stream."""
+        self.sha256.update(ids.tobytes())
+        self._tokens += len(ids)
+        whole = np.concatenate([self._rest, ids])
+        stop = len(whole) - len(whole) % TOKENS_PER_RECORD
+        for start in range(0, stop, TOKENS_PER_RECORD):
+            self._write_record(whole[start : start + TOKENS_PER_RECORD])
+        self._rest = whole[stop:]
+
+    def _write_record(self, ids: np.ndarray) -> None:
+        try:
+            if self._writer is None:
+                self._writer = ArrayRecordWriter(str(self._path), _OPTIONS)
+            self._writer.write(ids.tobytes())
+        except RuntimeError as error:
+            raise _not_written(self._path, error) from None
+
+    def close(self) -> int:
+        """Writes the rest; returns the length of the stream."""
+        if len(self._rest):
+            self._write_record(self._rest)
+        try:
+            if self._writer is not None:
+                self._writer.close()
+        except RuntimeError as error:
+            raise _not_written(self._path, error) from None
+        return self._tokens
+
+
+def _not_written(path: Path, error: RuntimeError) -> UserError:
+    return UserError(f"{path} cannot be written: {str(error).partition(';')[0]}.")
+
+
+def _check_inputs(task: Task, workshop: Workshop) -> None:
+    """Refuses inputs that have changed since they were split into tasks."""
+    for path in dict.fromkeys(piece.path for piece in task.pieces):
+        file = workshop.inputs[path]
+        try:
+            status = Path(path).stat()
+        except OSError as error:
+            raise UserError(f"{file.name}: cannot be read ({error}).") from error
+        if (status.st_size, status.st_mtime_ns) != (file.num_bytes, file.changed_ns):
+            raise UserError(f"{file.name} has changed since prepare began. Remove the output and start again.")

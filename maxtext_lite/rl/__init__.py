@@ -1,1 +1,0 @@
-"""Reinforcement learning: rollouts, rewards, advantages, and the policy's loss."""
